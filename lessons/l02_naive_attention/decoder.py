@@ -1,0 +1,165 @@
+"""A Llama-family decoder in one file. It knows nothing of caches, batches or pages.
+
+It sees a flat run of tokens and calls one function, the course's only seam:
+
+    decoder(tokens: [T], positions: [T], attend) -> hidden: [T, hidden_size]
+    attend(layer: int, q: [T, Hq, D], k: [T, Hkv, D], v: [T, Hkv, D]) -> [T, Hq, D]
+
+Everything that this course teaches happens inside `attend`, or in the loop around the decoder.
+Read it from the bottom up: Decoder, DecoderLayer, Attention, MLP, RMSNorm, RoPE.
+Parameters carry the names of Hugging Face checkpoints, so that loading one is a lookup.
+
+Sources: Llama 2 (Touvron et al. 2023, section 2.2), RoFormer (Su et al. 2021), RMSNorm (Zhang & Sennrich 2019),
+GLU variants (Shazeer 2020), Qwen3 technical report (QK-norm).
+"""
+import math
+from functools import lru_cache, partial
+from typing import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lessons.toolbox.checkpoint import load_config, load_weights
+from lessons.toolbox.config import ModelConfig
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+# ---------------------------------------------------------------- RoPE
+
+@lru_cache(maxsize=64)
+def rope_inv_freq(config: ModelConfig, device: torch.device) -> Tensor:
+    """Angle per position of each pair of coordinates, [D / 2], float32: theta^(-2i / D), stretched as the checkpoint asks."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    inv_freq = 1.0 / config.rope_theta ** exponent
+    scaling = config.rope_scaling
+    if scaling is None:
+        return inv_freq.to(device)
+    if scaling.rope_type == "linear":
+        return (inv_freq / scaling.factor).to(device)
+    # "llama3": wavelengths much shorter than the original context stay, much longer ones stretch, the rest blends.
+    wavelength = 2 * math.pi / inv_freq
+    turns = scaling.original_max_position_embeddings / wavelength
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0, 1)  # 0: stretched by `factor`, 1: left alone
+    return ((1 - blend) * inv_freq / scaling.factor + blend * inv_freq).to(device)
+
+
+def rope_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of every rotation, each [T, 1, D]: the angles stand twice, once per half (Hugging Face layout)."""
+    # float32 at least, because position 100 000 times a frequency has no precision left in bfloat16.
+    inv_freq = rope_inv_freq(config, positions.device)
+    angles = positions[:, None].float() * inv_freq  # [T, D / 2]
+    angles = torch.cat([angles, angles], dim=-1)[:, None, :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate coordinate i together with coordinate i + D/2. x: [T, H, D] -> [T, H, D]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+# ---------------------------------------------------------------- parts
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., size] -> [..., size]
+        wide = x if x.dtype == torch.float64 else x.float()  # the sum of squares overflows float16 above 256 per coordinate
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)  # Llama rounds before the weight, Gemma after it
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(size, inner, bias=bias)
+        self.up_proj = nn.Linear(size, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        size, head_dim = config.hidden_size, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, head_dim
+        self.q_proj = nn.Linear(size, self.num_heads * head_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(size, self.num_kv_heads * head_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(size, self.num_kv_heads * head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(self.num_heads * head_dim, size, bias=config.o_bias)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)))     # [T, Hq, D]
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)))  # [T, Hkv, D]
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))               # [T, Hkv, D]
+        out = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)                  # [T, Hq, D]
+        return self.o_proj(out.flatten(-2))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+# ---------------------------------------------------------------- the whole
+
+class Decoder(nn.Module):
+    """The model. `config` tells its shape; `from_pretrained` fills it from a checkpoint."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str, device: str | torch.device = "cpu",
+                        dtype: torch.dtype = torch.float32) -> "Decoder":
+        """Load a Hugging Face checkpoint by folder or hub name. Raises CheckpointError with one line that says what is wrong."""
+        config = load_config(name_or_path)
+        with torch.device("meta"):  # no memory until the weights arrive
+            model = cls(config)
+        load_weights(model, name_or_path, device=device, dtype=dtype)
+        return model.eval().requires_grad_(False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens: [T] int64, positions: [T] int64 -> hidden: [T, hidden_size]."""
+        cos, sin = rope_tables(self.config, positions, self.dtype)
+        x = self.embed_tokens(tokens)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, partial(attend, index))
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [T, hidden_size] -> [T, vocab_size]. Pass only the rows that you need: the vocabulary is wide."""
+        return self.lm_head(hidden)

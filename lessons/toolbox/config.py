@@ -1,0 +1,56 @@
+"""The shape of a model, under the names that its config.json uses."""
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How a checkpoint stretches RoPE beyond the context it was trained on.
+
+    rope_type: "linear" (every wavelength times `factor`) or "llama3" (only the long ones, smoothly; Llama 3.1).
+    """
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer of the Llama family: Llama 2/3, Qwen2/2.5, Qwen3, Mistral.
+
+    Every field carries the name under which config.json files hold it; `load_config` reads them.
+    """
+
+    model_type: str                         # "llama", "mistral", "qwen2" or "qwen3"
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int                           # not always hidden_size / num_attention_heads (Qwen3)
+    intermediate_size: int
+    max_position_embeddings: int            # the context length, in tokens
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False                  # Qwen2: yes
+    o_bias: bool = False                    # Llama with attention_bias
+    mlp_bias: bool = False
+    qk_norm: bool = False                   # Qwen3: RMSNorm over each head of q and k, before RoPE
+    sliding_windows: tuple[int | None, ...] = ()  # per layer: how many keys a query sees, itself included; None: all
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim ** -0.5
+
+    def sliding_window(self, layer: int) -> int | None:
+        """How many keys (itself included) a query of `layer` sees, or None for all of them."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        """Bytes of K and V that one token adds, over all layers: 2 · layers · KV heads · head_dim · bytes per value."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * bytes_per_value
