@@ -1,0 +1,41 @@
+"""Write models/prompts.json: the 32 requests that every rung of the ladder serves.
+
+    python models/prompts.py
+
+Real code prefixes from the held-out modules, 16 to 384 tokens long, asking for 8 to 96 new tokens, drawn once with
+a fixed seed and committed, so that every machine and every Python version serves the same requests.
+"""
+import json
+import math
+import random
+import sysconfig
+from pathlib import Path
+
+from train import HELD_OUT, HERE, load_tokenizer
+
+COUNT, SHORTEST, LONGEST = 32, 16, 384
+
+
+def requests() -> list[dict]:
+    """Prompts cut at line ends near log-uniform lengths; output lengths log-uniform too, as in real traffic: many short, few long."""
+    rng, tokenizer = random.Random(2), load_tokenizer()
+    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    for i in range(COUNT):
+        module = HELD_OUT[i % len(HELD_OUT)]
+        lines = (root / f"{module}.py").read_text(encoding="utf-8").splitlines(keepends=True)
+        starts = [n for n, line in enumerate(lines) if line.startswith(("def ", "class ", "    def "))]
+        start = rng.choice(starts[:-3])
+        length = round(math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST))))
+        text = ""
+        for line in lines[start:]:
+            if text and len(tokenizer(text + line)["input_ids"]) > length:
+                break
+            text += line
+        found.append({"module": module, "prompt": text.rstrip("\n"),
+                      "max_new_tokens": round(math.exp(rng.uniform(math.log(8), math.log(96))))})
+    return found
+
+
+if __name__ == "__main__":
+    (HERE / "prompts.json").write_text(json.dumps(requests(), indent=1) + "\n")
+    print(f"{COUNT} requests written to models/prompts.json")
