@@ -13,8 +13,8 @@ Sources: Llama 2 (Touvron et al. 2023, section 2.2), RoFormer (Su et al. 2021), 
 GLU variants (Shazeer 2020), Qwen3 technical report (QK-norm).
 """
 import math
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Callable
 
 import torch
 from torch import Tensor, nn

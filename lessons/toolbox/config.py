@@ -1,12 +1,15 @@
 """The shape of a model, under the names that its config.json uses."""
 from dataclasses import dataclass
 
+ROPE_TYPES = ("linear", "llama3")
+
 
 @dataclass(frozen=True)
 class RopeScaling:
     """How a checkpoint stretches RoPE beyond the context it was trained on.
 
     rope_type: "linear" (every wavelength times `factor`) or "llama3" (only the long ones, smoothly; Llama 3.1).
+    Raises ValueError for another type, a factor that is not positive, or frequency factors that leave no band to blend.
     """
 
     rope_type: str
@@ -15,12 +18,21 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
+    def __post_init__(self):
+        if self.rope_type not in ROPE_TYPES:
+            raise ValueError(f"rope_type {self.rope_type!r} is not supported; supported: default, {', '.join(ROPE_TYPES)}")
+        if self.factor <= 0:
+            raise ValueError(f"RoPE factor must be positive, not {self.factor}")
+        if self.high_freq_factor <= self.low_freq_factor:  # because the blend divides by their difference
+            raise ValueError(f"high_freq_factor ({self.high_freq_factor}) must exceed low_freq_factor ({self.low_freq_factor})")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer of the Llama family: Llama 2/3, Qwen2/2.5, Qwen3, Mistral.
 
     Every field carries the name under which config.json files hold it; `load_config` reads them.
+    Raises ValueError for sizes that do not fit together.
     """
 
     model_type: str                         # "llama", "mistral", "qwen2" or "qwen3"
@@ -42,6 +54,16 @@ class ModelConfig:
     qk_norm: bool = False                   # Qwen3: RMSNorm over each head of q and k, before RoPE
     sliding_windows: tuple[int | None, ...] = ()  # per layer: how many keys a query sees, itself included; None: all
     eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.num_attention_heads % self.num_key_value_heads:  # because each KV head serves the same number of query heads
+            raise ValueError(f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                             f"num_key_value_heads ({self.num_key_value_heads})")
+        if self.head_dim % 2:  # because RoPE rotates pairs of coordinates
+            raise ValueError(f"head_dim must be even, not {self.head_dim}")
+        if self.sliding_windows and len(self.sliding_windows) != self.num_hidden_layers:
+            raise ValueError(f"sliding_windows names {len(self.sliding_windows)} layers, "
+                             f"num_hidden_layers is {self.num_hidden_layers}")
 
     @property
     def softmax_scale(self) -> float:
