@@ -1,0 +1,247 @@
+"""The ladder: the same requests, greedy, through every rung of the course; proof that the tokens never change.
+
+    python -m reference.ladder --model models/tiny --out build
+
+Prints a table, writes ladder.json (its schema is in the README) and ladder.png/.svg. Exit code 1 if a rung's tokens
+differ from the first rung's where the model was not in doubt: at the first difference, its two best logits must
+lie within MARGIN of each other for a difference to be excused, and then the margin is printed.
+"""
+import argparse
+import importlib
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+from lessons.toolbox.hardware import measured_ceilings
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.toolbox import device as devices
+from lessons.toolbox.checkpoint import CheckpointError, load_tokenizer
+from reference.ladder_report import draw, print_sample, print_table, record, write_json
+from reference.peers import PEERS, load_peer_model
+
+MARGIN = 1e-3        # in logits; float32 sums in another order move logits by about 1e-5
+SLOW_BUDGET_S = 50   # a rung predicted to take longer serves every 2nd, 4th … request, and says so
+REPEATS = 3          # of every rung but a slow one; the median is reported
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder: which lesson, what to call it, and where its generate() lives."""
+
+    lesson: str
+    name: str
+    target: str               # "module:function"
+    has_cache: bool = True
+
+    @property
+    def generate(self):
+        module, function = self.target.split(":")
+        return getattr(importlib.import_module(module), function)
+
+
+RUNGS = (
+    Rung("02", "no cache: recompute", "lessons.l02_naive_attention.naive:generate", has_cache=False),
+    Rung("03", "KV cache, concatenated", "lessons.l03_kv_cache.naive:generate"),
+    Rung("03", "KV cache, preallocated", "lessons.l03_kv_cache.optimized:generate"),
+)
+
+
+@dataclass
+class Measured:
+    """What running a rung or a peer gave. `outputs`: request index -> generated ids; `runs`: tokens/s of each run."""
+
+    name: str
+    served: list[int]
+    lesson: str | None = None
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    runs: list[float] = field(default_factory=list)
+    not_run: str | None = None
+    kv_bytes_per_token: int = 0
+    roofline_share: float | None = None
+    verdict: str = ""          # why tokens differ, or what excuses it
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were generated in one run, never tokens that were asked for."""
+        return sum(map(len, self.outputs.values()))
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return median(self.runs) if self.runs else None
+
+    @property
+    def identical(self) -> bool | None:
+        return None if not self.runs else not self.verdict.startswith("differs")
+
+
+def load_requests(path: Path, tokenizer) -> tuple[list[list[int]], list[int]]:
+    """Prompts as token ids, each opened by the tokenizer's start token, and how many new tokens each asks for."""
+    requests = json.loads(path.read_text(encoding="utf-8"))
+    prompts = [[tokenizer.bos_token_id, *tokenizer(r["prompt"], add_special_tokens=False)["input_ids"]] for r in requests]
+    return prompts, [r["max_new_tokens"] for r in requests]
+
+
+def timed(run, prompts, limits, served, device, on_token):
+    """One pass over the served requests: (outputs by request index, seconds), the device waited for."""
+    devices.synchronize(device)
+    start = time.perf_counter()
+    outputs = run([prompts[i] for i in served], [limits[i] for i in served], on_token)
+    devices.synchronize(device)
+    return dict(zip(served, outputs)), time.perf_counter() - start
+
+
+def serve(measured: Measured, run, prompts, limits, device, progress, repeats: int) -> None:
+    """Run `repeats` passes after a short warm-up and record each one's tokens/s."""
+    total = sum(limits[i] for i in measured.served) * repeats
+    bar = progress.add_task(measured.name, total=total)
+    run([prompts[measured.served[0]]], [2], None)
+    for _ in range(repeats):
+        outputs, seconds = timed(run, prompts, limits, measured.served, device, lambda row, token: progress.advance(bar))
+        measured.outputs = outputs
+        measured.runs.append(measured.tokens / seconds)
+    progress.update(bar, completed=total, description=f"{measured.name}: {measured.tokens_per_s:.1f} tokens/s")
+
+
+def requests_within_budget(model, rung: Rung, prompts, limits) -> list[int]:
+    """All requests, or every 2nd, 4th, 8th of them, so that a rung without a cache stays within SLOW_BUDGET_S."""
+    everything = list(range(len(prompts)))
+    if rung.has_cache:
+        return everything
+    tokens = 3
+    start = time.perf_counter()
+    typical = sorted(prompts, key=len)[len(prompts) * 2 // 3]
+    rung.generate(model, [typical], tokens)
+    predicted_s = (time.perf_counter() - start) / tokens * sum(limits)
+    stride = 1
+    while predicted_s / stride > SLOW_BUDGET_S and stride < len(prompts):
+        stride *= 2
+    return everything[::stride]
+
+
+def judge(measured: Measured, rungs: list[Measured], model, prompts) -> None:
+    """Compare every output with the lowest rung that served the same request; excuse a difference only within MARGIN."""
+    excused = []
+    for index, tokens in measured.outputs.items():
+        wanted = next(r.outputs[index] for r in rungs if index in r.outputs)
+        if tokens == wanted:
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(tokens, wanted)) if a != b), min(len(tokens), len(wanted)))
+        margin = top2_margin(model, prompts[index] + wanted[:at])
+        if margin > MARGIN:
+            measured.verdict = (f"differs from the first rung: request {index}, new token {at}, where the two best logits "
+                                f"are {margin:.4g} apart (tolerance {MARGIN:g})")
+            return
+        excused.append(f"request {index}, new token {at}: best two logits only {margin:.2g} apart (tolerance {MARGIN:g})")
+    if excused:
+        measured.verdict = "a tie: " + "; ".join(excused)
+
+
+def top2_margin(model: Decoder, tokens: list[int]) -> float:
+    """How far apart the two best next-token logits are after `tokens`, recomputed without any cache."""
+    from lessons.l02_naive_attention.naive import attention
+    config = model.config
+
+    def attend(layer, q, k, v):
+        return attention(q, k, v, softmax_scale=config.softmax_scale, window=config.sliding_window(layer))
+
+    ids = torch.tensor(tokens, device=model.device)
+    best = model.logits(model(ids, torch.arange(len(tokens), device=model.device), attend)[-1:]).topk(2).values[0]
+    return float(best[0] - best[1])
+
+
+def memory_floor_s(model: Decoder, prompts, outputs: dict[int, list[int]], bandwidth: float) -> float:
+    """Seconds that one-at-a-time decoding takes at least: each token reads every weight once and its context's K and V.
+
+    bandwidth in bytes/s. Prefill counts as one more read of the weights.
+    """
+    width = model.dtype.itemsize
+    weight_bytes = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) * width
+    kv_bytes = model.config.kv_bytes_per_token(width)
+    total_bytes = 0
+    for index, tokens in outputs.items():
+        contexts = range(len(prompts[index]), len(prompts[index]) + len(tokens))
+        total_bytes += sum(weight_bytes + kv_bytes * context for context in contexts)
+    return total_bytes / bandwidth
+
+
+def climb(model: Decoder, path: str, prompts, limits, console: Console) -> tuple[list[Measured], list[Measured]]:
+    """Measure every rung and every peer, judge their tokens, and return (rungs, peers)."""
+    bandwidth = measured_ceilings(model.device).read_bytes_per_s
+    rungs, peers = [], []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for rung in RUNGS:
+            measured = Measured(rung.name, requests_within_budget(model, rung, prompts, limits), rung.lesson)
+            measured.kv_bytes_per_token = model.config.kv_bytes_per_token(model.dtype.itemsize) if rung.has_cache else 0
+            rungs.append(measured)
+            serve(measured, lambda p, n, tick, rung=rung: rung.generate(model, p, n, on_token=tick),
+                  prompts, limits, model.device, progress, REPEATS if rung.has_cache else 1)
+            seconds = measured.tokens / measured.tokens_per_s
+            measured.roofline_share = memory_floor_s(model, prompts, measured.outputs, bandwidth) / seconds
+            judge(measured, rungs, model, prompts)
+        peer_model = load_peer_model(path, model.device, model.dtype)
+        for name, run in PEERS.items():
+            measured = Measured(name, list(range(len(prompts))))
+            peers.append(measured)
+            try:
+                serve(measured, lambda p, n, tick, run=run: run(peer_model, p, n, tick), prompts, limits,
+                      model.device, progress, 1)
+                judge(measured, rungs, model, prompts)
+            except Exception as error:  # a peer is a guest: its failure is reported, never ours
+                measured.not_run = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                measured.runs.clear()
+    return rungs, peers
+
+
+# ---------------------------------------------------------------- command line
+
+def parse_args(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m reference.ladder", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="models/tiny", help="folder or hub name of a Llama-family checkpoint")
+    parser.add_argument("--prompts", type=Path, default=Path("models/prompts.json"))
+    parser.add_argument("--requests", type=int, default=None, help="serve only the first N requests")
+    parser.add_argument("--out", type=Path, default=Path("build"), help="folder for ladder.json, .png and .svg")
+    parser.add_argument("--device", default=None, help="cpu or cuda (default: what this machine has)")
+    args = parser.parse_args(argv)
+    if args.requests is not None and args.requests < 1:
+        parser.error(f"--requests must be at least 1, got {args.requests}")
+    return args
+
+
+def main(argv=None) -> int:
+    args = parse_args(argv)
+    console = Console()
+    try:
+        device = torch.device(args.device) if args.device else devices.default_device()
+        model = Decoder.from_pretrained(args.model, device=device, dtype=torch.float32)
+        tokenizer = load_tokenizer(args.model)
+        prompts, limits = load_requests(args.prompts, tokenizer)
+        prompts, limits = prompts[:args.requests], limits[:args.requests]
+        rungs, peers = climb(model, args.model, prompts, limits, console)
+        data = record(rungs, peers, model, args.model, len(prompts))
+        write_json(data, args.out / "ladder.json")
+        draw(data, args.out / "ladder")
+    except KeyboardInterrupt:
+        print("ladder: interrupted; nothing was written.", file=sys.stderr)
+        return 130
+    except (CheckpointError, ValueError, OSError) as error:
+        print(f"ladder: {error}", file=sys.stderr)
+        return 2
+    print_table(data, console)
+    print_sample(tokenizer, prompts, rungs, console)
+    console.print(f"figure: {args.out / 'ladder.png'}   data: {args.out / 'ladder.json'}")
+    wrong = [r.name for r in rungs if not r.identical]
+    if wrong:
+        print(f"ladder: FAILED, tokens differ: {', '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""What the ladder shows: the table, the sample, ladder.json (schema in the README) and the figure drawn from it.
+
+    python -m reference.ladder_report build/ladder.json      # draw the figure again, anywhere
+"""
+import json
+import os
+import sys
+from pathlib import Path
+
+from lessons.toolbox.hardware import measured_ceilings
+from rich.console import Console
+from rich.table import Table
+
+from lessons.toolbox import device as devices
+from lessons.toolbox import plotting
+
+
+def record(rungs, peers, model, path: str, requests: int) -> dict:
+    """The content of ladder.json. Speeds in tokens/s; `speedup` is over the first rung, `step` over the rung below."""
+    fingerprint = devices.fingerprint()
+    entries = []
+    for i, r in enumerate(rungs):
+        entries.append({
+            "name": r.name, "lesson": r.lesson, "tokens_per_s": round(r.tokens_per_s, 2),
+            "speedup": round(r.tokens_per_s / rungs[0].tokens_per_s, 2),
+            "step": round(r.tokens_per_s / rungs[max(i - 1, 0)].tokens_per_s, 2),
+            "kv_bytes_per_token": r.kv_bytes_per_token, "roofline_share": round(r.roofline_share, 4),
+            "requests": len(r.served), "tokens": r.tokens,
+            "identical": r.identical, "verdict": r.verdict, "runs": [round(x, 2) for x in r.runs]})
+    return {
+        "device": fingerprint["device"], "versions": {k: v for k, v in fingerprint.items() if k != "device"},
+        "model": {"path": path, "parameters": sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()),
+                  "dtype": str(model.dtype).removeprefix("torch."), "requests": requests},
+        "read_bytes_per_s": measured_ceilings(model.device).read_bytes_per_s,
+        "peers": [{"name": p.name, "tokens_per_s": p.tokens_per_s and round(p.tokens_per_s, 2), "identical": p.identical,
+                   "verdict": p.verdict, "not_run": p.not_run, "runs": [round(x, 2) for x in p.runs]} for p in peers],
+        "rungs": entries}
+
+
+def print_table(data: dict, console: Console) -> None:
+    table = Table(title=f"The ladder: {data['model']['requests']} requests, greedy, {data['model']['dtype']}, {data['device']}")
+    for heading in ("lesson", "rung", "tokens/s", "× rung below", "× first", "KV bytes/token", "of roofline", "identical"):
+        table.add_column(heading, justify="left" if heading == "rung" else "right", no_wrap=heading != "rung")
+    total = data["model"]["requests"]
+    for r in data["rungs"]:
+        subset = "" if r["requests"] == total else f" ({r['requests']} of {total} requests)"
+        table.add_row(r["lesson"], r["name"] + subset, f"{r['tokens_per_s']:.1f}", f"{r['step']:.2f}", f"{r['speedup']:.2f}",
+                      f"{r['kv_bytes_per_token']:,}", f"{r['roofline_share']:.0%}", "✓" if r["identical"] else "✗")
+    table.add_section()
+    first = data["rungs"][0]["tokens_per_s"]
+    for p in data["peers"]:
+        speed = p["tokens_per_s"]
+        table.add_row("", p["name"], f"{speed:.1f}" if speed else "not run", "", f"{speed / first:.2f}" if speed else "", "", "",
+                      "" if p["identical"] is None else "✓" if p["identical"] else "✗")
+    console.print(table)
+    console.print(f"Memory roofline: one read of the weights and of the request's K and V a token, at the "
+                  f"{data['read_bytes_per_s'] / 1e9:.1f} GB/s that this machine reads.", style="dim")
+    for entry in data["rungs"] + data["peers"]:
+        if entry["verdict"]:
+            console.print(f"{entry['name']}: {entry['verdict']}")
+        if entry.get("not_run"):
+            console.print(f"{entry['name']}: not run ({entry['not_run']})")
+
+
+def print_sample(tokenizer, prompts, rungs, console: Console) -> None:
+    """The longest answer of the last rung, prompt dimmed."""
+    outputs = rungs[-1].outputs
+    index = max(outputs, key=lambda i: (len(outputs[i]) - len(prompts[i]) / 8, -i))
+    console.rule("a sample: the prompt, then what the model wrote", align="left")
+    console.print(tokenizer.decode(prompts[index], skip_special_tokens=True), style="dim", end="", markup=False, highlight=False)
+    console.print(tokenizer.decode(outputs[index], skip_special_tokens=True), style="bold", markup=False, highlight=False)
+
+
+def write_json(data: dict, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(data, indent=2) + "\n")
+    os.replace(part, path)  # so that an interrupted run leaves the previous file whole
+
+
+def draw(data: dict, path_without_suffix: Path) -> None:
+    """The waterfall figure, PNG and SVG, from the content of ladder.json."""
+    rungs, model, versions = data["rungs"], data["model"], data["versions"]
+    best = max(rungs, key=lambda r: r["tokens_per_s"])
+    same = "the same tokens" if all(r["identical"] for r in rungs) else "NOT the same tokens"
+    fig = plotting.waterfall(
+        rungs, references={p["name"]: p["tokens_per_s"] for p in data["peers"] if p["tokens_per_s"]},
+        title=f"{best['name']}: {best['speedup']:.1f}× the tokens per second of the first rung, {same}",
+        caption=plotting.caption({"device": data["device"], **versions}, model=f"{model['parameters'] / 1e6:.0f}M parameters",
+                                 dtype=model["dtype"], requests=model["requests"],
+                                 runs="median of " + "/".join(str(len(r["runs"])) for r in rungs)))
+    plotting.save(fig, path_without_suffix, alt=f"Bar chart of tokens per second for {len(rungs)} rungs; {best['name']} is fastest")
+
+
+if __name__ == "__main__":
+    source = Path(sys.argv[1])
+    draw(json.loads(source.read_text()), source.with_suffix(""))
