@@ -1,0 +1,141 @@
+"""The preallocated cache with its two kernels: `append_kernel` writes the new rows, `decode_kernel` lets one query read them all.
+
+Read cache.py first: `KVCache` is the idea, in PyTorch, and what `generate` uses where kernels would be interpreted.
+
+Sources: Pope et al. 2022, section 2; the running max and sum of the decode kernel: Milakov & Gimelshein 2018, section 3
+(lesson 8 takes it apart).
+"""
+import torch
+from torch import Tensor
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.request import OnToken
+from lessons.l02_naive_attention.sampling import SamplingParams
+from lessons.l03_kv_cache.cache import KVCache
+from lessons.l03_kv_cache.naive import cached_loop
+from lessons.toolbox.triton_ import tl, triton
+
+
+class KernelKVCache(KVCache):
+    """KVCache whose rows are written, and read by a single query, by the kernels below."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if layer == 0:  # every layer of a pass writes the same rows, so one small tensor serves all
+            self.slot_mapping = torch.arange(self.length, self.length + len(k), device=k.device)
+            self.context_lens = self.slot_mapping[-1:] + 1
+        append_rows(k, v, self.keys[layer], self.values[layer], self.slot_mapping)
+
+    def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
+        return decode_attention(q, self.keys[layer][None], self.values[layer][None], self.context_lens,
+                                self.config.softmax_scale, self.config.sliding_window(layer))
+
+
+@triton.jit
+def append_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, stride_kt, stride_vt, stride_slot,
+                  ROW: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per new token: copy its row of K and of V, ROW = Hkv · D values each, to its slot."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    if slot >= 0:  # -1 marks a token that is not kept
+        column = tl.arange(0, BLOCK)
+        inside = column < ROW
+        k = tl.load(k_ptr + token * stride_kt + column, mask=inside, other=0.0)
+        v = tl.load(v_ptr + token * stride_vt + column, mask=inside, other=0.0)
+        tl.store(k_cache_ptr + slot * stride_slot + column, k, mask=inside)
+        tl.store(v_cache_ptr + slot * stride_slot + column, v, mask=inside)
+
+
+def append_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write k, v: [T, Hkv, D] into k_cache, v_cache: [slots, Hkv, D] at slot_mapping: [T] int64, distinct; -1 skips a token.
+
+    Raises ValueError if shapes, dtypes or strides do not fit. A slot beyond the cache is not checked: it lies on the device.
+    """
+    caches, rows = (k_cache, v_cache), (k, v)
+    if k.ndim != 3 or v.shape != k.shape or k_cache.shape != v_cache.shape or k_cache.shape[1:] != k.shape[1:]:
+        raise ValueError(f"k, v, k_cache, v_cache: got {[tuple(x.shape) for x in rows + caches]}; accepted: [T, Hkv, D] twice, "
+                         "[slots, Hkv, D] twice")
+    if len({x.dtype for x in rows + caches}) > 1:
+        raise ValueError(f"k, v, k_cache, v_cache: got {[x.dtype for x in rows + caches]}; accepted: one dtype for all four")
+    num_tokens, num_kv_heads, head_dim = k.shape
+    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != (num_tokens,):
+        raise ValueError(f"slot_mapping: got {slot_mapping.dtype} {tuple(slot_mapping.shape)}; accepted: int64 ({num_tokens},)")
+    if any(x.stride()[1:] != (head_dim, 1) for x in rows + caches) or k_cache.stride() != v_cache.stride():
+        raise ValueError(f"k, v, k_cache, v_cache: got strides {[x.stride() for x in rows + caches]}; accepted: "
+                         f"(any, {head_dim}, 1), the same for both caches")
+    if num_tokens:
+        row = num_kv_heads * head_dim
+        append_kernel[num_tokens,](k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0), k_cache.stride(0),
+                                   ROW=row, BLOCK=triton.next_power_of_2(row))
+
+
+@triton.jit
+def decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, context_lens_ptr, softmax_scale, window,
+                  stride_qb, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+                  GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program per sequence and query head: walks over the keys in tiles, keeping max m, sum l and weighted values acc."""
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kv_head = head // GROUP
+    column = tl.arange(0, BLOCK_D)
+    inside = column < HEAD_DIM
+    q = tl.load(q_ptr + sequence * stride_qb + head * stride_qh + column, mask=inside, other=0.0).to(tl.float32) * softmax_scale
+    length = tl.load(context_lens_ptr + sequence).to(tl.int32)
+    k_ptr += sequence * stride_kb + kv_head * stride_kh
+    v_ptr += sequence * stride_vb + kv_head * stride_vh
+
+    m = tl.full((), float("-inf"), tl.float32)
+    l = tl.full((), 0.0, tl.float32)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(tl.maximum(length - window, 0), length, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        held = (key < length)[:, None] & inside[None, :]
+        k = tl.load(k_ptr + key[:, None] * stride_kn + column[None, :], mask=held, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + key[:, None] * stride_vn + column[None, :], mask=held, other=0.0).to(tl.float32)
+        scores = tl.where(key < length, tl.sum(q[None, :] * k, axis=1), float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, axis=0))
+        shrink = tl.exp(m - m_new)  # what was summed relative to the old max, relative to the new one
+        weights = tl.exp(scores - m_new)
+        l = l * shrink + tl.sum(weights, axis=0)
+        acc = acc * shrink + tl.sum(weights[:, None] * v, axis=0)
+        m = m_new
+    out = tl.where(l > 0, acc / l, 0.0)  # an empty sequence attends to nothing
+    row = out_ptr + (sequence * tl.num_programs(1) + head) * HEAD_DIM
+    tl.store(row + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, softmax_scale: float | None = None,
+                     window: int | None = None, block_n: int = 32) -> Tensor:
+    """One query per sequence over its cache: q: [B, Hq, D]; k_cache, v_cache: [B, capacity, Hkv, D] -> [B, Hq, D].
+
+    context_lens: [B] int32 or int64, the rows in use, the query's own included; 0 gives zeros. window: only the last `window`
+    rows count. block_n: keys per tile, a power of two. float32 inside. Raises ValueError.
+    """
+    if q.ndim != 3 or k_cache.ndim != 4 or k_cache.shape != v_cache.shape or q.shape[::2] != k_cache.shape[::3] \
+            or q.shape[1] % k_cache.shape[2] or context_lens.shape != q.shape[:1]:
+        shapes = [tuple(x.shape) for x in (q, k_cache, v_cache, context_lens)]
+        raise ValueError(f"q, k_cache, v_cache, context_lens: got {shapes}; accepted: [B, Hq, D], [B, capacity, Hkv, D] twice, "
+                         "[B], with Hq a multiple of Hkv")
+    if len({q.dtype, k_cache.dtype, v_cache.dtype}) > 1 or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"q, k_cache, v_cache: got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}; accepted: all three float32, "
+                         "float16 or bfloat16")
+    if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache)):
+        raise ValueError("q, k_cache, v_cache: got a last dimension that is not dense; accepted: stride 1 in it")
+    (num_sequences, num_heads, head_dim), (_, capacity, num_kv_heads, _) = q.shape, k_cache.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.numel():
+        decode_kernel[num_sequences, num_heads](
+            q, k_cache, v_cache, out, context_lens, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            capacity if window is None else window, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+            GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_N=block_n)
+    return out
+
+
+def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | list[int],
+             sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
+    """One prompt after the other, each with its own cache. Arguments, result and errors as in lesson 2's `generate`."""
+    return cached_loop(new_kv_cache, model, prompts, max_new_tokens, sampling, on_token)
+
+
+def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
+    """An empty cache for a sequence of at most `max_tokens`: a request says what it may need when it starts."""
+    cache = KernelKVCache if model.device.type == "cuda" else KVCache  # interpreted, the kernels take seconds a token
+    return cache(model.config, max_tokens, model.dtype, model.device)
