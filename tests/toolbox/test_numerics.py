@@ -110,7 +110,7 @@ def planted(name: str):
     if name == "dropped tile":
         return lambda q, k, v: tiled_attention(q, k, v, skip_tile=2)
     if name == "mask off by one":
-        return lambda q, k, v: tiled_attention(q, k, v, shift=-1)
+        return lambda q, k, v: tiled_attention(q, k, v, shift=1)
     if name == "bf16 truncated":
         return lambda q, k, v: truncated(tiled_attention(q.float(), k.float(), v.float()))
     return kernel
@@ -121,10 +121,10 @@ def truncated(x: Tensor) -> Tensor:
     return (x.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-EXPECTED = {  # name: (rules under which it may fall, dtypes)
-    "scale 1 % off": ({"E1"}, DTYPES), "dropped tile": ({"E1", "E2"}, DTYPES), "mask off by one": ({"E0", "E1", "E2"}, DTYPES),
-    "nan": ({"E0"}, DTYPES), "infinity": ({"E0"}, DTYPES), "bf16 truncated": ({"E4"}, [torch.bfloat16]),
-    "wrong tail row": ({"E1", "E2", "E3"}, [torch.float32]), "one bad element": ({"E1", "E2"}, DTYPES),
+EXPECTED = {  # name: (the rule under which it falls, dtypes)
+    "scale 1 % off": ("E1", DTYPES), "dropped tile": ("E1", DTYPES), "mask off by one": ("E1", DTYPES), "nan": ("E0", DTYPES),
+    "infinity": ("E0", DTYPES), "one bad element": ("E1", DTYPES), "wrong tail row": ("E1", [torch.float32]),
+    "bf16 truncated": ("E4", [torch.bfloat16]),
 }
 
 
@@ -133,7 +133,7 @@ def test_planted_error_is_rejected(name, dtype):
     for seed in range(SEED, SEED + 3):
         inputs = attention_inputs("normal", 190, 190, 2, 1, 32, dtype=dtype, seed=seed)
         rule, message = broken_rule(planted(name), naive_attention, inputs)
-        assert rule in EXPECTED[name][0], f"seed {seed}: {message}"
+        assert rule == EXPECTED[name][0], f"seed {seed}: {message}"
         assert "oracle" in message and "[" in message and " of 12160 elements" in message, message
 
 
