@@ -3,7 +3,7 @@
 Everything here is a prediction from shapes and data sheets; nothing is measured. A real engine is slower than these floors, and
 the quotient of the two is the only honest score. "G" is 10⁹ here and on data sheets; memory tools count GiB = 2³⁰.
 
-Sources: Roofline (Williams, Waterman and Patterson 2009); Efficiently Scaling Transformer Inference (Pope et al. 2022, section 2).
+Sources: Roofline (Williams, Waterman and Patterson 2009); Efficiently Scaling Transformer Inference (Pope et al. 2022, 2).
 """
 import math
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ def tokens_per_s(step_s: float, batch: int) -> float:
 
 def cost_per_million_tokens(dollars_per_hour: float, tokens_per_s: float, utilisation: float = 1.0) -> float:
     """Dollars per 10⁶ tokens for hardware that is paid by the hour and busy for the share `utilisation` (0 to 1) of it."""
-    if not 0 < utilisation <= 1:
+    if positive("utilisation", utilisation) > 1:
         raise ValueError(f"utilisation is {utilisation!r}; accepted: above 0 and at most 1")
     tokens_per_hour = 3600 * positive("tokens_per_s", tokens_per_s) * utilisation
     return positive("dollars_per_hour", dollars_per_hour) / tokens_per_hour * 1e6
@@ -132,4 +132,5 @@ def cost_per_million_tokens(dollars_per_hour: float, tokens_per_s: float, utilis
 
 def break_even_tokens_per_day(dollars_per_hour: float, api_dollars_per_million: float) -> float:
     """Tokens a day from which rented hardware is cheaper than an API; compare it with what the hardware can serve in a day."""
-    return 24 * positive("dollars_per_hour", dollars_per_hour) / positive("api_dollars_per_million", api_dollars_per_million) * 1e6
+    dollars_per_day = 24 * positive("dollars_per_hour", dollars_per_hour)
+    return dollars_per_day / positive("api_dollars_per_million", api_dollars_per_million) * 1e6

@@ -68,7 +68,7 @@ def scale_copy(x: Tensor, factor: float = 1.0, out: Tensor | None = None) -> Ten
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"x is {x.dtype}; accepted: float16, bfloat16, float32")
     if not x.is_contiguous():
-        raise ValueError(f"x has shape {list(x.shape)} and strides {list(x.stride())}; accepted: contiguous (x.contiguous() copies)")
+        raise ValueError(f"x has shape {list(x.shape)} and strides {list(x.stride())}; accepted: contiguous")
     out = torch.empty_like(x) if out is None else out
     if (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device) or not out.is_contiguous():
         raise ValueError(f"out is {out.dtype} {list(out.shape)} on {out.device}, strides {list(out.stride())}; "
