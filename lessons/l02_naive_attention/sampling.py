@@ -95,7 +95,7 @@ def penalize(logits: Tensor, params: SamplingParams, prompt: list[int], output: 
     # A negative logit is multiplied, because dividing it would make the token likelier.
     weakened = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
     logits = torch.where(seen, weakened, logits)
-    return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0).to(logits.dtype)
 
 
 def keep_top_p(p: Tensor, top_p: float) -> Tensor:
