@@ -7,11 +7,10 @@ TESTS ?=
 MODEL ?= models/tiny
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab bench doctor clean
+.PHONY: help setup demo test lab bench doctor gpu proof clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
-	  || grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## install into .venv, once (no GPU? TORCH_INDEX=https://download.pytorch.org/whl/cpu saves gigabytes)
 	@$(PYTHON) lessons/toolbox/install.py
@@ -30,6 +29,14 @@ bench: setup ## a lesson's benchmark: make bench LESSON=03
 
 doctor: setup ## what this machine can run, and what it cannot and why
 	@$(RUN) -m lessons.toolbox.device
+
+# A borrowed GPU machine has torch and triton but no .venv and no network, so nothing is installed here.
+gpu: ## prove and measure everything that needs a GPU, in 9 minutes at most (OUT=results/<device>, LESSON=03 for one)
+	@$$(test -x $(RUN) && echo $(RUN) || echo $(PYTHON)) -m lessons.toolbox.proof gpu $(if $(LESSON),--lesson $(LESSON)) \
+	  $(if $(filter-out file,$(origin OUT)),--out $(OUT))
+
+proof: setup ## which kernels are proved: in the interpreter, by the compiler, on which GPU
+	@$(RUN) -m lessons.toolbox.proof table
 
 clean: ## remove what was built (not .venv)
 	@rm -rf build .pytest_cache .ruff_cache .hypothesis

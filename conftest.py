@@ -7,6 +7,8 @@ import lessons  # noqa: F401  first, because it decides how Triton runs before a
 from lessons.toolbox import triton_  # noqa: F401  mends the interpreter for kernels that tests declare themselves
 from lessons.toolbox.device import has_gpu
 
+pytest_plugins = ["lessons.toolbox.proof_record"]  # the `proof` fixture, through which a test of equivalence records its proof
+
 
 def pytest_collection_modifyitems(items):
     if has_gpu():
