@@ -86,8 +86,8 @@ def block_map(block_tables: dict[str, list[int]], *, num_blocks: int, title: str
             ax.add_patch(Rectangle(corner, filled, height, facecolor=colour, hatch=hatch, edgecolor="white", lw=0))
             if len(owners) <= 2:
                 behind = colour if filled > 0.6 else "white"  # what the letters stand on; a box hides the hatch there
-                ax.text(column + 0.5, row + (k + 0.5) * height, f"{_letter(n)}{logical}", ha="center", va="center",
-                        fontsize=SMALL, fontweight="bold", color=_ink(behind),
+                ax.text(column + (filled / 2 if filled > 0.6 else 0.5), row + (k + 0.5) * height, f"{_letter(n)}{logical}",
+                        ha="center", va="center", fontsize=SMALL, fontweight="bold", color=_ink(behind),
                         bbox={"facecolor": behind, "edgecolor": "none", "pad": 0.6} if hatch else None)
         if len(owners) > 2:
             ax.text(column + 0.5, row + 0.5, f"{len(owners)}×", ha="center", va="center", fontsize=SMALL, fontweight="bold",

@@ -164,7 +164,7 @@ def test_roofline_flags_a_point_above_the_roof_only():
 
 def test_pages_and_masks_say_what_they_show():
     texts = {t.get_text() for t in pages().findobj(Text)}
-    assert {"3×", "A1", "B1", "A: child 1", "free: 21 of 32"} <= texts  # in use: 1, 2, 3 (by three owners), 7 (by two), 9 and 10 to 15
+    assert {"3×", "A1", "B1", "A: child 1", "free: 21 of 32"} <= texts  # in use: 1, 2, 3, 7, 9 and 10 to 15
     assert "visible: 91 of 169 (54%)" in {t.get_text() for t in mask().findobj(Text)}
 
 
