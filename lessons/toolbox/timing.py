@@ -112,7 +112,7 @@ def _median_and_band(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _warm_up(sample: Callable[[int], float], budget_s: float) -> float:
-    """Call until two runs in a row (after the first) agree within 5 % or the budget is spent; returns the last sample in seconds."""
+    """Call until two runs in a row agree within 5 %, the first not counted, or the budget is spent; last sample in seconds."""
     deadline, before = perf_counter() + budget_s, sample(0)
     for i in range(1, MAX_RUNS):
         now = sample(i)
