@@ -23,6 +23,7 @@ from lessons.toolbox.config_json import CheckpointError, read_config, read_json
 
 EMBEDDED_MODELS = ("models/tiny", "models/tiny-draft")
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+HUB_TIMEOUT_S = 5
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt",
@@ -46,11 +47,21 @@ def find_folder(name_or_path: str | os.PathLike, hub_patterns: list[str]) -> Pat
         return REPOSITORY / name
     if os.path.isfile(name):
         raise CheckpointError(f"model {name!r} is a file; give the folder that holds config.json and model.safetensors")
-    from huggingface_hub import snapshot_download  # here, because a local folder needs none of it
+    return _fetch(name, hub_patterns)
+
+
+def _fetch(name: str, patterns: list[str]) -> Path:
+    """Folder in the hub's local cache with the files of a hub model, fetched if the hub answers."""
+    from huggingface_hub import HfApi, snapshot_download  # here, because a local folder needs none of it
+    unreachable = None
     try:
-        return Path(snapshot_download(name, allow_patterns=hub_patterns, etag_timeout=5))
-    except Exception as error:  # because the hub client lets the exceptions of its HTTP library through, which has changed
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)  # first, because snapshot_download waits for a silent hub for ever
+    except Exception as error:  # because the client lets the exceptions of its HTTP library through, and has changed library
+        unreachable = error
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=unreachable is not None))
+    except Exception as error:
+        reason = next(iter(str(unreachable or error).splitlines()), type(error).__name__)
         raise CheckpointError(f"unknown model {name!r}: no such folder, and no hub name that can be reached ({reason}); "
                               f"embedded models: {', '.join(EMBEDDED_MODELS)}") from error
 

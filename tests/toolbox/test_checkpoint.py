@@ -1,0 +1,375 @@
+"""What the checkpoint loader accepts, what it refuses, and that each refusal is one line that names the culprit."""
+import lessons  # isort: skip  # noqa: F401 (before transformers, which imports triton)
+
+import json
+import socket
+import time
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.toolbox import checkpoint
+from lessons.toolbox.checkpoint import CheckpointError, find_folder, load_config, load_tokenizer, load_weights
+from lessons.toolbox.config import ModelConfig, RopeScaling
+
+LLAMA = dict(model_type="llama", vocab_size=31, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
+             num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=10000.0, hidden_act="silu",
+             tie_word_embeddings=False, eos_token_id=2)
+
+
+def write(folder, remove=(), **changes):
+    """A checkpoint of random weights in `folder`, its config.json changed. Returns the stored tensors."""
+    raw = {key: value for key, value in (LLAMA | changes).items() if key not in remove}
+    (folder / "config.json").write_text(json.dumps(raw))
+    model = Decoder(ModelConfig(**{key: LLAMA[key] for key in LLAMA if key not in ("hidden_act", "eos_token_id")}, head_dim=4))
+    tensors = {name if name.startswith("lm_head") else f"model.{name}": torch.randn_like(tensor)
+               for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def refusal(call, *arguments) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        call(*arguments)
+    message = str(caught.value)
+    assert message and "\n" not in message and len(message) < 500
+    return message
+
+
+# ---------------------------------------------------------------- config.json
+
+@pytest.mark.parametrize("key", ["model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                                 "num_attention_heads", "max_position_embeddings", "rms_norm_eps"])
+def test_needed_key_is_named(key, tmp_path):
+    write(tmp_path, remove=[key])
+    assert f"'{key}'" in refusal(load_config, tmp_path)
+    write(tmp_path, **{key: None})
+    assert f"'{key}'" in refusal(load_config, tmp_path)
+
+
+@pytest.mark.parametrize("changes, named", [
+    (dict(hidden_size=0), "'hidden_size'"), (dict(hidden_size=-8), "-8"), (dict(hidden_size="24"), "'24'"),
+    (dict(hidden_size=True), "True"), (dict(vocab_size=31.0), "31.0"), (dict(rms_norm_eps=float("nan")), "nan"),
+    (dict(rope_theta=0), "'rope_theta'"), (dict(tie_word_embeddings="no"), "'tie_word_embeddings'"),
+    (dict(attention_bias=1), "'attention_bias'"), (dict(eos_token_id="</s>"), "'eos_token_id'"),
+    (dict(hidden_size=25), "hidden_size (25) must be a multiple of num_attention_heads (6)"),
+    (dict(num_key_value_heads=4), "num_attention_heads (6) must be a multiple of num_key_value_heads (4)"),
+    (dict(head_dim=5), "head_dim must be even"), (dict(hidden_act="gelu"), "gelu"),
+    (dict(quantization_config=dict(quant_method="fp8")), "quantized"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    (dict(rope_scaling="linear"), "'rope_scaling'"), (dict(rope_scaling=dict(type="linear")), "'rope_scaling.factor'"),
+    (dict(rope_parameters=dict(rope_type="llama3", factor=8.0)), "'rope_parameters.low_freq_factor'"),
+    (dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "layer type"),
+    (dict(rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=4.0)), "high_freq_factor"),
+    (dict(model_type="mistral", layer_types=["full_attention"]), "'layer_types'"),
+    (dict(model_type="qwen2", layer_types=["full_attention", "sliding_attention"]), "'sliding_window'"),
+    (dict(model_type="mistral", sliding_window=0), "'sliding_window'"),
+    (dict(model_type="qwen3"), "'head_dim'"),
+])
+def test_wrong_value_is_named(changes, named, tmp_path):
+    write(tmp_path, **changes)
+    message = refusal(load_config, tmp_path)
+    assert named in message and "config.json" in message
+
+
+def test_unsupported_lists_the_supported(tmp_path):
+    write(tmp_path, model_type="gpt2")
+    assert all(name in refusal(load_config, tmp_path) for name in ("gpt2", "llama", "mistral", "qwen2", "qwen3"))
+    write(tmp_path, rope_scaling=dict(rope_type="yarn", factor=4.0))
+    assert all(name in refusal(load_config, tmp_path) for name in ("yarn", "default", "linear", "llama3"))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "null", '{"model_type": "llama",}', "[" * 100_000, "\xff\xfe"])
+def test_malformed_json_names_the_file(text, tmp_path):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    assert str(tmp_path / "config.json") in refusal(load_config, tmp_path)
+
+
+def test_folder_without_config(tmp_path):
+    assert "config.json" in refusal(load_config, tmp_path)
+
+
+def test_defaults_of_absent_keys(tmp_path):
+    write(tmp_path, remove=["num_key_value_heads", "rope_theta", "tie_word_embeddings", "eos_token_id"])  # as Llama 1 had it
+    config = load_config(tmp_path)
+    assert (config.num_key_value_heads, config.rope_theta, config.tie_word_embeddings) == (6, 10000.0, False)
+    assert config.eos_token_ids == () and config.sliding_window(1) is None and config.head_dim == 4
+    write(tmp_path, model_type="qwen2", remove=["num_key_value_heads"])
+    assert "'num_key_value_heads'" in refusal(load_config, tmp_path)  # because transformers would take 32
+
+
+def test_original_context_of_llama3_scaling_defaults_to_the_context(tmp_path):
+    write(tmp_path, rope_scaling=dict(rope_type="llama3", factor=8, low_freq_factor=1, high_freq_factor=4))
+    assert load_config(tmp_path).rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("changes, windows", [
+    (dict(model_type="mistral"), (4096, 4096)),  # transformers' default; since v0.2 checkpoints say null
+    (dict(model_type="mistral", sliding_window=None), ()),
+    (dict(model_type="mistral", sliding_window=9), (9, 9)),
+    (dict(model_type="llama", sliding_window=9), ()),
+    (dict(model_type="qwen2", sliding_window=9, max_window_layers=1), ()),
+    (dict(model_type="qwen2", sliding_window=9, max_window_layers=1, use_sliding_window=True), (None, 9)),
+    (dict(model_type="qwen2", sliding_window=9, use_sliding_window=True), (None, None)),
+    (dict(model_type="mistral", sliding_window=9, layer_types=["sliding_attention", "full_attention"]), (9, None)),
+])
+def test_sliding_windows(changes, windows, tmp_path):
+    write(tmp_path, **changes)
+    assert load_config(tmp_path).sliding_windows == windows
+
+
+@pytest.mark.parametrize("config, generation, expected", [
+    (2, None, (2,)), ([2, 5], None, (2, 5)), (2, [7, 2], (2, 7)), (None, 7, (7,)), (None, None, ()), (0, 0, (0,))])
+def test_stop_tokens_of_both_files(config, generation, expected, tmp_path):
+    write(tmp_path, eos_token_id=config)
+    (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=generation)))
+    assert load_config(tmp_path).eos_token_ids == expected
+    (tmp_path / "generation_config.json").write_text("{")
+    assert "generation_config.json" in refusal(load_config, tmp_path)
+
+
+# ---------------------------------------------------------------- weights
+
+def test_every_tensor_lands_in_its_place(tmp_path):
+    tensors = write(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        model = Decoder.from_pretrained(tmp_path, dtype=dtype)
+        loaded = model.state_dict()
+        assert len(loaded) == len(tensors)
+        for name, tensor in tensors.items():
+            assert torch.equal(loaded[name.removeprefix("model.")], tensor.to(dtype)), name
+        assert model.dtype == dtype and not model.training and not any(p.requires_grad for p in model.parameters())
+
+
+def test_missing_tensor_is_named(tmp_path):
+    tensors = write(tmp_path)
+    for name in ("model.layers.1.self_attn.k_proj.weight", "lm_head.weight", "model.norm.weight"):
+        save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
+        message = refusal(Decoder.from_pretrained, tmp_path)
+        assert f"tensor {name} " in message and str(list(tensors[name].shape)) in message and "missing" in message
+
+
+def test_unexpected_tensor_is_named(tmp_path):
+    tensors = write(tmp_path)
+    for name in ("model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "score.weight"):
+        save_file(tensors | {name: torch.ones(3)}, tmp_path / "model.safetensors")
+        assert f"tensor {name} " in refusal(Decoder.from_pretrained, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight",
+                                  "model.norm.weight"])
+def test_misshapen_tensor_is_named_with_both_shapes(name, tmp_path):
+    tensors = write(tmp_path)
+    right = list(tensors[name].shape)
+    wrong = [*right[:-1], right[-1] + 1]
+    save_file(tensors | {name: torch.zeros(wrong)}, tmp_path / "model.safetensors")
+    message = refusal(Decoder.from_pretrained, tmp_path)
+    assert name in message and str(right) in message and str(wrong) in message
+    save_file(tensors | {name: tensors[name][None]}, tmp_path / "model.safetensors")  # same number of elements
+    assert name in refusal(Decoder.from_pretrained, tmp_path)
+
+
+def test_an_error_leaves_the_model_as_it_was(tmp_path):
+    tensors = write(tmp_path)
+    model = Decoder.from_pretrained(tmp_path)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    changed = {name: tensor + 1 for name, tensor in tensors.items()}
+    save_file(changed | {"model.norm.weight": torch.zeros(7)}, tmp_path / "model.safetensors")
+    refusal(load_weights, model, tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_weights_do_not_follow_the_file(tmp_path):
+    """A view of the mapped file would change, or crash the process, when the file does."""
+    tensors = write(tmp_path)
+    model = Decoder.from_pretrained(tmp_path)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(size // 2)
+        file.write(b"\0" * (size // 2))
+    assert torch.equal(model.norm.weight, tensors["model.norm.weight"])
+    assert all(torch.equal(model.state_dict()[name.removeprefix("model.")], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("stored", ["both", "embedding", "head"])
+def test_tied_embeddings_are_one_parameter(stored, tmp_path):
+    tensors = write(tmp_path, tie_word_embeddings=True)
+    embedding = tensors["model.embed_tokens.weight"]
+    del tensors["lm_head.weight"]
+    if stored != "embedding":
+        tensors["lm_head.weight"] = embedding.clone()
+    if stored == "head":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = Decoder.from_pretrained(tmp_path)
+    assert model.lm_head.weight is model.embed_tokens.weight and torch.equal(model.lm_head.weight, embedding)
+
+
+def test_tied_embeddings_that_differ(tmp_path):
+    write(tmp_path, tie_word_embeddings=True)
+    assert "tie_word_embeddings" in refusal(Decoder.from_pretrained, tmp_path)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path):
+    tensors = write(tmp_path)
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert torch.equal(Decoder.from_pretrained(tmp_path).norm.weight, tensors["model.norm.weight"])
+
+
+def test_integer_weights_are_refused(tmp_path):
+    tensors = write(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors")
+    message = refusal(Decoder.from_pretrained, tmp_path)
+    assert name in message and "I8" in message and "BF16" in message
+
+
+def test_dtype_is_checked(tmp_path):
+    write(tmp_path)
+    assert "torch.int32" in refusal(Decoder.from_pretrained, tmp_path, "cpu", torch.int32)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 4, 100, -1, -5000])
+def test_truncated_file_is_named(keep_bytes, tmp_path):
+    write(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep_bytes])
+    assert str(file) in refusal(Decoder.from_pretrained, tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"\x80\x02}q\x00.", b"\xff" * 64])
+def test_file_of_another_format_is_named(content, tmp_path):
+    write(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert str(tmp_path / "model.safetensors") in refusal(Decoder.from_pretrained, tmp_path)
+
+
+def test_pickles_are_not_opened(tmp_path):
+    write(tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    message = refusal(Decoder.from_pretrained, tmp_path)
+    assert "pytorch_model.bin" in message and "pickle" in message and "model.safetensors" in message
+
+
+# ---------------------------------------------------------------- shards
+
+def write_shards(folder):
+    """The same checkpoint in two files and an index. Returns the index's content."""
+    tensors = write(folder)
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
+    index = dict(metadata={}, weight_map=files)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tensors, index
+
+
+def test_shards_load(tmp_path):
+    tensors, _ = write_shards(tmp_path)
+    loaded = Decoder.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name.removeprefix("model.")], tensor) for name, tensor in tensors.items())
+
+
+def test_missing_shard_is_named(tmp_path):
+    write_shards(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert "model-00002-of-00002.safetensors" in refusal(Decoder.from_pretrained, tmp_path)
+
+
+def test_shard_outside_the_folder_is_refused(tmp_path):
+    (tmp_path / "inside").mkdir()
+    _, index = write_shards(tmp_path / "inside")
+    (tmp_path / "inside/model-00001-of-00002.safetensors").rename(tmp_path / "outside.safetensors")
+    files = {name: file.replace("model-00001-of-00002", "../outside") for name, file in index["weight_map"].items()}
+    (tmp_path / "inside/model.safetensors.index.json").write_text(json.dumps(dict(weight_map=files)))
+    assert "../outside.safetensors" in refusal(Decoder.from_pretrained, tmp_path / "inside")
+
+
+def test_tensor_in_two_shards_is_named(tmp_path):
+    tensors, _ = write_shards(tmp_path)
+    second = load_file(tmp_path / "model-00002-of-00002.safetensors")
+    save_file(second | {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"],
+                        "model.norm.weight": tensors["model.norm.weight"]}, tmp_path / "model-00001-of-00002.safetensors")
+    assert " is in model-00001-of-00002" in refusal(Decoder.from_pretrained, tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"weight_map": {}}', '{"weight_map": []}'])
+def test_malformed_index_is_named(content, tmp_path):
+    write_shards(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json" in refusal(Decoder.from_pretrained, tmp_path)
+
+
+# ---------------------------------------------------------------- names
+
+@pytest.mark.parametrize("name", ["no-such-model", "models/tinyy", "/no/such/folder", "./nowhere", "", "a/b/c", "meta llama"])
+def test_unknown_model_lists_the_embedded(name, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    start = time.perf_counter()
+    message = refusal(load_config, name)
+    assert repr(name.rstrip("/")) in message and "models/tiny, models/tiny-draft" in message
+    assert time.perf_counter() - start < 5
+
+
+def test_hub_that_does_not_answer_fails_soon(monkeypatch, tmp_path):
+    """A server that accepts connections and says nothing, as behind some firewalls: one line, no minute of retries."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(checkpoint, "HUB_TIMEOUT_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        start = time.perf_counter()
+        assert "'some/model'" in refusal(find_folder, "some/model", ["config.json"])
+        assert time.perf_counter() - start < 10
+
+
+def test_hub_model_from_the_local_cache(tmp_path, monkeypatch):
+    """A hub name loads offline from the cache's layout: models--owner--name/snapshots/<commit>, commit named in refs/main."""
+    snapshot = tmp_path / "models--some--model/snapshots/0123"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--some--model/refs").mkdir()
+    (tmp_path / "models--some--model/refs/main").write_text("0123")
+    tensors = write(snapshot)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert torch.equal(Decoder.from_pretrained("some/model").norm.weight, tensors["model.norm.weight"])
+
+
+def test_embedded_models_are_found_from_any_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert (find_folder("models/tiny", []) / "tokenizer.json").is_file()
+    assert find_folder("models/tiny", []) == find_folder("models/tiny/", [])
+
+
+def test_a_file_is_not_a_folder(tmp_path):
+    write(tmp_path)
+    assert "folder" in refusal(load_config, tmp_path / "config.json")
+
+
+# ---------------------------------------------------------------- tokenizer, ModelConfig
+
+def test_tokenizer_of_the_embedded_model():
+    tokenizer = load_tokenizer("models/tiny")
+    text = "def area(radius):\n    return 3.14 * radius ** 2  # é\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_tokenizer_missing_or_broken(tmp_path):
+    write(tmp_path)
+    assert "tokenizer.json" in refusal(load_tokenizer, tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    assert str(tmp_path) in refusal(load_tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("changes, named", [
+    (dict(num_key_value_heads=4), "num_key_value_heads"), (dict(head_dim=3), "head_dim"), (dict(sliding_windows=(1,)), "layers")])
+def test_model_config_refuses_sizes_that_do_not_fit(changes, named):
+    sizes = dict(model_type="llama", vocab_size=5, hidden_size=12, num_hidden_layers=2, num_attention_heads=6,
+                 num_key_value_heads=2, head_dim=2, intermediate_size=4, max_position_embeddings=8)
+    assert ModelConfig(**sizes).kv_bytes_per_token(2) == 2 * 2 * 2 * 2 * 2
+    with pytest.raises(ValueError, match=named):
+        ModelConfig(**sizes | changes)
