@@ -2,6 +2,7 @@
 
 Everything here is a prediction from shapes and data sheets; nothing is measured. A real engine is slower than these floors, and
 the quotient of the two is the only honest score. "G" is 10⁹ here and on data sheets; memory tools count GiB = 2³⁰.
+The roofline itself is `toolbox.hardware.attainable_flops`; here stands what goes into it.
 
 Sources: Roofline (Williams, Waterman and Patterson 2009); Efficiently Scaling Transformer Inference (Pope et al. 2022, 2).
 """
@@ -80,16 +81,6 @@ class Floor:
     def intensity(self) -> float:
         """FLOP per byte."""
         return self.flops / self.bytes_moved
-
-
-def attainable_flops(intensity: float, bandwidth: float, peak: float) -> float:
-    """The roofline: FLOP/s that work of so many FLOP per byte can reach. bandwidth in bytes/s, peak in FLOP/s."""
-    return min(positive("peak", peak), positive("intensity", intensity) * positive("bandwidth", bandwidth))
-
-
-def ridge(bandwidth: float, peak: float) -> float:
-    """FLOP per byte at which the slope meets the roof: below it memory decides, above it arithmetic."""
-    return positive("peak", peak) / positive("bandwidth", bandwidth)
 
 
 def decode_floor(model: ModelShape, batch: int, context: int, bandwidth: float, peak: float, bits_per_weight: float = 16,

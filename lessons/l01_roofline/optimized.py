@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lessons.toolbox.compile_check import KernelSpec
 from lessons.toolbox.triton_ import tl, triton
 
 TILE_BYTES = 8192  # of one program: 4 vectors of 16 bytes for each of 128 threads, so that loads overlap
@@ -47,17 +48,20 @@ def honest_ms(launch: Callable[[], object], synchronize: Callable[[], object], w
 
 @triton.jit
 def scale_copy_kernel(x_ptr, out_ptr, n, factor, TILE: tl.constexpr):
+    """One program per TILE elements: out = x · factor. x, out: [n], contiguous."""
     # int64, because an int32 offset overflows at 2^31 elements: 4 GiB of bfloat16.
     start = tl.program_id(0).to(tl.int64) * TILE
-    offsets = start + tl.arange(0, TILE)
+    x_ptr += start
+    out_ptr += start
+    lane = tl.arange(0, TILE)
     if start + TILE <= n:
         # No mask: under one, the compiler cannot know that eight neighbours share their fate, and loads 2 bytes at a time.
-        x = tl.load(x_ptr + offsets)
-        tl.store(out_ptr + offsets, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty))
+        x = tl.load(x_ptr + lane)
+        tl.store(out_ptr + lane, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty))
     else:
-        inside = offsets < n
-        x = tl.load(x_ptr + offsets, mask=inside, other=0)
-        tl.store(out_ptr + offsets, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty), mask=inside)
+        inside = lane < n - start
+        x = tl.load(x_ptr + lane, mask=inside, other=0)
+        tl.store(out_ptr + lane, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def scale_copy(x: Tensor, factor: float = 1.0, out: Tensor | None = None) -> Tensor:
@@ -78,3 +82,8 @@ def scale_copy(x: Tensor, factor: float = 1.0, out: Tensor | None = None) -> Ten
         # float(), because Triton would compile a kernel of its own for the integer 1.
         scale_copy_kernel[(triton.cdiv(x.numel(), tile),)](x, out, x.numel(), float(factor), TILE=tile, num_warps=4)
     return out
+
+
+KERNELS = [KernelSpec("lessons.l01_roofline.optimized:scale_copy_kernel", name=f"scale_copy_{dtype}",
+                      signature={"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "n": "i32", "factor": "fp32"},
+                      constexprs={"TILE": TILE_BYTES // size}) for dtype, size in (("fp16", 2), ("bf16", 2), ("fp32", 4))]
