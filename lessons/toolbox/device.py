@@ -19,7 +19,7 @@ except ImportError:  # the doctor still has to say so
 
 MIN_PYTHON = (3, 10)
 REQUIRED = {"torch": (2, 11), "transformers": (5, 0), "numpy": (1, 26), "safetensors": (0, 4), "tokenizers": (0, 20),
-            "matplotlib": (3, 8)}  # package -> the oldest version that the course accepts
+            "matplotlib": (3, 8), "rich": (13, 0)}  # package -> the oldest version that the course accepts
 NEEDS_CAPABILITY = {"bfloat16 on tensor cores": (8, 0), "float8 (E4M3)": (8, 9), "WGMMA, TMA, warp specialisation": (9, 0)}
 TRITON_KNOWN = ("3.6", "3.7")     # the interpreter's patches were checked with these
 
@@ -171,15 +171,15 @@ def _why_no_gpu() -> str:
 
 def doctor() -> bool:
     """Print what this machine can do, and each missing thing with its reason and remedy. True if the course can run."""
-    from rich.console import Console
+    problems = what_stops_the_course()
+    for what, remedy in problems:
+        print(f"The course cannot run: {what}; {remedy}")
+    if problems:
+        return False
+    from rich.console import Console  # here, because it may be what is missing
     from rich.table import Table
 
     console = Console(highlight=False)
-    problems = what_stops_the_course()
-    for what, remedy in problems:
-        console.print(f"[red]The course cannot run:[/] {what}; {remedy}")
-    if problems:
-        return False
     missing = what_cannot_run_here()
     facts = Table(title="This machine", title_justify="left", show_header=False)
     for key, value in fingerprint().items():

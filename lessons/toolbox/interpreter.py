@@ -76,8 +76,8 @@ def _check_fits(patch: Patch) -> None:
     actual = " ".join(inspect.signature(found).parameters) if found else ""
     if patch.where() is None or actual != patch.parameters:
         place = f"{patch.owner}.{patch.name}".lstrip(".")
-        raise InterpreterMoved(f"Triton {triton.__version__} moved {place}: expected parameters ({patch.parameters}), found "
-                               f"({actual}). Use triton 3.6 or 3.7, or adapt {patch.rule!r} in lessons/toolbox/interpreter.py")
+        raise InterpreterMoved(f"Triton {triton.__version__} moved {place}: expected parameters ({patch.parameters}), "
+                               f"found ({actual}). Use triton 3.6 or 3.7, or adapt {patch.rule!r} in lessons/toolbox/interpreter.py")
 
 
 def _install(patch: Patch) -> None:
