@@ -17,8 +17,8 @@ from lessons.l01_roofline.models import MODELS, find_model
 from lessons.l01_roofline.plan import Plan, make_plan, peak_flops
 from lessons.toolbox.hardware import CHIPS, lookup, ridge_point
 
-ASSUMPTIONS = ("Predictions, not measurements: weights and KV cache split evenly over the GPUs, no communication, no activations, "
-               "no copies of KV heads, experts chosen evenly; prices are assumptions.")
+ASSUMPTIONS = ("Predictions, not measurements: weights and KV cache split evenly over the GPUs, no communication, no "
+               "activations, no copies of KV heads, experts chosen evenly; prices are assumptions.")
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -40,7 +40,7 @@ def print_report(plan: Plan, dollars_per_gpu_hour: float, api_dollars: float, co
     memory = Table("memory", "", "how", title=f"{model.name} on {plan.gpus} x {chip.name}, {plan.batch} sequences of "
                    f"{plan.context} tokens", title_justify="left")
     memory.add_row("weights", amount(plan.weight_bytes, "B"),
-                   f"{amount(model.params)} parameters x {plan.bits_per_weight:g} bits")
+                   f"{model.params / 1e9:.3g} billion parameters x {plan.bits_per_weight:g} bits")
     memory.add_row("KV cache of a token", f"{plan.kv_bytes_per_token / 1024:.4g} KiB",
                    f"{model.kv_values_per_token} values x {plan.bits_per_kv:g} bits, all layers")
     memory.add_row("KV cache of a sequence", amount(plan.kv_bytes_per_token * plan.context, "B"), f"x {plan.context} tokens")
@@ -63,7 +63,7 @@ def print_report(plan: Plan, dollars_per_gpu_hour: float, api_dollars: float, co
     speed = Table("speed and money, at best", "", "how")
     speed.add_row("time to first token", duration(plan.prefill.seconds), "one prompt alone, no queue")
     speed.add_row("time per output token", duration(plan.decode.seconds), f"{1 / plan.decode.seconds:.3g} tokens/s for each user")
-    speed.add_row("decode ceiling", f"{plan.tokens_per_s:.0f} tokens/s", f"{plan.running} sequences together, nothing but decode steps")
+    speed.add_row("decode ceiling", f"{plan.tokens_per_s:.0f} tokens/s", f"{plan.running} sequences, decode steps only")
     speed.add_row("10⁶ generated tokens", f"${at_best:.2f}", f"${hourly:.2f} an hour, all {plan.running} sequences busy all day")
     speed.add_row("the same, busy half the day", f"${2 * at_best:.2f}", "utilisation decides")
     share = break_even / (plan.tokens_per_s * 86400)
@@ -81,11 +81,11 @@ def print_all(plans: list[Plan], dollars_per_gpu_hour: float, console: Console) 
                   "$/10⁶ ≥", title=f"{first.chip.name}, {first.batch} sequences of {first.context} tokens", title_justify="left")
     for p in plans:
         cost = cost_per_million_tokens(p.gpus * dollars_per_gpu_hour, p.tokens_per_s)
-        table.add_row(p.model.name, amount(p.model.params), amount(p.weight_bytes, "B"),
+        table.add_row(p.model.name, f"{p.model.params / 1e9:.3g} bn", amount(p.weight_bytes, "B"),
                       f"{p.kv_bytes_per_token / 1024:.4g} KiB", str(p.gpus), str(p.sequences), duration(p.prefill.seconds),
                       duration(p.decode.seconds), f"{p.tokens_per_s:.0f}", f"{cost:.2f}")
     console.print(table)
-    console.print(f"{first.chip.name}: {first.chip.source}. ${dollars_per_gpu_hour:.2f} per GPU and hour. {ASSUMPTIONS}", style="dim")
+    console.print(f"{first.chip.name}: {first.chip.source}. ${dollars_per_gpu_hour:.2f} per GPU hour. {ASSUMPTIONS}", style="dim")
 
 
 def number(text: str) -> float:
