@@ -77,7 +77,7 @@ def _check_fits(patch: Patch) -> None:
     if patch.where() is None or actual != patch.parameters:
         place = f"{patch.owner}.{patch.name}".lstrip(".")
         raise InterpreterMoved(f"Triton {triton.__version__} moved {place}: expected parameters ({patch.parameters}), "
-                               f"found ({actual}). Use triton 3.6 or 3.7, or adapt {patch.rule!r} in lessons/toolbox/interpreter.py")
+                               f"found ({actual}). Use triton 3.6 or 3.7, or adapt {patch.rule!r} in {__name__}")
 
 
 def _install(patch: Patch) -> None:
