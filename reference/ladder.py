@@ -16,13 +16,13 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from lessons.toolbox.hardware import measured_ceilings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.toolbox import device as devices
 from lessons.toolbox.checkpoint import CheckpointError, load_tokenizer
+from lessons.toolbox.hardware import measured_ceilings
 from reference.ladder_report import draw, print_sample, print_table, record, write_json
 from reference.peers import PEERS, load_peer_model
 
@@ -208,19 +208,20 @@ def parse_args(argv) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=Path("models/prompts.json"))
     parser.add_argument("--requests", type=int, default=None, help="serve only the first N requests")
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder for ladder.json, .png and .svg")
-    parser.add_argument("--device", default=None, help="cpu or cuda (default: what this machine has)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=devices.default_device().type)
     args = parser.parse_args(argv)
     if args.requests is not None and args.requests < 1:
         parser.error(f"--requests must be at least 1, got {args.requests}")
+    if args.device == "cuda" and not devices.has_gpu():
+        parser.error("--device cuda: this machine has no usable CUDA device (python -m lessons.toolbox.device says why)")
     return args
 
 
 def main(argv=None) -> int:
     args = parse_args(argv)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 132)  # a log has no width of its own
     try:
-        device = torch.device(args.device) if args.device else devices.default_device()
-        model = Decoder.from_pretrained(args.model, device=device, dtype=torch.float32)
+        model = Decoder.from_pretrained(args.model, device=args.device, dtype=torch.float32)
         tokenizer = load_tokenizer(args.model)
         prompts, limits = load_requests(args.prompts, tokenizer)
         prompts, limits = prompts[:args.requests], limits[:args.requests]

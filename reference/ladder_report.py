@@ -7,12 +7,12 @@ import os
 import sys
 from pathlib import Path
 
-from lessons.toolbox.hardware import measured_ceilings
 from rich.console import Console
 from rich.table import Table
 
 from lessons.toolbox import device as devices
 from lessons.toolbox import plotting
+from lessons.toolbox.hardware import measured_ceilings
 
 
 def record(rungs, peers, model, path: str, requests: int) -> dict:
@@ -43,8 +43,8 @@ def print_table(data: dict, console: Console) -> None:
         table.add_column(heading, justify="left" if heading == "rung" else "right", no_wrap=heading != "rung")
     total = data["model"]["requests"]
     for r in data["rungs"]:
-        subset = "" if r["requests"] == total else f" ({r['requests']} of {total} requests)"
-        table.add_row(r["lesson"], r["name"] + subset, f"{r['tokens_per_s']:.1f}", f"{r['step']:.2f}", f"{r['speedup']:.2f}",
+        star = "" if r["requests"] == total else " *"
+        table.add_row(r["lesson"], r["name"] + star, f"{r['tokens_per_s']:.1f}", f"{r['step']:.2f}", f"{r['speedup']:.2f}",
                       f"{r['kv_bytes_per_token']:,}", f"{r['roofline_share']:.0%}", "✓" if r["identical"] else "✗")
     table.add_section()
     first = data["rungs"][0]["tokens_per_s"]
@@ -55,6 +55,9 @@ def print_table(data: dict, console: Console) -> None:
     console.print(table)
     console.print(f"Memory roofline: one read of the weights and of the request's K and V a token, at the "
                   f"{data['read_bytes_per_s'] / 1e9:.1f} GB/s that this machine reads.", style="dim")
+    for entry in data["rungs"]:
+        if entry["requests"] < total:
+            console.print(f"* {entry['name']} is slow: it served {entry['requests']} of {total} requests, evenly picked.")
     for entry in data["rungs"] + data["peers"]:
         if entry["verdict"]:
             console.print(f"{entry['name']}: {entry['verdict']}")
@@ -89,7 +92,8 @@ def draw(data: dict, path_without_suffix: Path) -> None:
         caption=plotting.caption({"device": data["device"], **versions}, model=f"{model['parameters'] / 1e6:.0f}M parameters",
                                  dtype=model["dtype"], requests=model["requests"],
                                  runs="median of " + "/".join(str(len(r["runs"])) for r in rungs)))
-    plotting.save(fig, path_without_suffix, alt=f"Bar chart of tokens per second for {len(rungs)} rungs; {best['name']} is fastest")
+    plotting.save(fig, path_without_suffix,
+                  alt=f"Bar chart of tokens per second for {len(rungs)} rungs; {best['name']} is fastest")
 
 
 if __name__ == "__main__":
