@@ -68,7 +68,7 @@ def cached_loop(new_cache: Callable, model: Decoder, prompts: list[list[int]], m
     new_cache(model, max_tokens) -> an object with `length` and `attend`, empty, that will be asked to hold max_tokens at most.
     """
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
-    for request in requests:
+    for request in (r for r in requests if not r.finished):  # a request for 0 tokens is finished, and needs no cache
         # - 1, because nothing is computed from the last generated token, so it never enters the cache.
         cache = new_cache(model, len(request.prompt) + request.max_new_tokens - 1)
         while not request.finished:

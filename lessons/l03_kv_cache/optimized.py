@@ -72,7 +72,7 @@ def append_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
 def decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, context_lens_ptr, softmax_scale, window,
                   stride_qb, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
                   GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program per sequence and query head: walks over the keys in tiles, keeping max m, sum l and weighted values acc."""
+    """One program per sequence and query head: walks over the keys in tiles, keeping max m_i, sum l_i and weighted values acc."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_head = head // GROUP
     column = tl.arange(0, BLOCK_D)
@@ -82,8 +82,8 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, context_lens_ptr, softmax_scale,
     k_ptr += sequence * stride_kb + kv_head * stride_kh
     v_ptr += sequence * stride_vb + kv_head * stride_vh
 
-    m = tl.full((), float("-inf"), tl.float32)
-    l = tl.full((), 0.0, tl.float32)
+    m_i = tl.full((), float("-inf"), tl.float32)
+    l_i = tl.full((), 0.0, tl.float32)
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(tl.maximum(length - window, 0), length, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
@@ -91,13 +91,13 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, context_lens_ptr, softmax_scale,
         k = tl.load(k_ptr + key[:, None] * stride_kn + column[None, :], mask=held, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + key[:, None] * stride_vn + column[None, :], mask=held, other=0.0).to(tl.float32)
         scores = tl.where(key < length, tl.sum(q[None, :] * k, axis=1), float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, axis=0))
-        shrink = tl.exp(m - m_new)  # what was summed relative to the old max, relative to the new one
+        m_new = tl.maximum(m_i, tl.max(scores, axis=0))
+        shrink = tl.exp(m_i - m_new)  # what was summed relative to the old max, relative to the new one
         weights = tl.exp(scores - m_new)
-        l = l * shrink + tl.sum(weights, axis=0)
+        l_i = l_i * shrink + tl.sum(weights, axis=0)
         acc = acc * shrink + tl.sum(weights[:, None] * v, axis=0)
-        m = m_new
-    out = tl.where(l > 0, acc / l, 0.0)  # an empty sequence attends to nothing
+        m_i = m_new
+    out = tl.where(length > 0, acc / l_i, 0.0)  # an empty sequence attends to nothing (not l_i > 0: that would hide a NaN)
     row = out_ptr + (sequence * tl.num_programs(1) + head) * HEAD_DIM
     tl.store(row + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
