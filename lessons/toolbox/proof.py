@@ -50,7 +50,7 @@ def why_not_here(rehearse: bool) -> str:
 
 
 def draw(folder: Path, root: Path = ROOT) -> int:
-    """Draw a recorded run's benchmarks.json and ladder.json as PNG and SVG into its folder. Exit code 1 if one cannot be drawn."""
+    """Draw a recorded run's benchmarks.json and ladder.json as PNG and SVG into its folder. Returns 1 if one cannot be drawn."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; accepted: a folder that `make gpu` wrote, e.g. results/h200")
     recorded, failed = folder / "benchmarks.json", 0

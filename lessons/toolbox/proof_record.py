@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from lessons.toolbox.kernel_hash import kernel_hash, python_function
+
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_RECORD = ROOT / "build" / "proof.jsonl"
 COMPACT_BYTES = 1_000_000  # a longer file is rewritten without the lines that later runs replaced
@@ -32,21 +34,12 @@ def kernel_name(kernel) -> str:
     if isinstance(kernel, (str, Path)):
         file, name = Path(kernel), Path(kernel).name
     else:
-        function = python_function(kernel)
+        if (function := python_function(kernel)) is None:
+            raise ValueError(f"kernel: got {kernel!r}; accepted: a @triton.jit function, or the path of a .cu file")
         file, name = Path(function.__code__.co_filename), function.__name__
     if not (room := ROOM.fullmatch(file.parent.name)):
         raise ValueError(f"kernel: got {name} of {file.parent.name}/{file.name}; accepted: one that stands in a folder lNN_topic")
     return f"{room[1]}/{name}"
-
-
-def python_function(kernel):
-    """The undecorated function of a kernel: below @triton.jit, its interpreted form, and @triton.autotune."""
-    function = kernel
-    while not hasattr(function, "__code__"):
-        if not hasattr(function, "fn"):
-            raise ValueError(f"kernel: got {kernel!r}; accepted: a @triton.jit function, or the path of a .cu file")
-        function = function.fn
-    return function
 
 
 def hash_of(kernel) -> str:
@@ -56,7 +49,6 @@ def hash_of(kernel) -> str:
     """
     if str(kernel).endswith(".cu"):
         return hashlib.sha256(Path(kernel).read_text(encoding="utf-8").encode()).hexdigest()[:16]
-    from lessons.toolbox.compile_check import kernel_hash
     return kernel_hash(kernel)
 
 

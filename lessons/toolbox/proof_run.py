@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ LIMIT_S = {"equivalence": 180, "ladder": 240, "benchmark": 150, "memcheck": 120,
 SHORTEST_S = 5          # a step with less time left than this is not started
 CASES_PER_KERNEL = 2    # that the sanitizers repeat: the quickest and a middling one
 FOUND_EXIT_CODE = 86    # of compute-sanitizer, so that a finding differs from a failing test
+# The machine's other pytest plugins stay out: what they do to a test nobody here has seen.
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 UNSUPPORTED = ("Device not supported", "not supported on this device", "Failed to initialize")
 
 
@@ -103,7 +106,7 @@ def execute(command: list[str], limit_s: float, cwd: Path, env: dict | None = No
     """Run a command with everything it starts, for `limit_s` at most; its output is kept whatever happens."""
     start = time.monotonic()
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, cwd=cwd, env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+        process = subprocess.Popen(command, cwd=cwd, env={**os.environ, **ENVIRONMENT, **(env or {})},
                                    stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait(timeout=max(0.1, limit_s))
@@ -164,11 +167,13 @@ class Run:
         versions = ", ".join(f"{name} {facts.get(name)}" for name in ("torch", "triton", "transformers", "cuda", "driver"))
         self.say(f"{facts['device']}: {versions}; lessons {' '.join(self.lessons)}; "
                  f"{self.deadline - self.start:.0f} s; into {self.out}")
-        self.equivalence()
-        self.ladder()
-        self.benchmark()
-        for tool in ("memcheck", "racecheck"):
-            self.sanitize(tool)
+        for step, *arguments in ((self.equivalence,), (self.ladder,), (self.benchmark,),
+                                 (self.sanitize, "memcheck"), (self.sanitize, "racecheck")):
+            try:
+                step(*arguments)
+            except Exception:  # a slip in the bookkeeping of one step must not waste the GPU for the others
+                self.log(traceback.format_exc())
+                self.finish(" ".join([step.__name__, *arguments]), "crashed", "see log.txt")
         self.say(f"done: {f'{len(self.problems)} steps failed or found no time' if self.problems else 'everything passed'}")
         for problem in self.problems:
             self.say(f"  {problem}")

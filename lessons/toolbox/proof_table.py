@@ -16,7 +16,7 @@ from lessons.toolbox.records import write_json
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- proof table: `python -m lessons.toolbox.proof readme` writes it -->", "<!-- end of proof table -->"
 NOT_YET = "not yet"
-MEANING = "registers a thread / bytes spilled / KiB of shared memory, the most over its launches; ! marks a spill or what cannot fit"
+MEANING = "registers a thread / bytes spilled / KiB of shared memory, the most over its launches; !: spills or does not fit"
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,13 @@ def specs(root: Path = ROOT) -> dict[str, list[compile_check.KernelSpec]]:
 def declares(file: Path, name: str) -> bool:
     """Whether a file assigns `name` at module level."""
     body = ast.parse(file.read_text(encoding="utf-8")).body
-    return any(isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
-               or isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name for node in body)
+    assigned = (node for node in body if isinstance(node, (ast.Assign, ast.AnnAssign)))
+    targets = (target for node in assigned for target in getattr(node, "targets", [getattr(node, "target", None)]))
+    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
 
 
 def compiled_now(root: Path = ROOT) -> dict:
-    """{kernel: {hash, compiler, chips: {"90": {registers, spill_bytes, shared_bytes, error, fits}}}}, the worst of its launches."""
+    """{kernel: {hash, compiler, chips: {"90": {registers, spill_bytes, shared_bytes, error, fits}}}}, worst of its launches."""
     listed = specs(root)
     reports = iter(compile_check.check_all([spec for launches in listed.values() for spec in launches]))
     result = {key: _worst(list(itertools.islice(reports, len(launches) * len(compile_check.CHIPS))))
@@ -190,18 +191,22 @@ def with_table(readme: str, table: str) -> str:
 
 def print_live(root: Path = ROOT) -> None:
     """The table with this machine's own tests (build/proof.jsonl) and compiler."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     lines, compiled, proofs = proof_record.read(root / "build" / "proof.jsonl"), compiled_now(root), recorded(root)
-    shown = Table("", "kernel", "interpreter", *(f"sm_{chip}" for chip in compile_check.CHIPS), "on a GPU", title="What is proved",
-                  title_justify="left", caption=f"sm_NN: {MEANING}", caption_justify="left", show_lines=True)
+    shown = Table("", "kernel", "interpreter", *map(str, compile_check.CHIPS), "on a GPU", show_lines=True, box=box.HORIZONTALS,
+                  title="What is proved", title_justify="left", caption_justify="left",
+                  caption=f"75 to 100, compiled for that compute capability: {MEANING}")
     for kernel in kernels(root):
-        cells = (compiled_cell(compiled.get(kernel.key), chip).replace(" / ", "\n") for chip in compile_check.CHIPS)
-        shown.add_row(kernel.lesson, kernel.name, interpreter_cell(kernel.key, kernel.hash, lines), *cells,
+        cells = [compiled_cell(compiled.get(kernel.key), chip) for chip in compile_check.CHIPS]
+        shown.add_row(kernel.lesson, kernel.name, interpreter_cell(kernel.key, kernel.hash, lines),
+                      *(cell.replace(" / ", "\n").replace(" ", "\n") for cell in cells),
                       proof_cell(kernel.key, kernel.hash, proofs))
     for column in shown.columns[:-1]:
         column.no_wrap = True
+    shown.columns[-1].min_width = 12
     console = Console()
     console.print(shown)
     for key, report in compiled.items():
