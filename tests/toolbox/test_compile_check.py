@@ -161,6 +161,7 @@ def test_hash_is_the_same_everywhere():
     (KernelSpec("tests.toolbox.kernels_to_compile", {}), "expected 'package.module:function'"),
     (KernelSpec(kernels.COPY.kernel, {"x_ptr": "*bf16"}, {"BLOCK": 64}), r"\['out_ptr', 'n'\] have neither a type"),
     (KernelSpec(kernels.COPY.kernel, kernels.COPY.signature, {"BLOCK": 64, "BLOK": 1}), r"\['BLOK'\] are no arguments"),
+    (KernelSpec(kernels.COPY.kernel, kernels.COPY.signature, {"BLOCK": 64}, divisible_by_16=("m",)), r"\['m'\] are no arguments"),
     (KernelSpec(kernels.COPY.kernel, kernels.COPY.signature, {"BLOCK": [1]}), r"must be a number, a string.* not \[1\]"),
 ])
 def test_bad_spec_is_named(spec, message):
