@@ -96,8 +96,12 @@ class FakeGpu:
     def event(self, enable_timing):
         event = SimpleNamespace(at=None)
         event.record = lambda: setattr(event, "at", max(self.queued_until, self.host))
-        event.elapsed_time = lambda end: (end.at - event.at) * 1e3
+        event.elapsed_time = lambda end: self.milliseconds(event, end)
         return event
+
+    def milliseconds(self, start, end):
+        assert self.host >= end.at, "CUDA refuses to read an event that has not happened"
+        return (end.at - start.at) * 1e3
 
     def flush(self, numel, dtype, device):
         assert dtype == torch.float32
