@@ -94,5 +94,6 @@ def make_plan(model: ModelShape, chip: Chip, batch: int, context: int, gpus: int
                                                                  weights + per_sequence)):
         if needed > plan.usable_bytes:
             raise ValueError(f"gpus is {gpus}: {what} do not fit, {needed / 1e9:.1f} GB needed, "
-                             f"{plan.usable_bytes / 1e9:.1f} GB usable on {gpus} x {chip.name}; {calc.gpus_needed(needed, usable)} GPUs would do")
+                             f"{plan.usable_bytes / 1e9:.1f} GB usable on {gpus} x {chip.name}; "
+                             f"{calc.gpus_needed(needed, usable)} GPUs would do")
     return plan
