@@ -180,6 +180,16 @@ def test_a_crash_is_recorded_and_costs_the_others_nothing(scripted_clock):
     assert [p["status"] for p in record["series"]["a"]["points"]] == ["ok"] * 2
 
 
+def test_a_provider_out_of_memory_is_not_tried_again_at_larger_sizes(scripted_clock):
+    tried = []
+
+    def hungry(x):
+        tried.append(len(x))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    record = bench.run(build({"a": ("naive", rows), "b": ("optimized", hungry)}, x_values=(4, 8, 16)), "cpu", out=None)
+    assert tried == [4] and [p["status"] for p in record["series"]["b"]["points"]] == ["out of memory"] * 3
+
+
 def test_when_all_together_run_out_of_memory_each_is_timed_alone(scripted_clock, monkeypatch):
     scripted = timing.interleave
 
