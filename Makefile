@@ -5,9 +5,10 @@ LESSON ?=
 OUT ?= build
 TESTS ?=
 MODEL ?= models/tiny
+IMPL ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab bench doctor gpu proof clean
+.PHONY: help setup demo test check progress lab bench doctor gpu proof clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,11 +16,17 @@ help: ## this list
 setup: ## install into .venv, once (no GPU? TORCH_INDEX=https://download.pytorch.org/whl/cpu saves gigabytes)
 	@$(PYTHON) lessons/toolbox/install.py
 
-demo: setup ## climb the ladder: the same prompts through every rung, and proof that the tokens are the same
-	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT)
+demo: setup ## climb the ladder: the same prompts through every rung, the same tokens (IMPL=exercises: on your code)
+	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT) $(if $(IMPL),--impl $(IMPL))
 
 test: setup ## everything the course claims, tested (TESTS=path or TESTS="-k word" for a part)
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto $(TESTS)
+
+check: setup ## your exercises, checked: make check LESSON=02 (or one: LESSON=2.1)
+	@$(RUN) -m lessons.toolbox.exercises check $(LESSON)
+
+progress: setup ## the map of the course: what you solved, what is left, how many minutes
+	@$(RUN) -m lessons.toolbox.exercises progress
 
 lab: setup ## JupyterLab on the notebooks
 	@$(RUN) -m jupyterlab --notebook-dir .

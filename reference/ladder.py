@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -20,9 +21,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.naive import attention_per_head
 from lessons.toolbox import device as devices
 from lessons.toolbox.checkpoint import CheckpointError, load_tokenizer
-from lessons.toolbox.hardware import measured_ceilings
+from lessons.toolbox.exercise_loading import use_implementation
+from lessons.toolbox.exercises import ExerciseError
+from lessons.toolbox.hardware import read_bandwidth
 from reference.ladder_report import draw, print_sample, print_table, record, write_json
 from reference.peers import PEERS, load_peer_model
 
@@ -88,25 +92,16 @@ def load_requests(path: Path, tokenizer) -> tuple[list[list[int]], list[int]]:
     return prompts, [r["max_new_tokens"] for r in requests]
 
 
-def timed(run, prompts, limits, served, device, on_token):
-    """One pass over the served requests: (outputs by request index, seconds), the device waited for."""
+def run_once(measured: Measured, run, prompts, limits, device, tick) -> None:
+    """One timed pass over the requests that a rung serves, the device waited for; adds its tokens/s to `runs`."""
+    served = measured.served
     devices.synchronize(device)
     start = time.perf_counter()
-    outputs = run([prompts[i] for i in served], [limits[i] for i in served], on_token)
+    outputs = run([prompts[i] for i in served], [limits[i] for i in served], lambda row, token: tick())
     devices.synchronize(device)
-    return dict(zip(served, outputs)), time.perf_counter() - start
-
-
-def serve(measured: Measured, run, prompts, limits, device, progress, repeats: int) -> None:
-    """Run `repeats` passes after a short warm-up and record each one's tokens/s."""
-    total = sum(limits[i] for i in measured.served) * repeats
-    bar = progress.add_task(measured.name, total=total)
-    run([prompts[measured.served[0]]], [2], None)
-    for _ in range(repeats):
-        outputs, seconds = timed(run, prompts, limits, measured.served, device, lambda row, token: progress.advance(bar))
-        measured.outputs = outputs
-        measured.runs.append(measured.tokens / seconds)
-    progress.update(bar, completed=total, description=f"{measured.name}: {measured.tokens_per_s:.1f} tokens/s")
+    seconds = time.perf_counter() - start
+    measured.outputs = dict(zip(served, outputs))
+    measured.runs.append(measured.tokens / seconds)
 
 
 def requests_within_budget(model, rung: Rung, prompts, limits) -> list[int]:
@@ -145,59 +140,76 @@ def judge(measured: Measured, rungs: list[Measured], model, prompts) -> None:
 
 def top2_margin(model: Decoder, tokens: list[int]) -> float:
     """How far apart the two best next-token logits are after `tokens`, recomputed without any cache."""
-    from lessons.l02_naive_attention.naive import attention
     config = model.config
 
     def attend(layer, q, k, v):
-        return attention(q, k, v, softmax_scale=config.softmax_scale, window=config.sliding_window(layer))
+        return attention_per_head(q, k, v, config.softmax_scale, window=config.sliding_window(layer))
 
     ids = torch.tensor(tokens, device=model.device)
     best = model.logits(model(ids, torch.arange(len(tokens), device=model.device), attend)[-1:]).topk(2).values[0]
     return float(best[0] - best[1])
 
 
-def memory_floor_s(model: Decoder, prompts, outputs: dict[int, list[int]], bandwidth: float) -> float:
-    """Seconds that one-at-a-time decoding takes at least: each token reads every weight once and its context's K and V.
-
-    bandwidth in bytes/s. Prefill counts as one more read of the weights.
-    """
-    width = model.dtype.itemsize
-    weight_bytes = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) * width
-    kv_bytes = model.config.kv_bytes_per_token(width)
-    total_bytes = 0
-    for index, tokens in outputs.items():
-        contexts = range(len(prompts[index]), len(prompts[index]) + len(tokens))
-        total_bytes += sum(weight_bytes + kv_bytes * context for context in contexts)
-    return total_bytes / bandwidth
+def floor_bytes(model: Decoder, prompts, outputs: dict[int, list[int]]) -> int:
+    """Bytes that decoding one request at a time reads at least: for each token every weight once, and its context's K and V."""
+    weight_bytes = sum(p.nbytes for p in model.parameters())  # a tied embedding counts once
+    kv_bytes = model.config.kv_bytes_per_token(model.dtype.itemsize)
+    return sum(weight_bytes + kv_bytes * (len(prompts[index]) + i)
+               for index, tokens in outputs.items() for i in range(len(tokens)))
 
 
-def climb(model: Decoder, path: str, prompts, limits, console: Console) -> tuple[list[Measured], list[Measured]]:
-    """Measure every rung and every peer, judge their tokens, and return (rungs, peers)."""
-    bandwidth = measured_ceilings(model.device).read_bytes_per_s
-    rungs, peers = [], []
+def climb(model: Decoder, path: str, prompts, limits, bandwidth: float,
+          console: Console) -> tuple[list[Measured], list[Measured]]:
+    """Measure every rung and every peer, judge their tokens, and return (rungs, peers). bandwidth: bytes/s, the roofline."""
+    peer_model = load_peer_model(path, model.device, model.dtype) if PEERS else None
+    rungs = [new_measurement(model, rung, prompts, limits) for rung in RUNGS]
+    peers = [Measured(name, list(range(len(prompts)))) for name in PEERS]
+    # Every contender as (measured, run, passes), later called in turn, so that a drifting machine hits all alike.
+    contenders = [(measured, partial(call_rung, rung, model), REPEATS if rung.has_cache else 1)
+                  for measured, rung in zip(rungs, RUNGS)]
+    contenders += [(measured, partial(PEERS[measured.name], peer_model), 1) for measured in peers]
+    take_turns(contenders, prompts, limits, model.device, console, guests=peers)
+    for measured in rungs + peers:
+        judge(measured, rungs, model, prompts)
+    for measured in rungs:
+        floor_s = floor_bytes(model, prompts, measured.outputs) / bandwidth
+        measured.roofline_share = floor_s * measured.tokens_per_s / measured.tokens
+    return rungs, peers
+
+
+def take_turns(contenders, prompts, limits, device, console: Console, guests: list[Measured]) -> None:
+    """Fill every measurement, one pass of each contender a round. A guest that fails is reported, not fatal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        for rung in RUNGS:
-            measured = Measured(rung.name, requests_within_budget(model, rung, prompts, limits), rung.lesson)
-            measured.kv_bytes_per_token = model.config.kv_bytes_per_token(model.dtype.itemsize) if rung.has_cache else 0
-            rungs.append(measured)
-            serve(measured, lambda p, n, tick, rung=rung: rung.generate(model, p, n, on_token=tick),
-                  prompts, limits, model.device, progress, REPEATS if rung.has_cache else 1)
-            seconds = measured.tokens / measured.tokens_per_s
-            measured.roofline_share = memory_floor_s(model, prompts, measured.outputs, bandwidth) / seconds
-            judge(measured, rungs, model, prompts)
-        peer_model = load_peer_model(path, model.device, model.dtype)
-        for name, run in PEERS.items():
-            measured = Measured(name, list(range(len(prompts))))
-            peers.append(measured)
-            try:
-                serve(measured, lambda p, n, tick, run=run: run(peer_model, p, n, tick), prompts, limits,
-                      model.device, progress, 1)
-                judge(measured, rungs, model, prompts)
-            except Exception as error:  # a peer is a guest: its failure is reported, never ours
-                measured.not_run = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-                measured.runs.clear()
-    return rungs, peers
+        bars = [progress.add_task(m.name, total=sum(limits[i] for i in m.served) * passes, start=False)
+                for m, _, passes in contenders]
+        for turn in range(REPEATS):
+            for bar, (measured, run, passes) in zip(bars, contenders):
+                if turn >= passes or measured.not_run:
+                    continue
+                progress.start_task(bar)
+                try:
+                    if turn == 0:
+                        run([prompts[measured.served[0]]], [2], None)  # warm-up
+                    run_once(measured, run, prompts, limits, device, partial(progress.advance, bar))
+                except Exception as error:
+                    if measured not in guests:
+                        raise
+                    measured.not_run = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                if turn + 1 == passes:
+                    speed = "not run" if measured.not_run else f"{measured.tokens_per_s:.1f} tokens/s"
+                    # The total becomes what was generated, because a stop token may end a request early.
+                    progress.update(bar, total=progress.tasks[bar].completed, description=f"{measured.name}: {speed}")
+                    progress.stop_task(bar)
+
+
+def new_measurement(model: Decoder, rung: Rung, prompts, limits) -> Measured:
+    kv_bytes = model.config.kv_bytes_per_token(model.dtype.itemsize) if rung.has_cache else 0
+    return Measured(rung.name, requests_within_budget(model, rung, prompts, limits), rung.lesson, kv_bytes_per_token=kv_bytes)
+
+
+def call_rung(rung: Rung, model: Decoder, prompts, limits, on_token):
+    return rung.generate(model, prompts, limits, on_token=on_token)
 
 
 # ---------------------------------------------------------------- command line
@@ -208,6 +220,7 @@ def parse_args(argv) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=Path("models/prompts.json"))
     parser.add_argument("--requests", type=int, default=None, help="serve only the first N requests")
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder for ladder.json, .png and .svg")
+    parser.add_argument("--impl", default=None, help="exercises: climb on your solved exercises wherever they stand in")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=devices.default_device().type)
     args = parser.parse_args(argv)
     if args.requests is not None and args.requests < 1:
@@ -221,18 +234,22 @@ def main(argv=None) -> int:
     args = parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 132)  # a log has no width of its own
     try:
+        for exercise_id, replaced, how in use_implementation(args.impl) if args.impl else ():
+            console.print(f"exercise {exercise_id} for {replaced}: {how}", markup=False, highlight=False)
         model = Decoder.from_pretrained(args.model, device=args.device, dtype=torch.float32)
         tokenizer = load_tokenizer(args.model)
         prompts, limits = load_requests(args.prompts, tokenizer)
         prompts, limits = prompts[:args.requests], limits[:args.requests]
-        rungs, peers = climb(model, args.model, prompts, limits, console)
-        data = record(rungs, peers, model, args.model, len(prompts))
+        # With the weights' own size as working set: a small model's weights may stay in a large cache, and then read faster.
+        bandwidth = read_bandwidth(model.device, sum(p.nbytes for p in model.parameters()), budget_s=1.0)
+        rungs, peers = climb(model, args.model, prompts, limits, bandwidth, console)
+        data = record(rungs, peers, model, args.model, len(prompts), bandwidth)
         write_json(data, args.out / "ladder.json")
         draw(data, args.out / "ladder")
     except KeyboardInterrupt:
         print("ladder: interrupted; nothing was written.", file=sys.stderr)
         return 130
-    except (CheckpointError, ValueError, OSError) as error:
+    except (CheckpointError, ExerciseError, ValueError, OSError) as error:
         print(f"ladder: {error}", file=sys.stderr)
         return 2
     print_table(data, console)

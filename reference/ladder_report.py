@@ -12,10 +12,9 @@ from rich.table import Table
 
 from lessons.toolbox import device as devices
 from lessons.toolbox import plotting
-from lessons.toolbox.hardware import measured_ceilings
 
 
-def record(rungs, peers, model, path: str, requests: int) -> dict:
+def record(rungs, peers, model, path: str, requests: int, bandwidth: float) -> dict:
     """The content of ladder.json. Speeds in tokens/s; `speedup` is over the first rung, `step` over the rung below."""
     fingerprint = devices.fingerprint()
     entries = []
@@ -29,9 +28,9 @@ def record(rungs, peers, model, path: str, requests: int) -> dict:
             "identical": r.identical, "verdict": r.verdict, "runs": [round(x, 2) for x in r.runs]})
     return {
         "device": fingerprint["device"], "versions": {k: v for k, v in fingerprint.items() if k != "device"},
-        "model": {"path": path, "parameters": sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()),
+        "model": {"path": path, "parameters": sum(p.numel() for p in model.parameters()),
                   "dtype": str(model.dtype).removeprefix("torch."), "requests": requests},
-        "read_bytes_per_s": measured_ceilings(model.device).read_bytes_per_s,
+        "read_bytes_per_s": bandwidth,
         "peers": [{"name": p.name, "tokens_per_s": p.tokens_per_s and round(p.tokens_per_s, 2), "identical": p.identical,
                    "verdict": p.verdict, "not_run": p.not_run, "runs": [round(x, 2) for x in p.runs]} for p in peers],
         "rungs": entries}
@@ -54,7 +53,7 @@ def print_table(data: dict, console: Console) -> None:
                       "" if p["identical"] is None else "✓" if p["identical"] else "✗")
     console.print(table)
     console.print(f"Memory roofline: one read of the weights and of the request's K and V a token, at the "
-                  f"{data['read_bytes_per_s'] / 1e9:.1f} GB/s that this machine reads.", style="dim")
+                  f"{data['read_bytes_per_s'] / 1e9:.1f} GB/s at which this machine reads a model of this size.", style="dim")
     for entry in data["rungs"]:
         if entry["requests"] < total:
             console.print(f"* {entry['name']} is slow: it served {entry['requests']} of {total} requests, evenly picked.")
