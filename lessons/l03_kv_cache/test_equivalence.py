@@ -140,6 +140,11 @@ def test_buckets_copy_linearly():
     assert cache.allocated_bytes == BYTES_PER_TOKEN * 512 and cache.used_bytes == BYTES_PER_TOKEN * 300
 
 
+def test_growth_copies_only_the_rows_in_use():
+    cache = feed(KVCache(CONFIG, 10), [4, 20])
+    assert (cache.capacity, cache.growth_copy_bytes) == (64, BYTES_PER_TOKEN * 4)
+
+
 def test_a_bucket_is_the_next_power_of_two():
     assert [bucket(n) for n in (1, 63, 64, 65, 128, 129, 1000)] == [64, 64, 64, 128, 128, 256, 1024]
     assert SMALLEST_BUCKET == 64
