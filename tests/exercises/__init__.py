@@ -1,0 +1,1 @@
+"""Checks of the exercises. `pytest tests/exercises` checks solutions/, `--impl exercises` checks what you wrote."""

@@ -1,0 +1,197 @@
+"""The test of the tests: what the checks of every exercise reject and accept; then the generator, which loses nobody's work."""
+import os
+import random
+
+import pytest
+
+from lessons.toolbox.exercise_loading import load_exercise, load_file
+from lessons.toolbox.exercises import (
+    EXERCISES,
+    SOLUTIONS,
+    ExerciseError,
+    all_exercises,
+    fingerprint,
+    generate,
+    is_edited,
+    read_exercises,
+    solution_files,
+    untouched_line,
+    write_stub,
+)
+from tests.exercises.checking import tolerances_times
+from tests.exercises.killing import kill_matrix, runs_of
+from tests.exercises.running import NOT_RUN, PASS, TODO
+from tests.exercises.wrong import answers_of
+
+ALL = all_exercises()
+each_exercise = pytest.mark.parametrize("entry", ALL, ids=[entry.id for entry in ALL])
+each_file = pytest.mark.parametrize("solution", solution_files(), ids=lambda path: path.name[:3])
+SLACK, SEEDS = 0.5, 20
+FRESH_SEED = random.randrange(10 ** 6)  # named in every message that depends on it
+
+
+# ---------------------------------------------------------------- every exercise of the course
+
+@each_exercise
+def test_every_wrong_answer_is_rejected(entry):
+    matrix = kill_matrix(entry, FRESH_SEED)
+    assert len(matrix) >= 2, "an exercise ships at least two wrong answers"
+    survivors = [answer.name for answer, killed_by in matrix.items() if not killed_by]
+    assert not survivors, f"seed {FRESH_SEED}: these wrong answers pass every check: {survivors}"
+
+
+@each_exercise
+def test_every_check_rejects_something(entry):
+    used = {name for killed_by in kill_matrix(entry, FRESH_SEED).values() for name in killed_by}
+    useless = sorted({run.name for run in runs_of(entry)} - used)
+    assert not useless, f"seed {FRESH_SEED}: these checks reject no wrong answer, add one or drop the check: {useless}"
+
+
+@each_exercise
+def test_every_check_fails_on_the_stub(entry, tmp_path):
+    stub = tmp_path / entry.file
+    stub.write_text(generate(SOLUTIONS / entry.file))
+    assert untouched_line(stub.read_text(), entry.id)
+    function = load_exercise(tmp_path, entry)
+    statuses = {run.name: run.outcome(function).status for run in runs_of(entry)}
+    assert set(statuses.values()) == {TODO}, f"these checks never call the exercise: {statuses}"
+
+
+@each_exercise
+def test_right_answers_pass_with_slack(entry):
+    alternatives = answers_of(entry.lesson).alternatives_for(entry.id)
+    assert alternatives, "an exercise ships an alternative solution"
+    for function in (load_exercise(SOLUTIONS, entry), *alternatives):
+        for run in runs_of(entry):
+            for seed in range(FRESH_SEED, FRESH_SEED + SEEDS):
+                with tolerances_times(SLACK):
+                    outcome = run.outcome(function, seed)
+                if outcome.status == NOT_RUN:
+                    break  # on this machine, whatever the seed
+                assert outcome.status == PASS, f"seed {seed}: {outcome.message}"
+
+
+@each_file
+def test_registries_name_only_known_exercises(solution):
+    unknown = answers_of(solution.name[1:3]).exercise_ids() - {entry.id for entry in read_exercises(solution)}
+    assert not unknown
+
+
+@each_file
+def test_exercise_file_comes_from_its_solution(solution):
+    """Compared as text, never rewritten: the file may hold a learner's work."""
+    text = (EXERCISES / solution.name).read_text(encoding="utf-8")
+    if is_edited(text) and "CI" not in os.environ:
+        pytest.skip("somebody solved exercises in it")
+    assert text == generate(solution), f"run: python -m lessons.toolbox.exercises generate {solution.name[1:3]}"
+
+
+@each_file
+def test_stub_keeps_imports_and_docstrings(solution, tmp_path):
+    stub = tmp_path / solution.name
+    stub.write_text(generate(solution))
+    solved, left = load_file(solution), load_file(stub)
+    for entry in read_exercises(solution):
+        assert getattr(left, entry.name).__doc__ == getattr(solved, entry.name).__doc__
+        assert "Example" in getattr(left, entry.name).__doc__, "a docstring holds a worked example"
+    assert [line for line in stub.read_text().splitlines() if line.startswith(("import ", "from "))] == [
+        line for line in solution.read_text().splitlines() if line.startswith(("import ", "from "))]
+
+
+# ---------------------------------------------------------------- generating
+
+SOURCE = '''\
+from lessons.toolbox.exercises import exercise
+
+
+@exercise("2.1", "Say \\"one\\"", minutes=5, difficulty=1)
+def one(x):
+    """Example: one(0) is 1."""
+    if x:
+        # SOLUTION
+        return 1
+        # STUB
+        # if x == 2:
+        #     return 2
+        # END
+    return helper(x)
+
+
+def helper(x):
+    # SOLUTION 2.1
+    return 1
+    # END
+'''
+
+
+@pytest.fixture
+def solution(tmp_path):
+    path = tmp_path / "solutions" / "l02_topic.py"
+    path.parent.mkdir()
+    path.write_text(SOURCE)
+    return path
+
+
+def test_stub_text(solution):
+    body = generate(solution).split("# ruff: noqa\n")[1]
+    assert body == SOURCE.replace('''        # SOLUTION
+        return 1
+        # STUB
+        # if x == 2:
+        #     return 2
+        # END
+''', '''        raise NotImplementedError("Exercise 2.1: Say \\"one\\"")
+        if x == 2:
+            return 2
+''').replace('''    # SOLUTION 2.1
+    return 1
+    # END
+''', '''    raise NotImplementedError("Exercise 2.1: Say \\"one\\"")
+''')
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ("        # END\n", "", "line 17: `# SOLUTION` cannot follow here"),
+    ("# SOLUTION 2.1", "# SOLUTION", "lies in no exercise"),
+    ('"2.1"', '"3.1"', "does not belong to this lesson"),
+    ("minutes=5", "minutes=five", "accepted: literals"),
+    ("    # SOLUTION 2.1\n    return 1\n    # END\n", "    # SOLUTION 2.1\n    return 1\n", "has no `# END`"),
+])
+def test_markers_that_cannot_work(solution, old, new, message):
+    solution.write_text(SOURCE.replace(old, new, 1))
+    with pytest.raises(ExerciseError, match=message) as caught:
+        generate(solution)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_learners_work_is_never_lost(solution, tmp_path):
+    target = tmp_path / solution.name
+    assert "written" in write_stub(solution, tmp_path)
+    assert "up to date" in write_stub(solution, tmp_path)
+    for n, mine in enumerate(("def one(x): return 'my work'\n", "x\udc80".encode(errors="surrogateescape"), ""), start=1):
+        target.write_bytes(mine if isinstance(mine, bytes) else mine.encode())
+        before = target.read_bytes()
+        assert "kept" in write_stub(solution, tmp_path)
+        assert target.read_bytes() == before
+        assert f"backup{n}" in write_stub(solution, tmp_path, force=True)
+        assert (tmp_path / f"l02_topic.backup{n}.py").read_bytes() == before
+        assert target.read_text() == generate(solution)
+    assert len(list(tmp_path.glob("*.backup*"))) == 3
+
+
+def test_an_untouched_stub_follows_its_solution(solution, tmp_path):
+    write_stub(solution, tmp_path)
+    solution.write_text(SOURCE.replace("one(0) is 1", "one(0) gives 1"))
+    assert "written" in write_stub(solution, tmp_path)
+    assert "gives 1" in (tmp_path / solution.name).read_text()
+
+
+def test_fingerprint_knows_whose_code_changed():
+    entry, other = read_exercises(SOLUTIONS / "l02_naive_attention.py")[:2]
+    source = (SOLUTIONS / entry.file).read_text()
+    changed = source.replace("torch.einsum", "torch. einsum").replace("head_dim ** -0.5", "head_dim ** -0.4")
+    assert fingerprint(source.replace("# [B, 1]", "# a comment"), other) == fingerprint(source, other)
+    assert fingerprint(changed, entry) != fingerprint(source, entry)
+    assert fingerprint(changed, other) == fingerprint(source, other)
+
+
