@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from lessons.l01_roofline import naive
+from lessons.l01_roofline import masked, naive
 from lessons.l01_roofline.optimized import KERNELS, TILE_BYTES, honest_ms, scale_copy, scale_copy_kernel
 from lessons.l01_roofline.serving import serving_times
 from lessons.l01_roofline.virtual_device import VirtualDevice
@@ -91,6 +91,14 @@ def test_the_compiler_gives_16_byte_loads_without_spills():
             pytest.skip(report.error)
         assert report.fits, f"{report.name} on sm_{report.chip}: {report}"
         assert report.loads_128bit == TILE_BYTES // (16 * 32 * 4)  # vectors per thread of 4 warps: no load is narrower
+
+
+def test_a_mask_over_any_length_costs_the_wide_loads():
+    plain, multiple_of_16 = check_all(masked.KERNELS, [90])
+    if (plain.error or "").startswith("not run"):
+        pytest.skip(plain.error)
+    assert (plain.loads_128bit, plain.census["LDG"]) == (0, 32)  # 2 bytes each
+    assert (multiple_of_16.loads_128bit, multiple_of_16.census["LDG"]) == (4, 4)
 
 
 @pytest.mark.gpu
