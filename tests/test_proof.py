@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lessons.toolbox import proof, proof_record, proof_run, proof_table
+from lessons.toolbox import proof, proof_machine, proof_record, proof_run, proof_table
 from lessons.toolbox.bench import Benchmark
 from lessons.toolbox.bench import run as run_benchmark
 from lessons.toolbox.numerics import Errors
@@ -100,7 +100,7 @@ def gpu(course, capsys, out="out", budget_minutes=5.0, interpreted=False, saniti
     given = SimpleNamespace(**{"lesson": None, "again": False, "rehearse": False, "out": course / out,
                                "budget_minutes": budget_minutes} | options)
     tool = str(course / "compute-sanitizer") if sanitizer else None
-    machine = proof_run.Machine({"device": "NVIDIA Pretend 9000", "torch": "2"}, interpreted, tool, jobs=2)
+    machine = proof_machine.Machine({"device": "NVIDIA Pretend 9000", "torch": "2"}, interpreted, tool, jobs=2)
     code = proof.gpu(given, machine, course)
     texts = {path.name: path.read_text() for path in (course / out).iterdir()}
     files = {name: json.loads(text) if name.endswith(".json") else text for name, text in texts.items()}
@@ -111,7 +111,7 @@ def gpu(course, capsys, out="out", budget_minutes=5.0, interpreted=False, saniti
 
 def pytest_in(course, *arguments):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--proof-record", "record.jsonl", *arguments]
-    return subprocess.run(command, cwd=course, capture_output=True, text=True, env=os.environ | proof_run.ENVIRONMENT)
+    return subprocess.run(command, cwd=course, capture_output=True, text=True, env=os.environ | proof_machine.ENVIRONMENT)
 
 
 def test_only_a_test_that_passed_to_its_end_records_a_proof(course):
@@ -290,7 +290,7 @@ def test_a_step_that_crashes_wastes_no_other(course, capsys):
 
 
 def test_a_clean_report_that_saw_no_launch_is_no_pass():
-    clean = proof_run.Outcome("passed", 0, 1.0, "========= ERROR SUMMARY: 0 errors")
+    clean = proof_machine.Outcome("passed", 0, 1.0, "========= ERROR SUMMARY: 0 errors")
     assert proof_run.judged(clean, "memcheck", {"01/k": "h"}, {"01/k": {}})[0] == "passed"
     assert proof_run.judged(clean, "memcheck", {"01/k": "h"}, {})[0] == "failed"
     assert proof_run.judged(clean, "racecheck", {"01/k": "h"}, {"01/k": {}})[0] == "failed", "the summary of another tool"
@@ -299,7 +299,7 @@ def test_a_clean_report_that_saw_no_launch_is_no_pass():
 @pytest.mark.parametrize("device, folder", [("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("Tesla T4", "t4"),
                                             ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb")])
 def test_the_folder_of_a_device(device, folder):
-    assert proof_run.device_folder(device) == folder
+    assert proof_machine.device_folder(device) == folder
 
 
 # ---------------------------------------------------------------- the table
@@ -380,8 +380,9 @@ def test_a_gpu_whose_kernels_are_interpreted_is_refused(capsys, monkeypatch):
 
 def test_an_unknown_lesson_lists_the_known(course, capsys):
     with pytest.raises(ValueError, match="LESSON='99'; accepted: 01 copy, 02 more"):
-        proof_run.find_rooms("99", course)
-    assert list(proof_run.find_rooms("more", course)) == ["02"] and list(proof_run.find_rooms(None, course)) == ["01", "02"]
+        proof_machine.find_rooms("99", course)
+    assert list(proof_machine.find_rooms("more", course)) == ["02"]
+    assert list(proof_machine.find_rooms(None, course)) == ["01", "02"]
 
 
 def test_figures_are_drawn_from_a_recorded_run_anywhere(tmp_path, capsys):
@@ -390,7 +391,7 @@ def test_figures_are_drawn_from_a_recorded_run_anywhere(tmp_path, capsys):
     record = run_benchmark(benchmark, "cpu", out=None)
     (tmp_path / "benchmarks.json").write_text(json.dumps({"03": {"records": {"double": record}}}))
     assert proof.main(["draw", str(tmp_path)]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["03_double.png", "03_double.svg", "benchmarks.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["benchmarks.json", "l03_double.png", "l03_double.svg"]
     for series in record["series"].values():
         series["points"] = [{"x": p["x"], "status": "not run", "reason": "no GPU"} for p in series["points"]]
     (tmp_path / "benchmarks.json").write_text(json.dumps({"03": {"records": {"double": record}}}))

@@ -17,22 +17,23 @@ import tempfile
 import time
 from pathlib import Path
 
-from lessons.toolbox import proof_run, proof_table, records
+from lessons.toolbox import proof_machine, proof_run, proof_table, records
 from lessons.toolbox.device import has_gpu, interpreting
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED_ON_GPU = ("pytest", "triton", "transformers", "matplotlib", "rich")
 
 
-def gpu(options: argparse.Namespace, machine: proof_run.Machine | None = None, root: Path = ROOT) -> int:
+def gpu(options: argparse.Namespace, machine: proof_machine.Machine | None = None, root: Path = ROOT) -> int:
     """Run everything that needs a GPU; `machine` stands in for this one in a test. Exit code 2 where it cannot start."""
     if machine is None:
         if why := why_not_here(options.rehearse):
             print(f"proof: {why}", file=sys.stderr)
             return 2
-        machine = proof_run.this_machine(interpreted=options.rehearse)
-    default = "build/rehearsal" if machine.interpreted else f"results/{proof_run.device_folder(machine.fingerprint['device'])}"
-    run = proof_run.Run(machine, (options.out or root / default).resolve(), proof_run.find_rooms(options.lesson, root),
+        machine = proof_machine.this_machine(interpreted=options.rehearse)
+    folder = proof_machine.device_folder(machine.fingerprint["device"])
+    default = root / ("build/rehearsal" if machine.interpreted else f"results/{folder}")
+    run = proof_run.Run(machine, (options.out or default).resolve(), proof_machine.find_rooms(options.lesson, root),
                         time.monotonic() + 60 * options.budget_minutes, root, options.again)
     return run.everything()
 
@@ -57,7 +58,7 @@ def draw(folder: Path, root: Path = ROOT) -> int:
     for number, lesson in json.loads(recorded.read_text(encoding="utf-8")).items() if recorded.exists() else ():
         for name, record in lesson["records"].items():
             with tempfile.TemporaryDirectory(dir=folder) as beside:
-                source = Path(beside) / f"{number}_{name}.json"
+                source = Path(beside) / f"l{number}_{name.removeprefix(f'l{number}_')}.json"
                 records.write_json(source, record)
                 try:
                     for figure in records.draw(source):

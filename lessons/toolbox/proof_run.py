@@ -10,14 +10,9 @@ files of the output folder are whole, so a run that is cut loses only the step u
     sanitizer.json   {memcheck: {status, seconds, kernels, tests, report}, racecheck: {...}}
     log.txt          everything that the steps printed
 """
-import contextlib
 import hashlib
 import json
-import os
-import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,105 +23,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lessons.toolbox import proof_record
+from lessons.toolbox.proof_machine import ROOT, Machine, Outcome, device_folder, execute, rooms, source_hash
 from lessons.toolbox.records import read_json, write_json
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = {"equivalence": 180, "ladder": 240, "benchmark": 150, "memcheck": 120, "racecheck": 120}
 SHORTEST_S = 5          # a step with less time left than this is not started
 CASES_PER_KERNEL = 2    # that the sanitizers repeat: the quickest and a middling one
 FOUND_EXIT_CODE = 86    # of compute-sanitizer, so that a finding differs from a failing test
-# The machine's other pytest plugins stay out: what they do to a test nobody here has seen.
-ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 UNSUPPORTED = ("Device not supported", "not supported on this device", "Failed to initialize")
 
-
-@dataclass(frozen=True)
-class Machine:
-    """Where the steps run. interpreted: a rehearsal on a CPU, which goes through every step and proves nothing."""
-
-    fingerprint: dict
-    interpreted: bool
-    sanitizer: str | None       # path of compute-sanitizer
-    jobs: int                   # lessons whose equivalence is tested at once
-
-
-def this_machine(interpreted: bool = False) -> Machine:
-    """The machine that this process runs on."""
-    from lessons.toolbox import device
-    fingerprint = device.fingerprint()
-    at_once = min(device.core_count() // 2, int(fingerprint.get("memory_gib", 0) // 10), 8)  # a test process takes gigabytes
-    beside_cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"
-    sanitizer = shutil.which("compute-sanitizer") or (str(beside_cuda) if beside_cuda.exists() else None)
-    return Machine(fingerprint, interpreted, sanitizer, max(1, at_once))
-
-
-def device_folder(device: str) -> str:
-    """"NVIDIA GeForce RTX 4090" -> "rtx-4090": the folder in results/."""
-    name = re.sub(r"\b(nvidia|geforce|tesla)\b", "", device.lower())
-    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
-
-
-# ---------------------------------------------------------------- the lessons
-
-def rooms(root: Path = ROOT) -> dict[str, Path]:
-    """{"02": its folder}, in order, of the lessons that exist under `root`/lessons."""
-    return {path.name[1:3]: path for path in sorted((root / "lessons").glob("l[0-9][0-9]_*")) if path.is_dir()}
-
-
-def find_rooms(wanted: str | None, root: Path = ROOT) -> dict[str, Path]:
-    """All lessons, or the one named by number ("3", "03") or name ("kv_cache"). ValueError lists what exists."""
-    known = rooms(root)
-    if not wanted:
-        return known
-    for number, path in known.items():
-        if wanted in (path.name, path.name[4:]) or (wanted.isdecimal() and int(wanted) == int(number)):
-            return {number: path}
-    raise ValueError(f"LESSON={wanted!r}; accepted: {', '.join(f'{n} {p.name[4:]}' for n, p in known.items()) or 'none yet'}")
-
-
-def source_hash(*folders: Path) -> str:
-    """Of all code in these folders: a finished step is finished until it changes."""
-    files = sorted(p for folder in folders for p in folder.glob("*") if p.suffix in (".py", ".cu"))
-    return hashlib.sha256(b"\0".join(p.name.encode() + b"\0" + p.read_bytes() for p in files)).hexdigest()[:16]
-
-
-# ---------------------------------------------------------------- one command
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a command. status: "passed", "failed", "timeout"."""
-
-    status: str
-    code: int | None
-    seconds: float
-    output: str
-
-
-def execute(command: list[str], limit_s: float, cwd: Path, env: dict | None = None) -> Outcome:
-    """Run a command with everything it starts, for `limit_s` at most; its output is kept whatever happens."""
-    start = time.monotonic()
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, cwd=cwd, env={**os.environ, **ENVIRONMENT, **(env or {})},
-                                   stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            code = process.wait(timeout=max(0.1, limit_s))
-            status = "failed" if code else "passed"
-        except subprocess.TimeoutExpired:
-            code, status = None, "timeout"
-        finally:
-            _end(process)
-        output.seek(0)
-        return Outcome(status, code, round(time.monotonic() - start, 1), output.read().decode(errors="replace"))
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Kill what is left of a command's process group: a compiler may outlive the test that started it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-# ---------------------------------------------------------------- the run
 
 @dataclass
 class Run:
@@ -186,6 +91,7 @@ class Run:
         self.log(line)
 
     def log(self, text: str) -> None:
+        """Add to log.txt alone."""
         with self.lock, open(self.out / "log.txt", "a", encoding="utf-8") as file:
             file.write(text.rstrip("\n") + "\n")
 
@@ -200,6 +106,7 @@ class Run:
         return outcome
 
     def finish(self, name: str, status: str, detail: str = "", good: bool = False) -> None:
+        """Report the end of a step; one that is not good makes the exit code 1."""
         self.say(f"{name:<20} {status:<10} {detail}")
         if not good:
             self.problems.append(f"{name}: {status}")
@@ -213,6 +120,7 @@ class Run:
         return done
 
     def stamp(self, outcome: Outcome, source: str) -> dict:
+        """What is recorded of every step: how it went, of which source, on what."""
         return {"status": outcome.status, "seconds": outcome.seconds, "source": source,
                 "interpreted": self.machine.interpreted, "fingerprint": self.machine.fingerprint}
 
@@ -231,6 +139,7 @@ class Run:
                 done.result()
 
     def test_lesson(self, number: str, room: Path) -> None:
+        """Run one lesson's test_equivalence.py and record each kernel that it proved."""
         name, source = f"{number} equivalence", source_hash(room)
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder) / "proof.jsonl"
@@ -249,6 +158,7 @@ class Run:
                     + " ".join(entry["failed"][:3]), good=entry["status"] == "passed")
 
     def pytest(self, record: Path, *tests: str) -> list[str]:
+        """The command that runs these tests and leaves their proofs in `record`."""
         return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--proof-record", str(record), *tests]
 
     # ------------------------------------------------------------ the ladder, the benchmarks
