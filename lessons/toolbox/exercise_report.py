@@ -53,7 +53,7 @@ def run_checks(which: str | int | None, impl: str = "exercises") -> bool:
 
 
 def _records(entries: list[Exercise], impl: str) -> Iterator[dict[str, str]]:
-    """The outcome of every check. Lesson by lesson if a run broke off, because a hanging one must not hide the others."""
+    """The outcome of every check. Each exercise by itself if a run broke off, because a hanging one must not hide the others."""
     lessons = sorted({entry.lesson for entry in entries})
     marks = " or ".join(entry.marker for entry in entries)
     with tempfile.TemporaryDirectory() as folder:
@@ -62,9 +62,9 @@ def _records(entries: list[Exercise], impl: str) -> Iterator[dict[str, str]]:
                    *(f"tests/exercises/test_l{lesson}.py" for lesson in lessons)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
         records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    if done.returncode not in (0, 1) and len(lessons) > 1:
-        for lesson in lessons:
-            yield from _records([entry for entry in entries if entry.lesson == lesson], impl)
+    if done.returncode not in (0, 1) and len(entries) > 1:
+        for entry in entries:
+            yield from _records([entry], impl)
         return
     yield from records
     if done.returncode not in (0, 1):
@@ -81,8 +81,8 @@ def _status(records: list[dict[str, str]]) -> str:
 
 
 def _print_exercise(console: Console, entry: Exercise, status: str, records: list[dict[str, str]]) -> None:
-    passed = sum(record["status"] == PASS for record in records)
-    count = "" if status == TODO else f"  {passed} of {len(records)} checks passed"
+    passed, ran = (sum(record["check"] != "" and record["status"] in wanted for record in records) for wanted in ({PASS}, COLORS))
+    count = "" if status == TODO else f"  {passed} of {ran} checks passed"
     console.print(f"[{COLORS[status]}]{status:7}[/] [bold]{entry.id}[/]  {escape(entry.title)}[dim]{count}[/]",
                   highlight=False, soft_wrap=True)
     first = next((record for record in records if record["status"] == status), None)

@@ -158,6 +158,11 @@ def alike(a: Any, b: Any) -> bool:
     return tree_a == tree_b and all(map(_alike_leaves, leaves_a, leaves_b))
 
 
+def comparable(results: Any) -> bool:
+    """Whether `alike` can judge them."""
+    return all(isinstance(x, (Tensor, float, int, str, type(None))) for x in tree_flatten(results)[0])
+
+
 def _alike_leaves(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         same_kind = a.shape == b.shape and a.dtype == b.dtype

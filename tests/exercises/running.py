@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from lessons.toolbox.exercise_loading import describe, load_exercise, source_of
 from lessons.toolbox.exercises import Exercise, ExerciseError, untouched_line
-from tests.exercises.checking import Check, alike
+from tests.exercises.checking import Check, alike, comparable
 from tests.exercises.wrong import WrongAnswer
 
 PASS, FAIL, TODO, NOT_RUN = "PASS", "FAIL", "TODO", "NOT RUN"
@@ -113,15 +113,19 @@ def _untouched(error: BaseException | None) -> str | None:
 
 
 def hint_for(failed: Outcome, check: Check, answers: list[WrongAnswer], case: str | None, seed: int) -> str | None:
-    """The hint of the known wrong answer that fails this check with the same message, or with the same results."""
-    candidates = []
+    """The hint of the known wrong answer that fails this check with the same results, best with the same message too.
+
+    Results that cannot be compared (objects of a class) leave only the message, which two different slips may share.
+    """
+    found = None
     for answer in answers:
         outcome = run_check(check, lambda answer=answer: answer.function, case, seed)
-        if outcome.status == FAIL and outcome.message == failed.message:
-            return answer.hint
-        if outcome.status == FAIL and failed.results and alike(list(outcome.results), list(failed.results)):
-            candidates.append(answer.hint)
-    return candidates[0] if candidates else None
+        same_message = outcome.message == failed.message
+        if outcome.status == FAIL and (alike(outcome.results, failed.results) if comparable(failed.results) else same_message):
+            if same_message:
+                return answer.hint
+            found = found or answer.hint
+    return found
 
 
 # ---------------------------------------------------------------- time

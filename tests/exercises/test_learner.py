@@ -12,7 +12,8 @@ from lessons.toolbox import exercise_report
 from lessons.toolbox.exercises import ROOT, SOLUTIONS, ExerciseError, find_exercise, lesson_key, main, read_exercises
 from tests.exercises.checking import assert_equal, assert_largest_tensor, call, check, compare
 from tests.exercises.killing import runs_of
-from tests.exercises.running import FAIL, NOT_RUN, load, run_check
+from tests.exercises.running import FAIL, NOT_RUN, hint_for, load, run_check
+from tests.exercises.wrong import WrongAnswer
 
 FIRST, *_ = read_exercises(SOLUTIONS / "l02_naive_attention.py")
 
@@ -48,6 +49,18 @@ def test_a_learners_terminal(mine):
     assert "mine/l02_naive_attention.py, line" in text and "IndexError: Dimension out of range" in text
     assert "exercise 2.3 still to do" in text
     assert "tokens_that_fit[half_a_gib], memory need not be whole: stopped after 5 s. Is there an endless loop?" in text
+
+
+def test_a_hint_needs_the_same_results():
+    """Two slips may share a message (worst element, values, count); only equal results make one look like the other."""
+    def same_message(impl, seed):
+        assert impl(1)[0] == 1, "wrong"
+
+    answer = WrongAnswer("2.1", "known", lambda x: [0, 7], "you return 7")
+    this = check("2.1")(same_message).check
+    for mine, hint in (([0, 7], "you return 7"), ([0, 8], None), ([0, True], None)):
+        failed = run_check(this, lambda mine=mine: lambda x: mine, None, 0)
+        assert failed.status == FAIL and hint_for(failed, this, [answer], None, 0) == hint
 
 
 def outcome_of(folder, entry=FIRST):
