@@ -2,6 +2,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -250,6 +251,27 @@ def test_hangs():
     pytest.fail("the child of a timed out test lives on")
 
 
+INTERRUPTED = '''
+import sys
+from lessons.toolbox import proof, proof_machine
+proof.why_not_here = lambda rehearse: ""
+proof_machine.this_machine = lambda interpreted: proof_machine.Machine({"device": "Pretend"}, False, None, 2)
+sys.exit(proof.main(["gpu", "--out", "out"]))
+'''
+
+
+def test_an_interrupted_run_ends_at_once_and_keeps_what_is_finished(course):
+    write(course, "l02_more", "test_equivalence.py", "def test_hangs():\n    import time; time.sleep(600)\n")
+    command = [sys.executable, "-c", INTERRUPTED]
+    run = subprocess.Popen(command, cwd=course, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "01 equivalence" not in run.stdout.readline():
+        assert run.poll() is None
+    run.send_signal(signal.SIGTERM)  # Ctrl-C raises the same exception
+    _, err = run.communicate(timeout=20)
+    assert run.returncode == 130 and err.count("\n") == 1 and "interrupted" in err, err
+    assert json.loads((course / "out" / "proof.json").read_text())["lessons"]["01"]["status"] == "passed"
+
+
 def test_without_time_nothing_is_lost_and_the_next_run_goes_on(course, capsys):
     code, said, files = gpu(course, capsys, budget_minutes=0.0)
     assert code == 1 and said.count("no time left") >= 4 and "proof.json" not in files
@@ -269,6 +291,9 @@ def test_kernels_that_were_interpreted_prove_nothing_on_a_gpu(course, capsys, mo
     code, _, files = gpu(course, capsys, out="results/rehearsal", interpreted=True, sanitizer=False)
     assert code == 0 and "--requests" in files["ladder.json"]["arguments"]
     assert proof_table.recorded(course) == {}, "a rehearsal never counts"
+    monkeypatch.setenv("PRETEND", "cuda")
+    code, said, files = gpu(course, capsys, out="results/rehearsal", sanitizer=False)
+    assert code == 0 and "finished" not in said and not files["proof.json"]["interpreted"], "a rehearsal finishes nothing"
 
 
 @pytest.mark.parametrize("said, status, code", [

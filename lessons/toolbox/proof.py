@@ -11,6 +11,7 @@ A test of equivalence records its proof through the fixture of `proof_record`; `
 import argparse
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     try:
         if options.command == "gpu":
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit from outside ends it like Ctrl-C
             return gpu(options)
         if options.command == "draw":
             return draw(options.folder)

@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # The machine's other pytest plugins stay out: what they do to a test nobody here has seen.
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+RUNNING: set[subprocess.Popen] = set()
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def execute(command: list[str], limit_s: float, cwd: Path, env: dict | None = No
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, cwd=cwd, env={**os.environ, **ENVIRONMENT, **(env or {})},
                                    stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        RUNNING.add(process)
         try:
             code = process.wait(timeout=max(0.1, limit_s))
             status = "failed" if code else "passed"
@@ -100,3 +102,10 @@ def _end(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    RUNNING.discard(process)
+
+
+def end_all() -> None:
+    """End every command that is running, in any thread."""
+    for process in tuple(RUNNING):
+        _end(process)

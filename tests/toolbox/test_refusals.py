@@ -9,7 +9,8 @@ X = torch.zeros(3, 4, 8)
 
 def strict(q, k, skip=None):
     """Checks everything but `skip`."""
-    tests = {"dtype": q.dtype == k.dtype, "device": q.device.type == "cpu", "shape": q.shape == k.shape, "stride": q.stride(-1) == 1}
+    tests = {"dtype": q.dtype == k.dtype, "device": q.device == k.device, "shape": q.shape == k.shape,
+             "stride": q.stride(-1) == 1}
     if failed := [kind for kind, good in tests.items() if not good and kind != skip]:
         raise ValueError(f"q: got another {failed[0]} than k")
     return q
@@ -22,8 +23,8 @@ def test_a_strict_wrapper_passes_and_a_loose_one_is_found():
             assert_refused(strict, {"q": X, "k": X, "skip": kind}, "q")
 
 
-@pytest.mark.parametrize("error, said", [(TypeError("no"), "TypeError instead of ValueError"), (ValueError("two\nlines"), "not one line"),
-                                         (ValueError("x is wrong"), "names 'q'")])
+@pytest.mark.parametrize("error, said", [(TypeError("no"), "TypeError instead of ValueError"),
+                                         (ValueError("two\nlines"), "not one line"), (ValueError("x is wrong"), "names 'q'")])
 def test_another_exception_or_an_unclear_line_is_no_refusal(error, said):
     def wrapper(q):
         raise error
