@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=03
-# Generated from solutions/l03_kv_cache.py, checksum 50e5e11db111. Generating again never overwrites your edits.
+# Generated from solutions/l03_kv_cache.py, checksum 584c7d159a4e. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 03: a chunk over caches of different lengths, a cache that can forget, its bytes, a chat loop with bugs."""
 import torch
@@ -30,7 +30,7 @@ def chunk_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: T
         query 0 stands at row 1, sees rows 0 and 1        -> (3 + 6) / 2 = 4.5
         query 1 stands at row 2, sees rows 0, 1 and 2     -> (3 + 6 + 9) / 3 = 6
     """
-    num_sequences, num_queries, num_heads, head_dim = q.shape
+    _, num_queries, _, head_dim = q.shape  # [B, T, Hq, D]
     _, capacity, num_kv_heads, _ = k_cache.shape
     raise NotImplementedError("Exercise 3.1: A chunk of new tokens over caches of different lengths")
 

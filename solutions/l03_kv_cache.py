@@ -27,7 +27,7 @@ def chunk_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: T
         query 0 stands at row 1, sees rows 0 and 1        -> (3 + 6) / 2 = 4.5
         query 1 stands at row 2, sees rows 0, 1 and 2     -> (3 + 6 + 9) / 3 = 6
     """
-    num_sequences, num_queries, num_heads, head_dim = q.shape
+    _, num_queries, _, head_dim = q.shape  # [B, T, Hq, D]
     _, capacity, num_kv_heads, _ = k_cache.shape
     # SOLUTION
     scale = head_dim ** -0.5 if softmax_scale is None else softmax_scale

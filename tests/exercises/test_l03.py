@@ -270,7 +270,7 @@ def recomputed_chat(turns, max_new_tokens, stop_token_ids):
         told, answer = told + turn, []
         while len(answer) < max_new_tokens and not set(answer) & stop_token_ids:
             answer.append(sum((t + 1) * (2 * i + 1) for i, t in enumerate(told + answer)) % ToyModel.vocab_size)
-        told, answers = told + answer, answers + [answer]
+        told, answers = told + answer, [*answers, answer]
     return answers
 
 

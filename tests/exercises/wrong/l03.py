@@ -13,9 +13,9 @@ answers = Answers()
 # ---------------------------------------------------------------- 3.1 a chunk over caches of different lengths
 
 
-def slipped_chunk(q, k_cache, v_cache, context_lens, softmax_scale=None, window=None, *, align="context", causal=True, strict=False,
-                  hide_v=True, hide_scores=True, lens="own", heads="interleave", scale_by="D", own_scale=True, use_window=True,
-                  extra_key=0, fixed_window=False, out_dtype=None, in_place=False):
+def slipped_chunk(q, k_cache, v_cache, context_lens, softmax_scale=None, window=None, *, align="context", causal=True,
+                  strict=False, hide_v=True, hide_scores=True, lens="own", heads="interleave", scale_by="D", own_scale=True,
+                  use_window=True, extra_key=0, fixed_window=False, out_dtype=None, in_place=False):
     """Chunk attention with one slip. The keyword switches exist only here, to spell the wrong answers briefly."""
     (_, tq, hq, dim), (_, capacity, hkv, _) = q.shape, k_cache.shape
     n = {"own": context_lens, "first": context_lens[:1].expand(len(q)), "longest": context_lens.max().expand(len(q)),
@@ -38,18 +38,19 @@ def slipped_chunk(q, k_cache, v_cache, context_lens, softmax_scale=None, window=
         v = v.masked_fill(unused, 0)
     spread = {"interleave": lambda x: x.repeat_interleave(hq // hkv, 2), "tile": lambda x: x.repeat(1, 1, hq // hkv, 1)}[heads]
     scores = torch.einsum("bthd,bnhd->bhtn", q, spread(k)) * scale
-    scores = scores.masked_fill(~sees[:, None], -torch.inf) if hide_scores else scores + (sees[:, None].to(scores.dtype) - 1) * 1e9
+    hidden = ~sees[:, None]
+    scores = scores.masked_fill(hidden, -torch.inf) if hide_scores else scores - hidden.to(scores.dtype) * 1e9
     out = torch.einsum("bhtn,bnhd->bthd", torch.softmax(scores, -1), spread(v))
     return out.to(out_dtype or q.dtype)
 
 
 for name, slip, hint in [
     ("top_left_mask", dict(align="top_left"), "Your first query sees row 0 alone. It stands at row context_lens[b] - T."),
-    ("aligned_to_capacity", dict(align="capacity"), "You align the queries with the end of the buffer, not with the rows in use."),
+    ("aligned_to_capacity", dict(align="capacity"), "You align the queries with the buffer's end, not with the rows in use."),
     ("no_causal_mask", dict(causal=False), "Your queries see each other's future: the chunk is causal inside."),
     ("strict_mask", dict(strict=True), "Your queries do not see their own row."),
     ("nan_values", dict(hide_v=False), "A weight of 0 times NaN is NaN: the unused rows of v_cache have to go."),
-    ("additive_mask", dict(hide_scores=False), "You add a large negative number to a score; NaN plus anything is NaN. Replace it."),
+    ("additive_mask", dict(hide_scores=False), "You subtract a large number from a score; NaN minus anything is NaN."),
     ("first_length", dict(lens="first"), "Every sequence is cut at sequence 0's length."),
     ("longest_length", dict(lens="longest"), "Every sequence is cut at the longest length: shorter ones read rows not in use."),
     ("new_rows_not_counted", dict(lens="without_new"), "context_lens counts the new rows already; you add T once more."),
@@ -58,7 +59,7 @@ for name, slip, hint in [
     ("ignores_scale", dict(own_scale=False), "softmax_scale is given, and you use 1 / √D all the same."),
     ("no_window", dict(use_window=False), "You ignore `window`."),
     ("window_off_by_one", dict(extra_key=1), "Your window holds one row too many: it counts the query's own."),
-    ("one_window_for_all", dict(fixed_window=True), "All queries share the last one's window. Each counts back from its own row."),
+    ("one_window_for_all", dict(fixed_window=True), "All queries share the last one's window. Each counts from its own row."),
     ("returns_float32", dict(out_dtype=torch.float32), "You compute in float32, which is fine, and forget to return q's dtype."),
     ("cleans_the_cache", dict(in_place=True), "You write zeros into the caller's cache. Work on a copy of what you change."),
 ]:
@@ -153,7 +154,7 @@ for name, slip, hint in [
     ("overwrites_last_row", dict(overwrite=True), "Your new row replaces the last old one: it belongs at row `length`."),
     ("length_moves_early", dict(eager=True), "length moves with layer 0, so layer 1 writes the same tokens one pass further."),
     ("counts_passes", dict(step_by_one=True), "length grows by one per pass. A prompt brings more than one token."),
-    ("attends_to_whole_buffer", dict(whole_buffer=True), "You attend to the whole capacity. Only the rows up to `end` hold tokens."),
+    ("attends_to_whole_buffer", dict(whole_buffer=True), "You attend to the whole capacity. Only rows up to `end` hold tokens."),
     ("forgets_the_new_row", dict(drop_new_row=True), "A token attends to itself: append first, then take the view."),
     ("no_mask_in_prefill", dict(mask="none"), "Your prompt's tokens see their future. A cache does not replace the causal mask."),
     ("top_left_mask", dict(mask="top_left"), "A chunk's first query stands behind all old rows, not at row 0."),
@@ -204,7 +205,7 @@ def slipped_traffic(num_hidden_layers, num_attention_heads, num_key_value_heads,
     steps = new_tokens - 1 + last
     held = prompt_tokens + steps
     concat = {"held_before": range(prompt_tokens, held), "held_after": range(prompt_tokens + 1, held + 1),
-              "new_alone": range(steps), "prompt_too": range(prompt_tokens, held + 1), "once": range(prompt_tokens, prompt_tokens + 1),
+              "new_alone": range(steps), "prompt_too": range(prompt_tokens, held + 1), "once": [prompt_tokens],
               "square": [held * held]}[copies]
     capacity, moved = max(first, 1 << (prompt_tokens - 1).bit_length()), 0
     if doubling == "prompt_too":
@@ -253,8 +254,9 @@ def step_by_step(num_hidden_layers, num_attention_heads, num_key_value_heads, he
 
 # ---------------------------------------------------------------- 3.4 the chat loop
 
-def slipped_chat(model, cache, turns, max_new_tokens, stop_token_ids, *, restart=False, forget=False, again=False, everything=False,
-                 late=0, twice=False, drop_stop=False, never_stops=False, one_more=False, first_row=False, flush=False):
+def slipped_chat(model, cache, turns, max_new_tokens, stop_token_ids, *, restart=False, forget=False, again=False,
+                 everything=False, late=0, twice=False, drop_stop=False, never_stops=False, one_more=False, first_row=False,
+                 flush=False):
     """The chat loop with some slips, spelled by switches."""
     answers, left_over, told = [], [], []
     for turn in turns:
@@ -283,7 +285,7 @@ for name, slip, hint in [
     ("as_given", dict(restart=True, forget=True, again=True), "All three bugs are there. Write down the passes of the example."),
     ("positions_restart", dict(restart=True), "The second turn starts at position 0 again. How many tokens does the cache hold?"),
     ("last_token_forgotten", dict(forget=True), "An answer's last token never enters the cache. The next turn has to bring it."),
-    ("whole_answer_again", dict(again=True), "Each pass feeds the whole answer so far: its older tokens are in the cache already."),
+    ("whole_answer_again", dict(again=True), "Each pass feeds the whole answer so far: its older tokens are in the cache."),
     ("two_bugs_left_token", dict(restart=True, again=True), "Two bugs are left: the positions, and what each pass feeds."),
     ("two_bugs_left_positions", dict(forget=True, again=True), "Two bugs are left: a token forgotten, and one fed again."),
     ("two_bugs_left_answer", dict(restart=True, forget=True), "Two bugs are left, both where a new turn begins."),
@@ -303,10 +305,10 @@ for name, slip, hint in [
 def by_what_the_cache_lacks(model, cache, turns, max_new_tokens, stop_token_ids):
     told, answers = [], []
     for turn in turns:
-        told, answers = told + turn, answers + [[]]
+        told, answers = told + turn, [*answers, []]
         while len(answers[-1]) < max_new_tokens and not set(answers[-1]) & stop_token_ids:
             new = told[cache.length:]
             hidden = model(torch.tensor(new), torch.arange(len(told))[-len(new):], cache.attend)
-            told = told + [int(model.logits(hidden)[-1].argmax())]
+            told = [*told, int(model.logits(hidden)[-1].argmax())]
             answers[-1].append(told[-1])
     return answers
