@@ -36,7 +36,8 @@ def test_needed_key_is_named(key, tmp_path):
 
 @pytest.mark.parametrize("changes, named", [
     (dict(hidden_size=0), "'hidden_size'"), (dict(hidden_size=-8), "-8"), (dict(hidden_size="24"), "'24'"),
-    (dict(hidden_size=True), "True"), (dict(vocab_size=31.0), "31.0"), (dict(rms_norm_eps=float("nan")), "nan"),
+    (dict(vocab_size=True), "'vocab_size' must be a positive integer, not True"),
+    (dict(vocab_size=31.0), "31.0"), (dict(rms_norm_eps=float("nan")), "nan"),
     (dict(rope_theta=0), "'rope_theta'"), (dict(tie_word_embeddings="no"), "'tie_word_embeddings'"),
     (dict(attention_bias=1), "'attention_bias'"), (dict(eos_token_id="</s>"), "'eos_token_id'"),
     (dict(hidden_size=25), "hidden_size (25) must be a multiple of num_attention_heads (6)"),
