@@ -22,6 +22,7 @@ import ast
 import hashlib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -205,7 +206,7 @@ def is_edited(text: str) -> bool:
 def write_stub(path: Path, folder: Path = EXERCISES, force: bool = False) -> str:
     """Bring one file of `folder` up to date with its solution; returns what happened, in words.
 
-    An edited file is left alone unless `force`, and is then renamed first to a backup that never replaces another one.
+    An edited file is left alone unless `force`, and then copied first to a backup that never replaces another one.
     """
     fresh, target = generate(path), folder / path.name
     note = "written"
@@ -217,7 +218,7 @@ def write_stub(path: Path, folder: Path = EXERCISES, force: bool = False) -> str
             if not force:
                 return f"{target.name}: kept, because you edited it (--force starts again and keeps a backup)"
             backup = next(name for n in range(1, 10_000) if not (name := target.with_suffix(f".backup{n}.py")).exists())
-            os.link(target, backup)  # a second name for the old file: it exists before the new text replaces the first
+            shutil.copy2(target, backup)  # a copy rather than a rename, so that an interruption leaves both
             note = f"written anew; your version is {backup.name}"
     part = target.with_suffix(".part")
     part.write_text(fresh, encoding="utf-8")
