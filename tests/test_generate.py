@@ -86,8 +86,8 @@ def test_the_tokens_of_transformers(family, tmp_path):
     model, prompts = Decoder.from_pretrained(tmp_path), [[0], *new_prompts(2, 7, 31)]
     greedy = dict(max_new_tokens=17, do_sample=False, pad_token_id=0)
     # The mask is given, because without one transformers hides every token of the prompt that equals pad_token_id.
-    expected = [theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **greedy)[0].tolist()[len(prompt):]
-                for prompt in prompts]
+    expected = [theirs.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **greedy)[0, len(p):].tolist()
+                for p in prompts]
     assert all(len(row) == 17 for row in expected) and len({token for row in expected for token in row}) > 10
     for generate in RUNGS.values():
         assert_same_tokens(model, prompts, expected, generate(model, prompts, 17))
