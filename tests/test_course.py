@@ -13,7 +13,6 @@ from tests import course_rules, notebook_rules, text_rules
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Longer than the rule, each with its reason.
 LONG = {
-    "models/train.py": "one recipe, read from top to bottom",
     "lessons/toolbox/bench.py": "one harness: declaration, measurement, command",
     "lessons/toolbox/interpreter.py": "one table of patches with their reasons",
 }

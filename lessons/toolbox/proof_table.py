@@ -197,7 +197,7 @@ def print_live(root: Path = ROOT) -> None:
 
     lines, compiled, proofs = proof_record.read(root / "build" / "proof.jsonl"), compiled_now(root), recorded(root)
     shown = Table("", "kernel", "interpreter", *map(str, compile_check.CHIPS), "on a GPU", show_lines=True, box=box.HORIZONTALS,
-                  title="What is proved", title_justify="left", caption_justify="left",
+                  padding=(0, 1, 0, 0), title="What is proved", title_justify="left", caption_justify="left",
                   caption=f"75 to 100, compiled for that compute capability: {MEANING}")
     for kernel in kernels(root):
         cells = [compiled_cell(compiled.get(kernel.key), chip) for chip in compile_check.CHIPS]
