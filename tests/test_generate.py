@@ -175,6 +175,8 @@ def test_stop_tokens(name):
     cut = [row[:next((i for i, token in enumerate(row) if token in (stop, 96)), 19) + 1] for row in free]
     assert generate(model, prompts, 20) == cut
     assert generate(model, prompts, 20, SamplingParams(temperature=0, ignore_eos=True)) == free
+    both = SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=(stop, 96))
+    assert generate(model, prompts, 20, both) == cut  # ignore_eos says nothing about the request's own stop tokens
     one = [SamplingParams(temperature=0, ignore_eos=True), SamplingParams(temperature=0)]
     assert generate(model, prompts, 20, one) == [free[0], cut[1]]
 
