@@ -24,7 +24,7 @@ def test_a_strict_wrapper_passes_and_a_loose_one_is_found():
 
 
 @pytest.mark.parametrize("error, said", [(TypeError("no"), "TypeError instead of ValueError"),
-                                         (ValueError("two\nlines"), "not one line"), (ValueError("x is wrong"), "names 'q'")])
+                                         (ValueError("q: two\nlines"), "not one line"), (ValueError("x is wrong"), "names 'q'")])
 def test_another_exception_or_an_unclear_line_is_no_refusal(error, said):
     def wrapper(q):
         raise error
