@@ -33,7 +33,7 @@ def softmax_kernel(scores_ptr, probs_ptr, softmax_scale, num_queries, num_keys, 
         sees = sees & (key <= last) & (key > last - window)
         # From one multiple of 16 keys to another, because only then the compiler knows that neighbours share their fate, and
         # loads 16 bytes at a time instead of 2. In bfloat16 those 16 keys are one sector, which memory sends whole anyway.
-        reads = reads & (key < (last // 16 + 1) * 16) & (key >= (last - window + 1) // 16 * 16)
+        reads = reads & (key < (last + 16) // 16 * 16) & (key >= (last - window + 1) // 16 * 16)
     # A masked load reads nothing from memory, so a causal mask halves the bytes that are read.
     row = tl.load(scores_ptr + head * stride_sh + query * stride_sq + key, mask=reads, other=0.0)
     row = tl.where(sees, row.to(tl.float32) * softmax_scale, float("-inf"))

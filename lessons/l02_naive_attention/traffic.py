@@ -39,7 +39,8 @@ class ScoreTraffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         inputs, outputs = self._scores((args, kwargs)), self._scores(out)
-        if inputs.keys() != outputs.keys():  # a view has its input's storage
+        # What gives back its input's storage is a view, unless it writes to it; a view moves nothing.
+        if inputs.keys() != outputs.keys() or (func._schema.is_mutable and outputs):
             name = func._schema.name.removeprefix("aten::")
             self.passes.append(Pass(name, sum(inputs.values()), sum(outputs.values())))
         return out
@@ -78,7 +79,7 @@ def kernel_pass(num_heads: int, num_queries: int, num_keys: int, itemsize: int, 
     """What softmax_kernel loads and stores under a causal mask. itemsize: bytes of a score."""
     last = torch.arange(num_queries) + num_keys - num_queries
     begin = (last - (window or num_keys) + 1).clamp(min=0) // 16 * 16
-    end = ((last.clamp(min=-1) // 16 + 1) * 16).clamp(min=0, max=num_keys)
+    end = ((last + 16) // 16 * 16).clamp(min=0, max=num_keys)
     read = int((end - begin).clamp(min=0).sum())
     return Pass("softmax_kernel", num_heads * read * itemsize, num_heads * num_queries * num_keys * itemsize)
 
