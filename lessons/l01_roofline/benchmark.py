@@ -2,16 +2,19 @@
 
     python -m lessons.toolbox.bench 01
 """
+import dataclasses
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from lessons.l01_roofline import naive, optimized
 from lessons.toolbox.bench import Benchmark, on_gpu
 from lessons.toolbox.device import default_device, default_dtype
-from lessons.toolbox.hardware import measured_ceilings, time_floor_s
+from lessons.toolbox.hardware import Ceilings, measured_ceilings, read_bandwidth, time_floor_s
 
 FACTOR = 0.5
-FEATURES = {"cpu": 2048, "cuda": 8192}[default_device().type]  # the weights outgrow the cache: 16 MiB on a CPU, 128 MiB on a GPU
+FEATURES = {"cpu": 2048, "cuda": 8192}[default_device().type]  # weights of 16 MiB on a CPU, 128 MiB on a GPU
 DTYPE = default_dtype()
 ONE_PASS = {"cpu": "optimized", "cuda": "library"}[default_device().type]  # on a CPU no kernel is timed: PyTorch's stands for it
 
@@ -41,9 +44,16 @@ def linear_flops(tokens: int) -> float:
     return 2 * tokens * FEATURES * FEATURES
 
 
-def floor_s(bytes_moved: float, flops: float) -> float:
-    """Seconds that this machine's measured ceilings allow."""
-    return time_floor_s(bytes_moved, flops, measured_ceilings(), DTYPE)
+@lru_cache
+def linear_ceilings() -> Ceilings:
+    """What this machine reaches on a working set as large as the weights: a server's cache may hold all of them."""
+    read = read_bandwidth(default_device(), DTYPE.itemsize * FEATURES * FEATURES)
+    return dataclasses.replace(measured_ceilings(), read_bytes_per_s=max(read, measured_ceilings().read_bytes_per_s))
+
+
+def linear_floor_s(tokens: int) -> float:
+    """Seconds that those ceilings allow."""
+    return time_floor_s(linear_bytes(tokens), linear_flops(tokens), linear_ceilings(), DTYPE)
 
 
 def one_by_one(x: Tensor, weight: Tensor):
@@ -59,14 +69,15 @@ BENCHMARKS = [
         providers={"two passes: copy, then scale": ("naive", two_passes),
                    "one pass: Triton kernel": ("optimized", on_gpu(lambda x: lambda: optimized.scale_copy(x, FACTOR))),
                    "one pass: PyTorch": (ONE_PASS, lambda x: lambda: naive.scale_copy(x, FACTOR))},
-        metric="bandwidth", ylabel="bandwidth", bytes_moved=copy_bytes, floor_s=lambda n: floor_s(copy_bytes(n), 0),
+        metric="bandwidth", ylabel="bandwidth", bytes_moved=copy_bytes,
+        floor_s=lambda n: time_floor_s(copy_bytes(n), 0, measured_ceilings(), DTYPE),
         floor_label="measured copy or read", dtype=str(DTYPE).removeprefix("torch."), tolerance=0),
     Benchmark(
         name="l01_linear_tokens", title="{x} tokens at once: {speedup:.0f}x faster than one by one, the weights are read once",
         x_name="tokens in one matrix product", x_values=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512], quick_x_values=[1, 8, 64],
         inputs=linear_inputs, providers={"one by one": ("naive", one_by_one),
                                          "one product": ("optimized", lambda x, weight: lambda: x @ weight.T)},
-        ylabel="time", bytes_moved=linear_bytes, flops=linear_flops, floor_s=lambda n: floor_s(linear_bytes(n), linear_flops(n)),
-        floor_label="roofline, measured ceilings", dtype=str(DTYPE).removeprefix("torch."),
+        ylabel="time", bytes_moved=linear_bytes, flops=linear_flops, floor_s=linear_floor_s,
+        floor_label="roofline, measured at this size", dtype=str(DTYPE).removeprefix("torch."),
         shape=f"{FEATURES} -> {FEATURES} features", tolerance=1e-2),
 ]
