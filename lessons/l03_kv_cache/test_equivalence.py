@@ -7,7 +7,8 @@ import torch
 from lessons.l02_naive_attention.naive import attention
 from lessons.l03_kv_cache.cache import SMALLEST_BUCKET, KVCache, bucket, decode_attention_torch
 from lessons.l03_kv_cache.naive import ConcatCache
-from lessons.l03_kv_cache.optimized import KernelKVCache, append_rows, decode_attention
+from lessons.l03_kv_cache.optimized import KERNELS, KernelKVCache, append_kernel, append_rows, decode_attention, decode_kernel
+from lessons.toolbox.compile_check import check_all
 from lessons.toolbox.config import ModelConfig
 from lessons.toolbox.device import default_device
 from lessons.toolbox.numerics import (
@@ -171,27 +172,28 @@ def decode_inputs(name, lengths, capacity, num_heads, num_kv_heads, head_dim, se
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim, dtype", [
     (4, 4, 16, torch.float32), (6, 1, 16, torch.float32), (4, 2, 80, torch.float32), (2, 1, 64, torch.bfloat16),
     (4, 2, 128, torch.float16)])
-def test_decode_kernel(num_heads, num_kv_heads, head_dim, dtype, seed):
+def test_decode_kernel(num_heads, num_kv_heads, head_dim, dtype, seed, proof):
     """A ragged batch with an empty sequence; lengths around the tile size; with and without a window."""
     lengths = [0, 1, 15, 16, 17, 33, 50]
     inputs = decode_inputs("normal", lengths, 50, num_heads, num_kv_heads, head_dim, seed, dtype)
     for window in (None, 16):
-        prove(lambda *x, w=window: decode_attention(*x, window=w, block_n=16),
-              lambda *x, w=window: decode_by_slicing(*x, window=w), inputs)
+        proof.record(decode_kernel, prove(lambda *x, w=window: decode_attention(*x, window=w, block_n=16),
+                                          lambda *x, w=window: decode_by_slicing(*x, window=w), inputs))
 
 
 @pytest.mark.parametrize("name", ATTENTION_INPUTS)
-def test_decode_kernel_on_hard_inputs(name, seed):
+def test_decode_kernel_on_hard_inputs(name, seed, proof):
     inputs = decode_inputs(name, [2, 40, 65], 70, 4, 2, 16, seed)
-    prove(lambda *x: decode_attention(*x, block_n=16), decode_by_slicing, inputs)
-    prove(lambda *x: decode_attention(*x, 0.4, block_n=32), lambda *x: decode_by_slicing(*x, 0.4), inputs)
+    proof.record(decode_kernel, prove(lambda *x: decode_attention(*x, block_n=16), decode_by_slicing, inputs))
+    proof.record(decode_kernel, prove(lambda *x: decode_attention(*x, 0.4, block_n=32),
+                                      lambda *x: decode_by_slicing(*x, 0.4), inputs))
 
 
 @pytest.mark.parametrize("block_n", [16, 32, 64])
-def test_decode_kernel_at_every_tile_size(block_n, seed):
+def test_decode_kernel_at_every_tile_size(block_n, seed, proof):
     lengths = edge_lengths(block_n, at_most=130)
-    prove(lambda *x: decode_attention(*x, block_n=block_n), decode_by_slicing,
-          decode_inputs("ascending", lengths, max(lengths), 2, 1, 16, seed))
+    inputs = decode_inputs("ascending", lengths, max(lengths), 2, 1, 16, seed)
+    proof.record(decode_kernel, prove(lambda *x: decode_attention(*x, block_n=block_n), decode_by_slicing, inputs))
 
 
 def test_a_sequence_does_not_depend_on_the_batch(seed):
@@ -240,19 +242,25 @@ def append_by_indexing(k, v, k_cache, v_cache, slot_mapping):
     k_cache[slot_mapping[kept]], v_cache[slot_mapping[kept]] = k[kept], v[kept]
 
 
-@pytest.mark.parametrize("num_tokens, dtype", [(0, torch.float32), (1, torch.float32), (9, torch.float32), (6, torch.bfloat16)])
-def test_append_kernel(num_tokens, dtype, seed):
+@pytest.mark.parametrize("num_tokens, dtype", [(1, torch.float32), (9, torch.float32), (6, torch.bfloat16)])
+def test_append_kernel(num_tokens, dtype, seed, proof):
     """Slots in any order, some skipped; everything else stays; nothing beside the caches is written."""
     k, v = (draw("normal", (num_tokens, 3, 20), dtype=dtype, seed=seed + i, device=DEVICE) for i in range(2))
     slots = random.sample(range(12), num_tokens)
     slots = torch.tensor([-1 if i % 4 == 3 else slot for i, slot in enumerate(slots)], dtype=torch.int64, device=DEVICE)
     caches = [draw("normal", (12, 3, 20), dtype=dtype, seed=seed + i, device=DEVICE) for i in (2, 3)]
-    prove(append_rows, append_by_indexing, [k, v, *caches, slots], mutates=(2, 3))
+    proof.record(append_kernel, prove(append_rows, append_by_indexing, [k, v, *caches, slots], mutates=(2, 3)))
     (k_cache, check_k), (v_cache, check_v) = (with_canaries((12, 3, 20), dtype, DEVICE) for _ in range(2))
     append_rows(k, v, k_cache, v_cache, slots)
     check_k()
     check_v()
     assert k_cache.isfinite().any(-1).sum() == 3 * (slots >= 0).sum()
+
+
+def test_no_new_token_changes_nothing():
+    caches = [torch.ones(4, 2, 8, device=DEVICE) for _ in range(2)]
+    append_rows(*torch.zeros(2, 0, 2, 8, device=DEVICE), *caches, torch.zeros(0, dtype=torch.int64, device=DEVICE))
+    assert all((cache == 1).all() for cache in caches)
 
 
 def test_append_from_a_strided_projection(seed):
@@ -261,6 +269,15 @@ def test_append_from_a_strided_projection(seed):
     k_cache, v_cache = (poisoned((5, 2, 8), device=DEVICE) for _ in range(2))
     append_rows(qkv[:, 6:8], qkv[:, 8:], k_cache, v_cache, torch.arange(5, device=DEVICE))
     assert torch.equal(k_cache, qkv[:, 6:8]) and torch.equal(v_cache, qkv[:, 8:])
+
+
+def test_the_compiler_gives_wide_loads_without_spills():
+    for report in check_all(KERNELS):
+        if (report.error or "").startswith("not run"):
+            pytest.skip(report.error)
+        assert report.fits, f"{report.name} on sm_{report.chip}: {report}"
+        wide = "2x64" not in report.name or "decode" in report.name  # a row of 128 values: one for each of a program's threads
+        assert bool(report.loads_128bit) == wide, f"{report.name} on sm_{report.chip}: {report.loads_128bit} loads of 16 bytes"
 
 
 # ---------------------------------------------------------------- bad input
