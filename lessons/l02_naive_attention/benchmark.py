@@ -83,7 +83,7 @@ TOLERANCE = 2e-2 if DTYPE.itemsize == 2 else 1e-4
 BENCHMARKS = [
     Benchmark(
         name="l02_attention",
-        title=f"From {CONTEXTS[0]} to {{x}} tokens naive attention takes {{naive_growth:.0f}}x as long: N×N",
+        title=f"At {{x}} tokens naive attention takes {{naive_growth:.0f}}x as long as at {CONTEXTS[0]}",
         x_name="tokens of the prompt", x_values=CONTEXTS, quick_x_values=CONTEXTS[:3], inputs=prompt,
         providers={"naive": ("naive", lambda q, k, v: lambda: naive.attention(q, k, v)),
                    "naive, head by head": ("naive", lambda q, k, v: lambda: naive.attention_per_head(q, k, v)),

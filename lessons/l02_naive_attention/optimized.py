@@ -80,7 +80,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = Non
 
 def attention_torch(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True,
                     window: int | None = None) -> Tensor:
-    """`attention` with PyTorch in the kernel's place: for machines without a GPU, where an interpreted kernel takes seconds."""
+    """`attention` with PyTorch in the kernel's place, for machines without a GPU: an interpreted kernel takes seconds.
+
+    q: [Tq, Hq, D]; k, v: [Tk, Hkv, D] -> [Tq, Hq, D]. Raises ValueError.
+    """
     scale, sees = check_inputs(q, k, v, softmax_scale, causal, window)
     return weighted_values(masked_softmax(grouped_scores(q * scale, k), sees), v)  # scaling q is cheaper than scaling N×N scores
 
