@@ -17,7 +17,7 @@ COUNT, SHORTEST, LONGEST = 32, 16, 384
 
 
 def requests() -> list[dict]:
-    """Prompts cut at line ends near log-uniform lengths; output lengths log-uniform too, as in real traffic: many short, few long."""
+    """Prompts cut at line ends near log-uniform lengths; output lengths log-uniform too: many short, few long, as in traffic."""
     rng, tokenizer = random.Random(2), load_tokenizer()
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for i in range(COUNT):
