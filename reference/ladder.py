@@ -46,6 +46,7 @@ class Rung:
 
     @property
     def generate(self):
+        """The function, looked up at each call, so that a learner's drop-in counts."""
         module, function = self.target.split(":")
         return getattr(importlib.import_module(module), function)
 
@@ -204,11 +205,13 @@ def take_turns(contenders, prompts, limits, device, console: Console, guests: li
 
 
 def new_measurement(model: Decoder, rung: Rung, prompts, limits) -> Measured:
+    """An empty measurement of a rung: which requests it will serve, and what a token costs it in cache bytes."""
     kv_bytes = model.config.kv_bytes_per_token(model.dtype.itemsize) if rung.has_cache else 0
     return Measured(rung.name, requests_within_budget(model, rung, prompts, limits), rung.lesson, kv_bytes_per_token=kv_bytes)
 
 
 def call_rung(rung: Rung, model: Decoder, prompts, limits, on_token):
+    """The rung's generate, with the arguments in the order in which peers take them."""
     return rung.generate(model, prompts, limits, on_token=on_token)
 
 

@@ -37,6 +37,7 @@ def record(rungs, peers, model, path: str, requests: int, bandwidth: float) -> d
 
 
 def print_table(data: dict, console: Console) -> None:
+    """The table of rungs and peers, and below it what a reader has to know: roofline, subsets, verdicts."""
     table = Table(title=f"The ladder: {data['model']['requests']} requests, greedy, {data['model']['dtype']}, {data['device']}")
     for heading in ("lesson", "rung", "tokens/s", "× rung below", "× first", "KV bytes/token", "of roofline", "identical"):
         table.add_column(heading, justify="left" if heading == "rung" else "right", no_wrap=heading != "rung")
@@ -74,6 +75,7 @@ def print_sample(tokenizer, prompts, rungs, console: Console) -> None:
 
 
 def write_json(data: dict, path: Path) -> None:
+    """Write `data` as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(data, indent=2) + "\n")

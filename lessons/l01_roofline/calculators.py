@@ -87,7 +87,8 @@ def decode_floor(model: ModelShape, batch: int, context: int, bandwidth: float, 
                  bits_per_kv: float = 16) -> Floor:
     """One decode step: `batch` sequences, each with `context` tokens in its cache, get one token each.
 
-    The weights are read once for all of them, the KV cache once for each. Activations are small and left out.
+    bandwidth: bytes/s, peak: FLOP/s. The weights are read once for all of them, the KV cache once for each. Activations are
+    small and left out.
     """
     batch, context = positive("batch", batch), positive("context", context)
     kv = batch * context * kv_bytes_per_token(model, bits_per_kv)
@@ -97,7 +98,10 @@ def decode_floor(model: ModelShape, batch: int, context: int, bandwidth: float, 
 
 def prefill_floor(model: ModelShape, prompt_tokens: int, bandwidth: float, peak: float, bits_per_weight: float = 16,
                   bits_per_kv: float = 16) -> Floor:
-    """One prompt until its first token: every token through every layer, the output head for the last one only."""
+    """One prompt until its first token: every token through every layer, the output head for the last one only.
+
+    bandwidth: bytes/s, peak: FLOP/s.
+    """
     tokens = positive("prompt_tokens", prompt_tokens)
     moved = model.params_read(tokens) * positive("bits_per_weight", bits_per_weight) / 8
     moved += tokens * kv_bytes_per_token(model, bits_per_kv)  # written, once

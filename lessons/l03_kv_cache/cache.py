@@ -72,10 +72,12 @@ class KVCache:
                                        window=self.config.sliding_window(layer))
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Copy k, v: [T, Hkv, D] into the rows behind those in use."""
         rows = slice(self.length, self.length + len(k))
         self.keys[layer, rows], self.values[layer, rows] = k, v
 
     def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
+        """The newest token attends to the first `end` rows. q: [1, Hq, D] -> [1, Hq, D]."""
         return decode_attention_torch(q, self.keys[layer, :end], self.values[layer, :end], self.config.softmax_scale,
                                       self.config.sliding_window(layer))
 

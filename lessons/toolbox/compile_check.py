@@ -108,6 +108,7 @@ class Report:
         return self.census.get("LDL", 0) + self.census.get("STL", 0)
 
     def to_dict(self) -> dict:
+        """What JSON holds of it."""
         return dataclasses.asdict(self)
 
 
@@ -161,15 +162,18 @@ class Job:
         self.file = CACHE / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
     def report(self, **facts) -> Report:
+        """A Report of this job with the given facts filled in."""
         return Report(self.label, self.chip, self.compiler, self.hash, **facts)
 
     def save(self, report: Report) -> None:
+        """Keep a report for the next time the same job is asked for."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         part = self.file.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(report.to_dict()), "utf-8")
         part.replace(self.file)  # tests run in parallel, none may read half a file
 
     def load(self) -> Report:
+        """The report that was kept. Raises OSError if there is none."""
         return Report(**json.loads(self.file.read_text("utf-8")))
 
 

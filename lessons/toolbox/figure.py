@@ -54,6 +54,7 @@ def style():
 
 
 def frame(title, text, size):
+    """A figure of `size` inches and its axes, the title on top and the caption `text` at the bottom."""
     fig = ClassFigure(figsize=size, layout="constrained")
     FigureCanvasAgg(fig)
     fig.get_layout_engine().set(w_pad=0.12, h_pad=0.10)
@@ -168,6 +169,7 @@ def key(ax, handles):
 
 
 def role_of(role, label):
+    """The colour, marker and dash of a role. Raises ValueError, naming the label and the known roles."""
     if role not in ROLES:
         raise ValueError(f"role of {label!r} is {role!r}; accepted: {', '.join(ROLES)}")
     return ROLES[role]

@@ -10,7 +10,7 @@ from lessons.toolbox.traps import poisoned
 
 def draw(name: str, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, seed: int = 0,
          device: str | torch.device = "cpu") -> Tensor:
-    """A tensor of a named distribution (`DISTRIBUTIONS`): the same numbers for the same seed on every device."""
+    """A tensor of a named distribution (`DISTRIBUTIONS`), [*shape]: the same numbers for the same seed on every device."""
     if name not in DISTRIBUTIONS:
         raise ValueError(f"distribution is {name!r}, known are {', '.join(DISTRIBUTIONS)}")
     x = DISTRIBUTIONS[name](torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))).to(device, dtype)

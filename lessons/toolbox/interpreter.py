@@ -43,6 +43,7 @@ class Patch:
     replace: Callable[[Callable], Callable]     # original -> replacement
 
     def where(self) -> object | None:
+        """The object whose attribute the patch replaces; None if Triton no longer has it."""
         return getattr(interpreter, self.owner, None) if self.owner else interpreter
 
 

@@ -222,7 +222,7 @@ def prove(optimized: Callable, naive: Callable, inputs: Sequence[Any], *, arithm
 
 
 def assert_same_bits(first: Tensor, second: Tensor, label: str = "tensor") -> None:
-    """Raise NotEquivalent unless both tensors hold the same bits (so NaN equals NaN, and 0.0 differs from -0.0)."""
+    """Raise NotEquivalent unless both tensors, [...] each, hold the same bits (NaN equals NaN, 0.0 differs from -0.0)."""
     if first.shape != second.shape or first.dtype != second.dtype:
         raise NotEquivalent("deterministic", f"{label}: {first.dtype} {list(first.shape)} and "
                                              f"{second.dtype} {list(second.shape)}")
@@ -254,7 +254,7 @@ def _clone(inputs: Sequence[Any]) -> list:
 
 
 def clone_with_strides(x: Tensor) -> Tensor:
-    """A copy in a copied storage: same strides, same offset, same bytes in the gaps (Tensor.clone closes the gaps)."""
+    """A copy in a copied storage, [...] -> [...]: same strides, offset, bytes in the gaps (Tensor.clone closes the gaps)."""
     storage = x.detach().untyped_storage().clone()
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, x.storage_offset(), x.shape, x.stride())
 

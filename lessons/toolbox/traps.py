@@ -19,14 +19,14 @@ class NotEquivalent(AssertionError):
 # ---------------------------------------------------------------- poison and canaries
 
 def poison_(x: Tensor) -> Tensor:
-    """Fill with what no honest result contains: NaN, 2^30 (or the largest value of a smaller integer), True."""
+    """Fill x: [...] with what no honest result contains: NaN, 2^30 (or the largest value of a smaller integer), True."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
         return x.fill_(float("nan"))
     return x.fill_(True if x.dtype == torch.bool else min(2 ** 30, torch.iinfo(x.dtype).max))
 
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Tensor:
-    """A tensor in which an unwritten or wrongly read element shows. Read as an index, 2^30 is out of every bound."""
+    """A tensor [*shape] in which an unwritten or wrongly read element shows. Read as an index, 2^30 is out of every bound."""
     return poison_(torch.empty(tuple(shape), dtype=dtype, device=device))
 
 
@@ -76,7 +76,7 @@ class Canaries:
 
 def with_canaries(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
                   guard: int = 256, row_padding: int = 0) -> tuple[Tensor, Callable[[], None]]:
-    """A guarded, poisoned tensor and the function that checks its surroundings: `out, check = with_canaries((3, 5))`."""
+    """A guarded, poisoned tensor [*shape] and the function that checks its surroundings: `out, check = with_canaries((3, 5))`."""
     canaries = Canaries(shape, dtype, device, guard, row_padding)
     return canaries.tensor, canaries.check
 
