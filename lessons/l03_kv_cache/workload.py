@@ -20,7 +20,8 @@ CONFIG = (ModelConfig("llama", 128256, 2048, 16, 32, 8, 64, 8192, 2 ** 17, tie_w
           ModelConfig("llama", 4096, 384, 6, 6, 2, 64, 1024, 2 ** 17, tie_word_embeddings=True))
 CONTEXT = 4096 if ON_GPU else 1024             # tokens of each sequence of the batch
 SHAPE = (f"{CONFIG.num_hidden_layers} layers, hidden {CONFIG.hidden_size}, heads {CONFIG.num_attention_heads}/"
-         f"{CONFIG.num_key_value_heads}, head_dim {CONFIG.head_dim}")
+         f"{CONFIG.num_key_value_heads}, head_dim {CONFIG.head_dim}"
+         + ("" if ON_GPU else f" · threads {torch.get_num_threads()}"))
 
 
 @lru_cache
