@@ -2,6 +2,9 @@
 
 Kept to be compiled beside `optimized.scale_copy_kernel`: `python -m lessons.toolbox.compile_check lessons.l01_roofline.masked`.
 """
+import torch
+from torch import Tensor
+
 from lessons.l01_roofline.optimized import TILE_BYTES
 from lessons.toolbox.compile_check import KernelSpec
 from lessons.toolbox.triton_ import tl, triton
@@ -14,6 +17,15 @@ def masked_kernel(x_ptr, out_ptr, n, factor, TILE: tl.constexpr):
     inside = offsets < n
     x = tl.load(x_ptr + offsets, mask=inside, other=0)
     tl.store(out_ptr + offsets, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def masked_scale_copy(x: Tensor, factor: float) -> Tensor:
+    """x · factor by the masked kernel. x: [n], contiguous, at most 2^31 - 1 elements -> [n]."""
+    out = torch.empty_like(x)
+    tile = TILE_BYTES // x.element_size()
+    if x.numel():
+        masked_kernel[triton.cdiv(x.numel(), tile),](x, out, x.numel(), factor, TILE=tile)
+    return out
 
 
 _TYPES = {"x_ptr": "*bf16", "out_ptr": "*bf16", "n": "i32", "factor": "fp32"}

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lessons.l01_roofline import masked, naive
+from lessons.l01_roofline.masked import masked_kernel
 from lessons.l01_roofline.optimized import KERNELS, TILE_BYTES, honest_ms, scale_copy, scale_copy_kernel
 from lessons.l01_roofline.serving import serving_times
 from lessons.l01_roofline.virtual_device import VirtualDevice
@@ -42,6 +43,15 @@ def test_copy_is_exact_at_every_edge_of_a_tile(dtype, seed, proof):
 def test_scale_against_the_oracle(name, dtype, seed, proof):
     x = draw(name, (3, 1031), dtype=dtype, seed=seed, device=DEVICE)
     proof.record(scale_copy_kernel, prove(lambda x: scale_copy(x, 0.7), lambda x: naive.scale_copy(x, 0.7), [x]))
+
+
+@pytest.mark.parametrize("length", edge_lengths(TILE_BYTES // 2, at_most=9000))
+def test_the_masked_kernel_is_right_too(length, seed, proof):
+    x = draw("normal", [length], dtype=torch.bfloat16, seed=seed, device=DEVICE)
+    with poisoned_empty():
+        out = masked.masked_scale_copy(x, -0.3)
+    assert_same_bits(out, naive.scale_copy(x, -0.3))
+    proof.record(masked_kernel)  # bitwise
 
 
 @pytest.mark.parametrize("length", edge_lengths(TILE_BYTES // 2, at_most=9000))
