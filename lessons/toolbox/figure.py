@@ -65,10 +65,20 @@ def frame(title, text, size):
 
 
 def _wrap(fig, text, size, weight="normal"):
-    probe = fig.text(0, 0, text, fontsize=size, fontweight=weight)
-    share = probe.get_window_extent().width / (0.96 * fig.bbox.width)
-    probe.remove()
-    return "\n".join(textwrap.wrap(text, max(12, int(len(text) / share)))) if share > 1 else text
+    """Lines of `text` that all fit into the figure, as measured, because letters differ in width."""
+    def width(line):
+        probe = fig.text(0, 0, line, fontsize=size, fontweight=weight)
+        extent = probe.get_window_extent().width
+        probe.remove()
+        return extent
+
+    room = 0.96 * fig.bbox.width
+    columns = max(12, int(len(text) * min(1, room / width(text)))) if text else 12
+    lines = textwrap.wrap(text, columns)
+    while columns > 12 and any(width(line) > room for line in lines):
+        columns -= 2
+        lines = textwrap.wrap(text, columns)
+    return "\n".join(lines)
 
 
 def number(value: float, _: int | None = None) -> str:

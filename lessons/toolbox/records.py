@@ -115,17 +115,18 @@ def complaints(record: dict) -> list[str]:
 
 def _caption(record) -> str:
     runs = [p["runs"] for s in record["series"].values() for p in s["points"] if p["status"] == "ok"]
-    flags = {}  # "noisy: the band spans ..." -> "noisy"; a time below the floor is ringed and named by the plot itself
+    flags = {}  # kind -> label -> sizes; few runs show in the range of repetitions, a time below the floor in the plot itself
     for label, s in record["series"].items():
         for p in s["points"]:
-            for flag in (f.split(":")[0] for f in p.get("flags", ()) if not f.startswith("beats")):
-                flags.setdefault(f"{flag}: {label} at ", []).append(plotting.size_number(p["x"]))
+            for kind in (f.split(":")[0] for f in p.get("flags", ()) if not f.startswith(("beats", "only"))):
+                flags.setdefault(kind, {}).setdefault(label, []).append(plotting.size_number(p["x"]))
     text = plotting.caption(record["fingerprint"], dtype=record["dtype"], shape=record["shape"] or None,
                             repetitions=str(min(runs)) if min(runs) == max(runs) else f"{min(runs)} to {max(runs)}",
                             quick="run, fewer sizes" if record["quick"] else None)
     # Where memory ran out stands on the line's own label.
     return " · ".join([text, "band: 20-80 %", *(c for c in complaints(record) if not c.startswith("out of memory")),
-                       *(flag + ", ".join(where) for flag, where in flags.items())])
+                       *(f"{kind}: " + "; ".join(f"{label} at {', '.join(sizes)}" for label, sizes in labels.items())
+                         for kind, labels in flags.items())])
 
 
 def draw(json_path: str | os.PathLike) -> tuple[Path, Path]:
