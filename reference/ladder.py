@@ -27,7 +27,8 @@ from lessons.toolbox.checkpoint import CheckpointError, load_tokenizer
 from lessons.toolbox.exercise_loading import use_implementation
 from lessons.toolbox.exercises import ExerciseError
 from lessons.toolbox.hardware import read_bandwidth
-from reference.ladder_report import draw, print_sample, print_table, record, write_json
+from lessons.toolbox.records import write_json
+from reference.ladder_report import draw, print_sample, print_table, record
 from reference.peers import PEERS, load_peer_model
 
 MARGIN = 1e-3        # in logits; float32 sums in another order move logits by about 1e-5
@@ -247,7 +248,7 @@ def main(argv=None) -> int:
         bandwidth = read_bandwidth(model.device, sum(p.nbytes for p in model.parameters()), budget_s=1.0)
         rungs, peers = climb(model, args.model, prompts, limits, bandwidth, console)
         data = record(rungs, peers, model, args.model, len(prompts), bandwidth)
-        write_json(data, args.out / "ladder.json")
+        write_json(args.out / "ladder.json", data)
         draw(data, args.out / "ladder")
     except KeyboardInterrupt:
         print("ladder: interrupted; nothing was written.", file=sys.stderr)

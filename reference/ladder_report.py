@@ -3,7 +3,6 @@
     python -m reference.ladder_report build/ladder.json      # draw the figure again, anywhere
 """
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -72,14 +71,6 @@ def print_sample(tokenizer, prompts, rungs, console: Console) -> None:
     console.rule("a sample: the prompt, then what the model wrote", align="left")
     console.print(tokenizer.decode(prompts[index], skip_special_tokens=True), style="dim", end="", markup=False, highlight=False)
     console.print(tokenizer.decode(outputs[index], skip_special_tokens=True), style="bold", markup=False, highlight=False)
-
-
-def write_json(data: dict, path: Path) -> None:
-    """Write `data` as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(part, path)  # so that an interrupted run leaves the previous file whole
 
 
 def draw(data: dict, path_without_suffix: Path) -> None:

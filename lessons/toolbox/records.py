@@ -32,6 +32,18 @@ def read_json(path: str | os.PathLike) -> dict:
     return record
 
 
+def recorded(results: Path, lesson: str, name: str | None = None) -> list[dict]:
+    """The records of a lesson ("03") under results/, or the one called `name`: those of GPUs first, then those of CPUs.
+
+    `make gpu` keeps all of a device's records in its benchmarks.json, `make bench` writes one file each.
+    """
+    found = []
+    for path in sorted(results.glob("*/benchmarks.json")):
+        found += json.loads(path.read_text(encoding="utf-8")).get(lesson, {}).get("records", {}).values()
+    found += [read_json(path) for path in sorted(results.glob(f"*/l{lesson}_*.json"))]
+    return [record for record in found if name in (None, record["name"])]
+
+
 def medians(record: dict, role: str) -> dict[int, float]:
     """{x: median seconds} of the first series of a role that was measured at all; {} if none was."""
     for series in record["series"].values():

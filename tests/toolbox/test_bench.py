@@ -298,3 +298,15 @@ def test_ctrl_c_leaves_no_half_record(lessons, tmp_path, monkeypatch, capsys):
 def test_the_module_runs_as_a_command():
     done = subprocess.run([sys.executable, "-m", "lessons.toolbox.bench", "99"], capture_output=True, text=True, cwd=bench.ROOT)
     assert done.returncode == 2 and textwrap.shorten(done.stderr, 60).startswith("LESSON='99' has no benchmark")
+
+
+def test_records_of_a_lesson_are_found_wherever_they_were_written(tmp_path):
+    """`make gpu` keeps them in one file a device, `make bench` in one file each."""
+    record = {"schema": 1, "series": {}, "name": "l07_norm"}
+    for path, content in {"h200/benchmarks.json": {"07": {"records": {"l07_norm": record | {"name": "l07_gpu"}}}, "08": {}},
+                          "cpu/l07_norm.json": record, "cpu/l08_other.json": record | {"name": "l08_other"}}.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(json.dumps(content))
+    assert [r["name"] for r in records.recorded(tmp_path, "07")] == ["l07_gpu", "l07_norm"]
+    assert [r["name"] for r in records.recorded(tmp_path, "07", "l07_norm")] == ["l07_norm"]
+    assert records.recorded(tmp_path, "09") == []
