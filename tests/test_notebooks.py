@@ -12,7 +12,12 @@ import pytest
 from tests.notebook_rules import notebooks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-LIMIT_S = 120
+LIMIT_S = 120  # on a machine with nothing else to do
+
+
+def patience() -> float:
+    """How much longer than alone a run may take, by the machine's load: the tests run beside each other, and beside others."""
+    return max(1.0, 1.5 * os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def execute(path: Path, folder: Path, limit_s: float = LIMIT_S, cells: int | None = None, session: str | None = None):
@@ -23,11 +28,12 @@ def execute(path: Path, folder: Path, limit_s: float = LIMIT_S, cells: int | Non
     notebook = nbformat.read(path, as_version=4)
     notebook.cells = notebook.cells[:cells]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "JPY_SESSION_NAME")}
-    client = nbclient.NotebookClient(notebook, timeout=limit_s, resources={"metadata": {"path": str(folder)}})
+    client = nbclient.NotebookClient(notebook, timeout=limit_s * patience(), resources={"metadata": {"path": str(folder)}})
     start = time.monotonic()
     client.execute(env=environment | {"OMP_NUM_THREADS": "1", "JPY_SESSION_NAME": session or str(path)})
     seconds = time.monotonic() - start
-    assert seconds < limit_s, f"{path.name} took {seconds:.0f} s, more than {limit_s} s"
+    limit_s *= patience()
+    assert seconds < limit_s, f"{path.name} took {seconds:.0f} s, more than {limit_s:.0f} s"
     return notebook
 
 

@@ -32,6 +32,12 @@ PROGRESS_FILE = ROOT / "build" / "progress.json"   # exercise id -> [status, fin
 
 # ---------------------------------------------------------------- make check
 
+def _python() -> str:
+    """How to call this Python from the repository: .venv/bin/python, or python where it is the one on the path."""
+    inside = Path(sys.prefix).is_relative_to(ROOT)
+    return os.path.relpath(sys.executable, ROOT) if inside else "python"
+
+
 def run_checks(which: str | int | None, impl: str = "exercises") -> bool:
     """Check a lesson, one exercise or everything in a process of its own; print a summary; True if nothing failed or is to do."""
     entries = [find_exercise(which)] if "." in str(which) else all_exercises(which)
@@ -88,7 +94,7 @@ def _print_exercise(console: Console, entry: Exercise, status: str, records: lis
     first = next((record for record in records if record["status"] == status), None)
     if status == FAIL:
         console.print("        " + escape(first["message"]).replace("\n", "\n        "), highlight=False, soft_wrap=True)
-        console.print(f"        [dim]all of it, your prints too: python -m pytest tests/exercises -m {entry.marker} "
+        console.print(f"        [dim]all of it, your prints too: {_python()} -m pytest tests/exercises -m {entry.marker} "
                       "--impl exercises[/]", highlight=False, soft_wrap=True)
     elif status == NOT_RUN:
         console.print("        " + (escape(first["message"]) if first else "no check ran"), highlight=False)
