@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import attention_per_head
+from lessons.l02_naive_attention.request import read_requests
 from lessons.toolbox import device as devices
 from lessons.toolbox.checkpoint import CheckpointError, load_tokenizer
 from lessons.toolbox.exercise_loading import use_implementation
@@ -89,10 +90,19 @@ class Measured:
 
 
 def load_requests(path: Path, tokenizer) -> tuple[list[list[int]], list[int]]:
-    """Prompts as token ids, each opened by the tokenizer's start token, and how many new tokens each asks for."""
-    requests = json.loads(path.read_text(encoding="utf-8"))
-    prompts = [[tokenizer.bos_token_id, *tokenizer(r["prompt"], add_special_tokens=False)["input_ids"]] for r in requests]
-    return prompts, [r["max_new_tokens"] for r in requests]
+    """Prompts as token ids, each opened by the tokenizer's start token if it has one, and how many new tokens each asks for.
+
+    Raises ValueError for a file that holds no such requests.
+    """
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    try:
+        requests = json.loads(path.read_text(encoding="utf-8"))
+        prompts = [start + tokenizer(r["prompt"], add_special_tokens=False)["input_ids"] for r in requests]
+        limits = [r["max_new_tokens"] for r in requests]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}; accepted: a JSON list of "
+                         '{"prompt": text, "max_new_tokens": count}') from None
+    return prompts, limits
 
 
 def run_once(measured: Measured, run, prompts, limits, device, tick) -> None:
@@ -245,6 +255,7 @@ def main(argv=None) -> int:
         tokenizer = load_tokenizer(args.model)
         prompts, limits = load_requests(args.prompts, tokenizer)
         prompts, limits = prompts[:args.requests], limits[:args.requests]
+        read_requests(model.config, prompts, limits)  # every rung refuses the same mistakes: better now than in the middle
         # With the weights' own size as working set: a small model's weights may stay in a large cache, and then read faster.
         bandwidth = read_bandwidth(model.device, sum(p.nbytes for p in model.parameters()), budget_s=1.0)
         rungs, peers = climb(model, args.model, prompts, limits, bandwidth, console)

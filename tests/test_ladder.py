@@ -126,6 +126,18 @@ def test_bad_arguments_are_one_line(model_folder, tmp_path, arguments, said, cap
     assert said in err and err.count("\n") == 1, err
 
 
+@pytest.mark.parametrize("content, said", [
+    ("[", "JSONDecodeError"), ("{}", "prompts"), ("[]", "prompts"), ('[{"prompt": "x"}]', "max_new_tokens"), ("[1]", "TypeError"),
+    ('[{"prompt": "x", "max_new_tokens": -1}]', "max_new_tokens"), ('[{"prompt": "x", "max_new_tokens": 5000}]', "1024"),
+])
+def test_bad_requests_are_one_line(model_folder, tmp_path, quick, content, said, capsys):
+    (tmp_path / "requests.json").write_text(content)
+    assert climb(model_folder, tmp_path / "out", "--prompts", str(tmp_path / "requests.json")) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1, err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("arguments, said", [(["--requests", "0"], "at least 1"), (["--device", "abacus"], "'cpu', 'cuda'")])
 def test_options_out_of_range_are_refused(arguments, said, capsys):
     with pytest.raises(SystemExit) as stopped:
