@@ -46,6 +46,13 @@ def append_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, stri
         tl.store(v_cache_ptr + slot * stride_slot + column, v, mask=inside)
 
 
+def check_one_device(**tensors: Tensor) -> None:
+    """Raise ValueError unless all tensors, [...] each, lie on one device: a kernel given foreign memory crashes, or reads it."""
+    if len({x.device for x in tensors.values()}) > 1:
+        found = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
+        raise ValueError(f"{', '.join(tensors)}: got {found}; accepted: one device for all")
+
+
 def append_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write k, v: [T, Hkv, D] into k_cache, v_cache: [slots, Hkv, D] at slot_mapping: [T] int64, distinct; -1 skips a token.
 
@@ -57,6 +64,7 @@ def append_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
                          "[slots, Hkv, D] twice")
     if len({x.dtype for x in rows + caches}) > 1:
         raise ValueError(f"k, v, k_cache, v_cache: got {[x.dtype for x in rows + caches]}; accepted: one dtype for all four")
+    check_one_device(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
     num_tokens, num_kv_heads, head_dim = k.shape
     if slot_mapping.dtype != torch.int64 or slot_mapping.shape != (num_tokens,):
         raise ValueError(f"slot_mapping: got {slot_mapping.dtype} {tuple(slot_mapping.shape)}; accepted: int64 ({num_tokens},)")
@@ -118,6 +126,9 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: 
     if len({q.dtype, k_cache.dtype, v_cache.dtype}) > 1 or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"q, k_cache, v_cache: got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}; accepted: all three float32, "
                          "float16 or bfloat16")
+    if context_lens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"context_lens: got {context_lens.dtype}; accepted: int32 or int64")
+    check_one_device(q=q, k_cache=k_cache, v_cache=v_cache, context_lens=context_lens)
     if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache)):
         raise ValueError("q, k_cache, v_cache: got a last dimension that is not dense; accepted: stride 1 in it")
     (num_sequences, num_heads, head_dim), (_, capacity, num_kv_heads, _) = q.shape, k_cache.shape

@@ -22,6 +22,7 @@ from lessons.toolbox.numerics import (
     prove,
     with_canaries,
 )
+from lessons.toolbox.refusals import KINDS, assert_refused
 
 # NumPy, the interpreter's engine, warns of what is meant: an empty sequence divides 0 by 0, a probe is all NaN.
 pytestmark = [pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
@@ -311,6 +312,20 @@ def test_decode_refuses(change, message):
     with pytest.raises(ValueError, match=message) as error:
         decode_attention(**arguments | change)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "context_lens"])
+def test_decode_refuses_every_kind_of_wrong_tensor(name):
+    arguments = dict(q=torch.zeros(2, 4, 8), k_cache=torch.zeros(2, 9, 2, 8), v_cache=torch.zeros(2, 9, 2, 8),
+                     context_lens=torch.ones(2, dtype=torch.int32))
+    assert_refused(decode_attention, arguments, name, KINDS if name != "context_lens" else ("dtype", "device", "shape"))
+
+
+@pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache", "slot_mapping"])
+def test_append_refuses_every_kind_of_wrong_tensor(name):
+    arguments = dict(k=torch.zeros(3, 2, 8), v=torch.zeros(3, 2, 8), k_cache=torch.zeros(9, 2, 8), v_cache=torch.zeros(9, 2, 8),
+                     slot_mapping=torch.arange(3))
+    assert_refused(append_rows, arguments, name, KINDS if name != "slot_mapping" else ("dtype", "device", "shape"))
 
 
 def test_a_cache_needs_room():
