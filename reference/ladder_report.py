@@ -68,10 +68,10 @@ def print_table(data: dict, console: Console) -> None:
 
 
 def print_sample(tokenizer, prompts, rungs, console: Console) -> None:
-    """The longest answer of the last rung, prompt dimmed."""
+    """The answer of the last rung that repeats itself least (greedy decoding of a small model likes to), prompt dimmed."""
     outputs = rungs[-1].outputs
-    index = max(outputs, key=lambda i: (len(outputs[i]) - len(prompts[i]) / 8, -i))
-    console.rule("a sample: the prompt, then what the model wrote", align="left")
+    index = max(outputs, key=lambda i: (len(set(outputs[i])), -i))
+    console.rule("a sample, the least repetitive answer: the prompt, then what the model wrote", align="left")
     console.print(tokenizer.decode(prompts[index], skip_special_tokens=True), style="dim", end="", markup=False, highlight=False)
     console.print(tokenizer.decode(outputs[index], skip_special_tokens=True), style="bold", markup=False, highlight=False)
 
