@@ -28,7 +28,7 @@ def execute(path: Path, folder: Path, limit_s: float = LIMIT_S, cells: int | Non
     notebook = nbformat.read(path, as_version=4)
     notebook.cells = notebook.cells[:cells]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "JPY_SESSION_NAME")}
-    client = nbclient.NotebookClient(notebook, timeout=limit_s * patience(), resources={"metadata": {"path": str(folder)}})
+    client = nbclient.NotebookClient(notebook, timeout=round(limit_s * patience()), resources={"metadata": {"path": str(folder)}})
     start = time.monotonic()
     client.execute(env=environment | {"OMP_NUM_THREADS": "1", "JPY_SESSION_NAME": session or str(path)})
     seconds = time.monotonic() - start
