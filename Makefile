@@ -31,8 +31,8 @@ progress: setup ## the map of the course: what you solved, what is left, how man
 lab: setup ## JupyterLab on the notebooks
 	@$(RUN) -m jupyterlab --notebook-dir .
 
-bench: setup ## a lesson's benchmark: make bench LESSON=03
-	@$(RUN) -m lessons.toolbox.bench $(LESSON)
+bench: setup ## a lesson's benchmark: make bench LESSON=03 (into build/bench, or OUT=folder)
+	@$(RUN) -m lessons.toolbox.bench $(LESSON) $(if $(filter-out file,$(origin OUT)),--out $(OUT))
 
 doctor: setup ## what this machine can run, and what it cannot and why
 	@$(RUN) -m lessons.toolbox.device
