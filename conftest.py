@@ -1,13 +1,25 @@
 """Kernels run in the interpreter where there is no GPU, and a test that needs a GPU says so instead of passing."""
+import random
 from collections import Counter
 
 import pytest
+import torch
 
 import lessons  # noqa: F401  first, because it decides how Triton runs before any test imports Triton
 from lessons.toolbox import triton_  # noqa: F401  mends the interpreter for kernels that tests declare themselves
 from lessons.toolbox.device import has_gpu
 
 pytest_plugins = ["lessons.toolbox.proof_record"]  # the `proof` fixture, through which a test of equivalence records its proof
+
+
+@pytest.fixture
+def seed() -> int:
+    """A fresh seed for each test, of PyTorch's and Python's random numbers."""
+    value = torch.seed() % 2**31
+    torch.manual_seed(value)
+    random.seed(value)
+    print("seed", value)  # shown by pytest when the test fails
+    return value
 
 
 def pytest_collection_modifyitems(items):

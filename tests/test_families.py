@@ -60,9 +60,7 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh_seed():
-    print("torch.manual_seed", torch.seed())  # shown by pytest when the test fails
+pytestmark = pytest.mark.usefixtures("seed")
 
 
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:

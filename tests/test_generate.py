@@ -31,12 +31,7 @@ THEIRS = {"llama": LlamaConfig(**SMALL), "mistral, window 5": MistralConfig(**SM
 TIE = 1e-4  # two tokens whose logits differ by less may change places between two orders of summation
 
 
-@pytest.fixture(autouse=True)
-def fresh_seed():
-    seed = torch.seed() % 2**31
-    random.seed(seed)
-    torch.manual_seed(seed)
-    print("seed", seed)  # shown by pytest when the test fails
+pytestmark = pytest.mark.usefixtures("seed")
 
 
 def randomise(model):

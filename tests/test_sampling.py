@@ -21,12 +21,7 @@ from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams, draw, k
 VOCAB = 23
 
 
-@pytest.fixture(autouse=True)
-def fresh_seed():
-    seed = torch.seed() % 2**31
-    random.seed(seed)
-    torch.manual_seed(seed)
-    print("seed", seed)  # shown by pytest when the test fails
+pytestmark = pytest.mark.usefixtures("seed")
 
 
 def random_params(**fixed) -> SamplingParams:

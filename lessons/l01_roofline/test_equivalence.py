@@ -18,13 +18,6 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 FACTORS = [1.0, 1, -0.3, 0.0, 3e4]
 
 
-@pytest.fixture
-def seed():
-    value = torch.seed() % 2**31
-    print("seed", value)  # shown by pytest when the test fails
-    return value
-
-
 # ---------------------------------------------------------------- the kernel
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -27,13 +27,6 @@ SHAPES = [(1, 1, 1, 1, 8), (1, 17, 8, 1, 16), (9, 9, 4, 4, 16), (5, 18, 8, 2, 20
 WINDOWS = [None, 1, 4]
 
 
-@pytest.fixture
-def seed():
-    value = torch.seed() % 2**31
-    print("seed", value)  # shown by pytest when the test fails
-    return value
-
-
 def oracle(q, k, v, softmax_scale=None, causal=True, window=None):
     """PyTorch's own attention with a mask spelled out element by element; rows that see nothing are zeroed by hand."""
     tq, tk, group = len(q), len(k), q.shape[1] // k.shape[1]

@@ -34,14 +34,6 @@ BYTES_PER_TOKEN = CONFIG.kv_bytes_per_token(4)
 CACHES = {"concat": ConcatCache, "preallocated": KVCache, "kernels": KernelKVCache}
 
 
-@pytest.fixture
-def seed():
-    value = torch.seed() % 2**31
-    random.seed(value)
-    print("seed", value)  # shown by pytest when the test fails
-    return value
-
-
 def new_cache(kind):
     return kind(CONFIG) if kind is ConcatCache else kind(CONFIG, 3, device=DEVICE)
 
