@@ -61,6 +61,10 @@ RUNGS = (
 )
 
 
+class RungFailed(Exception):
+    """A rung raised, on a learner's code perhaps: one line for the person at the keyboard, its cause for a debugger."""
+
+
 @dataclass
 class Measured:
     """What running a rung or a peer gave. `outputs`: request index -> generated ids; `runs`: tokens/s of each run."""
@@ -102,6 +106,8 @@ def load_requests(path: Path, tokenizer) -> tuple[list[list[int]], list[int]]:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}; accepted: a JSON list of "
                          '{"prompt": text, "max_new_tokens": count}') from None
+    if prompts and not any(limits):
+        raise ValueError(f"{path}: max_new_tokens is 0 everywhere; accepted: at least one request that asks for a token")
     return prompts, limits
 
 
@@ -125,7 +131,7 @@ def requests_within_budget(model, rung: Rung, prompts, limits) -> list[int]:
     tokens = 3
     start = time.perf_counter()
     typical = sorted(prompts, key=len)[len(prompts) * 2 // 3]
-    rung.generate(model, [typical], tokens)
+    call_rung(rung, model, [typical], tokens, None)
     predicted_s = (time.perf_counter() - start) / tokens * sum(limits)
     stride = 1
     while predicted_s / stride > SLOW_BUDGET_S and stride < len(prompts):
@@ -208,7 +214,7 @@ def take_turns(contenders, prompts, limits, device, console: Console, guests: li
                 except Exception as error:
                     if measured not in guests:
                         raise
-                    measured.not_run = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                    measured.not_run = first_line(error)
                 if turn + 1 == passes:
                     speed = "not run" if measured.not_run else f"{measured.tokens_per_s:.1f} tokens/s"
                     # The total becomes what was generated, because a stop token may end a request early.
@@ -223,8 +229,16 @@ def new_measurement(model: Decoder, rung: Rung, prompts, limits) -> Measured:
 
 
 def call_rung(rung: Rung, model: Decoder, prompts, limits, on_token):
-    """The rung's generate, with the arguments in the order in which peers take them."""
-    return rung.generate(model, prompts, limits, on_token=on_token)
+    """The rung's generate, with the arguments in the order in which peers take them. Raises RungFailed, whatever it raised."""
+    try:
+        return rung.generate(model, prompts, limits, on_token=on_token)
+    except Exception as error:
+        raise RungFailed(f"{rung.name} failed: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 # ---------------------------------------------------------------- command line
@@ -265,7 +279,7 @@ def main(argv=None) -> int:
     except KeyboardInterrupt:
         print("ladder: interrupted; nothing was written.", file=sys.stderr)
         return 130
-    except (CheckpointError, ExerciseError, ValueError, OSError) as error:
+    except (CheckpointError, ExerciseError, RungFailed, ValueError, OSError) as error:
         print(f"ladder: {error}", file=sys.stderr)
         return 2
     print_table(data, console)

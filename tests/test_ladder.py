@@ -126,8 +126,23 @@ def test_bad_arguments_are_one_line(model_folder, tmp_path, arguments, said, cap
     assert said in err and err.count("\n") == 1, err
 
 
+def crashes(model, prompts, max_new_tokens, sampling=None, on_token=None):
+    raise RuntimeError("mat1 and mat2 cannot be multiplied")
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_rung_that_raises_is_one_line(has_cache, model_folder, tmp_path, quick, monkeypatch, capsys):
+    """A learner's drop-in may raise anything, while it is measured or when its time is first estimated."""
+    monkeypatch.setattr(ladder, "RUNGS", (ladder.RUNGS[-1], Rung("99", "yours", f"{__name__}:crashes", has_cache)))
+    assert climb(model_folder, tmp_path / "out") == 2
+    err = capsys.readouterr().err
+    assert "yours failed: RuntimeError: mat1" in err and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("content, said", [
     ("[", "JSONDecodeError"), ("{}", "prompts"), ("[]", "prompts"), ('[{"prompt": "x"}]', "max_new_tokens"), ("[1]", "TypeError"),
+    ('[{"prompt": "x", "max_new_tokens": 0}]', "0 everywhere"),
     ('[{"prompt": "x", "max_new_tokens": -1}]', "max_new_tokens"), ('[{"prompt": "x", "max_new_tokens": 5000}]', "1024"),
 ])
 def test_bad_requests_are_one_line(model_folder, tmp_path, quick, content, said, capsys):
