@@ -7,7 +7,6 @@ differ from the first rung's where the model was not in doubt: at the first diff
 lie within MARGIN of each other for a difference to be excused, and then the margin is printed.
 """
 import argparse
-import importlib
 import json
 import sys
 import time
@@ -31,38 +30,11 @@ from lessons.toolbox.hardware import read_bandwidth
 from lessons.toolbox.records import write_json
 from reference.ladder_report import draw, print_sample, print_table, record
 from reference.peers import PEERS, load_peer_model
+from reference.rungs import RUNGS, Rung, RungFailed, call_rung, first_line
 
 MARGIN = 1e-3        # in logits; float32 sums in another order move logits by about 1e-5
 SLOW_BUDGET_S = 40   # a rung predicted to take longer serves every 2nd, 4th … request, and says so
 REPEATS = 3          # of every rung but a slow one; the median is reported
-
-
-@dataclass(frozen=True)
-class Rung:
-    """One step of the ladder: which lesson, what to call it, and where its generate() lives."""
-
-    lesson: str
-    name: str
-    target: str               # "module:function"
-    has_cache: bool = True
-
-    @property
-    def generate(self):
-        """The function, looked up at each call, so that a learner's drop-in counts."""
-        module, function = self.target.split(":")
-        return getattr(importlib.import_module(module), function)
-
-
-RUNGS = (
-    Rung("02", "no cache: recompute", "lessons.l02_naive_attention.naive:generate", has_cache=False),
-    Rung("02", "no cache, fused softmax", "lessons.l02_naive_attention.optimized:generate", has_cache=False),
-    Rung("03", "KV cache, concatenated", "lessons.l03_kv_cache.naive:generate"),
-    Rung("03", "KV cache, preallocated", "lessons.l03_kv_cache.optimized:generate"),
-)
-
-
-class RungFailed(Exception):
-    """A rung raised, on a learner's code perhaps: one line for the person at the keyboard, its cause for a debugger."""
 
 
 @dataclass
@@ -147,26 +119,30 @@ def judge(measured: Measured, rungs: list[Measured], model, prompts) -> None:
         if tokens == wanted:
             continue
         at = next((i for i, (a, b) in enumerate(zip(tokens, wanted)) if a != b), min(len(tokens), len(wanted)))
-        margin = top2_margin(model, prompts[index] + wanted[:at])
-        if margin > MARGIN:
-            measured.verdict = (f"differs from the first rung: request {index}, new token {at}, where the two best logits "
-                                f"are {margin:.4g} apart (tolerance {MARGIN:g})")
+        where = f"request {index}, new token {at}"
+        best, margin = best_two(model, prompts[index] + wanted[:at])
+        if {*tokens[at:at + 1], *wanted[at:at + 1]} != best:  # one ended early, or took a token that nothing excuses
+            measured.verdict = f"differs from the first rung: {where}, where the tokens are not the two of the best logits"
             return
-        excused.append(f"request {index}, new token {at}: best two logits only {margin:.2g} apart (tolerance {MARGIN:g})")
+        if margin > MARGIN:
+            measured.verdict = (f"differs from the first rung: {where}, where the two best logits are {margin:.4g} apart "
+                                f"(tolerance {MARGIN:g})")
+            return
+        excused.append(f"{where}: best two logits only {margin:.2g} apart (tolerance {MARGIN:g})")
     if excused:
         measured.verdict = "a tie: " + "; ".join(excused)
 
 
-def top2_margin(model: Decoder, tokens: list[int]) -> float:
-    """How far apart the two best next-token logits are after `tokens`, recomputed without any cache."""
+def best_two(model: Decoder, tokens: list[int]) -> tuple[set[int], float]:
+    """The two best next tokens after `tokens`, and how far apart their logits are, recomputed without any cache."""
     config = model.config
 
     def attend(layer, q, k, v):
         return attention_per_head(q, k, v, config.softmax_scale, window=config.sliding_window(layer))
 
     ids = torch.tensor(tokens, device=model.device)
-    best = model.logits(model(ids, torch.arange(len(tokens), device=model.device), attend)[-1:]).topk(2).values[0]
-    return float(best[0] - best[1])
+    best = model.logits(model(ids, torch.arange(len(tokens), device=model.device), attend)[-1:]).topk(2)
+    return set(best.indices[0].tolist()), float(best.values[0, 0] - best.values[0, 1])
 
 
 def floor_bytes(model: Decoder, prompts, outputs: dict[int, list[int]]) -> int:
@@ -181,11 +157,12 @@ def climb(model: Decoder, path: str, prompts, limits, bandwidth: float,
           console: Console) -> tuple[list[Measured], list[Measured]]:
     """Measure every rung and every peer, judge their tokens, and return (rungs, peers). bandwidth: bytes/s, the roofline."""
     peer_model = load_peer_model(path, model.device, model.dtype) if PEERS else None
-    rungs = [new_measurement(model, rung, prompts, limits) for rung in RUNGS]
+    climbed = [rung for rung in RUNGS if rung.serves(model.config)]
+    rungs = [new_measurement(model, rung, prompts, limits) for rung in climbed]
     peers = [Measured(name, list(range(len(prompts)))) for name in PEERS]
     # Every contender as (measured, run, passes), later called in turn, so that a drifting machine hits all alike.
     contenders = [(measured, partial(call_rung, rung, model), REPEATS if rung.has_cache else 1)
-                  for measured, rung in zip(rungs, RUNGS)]
+                  for measured, rung in zip(rungs, climbed)]
     contenders += [(measured, partial(PEERS[measured.name], peer_model), 1) for measured in peers]
     take_turns(contenders, prompts, limits, model.device, console, guests=peers)
     for measured in rungs + peers:
@@ -226,19 +203,6 @@ def new_measurement(model: Decoder, rung: Rung, prompts, limits) -> Measured:
     """An empty measurement of a rung: which requests it will serve, and what a token costs it in cache bytes."""
     kv_bytes = model.config.kv_bytes_per_token(model.dtype.itemsize) if rung.has_cache else 0
     return Measured(rung.name, requests_within_budget(model, rung, prompts, limits), rung.lesson, kv_bytes_per_token=kv_bytes)
-
-
-def call_rung(rung: Rung, model: Decoder, prompts, limits, on_token):
-    """The rung's generate, with the arguments in the order in which peers take them. Raises RungFailed, whatever it raised."""
-    try:
-        return rung.generate(model, prompts, limits, on_token=on_token)
-    except Exception as error:
-        raise RungFailed(f"{rung.name} failed: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 # ---------------------------------------------------------------- command line

@@ -19,8 +19,9 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from lessons.l02_naive_attention import decoder as decoder_module
-from lessons.l02_naive_attention.decoder import Decoder, apply_rope, rope_tables
+from lessons.l02_naive_attention import rope as rope_module
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.rope import apply_rope, rope_tables
 from lessons.toolbox.checkpoint import EMBEDDED_MODELS, REPOSITORY, load_config, load_tokenizer
 from lessons.toolbox.config import ModelConfig, RopeScaling
 
@@ -30,6 +31,7 @@ SMALL = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_lay
              num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-5)
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                    original_max_position_embeddings=16)
+YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=16)
 
 CASES = {
     "llama": LlamaConfig(**SMALL),
@@ -43,6 +45,10 @@ CASES = {
     "llama, theta 500000": LlamaConfig(**SMALL, rope_parameters=dict(rope_type="default", rope_theta=500000.0)),
     "llama, linear": LlamaConfig(**SMALL, rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)),
     "llama, llama3": LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE),
+    "llama, yarn": LlamaConfig(**SMALL, rope_parameters=YARN_ROPE),
+    "llama, yarn with all its keys": LlamaConfig(**SMALL, rope_parameters=YARN_ROPE | dict(
+        beta_fast=16.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=1.3, truncate=False)),
+    "qwen2, yarn": Qwen2Config(**SMALL, rope_parameters=YARN_ROPE | dict(attention_factor=1.5)),
     "mistral": MistralConfig(**SMALL, sliding_window=None),
     "mistral, window 7": MistralConfig(**SMALL, sliding_window=7),
     "mistral, window 1": MistralConfig(**SMALL, sliding_window=1),
@@ -116,7 +122,7 @@ def test_logits_equal_transformers(name, tmp_path):
     check_logits(CASES[name], tmp_path)
 
 
-@pytest.mark.parametrize("name", ["llama, llama3", "llama, linear"])
+@pytest.mark.parametrize("name", ["llama, llama3", "llama, linear", "llama, yarn", "llama, yarn with all its keys"])
 def test_far_beyond_the_original_context(name, tmp_path):
     """250 tokens where RoPE was stretched from a context of 16."""
     check_logits(CASES[name], tmp_path, lengths=(250,))
@@ -153,7 +159,7 @@ def to_older_dialect(file) -> None:
     file.write_text(json.dumps(raw))
 
 
-@pytest.mark.parametrize("name", ["llama, theta 500000", "llama, linear", "llama, llama3", "mistral, window 7",
+@pytest.mark.parametrize("name", ["llama, theta 500000", "llama, linear", "llama, llama3", "llama, yarn", "mistral, window 7",
                                   "qwen2, window from layer 1", "qwen2, window not in use", "qwen3, window from layer 2"])
 def test_older_dialect_reads_the_same(name, tmp_path):
     random_model(CASES[name]).save_pretrained(tmp_path)
@@ -196,6 +202,10 @@ def configure(**changes):
     return change
 
 
+def yarn(**changes):
+    return configure(rope_scaling=lambda config: replace(config.rope_scaling, **changes))
+
+
 def without_k_norm(decoder: Decoder) -> None:
     for layer in decoder.layers:
         layer.self_attn.k_norm = torch.nn.Identity()
@@ -214,6 +224,9 @@ SLIPS = {
     "linear scaling ignored": ("llama, linear", configure(rope_scaling=None)),
     "llama3 scaling ignored": ("llama, llama3", configure(rope_scaling=None)),
     "llama3 read as linear": ("llama, llama3", configure(rope_scaling=RopeScaling("linear", factor=8.0))),
+    "yarn scaling ignored": ("llama, yarn", configure(rope_scaling=None)),
+    "yarn without its magnitude": ("llama, yarn", yarn(attention_factor=1.0)),
+    "yarn with the ramp of another beta": ("llama, yarn", yarn(beta_slow=0.2)),
     "window ignored": ("mistral, window 7", configure(sliding_windows=())),
     "window without the query itself": ("mistral, window 7", configure(sliding_windows=(8, 8, 8))),
     "max_window_layers ignored": ("qwen2, window from layer 1", configure(sliding_windows=(5, 5, 5))),
@@ -236,7 +249,7 @@ def test_a_slip_is_noticed(slip, tmp_path):
 
 
 def test_the_other_rope_layout_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(decoder_module, "apply_rope", interleaved_rope)
+    monkeypatch.setattr(rope_module, "apply_rope", interleaved_rope)
     assert difference_after("llama", lambda decoder: None, tmp_path) > 30 * TOLERANCE
 
 

@@ -1,4 +1,4 @@
-"""Every rung of lessons 2 and 3 gives the tokens of transformers' generate, stops where it should, refuses the same mistakes."""
+"""Every rung of the ladder gives the tokens of transformers' generate, stops where it should, refuses the same mistakes."""
 import random
 from dataclasses import replace
 
@@ -12,20 +12,19 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import attention, recompute_loop
 from lessons.l02_naive_attention.request import read_requests
 from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache import naive as concat
 from lessons.l03_kv_cache import optimized as preallocated
 from lessons.l03_kv_cache.cache import KVCache
 from lessons.l03_kv_cache.naive import ConcatCache, cached_loop
 from lessons.l03_kv_cache.optimized import KernelKVCache
 from lessons.toolbox.config import ModelConfig
 from lessons.toolbox.device import default_device
+from reference import rungs
 
-RUNGS = {"recompute": recompute.generate, "fused": fused.generate, "concat": concat.generate,
-         "preallocated": preallocated.generate}
 CONFIG = ModelConfig("llama", vocab_size=97, hidden_size=48, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
                      head_dim=8, intermediate_size=64, max_position_embeddings=64)
 SMALL = dict(vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6,
              num_key_value_heads=2, max_position_embeddings=128, eos_token_id=None, bos_token_id=None)
+RUNGS = {rung.name: rung.generate for rung in rungs.RUNGS if rung.serves(CONFIG)}
 THEIRS = {"llama": LlamaConfig(**SMALL), "mistral, window 5": MistralConfig(**SMALL, sliding_window=5),
           "qwen3": Qwen3Config(**SMALL, head_dim=12)}
 TIE = 1e-4  # two tokens whose logits differ by less may change places between two orders of summation
@@ -95,8 +94,8 @@ def test_all_rungs_agree_in_float64(windows):
     limits = [63, 1, 30, 1]
     expected = recompute.generate(model, prompts, limits)
     assert [len(row) for row in expected] == limits
-    for name in ("concat", "preallocated", "fused"):
-        assert RUNGS[name](model, prompts, limits) == expected
+    for name, generate in RUNGS.items():
+        assert generate(model, prompts, limits) == expected, name
 
 
 def test_the_rungs_with_kernels():

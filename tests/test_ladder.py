@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from reference import ladder, peers
-from reference.ladder import Measured, Rung
+from reference.ladder import Measured
+from reference.rungs import Rung
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -70,19 +71,21 @@ def test_a_tie_is_excused_and_its_margin_printed(monkeypatch):
     base, other = Measured("base", [0]), Measured("other", [0])
     base.outputs, other.outputs, other.runs = {0: [5, 6, 7]}, {0: [5, 9, 7]}, [1.0]
     seen = []
-    monkeypatch.setattr(ladder, "top2_margin", lambda model, tokens: seen.append(tokens) or 2e-4)
+    monkeypatch.setattr(ladder, "best_two", lambda model, tokens: seen.append(tokens) or ({6, 9}, 2e-4))
     ladder.judge(other, [base, other], None, [[1, 2]])
     assert other.identical and "0.0002" in other.verdict and "0.001" in other.verdict
     assert seen == [[1, 2, 5]]  # the prompt and the tokens that both agree on
-    monkeypatch.setattr(ladder, "top2_margin", lambda model, tokens: 0.5)
-    ladder.judge(other, [base, other], None, [[1, 2]])
-    assert not other.identical
+    for best, margin in (({6, 9}, 0.5), ({6, 8}, 2e-4), ({8, 9}, 2e-4)):  # too far apart; a token that is not one of the two
+        monkeypatch.setattr(ladder, "best_two", lambda model, tokens, found=(best, margin): found)
+        other.verdict = ""
+        ladder.judge(other, [base, other], None, [[1, 2]])
+        assert not other.identical
 
 
 def test_an_answer_that_stops_early_is_a_difference(monkeypatch):
     base, other = Measured("base", [0]), Measured("other", [0])
     base.outputs, other.outputs, other.runs = {0: [5, 6, 7]}, {0: [5, 6]}, [1.0]
-    monkeypatch.setattr(ladder, "top2_margin", lambda model, tokens: 0.5)
+    monkeypatch.setattr(ladder, "best_two", lambda model, tokens: ({7, 8}, 2e-4))
     ladder.judge(other, [base, other], None, [[1]])
     assert not other.identical
 

@@ -2,14 +2,12 @@
 
     python -m lessons.l01_roofline.picture      writes roofline.svg beside this file (predictions from data sheets)
 """
-import os
-import tempfile
 from pathlib import Path
 
 from lessons.l01_roofline.calculators import Floor, decode_floor, prefill_floor
 from lessons.l01_roofline.models import find_model
 from lessons.l01_roofline.plan import peak_flops
-from lessons.toolbox.figure import ClassFigure, save
+from lessons.toolbox.figure import ClassFigure, save_svg
 from lessons.toolbox.hardware import lookup
 from lessons.toolbox.plotting import roofline
 
@@ -39,7 +37,4 @@ def draw() -> ClassFigure:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(dir=SVG.parent) as folder:
-        _, svg = save(draw(), Path(folder) / "roofline", alt=ALT)
-        os.replace(svg, SVG)
-    print(SVG.name)
+    save_svg(draw(), SVG, alt=ALT)

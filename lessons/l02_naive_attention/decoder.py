@@ -6,58 +6,24 @@ It sees a flat run of tokens and calls one function, the course's only seam:
     attend(layer: int, q: [T, Hq, D], k: [T, Hkv, D], v: [T, Hkv, D]) -> [T, Hq, D]
 
 Everything that this course teaches happens inside `attend`, or in the loop around the decoder.
-Read it from the bottom up: Decoder, DecoderLayer, Attention, MLP, RMSNorm, RoPE.
+Read it from the bottom up: Decoder, DecoderLayer, Attention, MLP, RMSNorm; then rope.py.
 Parameters carry the names of Hugging Face checkpoints, so that loading one is a lookup.
 
-Sources: Llama 2 (Touvron et al. 2023, section 2.2), RoFormer (Su et al. 2021), RMSNorm (Zhang & Sennrich 2019),
+Sources: Llama 2 (Touvron et al. 2023, section 2.2), RMSNorm (Zhang & Sennrich 2019),
 GLU variants (Shazeer 2020), Qwen3 technical report (QK-norm).
 """
-import math
+import copy
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from lessons.l02_naive_attention.rope import Rotate, rotation
 from lessons.toolbox.checkpoint import load_config, load_weights
 from lessons.toolbox.config import ModelConfig
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-# ---------------------------------------------------------------- RoPE
-
-@lru_cache(maxsize=64)
-def rope_inv_freq(config: ModelConfig, device: torch.device) -> Tensor:
-    """Angle per position of each pair of coordinates, [D / 2], float32: theta^(-2i / D), stretched as the checkpoint asks."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    inv_freq = 1.0 / config.rope_theta ** exponent
-    scaling = config.rope_scaling
-    if scaling is None:
-        return inv_freq.to(device)
-    if scaling.rope_type == "linear":
-        return (inv_freq / scaling.factor).to(device)
-    # "llama3": wavelengths much shorter than the original context stay, much longer ones stretch, the rest blends.
-    wavelength = 2 * math.pi / inv_freq
-    turns = scaling.original_max_position_embeddings / wavelength
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0, 1)  # 0: stretched by `factor`, 1: left alone
-    return ((1 - blend) * inv_freq / scaling.factor + blend * inv_freq).to(device)
-
-
-def rope_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every rotation, each [T, 1, D]: the angles stand twice, once per half (Hugging Face layout)."""
-    # float32 at least, because position 100 000 times a frequency has no precision left in bfloat16.
-    inv_freq = rope_inv_freq(config, positions.device)
-    angles = positions[:, None].float() * inv_freq  # [T, D / 2]
-    angles = torch.cat([angles, angles], dim=-1)[:, None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate coordinate i together with coordinate i + D/2. x: [T, H, D] -> [T, H, D]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 # ---------------------------------------------------------------- parts
@@ -98,11 +64,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
+    def forward(self, x: Tensor, rotate: Rotate, attend: Callable) -> Tensor:
         q = self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)))     # [T, Hq, D]
         k = self.k_norm(self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)))  # [T, Hkv, D]
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))               # [T, Hkv, D]
-        out = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)                  # [T, Hq, D]
+        out = attend(rotate(q), rotate(k), v)                                              # [T, Hq, D]
         return self.o_proj(out.flatten(-2))
 
 
@@ -114,8 +80,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+    def forward(self, x: Tensor, rotate: Rotate, attend: Callable) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotate, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -152,12 +118,22 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 
+    def rotation(self, positions: Tensor) -> Rotate:
+        """How q and k turn at `positions`: a function [T, H, D] -> [T, H, D], the same for all layers."""
+        return rotation(self.config, positions, self.dtype)
+
+    def unrotated(self) -> "Decoder":
+        """The same weights in a decoder that hands q and k to `attend` as projected: positions are then attend's own business."""
+        twin = copy.copy(self)  # shallow, so every parameter is shared
+        twin.rotation = lambda positions: lambda x: x
+        return twin
+
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens: [T] int64, positions: [T] int64 -> hidden: [T, hidden_size]."""
-        cos, sin = rope_tables(self.config, positions, self.dtype)
+        rotate = self.rotation(positions)
         x = self.embed_tokens(tokens)
         for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, partial(attend, index))
+            x = layer(x, rotate, partial(attend, index))
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,12 +2,10 @@
 
     python -m lessons.l02_naive_attention.picture      writes passes.svg beside this file
 """
-import os
-import tempfile
 from pathlib import Path
 
 from lessons.l02_naive_attention.traffic import Pass, total_bytes, versions
-from lessons.toolbox.figure import ClassFigure, save
+from lessons.toolbox.figure import ClassFigure, save_svg
 from lessons.toolbox.plotting import gantt
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 8192, 32, 8, 128  # Llama-3-8B
@@ -41,7 +39,4 @@ def draw() -> ClassFigure:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(dir=SVG.parent) as folder:
-        _, svg = save(draw(), Path(folder) / "passes", alt=ALT)
-        os.replace(svg, SVG)
-    print(SVG.name)
+    save_svg(draw(), SVG, alt=ALT)

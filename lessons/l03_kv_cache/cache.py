@@ -66,15 +66,17 @@ class KVCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append, then attend to everything: q: [T, Hq, D] of the last T tokens; k, v: [T, Hkv, D] -> [T, Hq, D]."""
         end = self.append(layer, k, v)
-        if len(q) == 1:
-            return self.decode(layer, q, end)
-        return attention_for(q.device)(q, self.keys[layer, :end], self.values[layer, :end], self.config.softmax_scale,
-                                       window=self.config.sliding_window(layer))
+        return self.decode(layer, q, end) if len(q) == 1 else self.prefill(layer, q, end)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Copy k, v: [T, Hkv, D] into the rows behind those in use."""
         rows = slice(self.length, self.length + len(k))
         self.keys[layer, rows], self.values[layer, rows] = k, v
+
+    def prefill(self, layer: int, q: Tensor, end: int) -> Tensor:
+        """The newest tokens attend to the first `end` rows, each to those before it. q: [T, Hq, D] -> [T, Hq, D]."""
+        return attention_for(q.device)(q, self.keys[layer, :end], self.values[layer, :end], self.config.softmax_scale,
+                                       window=self.config.sliding_window(layer))
 
     def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
         """The newest token attends to the first `end` rows. q: [1, Hq, D] -> [1, Hq, D]."""

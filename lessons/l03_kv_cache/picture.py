@@ -2,13 +2,11 @@
 
     python -m lessons.l03_kv_cache.picture      writes passes.svg beside this file (counted, not measured)
 """
-import os
-import tempfile
 from pathlib import Path
 
 from matplotlib.patches import Patch, Rectangle
 
-from lessons.toolbox.figure import PALETTE, ROLES, ClassFigure, frame, key, save, style
+from lessons.toolbox.figure import PALETTE, ROLES, ClassFigure, frame, key, save_svg, style
 
 PROMPT, ANSWER = 3, 4
 SVG = Path(__file__).parent / "passes.svg"
@@ -57,7 +55,4 @@ def draw() -> ClassFigure:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(dir=SVG.parent) as folder:
-        _, svg = save(draw(), Path(folder) / "passes", alt=ALT)
-        os.replace(svg, SVG)
-    print(SVG.name)
+    save_svg(draw(), SVG, alt=ALT)

@@ -1,15 +1,16 @@
 """The shape of a model, under the names that its config.json uses."""
 from dataclasses import dataclass
 
-ROPE_TYPES = ("linear", "llama3")
+ROPE_TYPES = ("linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """How a checkpoint stretches RoPE beyond the context it was trained on.
 
-    rope_type: "linear" (every wavelength times `factor`) or "llama3" (only the long ones, smoothly; Llama 3.1).
-    Raises ValueError for another type, a factor that is not positive, or frequency factors that leave no band to blend.
+    rope_type: "linear" (every wavelength times `factor`), "llama3" (only the long ones, smoothly; Llama 3.1) or "yarn" (a ramp
+    over the coordinates, and q · k grow a little; Qwen, DeepSeek). None of the optional fields: as the published code has it.
+    Raises ValueError for another type, a factor that is not positive, or factors that leave no band to blend.
     """
 
     rope_type: str
@@ -17,6 +18,12 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0                 # yarn: a pair that turns more often than this within the original context stays
+    beta_slow: float = 1.0                  # yarn: one that turns less often is slowed by `factor`
+    truncate: bool = True                   # yarn: round the ends of the ramp outwards to whole pairs
+    attention_factor: float | None = None   # yarn: what cos and sin are multiplied with
+    mscale: float | None = None             # yarn: DeepSeek's two factors, where it departs from the paper
+    mscale_all_dim: float | None = None
 
     def __post_init__(self):
         if self.rope_type not in ROPE_TYPES:
@@ -25,6 +32,8 @@ class RopeScaling:
             raise ValueError(f"RoPE factor must be positive, not {self.factor}")
         if self.high_freq_factor <= self.low_freq_factor:  # because the blend divides by their difference
             raise ValueError(f"high_freq_factor ({self.high_freq_factor}) must exceed low_freq_factor ({self.low_freq_factor})")
+        if not 0 < self.beta_slow < self.beta_fast:  # because the ramp runs from the fast pairs to the slow ones
+            raise ValueError(f"beta_fast ({self.beta_fast}) must exceed beta_slow ({self.beta_slow}), and both be positive")
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,11 @@ class ModelConfig:
         if self.sliding_windows and len(self.sliding_windows) != self.num_hidden_layers:
             raise ValueError(f"sliding_windows names {len(self.sliding_windows)} layers, "
                              f"num_hidden_layers is {self.num_hidden_layers}")
+
+    @property
+    def rope_dim(self) -> int:
+        """How many coordinates of a head turn with the position."""
+        return self.head_dim
 
     @property
     def softmax_scale(self) -> float:

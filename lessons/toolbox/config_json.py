@@ -148,6 +148,14 @@ def _rope_scaling(fields: _Fields) -> RopeScaling | None:
             high_freq_factor=rope.number("high_freq_factor"),
             original_max_position_embeddings=rope.size("original_max_position_embeddings",
                                                        fields.size("max_position_embeddings")))
+    if rope_type == "yarn":
+        original = rope.size("original_max_position_embeddings", fields.size("max_position_embeddings"))
+        # A null factor is the ratio of the contexts, as transformers takes it.
+        factor = rope.number("factor", fields.size("max_position_embeddings") / original)
+        optional = {key: rope.number(key) for key in ("attention_factor", "mscale", "mscale_all_dim") if rope.content.get(key)}
+        return RopeScaling("yarn", factor=factor, original_max_position_embeddings=original,
+                           beta_fast=rope.number("beta_fast", 32.0), beta_slow=rope.number("beta_slow", 1.0),
+                           truncate=rope.flag("truncate", True), **optional)
     raise CheckpointError(f"{fields.file}: rope_type {rope_type!r} is not supported; supported: default, {', '.join(ROPE_TYPES)}")
 
 

@@ -201,18 +201,24 @@ def caption(fingerprint: Mapping, **facts) -> str:
 
 def save(fig: Figure, path_without_suffix: str | os.PathLike, *, alt: str) -> tuple[Path, Path]:
     """Write PNG and SVG of one figure (each whole or not at all) and return both paths. alt: what a blind reader is told."""
+    return tuple(_write(fig, Path(f"{path_without_suffix}.{kind}"), alt) for kind in ("png", "svg"))
+
+
+def save_svg(fig: Figure, path: Path, *, alt: str) -> None:
+    """Write a lesson's own picture, an SVG that its README shows, and say so."""
+    print(_write(fig, path, alt).name)
+
+
+def _write(fig: Figure, path: Path, alt: str) -> Path:
     if not alt.strip():
         raise ValueError("alt is empty; accepted: one sentence that says what the figure shows")
-    paths = []
-    Path(path_without_suffix).parent.mkdir(parents=True, exist_ok=True)
-    for kind, metadata in (("png", {"Title": alt}), ("svg", {"Title": alt, "Date": None})):
-        path = Path(f"{path_without_suffix}.{kind}")
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        with style():
-            fig.savefig(partial, format=kind, metadata=metadata)
-        os.replace(partial, path)
-        paths.append(path)
-    return tuple(paths)
+    kind = path.suffix[1:]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with style():
+        fig.savefig(partial, format=kind, metadata={"Title": alt} | ({"Date": None} if kind == "svg" else {}))
+    os.replace(partial, path)
+    return path
 
 
 def _texts(fig):

@@ -63,8 +63,8 @@ def test_wrong_value_is_named(changes, named, tmp_path):
 def test_unsupported_lists_the_supported(tmp_path):
     write(tmp_path, model_type="gpt2")
     assert all(name in refusal(tmp_path) for name in ("gpt2", "llama", "mistral", "qwen2", "qwen3"))
-    write(tmp_path, rope_scaling=dict(rope_type="yarn", factor=4.0))
-    assert all(name in refusal(tmp_path) for name in ("yarn", "default", "linear", "llama3"))
+    write(tmp_path, rope_scaling=dict(rope_type="longrope", factor=4.0))
+    assert all(name in refusal(tmp_path) for name in ("longrope", "default", "linear", "llama3", "yarn"))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2]", "null", '{"model_type": "llama",}', "[" * 100_000, "\xff\xfe"])
