@@ -1,0 +1,61 @@
+"""Host arithmetic of split-KV decoding: where each split begins and ends, and how many splits to launch. No tensors.
+
+The kernel computes the same bounds from each sequence's own length; `split_bounds` is their definition.
+
+Source of the heuristic: FlashAttention, `num_splits_heuristic` (csrc/flash_attn/flash_api.cpp; Dao et al. 2023, Flash-Decoding).
+"""
+import torch
+
+from lessons.toolbox.hardware import CHIPS
+
+PROGRAMS_PER_SM = 2   # because the buffers of one program take less than half of an SM's shared memory (README, Code)
+ALMOST_FULL = 0.8     # share of the slots from which on splitting cannot win what the partials cost
+GOOD_ENOUGH = 0.85    # of the best efficiency: fewer splits, fewer partials
+MAX_SPLITS = 128      # eight tiles of the combine kernel; beyond, its one program per head takes longer than it saves
+
+
+def split_bounds(context_len: int, num_splits: int, split_size: int = 1, window: int | None = None,
+                 block_n: int = 1) -> list[tuple[int, int]]:
+    """[(start, end)] of each split's keys; empty splits, start = end = context_len, come last.
+
+    num_splits: how many splits there are room for. A split has `split_size` keys at least, and more where num_splits of that
+    size would not hold all keys; then the size is rounded up to whole tiles of block_n. window: only the last `window` keys count.
+    """
+    first = 0 if window is None else max(context_len - window, 0)
+    # Whole tiles, because then only the last split of a sequence has a tile that is partly masked.
+    size = max(split_size, cdiv(cdiv(context_len - first, num_splits), block_n) * block_n)
+    edges = [min(first + split * size, context_len) for split in range(num_splits + 1)]
+    return list(zip(edges, edges[1:]))
+
+
+def choose_num_splits(num_programs: int, num_tiles: int, num_slots: int, max_splits: int = MAX_SPLITS) -> int:
+    """How many splits each of `num_programs` (sequences · KV heads) is cut into, so that the machine's slots are busy.
+
+    num_tiles: tiles of keys in the longest sequence. num_slots: programs that run at the same time, SMs · PROGRAMS_PER_SM.
+    """
+    if num_programs >= ALMOST_FULL * num_slots:
+        return 1  # because nearly all slots have work, and every further split costs a partial written and read
+    most = max(1, min(max_splits, num_slots, num_tiles))  # because a split needs a tile, and one more wave wins nothing
+    efficiency = {splits: wave_efficiency(num_programs * splits, num_slots) for splits in range(1, most + 1)
+                  # Because tiles are whole: 64 tiles in 11 splits are 6 each, in 12 splits they are 6 each again, and one is empty.
+                  if splits == 1 or cdiv(num_tiles, splits) < cdiv(num_tiles, splits - 1)}
+    enough = GOOD_ENOUGH * max(efficiency.values())
+    return next(splits for splits, share in efficiency.items() if share >= enough)  # the fewest, because partials cost bytes
+
+
+def wave_efficiency(num_programs: int, num_slots: int) -> float:
+    """The share of slots that have work, averaged over the waves: 264 programs on 264 slots 1.0, 265 programs 0.502."""
+    waves = num_programs / num_slots
+    return waves / cdiv(num_programs, num_slots)  # because the last wave takes as long as a full one
+
+
+def slots_of(device: torch.device | str) -> int:
+    """How many of the kernel's programs run at the same time. On a CPU an H200's number: the interpreter then splits as it does."""
+    device = torch.device(device)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else CHIPS["h200"].sm_count
+    return sms * PROGRAMS_PER_SM
+
+
+def cdiv(x: int, y: int) -> int:
+    """x / y, rounded up."""
+    return -(-x // y)
