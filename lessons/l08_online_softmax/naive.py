@@ -1,7 +1,7 @@
 """Softmax in three passes over a row, in two, and softmax(scores) · V in one: what makes a row divisible into parts.
 
-Read `softmax_three_passes`, `softmax_online`, then `Partial` and `merge`: the part of a row that has been seen is three values,
-and two parts become one without looking at the row again. `attention_one_pass` and `attention_split` only merge.
+Read `softmax_three_passes`, `online_sums`, then `Partial` and `merge`: what has been seen of a row is three values, and two
+parts of it become one without looking at the row again. `attention_one_pass` and `attention_split` do nothing but merge.
 
 Sources: Milakov & Gimelshein 2018, Online normalizer calculation for softmax (algorithms 2 and 3; section 3.1 for `merge`);
 Rabe & Staats 2021, Self-attention Does Not Need O(n²) Memory (section 2, which carries the values along).
@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+BLOCK = 1024  # scores that are looked at together; any number gives the same result
 
-def softmax_three_passes(scores: Tensor, block: int = 1024) -> Tensor:
+
+def softmax_three_passes(scores: Tensor, block: int = BLOCK) -> Tensor:
     """Max, sum, divide: each pass reads the row again, `block` scores at a time. scores: [..., N] -> [..., N].
 
     float32 inside, float64 for float64. A row of −inf alone, where nothing is seen, gives zeros.
@@ -27,24 +29,25 @@ def softmax_three_passes(scores: Tensor, block: int = 1024) -> Tensor:
     return _divided(scores, m, l, block)
 
 
-def softmax_online(scores: Tensor, block: int = 1024) -> Tensor:
+def softmax_online(scores: Tensor, block: int = BLOCK) -> Tensor:
     """The same in two passes: m and l together, then divide. scores: [..., N] -> [..., N]."""
+    return _divided(scores, *online_sums(scores, block), block)
+
+
+def online_sums(scores: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """m = max and l = Σ exp(score − m) of each row, in one pass. scores: [..., N] -> [...], [...], float32 or float64."""
     m, l = _nothing_seen(scores)
     for tile in tiles(scores, block):
         m_new = torch.maximum(m, tile.amax(-1))
-        # What was summed relative to the old max counts exp(m - m_new) of it, relative to the new one.
+        # What was summed relative to the old max counts exp(m − m_new) of it relative to the new one.
         l = l * exp_difference(m, m_new) + exp_difference(tile, m_new[..., None]).sum(-1)
         m = m_new
-    return _divided(scores, m, l, block)
+    return m, l
 
 
-def log_sum_exp(scores: Tensor, block: int = 1024) -> Tensor:
-    """log Σ exp(score) of each row, by the online pass. scores: [..., N] -> [...], float32 or float64; −inf for a row of −inf."""
-    m, l = _nothing_seen(scores)
-    for tile in tiles(scores, block):
-        m_new = torch.maximum(m, tile.amax(-1))
-        l = l * exp_difference(m, m_new) + exp_difference(tile, m_new[..., None]).sum(-1)
-        m = m_new
+def log_sum_exp(scores: Tensor, block: int = BLOCK) -> Tensor:
+    """log Σ exp(score) of each row. scores: [..., N] -> [...]; −inf for a row of −inf."""
+    m, l = online_sums(scores, block)
     return m + l.log()
 
 
@@ -82,6 +85,15 @@ def from_scores(scores: Tensor, v: Tensor) -> Partial:
     return Partial(m, weights.sum(-1), weights @ v)
 
 
+def from_state(out: Tensor, lse: Tensor) -> Partial:
+    """The Partial of a finished part. out: [..., D]; lse: [...]. Nothing seen (lse −inf): the identity, whatever `out` holds.
+
+    Only e^m · l and e^m · acc count, and e^lse · 1 = e^m · l, e^lse · out = e^m · acc: so m may be lse, where l is 1.
+    """
+    seen = lse > -torch.inf
+    return Partial(lse, seen.to(lse.dtype), out.masked_fill(~seen[..., None], 0).to(lse.dtype))
+
+
 def merge(a: Partial, b: Partial) -> Partial:
     """The Partial of what a and b have seen together; a and b with the same shapes: m, l [...], acc [..., D].
 
@@ -98,17 +110,38 @@ def finish(partial: Partial) -> tuple[Tensor, Tensor]:
     return out, partial.m + partial.l.log()
 
 
-def attention_one_pass(scores: Tensor, v: Tensor, block: int = 1024) -> tuple[Tensor, Tensor]:
+# ---------------------------------------------------------------- the three values at work
+
+def attention_one_pass(scores: Tensor, v: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     """softmax(scores) · V and its log-sum-exp, reading each score once. scores: [..., N], v: [N, D] -> [..., D], [...]."""
-    parts = (from_scores(tile, v[n * block:n * block + block]) for n, tile in enumerate(tiles(scores, block)))
+    parts = (from_scores(tile, v[n * block:(n + 1) * block]) for n, tile in enumerate(tiles(scores, block)))
     return finish(reduce(merge, parts, identity(scores.shape[:-1], v.shape[-1], wide(scores).dtype, scores.device)))
+
+
+def attention_split(scores: Tensor, v: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+    """The same in `num_splits` parts that could run anywhere, at the same time. scores: [..., N], v: [N, D] -> as above."""
+    pieces = zip(scores.tensor_split(num_splits, dim=-1), v.tensor_split(num_splits))
+    return finish(merge_tree([from_scores(*piece) for piece in pieces]))
+
+
+def merge_tree(parts: list[Partial]) -> Partial:
+    """Neighbours merged in pairs until one is left: as deep as log2 of their number. parts: 1 or more."""
+    while len(parts) > 1:
+        parts = [reduce(merge, parts[n:n + 2]) for n in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Finished parts merged. outs: [S, ..., D], lses: [S, ...] -> [..., D] like outs, [...] like lses."""
+    out, lse = finish(reduce(merge, (from_state(*state) for state in zip(outs, lses))))
+    return out.to(outs.dtype), lse
 
 
 # ---------------------------------------------------------------- small parts
 
 def exp_difference(x: Tensor, m: Tensor) -> Tensor:
-    """exp(x − m), and 0 where x is −inf: there m may be −inf too, and −inf − −inf is NaN. x, m: broadcast together."""
-    return torch.where(x == -torch.inf, 0.0, torch.exp(x - m))
+    """exp(x − m) for x ≤ m, shapes that broadcast. Where m is −inf so is x, and exp(−inf − 0) is 0: −inf − −inf would be NaN."""
+    return torch.exp(x - m.masked_fill(m == -torch.inf, 0.0))
 
 
 def tiles(scores: Tensor, block: int) -> Iterator[Tensor]:
@@ -133,5 +166,5 @@ def _divided(scores: Tensor, m: Tensor, l: Tensor, block: int) -> Tensor:
     probs = torch.empty_like(scores, memory_format=torch.contiguous_format)
     for n, tile in enumerate(tiles(scores, block)):
         share = exp_difference(tile, m[..., None]) / l[..., None]
-        probs[..., n * block:n * block + block] = torch.where((l == 0)[..., None], 0.0, share).to(scores.dtype)
+        probs[..., n * block:(n + 1) * block] = torch.where((l == 0)[..., None], 0.0, share).to(scores.dtype)
     return probs
