@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lessons.l02_naive_attention.rope import Rotate, rotation
 from lessons.toolbox.checkpoint import load_config, load_weights
 from lessons.toolbox.config import ModelConfig
+from lessons.toolbox.config_json import CheckpointError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -41,9 +42,9 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, intermediate_size: int | None = None):
         super().__init__()
-        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        size, inner, bias = config.hidden_size, intermediate_size or config.intermediate_size, config.mlp_bias
         self.gate_proj = nn.Linear(size, inner, bias=bias)
         self.up_proj = nn.Linear(size, inner, bias=bias)
         self.down_proj = nn.Linear(inner, size, bias=bias)
@@ -73,12 +74,12 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, self_attn: nn.Module | None = None, mlp: nn.Module | None = None):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = self_attn or Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mlp or MLP(config)
 
     def forward(self, x: Tensor, rotate: Rotate, attend: Callable) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotate, attend)
@@ -94,11 +95,18 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.new_layer(index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    def new_layer(self, index: int) -> DecoderLayer:
+        """Layer `index`, its weights not yet loaded. Raises CheckpointError for a family that needs another decoder."""
+        if self.config.mla is not None:
+            raise CheckpointError(f"model_type {self.config.model_type!r} has latent attention: load it with DeepseekDecoder "
+                                  "(lessons.l06_mla.deepseek), not with Decoder")
+        return DecoderLayer(self.config)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, device: str | torch.device = "cpu",

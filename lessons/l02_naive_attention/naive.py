@@ -29,7 +29,7 @@ def attention_loops(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None
                     window: int | None = None) -> Tensor:
     """One number at a time: for each head, each query, each key. Shapes and masks as in `attention`."""
     scale, sees = check_inputs(q, k, v, softmax_scale, causal, window)
-    out = torch.zeros_like(q, dtype=torch.float64)  # wide, because a sum of thousands in bfloat16 stops growing
+    out = q.new_zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)  # wide, because a sum of thousands in bfloat16 stops growing
     group = q.shape[1] // k.shape[1]  # how many query heads share a KV head
     for head in range(q.shape[1]):
         for i in range(len(q)):
@@ -58,6 +58,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = Non
               window: int | None = None) -> Tensor:
     """softmax(q kᵀ · softmax_scale + mask) v for all heads at once. q: [Tq, Hq, D]; k, v: [Tk, Hkv, D] -> [Tq, Hq, D].
 
+    v may have heads of another width (lesson 6), which is then the output's: [Tk, Hkv, Dv] -> [Tq, Hq, Dv].
     softmax_scale: 1 / √D unless given. causal: bottom-right aligned. window: a query sees that many keys, itself included.
     A query that sees no key gets zeros. Every [Hq, Tq, Tk] intermediate exists in memory: that is what lesson 9 removes.
     Raises ValueError for shapes that do not fit together.
@@ -86,10 +87,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, c
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> None:
-    """Raise ValueError unless q: [Tq, Hq, D] and k, v: [Tk, Hkv, D] with Hq a multiple of Hkv, one dtype and device."""
+    """Raise ValueError unless q: [Tq, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv], Hq a multiple of Hkv, one dtype and device."""
     got = ", ".join(f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in (("q", q), ("k", k), ("v", v)))
-    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q, k, v: got {got}; accepted: [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, D] with Hq a multiple of Hkv")
+    if {q.ndim, k.ndim, v.ndim} != {3} or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q, k, v: got {got}; accepted: [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv] with Hq a multiple of Hkv")
     if len({q.dtype, k.dtype, v.dtype}) > 1 or len({q.device, k.device, v.device}) > 1:
         raise ValueError(f"q, k, v: got {got}; accepted: one dtype and one device for all three")
     if window is not None and (window < 1 or not causal):

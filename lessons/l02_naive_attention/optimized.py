@@ -101,7 +101,7 @@ def grouped_scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def weighted_values(probs: Tensor, v: Tensor) -> Tensor:
-    """probs: [Hq, Tq, Tk], v: [Tk, Hkv, D] -> [Tq, Hq, D]."""
+    """probs: [Hq, Tq, Tk], v: [Tk, Hkv, Dv] -> [Tq, Hq, Dv]."""
     num_heads, num_queries, num_keys = probs.shape
     rows = probs.view(v.shape[1], -1, num_keys)                                        # [Hkv, group · Tq, Tk]
     return torch.bmm(rows, v.transpose(0, 1)).view(num_heads, num_queries, -1).transpose(0, 1)

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lessons.toolbox.config import ModelConfig, RopeScaling
+from lessons.toolbox.config import ModelConfig, RopeScaling, yarn_mscale
 
 Rotate = Callable[[Tensor], Tensor]  # [T, H, D] -> [T, H, D]
 
@@ -79,8 +79,3 @@ def rope_magnitude(scaling: RopeScaling | None) -> float:
     if scaling.mscale and scaling.mscale_all_dim:  # DeepSeek scales all of q·k by mscale_all_dim, and only the rest here
         return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
     return yarn_mscale(scaling.factor)
-
-
-def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 · mscale · ln(factor) + 1: YaRN, equation 22; nothing where the context is not stretched."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

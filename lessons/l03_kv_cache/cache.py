@@ -16,7 +16,7 @@ SMALLEST_BUCKET = 64  # tokens
 
 
 class KVCache:
-    """K and V of one sequence in two buffers, each [layers, capacity, Hkv, D]; the first `length` rows are in use.
+    """K and V of one sequence in two buffers, [layers, capacity, Hkv, D]; the first `length` rows are in use.
 
     capacity: tokens to reserve. A sequence that outgrows it moves to the next power of two, so that all moves together
     copy less than twice the tokens that are kept: growth_copy_bytes grows linearly (ConcatCache's: quadratically).
@@ -30,9 +30,14 @@ class KVCache:
         self.length = 0  # tokens that every layer holds, and so the next token's position
         self.written_bytes = 0
         self.growth_copy_bytes = 0
-        shape = (config.num_hidden_layers, capacity, config.num_key_value_heads, config.head_dim)
         # Not zeroed: no row is read before it is written, and zeroing would touch memory that may never be used.
-        self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        self.keys, self.values = (torch.empty(config.num_hidden_layers, capacity, *row, dtype=dtype, device=device)
+                                  for row in self.rows(config))
+
+    @staticmethod
+    def rows(config: ModelConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The shapes of a token's K and V in one layer: [Hkv, D] twice; with latent attention (lesson 6) V is narrower."""
+        return (config.num_key_value_heads, config.head_dim), (config.num_key_value_heads, config.v_head_dim)
 
     @property
     def capacity(self) -> int:
@@ -44,7 +49,7 @@ class KVCache:
 
     @property
     def used_bytes(self) -> int:
-        return self.length * self.config.kv_bytes_per_token(self.keys.element_size())
+        return self.length * (self.allocated_bytes // self.capacity)  # as held: config.kv_bytes_per_token is the least possible
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` in all. Moves the rows in use to a larger bucket when the buffers are too small."""
@@ -97,7 +102,7 @@ def _enlarged(buffer: Tensor, length: int, capacity: int) -> Tensor:
 
 
 def decode_attention_torch(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, window: int | None = None) -> Tensor:
-    """The newest token attends to all: q: [1, Hq, D]; k, v: [length, Hkv, D], views are fine -> [1, Hq, D].
+    """The newest token attends to all: q: [1, Hq, D]; k, v: [length, Hkv, D], views are fine -> [1, Hq, D], or v's width.
 
     No mask, because nothing lies in the newest token's future; a window is a slice. The query heads of a KV head are the
     rows of one matrix, so K and V are never repeated. Two batched products rather than
@@ -108,4 +113,4 @@ def decode_attention_torch(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
     rows = q.view(k.shape[1], -1, q.shape[-1])                                  # [Hkv, group, D]
     scores = torch.bmm(rows, k.permute(1, 2, 0)) * softmax_scale                # [Hkv, group, length]
     wide = scores if scores.dtype == torch.float64 else scores.float()
-    return torch.bmm(torch.softmax(wide, dim=-1).to(v.dtype), v.transpose(0, 1)).view(q.shape)
+    return torch.bmm(torch.softmax(wide, dim=-1).to(v.dtype), v.transpose(0, 1)).view(*q.shape[:2], -1)

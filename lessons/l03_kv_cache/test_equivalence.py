@@ -1,5 +1,6 @@
 """Proves that a cached step equals recomputing everything, that copies are counted exactly, and that the kernels are right."""
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from lessons.l03_kv_cache.cache import SMALLEST_BUCKET, KVCache, bucket, decode_
 from lessons.l03_kv_cache.naive import ConcatCache
 from lessons.l03_kv_cache.optimized import KERNELS, KernelKVCache, append_kernel, append_rows, decode_attention, decode_kernel
 from lessons.toolbox.compile_check import check_all
-from lessons.toolbox.config import ModelConfig
+from lessons.toolbox.config import MLAConfig, ModelConfig
 from lessons.toolbox.device import default_device
 from lessons.toolbox.numerics import (
     ATTENTION_INPUTS,
@@ -174,6 +175,26 @@ def test_decode_kernel(num_heads, num_kv_heads, head_dim, dtype, seed, proof):
                                           lambda *x, w=window: decode_by_slicing(*x, window=w), inputs))
 
 
+@pytest.mark.parametrize("v_head_dim", [8, 24])
+def test_heads_of_v_may_have_another_width(v_head_dim, seed, proof):
+    """As in DeepSeek's latent attention, lesson 6: every cache and both kernels."""
+    q, k_cache, _, lens = decode_inputs("normal", [1, 20], 20, 4, 2, 16, seed)
+    v_cache = draw("normal", (2, 20, 2, v_head_dim), seed=seed + 9, device=DEVICE)
+    k_cache.nan_to_num_(0)
+    proof.record(decode_kernel, prove(lambda *x: decode_attention(*x, block_n=16), decode_by_slicing, (q, k_cache, v_cache, lens)))
+    slots, rows = torch.tensor([4, -1], device=DEVICE), (k_cache[0, :2].clone(), v_cache[0, :2].clone())
+    proof.record(append_kernel, prove(append_rows, append_by_indexing, [*rows, k_cache[1], v_cache[1], slots], mutates=(2, 3)))
+    q, k, v = draw("normal", (9, 4, 16), seed=seed, device=DEVICE), k_cache[1, :9], v_cache[1, :9]
+    whole = attention(q, k, v)
+    mla = MLAConfig(None, 8, 8, 8, v_head_dim)
+    config = replace(CONFIG, num_attention_heads=4, head_dim=16, v_head_dim=v_head_dim, mla=mla, sliding_windows=())
+    for kind in CACHES.values():
+        cache = kind(config) if kind is ConcatCache else kind(config, 3, device=DEVICE)
+        for rows in torch.arange(9).split([5, 1, 3]):
+            out, _ = (cache.attend(layer, q[rows], k[rows].clone(), v[rows].clone()) for layer in range(2))
+            torch.testing.assert_close(out, whole[rows], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ATTENTION_INPUTS)
 def test_decode_kernel_on_hard_inputs(name, seed, proof):
     inputs = decode_inputs(name, [2, 40, 65], 70, 4, 2, 16, seed)
@@ -278,6 +299,7 @@ def test_the_compiler_gives_wide_loads_without_spills():
 @pytest.mark.parametrize("change, message", [
     (dict(v=torch.zeros(3, 2, 4)), "k, v, k_cache, v_cache: got"),
     (dict(k_cache=torch.zeros(9, 1, 8), v_cache=torch.zeros(9, 1, 8)), "slots, Hkv, D"),
+    (dict(v_cache=torch.zeros(9, 2, 4)), "slots, Hkv, Dv"), (dict(v_cache=torch.zeros(8, 2, 8)), "slots, Hkv, Dv"),
     (dict(v=torch.zeros(3, 2, 8).half()), "one dtype"),
     (dict(slot_mapping=torch.arange(3, dtype=torch.int32)), "slot_mapping: got torch.int32"),
     (dict(slot_mapping=torch.arange(4)), "accepted: int64 .3,"),
@@ -296,6 +318,7 @@ def test_append_refuses(change, message):
     (dict(q=torch.zeros(1, 4, 8)), "q, k_cache, v_cache, context_lens: got"),
     (dict(context_lens=torch.ones(3, dtype=torch.int32)), "q, k_cache, v_cache, context_lens: got"),
     (dict(v_cache=torch.zeros(2, 9, 2, 8).double()), "accepted: all three float32"),
+    (dict(v_cache=torch.zeros(2, 9, 1, 8)), "Hkv, Dv"), (dict(v_cache=torch.zeros(1, 2, 9, 2, 8)), "Hkv, Dv"),
     (dict(q=torch.zeros(2, 8, 4).transpose(1, 2)), "stride 1"),
 ])
 def test_decode_refuses(change, message):
@@ -310,7 +333,8 @@ def test_decode_refuses(change, message):
 def test_decode_refuses_every_kind_of_wrong_tensor(name):
     arguments = dict(q=torch.zeros(2, 4, 8), k_cache=torch.zeros(2, 9, 2, 8), v_cache=torch.zeros(2, 9, 2, 8),
                      context_lens=torch.ones(2, dtype=torch.int32))
-    assert_refused(decode_attention, arguments, name, KINDS if name != "context_lens" else ("dtype", "device", "shape"))
+    kinds = {"context_lens": ("dtype", "device", "shape"), "v_cache": ("dtype", "device", "stride")}  # V may have another width
+    assert_refused(decode_attention, arguments, name, kinds.get(name, KINDS))
 
 
 @pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache", "slot_mapping"])

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of the Llama family, into the course's decoder.
+"""Hugging Face checkpoints of the Llama family and of DeepSeek, into the course's decoders.
 
     config = load_config("models/tiny")            # a folder, an embedded model, or a hub name
     load_weights(model, "models/tiny", device="cuda", dtype=torch.bfloat16)
@@ -23,6 +23,7 @@ from lessons.toolbox.config_json import CheckpointError, read_config, read_json
 
 EMBEDDED_MODELS = ("models/tiny", "models/tiny-draft")
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+KEPT_WIDE = "e_score_correction_bias"  # added to scores that lie close together: rounded to 16 bits it would choose other experts
 HUB_TIMEOUT_S = 5
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -96,6 +97,7 @@ def load_weights(model: nn.Module, name_or_path: str | os.PathLike, device: str 
     tied = model.config.tie_word_embeddings
     if tied and "embed_tokens.weight" not in stored and "lm_head.weight" in stored:
         stored["embed_tokens.weight"] = stored.pop("lm_head.weight")  # of two tensors that share memory a writer keeps one
+    stored = {key: entry for key, entry in stored.items() if not _predicts_further(key, model.config)}
     _check(stored, {name: list(tensor.shape) for name, tensor in model.state_dict().items()}, tied, folder)
 
     weights: dict[str, Tensor] = {}
@@ -104,7 +106,8 @@ def load_weights(model: nn.Module, name_or_path: str | os.PathLike, device: str 
             for key, entry in stored.items():
                 if entry.file == file:
                     # copy, because an uncast tensor would stay a view of the file, and change or crash with it
-                    weights[key] = tensors.get_tensor(entry.name).to(device=device, dtype=dtype, copy=True)
+                    kept = torch.promote_types(dtype, torch.float32) if key.endswith(KEPT_WIDE) else dtype
+                    weights[key] = tensors.get_tensor(entry.name).to(device=device, dtype=kept, copy=True)
     if tied:
         embedding = weights["embed_tokens.weight"]
         if not torch.equal(weights.get("lm_head.weight", embedding), embedding):
@@ -160,6 +163,16 @@ def _catalog(folder: Path) -> dict[str, _Stored]:
                     raise CheckpointError(f"tensor {name} is in {stored[key].file.name} and in {file.name} of {folder}")
                 stored[key] = _Stored(file, name, header.get_shape())
     return stored
+
+
+def _predicts_further(key: str, config: ModelConfig) -> bool:
+    """Whether a tensor belongs to DeepSeek-V3's layers behind the last one, which predict tokens further ahead.
+
+    transformers leaves them out as well (it names layer 61). No other model may have such a layer.
+    """
+    part, _, rest = key.partition(".")
+    index = rest.partition(".")[0]
+    return config.mla is not None and part == "layers" and index.isdecimal() and int(index) >= config.num_hidden_layers
 
 
 def _check(stored: dict[str, _Stored], expected: dict[str, list[int]], tied: bool, folder: Path) -> None:

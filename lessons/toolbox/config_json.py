@@ -9,9 +9,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lessons.toolbox.config import ROPE_TYPES, ModelConfig, RopeScaling
+from lessons.toolbox.config import ROPE_TYPES, MLAConfig, ModelConfig, MoEConfig, RopeScaling
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # values of config.json's `model_type`
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")  # values of config.json's `model_type`
+# What each DeepSeek scores experts with, how it chooses, and the factor where the key is absent: transformers' defaults.
+ROUTERS = {"deepseek_v2": ("softmax", ("greedy", "group_limited_greedy"), 1.0), "deepseek_v3": ("sigmoid", ("noaux_tc",), 2.5)}
 
 
 class CheckpointError(ValueError):
@@ -78,15 +80,17 @@ def read_config(folder: Path) -> ModelConfig:
     if family not in FAMILIES:
         raise CheckpointError(f"{file}: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
     if raw.get("quantization_config"):
-        raise CheckpointError(f"{file}: the weights are quantized (quantization_config); give the unquantized checkpoint")
+        method = raw["quantization_config"].get("quant_method", "") if isinstance(raw["quantization_config"], dict) else ""
+        raise CheckpointError(f"{file}: the weights are quantized (quantization_config {method}); give a checkpoint in 16 bits")
     if raw.get("hidden_act") not in (None, "silu", "swish"):
         raise CheckpointError(f"{file}: hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
 
     num_heads = fields.size("num_attention_heads")
     # Llama 1 checkpoints have no such key: one KV head for each query head. Null means the same in every family.
-    absent_kv_heads = num_heads if family == "llama" or "num_key_value_heads" in raw else None
-    has_bias = family in ("llama", "qwen3") and fields.flag("attention_bias", False)
+    absent_kv_heads = num_heads if family in ("llama", *ROUTERS) or "num_key_value_heads" in raw else None
+    has_bias = family in ("llama", "qwen3", *ROUTERS) and fields.flag("attention_bias", False)
     try:
+        mla = _mla(fields, family) if family in ROUTERS else None
         return ModelConfig(
             model_type=family,
             vocab_size=fields.size("vocab_size"),
@@ -94,7 +98,10 @@ def read_config(folder: Path) -> ModelConfig:
             num_hidden_layers=fields.size("num_hidden_layers"),
             num_attention_heads=num_heads,
             num_key_value_heads=fields.size("num_key_value_heads", absent_kv_heads),
-            head_dim=_head_dim(fields, family),
+            head_dim=mla.qk_head_dim if mla else _head_dim(fields, family),  # DeepSeek's key head_dim is qk_rope_head_dim
+            v_head_dim=mla.v_head_dim if mla else 0,
+            mla=mla,
+            moe=_moe(fields, family) if family in ROUTERS else None,
             intermediate_size=fields.size("intermediate_size"),
             max_position_embeddings=fields.size("max_position_embeddings"),
             rms_norm_eps=fields.number("rms_norm_eps"),
@@ -112,6 +119,38 @@ def read_config(folder: Path) -> ModelConfig:
         raise
     except ValueError as error:  # sizes that do not fit together
         raise CheckpointError(f"{file}: {error}") from error
+
+
+def _mla(fields: _Fields, family: str) -> MLAConfig:
+    if "q_lora_rank" not in fields.content:  # because null, which says that q has no low rank, must be said
+        raise CheckpointError(f"{fields.file} lacks the key 'q_lora_rank' (a positive integer, or null)")
+    if fields.size("num_key_value_heads", fields.size("num_attention_heads")) != fields.size("num_attention_heads"):
+        raise CheckpointError(f"{fields.file}: 'num_key_value_heads' must be num_attention_heads in {family}, whose heads share "
+                              f"latents instead, not {fields.content['num_key_value_heads']}")
+    return MLAConfig(
+        q_lora_rank=None if fields.content["q_lora_rank"] is None else fields.size("q_lora_rank"),
+        **{key: fields.size(key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+        rope_interleave=family == "deepseek_v2" or fields.flag("rope_interleave", True))
+
+
+def _moe(fields: _Fields, family: str) -> MoEConfig:
+    scoring, methods, scaling = ROUTERS[family]
+    for key, accepted in (("scoring_func", (scoring,)), ("topk_method", methods)):
+        if fields.content.get(key) not in (None, *accepted):
+            raise CheckpointError(f"{fields.file}: '{key}' must be {' or '.join(accepted)} in {family}, "
+                                  f"not {fields.content[key]!r}")
+    normalises = fields.flag("norm_topk_prob", family == "deepseek_v3")
+    if normalises and family == "deepseek_v2":  # DeepSeek's code then divides by the sum, transformers' does not
+        raise CheckpointError(f"{fields.file}: 'norm_topk_prob' must be false in deepseek_v2, as in all that were published")
+    method = fields.content.get("topk_method") or methods[0]
+    num_groups = 1 if method == "greedy" else fields.size("n_group")  # V2-Lite names groups and does not use them
+    return MoEConfig(
+        **{key: fields.size(key) for key in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")},
+        n_shared_experts=fields.size("n_shared_experts"),
+        first_k_dense_replace=fields.get("first_k_dense_replace", (int,), "a count of layers"),
+        moe_layer_freq=fields.size("moe_layer_freq", 1), scoring_func=scoring, topk_method=method, n_group=num_groups,
+        topk_group=1 if num_groups == 1 else fields.size("topk_group"), norm_topk_prob=normalises,
+        routed_scaling_factor=fields.number("routed_scaling_factor", scaling))
 
 
 def _head_dim(fields: _Fields, family: str) -> int:
