@@ -14,6 +14,7 @@ from lessons.toolbox.triton_ import tl, triton
 MAX_BLOCK = 32768    # columns that a program of 32 warps holds in registers: 32 a thread
 TILE_BYTES = 16384   # of a longer row: 16 bytes for each of 1024 threads
 TILE_STAGES = 3      # tiles on their way while one is summed
+CACHE_SCORES = 2 ** 16  # that softmax_torch works on at once: 256 KiB in float32, which stay in a core's cache
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # below every score, and finite, so that −inf − LOWEST is no NaN
 
 
@@ -93,6 +94,22 @@ def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     return probs, lse
 
 
+def softmax_torch(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """`softmax` in PyTorch, for machines without a GPU: a few rows at a time, whose later passes find them in the cache."""
+    check_rows(scores)
+    probs, lse = empty_results(scores)
+    if not scores.shape[1]:
+        return probs, lse.fill_(-torch.inf)
+    step = max(1, CACHE_SCORES // scores.shape[1])
+    for rows, out, sums in zip(scores.split(step), probs.split(step), lse.split(step)):
+        m = rows.float().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+        weights = torch.sub(rows, m).exp_()
+        l = weights.sum(-1, keepdim=True)
+        torch.add(m, l.log(), out=sums[:, None])
+        out.copy_(weights.mul_(l.masked_fill(l == 0, 1).reciprocal_()))
+    return probs, lse
+
+
 def warps_for(block_n: int) -> int:
     """Warps of a program that holds a whole row of block_n scores: 512 a warp are 16 a thread, up to 32 warps."""
     return min(32, max(1, block_n // 512))
@@ -114,8 +131,8 @@ def empty_results(scores: Tensor) -> tuple[Tensor, Tensor]:
             torch.empty(len(scores), dtype=torch.float32, device=scores.device))
 
 
-# Rows that fit one block: 4096, and vocabularies of 32000. Longer: 128256, which ends inside a tile. Odd: rows that start anywhere.
-ROWS = {**dict.fromkeys(("num_columns", "stride_row"), "i32")}
+# Rows that fit a block, up to vocabularies of 32000, and longer ones, such as 128256; "odd" are rows that start anywhere.
+ROWS = dict.fromkeys(("num_columns", "stride_row"), "i32")
 KERNELS = [KernelSpec("lessons.l08_online_softmax.optimized:block_softmax_kernel", name=f"block_{dtype}_{block_n}{odd}",
                       signature={"scores_ptr": f"*{dtype}", "probs_ptr": f"*{dtype}", "lse_ptr": "*fp32", **ROWS},
                       constexprs={"BLOCK_N": block_n}, num_warps=warps_for(block_n),
