@@ -15,7 +15,7 @@ from lessons.l02_naive_attention.request import OnToken
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.cache import KVCache
 from lessons.l03_kv_cache.naive import cached_loop
-from lessons.l08_online_softmax.naive import Partial, finish, from_scores, merge
+from lessons.l08_online_softmax.naive import Partial, finish, from_scores, from_state, merge
 from lessons.l10_flash_decoding.splits import cdiv, split_bounds
 
 CPU_SPLITS = 4  # of the cache below: on a CPU nothing waits for work, so any number shows that the tokens stay the same
@@ -39,12 +39,12 @@ def flash_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tens
     """
     if split_size is not None:
         num_splits = max(1, cdiv(int(context_lens.max()), split_size))
-    partials = split_decode(q, k_cache, v_cache, context_lens, softmax_scale, window, num_splits or 1, split_size or 1)
+    partials = split_decode(q, k_cache, v_cache, context_lens, softmax_scale, window, num_splits or 1, split_size or 0)
     return combine(*partials)[0].to(q.dtype)
 
 
 def split_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, softmax_scale: float | None = None,
-                 window: int | None = None, num_splits: int = 1, split_size: int = 1) -> tuple[Tensor, Tensor]:
+                 window: int | None = None, num_splits: int = 1, split_size: int = 0) -> tuple[Tensor, Tensor]:
     """What each split finds: partial_out: [B, Hq, S, D] and partial_lse: [B, Hq, S], float32 (float64 for float64).
 
     An empty split finds 0 and −inf. Arguments as in `flash_decode`; num_splits is S, split_size the least keys in a split.
@@ -75,10 +75,7 @@ def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
 
     partial_lse in base e. A split whose lse is −inf weighs nothing, whatever stands in its rows of partial_out; all −inf: 0, −inf.
     """
-    seen = partial_lse != -torch.inf  # so written, because a NaN must stay visible
-    partial_out = torch.where(seen[..., None], partial_out, 0.0)
-    parts = (Partial(partial_lse[..., s], seen[..., s].to(partial_lse.dtype), partial_out[..., s, :])
-             for s in range(partial_lse.shape[-1]))
+    parts = (from_state(partial_out[..., split, :], partial_lse[..., split]) for split in range(partial_lse.shape[-1]))
     return finish(reduce(merge, parts))
 
 

@@ -14,7 +14,7 @@ GOOD_ENOUGH = 0.85    # of the best efficiency: fewer splits, fewer partials
 MAX_SPLITS = 128      # eight tiles of the combine kernel; beyond, its one program per head takes longer than it saves
 
 
-def split_bounds(context_len: int, num_splits: int, split_size: int = 1, window: int | None = None,
+def split_bounds(context_len: int, num_splits: int, split_size: int = 0, window: int | None = None,
                  block_n: int = 1) -> list[tuple[int, int]]:
     """[(start, end)] of each split's keys; empty splits, start = end = context_len, come last.
 
