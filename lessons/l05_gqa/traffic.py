@@ -30,12 +30,12 @@ def repeated_bytes(num_keys: int, num_heads: int, num_kv_heads: int, head_dim: i
 
 
 def kernel_loads(context_lens: list[int], num_heads: int, readers: int, head_dim: int, window: int | None = None) -> int:
-    """Values that a decode kernel loads for a batch: q once, K and V once for each of `readers` programs of a sequence.
+    """Values that a decode kernel loads for a batch: q once, K, V and the length once for each of a sequence's `readers` programs.
 
     readers: Hq for lesson 3's kernel, a program per query head; Hkv for this lesson's, a program per KV head.
     """
     keys = sum(length if window is None else min(length, window) for length in context_lens)
-    return len(context_lens) * num_heads * head_dim + 2 * keys * readers * head_dim
+    return len(context_lens) * (num_heads * head_dim + readers) + 2 * keys * readers * head_dim
 
 
 # ---------------------------------------------------------------- a step, counted
