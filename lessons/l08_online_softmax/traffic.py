@@ -30,7 +30,7 @@ def largest_exponent(dtype: torch.dtype) -> float:
 def smallest_exponent(dtype: torch.dtype) -> float:
     """The x below which exp is 0 in a dtype: log of half its smallest subnormal number, which still rounds to 0."""
     info = torch.finfo(dtype)
-    return math.log(info.tiny * info.eps / 2)
+    return math.log(info.tiny) + math.log(info.eps / 2)
 
 
 def main() -> None:

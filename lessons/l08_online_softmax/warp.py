@@ -1,4 +1,4 @@
-"""What the 32 lanes of a warp hold while `warp_merge` of optimized.cu runs, as tensors of 32 numbers: a picture that can be tested.
+"""What the 32 lanes of a warp hold while `warp_merge` of optimized.cu runs, as tensors: a picture that can be tested.
 
 A GPU runs the lanes at the same time and keeps m and l in a register of each; here a register is a tensor, one number a lane.
 
