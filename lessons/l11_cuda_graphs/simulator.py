@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs where there is no GPU: what it records, what it refuses and what goes stale are those of the real one.
+"""A stand-in for CUDA graphs where there is no GPU: it records, refuses and goes stale like the real one.
 
 It is a simulator: it saves no time. Capturing runs nothing, it only notes each operation with the very tensors that it was given;
 replaying runs them again on these tensors, in order. So a buffer that was replaced, a length that Python knew, a branch that was
@@ -19,7 +19,8 @@ from lessons.toolbox.device import has_triton
 from lessons.toolbox.traps import poison_
 from lessons.toolbox.triton_ import triton
 
-READS_ON_THE_CPU = {"cpu", "tolist", "numpy", "__array__"}  # methods that on a CPU tensor run no operation at all
+# Methods that on a CPU tensor run no operation at all, and on a GPU's copy it.
+READS_ON_THE_CPU = {"cpu", "tolist", "numpy", "__array__", "__repr__", "__format__"}
 
 
 class CaptureError(RuntimeError):
@@ -130,8 +131,9 @@ def _refuse(func, name: str, args: tuple, kwargs: dict) -> None:
     """Raise CaptureError for what the CPU must wait for, in order to go on."""
     if torch.Tag.data_dependent_output in func.tags or name in ("item", "is_nonzero", "equal"):
         raise CaptureError(name, "waits for the GPU: Python wants to know a value")
-    masks = any(x is not None and x.dtype == torch.bool for x in args[1]) if name in ("index", "index_put", "index_put_") else False
-    if masks or (torch.Tag.dynamic_output_shape in func.tags and name != "index"):
+    indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+    masked = any(x is not None and x.dtype == torch.bool for x in indices)
+    if masked or (torch.Tag.dynamic_output_shape in func.tags and name != "index"):
         raise CaptureError(name, "waits for the GPU: its values decide a shape")
     if name == "lift_fresh" and args[0].ndim:
         raise CaptureError("torch.tensor", "copies from memory of the CPU that is not pinned")

@@ -15,6 +15,7 @@ from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.naive import masked_softmax
 from lessons.l02_naive_attention.optimized import attention_for
 from lessons.l02_naive_attention.request import Request
+from lessons.l03_kv_cache.cache import KVCache
 from lessons.l03_kv_cache.optimized import append_rows, decode_attention
 from lessons.toolbox.config import ModelConfig
 
@@ -24,8 +25,8 @@ Step = Callable[[Tensor], Tensor]  # inputs: [4, B] on the CPU -> logits: [B, V]
 class SlotCache:
     """K and V of up to `rows` sequences: sequence b owns the slots b · capacity … (b + 1) · capacity - 1.
 
-    keys, values: [layers, rows · capacity + 1, Hkv, D]. The last slot is nobody's: a row that shall be written nowhere goes
-    there, because a PyTorch write cannot be skipped without a shape that depends on the data. Raises ValueError for no room.
+    keys, values: [layers, rows · capacity + 1, Hkv, D]. The last slot is nobody's: what shall be written nowhere goes there,
+    because a PyTorch write cannot be skipped without a shape that depends on the data. Raises ValueError for no room.
     """
 
     def __init__(self, config: ModelConfig, rows: int, capacity: int, dtype: torch.dtype = torch.float32,
@@ -33,9 +34,9 @@ class SlotCache:
         if rows < 1 or capacity < 1:
             raise ValueError(f"rows, capacity: got {rows}, {capacity}; accepted: 1 or more sequences of 1 or more tokens")
         self.config, self.rows, self.capacity = config, rows, capacity
-        shape = (config.num_hidden_layers, rows * capacity + 1, config.num_key_value_heads, config.head_dim)
         # Zeroed, because PyTorch's decode below multiplies what it masks by 0, and 0 times what memory may hold (NaN) is NaN.
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.keys, self.values = (torch.zeros(config.num_hidden_layers, rows * capacity + 1, *row, dtype=dtype, device=device)
+                                  for row in KVCache.rows(config))
 
     def prefilling(self, row: int) -> Attend:
         """attend for a whole prompt that goes into `row`, from its first slot on."""
