@@ -55,7 +55,8 @@ def check_one_device(**tensors: Tensor) -> None:
 def append_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write k, v: [T, Hkv, D] into k_cache, v_cache: [slots, Hkv, D] at slot_mapping: [T] int64, distinct; -1 skips a token.
 
-    v and v_cache may have heads of another width than k and k_cache. Raises ValueError if shapes, dtypes or strides do not fit. A slot beyond the cache is not checked: it lies on the device.
+    v and v_cache may have heads of another width than k and k_cache. Raises ValueError if shapes, dtypes or strides do not fit.
+    A slot beyond the cache is not checked: it lies on the device.
     """
     caches, rows = (k_cache, v_cache), (k, v)
     if {x.ndim for x in rows + caches} != {3} or v.shape[:2] != k.shape[:2] or k_cache.shape[1:] != k.shape[1:] \
@@ -117,8 +118,9 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: 
                      window: int | None = None, block_n: int = 32) -> Tensor:
     """One query per sequence over its cache: q: [B, Hq, D]; k_cache, v_cache: [B, capacity, Hkv, D] -> [B, Hq, D].
 
-    v_cache may have heads of another width, which is then the output's. context_lens: [B] int32 or int64, the rows in use, the query's own included; 0 gives zeros. window: only the last `window`
-    rows count. block_n: keys per tile, a power of two. float32 inside. Raises ValueError.
+    v_cache may have heads of another width, which is then the output's. context_lens: [B] int32 or int64, the rows in use, the
+    query's own included; 0 gives zeros. window: only the last `window` rows count. block_n: keys per tile, a power of two.
+    float32 inside. Raises ValueError.
     """
     if q.ndim != 3 or k_cache.ndim != 4 or v_cache.ndim != 4 or k_cache.shape[:3] != v_cache.shape[:3] \
             or q.shape[::2] != k_cache.shape[::3] or q.shape[1] % k_cache.shape[2] or context_lens.shape != q.shape[:1]:

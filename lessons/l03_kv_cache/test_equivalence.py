@@ -181,7 +181,8 @@ def test_heads_of_v_may_have_another_width(v_head_dim, seed, proof):
     q, k_cache, _, lens = decode_inputs("normal", [1, 20], 20, 4, 2, 16, seed)
     v_cache = draw("normal", (2, 20, 2, v_head_dim), seed=seed + 9, device=DEVICE)
     k_cache.nan_to_num_(0)
-    proof.record(decode_kernel, prove(lambda *x: decode_attention(*x, block_n=16), decode_by_slicing, (q, k_cache, v_cache, lens)))
+    inputs = (q, k_cache, v_cache, lens)
+    proof.record(decode_kernel, prove(lambda *x: decode_attention(*x, block_n=16), decode_by_slicing, inputs))
     slots, rows = torch.tensor([4, -1], device=DEVICE), (k_cache[0, :2].clone(), v_cache[0, :2].clone())
     proof.record(append_kernel, prove(append_rows, append_by_indexing, [*rows, k_cache[1], v_cache[1], slots], mutates=(2, 3)))
     q, k, v = draw("normal", (9, 4, 16), seed=seed, device=DEVICE), k_cache[1, :9], v_cache[1, :9]

@@ -100,8 +100,8 @@ class MoEConfig:
             raise ValueError(f"n_routed_experts ({self.n_routed_experts}) must be a multiple of n_group ({self.n_group}), and "
                              f"topk_group ({self.topk_group}) be 1 to n_group")
         if not 1 <= self.num_experts_per_tok <= self.topk_group * self.group_size:
-            raise ValueError(f"num_experts_per_tok ({self.num_experts_per_tok}) must be 1 to the {self.topk_group * self.group_size}"
-                             f" experts of topk_group ({self.topk_group}) groups")
+            raise ValueError(f"num_experts_per_tok ({self.num_experts_per_tok}) must be 1 to "
+                             f"{self.topk_group * self.group_size}, the experts of topk_group ({self.topk_group}) groups")
         if self.topk_method == "noaux_tc" and self.group_size < 2:  # because a group counts as its best two experts
             raise ValueError(f"noaux_tc needs groups of two experts or more, n_routed_experts ({self.n_routed_experts}) in "
                              f"n_group ({self.n_group}) groups are fewer")
