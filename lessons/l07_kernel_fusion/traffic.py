@@ -1,7 +1,7 @@
 """How many bytes a chain of operations moves, and how many kernels it launches: counted operation by operation.
 
-Each operation that makes or changes a tensor is one pass: it reads its operands and writes its result. That is the least it can do.
-Run on PyTorch's meta device, where tensors have shapes but no numbers, a chain is counted at full size and without the memory.
+Each operation that makes or changes a tensor is one pass: it reads its operands and writes its result, which is the least that it
+can do. On PyTorch's meta device, where tensors have shapes but no numbers, a chain is counted at full size without the memory.
 
     python -m lessons.l07_kernel_fusion.traffic [--rows 4096] [--size 4096] [--dtype bfloat16]
 """
@@ -103,7 +103,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{options.rows} rows of {options.size} values, {options.dtype}; QK-norm: 32 + 8 heads of 128\n", *table(found), sep="\n")
+    print(f"{options.rows} rows of {options.size} values, {options.dtype}; QK-norm: 32 + 8 heads of 128\n")
+    print(*table(found), sep="\n")
     for name, (passes, _) in found.items():
         print(f"\n{name}: " + " · ".join(f"{p.name} {p.read_bytes / 1e6:.3g}+{p.written_bytes / 1e6:.3g}" for p in passes))
     return 0
