@@ -22,7 +22,7 @@ from lessons.l05_gqa.optimized import LOG2_E, check_decode_inputs, has_matrix_un
 from lessons.l08_online_softmax.partials import STAGES, online_values
 from lessons.l10_flash_decoding import naive
 from lessons.l10_flash_decoding.checks import check_partials, check_splits
-from lessons.l10_flash_decoding.splits import cdiv, choose_num_splits, slots_of
+from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, plan_splits, sms_of
 from lessons.toolbox.compile_check import KernelSpec
 from lessons.toolbox.triton_ import tl, triton
 
@@ -56,11 +56,8 @@ def split_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, context_lens_ptr,
     k_tile = step[:, None] * stride_kn + column[None, :]
     v_tile = step[:, None] * stride_vn + column[None, :]
 
-    length = tl.load(context_lens_ptr + sequence).to(tl.int32)  # this sequence's own, not the capacity: else splits run empty
-    first = tl.maximum(length - window, 0)  # once for the sequence, because the window counts from its end, not from a split's
-    size = tl.maximum(split_size, tl.cdiv(tl.cdiv(length - first, num_splits), BLOCK_N) * BLOCK_N)  # as in split_bounds
-    begin = first + split * size
-    end = tl.minimum(begin + size, length)
+    length = tl.load(context_lens_ptr + sequence).to(tl.int32)
+    begin, end = keys_of_split(split, num_splits, split_size, length, window, BLOCK_N)
 
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -89,6 +86,15 @@ def split_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, context_lens_ptr,
 
 
 @triton.jit
+def keys_of_split(split, num_splits, split_size, length, window, BLOCK_N: tl.constexpr):
+    """`split_bounds` on the GPU, from the sequence's own length: begin and end of one split's keys; begin ≥ length if it is empty."""
+    first = tl.maximum(length - window, 0)  # once for the sequence, because the window counts from its end, not from a split's
+    size = tl.maximum(split_size, tl.cdiv(tl.cdiv(length - first, num_splits), BLOCK_N) * BLOCK_N)
+    begin = first + split * size
+    return begin, tl.minimum(begin + size, length)
+
+
+@triton.jit
 def combine_kernel(partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, num_splits,
                    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, NUM_STAGES: tl.constexpr):
     """One program per sequence and query head: lesson 8's loop over its splits, LSEs as scores, partial results as values."""
@@ -113,11 +119,8 @@ def flash_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tens
     check_decode_inputs(q, k_cache, v_cache, context_lens, window)
     check_splits(num_splits, split_size, max_context_len, k_cache)
     longest = min(x for x in (k_cache.shape[1], max_context_len, window) if x is not None)
-    if split_size is not None:
-        num_splits = max(1, cdiv(longest, split_size))
-    elif num_splits is None:
-        block_n = tiles_of(q, k_cache)["BLOCK_N"]
-        num_splits = choose_num_splits(len(q) * k_cache.shape[2], cdiv(longest, block_n), slots_of(q.device))
+    num_splits = plan_splits(len(q) * k_cache.shape[2], longest, tiles_of(q, k_cache)["BLOCK_N"],
+                             sms_of(q.device) * PROGRAMS_PER_SM, num_splits, split_size)
     partial_out, partial_lse = split_decode(q, k_cache, v_cache, context_lens, softmax_scale, window, num_splits, split_size or 0,
                                             out_dtype=q.dtype if num_splits == 1 else torch.float32)
     return partial_out[:, :, 0] if num_splits == 1 else combine(partial_out, partial_lse, q.dtype)[0]
@@ -184,4 +187,4 @@ KERNELS += [KernelSpec("lessons.l10_flash_decoding.optimized:combine_kernel", na
                        signature={"partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32", "out_ptr": f"*{dtype}",
                                   "lse_ptr": "*fp32", "num_splits": "i32"},
                        constexprs={"HEAD_DIM": dim, "BLOCK_D": dim, "BLOCK_S": BLOCK_S, "NUM_STAGES": STAGES})
-            for dtype in ("bf16", "fp32") for dim in (64, 128, 512)]
+            for dtype, dim in (("bf16", 128), ("bf16", 512), ("fp32", 64))]

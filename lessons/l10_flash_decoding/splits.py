@@ -8,7 +8,7 @@ import torch
 
 from lessons.toolbox.hardware import CHIPS
 
-PROGRAMS_PER_SM = 2   # because the buffers of one program take less than half of an SM's shared memory (README, Code)
+PROGRAMS_PER_SM = 2   # because the split kernel's buffers take 70 KiB of 163 (A100) or 227 (H100, H200) in shared memory
 ALMOST_FULL = 0.8     # share of the slots from which on splitting cannot win what the partials cost
 GOOD_ENOUGH = 0.85    # of the best efficiency: fewer splits, fewer partials
 MAX_SPLITS = 128      # eight tiles of the combine kernel; beyond, its one program per head takes longer than it saves
@@ -33,8 +33,8 @@ def choose_num_splits(num_programs: int, num_tiles: int, num_slots: int, max_spl
 
     num_tiles: tiles of keys in the longest sequence. num_slots: programs that run at the same time, SMs · PROGRAMS_PER_SM.
     """
-    if num_programs >= ALMOST_FULL * num_slots:
-        return 1  # because nearly all slots have work, and every further split costs a partial written and read
+    if not num_programs or num_programs >= ALMOST_FULL * num_slots:
+        return 1  # because there is no work, or nearly all slots have work, and every further split costs a partial written and read
     most = max(1, min(max_splits, num_slots, num_tiles))  # because a split needs a tile, and one more wave wins nothing
     efficiency = {splits: wave_efficiency(num_programs * splits, num_slots) for splits in range(1, most + 1)
                   # Because tiles are whole: 64 tiles in 11 splits are 6 each, in 12 splits they are 6 each again, and one is empty.
@@ -49,11 +49,18 @@ def wave_efficiency(num_programs: int, num_slots: int) -> float:
     return waves / cdiv(num_programs, num_slots)  # because the last wave takes as long as a full one
 
 
-def slots_of(device: torch.device | str) -> int:
-    """How many of the kernel's programs run at the same time. On a CPU an H200's number: the interpreter then splits as it does."""
+def plan_splits(num_programs: int, longest: int, block_n: int, num_slots: int, num_splits: int | None = None,
+                split_size: int | None = None) -> int:
+    """How many splits to launch: num_splits if given, as many of split_size as the longest sequence needs, or by the machine."""
+    if split_size is not None:
+        return max(1, cdiv(longest, split_size))
+    return num_splits or choose_num_splits(num_programs, cdiv(longest, block_n), num_slots)
+
+
+def sms_of(device: torch.device | str) -> int:
+    """Streaming multiprocessors. On a CPU those of an H200, so that the interpreter splits as it would."""
     device = torch.device(device)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else CHIPS["h200"].sm_count
-    return sms * PROGRAMS_PER_SM
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else CHIPS["h200"].sm_count
 
 
 def cdiv(x: int, y: int) -> int:
