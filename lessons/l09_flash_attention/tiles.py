@@ -1,0 +1,87 @@
+"""Which keys a tile of queries has to visit, which of those tiles need no mask, and how large tiles are on which chip.
+
+Plain arithmetic: naive.py walks by it, optimized.py repeats `key_range` in Triton, the figures draw it.
+
+Source: Dao 2023, FlashAttention-2, section 3.1 (causal masking: blocks above the diagonal are skipped, blocks below need no mask).
+"""
+from dataclasses import dataclass
+
+import torch
+
+VISITED, UNMASKED, SKIPPED = "visited, with a mask", "visited, no mask needed", "skipped"
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The size of a program's tiles and how it is launched: BLOCK_M queries and BLOCK_N keys at a time."""
+
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+def key_range(start_m: int, num_queries: int, num_keys: int, tiles: Tiles, causal: bool = True,
+              window: int | None = None) -> tuple[int, int, int, int]:
+    """(begin, full_begin, full_end, end): the queries start_m … start_m + block_m - 1 visit the keys begin … end - 1, tile by tile.
+
+    Tiles from full_begin to full_end are seen by every one of these queries, so they need no mask; those before and behind do.
+    begin, full_begin and full_end are multiples of block_n, unless a range is empty.
+    """
+    block_m, block_n = tiles.block_m, tiles.block_n
+    first = start_m + num_keys - num_queries  # the key at which the tile's first query stands: bottom-right aligned
+    last = first + block_m - 1
+    begin, full_begin = 0, 0
+    if window is not None:
+        begin = max(0, first - window + 1) // block_n * block_n
+        full_begin = -(-max(0, last - window + 1) // block_n) * block_n  # rounded up: its first key is in the last query's window
+    end, full_end = num_keys, num_keys // block_n * block_n  # rounded down: the last tile may be a partial one
+    if causal:
+        end = min(end, max(0, last + 1))                                   # + 1, because a query sees its own key
+        full_end = max(0, min(full_end, (first + 1) // block_n * block_n))  # the first query sees the whole tile
+    full_begin = min(full_begin, end)
+    return min(begin, end), full_begin, max(full_end, full_begin), end
+
+
+def tile_map(num_queries: int, num_keys: int, tiles: Tiles, causal: bool = True, window: int | None = None) -> list[list[str]]:
+    """What happens to each tile of keys, for each tile of queries: rows of VISITED, UNMASKED or SKIPPED."""
+    rows = []
+    for start_m in range(0, num_queries, tiles.block_m):
+        begin, full_begin, full_end, end = key_range(start_m, num_queries, num_keys, tiles, causal, window)
+        rows.append([UNMASKED if full_begin <= start_n < full_end else VISITED if begin <= start_n < end else SKIPPED
+                     for start_n in range(0, num_keys, tiles.block_n)])
+    return rows
+
+
+# ---------------------------------------------------------------- how large
+
+FFMA = {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)}  # float32, and T4: no tensor cores
+# Compute capability -> {largest head size: tiles} for 16-bit inputs. Chosen by the compiler: no spills, shared memory within the
+# chip's limit (test_every_configuration_compiles). None of them has been timed on its chip: autotune before you ship.
+CONFIGS: dict[int, dict[int, Tiles]] = {
+    75: FFMA,
+    80: {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 8, 2)},
+    86: {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 32, 8, 1)},  # and 8.9: 99 KiB of shared memory
+    90: {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)},
+    100: {64: Tiles(128, 128, 8, 2), 128: Tiles(128, 128, 8, 2), 256: Tiles(64, 64, 8, 2)},
+    120: {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 32, 8, 1)},  # 99 KiB again
+}
+
+
+def tiles_for(capability: int, head_dim: int, itemsize: int) -> Tiles:
+    """For a chip (compute capability, 90 for 9.0), the larger of a head's sizes, and the bytes of an element.
+
+    A chip that is not listed takes the entry of the nearest older one. Raises ValueError for a head size above 256.
+    """
+    if head_dim > 256:
+        raise ValueError(f"head_dim: got {head_dim}; accepted: up to 256")
+    table = FFMA if itemsize == 4 else CONFIGS[max((chip for chip in CONFIGS if chip <= capability), default=75)]
+    return table[min(size for size in table if size >= head_dim)]
+
+
+def tiles_on(device: torch.device, head_dim: int, itemsize: int) -> Tiles:
+    """tiles_for the chip behind a device; small tiles where kernels are interpreted."""
+    if device.type != "cuda":
+        return Tiles(32, 32)
+    major, minor = torch.cuda.get_device_capability(device)
+    return tiles_for(10 * major + minor, head_dim, itemsize)
