@@ -174,6 +174,14 @@ def test_a_cuda_file_is_known_by_its_text_and_anything_else_is_refused(tmp_path)
             proof_record.kernel_name(wrong)
 
 
+def test_what_a_sanitizer_is_told_to_watch(tmp_path):
+    (tmp_path / "optimized.cu").write_text('__device__ float half(float x) { return x / 2; }\n'
+                                           'extern "C" __global__ void __launch_bounds__(1024) softmax_x8(\n    float* x) {}\n'
+                                           'extern "C" __global__ void plain(float* x) {}\n')
+    assert proof_record.names_on_gpu("08/optimized.cu", tmp_path) == ["softmax_x8", "plain"]
+    assert proof_record.names_on_gpu("08/softmax_kernel", tmp_path) == ["softmax_kernel"]
+
+
 def test_a_torn_line_is_left_out_and_the_last_word_counts(tmp_path):
     path = tmp_path / "record.jsonl"
     proof_record.append(path, "a", "passed", 1, {})

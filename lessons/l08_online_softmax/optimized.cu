@@ -9,11 +9,12 @@ constexpr float LOWEST = -3.4028234663852886e38f;        // below every score, a
 
 // ---------------------------------------------------------------- numbers
 
-// bfloat16 is the upper half of a float.
-__device__ float to_float(unsigned short bits) { return __uint_as_float(static_cast<unsigned>(bits) << 16); }
+using bf16 = unsigned short;  // its 16 bits, the upper half of a float's
+
+__device__ float to_float(bf16 bits) { return __uint_as_float(static_cast<unsigned>(bits) << 16); }
 __device__ float to_float(float x) { return x; }
 
-__device__ void from_float(float x, unsigned short& bits) {
+__device__ void from_float(float x, bf16& bits) {
     // To the nearest, ties to even: add just less than half of the lowest bit that stays, and its parity. NaN stays NaN,
     // because adding could carry it into an infinity.
     unsigned wide = __float_as_uint(x);
@@ -96,12 +97,20 @@ __device__ void softmax_row(const T* scores, T* probs, float* lse, long long num
 }
 
 // Called by name from Python, so each type and width has a name of its own: x8 and x4 are 16 bytes at once, x1 fits any row.
-#define SOFTMAX(NAME, T, COUNT)                                                                                               \
-    extern "C" __global__ void __launch_bounds__(1024) NAME(const T* scores, T* probs, float* lse, long long num_columns,     \
-                                                            long long stride_row) {                                           \
-        softmax_row<T, COUNT>(scores, probs, lse, num_columns, stride_row);                                                   \
-    }
-SOFTMAX(softmax_bf16x8, unsigned short, 8)
-SOFTMAX(softmax_bf16x1, unsigned short, 1)
-SOFTMAX(softmax_fp32x4, float, 4)
-SOFTMAX(softmax_fp32x1, float, 1)
+// scores: [R, num_columns], rows stride_row apart; probs: [R, num_columns], dense; lse: [R].
+extern "C" __global__ void __launch_bounds__(1024) softmax_bf16x8(
+    const bf16* scores, bf16* probs, float* lse, long long num_columns, long long stride_row) {
+    softmax_row<bf16, 8>(scores, probs, lse, num_columns, stride_row);
+}
+extern "C" __global__ void __launch_bounds__(1024) softmax_bf16x1(
+    const bf16* scores, bf16* probs, float* lse, long long num_columns, long long stride_row) {
+    softmax_row<bf16, 1>(scores, probs, lse, num_columns, stride_row);
+}
+extern "C" __global__ void __launch_bounds__(1024) softmax_fp32x4(
+    const float* scores, float* probs, float* lse, long long num_columns, long long stride_row) {
+    softmax_row<float, 4>(scores, probs, lse, num_columns, stride_row);
+}
+extern "C" __global__ void __launch_bounds__(1024) softmax_fp32x1(
+    const float* scores, float* probs, float* lse, long long num_columns, long long stride_row) {
+    softmax_row<float, 1>(scores, probs, lse, num_columns, stride_row);
+}

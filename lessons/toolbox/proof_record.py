@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_RECORD = ROOT / "build" / "proof.jsonl"
 COMPACT_BYTES = 1_000_000  # a longer file is rewritten without the lines that later runs replaced
 ROOM = re.compile(r"l(\d\d)_\w+")
+ENTRY_POINT = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
 FIGURES = ("rms", "rms_eager", "max_abs", "max_abs_eager", "worst_tile_rms", "floor")  # of numerics.Errors, kept for the record
 
 
@@ -50,6 +51,14 @@ def hash_of(kernel) -> str:
     if str(kernel).endswith(".cu"):
         return hashlib.sha256(Path(kernel).read_text(encoding="utf-8").encode()).hexdigest()[:16]
     return kernel_hash(kernel)
+
+
+def names_on_gpu(kernel: str, room: Path) -> list[str]:
+    """What a GPU's tools call "08/softmax_kernel": the function's name; of a .cu file in the lesson's room all its kernels."""
+    name = kernel.partition("/")[2]
+    if not name.endswith(".cu"):
+        return [name]
+    return ENTRY_POINT.findall((room / name).read_text(encoding="utf-8"))
 
 
 # ---------------------------------------------------------------- the fixture

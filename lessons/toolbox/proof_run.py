@@ -213,7 +213,8 @@ class Run:
         if self.machine.sanitizer is None:
             self.say(f"{tool:<20} not run    compute-sanitizer is not installed")
             return
-        watched = [part for kernel in kernels for part in ("--kernel-name", f"kns={kernel.split('/')[1]}")]
+        names = [name for kernel in kernels for name in proof_record.names_on_gpu(kernel, self.lessons[kernel[:2]])]
+        watched = [part for name in names for part in ("--kernel-name", f"kns={name}")]
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder) / "proof.jsonl"
             command = [self.machine.sanitizer, "--tool", tool, "--error-exitcode", str(FOUND_EXIT_CODE), *watched,

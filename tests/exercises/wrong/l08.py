@@ -221,8 +221,8 @@ def slipped_butterfly(m, l, shfl_xor_sync, *, distances=(16, 8, 4, 2, 1), mask=A
 for name, slip, hint in [
     ("last_step_skipped", dict(distances=(16, 8, 4, 2)), "Neighbours never meet: after 16, 8, 4, 2 comes 1."),
     ("first_step_skipped", dict(distances=(8, 4, 2, 1)), "The two halves of the warp never meet: begin with 16."),
-    ("a_step_twice", dict(distances=(16, 8, 4, 2, 2)), "One step is made twice: some sums count twice, and neighbours never meet."),
-    ("distances_1_to_5", dict(distances=(1, 2, 3, 4, 5)), "The distances are powers of two: a round changes one bit of the lane."),
+    ("a_step_twice", dict(distances=(16, 8, 4, 2, 2)), "One step is made twice: sums count twice, and neighbours never meet."),
+    ("distances_1_to_5", dict(distances=(1, 2, 3, 4, 5)), "Distances are powers of two: a round changes one bit of the lane."),
     ("half_the_mask", dict(mask=0xFFFF), "Your mask names 16 lanes; the others get garbage. All 32 take part."),
     ("mask_of_lane_0", dict(mask=1), "The mask is one bit a lane, not the number of the lane that wants the result."),
     ("other_l_not_shrunk", dict(m_first=True), "The other lane's l is relative to its own m, not to the new one."),
