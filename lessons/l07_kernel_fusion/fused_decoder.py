@@ -86,8 +86,8 @@ def run_layers(layers: nn.ModuleList, last_norm: FusedRMSNorm, x: Tensor, rotate
     return normed
 
 
-class FusedForward:
-    """What a fused twin puts before its decoder's own class."""
+class FusedDecoder(Decoder):
+    """The plain decoder with `run_layers` in the place of its loop."""
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens: [T] int64, positions: [T] int64 -> hidden: [T, hidden_size]."""
@@ -96,23 +96,22 @@ class FusedForward:
 
 @lru_cache
 def fused_class(kind: type) -> type:
-    """A decoder's class with the fused forward: everything else that a subclass changed stays."""
-    return type(f"Fused{kind.__name__}", (FusedForward, kind), {"__doc__": kind.__doc__})
+    """A decoder's class above FusedDecoder: what a subclass changed stays, and its super().forward is the fused one."""
+    return FusedDecoder if kind is Decoder else type(f"Fused{kind.__name__}", (kind, FusedDecoder), {"__doc__": kind.__doc__})
 
 
 def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
     """A twin of `model`, for inference: the same weights (shared, not copied), fewer and shorter passes between them.
 
-    ops: default `ops_for(model)`. A fused model is returned as it is. Raises ValueError for a decoder whose forward or
-    whose norms are not those of lesson 2's, because then a junction would not be where `run_layers` has it.
+    ops: default `ops_for(model)`. A fused model is returned as it is. Raises ValueError for a decoder whose layers have other
+    norms than lesson 2's, because a junction of the residual stream is an addition and an RMSNorm.
     """
-    if isinstance(model, FusedForward):
+    if isinstance(model, FusedDecoder):
         return model
-    strange = [type(norm).__name__ for layer in model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-               if type(norm) is not RMSNorm]
-    if type(model).forward is not Decoder.forward or strange or type(model.norm) is not RMSNorm:
-        raise ValueError(f"model: got {type(model).__name__} with {strange[0] if strange else 'another forward or last norm'}; "
-                         "accepted: a decoder with the forward and the RMSNorm of lessons.l02_naive_attention.decoder")
+    norms = [norm for layer in model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)] + [model.norm]
+    if strange := [type(norm).__name__ for norm in norms if type(norm) is not RMSNorm]:
+        raise ValueError(f"model: got {type(model).__name__} with {strange[0]}; accepted: a decoder whose layers have the "
+                         "RMSNorm of lessons.l02_naive_attention.decoder")
     twin = twin_of(model, ops or ops_for(model))
     twin.__class__ = fused_class(type(model))
     return twin

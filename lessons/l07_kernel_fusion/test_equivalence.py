@@ -11,7 +11,7 @@ from lessons.l02_naive_attention import naive as lesson2
 from lessons.l02_naive_attention.decoder import MLP, Decoder, RMSNorm
 from lessons.l07_kernel_fusion import naive, optimized, qk_norm, stand_ins
 from lessons.l07_kernel_fusion.accesses import Accesses
-from lessons.l07_kernel_fusion.fused_decoder import FusedMLP, FusedRMSNorm, fused, ops_of
+from lessons.l07_kernel_fusion.fused_decoder import FusedDecoder, FusedMLP, FusedRMSNorm, Ops, fused, ops_of
 from lessons.l07_kernel_fusion.optimized import (
     add_rms_norm_kernel,
     rms_norm_kernel,
@@ -259,7 +259,7 @@ class Experts(nn.Module):
 
 
 class OtherDecoder(Decoder):
-    """Another family: its own attention and MLP in lesson 2's layers, its own rotation."""
+    """Another family: its own attention and MLP in lesson 2's layers, its own rotation, an attend that it wraps."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -268,6 +268,9 @@ class OtherDecoder(Decoder):
 
     def rotation(self, positions):
         return lambda x: x * (1 + positions[:, None, None])
+
+    def forward(self, tokens, positions, attend):
+        return super().forward(tokens, positions, lambda layer, q, k, v: 2 * attend(layer, q, k, v))
 
 
 def new_decoder(kind=Decoder, qk_norm=False, dtype=torch.float32):
@@ -319,20 +322,26 @@ def test_the_twin_shares_every_weight_and_leaves_the_model_alone(seed):
     inside = twin.layers[0]
     assert type(inside.self_attn) is OtherAttention and type(inside.self_attn.inner_norm) is FusedRMSNorm
     assert type(inside.mlp) is Experts and type(inside.mlp.experts[1]) is FusedMLP
-    assert fused(twin) is twin and twin.embed_tokens is model.embed_tokens and twin.lm_head is model.lm_head
+    assert isinstance(twin, FusedDecoder) and fused(twin) is twin and twin.embed_tokens is model.embed_tokens and twin.lm_head is model.lm_head
     assert torch.equal(logits_of(copy.deepcopy(twin)), logits_of(twin))
 
 
-def test_a_decoder_of_another_kind_is_refused():
-    class OwnForward(Decoder):
-        def forward(self, tokens, positions, attend):
-            return super().forward(tokens, positions, attend)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_addition_happens_inside_a_norm(kind, seed):
+    """n layers: 2n junctions, one norm before the first, and no other addition to the residual stream."""
+    called = []
+    ops = ops_of(naive)
+    counting = Ops(*(lambda *args, name=name, op=op: called.append(name) or op(*args) for name, op in zip(Ops._fields, ops)))
+    logits_of(fused(new_decoder(*KINDS[kind]), counting))
+    layers, inner = CONFIG.num_hidden_layers, CONFIG.num_hidden_layers if kind == "another family" else 0
+    assert called.count("add_rms_norm") == 2 * layers and called.count("rms_norm") == 1 + inner
+    assert called.count("silu_mul") == layers * (2 if inner else 1) and called.count("qk_norm") == layers * (kind == "qwen3")
 
+
+def test_a_decoder_with_other_norms_is_refused():
     class Gemma(RMSNorm):
         pass
 
-    with pytest.raises(ValueError, match="model: got OwnForward with another forward or last norm; accepted: a decoder with"):
-        fused(OwnForward(CONFIG))
     model = Decoder(CONFIG)
     model.layers[1].input_layernorm = Gemma(48, EPS)
     with pytest.raises(ValueError, match="model: got Decoder with Gemma; accepted"):
@@ -351,16 +360,16 @@ def slipped_norm(slip, x, residual, weight, eps):
         wide = wide - wide.mean(-1, keepdim=True)
         squares = wide.square().sum(-1, keepdim=True)
     size = tile_of(x.shape[-1])[1] if slip == "divided by the block" else x.shape[-1]
-    rstd = {"eps outside the root": (squares / size).sqrt().reciprocal() + eps, "eps forgotten": torch.rsqrt(squares / size),
+    rstd = {"eps outside the root": 1 / ((squares / size).sqrt() + eps), "eps forgotten": torch.rsqrt(squares / size),
             "no division": torch.rsqrt(squares + eps)}.get(slip, torch.rsqrt(squares / size + eps))
     out = weight * (wide * rstd).to(x.dtype)
-    if slip == "residual returned normed":
+    if slip == "residual normed":
         residual.copy_(out)
     return out
 
 
 NORM_SLIPS = ["eps outside the root", "eps forgotten", "squares in float16", "mean subtracted", "divided by the block",
-              "no division", "norms the branch alone", "residual not updated", "residual keeps x alone", "residual returned normed"]
+              "no division", "norms the branch alone", "residual not updated", "residual keeps x alone", "residual normed"]
 
 
 @pytest.mark.parametrize("slip", ["", *NORM_SLIPS])
