@@ -146,6 +146,9 @@ def extrapolation_plot(record: dict) -> ClassFigure:
                      caption=caption(record["fingerprint"], windows=f"of held-out text: {record['windows']}", model="models/tiny",
                                      stretch=f"{record['factor']}×, no weight changed"))
     ax = fig.axes[0]
+    ax.set_xscale("linear")  # positions are counted, not doubled
+    ax.set_xlim(0, 1.02 * max(record["x"]))
+    ax.set_xticks(ticks := range(context // 2, max(record["x"]) + 1, context // 2), map(size_number, ticks))
     ax.axvline(context, color=GREY, ls=":", lw=1.4)
     ax.annotate("trained context", (context, ax.get_ylim()[1]), (-6, -4), textcoords="offset points", ha="right", va="top",
                 color=GREY)
