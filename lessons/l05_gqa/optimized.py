@@ -129,11 +129,12 @@ def check_decode_inputs(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_len
     """Raise ValueError unless q: [B, Hq, D], k_cache, v_cache: [B, capacity, Hkv, D], context_lens: [B] fit, and the kernel."""
     if q.ndim != 3 or k_cache.ndim != 4 or v_cache.shape != k_cache.shape or q.shape[::2] != k_cache.shape[::3] \
             or context_lens.shape != q.shape[:1]:
-        raise ValueError(f"q, k_cache, v_cache, context_lens: got {[tuple(x.shape) for x in (q, k_cache, v_cache, context_lens)]}; "
-                         "accepted: [B, Hq, D], [B, capacity, Hkv, D] twice, [B]")
+        shapes = [tuple(x.shape) for x in (q, k_cache, v_cache, context_lens)]
+        raise ValueError(f"q, k_cache, v_cache, context_lens: got {shapes}; accepted: [B, Hq, D], "
+                         "[B, capacity, Hkv, D] twice, [B]")
     (_, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"q, k_cache: got {num_heads} query heads and {num_kv_heads} KV heads; accepted: a multiple of the KV heads")
+        raise ValueError(f"q, k_cache: got {num_heads} query heads and {num_kv_heads} KV heads; accepted: a multiple of these")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"q: got head_dim {head_dim}; accepted: 1 to {MAX_HEAD_DIM}")
     size = tiles(num_heads // num_kv_heads, head_dim, True)
@@ -182,7 +183,8 @@ SHAPES = {"bf16": ((4, 128), (8, 128), (32, 128), (3, 64), (4, 80), (4, 256)), "
 def spec_of(dtype: str, group: int, head_dim: int, chips: tuple[int, ...]) -> KernelSpec:
     """The kernel as decode_attention launches it on these chips. dtype: "bf16" or "fp32"."""
     size = tiles(group, head_dim, dtype != "fp32" and 75 not in chips)
-    return KernelSpec("lessons.l05_gqa.optimized:gqa_decode_kernel", name=f"gqa_decode_{dtype}_{group}x{head_dim}_n{size['BLOCK_N']}",
+    name = f"gqa_{dtype}_{group}x{head_dim}_n{size['BLOCK_N']}"
+    return KernelSpec("lessons.l05_gqa.optimized:gqa_decode_kernel", name=name,
                       signature={**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}"), "context_lens_ptr": "*i32",
                                  "scale_log2e": "fp32", "window": "i32", **dict.fromkeys(STRIDES, "i32")},
                       constexprs={"GROUP": group, "HEAD_DIM": head_dim, **size}, num_warps=warps_for(group, head_dim),

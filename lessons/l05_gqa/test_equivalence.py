@@ -1,4 +1,4 @@
-"""Proves that the grouped kernel is attention with repeated heads, that it loads K and V once per KV head, and what merging does."""
+"""Proves that the grouped kernel equals attention with repeated heads, that it loads K and V once, and what merging does."""
 import importlib.util
 import inspect
 import random
@@ -82,7 +82,8 @@ def test_grouped_attention_in_torch(seed):
 
 def test_repeating_is_multi_head_attention(seed):
     """The definition, head by head: query head h reads KV head h // group."""
-    q, k, v = (draw("normal", (n, heads, 8), dtype=torch.float64, seed=seed + i) for i, (n, heads) in enumerate([(1, 6), (9, 2), (9, 2)]))
+    q, k, v = (draw("normal", (n, heads, 8), dtype=torch.float64, seed=seed + n * i)
+               for i, (n, heads) in enumerate([(1, 6), (9, 2), (9, 2)]))
     out = naive.decode_repeated(q, k, v, 0.3)
     for h in range(6):
         alone = naive.decode_mha(q[:, h:h + 1], k[:, h // 3:h // 3 + 1], v[:, h // 3:h // 3 + 1], 0.3)
@@ -109,7 +110,7 @@ def test_probes_with_known_answers(seed):
 
 
 def assert_writes_only_its_rows(module) -> None:
-    """Launch a module's kernel into a guarded output of 3 heads of 12: the tile has 16 rows of 16, and the rest must go nowhere."""
+    """Launch a module's kernel into a guarded output of 3 heads of 12: of the tile, 16 rows of 16, the rest goes nowhere."""
     q, k_cache, v_cache, lens = decode_inputs("normal", [5, 9], 10, 3, 1, 12, 0)
     out, check = with_canaries(q.shape, device=DEVICE)
     module.launch(q, k_cache, v_cache, lens, out)
@@ -185,7 +186,9 @@ def test_what_is_written_behind_the_group_or_the_head_is_seen(old, new, tmp_path
 
 def test_a_wrong_tile_of_repeated_heads_is_rejected(seed):
     """`repeat` in the place of repeat_interleave: heads 0 1 0 1 0 1 for 0 0 0 1 1 1."""
-    tiled = lambda q, k, v, lens: naive.decode_attention(q, *(x.repeat(1, 1, 3, 1) for x in (k, v)), lens)  # noqa: E731
+    def tiled(q, k, v, lens):
+        return naive.decode_attention(q, k.repeat(1, 1, 3, 1), v.repeat(1, 1, 3, 1), lens)
+
     with pytest.raises(NotEquivalent):
         prove(tiled, naive.decode_attention, decode_inputs("normal", [7, 33], 40, 6, 2, 16, seed))
 
@@ -275,7 +278,9 @@ def test_all_ways_give_the_same_tokens(num_kv_heads, seed):
 # ---------------------------------------------------------------- merging KV heads
 
 def logits_of(model, tokens):
-    attend = lambda layer, q, k, v: recompute.attention(q, k, v, window=model.config.sliding_window(layer))  # noqa: E731
+    def attend(layer, q, k, v):
+        return recompute.attention(q, k, v, window=model.config.sliding_window(layer))
+
     return model.logits(model(tokens, torch.arange(len(tokens)), attend))
 
 
@@ -350,7 +355,7 @@ ARGUMENTS = dict(q=torch.zeros(2, 4, 8), k_cache=torch.zeros(2, 9, 2, 8), v_cach
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(q=torch.zeros(2, 3, 8)), "q, k_cache: got 3 query heads and 2 KV heads; accepted: a multiple of the KV heads"),
+    (dict(q=torch.zeros(2, 3, 8)), "q, k_cache: got 3 query heads and 2 KV heads; accepted: a multiple of these"),
     (dict(q=torch.zeros(1, 4, 8)), r"q, k_cache, v_cache, context_lens: got .*accepted: \[B, Hq, D\]"),
     (dict(k_cache=torch.zeros(2, 9, 0, 8), v_cache=torch.zeros(2, 9, 0, 8)), "4 query heads and 0 KV heads"),
     (dict(q=torch.zeros(2, 4, 257), k_cache=torch.zeros(2, 9, 2, 257), v_cache=torch.zeros(2, 9, 2, 257)),

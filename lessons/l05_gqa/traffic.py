@@ -14,7 +14,8 @@ from lessons.l01_roofline.calculators import kv_bytes_per_token, sequences_that_
 from lessons.l01_roofline.models import MODELS, ModelShape, find_model
 from lessons.toolbox.hardware import lookup
 
-TABLE = ("gpt-j-6b", "llama-2-7b", "llama-2-13b", "mistral-7b", "llama-3-8b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "falcon-40b")
+TABLE = ("gpt-j-6b", "llama-2-7b", "llama-2-13b", "mistral-7b", "llama-3-8b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b",
+         "falcon-40b")
 
 
 # ---------------------------------------------------------------- a step, by formula
@@ -30,9 +31,9 @@ def repeated_bytes(num_keys: int, num_heads: int, num_kv_heads: int, head_dim: i
 
 
 def kernel_loads(context_lens: list[int], num_heads: int, readers: int, head_dim: int, window: int | None = None) -> int:
-    """Values that a decode kernel loads for a batch: q once, K, V and the length once for each of a sequence's `readers` programs.
+    """Values that a decode kernel loads for a batch: q once, K, V and the length once for each of `readers` programs.
 
-    readers: Hq for lesson 3's kernel, a program per query head; Hkv for this lesson's, a program per KV head.
+    readers: of a sequence. Hq in lesson 3's kernel, a program per query head; Hkv in this lesson's, a program per KV head.
     """
     keys = sum(length if window is None else min(length, window) for length in context_lens)
     return len(context_lens) * (num_heads * head_dim + readers) + 2 * keys * readers * head_dim
@@ -117,7 +118,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     shape = MODELS["llama-3-8b"]
     sizes = options.context, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    ways = {"read in groups": cached_bytes(options.context, *sizes[2:], 2), "MHA": cached_bytes(options.context, sizes[1], sizes[3], 2),
+    ways = {"read in groups": cached_bytes(options.context, *sizes[2:], 2),
+            "MHA": cached_bytes(options.context, shape.num_attention_heads, shape.head_dim, 2),
             "repeat_interleave": repeated_bytes(*sizes, 2)}
     print(f"{shape.name}, one layer, one sequence of {options.context} tokens, 16 bits: MiB of K and V that a step moves\n")
     for way, count in ways.items():
