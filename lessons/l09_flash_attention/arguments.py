@@ -54,7 +54,9 @@ def check_sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlen
     if missing := [name for name, x in given.items() if x is None]:
         raise ValueError(f"{missing[0]}: got None; accepted: both cu_seqlens_q and cu_seqlens_k, or neither")
     for name, x in given.items():
-        if x.dtype != torch.int32 or x.ndim != 1 or len(x) < 2 or len(x) != len(cu_seqlens_q) or not x.is_contiguous():
-            raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}; accepted: int32, [B + 1] for both, B at least 1, dense")
+        if x.dtype != torch.int32 or x.ndim != 1 or len(x) < 2 or not x.is_contiguous():
+            raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}; accepted: int32, [B + 1] with B at least 1, dense")
+    if len(cu_seqlens_q) != len(cu_seqlens_k):
+        raise ValueError(f"cu_seqlens_q, cu_seqlens_k: got {len(cu_seqlens_q)} and {len(cu_seqlens_k)} entries; accepted: [B + 1] for both")
     check_one_device(q=q, **given)
     return cu_seqlens_q, cu_seqlens_k

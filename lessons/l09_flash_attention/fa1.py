@@ -59,7 +59,7 @@ def fa1_kernel(q_ptr, k_ptr, v_ptr, out_ptr, l_ptr, m_ptr, softmax_scale, num_qu
 
 
 def flash_attention_fa1(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True,
-                        tiles: Tiles = Tiles(64, 32, 4, 1)) -> tuple[Tensor, Tensor]:
+                        tiles: Tiles = Tiles(32, 32, 8, 1)) -> tuple[Tensor, Tensor]:
     """One sequence in FA-1 order. q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] -> out: [T, Hq, Dv], lse: [T, Hq] float32.
 
     As optimized.flash_attention without its options. Raises ValueError.
