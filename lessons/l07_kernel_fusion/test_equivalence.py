@@ -86,23 +86,25 @@ def test_add_rms_norm(size, dtype, seed, proof):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 100, SHORTEST_TILE - 1, SHORTEST_TILE, SHORTEST_TILE + 1])
+@pytest.mark.parametrize("size", [1, 100, SHORTEST_TILE - 1, SHORTEST_TILE + 1, 2 * SHORTEST_TILE])
 def test_silu_mul(size, dtype, seed, proof):
     """Beyond 88 exp(-gate) overflows float32; and gate and up as the halves of one merged projection."""
     gate, up = rows((3, size), seed, dtype, "large"), rows((3, size), seed + 1, dtype)
     proof.record(silu_mul_kernel, prove(optimized.silu_mul, naive.silu_mul, (gate, up)))
-    merged = torch.cat([gate, up], dim=-1)
-    assert torch.equal(optimized.silu_mul(*merged.chunk(2, dim=-1)), optimized.silu_mul(gate, up))
+    half, other_half = torch.cat([gate, up], dim=-1).chunk(2, dim=-1)
+    for pair in ((half, other_half), (gate, other_half)):
+        assert torch.equal(optimized.silu_mul(*pair), optimized.silu_mul(gate, up))
 
 
 @pytest.mark.parametrize("heads, kv_heads, size, dtype", [(6, 2, 64, torch.float32), (5, 1, 80, torch.bfloat16),
                                                           (32, 8, 128, torch.bfloat16), (3, 3, 17, torch.float16)])
 def test_qk_norm(heads, kv_heads, size, dtype, seed, proof):
-    """Separate projections, and one merged one of which q and k are strided views."""
+    """Separate projections, one merged one of which q and k are strided views, and k that lies head by head."""
     weights = weight_of(size, seed, dtype), weight_of(size, seed + 1, dtype)
     q, k = rows((3, heads, size), seed, dtype), rows((3, kv_heads, size), seed + 1, dtype, "large")
     merged = torch.cat([q, k], dim=1)
-    for pair in ((q, k), (merged[:, :heads], merged[:, heads:])):
+    head_by_head = k.transpose(0, 1).contiguous().transpose(0, 1)
+    for pair in ((q, k), (merged[:, :heads], merged[:, heads:]), (q, head_by_head)):
         proof.record(qk_norm_kernel, prove(with_eps(qk_norm.qk_norm), with_eps(naive.qk_norm), (*pair, *weights)))
 
 
@@ -174,9 +176,10 @@ def calls(seed, size=300, num_rows=5):
     """{name: (call, tensors read once, tensors written once)}"""
     x, other, weight = rows((num_rows, size), seed), rows((num_rows, size), seed + 1), weight_of(size, seed)
     q, k, head = rows((3, 4, 64), seed), rows((3, 2, 64), seed + 1), weight_of(64, seed)
+    gate, up = rows((2, 2 * SHORTEST_TILE + 9), seed), rows((2, 2 * SHORTEST_TILE + 9), seed + 1)  # three tiles a row
     return {"rms_norm": (lambda: [optimized.rms_norm(x, weight, EPS)], [x], []),
             "add_rms_norm": (lambda: [optimized.add_rms_norm(x, other, weight, EPS)], [x, other], [other]),
-            "silu_mul": (lambda: [optimized.silu_mul(x, other)], [x, other], []),
+            "silu_mul": (lambda: [optimized.silu_mul(gate, up)], [gate, up], []),
             "qk_norm": (lambda: qk_norm.qk_norm(q, k, head, head, EPS), [q, k], []),
             "softmax": (lambda: [optimized.softmax(x)], [x], [])}, [weight, head]
 
@@ -322,7 +325,8 @@ def test_the_twin_shares_every_weight_and_leaves_the_model_alone(seed):
     inside = twin.layers[0]
     assert type(inside.self_attn) is OtherAttention and type(inside.self_attn.inner_norm) is FusedRMSNorm
     assert type(inside.mlp) is Experts and type(inside.mlp.experts[1]) is FusedMLP
-    assert isinstance(twin, FusedDecoder) and fused(twin) is twin and twin.embed_tokens is model.embed_tokens and twin.lm_head is model.lm_head
+    assert isinstance(twin, FusedDecoder) and fused(twin) is twin
+    assert twin.embed_tokens is model.embed_tokens and twin.lm_head is model.lm_head
     assert torch.equal(logits_of(copy.deepcopy(twin)), logits_of(twin))
 
 
