@@ -148,7 +148,7 @@ def _argument(func, index: int, args: tuple, kwargs: dict):
 def _memory_for(func, args: tuple, kwargs: dict):
     """Poisoned tensors of the shapes, strides and dtypes that func(*args, **kwargs) would return; computes nothing."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    device = tensors[0].device if tensors else kwargs.get("device") or "cpu"
+    device = kwargs.get("device") or (tensors[0].device if tensors else "cpu")
     shapes = {**kwargs, "device": "meta"} if "device" in kwargs or not tensors else kwargs
     args, shapes = tree_map_only(Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"),
                                  (args, shapes))

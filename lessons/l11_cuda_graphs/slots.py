@@ -16,7 +16,9 @@ from lessons.l02_naive_attention.naive import masked_softmax
 from lessons.l02_naive_attention.optimized import attention_for
 from lessons.l02_naive_attention.request import Request
 from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.optimized import append_rows, decode_attention
+from lessons.l04_positions.naive import cos_sin_cache_of
+from lessons.l04_positions.optimized import rope_cache
+from lessons.l10_flash_decoding.optimized import flash_decode
 from lessons.toolbox.config import ModelConfig
 
 Step = Callable[[Tensor], Tensor]  # inputs: [4, B] on the CPU -> logits: [B, V]
@@ -46,20 +48,24 @@ class SlotCache:
             return attention_for(q.device)(q, k, v, self.config.softmax_scale, window=self.config.sliding_window(layer))
         return attend
 
-    def decoding(self, slot_mapping: Tensor, context_lens: Tensor, rows_read: int) -> Attend:
-        """attend for one new token of each of B sequences, those of the rows 0 … B - 1. slot_mapping, context_lens: [B] int64.
+    def decoder(self, model: Decoder) -> Decoder:
+        """The decoder whose q and k `decoding` takes: here one that has turned them to their positions."""
+        return model
+
+    def decoding(self, positions: Tensor, slot_mapping: Tensor, context_lens: Tensor, rows_read: int) -> Attend:
+        """attend for one new token of each of B sequences, those of the rows 0 … B - 1; the three tensors: [B] int64.
 
         rows_read: the slots of each sequence that may be looked at, at least the longest context.
         """
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.write(layer, k, v, slot_mapping)
+            self.write(layer, q, k, v, positions, slot_mapping)
             batch = slice(0, len(q)), slice(0, rows_read)
             keys, values = (x[layer, :-1].unflatten(0, (self.rows, self.capacity))[batch] for x in (self.keys, self.values))
             return self.decode(q, keys, values, context_lens, self.config.sliding_window(layer))
         return attend
 
-    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """k, v: [B, Hkv, D] into the slots slot_mapping: [B] int64; -1 goes to the slot that is nobody's."""
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
+        """k, v: [B, Hkv, D] into the slots slot_mapping: [B] int64; -1 goes to the slot that is nobody's. q: [B, Hq, D] stays."""
         slots = torch.where(slot_mapping < 0, self.rows * self.capacity, slot_mapping)
         self.keys[layer].index_put_((slots,), k)
         self.values[layer].index_put_((slots,), v)
@@ -76,13 +82,20 @@ class SlotCache:
 
 
 class KernelSlotCache(SlotCache):
-    """SlotCache that is written and read by lesson 3's kernels: -1 writes nothing, and nobody's rows are never loaded."""
+    """SlotCache by kernels: lesson 4's turns q and k and writes, lesson 10's reads; -1 writes nothing, unused rows are not read.
 
-    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        append_rows(k, v, self.keys[layer], self.values[layer], slot_mapping)
+    How many splits lesson 10 launches is a shape: in a graph it stays as captured, fit for `rows_read`, not for today's lengths.
+    """
+
+    def decoder(self, model: Decoder) -> Decoder:
+        return model.unrotated()
+
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
+        table = cos_sin_cache_of(self.config, q.device)
+        rope_cache(q, k, v, self.keys[layer], self.values[layer], positions, slot_mapping, table, last_position=len(table) - 1)
 
     def decode(self, q: Tensor, keys: Tensor, values: Tensor, context_lens: Tensor, window: int | None) -> Tensor:
-        return decode_attention(q, keys, values, context_lens, self.config.softmax_scale, window)
+        return flash_decode(q, keys, values, context_lens, self.config.softmax_scale, window)
 
 
 def new_slot_cache(model: Decoder, rows: int, capacity: int) -> SlotCache:
@@ -118,4 +131,5 @@ def step_inputs(running: list[Request], capacity: int) -> Tensor:
 def decode_logits(model: Decoder, cache: SlotCache, inputs: Tensor, rows_read: int) -> Tensor:
     """One decode step: inputs: [4, B] on the model's device -> logits: [B, V]. Looks at no value of `inputs` from Python."""
     tokens, positions, slot_mapping, context_lens = inputs
-    return model.logits(model(tokens, positions, cache.decoding(slot_mapping, context_lens, rows_read)))
+    attend = cache.decoding(positions, slot_mapping, context_lens, rows_read)
+    return model.logits(cache.decoder(model)(tokens, positions, attend))

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l07_kernel_fusion import optimized as lesson7
+from lessons.l07_kernel_fusion.fused_decoder import fused, ops_of
 from lessons.l11_cuda_graphs.simulator import Launch, SimulatedGraph
 from lessons.l11_cuda_graphs.slots import KernelSlotCache, decode_logits
 from lessons.toolbox.config import ModelConfig
 from lessons.toolbox.hardware import CHIPS
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "linear")
-GATHERS = ("embedding", "index_select", "index")             # read only the rows that are asked for
-SCATTERS = ("index_put_", "index_copy_", "append_kernel")    # write only the rows that are given
+GATHERS = ("embedding", "index_select", "index")  # read only the rows that are asked for
+SCATTERS = ("index_put_", "index_copy_")          # write only the rows that are given
 LAUNCH, PRODUCT, ATTENTION, OTHER = KINDS = ("launch by the CPU", "matrix product", "attention", "all other kernels")
 
 
@@ -52,10 +54,21 @@ class Span:
     end: float
 
 
-def recorded_step(config: ModelConfig, batch: int, context: int, dtype: torch.dtype = torch.bfloat16) -> SimulatedGraph:
+def plain(model: Decoder) -> Decoder:
+    """Lesson 2's decoder as it is: every small operation a kernel of its own."""
+    return model
+
+
+def with_fused_kernels(model: Decoder) -> Decoder:
+    """Lesson 7's twin, with the kernels that a GPU runs, wherever the model lies."""
+    return fused(model, ops_of(lesson7))
+
+
+def recorded_step(config: ModelConfig, batch: int, context: int, dtype: torch.dtype = torch.bfloat16,
+                  twin: Callable[[Decoder], Decoder] = plain) -> SimulatedGraph:
     """The kernels of a decode step, as a GPU would launch them, of a model of any size: it exists on the meta device only."""
     with torch.device("meta"):
-        model = Decoder(config).to(dtype).eval().requires_grad_(False)
+        model = twin(Decoder(config).to(dtype).eval().requires_grad_(False))
     cache = KernelSlotCache(config, batch, context, dtype, "meta")
     inputs = torch.zeros(4, batch, dtype=torch.int64, device="meta")
     with torch.inference_mode():
@@ -70,8 +83,8 @@ def moved_bytes(launch: Launch) -> int:
     inputs = launch.inputs
     if launch.name in GATHERS:
         return 2 * _nbytes(launch.outputs)
-    if launch.name == "append_kernel":
-        return 2 * _nbytes(inputs[:2])
+    if launch.name == "rope_cache_kernel":
+        return 2 * _nbytes(inputs[:3])  # q, k and v, read and written
     if launch.name in SCATTERS:
         return 2 * _nbytes(inputs[-1:])
     return _nbytes({id(x): x for x in (*inputs, *launch.outputs)}.values())
@@ -129,7 +142,7 @@ def kind_of(name: str) -> str:
     lower = name.lower()
     if lower in MATRIX_PRODUCTS or any(part in lower for part in ("gemm", "gemv", "cutlass", "nvjet", "splitk")):
         return PRODUCT
-    return ATTENTION if "decode" in lower or "attention" in lower else OTHER
+    return ATTENTION if any(part in lower for part in ("decode", "combine", "attention")) else OTHER
 
 
 def gantt_rows(label: str, spans: list[Span], until_us: float) -> dict[str, list[tuple]]:
