@@ -1,5 +1,6 @@
 """Checks of lesson 06's exercises. Each exists because it rejects a named wrong answer (wrong/l06.py)."""
 import copy
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -208,7 +209,7 @@ def test_numbers_of_the_lessons_counts(impl, seed):
     got = call(impl, dict(num_hidden_layers=4, num_attention_heads=heads, mla=mla, bytes_per_value=2, gqa_head_dim=nope))
     assert_equal(got[0], 4 * decode_bytes(1, 1, mla) / 1024, atol=1e-9, label="number 1")
     assert_equal(got[3], decode_flops(1, 1, heads, mla) / decode_bytes(1, 1, mla), atol=1e-9, label="number 4")
-    lower, upper = int(got[4]), int(got[4]) + 1
+    lower, upper = math.ceil(got[4]) - 1, math.floor(got[4]) + 1  # the tokens beside it, should it be a whole number
     assert absorbed_flops(lower, context, heads, mla) <= expanded_flops(lower, context, heads, mla) \
         and absorbed_flops(upper, context, heads, mla) > expanded_flops(upper, context, heads, mla), \
         f"number 5 is {got[4]:.6g}, but at {lower} new tokens absorbing is dearer already, or at {upper} not yet"
