@@ -114,15 +114,23 @@ def _scale(record, series, limit) -> tuple[float, str]:
 
 
 def complaints(record: dict) -> list[str]:
-    """What no figure may hide, one line for each provider and status: where it has no point, and the first reason."""
+    """What no figure may hide, one line for each status and reason: which providers, and at which sizes if not at all of them."""
     found = {}
     for label, series in record["series"].items():
+        reasons = {}
         for p in series["points"]:
             if p["status"] != "ok":
-                where, _ = found.setdefault((p["status"], label), ([], p["reason"]))
-                where.append(plotting.size_number(p["x"]))
-    return [f"{status.upper() if status in ('wrong', 'failed') else status}: {label} at {', '.join(where)} ({reason})"
-            for (status, label), (where, reason) in found.items()]
+                _, sizes = reasons.setdefault(p["status"], (p["reason"], []))
+                sizes.append(p["x"])
+        for status, (reason, sizes) in reasons.items():
+            found.setdefault((status, reason), []).append(label + _at(sizes, series))
+    return [f"{status.upper() if status in ('wrong', 'failed') else status}: {', '.join(where)} ({reason})"
+            for (status, reason), where in found.items()]
+
+
+def _at(sizes: list[float], series: dict) -> str:
+    """" at 16, 32"; nothing where it is every size of the series."""
+    return "" if len(sizes) == len(series["points"]) else f" at {', '.join(map(plotting.size_number, sizes))}"
 
 
 def _caption(record) -> str:
@@ -131,13 +139,13 @@ def _caption(record) -> str:
     for label, s in record["series"].items():
         for p in s["points"]:
             for kind in (f.split(":")[0] for f in p.get("flags", ()) if not f.startswith(("beats", "only"))):
-                flags.setdefault(kind, {}).setdefault(label, []).append(plotting.size_number(p["x"]))
+                flags.setdefault(kind, {}).setdefault(label, []).append(p["x"])
     text = plotting.caption(record["fingerprint"], dtype=record["dtype"], shape=record["shape"] or None,
                             repetitions=str(min(runs)) if min(runs) == max(runs) else f"{min(runs)} to {max(runs)}",
                             quick="run, fewer sizes" if record["quick"] else None)
     # Where memory ran out stands on the line's own label.
     return " · ".join([text, "band: 20-80 %", *(c for c in complaints(record) if not c.startswith("out of memory")),
-                       *(f"{kind}: " + "; ".join(f"{label} at {', '.join(sizes)}" for label, sizes in labels.items())
+                       *(f"{kind}: " + "; ".join(label + _at(sizes, record["series"][label]) for label, sizes in labels.items())
                          for kind, labels in flags.items())])
 
 

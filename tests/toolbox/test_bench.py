@@ -88,7 +88,7 @@ def test_the_command_measures_records_and_draws(lessons, tmp_path, capsys):
     assert {"device", "torch", "date"} <= set(record["fingerprint"]) and record["dtype"] == "float32"
     assert record["bytes"] == [4.0 * n * n for n in (16, 32, 64)] and record["x"] == [16, 32, 64]
     printed = capsys.readouterr().out
-    assert "not run: peer at 16, 32, 64 (peer is not installed)" in printed and "out of memory: hungry at 32, 64 (CUDA" in printed
+    assert "not run: peer (peer is not installed)" in printed and "out of memory: hungry at 32, 64 (CUDA" in printed
 
     fig = records.figure_of(record)
     text = " ".join(t.get_text() for t in fig.findobj(Text)).replace("\n", " ").replace("\u00a0", " ")
