@@ -91,13 +91,13 @@ def test_launches_of_a_step(config, inner, saved):
     """Eager: a layer has 7 products, 2 norms of 8, 2 additions, silu and product, 10 for RoPE, 2 for attention. QK-norm: 16 more.
 
     Fused: two junctions of 9 become 1 each, silu · up 1 instead of 2, and QK-norm 1 instead of 16. Around the layers: the
-    embedding, 8 for RoPE's tables (6 without casts in float32), the last norm, the output head.
+    embedding, 9 for RoPE's tables, the last norm, the output head.
     """
     dtype, layers = torch.bfloat16, config.num_hidden_layers
     eager, fused, rope = (launches_of(config, 16, dtype) for launches_of in STEPS.values())
-    assert len(eager) == layers * inner + 8 + 1 + 8 + 2
+    assert len(eager) == layers * inner + 1 + 9 + 8 + 1
     assert len(eager) - len(fused) == layers * saved + 7  # 7: the first norm, whose addition does not exist
-    assert len(fused) - len(rope) == layers * 10 + 8 + 1
+    assert len(fused) - len(rope) == layers * 10 + 9
     assert [p.name for p in fused].count("add_rms_norm") == 2 * layers and [p.name for p in fused].count("rms_norm") == 1
     assert [p.name for p in eager].count("mm") == [p.name for p in fused].count("mm") == 7 * layers + 1
 
