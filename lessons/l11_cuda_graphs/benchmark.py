@@ -2,8 +2,6 @@
 
     python -m lessons.toolbox.bench 11
 """
-
-
 import torch
 
 from lessons.l07_kernel_fusion.fused_decoder import fused

@@ -2,6 +2,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from lessons.l11_cuda_graphs.slots import (
     step_inputs,
 )
 from lessons.l11_cuda_graphs.timeline import LaunchCost, eager_spans, graph_spans, recorded_step
+from lessons.l11_cuda_graphs.workload import LLAMA_8B, step_bytes
 from lessons.toolbox.config import ModelConfig
 from lessons.toolbox.device import default_device
 from lessons.toolbox.figure import overlapping_texts, texts_outside
@@ -467,6 +469,24 @@ def test_a_profile_becomes_spans():
     assert [kind for *_, kind in rows["graph: GPU"]] == [timeline.PRODUCT, timeline.ATTENTION] and len(rows["graph: CPU"]) == 1
     with pytest.raises(ValueError, match="events: got no kernel or no launch; accepted: a profile of a step that ran on a GPU"):
         timeline.spans_of(events[:3])
+
+
+def test_the_predictions_of_the_readme():
+    """Its table, and the memory that it names, as the simulator records them and the model predicts."""
+    text, cost = (Path(__file__).parent / "README.md").read_text(encoding="utf-8"), LaunchCost()
+    models = {"models/tiny, 512": (picture.TINY, 512),
+              "Llama-3-8B, 4096": (replace(LLAMA_8B, num_hidden_layers=32), 4096)}
+    for name, (config, context) in models.items():
+        for label, twin in ((name, timeline.plain), (f"{name}, fused", timeline.with_fused_kernels)):
+            launches = recorded_step(config, 1, context, twin=twin).launches
+            eager, graph = eager_spans(launches, cost)[-1].end, graph_spans(launches, cost)[-1].end
+            read = 1e6 * step_bytes(config, 1, context, torch.bfloat16) / cost.bytes_per_s
+            row = f"| {label} | {len(launches)} | {eager / 1000:.2f} | {graph / 1000:.2f} | {read / 1000:.2g} |"
+            assert row in text, f"the README lacks {row}"
+    step = recorded_step(config, 32, 4096, twin=timeline.with_fused_kernels)
+    made = sum(x.nbytes for launch in step.launches for x in launch.outputs)
+    assert f"at batch 32 makes {made / 1e6:.0f} MB of tensors" in text
+    assert f"{timeline.peak_bytes(step) / 1e6:.1f} MB live at once" in text
 
 
 def test_the_picture_fits():

@@ -47,13 +47,14 @@ def step_of(config: ModelConfig, batch: int, context: int) -> tuple[Decoder, Slo
     return model, cache, torch.stack([torch.randint(config.vocab_size, (batch,)), lengths - 1, (rows + 1) * context - 1, lengths])
 
 
-def step_bytes(config: ModelConfig, batch: int, context: int) -> int:
+def step_bytes(config: ModelConfig, batch: int, context: int, dtype: torch.dtype = DTYPE) -> int:
     """The least that a step reads: all weights but the rows of the embedding that nobody asks for, and every sequence's cache."""
-    model = model_of(config)
+    with torch.device("meta"):
+        model = Decoder(config)
     weights = sum(p.numel() for p in model.parameters())
     if not config.tie_word_embeddings:
         weights -= model.embed_tokens.weight.numel()
-    return DTYPE.itemsize * weights + batch * context * config.kv_bytes_per_token(DTYPE.itemsize)
+    return dtype.itemsize * weights + batch * context * config.kv_bytes_per_token(dtype.itemsize)
 
 
 def step_floor_s(config: ModelConfig, batch: int, context: int) -> float:
