@@ -44,16 +44,16 @@ def flash_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tens
 
 
 def split_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, softmax_scale: float | None = None,
-                 window: int | None = None, num_splits: int = 1, split_size: int = 0) -> tuple[Tensor, Tensor]:
+                 window: int | None = None, num_splits: int = 1, split_size: int = 0, block_n: int = 1) -> tuple[Tensor, Tensor]:
     """What each split finds: partial_out: [B, Hq, S, D] and partial_lse: [B, Hq, S], float32 (float64 for float64).
 
-    An empty split finds 0 and −inf. Arguments as in `flash_decode`; num_splits is S, split_size the least keys in a split.
+    An empty split finds 0 and −inf. Arguments as in `flash_decode`; num_splits is S, the others as in `split_bounds`.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     sequences = []
     for one, k, v, length in zip(q, k_cache, v_cache, context_lens.tolist()):
         # From this sequence's own length: bounds made from the capacity would leave its later splits without a key.
-        bounds = split_bounds(length, num_splits, split_size, window)
+        bounds = split_bounds(length, num_splits, split_size, window, block_n)
         found = [finish(attend_to_split(one, k[start:end], v[start:end], scale)) for start, end in bounds]
         sequences.append([torch.stack(x, dim=1) for x in zip(*found)])                  # [Hq, S, D], [Hq, S]
     partial_out, partial_lse = (torch.stack(x) for x in zip(*sequences))

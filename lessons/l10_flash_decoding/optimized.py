@@ -89,7 +89,8 @@ def split_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, context_lens_ptr,
 def keys_of_split(split, num_splits, split_size, length, window, BLOCK_N: tl.constexpr):
     """`split_bounds` on the GPU, from the sequence's own length: begin and end of one split's keys; begin ≥ length if it is empty."""
     first = tl.maximum(length - window, 0)  # once for the sequence, because the window counts from its end, not from a split's
-    size = tl.maximum(split_size, tl.cdiv(tl.cdiv(length - first, num_splits), BLOCK_N) * BLOCK_N)
+    share = tl.cdiv(tl.cdiv(length - first, num_splits), BLOCK_N) * BLOCK_N
+    size = tl.where(split_size * num_splits >= length - first, split_size, share)
     begin = first + split * size
     return begin, tl.minimum(begin + size, length)
 
@@ -131,7 +132,7 @@ def split_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tens
                  out_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """What each split finds: partial_out: [B, Hq, S, D] of out_dtype, partial_lse: [B, Hq, S] float32, base e; empty: 0 and −inf.
 
-    Arguments as in `flash_decode`; num_splits is S, split_size the least keys in a split, block_n the keys in a tile.
+    Arguments as in `flash_decode`; num_splits is S, the others as in `split_bounds`.
     """
     check_decode_inputs(q, k_cache, v_cache, context_lens, window)
     check_splits(num_splits, None, None, k_cache)

@@ -18,12 +18,13 @@ def split_bounds(context_len: int, num_splits: int, split_size: int = 0, window:
                  block_n: int = 1) -> list[tuple[int, int]]:
     """[(start, end)] of each split's keys; empty splits, start = end = context_len, come last.
 
-    num_splits: how many splits there are room for. A split has `split_size` keys at least, and more where num_splits of that
-    size would not hold all keys; then the size is rounded up to whole tiles of block_n. window: only the last `window` keys count.
+    num_splits: how many splits there are room for. Each has split_size keys, if so many of that size hold all keys: then nothing
+    but the sequence's own length decides. Otherwise equal shares, in whole tiles of block_n. window: only the last `window` keys.
     """
     first = 0 if window is None else max(context_len - window, 0)
     # Whole tiles, because then only the last split of a sequence has a tile that is partly masked.
-    size = max(split_size, cdiv(cdiv(context_len - first, num_splits), block_n) * block_n)
+    share = cdiv(cdiv(context_len - first, num_splits), block_n) * block_n
+    size = split_size if split_size * num_splits >= context_len - first else share
     edges = [min(first + split * size, context_len) for split in range(num_splits + 1)]
     return list(zip(edges, edges[1:]))
 
