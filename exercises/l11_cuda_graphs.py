@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=11
-# Generated from solutions/l11_cuda_graphs.py, checksum b2bd8d5d2e37. Generating again never overwrites your edits.
+# Generated from solutions/l11_cuda_graphs.py, checksum c4ee2dbaa125. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 11: which batch sizes to capture, what bounds a step, a step that cannot be captured, and the runner."""
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def decode_step_us(num_launches: int, weight_bytes: float, kv_bytes_per_token: f
     Example: 1000 launches of 6 µs, 9.6 GB of weights, 100 kB a token, context 4800, 4.8 TB/s:
         weights 2000 µs, cache 100 µs a sequence; at batch 10: 3000 µs of bytes
         eager max(6000, 3000), graph max(12, 3000), and from batch 40 on 2000 + 40 · 100 >= 6000   -> (6000.0, 3000.0, 40)
-    Write down your guess first: Llama-3-8B in 16 bits (15 GB to read, 128 KiB a token), 1267 launches, context 4096, H200.
+    Write down your guess first: Llama-3-8B in 16 bits (15 GB to read, 128 KiB a token), 970 launches, context 4096, H200.
     """
     raise NotImplementedError("Exercise 11.2: Predict: is a step bound by its launches or by its bytes?")
 

@@ -67,11 +67,11 @@ def test_many_sizes(impl, seed):
 
 STEP_CASES = {  # name: (arguments, the answer, why)
     "example": ((1000, 9.6e9, 1e5, 4800, 10, 4.8e12), (6000.0, 3000.0, 40), "the docstring's"),
-    "llama_3_8b": ((1267, 15.0e9, 131072, 4096, 1, 4.8e12), (7602.0, 3236.848106666667, 41),
-                   "one sequence: launch-bound; from 41 on the bytes take longer"),
-    "bandwidth_bound": ((1267, 15.0e9, 131072, 4096, 64, 4.8e12), (10283.278826666667, 10283.278826666667, 41),
+    "llama_3_8b": ((970, 15.0e9, 131072, 4096, 1, 4.8e12), (5820.0, 3236.848106666667, 25),
+                   "one sequence: launch-bound; from 25 on the bytes take longer"),
+    "bandwidth_bound": ((970, 15.0e9, 131072, 4096, 64, 4.8e12), (10283.278826666667, 10283.278826666667, 25),
                         "at 64 sequences a graph gains nothing"),
-    "tiny": ((253, 2.4e7, 6144, 512, 1, 4.8e12), (1518.0, 12.0, 2309), "both are bound by launches"),
+    "tiny": ((190, 2.4e7, 6144, 512, 1, 4.8e12), (1140.0, 12.0, 1732), "both are bound by launches"),
     "already_bound": ((10, 4.8e9, 1e5, 100, 3, 4.8e12), (1006.25, 1006.25, 1), "the weights alone take longer: from batch 1 on"),
     "exactly": ((1000, 0.0, 4.8e5, 100, 60, 4.8e12), (6000.0, 600.0, 600), "equal is enough"),
     "slow_launch": ((100, 4.8e8, 4.8e4, 100, 10, 4.8e12, 20.0, 300.0), (2000.0, 300.0, 1900), "costs come from the caller"),
