@@ -54,18 +54,18 @@ def flash_fp8_kernel(q_ptr, k_ptr, v_t_ptr, out_ptr, q_scale_ptr, k_scale_ptr, v
     first = start_m + num_keys - num_queries
     row, column = start_m + tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
     edges = key_range(first, num_keys, 0, CAUSAL, False, BLOCK_M, BLOCK_N)
-    for part in tl.static_range(1, 3):
-        for start_n in tl.range(edges[part], edges[part + 1], BLOCK_N, num_stages=None if part == 1 else 1):
+    for edge in tl.static_range(2):
+        for start_n in tl.range(edges[edge], edges[edge + 1], BLOCK_N, num_stages=1 if edge else None):
             key = start_n + tl.arange(0, BLOCK_N)
-            k = load_rows(k_ptr, start_n, num_keys, stride_kn, HEAD_DIM, BLOCK_N, HEAD_DIM, part == 2)
+            k = load_rows(k_ptr, start_n, num_keys, stride_kn, HEAD_DIM, BLOCK_N, HEAD_DIM, edge == 1)
             scores = tl.dot(q, tl.trans(k))
-            if part == 2:
+            if edge:
                 sees = (key < num_keys)[None, :]
                 if CAUSAL:
                     sees = sees & (key[None, :] <= (first + tl.arange(0, BLOCK_M))[:, None])
                 scores = tl.where(sees, scores, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(scores, axis=1) * qk_scale)
-            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if part == 2 else m_new
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if edge else m_new
             alpha = tl.exp2(m_i - m_safe)
             p = tl.exp2(scores * qk_scale - m_safe[:, None] + P_SHIFT)
             l_i = l_i * alpha + tl.sum(p, axis=1)  # shifted as well, so the division takes the shift back

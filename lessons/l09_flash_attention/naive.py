@@ -65,7 +65,7 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None
         q_tile = wide(q[start_m:start_m + tiles.block_m])
         query = torch.arange(start_m, start_m + len(q_tile), device=q.device) + len(k) - len(q)
         m_i, l_i, acc = _start(q_tile, v, sinks)
-        begin, _, _, end = key_range(start_m, len(q), len(k), tiles, causal, window)
+        begin, _, end = key_range(start_m, len(q), len(k), tiles, causal, window)
         for start_n in range(begin, end, tiles.block_n):
             rows = slice(start_n, min(start_n + tiles.block_n, len(k)))
             key = torch.arange(rows.start, rows.stop, device=q.device)
@@ -91,7 +91,7 @@ def tiled_attention_fa1(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | 
         k_tile, v_tile = (wide(x[start_n:start_n + tiles.block_n]) for x in (k, v))
         key = torch.arange(start_n, start_n + len(k_tile), device=q.device)
         for start_m in range(0, len(q), tiles.block_m):
-            if start_n >= key_range(start_m, len(q), len(k), tiles, causal)[3]:
+            if start_n >= key_range(start_m, len(q), len(k), tiles, causal)[2]:
                 continue  # above the diagonal: these queries see nothing of this tile
             rows = slice(start_m, min(start_m + tiles.block_m, len(q)))
             query = torch.arange(rows.start, rows.stop, device=q.device) + len(k) - len(q)

@@ -26,17 +26,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x · log2 e): the har
 @triton.jit
 def key_range(first, num_keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """tiles.key_range for queries that stand at the keys first … first + BLOCK_M - 1."""
-    last = first + BLOCK_M - 1
-    begin, full_begin = 0, 0
-    end, full_end = num_keys, num_keys // BLOCK_N * BLOCK_N
+    begin, full_end, end = 0, num_keys // BLOCK_N * BLOCK_N, num_keys
     if CAUSAL:
-        end = tl.minimum(end, tl.maximum(0, last + 1))
+        end = tl.minimum(end, tl.maximum(0, first + BLOCK_M))
         full_end = tl.minimum(full_end, tl.maximum(0, first + 1) // BLOCK_N * BLOCK_N)
     if WINDOW:
-        begin = tl.minimum(tl.maximum(0, first - window + 1) // BLOCK_N * BLOCK_N, end)
-        full_begin = tl.minimum(tl.cdiv(tl.maximum(0, last - window + 1), BLOCK_N) * BLOCK_N, end)
-        full_end = tl.maximum(full_begin, full_end)
-    return begin, full_begin, full_end, end
+        begin = tl.minimum(tl.maximum(0, first - window + 1) // BLOCK_N * BLOCK_N, full_end)
+    return begin, full_end, end
 
 
 @triton.jit
@@ -55,19 +51,19 @@ def load_rows(ptr, start, num_rows, stride, DIM: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def tile_scores(q, k, query, key, num_keys, window, softcap, slope, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr):
+                SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EDGE: tl.constexpr):
     """Scores of q: [BLOCK_M, BLOCK_D] and k: [BLOCK_N, BLOCK_D], not yet scaled; softcap and slope come divided by the scale."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP:
         scores = softcap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1))  # softcap · tanh(scores / softcap)
     if ALIBI:
         scores -= slope * tl.abs(query[:, None] - key[None, :]).to(tl.float32)
-    if MASKED:
+    if WINDOW:
+        scores = tl.where(key[None, :] > query[:, None] - window, scores, float("-inf"))
+    if EDGE:
         sees = (key < num_keys)[None, :]
         if CAUSAL:
             sees = sees & (key[None, :] <= query[:, None])
-        if WINDOW:
-            sees = sees & (key[None, :] > query[:, None] - window)
         scores = tl.where(sees, scores, float("-inf"))
     return scores
 
@@ -100,19 +96,19 @@ def flash_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_seqlens_q_ptr, cu_seq
         first = start_m + num_keys - num_queries  # bottom-right aligned: the last query stands at the last key
         query = first + tl.arange(0, BLOCK_M)
         edges = key_range(first, num_keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-        # Unrolled into loops of their own: part 0, a window's edge, and part 2, the diagonal, are masked; part 1, the long one, is not.
-        for part in tl.static_range(0 if WINDOW else 1, 3):
-            # Loads run ahead in the long loop alone, because two such loops make ptxas serialise Hopper's matrix instructions (C7515).
-            for start_n in tl.range(edges[part], edges[part + 1], BLOCK_N, num_stages=None if part == 1 else 1):
-                k = load_rows(k_ptr, start_n, num_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, part != 1)
+        # Two loops: the long one needs no mask but a window's, and its loads run ahead; then the diagonal or the ragged end. Loads
+        # that run ahead in both would make ptxas serialise Hopper's matrix instructions (its warning C7515).
+        for edge in tl.static_range(2):
+            for start_n in tl.range(edges[edge], edges[edge + 1], BLOCK_N, num_stages=1 if edge else None):
+                k = load_rows(k_ptr, start_n, num_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, edge == 1)
                 scores = tile_scores(q, k, query, start_n + tl.arange(0, BLOCK_N), num_keys, window, softcap, slope, CAUSAL,
-                                     WINDOW, SOFTCAP, ALIBI, part != 1)
+                                     WINDOW, SOFTCAP, ALIBI, edge == 1)
                 m_new = tl.maximum(m_i, tl.max(scores, axis=1) * qk_scale)
-                m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if part != 1 else m_new  # -inf - -inf is NaN
+                m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if edge or WINDOW else m_new  # no key seen yet
                 alpha = tl.exp2(m_i - m_safe)
                 p = tl.exp2(scores * qk_scale - m_safe[:, None])  # scaled here, because this is one fused multiply-add
                 l_i = l_i * alpha + tl.sum(p, axis=1)
-                v = load_rows(v_ptr, start_n, num_keys, stride_vn, V_HEAD_DIM, BLOCK_N, BLOCK_DV, part != 1)
+                v = load_rows(v_ptr, start_n, num_keys, stride_vn, V_HEAD_DIM, BLOCK_N, BLOCK_DV, edge == 1)
                 acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
                 m_i = m_new
         out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # late division; a query without a key has l = 0 and acc = 0

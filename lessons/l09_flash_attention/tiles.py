@@ -2,7 +2,7 @@
 
 Plain arithmetic: naive.py walks by it, optimized.py repeats `key_range` in Triton, the figures draw it.
 
-Source: Dao 2023, FlashAttention-2, section 3.1 (causal masking: blocks above the diagonal are skipped, blocks below need no mask).
+Source: Dao 2023, FlashAttention-2, section 3.1 (blocks above the diagonal are skipped, blocks below need no mask).
 """
 from dataclasses import dataclass
 
@@ -22,33 +22,29 @@ class Tiles:
 
 
 def key_range(start_m: int, num_queries: int, num_keys: int, tiles: Tiles, causal: bool = True,
-              window: int | None = None) -> tuple[int, int, int, int]:
-    """(begin, full_begin, full_end, end): the queries start_m … start_m + block_m - 1 visit the keys begin … end - 1, tile by tile.
+              window: int | None = None) -> tuple[int, int, int]:
+    """(begin, full_end, end): queries start_m … start_m + block_m - 1 visit the keys begin … end - 1, tile by tile.
 
-    Tiles from full_begin to full_end are seen by every one of these queries, so they need no mask; those before and behind do.
-    begin, full_begin and full_end are multiples of block_n, unless a range is empty.
+    Tiles before full_end lie below the diagonal and hold no key beyond the last: they need no mask, except that of a window.
+    begin and full_end are multiples of block_n.
     """
     block_m, block_n = tiles.block_m, tiles.block_n
     first = start_m + num_keys - num_queries  # the key at which the tile's first query stands: bottom-right aligned
-    last = first + block_m - 1
-    begin, full_begin = 0, 0
-    if window is not None:
-        begin = max(0, first - window + 1) // block_n * block_n
-        full_begin = -(-max(0, last - window + 1) // block_n) * block_n  # rounded up: its first key is in the last query's window
-    end, full_end = num_keys, num_keys // block_n * block_n  # rounded down: the last tile may be a partial one
+    begin, full_end, end = 0, num_keys // block_n * block_n, num_keys  # rounded down: the last tile may be a partial one
     if causal:
-        end = min(end, max(0, last + 1))                                   # + 1, because a query sees its own key
-        full_end = max(0, min(full_end, (first + 1) // block_n * block_n))  # the first query sees the whole tile
-    full_begin = min(full_begin, end)
-    return min(begin, end), full_begin, max(full_end, full_begin), end
+        end = min(end, max(0, first + block_m))                            # the last query sees its own key, first + block_m - 1
+        full_end = min(full_end, max(0, first + 1) // block_n * block_n)   # the first query sees the whole tile
+    if window is not None:
+        begin = min(max(0, first - window + 1) // block_n * block_n, full_end)  # the first query's window reaches furthest back
+    return begin, full_end, end
 
 
 def tile_map(num_queries: int, num_keys: int, tiles: Tiles, causal: bool = True, window: int | None = None) -> list[list[str]]:
     """What happens to each tile of keys, for each tile of queries: rows of VISITED, UNMASKED or SKIPPED."""
     rows = []
     for start_m in range(0, num_queries, tiles.block_m):
-        begin, full_begin, full_end, end = key_range(start_m, num_queries, num_keys, tiles, causal, window)
-        rows.append([UNMASKED if full_begin <= start_n < full_end else VISITED if begin <= start_n < end else SKIPPED
+        begin, full_end, end = key_range(start_m, num_queries, num_keys, tiles, causal, window)
+        rows.append([SKIPPED if not begin <= start_n < end else VISITED if start_n >= full_end or window is not None else UNMASKED
                      for start_n in range(0, num_keys, tiles.block_n)])
     return rows
 

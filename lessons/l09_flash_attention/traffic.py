@@ -68,7 +68,7 @@ def fa2_bytes(shape: Shape, tiles: Tiles) -> tuple[int, int]:
 
 def _rows(shape: Shape, start_m: int, tiles: Tiles) -> int:
     """Rows of k that a tile of queries loads: whole tiles, cut off at the last key."""
-    begin, _, _, end = key_range(start_m, shape.num_queries, shape.num_keys, tiles, shape.causal, shape.window)
+    begin, _, end = key_range(start_m, shape.num_queries, shape.num_keys, tiles, shape.causal, shape.window)
     return min(shape.num_keys, math.ceil(end / tiles.block_n) * tiles.block_n) - begin if end > begin else 0
 
 
