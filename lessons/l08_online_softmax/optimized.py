@@ -95,7 +95,10 @@ def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def softmax_torch(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """`softmax` in PyTorch, for machines without a GPU: a few rows at a time, whose later passes find them in the cache."""
+    """`softmax` in PyTorch, for machines without a GPU: a few rows at a time, whose later passes find them in the cache.
+
+    scores: [R, N] -> probs [R, N] of the same dtype, lse [R] float32. Raises ValueError as `softmax` does.
+    """
     check_rows(scores)
     probs, lse = empty_results(scores)
     if not scores.shape[1]:

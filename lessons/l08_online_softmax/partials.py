@@ -114,7 +114,10 @@ def merge_states(outs: Tensor, lses: Tensor, dtype: torch.dtype | None = None) -
 
 
 def merge_states_torch(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """`merge_states` in PyTorch, for machines without a GPU: the weights are a softmax. Arguments and results as there."""
+    """`merge_states` in PyTorch, for machines without a GPU: the weights are a softmax of the log-sum-exps.
+
+    outs: [S, ..., D], lses: [S, ...], S at least 1 -> out [..., D] like outs, lse [...] float32. Raises ValueError.
+    """
     check_states(outs, lses)
     lse = torch.logsumexp(lses, dim=0)
     weights = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0))  # all −inf: 0 instead of −inf − −inf

@@ -417,7 +417,7 @@ def test_the_compiler_gives_wide_loads_without_spills():
     for report in check_all(optimized.KERNELS + partials.KERNELS):
         if (report.error or "").startswith("not run"):
             pytest.skip(report.error)
-        assert report.fits, f"{report.name} on sm_{report.chip}: {report}"
+        assert report.fits and report.registers <= 64, f"{report.name} on sm_{report.chip}: {report}"
         assert bool(report.loads_128bit) == ("odd" not in report.name), f"{report.name} on sm_{report.chip}"
         if report.name in ("online_bf16", "online_fp32") and report.chip >= 80:  # cp.async: tiles are on their way meanwhile
             assert report.census["LDGSTS"] and report.shared_bytes >= (optimized.TILE_STAGES - 1) * optimized.TILE_BYTES
