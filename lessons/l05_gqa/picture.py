@@ -12,7 +12,8 @@ QUERY_HEADS = 6
 WAYS = {"MHA": 6, "GQA": 2, "MQA": 1, "GQA, repeated": 2}   # KV heads
 SVG = Path(__file__).parent / "heads.svg"
 ALT = ("Four diagrams of 6 query heads over their KV heads. MHA: 6 KV heads, one below each. GQA: 2, each below three "
-       "neighbours. MQA: 1 below all. GQA repeated: the 2 KV heads are copied to 6, which the query heads read: 14 heads moved instead of 2.")
+       "neighbours. MQA: 1 below all. GQA repeated: the 2 KV heads are copied to 6, which the query heads read: 14 heads moved "
+       "instead of 2.")
 
 
 def heads_moved(way: str) -> int:

@@ -96,7 +96,10 @@ def uptrained(model: Decoder, train: Tensor, at: list[int]) -> Iterator[tuple[in
 
 
 def measure(held_out: Tensor, train: Tensor) -> dict:
-    """The record: each variant's KV bytes per token in 16 bits and its losses; points by tokens of uptraining."""
+    """The record: each variant's KV bytes per token in 16 bits and its losses; points by tokens of uptraining.
+
+    held_out, train: [N, T + 1] int64.
+    """
     tiny = Decoder.from_pretrained(str(TINY))
     series, steps = {}, len(train) // ROWS
     for label, model in variants(tiny).items():

@@ -80,6 +80,7 @@ class Row:
 
     @property
     def kind(self) -> str:
+        """MHA, MQA or GQA."""
         heads, kv_heads = self.model.num_attention_heads, self.model.num_key_value_heads
         return "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"
 

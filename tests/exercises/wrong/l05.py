@@ -117,27 +117,18 @@ def slipped_kernel(q_ptr, k_ptr, v_ptr, out_ptr, context_lens_ptr, scale_log2e, 
     """The kernel with the one slip that SLIP names."""
     kv_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + row
-    if SLIP == "heads_by_modulo":
-        head = kv_head + row * tl.num_programs(0)
+    head = kv_head + row * tl.num_programs(0) if SLIP == "heads_by_modulo" else kv_head * GROUP + row
     length = tl.load(context_lens_ptr + sequence).to(tl.int32)
     in_head = (column < HEAD_DIM)[None, :]
     in_group = (row < GROUP)[:, None] & in_head
-    written = in_group
-    if SLIP == "rows_behind_the_group_written":
-        written = (row < BLOCK_M)[:, None] & in_head
-    if SLIP == "columns_behind_the_head_written":
-        written = (row < GROUP)[:, None] & (column < BLOCK_D)[None, :]
-    q_rows = q_ptr + sequence * stride_qb + head[:, None] * stride_qh + column[None, :]
-    if SLIP == "rows_behind_the_group_loaded":
-        q = tl.load(q_rows, mask=(row < BLOCK_M)[:, None] & in_head, other=0.0)
-    else:
-        q = tl.load(q_rows, mask=in_group, other=0.0)
+    all_rows, all_columns = (row < BLOCK_M)[:, None] & in_head, (row < GROUP)[:, None] & (column < BLOCK_D)[None, :]
+    written = all_rows if SLIP == "rows_behind_the_group_written" else in_group
+    written = all_columns if SLIP == "columns_behind_the_head_written" else written
+    q = tl.load(q_ptr + sequence * stride_qb + head[:, None] * stride_qh + column[None, :],
+                mask=all_rows if SLIP == "rows_behind_the_group_loaded" else in_group, other=0.0)
     k_ptr += sequence * stride_kb + (0 if SLIP == "every_group_reads_kv_head_0" else kv_head) * stride_kh
     v_ptr += sequence * stride_vb + (0 if SLIP == "every_group_reads_kv_head_0" else kv_head) * stride_vh
-    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    if SLIP == "no_running_maximum":
-        m_i = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), 0.0 if SLIP == "no_running_maximum" else float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     first = tl.maximum(length - window, 0)
