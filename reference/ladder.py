@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import attention_per_head
 from lessons.l02_naive_attention.request import read_requests
+from lessons.l06_mla.deepseek import load_decoder
 from lessons.toolbox import device as devices
 from lessons.toolbox.checkpoint import CheckpointError, load_tokenizer
 from lessons.toolbox.exercise_loading import use_implementation
@@ -229,7 +230,7 @@ def main(argv=None) -> int:
     try:
         for exercise_id, replaced, how in use_implementation(args.impl) if args.impl else ():
             console.print(f"exercise {exercise_id} for {replaced}: {how}", markup=False, highlight=False)
-        model = Decoder.from_pretrained(args.model, device=args.device, dtype=torch.float32)
+        model = load_decoder(args.model, device=args.device, dtype=torch.float32)
         tokenizer = load_tokenizer(args.model)
         prompts, limits = load_requests(args.prompts, tokenizer)
         prompts, limits = prompts[:args.requests], limits[:args.requests]

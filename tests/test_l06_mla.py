@@ -10,6 +10,7 @@ from lessons.l01_roofline import calculators
 from lessons.l02_naive_attention.optimized import attention_torch
 from lessons.l06_mla import counts, picture, workload
 from lessons.l06_mla.counts import V3, absorbed_flops, crossover_limit, crossover_tokens, expanded_flops
+from lessons.toolbox.config import MLAConfig
 from lessons.toolbox.figure import overlapping_texts, texts_outside
 
 
@@ -85,3 +86,24 @@ def test_each_picture_can_be_read(name):
     assert not texts_outside(figure) and not overlapping_texts(figure) and "CHECK" not in figure._supxlabel.get_text()
     svg = picture.HERE / f"{name}.svg"
     assert svg.exists() and alt in svg.read_text(encoding="utf-8")
+
+
+def test_the_counted_numbers_of_the_readme():
+    """Each is computed here and must stand in the text, so that neither can change alone."""
+    text = " ".join((picture.HERE / "README.md").read_text(encoding="utf-8").split())
+    chip, v3 = picture.CHIPS["h200"], counts.COMPARED[2]
+    behind = next(new for new in range(1, 999) if absorbed_flops(new, 2048 + new, 1) > expanded_flops(new, 2048 + new, 1))
+    moved, products = counts.decode_bytes(128, 8192), counts.decode_flops(128, 8192, 128)
+    small, quiz = counts.decode_bytes(64, 4096), MLAConfig(None, 256, 64, 32, 64)
+    for quoted in (f"it keeps **{counts.cached_kib_per_token(v3):.1f}**",
+                   f"would keep {counts.expanded_kib_per_token(v3):.0f} KiB",
+                   f"256 r / (1088 − 320) = {crossover_limit():.1f}", f"the crossing is at `{behind}` tokens",
+                   f"read {small / 1e6:.0f} MB", f"{small / chip.memory_bytes_per_s * 1e6:.0f} µs",
+                   f"{products / chip.bf16_flops_per_s * 1e6:.0f} µs", f"{moved / chip.memory_bytes_per_s * 1e6:.0f} µs",
+                   f"27 · 576 · 2 = {27 * 576 * 2}, {counts.cached_kib_per_token(counts.V2_LITE):.1f} KiB",
+                   f"= {crossover_limit(quiz):.1f}: from {int(crossover_limit(quiz)) + 1} on",
+                   f"= {counts.decode_flops(10, 8192, 128) / 1e9:.1f} GFLOP, over {counts.decode_bytes(10, 8192) / 1e6:.0f} MB",
+                   f"16 heads: {16 * 2176 / 1152:.0f}; 128 heads: {128 * 2176 / 1152:.0f}"):
+        assert quoted in text, quoted
+    mla = MLAConfig(None, 6, 2, 2, 2)
+    assert f"= **{expanded_flops(1, 10, 2, mla)}** FLOPs" in text and f"= **{absorbed_flops(1, 10, 2, mla)}**" in text
