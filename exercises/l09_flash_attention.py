@@ -1,19 +1,21 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=09
-# Generated from solutions/l09_flash_attention.py, checksum b3a627130f17. Generating again never overwrites your edits.
+# Generated from solutions/l09_flash_attention.py, checksum a9b8ca22cd77. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 09: tiles in PyTorch, a kernel with a sink, the traffic of both orders, a key range with bugs."""
 import torch
 from torch import Tensor
 
+from lessons.l09_flash_attention.naive import PYTORCH_TILES
 from lessons.l09_flash_attention.tiles import Tiles
 from lessons.toolbox.exercises import exercise
 from lessons.toolbox.triton_ import tl, triton
 
 
-@exercise("9.1", "FlashAttention in PyTorch tiles", minutes=45, difficulty=3, replaces="lessons.l09_flash_attention.naive:tiled_attention")
+@exercise("9.1", "FlashAttention in PyTorch tiles", minutes=45, difficulty=3,
+          replaces="lessons.l09_flash_attention.naive:tiled_attention")
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True,
-                    window: int | None = None, tiles: Tiles = Tiles(128, 128)) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence in FA-2 order. q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] -> out: [T, Hq, Dv], lse: [T, Hq].
+                    window: int | None = None, tiles: Tiles = PYTORCH_TILES) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence in FA-2 order. q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] -> out [T, Hq, Dv], lse [T, Hq].
 
     Outer loop: tiles.block_m queries; inner loop: tiles.block_n keys; the last tile of each may be shorter. softmax_scale:
     1 / √D if None. Query head h reads KV head h // (Hq / Hkv). causal: bottom-right aligned, query i stands at key i + Tk - T.
@@ -86,7 +88,7 @@ def tile_traffic(num_tokens: int, num_heads: int, head_dim: int, itemsize: int, 
           replaces="lessons.l09_flash_attention.tiles:key_range")
 def key_range(start_m: int, num_queries: int, num_keys: int, tiles: Tiles, causal: bool = True,
               window: int | None = None) -> tuple[int, int, int]:
-    """(begin, full_end, end): queries start_m … start_m + block_m - 1 visit the keys begin … end - 1, tile by tile of block_n.
+    """(begin, full_end, end): queries start_m … start_m + block_m - 1 visit the keys begin … end - 1 in tiles of block_n.
 
     begin: the first key of the first tile that one of these queries sees (with a window; 0 without).
     end: one behind the last key that one of them sees. full_end: tiles before it lie whole below the diagonal and inside the

@@ -9,7 +9,7 @@ LARGEST_HEAD_DIM = 256
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-    """Raise ValueError unless q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] fit together and lie dense in the last dimension."""
+    """Raise ValueError unless q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] fit together, dense in the last dimension."""
     shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
     if any(x.ndim != 3 for x in (q, k, v)) or q.shape[2] != k.shape[2] or k.shape[:2] != v.shape[:2]:
         raise ValueError(f"q, k, v: got {shapes}; accepted: [T, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv]")
@@ -38,8 +38,8 @@ def check_options(q: Tensor, softmax_scale: float | None, causal: bool, window: 
         if x is None:
             continue
         if x.dtype != torch.float32 or x.shape != q.shape[1:2] or not x.is_contiguous():
-            raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)} with strides {x.stride()}; accepted: float32 ({q.shape[1]},), "
-                             "dense")
+            raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)} with strides {x.stride()}; accepted: float32 "
+                             f"({q.shape[1]},), dense")
         check_one_device(q=q, **{name: x})
 
 
@@ -57,6 +57,7 @@ def check_sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlen
         if x.dtype != torch.int32 or x.ndim != 1 or len(x) < 2 or not x.is_contiguous():
             raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}; accepted: int32, [B + 1] with B at least 1, dense")
     if len(cu_seqlens_q) != len(cu_seqlens_k):
-        raise ValueError(f"cu_seqlens_q, cu_seqlens_k: got {len(cu_seqlens_q)} and {len(cu_seqlens_k)} entries; accepted: [B + 1] for both")
+        raise ValueError(f"cu_seqlens_q, cu_seqlens_k: got {len(cu_seqlens_q)} and {len(cu_seqlens_k)} entries; "
+                         "accepted: [B + 1] for both")
     check_one_device(q=q, **given)
     return cu_seqlens_q, cu_seqlens_k

@@ -24,7 +24,7 @@ ON_GPU = default_device().type == "cuda"
 DTYPE = default_dtype()
 DTYPE_NAME = str(DTYPE).removeprefix("torch.")
 HEADS, GROUPED, HEAD_DIM = (32, 8, 128) if ON_GPU else (6, 2, 64)  # Llama-3-8B's, and the embedded model's
-CONTEXTS = [2 ** n for n in (range(11, 16) if ON_GPU else range(7, 13))]
+CONTEXTS = [2 ** n for n in (range(11, 16) if ON_GPU else range(7, 12))]
 CPU_TILES = Tiles(256, 256)     # large, because each step of the loop costs Python's time
 LONGEST_FA1 = 4096              # keys: one program a head, all others wait
 LONGEST_CUDA = 8192             # keys: no tensor cores
@@ -97,8 +97,9 @@ PROVIDERS = {"all scores": ("naive", all_scores), "FA-1 order": ("naive", fa1), 
 def attention_benchmark(mask: str, heads: str, title: str) -> Benchmark:
     kv_heads, causal = {"mha": HEADS, "gqa": GROUPED}[heads], mask == "causal"
     return Benchmark(
-        name=f"l09_{mask}_{heads}", title=title, x_name="tokens (queries and keys)", x_values=CONTEXTS, quick_x_values=CONTEXTS[:3],
-        inputs=inputs_of(kv_heads, causal), providers=PROVIDERS, ylabel=f"{mask} attention", metric="flops",
+        name=f"l09_{mask}_{heads}", title=title, x_name="tokens (queries and keys)", x_values=CONTEXTS,
+        quick_x_values=CONTEXTS[:3], inputs=inputs_of(kv_heads, causal), providers=PROVIDERS,
+        ylabel=f"{mask} attention", metric="flops",
         flops=lambda n: shape_of(n, kv_heads, causal).flops, bytes_moved=lambda n: shape_of(n, kv_heads, causal).least_bytes,
         floor_s=lambda n: floor_s(shape_of(n, kv_heads, causal)), floor_label="matrix products alone", dtype=DTYPE_NAME,
         shape=f"heads {HEADS}/{kv_heads}, head_dim {HEAD_DIM}" + ("" if ON_GPU else f" · threads {torch.get_num_threads()}"),

@@ -33,8 +33,9 @@ def fa1_spec(dtype: str) -> KernelSpec:
     """fa1_kernel with its own tiles, for reading and not for speed."""
     return KernelSpec(
         f"{ROOM}.fa1:fa1_kernel", name=f"fa1_{dtype}_64",
-        signature={**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{dtype}"), **dict.fromkeys(("out_ptr", "l_ptr", "m_ptr"), "*fp32"),
-                   "softmax_scale": "fp32", "num_queries": "i32", "num_keys": "i32",
+        signature={**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{dtype}"),
+                   **dict.fromkeys(("out_ptr", "l_ptr", "m_ptr"), "*fp32"), "softmax_scale": "fp32",
+                   "num_queries": "i32", "num_keys": "i32",
                    **dict.fromkeys((*STRIDES, "stride_om"), "i32")},
         constexprs={"CAUSAL": True, "GROUP": 4, "HEAD_DIM": 64, "V_HEAD_DIM": 64, "BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_D": 64,
                     "BLOCK_DV": 64}, num_warps=8, num_stages=1, divisible_by_16=(*STRIDES, "stride_om"))
@@ -54,7 +55,7 @@ def fp8_spec(head_dim: int) -> KernelSpec:
 
 def hopper_spec(head_dim: int, causal: bool) -> KernelSpec:
     """flash_hopper_kernel; its descriptors of 16-bit rows are swizzled over 128 bytes."""
-    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, fp4_padded=False, cga_layout=[])"
+    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
     tile = f"tensordesc<bf16[128, {head_dim}],{layout}>"
     return KernelSpec(
         f"{ROOM}.hopper:flash_hopper_kernel", name=f"hopper_bf16_{head_dim}_{'causal' if causal else 'full'}",
@@ -65,7 +66,8 @@ def hopper_spec(head_dim: int, causal: bool) -> KernelSpec:
 
 KERNELS = [flash_spec(dtype, head_dim, chip) for chip in CHIPS for dtype in ("fp16" if chip == 75 else "bf16", "fp32")
            for head_dim in (64, 128, 256)]
-KERNELS += [flash_spec("bf16", 80, 90), flash_spec("bf16", 96, 90), flash_spec("bf16", 192, 90, 128), flash_spec("bf16", 128, 90, options=())]
+KERNELS += [flash_spec("bf16", 80, 90), flash_spec("bf16", 96, 90), flash_spec("bf16", 192, 90, 128)]
+KERNELS += [flash_spec("bf16", 128, 90, options=())]
 KERNELS += [flash_spec("bf16", 128, chip, options=OPTIONS) for chip in (80, 90)]
 KERNELS += [fa1_spec(dtype) for dtype in ("bf16", "fp32")] + [fp8_spec(64), fp8_spec(128)]
 KERNELS += [hopper_spec(head_dim, causal) for head_dim in (64, 128) for causal in (True, False)]

@@ -10,7 +10,8 @@ from lessons.toolbox.cuda_cpp import CudaKernel
 SOURCE = Path(__file__).with_name("optimized.cu")
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 THREADS, BLOCK_M = 256, 16  # as in optimized.cu: 8 warps, 2 queries each
-FLASH = {(dtype, head_dim): CudaKernel(SOURCE, f"flash_{name}_{head_dim}") for dtype, name in TYPES.items() for head_dim in (64, 128)}
+FLASH = {(dtype, head_dim): CudaKernel(SOURCE, f"flash_{name}_{head_dim}")
+         for dtype, name in TYPES.items() for head_dim in (64, 128)}
 
 
 def flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,

@@ -14,6 +14,8 @@ from lessons.l09_flash_attention.optimized import LOG2_E, load_rows, tile_scores
 from lessons.l09_flash_attention.tiles import Tiles
 from lessons.toolbox.triton_ import tl, triton
 
+FA1_TILES = Tiles(32, 32, 8, 1)
+
 
 @triton.jit
 def fa1_kernel(q_ptr, k_ptr, v_ptr, out_ptr, l_ptr, m_ptr, softmax_scale, num_queries, num_keys, stride_qm, stride_qh, stride_kn,
@@ -59,7 +61,7 @@ def fa1_kernel(q_ptr, k_ptr, v_ptr, out_ptr, l_ptr, m_ptr, softmax_scale, num_qu
 
 
 def flash_attention_fa1(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True,
-                        tiles: Tiles = Tiles(32, 32, 8, 1)) -> tuple[Tensor, Tensor]:
+                        tiles: Tiles = FA1_TILES) -> tuple[Tensor, Tensor]:
     """One sequence in FA-1 order. q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] -> out: [T, Hq, Dv], lse: [T, Hq] float32.
 
     As optimized.flash_attention without its options. Raises ValueError.

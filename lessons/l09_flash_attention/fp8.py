@@ -1,7 +1,7 @@
 """FlashAttention with 8-bit matrix products: twice the rate of bfloat16 on paper, and an error that has to be looked at.
 
 q, k and v carry one scale a head; the weights p lie between 0 and 1, so a fixed factor moves them into the range of the format.
-Read `attention_fp8` (PyTorch, all at once, rounding where the kernel rounds), then `flash_fp8_kernel` beside optimized.flash_kernel.
+Read `attention_fp8` (PyTorch, all at once, rounding where the kernel rounds), then `flash_fp8_kernel` beside flash_kernel.
 
 Sources: Micikevicius et al. 2022, FP8 Formats for Deep Learning, section 3 (E4M3: 448 is the largest); Shah et al. 2024,
 FlashAttention-3, section 3.3 (layout of V, block scales).
@@ -16,6 +16,7 @@ from lessons.l09_flash_attention.tiles import Tiles
 from lessons.toolbox.triton_ import tl, triton
 
 E4M3_MAX = 448.0
+FP8_TILES = Tiles(128, 64, 8, 2)
 P_SHIFT = tl.constexpr(8.0)  # weights are stored as 2^8 · p: 256 < 448, and p down to 2^-14 keeps all its bits instead of 2^-6
 
 
@@ -70,7 +71,7 @@ def flash_fp8_kernel(q_ptr, k_ptr, v_t_ptr, out_ptr, q_scale_ptr, k_scale_ptr, v
             p = tl.exp2(scores * qk_scale - m_safe[:, None] + P_SHIFT)
             l_i = l_i * alpha + tl.sum(p, axis=1)  # shifted as well, so the division takes the shift back
             v_t = tl.load(v_t_ptr + column[:, None] * stride_vd + key[None, :], mask=(key < num_keys)[None, :], other=0.0)
-            # A product of its own, because Hopper's 8-bit products are added up in few bits: BLOCK_N of them, then float32 takes over.
+            # A product of its own, because Hopper adds 8-bit products in few bits: BLOCK_N of them, then float32 takes over.
             acc = acc * alpha[:, None] + tl.dot(p.to(v_t.dtype), tl.trans(v_t))
             m_i = m_new
     out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None] * tl.load(v_scale_ptr + head // GROUP)
@@ -79,7 +80,7 @@ def flash_fp8_kernel(q_ptr, k_ptr, v_t_ptr, out_ptr, q_scale_ptr, k_scale_ptr, v
 
 
 def flash_attention_fp8(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True,
-                        tiles: Tiles = Tiles(128, 64, 8, 2)) -> Tensor:
+                        tiles: Tiles = FP8_TILES) -> Tensor:
     """One sequence, rounded to E4M3 on the way in. q: [T, Hq, D]; k, v: [Tk, Hkv, D], 16 or 32 bits -> [T, Hq, D] of q's dtype.
 
     D: 32, 64, 128 or 256. Raises ValueError; on a GPU older than compute capability 8.9 the compiler refuses the format.

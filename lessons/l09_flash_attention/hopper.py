@@ -1,9 +1,9 @@
 """FlashAttention for Hopper, in Gluon: one warp fetches by TMA, eight compute, and matrix products overlap with softmax.
 
-Compiled for sm_90 by every test run; it has NOT RUN on a GPU yet. Read `compute_tiles` beside optimized.flash_kernel. What is new:
-a producer warp that only asks the TMA engine for the next tiles; barriers through which it and the eight computing warps hand the
-tiles to each other; and the order of a step: while the tensor cores work on p · v of this tile and on q · kᵀ of the next, nothing
-waits for them. Tiles are visited from the diagonal backwards, so that those that need a mask come first.
+Compiled for sm_90 by every test run; it has NOT RUN on a GPU yet. Read `compute_tiles` beside flash_kernel. What is new:
+a producer warp that only asks the TMA engine for the next tiles; barriers through which it and the eight computing warps hand
+the tiles to each other; and the order of a step: p · v of this tile and q · kᵀ of the next are both on their way before anybody
+waits. Tiles are visited from the diagonal backwards, so that those that need a mask come first.
 
 Limits, to stay readable: one sequence, bfloat16, head size 64 or 128, full or causal, grouped heads. Source: Shah et al. 2024,
 FlashAttention-3, algorithms 1 (producer, consumer) and 2 (overlap within a warpgroup).
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lessons.l09_flash_attention.arguments import check_heads, check_options
-from lessons.toolbox.compile_check import KernelSpec
 from lessons.toolbox.device import has_triton
 from lessons.toolbox.triton_ import triton
 
@@ -35,7 +34,7 @@ LOG2_E = 1.4426950408889634
 
 @gluon.jit
 def tile_range(num_queries, num_keys, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(start_m, first, num_tiles, num_full) of this program: tiles 0 … num_tiles - 1, of which the first num_full need no mask."""
+    """(start_m, first, num_tiles, num_full) of this program: of tiles 0 … num_tiles - 1 the first num_full need no mask."""
     start_m = (gl.num_programs(1) - 1 - gl.program_id(1)) * BLOCK_M  # backwards: the heaviest first
     first = start_m + num_keys - num_queries
     end, full_end = num_keys, num_keys
@@ -162,9 +161,9 @@ def flash_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, num_queries, 
 
 def flash_attention_hopper(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
                            causal: bool = True) -> tuple[Tensor, Tensor]:
-    """One sequence on a Hopper GPU. q: [T, Hq, D], k, v: [Tk, Hkv, D], bfloat16, dense, D 64 or 128 -> out: [T, Hq, D], lse: [T, Hq].
+    """One sequence on a Hopper GPU. q: [T, Hq, D], k, v: [Tk, Hkv, D] -> out: [T, Hq, D], lse: [T, Hq] float32.
 
-    Raises ValueError.
+    bfloat16, dense, D 64 or 128. Raises ValueError.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -1,6 +1,6 @@
 """FlashAttention in PyTorch tiles: what the kernels do, with their variable names, and no N×N matrix anywhere.
 
-Read `attention` (all scores at once: the oracle), `tile_scores`, `tiled_attention_fa1`, then `tiled_attention`, and compare the last
+Read `attention` (all scores at once: the oracle), `tile_scores`, `tiled_attention_fa1`, then `tiled_attention`. Compare the last
 two: who stands in the outer loop, and how often `acc` is divided.
 
 Sources: Dao et al. 2022, FlashAttention, algorithm 1 (keys outside, normalised at every step); Dao 2023, FlashAttention-2,
@@ -18,9 +18,11 @@ from lessons.l03_kv_cache.naive import cached_loop
 from lessons.l08_online_softmax.naive import exp_difference, wide
 from lessons.l09_flash_attention.tiles import Tiles, key_range
 
+PYTORCH_TILES = Tiles(128, 128)
 
-def tile_scores(q: Tensor, k: Tensor, query: Tensor, key: Tensor, softmax_scale: float, causal: bool = True, window: int | None = None,
-                softcap: float | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
+
+def tile_scores(q: Tensor, k: Tensor, query: Tensor, key: Tensor, softmax_scale: float, causal: bool = True,
+                window: int | None = None, softcap: float | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
     """Scores of one tile, -inf where a query does not see a key. q: [M, Hq, D], k: [N, Hkv, D] -> [Hq, M, N].
 
     query: [M], key: [N], their positions in the sequence of keys. softcap: scores become softcap · tanh(score / softcap).
@@ -38,8 +40,9 @@ def tile_scores(q: Tensor, k: Tensor, query: Tensor, key: Tensor, softmax_scale:
     return scores
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True, window: int | None = None,
-              softcap: float | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True,
+              window: int | None = None, softcap: float | None = None, alibi_slopes: Tensor | None = None,
+              sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The oracle: all scores of a sequence at once. q: [Tq, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] -> out, lse.
 
     out: [Tq, Hq, Dv]. lse: [Tq, Hq], the logarithm of the softmax's denominator, sink included; -inf for a query without a key.
@@ -58,7 +61,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = Non
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True,
                     window: int | None = None, softcap: float | None = None, alibi_slopes: Tensor | None = None,
-                    sinks: Tensor | None = None, tiles: Tiles = Tiles(128, 128)) -> tuple[Tensor, Tensor]:
+                    sinks: Tensor | None = None, tiles: Tiles = PYTORCH_TILES) -> tuple[Tensor, Tensor]:
     """FA-2 order: a tile of queries meets one tile of keys after another. Arguments and results as in `attention`."""
     out, lse = q.new_empty(*q.shape[:2], v.shape[2]), wide(q.new_empty(q.shape[:2]))
     for start_m in range(0, len(q), tiles.block_m):
@@ -81,7 +84,7 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None
 
 
 def tiled_attention_fa1(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True,
-                        tiles: Tiles = Tiles(128, 128)) -> tuple[Tensor, Tensor]:
+                        tiles: Tiles = PYTORCH_TILES) -> tuple[Tensor, Tensor]:
     """FA-1 order: a tile of keys meets one tile of queries after another. Arguments and results as in `attention`.
 
     m, l and out of every query wait in slow memory between two tiles of keys: each visit reads them, rescales them, writes them.
@@ -105,7 +108,7 @@ def tiled_attention_fa1(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | 
 
 
 def _start(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """m_i: [Hq, M], l_i: [Hq, M], acc: [M, Hq, Dv] before the first key. A sink is a key without a value that was seen already."""
+    """m_i: [Hq, M], l_i: [Hq, M], acc: [M, Hq, Dv] before the first key. A sink is a key without a value, already seen."""
     num_queries, num_heads, _ = q.shape
     zeros = wide(q.new_zeros(num_heads, num_queries))
     acc = wide(q.new_zeros(num_queries, num_heads, v.shape[2]))
@@ -140,5 +143,7 @@ class TiledKVCache(KVCache):
 def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | list[int],
              sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
     """One prompt after the other, read in PyTorch tiles. Arguments, result and errors as in lesson 2's `generate`."""
-    return cached_loop(lambda model, max_tokens: TiledKVCache(model.config, max_tokens, model.dtype, model.device), model, prompts,
-                       max_new_tokens, sampling, on_token)
+    def new_cache(model: Decoder, max_tokens: int) -> TiledKVCache:
+        return TiledKVCache(model.config, max_tokens, model.dtype, model.device)
+
+    return cached_loop(new_cache, model, prompts, max_new_tokens, sampling, on_token)

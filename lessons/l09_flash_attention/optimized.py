@@ -1,7 +1,7 @@
 """FlashAttention in FA-2 order, in Triton: a program owns a tile of queries of one head and walks over the keys that they see.
 
-Read `flash_kernel` beside naive.py's `tiled_attention`: the same names in the same order. `key_range` is tiles.key_range in Triton,
-`tile_scores` naive.tile_scores. arguments.py refuses what does not fit; tiles.py says how large the tiles are on which chip.
+Read `flash_kernel` beside naive.py's `tiled_attention`: the same names in the same order. `key_range` is tiles.key_range,
+`tile_scores` naive.tile_scores, in Triton. arguments.py refuses what does not fit; tiles.py knows the tiles of each chip.
 
 Sources: Dao 2023, FlashAttention-2, algorithm 1 and section 3.1; ALiBi: Press et al. 2022, section 3; soft-cap: Gemma 2 (2024),
 section 2; sinks: gpt-oss model card (OpenAI 2025), section 2.2.
@@ -37,7 +37,7 @@ def key_range(first, num_keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexp
 
 @triton.jit
 def load_rows(ptr, start, num_rows, stride, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr):
-    """Rows start … start + BLOCK - 1 of a matrix [num_rows, DIM] -> [BLOCK, BLOCK_D], with zeros where it ends: no sum sees them."""
+    """Rows start … start + BLOCK - 1 of a matrix [num_rows, DIM] -> [BLOCK, BLOCK_D], with zeros where it ends."""
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
     pointers = ptr + tl.cast(start, tl.int64) * stride + row * stride + column  # int64, because start · stride passes 2^31
     if PARTIAL:
@@ -96,8 +96,8 @@ def flash_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_seqlens_q_ptr, cu_seq
         first = start_m + num_keys - num_queries  # bottom-right aligned: the last query stands at the last key
         query = first + tl.arange(0, BLOCK_M)
         edges = key_range(first, num_keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-        # Two loops: the long one needs no mask but a window's, and its loads run ahead; then the diagonal or the ragged end. Loads
-        # that run ahead in both would make ptxas serialise Hopper's matrix instructions (its warning C7515).
+        # Two loops: the long one needs no mask but a window's, and its loads run ahead; then the diagonal or the ragged end.
+        # Loads that run ahead in both would make ptxas serialise Hopper's matrix instructions (its warning C7515).
         for edge in tl.static_range(2):
             for start_n in tl.range(edges[edge], edges[edge + 1], BLOCK_N, num_stages=1 if edge else None):
                 k = load_rows(k_ptr, start_n, num_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, edge == 1)
@@ -123,11 +123,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None
                     softmax_scale: float | None = None, causal: bool = True, window: int | None = None,
                     softcap: float | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
                     max_seqlen_q: int | None = None, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
-    """Attention without an N×N matrix. q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] -> out: [T, Hq, Dv], lse: [T, Hq] float32.
+    """Attention without an N×N matrix. q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] -> out: [T, Hq, Dv], lse: [T, Hq].
 
     cu_seqlens_q, cu_seqlens_k: [B + 1] int32, where each of B packed sequences begins, and the end; None: one sequence.
     max_seqlen_q: the longest sequence's queries; None: read from cu_seqlens_q, for which the CPU waits. The rest as in
-    naive.attention. tiles: None takes tiles.py's for this chip. float32 products are exact, not tf32. Raises ValueError.
+    naive.attention. lse is float32. tiles: None takes tiles.py's for this chip. float32 products are no tf32. Raises ValueError.
     """
     check_heads(q, k, v)
     check_options(q, softmax_scale, causal, window, softcap, alibi_slopes, sinks)
@@ -140,7 +140,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None
     tiles = tiles or tiles_on(q.device, max(head_dim, v_head_dim), q.itemsize)
     softmax_scale = head_dim ** -0.5 if softmax_scale is None else softmax_scale
     if out.numel():
-        # Heads first: programs that run side by side then share K and V in the L2 cache, and the heaviest tiles of all heads start first.
+        # Heads first: neighbours in time then share K and V in the L2 cache, and the heaviest tiles of all heads start first.
         flash_kernel[num_heads, triton.cdiv(max_seqlen_q, tiles.block_m), len(cu_seqlens_q) - 1](
             q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, softmax_scale, window or 0,
             (softcap or 0.0) / softmax_scale, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],

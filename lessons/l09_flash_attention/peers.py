@@ -17,18 +17,19 @@ BACKENDS = {"math": SDPBackend.MATH, "efficient": SDPBackend.EFFICIENT_ATTENTION
 
 
 def sdpa(backend: str) -> Callable:
-    """scaled_dot_product_attention, held to one backend of BACKENDS. K and V are repeated beforehand where it cannot group heads."""
+    """scaled_dot_product_attention, held to one of BACKENDS. K and V are repeated beforehand where it cannot group heads."""
     def make(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
         if not q.is_cuda and backend in ("efficient", "cuDNN"):
-            raise Unavailable("this backend of PyTorch is for GPUs")
+            raise Unavailable("needs a GPU")
         group = q.shape[1] // k.shape[1]
+        grouped = group > 1 and backend != "efficient"
         if group > 1 and backend == "efficient":  # not timed: it has no grouped heads
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
 
         def run() -> Tensor:
             with sdpa_kernel(BACKENDS[backend]):
-                return scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=group > 1 and backend != "efficient")
+                return scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=grouped)
         try:
             run()
         except RuntimeError as error:
@@ -42,7 +43,7 @@ def sdpa(backend: str) -> Callable:
 def flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
     """torch.compile'd FlexAttention with a block mask."""
     if not q.is_cuda:
-        raise Unavailable("FlexAttention is compared where torch.compile makes Triton of it: on a GPU")
+        raise Unavailable("needs a GPU")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     compiled = torch.compile(flex_attention)
     heads_first = [x.transpose(0, 1)[None].contiguous() for x in (q, k, v)]

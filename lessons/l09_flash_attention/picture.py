@@ -15,10 +15,10 @@ from lessons.toolbox.hardware import lookup
 TOKENS, BLOCK, WINDOW = 24, 4, 9
 ROOM = Path(__file__).parent
 LOOK = {VISITED: (PALETTE[1], "//"), UNMASKED: (PALETTE[4], ""), SKIPPED: ("white", "")}
-TILES_ALT = ("Three grids of 6 by 6 tiles, queries down, keys across, the upper triangle skipped. FA-1 order numbers the tiles down each "
-             "column, FA-2 order along each row; with a window of 9 keys, tiles far left of the diagonal are skipped as well.")
-MEMORY_ALT = ("Memory over the context, both axes logarithmic: the naive scores and probabilities grow with the square and end where an "
-              "H200 is full; FlashAttention's log-sum-exp grows linearly, far below q, k, v and the output.")
+TILES_ALT = ("Three grids of 6 by 6 tiles, queries down, keys across, the upper triangle skipped. FA-1 order numbers the tiles "
+             "down each column, FA-2 order along each row; with a window of 9 keys, tiles far left are skipped too.")
+MEMORY_ALT = ("Memory over the context, both axes logarithmic: the naive scores and probabilities grow with the square and end "
+              "where an H200 is full; FlashAttention's log-sum-exp grows linearly, far below q, k, v and the output.")
 
 
 def visits(order: str, window: int | None = None) -> tuple[list[list[str]], dict[tuple[int, int], int]]:
@@ -37,8 +37,9 @@ def draw_tiles() -> ClassFigure:
               (f"FA-2 order, window of {WINDOW}", *visits("FA-2", WINDOW))]
     count = TOKENS // BLOCK
     visited, unmasked = len(panels[1][2]), sum(row.count(UNMASKED) for row in panels[1][1])
-    fig, ax = frame(f"Of {count * count} tiles the causal mask skips {count * count - visited}, and {unmasked} of the {visited} left need no mask",
-                    f"{TOKENS} queries (down) and keys (across), tiles of {BLOCK} × {BLOCK}; numbers: the order of visits · counted, not measured",
+    fig, ax = frame(f"Of {count * count} tiles the causal mask skips {count * count - visited}, and {unmasked} of the {visited} "
+                    "left need no mask", f"{TOKENS} queries (down) and keys (across), tiles of {BLOCK} × {BLOCK}; numbers: order "
+                    "of visits · counted, not measured",
                     (11, 4.9))
     for panel, (title, grid, order) in enumerate(panels):
         left = panel * (count + 1)
@@ -74,7 +75,7 @@ def draw_memory() -> ClassFigure:
         contexts, lines, title=f"Scores fill an H200 at {size_number(full)} tokens; without them "
                                f"{flash_memory_bytes(shapes[-1]) / 1e9:.2g} GB are enough at {size_number(contexts[-1])}",
         xlabel="tokens", ylabel="GB beside q, k, v and the output",
-        caption="computed: scores and probabilities of one layer, or its log-sum-exp · bfloat16, 32/8 heads of 128, one sequence")
+        caption="computed: scores and probabilities of one layer, or its log-sum-exp · bfloat16, 32/8 heads of 128")
 
 
 if __name__ == "__main__":

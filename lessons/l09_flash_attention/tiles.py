@@ -51,9 +51,10 @@ def tile_map(num_queries: int, num_keys: int, tiles: Tiles, causal: bool = True,
 
 # ---------------------------------------------------------------- how large
 
-FFMA = {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)}  # float32, and T4: no tensor cores
-# Compute capability -> {largest head size: tiles} for 16-bit inputs. Chosen by the compiler: no spills, shared memory within the
-# chip's limit (test_every_configuration_compiles). None of them has been timed on its chip: autotune before you ship.
+FFMA = {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)}  # float32, and T4: no tensor cores
+# Compute capability -> {largest head size: tiles} for 16-bit inputs. Chosen by the compiler: no spills (float32: 128
+# bytes at most), shared memory within the chip's limit (test_every_configuration_compiles).
+# None of them has been timed on its chip: autotune before you ship.
 CONFIGS: dict[int, dict[int, Tiles]] = {
     75: FFMA,
     80: {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 8, 2)},

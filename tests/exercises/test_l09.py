@@ -57,7 +57,8 @@ def test_tiles(impl, case, seed):
     (out, lse), (want, want_lse) = call(impl, inputs), at_once(**inputs)
     assert_equal(out, want, atol=5e-5, dtype=torch.float32, label="out")
     hidden = want_lse.isneginf()
-    assert torch.equal(lse.isneginf(), hidden), f"lse is -inf for {int(lse.isneginf().sum())} entries, expected {int(hidden.sum())}"
+    count = int(lse.isneginf().sum())
+    assert torch.equal(lse.isneginf(), hidden), f"lse is -inf for {count} entries, expected {int(hidden.sum())}"
     assert_equal(lse.masked_fill(hidden, 0), want_lse.masked_fill(hidden, 0), atol=1e-4, dtype=torch.float32, label="lse")
 
 
@@ -205,7 +206,8 @@ def test_ranges(impl, case, seed):
         got = call(impl, dict(start_m=start_m, num_queries=arguments[0], num_keys=arguments[1], tiles=tiles,
                               causal=arguments[3], window=arguments[4]))
         want = (min(begin, full_end), full_end, end)
-        assert tuple(got) == want, f"queries {start_m} to {start_m + tiles.block_m - 1}: your range is {tuple(got)}, expected {want}"
+        which = f"queries {start_m} to {start_m + tiles.block_m - 1}"
+        assert tuple(got) == want, f"{which}: your range is {tuple(got)}, expected {want}"
 
 
 @check("9.4", seconds=10)
@@ -220,7 +222,8 @@ def test_attention_by_these_ranges(impl, seed):
         walked = torch.zeros_like(sees)
         for start_m in range(0, queries, tiles.block_m):
             rows = slice(start_m, start_m + tiles.block_m)
-            begin, full_end, end = impl(start_m=start_m, num_queries=queries, num_keys=keys, tiles=tiles, causal=causal, window=window)
+            begin, full_end, end = impl(start_m=start_m, num_queries=queries, num_keys=keys, tiles=tiles, causal=causal,
+                                        window=window)
             for start_n in range(begin, end, tiles.block_n):
                 tile = (rows, slice(start_n, start_n + tiles.block_n))
                 walked[tile] = sees[tile] if start_n >= full_end or window else True

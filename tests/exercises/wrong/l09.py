@@ -14,10 +14,10 @@ answers = Answers()
 # ---------------------------------------------------------------- 9.1 tiles in PyTorch
 
 
-def slipped_tiles(q, k, v, softmax_scale=None, causal=True, window=None, tiles=None, *, align="right", strict=False, drop_tail=False,
-                  pad=False, use_max=True, freeze=False, rescale_acc=True, rescale_l=True, early=False, last_l=False, guard=True,
-                  one_l=True, scales=1, extra=0, heads="interleave", skip_more=0, own_scale=True, masked=True, narrow=False,
-                  at_once=False, walk_all=False, log2=False, no_max_in_lse=False, keep_dtype=True):
+def slipped_tiles(q, k, v, softmax_scale=None, causal=True, window=None, tiles=None, *, align="right", strict=False,
+                  drop_tail=False, pad=False, use_max=True, freeze=False, rescale_acc=True, rescale_l=True, early=False,
+                  last_l=False, guard=True, one_l=True, scales=1, extra=0, heads="interleave", skip_more=0, own_scale=True,
+                  masked=True, narrow=False, at_once=False, walk_all=False, log2=False, no_max_in_lse=False, keep_dtype=True):
     """FA-2 order with one slip. The keyword switches exist only here, to spell the wrong answers briefly."""
     wide = torch.float64 if q.dtype == torch.float64 else q.dtype if narrow else torch.float32
     (tq, hq, dim), (tk, hkv, dv) = q.shape, v.shape
@@ -70,8 +70,8 @@ for name, slip, hint in [
     ("stale_acc", dict(rescale_acc=False), "When the maximum grows, l is rescaled but acc is not."),
     ("stale_l", dict(rescale_l=False), "When the maximum grows, acc is rescaled but l is not."),
     ("last_l", dict(last_l=True), "You divide by the last tile's sum. l adds up over all tiles."),
-    ("divided_twice", dict(early=True), "You divide in every tile and again at the end, without taking the earlier division back."),
-    ("nan_for_no_key", dict(guard=False), "−inf − −inf is NaN: a query that has seen no key yet has no maximum to subtract."),
+    ("divided_twice", dict(early=True), "You divide in every tile and at the end, and never take a division back."),
+    ("nan_for_no_key", dict(guard=False), "−inf − −inf is NaN: a query without a key has no maximum to subtract."),
     ("zero_by_zero", dict(one_l=False), "A query that sees no key divides 0 by 0. Its output is 0."),
     ("scale_twice", dict(scales=2), "The scale is in there twice."),
     ("ignores_scale", dict(own_scale=False), "softmax_scale is given, and you use 1 / √D all the same."),
@@ -79,7 +79,7 @@ for name, slip, hint in [
     ("heads_modulo", dict(heads="repeat"), "Query head h reads KV head h // group, not h % Hkv."),
     ("one_block_too_many_skipped", dict(skip_more=4), "You skip one tile of keys too many: the last query still sees into it."),
     ("all_at_once", dict(at_once=True), "The numbers are right, but all scores exist at once."),
-    ("visits_everything", dict(walk_all=True), "You compute tiles that no query sees: 0 · NaN is NaN, and it is time for nothing."),
+    ("visits_everything", dict(walk_all=True), "You compute tiles that no query sees: time for nothing, and 0 · NaN is NaN."),
     ("sums_in_16_bits", dict(narrow=True), "Your sums are as narrow as the inputs: in bfloat16, 256 + 1 is 256."),
     ("lse_in_log2", dict(log2=True), "Your lse is the logarithm to base 2."),
     ("lse_without_max", dict(no_max_in_lse=True), "log l alone is relative to the maximum: lse = m + log l."),
@@ -260,9 +260,11 @@ def slipped_range(start_m, num_queries, num_keys, tiles, causal=True, window=Non
 
 
 for name, slip, hint in [
-    ("as_given", dict(top_left=True, short=1, ragged=True, late_begin=True), "All four bugs are there. Draw 4 queries behind 3 cached keys."),
+    ("as_given", dict(top_left=True, short=1, ragged=True, late_begin=True),
+     "All four bugs are there. Draw 4 queries behind 3 cached keys."),
     ("top_left", dict(top_left=True), "The first query stands at key start_m + num_keys - num_queries."),
-    ("last_key_skipped", dict(short=1), "The tile's last query stands at first + block_m - 1, and sees its own key: end is one behind."),
+    ("last_key_skipped", dict(short=1),
+     "The tile's last query stands at first + block_m - 1, and sees its own key: end is one behind."),
     ("one_block_too_many_skipped", dict(short=4), "You skip one tile too many: the last queries see into it."),
     ("ragged_end_unmasked", dict(ragged=True), "The last tile may be cut off by the end of the keys: it needs a mask."),
     ("window_of_the_last_query", dict(late_begin=True), "The tile's first query reaches furthest back, not its last."),
