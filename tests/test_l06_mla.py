@@ -51,8 +51,9 @@ def test_kib_by_hand():
 def test_flops_are_those_that_pytorch_counts(new, context):
     """Causal attention counted in pairs; PyTorch multiplies the masked ones too, so its share is taken out."""
     layer, heads = workload.one_layer().attention, 16
-    q = torch.randn(new, heads, 192, dtype=workload.DTYPE)
-    c_kv, k_pe = torch.randn(context, 1, 512, dtype=workload.DTYPE), torch.randn(context, 1, 64, dtype=workload.DTYPE)
+    on = dict(dtype=workload.DTYPE, device=layer.o_proj.weight.device)
+    q = torch.randn(new, heads, 192, **on)
+    c_kv, k_pe = torch.randn(context, 1, 512, **on), torch.randn(context, 1, 64, **on)
     masked = new * context - counts.pairs(new, context)
     with FlopCounterMode(display=False) as counter:
         attention_torch(q, *layer.expand(c_kv, k_pe))
