@@ -1,7 +1,7 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=10
-# Generated from solutions/l10_flash_decoding.py, checksum 1af72e3a2ba9. Generating again never overwrites your edits.
+# Generated from solutions/l10_flash_decoding.py, checksum 1959e91073e8. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 10: partial results merged, the bytes and waves of a plan, the merge as a kernel, a split decode with bugs."""
+"""Exercises of lesson 10: partial results merged, waves and bytes of a plan, the merge as a kernel, a split decode with bugs."""
 import torch
 from torch import Tensor
 
@@ -12,12 +12,12 @@ from lessons.toolbox.triton_ import tl, triton
 @exercise("10.1", "Merge partial results by their log-sum-exp", minutes=25, difficulty=2,
           replaces="lessons.l10_flash_decoding.naive:combine")
 def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What attention over all keys gives, from attention over each split. -> out: [B, Hq, D], lse: [B, Hq], of the arguments' dtype.
+    """What attention over all keys gives, from attention over each split. -> out: [B, Hq, D], lse: [B, Hq], dtype as given.
 
     partial_out: [B, Hq, S, D], S at least 1: split s alone gave softmax(scores) · V, divided by its own sum of weights.
     partial_lse: [B, Hq, S]: log Σ exp(score) over the keys of split s, base e; any size, ±1000 too. −inf: a split without keys.
     The rows of partial_out of a split without keys were never written and may hold anything, NaN included; nothing of them shows.
-    A sequence without keys, all splits −inf, gives zeros and −inf. float32 and float64. The arguments stay. Errors: none to raise.
+    A sequence without keys, all splits −inf, gives zeros and −inf. float32, float64. The arguments stay. Errors: none to raise.
     Aim: no loop over sequences or heads. A solved exercise decodes for the ladder, on a CPU.
 
     Example, one head, D = 1: split 0 saw one key of score 0 and value 4, split 1 three keys of score 0 and value 8, split 2 none:
@@ -31,7 +31,7 @@ def plan_of(batch: int, num_heads: int, num_kv_heads: int, head_dim: int, contex
             itemsize: int) -> tuple[int, int, float, float]:
     """Of one layer's decode step in splits: (programs, waves, efficiency, partial traffic over KV traffic).
 
-    programs: of the split kernel, one for each sequence, KV head and split. waves: rounds in which num_slots programs run at once.
+    programs: of the split kernel, one for each sequence, KV head and split. waves: rounds of num_slots programs at once.
     efficiency: the share of all slots in all waves that have a program.
     The last number: bytes of partial results (one float32 for each value of out, one for the lse, per query head and split),
     written once and read once, divided by the bytes of K and V, read once, `itemsize` bytes a value, context_len keys a sequence.
@@ -68,7 +68,8 @@ def combine_splits(partial_out: Tensor, partial_lse: Tensor) -> Tensor:
 
     Example, R = 1, D = 1: partial_out = [[[4], [8], [NaN]]], partial_lse = [[log 1, log 3, −inf]] -> [[7]].
     """
-    (rows, num_splits, head_dim), out = partial_out.shape, partial_out.new_full((len(partial_out), partial_out.shape[2]), torch.nan)
+    rows, num_splits, head_dim = partial_out.shape
+    out = partial_out.new_full((rows, head_dim), torch.nan)
     combine_kernel[rows,](partial_out, partial_lse, out, num_splits, HEAD_DIM=head_dim,
                           BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_S=16)
     return out
@@ -88,8 +89,8 @@ def invariant_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: 
     Example, one head, D = 1, split_size 2, lengths 3: scores [0, 0, log 2], values [2, 4, 9]
         split 0: m = 0, l = 2, acc = 6; split 1: m = log 2, l = 1, acc = 9; relative to log 2: (6/2 + 9) / (2/2 + 1) = 6
 
-    The code below runs, and for one sequence with one head and equal keys it is right. It has four bugs. Delete the first line and
-    find them.
+    The code below runs, and for one sequence with one head and equal keys it is right. It has four bugs. Delete the first line
+    and find them.
     """
     raise NotImplementedError("Exercise 10.4: Find the bugs: a decode that must not notice its batch")
     (batch, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]

@@ -2,7 +2,7 @@
 
 `mla_split_kernel` is lesson 6's mla_decode_kernel over a part of the rows; what merges its splits is the same combine_kernel.
 
-Sources: DeepSeek-V2 (2024), section 2.1.2 (absorption); Dao et al. 2023, Flash-Decoding; FlashMLA (DeepSeek, 2025) splits as well.
+Sources: DeepSeek-V2 (2024), section 2.1.2 (absorption); Dao et al. 2023, Flash-Decoding.
 """
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Decoding in splits, in PyTorch: each split of the keys is attended to by itself, then the partial results are merged by their LSE.
+"""Decoding in splits, in PyTorch: each split of the keys is attended to by itself, then the results are merged by their LSE.
 
 Read `split_decode`, one turn of its loop is one program of optimized.py's split_decode_kernel; then `combine`, which is its
 combine_kernel: lesson 8's `merge`, because a normalised result `out` with its log-sum-exp is itself a Partial (m = lse, l = 1).
@@ -73,7 +73,7 @@ def attend_to_split(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Pa
 def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
     """The merged result of all splits. partial_out: [B, Hq, S, D], partial_lse: [B, Hq, S] -> out: [B, Hq, D], lse: [B, Hq].
 
-    partial_lse in base e. A split whose lse is −inf weighs nothing, whatever stands in its rows of partial_out; all −inf: 0, −inf.
+    partial_lse in base e. A split whose lse is −inf weighs nothing, whatever partial_out holds there; all −inf: 0 and −inf.
     """
     parts = (from_state(partial_out[..., split, :], partial_lse[..., split]) for split in range(partial_lse.shape[-1]))
     return finish(reduce(merge, parts))

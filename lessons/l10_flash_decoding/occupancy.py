@@ -1,9 +1,9 @@
 """A model of when the programs of one decode step run on a GPU, and so of its time: predictions, not measurements.
 
-The model has two limits. The memory gives all programs together at most its bandwidth (data sheet). One program alone gets at most
-what it keeps on its way, over the latency of the memory (Little's law): two tiles of K and two of V, 64 KiB, every microsecond.
-The first says what is possible, the second why eight programs cannot have it. Programs start in order, each in the first free slot;
-those that run share the bandwidth equally.
+The model has two limits. The memory gives all programs together at most its bandwidth (data sheet). One program alone gets what
+it keeps on its way, over the latency of the memory (Little's law): two tiles of K and two of V, 64 KiB, every microsecond.
+The first says what is possible, the second why eight programs cannot have it. Programs start in order, each in the first free
+slot; those that run share the bandwidth equally.
 """
 import heapq
 from collections.abc import Sequence

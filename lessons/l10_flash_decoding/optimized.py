@@ -1,7 +1,7 @@
 """Flash-decoding: each program attends to one split of one KV head's keys, a second kernel merges the splits by their LSE.
 
-`split_decode_kernel` is lesson 5's gqa_decode_kernel with two changes: its loop runs over a part of the keys, and it says how much
-it has seen (the log-sum-exp). `combine_kernel` is lesson 8's loop once more, one floor up: splits instead of keys.
+`split_decode_kernel` is lesson 5's gqa_decode_kernel with two changes: its loop runs over a part of the keys, and it says how
+much it has seen (the log-sum-exp). `combine_kernel` is lesson 8's loop once more, one floor up: splits instead of keys.
 
 Sources: Dao, Haziza, Massa & Sizov 2023, Flash-Decoding for long-context inference; He et al. 2025, Defeating Nondeterminism in
 LLM Inference (fixed split size).
@@ -87,7 +87,7 @@ def split_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, context_lens_ptr,
 
 @triton.jit
 def keys_of_split(split, num_splits, split_size, length, window, BLOCK_N: tl.constexpr):
-    """`split_bounds` on the GPU, from the sequence's own length: begin and end of one split's keys; begin ≥ length if it is empty."""
+    """`split_bounds` on the GPU, by the sequence's own length: begin and end of a split's keys; begin ≥ length if it is empty."""
     first = tl.maximum(length - window, 0)  # once for the sequence, because the window counts from its end, not from a split's
     share = tl.cdiv(tl.cdiv(length - first, num_splits), BLOCK_N) * BLOCK_N
     size = tl.where(split_size * num_splits >= length - first, split_size, share)
@@ -112,8 +112,8 @@ def flash_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tens
                  max_context_len: int | None = None) -> Tensor:
     """One query per sequence over its cache: q: [B, Hq, D]; k_cache, v_cache: [B, capacity, Hkv, D] -> [B, Hq, D].
 
-    context_lens: [B] int32 or int64, the rows in use, the query's own included; 0 gives zeros. window: only the last `window` rows
-    count. num_splits: of every sequence (default: enough to fill the GPU). split_size: keys in every split instead; then a
+    context_lens: [B] int32 or int64, the rows in use, the query's own included; 0 gives zeros. window: only the last `window`
+    rows count. num_splits: of every sequence (default: enough to fill the GPU). split_size: keys in every split instead; then a
     sequence's bits do not depend on its batch. max_context_len: the longest length, if the host knows it (default: capacity;
     context_lens lies on the device, and reading it there would make the host wait). float32 inside. Raises ValueError.
     """
@@ -130,7 +130,7 @@ def flash_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tens
 def split_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, softmax_scale: float | None = None,
                  window: int | None = None, num_splits: int = 1, split_size: int = 0, block_n: int | None = None,
                  out_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """What each split finds: partial_out: [B, Hq, S, D] of out_dtype, partial_lse: [B, Hq, S] float32, base e; empty: 0 and −inf.
+    """What each split finds: partial_out: [B, Hq, S, D] of out_dtype, partial_lse: [B, Hq, S] float32, base e; empty: 0, −inf.
 
     Arguments as in `flash_decode`; num_splits is S, the others as in `split_bounds`.
     """
@@ -150,14 +150,14 @@ def split_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tens
 
 
 def tiles_of(q: Tensor, k_cache: Tensor) -> dict[str, int]:
-    """The kernel's tile sizes: by heads, dtype and chip, never by batch or length. q: [B, Hq, D], k_cache: [B, capacity, Hkv, D]."""
+    """Tile sizes: by heads, dtype and chip, never by batch or length. q: [B, Hq, D], k_cache: [B, capacity, Hkv, D]."""
     return tiles(q.shape[1] // k_cache.shape[2], q.shape[2], has_matrix_units(q))
 
 
 def combine(partial_out: Tensor, partial_lse: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """All splits merged. partial_out: [B, Hq, S, D], partial_lse: [B, Hq, S], float32 -> out: [B, Hq, D] of dtype, lse: [B, Hq].
 
-    partial_lse in base e; −inf: a split that weighs nothing, whatever partial_out holds. All −inf: 0 and −inf. Raises ValueError.
+    partial_lse in base e; −inf: a split that weighs nothing, whatever partial_out holds; all −inf: 0, −inf. Raises ValueError.
     """
     check_partials(partial_out, partial_lse)
     num_sequences, num_heads, num_splits, head_dim = partial_out.shape
@@ -176,12 +176,13 @@ def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | lis
 
 
 def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for a sequence of at most `max_tokens`. On a CPU the PyTorch splits, because kernels are interpreted there."""
+    """An empty cache for at most `max_tokens`. On a CPU the PyTorch splits, because kernels are interpreted there."""
     cache = SplitKVCache if model.device.type == "cuda" else naive.TorchSplitKVCache
     return cache(model.config, max_tokens, model.dtype, model.device)
 
 
-KERNELS = [replace(spec, kernel="lessons.l10_flash_decoding.optimized:split_decode_kernel", name=spec.name.replace("gqa", "split"),
+KERNELS = [replace(spec, kernel="lessons.l10_flash_decoding.optimized:split_decode_kernel",
+                   name=spec.name.replace("gqa", "split"),
                    signature=spec.signature | {"out_ptr": "*fp32", "lse_ptr": "*fp32", "split_size": "i32"})
            for spec in gqa.KERNELS]  # the same heads and tiles
 KERNELS += [KernelSpec("lessons.l10_flash_decoding.optimized:combine_kernel", name=f"combine_{dtype}_{dim}",

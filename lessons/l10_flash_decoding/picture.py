@@ -1,6 +1,6 @@
 """The lesson's two pictures, both from the model in occupancy.py: which slots of a GPU have work, and what that costs.
 
-    python -m lessons.l10_flash_decoding.picture      writes occupancy.svg and predicted.svg beside this file (predicted, not measured)
+    python -m lessons.l10_flash_decoding.picture      writes occupancy.svg and predicted.svg beside this file
 """
 from pathlib import Path
 
@@ -20,9 +20,9 @@ SPLIT_SIZE = 512          # keys
 HERE = Path(__file__).parent
 SVG, PREDICTED_SVG = HERE / "occupancy.svg", HERE / "predicted.svg"
 ALT = ("Four panels, one row per slot of an H200, time to the right. One split: 8 of 264 slots are busy, for 512 microseconds. "
-       "4 splits: 32 slots. 32 splits: 256 slots, all done after 56. 36 splits: 264 slots, then 24 programs alone in a second wave.")
-PREDICTED_ALT = ("Predicted time of batch-1 decode attention over the context: one program per KV head stays far above the floor, "
-                 "splits come close to it from 16k on.")
+       "4 splits: 32 slots. 32 splits: 256 slots, all done after 56. 36 splits: 264 slots, then 24 programs in a second wave.")
+PREDICTED_ALT = ("Predicted time of batch-1 decode attention over the context: one program per KV head stays far above the "
+                 "floor, splits come close to it from 16k on.")
 
 
 @style()

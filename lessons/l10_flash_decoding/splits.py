@@ -4,6 +4,8 @@ The kernel computes the same bounds from each sequence's own length; `split_boun
 
 Source of the heuristic: FlashAttention, `num_splits_heuristic` (csrc/flash_attn/flash_api.cpp; Dao et al. 2023, Flash-Decoding).
 """
+from itertools import pairwise
+
 import torch
 
 from lessons.toolbox.hardware import CHIPS
@@ -26,7 +28,7 @@ def split_bounds(context_len: int, num_splits: int, split_size: int = 0, window:
     share = cdiv(cdiv(context_len - first, num_splits), block_n) * block_n
     size = split_size if split_size * num_splits >= context_len - first else share
     edges = [min(first + split * size, context_len) for split in range(num_splits + 1)]
-    return list(zip(edges, edges[1:]))
+    return list(pairwise(edges))
 
 
 def choose_num_splits(num_programs: int, num_tiles: int, num_slots: int, max_splits: int = MAX_SPLITS) -> int:
@@ -35,10 +37,10 @@ def choose_num_splits(num_programs: int, num_tiles: int, num_slots: int, max_spl
     num_tiles: tiles of keys in the longest sequence. num_slots: programs that run at the same time, SMs · PROGRAMS_PER_SM.
     """
     if not num_programs or num_programs >= ALMOST_FULL * num_slots:
-        return 1  # because there is no work, or nearly all slots have work, and every further split costs a partial written and read
+        return 1  # because nearly all slots have work (or there is none), and every further split costs partials
     most = max(1, min(max_splits, num_slots, num_tiles))  # because a split needs a tile, and one more wave wins nothing
     efficiency = {splits: wave_efficiency(num_programs * splits, num_slots) for splits in range(1, most + 1)
-                  # Because tiles are whole: 64 tiles in 11 splits are 6 each, in 12 splits they are 6 each again, and one is empty.
+                  # Because tiles are whole: 64 tiles in 11 splits are 6 each, in 12 they are 6 again, and one is empty.
                   if splits == 1 or cdiv(num_tiles, splits) < cdiv(num_tiles, splits - 1)}
     enough = GOOD_ENOUGH * max(efficiency.values())
     return next(splits for splits, share in efficiency.items() if share >= enough)  # the fewest, because partials cost bytes

@@ -1,7 +1,9 @@
-"""Proves that attention in splits equals attention in one piece, whatever the splits, and that fixed-size splits keep the bits."""
+"""Proves that attention in splits equals attention in one piece, and that splits of a fixed size keep a sequence's bits."""
 import itertools
 import random
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,7 +74,8 @@ def test_every_key_lies_in_one_split(block_n):
         window = random.choice((None, 1, 50, 1000))
         bounds = split_bounds(length, num_splits, split_size, window, block_n)
         first = 0 if window is None else max(length - window, 0)
-        assert len(bounds) == num_splits and [key for start, end in bounds for key in range(start, end)] == list(range(first, length))
+        assert len(bounds) == num_splits
+        assert [key for start, end in bounds for key in range(start, end)] == list(range(first, length))
         sizes = [end - start for start, end in bounds if end > start]
         assert not sizes or (len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0])          # all the same, the last one shorter
         if split_size * num_splits >= length - first:
@@ -156,7 +159,8 @@ def test_a_length_beyond_the_announced_one_is_still_right(seed):
     """max_context_len only sizes the grid: understated, splits grow, and no key is lost."""
     inputs = decode_inputs("normal", [3, 66], 90, 2, 1, 16, seed)
     for options in (dict(), dict(split_size=16)):
-        torch.testing.assert_close(flash_decode(*inputs, max_context_len=20, **options), by_slicing(*inputs), atol=1e-5, rtol=1e-5)
+        out = flash_decode(*inputs, max_context_len=20, **options)
+        torch.testing.assert_close(out, by_slicing(*inputs), atol=1e-5, rtol=1e-5)
 
 
 def test_probes_with_known_answers(seed):
@@ -186,8 +190,7 @@ def test_each_split_finds_what_its_keys_hold(num_splits, split_size, window, see
     """Not only the sum is right: the bounds on the GPU are split_bounds, so no split is empty while another has more to do."""
     inputs = decode_inputs("normal", [0, 30, 90], 96, 4, 2, 16, seed)
     cut = dict(num_splits=num_splits, split_size=split_size, window=window, block_n=16)
-    proof.record(split_decode_kernel, prove(lambda *x: optimized.split_decode(*x, **cut), lambda *x: naive.split_decode(*x, **cut),
-                                            inputs))
+    proof.record(split_decode_kernel, prove(partial(optimized.split_decode, **cut), partial(naive.split_decode, **cut), inputs))
 
 
 def test_nothing_is_written_beside_the_results(seed, monkeypatch):
@@ -202,8 +205,8 @@ def test_nothing_is_written_beside_the_results(seed, monkeypatch):
     q, k_cache, v_cache, lens = decode_inputs("normal", [20, 33], 64, 6, 2, 20, seed)
     monkeypatch.setattr(torch, "empty", guarded)
     results = [flash_decode(q, k_cache, v_cache, lens, num_splits=splits) for splits in (1, 3)]
-    results += mla_flash_decode(q[:, :5, :16].repeat(1, 1, 3), k_cache[..., :16].flatten(2).repeat(1, 1, 2)[..., :48], lens, **LATENT,
-                                num_splits=2)
+    latents = k_cache[..., :16].flatten(2).repeat(1, 1, 2)[..., :48]
+    results += mla_flash_decode(q[:, :5, :16].repeat(1, 1, 3), latents, lens, **LATENT, num_splits=2)
     monkeypatch.undo()
     assert len(checks) == 2 + 4 + 4 and all(x.isfinite().all() for x in results)
     for check in checks:
@@ -279,7 +282,7 @@ def test_the_same_call_gives_the_same_bits(seed):
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_fixed_split_size_is_batch_invariant(window, seed):
-    """Alone, with shorter and longer neighbours, in a shorter cache: the same bits. 10 keys are no whole tile, and need not be."""
+    """Alone, with shorter and longer neighbours, in a shorter cache: the same bits. 10 keys are no whole tile."""
     size = random.choice((10, 16))
     q, k_cache, v_cache, lens = decode_inputs("normal", [50, 3, 64, 100], 100, 2, 1, 16, seed)
     together = flash_decode(q, k_cache, v_cache, lens, window=window, split_size=size)
@@ -287,7 +290,9 @@ def test_fixed_split_size_is_batch_invariant(window, seed):
         assert torch.equal(together[:k], flash_decode(q[:k], k_cache[:k], v_cache[:k], lens[:k], window=window, split_size=size))
     alone = flash_decode(q[:1], k_cache[:1, :50], v_cache[:1, :50], lens[:1], window=window, split_size=size, max_context_len=50)
     assert torch.equal(together[:1], alone)
-    _, lse = optimized.split_decode(q, k_cache, v_cache, lens, num_splits=10, split_size=size)
+    out, lse = optimized.split_decode(q, k_cache, v_cache, lens, window=window, num_splits=10, split_size=size)
+    assert torch.equal(together, combine(out, lse)[0])
+    lens = lens.clamp(max=window or 100)
     assert (lse != -torch.inf).sum(-1)[:, 0].tolist() == [-(-n // size) for n in lens.tolist()]  # and it really was in splits
 
 
@@ -359,8 +364,8 @@ def slipped_decode(q, k_cache, v_cache, lens, slip):
 
 
 @pytest.mark.parametrize("slip", [
-    "averaged", "empty split counted", "l without m", "a key dropped", "a key doubled", "last key lost", "splits from the capacity",
-    "base 2 as base e", "window per split", "unwritten rows read", "heads packed across KV heads"])
+    "averaged", "empty split counted", "l without m", "a key dropped", "a key doubled", "last key lost",
+    "splits from the capacity", "base 2 as base e", "window per split", "unwritten rows read", "heads packed across KV heads"])
 def test_a_wrong_split_is_rejected(slip, seed):
     window = 40 if slip == "window per split" else None
     inputs = decode_inputs("normal", [17, 90, 64], 96, 4, 2, 16, seed)
@@ -430,7 +435,7 @@ def test_the_memory_is_never_faster_than_its_bandwidth():
             assert len(pieces) == work.batch * work.num_kv_heads * splits
             for slot in {piece.slot for piece in pieces}:  # one program at a time in a slot
                 times = sorted((piece.start_s, piece.end_s) for piece in pieces if piece.slot == slot)
-                assert all(a[1] <= b[0] for a, b in zip(times, times[1:])) and slot < slots(CHIPS["h200"])
+                assert all(a[1] <= b[0] for a, b in itertools.pairwise(times)) and slot < slots(CHIPS["h200"])
             assert 0 < busy_share(pieces, slots(CHIPS["h200"])) <= 1
 
 
@@ -442,6 +447,19 @@ def test_a_wave_model_by_hand():
     assert sum(piece.start_s > 0 for piece in pieces) == 24
     one = 29 * 64 * work.key_bytes  # 1024 tiles of 64 keys in 36 splits: 29 tiles each
     assert max(p.end_s for p in pieces) == pytest.approx(264 * one / CHIPS["h200"].memory_bytes_per_s + one / rate, rel=0.02)
+
+
+def test_the_readme_quotes_the_model():
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    rows = [[float(cell) for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| \d{4,}.*$", text, re.MULTILINE)]
+    assert len(rows) == 4
+    for context, num_splits, *microseconds in rows:
+        work = Decode(int(context))
+        model = [predicted_s(work, 1), predicted_s(work), predicted_s(work, split_size=512), work.kv_bytes / 4.8e12]
+        assert work.num_splits() == num_splits
+        assert microseconds == [round(1e6 * s, 1 if s < 1e-4 else None) for s in model]
+    assert "stops splitting at 27 sequences" in text and Decode(8192, 27).num_splits() == 1 < Decode(8192, 26).num_splits()
+    assert "`1.6 %`" in text and 2 * Decode(65536).partial_bytes(128) / Decode(65536).kv_bytes == pytest.approx(0.016, rel=0.02)
 
 
 @pytest.mark.parametrize("draw", [picture.draw, picture.draw_predicted])
@@ -462,6 +480,8 @@ def test_the_compiler_spills_nothing_and_uses_matrix_units(module):
         assert bool(report.matrix_instruction) == matrix, f"{report.name} on sm_{report.chip}: {report.matrix_instruction}"
         if report.name.startswith("split_decode") and report.chip in (80, 90, 100):  # two programs fit an SM: PROGRAMS_PER_SM
             assert 2 * (report.shared_bytes + 1024) <= report.shared_limit_bytes + 1024, report
+        if report.name.startswith("split_decode_bf16_4x128") and report.chip == 90:
+            assert report.registers <= 128 and round(report.shared_bytes / 1024) == 70, report  # as README.md says
 
 
 # ---------------------------------------------------------------- bad input

@@ -25,7 +25,7 @@ def partials(seed, num_splits=5, empty=(), heads=3, dim=8, spread=2.0, centre=0.
 
 
 def merged(partial_out, partial_lse):
-    """The definition, in float64, split by split with plain numbers: Σ exp(lse) · out / Σ exp(lse) relative to the largest lse."""
+    """The definition, in float64, split by split in plain numbers: Σ exp(lse) · out / Σ exp(lse) relative to the largest lse."""
     out, lse = torch.zeros_like(partial_out[:, :, 0], dtype=torch.float64), torch.zeros_like(partial_lse[:, :, 0]).double()
     for b in range(out.shape[0]):
         for h in range(out.shape[1]):
@@ -77,7 +77,7 @@ PLAN_NAMES = ("batch", "num_heads", "num_kv_heads", "head_dim", "context_len", "
 PLAN_CASES = {  # name: (arguments, the answer, why)
     "example": ((2, 8, 4, 64, 1000, 16, 100, 2), (128, 2, 0.64, 0.065), "the docstring's"),
     "llama_3_8b": ((1, 32, 8, 128, 65536, 33, 264, 2), (264, 1, 1.0, 1089792 / 268435456), "a full wave, 0.4 % of extra bytes"),
-    "one_too_many": ((1, 32, 8, 128, 65536, 34, 264, 2), (272, 2, 272 / 528, 1122816 / 268435456), "8 programs need a second wave"),
+    "one_too_many": ((1, 32, 8, 128, 65536, 34, 264, 2), (272, 2, 272 / 528, 1122816 / 268435456), "8 programs make a 2nd wave"),
     "one_split": ((3, 4, 4, 128, 100, 1, 132, 4), (12, 1, 12 / 132, 0.0), "no partial results at all"),
     "short_context": ((1, 64, 1, 128, 256, 128, 132, 4), (128, 1, 128 / 132, 8454144 / 262144), "32 times the bytes of K and V"),
 }
@@ -110,7 +110,8 @@ def test_the_tensors_themselves(impl, seed):
 
 # ---------------------------------------------------------------- 10.3 the kernel
 
-KERNEL_CASES = {name: MERGE_CASES[name] for name in ("one_split", "unequal", "very_negative", "large", "empty_split", "all_empty")}
+KERNEL_CASES = {name: MERGE_CASES[name]
+                for name in ("one_split", "unequal", "very_negative", "large", "empty_split", "all_empty")}
 KERNEL_CASES |= {
     "a_full_step": (dict(num_splits=16), "exactly one step of the loop"),
     "one_more": (dict(num_splits=17), "the second step has one split; the others are masked"),
@@ -201,7 +202,8 @@ def test_the_batch_does_not_show(impl, case, seed):
     inputs = decode_inputs(seed, lengths=(33, 40, 22, 5), split_size=4, window=30 if case == "windowed" else None)
     together = call(impl, inputs)
     if case == "longer_cache":
-        other = inputs | {name: torch.cat([inputs[name], torch.full((4, 39, 2, 8), torch.nan)], 1) for name in ("k_cache", "v_cache")}
+        room = torch.full((4, 39, 2, 8), torch.nan)
+        other = inputs | {name: torch.cat([inputs[name], room], 1) for name in ("k_cache", "v_cache")}
     else:
         other = inputs | {name: inputs[name][:1] for name in ("q", "k_cache", "v_cache", "context_lens")}
     again = call(impl, other)[:1]

@@ -13,8 +13,8 @@ answers = Answers()
 # ---------------------------------------------------------------- 10.1 merge partial results
 
 
-def slipped_merge(partial_out, partial_lse, *, use_max=True, empty_lse=-math.inf, hide=True, guard=True, average=None, base=math.e,
-                  lse_is="sum", normalise=True, by_key_count=False, axis=-1, dtype=None):
+def slipped_merge(partial_out, partial_lse, *, use_max=True, empty_lse=-math.inf, hide=True, guard=True, average=None,
+                  base=math.e, lse_is="sum", normalise=True, by_key_count=False, axis=-1, dtype=None):
     """Merging with one slip. The keyword switches exist only here, to spell the wrong answers briefly."""
     seen = partial_lse != -torch.inf
     values = torch.where(seen[..., None], partial_out, 0.0) if hide else partial_out
@@ -42,14 +42,14 @@ for name, slip, hint in [
     ("no_max", dict(use_max=False), "exp(1000) overflows and exp(-1000) is 0. Subtract the largest lse first."),
     ("empty_counts", dict(empty_lse=0.0), "You give an empty split the lse 0, and so the weight exp(0) = 1. Its lse is −inf."),
     ("unwritten_rows", dict(hide=False), "0 · NaN is NaN: replace the rows of empty splits before you weigh them."),
-    ("all_empty_is_nan", dict(guard=False), "Where all splits are empty you compute −inf − −inf or 0 / 0. The answer is 0 and −inf."),
+    ("all_empty_is_nan", dict(guard=False), "Where all splits are empty you get −inf − −inf or 0 / 0. The answer is 0 and −inf."),
     ("base_2", dict(base=2), "You take the lse for a log2. It is the natural logarithm: exp, not exp2."),
     ("base_2_given", dict(base=1 / math.log(2)), "You multiply the lse by log2(e) and then use exp. One or the other."),
     ("not_normalised", dict(normalise=False), "The weights do not sum to 1: divide by their sum."),
-    ("lse_is_the_max", dict(lse_is="max"), "You return the largest lse. All splits together weigh more: add log Σ exp(lse − max)."),
+    ("lse_is_the_max", dict(lse_is="max"), "You return the largest lse. All splits weigh more: add log Σ exp(lse − max)."),
     ("lse_summed", dict(lse_is="linear"), "You add the logarithms. Add the exponentials, then take the logarithm."),
     ("lse_of_the_last", dict(lse_is="last"), "You return the last split's lse, not that of all of them."),
-    ("softmax_over_heads", dict(axis=-2), "Your softmax runs over the heads. It belongs over the splits, the last axis of partial_lse."),
+    ("softmax_over_heads", dict(axis=-2), "Your softmax runs over the heads. It belongs over the splits, the last axis."),
     ("always_float32", dict(dtype=torch.float32), "You return float32 whatever comes in."),
 ]:
     answers.wrong("10.1", hint, name)(partial(slipped_merge, **slip))
@@ -63,9 +63,9 @@ def by_lesson_8(partial_out, partial_lse):
 
 # ---------------------------------------------------------------- 10.2 predict
 
-def slipped_plan(batch, num_heads, num_kv_heads, head_dim, context_len, num_splits, num_slots, itemsize, *, heads="kv", floor=False,
-                 share="all waves", passes=2, partial_heads="query", with_lse=True, partial_itemsize=4, k_and_v=2, one_is_free=True,
-                 kv_itemsize=None, kv_heads="kv", batch_partials=True):
+def slipped_plan(batch, num_heads, num_kv_heads, head_dim, context_len, num_splits, num_slots, itemsize, *, heads="kv",
+                 floor=False, share="all waves", passes=2, partial_heads="query", with_lse=True, partial_itemsize=4, k_and_v=2,
+                 one_is_free=True, kv_itemsize=None, kv_heads="kv", batch_partials=True):
     """The plan with one slip, spelled by a switch."""
     programs = batch * (num_kv_heads if heads == "kv" else num_heads) * num_splits
     waves = max(1, programs // num_slots) if floor else -(-programs // num_slots)
@@ -80,7 +80,7 @@ def slipped_plan(batch, num_heads, num_kv_heads, head_dim, context_len, num_spli
 for name, slip, hint in [
     ("a_program_per_query_head", dict(heads="query"), "The query heads of a KV head share a program: count KV heads."),
     ("waves_rounded_down", dict(floor=True), "One program too many starts another wave: round up."),
-    ("first_wave_alone", dict(share="first wave"), "You look at the first wave alone. The last one is nearly empty, and takes as long."),
+    ("first_wave_alone", dict(share="first wave"), "You look at the first wave alone. The last one takes as long."),
     ("last_wave_alone", dict(share="last wave"), "You look at the last wave alone. Average over all of them."),
     ("waves_not_whole", dict(share="unbounded"), "Waves are whole: divide by waves · slots, not by the slots of one."),
     ("written_not_read", dict(passes=1), "The partials are written by one kernel and read by the other: twice."),
@@ -185,16 +185,16 @@ for name, slip, hint in [
     ("absent_splits_weigh", "absent splits weigh", "Masked lanes load the lse 0, and so weigh exp(0): other=float('-inf')."),
     ("empty_counts", "empty counts", "An empty split weighs exp(0) in your sum. Its lse is −inf, its weight 0."),
     ("reads_unwritten", "reads unwritten", "0 · NaN is NaN: replace the values of empty splits by 0 before you weigh them."),
-    ("frozen_max", "frozen max", "You keep the first step's maximum. A later step may hold a larger lse, and exp of it overflows."),
+    ("frozen_max", "frozen max", "You keep the first step's maximum. A later step may hold a larger lse: exp overflows."),
     ("no_max", "no max", "exp(1000) overflows. Subtract the running maximum."),
-    ("nothing_minus_nothing", "nothing minus nothing", "While only empty splits were seen the maximum is −inf, and −inf − −inf is NaN."),
+    ("nothing_minus_nothing", "nothing minus nothing", "Before any split with keys the maximum is −inf: −inf − −inf is NaN."),
     ("zero_over_zero", "0 / 0", "A row without any key divides 0 by 0. It gives zeros."),
     ("base_2", "base 2", "exp2 of a natural logarithm: use exp."),
     ("averaged", "averaged", "You average the splits. Each weighs exp(its lse)."),
     ("stale_acc", "stale acc", "When the maximum grows, l_i shrinks but acc does not."),
     ("stale_l", "stale l", "When the maximum grows, acc shrinks but l_i does not."),
     ("not_divided", "not divided", "The weighted values are not divided by the sum of the weights."),
-    ("depends_on_the_room", "drift", "Your result depends on how many splits there is room for. Empty ones must not change a bit."),
+    ("depends_on_the_room", "drift", "Your result depends on the room for splits. Empty ones must not change a bit."),
 ]:
     answers.wrong("10.3", hint, name)(partial(slipped_combine, slip=slip))
 
@@ -248,17 +248,18 @@ def slipped_decode(q, k_cache, v_cache, context_lens, split_size, window=None, *
     return out
 
 
-BUGS = {"size": dict(size_by="batch"), "m": dict(relative=False), "heads": dict(heads="strided"), "window": dict(window_by="split")}
+BUGS = {"size": dict(size_by="batch"), "m": dict(relative=False), "heads": dict(heads="strided"),
+        "window": dict(window_by="split")}
 for name, bugs, hint in [
     ("as_given", "size m heads window", "All four bugs are there. Work the docstring's example by hand first."),
-    ("three_left_size_fixed", "m heads window", "The splits have the right size now; three bugs are left: the merge, the heads, the window."),
-    ("three_left_m_fixed", "size heads window", "The merge is right now; three bugs are left: the splits' size, the heads, the window."),
-    ("three_left_heads_fixed", "size m window", "The heads are right now; three bugs are left: the splits' size, the merge, the window."),
-    ("three_left_window_fixed", "size m heads", "The window is right now; three bugs are left: the splits' size, the merge, the heads."),
-    ("number_by_the_batch", "size", "The number of splits depends on how many sequences there are: use split_size, whatever the batch."),
+    ("three_left_size_fixed", "m heads window", "The splits' size is right. Left: the merge, the heads, the window."),
+    ("three_left_m_fixed", "size heads window", "The merge is right. Left: the splits' size, the heads, the window."),
+    ("three_left_heads_fixed", "size m window", "The heads are right. Left: the splits' size, the merge, the window."),
+    ("three_left_window_fixed", "size m heads", "The window is right. Left: the splits' size, the merge, the heads."),
+    ("number_by_the_batch", "size", "The number of splits depends on the batch. Use split_size."),
     ("l_without_m", "m", "You add l and acc of splits whose maxima differ. Bring them to one maximum first."),
     ("heads_across", "heads", "Your rows mix query heads of different KV heads: heads 0 … group-1 share KV head 0."),
-    ("window_per_split", "window", "Each of your splits keeps its own last `window` rows. The window counts from the sequence's end."),
+    ("window_per_split", "window", "Each split keeps its own last `window` rows. The window counts from the sequence's end."),
 ]:
     answers.wrong("10.4", hint, name)(partial(slipped_decode, **{k: v for bug in bugs.split() for k, v in BUGS[bug].items()}))
 
@@ -266,14 +267,14 @@ for name, slip, hint in [
     ("key_dropped", dict(end_off=-1), "The last key of each split is lost: end is exclusive already."),
     ("key_doubled", dict(begin_off=-1), "Splits overlap by one key, which then counts twice."),
     ("size_by_capacity", dict(size_by="capacity"), "You cut the capacity, not the rows in use: a longer cache changes the bits."),
-    ("size_by_longest", dict(size_by="longest"), "You cut by the longest sequence of the batch, so a neighbour changes the bits."),
+    ("size_by_longest", dict(size_by="longest"), "You cut by the longest sequence, so a neighbour changes the bits."),
     ("averaged", dict(average=True), "You average the splits. Each weighs exp(m) · l."),
     ("stale_acc", dict(stale_acc=True), "l is brought to the common maximum, acc is not."),
     ("no_scale", dict(scale=False), "The scores are not scaled by 1 / √D."),
     ("no_window", dict(use_window=False), "You ignore `window`."),
     ("window_off_by_one", dict(window_off=1), "Your window holds one key too many."),
     ("empty_is_nan", dict(empty="nan"), "A sequence without keys gives zeros."),
-    ("no_splits", dict(whole=True), "Right, but in one piece: all scores of a sequence exist at once. Take split_size keys at a time."),
+    ("no_splits", dict(whole=True), "Right, but in one piece: all scores exist at once. Take split_size keys at a time."),
 ]:
     answers.wrong("10.4", hint, name)(partial(slipped_decode, **slip))
 
@@ -287,6 +288,7 @@ def merged_partials(q, k_cache, v_cache, context_lens, split_size, window=None):
         for start in range(first, length, split_size):
             keys, values = (x[start:min(start + split_size, length)].repeat_interleave(group, dim=1) for x in (k, v))
             scores = torch.einsum("hd,nhd->hn", one, keys) * head_dim ** -0.5
-            part = online.merge(part, online.Partial(*(x[:, 0] for x in online.from_scores(scores[:, None], values.transpose(0, 1)))))
+            found = online.from_scores(scores[:, None], values.transpose(0, 1))
+            part = online.merge(part, online.Partial(*(x[:, 0] for x in found)))
         results.append(online.finish(part)[0])
     return torch.stack(results)
