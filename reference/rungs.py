@@ -8,8 +8,18 @@ from lessons.toolbox.config import ModelConfig
 
 
 def every_model(config: ModelConfig) -> bool:
-    """Most rungs serve any decoder."""
+    """The lower rungs serve any decoder: latent attention comes to them expanded."""
     return True
+
+
+def heads_of_kv(config: ModelConfig) -> bool:
+    """Caches that rotate whole heads, and kernels that read them, need keys of their own: all but DeepSeek."""
+    return config.mla is None
+
+
+def latent_kv(config: ModelConfig) -> bool:
+    """Lesson 6 keeps latents: DeepSeek alone has them."""
+    return config.mla is not None
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,12 @@ RUNGS = (
     Rung("02", "no cache, fused softmax", "lessons.l02_naive_attention.optimized:generate", has_cache=False),
     Rung("03", "KV cache, concatenated", "lessons.l03_kv_cache.naive:generate"),
     Rung("03", "KV cache, preallocated", "lessons.l03_kv_cache.optimized:generate"),
+    Rung("04", "rotated on the way into the cache", "lessons.l04_positions.optimized:generate", serves=heads_of_kv),
+    Rung("05", "KV heads repeated", "lessons.l05_gqa.naive:generate", serves=heads_of_kv),
+    Rung("05", "KV heads read in groups", "lessons.l05_gqa.optimized:generate", serves=heads_of_kv),
+    Rung("06", "latents, expanded at every step", "lessons.l06_mla.naive:generate", serves=latent_kv),
+    Rung("06", "latents, absorbed", "lessons.l06_mla.optimized:generate", serves=latent_kv),
+    Rung("07", "fused layers", "lessons.l07_kernel_fusion.optimized:generate"),
 )
 
 

@@ -45,7 +45,7 @@ def test_every_rung_gives_the_same_tokens_and_the_files_are_complete(model_folde
     assert climb(model_folder, tmp_path) == 0
     data = json.loads((tmp_path / "ladder.json").read_text())
     assert set(data) >= {"device", "versions", "model", "peers", "rungs"}
-    assert [r["name"] for r in data["rungs"]] == [r.name for r in ladder.RUNGS]
+    assert [r["name"] for r in data["rungs"]] == [r.name for r in ladder.RUNGS if r.lesson != "06"]  # which is for DeepSeek
     for rung in data["rungs"]:
         assert set(rung) >= {"name", "tokens_per_s", "speedup", "identical", "runs"}
         assert rung["identical"] is True and rung["tokens_per_s"] > 0 and rung["tokens"] > 0

@@ -5,6 +5,7 @@
 import torch
 from torch import Tensor
 
+from lessons.l03_kv_cache.cache import KVCache
 from lessons.l03_kv_cache.optimized import decode_attention as decode_per_query_head
 from lessons.l03_kv_cache.workload import CONFIG, ON_GPU, SHAPE, TOLERANCE
 from lessons.l05_gqa import naive, optimized
@@ -75,10 +76,10 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
     return peer.decode(q, k, v)
 
 
-def step_with(new_cache):
-    """The logits of one token through the whole model; new_cache(model, max_tokens) gives its cache."""
+def step_with(kind: type[KVCache]):
+    """The logits of one token through the whole model over a cache of this kind."""
     def make(model, keys: Tensor, values: Tensor):
-        cache, held = new_cache(model, MODEL_CONTEXT), MODEL_CONTEXT - 1
+        cache, held = kind(model.config, MODEL_CONTEXT, model.dtype, model.device), MODEL_CONTEXT - 1
         cache.keys[:, :held], cache.values[:, :held] = keys, values
         token, position = torch.tensor([7], device=keys.device), torch.tensor([held], device=keys.device)
 
@@ -131,9 +132,8 @@ BENCHMARKS = [
         name="l05_step", title="A whole decode step: {x} KV heads cost {optimized_growth:.1f}x one when read in groups, "
                                "{naive_growth:.1f}x when repeated",
         x_name="KV heads of the model", x_values=MODEL_KV_HEADS, quick_x_values=MODEL_KV_HEADS, inputs=model_inputs,
-        providers={"K and V repeated": ("naive", step_with(lambda model, tokens: RepeatedKVCache(
-                       model.config, tokens, model.dtype, model.device))),
-                   "read in groups": ("optimized", step_with(optimized.new_kv_cache))},
+        providers={"K and V repeated": ("naive", step_with(RepeatedKVCache)),
+                   "read in groups": ("optimized", step_with(optimized.GroupedKVCache if ON_GPU else KVCache))},
         ylabel="one step of the whole model", floor_s=model_floor_s, floor_label="weights and KV read once", dtype=DTYPE_NAME,
         shape=f"context {MODEL_CONTEXT}, {SHAPE.replace(f'/{CONFIG.num_key_value_heads}', '/x')}", tolerance=TOLERANCE),
 ]

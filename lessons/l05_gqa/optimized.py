@@ -17,6 +17,8 @@ from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.cache import KVCache, decode_attention_torch
 from lessons.l03_kv_cache.naive import cached_loop
 from lessons.l03_kv_cache.optimized import KernelKVCache, check_one_device
+from lessons.l04_positions.cache import InPlaceRotatingKVCache
+from lessons.l04_positions.optimized import KernelRotatingKVCache
 from lessons.l05_gqa.naive import sequence_by_sequence
 from lessons.toolbox.compile_check import KernelSpec
 from lessons.toolbox.triton_ import tl, triton
@@ -109,9 +111,9 @@ def tiles(group: int, head_dim: int, matrix_units: bool) -> dict[str, int]:
     sm_80 on has. Without matrix units products are unrolled into single multiplications, so a quarter of that.
     """
     block_d = max(SMALLEST_TILE, triton.next_power_of_2(head_dim))
-    block_n = min(128, max(SMALLEST_TILE, (8192 if matrix_units else 2048) // block_d))
-    return {"BLOCK_M": max(SMALLEST_TILE, triton.next_power_of_2(group)), "BLOCK_D": block_d, "BLOCK_N": block_n,
-            "NUM_STAGES": 3}
+    block_m, block_n = triton.next_power_of_2(group), min(128, (8192 if matrix_units else 2048) // block_d)
+    sizes = {"BLOCK_M": block_m, "BLOCK_D": block_d, "BLOCK_N": block_n}
+    return {name: max(SMALLEST_TILE, size) for name, size in sizes.items()} | {"NUM_STAGES": 3}
 
 
 def warps_for(group: int, head_dim: int) -> int:
@@ -149,9 +151,8 @@ def check_decode_inputs(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_len
     if window is not None and window < 1:
         raise ValueError(f"window: got {window}; accepted: None, or 1 or more rows")
     check_one_device(q=q, k_cache=k_cache, v_cache=v_cache, context_lens=context_lens)
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.stride(-1) != 1:
-            raise ValueError(f"{name}: got strides {x.stride()}; accepted: stride 1 in the last dimension")
+    if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache)):
+        raise ValueError(f"q, k_cache, v_cache: got strides {[x.stride() for x in (q, k_cache, v_cache)]}; accepted: last one 1")
 
 
 def decode_attention_grouped(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor,
@@ -163,15 +164,19 @@ def decode_attention_grouped(q: Tensor, k_cache: Tensor, v_cache: Tensor, contex
     return sequence_by_sequence(decode_attention_torch, q, k_cache, v_cache, context_lens, softmax_scale, window)
 
 
+class RotatingGroupedKVCache(GroupedKVCache, KernelRotatingKVCache):
+    """The rungs so far: lesson 4's kernel rotates and writes, this one reads. For a decoder that does not rotate."""
+
+
 def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | list[int],
              sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
     """One prompt after the other, K and V never repeated. Arguments, result and errors as in lesson 2's `generate`."""
-    return cached_loop(new_kv_cache, model, prompts, max_new_tokens, sampling, on_token)
+    return cached_loop(new_kv_cache, model.unrotated(), prompts, max_new_tokens, sampling, on_token)
 
 
 def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for a sequence of at most `max_tokens`. KVCache reads K and V in groups too, in PyTorch."""
-    cache = GroupedKVCache if model.device.type == "cuda" else KVCache
+    """An empty cache for at most `max_tokens` of an unrotated decoder. Lesson 4's, in PyTorch, reads K and V in groups too."""
+    cache = RotatingGroupedKVCache if model.device.type == "cuda" else InPlaceRotatingKVCache
     return cache(model.config, max_tokens, model.dtype, model.device)
 
 
