@@ -11,12 +11,14 @@ from lessons.toolbox.triton_ import tl, triton
 @exercise("9.1", "FlashAttention in PyTorch tiles", minutes=45, difficulty=3,
           replaces="lessons.l09_flash_attention.naive:tiled_attention")
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True,
-                    window: int | None = None, tiles: Tiles = PYTORCH_TILES) -> tuple[Tensor, Tensor]:
+                    window: int | None = None, softcap: None = None, alibi_slopes: None = None, sinks: None = None,
+                    tiles: Tiles = PYTORCH_TILES) -> tuple[Tensor, Tensor]:
     """Attention of one sequence in FA-2 order. q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] -> out [T, Hq, Dv], lse [T, Hq].
 
     Outer loop: tiles.block_m queries; inner loop: tiles.block_n keys; the last tile of each may be shorter. softmax_scale:
     1 / √D if None. Query head h reads KV head h // (Hq / Hkv). causal: bottom-right aligned, query i stands at key i + Tk - T.
     window (with causal): a query sees that many keys, its own included. A query that sees no key: out 0, lse −inf.
+    softcap, alibi_slopes, sinks: always None here; they stand there so that yours can take the place of the lesson's function.
     out has q's dtype, lse is float32 (float64 for float64). lse: log Σ exp(score), the natural logarithm.
     Aim: no tensor of T · Tk elements, and no tile computed that no query of it sees. The arguments stay as they were.
 

@@ -23,7 +23,7 @@ def fa1_kernel(q_ptr, k_ptr, v_ptr, out_ptr, l_ptr, m_ptr, softmax_scale, num_qu
                V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                BLOCK_DV: tl.constexpr):
     """One program: a head. out: [T, Hq, V_HEAD_DIM] float32, zeros; l, m: [Hq, T] float32, 0 and -inf, m in units of log2."""
-    head = tl.program_id(0)
+    head = tl.program_id(0).to(tl.int64)
     q_ptr += head * stride_qh
     k_ptr += head // GROUP * stride_kh
     v_ptr += head // GROUP * stride_vh

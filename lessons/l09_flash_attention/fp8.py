@@ -44,10 +44,10 @@ def flash_fp8_kernel(q_ptr, k_ptr, v_t_ptr, out_ptr, q_scale_ptr, k_scale_ptr, v
                      stride_qm, stride_qh, stride_kn, stride_kh, stride_vh, stride_vd, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
                      HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """One program: BLOCK_M queries of one head. v_t: [Hkv, HEAD_DIM, num_keys]; out: [T, Hq, HEAD_DIM], dense."""
-    head = tl.program_id(0)
+    head = tl.program_id(0).to(tl.int64)
     start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     k_ptr += head // GROUP * stride_kh
-    v_t_ptr += (head // GROUP).to(tl.int64) * stride_vh
+    v_t_ptr += head // GROUP * stride_vh
     q = load_rows(q_ptr + head * stride_qh, start_m, num_queries, stride_qm, HEAD_DIM, BLOCK_M, HEAD_DIM, True)
     qk_scale = softmax_scale * LOG2_E * tl.load(q_scale_ptr + head) * tl.load(k_scale_ptr + head // GROUP)
     m_i, l_i = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
@@ -75,7 +75,7 @@ def flash_fp8_kernel(q_ptr, k_ptr, v_t_ptr, out_ptr, q_scale_ptr, k_scale_ptr, v
             acc = acc * alpha[:, None] + tl.dot(p.to(v_t.dtype), tl.trans(v_t))
             m_i = m_new
     out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None] * tl.load(v_scale_ptr + head // GROUP)
-    cell = (row[:, None].to(tl.int64) * tl.num_programs(0) + head) * HEAD_DIM + column[None, :]
+    cell = (row[:, None] * tl.num_programs(0) + head) * HEAD_DIM + column[None, :]
     tl.store(out_ptr + cell, out.to(out_ptr.dtype.element_ty), mask=(row < num_queries)[:, None])
 
 

@@ -62,7 +62,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = Non
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True,
                     window: int | None = None, softcap: float | None = None, alibi_slopes: Tensor | None = None,
                     sinks: Tensor | None = None, tiles: Tiles = PYTORCH_TILES) -> tuple[Tensor, Tensor]:
-    """FA-2 order: a tile of queries meets one tile of keys after another. Arguments and results as in `attention`."""
+    """FA-2 order: a tile of queries meets one tile of keys after another. Arguments and results as in `attention`.
+
+    q: [Tq, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] -> out: [Tq, Hq, Dv], lse: [Tq, Hq].
+    """
     out, lse = q.new_empty(*q.shape[:2], v.shape[2]), wide(q.new_empty(q.shape[:2]))
     for start_m in range(0, len(q), tiles.block_m):
         q_tile = wide(q[start_m:start_m + tiles.block_m])
@@ -87,7 +90,7 @@ def tiled_attention_fa1(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | 
                         tiles: Tiles = PYTORCH_TILES) -> tuple[Tensor, Tensor]:
     """FA-1 order: a tile of keys meets one tile of queries after another. Arguments and results as in `attention`.
 
-    m, l and out of every query wait in slow memory between two tiles of keys: each visit reads them, rescales them, writes them.
+    m, l: [Hq, Tq] and out: [Tq, Hq, Dv] wait in slow memory between two tiles of keys: each visit reads, rescales, writes them.
     """
     m, l, out = _start(q, v, None)
     for start_n in range(0, len(k), tiles.block_n):

@@ -75,7 +75,7 @@ def flash_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_seqlens_q_ptr, cu_seq
                  GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):
     """One program: BLOCK_M queries of one head of one sequence. out: [T, Hq, V_HEAD_DIM] and lse: [T, Hq], both dense."""
-    head, sequence, num_heads = tl.program_id(0), tl.program_id(2), tl.num_programs(0)
+    head, sequence, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.num_programs(0)
     # Backwards, because a causal sequence's last tile sees most keys: started last, it would finish long after all others.
     start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     start_q, start_k = tl.load(cu_seqlens_q_ptr + sequence).to(tl.int64), tl.load(cu_seqlens_k_ptr + sequence).to(tl.int64)

@@ -41,7 +41,7 @@ def sdpa(backend: str) -> Callable:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
-    """torch.compile'd FlexAttention with a block mask."""
+    """torch.compile'd FlexAttention with a block mask. q: [T, Hq, D], k, v: [Tk, Hkv, D]."""
     if not q.is_cuda:
         raise Unavailable("needs a GPU")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -52,7 +52,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
 
 
 def flashinfer(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
-    """FlashInfer's prefill of a single sequence."""
+    """FlashInfer's prefill of a single sequence. q: [T, Hq, D], k, v: [Tk, Hkv, D]."""
     _needs_gpu(q)
     try:
         from flashinfer import single_prefill_with_kv_cache
@@ -62,7 +62,7 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Te
 
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
-    """Dao's flash-attn: version 3 (flash_attn_interface) if it is there, else 2."""
+    """Dao's flash-attn: version 3 (flash_attn_interface) if it is there, else 2. q: [T, Hq, D], k, v: [Tk, Hkv, D]."""
     _needs_gpu(q)
     try:
         from flash_attn_interface import flash_attn_func
