@@ -49,7 +49,7 @@ RUNGS = (
     Rung("05", "KV heads read in groups", "lessons.l05_gqa.optimized:generate", serves=heads_of_kv),
     Rung("06", "latents, expanded at every step", "lessons.l06_mla.naive:generate", serves=latent_kv),
     Rung("06", "latents, absorbed", "lessons.l06_mla.optimized:generate", serves=latent_kv),
-    Rung("07", "fused layers", "lessons.l07_kernel_fusion.optimized:generate"),
+    Rung("07", "fused layers", "lessons.l07_kernel_fusion.optimized:generate", serves=heads_of_kv),
 )
 
 

@@ -9,7 +9,7 @@ here with RMSNorm as in Qwen3 and OLMo 2); softmax with the maximum taken out (M
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.optimized import generate  # this rung's naive side: lesson 3's loop and cache, the plain decoder
+from lessons.l05_gqa.optimized import generate  # this rung's naive side: the rung below, whose decoder is eager
 
 __all__ = ["add_rms_norm", "generate", "qk_norm", "rms_norm", "rms_norm_gemma", "silu_mul", "softmax"]
 

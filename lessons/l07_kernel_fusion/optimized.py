@@ -13,7 +13,7 @@ from lessons.l02_naive_attention.optimized import fused_softmax
 from lessons.l02_naive_attention.request import OnToken
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.naive import cached_loop
-from lessons.l03_kv_cache.optimized import new_kv_cache
+from lessons.l05_gqa.optimized import new_kv_cache
 from lessons.l07_kernel_fusion.qk_norm import qk_norm
 from lessons.l07_kernel_fusion.rows import MAX_ROW, SHORTEST_TILE, check_weight, rows_of, tile_of, weighted
 from lessons.toolbox.compile_check import KernelSpec
@@ -153,9 +153,9 @@ def softmax(x: Tensor) -> Tensor:
 
 def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | list[int],
              sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
-    """As naive.generate, with the fused twin of `model`: the same weights, fewer passes. Arguments and errors as lesson 2's."""
+    """Lesson 5's loop and cache with the fused twin of `model`: the same weights, fewer passes. Arguments as lesson 2's."""
     from lessons.l07_kernel_fusion.fused_decoder import fused  # here, because that file is built from the functions above
-    return cached_loop(new_kv_cache, fused(model), prompts, max_new_tokens, sampling, on_token)
+    return cached_loop(new_kv_cache, fused(model).unrotated(), prompts, max_new_tokens, sampling, on_token)
 
 
 ARGUMENTS = {  # kernel: its pointers, its integers
