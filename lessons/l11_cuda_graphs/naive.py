@@ -16,6 +16,7 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.request import OnToken, Request, read_requests, take_next_tokens
 from lessons.l02_naive_attention.sampling import SamplingParams
+from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l11_cuda_graphs.slots import SlotCache, Step, decode_logits, new_slot_cache, step_inputs
 
 MAX_BATCH = 32  # requests of a wave
@@ -24,7 +25,7 @@ MAX_BATCH = 32  # requests of a wave
 def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | list[int],
              sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
     """Up to MAX_BATCH prompts at a time. Arguments, result and errors as in lesson 2's `generate`."""
-    return batch_loop(eager_step, model, prompts, max_new_tokens, sampling, on_token)
+    return batch_loop(eager_step, fused(model), prompts, max_new_tokens, sampling, on_token)
 
 
 def eager_step(model: Decoder, cache: SlotCache) -> Step:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.request import OnToken
 from lessons.l02_naive_attention.sampling import SamplingParams
+from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l11_cuda_graphs.naive import batch_loop, eager_step
 from lessons.l11_cuda_graphs.slots import SlotCache, Step, decode_logits
 
@@ -103,4 +104,4 @@ def graph_step(model: Decoder, cache: SlotCache) -> Step:
 def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | list[int],
              sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
     """Waves of lockstep decoding, each step one launch on a GPU. Arguments, result and errors as in lesson 2's `generate`."""
-    return batch_loop(graph_step, model, prompts, max_new_tokens, sampling, on_token)
+    return batch_loop(graph_step, fused(model), prompts, max_new_tokens, sampling, on_token)

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.naive import masked_softmax
-from lessons.l02_naive_attention.optimized import attention_for
+from lessons.l02_naive_attention.optimized import attention_torch
 from lessons.l02_naive_attention.request import Request
 from lessons.l03_kv_cache.cache import KVCache
 from lessons.l04_positions.naive import cos_sin_cache_of
 from lessons.l04_positions.optimized import rope_cache
+from lessons.l09_flash_attention.optimized import flash_attention
 from lessons.l10_flash_decoding.optimized import flash_decode
 from lessons.toolbox.config import ModelConfig
 
@@ -45,7 +46,7 @@ class SlotCache:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             slots = slice(row * self.capacity, row * self.capacity + len(k))
             self.keys[layer, slots], self.values[layer, slots] = k, v
-            return attention_for(q.device)(q, k, v, self.config.softmax_scale, window=self.config.sliding_window(layer))
+            return self.prefill(q, k, v, self.config.sliding_window(layer))
         return attend
 
     def decoder(self, model: Decoder) -> Decoder:
@@ -70,6 +71,10 @@ class SlotCache:
         self.keys[layer].index_put_((slots,), k)
         self.values[layer].index_put_((slots,), v)
 
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """A whole prompt attends to itself. q: [T, Hq, D]; k, v: [T, Hkv, D] -> [T, Hq, D]."""
+        return attention_torch(q, k, v, self.config.softmax_scale, window=window)
+
     def decode(self, q: Tensor, keys: Tensor, values: Tensor, context_lens: Tensor, window: int | None) -> Tensor:
         """q: [B, Hq, D]; keys, values: [B, rows_read, Hkv, D]; context_lens: [B] -> [B, Hq, D]."""
         return batched_decode_attention(q, keys, values, context_lens, self.config.softmax_scale, window)
@@ -82,7 +87,7 @@ class SlotCache:
 
 
 class KernelSlotCache(SlotCache):
-    """SlotCache by kernels: lesson 4's turns q and k and writes, lesson 10's reads; -1 writes nothing, unused rows are not read.
+    """SlotCache by kernels: lesson 4's turns q and k and writes, 9's reads prompts, 10's reads; -1 writes nothing.
 
     How many splits lesson 10 launches is a shape: in a graph it stays as captured, fit for `rows_read`, not for today's lengths.
     """
@@ -93,6 +98,9 @@ class KernelSlotCache(SlotCache):
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
         table = cos_sin_cache_of(self.config, q.device)
         rope_cache(q, k, v, self.keys[layer], self.values[layer], positions, slot_mapping, table, last_position=len(table) - 1)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        return flash_attention(q, k, v, softmax_scale=self.config.softmax_scale, window=window, max_seqlen_q=len(q))[0]
 
     def decode(self, q: Tensor, keys: Tensor, values: Tensor, context_lens: Tensor, window: int | None) -> Tensor:
         return flash_decode(q, keys, values, context_lens, self.config.softmax_scale, window)
