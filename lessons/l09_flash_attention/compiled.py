@@ -68,6 +68,9 @@ KERNELS = [flash_spec(dtype, head_dim, chip) for chip in CHIPS for dtype in ("fp
            for head_dim in (64, 128, 256)]
 KERNELS += [flash_spec("bf16", 80, 90), flash_spec("bf16", 96, 90), flash_spec("bf16", 192, 90, 128)]
 KERNELS += [flash_spec("bf16", 128, 90, options=())]
-KERNELS += [flash_spec("bf16", 128, chip, options=OPTIONS) for chip in (80, 90)]
+# As models combine them: Gemma 2, gpt-oss, BLOOM; and all at once, which none does.
+KERNELS += [flash_spec("bf16", 128, chip, options=("CAUSAL", *options)) for chip in (80, 90)
+            for options in (("WINDOW", "SOFTCAP"), ("WINDOW", "SINKS"), ("ALIBI",))]
+KERNELS += [flash_spec("bf16", 128, 90, options=OPTIONS)]
 KERNELS += [fa1_spec(dtype) for dtype in ("bf16", "fp32")] + [fp8_spec(64), fp8_spec(128)]
 KERNELS += [hopper_spec(head_dim, causal) for head_dim in (64, 128) for causal in (True, False)]

@@ -57,7 +57,7 @@ FFMA = {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8,
 # None of them has been timed on its chip: autotune before you ship.
 CONFIGS: dict[int, dict[int, Tiles]] = {
     75: FFMA,
-    80: {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 8, 2)},
+    80: {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)},
     86: {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 32, 8, 1)},  # and 8.9: 99 KiB of shared memory
     90: {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)},
     100: {64: Tiles(128, 128, 8, 2), 128: Tiles(128, 128, 8, 2), 256: Tiles(64, 64, 8, 2)},
