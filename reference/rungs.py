@@ -50,6 +50,8 @@ RUNGS = (
     Rung("06", "latents, expanded at every step", "lessons.l06_mla.naive:generate", serves=latent_kv),
     Rung("06", "latents, absorbed", "lessons.l06_mla.optimized:generate", serves=latent_kv),
     Rung("07", "fused layers", "lessons.l07_kernel_fusion.optimized:generate", serves=heads_of_kv),
+    Rung("09", "prompts by FlashAttention", "lessons.l09_flash_attention.optimized:generate", serves=heads_of_kv),
+    Rung("10", "steps in splits", "lessons.l10_flash_decoding.optimized:generate", serves=heads_of_kv),
     Rung("11", "32 requests in lockstep", "lessons.l11_cuda_graphs.naive:generate", serves=heads_of_kv),
     Rung("11", "in lockstep, CUDA graphs", "lessons.l11_cuda_graphs.optimized:generate", serves=heads_of_kv),
 )

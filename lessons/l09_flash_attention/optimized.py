@@ -15,6 +15,9 @@ from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.cache import KVCache
 from lessons.l03_kv_cache.naive import cached_loop
 from lessons.l03_kv_cache.optimized import KernelKVCache
+from lessons.l04_positions.cache import InPlaceRotatingKVCache
+from lessons.l05_gqa.optimized import RotatingGroupedKVCache
+from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l09_flash_attention.arguments import check_heads, check_options, check_sequences
 from lessons.l09_flash_attention.naive import TiledKVCache
 from lessons.l09_flash_attention.tiles import Tiles, tiles_on
@@ -159,13 +162,21 @@ class FlashKVCache(KernelKVCache):
                                window=self.config.sliding_window(layer), max_seqlen_q=len(q))[0]
 
 
+class RotatingFlashKVCache(FlashKVCache, RotatingGroupedKVCache):
+    """The rungs so far: lesson 4 rotates and writes, this lesson reads prompts, lesson 5 single queries."""
+
+
+class RotatingTiledKVCache(TiledKVCache, InPlaceRotatingKVCache):
+    """The same for machines where kernels are interpreted, in PyTorch."""
+
+
 def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for a sequence of at most `max_tokens`; on a CPU PyTorch tiles stand in for the kernel."""
-    cache = FlashKVCache if model.device.type == "cuda" else TiledKVCache
+    """An empty cache for at most `max_tokens` of an unrotated decoder; on a CPU PyTorch tiles stand in for the kernel."""
+    cache = RotatingFlashKVCache if model.device.type == "cuda" else RotatingTiledKVCache
     return cache(model.config, max_tokens, model.dtype, model.device)
 
 
 def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | list[int],
              sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
     """One prompt after the other, read by flash_kernel. Arguments, result and errors as in lesson 2's `generate`."""
-    return cached_loop(new_kv_cache, model, prompts, max_new_tokens, sampling, on_token)
+    return cached_loop(new_kv_cache, fused(model).unrotated(), prompts, max_new_tokens, sampling, on_token)

@@ -16,6 +16,7 @@ from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.cache import KVCache
 from lessons.l03_kv_cache.naive import cached_loop
 from lessons.l08_online_softmax.naive import Partial, finish, from_scores, from_state, merge
+from lessons.l09_flash_attention.optimized import RotatingTiledKVCache
 from lessons.l10_flash_decoding.splits import cdiv, split_bounds
 
 CPU_SPLITS = 4  # of the cache below: on a CPU nothing waits for work, so any number shows that the tokens stay the same
@@ -28,6 +29,10 @@ class TorchSplitKVCache(KVCache):
         lens = torch.tensor([end], device=q.device)
         return flash_decode(q, self.keys[layer][None], self.values[layer][None], lens, self.config.softmax_scale,
                             self.config.sliding_window(layer), num_splits=CPU_SPLITS)
+
+
+class RotatingTorchSplitKVCache(TorchSplitKVCache, RotatingTiledKVCache):
+    """The rungs so far in PyTorch: rotated on the way in (lesson 4), prompts in tiles (lesson 9), single queries in splits."""
 
 
 def flash_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, softmax_scale: float | None = None,

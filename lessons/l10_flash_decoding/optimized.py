@@ -19,9 +19,11 @@ from lessons.l03_kv_cache.naive import cached_loop
 from lessons.l03_kv_cache.optimized import KernelKVCache
 from lessons.l05_gqa import optimized as gqa
 from lessons.l05_gqa.optimized import LOG2_E, check_decode_inputs, has_matrix_units, tiles, warps_for
+from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l08_online_softmax.partials import STAGES, online_values
-from lessons.l10_flash_decoding import naive
+from lessons.l09_flash_attention.optimized import RotatingFlashKVCache
 from lessons.l10_flash_decoding.checks import check_partials, check_splits
+from lessons.l10_flash_decoding.naive import RotatingTorchSplitKVCache
 from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, plan_splits, sms_of
 from lessons.toolbox.compile_check import KernelSpec
 from lessons.toolbox.triton_ import tl, triton
@@ -172,12 +174,16 @@ def combine(partial_out: Tensor, partial_lse: Tensor, dtype: torch.dtype = torch
 def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | list[int],
              sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
     """One prompt after the other, each with its own cache. Arguments, result and errors as in lesson 2's `generate`."""
-    return cached_loop(new_kv_cache, model, prompts, max_new_tokens, sampling, on_token)
+    return cached_loop(new_kv_cache, fused(model).unrotated(), prompts, max_new_tokens, sampling, on_token)
+
+
+class RotatingSplitKVCache(SplitKVCache, RotatingFlashKVCache):
+    """The rungs so far: lesson 4 rotates and writes, lesson 9 reads prompts, this lesson single queries."""
 
 
 def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for at most `max_tokens`. On a CPU the PyTorch splits, because kernels are interpreted there."""
-    cache = SplitKVCache if model.device.type == "cuda" else naive.TorchSplitKVCache
+    """An empty cache for at most `max_tokens` of an unrotated decoder. On a CPU PyTorch splits, for the tokens' sake."""
+    cache = RotatingSplitKVCache if model.device.type == "cuda" else RotatingTorchSplitKVCache
     return cache(model.config, max_tokens, model.dtype, model.device)
 
 
