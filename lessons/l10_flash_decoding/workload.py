@@ -10,11 +10,12 @@ from lessons.toolbox.hardware import default_working_set_bytes, read_bandwidth
 ON_GPU = default_device().type == "cuda"
 DTYPE = default_dtype()
 HEADS, KV_HEADS, HEAD_DIM = (32, 8, 128) if ON_GPU else (6, 1, 64)
-CONTEXTS = [2 ** n for n in range(10, 18 if ON_GPU else 17)]  # tokens
-LONG = 65536 if ON_GPU else 16384                             # tokens: where the number of splits varies
-BATCH_CONTEXT = 8192 if ON_GPU else 4096                      # tokens: where the batch varies
-SPLIT_SIZE = 512 if ON_GPU else 2048                          # keys, whatever the batch
-TOLERANCE = 3e-2 if ON_GPU else 1e-4                          # relative; 16 bits on a GPU, 32 on a CPU
+CONTEXTS = [2 ** n for n in (range(10, 18) if ON_GPU else range(12, 19))]  # tokens
+LONG = 65536 if ON_GPU else 131072                                        # tokens: where the number of splits varies
+BATCH_CONTEXT = 8192 if ON_GPU else 16384                                 # tokens: where the batch varies
+BATCHES = [1, 2, 4, 8, 16, 32, 64][:None if ON_GPU else 6]                # sequences
+SPLIT_SIZE = 512 if ON_GPU else 8192                                      # keys, whatever the batch
+TOLERANCE = 3e-2 if ON_GPU else 1e-4                                      # relative; 16 bits on a GPU, 32 on a CPU
 MACHINE = "" if ON_GPU else f" · {core_count()} cores"
 SHAPE = f"heads {HEADS}/{KV_HEADS}, head_dim {HEAD_DIM}{MACHINE}"
 
