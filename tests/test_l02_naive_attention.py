@@ -8,6 +8,7 @@ import torch
 
 from lessons.l02_naive_attention import naive, optimized, picture, traffic
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities
+from lessons.toolbox.accesses import Accesses
 from lessons.toolbox.device import interpreting
 from lessons.toolbox.hardware import lookup
 from lessons.toolbox.plotting import overlapping_texts, texts_outside
@@ -22,20 +23,11 @@ README = (Path(traffic.__file__).parent / "README.md").read_text(encoding="utf-8
 @pytest.mark.parametrize("heads, queries, keys, window", [(2, 40, 40, None), (1, 5, 37, None), (3, 1, 64, None), (1, 33, 33, 7),
                                                           (1, 20, 50, 18), (2, 9, 4, None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_moves_what_is_counted(heads, queries, keys, window, dtype, monkeypatch):
-    from triton.runtime.interpreter import interpreter_builder as builder
-    moved = {"load": 0, "store": 0}
-
-    def counting(name, original, mask_at):
-        def count(*args):
-            moved[name] += int(np.count_nonzero(args[mask_at].data)) * dtype.itemsize
-            return original(*args)
-        return count
-    monkeypatch.setattr(builder, "create_masked_load", counting("load", builder.create_masked_load, 1))
-    monkeypatch.setattr(builder, "create_masked_store", counting("store", builder.create_masked_store, 2))
-    optimized.fused_softmax(torch.randn(heads, queries, keys).to(dtype), 1.0, window=window)
+def test_the_kernel_moves_what_is_counted(heads, queries, keys, window, dtype):
+    with Accesses() as accesses:
+        optimized.fused_softmax(torch.randn(heads, queries, keys).to(dtype), 1.0, window=window)
     counted = traffic.kernel_pass(heads, queries, keys, dtype.itemsize, window)
-    assert (moved["load"], moved["store"]) == (counted.read_bytes, counted.written_bytes)
+    assert (accesses.read_bytes, accesses.written_bytes) == (counted.read_bytes, counted.written_bytes)
 
 
 def test_every_pass_over_the_scores_is_seen():

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from lessons.l02_naive_attention.traffic import Pass, total_bytes
-from lessons.l07_kernel_fusion import accesses, launches, naive, optimized, picture, traffic
+from lessons.l07_kernel_fusion import launches, naive, optimized, picture, traffic
 from lessons.l07_kernel_fusion.launches import MODELS, STEPS, schedule
 from lessons.l07_kernel_fusion.traffic import Traffic, chains, passes_of
+from lessons.toolbox import accesses
 from lessons.toolbox.config import ModelConfig
 from lessons.toolbox.plotting import overlapping_texts, texts_outside
 

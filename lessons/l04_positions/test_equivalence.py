@@ -33,6 +33,7 @@ from lessons.l04_positions.optimized import (
     rotate_rows,
 )
 from lessons.l04_positions.traffic import eager_bytes, fused_bytes
+from lessons.toolbox.accesses import Accesses
 from lessons.toolbox.compile_check import check_all
 from lessons.toolbox.config import ModelConfig, RopeScaling
 from lessons.toolbox.device import default_device, interpreting
@@ -444,46 +445,33 @@ def test_a_wrong_rope_cache_is_rejected(slip, seed):
 
 # ---------------------------------------------------------------- bytes
 
-@pytest.fixture
-def moved_bytes(monkeypatch):
-    """A list that grows by the bytes of every load and store that a kernel makes in the interpreter."""
-    if not interpreting():
-        pytest.skip("NOT RUN: counts the loads of the interpreter, and this machine compiles kernels")
-    import numpy as np
-    from triton.runtime.interpreter import interpreter_builder as builder
-    found = []
-
-    def counting(original, mask_at):
-        def count(*args):
-            found.append(int(np.count_nonzero(args[mask_at].data)) * args[0].get_element_ty().primitive_bitwidth // 8)
-            return original(*args)
-        return count
-
-    monkeypatch.setattr(builder, "create_masked_load", counting(builder.create_masked_load, 1))
-    monkeypatch.setattr(builder, "create_masked_store", counting(builder.create_masked_store, 2))
-    return found
+only_interpreted = pytest.mark.skipif(not interpreting(), reason="NOT RUN: loads are counted in Triton's interpreter")
 
 
+@only_interpreted
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(5, 6, 2, 8, torch.float32), (3, 12, 3, 80, torch.bfloat16), (2, 80, 4, 128, torch.float16)],
                          ids=str)
-def test_the_kernel_moves_each_byte_once(shape, layout, seed, moved_bytes):
+def test_the_kernel_moves_each_byte_once(shape, layout, seed):
     """q, k, v read once and written once; a row of the table, a position and a slot; nothing else."""
     tokens, heads, kv_heads, head_dim, dtype = shape
     inputs = inputs_for(*shape, seed=seed)
     inputs[6] = torch.arange(tokens)  # none skipped
-    fused(layout)(*inputs)
+    with Accesses() as accesses:
+        fused(layout)(*inputs)
     programs = tokens * -(-kv_heads // optimized.blocks_for(kv_heads, heads // kv_heads, head_dim)[0]["BLOCK_KV"])
     # One program a token, as fused_bytes counts; each further one reads the table's row, position and slot again (from a cache).
     again = (programs - tokens) * (4 * head_dim + 16)
-    assert sum(moved_bytes) == fused_bytes(tokens, heads, kv_heads, head_dim, dtype.itemsize) + again
+    assert accesses.read_bytes + accesses.written_bytes == fused_bytes(tokens, heads, kv_heads, head_dim, dtype.itemsize) + again
 
 
+@only_interpreted
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rotate_kernel_moves_each_byte_once(layout, seed, moved_bytes):
+def test_rotate_kernel_moves_each_byte_once(layout, seed):
     """70 heads of 128 are three programs of 32 a token: the last one reads and writes 6 heads."""
-    rotate_rows(draw("normal", (2, 70, 128), seed=seed), torch.arange(2), table(128), 1, layout)
-    assert sum(moved_bytes) == 2 * (2 * 70 * 128 * 4 + 3 * (128 * 4 + 8))
+    with Accesses() as accesses:
+        rotate_rows(draw("normal", (2, 70, 128), seed=seed), torch.arange(2), table(128), 1, layout)
+    assert accesses.read_bytes + accesses.written_bytes == 2 * (2 * 70 * 128 * 4 + 3 * (128 * 4 + 8))
 
 
 def test_eager_moves_several_times_the_bytes():

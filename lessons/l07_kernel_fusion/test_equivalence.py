@@ -10,7 +10,6 @@ from torch import nn
 from lessons.l02_naive_attention import naive as lesson2
 from lessons.l02_naive_attention.decoder import MLP, Decoder, RMSNorm
 from lessons.l07_kernel_fusion import naive, optimized, qk_norm, stand_ins
-from lessons.l07_kernel_fusion.accesses import Accesses
 from lessons.l07_kernel_fusion.fused_decoder import FusedDecoder, FusedMLP, FusedRMSNorm, Ops, fused, ops_of
 from lessons.l07_kernel_fusion.optimized import (
     add_rms_norm_kernel,
@@ -20,6 +19,7 @@ from lessons.l07_kernel_fusion.optimized import (
 )
 from lessons.l07_kernel_fusion.qk_norm import qk_norm_kernel
 from lessons.l07_kernel_fusion.rows import MAX_ROW, SHORTEST_TILE, tile_of
+from lessons.toolbox.accesses import Accesses
 from lessons.toolbox.compile_check import check_all
 from lessons.toolbox.config import ModelConfig
 from lessons.toolbox.device import default_device, interpreting

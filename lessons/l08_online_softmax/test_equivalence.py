@@ -1,7 +1,6 @@
 """Proves that a softmax may be cut anywhere: the three values are a monoid, and every kernel equals the three passes."""
 import itertools
 import math
-from contextlib import contextmanager
 from functools import reduce
 from unittest.mock import patch
 
@@ -14,6 +13,7 @@ from lessons.l08_online_softmax import cuda_softmax, naive, optimized, partials,
 from lessons.l08_online_softmax.naive import Partial, finish, from_scores, from_state, identity, merge, merge_tree
 from lessons.l08_online_softmax.optimized import block_softmax_kernel, empty_results, online_softmax_kernel
 from lessons.l08_online_softmax.partials import merge_kernel, merge_states, partial_attention, partial_kernel
+from lessons.toolbox.accesses import Accesses
 from lessons.toolbox.compile_check import CHIPS, check_all, check_cuda
 from lessons.toolbox.device import default_device, interpreting
 from lessons.toolbox.numerics import (
@@ -254,38 +254,17 @@ def test_softmax_stays_in_bounds(num_columns, seed):
 
 # ---------------------------------------------------------------- bytes
 
-@contextmanager
-def counted_elements():
-    """What the interpreter's kernels load and store within it: {"loaded": elements, "stored": elements}."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    count = {"loaded": 0, "stored": 0}
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-    def counting_load(self, ptrs, mask, *rest, **options):
-        count["loaded"] += int(mask.data.sum())
-        return load(self, ptrs, mask, *rest, **options)
-
-    def counting_store(self, ptrs, value, mask, *rest, **options):
-        count["stored"] += int(mask.data.sum())
-        return store(self, ptrs, value, mask, *rest, **options)
-
-    with patch.object(InterpreterBuilder, "create_masked_load", counting_load), \
-            patch.object(InterpreterBuilder, "create_masked_store", counting_store):
-        yield count
-
-
 @pytest.mark.skipif(not interpreting(), reason="NOT RUN: elements are counted in the interpreter")
 @pytest.mark.parametrize("num_columns", [1000, 32768, 40000, 40960])
 def test_bytes_that_the_kernels_move(num_columns, seed):
     """A short row is read once; of a long one everything but the last, partial tile is read twice."""
     scores = draw("normal", (2, num_columns), seed=seed)
-    with counted_elements() as count:
+    with Accesses() as accesses:
         optimized.softmax(scores)
     kept = num_columns % (optimized.TILE_BYTES // 4) if num_columns > optimized.MAX_BLOCK else 0  # stays in registers
     moved = traffic.softmax_bytes(2, num_columns, 4, traffic.way_of(num_columns)) - 4 * 2 * kept
-    assert 4 * (count["loaded"] + count["stored"] - 2) == moved  # 2: the log-sum-exps
-    assert count["stored"] == 2 * num_columns + 2
+    assert 4 * (accesses.loaded + accesses.stored - 2) == moved  # 2: the log-sum-exps
+    assert accesses.stored == 2 * num_columns + 2
 
 
 def test_bytes_that_the_passes_read(seed):

@@ -13,6 +13,7 @@ from lessons.l09_flash_attention.fp8 import flash_attention_fp8, flash_fp8_kerne
 from lessons.l09_flash_attention.naive import TiledKVCache, attention, tiled_attention, tiled_attention_fa1
 from lessons.l09_flash_attention.optimized import FlashKVCache, flash_attention, flash_kernel
 from lessons.l09_flash_attention.tiles import SKIPPED, UNMASKED, VISITED, Tiles, tile_map
+from lessons.toolbox.accesses import Accesses
 from lessons.toolbox.compile_check import CHIPS, check_all, check_cuda
 from lessons.toolbox.config import ModelConfig
 from lessons.toolbox.device import default_device, interpreting
@@ -361,13 +362,13 @@ def test_traffic_follows_the_formula(shape, seed):
     dtype = {4: torch.float32, 2: torch.bfloat16}[shape.itemsize]
     given = inputs(shape.num_queries, shape.num_keys, shape.num_heads, shape.num_kv_heads, shape.head_dim, seed=seed, dtype=dtype)
     for tile in (Tiles(16, 16), Tiles(32, 16)):
-        with traffic.counted() as count:
+        with Accesses() as count:
             flash_attention(*given, causal=shape.causal, window=shape.window, tiles=tile)
         read, written = traffic.fa2_bytes(shape, tile)
         programs = shape.num_heads * -(-shape.num_queries // tile.block_m)
         assert count.read_bytes == read + 16 * programs and count.written_bytes == written  # 16: four cu_seqlens
         if shape.window is None:
-            with traffic.counted() as count:
+            with Accesses() as count:
                 flash_attention_fa1(*given, causal=shape.causal, tiles=tile)
             assert (count.read_bytes, count.written_bytes) == traffic.fa1_bytes(shape, tile)
 

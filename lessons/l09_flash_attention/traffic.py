@@ -1,26 +1,22 @@
-"""The bytes that attention moves to and from memory, and the memory that it needs: by formula, and counted load by load.
+"""The bytes that attention moves to and from memory, and the memory that it needs: by formula.
 
     python -m lessons.l09_flash_attention.traffic [--tokens 8192] [--gpu h200]      naive, FA-1 and FA-2 order, one layer
 
-The formulas count what a program asks of memory; an L2 cache that is hit on the way makes less of it. `counted()` measures the
-same in Triton's interpreter, and a test holds the two together.
+The formulas count what a program asks of memory; an L2 cache that is hit on the way makes less of it. The toolbox's `Accesses`
+measures the same in Triton's interpreter, and a test holds the two together.
 
 Source: Dao et al. 2022, FlashAttention, theorem 2: Θ(N² d² / M) against Θ(N d + N²), with M elements of fast memory.
 """
 import argparse
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import torch
 
 from lessons.l02_naive_attention.traffic import total_bytes, versions
 from lessons.l09_flash_attention.tiles import Tiles, key_range
 from lessons.toolbox.hardware import lookup
-from lessons.toolbox.triton_ import triton
 
 
 @dataclass(frozen=True)
@@ -102,37 +98,6 @@ def naive_memory_bytes(shape: Shape) -> int:
 def flash_memory_bytes(shape: Shape) -> int:
     """What flash_attention allocates beside q, k, v and the output: the log-sum-exp of each query and head."""
     return 4 * shape.num_queries * shape.num_heads
-
-
-# ---------------------------------------------------------------- counted
-
-@dataclass
-class Count:
-    """Bytes that kernels loaded and stored; masked-off elements move nothing."""
-
-    read_bytes: int = 0
-    written_bytes: int = 0
-
-
-@contextmanager
-def counted() -> Iterator[Count]:
-    """Within it, what every kernel in Triton's interpreter loads and stores. Raises RuntimeError where kernels are compiled."""
-    interpreter = getattr(getattr(triton, "runtime", None), "interpreter", None)
-    if not hasattr(interpreter, "InterpreterBuilder"):
-        raise RuntimeError("kernels are not interpreted here, so their loads cannot be counted: set TRITON_INTERPRET=1")
-    builder, count = interpreter.InterpreterBuilder, Count()
-    load, store = builder.create_masked_load, builder.create_masked_store
-
-    def counting_load(self, ptrs, mask, *rest):
-        count.read_bytes += int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth // 8
-        return load(self, ptrs, mask, *rest)
-
-    def counting_store(self, ptrs, value, mask, *rest):
-        count.written_bytes += int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth // 8
-        return store(self, ptrs, value, mask, *rest)
-
-    with patch.object(builder, "create_masked_load", counting_load), patch.object(builder, "create_masked_store", counting_store):
-        yield count
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,13 +2,13 @@
 import math
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons.l02_naive_attention import naive
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.toolbox.accesses import Accesses
 from lessons.toolbox.config import ModelConfig
 from lessons.toolbox.device import default_device, has_triton, interpreting
 from lessons.toolbox.traps import Canaries, poison_
@@ -167,19 +167,11 @@ def test_loads_each_tile_once(impl, seed):
     """Counted in the interpreter: K and V for each KV head, whatever the number of query heads."""
     if not interpreting():
         pytest.skip("counts the loads of the interpreter, and this machine compiles kernels")
-    from triton.runtime.interpreter import interpreter_builder as builder
-    inputs, loaded, load = kernel_inputs(seed, lengths=(37,), heads=8, kv_heads=2), 0, builder.create_masked_load
-
-    def count(*args):
-        nonlocal loaded
-        loaded += int(np.count_nonzero(args[1].data))
-        return load(*args)
-    builder.create_masked_load = count
-    try:
+    inputs = kernel_inputs(seed, lengths=(37,), heads=8, kv_heads=2)
+    with Accesses() as accesses:
         launch(impl, inputs)
-    finally:
-        builder.create_masked_load = load
     want = 2 * 37 * 2 * 16 + 8 * 16  # K and V of two KV heads, q
+    loaded = accesses.loaded
     assert want <= loaded <= want + 16, f"your kernel loads {loaded} values, expected {want}: q once, K and V once per KV head"
 
 

@@ -5,8 +5,8 @@ import torch
 
 from lessons.l02_naive_attention.traffic import total_bytes
 from lessons.l07_kernel_fusion import launches, naive
-from lessons.l07_kernel_fusion.accesses import Accesses
 from lessons.l07_kernel_fusion.traffic import chains
+from lessons.toolbox.accesses import Accesses
 from lessons.toolbox.config import ModelConfig
 from lessons.toolbox.device import default_device, interpreting
 from tests.exercises.checking import assert_equal, call, check, compare

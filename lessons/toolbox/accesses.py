@@ -3,6 +3,7 @@
     with Accesses() as accesses:
         out = rms_norm(x, weight, 1e-5)
     accesses.loads(x), accesses.stores(out)      how often each element was touched, shaped like the tensor
+    accesses.read_bytes, accesses.written_bytes  all of it; `loaded` and `stored` count elements
 
 A formula says what a kernel should move; this sees a second read, a row that nobody wrote, an address outside every tensor.
 Only addresses under a true mask count, because a masked load reads nothing from memory.
@@ -21,6 +22,7 @@ class Accesses:
         if not interpreting():
             raise RuntimeError("accesses are counted in Triton's interpreter: set TRITON_INTERPRET=1, and use CPU tensors")
         self.addresses: dict[str, list[np.ndarray]] = {"load": [], "store": []}
+        self.loaded = self.stored = self.read_bytes = self.written_bytes = 0
 
     def __enter__(self) -> "Accesses":
         from triton.runtime.interpreter import InterpreterBuilder as builder  # here, because Triton may not be installed
@@ -41,7 +43,14 @@ class Accesses:
         self._builder.create_masked_load, self._builder.create_masked_store = self._load, self._store
 
     def _keep(self, kind, ptrs, mask) -> None:
-        self.addresses[kind].append(np.broadcast_to(ptrs.data, np.broadcast_shapes(ptrs.data.shape, mask.data.shape))[mask.data])
+        addresses, active = np.broadcast_arrays(ptrs.data, mask.data)
+        touched = addresses[active.astype(bool)]
+        self.addresses[kind].append(touched)
+        nbytes = touched.size * (ptrs.get_element_ty().primitive_bitwidth // 8)
+        if kind == "load":
+            self.loaded, self.read_bytes = self.loaded + touched.size, self.read_bytes + nbytes
+        else:
+            self.stored, self.written_bytes = self.stored + touched.size, self.written_bytes + nbytes
 
     def loads(self, x: Tensor) -> Tensor:
         """How often each element of x was loaded, int64, shaped like x: [...]."""
