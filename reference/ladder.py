@@ -25,13 +25,14 @@ from lessons.l02_naive_attention.request import read_requests
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.toolbox import device as devices
 from lessons.toolbox.checkpoint import CheckpointError, load_tokenizer
+from lessons.toolbox.config import ModelConfig
 from lessons.toolbox.exercise_loading import use_implementation
 from lessons.toolbox.exercises import ExerciseError
 from lessons.toolbox.hardware import read_bandwidth
 from lessons.toolbox.records import write_json
 from reference.ladder_report import draw, print_sample, print_table, record
 from reference.peers import PEERS, load_peer_model
-from reference.rungs import RUNGS, Rung, RungFailed, call_rung, first_line
+from reference.rungs import RUNGS, Rung, RungFailed, call_rung, first_line, latent_kv
 
 MARGIN = 1e-3        # in logits; float32 sums in another order move logits by about 1e-5
 SLOW_BUDGET_S = 40   # a rung predicted to take longer serves every 2nd, 4th … request, and says so
@@ -202,8 +203,18 @@ def take_turns(contenders, prompts, limits, device, console: Console, guests: li
 
 def new_measurement(model: Decoder, rung: Rung, prompts, limits) -> Measured:
     """An empty measurement of a rung: which requests it will serve, and what a token costs it in cache bytes."""
-    kv_bytes = model.config.kv_bytes_per_token(model.dtype.itemsize) if rung.has_cache else 0
-    return Measured(rung.name, requests_within_budget(model, rung, prompts, limits), rung.lesson, kv_bytes_per_token=kv_bytes)
+    return Measured(rung.name, requests_within_budget(model, rung, prompts, limits), rung.lesson,
+                    kv_bytes_per_token=kv_bytes_of(rung, model.config, model.dtype.itemsize))
+
+
+def kv_bytes_of(rung: Rung, config: ModelConfig, bytes_per_value: int) -> int:
+    """What a token adds to the rung's cache, in bytes."""
+    if not rung.has_cache:
+        return 0
+    if config.mla is None or rung.serves is latent_kv:
+        return config.kv_bytes_per_token(bytes_per_value)
+    # The other rungs hold DeepSeek's keys and values of all heads, made from the latents.
+    return config.num_hidden_layers * config.num_attention_heads * (config.head_dim + config.v_head_dim) * bytes_per_value
 
 
 # ---------------------------------------------------------------- command line

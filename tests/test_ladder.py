@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from reference import ladder, peers
 from reference.ladder import Measured
@@ -16,15 +16,20 @@ from reference.rungs import Rung
 REPOSITORY = Path(__file__).parents[1]
 
 
+SHAPE = dict(vocab_size=4096, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             intermediate_size=96, max_position_embeddings=1024, initializer_range=0.2, bos_token_id=0, eos_token_id=0)
+
+
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     """A random Llama of two small layers with the embedded tokenizer."""
-    folder = tmp_path_factory.mktemp("random-llama")
+    return save_random(LlamaConfig(**SHAPE, head_dim=16), tmp_path_factory.mktemp("random-llama"))
+
+
+def save_random(config, folder):
+    """A checkpoint of random weights with the embedded tokenizer."""
     torch.manual_seed(3)
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=4096, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        intermediate_size=96, max_position_embeddings=1024, initializer_range=0.2, bos_token_id=0, eos_token_id=0,
-    )).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     for file in (REPOSITORY / "models/tiny").glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder
@@ -51,6 +56,20 @@ def test_every_rung_gives_the_same_tokens_and_the_files_are_complete(model_folde
         assert rung["identical"] is True and rung["tokens_per_s"] > 0 and rung["tokens"] > 0
     assert data["rungs"][0]["speedup"] == 1
     assert (tmp_path / "ladder.png").stat().st_size > 10_000 and (tmp_path / "ladder.svg").exists()
+
+
+def test_deepseek_climbs_rungs_of_its_own(tmp_path, quick):
+    """A cache of latents holds 16 + 8 values a layer, one of expanded heads 4 · (16 + 8 + 12)."""
+    latent = dict(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+    experts = dict(moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+                   n_shared_experts=1, first_k_dense_replace=1)
+    shape = SHAPE | latent | experts | dict(num_key_value_heads=4)
+    assert climb(save_random(DeepseekV3Config(**shape), tmp_path / "model"), tmp_path) == 0
+    rungs = json.loads((tmp_path / "ladder.json").read_text())["rungs"]
+    assert [rung["lesson"] for rung in rungs] == ["02", "02", "03", "03", "06", "06"]
+    assert all(rung["identical"] for rung in rungs)
+    expanded, kept = 2 * 4 * (16 + 8 + 12) * 4, 2 * (16 + 8) * 4
+    assert [rung["kv_bytes_per_token"] for rung in rungs] == [0, 0, expanded, expanded, kept, kept]
 
 
 def forgets_one_token(model, prompts, max_new_tokens, sampling=None, on_token=None):
