@@ -13,6 +13,9 @@ from lessons.toolbox import device as devices
 from lessons.toolbox import plotting
 
 
+STAND_INS = "PyTorch in their place, and in that of graphs"  # on a CPU
+
+
 def record(rungs, peers, model, path: str, requests: int, bandwidth: float) -> dict:
     """The content of ladder.json. Speeds in tokens/s; `speedup` is over the first rung, `step` over the rung below."""
     fingerprint = devices.fingerprint()
@@ -55,8 +58,8 @@ def print_table(data: dict, console: Console) -> None:
     console.print(f"Memory roofline: one read of the weights and of the request's K and V a token, at the "
                   f"{data['read_bytes_per_s'] / 1e9:.1f} GB/s at which this machine reads a model of this size.", style="dim")
     if data["versions"].get("interpreted"):
-        console.print("Without a GPU the lessons' PyTorch paths stand in for their kernels, which are proved in the interpreter.",
-                      style="dim")
+        console.print("Without a GPU the lessons' PyTorch paths stand in for their kernels, which are proved in the interpreter, and "
+                      "for CUDA graphs.", style="dim")
     for entry in data["rungs"]:
         if entry["requests"] < total:
             console.print(f"* {entry['name']} is slow: it served {entry['requests']} of {total} requests, evenly picked.")
@@ -79,6 +82,7 @@ def print_sample(tokenizer, prompts, rungs, console: Console) -> None:
 def draw(data: dict, path_without_suffix: Path) -> None:
     """The waterfall figure, PNG and SVG, from the content of ladder.json."""
     rungs, model, versions = data["rungs"], data["model"], data["versions"]
+    runs = [len(r["runs"]) for r in rungs]
     best = max(rungs, key=lambda r: r["tokens_per_s"])
     same = "the same tokens" if all(r["identical"] for r in rungs) else "NOT the same tokens"
     fig = plotting.waterfall(
@@ -86,7 +90,8 @@ def draw(data: dict, path_without_suffix: Path) -> None:
         title=f"{best['name']}: {best['speedup']:.1f}× the tokens per second of the first rung, {same}",
         caption=plotting.caption({"device": data["device"], **versions}, model=f"{model['parameters'] / 1e6:.0f}M parameters",
                                  dtype=model["dtype"], requests=model["requests"],
-                                 runs="median of " + "/".join(str(len(r["runs"])) for r in rungs)))
+                                 runs=f"median of {min(runs)}" + (f" to {max(runs)}" if max(runs) > min(runs) else ""),
+                                 kernels=STAND_INS if versions.get("interpreted") else None))
     plotting.save(fig, path_without_suffix,
                   alt=f"Bar chart of tokens per second for {len(rungs)} rungs; {best['name']} is fastest")
 

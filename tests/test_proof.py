@@ -367,6 +367,7 @@ def test_compiled_cells():
     assert proof_table.compiled_cell({"chips": {"90": facts | {"error": "not run: no compiler"}}}, 90) == "not run"
     assert proof_table.compiled_cell({"chips": {"90": facts | {"error": "boom"}}}, 90) == "error"
     assert proof_table.compiled_cell(None, 90) == "no spec"
+    assert proof_table.compiled_cell({"chips": {"90": facts}}, 75) == "–"
 
 
 @pytest.mark.parametrize("lines, cell", [

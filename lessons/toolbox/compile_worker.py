@@ -74,8 +74,8 @@ def compile_cuda(source: str, chip: int) -> dict:
     except Exception as error:
         missing = "DynamicLibNotFound" in type(error).__name__
         return {"error": "not run: NVRTC not found" if missing else _one_line(error, "")}
-    shared = re.search(r"(\d+) bytes smem", log.getvalue())
-    return measure(log.getvalue(), bytes(cubin)) | {"shared_bytes": int(shared.group(1)) if shared else 0, "compiler": "nvrtc"}
+    shared = [int(n) for n in re.findall(r"(\d+) bytes smem", log.getvalue())]  # a file may hold several kernels
+    return measure(log.getvalue(), bytes(cubin)) | {"shared_bytes": max(shared, default=0), "compiler": "nvrtc"}
 
 
 def measure(ptxas_log: str, cubin: bytes) -> dict:

@@ -15,8 +15,9 @@ from lessons.toolbox.records import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- proof table: `python -m lessons.toolbox.proof readme` writes it -->", "<!-- end of proof table -->"
-NOT_YET = "not yet"
-MEANING = "registers a thread / bytes spilled / KiB of shared memory, the most over its launches; !: spills or does not fit"
+NOT_YET, NOT_FOR_IT = "not yet", "–"
+MEANING = ("registers a thread / bytes spilled / KiB of shared memory, the most over its launches; !: spills or does not fit; "
+           "–: not for this chip")
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def compiled_now(root: Path = ROOT) -> dict:
     """{kernel: {hash, compiler, chips: {"90": {registers, spill_bytes, shared_bytes, error, fits}}}}, worst of its launches."""
     listed = specs(root)
     reports = iter(compile_check.check_all([spec for launches in listed.values() for spec in launches]))
-    result = {key: _worst(list(itertools.islice(reports, len(launches) * len(compile_check.CHIPS))))
+    result = {key: _worst(list(itertools.islice(reports, sum(len(spec.chips) for spec in launches))))
               for key, launches in listed.items()}
     for kernel in kernels(root):
         if kernel.file.suffix == ".cu":
@@ -112,10 +113,12 @@ def record_compiled(root: Path = ROOT) -> None:
 
 
 def compiled_cell(compiled: dict | None, chip: int) -> str:
-    """"24 / 0 / 2.0": registers a thread, bytes spilled, KiB of shared memory; or why not."""
+    """"24 / 0 / 2.0": registers a thread, bytes spilled, KiB of shared memory; or why not. –: the kernel is not for this chip."""
     if compiled is None:
         return "no spec"
-    report = compiled["chips"][str(chip)]
+    report = compiled["chips"].get(str(chip))
+    if report is None:
+        return NOT_FOR_IT
     if report["error"]:
         return "not run" if report["error"].startswith("not run") else "error"
     text = f"{report['registers']} / {report['spill_bytes']} / {report['shared_bytes'] / 1024:.1f}"
