@@ -12,7 +12,6 @@ from rich.table import Table
 from lessons.toolbox import device as devices
 from lessons.toolbox import plotting
 
-
 STAND_INS = "PyTorch in their place, and in that of graphs"  # on a CPU
 
 
@@ -58,8 +57,8 @@ def print_table(data: dict, console: Console) -> None:
     console.print(f"Memory roofline: one read of the weights and of the request's K and V a token, at the "
                   f"{data['read_bytes_per_s'] / 1e9:.1f} GB/s at which this machine reads a model of this size.", style="dim")
     if data["versions"].get("interpreted"):
-        console.print("Without a GPU the lessons' PyTorch paths stand in for their kernels, which are proved in the interpreter, and "
-                      "for CUDA graphs.", style="dim")
+        console.print("Without a GPU the lessons' PyTorch paths stand in for graphs, and for kernels, which are proved in the "
+                      "interpreter.", style="dim")
     for entry in data["rungs"]:
         if entry["requests"] < total:
             console.print(f"* {entry['name']} is slow: it served {entry['requests']} of {total} requests, evenly picked.")
