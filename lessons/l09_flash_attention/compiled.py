@@ -38,7 +38,7 @@ def fa1_spec(dtype: str) -> KernelSpec:
                    "num_queries": "i32", "num_keys": "i32",
                    **dict.fromkeys((*STRIDES, "stride_om"), "i32")},
         constexprs={"CAUSAL": True, "GROUP": 4, "HEAD_DIM": 64, "V_HEAD_DIM": 64, "BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_D": 64,
-                    "BLOCK_DV": 64}, num_warps=8, num_stages=1, divisible_by_16=(*STRIDES, "stride_om"))
+                    "BLOCK_DV": 64}, num_warps=16, num_stages=1, divisible_by_16=(*STRIDES, "stride_om"))
 
 
 def fp8_spec(head_dim: int) -> KernelSpec:

@@ -540,15 +540,12 @@ def test_no_token_at_all():
 # ---------------------------------------------------------------- the compiler, the pictures
 
 def test_every_configuration_compiles():
-    """No spills (float32: 128 bytes), shared memory within the limit, WGMMA not serialised, the chip's matrix instruction."""
+    """No spills, shared memory within the limit, WGMMA not serialised, the chip's matrix instruction."""
     reports = check_all(compiled.KERNELS)
     for report in reports:
         if (report.error or "").startswith("not run"):
             pytest.skip(report.error)
-        if "fp32" in report.name:  # ordinary arithmetic, whose tiles compete with it for registers
-            assert report.error is None and report.spill_bytes <= 128 and report.shared_bytes <= report.shared_limit_bytes, report
-        else:
-            assert report.fits, f"{report.name} on sm_{report.chip}: {report}"
+        assert report.fits, f"{report.name} on sm_{report.chip}: {report}"
         if report.name.startswith("flash_bf16"):
             assert report.matrix_instruction == {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[report.chip], report.name
         if report.name.startswith("hopper"):

@@ -52,6 +52,7 @@ def tile_map(num_queries: int, num_keys: int, tiles: Tiles, causal: bool = True,
 # ---------------------------------------------------------------- how large
 
 FFMA = {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)}  # float32, and T4: no tensor cores
+FFMA_90 = FFMA | {256: Tiles(16, 16, 4, 1)}  # because from sm_90 on the compiler spills registers with the others
 # Compute capability -> {largest head size: tiles} for 16-bit inputs. Chosen by the compiler: no spills (float32: 128
 # bytes at most), shared memory within the chip's limit (test_every_configuration_compiles).
 # None of them has been timed on its chip: autotune before you ship.
@@ -72,7 +73,8 @@ def tiles_for(capability: int, head_dim: int, itemsize: int) -> Tiles:
     """
     if head_dim > 256:
         raise ValueError(f"head_dim: got {head_dim}; accepted: up to 256")
-    table = FFMA if itemsize == 4 else CONFIGS[max((chip for chip in CONFIGS if chip <= capability), default=75)]
+    ffma = FFMA if capability < 90 else FFMA_90
+    table = ffma if itemsize == 4 else CONFIGS[max((chip for chip in CONFIGS if chip <= capability), default=75)]
     return table[min(size for size in table if size >= head_dim)]
 
 

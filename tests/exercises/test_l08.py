@@ -126,8 +126,10 @@ def test_splits(impl, case, seed):
     out, lse = finish(from_scores(inputs["scores"].double(), inputs["v"].double()))
     got = call(impl, inputs)
     assert isinstance(got, tuple) and len(got) == 2, f"your result is {type(got).__name__}, expected (out, lse2)"
-    assert_equal(got[0], out, atol=1e-4, dtype=torch.float32, label="your out")
-    assert_equal(got[1], lse / math.log(2), atol=1e-4, rtol=1e-6, dtype=torch.float32, label="your lse2")
+    # Around -1000, in powers of two -1443, float32 rounds a score by up to 6e-5, and its weight by as much of itself.
+    atol = 5e-4 if case == "far_below" else 1e-4
+    assert_equal(got[0], out, atol=atol, dtype=torch.float32, label="your out")
+    assert_equal(got[1], lse / math.log(2), atol=atol, rtol=1e-6, dtype=torch.float32, label="your lse2")
 
 
 # ---------------------------------------------------------------- 8.3 predict
