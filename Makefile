@@ -38,7 +38,7 @@ doctor: setup ## what this machine can run, and what it cannot and why
 	@$(RUN) -m lessons.toolbox.device
 
 # A borrowed GPU machine has torch and triton but no .venv and no network, so nothing is installed here.
-gpu: ## prove and measure everything that needs a GPU, in 9 minutes at most (OUT=results/<device>, LESSON=03 for one)
+gpu: ## prove and measure everything that needs a GPU, 9 minutes a run, the next goes on (OUT=results/<device>, LESSON=03 for one)
 	@$$(test -x $(RUN) && echo $(RUN) || echo $(PYTHON)) -m lessons.toolbox.proof gpu $(if $(LESSON),--lesson $(LESSON)) \
 	  $(if $(filter-out file,$(origin OUT)),--out $(OUT))
 
