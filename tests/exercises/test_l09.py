@@ -174,6 +174,7 @@ RANGE_CASES = {
     "more_queries": (dict(queries=23, keys=7), "the first tiles see nothing at all"),
     "full": (dict(queries=10, keys=21, causal=False), "no mask, but a last tile that is not whole"),
     "window": (dict(queries=29, keys=29, window=5), "the first query of a tile reaches furthest back"),
+    "window_into_a_tile": (dict(queries=29, keys=29, window=6), "it reaches back to the last key of a tile, and so to the tile"),
     "window_of_one": (dict(queries=29, keys=29, window=1), "the diagonal alone"),
     "uneven_tiles": (dict(queries=30, keys=37, block_m=8, block_n=3), "tiles of queries and of keys differ"),
 }
