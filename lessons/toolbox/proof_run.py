@@ -26,7 +26,7 @@ from lessons.toolbox import proof_record
 from lessons.toolbox.proof_machine import ROOT, Machine, Outcome, device_folder, end_all, execute, rooms, source_hash
 from lessons.toolbox.records import read_json, write_json
 
-LIMIT_S = {"equivalence": 180, "ladder": 240, "benchmark": 150, "memcheck": 120, "racecheck": 120}
+LIMIT_S = {"equivalence": 300, "ladder": 240, "benchmark": 240, "memcheck": 120, "racecheck": 120}
 SHORTEST_S = 5          # a step with less time left than this is not started
 FOUND_EXIT_CODE = 86    # of compute-sanitizer, so that a finding differs from a failing test
 UNSUPPORTED = ("Device not supported", "not supported on this device", "Failed to initialize")
