@@ -17,7 +17,7 @@ from lessons.l06_mla.deepseek import DeepseekDecoder, load_decoder
 from lessons.toolbox.checkpoint import load_config
 from lessons.toolbox.config import MLAConfig, ModelConfig, MoEConfig, RopeScaling, yarn_mscale
 from lessons.toolbox.config_json import CheckpointError
-from tests.test_families import TOLERANCE, plain_attend, to_older_dialect
+from tests.test_families import TOLERANCE, assert_same_logits, plain_attend, to_older_dialect
 
 SMALL = dict(vocab_size=97, hidden_size=48, intermediate_size=80, moe_intermediate_size=24, num_hidden_layers=3,
              num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=2,
@@ -99,14 +99,13 @@ def test_logits_equal_transformers(name, tmp_path):
         expected = theirs_of(theirs, tokens)
         assert 0.3 < expected.std() < 30, "the model under test must say something"
         for form in (ours, ours.absorbed()):
-            torch.testing.assert_close(logits_of(form, tokens), expected, atol=TOLERANCE, rtol=0)
+            assert_same_logits(logits_of(form, tokens), expected)
 
 
 @pytest.mark.parametrize("name", ["v2, yarn", "v3, yarn, two factors"])
 def test_far_beyond_the_original_context(name, tmp_path):
     theirs, tokens = saved(name, tmp_path), random_tokens(250)
-    torch.testing.assert_close(logits_of(DeepseekDecoder.from_pretrained(tmp_path), tokens), theirs_of(theirs, tokens),
-                               atol=TOLERANCE, rtol=0)
+    assert_same_logits(logits_of(DeepseekDecoder.from_pretrained(tmp_path), tokens), theirs_of(theirs, tokens))
 
 
 def test_sharded_checkpoint_and_bfloat16(tmp_path):
@@ -115,7 +114,7 @@ def test_sharded_checkpoint_and_bfloat16(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     ours, narrow = (DeepseekDecoder.from_pretrained(tmp_path, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     tokens = random_tokens()
-    torch.testing.assert_close(logits_of(ours, tokens), theirs_of(theirs, tokens), atol=TOLERANCE, rtol=0)
+    assert_same_logits(logits_of(ours, tokens), theirs_of(theirs, tokens))
     gates = [model.layers[1].mlp.gate for model in (ours, narrow)]
     assert torch.equal(*(gate.e_score_correction_bias for gate in gates)) and gates[1].weight.dtype == torch.bfloat16
 
@@ -134,8 +133,7 @@ def test_layers_that_predict_further_are_left_out(tmp_path):
     further = {f"model.layers.3.{name}": torch.zeros(2) for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
     save_file(tensors | further, tmp_path / "model.safetensors", metadata={"format": "pt"})
     tokens = random_tokens()
-    torch.testing.assert_close(logits_of(DeepseekDecoder.from_pretrained(tmp_path), tokens), theirs_of(theirs, tokens),
-                               atol=TOLERANCE, rtol=0)
+    assert_same_logits(logits_of(DeepseekDecoder.from_pretrained(tmp_path), tokens), theirs_of(theirs, tokens))
     save_file(tensors | {"model.layers.2.extra.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model.layers.2.extra.weight .* has no place"):
         DeepseekDecoder.from_pretrained(tmp_path)

@@ -25,7 +25,7 @@ from lessons.l02_naive_attention.rope import apply_rope, rope_tables
 from lessons.toolbox.checkpoint import EMBEDDED_MODELS, REPOSITORY, load_config, load_tokenizer
 from lessons.toolbox.config import ModelConfig, RopeScaling
 
-TOLERANCE = 1e-4  # of logits whose size is about 1, float32
+TOLERANCE = 1e-4  # of logits whose size is about 1, float32; of larger ones in proportion
 
 SMALL = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
              num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-5)
@@ -105,6 +105,12 @@ def theirs_of(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens[None]).logits[0]
 
 
+def assert_same_logits(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the order in which float32 sums are taken."""
+    # Twice, because the worst of 200 random models came to 0.6 of it, and a rare one a little above.
+    torch.testing.assert_close(got, expected, atol=2 * TOLERANCE * max(1.0, float(expected.std())), rtol=0)
+
+
 def check_logits(case: PreTrainedConfig, folder, lengths=(1, 2, 41), **save) -> None:
     """Save a random model, load it, and compare the logits over prompts of these lengths."""
     theirs = random_model(case)
@@ -114,7 +120,7 @@ def check_logits(case: PreTrainedConfig, folder, lengths=(1, 2, 41), **save) -> 
         tokens = torch.randint(0, case.vocab_size, (length,))
         expected = theirs_of(theirs, tokens)
         assert 0.3 < expected.std() < 30, "the model under test must say something"
-        torch.testing.assert_close(logits_of(ours, tokens), expected, atol=TOLERANCE, rtol=0)
+        assert_same_logits(logits_of(ours, tokens), expected)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -174,7 +180,7 @@ def test_checkpoint_in_bfloat16_arrives_in_the_dtype_asked_for(tmp_path):
     assert Decoder.from_pretrained(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     ours = Decoder.from_pretrained(tmp_path)
-    torch.testing.assert_close(logits_of(ours, tokens), theirs_of(theirs, tokens), atol=TOLERANCE, rtol=0)
+    assert_same_logits(logits_of(ours, tokens), theirs_of(theirs, tokens))
 
 
 # ---------------------------------------------------------------- would these tests notice?
@@ -266,6 +272,6 @@ def test_embedded_model_on_real_text(name):
     assert len(tokens) > 300
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     expected, got = theirs_of(theirs, tokens), logits_of(Decoder.from_pretrained(name), tokens)
-    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+    assert_same_logits(got, expected)
     right = (got[:-1].argmax(-1) == tokens[1:]).float().mean()
     assert right > 0.2, f"{name} predicts {right:.0%} of the next tokens: it is not trained"
