@@ -1,4 +1,6 @@
 """What `flash_attention` refuses, each in one line that names the argument: a kernel given wrong shapes reads foreign memory."""
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -49,7 +51,7 @@ def check_sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlen
     Raises ValueError if only one is given, or dtype, shape or device do not fit. Their values lie on the device and are not read.
     """
     if cu_seqlens_q is None and cu_seqlens_k is None:
-        return tuple(torch.tensor([0, len(x)], dtype=torch.int32, device=q.device) for x in (q, k))
+        return tuple(one_sequence(len(x), q.device) for x in (q, k))
     given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     if missing := [name for name, x in given.items() if x is None]:
         raise ValueError(f"{missing[0]}: got None; accepted: both cu_seqlens_q and cu_seqlens_k, or neither")
@@ -61,3 +63,9 @@ def check_sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlen
                          "accepted: [B + 1] for both")
     check_one_device(q=q, **given)
     return cu_seqlens_q, cu_seqlens_k
+
+
+@lru_cache(maxsize=64)
+def one_sequence(length: int, device: torch.device) -> Tensor:
+    """cu_seqlens of one sequence: [2] int32. Kept, because every layer of a pass asks for it and a copy makes the CPU wait."""
+    return torch.tensor([0, length], dtype=torch.int32, device=device)
