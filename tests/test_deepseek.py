@@ -17,7 +17,7 @@ from lessons.l06_mla.deepseek import DeepseekDecoder, load_decoder
 from lessons.toolbox.checkpoint import load_config
 from lessons.toolbox.config import MLAConfig, ModelConfig, MoEConfig, RopeScaling, yarn_mscale
 from lessons.toolbox.config_json import CheckpointError
-from tests.test_families import TOLERANCE, assert_same_logits, plain_attend, to_older_dialect
+from tests.test_families import TOLERANCE, assert_same_logits, logits_of, theirs_of, to_older_dialect
 
 SMALL = dict(vocab_size=97, hidden_size=48, intermediate_size=80, moe_intermediate_size=24, num_hidden_layers=3,
              num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=2,
@@ -71,16 +71,6 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 def random_tokens(length: int = 41) -> torch.Tensor:
     return torch.randint(0, SMALL["vocab_size"], (length,))
-
-
-@torch.no_grad()
-def logits_of(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    return model.logits(model(tokens, torch.arange(len(tokens)), plain_attend(model.config)))
-
-
-@torch.no_grad()
-def theirs_of(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    return model(tokens[None]).logits[0]
 
 
 def saved(name: str, folder, **save) -> PreTrainedModel:
