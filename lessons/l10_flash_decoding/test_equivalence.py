@@ -10,6 +10,8 @@ import torch
 
 from lessons.l02_naive_attention.naive import attention
 from lessons.l03_kv_cache.cache import KVCache
+from lessons.l06_mla.deepseek import DeepseekDecoder
+from lessons.l06_mla.optimized import AbsorbedCache
 from lessons.l10_flash_decoding import mla, naive, occupancy, optimized, picture
 from lessons.l10_flash_decoding.mla import mla_flash_decode, mla_split_kernel
 from lessons.l10_flash_decoding.naive import TorchSplitKVCache
@@ -17,7 +19,7 @@ from lessons.l10_flash_decoding.occupancy import Decode, busy_share, predicted_s
 from lessons.l10_flash_decoding.optimized import BLOCK_S, SplitKVCache, combine, combine_kernel, flash_decode, split_decode_kernel
 from lessons.l10_flash_decoding.splits import choose_num_splits, split_bounds, wave_efficiency
 from lessons.toolbox.compile_check import check_all
-from lessons.toolbox.config import ModelConfig
+from lessons.toolbox.config import MLAConfig, ModelConfig
 from lessons.toolbox.device import default_device
 from lessons.toolbox.hardware import CHIPS
 from lessons.toolbox.numerics import (
@@ -405,6 +407,19 @@ def test_mla_with_fixed_split_size_is_batch_invariant(seed):
 
 
 # ---------------------------------------------------------------- the caches
+
+def test_the_cache_of_latents_reads_in_splits(seed):
+    """SplitAbsorbedCache beside lesson 6's PyTorch cache: 4 new tokens behind 70, each by the split kernel."""
+    config = ModelConfig("deepseek_v3", vocab_size=61, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, v_head_dim=12,
+                         num_key_value_heads=4, head_dim=24, intermediate_size=40, max_position_embeddings=256,
+                         mla=MLAConfig(None, 32, 8, 16, 12))
+    model = DeepseekDecoder(config).eval().requires_grad_(False).to(DEVICE).latent()
+    tokens = torch.randint(0, 61, (74,), device=DEVICE)
+    caches = [kind(model, 80) for kind in (mla.SplitAbsorbedCache, AbsorbedCache)]
+    for rows in torch.arange(74, device=DEVICE).split([70, 1, 1, 1, 1]):
+        split, whole = (model(tokens[rows], rows, cache.attend) for cache in caches)
+        torch.testing.assert_close(split, whole, atol=1e-5, rtol=1e-5)
+
 
 @pytest.mark.parametrize("kind", [TorchSplitKVCache, SplitKVCache])
 def test_cached_steps_equal_recomputing(kind, seed):
