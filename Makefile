@@ -32,10 +32,10 @@ lab: setup ## JupyterLab on the notebooks
 	@$(RUN) -m jupyterlab --notebook-dir .
 
 bench: setup ## a lesson's benchmark: make bench LESSON=03 (into build/bench, or OUT=folder)
-	@$(RUN) -m lessons.toolbox.bench $(LESSON) $(if $(filter-out file,$(origin OUT)),--out $(OUT))
+	@$(RUN) -m lessons.toolbox.measure.bench $(LESSON) $(if $(filter-out file,$(origin OUT)),--out $(OUT))
 
 doctor: setup ## what this machine can run, and what it cannot and why
-	@$(RUN) -m lessons.toolbox.device
+	@$(RUN) -m lessons.toolbox.measure.device
 
 # A borrowed GPU machine has torch and triton but no .venv and no network, so nothing is installed here.
 gpu: ## prove and measure everything that needs a GPU, 9 minutes a run, the next goes on (OUT=results/<device>, LESSON=03 for one)

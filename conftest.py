@@ -1,15 +1,22 @@
-"""Kernels run in the interpreter where there is no GPU, and a test that needs a GPU says so instead of passing."""
+"""Kernels run in the interpreter where there is no GPU, and a test that needs a GPU says so instead
+of passing.
+"""
+
 import random
 from collections import Counter
 
 import pytest
 import torch
 
-import lessons  # noqa: F401  first, because it decides how Triton runs before any test imports Triton
-from lessons.toolbox import triton_  # noqa: F401  mends the interpreter for kernels that tests declare themselves
-from lessons.toolbox.device import has_gpu
+# first, because it decides how Triton runs before any test imports Triton
+import lessons  # noqa: F401
 
-pytest_plugins = ["lessons.toolbox.proof_record"]  # the `proof` fixture, through which a test of equivalence records its proof
+# mends the interpreter for kernels that tests declare themselves
+from lessons.toolbox.kernels import triton_  # noqa: F401
+from lessons.toolbox.measure.device import has_gpu
+
+# the `proof` fixture, through which a test of equivalence records its proof
+pytest_plugins = ["lessons.toolbox.proof.record"]
 
 
 @pytest.fixture
@@ -33,4 +40,6 @@ def pytest_collection_modifyitems(items):
 def pytest_terminal_summary(terminalreporter):
     reasons = (str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))
     for reason, count in Counter(reason for reason in reasons if "NOT RUN" in reason).items():
-        terminalreporter.write_line(f"{reason.removeprefix('Skipped: ')} ({count}). A skip has proved nothing.")
+        terminalreporter.write_line(
+            f"{reason.removeprefix('Skipped: ')} ({count}). A skip has proved nothing."
+        )

@@ -1,22 +1,31 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=04
-# Generated from solutions/l04_positions.py, checksum d4c253bfa00a. Generating again never overwrites your edits.
+# Generated from solutions/l04_positions.py, checksum e61789fe221a. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 04: RoPE from its formula, ALiBi's bias, the bytes of a rotation, and a kernel with bugs."""
+"""Exercises of lesson 04: RoPE from its formula, ALiBi's bias, the bytes of a rotation, and a
+kernel with bugs.
+"""
+
 import math
 
 import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.rope import Rotate
-from lessons.toolbox.config import ModelConfig
-from lessons.toolbox.exercises import exercise
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.exercises.exercise import exercise
+from lessons.toolbox.kernels.triton_ import tl, triton
+from lessons.toolbox.model.config import ModelConfig
 
 
-@exercise("4.1", "RoPE from its formula, stretched as Llama 3.1 is", minutes=40, difficulty=3,
-          replaces="lessons.l02_naive_attention.rope:rotation")
+@exercise(
+    "4.1",
+    "RoPE from its formula, stretched as Llama 3.1 is",
+    minutes=40,
+    difficulty=3,
+    replaces="lessons.l02_naive_attention.rope:rotation",
+)
 def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotate:
-    """A function that turns x: [T, H, D] to positions: [T] int64 and returns a new [T, H, D] of x's dtype; x stays as it was.
+    """A function that turns x: [T, H, D] to positions: [T] int64 and returns a new [T, H, D] of x's
+    dtype; x stays as it was.
 
     Half-rotated layout: coordinate i turns together with i + D/2, for i = 0 … D/2 - 1, by angle(i) = position · frequency(i):
         out[i]       = x[i] · cos - x[i + D/2] · sin
@@ -31,31 +40,36 @@ def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rota
     Another rope_type: ValueError. Angles in float32 at least, whatever the model's dtype: bfloat16 has no position 257.
     dtype: the model's, in case you want to prepare cos and sin. Every layer calls the function that you return, for q and for k.
 
-    Example: D = 4, theta = 100, frequencies 1 and 0.1. At position 3, x = [1, 0, 0, 0] becomes [cos 3, 0, sin 3, 0].
-    With "linear" and factor 2 the angle is 1.5 in place of 3.
+    Example: D = 4, theta = 100, frequencies 1 and 0.1. At position 3, x = [1, 0, 0, 0] becomes [cos
+    3, 0, sin 3, 0]. With "linear" and factor 2 the angle is 1.5 in place of 3.
     """
     raise NotImplementedError("Exercise 4.1: RoPE from its formula, stretched as Llama 3.1 is")
 
 
 @exercise("4.2", "ALiBi: a bias for every head", minutes=20, difficulty=2)
 def alibi_bias(num_heads: int, num_queries: int, num_keys: int) -> Tensor:
-    """What ALiBi adds to the scores before the softmax: [num_heads, num_queries, num_keys] float32. No causal mask in it.
+    """What ALiBi adds to the scores before the softmax: [num_heads, num_queries, num_keys] float32.
+    No causal mask in it.
 
-    -slope(head) · (query position - key position). The last query stands at the last key (bottom right), as behind a cache; so a
-    key in a query's future, which the mask hides anyway, gets a positive bias.
-    Slopes: for n heads, n a power of two, 2^(-8/n), 2^(-16/n), … 2^(-8), head 0 the steepest. For another number of heads, those
-    of the largest power of two below it, say m, and then the 1st, 3rd, 5th, … of the slopes of 2m heads, as many as are missing.
-    Errors: none to raise; all sizes are 1 or more.
+    -slope(head) · (query position - key position). The last query stands at the last key (bottom
+    right), as behind a cache; so a key in a query's future, which the mask hides anyway, gets a
+    positive bias. Slopes: for n heads, n a power of two, 2^(-8/n), 2^(-16/n), … 2^(-8), head 0 the
+    steepest. For another number of heads, those of the largest power of two below it, say m, and
+    then the 1st, 3rd, 5th, … of the slopes of 2m heads, as many as are missing. Errors: none to
+    raise; all sizes are 1 or more.
 
-    Example, 3 heads: m = 2 gives 2^-4 and 2^-8; of 4 heads' slopes 2^-2, 2^-4, 2^-6, 2^-8 the first. So 0.0625, 0.00390625, 0.25.
-    Head 2, 1 query, 3 keys: [-0.5, -0.25, 0].
+    Example, 3 heads: m = 2 gives 2^-4 and 2^-8; of 4 heads' slopes 2^-2, 2^-4, 2^-6, 2^-8 the
+    first. So 0.0625, 0.00390625, 0.25. Head 2, 1 query, 3 keys: [-0.5, -0.25, 0].
     """
     raise NotImplementedError("Exercise 4.2: ALiBi: a bias for every head")
 
 
 @exercise("4.3", "Predict: the bytes of a rotation", minutes=15, difficulty=1)
-def rotation_bytes(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes that one layer moves for one token to rotate q and k and to write k and v to the cache: step by step, and fused.
+def rotation_bytes(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Bytes that one layer moves for one token to rotate q and k and to write k and v to the cache:
+    step by step, and fused.
 
     Step by step, as transformers writes it, every operation a pass over memory: it reads its inputs and writes its result once.
         for x in (q, k):  -second · torch.cat([-second, first]) · x * cos · rotated * sin · their sum
@@ -71,28 +85,63 @@ def rotation_bytes(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torc
 
 
 @exercise("4.4", "Find the bugs: a kernel that rotates and writes", minutes=35, difficulty=3)
-def rotate_and_write(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, slot_mapping: Tensor,
-                     cos_sin_cache: Tensor) -> None:
-    """Turn q: [T, Hq, D] in place; write k, turned, and v: [T, Hkv, D] to slot_mapping: [T] int64 of the caches: [slots, Hkv, D].
+def rotate_and_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    cos_sin_cache: Tensor,
+) -> None:
+    """Turn q: [T, Hq, D] in place; write k, turned, and v: [T, Hkv, D] to slot_mapping: [T] int64
+    of the caches: [slots, Hkv, D].
 
-    Half-rotated layout, by the rows positions: [T] int64 of cos_sin_cache: [num_positions, D] float32, cos in the first half of a
-    row and sin in the second. A slot of -1: that token's k and v are written nowhere; its q turns all the same. Nothing else of
-    the caches changes, nor k and v. All contiguous; q, k, v and the caches have one dtype; float32 inside. Errors: none to raise.
+    Half-rotated layout, by the rows positions: [T] int64 of cos_sin_cache: [num_positions, D]
+    float32, cos in the first half of a row and sin in the second. A slot of -1: that token's k and
+    v are written nowhere; its q turns all the same. Nothing else of the caches changes, nor k and
+    v. All contiguous; q, k, v and the caches have one dtype; float32 inside. Errors: none to raise.
 
-    Example, D = 2, one head each, position 5: q = [1, 0] becomes [cos 5, sin 5]; so does k = [1, 0], in its slot; v stays.
+    Example, D = 2, one head each, position 5: q = [1, 0] becomes [cos 5, sin 5]; so does k = [1,
+    0], in its slot; v stays.
 
-    This launch is right. `rotate_and_write_kernel` below runs, and the first token of a sequence even comes out right.
-    It has four bugs. Delete its first line and find them; the names and the launch may stay as they are.
+    This launch is right. `rotate_and_write_kernel` below runs, and the first token of a sequence
+    even comes out right. It has four bugs. Delete its first line and find them; the names and the
+    launch may stay as they are.
     """
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     rotate_and_write_kernel[num_tokens, num_heads + 2 * num_kv_heads](
-        q, k, v, k_cache, v_cache, positions, slot_mapping, cos_sin_cache, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim, PAIRS=triton.next_power_of_2(head_dim // 2))
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        positions,
+        slot_mapping,
+        cos_sin_cache,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAIRS=triton.next_power_of_2(head_dim // 2),
+    )
 
 
 @triton.jit
-def rotate_and_write_kernel(q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, positions_ptr, slot_mapping_ptr, cos_sin_ptr,
-                            NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
+def rotate_and_write_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    positions_ptr,
+    slot_mapping_ptr,
+    cos_sin_ptr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     """One program per token and head: first those of q, then those of k, then those of v."""
     raise NotImplementedError("Exercise 4.4: Find the bugs: a kernel that rotates and writes")
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -1,34 +1,47 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=07
-# Generated from solutions/l07_kernel_fusion.py, checksum 3d6839b383d6. Generating again never overwrites your edits.
+# Generated from solutions/l07_kernel_fusion.py, checksum e4c4e99adf46. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 07: a kernel that adds and norms in one pass, the loop that uses it, three operations with bugs, bytes."""
+"""Exercises of lesson 07: a kernel that adds and norms in one pass, the loop that uses it, three
+operations with bugs, bytes.
+"""
+
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from lessons.toolbox.exercises import exercise
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.exercises.exercise import exercise
+from lessons.toolbox.kernels.triton_ import tl, triton
 
 
 @triton.jit
 def add_rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, BLOCK: tl.constexpr):
-    """One program per row, its `size` values padded to BLOCK. x, residual, out: [R, N], contiguous; weight: [N]."""
+    """One program per row, its `size` values padded to BLOCK. x, residual, out: [R, N], contiguous;
+    weight: [N].
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     raise NotImplementedError("Exercise 7.1: Write the kernel: add to the residual and norm it, in one pass")
 
 
-@exercise("7.1", "Write the kernel: add to the residual and norm it, in one pass", minutes=40, difficulty=3,
-          replaces="lessons.l07_kernel_fusion.optimized:add_rms_norm")
+@exercise(
+    "7.1",
+    "Write the kernel: add to the residual and norm it, in one pass",
+    minutes=40,
+    difficulty=3,
+    replaces="lessons.l07_kernel_fusion.optimized:add_rms_norm",
+)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += x, in place; returns weight · residual / √(mean of residual² + eps), row by row: [R, N].
+    """residual += x, in place; returns weight · residual / √(mean of residual² + eps), row by row:
+    [R, N].
 
-    x, residual: [R, N], contiguous, N up to 16384; weight: [N]; all float32, float16 or bfloat16. x and weight stay as they were.
-    The sum is rounded to the tensors' dtype, and that is what is kept and what is normed. The norm is computed in float32 and
-    rounded twice, as Llama does: before it is multiplied with the weight, and after. Errors: none to raise.
-    Write the body of `add_rms_norm_kernel` above; this function launches it. Every value is loaded once and stored once.
+    x, residual: [R, N], contiguous, N up to 16384; weight: [N]; all float32, float16 or bfloat16. x
+    and weight stay as they were. The sum is rounded to the tensors' dtype, and that is what is kept
+    and what is normed. The norm is computed in float32 and rounded twice, as Llama does: before it
+    is multiplied with the weight, and after. Errors: none to raise. Write the body of
+    `add_rms_norm_kernel` above; this function launches it. Every value is loaded once and stored
+    once.
 
     Example, eps = 0: x = [1, 1], residual = [2, 3], weight = [1, 10]
         residual becomes [3, 4]; mean of squares 12.5; root 3.5355   -> [3 / 3.5355, 10 · 4 / 3.5355] = [0.8485, 11.314]
@@ -36,15 +49,29 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     out = torch.empty_like(x)
     if len(x):
         block = triton.next_power_of_2(x.shape[1])
-        add_rms_norm_kernel[len(x),](x, residual, weight, out, x.shape[1], eps, BLOCK=block,
-                                     num_warps=max(4, min(32, block // 512)))
+        add_rms_norm_kernel[len(x),](
+            x,
+            residual,
+            weight,
+            out,
+            x.shape[1],
+            eps,
+            BLOCK=block,
+            num_warps=max(4, min(32, block // 512)),
+        )
     return out
 
 
-@exercise("7.2", "The layer loop that carries its residual", minutes=25, difficulty=2,
-          replaces="lessons.l07_kernel_fusion.fused_decoder:run_layers")
+@exercise(
+    "7.2",
+    "The layer loop that carries its residual",
+    minutes=25,
+    difficulty=2,
+    replaces="lessons.l07_kernel_fusion.fused_decoder:run_layers",
+)
 def run_layers(layers, last_norm, x: Tensor, rotate: Callable, attend: Callable) -> Tensor:
-    """All layers of the decoder and its last norm, every addition inside a norm. x: [T, hidden_size] -> hidden: like x.
+    """All layers of the decoder and its last norm, every addition inside a norm. x: [T,
+    hidden_size] -> hidden: like x.
 
     The plain decoder, for each layer:      x = x + layer.self_attn(layer.input_layernorm(x), rotate, attend of this layer)
                                             x = x + layer.mlp(layer.post_attention_layernorm(x))
@@ -63,25 +90,33 @@ def run_layers(layers, last_norm, x: Tensor, rotate: Callable, attend: Callable)
 
 @exercise("7.3", "Find the bugs: three small operations", minutes=20, difficulty=2)
 class SmallOps:
-    """SwiGLU, QK-norm and softmax in PyTorch. Each method below runs, and each has one bug. Delete its first line and find it.
+    """SwiGLU, QK-norm and softmax in PyTorch. Each method below runs, and each has one bug. Delete
+    its first line and find it.
 
-    Tensors are float32, float16 or bfloat16, results have their dtype; arguments stay as they were. Errors: none to raise.
-    Example: each method has its own. They are small enough for pencil and paper, which is the quickest way to two of the bugs.
+    Tensors are float32, float16 or bfloat16, results have their dtype; arguments stay as they were.
+    Errors: none to raise. Example: each method has its own. They are small enough for pencil and
+    paper, which is the quickest way to two of the bugs.
     """
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) · up of a merged projection. gate_up: [T, 2I], the gate's half first -> [T, I].
+        """silu(gate) · up of a merged projection. gate_up: [T, 2I], the gate's half first -> [T,
+        I].
 
-        Example: gate_up = [[0, 2, 3, 4]] -> [[0 · 3, silu(2) · 4]] = [[0, 7.046]], because silu(z) = z / (1 + e^-z).
+        Example: gate_up = [[0, 2, 3, 4]] -> [[0 · 3, silu(2) · 4]] = [[0, 7.046]], because silu(z)
+        = z / (1 + e^-z).
         """
         raise NotImplementedError("Exercise 7.3: Find the bugs: three small operations")
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(up) * gate
 
-    def qk_norm(self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """RMSNorm of every head by itself. q: [T, Hq, D], k: [T, Hkv, D], q_weight, k_weight: [D] -> like q, like k.
+    def qk_norm(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """RMSNorm of every head by itself. q: [T, Hq, D], k: [T, Hkv, D], q_weight, k_weight: [D]
+        -> like q, like k.
 
-        In float32, rounded before the weight. Example: heads [3, 4] and [30, 40], weight 1, eps 0: both become [0.8485, 1.1314].
+        In float32, rounded before the weight. Example: heads [3, 4] and [30, 40], weight 1, eps 0:
+        both become [0.8485, 1.1314].
         """
         raise NotImplementedError("Exercise 7.3: Find the bugs: three small operations")
         found = []
@@ -92,7 +127,8 @@ class SmallOps:
         return tuple(found)
 
     def softmax(self, x: Tensor) -> Tensor:
-        """exp(x) over the sum of exp(x), along the last dimension, for any finite x: [..., N] -> [..., N], in float32 inside.
+        """exp(x) over the sum of exp(x), along the last dimension, for any finite x: [..., N] ->
+        [..., N], in float32 inside.
 
         Example: [1000, 1000, -1000] -> [0.5, 0.5, 0].
         """
@@ -102,9 +138,17 @@ class SmallOps:
 
 
 @exercise("7.4", "Predict: bytes of a chain, time of a step", minutes=20, difficulty=2)
-def predict(rows: int, size: int, itemsize: int, num_layers: int, step_gb: float, launch_us: float,
-            bandwidth_gb_per_s: float) -> tuple[float, float, float, float]:
-    """What fusing saves: (MB of an eager add + RMSNorm, MB of one kernel, ms of an eager decode step, ms of a fused one).
+def predict(
+    rows: int,
+    size: int,
+    itemsize: int,
+    num_layers: int,
+    step_gb: float,
+    launch_us: float,
+    bandwidth_gb_per_s: float,
+) -> tuple[float, float, float, float]:
+    """What fusing saves: (MB of an eager add + RMSNorm, MB of one kernel, ms of an eager decode
+    step, ms of a fused one).
 
     MB and GB are 10^6 and 10^9 bytes. The chain: rows · size values of `itemsize` bytes, 2 or 4. Count every pass over a whole
     tensor: its operands read, its result written. Leave out the weight and what is one number a row.

@@ -1,7 +1,10 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=11
-# Generated from solutions/l11_cuda_graphs.py, checksum c4ee2dbaa125. Generating again never overwrites your edits.
+# Generated from solutions/l11_cuda_graphs.py, checksum 8e5d167f31d2. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 11: which batch sizes to capture, what bounds a step, a step that cannot be captured, and the runner."""
+"""Exercises of lesson 11: which batch sizes to capture, what bounds a step, a step that cannot be
+captured, and the runner.
+"""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,17 +13,19 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l11_cuda_graphs.slots import SlotCache, decode_logits
-from lessons.toolbox.exercises import exercise
+from lessons.toolbox.exercises.exercise import exercise
 
 
 @exercise("11.1", "Choose the batch sizes to capture", minutes=25, difficulty=2)
 def choose_buckets(steps: dict[int, int], num_graphs: int) -> list[int]:
-    """At most `num_graphs` (1 or more) batch sizes to capture, ascending, so that as few rows as possible are padding.
+    """At most `num_graphs` (1 or more) batch sizes to capture, ascending, so that as few rows as
+    possible are padding.
 
-    steps: {batch size: how many decode steps had it}, as a server counted them; sizes and counts are 1 or more.
-    A step of b sequences runs in the smallest bucket that holds them: it pads bucket - b rows. Every observed size must find a
-    bucket. Counted are padded rows over all steps. Several choices may be equally good: any of them.
-    Errors: none to raise. Aim: no list of all choices: a server sees hundreds of sizes.
+    steps: {batch size: how many decode steps had it}, as a server counted them; sizes and counts
+    are 1 or more. A step of b sequences runs in the smallest bucket that holds them: it pads bucket
+    - b rows. Every observed size must find a bucket. Counted are padded rows over all steps.
+    Several choices may be equally good: any of them. Errors: none to raise. Aim: no list of all
+    choices: a server sees hundreds of sizes.
 
     Example: steps = {1: 50, 3: 10, 4: 10, 7: 1}, num_graphs = 2
         [4, 7]   pads 50 · 3 + 10 · 1 = 160 rows
@@ -29,10 +34,21 @@ def choose_buckets(steps: dict[int, int], num_graphs: int) -> list[int]:
     raise NotImplementedError("Exercise 11.1: Choose the batch sizes to capture")
 
 
-@exercise("11.2", "Predict: is a step bound by its launches or by its bytes?", minutes=15, difficulty=1)
-def decode_step_us(num_launches: int, weight_bytes: float, kv_bytes_per_token: float, context: int, batch: int,
-                   memory_bytes_per_s: float, launch_us: float = 6.0, graph_us: float = 12.0) -> tuple[float, float, int]:
-    """µs of a step launched one by one, µs of the same step as a graph, and the batch from which on a graph gains nothing.
+@exercise(
+    "11.2", "Predict: is a step bound by its launches or by its bytes?", minutes=15, difficulty=1
+)
+def decode_step_us(
+    num_launches: int,
+    weight_bytes: float,
+    kv_bytes_per_token: float,
+    context: int,
+    batch: int,
+    memory_bytes_per_s: float,
+    launch_us: float = 6.0,
+    graph_us: float = 12.0,
+) -> tuple[float, float, int]:
+    """µs of a step launched one by one, µs of the same step as a graph, and the batch from which on
+    a graph gains nothing.
 
     A step reads all weights once, and `context` tokens of cache for each of `batch` sequences, at memory_bytes_per_s. Its
     kernels hide their launches, or are hidden by them, so it takes as long as the longer of the two:
@@ -51,17 +67,22 @@ def decode_step_us(num_launches: int, weight_bytes: float, kv_bytes_per_token: f
 
 @dataclass
 class State:
-    """Everything that a step of the toy decoder below reads and keeps, in tensors that exist before the capture."""
+    """Everything that a step of the toy decoder below reads and keeps, in tensors that exist before
+    the capture.
+    """
 
-    tokens: Tensor     # [B] int64, the newest token of each sequence
-    lengths: Tensor    # [B] int64, how many tokens it has, the newest included; 0: a row of padding
-    memory: Tensor     # [B, capacity, D] float32, the tokens' vectors; the first lengths[b] rows count
-    seed: Tensor       # [] int64, how many steps have drawn random numbers
+    tokens: Tensor  # [B] int64, the newest token of each sequence
+    lengths: Tensor  # [B] int64, how many tokens it has, the newest included; 0: a row of padding
+    # [B, capacity, D] float32, the tokens' vectors; the first lengths[b] rows count
+    memory: Tensor
+    seed: Tensor  # [] int64, how many steps have drawn random numbers
     embedding: Tensor  # [V, D] float32
 
 
 def noise(seed: int | Tensor, vocab_size: int, device: torch.device) -> Tensor:
-    """Random numbers to add to logits so that argmax samples (Gumbel's trick), [V] float64; equal for equal seeds."""
+    """Random numbers to add to logits so that argmax samples (Gumbel's trick), [V] float64; equal
+    for equal seeds.
+    """
     mixed = (torch.arange(vocab_size, device=device) * 2654435761 + seed * 40503) % 2**31
     mixed = (mixed * 48271 + 11) % (2**31 - 1)
     return -((mixed.double() + 0.5) / 2**31).log().neg().log()
@@ -69,19 +90,23 @@ def noise(seed: int | Tensor, vocab_size: int, device: torch.device) -> Tensor:
 
 @exercise("11.3", "Find the bugs: a step that cannot be captured", minutes=30, difficulty=3)
 def capturable_step(state: State) -> Tensor:
-    """One step of a toy decoder, in operations that a graph can replay: the next token of each row, [B] int64.
+    """One step of a toy decoder, in operations that a graph can replay: the next token of each row,
+    [B] int64.
 
     The step  1. adds 1 to the seed;  2. writes the newest token's vector into the sequence's memory, at row lengths[b] - 1;
     3. averages the rows in use;  4. takes the token with the largest  average · embedding + noise(seed).
     Rows of padding (lengths 0): their memory stays as it is, and what the step returns for them does not matter.
 
-    It is captured once and then replayed; between replays the caller writes into state.tokens and state.lengths, in place.
-    So the step may not look at a value from Python, every shape must be known from shapes, and all that it keeps for the next
-    step must stay where the graph found it. `state` is changed in place, none of its attributes is replaced. Errors: none.
+    It is captured once and then replayed; between replays the caller writes into state.tokens and
+    state.lengths, in place. So the step may not look at a value from Python, every shape must be
+    known from shapes, and all that it keeps for the next step must stay where the graph found it.
+    `state` is changed in place, none of its attributes is replaced. Errors: none.
 
-    Example, B = 2, lengths = [2, 0]: memory[0, 1] = embedding[tokens[0]], memory[1] stays, average of row 0: of 2 vectors.
+    Example, B = 2, lengths = [2, 0]: memory[0, 1] = embedding[tokens[0]], memory[1] stays, average
+    of row 0: of 2 vectors.
 
-    The code below gives the right tokens when it is called step by step. It has four bugs. Delete the first line and find them.
+    The code below gives the right tokens when it is called step by step. It has four bugs. Delete
+    the first line and find them.
     """
     raise NotImplementedError("Exercise 11.3: Find the bugs: a step that cannot be captured")
     state.seed = state.seed + 1
@@ -96,32 +121,43 @@ def capturable_step(state: State) -> Tensor:
     return (average @ state.embedding.T + noise(state.seed, len(state.embedding), rows.device)).argmax(-1)
 
 
-@exercise("11.4", "The runner: one graph for each bucket", minutes=40, difficulty=3,
-          replaces="lessons.l11_cuda_graphs.optimized:GraphRunner")
+@exercise(
+    "11.4",
+    "The runner: one graph for each bucket",
+    minutes=40,
+    difficulty=3,
+    replaces="lessons.l11_cuda_graphs.optimized:GraphRunner",
+)
 class GraphRunner:
-    """A decode step that is launched whole, captured for each bucket. On a GPU the ladder's last rung runs on yours.
+    """A decode step that is launched whole, captured for each bucket. On a GPU the ladder's last
+    rung runs on yours.
 
-    graphs.capture(step) -> (graph, output): calls step() a few times, then records it. graph.replay() runs what was recorded
-    again, on the very tensors of the capture, and refills `output`, the tensor that step() returned.
-    decode_logits(model, cache, inputs, rows_read=cache.capacity) (imported above) is the step: inputs: [4, B] int64 on
-    model.device, rows tokens, positions, slot_mapping, context_lens -> logits: [B, V].
-    Padding: a column (0, 0, -1, 0) writes nowhere and sees nothing. Any other may damage a sequence that does not take part.
+    graphs.capture(step) -> (graph, output): calls step() a few times, then records it.
+    graph.replay() runs what was recorded again, on the very tensors of the capture, and refills
+    `output`, the tensor that step() returned. decode_logits(model, cache, inputs,
+    rows_read=cache.capacity) (imported above) is the step: inputs: [4, B] int64 on model.device,
+    rows tokens, positions, slot_mapping, context_lens -> logits: [B, V]. Padding: a column (0, 0,
+    -1, 0) writes nowhere and sees nothing. Any other may damage a sequence that does not take part.
 
     Example: buckets [1, 2, 4] of a cache with 4 rows
         GraphRunner(model, cache, graphs, [1, 2, 4])    -> three captures, of batch 4, then 2, then 1
         runner(inputs)  with inputs: [4, 3]             -> replays the graph of batch 4 once, returns logits: [3, V]
     """
 
-    def __init__(self, model: Decoder, cache: SlotCache, graphs, buckets: Sequence[int] | None = None):
+    def __init__(
+        self, model: Decoder, cache: SlotCache, graphs, buckets: Sequence[int] | None = None
+    ):
         """Capture every bucket, the largest first, without writing into any row of the cache.
 
-        buckets: batch sizes in any order. None: powers of two below cache.rows, and cache.rows itself.
-        Raises ValueError, before it captures anything, for a bucket below 1 or above cache.rows.
+        buckets: batch sizes in any order. None: powers of two below cache.rows, and cache.rows
+        itself. Raises ValueError, before it captures anything, for a bucket below 1 or above
+        cache.rows.
         """
         raise NotImplementedError("Exercise 11.4: The runner: one graph for each bucket")
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """inputs: [4, B] int64, on the CPU, left as they are -> logits: [B, V], the caller's: no later call changes them.
+        """inputs: [4, B] int64, on the CPU, left as they are -> logits: [B, V], the caller's: no
+        later call changes them.
 
         Runs the smallest bucket that holds B sequences, once. Raises ValueError if none does.
         """

@@ -1,9 +1,11 @@
-"""The Inference Ladder. Importing this package decides where Triton kernels run, before anybody imports Triton.
+"""The Inference Ladder. Importing this package decides where Triton kernels run, before anybody
+imports Triton.
 
-Triton reads TRITON_INTERPRET when a kernel is decorated, and decorates its own library when it is imported. So on a machine
-without a usable CUDA device the variable must be set first: then every kernel of the course runs in Triton's interpreter.
-A value that you set yourself stays.
+Triton reads TRITON_INTERPRET when a kernel is decorated, and decorates its own library when it is
+imported. So on a machine without a usable CUDA device the variable must be set first: then every
+kernel of the course runs in Triton's interpreter. A value that you set yourself stays.
 """
+
 import ctypes
 import os
 import sys
@@ -11,12 +13,16 @@ import warnings
 
 
 def _cuda_is_usable() -> bool:
-    """Whether PyTorch can reach a CUDA device. Without NVIDIA's driver the answer takes no import of torch (over a second)."""
+    """Whether PyTorch can reach a CUDA device. Without NVIDIA's driver the answer takes no import
+    of torch (over a second).
+    """
     try:
-        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")  # loading it initialises nothing
+        # loading it initialises nothing
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
         return False
-    # Counting devices through NVML, because initialising CUDA here would break every process forked later.
+    # Counting devices through NVML, because initialising CUDA here would break every process forked
+    # later.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         import torch
@@ -28,6 +34,11 @@ def _cuda_is_usable() -> bool:
 if "TRITON_INTERPRET" not in os.environ and not _cuda_is_usable():
     os.environ["TRITON_INTERPRET"] = "1"
     if "triton" in sys.modules:
-        warnings.warn("triton was imported before lessons, too late to switch its interpreter on, and this machine has no CUDA "
-                      "device: no kernel can run. Put `import lessons` first (transformers imports triton too).",
-                      RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            "triton was imported before lessons, too late to switch its interpreter on, and this "
+            "machine has no CUDA "
+            "device: no kernel can run. Put `import lessons` first (transformers imports triton "
+            "too).",
+            RuntimeWarning,
+            stacklevel=2,
+        )

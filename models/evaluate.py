@@ -1,41 +1,80 @@
-"""Measure the embedded models on held-out modules and write models/figures.json and models/README.md.
+"""Measure the embedded models on held-out modules and write models/figures.json and
+models/README.md.
 
     python models/evaluate.py
 
 Every figure on the page is measured by this command or recorded by the training run.
 """
+
 import ast
 import json
 import math
 
 import numpy as np
 import torch
-from train import END, FOLDERS, HELD_OUT, HERE, SHAPES, VOCAB_SIZE, corpus, held_out_loss, load_tokenizer, token_stream
+from train import (
+    END,
+    FOLDERS,
+    HELD_OUT,
+    HERE,
+    SHAPES,
+    VOCAB_SIZE,
+    corpus,
+    held_out_loss,
+    load_tokenizer,
+    token_stream,
+)
 from transformers import AutoModelForCausalLM
 
 
 @torch.no_grad()
 def greedy_agreement(tiny, draft, stream: np.ndarray, device: str, length: int = 512) -> float:
     """Share of held-out positions at which draft and target have the same most likely next token."""
-    rows = torch.from_numpy(np.stack([stream[i:i + length] for i in range(0, len(stream) - length, length)])).to(device)
-    same = [(tiny(input_ids=r).logits.argmax(-1) == draft(input_ids=r).logits.argmax(-1)).float().mean() for r in rows.split(4)]
+    rows = torch.from_numpy(
+        np.stack([stream[i : i + length] for i in range(0, len(stream) - length, length)])
+    ).to(device)
+    same = [
+        (tiny(input_ids=r).logits.argmax(-1) == draft(input_ids=r).logits.argmax(-1)).float().mean()
+        for r in rows.split(4)
+    ]
     return float(torch.stack(same).mean())
 
 
 @torch.no_grad()
 def sampled_functions(model, tokenizer, count: int, device: str) -> list[str]:
-    """`count` functions sampled at temperature 0.8, top-p 0.95: cut where the next top-level statement begins."""
+    """`count` functions sampled at temperature 0.8, top-p 0.95: cut where the next top-level
+    statement begins.
+    """
     torch.manual_seed(0)
-    # No newline behind the colon: a newline and the indentation after it are one token, which the model has to choose.
-    prompts = ("def read_lines(path):", "def merge(left, right):", "def close(self):",
-               "def parse_header(line):", "def is_valid(name, value):", "def write_table(rows, out):")
+    # No newline behind the colon: a newline and the indentation after it are one token, which the
+    # model has to choose.
+    prompts = (
+        "def read_lines(path):",
+        "def merge(left, right):",
+        "def close(self):",
+        "def parse_header(line):",
+        "def is_valid(name, value):",
+        "def write_table(rows, out):",
+    )
     functions = []
     for prompt in prompts:
         ids = torch.tensor([[0, *tokenizer(prompt)["input_ids"]]], device=device)
-        rows = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=160, do_sample=True, temperature=0.8,
-                              top_p=0.95, top_k=0, pad_token_id=0, num_return_sequences=count // len(prompts))
-        functions.append([_first_function(tokenizer.decode(row[1:], skip_special_tokens=True)) for row in rows])
-    return [function for turn in zip(*functions) for function in turn]  # one of each prompt, then the next of each
+        rows = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=160,
+            do_sample=True,
+            temperature=0.8,
+            top_p=0.95,
+            top_k=0,
+            pad_token_id=0,
+            num_return_sequences=count // len(prompts),
+        )
+        functions.append(
+            [_first_function(tokenizer.decode(row[1:], skip_special_tokens=True)) for row in rows]
+        )
+    # one of each prompt, then the next of each
+    return [function for turn in zip(*functions) for function in turn]
 
 
 def _first_function(text: str) -> str:
@@ -69,15 +108,26 @@ def evaluate(samples: int = 60) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
         loaded[name] = model
         loss = held_out_loss(model, stream, device)
-        figures[name] = {"parameters": model.num_parameters(), "weight_bytes": (folder / "model.safetensors").stat().st_size,
-                         "held_out_loss_nats": round(loss, 4),
-                         "held_out_bits_per_byte": round(loss / math.log(2) / bytes_per_token, 4),
-                         **json.loads((folder / "training.json").read_text())}
+        figures[name] = {
+            "parameters": model.num_parameters(),
+            "weight_bytes": (folder / "model.safetensors").stat().st_size,
+            "held_out_loss_nats": round(loss, 4),
+            "held_out_bits_per_byte": round(loss / math.log(2) / bytes_per_token, 4),
+            **json.loads((folder / "training.json").read_text()),
+        }
     functions = sampled_functions(loaded["tiny"], tokenizer, samples, device)
     figures["tiny"]["sampled_functions"] = samples
-    figures["tiny"]["sampled_functions_that_parse"] = round(sum(map(parses, functions)) / samples, 3)
-    figures["draft"]["greedy_agreement_with_tiny"] = round(greedy_agreement(loaded["tiny"], loaded["draft"], stream, device), 4)
-    figures["held_out"] = {"modules": list(HELD_OUT), "tokens": len(stream), "bytes_per_token": round(bytes_per_token, 3)}
+    figures["tiny"]["sampled_functions_that_parse"] = round(
+        sum(map(parses, functions)) / samples, 3
+    )
+    figures["draft"]["greedy_agreement_with_tiny"] = round(
+        greedy_agreement(loaded["tiny"], loaded["draft"], stream, device), 4
+    )
+    figures["held_out"] = {
+        "modules": list(HELD_OUT),
+        "tokens": len(stream),
+        "bytes_per_token": round(bytes_per_token, 3),
+    }
     figures["samples"] = functions[:3]
     (HERE / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
     (HERE / "README.md").write_text(model_card(figures))
@@ -89,9 +139,20 @@ def model_card(figures: dict) -> str:
     rows = [("", "`models/tiny`", "`models/tiny-draft`")]
 
     def row(label, key, show=str):
-        rows.append((label, *(show(figures[m][key]) if key in figures[m] else "" for m in ("tiny", "draft"))))
+        rows.append(
+            (
+                label,
+                *(show(figures[m][key]) if key in figures[m] else "" for m in ("tiny", "draft")),
+            )
+        )
 
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    for name in (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+    ):
         rows.append((name.replace("_", " "), str(SHAPES["tiny"][name]), str(SHAPES["draft"][name])))
     row("parameters", "parameters", lambda n: f"{n / 1e6:.2f} M")
     row("weights (bfloat16)", "weight_bytes", lambda n: f"{n / 1e6:.1f} MB")
@@ -100,9 +161,20 @@ def model_card(figures: dict) -> str:
     row("tokens seen", "tokens_seen", lambda n: f"{n / 1e6:.1f} M")
     row("held-out loss (nats per token)", "held_out_loss_nats")
     row("held-out bits per byte", "held_out_bits_per_byte")
-    row("sampled functions that `ast.parse` accepts", "sampled_functions_that_parse", lambda s: f"{s:.0%}")
-    row("greedy agreement with the target, held-out code", "greedy_agreement_with_tiny", lambda s: f"{s:.1%}")
-    table = "\n".join("| " + " | ".join(r) + " |" + ("\n| --- | --- | --- |" if i == 0 else "") for i, r in enumerate(rows))
+    row(
+        "sampled functions that `ast.parse` accepts",
+        "sampled_functions_that_parse",
+        lambda s: f"{s:.0%}",
+    )
+    row(
+        "greedy agreement with the target, held-out code",
+        "greedy_agreement_with_tiny",
+        lambda s: f"{s:.1%}",
+    )
+    table = "\n".join(
+        "| " + " | ".join(r) + " |" + ("\n| --- | --- | --- |" if i == 0 else "")
+        for i, r in enumerate(rows)
+    )
     samples = "\n\n".join(f"```python\n{s}\n```" for s in figures["samples"])
     held, tiny = figures["held_out"], figures["tiny"]
     return f"""# The embedded models
@@ -114,15 +186,15 @@ This page is written by `python models/evaluate.py`; every figure on it is measu
 
 {table}
 
-- **Data**: {tiny['training_tokens'] / 1e6:.1f} M tokens of the standard library of Python {tiny['python_source']}
+- **Data**: {tiny["training_tokens"] / 1e6:.1f} M tokens of the standard library of Python {tiny["python_source"]}
   (PSF licence), tests included, tables of encodings and the like left out. Held out, with their tests
-  ({held['tokens']} tokens, {held['bytes_per_token']} bytes each): {', '.join(f'`{m}`' for m in held['modules'])}.
+  ({held["tokens"]} tokens, {held["bytes_per_token"]} bytes each): {", ".join(f"`{m}`" for m in held["modules"])}.
 - **Tokenizer**: byte-level BPE with {VOCAB_SIZE} entries; a newline and the indentation after it can be one token;
   digits stay single. `{END}` (id 0) begins every document and ends every generation.
 - **Target**: next-token cross-entropy, Muon for the hidden matrices and AdamW for the rest, 512-token windows and
   2048-token windows for the last 12 % of the time. GQA, RoPE, SwiGLU, RMSNorm, tied embeddings, head dimension 64.
 - **Draft**: the same recipe, but trained on the target's probabilities (distillation) instead of on the text.
-- **Sampling**: temperature 0.8, top-p 0.95, {tiny['sampled_functions']} functions of at most 160 tokens; one that
+- **Sampling**: temperature 0.8, top-p 0.95, {tiny["sampled_functions"]} functions of at most 160 tokens; one that
   this limit cuts off counts as a failure unless it parses.
 
 Tokens seen, not minutes, say how far the training went: a machine may have been busy with other work too.

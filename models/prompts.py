@@ -2,9 +2,11 @@
 
     python models/prompts.py
 
-Real code prefixes from the held-out modules, 16 to 384 tokens long, asking for 8 to 96 new tokens, drawn once with
-a fixed seed and committed, so that every machine and every Python version serves the same requests.
+Real code prefixes from the held-out modules, 16 to 384 tokens long, asking for 8 to 96 new tokens,
+drawn once with a fixed seed and committed, so that every machine and every Python version serves
+the same requests.
 """
+
 import json
 import math
 import random
@@ -17,13 +19,17 @@ COUNT, SHORTEST, LONGEST = 32, 16, 384
 
 
 def requests() -> list[dict]:
-    """Prompts cut at line ends near log-uniform lengths; output lengths log-uniform too: many short, few long, as in traffic."""
+    """Prompts cut at line ends near log-uniform lengths; output lengths log-uniform too: many
+    short, few long, as in traffic.
+    """
     rng, tokenizer = random.Random(2), load_tokenizer()
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for i in range(COUNT):
         module = HELD_OUT[i % len(HELD_OUT)]
         lines = (root / f"{module}.py").read_text(encoding="utf-8").splitlines(keepends=True)
-        starts = [n for n, line in enumerate(lines) if line.startswith(("def ", "class ", "    def "))]
+        starts = [
+            n for n, line in enumerate(lines) if line.startswith(("def ", "class ", "    def "))
+        ]
         start = rng.choice(starts[:-3])
         length = round(math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST))))
         text = ""
@@ -31,8 +37,13 @@ def requests() -> list[dict]:
             if text and len(tokenizer(text + line)["input_ids"]) > length:
                 break
             text += line
-        found.append({"module": module, "prompt": text.rstrip("\n"),
-                      "max_new_tokens": round(math.exp(rng.uniform(math.log(8), math.log(96))))})
+        found.append(
+            {
+                "module": module,
+                "prompt": text.rstrip("\n"),
+                "max_new_tokens": round(math.exp(rng.uniform(math.log(8), math.log(96)))),
+            }
+        )
     return found
 
 

@@ -5,10 +5,11 @@
     python models/train.py draft --minutes 15   # the draft: distilled from the target, same tokenizer
     python models/evaluate.py                   # held-out figures -> models/figures.json and models/README.md
 
-The budget is wall-clock minutes, because the same recipe runs on a laptop and on a GPU: the learning rate
-follows the share of the budget that is spent. Results are ordinary Hugging Face Llama checkpoints; a
-directory under models/ is replaced only when its training has finished.
+The budget is wall-clock minutes, because the same recipe runs on a laptop and on a GPU: the
+learning rate follows the share of the budget that is spent. Results are ordinary Hugging Face Llama
+checkpoints; a directory under models/ is replaced only when its training has finished.
 """
+
 import argparse
 import json
 import os
@@ -23,22 +24,67 @@ import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 HERE = Path(__file__).resolve().parent
 END = "<|endoftext|>"
 VOCAB_SIZE = 4096
 
 # Never trained on, nor are their tests: varied, readable modules that a learner may know.
-HELD_OUT = ("bisect", "calendar", "cmd", "colorsys", "csv", "fileinput", "fractions", "graphlib", "heapq", "netrc",
-            "queue", "sched", "shlex", "statistics", "string", "textwrap", "timeit", "wave", "zipapp")
+HELD_OUT = (
+    "bisect",
+    "calendar",
+    "cmd",
+    "colorsys",
+    "csv",
+    "fileinput",
+    "fractions",
+    "graphlib",
+    "heapq",
+    "netrc",
+    "queue",
+    "sched",
+    "shlex",
+    "statistics",
+    "string",
+    "textwrap",
+    "timeit",
+    "wave",
+    "zipapp",
+)
 # Tables and prose, not code that a reader would call code.
-SKIPPED = ("encodings/", "pydoc_data/", "lib2to3/tests/data/", "idlelib/", "test/encoded_modules/", "site-packages/",
-           "dist-packages/", "turtledemo/", "config-")
+SKIPPED = (
+    "encodings/",
+    "pydoc_data/",
+    "lib2to3/tests/data/",
+    "idlelib/",
+    "test/encoded_modules/",
+    "site-packages/",
+    "dist-packages/",
+    "turtledemo/",
+    "config-",
+)
 
 SHAPES = {  # ratio of query to KV heads: 3 (no power of two, as in Qwen2's 6 and 7) and 2
-    "tiny": dict(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2, intermediate_size=1024),
-    "draft": dict(hidden_size=128, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, intermediate_size=512),
+    "tiny": dict(
+        hidden_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        intermediate_size=1024,
+    ),
+    "draft": dict(
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=512,
+    ),
 }
 FOLDERS = {"tiny": HERE / "tiny", "draft": HERE / "tiny-draft"}
 
@@ -68,18 +114,36 @@ def corpus() -> tuple[list[str], list[str]]:
 
 # ---------------------------------------------------------------- tokenizer
 
+
 def train_tokenizer() -> None:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        # A newline and the indentation after it stay together: one token for "go to column 8".
-        pre_tokenizers.Split(Regex(r"\d|\n+[ \t]*| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|[ \t]+(?!\S)|\s+"), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            # A newline and the indentation after it stay together: one token for "go to column 8".
+            pre_tokenizers.Split(
+                Regex(r"\d|\n+[ \t]*| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|[ \t]+(?!\S)|\s+"),
+                behavior="isolated",
+            ),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(corpus()[0], trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=[END], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END,
-                                   model_max_length=2048, clean_up_tokenization_spaces=False)
+    tokenizer.train_from_iterator(
+        corpus()[0],
+        trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE,
+            special_tokens=[END],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        ),
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token=END,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
     for folder in FOLDERS.values():
         fast.save_pretrained(folder)
 
@@ -92,70 +156,120 @@ def token_stream(texts: list[str]) -> np.ndarray:
     """Every text, each preceded by the end-of-text token, as one array of ids."""
     tokenizer = load_tokenizer()
     end = tokenizer.convert_tokens_to_ids(END)
-    ids = [token for encoded in tokenizer.backend_tokenizer.encode_batch(texts) for token in (end, *encoded.ids)]
+    ids = [
+        token
+        for encoded in tokenizer.backend_tokenizer.encode_batch(texts)
+        for token in (end, *encoded.ids)
+    ]
     return np.array(ids, dtype=np.int64)
 
 
 # ---------------------------------------------------------------- training
 
+
 def new_model(name: str) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        **SHAPES[name], vocab_size=VOCAB_SIZE, head_dim=64, tie_word_embeddings=True, max_position_embeddings=2048,
-        rms_norm_eps=1e-5, rope_theta=10000.0, bos_token_id=0, eos_token_id=0, pad_token_id=None, initializer_range=0.02))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            **SHAPES[name],
+            vocab_size=VOCAB_SIZE,
+            head_dim=64,
+            tie_word_embeddings=True,
+            max_position_embeddings=2048,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=None,
+            initializer_range=0.02,
+        )
+    )
 
 
 def windows(stream: np.ndarray, rng: np.random.Generator, rows: int, length: int):
-    """Endless [rows, length + 1] batches: each epoch cuts the stream at a new offset and shuffles the pieces."""
+    """Endless [rows, length + 1] batches: each epoch cuts the stream at a new offset and shuffles
+    the pieces.
+    """
     while True:
         starts = np.arange(rng.integers(length), len(stream) - length - 1, length)
         rng.shuffle(starts)
         for i in range(0, len(starts) - rows + 1, rows):
-            yield torch.from_numpy(np.stack([stream[s:s + length + 1] for s in starts[i:i + rows]]))
+            yield torch.from_numpy(
+                np.stack([stream[s : s + length + 1] for s in starts[i : i + rows]])
+            )
 
 
 def next_token_loss(model, batch, teacher=None):
-    return F.cross_entropy(model(input_ids=batch[:, :-1], use_cache=False).logits.flatten(0, 1), batch[:, 1:].flatten())
+    return F.cross_entropy(
+        model(input_ids=batch[:, :-1], use_cache=False).logits.flatten(0, 1), batch[:, 1:].flatten()
+    )
 
 
 def distillation_loss(model, batch, teacher):
     """KL(teacher || student) over every position (Hinton et al. 2015, at temperature 1)."""
     with torch.no_grad():
-        target = torch.log_softmax(teacher(input_ids=batch[:, :-1], use_cache=False).logits.float(), -1)
+        target = torch.log_softmax(
+            teacher(input_ids=batch[:, :-1], use_cache=False).logits.float(), -1
+        )
     student = torch.log_softmax(model(input_ids=batch[:, :-1], use_cache=False).logits.float(), -1)
-    return F.kl_div(student.flatten(0, 1), target.flatten(0, 1), log_target=True, reduction="batchmean")
+    return F.kl_div(
+        student.flatten(0, 1), target.flatten(0, 1), log_target=True, reduction="batchmean"
+    )
 
 
 LEARNING_RATE = 4e-3  # of both: Muon's updates are scaled to the size of AdamW's
 
 
 def optimizers(model) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for the tied embedding and the norms (Jordan et al. 2024)."""
+    """Muon for the hidden matrices, AdamW for the tied embedding and the norms (Jordan et al.
+    2024).
+    """
     hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
-    return [torch.optim.Muon(hidden, lr=LEARNING_RATE, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)]
+    return [
+        torch.optim.Muon(
+            hidden,
+            lr=LEARNING_RATE,
+            weight_decay=0.1,
+            momentum=0.95,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(rest, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
 
 
 def schedule(spent: float) -> float:
-    """Learning-rate factor after a share `spent` of the budget: warm up 2 %, hold, then linear to zero over the last 45 %."""
+    """Learning-rate factor after a share `spent` of the budget: warm up 2 %, hold, then linear to
+    zero over the last 45 %.
+    """
     return min(spent / 0.02 + 0.01, 1.0, (1 - spent) / 0.45)
 
 
-PHASES = ((0.0, 0.88, 512), (0.88, 1.0, 2048))  # from, to (shares of the budget), window: RoPE sees every position in the end
+# from, to (shares of the budget), window: RoPE sees every position in the end
+PHASES = ((0.0, 0.88, 512), (0.88, 1.0, 2048))
 
 
 def train(name: str, minutes: float, tokens_per_step: int, compile_model: bool) -> None:
-    """Train one model for a wall-clock budget and save it with what the training was (training.json)."""
+    """Train one model for a wall-clock budget and save it with what the training was
+    (training.json).
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     stream, held_out = (token_stream(texts) for texts in corpus())
     model, teacher, loss_of = new_model(name).to(device), None, next_token_loss
     if name == "draft":
-        teacher = AutoModelForCausalLM.from_pretrained(FOLDERS["tiny"], dtype=torch.bfloat16).to(device).eval()
+        teacher = (
+            AutoModelForCausalLM.from_pretrained(FOLDERS["tiny"], dtype=torch.bfloat16)
+            .to(device)
+            .eval()
+        )
         loss_of = distillation_loss
     step_loss = torch.compile(loss_of) if compile_model else loss_of
-    print(f"{name}: {model.num_parameters() / 1e6:.2f}M parameters, {len(stream) / 1e6:.2f}M training tokens, "
-          f"{len(held_out)} held-out tokens, on {device}", flush=True)
+    print(
+        f"{name}: {model.num_parameters() / 1e6:.2f}M parameters, {len(stream) / 1e6:.2f}M "
+        f"training tokens, "
+        f"{len(held_out)} held-out tokens, on {device}",
+        flush=True,
+    )
     opts, rng = optimizers(model), np.random.default_rng(0)
     start, seen, step = time.monotonic(), 0, 0
     bar_columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
@@ -173,15 +287,32 @@ def train(name: str, minutes: float, tokens_per_step: int, compile_model: bool) 
                 seen, step = seen + batch[:, 1:].numel(), step + 1
                 progress.update(bar, completed=spent, description=f"{name} loss {loss.item():.3f}")
                 if step % 100 == 0 or step == 10:
-                    print(f"step {step} spent {spent:.3f} tokens {seen / 1e6:.2f}M loss {loss.item():.4f} "
-                          f"held-out {held_out_loss(model, held_out[:16385], device):.4f}", flush=True)
+                    print(
+                        f"step {step} spent {spent:.3f} tokens {seen / 1e6:.2f}M loss "
+                        f"{loss.item():.4f} "
+                        f"held-out {held_out_loss(model, held_out[:16385], device):.4f}",
+                        flush=True,
+                    )
                 if step % 500 == 0:
                     save(model, HERE.parent / "build" / f"{name}-unfinished")
     save(model, FOLDERS[name])
-    (FOLDERS[name] / "training.json").write_text(json.dumps({
-        "minutes": round((time.monotonic() - start) / 60, 1), "steps": step, "tokens_seen": seen,
-        "training_tokens": len(stream), "torch": torch.__version__, "python_source": sys.version.split()[0],
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"}, indent=2) + "\n")
+    (FOLDERS[name] / "training.json").write_text(
+        json.dumps(
+            {
+                "minutes": round((time.monotonic() - start) / 60, 1),
+                "steps": step,
+                "tokens_seen": seen,
+                "training_tokens": len(stream),
+                "torch": torch.__version__,
+                "python_source": sys.version.split()[0],
+                "device": torch.cuda.get_device_name()
+                if device == "cuda"
+                else f"CPU, {os.cpu_count()} cores",
+            },
+            indent=2,
+        )
+        + "\n"
+    )
 
 
 def update(model, opts, factor: float) -> None:
@@ -195,7 +326,9 @@ def update(model, opts, factor: float) -> None:
 
 
 def save(model, folder: Path) -> None:
-    """Write weights and config beside `folder`, then move each file into place: nothing is ever half written."""
+    """Write weights and config beside `folder`, then move each file into place: nothing is ever
+    half written.
+    """
     scratch = folder.with_name(folder.name + ".part")
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
@@ -208,12 +341,20 @@ def save(model, folder: Path) -> None:
 
 # ---------------------------------------------------------------- watching it
 
+
 @torch.no_grad()
 def held_out_loss(model, stream: np.ndarray, device: str, length: int = 512) -> float:
     """Mean next-token loss in nats over consecutive windows of `length` tokens."""
-    rows = torch.from_numpy(np.stack([stream[i:i + length + 1] for i in range(0, len(stream) - length, length)])).to(device)
-    total = [F.cross_entropy(model(input_ids=r[:, :-1], use_cache=False).logits.float().flatten(0, 1), r[:, 1:].flatten())
-             for r in rows.split(4)]
+    rows = torch.from_numpy(
+        np.stack([stream[i : i + length + 1] for i in range(0, len(stream) - length, length)])
+    ).to(device)
+    total = [
+        F.cross_entropy(
+            model(input_ids=r[:, :-1], use_cache=False).logits.float().flatten(0, 1),
+            r[:, 1:].flatten(),
+        )
+        for r in rows.split(4)
+    ]
     return float(torch.stack([t * len(r) for t, r in zip(total, rows.split(4))]).sum() / len(rows))
 
 
@@ -222,7 +363,12 @@ def main() -> None:
     parser.add_argument("what", choices=["tokenizer", "tiny", "draft"])
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--tokens-per-step", type=int, default=8192)
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run the training step without torch.compile")
+    parser.add_argument(
+        "--no-compile",
+        dest="compile",
+        action="store_false",
+        help="run the training step without torch.compile",
+    )
     args = parser.parse_args()
     if args.minutes <= 0:
         parser.error(f"--minutes must be positive, got {args.minutes}")

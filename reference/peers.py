@@ -1,8 +1,11 @@
-"""The libraries on the same weights, as reference lines of the ladder: transformers in its three ways of generating.
+"""The libraries on the same weights, as reference lines of the ladder: transformers in its three
+ways of generating.
 
-Each peer: run(model, prompts: list[list[int]], max_new_tokens: list[int], on_token) -> list[list[int]], greedy,
-and counts only what a request asked for: what a static batch generates beyond that is its own waste.
+Each peer: run(model, prompts: list[list[int]], max_new_tokens: list[int], on_token) ->
+list[list[int]], greedy, and counts only what a request asked for: what a static batch generates
+beyond that is its own waste.
 """
+
 import contextlib
 import io
 import logging
@@ -17,13 +20,21 @@ def load_peer_model(path: str, device: torch.device, dtype: torch.dtype):
     """The same checkpoint as a transformers model, with its fused attention (SDPA)."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    return (
+        AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        .to(device)
+        .eval()
+    )
 
 
 def _greedy(model, max_new_tokens: int) -> GenerationConfig:
     eos = model.generation_config.eos_token_id
-    return GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos,
-                            pad_token_id=eos[0] if isinstance(eos, list) else eos or 0)
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=eos[0] if isinstance(eos, list) else eos or 0,
+    )
 
 
 def _until_stop(tokens: list[int], limit: int, eos) -> list[int]:
@@ -36,17 +47,26 @@ def _until_stop(tokens: list[int], limit: int, eos) -> list[int]:
 @torch.inference_mode()
 def one_by_one(model, prompts, max_new_tokens, on_token=None):
     """generate(), one request after the other, with its KV cache."""
-    return [row for prompt, limit in zip(prompts, max_new_tokens)
-            for row in left_padded_batch(model, [prompt], [limit], on_token)]
+    return [
+        row
+        for prompt, limit in zip(prompts, max_new_tokens)
+        for row in left_padded_batch(model, [prompt], [limit], on_token)
+    ]
 
 
 @torch.inference_mode()
 def left_padded_batch(model, prompts, max_new_tokens, on_token=None):
-    """generate() on all requests at once, padded on the left, for as long as the longest answer takes."""
+    """generate() on all requests at once, padded on the left, for as long as the longest answer
+    takes.
+    """
     config = _greedy(model, max(max_new_tokens))
     width = max(map(len, prompts))
-    ids = torch.tensor([[config.pad_token_id] * (width - len(p)) + p for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    ids = torch.tensor(
+        [[config.pad_token_id] * (width - len(p)) + p for p in prompts], device=model.device
+    )
+    mask = torch.tensor(
+        [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device
+    )
     out = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
     rows = [_until_stop(row, limit, config.eos_token_id) for row, limit in zip(out, max_new_tokens)]
     for row, tokens in enumerate(rows):
@@ -58,10 +78,15 @@ def left_padded_batch(model, prompts, max_new_tokens, on_token=None):
 def continuous_batching(model, prompts, max_new_tokens, on_token=None):
     """transformers' own continuous batching over a paged cache; each request ends at its own limit."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
     tokens = sum(map(len, prompts)) + sum(max_new_tokens)
     block_size = 32
-    paged = ContinuousBatchingConfig(block_size=block_size, num_blocks=tokens // block_size + 2 * len(prompts) + 1,
-                                     max_batch_tokens=512, use_cuda_graph=model.device.type == "cuda")
+    paged = ContinuousBatchingConfig(
+        block_size=block_size,
+        num_blocks=tokens // block_size + 2 * len(prompts) + 1,
+        max_batch_tokens=512,
+        use_cuda_graph=model.device.type == "cuda",
+    )
     config = _greedy(model, max(max_new_tokens))
     before = model.config._attn_implementation
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
@@ -69,9 +94,14 @@ def continuous_batching(model, prompts, max_new_tokens, on_token=None):
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
-            manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=paged)
+            manager = model.init_continuous_batching(
+                generation_config=config, continuous_batching_config=paged
+            )
             manager.start()
-            names = {manager.add_request(p, max_new_tokens=n): i for i, (p, n) in enumerate(zip(prompts, max_new_tokens))}
+            names = {
+                manager.add_request(p, max_new_tokens=n): i
+                for i, (p, n) in enumerate(zip(prompts, max_new_tokens))
+            }
             while len(rows) < len(prompts):
                 result = manager.get_result(timeout=60)
                 if result is None:
@@ -81,7 +111,8 @@ def continuous_batching(model, prompts, max_new_tokens, on_token=None):
                     on_token(names[result.request_id], token)
             manager.stop(block=True)
     finally:
-        model.set_attn_implementation(before)  # continuous batching switches the model to its paged variant
+        # continuous batching switches the model to its paged variant
+        model.set_attn_implementation(before)
     return [rows[i] for i in range(len(prompts))]
 
 

@@ -1,23 +1,39 @@
-"""Exercises of lesson 02: attention, sampling for a batch, a generation loop with bugs, and the bytes of a score matrix."""
+"""Exercises of lesson 02: attention, sampling for a batch, a generation loop with bugs, and the
+bytes of a score matrix.
+"""
+
 import math
 
 import torch
 from torch import Tensor
 
-from lessons.toolbox.exercises import exercise
+from lessons.toolbox.exercises.exercise import exercise
 
 
-@exercise("2.1", "Attention with a causal mask, derived again", minutes=25, difficulty=2,
-          replaces="lessons.l02_naive_attention.naive:attention")
-def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True,
-              window: int | None = None) -> Tensor:
-    """softmax(q kᵀ · softmax_scale + mask) v for all heads at once. q: [Tq, Hq, D]; k, v: [Tk, Hkv, D] -> [Tq, Hq, D].
+@exercise(
+    "2.1",
+    "Attention with a causal mask, derived again",
+    minutes=25,
+    difficulty=2,
+    replaces="lessons.l02_naive_attention.naive:attention",
+)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+) -> Tensor:
+    """softmax(q kᵀ · softmax_scale + mask) v for all heads at once. q: [Tq, Hq, D]; k, v: [Tk, Hkv,
+    D] -> [Tq, Hq, D].
 
     The result has q's dtype (float32, float16, bfloat16 or float64); q, k and v stay as they were.
-    softmax_scale: 1 / √D if None. Query head h reads KV head h // (Hq / Hkv).
-    causal: query i sees key j if j <= i + Tk - Tq (bottom-right aligned: the last query sees every key).
-    window: if given, each query sees only the last `window` of those keys, its own included (window=1: itself alone).
-    A query that sees no key (Tq > Tk) gets zeros. Errors: none to raise; the shapes fit together.
+    softmax_scale: 1 / √D if None. Query head h reads KV head h // (Hq / Hkv). causal: query i sees
+    key j if j <= i + Tk - Tq (bottom-right aligned: the last query sees every key). window: if
+    given, each query sees only the last `window` of those keys, its own included (window=1: itself
+    alone). A query that sees no key (Tq > Tk) gets zeros. Errors: none to raise; the shapes fit
+    together.
 
     Example, one head, D = 1: q = [1, 1], k = [0, ln 3], v = [4, 8], softmax_scale = 1
         query 0 sees key 0 alone                        -> 4
@@ -28,7 +44,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = Non
     # SOLUTION
     group = num_heads // num_kv_heads
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scale = head_dim ** -0.5 if softmax_scale is None else softmax_scale
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     sees = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
     if causal:
@@ -41,9 +57,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = Non
     # END
 
 
-@exercise("2.2", "Top-k and top-p for a batch, each row with its own settings", minutes=30, difficulty=3)
-def batch_probabilities(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The distribution of each row's next token. logits: [B, V] float32 -> [B, V] float64, each row sums to 1.
+@exercise(
+    "2.2", "Top-k and top-p for a batch, each row with its own settings", minutes=30, difficulty=3
+)
+def batch_probabilities(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
+) -> Tensor:
+    """The distribution of each row's next token. logits: [B, V] float32 -> [B, V] float64, each row
+    sums to 1.
 
     temperature: [B] float64, above 0; top_k: [B] int64, 0 is off; top_p: [B] float64, 0 < p <= 1, 1 is off.
     For each row, in this order:
@@ -62,29 +83,37 @@ def batch_probabilities(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     p = torch.softmax(logits.double() / temperature[:, None], dim=-1)
     sorted_p, ids = p.sort(dim=-1, descending=True, stable=True)
     k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
-    kth = sorted_p.gather(1, k[:, None] - 1)                                       # [B, 1]
+    kth = sorted_p.gather(1, k[:, None] - 1)  # [B, 1]
     sorted_p = sorted_p.masked_fill(sorted_p < kth, 0)
     sorted_p = sorted_p / sorted_p.sum(-1, keepdim=True)
     short_of_p = sorted_p.cumsum(-1) < top_p[:, None]
-    stays = torch.nn.functional.pad(short_of_p, (1, -1), value=True)               # the token after one that fell short
-    stays = stays | (top_p[:, None] == 1)                                          # rounding can reach 1 before the last token
-    kept = torch.zeros_like(p).scatter(1, ids, sorted_p.masked_fill(~stays, 0))    # back to the order of the ids
+    # the token after one that fell short
+    stays = torch.nn.functional.pad(short_of_p, (1, -1), value=True)
+    # rounding can reach 1 before the last token
+    stays = stays | (top_p[:, None] == 1)
+    # back to the order of the ids
+    kept = torch.zeros_like(p).scatter(1, ids, sorted_p.masked_fill(~stays, 0))
     return kept / kept.sum(-1, keepdim=True)
     # END
 
 
 @exercise("2.3", "Find the bugs: a greedy loop that ran, and lied", minutes=20, difficulty=2)
-def generate_greedy(model, prompt: list[int], max_new_tokens: int, stop_token_ids: set[int], attend) -> list[int]:
-    """The greedy continuation of one prompt: new token ids only, at most max_new_tokens of them (none for 0).
+def generate_greedy(
+    model, prompt: list[int], max_new_tokens: int, stop_token_ids: set[int], attend
+) -> list[int]:
+    """The greedy continuation of one prompt: new token ids only, at most max_new_tokens of them
+    (none for 0).
 
-    A token of stop_token_ids ends the row and is the last one returned.
-    model(tokens: [T] int64, positions: [T] int64, attend) -> hidden: [T, hidden_size]; model.logits(hidden) -> [T, V].
-    Row t of the logits predicts token t + 1. Each step runs the whole sequence; positions count from 0. `prompt` stays as it was.
+    A token of stop_token_ids ends the row and is the last one returned. model(tokens: [T] int64,
+    positions: [T] int64, attend) -> hidden: [T, hidden_size]; model.logits(hidden) -> [T, V]. Row t
+    of the logits predicts token t + 1. Each step runs the whole sequence; positions count from 0.
+    `prompt` stays as it was.
 
     Example: a model that always says "last token + 1", prompt [5, 6], stop {9}
         max_new_tokens=2 -> [7, 8];   max_new_tokens=8 -> [7, 8, 9]
 
-    The code below runs, and its text even looks plausible. It has three bugs. Delete the first line and find them.
+    The code below runs, and its text even looks plausible. It has three bugs. Delete the first line
+    and find them.
     """
     # SOLUTION
     output = []
@@ -114,14 +143,15 @@ def generate_greedy(model, prompt: list[int], max_new_tokens: int, stop_token_id
 def longest_prompt(memory_gib: float, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> int:
     """The largest number of tokens T for which one layer's score matrix fits into memory_gib GiB.
 
-    Naive attention over a prompt of T tokens holds scores: [Hq, T, T], each an element of `dtype`, the masked half too.
-    memory_gib: GiB, 2^30 bytes each (not GB, 10^9). num_heads, num_kv_heads: counts, num_heads >= num_kv_heads >= 1.
-    Errors: none to raise.
+    Naive attention over a prompt of T tokens holds scores: [Hq, T, T], each an element of `dtype`,
+    the masked half too. memory_gib: GiB, 2^30 bytes each (not GB, 10^9). num_heads, num_kv_heads:
+    counts, num_heads >= num_kv_heads >= 1. Errors: none to raise.
 
-    Example: 1 GiB, 8 query heads, 2 KV heads, float16 (2 bytes): T² <= 2^30 / (8 · 2) = 2^26, so T = 8192.
-    Write down your guess first: 80 GiB (a whole H100), 32 query heads, 8 KV heads, bfloat16.
+    Example: 1 GiB, 8 query heads, 2 KV heads, float16 (2 bytes): T² <= 2^30 / (8 · 2) = 2^26, so T
+    = 8192. Write down your guess first: 80 GiB (a whole H100), 32 query heads, 8 KV heads,
+    bfloat16.
     """
     # SOLUTION
-    budget_bytes = memory_gib * 2 ** 30
+    budget_bytes = memory_gib * 2**30
     return math.isqrt(int(budget_bytes // (num_heads * dtype.itemsize)))
     # END

@@ -1,4 +1,7 @@
-"""Exercises of lesson 05: a cache that repeats nothing, a kernel for a group, a conversion with bugs, the bytes of it all."""
+"""Exercises of lesson 05: a cache that repeats nothing, a kernel for a group, a conversion with
+bugs, the bytes of it all.
+"""
+
 from dataclasses import replace
 
 import torch
@@ -6,18 +9,26 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.naive import causal_mask
 from lessons.l03_kv_cache.cache import KVCache
-from lessons.toolbox.config import ModelConfig
-from lessons.toolbox.exercises import exercise
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.exercises.exercise import exercise
+from lessons.toolbox.kernels.triton_ import tl, triton
+from lessons.toolbox.model.config import ModelConfig
 
 
-@exercise("5.1", "A cache that repeats no KV head", minutes=30, difficulty=2, replaces="lessons.l05_gqa.naive:RepeatedKVCache")
+@exercise(
+    "5.1",
+    "A cache that repeats no KV head",
+    minutes=30,
+    difficulty=2,
+    replaces="lessons.l05_gqa.naive:RepeatedKVCache",
+)
 class GroupedKVCache(KVCache):
-    """Lesson 3's cache; its two ways of reading are yours. Query head h reads KV head h // group, group = Hq / Hkv.
+    """Lesson 3's cache; its two ways of reading are yours. Query head h reads KV head h // group,
+    group = Hq / Hkv.
 
-    keys, values: [layers, capacity, Hkv, D]; the first `end` rows of a layer are in use, the others may hold anything.
-    The cache stays as large as it is: Hkv heads, not Hq. Results have q's dtype. Errors: none to raise.
-    Aim: no tensor of [end, Hq, D]; nothing is repeated, neither in the cache nor on the way.
+    keys, values: [layers, capacity, Hkv, D]; the first `end` rows of a layer are in use, the others
+    may hold anything. The cache stays as large as it is: Hkv heads, not Hq. Results have q's dtype.
+    Errors: none to raise. Aim: no tensor of [end, Hq, D]; nothing is repeated, neither in the cache
+    nor on the way.
 
     Example: 4 query heads, 2 KV heads, D = 1, one token in the cache whose v is [[5], [7]]. A softmax over one key is 1, so
         decode gives [[[5], [5], [7], [7]]]: heads 0 and 1 read KV head 0, heads 2 and 3 KV head 1.
@@ -26,28 +37,33 @@ class GroupedKVCache(KVCache):
     def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
         """The newest token attends to the first `end` rows. q: [1, Hq, D] -> [1, Hq, D].
 
-        The scale is self.config.softmax_scale. self.config.sliding_window(layer) is None, or how many of the last rows count.
+        The scale is self.config.softmax_scale. self.config.sliding_window(layer) is None, or how
+        many of the last rows count.
         """
         k, v = self.keys[layer, :end], self.values[layer, :end]  # [end, Hkv, D]
         # SOLUTION
         window = self.config.sliding_window(layer)
         if window is not None:
             k, v = k[-window:], v[-window:]
-        rows = q[0].unflatten(0, (k.shape[1], -1))                                          # [Hkv, group, D]
+        # [Hkv, group, D]
+        rows = q[0].unflatten(0, (k.shape[1], -1))
         scores = torch.einsum("hgd,nhd->hgn", rows, k) * self.config.softmax_scale
         out = torch.einsum("hgn,nhd->hgd", torch.softmax(scores, dim=-1), v)
         return out.reshape(q.shape)
         # END
 
     def prefill(self, layer: int, q: Tensor, end: int) -> Tensor:
-        """The newest T tokens attend to the first `end` rows, each to those before it. q: [T, Hq, D] -> [T, Hq, D].
+        """The newest T tokens attend to the first `end` rows, each to those before it. q: [T, Hq,
+        D] -> [T, Hq, D].
 
-        `causal_mask(T, end, window)` (lesson 2, imported above) gives [T, end] bool: who sees whom, the window included.
+        `causal_mask(T, end, window)` (lesson 2, imported above) gives [T, end] bool: who sees whom,
+        the window included.
         """
         k, v = self.keys[layer, :end], self.values[layer, :end]  # [end, Hkv, D]
         # SOLUTION
         sees = causal_mask(len(q), end, self.config.sliding_window(layer), q.device)
-        rows = q.unflatten(1, (k.shape[1], -1))                                             # [T, Hkv, group, D]
+        # [T, Hkv, group, D]
+        rows = q.unflatten(1, (k.shape[1], -1))
         scores = torch.einsum("thgd,nhd->hgtn", rows, k) * self.config.softmax_scale
         weights = torch.softmax(scores.masked_fill(~sees, -torch.inf), dim=-1)
         return torch.einsum("hgtn,nhd->thgd", weights, v).reshape(q.shape)
@@ -55,20 +71,48 @@ class GroupedKVCache(KVCache):
 
 
 @triton.jit
-def group_kernel(q_ptr, k_ptr, v_ptr, out_ptr, context_lens_ptr, scale_log2e, window,
-                 stride_qb, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-                 GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-                 BLOCK_N: tl.constexpr):
+def group_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    context_lens_ptr,
+    scale_log2e,
+    window,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Exercise 5.2's kernel: what it has to do stands at `gqa_decode`, which launches it."""
     kv_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)  # of the query tile
-    head = kv_head * GROUP + row                                # the query head of each row; rows from GROUP on belong to none
+    # the query head of each row; rows from GROUP on belong to none
+    head = kv_head * GROUP + row
     length = tl.load(context_lens_ptr + sequence).to(tl.int32)
-    out_rows = out_ptr + (sequence * tl.num_programs(0) * GROUP + head[:, None]) * HEAD_DIM + column[None, :]  # out is dense
+    # out is dense
+    out_rows = (
+        out_ptr
+        + (sequence * tl.num_programs(0) * GROUP + head[:, None]) * HEAD_DIM
+        + column[None, :]
+    )
     # SOLUTION 5.2
     in_head = (column < HEAD_DIM)[None, :]
     in_group = (row < GROUP)[:, None] & in_head
-    q = tl.load(q_ptr + sequence * stride_qb + head[:, None] * stride_qh + column[None, :], mask=in_group, other=0.0)
+    q = tl.load(
+        q_ptr + sequence * stride_qb + head[:, None] * stride_qh + column[None, :],
+        mask=in_group,
+        other=0.0,
+    )
     k_ptr += sequence * stride_kb + kv_head * stride_kh
     v_ptr += sequence * stride_vb + kv_head * stride_vh
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -77,8 +121,12 @@ def group_kernel(q_ptr, k_ptr, v_ptr, out_ptr, context_lens_ptr, scale_log2e, wi
     for start in range(tl.maximum(length - window, 0), length, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         held = (key < length)[:, None] & in_head
-        k = tl.load(k_ptr + key[:, None].to(tl.int64) * stride_kn + column[None, :], mask=held, other=0.0)
-        v = tl.load(v_ptr + key[:, None].to(tl.int64) * stride_vn + column[None, :], mask=held, other=0.0)
+        k = tl.load(
+            k_ptr + key[:, None].to(tl.int64) * stride_kn + column[None, :], mask=held, other=0.0
+        )
+        v = tl.load(
+            v_ptr + key[:, None].to(tl.int64) * stride_vn + column[None, :], mask=held, other=0.0
+        )
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
         scores = tl.where((key < length)[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
@@ -92,11 +140,23 @@ def group_kernel(q_ptr, k_ptr, v_ptr, out_ptr, context_lens_ptr, scale_log2e, wi
     # END
 
 
-@exercise("5.2", "A kernel in which one program serves a whole group", minutes=60, difficulty=4,
-          replaces="lessons.l05_gqa.optimized:decode_attention")
-def gqa_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, softmax_scale: float | None = None,
-               window: int | None = None) -> Tensor:
-    """One query per sequence over its cache, by `group_kernel` above: its body is the exercise, this launch is given.
+@exercise(
+    "5.2",
+    "A kernel in which one program serves a whole group",
+    minutes=60,
+    difficulty=4,
+    replaces="lessons.l05_gqa.optimized:decode_attention",
+)
+def gqa_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """One query per sequence over its cache, by `group_kernel` above: its body is the exercise,
+    this launch is given.
 
     q: [B, Hq, D]; k_cache, v_cache: [B, capacity, Hkv, D]; context_lens: [B], the rows in use -> [B, Hq, D], of q's dtype.
     One program per KV head and sequence. It loads the GROUP = Hq / Hkv query heads as the rows of a tile [BLOCK_M, BLOCK_D], both
@@ -112,34 +172,52 @@ def gqa_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor
         q = [0, 1]    head 0: weights 1/2, 1/2 -> 6      head 1: weights 1/4, 3/4 -> 7
     """
     (num_sequences, num_heads, head_dim), (_, capacity, num_kv_heads, _) = q.shape, k_cache.shape
-    softmax_scale = head_dim ** -0.5 if softmax_scale is None else softmax_scale
+    softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     group, out = num_heads // num_kv_heads, torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group_kernel[num_kv_heads, num_sequences](
-        q, k_cache, v_cache, out, context_lens, softmax_scale * 1.4426950408889634, capacity if window is None else window,
-        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], GROUP=group, HEAD_DIM=head_dim,
-        BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_N=16)
+        q,
+        k_cache,
+        v_cache,
+        out,
+        context_lens,
+        softmax_scale * 1.4426950408889634,
+        capacity if window is None else window,
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_N=16,
+    )
     return out
 
 
 @exercise("5.3", "Find the bugs: a conversion to fewer KV heads", minutes=25, difficulty=2)
-def convert_to_gqa(weights: dict[str, Tensor], config: ModelConfig, num_kv_heads: int) -> tuple[dict[str, Tensor], ModelConfig]:
-    """The weights and the config of the same model with num_kv_heads KV heads, each the mean of a group of neighbours.
+def convert_to_gqa(
+    weights: dict[str, Tensor], config: ModelConfig, num_kv_heads: int
+) -> tuple[dict[str, Tensor], ModelConfig]:
+    """The weights and the config of the same model with num_kv_heads KV heads, each the mean of a
+    group of neighbours.
 
-    weights: the decoder's state dict: "layers.0.self_attn.k_proj.weight" [Hkv · D, hidden_size], "….k_proj.bias" [Hkv · D] if the
-    model has biases, v_proj likewise; the rows of KV head h are h · D to (h + 1) · D. num_kv_heads divides
-    config.num_key_value_heads. All other weights come back as they are. `weights` and its tensors stay as they were.
-    Errors: none to raise.
+    weights: the decoder's state dict: "layers.0.self_attn.k_proj.weight" [Hkv · D, hidden_size],
+    "….k_proj.bias" [Hkv · D] if the model has biases, v_proj likewise; the rows of KV head h are h
+    · D to (h + 1) · D. num_kv_heads divides config.num_key_value_heads. All other weights come back
+    as they are. `weights` and its tensors stay as they were. Errors: none to raise.
 
     Example: 4 KV heads of D = 1, k_proj.weight = [[1], [3], [10], [20]], to 2 heads -> [[2], [15]]; the config says 2 KV heads.
         With 4 query heads, heads 0 and 1 then read 2 in the place of 1 and 3; heads 2 and 3 read 15.
 
-    The code below runs, and its shapes are right. It has three bugs. Delete the first line and find them.
+    The code below runs, and its shapes are right. It has three bugs. Delete the first line and find
+    them.
     """
     # SOLUTION
     converted = dict(weights)
     for name, weight in weights.items():
         if ".k_proj." in name or ".v_proj." in name:
-            heads = weight.view(num_kv_heads, -1, config.head_dim, *weight.shape[1:])  # [groups, heads of a group, D, ...]
+            # [groups, heads of a group, D, ...]
+            heads = weight.view(num_kv_heads, -1, config.head_dim, *weight.shape[1:])
             converted[name] = heads.mean(1).flatten(0, 1)
     return converted, replace(config, num_key_value_heads=num_kv_heads)
     # STUB
@@ -153,9 +231,17 @@ def convert_to_gqa(weights: dict[str, Tensor], config: ModelConfig, num_kv_heads
 
 
 @exercise("5.4", "Predict: what sharing KV heads saves", minutes=15, difficulty=1)
-def shared_heads(num_hidden_layers: int, num_attention_heads: int, num_key_value_heads: int, head_dim: int, dtype: torch.dtype,
-                 context: int, memory_gib: float) -> tuple[float, float, float, int]:
-    """Of a decoder: MiB (2^20 bytes) of K and V that one decode step of one sequence moves, three ways, and what fits.
+def shared_heads(
+    num_hidden_layers: int,
+    num_attention_heads: int,
+    num_key_value_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    context: int,
+    memory_gib: float,
+) -> tuple[float, float, float, int]:
+    """Of a decoder: MiB (2^20 bytes) of K and V that one decode step of one sequence moves, three
+    ways, and what fits.
 
     All layers together, `context` tokens in the cache. In this order:
         MiB read in groups: every cached K and V once

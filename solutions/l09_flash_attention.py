@@ -1,26 +1,46 @@
-"""Exercises of lesson 09: tiles in PyTorch, a kernel with a sink, the traffic of both orders, a key range with bugs."""
+"""Exercises of lesson 09: tiles in PyTorch, a kernel with a sink, the traffic of both orders, a key
+range with bugs.
+"""
+
 import torch
 from torch import Tensor
 
 from lessons.l09_flash_attention.naive import PYTORCH_TILES
 from lessons.l09_flash_attention.tiles import Tiles
-from lessons.toolbox.exercises import exercise
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.exercises.exercise import exercise
+from lessons.toolbox.kernels.triton_ import tl, triton
 
 
-@exercise("9.1", "FlashAttention in PyTorch tiles", minutes=45, difficulty=3,
-          replaces="lessons.l09_flash_attention.naive:tiled_attention")
-def tiled_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True,
-                    window: int | None = None, softcap: None = None, alibi_slopes: None = None, sinks: None = None,
-                    tiles: Tiles = PYTORCH_TILES) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence in FA-2 order. q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] -> out [T, Hq, Dv], lse [T, Hq].
+@exercise(
+    "9.1",
+    "FlashAttention in PyTorch tiles",
+    minutes=45,
+    difficulty=3,
+    replaces="lessons.l09_flash_attention.naive:tiled_attention",
+)
+def tiled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: None = None,
+    alibi_slopes: None = None,
+    sinks: None = None,
+    tiles: Tiles = PYTORCH_TILES,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence in FA-2 order. q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] ->
+    out [T, Hq, Dv], lse [T, Hq].
 
-    Outer loop: tiles.block_m queries; inner loop: tiles.block_n keys; the last tile of each may be shorter. softmax_scale:
-    1 / √D if None. Query head h reads KV head h // (Hq / Hkv). causal: bottom-right aligned, query i stands at key i + Tk - T.
-    window (with causal): a query sees that many keys, its own included. A query that sees no key: out 0, lse −inf.
-    softcap, alibi_slopes, sinks: always None here; they stand there so that yours can take the place of the lesson's function.
-    out has q's dtype, lse is float32 (float64 for float64). lse: log Σ exp(score), the natural logarithm.
-    Aim: no tensor of T · Tk elements, and no tile computed that no query of it sees. The arguments stay as they were.
+    Outer loop: tiles.block_m queries; inner loop: tiles.block_n keys; the last tile of each may be
+    shorter. softmax_scale: 1 / √D if None. Query head h reads KV head h // (Hq / Hkv). causal:
+    bottom-right aligned, query i stands at key i + Tk - T. window (with causal): a query sees that
+    many keys, its own included. A query that sees no key: out 0, lse −inf. softcap, alibi_slopes,
+    sinks: always None here; they stand there so that yours can take the place of the lesson's
+    function. out has q's dtype, lse is float32 (float64 for float64). lse: log Σ exp(score), the
+    natural logarithm. Aim: no tensor of T · Tk elements, and no tile computed that no query of it
+    sees. The arguments stay as they were.
 
     Example, D = 1, one head, softmax_scale = 1, causal, tiles of 1 query and 2 keys:
         q = [1, 1, 1], k = [0, 0, ln 2], v = [3, 6, 12]
@@ -33,15 +53,23 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None
     out = torch.zeros(num_queries, num_heads, v_head_dim, dtype=q.dtype, device=q.device)
     lse = torch.full((num_queries, num_heads), -torch.inf, dtype=wide, device=q.device)
     # SOLUTION
-    scale, group = head_dim ** -0.5 if softmax_scale is None else softmax_scale, num_heads // num_kv_heads
+    scale, group = (
+        head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        num_heads // num_kv_heads,
+    )
     for start_m in range(0, num_queries, tiles.block_m):
         rows = slice(start_m, min(start_m + tiles.block_m, num_queries))
         query = torch.arange(rows.start, rows.stop, device=q.device) + num_keys - num_queries
         m_i = torch.full((len(query), num_heads), -torch.inf, dtype=wide, device=q.device)
-        l_i, acc = torch.zeros_like(m_i), torch.zeros(len(query), num_heads, v_head_dim, dtype=wide, device=q.device)
+        l_i, acc = (
+            torch.zeros_like(m_i),
+            torch.zeros(len(query), num_heads, v_head_dim, dtype=wide, device=q.device),
+        )
         first, last = int(query[0]), int(query[-1])
         begin = max(0, first - window + 1) // tiles.block_n * tiles.block_n if window else 0
-        for start_n in range(begin, min(num_keys, max(0, last + 1)) if causal else num_keys, tiles.block_n):
+        for start_n in range(
+            begin, min(num_keys, max(0, last + 1)) if causal else num_keys, tiles.block_n
+        ):
             cells = slice(start_n, min(start_n + tiles.block_n, num_keys))
             key = torch.arange(cells.start, cells.stop, device=q.device)
             k_tile, v_tile = (x[cells].to(wide).repeat_interleave(group, dim=1) for x in (k, v))
@@ -63,9 +91,23 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None
 
 
 @triton.jit
-def sink_kernel(q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, softmax_scale, num_queries, num_keys, HEAD_DIM: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program: BLOCK_M queries of head program_id(1). All tensors are dense, [T, H, HEAD_DIM], with H = num_programs(1)."""
+def sink_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    sinks_ptr,
+    out_ptr,
+    softmax_scale,
+    num_queries,
+    num_keys,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program: BLOCK_M queries of head program_id(1). All tensors are dense, [T, H, HEAD_DIM],
+    with H = num_programs(1).
+    """
     head, num_heads = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
@@ -96,33 +138,49 @@ def sink_kernel(q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, softmax_scale, num_quer
 
 @exercise("9.2", "The kernel: any head size, and a sink", minutes=50, difficulty=4)
 def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, block: int = 16) -> Tensor:
-    """Attention without a causal mask, with a sink. q: [T, H, D]; k, v: [Tk, H, D], dense; sinks: [H] float32 -> [T, H, D].
+    """Attention without a causal mask, with a sink. q: [T, H, D]; k, v: [Tk, H, D], dense; sinks:
+    [H] float32 -> [T, H, D].
 
-    A sink is one more score in each row's softmax, the same for all queries of a head, that has no key and no value: its weight
-    goes nowhere. out = Σ exp(s_j) v_j / (exp(sink) + Σ exp(s_j)), with s = q · k / √D. Tk may be 0: then the sink takes all.
-    D: 1 to 128, not only powers of two. block: queries and keys a tile, a power of two, 16 or more.
-    The launch stands below; the kernel above is yours: `sink_kernel` computes one tile of queries of one head.
-    Aim: no score beyond its tile; masked loads with `other`; float32 sums; nothing written beside `out`.
+    A sink is one more score in each row's softmax, the same for all queries of a head, that has no
+    key and no value: its weight goes nowhere. out = Σ exp(s_j) v_j / (exp(sink) + Σ exp(s_j)), with
+    s = q · k / √D. Tk may be 0: then the sink takes all. D: 1 to 128, not only powers of two.
+    block: queries and keys a tile, a power of two, 16 or more. The launch stands below; the kernel
+    above is yours: `sink_kernel` computes one tile of queries of one head. Aim: no score beyond its
+    tile; masked loads with `other`; float32 sums; nothing written beside `out`.
 
     Example, D = 1, one query, sink = ln 2: q = [1], k = [0, 0], v = [4, 8]
         weights 1 and 1, denominator 1 + 1 + 2 = 4    -> (4 + 8) / 4 = 3
     """
     out = torch.empty_like(q)
     sink_kernel[triton.cdiv(len(q), block), q.shape[1]](
-        q, k, v, sinks, out, q.shape[2] ** -0.5, len(q), len(k), HEAD_DIM=q.shape[2], BLOCK_M=block, BLOCK_N=block,
-        BLOCK_D=triton.next_power_of_2(max(q.shape[2], 16)))
+        q,
+        k,
+        v,
+        sinks,
+        out,
+        q.shape[2] ** -0.5,
+        len(q),
+        len(k),
+        HEAD_DIM=q.shape[2],
+        BLOCK_M=block,
+        BLOCK_N=block,
+        BLOCK_D=triton.next_power_of_2(max(q.shape[2], 16)),
+    )
     return out
 
 
 @exercise("9.3", "Predict: tiles visited, bytes moved", minutes=20, difficulty=2)
-def tile_traffic(num_tokens: int, num_heads: int, head_dim: int, itemsize: int, block: int) -> tuple[int, int, int, int]:
-    """(tiles visited, those that need no mask, bytes read in FA-2 order, bytes of naive scores) of causal attention.
+def tile_traffic(
+    num_tokens: int, num_heads: int, head_dim: int, itemsize: int, block: int
+) -> tuple[int, int, int, int]:
+    """(tiles visited, those that need no mask, bytes read in FA-2 order, bytes of naive scores) of
+    causal attention.
 
-    As many queries as keys, num_tokens, a multiple of `block`; tiles of block × block; as many KV heads as heads; both counts
-    for one head, both byte numbers for all heads.
-    Bytes read in FA-2 order: q once; k and v for every tile visited; no cache helps.
-    Bytes of naive scores: an [H, T, T] matrix, written and read once as scores, written and read once as probabilities.
-    Errors: none to raise. Aim: formulas, no loop.
+    As many queries as keys, num_tokens, a multiple of `block`; tiles of block × block; as many KV
+    heads as heads; both counts for one head, both byte numbers for all heads. Bytes read in FA-2
+    order: q once; k and v for every tile visited; no cache helps. Bytes of naive scores: an [H, T,
+    T] matrix, written and read once as scores, written and read once as probabilities. Errors: none
+    to raise. Aim: formulas, no loop.
 
     Example: 4 tokens, 1 head of size 8, 2 bytes, tiles of 2 × 2: a grid of 2 × 2 tiles, one above the diagonal.
         3 visited, 1 without a mask; q: 4 · 16 = 64 bytes, k and v: 3 tiles · 2 rows · 2 · 16 = 192 -> 256; 4 · 16 · 2 = 128
@@ -134,22 +192,34 @@ def tile_traffic(num_tokens: int, num_heads: int, head_dim: int, itemsize: int, 
     visited = count * (count + 1) // 2
     row = head_dim * itemsize
     read = num_heads * (num_tokens * row + visited * block * 2 * row)
-    return visited, visited - count, read, 4 * num_heads * num_tokens ** 2 * itemsize
+    return visited, visited - count, read, 4 * num_heads * num_tokens**2 * itemsize
     # END
 
 
-@exercise("9.4", "Find the bugs: which keys a tile visits", minutes=25, difficulty=3,
-          replaces="lessons.l09_flash_attention.tiles:key_range")
-def key_range(start_m: int, num_queries: int, num_keys: int, tiles: Tiles, causal: bool = True,
-              window: int | None = None) -> tuple[int, int, int]:
-    """(begin, full_end, end): queries start_m … start_m + block_m - 1 visit the keys begin … end - 1 in tiles of block_n.
+@exercise(
+    "9.4",
+    "Find the bugs: which keys a tile visits",
+    minutes=25,
+    difficulty=3,
+    replaces="lessons.l09_flash_attention.tiles:key_range",
+)
+def key_range(
+    start_m: int,
+    num_queries: int,
+    num_keys: int,
+    tiles: Tiles,
+    causal: bool = True,
+    window: int | None = None,
+) -> tuple[int, int, int]:
+    """(begin, full_end, end): queries start_m … start_m + block_m - 1 visit the keys begin … end -
+    1 in tiles of block_n.
 
-    begin: the first key of the first tile that one of these queries sees (with a window; 0 without).
-    end: one behind the last key that one of them sees. full_end: tiles before it lie whole below the diagonal and inside the
-    sequence, so they need no causal mask and no mask for the end. begin and full_end are multiples of block_n.
-    The last query stands at the last key. window: a query sees that many keys, its own included.
-    No tile that is seen may be left out, and no tile that needs a mask may stand before full_end; begin and end may not be
-    wider than needed.
+    begin: the first key of the first tile that one of these queries sees (with a window; 0
+    without). end: one behind the last key that one of them sees. full_end: tiles before it lie
+    whole below the diagonal and inside the sequence, so they need no causal mask and no mask for
+    the end. begin and full_end are multiples of block_n. The last query stands at the last key.
+    window: a query sees that many keys, its own included. No tile that is seen may be left out, and
+    no tile that needs a mask may stand before full_end; begin and end may not be wider than needed.
 
     Example: 10 queries, 10 keys, tiles of 4 × 4, causal; the queries 4 to 7:
         end = 8, full_end = 4 (keys 4 to 7 are the diagonal)                       -> (0, 4, 8)

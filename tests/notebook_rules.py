@@ -1,4 +1,7 @@
-"""What a committed notebook must hold: outputs without errors, figures that show something, no place on somebody's machine."""
+"""What a committed notebook must hold: outputs without errors, figures that show something, no
+place on somebody's machine.
+"""
+
 import base64
 import io
 import json
@@ -12,7 +15,9 @@ from PIL import Image
 from tests.course_rules import Complaints, committed_files, within
 
 MOST_CELLS = 30
-ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<])/(?:root|home|Users|work|tmp|mnt|opt|usr|var|private|content)/[\w.-]+")
+ABSOLUTE_PATH = re.compile(
+    r"(?<![\w.:/<])/(?:root|home|Users|work|tmp|mnt|opt|usr|var|private|content)/[\w.-]+"
+)
 
 
 def notebooks(root: Path) -> list[Path]:
@@ -22,13 +27,18 @@ def notebooks(root: Path) -> list[Path]:
 
 def bad_notebooks(root: Path) -> Complaints:
     """What is wrong with notebooks as they are committed."""
-    return [f"{within(root, path)}: {why}" for path in notebooks(root)
-            for why in _notebook(json.loads(path.read_text(encoding="utf-8")))]
+    return [
+        f"{within(root, path)}: {why}"
+        for path in notebooks(root)
+        for why in _notebook(json.loads(path.read_text(encoding="utf-8")))
+    ]
 
 
 def _notebook(notebook: dict) -> Iterator[str]:
     cells = notebook["cells"]
-    code = [cell for cell in cells if cell["cell_type"] == "code" and "".join(cell["source"]).strip()]
+    code = [
+        cell for cell in cells if cell["cell_type"] == "code" and "".join(cell["source"]).strip()
+    ]
     if len(cells) > MOST_CELLS:
         yield f"{len(cells)} cells, more than {MOST_CELLS}"
     if not any(output for cell in code for output in cell["outputs"]):
@@ -50,18 +60,30 @@ def _output(output: dict) -> Iterator[str]:
         yield f"ends in {output['ename']}: {output['evalue']}"
     if output.get("name") == "stderr" and "Traceback" in "".join(output["text"]):
         yield "shows a traceback"
-    if (picture := output.get("data", {}).get("image/png")) and is_empty(base64.b64decode("".join(picture))):
+    if (picture := output.get("data", {}).get("image/png")) and is_empty(
+        base64.b64decode("".join(picture))
+    ):
         yield "shows an empty figure"
-    if re.match(r"<Figure size .* with 0 Axes>", "".join(output.get("data", {}).get("text/plain", ""))):
+    if re.match(
+        r"<Figure size .* with 0 Axes>", "".join(output.get("data", {}).get("text/plain", ""))
+    ):
         yield "shows a figure without axes"
 
 
 def is_empty(png: bytes) -> bool:
-    """Whether a picture has (nearly) one colour only: less than 0.1 % of its pixels differ from the commonest one."""
-    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), dtype=np.int64) @ (65536, 256, 1)
+    """Whether a picture has (nearly) one colour only: less than 0.1 % of its pixels differ from the
+    commonest one.
+    """
+    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), dtype=np.int64) @ (
+        65536,
+        256,
+        1,
+    )
     return np.unique(pixels, return_counts=True)[1].max() > 0.999 * pixels.size
 
 
 def _texts(output: dict) -> list[str]:
-    data = {kind: value for kind, value in output.get("data", {}).items() if kind.startswith("text/")}
+    data = {
+        kind: value for kind, value in output.get("data", {}).items() if kind.startswith("text/")
+    }
     return ["".join(output.get("text", "")), *("".join(value) for value in data.values())]

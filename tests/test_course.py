@@ -1,4 +1,7 @@
-"""The course itself is held to its rules; and each rule is shown, on a tiny course with one slip, that it can fail."""
+"""The course itself is held to its rules; and each rule is shown, on a tiny course with one slip,
+that it can fail.
+"""
+
 import base64
 import io
 import json
@@ -7,14 +10,14 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from lessons.toolbox import proof_table
+from lessons.toolbox.proof import table as proof_table
 from tests import course_rules, notebook_rules, text_rules
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Longer than the rule, each with its reason.
 LONG = {
-    "lessons/toolbox/bench.py": "one harness: declaration, measurement, command",
-    "lessons/toolbox/interpreter.py": "one table of patches with their reasons",
+    "lessons/toolbox/measure/bench.py": "one harness: declaration, measurement, command",
+    "lessons/toolbox/kernels/interpreter.py": "one table of patches with their reasons",
 }
 RULES = {  # name -> rule
     "every part is there": course_rules.missing_parts,
@@ -37,7 +40,9 @@ def test_the_course_keeps_the_rule(rule):
 
 
 def unproved_kernels(root):
-    """Kernels of complete lessons that no test records (`proof.record(kernel, ...)`) or that no KernelSpec lists."""
+    """Kernels of complete lessons that no test records (`proof.record(kernel, ...)`) or that no
+    KernelSpec lists.
+    """
     complaints = []
     for kernel in proof_table.kernels(root):
         room = kernel.file.parent
@@ -47,13 +52,16 @@ def unproved_kernels(root):
         mark = kernel.name if kernel.file.suffix == ".cu" else f"proof.record({kernel.name}"
         if mark not in tests.read_text():
             complaints.append(f"{kernel.key}: {tests.name} never says {mark})")
-        listed = "".join(path.read_text() for path in room.glob("*.py") if proof_table.declares(path, "KERNELS"))
-        if kernel.file.suffix != ".cu" and f":{kernel.name}\"" not in listed:
+        listed = "".join(
+            path.read_text() for path in room.glob("*.py") if proof_table.declares(path, "KERNELS")
+        )
+        if kernel.file.suffix != ".cu" and f':{kernel.name}"' not in listed:
             complaints.append(f"{kernel.key}: no KernelSpec in KERNELS lists it")
     return complaints
 
 
 # ---------------------------------------------------------------- a tiny course that keeps every rule
+
 
 def picture(empty=False):
     figure = Figure(figsize=(2, 2))
@@ -65,10 +73,23 @@ def picture(empty=False):
 
 def notebook(**changes):
     """A notebook of one text and one code cell; changes: keys of the code cell."""
-    figure = {"output_type": "display_data", "data": {"image/png": picture(), "text/plain": "<Figure size 200x200 with 1 Axes>"},
-              "metadata": {}}
-    code = {"cell_type": "code", "source": ["1 + 1"], "execution_count": 1, "metadata": {}, "outputs": [figure]} | changes
-    text = {"cell_type": "markdown", "source": ["See [the lesson](../lessons/l01_copy/README.md#quiz)."], "metadata": {}}
+    figure = {
+        "output_type": "display_data",
+        "data": {"image/png": picture(), "text/plain": "<Figure size 200x200 with 1 Axes>"},
+        "metadata": {},
+    }
+    code = {
+        "cell_type": "code",
+        "source": ["1 + 1"],
+        "execution_count": 1,
+        "metadata": {},
+        "outputs": [figure],
+    } | changes
+    text = {
+        "cell_type": "markdown",
+        "source": ["See [the lesson](../lessons/l01_copy/README.md#quiz)."],
+        "metadata": {},
+    }
     return json.dumps({"cells": [text, code], "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
 
 
@@ -107,9 +128,17 @@ Everywhere.
 ## Next
 [a](https://a.org) *A paper* <https://c.org>
 """
-RESULT = {"01": {"records": {"copy": {"points": [{"x": 4, "bytes_per_s": 2.125e12}, {"x": 8, "bytes_per_s": 4.2499e12}]}}}}
+RESULT = {
+    "01": {
+        "records": {
+            "copy": {
+                "points": [{"x": 4, "bytes_per_s": 2.125e12}, {"x": 8, "bytes_per_s": 4.2499e12}]
+            }
+        }
+    }
+}
 OPTIMIZED = '''"""Fast."""
-from lessons.toolbox.triton_ import triton
+from lessons.toolbox.kernels.triton_ import triton
 KERNELS = [KernelSpec("lessons.l01_copy.optimized:copy_kernel", signature={})]
 @triton.jit
 def copy_kernel(x_ptr):
@@ -117,21 +146,31 @@ def copy_kernel(x_ptr):
 '''
 FILES = {
     "README.md": "# Course\n[lesson 1](lessons/l01_copy/)\n",
-    "lessons/__init__.py": "", "lessons/toolbox/triton_.py": "import triton\n",
-    "lessons/l01_copy/README.md": README, "lessons/l01_copy/picture.svg": "<svg/>",
-    "lessons/l01_copy/naive.py": "from lessons.toolbox import triton_\n", "lessons/l01_copy/optimized.py": OPTIMIZED,
-    "lessons/l01_copy/test_equivalence.py": "def test_copy(proof):\n    proof.record(copy_kernel, None)\n",
+    "lessons/__init__.py": "",
+    "lessons/toolbox/kernels/triton_.py": "import triton\n",
+    "lessons/l01_copy/README.md": README,
+    "lessons/l01_copy/picture.svg": "<svg/>",
+    "lessons/l01_copy/naive.py": "from lessons.toolbox import triton_\n",
+    "lessons/l01_copy/optimized.py": OPTIMIZED,
+    "lessons/l01_copy/test_equivalence.py": "def test_copy(proof):\n    proof.record(copy_kernel, "
+    "None)\n",
     "lessons/l01_copy/benchmark.py": "from lessons.l01_copy.naive import triton_\n",
-    "lessons/l02_unfinished/naive.py": "from lessons.l01_copy import naive\n",  # no README: not held to the rest
-    "notebooks/01_copy.ipynb": notebook(), "solutions/l01_copy.py": "", "exercises/l01_copy.py": "",
+    # no README: not held to the rest
+    "lessons/l02_unfinished/naive.py": "from lessons.l01_copy import naive\n",
+    "notebooks/01_copy.ipynb": notebook(),
+    "solutions/l01_copy.py": "",
+    "exercises/l01_copy.py": "",
     "reference/ladder.py": "from lessons.l02_unfinished import naive\n",
-    "tests/exercises/test_l01.py": "from reference.ladder import naive\n", "tests/exercises/wrong/l01.py": "",
+    "tests/exercises/test_l01.py": "from reference.ladder import naive\n",
+    "tests/exercises/wrong/l01.py": "",
     "results/gpu/benchmarks.json": json.dumps(RESULT),
 }
 
 
 def course(folder, **changes):
-    """Write the tiny course; changes: file -> new content, or a function of the old one, or None to leave it out."""
+    """Write the tiny course; changes: file -> new content, or a function of the old one, or None to
+    leave it out.
+    """
     for name, text in {**FILES, **changes}.items():
         text = text(FILES[name]) if callable(text) else text
         if text is not None:
@@ -159,31 +198,83 @@ def shows(**output):
 
 
 SLIPS = [  # (rule, the one file that is wrong, what the complaint says)
-    *[("every part is there", {name: None}, f"{name} is missing") for name in FILES
-      if "01_" in name and not name.endswith(("README.md", ".svg", "gpu"))],
-    ("fourteen points", readme("# A copy moves every byte twice and no more", "# Copies"), "makes no claim"),
+    *[
+        ("every part is there", {name: None}, f"{name} is missing")
+        for name in FILES
+        if "01_" in name and not name.endswith(("README.md", ".svg", "gpu"))
+    ],
+    (
+        "fourteen points",
+        readme("# A copy moves every byte twice and no more", "# Copies"),
+        "makes no claim",
+    ),
     ("fourteen points", readme("20 min read, 20 min code", "quick"), "how long it takes"),
     ("fourteen points", readme("CPU is enough", "any machine"), "whether a CPU is enough"),
     ("fourteen points", readme("needs no lesson", "stands alone"), "what it needs"),
-    *[("fourteen points", readme(f"## {heading}", f"## About {heading}"), f"headings are missing: {heading}")
-      for heading in text_rules.HEADINGS],
-    ("fourteen points", {"lessons/l01_copy/README.md": README.replace("## Code", "## X").replace("## Derivation", "## Code")
-                         .replace("## X", "## Derivation")}, "not in the order"),
+    *[
+        (
+            "fourteen points",
+            readme(f"## {heading}", f"## About {heading}"),
+            f"headings are missing: {heading}",
+        )
+        for heading in text_rules.HEADINGS
+    ],
+    (
+        "fourteen points",
+        {
+            "lessons/l01_copy/README.md": README.replace("## Code", "## X")
+            .replace("## Derivation", "## Code")
+            .replace("## X", "## Derivation")
+        },
+        "not in the order",
+    ),
     ("fourteen points", readme("![Two", "[Two"), "shows no image"),
     ("fourteen points", readme("`test_copy`", "trust me"), "no test is named"),
     ("fourteen points", readme("`test_copy`", "`test_cpoy`"), "there is no test test_cpoy"),
     ("fourteen points", readme("| all of it | `test_copy` |\n", ""), "there is no table"),
     ("fourteen points", readme("make check", "look at"), "no command that checks them"),
     ("fourteen points", readme(QUESTION * 5, QUESTION * 4), "4 folded answers, not 5"),
-    ("fourteen points", readme(f"LESSON=01`\n{QUESTION}", "LESSON=01`\n"), "fewer than three folded hints"),
+    (
+        "fourteen points",
+        readme(f"LESSON=01`\n{QUESTION}", "LESSON=01`\n"),
+        "fewer than three folded hints",
+    ),
     ("fourteen points", readme("*A paper*", "**A paper**"), "fewer than three primary"),
-    ("imports point one way", {"lessons/toolbox/triton_.py": "def f():\n    import lessons.l01_copy\n"}, "below the lessons"),
-    ("imports point one way", {"lessons/toolbox/triton_.py": "from lessons import l01_copy\n"}, "below the lessons"),
-    ("imports point one way", {"lessons/l01_copy/naive.py": "import lessons.l02_unfinished.naive\n"}, "only lessons before it"),
-    ("imports point one way", {"lessons/l01_copy/naive.py": "from . import optimized\n"}, "relative imports"),
-    ("imports point one way", {"lessons/l01_copy/naive.py": "from reference import ladder\n"}, "stand below it"),
-    ("imports point one way", {"lessons/l01_copy/test_equivalence.py": "from solutions import l01_copy\n"}, "stand below it"),
-    ("imports point one way", {"solutions/l01_copy.py": "from reference import ladder\n"}, "only notebooks, tests and reference"),
+    (
+        "imports point one way",
+        {"lessons/toolbox/kernels/triton_.py": "def f():\n    import lessons.l01_copy\n"},
+        "below the lessons",
+    ),
+    (
+        "imports point one way",
+        {"lessons/toolbox/kernels/triton_.py": "from lessons import l01_copy\n"},
+        "below the lessons",
+    ),
+    (
+        "imports point one way",
+        {"lessons/l01_copy/naive.py": "import lessons.l02_unfinished.naive\n"},
+        "only lessons before it",
+    ),
+    (
+        "imports point one way",
+        {"lessons/l01_copy/naive.py": "from . import optimized\n"},
+        "relative imports",
+    ),
+    (
+        "imports point one way",
+        {"lessons/l01_copy/naive.py": "from reference import ladder\n"},
+        "stand below it",
+    ),
+    (
+        "imports point one way",
+        {"lessons/l01_copy/test_equivalence.py": "from solutions import l01_copy\n"},
+        "stand below it",
+    ),
+    (
+        "imports point one way",
+        {"solutions/l01_copy.py": "from reference import ladder\n"},
+        "only notebooks, tests and reference",
+    ),
     ("quoted numbers", readme("4.25 TB/s", "4.26 TB/s"), "4.26 is not the recorded 4.2499"),
     ("quoted numbers", readme("2.0 ×", "2.1 ×"), "2.1 is not the recorded 1.99995"),
     ("quoted numbers", readme("x=8", "x=9"), "no entry with x=9"),
@@ -194,39 +285,102 @@ SLIPS = [  # (rule, the one file that is wrong, what the complaint says)
     ("measurements have a source", readme("`3 ms`", "3.5 ms"), "'3.5 ms' has no <!-- results"),
     ("measurements have a source", readme("Nowhere", "At 12 GB/s"), "Where it loses: '12 GB/s'"),
     ("links and images", readme("(naive.py)", "(naiv.py)"), "naiv.py does not exist"),
-    ("links and images", readme("![Two boxes and an arrow from one to the other]", "![]"), "picture.svg has no alt text"),
+    (
+        "links and images",
+        readme("![Two boxes and an arrow from one to the other]", "![]"),
+        "picture.svg has no alt text",
+    ),
     ("links and images", readme("(naive.py)", "(#quizz)"), "#quizz: there is no such heading"),
-    ("links and images", {"README.md": '<img src="nothing.png" alt="x">'}, "nothing.png does not exist"),
-    ("links and images", {"README.md": '<img src="lessons/l01_copy/picture.svg">'}, "has no alt text"),
-    ("links and images", {"notebooks/01_copy.ipynb": notebook().replace("#quiz", "#quibble")}, "no such heading"),
-    ("no place on a machine", {"solutions/l01_copy.py": "# see /ho" + "me/anna/notes\n"}, "a path of somebody's machine"),
+    (
+        "links and images",
+        {"README.md": '<img src="nothing.png" alt="x">'},
+        "nothing.png does not exist",
+    ),
+    (
+        "links and images",
+        {"README.md": '<img src="lessons/l01_copy/picture.svg">'},
+        "has no alt text",
+    ),
+    (
+        "links and images",
+        {"notebooks/01_copy.ipynb": notebook().replace("#quiz", "#quibble")},
+        "no such heading",
+    ),
+    (
+        "no place on a machine",
+        {"solutions/l01_copy.py": "# see /ho" + "me/anna/notes\n"},
+        "a path of somebody's machine",
+    ),
     ("lengths", {"lessons/l01_copy/naive.py": "\n" * 201}, "201 lines, more than 200"),
     ("lengths", {"reference/ladder.py": "\n" * 301}, "301 lines, more than 300"),
-    ("lengths", {"reference/ladder.py": "def f():\n" + "    f()\n" * 60}, "f: 61 lines, more than 60"),
+    (
+        "lengths",
+        {"reference/ladder.py": "def f():\n" + "    f()\n" * 60},
+        "f: 61 lines, more than 60",
+    ),
     ("notebooks", cell(outputs=[]), "has no outputs"),
     ("notebooks", cell(execution_count=None), "code cell 1 was not run"),
-    ("notebooks", shows(output_type="error", ename="ValueError", evalue="no"), "ends in ValueError: no"),
+    (
+        "notebooks",
+        shows(output_type="error", ename="ValueError", evalue="no"),
+        "ends in ValueError: no",
+    ),
     ("notebooks", shows(name="stderr", text=["Traceback (most recent"]), "shows a traceback"),
-    ("notebooks", shows(output_type="display_data", data={"image/png": picture(empty=True)}), "an empty figure"),
-    ("notebooks", shows(output_type="display_data", data={"text/plain": "<Figure size 2x2 with 0 Axes>"}), "without axes"),
+    (
+        "notebooks",
+        shows(output_type="display_data", data={"image/png": picture(empty=True)}),
+        "an empty figure",
+    ),
+    (
+        "notebooks",
+        shows(output_type="display_data", data={"text/plain": "<Figure size 2x2 with 0 Axes>"}),
+        "without axes",
+    ),
     ("notebooks", shows(text=["saved in /tm" + "p/x"]), "the absolute path /tm" + "p/x"),
     ("notebooks", cell(source="open('/ho" + "me/x')"), "the absolute path"),
-    ("notebooks", {"notebooks/01_copy.ipynb": json.dumps({"cells": json.loads(notebook())["cells"] * 16})}, "32 cells"),
-    ("kernels are proved", {"lessons/l01_copy/test_equivalence.py": "def test_copy(): pass\n"}, "never says proof.record"),
-    ("kernels are proved", {"lessons/l01_copy/optimized.py": OPTIMIZED.replace(":copy", ":scale")}, "no KernelSpec"),
+    (
+        "notebooks",
+        {"notebooks/01_copy.ipynb": json.dumps({"cells": json.loads(notebook())["cells"] * 16})},
+        "32 cells",
+    ),
+    (
+        "kernels are proved",
+        {"lessons/l01_copy/test_equivalence.py": "def test_copy(): pass\n"},
+        "never says proof.record",
+    ),
+    (
+        "kernels are proved",
+        {"lessons/l01_copy/optimized.py": OPTIMIZED.replace(":copy", ":scale")},
+        "no KernelSpec",
+    ),
 ]
 
 
-@pytest.mark.parametrize("rule, wrong, said", SLIPS, ids=[f"{rule}: {said}" for rule, _, said in SLIPS])
+@pytest.mark.parametrize(
+    "rule, wrong, said", SLIPS, ids=[f"{rule}: {said}" for rule, _, said in SLIPS]
+)
 def test_each_rule_sees_its_slip(rule, wrong, said, tmp_path):
     complaints = RULES[rule](course(tmp_path, **wrong))
     assert any(said in complaint for complaint in complaints), complaints
 
 
 def test_numbers_agree_to_the_digits_that_they_show():
-    for quoted, value in (("4.25", 4.2499), ("4.2", 4.2499), ("4", 4.2499), ("1,234", 1234.4), ("1e3", 1400), ("-3", -3.2)):
+    for quoted, value in (
+        ("4.25", 4.2499),
+        ("4.2", 4.2499),
+        ("4", 4.2499),
+        ("1,234", 1234.4),
+        ("1e3", 1400),
+        ("-3", -3.2),
+    ):
         assert text_rules.agrees(quoted, value), (quoted, value)
-    for quoted, value in (("4.24", 4.2499), ("4.3", 4.2499), ("5", 4.2499), ("1,234", 1234.6), ("3", -3)):
+    for quoted, value in (
+        ("4.24", 4.2499),
+        ("4.3", 4.2499),
+        ("5", 4.2499),
+        ("1,234", 1234.6),
+        ("3", -3),
+    ):
         assert not text_rules.agrees(quoted, value), (quoted, value)
 
 

@@ -1,4 +1,7 @@
-"""DeepseekDecoder's logits against transformers', for DeepSeek-V2 and V3 in every dialect of their configs; and in every form."""
+"""DeepseekDecoder's logits against transformers', for DeepSeek-V2 and V3 in every dialect of their
+configs; and in every form.
+"""
+
 import lessons  # isort: skip  # noqa: F401 (before transformers, which imports triton)
 
 import json
@@ -9,24 +12,60 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla import deepseek as module
 from lessons.l06_mla.deepseek import DeepseekDecoder, load_decoder
-from lessons.toolbox.checkpoint import load_config
-from lessons.toolbox.config import MLAConfig, ModelConfig, MoEConfig, RopeScaling, yarn_mscale
-from lessons.toolbox.config_json import CheckpointError
-from tests.test_families import TOLERANCE, assert_same_logits, logits_of, theirs_of, to_older_dialect
+from lessons.toolbox.model.checkpoint import load_config
+from lessons.toolbox.model.config import MLAConfig, ModelConfig, MoEConfig, RopeScaling, yarn_mscale
+from lessons.toolbox.model.config_json import CheckpointError
+from tests.test_families import (
+    TOLERANCE,
+    assert_same_logits,
+    logits_of,
+    theirs_of,
+    to_older_dialect,
+)
 
-SMALL = dict(vocab_size=97, hidden_size=48, intermediate_size=80, moe_intermediate_size=24, num_hidden_layers=3,
-             num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=2,
-             first_k_dense_replace=1, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=8, v_head_dim=12,
-             max_position_embeddings=256, eos_token_id=None)
+SMALL = dict(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    moe_intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    kv_lora_rank=32,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=8,
+    v_head_dim=12,
+    max_position_embeddings=256,
+    eos_token_id=None,
+)
 LITE = SMALL | dict(q_lora_rank=None)
 FULL = SMALL | dict(q_lora_rank=20)
-GROUPS = dict(n_group=4, topk_group=2, num_experts_per_tok=3, n_shared_experts=1, routed_scaling_factor=2.5)
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0)
+GROUPS = dict(
+    n_group=4, topk_group=2, num_experts_per_tok=3, n_shared_experts=1, routed_scaling_factor=2.5
+)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=8.0,
+    original_max_position_embeddings=16,
+    beta_fast=32.0,
+    beta_slow=1.0,
+)
 AS_LITE = YARN | dict(mscale=0.707, mscale_all_dim=0.707)
 BOTH = YARN | dict(mscale=1.3, mscale_all_dim=0.7)
 
@@ -37,27 +76,39 @@ CASES = {
     "v2, yarn, two factors": DeepseekV2Config(**FULL, rope_parameters=BOTH),
     "v2, yarn, no factors": DeepseekV2Config(**FULL, rope_parameters=YARN),
     "v2, groups": DeepseekV2Config(**FULL | GROUPS, topk_method="group_limited_greedy"),
-    "v2, groups named and not used": DeepseekV2Config(**LITE | dict(n_group=1, topk_group=1, topk_method="greedy")),
+    "v2, groups named and not used": DeepseekV2Config(
+        **LITE | dict(n_group=1, topk_group=1, topk_method="greedy")
+    ),
     "v2, experts everywhere": DeepseekV2Config(**LITE | dict(first_k_dense_replace=0)),
     "v2, no experts": DeepseekV2Config(**LITE | dict(first_k_dense_replace=9)),
-    "v2, attention_bias, tied": DeepseekV2Config(**FULL, attention_bias=True, tie_word_embeddings=True),
+    "v2, attention_bias, tied": DeepseekV2Config(
+        **FULL, attention_bias=True, tie_word_embeddings=True
+    ),
     "v3": DeepseekV3Config(**FULL | GROUPS),
     "v3, one group": DeepseekV3Config(**FULL | GROUPS | dict(n_group=1, topk_group=1)),
     "v3, weights as they are": DeepseekV3Config(**FULL | GROUPS, norm_topk_prob=False),
     "v3, no q_lora": DeepseekV3Config(**LITE | GROUPS),
     "v3, halves rotate": DeepseekV3Config(**FULL | GROUPS, rope_interleave=False),
-    "v3, yarn": DeepseekV3Config(**FULL | GROUPS, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0)),
+    "v3, yarn": DeepseekV3Config(
+        **FULL | GROUPS, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0)
+    ),
     "v3, yarn, two factors": DeepseekV3Config(**FULL | GROUPS, rope_parameters=BOTH),
-    "v3, attention_bias, tied": DeepseekV3Config(**FULL | GROUPS, attention_bias=True, tie_word_embeddings=True),
+    "v3, attention_bias, tied": DeepseekV3Config(
+        **FULL | GROUPS, attention_bias=True, tie_word_embeddings=True
+    ),
     "v3, v wider than q": DeepseekV3Config(**FULL | GROUPS | dict(v_head_dim=40)),
-    "v3, first layers dense": DeepseekV3Config(**FULL | GROUPS | dict(first_k_dense_replace=2, rms_norm_eps=1e-3)),
+    "v3, first layers dense": DeepseekV3Config(
+        **FULL | GROUPS | dict(first_k_dense_replace=2, rms_norm_eps=1e-3)
+    ),
 }
 
 pytestmark = pytest.mark.usefixtures("seed")
 
 
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """transformers' model with every parameter and buffer that is stored random: norms, biases, the router's bias included."""
+    """transformers' model with every parameter and buffer that is stored random: norms, biases, the
+    router's bias included.
+    """
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -95,18 +146,26 @@ def test_logits_equal_transformers(name, tmp_path):
 @pytest.mark.parametrize("name", ["v2, yarn", "v3, yarn, two factors"])
 def test_far_beyond_the_original_context(name, tmp_path):
     theirs, tokens = saved(name, tmp_path), random_tokens(250)
-    assert_same_logits(logits_of(DeepseekDecoder.from_pretrained(tmp_path), tokens), theirs_of(theirs, tokens))
+    assert_same_logits(
+        logits_of(DeepseekDecoder.from_pretrained(tmp_path), tokens), theirs_of(theirs, tokens)
+    )
 
 
 def test_sharded_checkpoint_and_bfloat16(tmp_path):
     """The router's bias stays in 32 bits, as transformers keeps it."""
     theirs = saved("v3", tmp_path, max_shard_size="30KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    ours, narrow = (DeepseekDecoder.from_pretrained(tmp_path, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    ours, narrow = (
+        DeepseekDecoder.from_pretrained(tmp_path, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     tokens = random_tokens()
     assert_same_logits(logits_of(ours, tokens), theirs_of(theirs, tokens))
     gates = [model.layers[1].mlp.gate for model in (ours, narrow)]
-    assert torch.equal(*(gate.e_score_correction_bias for gate in gates)) and gates[1].weight.dtype == torch.bfloat16
+    assert (
+        torch.equal(*(gate.e_score_correction_bias for gate in gates))
+        and gates[1].weight.dtype == torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("name", ["v2, yarn", "v3, yarn, two factors"])
@@ -120,38 +179,60 @@ def test_older_dialect_reads_the_same(name, tmp_path):
 def test_layers_that_predict_further_are_left_out(tmp_path):
     theirs = saved("v3", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    further = {f"model.layers.3.{name}": torch.zeros(2) for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
+    further = {
+        f"model.layers.3.{name}": torch.zeros(2)
+        for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")
+    }
     save_file(tensors | further, tmp_path / "model.safetensors", metadata={"format": "pt"})
     tokens = random_tokens()
-    assert_same_logits(logits_of(DeepseekDecoder.from_pretrained(tmp_path), tokens), theirs_of(theirs, tokens))
-    save_file(tensors | {"model.layers.2.extra.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert_same_logits(
+        logits_of(DeepseekDecoder.from_pretrained(tmp_path), tokens), theirs_of(theirs, tokens)
+    )
+    save_file(
+        tensors | {"model.layers.2.extra.weight": torch.zeros(2)}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(CheckpointError, match=r"model.layers.2.extra.weight .* has no place"):
         DeepseekDecoder.from_pretrained(tmp_path)
 
 
 # ---------------------------------------------------------------- would these tests notice?
 
+
 def fill(suffix: str, value: float):
     """Parameters whose names end so are left at the value that they start with."""
+
     def change(decoder, monkeypatch):
-        filled = [parameter.fill_(value) for name, parameter in decoder.named_parameters() if name.endswith(suffix)]
+        filled = [
+            parameter.fill_(value)
+            for name, parameter in decoder.named_parameters()
+            if name.endswith(suffix)
+        ]
         assert filled, f"no parameter ends in {suffix}"
+
     return change
 
 
 def method(name: str, wrong):
     """MLAttention.name replaced; wrong(self, right, *arguments)."""
+
     def change(decoder, monkeypatch):
         right = getattr(module.MLAttention, name)
-        monkeypatch.setattr(module.MLAttention, name, lambda self, *arguments: wrong(self, right, *arguments))
+        monkeypatch.setattr(
+            module.MLAttention, name, lambda self, *arguments: wrong(self, right, *arguments)
+        )
+
     return change
 
 
 def scaled(factor):
     """The softmax scale times factor(config)."""
+
     def change(decoder, monkeypatch):
         right = ModelConfig.softmax_scale.fget
-        monkeypatch.setattr(ModelConfig, "softmax_scale", property(lambda config: right(config) * factor(config)))
+        monkeypatch.setattr(
+            ModelConfig, "softmax_scale", property(lambda config: right(config) * factor(config))
+        )
+
     return change
 
 
@@ -162,9 +243,11 @@ def mscale(config) -> float:
 
 def routed(**changes):
     """The routers' config misread."""
+
     def change(decoder, monkeypatch):
         for layer in decoder.layers[1:]:
             layer.mlp.gate.config = replace(layer.mlp.gate.config, **changes)
+
     return change
 
 
@@ -186,7 +269,8 @@ def k_alone_interleaved(self, right, x, rotate):
     """q keeps the order of the checkpoint and is rotated as halves, k is reordered."""
     q_nope, q_pe = self.split_query(right(self, x, lambda x: x))
     half = torch.stack([torch.arange(8), torch.arange(8) + 8], dim=1).flatten()
-    return torch.cat([q_nope, rotate(q_pe[..., half])], -1)  # `rotate` takes pairs apart: undone before it
+    # `rotate` takes pairs apart: undone before it
+    return torch.cat([q_nope, rotate(q_pe[..., half])], -1)
 
 
 def rotated_latent(self, right, x, rotate):
@@ -209,8 +293,9 @@ def all_nope_then_all_v(self, right, c_kv, k_pe):
     """kv_b_proj read as [all heads' W_UK | all heads' W_UV] in place of head by head."""
     both = self.kv_b_proj(c_kv).squeeze(1)
     k, v = both.split([self.num_heads * 8, self.num_heads * 12], -1)
-    return torch.cat([k.unflatten(-1, (self.num_heads, 8)), k_pe.expand(-1, self.num_heads, -1)], -1), \
-        v.unflatten(-1, (self.num_heads, 12))
+    return torch.cat(
+        [k.unflatten(-1, (self.num_heads, 8)), k_pe.expand(-1, self.num_heads, -1)], -1
+    ), v.unflatten(-1, (self.num_heads, 12))
 
 
 def v_before_k(self, right, c_kv, k_pe):
@@ -232,8 +317,14 @@ SLIPS = {
     "one rope key per head": ("v3", method("expand", key_of_each_head)),
     "kv_b_proj read as W_UK, then W_UV": ("v3", method("expand", all_nope_then_all_v)),
     "v before k in kv_b_proj": ("v3", method("expand", v_before_k)),
-    "scale from the latent's width": ("v3", scaled(lambda c: (c.mla.qk_head_dim / c.mla.latent_dim) ** 0.5)),
-    "scale from the part without position": ("v3", scaled(lambda c: (c.mla.qk_head_dim / c.mla.qk_nope_head_dim) ** 0.5)),
+    "scale from the latent's width": (
+        "v3",
+        scaled(lambda c: (c.mla.qk_head_dim / c.mla.latent_dim) ** 0.5),
+    ),
+    "scale from the part without position": (
+        "v3",
+        scaled(lambda c: (c.mla.qk_head_dim / c.mla.qk_nope_head_dim) ** 0.5),
+    ),
     "mscale forgotten, V2": ("v2, yarn", scaled(lambda c: mscale(c) ** -2)),
     "mscale applied once, V2": ("v2, yarn", scaled(lambda c: mscale(c) ** -1)),
     "mscale forgotten, V3": ("v3, yarn", scaled(lambda c: mscale(c) ** -2)),
@@ -277,9 +368,23 @@ def refusal(folder) -> str:
     return message
 
 
-@pytest.mark.parametrize("key", ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group",
-                                 "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
-                                 "topk_group", "first_k_dense_replace"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "n_group",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "n_shared_experts",
+        "topk_group",
+        "first_k_dense_replace",
+    ],
+)
 def test_needed_key_is_named(key, tmp_path):
     write_config(tmp_path)
     assert load_config(tmp_path).mla.kv_lora_rank == 32
@@ -287,19 +392,36 @@ def test_needed_key_is_named(key, tmp_path):
     assert f"'{key}'" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("changes, named", [
-    (dict(qk_rope_head_dim=15), "qk_rope_head_dim must be even, not 15"), (dict(q_lora_rank=0), "'q_lora_rank'"),
-    (dict(num_key_value_heads=2), "'num_key_value_heads' must be num_attention_heads"),
-    (dict(scoring_func="softmax"), "'scoring_func' must be sigmoid in deepseek_v3, not 'softmax'"),
-    (dict(topk_method="greedy"), "'topk_method' must be noaux_tc in deepseek_v3"),
-    (dict(model_type="deepseek_v2", topk_method="noaux_tc"), "must be greedy or group_limited_greedy in deepseek_v2"),
-    (dict(model_type="deepseek_v2", norm_topk_prob=True), "'norm_topk_prob' must be false in deepseek_v2"),
-    (dict(n_group=3), "n_routed_experts (8) must be a multiple of n_group (3)"), (dict(topk_group=5), "topk_group (5)"),
-    (dict(num_experts_per_tok=5), "num_experts_per_tok (5) must be 1 to 4"),
-    (dict(n_group=8, topk_group=4), "of two experts or more"),
-    (dict(rope_interleave="yes"), "'rope_interleave'"),
-    (dict(quantization_config=dict(quant_method="fp8", fmt="e4m3")), "quantized (quantization_config fp8)"),
-])
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        (dict(qk_rope_head_dim=15), "qk_rope_head_dim must be even, not 15"),
+        (dict(q_lora_rank=0), "'q_lora_rank'"),
+        (dict(num_key_value_heads=2), "'num_key_value_heads' must be num_attention_heads"),
+        (
+            dict(scoring_func="softmax"),
+            "'scoring_func' must be sigmoid in deepseek_v3, not 'softmax'",
+        ),
+        (dict(topk_method="greedy"), "'topk_method' must be noaux_tc in deepseek_v3"),
+        (
+            dict(model_type="deepseek_v2", topk_method="noaux_tc"),
+            "must be greedy or group_limited_greedy in deepseek_v2",
+        ),
+        (
+            dict(model_type="deepseek_v2", norm_topk_prob=True),
+            "'norm_topk_prob' must be false in deepseek_v2",
+        ),
+        (dict(n_group=3), "n_routed_experts (8) must be a multiple of n_group (3)"),
+        (dict(topk_group=5), "topk_group (5)"),
+        (dict(num_experts_per_tok=5), "num_experts_per_tok (5) must be 1 to 4"),
+        (dict(n_group=8, topk_group=4), "of two experts or more"),
+        (dict(rope_interleave="yes"), "'rope_interleave'"),
+        (
+            dict(quantization_config=dict(quant_method="fp8", fmt="e4m3")),
+            "quantized (quantization_config fp8)",
+        ),
+    ],
+)
 def test_wrong_value_is_named(changes, named, tmp_path):
     write_config(tmp_path, **changes)
     assert named in refusal(tmp_path)
@@ -309,38 +431,73 @@ def test_weights_in_8_bits_are_refused(tmp_path):
     saved("v3", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.self_attn.kv_b_proj.weight"
-    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(CheckpointError, match=rf"tensor {name} in .* is F8_E4M3; supported"):
         DeepseekDecoder.from_pretrained(tmp_path)
 
 
 def test_each_decoder_names_the_other(tmp_path):
     saved("v2 lite", tmp_path)
-    with pytest.raises(CheckpointError, match=r"model_type 'deepseek_v2' has latent attention: load it with DeepseekDecoder"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model_type 'deepseek_v2' has latent attention: load it with DeepseekDecoder",
+    ):
         Decoder.from_pretrained(tmp_path)
     assert type(load_decoder(tmp_path)) is DeepseekDecoder
     llama = ModelConfig("llama", 11, 8, 1, 1, 1, 4, 4, 16)
-    with pytest.raises(ValueError, match=r"config.mla: got None .*'llama'.*; accepted: an MLAConfig"):
+    with pytest.raises(
+        ValueError, match=r"config.mla: got None .*'llama'.*; accepted: an MLAConfig"
+    ):
         DeepseekDecoder(llama)
-    with pytest.raises(ValueError, match="unrotated: got a decoder that rotates 16 of the 24 coordinates"):
+    with pytest.raises(
+        ValueError, match="unrotated: got a decoder that rotates 16 of the 24 coordinates"
+    ):
         load_decoder(tmp_path).unrotated()
 
 
-@pytest.mark.parametrize("changes, named", [
-    (dict(scoring_func="tanh"), "scoring_func 'tanh'"), (dict(topk_method="best"), "topk_method 'best'"),
-    (dict(num_experts_per_tok=0), "num_experts_per_tok"), (dict(n_group=3), "n_group"), (dict(topk_group=0), "topk_group")])
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        (dict(scoring_func="tanh"), "scoring_func 'tanh'"),
+        (dict(topk_method="best"), "topk_method 'best'"),
+        (dict(num_experts_per_tok=0), "num_experts_per_tok"),
+        (dict(n_group=3), "n_group"),
+        (dict(topk_group=0), "topk_group"),
+    ],
+)
 def test_experts_config_refuses(changes, named):
     with pytest.raises(ValueError, match=named):
-        MoEConfig(**dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=4) | changes)
+        MoEConfig(
+            **dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=4) | changes
+        )
 
 
 def test_what_a_config_says_of_its_shapes():
-    """DeepSeek-V3's published shape: 576 values a token and layer; the scale grows with the square of mscale."""
-    rope = RopeScaling("yarn", 40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
-    v3 = ModelConfig("deepseek_v3", 129280, 7168, 61, 128, 128, 192, 18432, 163840, v_head_dim=128, rope_scaling=rope,
-                     mla=MLAConfig(1536, 512, 128, 64, 128), moe=MoEConfig(256, 8, 2048, 1, first_k_dense_replace=3))
+    """DeepSeek-V3's published shape: 576 values a token and layer; the scale grows with the square
+    of mscale.
+    """
+    rope = RopeScaling(
+        "yarn", 40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
+    )
+    v3 = ModelConfig(
+        "deepseek_v3",
+        129280,
+        7168,
+        61,
+        128,
+        128,
+        192,
+        18432,
+        163840,
+        v_head_dim=128,
+        rope_scaling=rope,
+        mla=MLAConfig(1536, 512, 128, 64, 128),
+        moe=MoEConfig(256, 8, 2048, 1, first_k_dense_replace=3),
+    )
     assert v3.kv_bytes_per_token(2) == 61 * (512 + 64) * 2 and v3.rope_dim == 64
-    assert v3.softmax_scale == pytest.approx(192 ** -0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert v3.softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
     assert [v3.moe.has_experts(layer) for layer in (0, 2, 3, 60)] == [False, False, True, True]
     assert not MoEConfig(8, 2, 4, moe_layer_freq=2).has_experts(1)
     with pytest.raises(ValueError, match=r"v_head_dim .* must be head_dim"):

@@ -1,4 +1,7 @@
-"""Public functions say what they do, with shapes and units; and each part of that rule is shown to fail."""
+"""Public functions say what they do, with shapes and units; and each part of that rule is shown to
+fail.
+"""
+
 from pathlib import Path
 
 import pytest
@@ -47,14 +50,25 @@ def test_a_sound_file_passes(tmp_path):
     assert complaints(tmp_path, SOUND) == []
 
 
-@pytest.mark.parametrize("old, new, said", [
-    ('    """A cache."""\n', "", "class Cache has no docstring"),
-    ('"""The row of a slot: [D]."""', "pass", "Cache.read has no docstring"),
-    ("The row of a slot: [D].", "The row of a slot.", "Cache.read takes or returns tensors and gives no shape"),
-    ("q: [T, Hq, D], k: [N, Hkv, D] -> [T, Hq, D].", "Attention.", "attend takes or returns tensors"),
-    ("Wait `timeout` seconds.", "Wait.", "limit: timeout has no unit"),
-    ("def main", "def run", "run has no docstring"),
-])
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ('    """A cache."""\n', "", "class Cache has no docstring"),
+        ('"""The row of a slot: [D]."""', "pass", "Cache.read has no docstring"),
+        (
+            "The row of a slot: [D].",
+            "The row of a slot.",
+            "Cache.read takes or returns tensors and gives no shape",
+        ),
+        (
+            "q: [T, Hq, D], k: [N, Hkv, D] -> [T, Hq, D].",
+            "Attention.",
+            "attend takes or returns tensors",
+        ),
+        ("Wait `timeout` seconds.", "Wait.", "limit: timeout has no unit"),
+        ("def main", "def run", "run has no docstring"),
+    ],
+)
 def test_each_slip_is_seen(old, new, said, tmp_path):
     assert old in SOUND
     assert any(said in complaint for complaint in complaints(tmp_path, SOUND.replace(old, new)))
@@ -62,6 +76,11 @@ def test_each_slip_is_seen(old, new, said, tmp_path):
 
 def test_tests_and_exercises_are_free(tmp_path):
     bad = "def f(): pass\n"
-    for name in ("lessons/l01_x/test_equivalence.py", "exercises/l01_x.py", "tests/test_x.py", "models/train.py"):
+    for name in (
+        "lessons/l01_x/test_equivalence.py",
+        "exercises/l01_x.py",
+        "tests/test_x.py",
+        "models/train.py",
+    ):
         assert complaints(tmp_path, bad, name) == []
     assert complaints(tmp_path, bad, "reference/x.py") == ["reference/x.py: f has no docstring"]

@@ -1,4 +1,7 @@
-"""Lesson 2 beyond its equivalence tests: the bytes that it counts are those that move, and its README says what the code says."""
+"""Lesson 2 beyond its equivalence tests: the bytes that it counts are those that move, and its
+README says what the code says.
+"""
+
 import re
 from pathlib import Path
 
@@ -6,42 +9,63 @@ import numpy as np
 import pytest
 import torch
 
-from lessons.l02_naive_attention import naive, optimized, picture, traffic
+from lessons.l02_naive_attention import naive, optimized
+from lessons.l02_naive_attention.lab import pictures as picture
+from lessons.l02_naive_attention.lab import traffic
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities
-from lessons.toolbox.accesses import Accesses
-from lessons.toolbox.device import interpreting
-from lessons.toolbox.hardware import lookup
-from lessons.toolbox.plotting import overlapping_texts, texts_outside
+from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
+from lessons.toolbox.kernels.accesses import Accesses
+from lessons.toolbox.measure.device import interpreting
+from lessons.toolbox.measure.hardware import lookup
 
-README = (Path(traffic.__file__).parent / "README.md").read_text(encoding="utf-8")
+README = (Path(traffic.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------- counting
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of rows that see no key
-@pytest.mark.skipif(not interpreting(), reason="NOT RUN: counts the loads of the interpreter, and this machine compiles kernels")
-@pytest.mark.parametrize("heads, queries, keys, window", [(2, 40, 40, None), (1, 5, 37, None), (3, 1, 64, None), (1, 33, 33, 7),
-                                                          (1, 20, 50, 18), (2, 9, 4, None)])
+
+# NumPy's, of rows that see no key
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.skipif(
+    not interpreting(),
+    reason="NOT RUN: counts the loads of the interpreter, and this machine compiles kernels",
+)
+@pytest.mark.parametrize(
+    "heads, queries, keys, window",
+    [
+        (2, 40, 40, None),
+        (1, 5, 37, None),
+        (3, 1, 64, None),
+        (1, 33, 33, 7),
+        (1, 20, 50, 18),
+        (2, 9, 4, None),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_moves_what_is_counted(heads, queries, keys, window, dtype):
     with Accesses() as accesses:
         optimized.fused_softmax(torch.randn(heads, queries, keys).to(dtype), 1.0, window=window)
     counted = traffic.kernel_pass(heads, queries, keys, dtype.itemsize, window)
-    assert (accesses.read_bytes, accesses.written_bytes) == (counted.read_bytes, counted.written_bytes)
+    assert (accesses.read_bytes, accesses.written_bytes) == (
+        counted.read_bytes,
+        counted.written_bytes,
+    )
 
 
 def test_every_pass_over_the_scores_is_seen():
     """Copies, casts and in-place steps count; views, and tensors of another size, do not."""
+
     def attention(q, k, v):
-        scores = torch.einsum("qhd,khd->hqk", q, k)   # written: 4 bytes
-        scores.transpose(1, 2).contiguous()           # a view moves nothing, the copy 8
-        scores.half()                                 # 4 + 2
-        scores.mul_(2)                                # 8, in place
-        return scores.sum(-1)                         # 4
+        scores = torch.einsum("qhd,khd->hqk", q, k)  # written: 4 bytes
+        scores.transpose(1, 2).contiguous()  # a view moves nothing, the copy 8
+        scores.half()  # 4 + 2
+        scores.mul_(2)  # 8, in place
+        return scores.sum(-1)  # 4
+
     q = torch.empty(24, 2, 8, device="meta")
     found = traffic.passes_of(attention, q, q, q)
     assert [p.name for p in found] == ["bmm", "clone", "_to_copy", "mul_", "sum"]
-    assert traffic.total_bytes(found) == (4 + 8 + 6 + 8 + 4) * 2 * 24 ** 2
+    assert traffic.total_bytes(found) == (4 + 8 + 6 + 8 + 4) * 2 * 24**2
 
 
 def test_shapes_that_cannot_be_counted():
@@ -50,8 +74,15 @@ def test_shapes_that_cannot_be_counted():
         traffic.passes_of(naive.attention, q, q, q)
 
 
-@pytest.mark.parametrize("argv, message", [(["--tokens", "0"], "accepted: 1 or more"), (["--model", "gpt-5"], "known are"),
-                                           (["--model", "deepseek-v3"], "without MLA"), (["--gpu", "abacus"], "known are")])
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--tokens", "0"], "accepted: 1 or more"),
+        (["--model", "gpt-5"], "known are"),
+        (["--model", "deepseek-v3"], "without MLA"),
+        (["--gpu", "abacus"], "known are"),
+    ],
+)
 def test_command_line(argv, message, capsys):
     assert traffic.main(argv) == 2
     printed = capsys.readouterr().err
@@ -61,31 +92,51 @@ def test_command_line(argv, message, capsys):
 
 # ---------------------------------------------------------------- the README
 
+
 def versions(tokens):
     return traffic.versions(tokens, 32, 8, 128)
 
 
 def test_readme_shows_the_counted_passes():
-    assert "\n".join(traffic.pass_table(versions(8192), 32 * 8192 ** 2)) in README
+    assert "\n".join(traffic.pass_table(versions(8192), 32 * 8192**2)) in README
 
 
 def test_readme_shows_the_counted_bytes():
-    rows = re.findall(r"^\| (\d+) \| ([\d.]+) GiB \| ([\d.]+) GB \| ([\d.]+) GB \| ([\d.]+) GB \|$", README, re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d+) \| ([\d.]+) GiB \| ([\d.]+) GB \| ([\d.]+) GB \| ([\d.]+) GB \|$",
+        README,
+        re.MULTILINE,
+    )
     assert [int(row[0]) for row in rows] == [1024, 8192, 32768, 131072]
     for tokens, *quoted in ((int(row[0]), *row[1:]) for row in rows):
         found = versions(tokens)
-        moved = [traffic.total_bytes(found[name]) / 1e9 for name in ("naive.attention", "optimized.attention")]
-        numbers = [2 * 32 * tokens ** 2 / 2 ** 30, *moved, 2 * 2 * tokens * (32 + 8) * 128 / 1e9]
+        moved = [
+            traffic.total_bytes(found[name]) / 1e9
+            for name in ("naive.attention", "optimized.attention")
+        ]
+        numbers = [2 * 32 * tokens**2 / 2**30, *moved, 2 * 2 * tokens * (32 + 8) * 128 / 1e9]
         for text, value in zip(quoted, numbers):
-            assert abs(float(text) - value) <= 0.5 * 10.0 ** -len(text.partition(".")[2]) + 1e-9, (tokens, text, value)
+            assert abs(float(text) - value) <= 0.5 * 10.0 ** -len(text.partition(".")[2]) + 1e-9, (
+                tokens,
+                text,
+                value,
+            )
 
 
 def test_readme_quotes_the_floors():
     chip = lookup("h200")
-    product_ms = 1e3 * 4 * 32 * 8192 ** 2 * 128 / chip.bf16_flops_per_s
-    naive_ms = 1e3 * traffic.total_bytes(versions(8192)["naive.attention"]) / chip.memory_bytes_per_s
-    assert f"{product_ms:.2f} ms of an H200" in README.replace("\n", " ") and f"{naive_ms:.1f} ms of its memory" in README
-    per_score = {name: traffic.total_bytes(passes) / (32 * 8192 ** 2) for name, passes in versions(8192).items()}
+    product_ms = 1e3 * 4 * 32 * 8192**2 * 128 / chip.bf16_flops_per_s
+    naive_ms = (
+        1e3 * traffic.total_bytes(versions(8192)["naive.attention"]) / chip.memory_bytes_per_s
+    )
+    assert (
+        f"{product_ms:.2f} ms of an H200" in README.replace("\n", " ")
+        and f"{naive_ms:.1f} ms of its memory" in README
+    )
+    per_score = {
+        name: traffic.total_bytes(passes) / (32 * 8192**2)
+        for name, passes in versions(8192).items()
+    }
     assert f"= {4 * 128 / per_score['optimized.attention']:.0f} FLOP/byte" in README
     assert f"(naive: {4 * 128 / per_score['naive.attention']:.0f})" in README
     assert f"ridge at {chip.bf16_flops_per_s / chip.memory_bytes_per_s:.0f}" in README
@@ -95,7 +146,10 @@ def test_readme_shows_what_each_sampling_parameter_does():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
     rows = re.findall(r"^\| `(\w+)=([\d.]+)` \| ((?:[\d.]+ \| ){5})", README, re.MULTILINE)
     assert {name for name, *_ in rows} == {name for name in SamplingParams.__dataclass_fields__} - {
-        "seed", "stop_token_ids", "ignore_eos"}
+        "seed",
+        "stop_token_ids",
+        "ignore_eos",
+    }
     for name, value, cells in rows:
         params = SamplingParams(**{name: int(value) if name == "top_k" else float(value)})
         got = probabilities(logits, params, prompt=[3], output=[0, 0]).tolist()
@@ -107,14 +161,23 @@ def test_readme_worked_example():
     k, v = torch.zeros(3, 1, 4), torch.tensor([4.0, 8, 12])[:, None, None].expand(3, 1, 4)
     k[2, 0, 0] = np.log(2)
     for options, answer in ((dict(), 9), (dict(softmax_scale=1.0), 10)):
-        assert naive.attention(q, k, v, **options)[0, 0, 0].item() == pytest.approx(answer) and str(answer) in README
-    assert naive.attention(q, k[:1], v[:1])[0, 0, 0].item() == pytest.approx(4)  # what a top-left mask shows the query
+        assert (
+            naive.attention(q, k, v, **options)[0, 0, 0].item() == pytest.approx(answer)
+            and str(answer) in README
+        )
+    # what a top-left mask shows the query
+    assert naive.attention(q, k[:1], v[:1])[0, 0, 0].item() == pytest.approx(4)
 
 
 def test_readme_counts_the_recomputed_tokens():
     """Each step of naive.generate runs the whole sequence; counted on a model that only counts."""
+
     class Counter:
-        config = type("Config", (), dict(softmax_scale=None, eos_token_ids=(), max_position_embeddings=999, vocab_size=9))()
+        config = type(
+            "Config",
+            (),
+            dict(softmax_scale=None, eos_token_ids=(), max_position_embeddings=999, vocab_size=9),
+        )()
         device, tokens = torch.device("cpu"), 0
 
         def __call__(self, tokens, positions, attend):
@@ -123,6 +186,7 @@ def test_readme_counts_the_recomputed_tokens():
 
         def logits(self, hidden):
             return torch.eye(9)[:1]
+
     model = Counter()
     naive.generate(model, [[1] * 100], 100)
     assert f"{model.tokens} tokens pass the model" in README and f"only {100 + 100 - 1}" in README
@@ -132,5 +196,7 @@ def test_picture_is_drawn_from_the_counted_passes():
     figure = picture.draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)
     per_score = re.search(r"moves (\d+) .* kernel (\d+)", figure.get_suptitle()).groups()
-    assert per_score == tuple(f"{traffic.total_bytes(versions(8192)[name]) / (32 * 8192 ** 2):.0f}"
-                              for name in ("naive.attention", "optimized.attention"))
+    assert per_score == tuple(
+        f"{traffic.total_bytes(versions(8192)[name]) / (32 * 8192**2):.0f}"
+        for name in ("naive.attention", "optimized.attention")
+    )

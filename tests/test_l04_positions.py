@@ -1,4 +1,7 @@
-"""Lesson 4 beyond its equivalence tests: its README says what the code computes, its figures can be read."""
+"""Lesson 4 beyond its equivalence tests: its README says what the code computes, its figures can be
+read.
+"""
+
 import json
 import math
 import re
@@ -9,11 +12,12 @@ import pytest
 import torch
 
 from lessons.l02_naive_attention.rope import rope_inv_freq
-from lessons.l04_positions import extrapolation, figures, picture
 from lessons.l04_positions.alibi import alibi_slopes
+from lessons.l04_positions.lab import extrapolation, figures
+from lessons.l04_positions.lab import pictures as picture
+from lessons.l04_positions.lab.traffic import fused_bytes
 from lessons.l04_positions.naive import inverse_frequencies, new_cos_sin_cache
-from lessons.l04_positions.traffic import fused_bytes
-from lessons.toolbox.plotting import overlapping_texts, texts_outside
+from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from solutions.l04_positions import rotation_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,8 +28,11 @@ RECORD = ROOT / "results" / "cpu" / "l04_extrapolation.json"
 def test_readme_quotes_the_bytes():
     step_by_step, fused = rotation_bytes(32, 8, 128, torch.bfloat16)
     assert f"{step_by_step} bytes" in README
-    assert f"where {fused} are enough: {step_by_step / fused:.1f} times" in README.replace("\n", " ")
-    assert fused == fused_bytes(1, 32, 8, 128, 2) - 4 * 128 - 16  # the lesson's count, without table, position and slot
+    assert f"where {fused} are enough: {step_by_step / fused:.1f} times" in README.replace(
+        "\n", " "
+    )
+    # the lesson's count, without table, position and slot
+    assert fused == fused_bytes(1, 32, 8, 128, 2) - 4 * 128 - 16
 
 
 def test_readme_worked_example():
@@ -45,34 +52,52 @@ def test_readme_quiz():
     assert f"{128 * table.nbytes / 2**20:.0f}: 131072 · 128 · 4 bytes" in README
 
 
-@pytest.mark.parametrize("draw", [figures.clock_hands, figures.decay_curve, figures.alibi_images, figures.stretch_plot,
-                                  picture.draw])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        figures.clock_hands,
+        figures.decay_curve,
+        figures.alibi_images,
+        figures.stretch_plot,
+        picture.draw,
+    ],
+)
 def test_figures_can_be_read(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)
 
 
 def test_the_record_beyond_the_trained_context():
-    """Its figure can be read, and it is what the README tells: no weight changed, YaRN holds, linear alone does not."""
+    """Its figure can be read, and it is what the README tells: no weight changed, YaRN holds,
+    linear alone does not.
+    """
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     figure = figures.extrapolation_plot(record)
     assert not texts_outside(figure) and not overlapping_texts(figure)
-    beyond = {label: [p["loss"] for p in series["points"] if p["x"] > record["trained_context"]]
-              for label, series in record["series"].items()}
-    assert all(yarn < plain < linear for plain, linear, yarn in zip(*(beyond[label] for label in extrapolation.SCALINGS)))
+    beyond = {
+        label: [p["loss"] for p in series["points"] if p["x"] > record["trained_context"]]
+        for label, series in record["series"].items()
+    }
+    assert all(
+        yarn < plain < linear
+        for plain, linear, yarn in zip(*(beyond[label] for label in extrapolation.SCALINGS))
+    )
 
 
 def test_loss_by_position_in_small():
     """Chunks, cache and scaling: the loss of `losses` is that of the model run at once."""
     from lessons.l02_naive_attention.decoder import Decoder
     from lessons.l02_naive_attention.naive import attention
-    from lessons.toolbox.config import ModelConfig
+    from lessons.toolbox.model.config import ModelConfig
+
     config = ModelConfig("llama", 29, 16, 1, 2, 1, 8, 16, 200)
     model = Decoder(config).eval().requires_grad_(False)
     tokens = torch.randint(29, (301,))
     twin = extrapolation.stretched(model, "linear", 2.0)
     assert twin.config.max_position_embeddings == 400 and model.config.rope_scaling is None
-    logits = twin.logits(twin(tokens[:-1], torch.arange(300), lambda layer, q, k, v: attention(q, k, v)))
+    logits = twin.logits(
+        twin(tokens[:-1], torch.arange(300), lambda layer, q, k, v: attention(q, k, v))
+    )
     want = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")
     torch.testing.assert_close(extrapolation.losses(twin, tokens), want, atol=1e-4, rtol=0)
     assert len(extrapolation.held_out_tokens()) > 50_000

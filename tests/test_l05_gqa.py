@@ -1,4 +1,7 @@
-"""Lesson 5 beyond its equivalence tests: its README says what the code says, its figures can be read, its quality is sound."""
+"""Lesson 5 beyond its equivalence tests: its README says what the code says, its figures can be
+read, its quality is sound.
+"""
+
 import json
 import random
 import re
@@ -9,21 +12,32 @@ import torch
 
 from lessons.l01_roofline.models import MODELS
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l05_gqa import figures, picture, quality, traffic
 from lessons.l05_gqa.convert import mean_head, merged
+from lessons.l05_gqa.lab import figures, quality, traffic
+from lessons.l05_gqa.lab import pictures as picture
 from lessons.l05_gqa.optimized import KERNELS, MAX_GROUP
-from lessons.toolbox.compile_check import check_all
-from lessons.toolbox.config import ModelConfig
-from lessons.toolbox.hardware import CHIPS
-from lessons.toolbox.plotting import overlapping_texts, texts_outside
+from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
+from lessons.toolbox.kernels.compile_check import check_all
+from lessons.toolbox.measure.hardware import CHIPS
+from lessons.toolbox.model.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 README = " ".join((ROOT / "lessons" / "l05_gqa" / "README.md").read_text(encoding="utf-8").split())
-CONFIG = ModelConfig("llama", vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
-                     head_dim=4, intermediate_size=16, max_position_embeddings=600)
+CONFIG = ModelConfig(
+    "llama",
+    vocab_size=31,
+    hidden_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=4,
+    intermediate_size=16,
+    max_position_embeddings=600,
+)
 
 
 # ---------------------------------------------------------------- what the README says
+
 
 def test_the_table_of_models_is_what_the_command_prints(capsys):
     assert traffic.main([]) == 0
@@ -37,19 +51,32 @@ def test_the_numbers_of_the_readme():
     """Each is computed here and must stand in the text, so that neither can change alone."""
     llama, chip = MODELS["llama-3-8b"], CHIPS["h200"]
     token = 2 * llama.num_hidden_layers * llama.num_key_value_heads * llama.head_dim * 2
-    small = traffic.cached_bytes(10, 2, 4, 2), traffic.cached_bytes(10, 6, 4, 2), traffic.repeated_bytes(10, 6, 2, 4, 2)
+    small = (
+        traffic.cached_bytes(10, 2, 4, 2),
+        traffic.cached_bytes(10, 6, 4, 2),
+        traffic.repeated_bytes(10, 6, 2, 4, 2),
+    )
     floor_us = 16 * traffic.cached_bytes(4096, 8, 128, 2) / chip.memory_bytes_per_s * 1e6
-    without, with_cores = (rate / chip.memory_bytes_per_s for rate in (chip.fp32_flops_per_s, chip.bf16_flops_per_s))
+    without, with_cores = (
+        rate / chip.memory_bytes_per_s for rate in (chip.fp32_flops_per_s, chip.bf16_flops_per_s)
+    )
     big = traffic.repeated_bytes(1, 64, 8, 1, 1) / traffic.cached_bytes(1, 8, 1, 1)
     read_ms = 2 * 2**30 / 4.3e12 * 1e3
     batch_gb = 32 * 4096 * token / 1e9
-    for quoted in (f"read {batch_gb:.1f} GB of K and V a step", f"it would be {4 * batch_gb:.1f} GB",
-                   f"= **{small[0]} bytes**. MHA: **{small[1]}**", f"**{small[2]}**, {small[2] / small[0]:.0f} times GQA and "
-                   f"{small[2] / small[1]:.1f} times MHA", f"below {without:.0f} without, {with_cores:.0f} with tensor cores",
-                   f"once are `{floor_us:.0f} µs` on an H200", f"More than {MAX_GROUP} query heads",
-                   f"</summary>{big:.0f}: 2·8 + 1", f"</summary>{2 * 32 * 128 * 2 // 1024}: 2 · 32",
-                   f"As MHA {2 * 32 * 40 * 128 * 2 // 1024}",
-                   f"</summary>{read_ms:.2f}, and 9 times that: {9 * read_ms:.1f}."):
+    for quoted in (
+        f"read {batch_gb:.1f} GB of K and V a step",
+        f"it would be {4 * batch_gb:.1f} GB",
+        f"= **{small[0]} bytes**. MHA: **{small[1]}**",
+        f"**{small[2]}**, {small[2] / small[0]:.0f} times GQA and "
+        f"{small[2] / small[1]:.1f} times MHA",
+        f"below {without:.0f} without, {with_cores:.0f} with tensor cores",
+        f"once are `{floor_us:.0f} µs` on an H200",
+        f"More than {MAX_GROUP} query heads",
+        f"</summary>{big:.0f}: 2·8 + 1",
+        f"</summary>{2 * 32 * 128 * 2 // 1024}: 2 · 32",
+        f"As MHA {2 * 32 * 40 * 128 * 2 // 1024}",
+        f"</summary>{read_ms:.2f}, and 9 times that: {9 * read_ms:.1f}.",
+    ):
         assert quoted in README, quoted
 
 
@@ -57,20 +84,29 @@ def test_what_the_compiler_is_said_to_say():
     reports = check_all([spec for spec in KERNELS if "bf16_4x128_n64" in spec.name], [90])
     if (reports[0].error or "").startswith("not run"):
         pytest.skip(reports[0].error)
-    said = re.search(r"sm_90: (\d+) registers, no spills, (\d+) KiB of shared memory, (\d+) HMMA", README)
+    said = re.search(
+        r"sm_90: (\d+) registers, no spills, (\d+) KiB of shared memory, (\d+) HMMA", README
+    )
     found = reports[0]
-    assert [int(number) for number in said.groups()[1:]] == [found.shared_bytes // 1024, found.census["HMMA"]]
-    assert abs(int(said[1]) - found.registers) <= 24 and not found.spill_bytes  # registers move with the compiler's version
+    assert [int(number) for number in said.groups()[1:]] == [
+        found.shared_bytes // 1024,
+        found.census["HMMA"],
+    ]
+    # registers move with the compiler's version
+    assert abs(int(said[1]) - found.registers) <= 24 and not found.spill_bytes
 
 
-@pytest.mark.parametrize("arguments, says", [(["--context", "0"], "--context 0; accepted: 1 or more"),
-                                             (["--gpu", "x"], "chip is 'x'")])
+@pytest.mark.parametrize(
+    "arguments, says",
+    [(["--context", "0"], "--context 0; accepted: 1 or more"), (["--gpu", "x"], "chip is 'x'")],
+)
 def test_a_wrong_argument_gets_one_line(capsys, arguments, says):
     assert traffic.main(arguments) == 2
     assert says in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- figures
+
 
 def test_the_picture_can_be_read():
     figure = picture.draw()
@@ -82,16 +118,25 @@ def test_the_picture_can_be_read():
 
 def test_the_figures_of_records_can_be_read():
     names = ("l05_quality", "l05_step")
-    quality_record, steps = (json.loads((ROOT / "results" / "cpu" / f"{name}.json").read_text()) for name in names)
-    drawn = [figures.quality_figure(quality_record, steps), figures.models_figure(traffic.rows(8192, 141 * 10**9))]
+    quality_record, steps = (
+        json.loads((ROOT / "results" / "cpu" / f"{name}.json").read_text()) for name in names
+    )
+    drawn = [
+        figures.quality_figure(quality_record, steps),
+        figures.models_figure(traffic.rows(8192, 141 * 10**9)),
+    ]
     for figure in drawn:
         assert not texts_outside(figure) and not overlapping_texts(figure)
     said = drawn[0]._suptitle.get_text()
-    for point in (quality_record["series"]["1 head, mean"]["points"][0], quality_record["series"]["1 head, mean"]["points"][-1]):
+    for point in (
+        quality_record["series"]["1 head, mean"]["points"][0],
+        quality_record["series"]["1 head, mean"]["points"][-1],
+    ):
         assert f"{point['loss']:.2f}" in said
 
 
 # ---------------------------------------------------------------- quality
+
 
 def new_model() -> Decoder:
     model = Decoder(CONFIG)
@@ -105,10 +150,14 @@ def test_the_loss_is_the_mean_of_next_token_losses(seed):
     model, window = new_model(), torch.randint(31, (3, 9))
     by_hand = []
     for row in window:
-        hidden = model(row, torch.arange(9), lambda layer, q, k, v: quality.attention_torch(q, k, v))
+        hidden = model(
+            row, torch.arange(9), lambda layer, q, k, v: quality.attention_torch(q, k, v)
+        )
         probs = torch.softmax(model.logits(hidden).double(), -1)
         by_hand += [-float(probs[t, row[t + 1]].log()) for t in range(8)]
-    assert quality.held_out_loss(model, window) == pytest.approx(sum(by_hand) / len(by_hand), rel=1e-5)
+    assert quality.held_out_loss(model, window) == pytest.approx(
+        sum(by_hand) / len(by_hand), rel=1e-5
+    )
 
 
 def test_variants_differ_in_their_kv_heads_alone(seed):
@@ -117,18 +166,27 @@ def test_variants_differ_in_their_kv_heads_alone(seed):
     assert [variant.config.num_key_value_heads for variant in found.values()] == [6, 3, 2, 1, 1]
     losses = {label: quality.held_out_loss(variant, window) for label, variant in found.items()}
     assert losses["6 heads, repeated"] == pytest.approx(losses["2 heads, as trained"], abs=1e-5)
-    assert len({round(loss, 6) for loss in losses.values()}) == 4  # the others really are other models
+    # the others really are other models
+    assert len({round(loss, 6) for loss in losses.values()}) == 4
 
 
 def test_uptraining_learns_and_leaves_the_model_alone(seed):
-    """A pattern that repeats: the loss must fall; the model it started from, whose weights others share, must not move."""
+    """A pattern that repeats: the loss must fall; the model it started from, whose weights others
+    share, must not move.
+    """
     model = new_model()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     pattern = torch.tensor(random.choices(range(31), k=16)).repeat(3)
     train = torch.stack([pattern.roll(shift)[:33] for shift in range(48)])
     small = merged(model, 1, mean_head)
-    losses = [(tokens, quality.held_out_loss(better, train[:4])) for tokens, better in quality.uptrained(small, train, [4, 12])]
-    assert [tokens for tokens, _ in losses] == [4 * quality.ROWS * quality.WINDOW, 12 * quality.ROWS * quality.WINDOW]
+    losses = [
+        (tokens, quality.held_out_loss(better, train[:4]))
+        for tokens, better in quality.uptrained(small, train, [4, 12])
+    ]
+    assert [tokens for tokens, _ in losses] == [
+        4 * quality.ROWS * quality.WINDOW,
+        12 * quality.ROWS * quality.WINDOW,
+    ]
     assert losses[1][1] < quality.held_out_loss(small, train[:4])
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])

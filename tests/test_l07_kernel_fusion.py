@@ -1,4 +1,7 @@
-"""Lesson 7's counts: bytes of each chain, launches of a decode step, the model of launch time; and its pictures."""
+"""Lesson 7's counts: bytes of each chain, launches of a decode step, the model of launch time; and
+its pictures.
+"""
+
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -6,13 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lessons.l02_naive_attention.traffic import Pass, total_bytes
-from lessons.l07_kernel_fusion import launches, naive, optimized, picture, traffic
-from lessons.l07_kernel_fusion.launches import MODELS, STEPS, schedule
-from lessons.l07_kernel_fusion.traffic import Traffic, chains, passes_of
-from lessons.toolbox import accesses
-from lessons.toolbox.config import ModelConfig
-from lessons.toolbox.plotting import overlapping_texts, texts_outside
+from lessons.l02_naive_attention.lab.traffic import Pass, total_bytes
+from lessons.l07_kernel_fusion import naive, optimized
+from lessons.l07_kernel_fusion.lab import launches, traffic
+from lessons.l07_kernel_fusion.lab import pictures as picture
+from lessons.l07_kernel_fusion.lab.launches import MODELS, STEPS, schedule
+from lessons.l07_kernel_fusion.lab.traffic import Traffic, chains, passes_of
+from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
+from lessons.toolbox.kernels import accesses
+from lessons.toolbox.model.config import ModelConfig
 
 R, N = 512, 1024
 VALUES = R * N
@@ -20,22 +25,42 @@ VALUES = R * N
 
 # ---------------------------------------------------------------- bytes
 
-@pytest.mark.parametrize("dtype, eager, fused", [
-    (torch.bfloat16, {"RMSNorm": 36, "add + RMSNorm": 42, "SwiGLU": 10, "QK-norm": 36, "softmax": 44},
-     {"RMSNorm": 4, "add + RMSNorm": 8, "SwiGLU": 6, "QK-norm": 4, "softmax": 4}),
-    (torch.float32, {"RMSNorm": 28, "add + RMSNorm": 40, "SwiGLU": 20, "QK-norm": 28, "softmax": 32},
-     {"RMSNorm": 8, "add + RMSNorm": 16, "SwiGLU": 12, "QK-norm": 8, "softmax": 8})])
+
+@pytest.mark.parametrize(
+    "dtype, eager, fused",
+    [
+        (
+            torch.bfloat16,
+            {"RMSNorm": 36, "add + RMSNorm": 42, "SwiGLU": 10, "QK-norm": 36, "softmax": 44},
+            {"RMSNorm": 4, "add + RMSNorm": 8, "SwiGLU": 6, "QK-norm": 4, "softmax": 4},
+        ),
+        (
+            torch.float32,
+            {"RMSNorm": 28, "add + RMSNorm": 40, "SwiGLU": 20, "QK-norm": 28, "softmax": 32},
+            {"RMSNorm": 8, "add + RMSNorm": 16, "SwiGLU": 12, "QK-norm": 8, "softmax": 8},
+        ),
+    ],
+)
 def test_bytes_of_each_chain(dtype, eager, fused):
-    """Whole bytes for each value, by pencil and paper; what is one number a row, or the weight, comes on top: below 1 byte."""
+    """Whole bytes for each value, by pencil and paper; what is one number a row, or the weight,
+    comes on top: below 1 byte.
+    """
     for name, (passes, kernel) in chains(R, N, dtype).items():
         values = R * 40 * 128 if name == "QK-norm" else VALUES
-        for found, want in ((total_bytes(passes), eager[name]), (total_bytes([kernel]), fused[name])):
+        for found, want in (
+            (total_bytes(passes), eager[name]),
+            (total_bytes([kernel]), fused[name]),
+        ):
             assert want <= found / values < want + 0.5, (name, found / values)
 
 
 def test_the_passes_of_rms_norm():
     chain = chains(R, N)["RMSNorm"][0]
-    passes = {p.name: (p.read_bytes / VALUES, p.written_bytes / VALUES) for p in chain if p.name != "_to_copy"}
+    passes = {
+        p.name: (p.read_bytes / VALUES, p.written_bytes / VALUES)
+        for p in chain
+        if p.name != "_to_copy"
+    }
     assert list(passes) == ["pow", "mean", "add", "rsqrt", "mul"]
     assert passes["pow"] == (4, 4) and passes["mean"] == (4, 4 / N)
 
@@ -43,18 +68,39 @@ def test_the_passes_of_rms_norm():
 def test_a_kernel_reads_its_inputs_once_and_writes_its_outputs_once():
     """By formula here; by address, in the interpreter, in the lesson's test_equivalence.py."""
     x, weight = R * N * 2, N * 2
-    found = {name: (kernel.read_bytes, kernel.written_bytes) for name, (_, kernel) in chains(R, N).items()}
+    found = {
+        name: (kernel.read_bytes, kernel.written_bytes)
+        for name, (_, kernel) in chains(R, N).items()
+    }
     q, k, head = R * 32 * 256, R * 8 * 256, 256
-    assert found == {"RMSNorm": (x + weight, x), "add + RMSNorm": (2 * x + weight, 2 * x), "SwiGLU": (2 * x, x),
-                     "QK-norm": (q + k + 2 * head, q + k), "softmax": (x, x)}
+    assert found == {
+        "RMSNorm": (x + weight, x),
+        "add + RMSNorm": (2 * x + weight, 2 * x),
+        "SwiGLU": (2 * x, x),
+        "QK-norm": (q + k + 2 * head, q + k),
+        "softmax": (x, x),
+    }
 
 
 def test_what_moves_nothing_is_no_pass():
     x = torch.zeros(6, 8, device="meta")
-    assert passes_of(lambda: (x.view(8, 6), x.T, x[2:], x.unflatten(-1, (2, 4)), x.chunk(2), torch.empty(3, device="meta"))) == []
+    assert (
+        passes_of(
+            lambda: (
+                x.view(8, 6),
+                x.T,
+                x[2:],
+                x.unflatten(-1, (2, 4)),
+                x.chunk(2),
+                torch.empty(3, device="meta"),
+            )
+        )
+        == []
+    )
     assert passes_of(lambda: x.mul_(2)) == [Pass("mul_", 192, 192)]
     assert passes_of(lambda: x + x) == [Pass("add", 192, 192)]  # the same tensor twice is read once
-    assert passes_of(lambda: x[:, :4] * x[:, 4:]) == [Pass("mul", 192, 96)]  # two views of one storage are two tensors
+    # two views of one storage are two tensors
+    assert passes_of(lambda: x[:, :4] * x[:, 4:]) == [Pass("mul", 192, 96)]
     with torch.no_grad(), Traffic() as counted:
         x.add_(x[0])
     assert counted.passes == [Pass("add_", 192 + 32, 192)]
@@ -63,7 +109,10 @@ def test_what_moves_nothing_is_no_pass():
 def test_traffic_command(capsys):
     assert traffic.main(["--rows", "512", "--size", "1024"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"\| RMSNorm \| 8 \| 18\.8\d \| 1 \| 2\.099 \| \d\.\d\d \|", out) and "_to_copy 1.05+2.1" in out
+    assert (
+        re.search(r"\| RMSNorm \| 8 \| 18\.8\d \| 1 \| 2\.099 \| \d\.\d\d \|", out)
+        and "_to_copy 1.05+2.1" in out
+    )
     assert traffic.main(["--rows", "0"]) == 2
     assert "rows, size: got 0, 4096; accepted: 1 or more" in capsys.readouterr().err
 
@@ -75,10 +124,15 @@ def test_accesses_see_a_second_read_and_a_row_that_nobody_wrote(seed, monkeypatc
     with accesses.Accesses() as counted:
         optimized.rms_norm(x[:2], weight, 1e-5)
         out = optimized.rms_norm(x[1:], weight, 1e-5)
-    assert counted.loads(x).unique(dim=1).flatten().tolist() == [1, 2, 1] and (counted.stores(out) == 1).all()
+    assert (
+        counted.loads(x).unique(dim=1).flatten().tolist() == [1, 2, 1]
+        and (counted.stores(out) == 1).all()
+    )
     assert counted.outside(x, weight) > 0, "the first call's output was not named"
     monkeypatch.setattr(accesses, "interpreting", lambda: False)
-    with pytest.raises(RuntimeError, match="counted in Triton's interpreter: set TRITON_INTERPRET=1"):
+    with pytest.raises(
+        RuntimeError, match="counted in Triton's interpreter: set TRITON_INTERPRET=1"
+    ):
         accesses.Accesses()
 
 
@@ -87,31 +141,44 @@ def test_accesses_see_a_second_read_and_a_row_that_nobody_wrote(seed, monkeypatc
 TINY = ModelConfig("llama", 97, 48, 3, 6, 2, 8, 64, 64)
 
 
-@pytest.mark.parametrize("config, inner, saved", [(TINY, 39, 17), (replace(TINY, qk_norm=True), 55, 32)])
+@pytest.mark.parametrize(
+    "config, inner, saved", [(TINY, 39, 17), (replace(TINY, qk_norm=True), 55, 32)]
+)
 def test_launches_of_a_step(config, inner, saved):
-    """Eager: a layer has 7 products, 2 norms of 8, 2 additions, silu and product, 10 for RoPE, 2 for attention. QK-norm: 16 more.
+    """Eager: a layer has 7 products, 2 norms of 8, 2 additions, silu and product, 10 for RoPE, 2
+    for attention. QK-norm: 16 more.
 
-    Fused: two junctions of 9 become 1 each, silu · up 1 instead of 2, and QK-norm 1 instead of 16. Around the layers: the
-    embedding, 9 for RoPE's tables, the last norm, the output head.
+    Fused: two junctions of 9 become 1 each, silu · up 1 instead of 2, and QK-norm 1 instead of 16.
+    Around the layers: the embedding, 9 for RoPE's tables, the last norm, the output head.
     """
     dtype, layers = torch.bfloat16, config.num_hidden_layers
     eager, fused, rope = (launches_of(config, 16, dtype) for launches_of in STEPS.values())
     assert len(eager) == layers * inner + 1 + 9 + 8 + 1
-    assert len(eager) - len(fused) == layers * saved + 7  # 7: the first norm, whose addition does not exist
+    # 7: the first norm, whose addition does not exist
+    assert len(eager) - len(fused) == layers * saved + 7
     assert len(fused) - len(rope) == layers * 10 + 9
-    assert [p.name for p in fused].count("add_rms_norm") == 2 * layers and [p.name for p in fused].count("rms_norm") == 1
-    assert [p.name for p in eager].count("mm") == [p.name for p in fused].count("mm") == 7 * layers + 1
+    assert [p.name for p in fused].count("add_rms_norm") == 2 * layers and [
+        p.name for p in fused
+    ].count("rms_norm") == 1
+    assert (
+        [p.name for p in eager].count("mm") == [p.name for p in fused].count("mm") == 7 * layers + 1
+    )
 
 
 def test_bytes_of_a_step_are_weights_and_cache():
     config = MODELS["Llama-3-8B"]
-    least = 2 * (8.03e9 - config.vocab_size * config.hidden_size) + 4096 * config.kv_bytes_per_token(2)  # the embedding: one row
+    # the embedding: one row
+    least = 2 * (
+        8.03e9 - config.vocab_size * config.hidden_size
+    ) + 4096 * config.kv_bytes_per_token(2)
     for launches_of in STEPS.values():
         assert least < total_bytes(launches_of(config, 4096)) < 1.01 * least
 
 
 def test_schedule():
-    """Bound by launches: one after the other, each waits for its issue. Bound by bytes: back to back."""
+    """Bound by launches: one after the other, each waits for its issue. Bound by bytes: back to
+    back.
+    """
     small, large = Pass("small", 4, 4), Pass("large", 100, 100)
     found = schedule([small, large, small], launch_s=10, bytes_per_s=1, shortest_s=0)
     assert found == [(0, 10, 18), (10, 20, 220), (20, 220, 228)]
@@ -124,14 +191,25 @@ def test_schedule():
 def test_launches_command(capsys):
     assert launches.main(["--launch-us", "5", "--gpu", "h200"]) == 0
     out = capsys.readouterr().out
-    assert "predicted" in out and re.search(r"\| Llama-3.2-1B \| eager \| 643 \|", out) and out.count("| fused |") == 3
-    assert launches.main(["--launch-us", "0"]) == 2 and "more than 0, 1 or more" in capsys.readouterr().err
+    assert (
+        "predicted" in out
+        and re.search(r"\| Llama-3.2-1B \| eager \| 643 \|", out)
+        and out.count("| fused |") == 3
+    )
+    assert (
+        launches.main(["--launch-us", "0"]) == 2
+        and "more than 0, 1 or more" in capsys.readouterr().err
+    )
     assert launches.main(["--gpu", "abacus"]) == 2 and "known are" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- pictures
 
-@pytest.mark.parametrize("draw, path", [(picture.draw_passes, picture.PASSES_SVG), (picture.draw_launches, picture.LAUNCHES_SVG)])
+
+@pytest.mark.parametrize(
+    "draw, path",
+    [(picture.draw_passes, picture.PASSES_SVG), (picture.draw_launches, picture.LAUNCHES_SVG)],
+)
 def test_pictures(draw, path):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)
@@ -140,14 +218,34 @@ def test_pictures(draw, path):
 
 def test_the_passes_picture_says_what_its_alt_text_says():
     labels = [label.get_text() for label in picture.draw_passes().axes[0].get_yticklabels()]
-    assert labels[0::2] == [f"{name}, eager: {count} B" for name, count in
-                            (("RMSNorm", 36), ("add + RMSNorm", 42), ("SwiGLU", 10), ("QK-norm", 36), ("softmax", 44))]
-    assert [label.rpartition(": ")[2] for label in labels[1::2]] == ["4 B", "8 B", "6 B", "4 B", "4 B"]
+    assert labels[0::2] == [
+        f"{name}, eager: {count} B"
+        for name, count in (
+            ("RMSNorm", 36),
+            ("add + RMSNorm", 42),
+            ("SwiGLU", 10),
+            ("QK-norm", 36),
+            ("softmax", 44),
+        )
+    ]
+    assert [label.rpartition(": ")[2] for label in labels[1::2]] == [
+        "4 B",
+        "8 B",
+        "6 B",
+        "4 B",
+        "4 B",
+    ]
     assert "39 launches" in picture.LAUNCHES_ALT and "issues 22" in picture.LAUNCHES_ALT
     lanes = [label.get_text() for label in picture.draw_launches().axes[0].get_yticklabels()]
-    assert lanes == ["eager, CPU issues 39", "eager, GPU runs", "fused, CPU issues 22", "fused, GPU runs"]
+    assert lanes == [
+        "eager, CPU issues 39",
+        "eager, GPU runs",
+        "fused, CPU issues 22",
+        "fused, GPU runs",
+    ]
 
 
 def test_naive_generates_as_the_rung_below():
     from lessons.l05_gqa import optimized as lesson5
+
     assert naive.generate is lesson5.generate

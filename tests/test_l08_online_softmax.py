@@ -1,4 +1,7 @@
-"""What lesson 8 says beyond its kernels: figures, the numbers of its text, and its part as a learner's drop-in."""
+"""What lesson 8 says beyond its kernels: figures, the numbers of its text, and its part as a
+learner's drop-in.
+"""
+
 import math
 import re
 import subprocess
@@ -9,15 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from lessons.l08_online_softmax import naive, picture, traffic, warp
-from lessons.toolbox.hardware import lookup
-from lessons.toolbox.plotting import overlapping_texts, texts_outside
+from lessons.l08_online_softmax import naive, warp
+from lessons.l08_online_softmax.lab import pictures as picture
+from lessons.l08_online_softmax.lab import traffic
+from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
+from lessons.toolbox.measure.hardware import lookup
 
-ROOM = Path(traffic.__file__).parent
+ROOM = Path(traffic.__file__).parents[1]
 README = (ROOM / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("draw", [picture.draw_passes, picture.draw_butterfly, picture.draw_trees, picture.draw_overflow])
+@pytest.mark.parametrize(
+    "draw", [picture.draw_passes, picture.draw_butterfly, picture.draw_trees, picture.draw_overflow]
+)
 def test_figures_are_readable(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)
@@ -44,7 +51,9 @@ def test_the_trees_merge_every_part_once():
 
 def test_the_butterfly_reaches_a_lane_from_all_others():
     for lane in (0, 5, 31):
-        assert picture._ancestors(lane, 0) == list(range(warp.LANES)) and picture._ancestors(lane, 5) == [lane]
+        assert picture._ancestors(lane, 0) == list(range(warp.LANES)) and picture._ancestors(
+            lane, 5
+        ) == [lane]
 
 
 def test_numbers_of_the_text():
@@ -56,13 +65,25 @@ def test_numbers_of_the_text():
     assert f"`{least_us:.1f} µs`" in README
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         assert f"{traffic.largest_exponent(dtype):.2f}" in README
-    rounded = re.findall(r"lse of (\d+)(?![\d.]).*?by (?:up to )?([\de-]+)", README)  # what rounding a log-sum-exp costs
-    assert [(size, f"{np.spacing(np.float32(size)) / 2:.0e}".replace("e-0", "e-")) for size, _ in rounded] == rounded
+    # what rounding a log-sum-exp costs
+    rounded = re.findall(r"lse of (\d+)(?![\d.]).*?by (?:up to )?([\de-]+)", README)
+    assert [
+        (size, f"{np.spacing(np.float32(size)) / 2:.0e}".replace("e-0", "e-"))
+        for size, _ in rounded
+    ] == rounded
     assert len(rounded) == 2
     assert math.isclose(math.log(8), 2.0794, abs_tol=1e-4)
 
 
 def test_the_command_prints_the_table():
-    done = subprocess.run([sys.executable, "-m", "lessons.l08_online_softmax.traffic"], capture_output=True, text=True,
-                          cwd=ROOM.parents[1], check=True)
-    assert "three passes                  65.7 MB" in done.stdout and "float32       88.72   -103.97" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "lessons.l08_online_softmax.lab.traffic"],
+        capture_output=True,
+        text=True,
+        cwd=ROOM.parents[1],
+        check=True,
+    )
+    assert (
+        "three passes                  65.7 MB" in done.stdout
+        and "float32       88.72   -103.97" in done.stdout
+    )

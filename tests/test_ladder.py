@@ -1,4 +1,7 @@
-"""The ladder as a command: its files, its exit codes, and that a rung with other tokens cannot pass."""
+"""The ladder as a command: its files, its exit codes, and that a rung with other tokens cannot
+pass.
+"""
+
 import json
 import shutil
 import subprocess
@@ -16,8 +19,18 @@ from reference.rungs import Rung
 REPOSITORY = Path(__file__).parents[1]
 
 
-SHAPE = dict(vocab_size=4096, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             intermediate_size=96, max_position_embeddings=1024, initializer_range=0.2, bos_token_id=0, eos_token_id=0)
+SHAPE = dict(
+    vocab_size=4096,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=96,
+    max_position_embeddings=1024,
+    initializer_range=0.2,
+    bos_token_id=0,
+    eos_token_id=0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +56,27 @@ def quick(monkeypatch):
 
 
 def climb(model_folder, out, *more):
-    return ladder.main(["--model", str(model_folder), "--out", str(out), "--requests", "3", "--device", "cpu", *more])
+    return ladder.main(
+        [
+            "--model",
+            str(model_folder),
+            "--out",
+            str(out),
+            "--requests",
+            "3",
+            "--device",
+            "cpu",
+            *more,
+        ]
+    )
 
 
 def test_every_rung_gives_the_same_tokens_and_the_files_are_complete(model_folder, tmp_path, quick):
     assert climb(model_folder, tmp_path) == 0
     data = json.loads((tmp_path / "ladder.json").read_text())
     assert set(data) >= {"device", "versions", "model", "peers", "rungs"}
-    assert [r["name"] for r in data["rungs"]] == [r.name for r in ladder.RUNGS if r.lesson != "06"]  # which is for DeepSeek
+    # which is for DeepSeek
+    assert [r["name"] for r in data["rungs"]] == [r.name for r in ladder.RUNGS if r.lesson != "06"]
     for rung in data["rungs"]:
         assert set(rung) >= {"name", "tokens_per_s", "speedup", "identical", "runs"}
         assert rung["identical"] is True and rung["tokens_per_s"] > 0 and rung["tokens"] > 0
@@ -60,9 +86,18 @@ def test_every_rung_gives_the_same_tokens_and_the_files_are_complete(model_folde
 
 def test_deepseek_climbs_rungs_of_its_own(tmp_path, quick):
     """A cache of latents holds 16 + 8 values a layer, one of expanded heads 4 · (16 + 8 + 12)."""
-    latent = dict(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
-    experts = dict(moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-                   n_shared_experts=1, first_k_dense_replace=1)
+    latent = dict(
+        q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12
+    )
+    experts = dict(
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+    )
     shape = SHAPE | latent | experts | dict(num_key_value_heads=4)
     assert climb(save_random(DeepseekV3Config(**shape), tmp_path / "model"), tmp_path) == 0
     rungs = json.loads((tmp_path / "ladder.json").read_text())["rungs"]
@@ -74,10 +109,16 @@ def test_deepseek_climbs_rungs_of_its_own(tmp_path, quick):
 
 def forgets_one_token(model, prompts, max_new_tokens, sampling=None, on_token=None):
     from lessons.l02_naive_attention.naive import generate
-    return [[*row[:-1], (row[-1] + 1) % 4096] for row in generate(model, prompts, max_new_tokens, sampling, on_token)]
+
+    return [
+        [*row[:-1], (row[-1] + 1) % 4096]
+        for row in generate(model, prompts, max_new_tokens, sampling, on_token)
+    ]
 
 
-def test_a_rung_with_other_tokens_fails_the_command(model_folder, tmp_path, quick, monkeypatch, capsys):
+def test_a_rung_with_other_tokens_fails_the_command(
+    model_folder, tmp_path, quick, monkeypatch, capsys
+):
     wrong = Rung("99", "wrong rung", f"{__name__}:forgets_one_token")
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     monkeypatch.setattr(ladder, "RUNGS", (ladder.RUNGS[0], wrong))
@@ -90,11 +131,14 @@ def test_a_tie_is_excused_and_its_margin_printed(monkeypatch):
     base, other = Measured("base", [0]), Measured("other", [0])
     base.outputs, other.outputs, other.runs = {0: [5, 6, 7]}, {0: [5, 9, 7]}, [1.0]
     seen = []
-    monkeypatch.setattr(ladder, "best_two", lambda model, tokens: seen.append(tokens) or ({6, 9}, 2e-4))
+    monkeypatch.setattr(
+        ladder, "best_two", lambda model, tokens: seen.append(tokens) or ({6, 9}, 2e-4)
+    )
     ladder.judge(other, [base, other], None, [[1, 2]])
     assert other.identical and "0.0002" in other.verdict and "0.001" in other.verdict
     assert seen == [[1, 2, 5]]  # the prompt and the tokens that both agree on
-    for best, margin in (({6, 9}, 0.5), ({6, 8}, 2e-4), ({8, 9}, 2e-4)):  # too far apart; a token that is not one of the two
+    # too far apart; a token that is not one of the two
+    for best, margin in (({6, 9}, 0.5), ({6, 8}, 2e-4), ({8, 9}, 2e-4)):
         monkeypatch.setattr(ladder, "best_two", lambda model, tokens, found=(best, margin): found)
         other.verdict = ""
         ladder.judge(other, [base, other], None, [[1, 2]])
@@ -131,16 +175,20 @@ def test_a_slow_rung_takes_a_stated_subset(model_folder, tmp_path, quick, monkey
 def test_interrupted_writes_nothing(model_folder, tmp_path, quick, monkeypatch, capsys):
     def interrupt(*args):
         raise KeyboardInterrupt
+
     monkeypatch.setattr(ladder, "judge", interrupt)
     assert climb(model_folder, tmp_path) == 130
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (["--model", "no/such-model"], "no/such-model"),
-    (["--prompts", "nowhere.json"], "nowhere.json"),
-])
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--model", "no/such-model"], "no/such-model"),
+        (["--prompts", "nowhere.json"], "nowhere.json"),
+    ],
+)
 def test_bad_arguments_are_one_line(model_folder, tmp_path, arguments, said, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert climb(model_folder, tmp_path, *arguments) == 2
@@ -153,20 +201,34 @@ def crashes(model, prompts, max_new_tokens, sampling=None, on_token=None):
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
-def test_a_rung_that_raises_is_one_line(has_cache, model_folder, tmp_path, quick, monkeypatch, capsys):
-    """A learner's drop-in may raise anything, while it is measured or when its time is first estimated."""
-    monkeypatch.setattr(ladder, "RUNGS", (ladder.RUNGS[-1], Rung("99", "yours", f"{__name__}:crashes", has_cache)))
+def test_a_rung_that_raises_is_one_line(
+    has_cache, model_folder, tmp_path, quick, monkeypatch, capsys
+):
+    """A learner's drop-in may raise anything, while it is measured or when its time is first
+    estimated.
+    """
+    monkeypatch.setattr(
+        ladder, "RUNGS", (ladder.RUNGS[-1], Rung("99", "yours", f"{__name__}:crashes", has_cache))
+    )
     assert climb(model_folder, tmp_path / "out") == 2
     err = capsys.readouterr().err
     assert "yours failed: RuntimeError: mat1" in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("content, said", [
-    ("[", "JSONDecodeError"), ("{}", "prompts"), ("[]", "prompts"), ('[{"prompt": "x"}]', "max_new_tokens"), ("[1]", "TypeError"),
-    ('[{"prompt": "x", "max_new_tokens": 0}]', "0 everywhere"),
-    ('[{"prompt": "x", "max_new_tokens": -1}]', "max_new_tokens"), ('[{"prompt": "x", "max_new_tokens": 5000}]', "1024"),
-])
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("[", "JSONDecodeError"),
+        ("{}", "prompts"),
+        ("[]", "prompts"),
+        ('[{"prompt": "x"}]', "max_new_tokens"),
+        ("[1]", "TypeError"),
+        ('[{"prompt": "x", "max_new_tokens": 0}]', "0 everywhere"),
+        ('[{"prompt": "x", "max_new_tokens": -1}]', "max_new_tokens"),
+        ('[{"prompt": "x", "max_new_tokens": 5000}]', "1024"),
+    ],
+)
 def test_bad_requests_are_one_line(model_folder, tmp_path, quick, content, said, capsys):
     (tmp_path / "requests.json").write_text(content)
     assert climb(model_folder, tmp_path / "out", "--prompts", str(tmp_path / "requests.json")) == 2
@@ -175,7 +237,10 @@ def test_bad_requests_are_one_line(model_folder, tmp_path, quick, content, said,
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("arguments, said", [(["--requests", "0"], "at least 1"), (["--device", "abacus"], "'cpu', 'cuda'")])
+@pytest.mark.parametrize(
+    "arguments, said",
+    [(["--requests", "0"], "at least 1"), (["--device", "abacus"], "'cpu', 'cuda'")],
+)
 def test_options_out_of_range_are_refused(arguments, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         ladder.main(arguments)
@@ -185,17 +250,27 @@ def test_options_out_of_range_are_refused(arguments, said, capsys):
 def test_peers_give_the_same_tokens_and_no_more_than_asked_for(model_folder):
     from lessons.l02_naive_attention.decoder import Decoder
     from lessons.l02_naive_attention.naive import generate
+
     prompts, limits = [[0, 5, 9], [0, 7], list(range(1, 40))], [6, 3, 9]
     want = generate(Decoder.from_pretrained(str(model_folder)), prompts, limits)
     model = peers.load_peer_model(str(model_folder), torch.device("cpu"), torch.float32)
     for name, run in peers.PEERS.items():
         ticks = []
-        assert run(model, prompts, limits, lambda row, token, ticks=ticks: ticks.append(row)) == want, name
+        assert (
+            run(model, prompts, limits, lambda row, token, ticks=ticks: ticks.append(row)) == want
+        ), name
         assert len(ticks) == sum(map(len, want))
 
 
 def test_demo_from_another_folder_and_without_a_terminal(tmp_path, model_folder):
-    """As a learner would by accident: python -m reference.ladder elsewhere fails in one line or works, never a traceback."""
-    done = subprocess.run([sys.executable, "-m", "reference.ladder", "--model", "missing", "--requests", "1"], cwd=REPOSITORY,
-                          capture_output=True, text=True, env={**__import__("os").environ, "HF_HUB_OFFLINE": "1"})
+    """As a learner would by accident: python -m reference.ladder elsewhere fails in one line or
+    works, never a traceback.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "reference.ladder", "--model", "missing", "--requests", "1"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        env={**__import__("os").environ, "HF_HUB_OFFLINE": "1"},
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.count("\n") == 1

@@ -1,4 +1,5 @@
 """The embedded models are what models/README.md says they are."""
+
 import importlib
 import json
 import sys
@@ -9,7 +10,7 @@ import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import attention
-from lessons.toolbox.checkpoint import load_config, load_tokenizer
+from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
 
 MODELS = Path(__file__).parents[1] / "models"
 
@@ -38,7 +39,10 @@ def test_sizes():
     assert parameters("tiny") <= 12_000_000 and parameters("tiny") >= 8 * parameters("tiny-draft")
     assert (MODELS / "tiny/model.safetensors").stat().st_size <= 25_000_000
     assert load_config("models/tiny").max_position_embeddings >= 2048
-    assert load_config("models/tiny").num_key_value_heads < load_config("models/tiny").num_attention_heads
+    assert (
+        load_config("models/tiny").num_key_value_heads
+        < load_config("models/tiny").num_attention_heads
+    )
 
 
 def test_both_models_share_one_tokenizer():
@@ -48,7 +52,10 @@ def test_both_models_share_one_tokenizer():
     assert sizes == {len(load_tokenizer("models/tiny"))}
 
 
-@pytest.mark.parametrize("text", ["def f(x):\n\treturn x  # ünï😀\n\n\n    pass   \n", "", "0123456789" * 3, "\x00\r\n'''"])
+@pytest.mark.parametrize(
+    "text",
+    ["def f(x):\n\treturn x  # ünï😀\n\n\n    pass   \n", "", "0123456789" * 3, "\x00\r\n'''"],
+)
 def test_the_tokenizer_loses_nothing(text):
     tokenizer = load_tokenizer("models/tiny")
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -56,11 +63,15 @@ def test_the_tokenizer_loses_nothing(text):
 
 def test_the_card_is_generated_from_the_figures(recipe, figures):
     assert (MODELS / "README.md").read_text() == recipe.model_card(figures)
-    assert figures["tiny"]["parameters"] == parameters("tiny") and figures["draft"]["parameters"] == parameters("tiny-draft")
+    assert figures["tiny"]["parameters"] == parameters("tiny") and figures["draft"][
+        "parameters"
+    ] == parameters("tiny-draft")
 
 
 def attend_all(config):
-    return lambda layer, q, k, v: attention(q, k, v, config.softmax_scale, window=config.sliding_window(layer))
+    return lambda layer, q, k, v: attention(
+        q, k, v, config.softmax_scale, window=config.sliding_window(layer)
+    )
 
 
 @torch.inference_mode()
@@ -71,7 +82,9 @@ def logits(model, tokens):
 
 @torch.inference_mode()
 def test_the_recorded_quality_is_that_of_the_weights(figures):
-    """Loss on the ladder's prompts (code from held-out modules), and the draft's agreement, near the recorded figures."""
+    """Loss on the ladder's prompts (code from held-out modules), and the draft's agreement, near
+    the recorded figures.
+    """
     tokenizer = load_tokenizer("models/tiny")
     texts = [r["prompt"] for r in json.loads((MODELS / "prompts.json").read_text())]
     tiny, draft = (Decoder.from_pretrained(f"models/{name}") for name in ("tiny", "tiny-draft"))
@@ -79,11 +92,18 @@ def test_the_recorded_quality_is_that_of_the_weights(figures):
     for text in texts:
         tokens = [0, *tokenizer(text)["input_ids"]]
         rows, draft_rows = logits(tiny, tokens)[:-1], logits(draft, tokens)[:-1]
-        losses.append(torch.nn.functional.cross_entropy(rows, torch.tensor(tokens[1:]), reduction="none"))
+        losses.append(
+            torch.nn.functional.cross_entropy(rows, torch.tensor(tokens[1:]), reduction="none")
+        )
         agree.append(rows.argmax(-1) == draft_rows.argmax(-1))
-    # These few thousand tokens are a sample of the held-out ones; a broken checkpoint is off by several nats.
-    assert float(torch.cat(losses).mean()) == pytest.approx(figures["tiny"]["held_out_loss_nats"], abs=0.4)
-    assert float(torch.cat(agree).float().mean()) == pytest.approx(figures["draft"]["greedy_agreement_with_tiny"], abs=0.12)
+    # These few thousand tokens are a sample of the held-out ones; a broken checkpoint is off by
+    # several nats.
+    assert float(torch.cat(losses).mean()) == pytest.approx(
+        figures["tiny"]["held_out_loss_nats"], abs=0.4
+    )
+    assert float(torch.cat(agree).float().mean()) == pytest.approx(
+        figures["draft"]["greedy_agreement_with_tiny"], abs=0.12
+    )
 
 
 def test_requests_differ_in_length_and_fit_the_context():

@@ -1,4 +1,7 @@
-"""Sampling: exact distributions against a plain reference and transformers' processors, unbiased draws, rows that stay apart."""
+"""Sampling: exact distributions against a plain reference and transformers' processors, unbiased
+draws, rows that stay apart.
+"""
+
 import itertools
 import math
 import random
@@ -16,7 +19,14 @@ from transformers.generation.logits_process import (
 )
 
 from lessons.l02_naive_attention import sampling
-from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams, draw, keep_top_p, probabilities, sample
+from lessons.l02_naive_attention.sampling import (
+    GREEDY,
+    SamplingParams,
+    draw,
+    keep_top_p,
+    probabilities,
+    sample,
+)
 
 VOCAB = 23
 
@@ -25,15 +35,27 @@ pytestmark = pytest.mark.usefixtures("seed")
 
 
 def random_params(**fixed) -> SamplingParams:
-    choices = dict(temperature=[0.3, 0.8, 1.0, 1.7], top_k=[-1, 0, 1, 3, 10, VOCAB, 1000], top_p=[1.0, 0.95, 0.6, 0.05],
-                   min_p=[0.0, 0.02, 0.3, 1.0], repetition_penalty=[1.0, 1.3, 0.7], presence_penalty=[0.0, 0.9, -0.5],
-                   frequency_penalty=[0.0, 0.4, -0.2])
-    return SamplingParams(**{name: random.choice(values) for name, values in choices.items()} | fixed)
+    choices = dict(
+        temperature=[0.3, 0.8, 1.0, 1.7],
+        top_k=[-1, 0, 1, 3, 10, VOCAB, 1000],
+        top_p=[1.0, 0.95, 0.6, 0.05],
+        min_p=[0.0, 0.02, 0.3, 1.0],
+        repetition_penalty=[1.0, 1.3, 0.7],
+        presence_penalty=[0.0, 0.9, -0.5],
+        frequency_penalty=[0.0, 0.4, -0.2],
+    )
+    return SamplingParams(
+        **{name: random.choice(values) for name, values in choices.items()} | fixed
+    )
 
 
 def random_row() -> tuple[torch.Tensor, list[int], list[int]]:
     """logits [V] without ties, a prompt, an output with repetitions."""
-    return 3 * torch.randn(VOCAB), random.choices(range(VOCAB), k=6), random.choices(range(VOCAB), k=random.randrange(9))
+    return (
+        3 * torch.randn(VOCAB),
+        random.choices(range(VOCAB), k=6),
+        random.choices(range(VOCAB), k=random.randrange(9)),
+    )
 
 
 def reference(logits, params, prompt, output) -> list[float]:
@@ -41,7 +63,11 @@ def reference(logits, params, prompt, output) -> list[float]:
     x = [float(value) for value in logits]
     for token in range(len(x)):
         if token in prompt or token in output:
-            x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+            x[token] = (
+                x[token] / params.repetition_penalty
+                if x[token] > 0
+                else x[token] * params.repetition_penalty
+            )
         x[token] -= params.frequency_penalty * output.count(token)
         x[token] -= params.presence_penalty * (token in output)
     if params.temperature == 0:
@@ -62,6 +88,7 @@ def reference(logits, params, prompt, output) -> list[float]:
 
 # ---------------------------------------------------------------- the exact distribution
 
+
 def worst_difference(function, rows=150) -> float:
     """Largest difference to `reference` over random rows and parameters."""
     worst = 0.0
@@ -76,9 +103,18 @@ def test_equals_the_definition():
     assert worst_difference(probabilities) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["repetition counts the prompt", "frequency is not presence", "negative logits are multiplied",
-                                  "output only", "top-p keeps the token that reaches p", "min-p is relative",
-                                  "temperature first"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "repetition counts the prompt",
+        "frequency is not presence",
+        "negative logits are multiplied",
+        "output only",
+        "top-p keeps the token that reaches p",
+        "min-p is relative",
+        "temperature first",
+    ],
+)
 def test_wrong_answer_is_rejected(name, monkeypatch):
     penalize, top_p = sampling.penalize, keep_top_p
 
@@ -89,41 +125,68 @@ def test_wrong_answer_is_rejected(name, monkeypatch):
         if name == "frequency is not presence":
             return probabilities(logits, params, prompt, sorted(set(output)))
         if name == "negative logits are multiplied":
-            shift = float(logits.abs().max()) + 9  # all logits positive: the division then reaches every seen token
+            # all logits positive: the division then reaches every seen token
+            shift = float(logits.abs().max()) + 9
             return probabilities(logits + shift, params, prompt, output)
         if name == "output only":
             return probabilities(logits, params, prompt, prompt + output)
         if name == "min-p is relative":
-            p = probabilities(logits, SamplingParams(**fields | dict(min_p=0, top_k=0, top_p=1)), prompt, output)
+            p = probabilities(
+                logits, SamplingParams(**fields | dict(min_p=0, top_k=0, top_p=1)), prompt, output
+            )
             kept = logits.double().masked_fill(p < min(params.min_p, 0.5 * p.max()), -math.inf)
             return probabilities(kept, params, prompt, output)
         if name == "temperature first":
-            monkeypatch.setattr(sampling, "penalize", lambda x, p, *rest: penalize(x / p.temperature, p, *rest) * p.temperature)
+            monkeypatch.setattr(
+                sampling,
+                "penalize",
+                lambda x, p, *rest: penalize(x / p.temperature, p, *rest) * p.temperature,
+            )
         if name == "top-p keeps the token that reaches p":
-            monkeypatch.setattr(sampling, "keep_top_p", lambda p, bound: top_p(p, max(bound - float(p.max()), 1e-9)))
+            monkeypatch.setattr(
+                sampling, "keep_top_p", lambda p, bound: top_p(p, max(bound - float(p.max()), 1e-9))
+            )
         return probabilities(logits, params, prompt, output)
 
     assert worst_difference(wrong, rows=600) > 1e-6
 
 
 def test_equals_transformers_processors():
-    """In this module's order, repetition, temperature, min-p, top-k, top-p; float64, so that no cut falls on a rounding."""
+    """In this module's order, repetition, temperature, min-p, top-k, top-p; float64, so that no cut
+    falls on a rounding.
+    """
     for _ in range(150):
-        (logits, prompt, output), params = random_row(), random_params(presence_penalty=0.0, frequency_penalty=0.0)
+        (logits, prompt, output), params = (
+            random_row(),
+            random_params(presence_penalty=0.0, frequency_penalty=0.0),
+        )
         ids, scores = torch.tensor([prompt + output]), logits[None].double()
-        processors = [RepetitionPenaltyLogitsProcessor(params.repetition_penalty), TemperatureLogitsWarper(params.temperature),
-                      MinPLogitsWarper(params.min_p), TopPLogitsWarper(params.top_p)]
+        processors = [
+            RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
+            TemperatureLogitsWarper(params.temperature),
+            MinPLogitsWarper(params.min_p),
+            TopPLogitsWarper(params.top_p),
+        ]
         if params.top_k > 0:
             processors.insert(3, TopKLogitsWarper(params.top_k))
         for processor in processors:
             scores = processor(ids, scores)
-        torch.testing.assert_close(probabilities(logits, params, prompt, output), scores[0].softmax(-1), atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            probabilities(logits, params, prompt, output), scores[0].softmax(-1), atol=1e-12, rtol=0
+        )
 
 
 def test_min_p_comes_before_top_p():
-    """p = .5 .3 .1 .1 with min_p .3 and top_p .6: of what min-p leaves (.5 .3) the first alone has .625 of the mass."""
+    """p = .5 .3 .1 .1 with min_p .3 and top_p .6: of what min-p leaves (.5 .3) the first alone has
+    .625 of the mass.
+    """
     logits = torch.tensor([0.5, 0.3, 0.1, 0.1], dtype=torch.float64).log()
-    assert probabilities(logits, SamplingParams(min_p=0.3, top_p=0.6), [], []).tolist() == [1, 0, 0, 0]
+    assert probabilities(logits, SamplingParams(min_p=0.3, top_p=0.6), [], []).tolist() == [
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_top_p_keeps_the_fewest_tokens_that_reach_p():
@@ -137,23 +200,50 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_p():
 def test_ties():
     """top-k keeps every token that ties with the k-th; top-p and greedy take the smallest ids."""
     logits = torch.tensor([1.0, 2.0, 2.0, 2.0, 0.0])
-    assert (probabilities(logits, SamplingParams(top_k=2), [], []) > 0).tolist() == [False, True, True, True, False]
-    assert (probabilities(logits, SamplingParams(top_p=0.4), [], []) > 0).tolist() == [False, True, True, False, False]
+    assert (probabilities(logits, SamplingParams(top_k=2), [], []) > 0).tolist() == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert (probabilities(logits, SamplingParams(top_p=0.4), [], []) > 0).tolist() == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert probabilities(logits, GREEDY, [], []).tolist() == [0, 1, 0, 0, 0]
     assert sample(logits[None], [GREEDY], [[]], [[]], [torch.Generator()]) == [1]
 
 
 def test_extreme_values():
     logits = torch.tensor([-math.inf, 1e4, 1e4 - 1, -1e4, -math.inf])
-    for params in (SamplingParams(), SamplingParams(temperature=1e-300), SamplingParams(temperature=1e300), random_params()):
+    for params in (
+        SamplingParams(),
+        SamplingParams(temperature=1e-300),
+        SamplingParams(temperature=1e300),
+        random_params(),
+    ):
         p = probabilities(logits, params, [0, 1], [1, 2])
         assert p.isfinite().all() and abs(p.sum() - 1) < 1e-12 and p[0] == p[4] == 0
-    assert probabilities(logits, SamplingParams(temperature=1e-300), [], []).tolist() == [0, 1, 0, 0, 0]
+    assert probabilities(logits, SamplingParams(temperature=1e-300), [], []).tolist() == [
+        0,
+        1,
+        0,
+        0,
+        0,
+    ]
     for dtype in (torch.float16, torch.bfloat16):
-        assert probabilities(torch.randn(VOCAB).to(dtype), random_params(), [1], [2]).dtype == torch.float64
+        assert (
+            probabilities(torch.randn(VOCAB).to(dtype), random_params(), [1], [2]).dtype
+            == torch.float64
+        )
 
 
 # ---------------------------------------------------------------- draws
+
 
 def p_value(tokens: list[int], p: torch.Tensor) -> float:
     """χ² test of draws against p; cells with fewer than 10 expected draws are pooled."""
@@ -173,14 +263,20 @@ def test_draws_follow_the_distribution():
     for _ in range(10):
         logits, prompt, output = random_row()
         p = probabilities(logits, random_params(top_k=0, top_p=0.95, min_p=0.0), prompt, output)
-        tokens = draw(p, torch.Generator().manual_seed(random.randrange(2**40)), count=200_000).tolist()
+        tokens = draw(
+            p, torch.Generator().manual_seed(random.randrange(2**40)), count=200_000
+        ).tolist()
         assert p_value(tokens, p) > FALSE_ALARM / 10
 
 
-@pytest.mark.parametrize("bias", [lambda p: p**0.95, lambda p: p + 0.01 * p.max(), lambda p: p.roll(1)])
+@pytest.mark.parametrize(
+    "bias", [lambda p: p**0.95, lambda p: p + 0.01 * p.max(), lambda p: p.roll(1)]
+)
 def test_the_test_rejects_a_biased_sampler(bias):
     p = torch.randn(VOCAB, dtype=torch.float64).softmax(0)
-    tokens = draw(bias(p), torch.Generator().manual_seed(random.randrange(2**40)), count=200_000).tolist()
+    tokens = draw(
+        bias(p), torch.Generator().manual_seed(random.randrange(2**40)), count=200_000
+    ).tolist()
     assert p_value(tokens, p) < FALSE_ALARM
 
 
@@ -188,8 +284,13 @@ def test_sample_follows_the_distribution():
     """The whole of `sample`, twice 3000 rows in one batch with two kinds of parameters."""
     kinds = [(random_params(top_k=0, min_p=0.0, top_p=top_p), random_row()) for top_p in (1.0, 0.7)]
     rows = [kinds[index % 2] for index in range(6000)]
-    tokens = sample(torch.stack([row[0] for _, row in rows]), [params for params, _ in rows], [row[1] for _, row in rows],
-                    [row[2] for _, row in rows], [params.new_generator() for params, _ in rows])
+    tokens = sample(
+        torch.stack([row[0] for _, row in rows]),
+        [params for params, _ in rows],
+        [row[1] for _, row in rows],
+        [row[2] for _, row in rows],
+        [params.new_generator() for params, _ in rows],
+    )
     for kind, (params, (logits, prompt, output)) in enumerate(kinds):
         assert p_value(tokens[kind::2], probabilities(logits, params, prompt, output)) > FALSE_ALARM
 
@@ -209,10 +310,19 @@ def test_never_a_token_of_probability_zero():
 
 # ---------------------------------------------------------------- batches and seeds
 
+
 def make_batch(size: int):
     rows = [random_row() for _ in range(size)]
-    params = [random_params(seed=random.randrange(2**62), temperature=random.choice([0, 0, 0.7, 1.5])) for _ in rows]
-    return torch.stack([row[0] for row in rows]), params, [row[1] for row in rows], [row[2] for row in rows]
+    params = [
+        random_params(seed=random.randrange(2**62), temperature=random.choice([0, 0, 0.7, 1.5]))
+        for _ in rows
+    ]
+    return (
+        torch.stack([row[0] for row in rows]),
+        params,
+        [row[1] for row in rows],
+        [row[2] for row in rows],
+    )
 
 
 def sampled(logits, params, prompts, outputs) -> list[int]:
@@ -222,7 +332,10 @@ def sampled(logits, params, prompts, outputs) -> list[int]:
 def test_a_row_does_not_depend_on_the_batch():
     logits, params, prompts, outputs = make_batch(24)
     together = sampled(logits, params, prompts, outputs)
-    alone = [sampled(logits[i:i + 1], params[i:i + 1], prompts[i:i + 1], outputs[i:i + 1])[0] for i in range(24)]
+    alone = [
+        sampled(logits[i : i + 1], params[i : i + 1], prompts[i : i + 1], outputs[i : i + 1])[0]
+        for i in range(24)
+    ]
     order = random.sample(range(24), 24)
     shuffled = sampled(logits[order], *([x[i] for i in order] for x in (params, prompts, outputs)))
     assert together == alone and shuffled == [together[i] for i in order]
@@ -239,7 +352,10 @@ def test_top_k_is_not_the_union_over_rows():
 def test_seeds():
     p = torch.full((1000,), 1e-3)
     params = SamplingParams(seed=random.randrange(2**62))
-    again = [draw(p, generator, 20).tolist() for generator in (params.new_generator(), params.new_generator())]
+    again = [
+        draw(p, generator, 20).tolist()
+        for generator in (params.new_generator(), params.new_generator())
+    ]
     assert again[0] == again[1]
     unseeded = [draw(p, SamplingParams().new_generator(), 20).tolist() for _ in range(2)]
     assert unseeded[0] != unseeded[1]
@@ -251,10 +367,19 @@ def test_seeds():
 
 def test_greedy_uses_penalties_and_ignores_the_rest():
     logits = torch.tensor([[3.0, 2.9, -1.0]])
-    assert sampled(logits, [SamplingParams(temperature=0, top_k=2, top_p=0.5, min_p=0.1)], [[]], [[]]) == [0]
-    assert sampled(logits, [SamplingParams(temperature=0, repetition_penalty=1.2)], [[0]], [[]]) == [1]
-    assert sampled(logits, [SamplingParams(temperature=0, presence_penalty=0.2)], [[0]], [[]]) == [0]  # output only
-    assert sampled(logits, [SamplingParams(temperature=0, presence_penalty=0.2)], [[]], [[0]]) == [1]
+    assert sampled(
+        logits, [SamplingParams(temperature=0, top_k=2, top_p=0.5, min_p=0.1)], [[]], [[]]
+    ) == [0]
+    assert sampled(
+        logits, [SamplingParams(temperature=0, repetition_penalty=1.2)], [[0]], [[]]
+    ) == [1]
+    # output only
+    assert sampled(logits, [SamplingParams(temperature=0, presence_penalty=0.2)], [[0]], [[]]) == [
+        0
+    ]
+    assert sampled(logits, [SamplingParams(temperature=0, presence_penalty=0.2)], [[]], [[0]]) == [
+        1
+    ]
 
 
 def test_sampling_leaves_its_inputs_alone():
@@ -266,12 +391,29 @@ def test_sampling_leaves_its_inputs_alone():
 
 # ---------------------------------------------------------------- bad input
 
-@pytest.mark.parametrize("field, value", [
-    ("temperature", -0.1), ("temperature", math.inf), ("temperature", math.nan), ("top_k", -2), ("top_k", 2.5), ("top_p", 0.0),
-    ("top_p", 1.01), ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0.0), ("presence_penalty", 2.1),
-    ("frequency_penalty", -2.1), ("seed", -1), ("seed", 1.5), ("seed", 2**63), ("stop_token_ids", (3, -1)),
-    ("stop_token_ids", ["a"]),
-])
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("temperature", -0.1),
+        ("temperature", math.inf),
+        ("temperature", math.nan),
+        ("top_k", -2),
+        ("top_k", 2.5),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("seed", -1),
+        ("seed", 1.5),
+        ("seed", 2**63),
+        ("stop_token_ids", (3, -1)),
+        ("stop_token_ids", ["a"]),
+    ],
+)
 def test_bad_parameters(field, value):
     with pytest.raises(ValueError, match=f"^{field}: got .*; accepted: ") as error:
         SamplingParams(**{field: value})

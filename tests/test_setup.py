@@ -1,4 +1,7 @@
-"""`make setup`: each way it can fail is one line, an unfinished install is started over, a finished one is left alone."""
+"""`make setup`: each way it can fail is one line, an unfinished install is started over, a finished
+one is left alone.
+"""
+
 import ast
 import importlib.util
 import shutil
@@ -20,8 +23,14 @@ def install(tmp_path, monkeypatch):
     spec.loader.exec_module(module)
     venv = tmp_path / ".venv"
     (tmp_path / "requirements.txt").write_text("torch==0\n")
-    for name, value in dict(ROOT=tmp_path, VENV=venv, PYTHON=venv / "bin/python", STAMP=str(venv / "installed"),
-                            REQUIREMENTS=str(tmp_path / "requirements.txt"), NEEDED_GB=0.0).items():
+    for name, value in dict(
+        ROOT=tmp_path,
+        VENV=venv,
+        PYTHON=venv / "bin/python",
+        STAMP=str(venv / "installed"),
+        REQUIREMENTS=str(tmp_path / "requirements.txt"),
+        NEEDED_GB=0.0,
+    ).items():
         monkeypatch.setattr(module, name, value)
     module.commands = []
 
@@ -81,15 +90,20 @@ def test_old_python(install, monkeypatch, capsys):
 
 def test_full_disk_before(install, monkeypatch, capsys):
     monkeypatch.setattr(install, "NEEDED_GB", 3.0)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(1_000_000_000))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: namedtuple("usage", "free")(1_000_000_000)
+    )
     assert "1.0 GB free" in one_line_failure(capsys, install.main)
 
 
-@pytest.mark.parametrize("printed, said", [
-    ("OSError: [Errno 28] No space left on device", "disk is full"),
-    ("NewConnectionError: nope", "could not be found or reached"),
-    ("something else", "see above"),
-])
+@pytest.mark.parametrize(
+    "printed, said",
+    [
+        ("OSError: [Errno 28] No space left on device", "disk is full"),
+        ("NewConnectionError: nope", "could not be found or reached"),
+        ("something else", "see above"),
+    ],
+)
 def test_a_failing_command_is_explained(install, capsys, printed, said):
     command = [sys.executable, "-c", f"print({printed!r}); raise SystemExit(1)"]
     assert said in one_line_failure(capsys, lambda: install.real_run(command, "installing"))

@@ -1,11 +1,15 @@
-"""What a model costs before it runs: bytes, FLOPs, the physical floor of a step, tokens per second, dollars.
+"""What a model costs before it runs: bytes, FLOPs, the physical floor of a step, tokens per second,
+dollars.
 
-Everything here is a prediction from shapes and data sheets; nothing is measured. A real engine is slower than these floors, and
-the quotient of the two is the only honest score. "G" is 10⁹ here and on data sheets; memory tools count GiB = 2³⁰.
-The roofline itself is `toolbox.hardware.attainable_flops`; here stands what goes into it.
+Everything here is a prediction from shapes and data sheets; nothing is measured. A real engine is
+slower than these floors, and the quotient of the two is the only honest score. "G" is 10⁹ here and
+on data sheets; memory tools count GiB = 2³⁰. The roofline itself is
+`toolbox.measure.hardware.attainable_flops`; here stands what goes into it.
 
-Sources: Roofline (Williams, Waterman and Patterson 2009); Efficiently Scaling Transformer Inference (Pope et al. 2022, 2).
+Sources: Roofline (Williams, Waterman and Patterson 2009); Efficiently Scaling Transformer Inference
+(Pope et al. 2022, 2).
 """
+
 import math
 from dataclasses import dataclass
 
@@ -21,34 +25,59 @@ def positive(name: str, value: float) -> float:
 
 # ---------------------------------------------------------------- bytes
 
+
 def weight_bytes(model: ModelShape, bits_per_weight: float = 16) -> float:
-    """Bytes of all weights. Raises ValueError unless bits_per_weight is above 0 (16: float16, 4.5: 4 bits and their scales)."""
+    """Bytes of all weights. Raises ValueError unless bits_per_weight is above 0 (16: float16, 4.5:
+    4 bits and their scales).
+    """
     return model.params * positive("bits_per_weight", bits_per_weight) / 8
 
 
 def kv_bytes_per_token(model: ModelShape, bits_per_value: float = 16) -> float:
-    """Bytes that one token of one sequence keeps in the KV cache, all layers together. 2 · layers · KV heads · head_dim values,
-    or layers · (latent + rotary key) for MLA."""
+    """Bytes that one token of one sequence keeps in the KV cache, all layers together. 2 · layers ·
+    KV heads · head_dim values, or layers · (latent + rotary key) for MLA."""
     return model.kv_values_per_token * positive("bits_per_value", bits_per_value) / 8
 
 
-def sequences_that_fit(memory_bytes: float, weights_bytes: float, kv_bytes_per_token: float, context: int) -> int:
-    """How many sequences of `context` tokens fit beside the weights; 0 if not even one, or not even the weights."""
+def sequences_that_fit(
+    memory_bytes: float, weights_bytes: float, kv_bytes_per_token: float, context: int
+) -> int:
+    """How many sequences of `context` tokens fit beside the weights; 0 if not even one, or not even
+    the weights.
+    """
     per_sequence = positive("kv_bytes_per_token", kv_bytes_per_token) * positive("context", context)
     return max(0, int((positive("memory_bytes", memory_bytes) - weights_bytes) // per_sequence))
 
 
 def gpus_needed(total_bytes: float, memory_bytes_per_gpu: float) -> int:
-    """Fewest GPUs that hold `total_bytes`, as a power of two, because tensor parallelism splits heads and widths evenly."""
-    return 2 ** max(0, math.ceil(math.log2(positive("total_bytes", total_bytes) / positive("memory_bytes_per_gpu",
-                                                                                          memory_bytes_per_gpu))))
+    """Fewest GPUs that hold `total_bytes`, as a power of two, because tensor parallelism splits
+    heads and widths evenly.
+    """
+    return 2 ** max(
+        0,
+        math.ceil(
+            math.log2(
+                positive("total_bytes", total_bytes)
+                / positive("memory_bytes_per_gpu", memory_bytes_per_gpu)
+            )
+        ),
+    )
 
 
 # ---------------------------------------------------------------- FLOPs and floors
 
+
 def attention_flops(model: ModelShape, pairs: float) -> float:
-    """FLOPs of softmax(qkᵀ)v over all layers and heads for so many (query, key) pairs: one multiply and one add per element."""
-    return 2 * pairs * model.num_hidden_layers * model.num_attention_heads * (model.head_dim + model.value_dim)
+    """FLOPs of softmax(qkᵀ)v over all layers and heads for so many (query, key) pairs: one multiply
+    and one add per element.
+    """
+    return (
+        2
+        * pairs
+        * model.num_hidden_layers
+        * model.num_attention_heads
+        * (model.head_dim + model.value_dim)
+    )
 
 
 @dataclass(frozen=True)
@@ -70,7 +99,8 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        return max(self.memory_s, self.compute_s)  # not the sum, because a good kernel moves and computes at the same time
+        # not the sum, because a good kernel moves and computes at the same time
+        return max(self.memory_s, self.compute_s)
 
     @property
     def bound(self) -> str:
@@ -83,22 +113,42 @@ class Floor:
         return self.flops / self.bytes_moved
 
 
-def decode_floor(model: ModelShape, batch: int, context: int, bandwidth: float, peak: float, bits_per_weight: float = 16,
-                 bits_per_kv: float = 16) -> Floor:
-    """One decode step: `batch` sequences, each with `context` tokens in its cache, get one token each.
+def decode_floor(
+    model: ModelShape,
+    batch: int,
+    context: int,
+    bandwidth: float,
+    peak: float,
+    bits_per_weight: float = 16,
+    bits_per_kv: float = 16,
+) -> Floor:
+    """One decode step: `batch` sequences, each with `context` tokens in its cache, get one token
+    each.
 
-    bandwidth: bytes/s, peak: FLOP/s. The weights are read once for all of them, the KV cache once for each. Activations are
-    small and left out.
+    bandwidth: bytes/s, peak: FLOP/s. The weights are read once for all of them, the KV cache once
+    for each. Activations are small and left out.
     """
     batch, context = positive("batch", batch), positive("context", context)
     kv = batch * context * kv_bytes_per_token(model, bits_per_kv)
     flops = batch * 2 * model.active_params + attention_flops(model, batch * context)
-    return Floor(model.params_read(batch) * positive("bits_per_weight", bits_per_weight) / 8 + kv, flops, bandwidth, peak)
+    return Floor(
+        model.params_read(batch) * positive("bits_per_weight", bits_per_weight) / 8 + kv,
+        flops,
+        bandwidth,
+        peak,
+    )
 
 
-def prefill_floor(model: ModelShape, prompt_tokens: int, bandwidth: float, peak: float, bits_per_weight: float = 16,
-                  bits_per_kv: float = 16) -> Floor:
-    """One prompt until its first token: every token through every layer, the output head for the last one only.
+def prefill_floor(
+    model: ModelShape,
+    prompt_tokens: int,
+    bandwidth: float,
+    peak: float,
+    bits_per_weight: float = 16,
+    bits_per_kv: float = 16,
+) -> Floor:
+    """One prompt until its first token: every token through every layer, the output head for the
+    last one only.
 
     bandwidth: bytes/s, peak: FLOP/s.
     """
@@ -107,7 +157,12 @@ def prefill_floor(model: ModelShape, prompt_tokens: int, bandwidth: float, peak:
     moved += tokens * kv_bytes_per_token(model, bits_per_kv)  # written, once
     body = 2 * tokens * (model.active_params - model.embedding_params)
     causal_pairs = tokens * (tokens + 1) / 2  # token t sees t keys
-    return Floor(moved, body + 2 * model.embedding_params + attention_flops(model, causal_pairs), bandwidth, peak)
+    return Floor(
+        moved,
+        body + 2 * model.embedding_params + attention_flops(model, causal_pairs),
+        bandwidth,
+        peak,
+    )
 
 
 def tokens_per_s(step_s: float, batch: int) -> float:
@@ -117,8 +172,13 @@ def tokens_per_s(step_s: float, batch: int) -> float:
 
 # ---------------------------------------------------------------- money
 
-def cost_per_million_tokens(dollars_per_hour: float, tokens_per_s: float, utilisation: float = 1.0) -> float:
-    """Dollars per 10⁶ tokens for hardware that is paid by the hour and busy for the share `utilisation` (0 to 1) of it."""
+
+def cost_per_million_tokens(
+    dollars_per_hour: float, tokens_per_s: float, utilisation: float = 1.0
+) -> float:
+    """Dollars per 10⁶ tokens for hardware that is paid by the hour and busy for the share
+    `utilisation` (0 to 1) of it.
+    """
     if positive("utilisation", utilisation) > 1:
         raise ValueError(f"utilisation is {utilisation!r}; accepted: above 0 and at most 1")
     tokens_per_hour = 3600 * positive("tokens_per_s", tokens_per_s) * utilisation
@@ -126,6 +186,8 @@ def cost_per_million_tokens(dollars_per_hour: float, tokens_per_s: float, utilis
 
 
 def break_even_tokens_per_day(dollars_per_hour: float, api_dollars_per_million: float) -> float:
-    """Tokens a day from which rented hardware is cheaper than an API; compare it with what the hardware can serve in a day."""
+    """Tokens a day from which rented hardware is cheaper than an API; compare it with what the
+    hardware can serve in a day.
+    """
     dollars_per_day = 24 * positive("dollars_per_hour", dollars_per_hour)
     return dollars_per_day / positive("api_dollars_per_million", api_dollars_per_million) * 1e6

@@ -1,13 +1,16 @@
-"""The same kernel as tutorials write it, every load under a mask: right, and slow for lengths that are no multiple of 16.
+"""The same kernel as tutorials write it, every load under a mask: right, and slow for lengths that
+are no multiple of 16.
 
-Kept to be compiled beside `optimized.scale_copy_kernel`: `python -m lessons.toolbox.compile_check lessons.l01_roofline.masked`.
+Kept to be compiled beside `optimized.scale_copy_kernel`: `python -m
+lessons.toolbox.kernels.compile_check lessons.l01_roofline.masked`.
 """
+
 import torch
 from torch import Tensor
 
 from lessons.l01_roofline.optimized import TILE_BYTES
-from lessons.toolbox.compile_check import KernelSpec
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.toolbox.kernels.triton_ import tl, triton
 
 
 @triton.jit
@@ -16,7 +19,9 @@ def masked_kernel(x_ptr, out_ptr, n, factor, TILE: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = offsets < n
     x = tl.load(x_ptr + offsets, mask=inside, other=0)
-    tl.store(out_ptr + offsets, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        out_ptr + offsets, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty), mask=inside
+    )
 
 
 def masked_scale_copy(x: Tensor, factor: float) -> Tensor:
@@ -30,6 +35,9 @@ def masked_scale_copy(x: Tensor, factor: float) -> Tensor:
 
 _TYPES = {"x_ptr": "*bf16", "out_ptr": "*bf16", "n": "i32", "factor": "fp32"}
 _SPEC = ("lessons.l01_roofline.masked:masked_kernel", _TYPES, {"TILE": TILE_BYTES // 2})
-KERNELS = [KernelSpec(*_SPEC, name="masked_any_length"),
-           # Where a length happens to be a multiple of 16, Triton compiles a second kernel that knows it, and vectorises.
-           KernelSpec(*_SPEC, name="masked_multiple_of_16", divisible_by_16=("n",))]
+KERNELS = [
+    KernelSpec(*_SPEC, name="masked_any_length"),
+    # Where a length happens to be a multiple of 16, Triton compiles a second kernel that
+    # knows it, and vectorises.
+    KernelSpec(*_SPEC, name="masked_multiple_of_16", divisible_by_16=("n",)),
+]

@@ -1,37 +1,44 @@
-"""The shapes of well-known models under config.json's names, and what follows from a shape alone: parameters and KV bytes.
+"""The shapes of well-known models under config.json's names, and what follows from a shape alone:
+parameters and KV bytes.
 
-Sources: the config.json that each publisher ships beside the weights. `published` is the size that the paper, the model card or
-the Hugging Face page states; a test holds the formula to it, and to the models that transformers builds from the same values.
-Norms and biases are left out: they are under 0.1 % of every model here.
+Sources: the config.json that each publisher ships beside the weights. `published` is the size that
+the paper, the model card or the Hugging Face page states; a test holds the formula to it, and to
+the models that transformers builds from the same values. Norms and biases are left out: they are
+under 0.1 % of every model here.
 """
+
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer, as far as its bytes and FLOPs depend on it. Sizes count elements, never bytes."""
+    """A decoder-only transformer, as far as its bytes and FLOPs depend on it. Sizes count elements,
+    never bytes.
+    """
 
     name: str
-    published: str                    # parameters, as `source` prints them
+    published: str  # parameters, as `source` prints them
     source: str
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int                     # of q and k; not always hidden_size / num_attention_heads
-    intermediate_size: int            # of a dense MLP
+    head_dim: int  # of q and k; not always hidden_size / num_attention_heads
+    intermediate_size: int  # of a dense MLP
     vocab_size: int
-    mlp_matrices: int = 3             # gate, up, down; 2 without a gate
+    mlp_matrices: int = 3  # gate, up, down; 2 without a gate
     tie_word_embeddings: bool = False
-    num_experts: int = 0              # mixture of experts; 0: every layer is dense
+    num_experts: int = 0  # mixture of experts; 0: every layer is dense
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
-    num_shared_experts: int = 0       # run for every token, beside the chosen ones
-    num_dense_layers: int = 0         # layers before the first one with experts
-    q_lora_rank: int = 0              # multi-head latent attention (MLA): ranks of the compressed q and kv
+    num_shared_experts: int = 0  # run for every token, beside the chosen ones
+    num_dense_layers: int = 0  # layers before the first one with experts
+    # multi-head latent attention (MLA): ranks of the compressed q and kv
+    q_lora_rank: int = 0
     kv_lora_rank: int = 0
-    qk_rope_head_dim: int = 0         # the part of head_dim that carries the position, shared by all heads of k
-    v_head_dim: int = 0               # MLA only; elsewhere v is as wide as k
+    # the part of head_dim that carries the position, shared by all heads of k
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0  # MLA only; elsewhere v is as wide as k
 
     @property
     def value_dim(self) -> int:
@@ -41,7 +48,9 @@ class ModelShape:
     @property
     def kv_values_per_token(self) -> int:
         """Numbers that one token leaves in the cache, over all layers."""
-        if self.kv_lora_rank:  # because MLA keeps the latent and one rotary key, and rebuilds k and v of every head from them
+        # because MLA keeps the latent and one rotary key, and rebuilds k and v of every head from
+        # them
+        if self.kv_lora_rank:
             return self.num_hidden_layers * (self.kv_lora_rank + self.qk_rope_head_dim)
         return self.num_hidden_layers * 2 * self.num_key_value_heads * self.head_dim
 
@@ -56,10 +65,16 @@ class ModelShape:
         size, heads = self.hidden_size, self.num_attention_heads
         out = heads * self.value_dim * size
         if not self.kv_lora_rank:
-            return size * heads * self.head_dim + 2 * size * self.num_key_value_heads * self.head_dim + out
+            return (
+                size * heads * self.head_dim
+                + 2 * size * self.num_key_value_heads * self.head_dim
+                + out
+            )
         q = self.q_lora_rank * (size + heads * self.head_dim)
         nope_dim = self.head_dim - self.qk_rope_head_dim
-        kv = size * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank * heads * (nope_dim + self.value_dim)
+        kv = size * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank * heads * (
+            nope_dim + self.value_dim
+        )
         return q + kv + out
 
     @property
@@ -73,21 +88,31 @@ class ModelShape:
         dense = self.mlp_matrices * self.hidden_size * self.intermediate_size
         router = self.hidden_size * self.num_experts
         moe = router + (experts_per_moe_layer + self.num_shared_experts) * self.expert_params
-        return self.num_hidden_layers * self.attention_params + (self.num_hidden_layers - moe_layers) * dense + moe_layers * moe
+        return (
+            self.num_hidden_layers * self.attention_params
+            + (self.num_hidden_layers - moe_layers) * dense
+            + moe_layers * moe
+        )
 
     @property
     def params(self) -> int:
         """All weights, in elements."""
-        return int(self.layer_params(self.num_experts)) + self.embedding_params * (1 if self.tie_word_embeddings else 2)
+        return int(self.layer_params(self.num_experts)) + self.embedding_params * (
+            1 if self.tie_word_embeddings else 2
+        )
 
     def experts_touched(self, batch: int) -> float:
-        """How many experts of a layer a step of `batch` tokens is expected to read, if the router spreads them evenly."""
+        """How many experts of a layer a step of `batch` tokens is expected to read, if the router
+        spreads them evenly.
+        """
         if not self.num_experts:
             return 0.0
         return self.num_experts * (1 - (1 - self.num_experts_per_tok / self.num_experts) ** batch)
 
     def params_read(self, batch: int) -> float:
-        """Weights that one decode step of `batch` tokens reads, in elements: the input embedding is a lookup, not a read."""
+        """Weights that one decode step of `batch` tokens reads, in elements: the input embedding is
+        a lookup, not a read.
+        """
         return self.layer_params(self.experts_touched(batch)) + self.embedding_params
 
     @property
@@ -96,9 +121,17 @@ class ModelShape:
         return int(self.layer_params(self.num_experts_per_tok)) + self.embedding_params
 
 
-_LLAMA2, _LLAMA3 = "arXiv 2307.09288; Hugging Face page", "arXiv 2407.21783, table 3; Hugging Face page"
-_MISTRAL, _QWEN3 = "arXiv 2310.06825; Hugging Face page of v0.3", "arXiv 2505.09388, tables 1 and 2; model card"
-_SHAPES = (  # hidden_size, layers, heads, KV heads, head_dim, intermediate_size, vocab_size, then what is special
+_LLAMA2, _LLAMA3 = (
+    "arXiv 2307.09288; Hugging Face page",
+    "arXiv 2407.21783, table 3; Hugging Face page",
+)
+_MISTRAL, _QWEN3 = (
+    "arXiv 2310.06825; Hugging Face page of v0.3",
+    "arXiv 2505.09388, tables 1 and 2; model card",
+)
+# hidden_size, layers, heads, KV heads, head_dim, intermediate_size, vocab_size, then what is
+# special
+_SHAPES = (
     ModelShape("llama-2-7b", "6.74B", _LLAMA2, 4096, 32, 32, 32, 128, 11008, 32000),
     ModelShape("llama-2-13b", "13.02B", _LLAMA2, 5120, 40, 40, 40, 128, 13824, 32000),
     ModelShape("llama-2-70b", "68.98B", _LLAMA2, 8192, 80, 64, 8, 128, 28672, 32000),
@@ -106,30 +139,119 @@ _SHAPES = (  # hidden_size, layers, heads, KV heads, head_dim, intermediate_size
     ModelShape("llama-3-70b", "70.6B", _LLAMA3, 8192, 80, 64, 8, 128, 28672, 128256),
     ModelShape("llama-3-405b", "405B", _LLAMA3, 16384, 126, 128, 8, 128, 53248, 128256),
     ModelShape("mistral-7b", "7.25B", _MISTRAL, 4096, 32, 32, 8, 128, 14336, 32768),
-    ModelShape("mixtral-8x7b", "46.7B", "arXiv 2401.04088; Hugging Face page", 4096, 32, 32, 8, 128, 14336, 32000,
-           num_experts=8, num_experts_per_tok=2, moe_intermediate_size=14336),
-    ModelShape("qwen3-0.6b", "0.6B", _QWEN3, 1024, 28, 16, 8, 128, 3072, 151936, tie_word_embeddings=True),
-    ModelShape("qwen3-1.7b", "1.7B", _QWEN3, 2048, 28, 16, 8, 128, 6144, 151936, tie_word_embeddings=True),
-    ModelShape("qwen3-4b", "4.0B", _QWEN3, 2560, 36, 32, 8, 128, 9728, 151936, tie_word_embeddings=True),
+    ModelShape(
+        "mixtral-8x7b",
+        "46.7B",
+        "arXiv 2401.04088; Hugging Face page",
+        4096,
+        32,
+        32,
+        8,
+        128,
+        14336,
+        32000,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=14336,
+    ),
+    ModelShape(
+        "qwen3-0.6b", "0.6B", _QWEN3, 1024, 28, 16, 8, 128, 3072, 151936, tie_word_embeddings=True
+    ),
+    ModelShape(
+        "qwen3-1.7b", "1.7B", _QWEN3, 2048, 28, 16, 8, 128, 6144, 151936, tie_word_embeddings=True
+    ),
+    ModelShape(
+        "qwen3-4b", "4.0B", _QWEN3, 2560, 36, 32, 8, 128, 9728, 151936, tie_word_embeddings=True
+    ),
     ModelShape("qwen3-8b", "8.2B", _QWEN3, 4096, 36, 32, 8, 128, 12288, 151936),
     ModelShape("qwen3-14b", "14.8B", _QWEN3, 5120, 40, 40, 8, 128, 17408, 151936),
     ModelShape("qwen3-32b", "32.8B", _QWEN3, 5120, 64, 64, 8, 128, 25600, 151936),
-    ModelShape("qwen3-30b-a3b", "30.5B", _QWEN3, 2048, 48, 32, 4, 128, 6144, 151936,
-           num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
-    ModelShape("qwen3-235b-a22b", "235B", _QWEN3, 4096, 94, 64, 4, 128, 12288, 151936,
-           num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536),
-    ModelShape("deepseek-v3", "671B", "arXiv 2412.19437, section 4.2", 7168, 61, 128, 128, 192, 18432, 129280,
-           num_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, num_shared_experts=1, num_dense_layers=3,
-           q_lora_rank=1536, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128),
-    ModelShape("gpt-j-6b", "6.05B", "EleutherAI/gpt-j-6b, model card", 4096, 28, 16, 16, 256, 16384, 50400, mlp_matrices=2),
-    ModelShape("falcon-40b", "41.3B", "arXiv 2311.16867; Hugging Face page", 8192, 60, 128, 8, 64, 32768, 65024, mlp_matrices=2,
-           tie_word_embeddings=True),
+    ModelShape(
+        "qwen3-30b-a3b",
+        "30.5B",
+        _QWEN3,
+        2048,
+        48,
+        32,
+        4,
+        128,
+        6144,
+        151936,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
+    ModelShape(
+        "qwen3-235b-a22b",
+        "235B",
+        _QWEN3,
+        4096,
+        94,
+        64,
+        4,
+        128,
+        12288,
+        151936,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+    ),
+    ModelShape(
+        "deepseek-v3",
+        "671B",
+        "arXiv 2412.19437, section 4.2",
+        7168,
+        61,
+        128,
+        128,
+        192,
+        18432,
+        129280,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        num_shared_experts=1,
+        num_dense_layers=3,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    ),
+    ModelShape(
+        "gpt-j-6b",
+        "6.05B",
+        "EleutherAI/gpt-j-6b, model card",
+        4096,
+        28,
+        16,
+        16,
+        256,
+        16384,
+        50400,
+        mlp_matrices=2,
+    ),
+    ModelShape(
+        "falcon-40b",
+        "41.3B",
+        "arXiv 2311.16867; Hugging Face page",
+        8192,
+        60,
+        128,
+        8,
+        64,
+        32768,
+        65024,
+        mlp_matrices=2,
+        tie_word_embeddings=True,
+    ),
 )
 MODELS: dict[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
 
 
 def find_model(name: str) -> ModelShape:
-    """The shape of a model by name, letter case ignored. Raises ValueError that lists the known names."""
+    """The shape of a model by name, letter case ignored. Raises ValueError that lists the known
+    names.
+    """
     if name.lower() not in MODELS:
         raise ValueError(f"model is {name!r}; known are {', '.join(MODELS)}")
     return MODELS[name.lower()]

@@ -1,7 +1,10 @@
-"""What everybody writes first: a copy in PyTorch, a stopwatch around a call, and a device that answers before it has worked.
+"""What everybody writes first: a copy in PyTorch, a stopwatch around a call, and a device that
+answers before it has worked.
 
-Read `scale_copy`, then `stopwatch_ms`, then `QueueDevice`, which shows on a CPU what is wrong with the stopwatch.
+Read `scale_copy`, then `stopwatch_ms`, then `QueueDevice`, which shows on a CPU what is wrong with
+the stopwatch.
 """
+
 import queue
 import threading
 import time
@@ -11,22 +14,28 @@ from torch import Tensor
 
 
 def scale_copy(x: Tensor, factor: float = 1.0) -> Tensor:
-    """x · factor into a new tensor. x: any shape -> the same shape. Reads and writes each element once: no kernel moves less."""
+    """x · factor into a new tensor. x: any shape -> the same shape. Reads and writes each element
+    once: no kernel moves less.
+    """
     return x * factor
 
 
 def stopwatch_ms(launch: Callable[[], object]) -> float:
-    """Milliseconds until one call of `launch` returns. On a device that queues its work, that is not when the work is done."""
+    """Milliseconds until one call of `launch` returns. On a device that queues its work, that is
+    not when the work is done.
+    """
     start = time.perf_counter()
     launch()
     return (time.perf_counter() - start) * 1e3
 
 
 class QueueDevice:
-    """A worker thread that plays a GPU: `launch` puts work into a queue and returns at once, `synchronize` waits for all of it.
+    """A worker thread that plays a GPU: `launch` puts work into a queue and returns at once,
+    `synchronize` waits for all of it.
 
-    A CUDA stream behaves like this; so do MPS, TPU runtimes and I/O. `setup`: a function that runs before the first piece of
-    work, as a GPU loads its driver and compiles its kernels at the first call.
+    A CUDA stream behaves like this; so do MPS, TPU runtimes and I/O. `setup`: a function that runs
+    before the first piece of work, as a GPU loads its driver and compiles its kernels at the first
+    call.
     """
 
     def __init__(self, setup: Callable[[], object] = lambda: None):

@@ -1,8 +1,11 @@
-"""The honest timer, and the first Triton kernel: it copies and scales a tensor as fast as memory allows.
+"""The honest timer, and the first Triton kernel: it copies and scales a tensor as fast as memory
+allows.
 
-Read `honest_ms` beside `naive.stopwatch_ms`, then `scale_copy_kernel`, then its wrapper `scale_copy`.
-The toolbox's timer does the same with CUDA events, a flushed L2 and a check against the physical floor; use that one to publish.
+Read `honest_ms` beside `naive.stopwatch_ms`, then `scale_copy_kernel`, then its wrapper
+`scale_copy`. The toolbox's timer does the same with CUDA events, a flushed L2 and a check against
+the physical floor; use that one to publish.
 """
+
 import time
 from collections.abc import Callable
 from statistics import quantiles
@@ -11,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.toolbox.compile_check import KernelSpec
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.toolbox.kernels.triton_ import tl, triton
 
-TILE_BYTES = 8192  # of one program: 4 vectors of 16 bytes for each of 128 threads, so that loads overlap
+# of one program: 4 vectors of 16 bytes for each of 128 threads, so that loads overlap
+TILE_BYTES = 8192
 
 
 class Timing(NamedTuple):
@@ -25,24 +29,34 @@ class Timing(NamedTuple):
     p80: float
 
 
-def honest_ms(launch: Callable[[], object], synchronize: Callable[[], object], warmup: int = 3, repetitions: int = 20,
-              clock: Callable[[], float] = time.perf_counter) -> Timing:
+def honest_ms(
+    launch: Callable[[], object],
+    synchronize: Callable[[], object],
+    warmup: int = 3,
+    repetitions: int = 20,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timing:
     """Milliseconds that the work of one `launch` takes, from an idle device to an idle device.
 
-    synchronize: returns when the device is idle; clock: seconds. Raises ValueError for fewer than 2 repetitions.
+    synchronize: returns when the device is idle; clock: seconds. Raises ValueError for fewer than 2
+    repetitions.
     """
-    if repetitions < 2:  # because one number has no spread, and without its spread a number cannot be compared
+    # because one number has no spread, and without its spread a number cannot be compared
+    if repetitions < 2:
         raise ValueError(f"repetitions is {repetitions}; accepted: 2 or more")
-    for _ in range(warmup):  # the first call compiles, allocates and fills caches: it belongs to no steady state
+    # the first call compiles, allocates and fills caches: it belongs to no steady state
+    for _ in range(warmup):
         launch()
     times = []
     for _ in range(repetitions):
-        synchronize()  # before the start as well, because work queued earlier would be charged to us
+        # before the start as well, because work queued earlier would be charged to us
+        synchronize()
         start = clock()
         launch()
         synchronize()
         times.append((clock() - start) * 1e3)
-    fifths = quantiles(times, n=10, method="inclusive")  # the nine deciles: p20 is the second, the median the fifth
+    # the nine deciles: p20 is the second, the median the fifth
+    fifths = quantiles(times, n=10, method="inclusive")
     return Timing(median=fifths[4], p20=fifths[1], p80=fifths[7])
 
 
@@ -55,35 +69,56 @@ def scale_copy_kernel(x_ptr, out_ptr, n, factor, TILE: tl.constexpr):
     out_ptr += start
     lane = tl.arange(0, TILE)
     if start + TILE <= n:
-        # No mask: under one, the compiler cannot know that eight neighbours share their fate, and loads 2 bytes at a time.
+        # No mask: under one, the compiler cannot know that eight neighbours share their fate, and
+        # loads 2 bytes at a time.
         x = tl.load(x_ptr + lane)
         tl.store(out_ptr + lane, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty))
     else:
         inside = lane < n - start
         x = tl.load(x_ptr + lane, mask=inside, other=0)
-        tl.store(out_ptr + lane, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            out_ptr + lane, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty), mask=inside
+        )
 
 
 def scale_copy(x: Tensor, factor: float = 1.0, out: Tensor | None = None) -> Tensor:
-    """x · factor, computed in float32 and rounded once. x: any shape, contiguous, float16, bfloat16 or float32 -> like x.
+    """x · factor, computed in float32 and rounded once. x: any shape, contiguous, float16, bfloat16
+    or float32 -> like x.
 
-    out: where to write, like x (default: a new tensor). Raises ValueError for another dtype, strides or an `out` unlike x.
+    out: where to write, like x (default: a new tensor). Raises ValueError for another dtype,
+    strides or an `out` unlike x.
     """
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"x is {x.dtype}; accepted: float16, bfloat16, float32")
     if not x.is_contiguous():
-        raise ValueError(f"x has shape {list(x.shape)} and strides {list(x.stride())}; accepted: contiguous")
+        raise ValueError(
+            f"x has shape {list(x.shape)} and strides {list(x.stride())}; accepted: contiguous"
+        )
     out = torch.empty_like(x) if out is None else out
-    if (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device) or not out.is_contiguous():
-        raise ValueError(f"out is {out.dtype} {list(out.shape)} on {out.device}, strides {list(out.stride())}; "
-                         f"accepted: contiguous {x.dtype} {list(x.shape)} on {x.device}")
+    if (out.shape, out.dtype, out.device) != (
+        x.shape,
+        x.dtype,
+        x.device,
+    ) or not out.is_contiguous():
+        raise ValueError(
+            f"out is {out.dtype} {list(out.shape)} on {out.device}, strides {list(out.stride())}; "
+            f"accepted: contiguous {x.dtype} {list(x.shape)} on {x.device}"
+        )
     tile = TILE_BYTES // x.element_size()
     if x.numel():  # because a grid of zero programs is an error
         # float(), because Triton would compile a kernel of its own for the integer 1.
-        scale_copy_kernel[(triton.cdiv(x.numel(), tile),)](x, out, x.numel(), float(factor), TILE=tile, num_warps=4)
+        scale_copy_kernel[(triton.cdiv(x.numel(), tile),)](
+            x, out, x.numel(), float(factor), TILE=tile, num_warps=4
+        )
     return out
 
 
-KERNELS = [KernelSpec("lessons.l01_roofline.optimized:scale_copy_kernel", name=f"scale_copy_{dtype}",
-                      signature={"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "n": "i32", "factor": "fp32"},
-                      constexprs={"TILE": TILE_BYTES // size}) for dtype, size in (("fp16", 2), ("bf16", 2), ("fp32", 4))]
+KERNELS = [
+    KernelSpec(
+        "lessons.l01_roofline.optimized:scale_copy_kernel",
+        name=f"scale_copy_{dtype}",
+        signature={"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "n": "i32", "factor": "fp32"},
+        constexprs={"TILE": TILE_BYTES // size},
+    )
+    for dtype, size in (("fp16", 2), ("bf16", 2), ("fp32", 4))
+]

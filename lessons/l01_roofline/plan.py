@@ -1,20 +1,26 @@
-"""One deployment, thought through before anything is bought: what fits, how fast it can be at best, and what a token costs."""
+"""One deployment, thought through before anything is bought: what fits, how fast it can be at best,
+and what a token costs.
+"""
+
 from dataclasses import dataclass
 
 import torch
 
 from lessons.l01_roofline import calculators as calc
 from lessons.l01_roofline.models import ModelShape
-from lessons.toolbox.hardware import Chip
+from lessons.toolbox.measure.hardware import Chip
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model on `gpus` equal GPUs that split weights and KV cache evenly. Build it with `make_plan`.
+    """A model on `gpus` equal GPUs that split weights and KV cache evenly. Build it with
+    `make_plan`.
 
-    Left out: communication, activations, and that tensor parallelism beyond the number of KV heads keeps copies (lesson 20).
+    Left out: communication, activations, and that tensor parallelism beyond the number of KV heads
+    keeps copies (lesson 20).
 
-    batch: sequences wanted at once; context: tokens of each; memory_share: of each GPU's memory, what may be used.
+    batch: sequences wanted at once; context: tokens of each; memory_share: of each GPU's memory,
+    what may be used.
     """
 
     model: ModelShape
@@ -41,7 +47,9 @@ class Plan:
     @property
     def sequences(self) -> int:
         """How many sequences of `context` tokens fit."""
-        return calc.sequences_that_fit(self.usable_bytes, self.weight_bytes, self.kv_bytes_per_token, self.context)
+        return calc.sequences_that_fit(
+            self.usable_bytes, self.weight_bytes, self.kv_bytes_per_token, self.context
+        )
 
     @property
     def running(self) -> int:
@@ -50,7 +58,10 @@ class Plan:
 
     @property
     def _machine(self) -> tuple[float, float, float, float]:
-        bandwidth, peak = self.gpus * self.chip.memory_bytes_per_s, self.gpus * peak_flops(self.chip)
+        bandwidth, peak = (
+            self.gpus * self.chip.memory_bytes_per_s,
+            self.gpus * peak_flops(self.chip),
+        )
         return bandwidth, peak, self.bits_per_weight, self.bits_per_kv
 
     @property
@@ -70,16 +81,27 @@ class Plan:
 
 
 def peak_flops(chip: Chip) -> float:
-    """The chip's dense 16-bit matrix rate in FLOP/s, float32 where it has no 16-bit units: weights of fewer bits are widened."""
+    """The chip's dense 16-bit matrix rate in FLOP/s, float32 where it has no 16-bit units: weights
+    of fewer bits are widened.
+    """
     rate = chip.bf16_flops_per_s or chip.fp16_flops_per_s
     return chip.peak_flops_per_s(torch.float32) if rate is None else rate
 
 
-def make_plan(model: ModelShape, chip: Chip, batch: int, context: int, gpus: int | None = None, bits_per_weight: float = 16,
-              bits_per_kv: float = 16, memory_share: float = 0.9) -> Plan:
+def make_plan(
+    model: ModelShape,
+    chip: Chip,
+    batch: int,
+    context: int,
+    gpus: int | None = None,
+    bits_per_weight: float = 16,
+    bits_per_kv: float = 16,
+    memory_share: float = 0.9,
+) -> Plan:
     """gpus: None takes the fewest that hold the weights and `batch` sequences.
 
-    Raises ValueError for numbers that cannot be, and where the weights or even one sequence do not fit, saying what would do.
+    Raises ValueError for numbers that cannot be, and where the weights or even one sequence do not
+    fit, saying what would do.
     """
     calc.positive("batch", batch)
     if calc.positive("memory_share", memory_share) > 1:
@@ -89,11 +111,24 @@ def make_plan(model: ModelShape, chip: Chip, batch: int, context: int, gpus: int
     per_sequence = calc.positive("context", context) * calc.kv_bytes_per_token(model, bits_per_kv)
     if gpus is None:
         gpus = calc.gpus_needed(weights + batch * per_sequence, usable)
-    plan = Plan(model, chip, int(calc.positive("gpus", gpus)), batch, context, bits_per_weight, bits_per_kv, memory_share)
-    for what, needed in ((f"weights of {model.name}", weights), (f"weights and one sequence of {context} tokens",
-                                                                 weights + per_sequence)):
+    plan = Plan(
+        model,
+        chip,
+        int(calc.positive("gpus", gpus)),
+        batch,
+        context,
+        bits_per_weight,
+        bits_per_kv,
+        memory_share,
+    )
+    for what, needed in (
+        (f"weights of {model.name}", weights),
+        (f"weights and one sequence of {context} tokens", weights + per_sequence),
+    ):
         if needed > plan.usable_bytes:
-            raise ValueError(f"gpus is {gpus}: {what} do not fit, {needed / 1e9:.1f} GB needed, "
-                             f"{plan.usable_bytes / 1e9:.1f} GB usable on {gpus} x {chip.name}; "
-                             f"{calc.gpus_needed(needed, usable)} GPUs would do")
+            raise ValueError(
+                f"gpus is {gpus}: {what} do not fit, {needed / 1e9:.1f} GB needed, "
+                f"{plan.usable_bytes / 1e9:.1f} GB usable on {gpus} x {chip.name}; "
+                f"{calc.gpus_needed(needed, usable)} GPUs would do"
+            )
     return plan

@@ -1,7 +1,9 @@
-"""The two phases of serving, measured on a real model with a library that everybody knows: TTFT is prefill, TPOT is decode.
+"""The two phases of serving, measured on a real model with a library that everybody knows: TTFT is
+prefill, TPOT is decode.
 
 The model is a black box here (transformers' own); lesson 2 opens it.
 """
+
 import itertools
 import time
 from collections.abc import Callable
@@ -10,12 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.toolbox.checkpoint import find_folder
-from lessons.toolbox.device import default_device, default_dtype
+from lessons.toolbox.measure.device import default_device, default_dtype
+from lessons.toolbox.model.checkpoint import find_folder
 
 
 class ServingTimes(NamedTuple):
-    """ttft_ms: from the call to the first token on the host (no queue in front of it); tpot_ms: each further token, [N - 1]."""
+    """ttft_ms: from the call to the first token on the host (no queue in front of it); tpot_ms:
+    each further token, [N - 1].
+    """
 
     ttft_ms: float
     tpot_ms: list[float]
@@ -23,27 +27,42 @@ class ServingTimes(NamedTuple):
 
 
 def load_model(name_or_path: str = "models/tiny"):
-    """A checkpoint as transformers' own model, on this machine's device and dtype. Raises CheckpointError if there is none."""
-    from transformers import AutoModelForCausalLM  # here, because its import takes seconds that calculators need not pay
+    """A checkpoint as transformers' own model, on this machine's device and dtype. Raises
+    CheckpointError if there is none.
+    """
+    # here, because its import takes seconds that calculators need not pay
+    from transformers import AutoModelForCausalLM
 
     folder = find_folder(name_or_path, ["config.json", "generation_config.json", "*.safetensors*"])
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=default_dtype()).to(default_device()).eval()
+    return (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=default_dtype())
+        .to(default_device())
+        .eval()
+    )
 
 
 @torch.inference_mode()
-def serving_times(model, prompt: Tensor, new_tokens: int, clock: Callable[[], float] = time.perf_counter) -> ServingTimes:
+def serving_times(
+    model, prompt: Tensor, new_tokens: int, clock: Callable[[], float] = time.perf_counter
+) -> ServingTimes:
     """Greedy generation with a KV cache, each token timed when the host holds it.
 
-    model: a causal language model of transformers; prompt: [T] int64; new_tokens: 2 or more; clock: seconds.
+    model: a causal language model of transformers; prompt: [T] int64; new_tokens: 2 or more; clock:
+    seconds.
     """
     if new_tokens < 2 or prompt.ndim != 1 or not len(prompt):
-        raise ValueError(f"prompt is {list(prompt.shape)}, new_tokens is {new_tokens}; accepted: [T] with T above 0, 2 or more")
+        raise ValueError(
+            f"prompt is {list(prompt.shape)}, new_tokens is {new_tokens}; accepted: [T] with T "
+            f"above 0, 2 or more"
+        )
     tokens, at = [], [clock()]
     step, cache = prompt[None].to(model.device), None
     for _ in range(new_tokens):
-        out = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)  # the head for the last token only
+        # the head for the last token only
+        out = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
         step, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
-        tokens.append(step.item())  # .item() waits for the device: the stopwatch is honest because it needs the value
+        # .item() waits for the device: the stopwatch is honest because it needs the value
+        tokens.append(step.item())
         at.append(clock())
     steps_ms = [(end - start) * 1e3 for start, end in itertools.pairwise(at)]
     return ServingTimes(steps_ms[0], steps_ms[1:], tokens)

@@ -1,4 +1,7 @@
-"""Proves that the first kernel copies like PyTorch, bit for bit, and that the honest timer measures work instead of launches."""
+"""Proves that the first kernel copies like PyTorch, bit for bit, and that the honest timer measures
+work instead of launches.
+"""
+
 import time
 
 import pytest
@@ -6,12 +9,26 @@ import torch
 
 from lessons.l01_roofline import masked, naive
 from lessons.l01_roofline.masked import masked_kernel
-from lessons.l01_roofline.optimized import KERNELS, TILE_BYTES, honest_ms, scale_copy, scale_copy_kernel
+from lessons.l01_roofline.optimized import (
+    KERNELS,
+    TILE_BYTES,
+    honest_ms,
+    scale_copy,
+    scale_copy_kernel,
+)
 from lessons.l01_roofline.serving import serving_times
 from lessons.l01_roofline.virtual_device import VirtualDevice
-from lessons.toolbox.compile_check import check_all
-from lessons.toolbox.device import default_device
-from lessons.toolbox.numerics import DISTRIBUTIONS, assert_same_bits, draw, edge_lengths, poisoned_empty, prove, with_canaries
+from lessons.toolbox.kernels.compile_check import check_all
+from lessons.toolbox.measure.device import default_device
+from lessons.toolbox.proof.numerics import (
+    DISTRIBUTIONS,
+    assert_same_bits,
+    draw,
+    edge_lengths,
+    poisoned_empty,
+    prove,
+    with_canaries,
+)
 
 DEVICE = default_device()  # without a GPU the kernel runs in Triton's interpreter
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -20,6 +37,7 @@ FACTORS = [1.0, 1, -0.3, 0.0, 3e4]
 
 # ---------------------------------------------------------------- the kernel
 
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_copy_is_exact_at_every_edge_of_a_tile(dtype, seed, proof):
     for length in edge_lengths(TILE_BYTES // dtype.itemsize):
@@ -27,7 +45,9 @@ def test_copy_is_exact_at_every_edge_of_a_tile(dtype, seed, proof):
         for factor in FACTORS:
             with poisoned_empty():
                 out = scale_copy(x, factor)
-            assert_same_bits(out, naive.scale_copy(x, factor), label=f"{length} elements times {factor}")
+            assert_same_bits(
+                out, naive.scale_copy(x, factor), label=f"{length} elements times {factor}"
+            )
     proof.record(scale_copy_kernel)  # bitwise
 
 
@@ -35,7 +55,10 @@ def test_copy_is_exact_at_every_edge_of_a_tile(dtype, seed, proof):
 @pytest.mark.parametrize("name", sorted(set(DISTRIBUTIONS) - {"non_contiguous"}))
 def test_scale_against_the_oracle(name, dtype, seed, proof):
     x = draw(name, (3, 1031), dtype=dtype, seed=seed, device=DEVICE)
-    proof.record(scale_copy_kernel, prove(lambda x: scale_copy(x, 0.7), lambda x: naive.scale_copy(x, 0.7), [x]))
+    proof.record(
+        scale_copy_kernel,
+        prove(lambda x: scale_copy(x, 0.7), lambda x: naive.scale_copy(x, 0.7), [x]),
+    )
 
 
 @pytest.mark.parametrize("length", edge_lengths(TILE_BYTES // 2, at_most=9000))
@@ -62,7 +85,11 @@ def test_a_view_that_is_not_aligned_to_16_bytes(seed):
 
 
 def test_in_place_and_special_values():
-    x = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 65504.0, 6e-8], dtype=torch.float16, device=DEVICE)
+    x = torch.tensor(
+        [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 65504.0, 6e-8],
+        dtype=torch.float16,
+        device=DEVICE,
+    )
     want = x * 2.0
     scale_copy(x, 2.0, out=x)
     assert torch.equal(x.isnan(), want.isnan())
@@ -75,13 +102,23 @@ def test_empty_and_zero_dimensional(shape):
     assert_same_bits(scale_copy(x, 3.0), x * 3)
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: scale_copy(torch.ones(4, dtype=torch.float64)), "float64; accepted: float16, bfloat16, float32"),
-    (lambda: scale_copy(torch.ones(4, dtype=torch.int32)), "int32; accepted"),
-    (lambda: scale_copy(torch.ones(4, 4).T), r"strides \[1, 4\]; accepted: contiguous"),
-    (lambda: scale_copy(torch.ones(4), out=torch.ones(5)), r"\[5\].*accepted: contiguous torch.float32 \[4\]"),
-    (lambda: scale_copy(torch.ones(4), out=torch.ones(4).half()), "float16"),
-    (lambda: scale_copy(torch.ones(4), out=torch.ones(8)[::2]), r"strides \[2\]")])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: scale_copy(torch.ones(4, dtype=torch.float64)),
+            "float64; accepted: float16, bfloat16, float32",
+        ),
+        (lambda: scale_copy(torch.ones(4, dtype=torch.int32)), "int32; accepted"),
+        (lambda: scale_copy(torch.ones(4, 4).T), r"strides \[1, 4\]; accepted: contiguous"),
+        (
+            lambda: scale_copy(torch.ones(4), out=torch.ones(5)),
+            r"\[5\].*accepted: contiguous torch.float32 \[4\]",
+        ),
+        (lambda: scale_copy(torch.ones(4), out=torch.ones(4).half()), "float16"),
+        (lambda: scale_copy(torch.ones(4), out=torch.ones(8)[::2]), r"strides \[2\]"),
+    ],
+)
 def test_bad_arguments_are_named_in_one_line(call, message):
     with pytest.raises(ValueError, match=message) as error:
         call()
@@ -93,7 +130,8 @@ def test_the_compiler_gives_16_byte_loads_without_spills():
         if (report.error or "").startswith("not run"):
             pytest.skip(report.error)
         assert report.fits, f"{report.name} on sm_{report.chip}: {report}"
-        assert report.loads_128bit == TILE_BYTES // (16 * 32 * 4)  # vectors per thread of 4 warps: no load is narrower
+        # vectors per thread of 4 warps: no load is narrower
+        assert report.loads_128bit == TILE_BYTES // (16 * 32 * 4)
 
 
 def test_a_mask_over_any_length_costs_the_wide_loads():
@@ -116,6 +154,7 @@ def test_beyond_two_to_the_31_elements(proof):
 
 # ---------------------------------------------------------------- the timer
 
+
 def timed(device: VirtualDevice, **options):
     return honest_ms(device.launch, device.synchronize, clock=device.clock, **options)
 
@@ -124,7 +163,13 @@ def test_the_stopwatch_measures_the_launch_and_the_timer_the_work():
     device = naive.QueueDevice()
     work = lambda: time.sleep(0.03)
     assert naive.stopwatch_ms(lambda: device.launch(work)) < 10
-    assert 30 <= honest_ms(lambda: device.launch(work), device.synchronize, warmup=1, repetitions=3).median < 300
+    assert (
+        30
+        <= honest_ms(
+            lambda: device.launch(work), device.synchronize, warmup=1, repetitions=3
+        ).median
+        < 300
+    )
 
 
 def test_the_first_call_is_not_charged():
@@ -152,13 +197,23 @@ def test_one_repetition_is_refused():
 
 # ---------------------------------------------------------------- TTFT and TPOT
 
+
 @pytest.fixture(scope="module")
 def random_llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                                        intermediate_size=64, vocab_size=61, eos_token_id=None)).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            vocab_size=61,
+            eos_token_id=None,
+        )
+    ).eval()
 
 
 def test_serving_times_generate_what_transformers_generates(random_llama, seed):
@@ -167,11 +222,18 @@ def test_serving_times_generate_what_transformers_generates(random_llama, seed):
     times = serving_times(random_llama, prompt, 6, clock=lambda: float(next(ticks)))
     want = random_llama.generate(prompt[None], max_new_tokens=6, do_sample=False)[0, 9:]
     assert times.tokens == want.tolist()
-    assert times.ttft_ms == 1000 and times.tpot_ms == [1000] * 5  # one reading of the clock per token, none besides
+    # one reading of the clock per token, none besides
+    assert times.ttft_ms == 1000 and times.tpot_ms == [1000] * 5
 
 
-@pytest.mark.parametrize("prompt, new_tokens", [(torch.zeros(0, dtype=torch.long), 5), (torch.zeros(3, dtype=torch.long), 1),
-                                                (torch.zeros(1, 3, dtype=torch.long), 5)])
+@pytest.mark.parametrize(
+    "prompt, new_tokens",
+    [
+        (torch.zeros(0, dtype=torch.long), 5),
+        (torch.zeros(3, dtype=torch.long), 1),
+        (torch.zeros(1, 3, dtype=torch.long), 5),
+    ],
+)
 def test_serving_times_refuses_what_it_cannot_time(random_llama, prompt, new_tokens):
     with pytest.raises(ValueError, match="accepted"):
         serving_times(random_llama, prompt, new_tokens)

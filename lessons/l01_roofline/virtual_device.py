@@ -1,17 +1,20 @@
-"""A device whose clock only moves when something happens: a timer's mistakes show as exact numbers, on every machine, at once."""
+"""A device whose clock only moves when something happens: a timer's mistakes show as exact numbers,
+on every machine, at once.
+"""
 
 
 class VirtualDevice:
-    """Queues work as a GPU does. `clock` gives seconds; `launch`, `synchronize` and `clock` are what a timer is handed.
+    """Queues work as a GPU does. `clock` gives seconds; `launch`, `synchronize` and `clock` are
+    what a timer is handed.
 
-    work_ms: what each launch costs the device; the k-th launch costs work_ms[k], the last entry repeats. The first entry is
-    where compilation and cold caches go. launch_ms: what each launch costs the host. The device starts work when it is
-    free, not before it is launched.
+    work_ms: what each launch costs the device; the k-th launch costs work_ms[k], the last entry
+    repeats. The first entry is where compilation and cold caches go. launch_ms: what each launch
+    costs the host. The device starts work when it is free, not before it is launched.
     """
 
     def __init__(self, work_ms: list[float], launch_ms: float = 0.01):
         self.work_ms, self.launch_ms = work_ms, launch_ms
-        self.host_ms = 0.0      # the host's clock
+        self.host_ms = 0.0  # the host's clock
         self.busy_until_ms = 0.0
         self.launches = 0
         self.synchronizations = 0

@@ -12,6 +12,7 @@ Parameters carry the names of Hugging Face checkpoints, so that loading one is a
 Sources: Llama 2 (Touvron et al. 2023, section 2.2), RMSNorm (Zhang & Sennrich 2019),
 GLU variants (Shazeer 2020), Qwen3 technical report (QK-norm).
 """
+
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -20,14 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.rope import Rotate, rotation
-from lessons.toolbox.checkpoint import load_config, load_weights
-from lessons.toolbox.config import ModelConfig
-from lessons.toolbox.config_json import CheckpointError
+from lessons.toolbox.model.checkpoint import load_config, load_weights
+from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.model.config_json import CheckpointError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 # ---------------------------------------------------------------- parts
+
 
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
@@ -36,7 +38,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> [..., size]
-        wide = x if x.dtype == torch.float64 else x.float()  # the sum of squares overflows float16 above 256 per coordinate
+        # the sum of squares overflows float16 above 256 per coordinate
+        wide = x if x.dtype == torch.float64 else x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)  # Llama rounds before the weight, Gemma after it
 
@@ -44,7 +47,11 @@ class RMSNorm(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig, intermediate_size: int | None = None):
         super().__init__()
-        size, inner, bias = config.hidden_size, intermediate_size or config.intermediate_size, config.mlp_bias
+        size, inner, bias = (
+            config.hidden_size,
+            intermediate_size or config.intermediate_size,
+            config.mlp_bias,
+        )
         self.gate_proj = nn.Linear(size, inner, bias=bias)
         self.up_proj = nn.Linear(size, inner, bias=bias)
         self.down_proj = nn.Linear(inner, size, bias=bias)
@@ -57,7 +64,11 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         size, head_dim = config.hidden_size, config.head_dim
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim,
+        )
         self.q_proj = nn.Linear(size, self.num_heads * head_dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(size, self.num_kv_heads * head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(size, self.num_kv_heads * head_dim, bias=config.qkv_bias)
@@ -66,15 +77,21 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotate: Rotate, attend: Callable) -> Tensor:
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)))     # [T, Hq, D]
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)))  # [T, Hkv, D]
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))               # [T, Hkv, D]
-        out = attend(rotate(q), rotate(k), v)                                              # [T, Hq, D]
+        # [T, Hq, D]
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)))
+        # [T, Hkv, D]
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)))
+        # [T, Hkv, D]
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        # [T, Hq, D]
+        out = attend(rotate(q), rotate(k), v)
         return self.o_proj(out.flatten(-2))
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, self_attn: nn.Module | None = None, mlp: nn.Module | None = None):
+    def __init__(
+        self, config: ModelConfig, self_attn: nn.Module | None = None, mlp: nn.Module | None = None
+    ):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = self_attn or Attention(config)
@@ -88,6 +105,7 @@ class DecoderLayer(nn.Module):
 
 # ---------------------------------------------------------------- the whole
 
+
 class Decoder(nn.Module):
     """The model. `config` tells its shape; `from_pretrained` fills it from a checkpoint."""
 
@@ -95,23 +113,36 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(self.new_layer(index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            self.new_layer(index) for index in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def new_layer(self, index: int) -> DecoderLayer:
-        """Layer `index`, its weights not yet loaded. Raises CheckpointError for a family that needs another decoder."""
+        """Layer `index`, its weights not yet loaded. Raises CheckpointError for a family that needs
+        another decoder.
+        """
         if self.config.mla is not None:
-            raise CheckpointError(f"model_type {self.config.model_type!r} has latent attention: load it with DeepseekDecoder "
-                                  "(lessons.l06_mla.deepseek), not with Decoder")
+            raise CheckpointError(
+                f"model_type {self.config.model_type!r} has latent attention: load it with "
+                f"DeepseekDecoder "
+                "(lessons.l06_mla.deepseek), not with Decoder"
+            )
         return DecoderLayer(self.config)
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str, device: str | torch.device = "cpu",
-                        dtype: torch.dtype = torch.float32) -> "Decoder":
-        """Load a Hugging Face checkpoint by folder or hub name. Raises CheckpointError with one line that says what is wrong."""
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> "Decoder":
+        """Load a Hugging Face checkpoint by folder or hub name. Raises CheckpointError with one
+        line that says what is wrong.
+        """
         config = load_config(name_or_path)
         with torch.device("meta"):  # no memory until the weights arrive
             model = cls(config)
@@ -127,11 +158,15 @@ class Decoder(nn.Module):
         return self.norm.weight.dtype
 
     def rotation(self, positions: Tensor) -> Rotate:
-        """How q and k turn at `positions`: a function [T, H, D] -> [T, H, D], the same for all layers."""
+        """How q and k turn at `positions`: a function [T, H, D] -> [T, H, D], the same for all
+        layers.
+        """
         return rotation(self.config, positions, self.dtype)
 
     def unrotated(self) -> "Decoder":
-        """The same weights in a decoder that hands q and k to `attend` as projected: positions are then attend's own business."""
+        """The same weights in a decoder that hands q and k to `attend` as projected: positions are
+        then attend's own business.
+        """
         twin = copy.copy(self)  # shallow, so every parameter is shared
         twin.rotation = lambda positions: lambda x: x
         return twin
@@ -145,5 +180,7 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [T, hidden_size] -> [T, vocab_size]. Pass only the rows that you need: the vocabulary is wide."""
+        """hidden: [T, hidden_size] -> [T, vocab_size]. Pass only the rows that you need: the
+        vocabulary is wide.
+        """
         return self.lm_head(hidden)

@@ -2,6 +2,7 @@
 
 Every rung of the ladder takes the same arguments and refuses the same mistakes, so both live here.
 """
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams, sample
-from lessons.toolbox.config import ModelConfig
+from lessons.toolbox.model.config import ModelConfig
 
 OnToken = Callable[[int, int], None]  # (row, token)
 
@@ -30,36 +31,68 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return len(self.output) >= self.max_new_tokens or (bool(self.output) and self.output[-1] in self.stop_token_ids)
+        return len(self.output) >= self.max_new_tokens or (
+            bool(self.output) and self.output[-1] in self.stop_token_ids
+        )
 
 
-def take_next_tokens(logits: Tensor, requests: list[Request], on_token: OnToken | None = None) -> None:
-    """Sample one token for each request, append it to its output, report it. logits: [B, V], row b belongs to requests[b]."""
-    tokens = sample(logits, [r.sampling for r in requests], [r.prompt for r in requests], [r.output for r in requests],
-                    [r.generator for r in requests])
+def take_next_tokens(
+    logits: Tensor, requests: list[Request], on_token: OnToken | None = None
+) -> None:
+    """Sample one token for each request, append it to its output, report it. logits: [B, V], row b
+    belongs to requests[b].
+    """
+    tokens = sample(
+        logits,
+        [r.sampling for r in requests],
+        [r.prompt for r in requests],
+        [r.output for r in requests],
+        [r.generator for r in requests],
+    )
     for request, token in zip(requests, tokens):
         request.output.append(token)
         if on_token is not None:
             on_token(request.row, token)
 
 
-def read_requests(config: ModelConfig, prompts: list[list[int]], max_new_tokens: int | list[int],
-                  sampling: SamplingParams | list[SamplingParams] | None = None) -> list[Request]:
-    """The arguments of `generate` as one Request a prompt. Raises ValueError, one line, for anything that cannot work."""
+def read_requests(
+    config: ModelConfig,
+    prompts: list[list[int]],
+    max_new_tokens: int | list[int],
+    sampling: SamplingParams | list[SamplingParams] | None = None,
+) -> list[Request]:
+    """The arguments of `generate` as one Request a prompt. Raises ValueError, one line, for
+    anything that cannot work.
+    """
     if not isinstance(prompts, (list, tuple)) or len(prompts) == 0:
-        raise ValueError(f"prompts: got {prompts!r}; accepted: a list of one or more prompts, each a list of token ids")
+        raise ValueError(
+            f"prompts: got {prompts!r}; accepted: a list of one or more prompts, each a list of "
+            f"token ids"
+        )
     limits = _one_each("max_new_tokens", max_new_tokens, int, len(prompts))
-    params = _one_each("sampling", GREEDY if sampling is None else sampling, SamplingParams, len(prompts))
+    params = _one_each(
+        "sampling", GREEDY if sampling is None else sampling, SamplingParams, len(prompts)
+    )
     requests = []
     for row, (prompt, limit, row_params) in enumerate(zip(prompts, limits, params)):
         _check_prompt(config, row, prompt)
         if limit < 0:
             raise ValueError(f"max_new_tokens: got {limit} for prompt {row}; accepted: 0 or more")
         if len(prompt) + limit > config.max_position_embeddings:
-            raise ValueError(f"prompts[{row}]: {len(prompt)} tokens and {limit} new ones make {len(prompt) + limit}; "
-                             f"accepted: at most {config.max_position_embeddings} (max_position_embeddings)")
-        stop = {*row_params.stop_token_ids, *(() if row_params.ignore_eos else config.eos_token_ids)}
-        requests.append(Request(row, list(prompt), limit, row_params, frozenset(stop), row_params.new_generator()))
+            raise ValueError(
+                f"prompts[{row}]: {len(prompt)} tokens and {limit} new ones make "
+                f"{len(prompt) + limit}; "
+                f"accepted: at most {config.max_position_embeddings} (max_position_embeddings)"
+            )
+        stop = {
+            *row_params.stop_token_ids,
+            *(() if row_params.ignore_eos else config.eos_token_ids),
+        }
+        requests.append(
+            Request(
+                row, list(prompt), limit, row_params, frozenset(stop), row_params.new_generator()
+            )
+        )
     return requests
 
 
@@ -67,16 +100,27 @@ def _one_each(name: str, value, kind: type, count: int) -> list:
     """`value` once per prompt, or as given when it already is a list of `count`."""
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:
-        raise ValueError(f"{name}: got {len(values)} for {count} prompts; accepted: one {kind.__name__}, or one per prompt")
+        raise ValueError(
+            f"{name}: got {len(values)} for {count} prompts; accepted: one {kind.__name__}, or one "
+            f"per prompt"
+        )
     for entry in values:
         if not isinstance(entry, kind):
-            raise ValueError(f"{name}: got {entry!r}; accepted: {kind.__name__}, or a list of them, one per prompt")
+            raise ValueError(
+                f"{name}: got {entry!r}; accepted: {kind.__name__}, or a list of them, one per "
+                f"prompt"
+            )
     return values
 
 
 def _check_prompt(config: ModelConfig, row: int, prompt: list[int]) -> None:
     if not isinstance(prompt, (list, tuple)) or len(prompt) == 0:
-        raise ValueError(f"prompts[{row}]: got {prompt!r}; accepted: a list of one or more token ids")
+        raise ValueError(
+            f"prompts[{row}]: got {prompt!r}; accepted: a list of one or more token ids"
+        )
     for index, token in enumerate(prompt):
         if not isinstance(token, int) or not 0 <= token < config.vocab_size:
-            raise ValueError(f"prompts[{row}][{index}]: got {token!r}; accepted: a token id from 0 to {config.vocab_size - 1}")
+            raise ValueError(
+                f"prompts[{row}][{index}]: got {token!r}; accepted: a token id from 0 to "
+                f"{config.vocab_size - 1}"
+            )

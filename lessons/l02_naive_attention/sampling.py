@@ -1,14 +1,18 @@
 """From logits to the next token: temperature, top-k, top-p, min-p, penalties, seeds.
 
-Read `probabilities` first: it is the whole of sampling, one row at a time. `sample` draws from it for every row of a batch.
+Read `probabilities` first: it is the whole of sampling, one row at a time. `sample` draws from it
+for every row of a batch.
 
-The order of the steps is vLLM's (vllm/v1/sample/sampler.py): repetition penalty, frequency penalty, presence penalty,
-temperature, min-p, top-k, top-p. Hugging Face transformers applies min-p last; top-p then counts the mass of tokens
-that min-p is about to remove, so the two libraries can differ for a request that sets both.
+The order of the steps is vLLM's (vllm/v1/sample/sampler.py): repetition penalty, frequency penalty,
+presence penalty, temperature, min-p, top-k, top-p. Hugging Face transformers applies min-p last;
+top-p then counts the mass of tokens that min-p is about to remove, so the two libraries can differ
+for a request that sets both.
 
-Sources: top-k (Fan et al. 2018), top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024), repetition penalty
-(Keskar et al. 2019, section 4.1), frequency and presence penalties (the OpenAI API reference).
+Sources: top-k (Fan et al. 2018), top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024),
+repetition penalty (Keskar et al. 2019, section 4.1), frequency and presence penalties (the OpenAI
+API reference).
 """
+
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -21,30 +25,53 @@ from torch import Tensor
 class SamplingParams:
     """How one request is sampled, under vLLM's names. Raises ValueError for a value out of range."""
 
-    temperature: float = 1.0         # 0: greedy
-    top_k: int = 0                   # keep the k likeliest tokens; 0 or -1: all of them
-    top_p: float = 1.0               # keep the fewest likeliest tokens whose mass reaches p
-    min_p: float = 0.0               # keep tokens at least min_p times as likely as the likeliest
-    repetition_penalty: float = 1.0  # > 1 makes tokens of prompt and output less likely, by division
-    presence_penalty: float = 0.0    # subtracted once from each token of the output
-    frequency_penalty: float = 0.0   # subtracted once per occurrence in the output
-    seed: int | None = None          # None: a fresh one, drawn from PyTorch's global generator
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # keep the k likeliest tokens; 0 or -1: all of them
+    top_p: float = 1.0  # keep the fewest likeliest tokens whose mass reaches p
+    min_p: float = 0.0  # keep tokens at least min_p times as likely as the likeliest
+    # > 1 makes tokens of prompt and output less likely, by division
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  # subtracted once from each token of the output
+    frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
+    seed: int | None = None  # None: a fresh one, drawn from PyTorch's global generator
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False         # True: the model's own end-of-sequence tokens do not stop the row
+    # True: the model's own end-of-sequence tokens do not stop the row
+    ignore_eos: bool = False
 
     def __post_init__(self):
         # Frozen, so that rows may share one object; a list of stop tokens is welcome all the same.
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        self._require("temperature", 0 <= self.temperature < math.inf, "a finite number >= 0 (0 is greedy)")
-        self._require("top_k", isinstance(self.top_k, int) and self.top_k >= -1, "an integer >= 1, or 0 or -1 for all tokens")
+        self._require(
+            "temperature", 0 <= self.temperature < math.inf, "a finite number >= 0 (0 is greedy)"
+        )
+        self._require(
+            "top_k",
+            isinstance(self.top_k, int) and self.top_k >= -1,
+            "an integer >= 1, or 0 or -1 for all tokens",
+        )
         self._require("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1")
         self._require("min_p", 0 <= self.min_p <= 1, "0 <= min_p <= 1")
-        self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number > 0 (1 is off)")
-        self._require("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 <= presence_penalty <= 2")
-        self._require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 <= frequency_penalty <= 2")
-        self._require("seed", self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63),
-                      "None, or an integer with 0 <= seed < 2**63")
-        self._require("stop_token_ids", all(isinstance(t, int) and t >= 0 for t in self.stop_token_ids), "token ids >= 0")
+        self._require(
+            "repetition_penalty",
+            0 < self.repetition_penalty < math.inf,
+            "a finite number > 0 (1 is off)",
+        )
+        self._require(
+            "presence_penalty", -2 <= self.presence_penalty <= 2, "-2 <= presence_penalty <= 2"
+        )
+        self._require(
+            "frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 <= frequency_penalty <= 2"
+        )
+        self._require(
+            "seed",
+            self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63),
+            "None, or an integer with 0 <= seed < 2**63",
+        )
+        self._require(
+            "stop_token_ids",
+            all(isinstance(t, int) and t >= 0 for t in self.stop_token_ids),
+            "token ids >= 0",
+        )
 
     def _require(self, name: str, accepted: bool, what: str) -> None:
         if not accepted:
@@ -55,7 +82,9 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def new_generator(self) -> torch.Generator:
-        """The request's own source of random numbers. On the CPU, so that a seed gives the same numbers on every machine."""
+        """The request's own source of random numbers. On the CPU, so that a seed gives the same
+        numbers on every machine.
+        """
         seed = int(torch.randint(2**63 - 1, ())) if self.seed is None else self.seed
         return torch.Generator().manual_seed(seed)
 
@@ -63,16 +92,19 @@ class SamplingParams:
 GREEDY = SamplingParams(temperature=0)
 
 
-def probabilities(logits: Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> Tensor:
+def probabilities(
+    logits: Tensor, params: SamplingParams, prompt: list[int], output: list[int]
+) -> Tensor:
     """The exact distribution of the next token. logits: [V], any dtype -> [V] float64, sums to 1.
 
-    Greedy puts everything on the largest logit (ties: the smallest token id). top-k keeps every token that ties with the
-    k-th; top-p among equally likely tokens keeps the smallest ids.
+    Greedy puts everything on the largest logit (ties: the smallest token id). top-k keeps every
+    token that ties with the k-th; top-p among equally likely tokens keeps the smallest ids.
     """
     logits = penalize(logits.double(), params, prompt, output)
     if params.temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(), len(logits)).double()
-    # The max goes first, because a logit divided by a tiny temperature overflows; a difference overflows only to -inf.
+    # The max goes first, because a logit divided by a tiny temperature overflows; a difference
+    # overflows only to -inf.
     p = torch.softmax((logits - logits.max()) / params.temperature, dim=-1)
     if params.min_p > 0:
         p = p.masked_fill(p < params.min_p * p.max(), 0)
@@ -84,8 +116,12 @@ def probabilities(logits: Tensor, params: SamplingParams, prompt: list[int], out
     return p
 
 
-def penalize(logits: Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> Tensor:
-    """Make tokens that occurred less likely. logits: [V] -> [V]. Repetition counts prompt and output, the others output only."""
+def penalize(
+    logits: Tensor, params: SamplingParams, prompt: list[int], output: list[int]
+) -> Tensor:
+    """Make tokens that occurred less likely. logits: [V] -> [V]. Repetition counts prompt and
+    output, the others output only.
+    """
     if not params.has_penalties:
         return logits
     seen, counts = torch.zeros_like(logits, dtype=torch.bool), torch.zeros_like(logits)
@@ -93,31 +129,48 @@ def penalize(logits: Tensor, params: SamplingParams, prompt: list[int], output: 
     for token, count in Counter(output).items():
         counts[token] = count
     # A negative logit is multiplied, because dividing it would make the token likelier.
-    weakened = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+    weakened = torch.where(
+        logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
+    )
     logits = torch.where(seen, weakened, logits)
-    return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0).to(logits.dtype)
+    return (
+        logits
+        - params.frequency_penalty * counts
+        - params.presence_penalty * (counts > 0).to(logits.dtype)
+    )
 
 
 def keep_top_p(p: Tensor, top_p: float) -> Tensor:
-    """Zero all but the fewest likeliest tokens whose mass reaches top_p; renormalise. p: [V] -> [V]."""
+    """Zero all but the fewest likeliest tokens whose mass reaches top_p; renormalise. p: [V] ->
+    [V].
+    """
     sorted_p, ids = p.sort(descending=True, stable=True)
-    kept = int((sorted_p.cumsum(0) < top_p).sum()) + 1  # + 1, because the token that reaches top_p belongs to them
+    # + 1, because the token that reaches top_p belongs to them
+    kept = int((sorted_p.cumsum(0) < top_p).sum()) + 1
     cut = torch.zeros_like(p).index_copy(0, ids[:kept], sorted_p[:kept])
     return cut / cut.sum()
 
 
 def draw(p: Tensor, generator: torch.Generator, count: int = 1) -> Tensor:
-    """`count` independent tokens, one random number each. p: [V], need not sum to 1 -> [count] int64 on the CPU."""
+    """`count` independent tokens, one random number each. p: [V], need not sum to 1 -> [count]
+    int64 on the CPU.
+    """
     # Only tokens with p > 0 take part, because a parallel cumsum may round a zero into a small gap.
     support = p.nonzero().squeeze(-1)
     cumulative = p[support].double().cumsum(0)
     u = torch.rand(count, dtype=torch.float64, generator=generator).to(p.device)
     slots = torch.searchsorted(cumulative, u * cumulative[-1], right=True)
-    return support[slots].cpu()  # always in range, because u is at most 1 - 2^-53, and such a product rounds below the total
+    # always in range, because u is at most 1 - 2^-53, and such a product rounds below the total
+    return support[slots].cpu()
 
 
-def sample(logits: Tensor, params: list[SamplingParams], prompts: list[list[int]], outputs: list[list[int]],
-           generators: list[torch.Generator]) -> list[int]:
+def sample(
+    logits: Tensor,
+    params: list[SamplingParams],
+    prompts: list[list[int]],
+    outputs: list[list[int]],
+    generators: list[torch.Generator],
+) -> list[int]:
     """The next token of each row. logits: [B, V]; the lists hold one entry a row -> B token ids.
 
     A row's token depends on nothing but that row: its logits, parameters, tokens and generator.

@@ -1,10 +1,13 @@
-"""The preallocated cache with its two kernels: `append_kernel` writes the new rows, `decode_kernel` lets one query read them all.
+"""The preallocated cache with its two kernels: `append_kernel` writes the new rows, `decode_kernel`
+lets one query read them all.
 
-Read cache.py first: `KVCache` is the idea, in PyTorch, and what `generate` uses where kernels would be interpreted.
+Read cache.py first: `KVCache` is the idea, in PyTorch, and what `generate` uses where kernels would
+be interpreted.
 
-Sources: Pope et al. 2022, section 2; the running max and sum of the decode kernel: Milakov & Gimelshein 2018, section 3
-(lesson 8 takes it apart).
+Sources: Pope et al. 2022, section 2; the running max and sum of the decode kernel: Milakov &
+Gimelshein 2018, section 3 (lesson 8 takes it apart).
 """
+
 import torch
 from torch import Tensor
 
@@ -13,8 +16,8 @@ from lessons.l02_naive_attention.request import OnToken
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.cache import KVCache
 from lessons.l03_kv_cache.naive import cached_loop
-from lessons.toolbox.compile_check import KernelSpec
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.toolbox.kernels.triton_ import tl, triton
 
 
 class KernelKVCache(KVCache):
@@ -27,14 +30,34 @@ class KernelKVCache(KVCache):
         append_rows(k, v, self.keys[layer], self.values[layer], self.slot_mapping)
 
     def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
-        return decode_attention(q, self.keys[layer][None], self.values[layer][None], self.context_lens,
-                                self.config.softmax_scale, self.config.sliding_window(layer))
+        return decode_attention(
+            q,
+            self.keys[layer][None],
+            self.values[layer][None],
+            self.context_lens,
+            self.config.softmax_scale,
+            self.config.sliding_window(layer),
+        )
 
 
 @triton.jit
-def append_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, stride_kt, stride_vt, stride_kslot,
-                  stride_vslot, K_ROW: tl.constexpr, V_ROW: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per new token: copy its row of K and of V, Hkv · D values each (V's heads may be narrower), to its slot."""
+def append_kernel(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    stride_kt,
+    stride_vt,
+    stride_kslot,
+    stride_vslot,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per new token: copy its row of K and of V, Hkv · D values each (V's heads may be
+    narrower), to its slot.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
     if slot >= 0:  # -1 marks a token that is not kept
@@ -46,50 +69,106 @@ def append_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, stri
 
 
 def check_one_device(**tensors: Tensor) -> None:
-    """Raise ValueError unless all tensors, [...] each, lie on one device: a kernel given foreign memory crashes, or reads it."""
+    """Raise ValueError unless all tensors, [...] each, lie on one device: a kernel given foreign
+    memory crashes, or reads it.
+    """
     if len({x.device for x in tensors.values()}) > 1:
         found = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
         raise ValueError(f"{', '.join(tensors)}: got {found}; accepted: one device for all")
 
 
-def append_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write k, v: [T, Hkv, D] into k_cache, v_cache: [slots, Hkv, D] at slot_mapping: [T] int64, distinct; -1 skips a token.
+def append_rows(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Write k, v: [T, Hkv, D] into k_cache, v_cache: [slots, Hkv, D] at slot_mapping: [T] int64,
+    distinct; -1 skips a token.
 
-    v and v_cache may have heads of another width than k and k_cache. Raises ValueError if shapes, dtypes or strides do not fit.
-    A slot beyond the cache is not checked: it lies on the device.
+    v and v_cache may have heads of another width than k and k_cache. Raises ValueError if shapes,
+    dtypes or strides do not fit. A slot beyond the cache is not checked: it lies on the device.
     """
     caches, rows = (k_cache, v_cache), (k, v)
-    if {x.ndim for x in rows + caches} != {3} or v.shape[:2] != k.shape[:2] or k_cache.shape[1:] != k.shape[1:] \
-            or v_cache.shape != (*k_cache.shape[:2], v.shape[2]):
-        raise ValueError(f"k, v, k_cache, v_cache: got {[tuple(x.shape) for x in rows + caches]}; accepted: [T, Hkv, D], "
-                         "[T, Hkv, Dv], [slots, Hkv, D], [slots, Hkv, Dv]")
+    if (
+        {x.ndim for x in rows + caches} != {3}
+        or v.shape[:2] != k.shape[:2]
+        or k_cache.shape[1:] != k.shape[1:]
+        or v_cache.shape != (*k_cache.shape[:2], v.shape[2])
+    ):
+        raise ValueError(
+            f"k, v, k_cache, v_cache: got {[tuple(x.shape) for x in rows + caches]}; accepted: [T, "
+            f"Hkv, D], "
+            "[T, Hkv, Dv], [slots, Hkv, D], [slots, Hkv, Dv]"
+        )
     if len({x.dtype for x in rows + caches}) > 1:
-        raise ValueError(f"k, v, k_cache, v_cache: got {[x.dtype for x in rows + caches]}; accepted: one dtype for all four")
+        raise ValueError(
+            f"k, v, k_cache, v_cache: got {[x.dtype for x in rows + caches]}; accepted: one dtype "
+            f"for all four"
+        )
     check_one_device(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
     num_tokens = len(k)
     if slot_mapping.dtype != torch.int64 or slot_mapping.shape != (num_tokens,):
-        raise ValueError(f"slot_mapping: got {slot_mapping.dtype} {tuple(slot_mapping.shape)}; accepted: int64 ({num_tokens},)")
+        raise ValueError(
+            f"slot_mapping: got {slot_mapping.dtype} {tuple(slot_mapping.shape)}; accepted: int64 "
+            f"({num_tokens},)"
+        )
     if any(x.stride()[1:] != (x.shape[2], 1) for x in rows + caches):
-        raise ValueError(f"k, v, k_cache, v_cache: got strides {[x.stride() for x in rows + caches]}; accepted: "
-                         "(any, width of a head, 1)")
+        raise ValueError(
+            f"k, v, k_cache, v_cache: got strides {[x.stride() for x in rows + caches]}; accepted: "
+            "(any, width of a head, 1)"
+        )
     if num_tokens:
         k_row, v_row = k[0].numel(), v[0].numel()
         append_kernel[num_tokens,](
-            k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0), k_cache.stride(0), v_cache.stride(0),
-            K_ROW=k_row, V_ROW=v_row, BLOCK=triton.next_power_of_2(max(k_row, v_row)))
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            k.stride(0),
+            v.stride(0),
+            k_cache.stride(0),
+            v_cache.stride(0),
+            K_ROW=k_row,
+            V_ROW=v_row,
+            BLOCK=triton.next_power_of_2(max(k_row, v_row)),
+        )
 
 
 @triton.jit
-def decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, context_lens_ptr, softmax_scale, window,
-                  stride_qb, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-                  GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                  BLOCK_N: tl.constexpr):
-    """One program per sequence and query head: walks over the keys in tiles, keeping max m_i, sum l_i and weighted values acc."""
+def decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    context_lens_ptr,
+    softmax_scale,
+    window,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program per sequence and query head: walks over the keys in tiles, keeping max m_i, sum
+    l_i and weighted values acc.
+    """
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_head = head // GROUP
     column = tl.arange(0, BLOCK_D)
     inside, inside_v = column < HEAD_DIM, column < V_HEAD_DIM
-    q = tl.load(q_ptr + sequence * stride_qb + head * stride_qh + column, mask=inside, other=0.0).to(tl.float32) * softmax_scale
+    q = (
+        tl.load(
+            q_ptr + sequence * stride_qb + head * stride_qh + column, mask=inside, other=0.0
+        ).to(tl.float32)
+        * softmax_scale
+    )
     length = tl.load(context_lens_ptr + sequence).to(tl.int32)
     k_ptr += sequence * stride_kb + kv_head * stride_kh
     v_ptr += sequence * stride_vb + kv_head * stride_vh
@@ -100,76 +179,171 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, context_lens_ptr, softmax_scale,
     for start in range(tl.maximum(length - window, 0), length, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         held = (key < length)[:, None]
-        k = tl.load(k_ptr + key[:, None] * stride_kn + column[None, :], mask=held & inside, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + key[:, None] * stride_vn + column[None, :], mask=held & inside_v, other=0.0).to(tl.float32)
+        k = tl.load(
+            k_ptr + key[:, None] * stride_kn + column[None, :], mask=held & inside, other=0.0
+        ).to(tl.float32)
+        v = tl.load(
+            v_ptr + key[:, None] * stride_vn + column[None, :], mask=held & inside_v, other=0.0
+        ).to(tl.float32)
         scores = tl.where(key < length, tl.sum(q[None, :] * k, axis=1), float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=0))
-        shrink = tl.exp(m_i - m_new)  # what was summed relative to the old max, relative to the new one
+        # what was summed relative to the old max, relative to the new one
+        shrink = tl.exp(m_i - m_new)
         weights = tl.exp(scores - m_new)
         l_i = l_i * shrink + tl.sum(weights, axis=0)
         acc = acc * shrink + tl.sum(weights[:, None] * v, axis=0)
         m_i = m_new
-    out = tl.where(length > 0, acc / l_i, 0.0)  # an empty sequence attends to nothing (not l_i > 0: that would hide a NaN)
+    # an empty sequence attends to nothing (not l_i > 0: that would hide a NaN)
+    out = tl.where(length > 0, acc / l_i, 0.0)
     row = out_ptr + (sequence * tl.num_programs(1) + head) * V_HEAD_DIM
     tl.store(row + column, out.to(out_ptr.dtype.element_ty), mask=inside_v)
 
 
-def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, softmax_scale: float | None = None,
-                     window: int | None = None, block_n: int = 32) -> Tensor:
-    """One query per sequence over its cache: q: [B, Hq, D]; k_cache, v_cache: [B, capacity, Hkv, D] -> [B, Hq, D].
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    block_n: int = 32,
+) -> Tensor:
+    """One query per sequence over its cache: q: [B, Hq, D]; k_cache, v_cache: [B, capacity, Hkv, D]
+    -> [B, Hq, D].
 
-    v_cache may have heads of another width, which is then the output's. context_lens: [B] int32 or int64, the rows in use, the
-    query's own included; 0 gives zeros. window: only the last `window` rows count. block_n: keys per tile, a power of two.
-    float32 inside. Raises ValueError.
+    v_cache may have heads of another width, which is then the output's. context_lens: [B] int32 or
+    int64, the rows in use, the query's own included; 0 gives zeros. window: only the last `window`
+    rows count. block_n: keys per tile, a power of two. float32 inside. Raises ValueError.
     """
-    if q.ndim != 3 or k_cache.ndim != 4 or v_cache.ndim != 4 or k_cache.shape[:3] != v_cache.shape[:3] \
-            or q.shape[::2] != k_cache.shape[::3] or q.shape[1] % k_cache.shape[2] or context_lens.shape != q.shape[:1]:
+    if (
+        q.ndim != 3
+        or k_cache.ndim != 4
+        or v_cache.ndim != 4
+        or k_cache.shape[:3] != v_cache.shape[:3]
+        or q.shape[::2] != k_cache.shape[::3]
+        or q.shape[1] % k_cache.shape[2]
+        or context_lens.shape != q.shape[:1]
+    ):
         shapes = [tuple(x.shape) for x in (q, k_cache, v_cache, context_lens)]
-        raise ValueError(f"q, k_cache, v_cache, context_lens: got {shapes}; accepted: [B, Hq, D], [B, capacity, Hkv, D], "
-                         "[B, capacity, Hkv, Dv], [B], with Hq a multiple of Hkv")
-    if len({q.dtype, k_cache.dtype, v_cache.dtype}) > 1 or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"q, k_cache, v_cache: got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}; accepted: all three float32, "
-                         "float16 or bfloat16")
+        raise ValueError(
+            f"q, k_cache, v_cache, context_lens: got {shapes}; accepted: [B, Hq, D], [B, capacity, "
+            f"Hkv, D], "
+            "[B, capacity, Hkv, Dv], [B], with Hq a multiple of Hkv"
+        )
+    if len({q.dtype, k_cache.dtype, v_cache.dtype}) > 1 or q.dtype not in (
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    ):
+        raise ValueError(
+            f"q, k_cache, v_cache: got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}; accepted: all "
+            f"three float32, "
+            "float16 or bfloat16"
+        )
     if context_lens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"context_lens: got {context_lens.dtype}; accepted: int32 or int64")
     check_one_device(q=q, k_cache=k_cache, v_cache=v_cache, context_lens=context_lens)
     if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache)):
-        raise ValueError("q, k_cache, v_cache: got a last dimension that is not dense; accepted: stride 1 in it")
-    (num_sequences, num_heads, head_dim), (_, capacity, num_kv_heads, v_head_dim) = q.shape, v_cache.shape
+        raise ValueError(
+            "q, k_cache, v_cache: got a last dimension that is not dense; accepted: stride 1 in it"
+        )
+    (num_sequences, num_heads, head_dim), (_, capacity, num_kv_heads, v_head_dim) = (
+        q.shape,
+        v_cache.shape,
+    )
     out = torch.empty(num_sequences, num_heads, v_head_dim, dtype=q.dtype, device=q.device)
     if out.numel():
         decode_kernel[num_sequences, num_heads](
-            q, k_cache, v_cache, out, context_lens, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-            capacity if window is None else window, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-            GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
-            BLOCK_D=triton.next_power_of_2(max(head_dim, v_head_dim)), BLOCK_N=block_n)
+            q,
+            k_cache,
+            v_cache,
+            out,
+            context_lens,
+            q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            capacity if window is None else window,
+            *q.stride()[:2],
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            GROUP=num_heads // num_kv_heads,
+            HEAD_DIM=head_dim,
+            V_HEAD_DIM=v_head_dim,
+            BLOCK_D=triton.next_power_of_2(max(head_dim, v_head_dim)),
+            BLOCK_N=block_n,
+        )
     return out
 
 
-def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | list[int],
-             sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
-    """One prompt after the other, each with its own cache. Arguments, result and errors as in lesson 2's `generate`."""
+def generate(
+    model: Decoder,
+    prompts: list[list[int]],
+    max_new_tokens: int | list[int],
+    sampling: SamplingParams | list[SamplingParams] | None = None,
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
+    """One prompt after the other, each with its own cache. Arguments, result and errors as in
+    lesson 2's `generate`.
+    """
     return cached_loop(new_kv_cache, model, prompts, max_new_tokens, sampling, on_token)
 
 
 def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for a sequence of at most `max_tokens`: a request says what it may need when it starts."""
-    cache = KernelKVCache if model.device.type == "cuda" else KVCache  # interpreted, the kernels take seconds a token
+    """An empty cache for a sequence of at most `max_tokens`: a request says what it may need when
+    it starts.
+    """
+    # interpreted, the kernels take seconds a token
+    cache = KernelKVCache if model.device.type == "cuda" else KVCache
     return cache(model.config, max_tokens, model.dtype, model.device)
 
 
-# Rows of Llama-3-8B (8 KV heads of 128, four queries each) and of the embedded model (2 of 64, three queries each).
-STRIDES = ("stride_qb", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh")
+# Rows of Llama-3-8B (8 KV heads of 128, four queries each) and of the embedded model (2 of 64,
+# three queries each).
+STRIDES = (
+    "stride_qb",
+    "stride_qh",
+    "stride_kb",
+    "stride_kn",
+    "stride_kh",
+    "stride_vb",
+    "stride_vn",
+    "stride_vh",
+)
 ROW_STRIDES = ("stride_kt", "stride_vt", "stride_kslot", "stride_vslot")
-KERNELS = [KernelSpec("lessons.l03_kv_cache.optimized:append_kernel", name=f"append_{dtype}_{kv_heads}x{dim}",
-                      signature={**dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype}"),
-                                 "slot_mapping_ptr": "*i64", **dict.fromkeys(ROW_STRIDES, "i32")},
-                      constexprs=dict.fromkeys(("K_ROW", "V_ROW", "BLOCK"), kv_heads * dim), divisible_by_16=ROW_STRIDES)
-           for dtype in ("bf16", "fp32") for kv_heads, dim in ((8, 128), (2, 64))]
-KERNELS += [KernelSpec("lessons.l03_kv_cache.optimized:decode_kernel", name=f"decode_{dtype}_{group}x{dim}",
-                       signature={"q_ptr": f"*{dtype}", "k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "out_ptr": f"*{dtype}",
-                                  "context_lens_ptr": "*i32", "softmax_scale": "fp32", "window": "i32",
-                                  **dict.fromkeys(STRIDES, "i32")},
-                       constexprs={"GROUP": group, **dict.fromkeys(("HEAD_DIM", "V_HEAD_DIM", "BLOCK_D"), dim), "BLOCK_N": 32},
-                       divisible_by_16=STRIDES)
-            for dtype in ("bf16", "fp32") for group, dim in ((4, 128), (3, 64))]
+KERNELS = [
+    KernelSpec(
+        "lessons.l03_kv_cache.optimized:append_kernel",
+        name=f"append_{dtype}_{kv_heads}x{dim}",
+        signature={
+            **dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype}"),
+            "slot_mapping_ptr": "*i64",
+            **dict.fromkeys(ROW_STRIDES, "i32"),
+        },
+        constexprs=dict.fromkeys(("K_ROW", "V_ROW", "BLOCK"), kv_heads * dim),
+        divisible_by_16=ROW_STRIDES,
+    )
+    for dtype in ("bf16", "fp32")
+    for kv_heads, dim in ((8, 128), (2, 64))
+]
+KERNELS += [
+    KernelSpec(
+        "lessons.l03_kv_cache.optimized:decode_kernel",
+        name=f"decode_{dtype}_{group}x{dim}",
+        signature={
+            "q_ptr": f"*{dtype}",
+            "k_ptr": f"*{dtype}",
+            "v_ptr": f"*{dtype}",
+            "out_ptr": f"*{dtype}",
+            "context_lens_ptr": "*i32",
+            "softmax_scale": "fp32",
+            "window": "i32",
+            **dict.fromkeys(STRIDES, "i32"),
+        },
+        constexprs={
+            "GROUP": group,
+            **dict.fromkeys(("HEAD_DIM", "V_HEAD_DIM", "BLOCK_D"), dim),
+            "BLOCK_N": 32,
+        },
+        divisible_by_16=STRIDES,
+    )
+    for dtype in ("bf16", "fp32")
+    for group, dim in ((4, 128), (3, 64))
+]

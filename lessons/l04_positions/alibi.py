@@ -1,10 +1,14 @@
-"""Positions without a rotation: ALiBi takes slope · distance from every score, so K and V in the cache know no position at all.
+"""Positions without a rotation: ALiBi takes slope · distance from every score, so K and V in the
+cache know no position at all.
 
-For contrast, `sinusoidal`: positions added to the embedding, whose scores depend on more than the distance.
+For contrast, `sinusoidal`: positions added to the embedding, whose scores depend on more than the
+distance.
 
-Sources: Train Short, Test Long (Press, Smith, Lewis 2021, section 3); slopes for head counts that are no power of two: the code
-that its authors published; sinusoids: Vaswani et al. 2017, section 3.5.
+Sources: Train Short, Test Long (Press, Smith, Lewis 2021, section 3); slopes for head counts that
+are no power of two: the code that its authors published; sinusoids: Vaswani et al. 2017, section
+3.5.
 """
+
 import torch
 from torch import Tensor
 
@@ -13,51 +17,79 @@ from lessons.l03_kv_cache.cache import KVCache
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """How steeply each head's bias falls with the distance: [num_heads] float64, positive. Raises ValueError.
+    """How steeply each head's bias falls with the distance: [num_heads] float64, positive. Raises
+    ValueError.
 
-    A power of two n: 2^(-8/n), 2^(-16/n), … 2^-8. Otherwise those of the next smaller power of two, and then every other slope
-    of the next larger one, from its first on, as many as are missing. 12 heads: the 8 of 8 heads, then 1st, 3rd, 5th, 7th of 16.
+    A power of two n: 2^(-8/n), 2^(-16/n), … 2^-8. Otherwise those of the next smaller power of two,
+    and then every other slope of the next larger one, from its first on, as many as are missing. 12
+    heads: the 8 of 8 heads, then 1st, 3rd, 5th, 7th of 16.
     """
     if num_heads < 1:
         raise ValueError(f"num_heads: got {num_heads}; accepted: 1 or more")
-    known = 1 << (num_heads.bit_length() - 1)  # the largest power of two that is not above num_heads
+    # the largest power of two that is not above num_heads
+    known = 1 << (num_heads.bit_length() - 1)
     exponents = [8 * i / known for i in range(1, known + 1)]
-    exponents += [4 * i / known for i in range(1, 2 * (num_heads - known), 2)]  # 4 / known = 8 / (2 · known)
+    # 4 / known = 8 / (2 · known)
+    exponents += [4 * i / known for i in range(1, 2 * (num_heads - known), 2)]
     return 2.0 ** -torch.tensor(exponents, dtype=torch.float64)
 
 
 def alibi_bias(slopes: Tensor, num_queries: int, num_keys: int) -> Tensor:
-    """-slope · (distance from the query back to the key), bottom-right aligned. slopes: [H] -> [H, Tq, Tk] like slopes."""
-    query = torch.arange(num_queries, device=slopes.device) + num_keys - num_queries  # the last query stands at the last key
+    """-slope · (distance from the query back to the key), bottom-right aligned. slopes: [H] -> [H,
+    Tq, Tk] like slopes.
+    """
+    # the last query stands at the last key
+    query = torch.arange(num_queries, device=slopes.device) + num_keys - num_queries
     distance = query[:, None] - torch.arange(num_keys, device=slopes.device)
     return -slopes[:, None, None] * distance
 
 
-def alibi_attention(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, softmax_scale: float | None = None) -> Tensor:
-    """Causal attention with biased scores. q: [Tq, Hq, D]; k, v: [Tk, Hkv, D]; slopes: [Hq] -> [Tq, Hq, D]. Raises ValueError."""
+def alibi_attention(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, softmax_scale: float | None = None
+) -> Tensor:
+    """Causal attention with biased scores. q: [Tq, Hq, D]; k, v: [Tk, Hkv, D]; slopes: [Hq] -> [Tq,
+    Hq, D]. Raises ValueError.
+    """
     check_shapes(q, k, v, causal=True, window=None)
     if slopes.shape != q.shape[1:2]:
-        raise ValueError(f"slopes: got {tuple(slopes.shape)} for {q.shape[1]} query heads; accepted: one slope a query head")
+        raise ValueError(
+            f"slopes: got {tuple(slopes.shape)} for {q.shape[1]} query heads; accepted: one slope "
+            f"a query head"
+        )
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    biased = scores + alibi_bias(slopes.to(q.device), len(q), len(k))  # in the slopes' float64: bfloat16 rounds distances
+    # in the slopes' float64: bfloat16 rounds distances
+    biased = scores + alibi_bias(slopes.to(q.device), len(q), len(k))
     probs = masked_softmax(biased, causal_mask(len(q), len(k), device=q.device))
     return torch.einsum("hqk,khd->qhd", probs.to(v.dtype), v)
 
 
 class AlibiKVCache(KVCache):
-    """KVCache for a decoder without rotation (`model.unrotated()`), whose `attend` biases the scores. Keys carry no position."""
+    """KVCache for a decoder without rotation (`model.unrotated()`), whose `attend` biases the
+    scores. Keys carry no position.
+    """
 
     def prefill(self, layer: int, q: Tensor, end: int) -> Tensor:
-        """The newest tokens attend to the first `end` rows, each to those before it. q: [T, Hq, D] -> [T, Hq, D]."""
-        return alibi_attention(q, self.keys[layer, :end], self.values[layer, :end], alibi_slopes(q.shape[1]),
-                               self.config.softmax_scale)
+        """The newest tokens attend to the first `end` rows, each to those before it. q: [T, Hq, D]
+        -> [T, Hq, D].
+        """
+        return alibi_attention(
+            q,
+            self.keys[layer, :end],
+            self.values[layer, :end],
+            alibi_slopes(q.shape[1]),
+            self.config.softmax_scale,
+        )
 
     decode = prefill  # one query stands at the last row as well
 
 
 def sinusoidal(positions: Tensor, dim: int) -> Tensor:
-    """What the first transformer adds to its embeddings: sin and cos of every frequency. positions: [T] -> [T, dim] float64."""
-    angles = positions[:, None].double() * 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    """What the first transformer adds to its embeddings: sin and cos of every frequency. positions:
+    [T] -> [T, dim] float64.
+    """
+    angles = positions[:, None].double() * 10000.0 ** (
+        -torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    )
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)

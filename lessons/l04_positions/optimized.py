@@ -1,11 +1,15 @@
-"""One kernel for all that positions need: it turns q in place, and turns k on its way into the cache, beside v.
+"""One kernel for all that positions need: it turns q in place, and turns k on its way into the
+cache, beside v.
 
-Each of q, k and v is read once and written once. Read `load_pairs` and `turn_into` in pairs.py, then `rope_cache_kernel` beside
-`naive.RotatingKVCache.attend`, then its wrapper `rope_cache`. `rotate_rows` rotates alone, for whoever has no cache.
-cache.py is the same idea in PyTorch, and what `generate` uses where kernels would be interpreted.
+Each of q, k and v is read once and written once. Read `load_pairs` and `turn_into` in pairs.py,
+then `rope_cache_kernel` beside `naive.RotatingKVCache.attend`, then its wrapper `rope_cache`.
+`rotate_rows` rotates alone, for whoever has no cache. cache.py is the same idea in PyTorch, and
+what `generate` uses where kernels would be interpreted.
 
-The names positions, cos_sin_cache and slot_mapping are those of vLLM, SGLang and FlashInfer, which fuse the same.
+The names positions, cos_sin_cache and slot_mapping are those of vLLM, SGLang and FlashInfer, which
+fuse the same.
 """
+
 from functools import partial
 
 import torch
@@ -22,111 +26,247 @@ from lessons.l04_positions.cache import InPlaceRotatingKVCache
 from lessons.l04_positions.checks import check_rope_cache, check_rotate_rows
 from lessons.l04_positions.naive import cos_sin_cache_of
 from lessons.l04_positions.pairs import load_cos_sin, load_pairs, turn_into
-from lessons.toolbox.compile_check import KernelSpec
-from lessons.toolbox.config import ModelConfig
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.toolbox.kernels.triton_ import tl, triton
+from lessons.toolbox.model.config import ModelConfig
 
-VALUES_PER_PROGRAM = 4096  # of q: 64 for each of 64 threads, 16-byte loads enough to keep the memory busy
+# of q: 64 for each of 64 threads, 16-byte loads enough to keep the memory busy
+VALUES_PER_PROGRAM = 4096
 
 
 # ---------------------------------------------------------------- kernels
 
+
 @triton.jit
-def rope_cache_kernel(q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, positions_ptr, slot_mapping_ptr, cos_sin_ptr, num_positions,
-                      num_kv_heads, stride_qt, stride_kt, stride_vt, stride_slot, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-                      PAIRS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_Q: tl.constexpr, LAYOUT: tl.constexpr):
-    """One program per token and BLOCK_KV of its KV heads, with the GROUP query heads of each: everything loaded, then stored."""
+def rope_cache_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    positions_ptr,
+    slot_mapping_ptr,
+    cos_sin_ptr,
+    num_positions,
+    num_kv_heads,
+    stride_qt,
+    stride_kt,
+    stride_vt,
+    stride_slot,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """One program per token and BLOCK_KV of its KV heads, with the GROUP query heads of each:
+    everything loaded, then stored.
+    """
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * BLOCK_KV
     num_heads = tl.minimum(num_kv_heads - first_head, BLOCK_KV)
-    cos, sin = load_cos_sin(cos_sin_ptr, tl.load(positions_ptr + token), num_positions, HEAD_DIM, PAIRS)
+    cos, sin = load_cos_sin(
+        cos_sin_ptr, tl.load(positions_ptr + token), num_positions, HEAD_DIM, PAIRS
+    )
     slot = tl.load(slot_mapping_ptr + token)
 
     q_ptr += token * stride_qt + first_head * GROUP * HEAD_DIM
-    q_first, q_second = load_pairs(q_ptr, HEAD_DIM, num_heads * GROUP, HEAD_DIM, PAIRS, BLOCK_Q, LAYOUT)
+    q_first, q_second = load_pairs(
+        q_ptr, HEAD_DIM, num_heads * GROUP, HEAD_DIM, PAIRS, BLOCK_Q, LAYOUT
+    )
     k_ptr += token * stride_kt + first_head * HEAD_DIM
     k_first, k_second = load_pairs(k_ptr, HEAD_DIM, num_heads, HEAD_DIM, PAIRS, BLOCK_KV, LAYOUT)
     column = tl.arange(0, BLOCK_KV * 2 * PAIRS)  # v does not turn, so its heads are one row
     inside = column < num_heads * HEAD_DIM
     v = tl.load(v_ptr + token * stride_vt + first_head * HEAD_DIM + column, mask=inside, other=0.0)
 
-    turn_into(q_ptr, HEAD_DIM, num_heads * GROUP, q_first, q_second, cos, sin, HEAD_DIM, PAIRS, BLOCK_Q, LAYOUT)
-    kept = tl.where(slot >= 0, num_heads, 0)  # -1 marks a token that is not kept: none of its heads is stored
+    turn_into(
+        q_ptr,
+        HEAD_DIM,
+        num_heads * GROUP,
+        q_first,
+        q_second,
+        cos,
+        sin,
+        HEAD_DIM,
+        PAIRS,
+        BLOCK_Q,
+        LAYOUT,
+    )
+    # -1 marks a token that is not kept: none of its heads is stored
+    kept = tl.where(slot >= 0, num_heads, 0)
     row = slot * stride_slot + first_head * HEAD_DIM
-    turn_into(k_cache_ptr + row, HEAD_DIM, kept, k_first, k_second, cos, sin, HEAD_DIM, PAIRS, BLOCK_KV, LAYOUT)
+    turn_into(
+        k_cache_ptr + row,
+        HEAD_DIM,
+        kept,
+        k_first,
+        k_second,
+        cos,
+        sin,
+        HEAD_DIM,
+        PAIRS,
+        BLOCK_KV,
+        LAYOUT,
+    )
     tl.store(v_cache_ptr + row + column, v, mask=column < kept * HEAD_DIM)
 
 
 @triton.jit
-def rotate_kernel(x_ptr, positions_ptr, cos_sin_ptr, num_positions, num_heads, stride_xt, stride_xh, HEAD_DIM: tl.constexpr,
-                  PAIRS: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr):
+def rotate_kernel(
+    x_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    num_positions,
+    num_heads,
+    stride_xt,
+    stride_xh,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
     """One program per token and BLOCK of its heads: turn them in place."""
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * BLOCK
-    cos, sin = load_cos_sin(cos_sin_ptr, tl.load(positions_ptr + token), num_positions, HEAD_DIM, PAIRS)
+    cos, sin = load_cos_sin(
+        cos_sin_ptr, tl.load(positions_ptr + token), num_positions, HEAD_DIM, PAIRS
+    )
     x_ptr += token * stride_xt + first_head * stride_xh
-    first, second = load_pairs(x_ptr, stride_xh, num_heads - first_head, HEAD_DIM, PAIRS, BLOCK, LAYOUT)
-    turn_into(x_ptr, stride_xh, num_heads - first_head, first, second, cos, sin, HEAD_DIM, PAIRS, BLOCK, LAYOUT)
+    first, second = load_pairs(
+        x_ptr, stride_xh, num_heads - first_head, HEAD_DIM, PAIRS, BLOCK, LAYOUT
+    )
+    turn_into(
+        x_ptr,
+        stride_xh,
+        num_heads - first_head,
+        first,
+        second,
+        cos,
+        sin,
+        HEAD_DIM,
+        PAIRS,
+        BLOCK,
+        LAYOUT,
+    )
 
 
 # ---------------------------------------------------------------- launches
 
+
 def blocks_for(num_kv_heads: int, group: int, head_dim: int) -> tuple[dict[str, int], int]:
-    """rope_cache_kernel's blocks and num_warps: as many KV heads a program as VALUES_PER_PROGRAM of their query heads allow."""
+    """rope_cache_kernel's blocks and num_warps: as many KV heads a program as VALUES_PER_PROGRAM of
+    their query heads allow.
+    """
     pairs = triton.next_power_of_2(head_dim // 2)
     block_kv = triton.next_power_of_2(num_kv_heads)
     while block_kv > 1 and block_kv * group * 2 * pairs > VALUES_PER_PROGRAM:
         block_kv //= 2
     block_q = triton.next_power_of_2(block_kv * group)
-    return {"PAIRS": pairs, "BLOCK_KV": block_kv, "BLOCK_Q": block_q}, warps_for(block_q * 2 * pairs)
+    return {"PAIRS": pairs, "BLOCK_KV": block_kv, "BLOCK_Q": block_q}, warps_for(
+        block_q * 2 * pairs
+    )
 
 
 def warps_for(values: int) -> int:
-    """64 values a thread, two of 32 threads each for VALUES_PER_PROGRAM; more only where one KV head has many query heads."""
+    """64 values a thread, two of 32 threads each for VALUES_PER_PROGRAM; more only where one KV
+    head has many query heads.
+    """
     return min(16, max(1, values // 2048))
 
 
-def rope_cache(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, slot_mapping: Tensor,
-               cos_sin_cache: Tensor, last_position: int, layout: str = "half") -> None:
-    """Turn q: [T, Hq, D] in place; write k, turned, and v: [T, Hkv, D] to slot_mapping: [T] of k_cache, v_cache: [slots, Hkv, D].
+def rope_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    cos_sin_cache: Tensor,
+    last_position: int,
+    layout: str = "half",
+) -> None:
+    """Turn q: [T, Hq, D] in place; write k, turned, and v: [T, Hkv, D] to slot_mapping: [T] of
+    k_cache, v_cache: [slots, Hkv, D].
 
-    positions: [T] int64, rows of cos_sin_cache: [num_positions, D] float32. slot_mapping: int64, distinct, -1 skips a token's k
-    and v. last_position: the largest of `positions`, which the host knows as it made them: to look would wait for the GPU.
-    Raises ValueError. Slots are not checked, for the same reason; a position that belies last_position gives NaN.
+    positions: [T] int64, rows of cos_sin_cache: [num_positions, D] float32. slot_mapping: int64,
+    distinct, -1 skips a token's k and v. last_position: the largest of `positions`, which the host
+    knows as it made them: to look would wait for the GPU. Raises ValueError. Slots are not checked,
+    for the same reason; a position that belies last_position gives NaN.
     """
-    check_rope_cache(q, k, v, k_cache, v_cache, positions, slot_mapping, cos_sin_cache, last_position, layout)
+    check_rope_cache(
+        q, k, v, k_cache, v_cache, positions, slot_mapping, cos_sin_cache, last_position, layout
+    )
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     if num_tokens:
         blocks, num_warps = blocks_for(num_kv_heads, num_heads // num_kv_heads, head_dim)
         rope_cache_kernel[num_tokens, triton.cdiv(num_kv_heads, blocks["BLOCK_KV"])](
-            q, k, v, k_cache, v_cache, positions, slot_mapping, cos_sin_cache, len(cos_sin_cache), num_kv_heads,
-            q.stride(0), k.stride(0), v.stride(0), k_cache.stride(0),
-            GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, LAYOUT=layout, num_warps=num_warps, **blocks)
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            positions,
+            slot_mapping,
+            cos_sin_cache,
+            len(cos_sin_cache),
+            num_kv_heads,
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            k_cache.stride(0),
+            GROUP=num_heads // num_kv_heads,
+            HEAD_DIM=head_dim,
+            LAYOUT=layout,
+            num_warps=num_warps,
+            **blocks,
+        )
 
 
-def rotate_rows(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, last_position: int, layout: str = "half") -> Tensor:
-    """Turn x: [T, H, D] in place and return it. The rest as in `rope_cache`, but heads may lie apart: x[..., :rotary_dim]."""
+def rotate_rows(
+    x: Tensor, positions: Tensor, cos_sin_cache: Tensor, last_position: int, layout: str = "half"
+) -> Tensor:
+    """Turn x: [T, H, D] in place and return it. The rest as in `rope_cache`, but heads may lie
+    apart: x[..., :rotary_dim].
+    """
     check_rotate_rows(x, positions, cos_sin_cache, last_position, layout)
     num_tokens, num_heads, head_dim = x.shape
     if x.numel():
         pairs = triton.next_power_of_2(head_dim // 2)
         block = min(triton.next_power_of_2(num_heads), max(1, VALUES_PER_PROGRAM // (2 * pairs)))
         rotate_kernel[num_tokens, triton.cdiv(num_heads, block)](
-            x, positions, cos_sin_cache, len(cos_sin_cache), num_heads, x.stride(0), x.stride(1), HEAD_DIM=head_dim, PAIRS=pairs,
-            BLOCK=block, LAYOUT=layout, num_warps=warps_for(block * 2 * pairs))
+            x,
+            positions,
+            cos_sin_cache,
+            len(cos_sin_cache),
+            num_heads,
+            x.stride(0),
+            x.stride(1),
+            HEAD_DIM=head_dim,
+            PAIRS=pairs,
+            BLOCK=block,
+            LAYOUT=layout,
+            num_warps=warps_for(block * 2 * pairs),
+        )
     return x
 
 
 # ---------------------------------------------------------------- generation
 
+
 class KernelRotatingKVCache(KernelKVCache):
-    """KernelKVCache for a decoder that leaves positions to `attend`: q turns, k turns and enters, v enters, in one launch.
+    """KernelKVCache for a decoder that leaves positions to `attend`: q turns, k turns and enters, v
+    enters, in one launch.
 
     Raises ValueError for a token beyond the last position that the model accepts.
     """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Turn q in place, append k and v, attend: q: [T, Hq, D]; k, v: [T, Hkv, D], unrotated -> [T, Hq, D]."""
+        """Turn q in place, append k and v, attend: q: [T, Hq, D]; k, v: [T, Hkv, D], unrotated ->
+        [T, Hq, D].
+        """
         self.new_q = q  # for `write`, which the base class calls with k and v alone
         return super().attend(layer, q, k, v)
 
@@ -134,20 +274,44 @@ class KernelRotatingKVCache(KernelKVCache):
         if layer == 0:  # every layer of a pass writes the same rows
             self.slot_mapping = torch.arange(self.length, self.length + len(k), device=k.device)
             self.context_lens = self.slot_mapping[-1:] + 1
-        positions = self.slot_mapping  # because a sequence that has the cache for itself keeps position p in row p
-        rope_cache(self.new_q, k, v, self.keys[layer], self.values[layer], positions, self.slot_mapping,
-                   cos_sin_cache_of(self.config, k.device), last_position=self.length + len(k) - 1)
+        # because a sequence that has the cache for itself keeps position p in row p
+        positions = self.slot_mapping
+        rope_cache(
+            self.new_q,
+            k,
+            v,
+            self.keys[layer],
+            self.values[layer],
+            positions,
+            self.slot_mapping,
+            cos_sin_cache_of(self.config, k.device),
+            last_position=self.length + len(k) - 1,
+        )
 
 
 def kernel_rotation(config: ModelConfig, positions: Tensor) -> Rotate:
-    """`rope.rotation` with the kernel: a function that turns x: [T, H, D] in place to `positions`: [T], and returns it."""
+    """`rope.rotation` with the kernel: a function that turns x: [T, H, D] in place to `positions`:
+    [T], and returns it.
+    """
     cos_sin_cache = cos_sin_cache_of(config, positions.device)
-    return partial(rotate_rows, positions=positions, cos_sin_cache=cos_sin_cache, last_position=len(cos_sin_cache) - 1)
+    return partial(
+        rotate_rows,
+        positions=positions,
+        cos_sin_cache=cos_sin_cache,
+        last_position=len(cos_sin_cache) - 1,
+    )
 
 
-def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | list[int],
-             sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
-    """One prompt after the other, each with its own cache. Arguments, result and errors as in lesson 2's `generate`."""
+def generate(
+    model: Decoder,
+    prompts: list[list[int]],
+    max_new_tokens: int | list[int],
+    sampling: SamplingParams | list[SamplingParams] | None = None,
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
+    """One prompt after the other, each with its own cache. Arguments, result and errors as in
+    lesson 2's `generate`.
+    """
     return cached_loop(new_kv_cache, model.unrotated(), prompts, max_new_tokens, sampling, on_token)
 
 
@@ -157,21 +321,48 @@ def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
     return cache(model.config, max_tokens, model.dtype, model.device)
 
 
-# Llama-3-8B (8 KV heads of 128, four queries each) in both layouts, and the embedded model (2 of 64, three queries each).
+# Llama-3-8B (8 KV heads of 128, four queries each) in both layouts, and the embedded model (2 of
+# 64, three queries each).
 STRIDES = ("stride_qt", "stride_kt", "stride_vt", "stride_slot")
-KERNELS = [KernelSpec("lessons.l04_positions.optimized:rope_cache_kernel", name=f"rope_cache_{dtype}_{kv_heads}x{dim}_{layout}",
-                      signature={**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype}"),
-                                 "positions_ptr": "*i64", "slot_mapping_ptr": "*i64", "cos_sin_ptr": "*fp32",
-                                 **dict.fromkeys(("num_positions", "num_kv_heads", *STRIDES), "i32")},
-                      constexprs={"GROUP": group, "HEAD_DIM": dim, "LAYOUT": layout} | launch, num_warps=num_warps,
-                      divisible_by_16=STRIDES)
-           for kv_heads, group, dim, layout in ((8, 4, 128, "half"), (8, 4, 128, "interleaved"), (2, 3, 64, "half"))
-           for dtype in ("bf16", "fp32")
-           for launch, num_warps in [blocks_for(kv_heads, group, dim)]]
-# The same model's q alone, and DeepSeek-V2's rotary coordinates: 128 heads of 64, interleaved, 192 apart.
-KERNELS += [KernelSpec("lessons.l04_positions.optimized:rotate_kernel", name=f"rotate_{dtype}_{dim}_{layout}",
-                       signature={"x_ptr": f"*{dtype}", "positions_ptr": "*i64", "cos_sin_ptr": "*fp32",
-                                  **dict.fromkeys(("num_positions", "num_heads", "stride_xt", "stride_xh"), "i32")},
-                       constexprs={"HEAD_DIM": dim, "PAIRS": dim // 2, "BLOCK": 4096 // dim, "LAYOUT": layout}, num_warps=2,
-                       divisible_by_16=("stride_xt", "stride_xh"))
-            for dim, layout in ((128, "half"), (64, "interleaved")) for dtype in ("bf16", "fp32")]
+KERNELS = [
+    KernelSpec(
+        "lessons.l04_positions.optimized:rope_cache_kernel",
+        name=f"rope_cache_{dtype}_{kv_heads}x{dim}_{layout}",
+        signature={
+            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype}"),
+            "positions_ptr": "*i64",
+            "slot_mapping_ptr": "*i64",
+            "cos_sin_ptr": "*fp32",
+            **dict.fromkeys(("num_positions", "num_kv_heads", *STRIDES), "i32"),
+        },
+        constexprs={"GROUP": group, "HEAD_DIM": dim, "LAYOUT": layout} | launch,
+        num_warps=num_warps,
+        divisible_by_16=STRIDES,
+    )
+    for kv_heads, group, dim, layout in (
+        (8, 4, 128, "half"),
+        (8, 4, 128, "interleaved"),
+        (2, 3, 64, "half"),
+    )
+    for dtype in ("bf16", "fp32")
+    for launch, num_warps in [blocks_for(kv_heads, group, dim)]
+]
+# The same model's q alone, and DeepSeek-V2's rotary coordinates: 128 heads of 64, interleaved, 192
+# apart.
+KERNELS += [
+    KernelSpec(
+        "lessons.l04_positions.optimized:rotate_kernel",
+        name=f"rotate_{dtype}_{dim}_{layout}",
+        signature={
+            "x_ptr": f"*{dtype}",
+            "positions_ptr": "*i64",
+            "cos_sin_ptr": "*fp32",
+            **dict.fromkeys(("num_positions", "num_heads", "stride_xt", "stride_xh"), "i32"),
+        },
+        constexprs={"HEAD_DIM": dim, "PAIRS": dim // 2, "BLOCK": 4096 // dim, "LAYOUT": layout},
+        num_warps=2,
+        divisible_by_16=("stride_xt", "stride_xh"),
+    )
+    for dim, layout in ((128, "half"), (64, "interleaved"))
+    for dtype in ("bf16", "fp32")
+]

@@ -1,11 +1,14 @@
-"""Grouped-query decoding without a copy: one program serves all query heads of a KV head and loads each tile of K and V once.
+"""Grouped-query decoding without a copy: one program serves all query heads of a KV head and loads
+each tile of K and V once.
 
-Lesson 3's decode_kernel gives a program to each query head, so the programs of a group load the same tiles again. Here the group
-is the rows of one small matrix: padded to 16 rows, because that is the smallest tile of a tensor core's matrix product.
+Lesson 3's decode_kernel gives a program to each query head, so the programs of a group load the
+same tiles again. Here the group is the rows of one small matrix: padded to 16 rows, because that is
+the smallest tile of a tensor core's matrix product.
 
-Sources: Ainslie et al. 2023 (GQA), section 2.2; Shazeer 2019 (MQA), section 3; the running max and sum: Milakov & Gimelshein
-2018, section 3 (lesson 8 takes them apart).
+Sources: Ainslie et al. 2023 (GQA), section 2.2; Shazeer 2019 (MQA), section 3; the running max and
+sum: Milakov & Gimelshein 2018, section 3 (lesson 8 takes them apart).
 """
+
 import math
 
 import torch
@@ -20,35 +23,71 @@ from lessons.l03_kv_cache.optimized import KernelKVCache, check_one_device
 from lessons.l04_positions.cache import InPlaceRotatingKVCache
 from lessons.l04_positions.optimized import KernelRotatingKVCache
 from lessons.l05_gqa.naive import sequence_by_sequence
-from lessons.toolbox.compile_check import KernelSpec
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.toolbox.kernels.triton_ import tl, triton
 
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x · log2 e), and exp2 is what the hardware computes
-SMALLEST_TILE = 16          # rows, columns and inner length that a tensor core's product needs at least
-MAX_HEAD_DIM, MAX_GROUP, MAX_QUERY_TILE = 256, 64, 8192  # beyond these the query tile and its sums spill registers
+# rows, columns and inner length that a tensor core's product needs at least
+SMALLEST_TILE = 16
+# beyond these the query tile and its sums spill registers
+MAX_HEAD_DIM, MAX_GROUP, MAX_QUERY_TILE = 256, 64, 8192
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class GroupedKVCache(KernelKVCache):
-    """KernelKVCache whose single query is read by the kernel below: K and V once per KV head, not once per query head."""
+    """KernelKVCache whose single query is read by the kernel below: K and V once per KV head, not
+    once per query head.
+    """
 
     def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
-        return decode_attention(q, self.keys[layer][None], self.values[layer][None], self.context_lens,
-                                self.config.softmax_scale, self.config.sliding_window(layer))
+        return decode_attention(
+            q,
+            self.keys[layer][None],
+            self.values[layer][None],
+            self.context_lens,
+            self.config.softmax_scale,
+            self.config.sliding_window(layer),
+        )
 
 
 @triton.jit
-def gqa_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, context_lens_ptr, scale_log2e, window,
-                      stride_qb, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-                      GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-                      BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
-    """One program per sequence and KV head: its GROUP query heads walk over the keys together, as rows of one tile."""
+def gqa_decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    context_lens_ptr,
+    scale_log2e,
+    window,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program per sequence and KV head: its GROUP query heads walk over the keys together, as
+    rows of one tile.
+    """
     kv_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, column, step = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     head = kv_head * GROUP + row
     in_head = column[None, :] < HEAD_DIM
-    in_group = (row < GROUP)[:, None] & in_head  # the rows behind the group belong to the next KV head's queries
-    q = tl.load(q_ptr + sequence * stride_qb + head[:, None] * stride_qh + column[None, :], mask=in_group, other=0.0)
+    # the rows behind the group belong to the next KV head's queries
+    in_group = (row < GROUP)[:, None] & in_head
+    q = tl.load(
+        q_ptr + sequence * stride_qb + head[:, None] * stride_qh + column[None, :],
+        mask=in_group,
+        other=0.0,
+    )
     length = tl.load(context_lens_ptr + sequence).to(tl.int32)
     k_ptr += sequence * stride_kb + kv_head * stride_kh
     v_ptr += sequence * stride_vb + kv_head * stride_vh
@@ -59,30 +98,47 @@ def gqa_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, context_lens_ptr, scale_log2
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(tl.maximum(length - window, 0), length, BLOCK_N, num_stages=NUM_STAGES):
-        first = tl.cast(start, tl.int64)  # because row · stride passes 2^31 in a long cache of many heads
+        # because row · stride passes 2^31 in a long cache of many heads
+        first = tl.cast(start, tl.int64)
         in_use = start + step < length
         held = in_use[:, None] & in_head
-        k = tl.load(k_ptr + first * stride_kn + k_tile, mask=held, other=0.0)                       # [BLOCK_N, BLOCK_D]
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e                        # [BLOCK_M, BLOCK_N]
+        # [BLOCK_N, BLOCK_D]
+        k = tl.load(k_ptr + first * stride_kn + k_tile, mask=held, other=0.0)
+        # [BLOCK_M, BLOCK_N]
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
         scores = tl.where(in_use[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))  # never -inf, because start is a key in use
-        shrink = tl.exp2(m_i - m_new)  # what was summed relative to the old max, relative to the new one
+        # what was summed relative to the old max, relative to the new one
+        shrink = tl.exp2(m_i - m_new)
         weights = tl.exp2(scores - m_new[:, None])
         l_i = l_i * shrink + tl.sum(weights, axis=1)
         v = tl.load(v_ptr + first * stride_vn + v_tile, mask=held, other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")         # [BLOCK_M, BLOCK_D]
+        # [BLOCK_M, BLOCK_D]
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         m_i = m_new
-    out = tl.where(length > 0, acc / l_i[:, None], 0.0)  # an empty sequence attends to nothing (not l_i > 0: that hides a NaN)
-    rows = out_ptr + (sequence * tl.num_programs(0) * GROUP + head[:, None]) * HEAD_DIM + column[None, :]
+    # an empty sequence attends to nothing (not l_i > 0: that hides a NaN)
+    out = tl.where(length > 0, acc / l_i[:, None], 0.0)
+    rows = (
+        out_ptr
+        + (sequence * tl.num_programs(0) * GROUP + head[:, None]) * HEAD_DIM
+        + column[None, :]
+    )
     tl.store(rows, out.to(out_ptr.dtype.element_ty), mask=in_group)
 
 
-def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, softmax_scale: float | None = None,
-                     window: int | None = None) -> Tensor:
-    """One query per sequence over its cache: q: [B, Hq, D]; k_cache, v_cache: [B, capacity, Hkv, D] -> [B, Hq, D].
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """One query per sequence over its cache: q: [B, Hq, D]; k_cache, v_cache: [B, capacity, Hkv, D]
+    -> [B, Hq, D].
 
-    context_lens: [B] int32 or int64, the rows in use, the query's own included; 0 gives zeros. window: only the last `window`
-    rows count. float32 inside. Raises ValueError.
+    context_lens: [B] int32 or int64, the rows in use, the query's own included; 0 gives zeros.
+    window: only the last `window` rows count. float32 inside. Raises ValueError.
     """
     check_decode_inputs(q, k_cache, v_cache, context_lens, window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -90,111 +146,212 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: 
     return out
 
 
-def launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, out: Tensor, softmax_scale: float | None = None,
-           window: int | None = None) -> None:
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+) -> None:
     """decode_attention of inputs that are known to fit, into out: [B, Hq, D], dense."""
     (num_sequences, num_heads, head_dim), (_, capacity, num_kv_heads, _) = q.shape, k_cache.shape
     group = num_heads // num_kv_heads
-    softmax_scale = head_dim ** -0.5 if softmax_scale is None else softmax_scale
+    softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     if out.numel():
-        # KV heads on the first axis, because programs that start together then read neighbouring rows of memory.
+        # KV heads on the first axis, because programs that start together then read neighbouring
+        # rows of memory.
         gqa_decode_kernel[num_kv_heads, num_sequences](
-            q, k_cache, v_cache, out, context_lens, softmax_scale * LOG2_E, capacity if window is None else window,
-            *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], GROUP=group, HEAD_DIM=head_dim,
-            **tiles(group, head_dim, has_matrix_units(q)), num_warps=warps_for(group, head_dim))
+            q,
+            k_cache,
+            v_cache,
+            out,
+            context_lens,
+            softmax_scale * LOG2_E,
+            capacity if window is None else window,
+            *q.stride()[:2],
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            **tiles(group, head_dim, has_matrix_units(q)),
+            num_warps=warps_for(group, head_dim),
+        )
 
 
 def tiles(group: int, head_dim: int, matrix_units: bool) -> dict[str, int]:
-    """The constexprs that size a program's tiles: rows of q, columns, keys, and how many tiles are under way at once.
+    """The constexprs that size a program's tiles: rows of q, columns, keys, and how many tiles are
+    under way at once.
 
-    16 KiB of K and as much of V in 16 bits, so that with the next pair under way 64 KiB are used of the 99 that every chip from
-    sm_80 on has. Without matrix units products are unrolled into single multiplications, so a quarter of that.
+    16 KiB of K and as much of V in 16 bits, so that with the next pair under way 64 KiB are used of
+    the 99 that every chip from sm_80 on has. Without matrix units products are unrolled into single
+    multiplications, so a quarter of that.
     """
     block_d = max(SMALLEST_TILE, triton.next_power_of_2(head_dim))
-    block_m, block_n = triton.next_power_of_2(group), min(128, (8192 if matrix_units else 2048) // block_d)
+    block_m, block_n = (
+        triton.next_power_of_2(group),
+        min(128, (8192 if matrix_units else 2048) // block_d),
+    )
     sizes = {"BLOCK_M": block_m, "BLOCK_D": block_d, "BLOCK_N": block_n}
     return {name: max(SMALLEST_TILE, size) for name, size in sizes.items()} | {"NUM_STAGES": 3}
 
 
 def warps_for(group: int, head_dim: int) -> int:
-    """4 warps, 8 where the sums of a program, [BLOCK_M, BLOCK_D] in float32, would take half of their registers."""
+    """4 warps, 8 where the sums of a program, [BLOCK_M, BLOCK_D] in float32, would take half of
+    their registers.
+    """
     size = tiles(group, head_dim, True)
     return 4 if size["BLOCK_M"] * size["BLOCK_D"] <= 4096 else 8
 
 
 def has_matrix_units(q: Tensor) -> bool:
-    """Whether Triton multiplies tiles of q's kind on tensor cores: 16 bits, and sm_80 or later. q: any shape."""
-    return q.element_size() == 2 and (q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) >= (8, 0))
+    """Whether Triton multiplies tiles of q's kind on tensor cores: 16 bits, and sm_80 or later. q:
+    any shape.
+    """
+    return q.element_size() == 2 and (
+        q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
 
 
-def check_decode_inputs(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, window: int | None) -> None:
-    """Raise ValueError unless q: [B, Hq, D], k_cache, v_cache: [B, capacity, Hkv, D], context_lens: [B] fit, and the kernel."""
-    if q.ndim != 3 or k_cache.ndim != 4 or v_cache.shape != k_cache.shape or q.shape[::2] != k_cache.shape[::3] \
-            or context_lens.shape != q.shape[:1]:
+def check_decode_inputs(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, window: int | None
+) -> None:
+    """Raise ValueError unless q: [B, Hq, D], k_cache, v_cache: [B, capacity, Hkv, D], context_lens:
+    [B] fit, and the kernel.
+    """
+    if (
+        q.ndim != 3
+        or k_cache.ndim != 4
+        or v_cache.shape != k_cache.shape
+        or q.shape[::2] != k_cache.shape[::3]
+        or context_lens.shape != q.shape[:1]
+    ):
         shapes = [tuple(x.shape) for x in (q, k_cache, v_cache, context_lens)]
-        raise ValueError(f"q, k_cache, v_cache, context_lens: got {shapes}; accepted: [B, Hq, D], "
-                         "[B, capacity, Hkv, D] twice, [B]")
+        raise ValueError(
+            f"q, k_cache, v_cache, context_lens: got {shapes}; accepted: [B, Hq, D], "
+            "[B, capacity, Hkv, D] twice, [B]"
+        )
     (_, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"q, k_cache: got {num_heads} query heads and {num_kv_heads} KV heads; accepted: a multiple of these")
+        raise ValueError(
+            f"q, k_cache: got {num_heads} query heads and {num_kv_heads} KV heads; accepted: a "
+            f"multiple of these"
+        )
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"q: got head_dim {head_dim}; accepted: 1 to {MAX_HEAD_DIM}")
     size = tiles(num_heads // num_kv_heads, head_dim, True)
     if size["BLOCK_M"] > (most := min(MAX_GROUP, MAX_QUERY_TILE // size["BLOCK_D"])):
-        raise ValueError(f"q, k_cache: got {num_heads // num_kv_heads} query heads a KV head; accepted: at most {most} at "
-                         f"head_dim {head_dim}")
+        raise ValueError(
+            f"q, k_cache: got {num_heads // num_kv_heads} query heads a KV head; accepted: at most "
+            f"{most} at "
+            f"head_dim {head_dim}"
+        )
     if len({q.dtype, k_cache.dtype, v_cache.dtype}) > 1 or q.dtype not in DTYPES:
-        raise ValueError(f"q, k_cache, v_cache: got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}; accepted: one dtype of "
-                         f"{', '.join(map(str, DTYPES))}")
+        raise ValueError(
+            f"q, k_cache, v_cache: got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}; accepted: one "
+            f"dtype of "
+            f"{', '.join(map(str, DTYPES))}"
+        )
     if context_lens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"context_lens: got {context_lens.dtype}; accepted: int32 or int64")
     if window is not None and window < 1:
         raise ValueError(f"window: got {window}; accepted: None, or 1 or more rows")
     check_one_device(q=q, k_cache=k_cache, v_cache=v_cache, context_lens=context_lens)
     if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache)):
-        raise ValueError(f"q, k_cache, v_cache: got strides {[x.stride() for x in (q, k_cache, v_cache)]}; accepted: last one 1")
+        raise ValueError(
+            f"q, k_cache, v_cache: got strides {[x.stride() for x in (q, k_cache, v_cache)]}; "
+            f"accepted: last one 1"
+        )
 
 
-def decode_attention_grouped(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor,
-                             softmax_scale: float | None = None, window: int | None = None) -> Tensor:
-    """decode_attention in PyTorch, sequence by sequence, for machines without a GPU: an interpreted kernel takes seconds.
+def decode_attention_grouped(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """decode_attention in PyTorch, sequence by sequence, for machines without a GPU: an interpreted
+    kernel takes seconds.
 
     q: [B, Hq, D]; k_cache, v_cache: [B, capacity, Hkv, D]; context_lens: [B] -> [B, Hq, D].
     """
-    return sequence_by_sequence(decode_attention_torch, q, k_cache, v_cache, context_lens, softmax_scale, window)
+    return sequence_by_sequence(
+        decode_attention_torch, q, k_cache, v_cache, context_lens, softmax_scale, window
+    )
 
 
 class RotatingGroupedKVCache(GroupedKVCache, KernelRotatingKVCache):
-    """The rungs so far: lesson 4's kernel rotates and writes, this one reads. For a decoder that does not rotate."""
+    """The rungs so far: lesson 4's kernel rotates and writes, this one reads. For a decoder that
+    does not rotate.
+    """
 
 
-def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | list[int],
-             sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
-    """One prompt after the other, K and V never repeated. Arguments, result and errors as in lesson 2's `generate`."""
+def generate(
+    model: Decoder,
+    prompts: list[list[int]],
+    max_new_tokens: int | list[int],
+    sampling: SamplingParams | list[SamplingParams] | None = None,
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
+    """One prompt after the other, K and V never repeated. Arguments, result and errors as in lesson
+    2's `generate`.
+    """
     return cached_loop(new_kv_cache, model.unrotated(), prompts, max_new_tokens, sampling, on_token)
 
 
 def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for at most `max_tokens` of an unrotated decoder. Lesson 4's, in PyTorch, reads K and V in groups too."""
+    """An empty cache for at most `max_tokens` of an unrotated decoder. Lesson 4's, in PyTorch,
+    reads K and V in groups too.
+    """
     cache = RotatingGroupedKVCache if model.device.type == "cuda" else InPlaceRotatingKVCache
     return cache(model.config, max_tokens, model.dtype, model.device)
 
 
-# (query heads a KV head, head_dim) of Llama-3-8B, Llama-3-70B, an MQA model of 32 heads, the embedded model, odd and wide heads.
-STRIDES = ("stride_qb", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh")
-SHAPES = {"bf16": ((4, 128), (8, 128), (32, 128), (3, 64), (4, 80), (4, 256)), "fp32": ((4, 128), (3, 64))}
+# (query heads a KV head, head_dim) of Llama-3-8B, Llama-3-70B, an MQA model of 32 heads, the
+# embedded model, odd and wide heads.
+STRIDES = (
+    "stride_qb",
+    "stride_qh",
+    "stride_kb",
+    "stride_kn",
+    "stride_kh",
+    "stride_vb",
+    "stride_vn",
+    "stride_vh",
+)
+SHAPES = {
+    "bf16": ((4, 128), (8, 128), (32, 128), (3, 64), (4, 80), (4, 256)),
+    "fp32": ((4, 128), (3, 64)),
+}
 
 
 def spec_of(dtype: str, group: int, head_dim: int, chips: tuple[int, ...]) -> KernelSpec:
     """The kernel as decode_attention launches it on these chips. dtype: "bf16" or "fp32"."""
     size = tiles(group, head_dim, dtype != "fp32" and 75 not in chips)
     name = f"gqa_{dtype}_{group}x{head_dim}_n{size['BLOCK_N']}"
-    return KernelSpec("lessons.l05_gqa.optimized:gqa_decode_kernel", name=name,
-                      signature={**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}"), "context_lens_ptr": "*i32",
-                                 "scale_log2e": "fp32", "window": "i32", **dict.fromkeys(STRIDES, "i32")},
-                      constexprs={"GROUP": group, "HEAD_DIM": head_dim, **size}, num_warps=warps_for(group, head_dim),
-                      divisible_by_16=STRIDES, chips=chips)
+    return KernelSpec(
+        "lessons.l05_gqa.optimized:gqa_decode_kernel",
+        name=name,
+        signature={
+            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}"),
+            "context_lens_ptr": "*i32",
+            "scale_log2e": "fp32",
+            "window": "i32",
+            **dict.fromkeys(STRIDES, "i32"),
+        },
+        constexprs={"GROUP": group, "HEAD_DIM": head_dim, **size},
+        num_warps=warps_for(group, head_dim),
+        divisible_by_16=STRIDES,
+        chips=chips,
+    )
 
 
-KERNELS = [spec_of(dtype, group, dim, chips) for dtype, shapes in SHAPES.items() for group, dim in shapes
-           for chips in ((75,), (80, 89, 90, 100))]
+KERNELS = [
+    spec_of(dtype, group, dim, chips)
+    for dtype, shapes in SHAPES.items()
+    for group, dim in shapes
+    for chips in ((75,), (80, 89, 90, 100))
+]

@@ -1,35 +1,50 @@
-"""A mixture of experts in place of an MLP: a router chooses a few MLPs for each token, and only those run.
+"""A mixture of experts in place of an MLP: a router chooses a few MLPs for each token, and only
+those run.
 
-Nothing here depends on attention; DeepSeek needs it to be loaded at all. Lesson 20 spreads experts over devices.
-A readable loop over experts, not a fast one: each expert gathers its tokens, runs, and adds its share.
+Nothing here depends on attention; DeepSeek needs it to be loaded at all. Lesson 20 spreads experts
+over devices. A readable loop over experts, not a fast one: each expert gathers its tokens, runs,
+and adds its share.
 
-Sources: DeepSeekMoE (Dai et al. 2024, section 3): shared experts; DeepSeek-V2 (2024, section 2.2.2): choice limited to groups;
-DeepSeek-V3 (2024, section 2.1.2): sigmoid scores, and a bias that balances the load without an auxiliary loss.
+Sources: DeepSeekMoE (Dai et al. 2024, section 3): shared experts; DeepSeek-V2 (2024, section
+2.2.2): choice limited to groups; DeepSeek-V3 (2024, section 2.1.2): sigmoid scores, and a bias that
+balances the load without an auxiliary loss.
 """
+
 import torch
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP
-from lessons.toolbox.config import ModelConfig, MoEConfig
+from lessons.toolbox.model.config import ModelConfig, MoEConfig
 
 
 class Router(nn.Module):
-    """Which experts each token goes to, and with which weights: x: [T, hidden_size] -> ([T, k], [T, k] int64)."""
+    """Which experts each token goes to, and with which weights: x: [T, hidden_size] -> ([T, k], [T,
+    k] int64).
+    """
 
     def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, hidden_size).normal_(std=hidden_size ** -0.5))
+        self.weight = nn.Parameter(
+            torch.empty(config.n_routed_experts, hidden_size).normal_(std=hidden_size**-0.5)
+        )
         if config.topk_method == "noaux_tc":
             self.e_score_correction_bias = nn.Parameter(torch.zeros(config.n_routed_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
-        wide = torch.promote_types(x.dtype, torch.float32)  # 16 bits would tie experts whose scores lie close together
+        # 16 bits would tie experts whose scores lie close together
+        wide = torch.promote_types(x.dtype, torch.float32)
         logits = x.to(wide) @ self.weight.to(wide).T
-        scores = logits.sigmoid() if config.scoring_func == "sigmoid" else logits.softmax(-1)          # [T, E]
-        # The bias decides who is chosen and never enters the weights: it moves load between experts, not the output's size.
-        merit = scores + self.e_score_correction_bias.to(wide) if config.topk_method == "noaux_tc" else scores
+        # [T, E]
+        scores = logits.sigmoid() if config.scoring_func == "sigmoid" else logits.softmax(-1)
+        # The bias decides who is chosen and never enters the weights: it moves load between
+        # experts, not the output's size.
+        merit = (
+            scores + self.e_score_correction_bias.to(wide)
+            if config.topk_method == "noaux_tc"
+            else scores
+        )
         if config.topk_method != "greedy":
             merit = merit.masked_fill(~self.in_best_groups(merit), -torch.inf)
         chosen = merit.topk(config.num_experts_per_tok, dim=-1).indices
@@ -43,26 +58,43 @@ class Router(nn.Module):
 
         A group counts as its best expert in V2, as the sum of its best two in V3.
         """
-        groups = merit.unflatten(-1, (self.config.n_group, -1))                                       # [T, groups, E / groups]
-        best = groups.topk(2 if self.config.topk_method == "noaux_tc" else 1, dim=-1).values.sum(-1)  # [T, groups]
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(self.config.topk_group, dim=-1).indices, True)
+        # [T, groups, E / groups]
+        groups = merit.unflatten(-1, (self.config.n_group, -1))
+        # [T, groups]
+        best = groups.topk(2 if self.config.topk_method == "noaux_tc" else 1, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(
+            -1, best.topk(self.config.topk_group, dim=-1).indices, True
+        )
         return kept.repeat_interleave(self.config.group_size, dim=-1)
 
 
 class MoE(nn.Module):
-    """Routed experts, and shared ones that every token passes. Parameters are named as in the checkpoints on the hub."""
+    """Routed experts, and shared ones that every token passes. Parameters are named as in the
+    checkpoints on the hub.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         moe = config.moe
         self.gate = Router(config.hidden_size, moe)
-        self.experts = nn.ModuleList(MLP(config, moe.moe_intermediate_size) for _ in range(moe.n_routed_experts))
-        self.shared_experts = MLP(config, moe.moe_intermediate_size * moe.n_shared_experts) if moe.n_shared_experts else None
+        self.experts = nn.ModuleList(
+            MLP(config, moe.moe_intermediate_size) for _ in range(moe.n_routed_experts)
+        )
+        self.shared_experts = (
+            MLP(config, moe.moe_intermediate_size * moe.n_shared_experts)
+            if moe.n_shared_experts
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
         weights, chosen = self.gate(x)
         out = torch.zeros_like(x) if self.shared_experts is None else self.shared_experts(x)
-        for index in chosen.unique().tolist():  # only experts that some token chose: their weights are all that is read
+        # only experts that some token chose: their weights are all that is read
+        for index in chosen.unique().tolist():
             token, place = torch.where(chosen == index)
-            out.index_add_(0, token, (self.experts[index](x[token]) * weights[token, place, None]).to(out.dtype))
+            out.index_add_(
+                0,
+                token,
+                (self.experts[index](x[token]) * weights[token, place, None]).to(out.dtype),
+            )
         return out

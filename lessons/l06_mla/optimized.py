@@ -1,13 +1,18 @@
-"""Absorbed weights: a decode step reads the latents as they lie in the cache, once for all heads, and expands nothing.
+"""Absorbed weights: a decode step reads the latents as they lie in the cache, once for all heads,
+and expands nothing.
 
-W_UK moves into the query and W_UV behind the attention (deepseek.py: absorb, project_values). What is left is one KV head of
-rank + rope = 576 values, whose first 512 are also its value: `mla_decode_kernel` loads each row once and uses it twice.
-Prefill stays in the expanded form, because there absorbing costs more products than it saves (README, Where it loses).
+W_UK moves into the query and W_UV behind the attention (deepseek.py: absorb, project_values). What
+is left is one KV head of rank + rope = 576 values, whose first 512 are also its value:
+`mla_decode_kernel` loads each row once and uses it twice. Prefill stays in the expanded form,
+because there absorbing costs more products than it saves (README, Where it loses).
 
-Here one program walks over all keys of a sequence. Lesson 10 splits them: the kernel gives the log-sum-exp that this needs.
+Here one program walks over all keys of a sequence. Lesson 10 splits them: the kernel gives the
+log-sum-exp that this needs.
 
-Sources: DeepSeek-V2 (2024), section 2.1.2 (absorption); the running max and sum: Milakov & Gimelshein 2018, section 3.
+Sources: DeepSeek-V2 (2024), section 2.1.2 (absorption); the running max and sum: Milakov &
+Gimelshein 2018, section 3.
 """
+
 from typing import NamedTuple
 
 import torch
@@ -20,12 +25,14 @@ from lessons.l03_kv_cache.cache import decode_attention_torch
 from lessons.l03_kv_cache.optimized import check_one_device
 from lessons.l06_mla.deepseek import DeepseekDecoder
 from lessons.l06_mla.naive import LatentCache, latent_loop
-from lessons.toolbox.compile_check import KernelSpec
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.toolbox.kernels.triton_ import tl, triton
 
 
 class AbsorbedCache(LatentCache):
-    """LatentCache whose single queries come to the latents, rather than the latents to them. Plain PyTorch."""
+    """LatentCache whose single queries come to the latents, rather than the latents to them. Plain
+    PyTorch.
+    """
 
     def prefill(self, layer: int, q: Tensor, end: int) -> Tensor:
         return attention_for(q.device)(q, *self.expanded(layer, end), self.config.softmax_scale)
@@ -36,7 +43,9 @@ class AbsorbedCache(LatentCache):
 
     def attend_to_rows(self, q: Tensor, rows: Tensor) -> Tensor:
         """q: [1, H, rank + rope], rows: [end, 1, rank + rope] -> [1, H, rank]."""
-        return decode_attention_torch(q, rows, rows[..., :self.config.mla.kv_lora_rank], self.config.softmax_scale)
+        return decode_attention_torch(
+            q, rows, rows[..., : self.config.mla.kv_lora_rank], self.config.softmax_scale
+        )
 
 
 class KernelAbsorbedCache(AbsorbedCache):
@@ -44,15 +53,38 @@ class KernelAbsorbedCache(AbsorbedCache):
 
     def attend_to_rows(self, q: Tensor, rows: Tensor) -> Tensor:
         context_lens = torch.full((1,), len(rows), dtype=torch.int32, device=q.device)
-        return mla_decode(q, rows.transpose(0, 1), context_lens, self.config.softmax_scale, self.config.mla.kv_lora_rank)[0]
+        return mla_decode(
+            q,
+            rows.transpose(0, 1),
+            context_lens,
+            self.config.softmax_scale,
+            self.config.mla.kv_lora_rank,
+        )[0]
 
 
 @triton.jit
-def mla_decode_kernel(q_ptr, kv_ptr, out_ptr, lse_ptr, context_lens_ptr, softmax_scale, num_heads,
-                      stride_qb, stride_qh, stride_kb, stride_kn,
-                      RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program per sequence and block of heads: a row of the cache is key (RANK + ROPE values) and value (the first RANK)."""
-    # Blocks of heads count first, because the blocks of a sequence then run side by side and find its rows in the L2 cache.
+def mla_decode_kernel(
+    q_ptr,
+    kv_ptr,
+    out_ptr,
+    lse_ptr,
+    context_lens_ptr,
+    softmax_scale,
+    num_heads,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program per sequence and block of heads: a row of the cache is key (RANK + ROPE values)
+    and value (the first RANK).
+    """
+    # Blocks of heads count first, because the blocks of a sequence then run side by side and find
+    # its rows in the L2 cache.
     sequence = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = head < num_heads
@@ -69,12 +101,15 @@ def mla_decode_kernel(q_ptr, kv_ptr, out_ptr, lse_ptr, context_lens_ptr, softmax
     for start in range(0, length, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         kv_row = kv_ptr + key[:, None].to(tl.int64) * stride_kn
-        c_kv = tl.load(kv_row + latent[None, :], mask=(key < length)[:, None], other=0.0)    # key and value, loaded once
+        # key and value, loaded once
+        c_kv = tl.load(kv_row + latent[None, :], mask=(key < length)[:, None], other=0.0)
         k_pe = tl.load(kv_row + rope[None, :], mask=(key < length)[:, None], other=0.0)
         scores = tl.dot(q_latent, tl.trans(c_kv), input_precision="ieee")
         scores = tl.dot(q_pe, tl.trans(k_pe), scores, input_precision="ieee")
         # In powers of two, because exp2 is one instruction; log2(e) rides on the scale.
-        scores = tl.where((key < length)[None, :], scores * (softmax_scale * 1.4426950408889634), float("-inf"))
+        scores = tl.where(
+            (key < length)[None, :], scores * (softmax_scale * 1.4426950408889634), float("-inf")
+        )
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
         shrink = tl.exp2(m_i - m_new)
         weights = tl.exp2(scores - m_new[:, None])
@@ -83,7 +118,11 @@ def mla_decode_kernel(q_ptr, kv_ptr, out_ptr, lse_ptr, context_lens_ptr, softmax
         m_i = m_new
     out = tl.where(length > 0, acc / l_i[:, None], 0.0)  # an empty sequence attends to nothing
     row = sequence * num_heads + head
-    tl.store(out_ptr + row[:, None] * RANK + latent[None, :], out.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
+    tl.store(
+        out_ptr + row[:, None] * RANK + latent[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=is_head[:, None],
+    )
     tl.store(lse_ptr + row, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=is_head)
 
 
@@ -97,74 +136,148 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(num_heads: int, itemsize: int, shared_bytes: int = 227 * 1024) -> Tiles:
-    """Tiles that the compiler fits into a block's shared_bytes without spills, for values of `itemsize` bytes (KERNELS)."""
+    """Tiles that the compiler fits into a block's shared_bytes without spills, for values of
+    `itemsize` bytes (KERNELS).
+    """
     if itemsize == 4:  # for proofs: four bytes a value and products without matrix units
         return Tiles(16, 16, 8, 1)
     if num_heads <= 16:  # bound by memory: few heads, more rows on their way
         return Tiles(16, 32, 4, 3 if shared_bytes > 128 * 1024 else 2)
-    return Tiles(64, 32, 8, 2) if shared_bytes > 150 * 1024 else Tiles(32, 32, 8, 2)  # the more heads, the more products a load
+    # the more heads, the more products a load
+    return Tiles(64, 32, 8, 2) if shared_bytes > 150 * 1024 else Tiles(32, 32, 8, 2)
 
 
-def mla_decode(q: Tensor, kv_cache: Tensor, context_lens: Tensor, softmax_scale: float, kv_lora_rank: int = 512,
-               tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
-    """One absorbed query per sequence over its latents: q: [B, H, rank + rope], kv_cache: [B, capacity, rank + rope].
+def mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float,
+    kv_lora_rank: int = 512,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One absorbed query per sequence over its latents: q: [B, H, rank + rope], kv_cache: [B,
+    capacity, rank + rope].
 
-    Returns out: [B, H, rank], weighted sums of latents, and lse: [B, H] float32, the log-sum-exp of a query's scaled scores.
-    context_lens: [B] int32 or int64, the rows in use; 0 gives zeros and -inf. softmax_scale has no default, because it belongs
-    to the width that was projected, which is not to be seen here. Slices of a cache (a split) are fine. Raises ValueError.
+    Returns out: [B, H, rank], weighted sums of latents, and lse: [B, H] float32, the log-sum-exp of
+    a query's scaled scores. context_lens: [B] int32 or int64, the rows in use; 0 gives zeros and
+    -inf. softmax_scale has no default, because it belongs to the width that was projected, which is
+    not to be seen here. Slices of a cache (a split) are fine. Raises ValueError.
     """
     check_decode_inputs(q, kv_cache, context_lens, kv_lora_rank)
     (num_sequences, num_heads, dim), rank = q.shape, kv_lora_rank
-    shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin if q.is_cuda else 227 * 1024
+    shared = (
+        torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+        if q.is_cuda
+        else 227 * 1024
+    )
     tiles = tiles or tiles_for(num_heads, q.element_size(), shared)
     out = torch.empty(num_sequences, num_heads, rank, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_sequences, num_heads, dtype=torch.float32, device=q.device)
     if out.numel():
         mla_decode_kernel[triton.cdiv(num_heads, tiles.block_h), num_sequences](
-            q, kv_cache, out, lse, context_lens, softmax_scale, num_heads, *q.stride()[:2], *kv_cache.stride()[:2],
-            RANK=rank, ROPE=dim - rank, BLOCK_H=tiles.block_h, BLOCK_N=tiles.block_n, num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages)
+            q,
+            kv_cache,
+            out,
+            lse,
+            context_lens,
+            softmax_scale,
+            num_heads,
+            *q.stride()[:2],
+            *kv_cache.stride()[:2],
+            RANK=rank,
+            ROPE=dim - rank,
+            BLOCK_H=tiles.block_h,
+            BLOCK_N=tiles.block_n,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
     return out, lse
 
 
 def check_decode_inputs(q: Tensor, kv_cache: Tensor, context_lens: Tensor, rank: int) -> None:
-    """Raise ValueError unless q: [B, H, rank + rope], kv_cache: [B, capacity, rank + rope], context_lens: [B] fit the kernel."""
+    """Raise ValueError unless q: [B, H, rank + rope], kv_cache: [B, capacity, rank + rope],
+    context_lens: [B] fit the kernel.
+    """
     shapes = [tuple(x.shape) for x in (q, kv_cache, context_lens)]
-    if q.ndim != 3 or kv_cache.ndim != 3 or q.shape[::2] != kv_cache.shape[::2] or context_lens.shape != q.shape[:1]:
-        raise ValueError(f"q, kv_cache, context_lens: got {shapes}; accepted: [B, H, D], [B, capacity, D], [B]")
+    if (
+        q.ndim != 3
+        or kv_cache.ndim != 3
+        or q.shape[::2] != kv_cache.shape[::2]
+        or context_lens.shape != q.shape[:1]
+    ):
+        raise ValueError(
+            f"q, kv_cache, context_lens: got {shapes}; accepted: [B, H, D], [B, capacity, D], [B]"
+        )
     rope = q.shape[2] - rank
-    if any(n < 16 or n & (n - 1) for n in (rank, rope)) or rank > 512:  # tl.arange takes powers of two, tl.dot 16 at least
-        raise ValueError(f"kv_lora_rank: got {rank}, which leaves q and kv_cache {rope} rotary values; accepted: powers of two, "
-                         "16 to 512 and 16 or more")
+    # tl.arange takes powers of two, tl.dot 16 at least
+    if any(n < 16 or n & (n - 1) for n in (rank, rope)) or rank > 512:
+        raise ValueError(
+            f"kv_lora_rank: got {rank}, which leaves q and kv_cache {rope} rotary values; "
+            f"accepted: powers of two, "
+            "16 to 512 and 16 or more"
+        )
     if q.dtype != kv_cache.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"q, kv_cache: got {q.dtype}, {kv_cache.dtype}; accepted: both float32, float16 or bfloat16")
+        raise ValueError(
+            f"q, kv_cache: got {q.dtype}, {kv_cache.dtype}; accepted: both float32, float16 or "
+            f"bfloat16"
+        )
     if context_lens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"context_lens: got {context_lens.dtype}; accepted: int32 or int64")
     check_one_device(q=q, kv_cache=kv_cache, context_lens=context_lens)
     if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
-        raise ValueError("q, kv_cache: got a last dimension that is not dense; accepted: stride 1 in it")
+        raise ValueError(
+            "q, kv_cache: got a last dimension that is not dense; accepted: stride 1 in it"
+        )
 
 
-def generate(model: DeepseekDecoder, prompts: list[list[int]], max_new_tokens: int | list[int],
-             sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
-    """One prompt after the other, prefill expanded, decode absorbed. As lesson 2's `generate`, for models with config.mla."""
+def generate(
+    model: DeepseekDecoder,
+    prompts: list[list[int]],
+    max_new_tokens: int | list[int],
+    sampling: SamplingParams | list[SamplingParams] | None = None,
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
+    """One prompt after the other, prefill expanded, decode absorbed. As lesson 2's `generate`, for
+    models with config.mla.
+    """
     return latent_loop(new_latent_cache, model, prompts, max_new_tokens, sampling, on_token)
 
 
 def new_latent_cache(model: DeepseekDecoder, max_tokens: int) -> AbsorbedCache:
-    """An empty cache of latents for at most `max_tokens`; the kernel's where it is compiled and its row of 576 values fits."""
-    on_gpu = model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) >= (8, 0)
+    """An empty cache of latents for at most `max_tokens`; the kernel's where it is compiled and its
+    row of 576 values fits.
+    """
+    on_gpu = model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) >= (
+        8,
+        0,
+    )
     return (KernelAbsorbedCache if on_gpu else AbsorbedCache)(model, max_tokens)
 
 
-# DeepSeek-V2-Lite has 16 heads, V2 and V3 have 128. Not for sm_75: a tile of 576 values a row passes its 64 KB in any form.
+# DeepSeek-V2-Lite has 16 heads, V2 and V3 have 128. Not for sm_75: a tile of 576 values a row
+# passes its 64 KB in any form.
 STRIDES = ("stride_qb", "stride_qh", "stride_kb", "stride_kn")
-KERNELS = [KernelSpec("lessons.l06_mla.optimized:mla_decode_kernel", name=f"mla_decode_{dtype}_{heads}_sm{chips[0]}",
-                      signature={"q_ptr": f"*{dtype}", "kv_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "lse_ptr": "*fp32",
-                                 "context_lens_ptr": "*i32", "softmax_scale": "fp32", "num_heads": "i32",
-                                 **dict.fromkeys(STRIDES, "i32")},
-                      constexprs={"RANK": 512, "ROPE": 64, "BLOCK_H": tiles.block_h, "BLOCK_N": tiles.block_n}, chips=chips,
-                      num_warps=tiles.num_warps, num_stages=tiles.num_stages, divisible_by_16=(*STRIDES, "num_heads"))
-           for dtype, itemsize, heads in (("bf16", 2, 16), ("bf16", 2, 128), ("fp32", 4, 16))
-           for chips, shared in (((80, 90, 100), 163 * 1024), ((89,), 99 * 1024))
-           for tiles in [tiles_for(heads, itemsize, shared)]]
+KERNELS = [
+    KernelSpec(
+        "lessons.l06_mla.optimized:mla_decode_kernel",
+        name=f"mla_decode_{dtype}_{heads}_sm{chips[0]}",
+        signature={
+            "q_ptr": f"*{dtype}",
+            "kv_ptr": f"*{dtype}",
+            "out_ptr": f"*{dtype}",
+            "lse_ptr": "*fp32",
+            "context_lens_ptr": "*i32",
+            "softmax_scale": "fp32",
+            "num_heads": "i32",
+            **dict.fromkeys(STRIDES, "i32"),
+        },
+        constexprs={"RANK": 512, "ROPE": 64, "BLOCK_H": tiles.block_h, "BLOCK_N": tiles.block_n},
+        chips=chips,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        divisible_by_16=(*STRIDES, "num_heads"),
+    )
+    for dtype, itemsize, heads in (("bf16", 2, 16), ("bf16", 2, 128), ("fp32", 4, 16))
+    for chips, shared in (((80, 90, 100), 163 * 1024), ((89,), 99 * 1024))
+    for tiles in [tiles_for(heads, itemsize, shared)]
+]

@@ -1,12 +1,16 @@
-"""The decoder with its small operations fused: a twin that shares every weight with the plain one and gives the same logits.
+"""The decoder with its small operations fused: a twin that shares every weight with the plain one
+and gives the same logits.
 
-The plain decoder adds, then norms; here one function does both wherever a branch joins the residual stream (`run_layers`);
-silu · up is one function, and so are the two QK-norms. Parts are replaced by their type: what this file does not know (another
-attention, a mixture of experts) stays, and RMSNorms and MLPs inside it are still replaced.
+The plain decoder adds, then norms; here one function does both wherever a branch joins the residual
+stream (`run_layers`); silu · up is one function, and so are the two QK-norms. Parts are replaced by
+their type: what this file does not know (another attention, a mixture of experts) stays, and
+RMSNorms and MLPs inside it are still replaced.
 
-Weights are not merged (one projection for q, k, v; one for gate, up), although that would save launches: a merged matrix beside
-the separate ones is a copy of most of the model. A loader can read them into place instead, as vLLM's does.
+Weights are not merged (one projection for q, k, v; one for gate, up), although that would save
+launches: a merged matrix beside the separate ones is a copy of most of the model. A loader can read
+them into place instead, as vLLM's does.
 """
+
 import copy
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -31,23 +35,30 @@ class Ops(NamedTuple):
 
 
 def ops_of(module: ModuleType) -> Ops:
-    """Those of naive.py, optimized.py or stand_ins.py, looked up now, so that a learner's drop-in counts."""
+    """Those of naive.py, optimized.py or stand_ins.py, looked up now, so that a learner's drop-in
+    counts.
+    """
     return Ops(*(getattr(module, name) for name in Ops._fields))
 
 
 def ops_for(model: Decoder) -> Ops:
-    """The kernels where they are compiled and have the model's dtype; PyTorch where they would be interpreted, or for float64."""
+    """The kernels where they are compiled and have the model's dtype; PyTorch where they would be
+    interpreted, or for float64.
+    """
     return ops_of(optimized if model.device.type == "cuda" and model.dtype in DTYPES else stand_ins)
 
 
 # ---------------------------------------------------------------- parts
+
 
 class FusedRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> [..., size]
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def after_adding(self, branch: Tensor, residual: Tensor) -> Tensor:
-        """residual += branch, in place; returns the norm of it. branch, residual: [T, hidden_size] -> [T, hidden_size]."""
+        """residual += branch, in place; returns the norm of it. branch, residual: [T, hidden_size]
+        -> [T, hidden_size].
+        """
         return self.ops.add_rms_norm(branch, residual, self.weight, self.eps)
 
 
@@ -58,12 +69,16 @@ class FusedMLP(MLP):
 
 class FusedAttention(Attention):
     def forward(self, x: Tensor, rotate: Rotate, attend: Callable) -> Tensor:
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))                  # [T, Hq, D]
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))               # [T, Hkv, D]
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))               # [T, Hkv, D]
+        # [T, Hq, D]
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        # [T, Hkv, D]
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        # [T, Hkv, D]
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         if isinstance(self.q_norm, RMSNorm):
             q, k = self.ops.qk_norm(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        out = attend(rotate(q), rotate(k), v)                                              # [T, Hq, D]
+        # [T, Hq, D]
+        out = attend(rotate(q), rotate(k), v)
         return self.o_proj(out.flatten(-2))
 
 
@@ -72,10 +87,15 @@ FUSED = {RMSNorm: FusedRMSNorm, MLP: FusedMLP, Attention: FusedAttention}
 
 # ---------------------------------------------------------------- the whole
 
-def run_layers(layers: nn.ModuleList, last_norm: FusedRMSNorm, x: Tensor, rotate: Rotate, attend: Attend) -> Tensor:
-    """All layers and the last norm. x: [T, hidden_size], which becomes the residual stream -> hidden: [T, hidden_size].
 
-    A layer's output is not added when the layer ends, but when the next norm begins: n layers have 2n junctions, each one launch.
+def run_layers(
+    layers: nn.ModuleList, last_norm: FusedRMSNorm, x: Tensor, rotate: Rotate, attend: Attend
+) -> Tensor:
+    """All layers and the last norm. x: [T, hidden_size], which becomes the residual stream ->
+    hidden: [T, hidden_size].
+
+    A layer's output is not added when the layer ends, but when the next norm begins: n layers have
+    2n junctions, each one launch.
     """
     residual, normed = x, layers[0].input_layernorm(x)
     next_norms = [layer.input_layernorm for layer in layers[1:]] + [last_norm]
@@ -91,40 +111,60 @@ class FusedDecoder(Decoder):
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens: [T] int64, positions: [T] int64 -> hidden: [T, hidden_size]."""
-        return run_layers(self.layers, self.norm, self.embed_tokens(tokens), self.rotation(positions), attend)
+        return run_layers(
+            self.layers, self.norm, self.embed_tokens(tokens), self.rotation(positions), attend
+        )
 
 
 @lru_cache
 def fused_class(kind: type) -> type:
-    """A decoder's class above FusedDecoder: what a subclass changed stays, and its super().forward is the fused one."""
-    return FusedDecoder if kind is Decoder else type(f"Fused{kind.__name__}", (kind, FusedDecoder), {"__doc__": kind.__doc__})
+    """A decoder's class above FusedDecoder: what a subclass changed stays, and its super().forward
+    is the fused one.
+    """
+    return (
+        FusedDecoder
+        if kind is Decoder
+        else type(f"Fused{kind.__name__}", (kind, FusedDecoder), {"__doc__": kind.__doc__})
+    )
 
 
 def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
-    """A twin of `model`, for inference: the same weights (shared, not copied), fewer and shorter passes between them.
+    """A twin of `model`, for inference: the same weights (shared, not copied), fewer and shorter
+    passes between them.
 
-    ops: default `ops_for(model)`. A fused model is returned as it is. Raises ValueError for a decoder whose layers have other
-    norms than lesson 2's, because a junction of the residual stream is an addition and an RMSNorm.
+    ops: default `ops_for(model)`. A fused model is returned as it is. Raises ValueError for a
+    decoder whose layers have other norms than lesson 2's, because a junction of the residual stream
+    is an addition and an RMSNorm.
     """
     if isinstance(model, FusedDecoder):
         return model
-    norms = [norm for layer in model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)] + [model.norm]
+    norms = [
+        norm
+        for layer in model.layers
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+    ] + [model.norm]
     if strange := [type(norm).__name__ for norm in norms if type(norm) is not RMSNorm]:
-        raise ValueError(f"model: got {type(model).__name__} with {strange[0]}; accepted: a decoder whose layers have the "
-                         "RMSNorm of lessons.l02_naive_attention.decoder")
+        raise ValueError(
+            f"model: got {type(model).__name__} with {strange[0]}; accepted: a decoder whose "
+            f"layers have the "
+            "RMSNorm of lessons.l02_naive_attention.decoder"
+        )
     twin = twin_of(model, ops or ops_for(model))
     twin.__class__ = fused_class(type(model))
     return twin
 
 
 def twin_of(module: nn.Module, ops: Ops) -> nn.Module:
-    """The module with the known parts inside it replaced, sharing parameters and buffers; itself if it holds none."""
+    """The module with the known parts inside it replaced, sharing parameters and buffers; itself if
+    it holds none.
+    """
     children = {name: twin_of(child, ops) for name, child in module.named_children()}
     kind = FUSED.get(type(module))
     if kind is None and all(children[name] is child for name, child in module.named_children()):
         return module
     twin = copy.copy(module)  # shallow, so every parameter is shared
-    twin._modules = {**module._modules, **children}  # its own, because a shallow copy would share this dictionary too
+    # its own, because a shallow copy would share this dictionary too
+    twin._modules = {**module._modules, **children}
     if kind is not None:
         twin.__class__, twin.ops = kind, ops
     return twin

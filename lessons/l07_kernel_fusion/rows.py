@@ -1,12 +1,18 @@
-"""What the kernels of this lesson share: which tensors are rows, how many rows a program takes, and where a norm rounds."""
+"""What the kernels of this lesson share: which tensors are rows, how many rows a program takes, and
+where a norm rounds.
+"""
+
 import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.optimized import check_one_device
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.kernels.triton_ import tl, triton
 
-MAX_ROW = 16384       # values that one program holds: 16 for each thread of 32 warps; 32 a thread would spill on some chips
-SHORTEST_TILE = 2048  # values of a program: 16 for each thread of 4 warps, two loads of 16 bytes in 16 bits
+# values that one program holds: 16 for each thread of 32 warps; 32 a thread would spill on some
+# chips
+MAX_ROW = 16384
+# values of a program: 16 for each thread of 4 warps, two loads of 16 bytes in 16 bits
+SHORTEST_TILE = 2048
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -15,49 +21,76 @@ def weighted(wide, mean_square, weight, eps, dtype: tl.constexpr, GEMMA: tl.cons
     """wide: [R, N] float32, mean_square: [R, 1], weight: [1, N] -> the norm's output in `dtype`."""
     normed = wide * tl.rsqrt(mean_square + eps)
     if GEMMA:
-        out = normed * (1.0 + weight.to(tl.float32))                       # Gemma rounds after the weight
+        # Gemma rounds after the weight
+        out = normed * (1.0 + weight.to(tl.float32))
     else:
-        out = normed.to(dtype).to(tl.float32) * weight.to(tl.float32)      # Llama rounds before it, and again after it
+        # Llama rounds before it, and again after it
+        out = normed.to(dtype).to(tl.float32) * weight.to(tl.float32)
     return out.to(dtype)
 
 
 def tile_of(size: int) -> tuple[int, int, int]:
     """(rows, padded length, warps) of a program whose rows hold `size` values: 16 values a thread."""
     block = triton.next_power_of_2(size)
-    rows = max(1, SHORTEST_TILE // block)  # short rows share a program: a head of 128 alone would leave most threads idle
+    # short rows share a program: a head of 128 alone would leave most threads idle
+    rows = max(1, SHORTEST_TILE // block)
     return rows, block, max(4, rows * block // 512)
 
 
 def rows_of(**tensors: Tensor) -> list[Tensor]:
-    """The named tensors, [..., N] each, as views [R, N]. Raises ValueError unless a kernel can take them as rows.
+    """The named tensors, [..., N] each, as views [R, N]. Raises ValueError unless a kernel can take
+    them as rows.
 
-    One shape, dtype and device for all; N at least 1 and dense; the rows of each tensor one stride apart.
+    One shape, dtype and device for all; N at least 1 and dense; the rows of each tensor one stride
+    apart.
     """
     names, (first, *_) = ", ".join(tensors), tensors.values()
-    if any(x.shape != first.shape for x in tensors.values()) or not first.ndim or not first.shape[-1]:
-        raise ValueError(f"{names}: got {_listed(tuple(x.shape) for x in tensors.values())}; accepted: [..., N] with N at least 1"
-                         + (", the same for all" if len(tensors) > 1 else ""))
+    if (
+        any(x.shape != first.shape for x in tensors.values())
+        or not first.ndim
+        or not first.shape[-1]
+    ):
+        raise ValueError(
+            f"{names}: got {_listed(tuple(x.shape) for x in tensors.values())}; accepted: [..., N] "
+            f"with N at least 1" + (", the same for all" if len(tensors) > 1 else "")
+        )
     if any(x.dtype != first.dtype for x in tensors.values()) or first.dtype not in DTYPES:
-        raise ValueError(f"{names}: got {_listed(x.dtype for x in tensors.values())}; accepted: float32, float16 or bfloat16"
-                         + (", one for all" if len(tensors) > 1 else ""))
+        raise ValueError(
+            f"{names}: got {_listed(x.dtype for x in tensors.values())}; accepted: float32, "
+            f"float16 or bfloat16" + (", one for all" if len(tensors) > 1 else "")
+        )
     check_one_device(**tensors)
     rows = []
     for name, x in tensors.items():
         try:
             rows.append(x.view(-1, x.shape[-1]))
         except RuntimeError:  # because no single stride leads from each row to the next
-            raise ValueError(f"{name}: got {tuple(x.shape)}, strides {x.stride()}; accepted: rows one stride apart") from None
+            raise ValueError(
+                f"{name}: got {tuple(x.shape)}, strides {x.stride()}; accepted: rows one stride "
+                f"apart"
+            ) from None
         if x.shape[-1] > 1 and x.stride(-1) != 1:
-            raise ValueError(f"{name}: got strides {x.stride()}; accepted: a dense last dimension, stride 1")
+            raise ValueError(
+                f"{name}: got strides {x.stride()}; accepted: a dense last dimension, stride 1"
+            )
     return rows
 
 
 def check_weight(x: Tensor, **weights: Tensor) -> None:
-    """Raise ValueError unless each weight is [N], dense, of x's dtype and on its device. x: [..., N]."""
+    """Raise ValueError unless each weight is [N], dense, of x's dtype and on its device. x: [...,
+    N].
+    """
     for name, weight in weights.items():
-        if weight.shape != x.shape[-1:] or weight.dtype != x.dtype or (len(weight) > 1 and weight.stride(0) != 1):
-            raise ValueError(f"{name}: got {weight.dtype} {tuple(weight.shape)}, strides {weight.stride()}; accepted: {x.dtype} "
-                             f"{tuple(x.shape[-1:])}, dense")
+        if (
+            weight.shape != x.shape[-1:]
+            or weight.dtype != x.dtype
+            or (len(weight) > 1 and weight.stride(0) != 1)
+        ):
+            raise ValueError(
+                f"{name}: got {weight.dtype} {tuple(weight.shape)}, strides {weight.stride()}; "
+                f"accepted: {x.dtype} "
+                f"{tuple(x.shape[-1:])}, dense"
+            )
         check_one_device(x=x, **{name: weight})
 
 

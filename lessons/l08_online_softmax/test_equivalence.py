@@ -1,4 +1,7 @@
-"""Proves that a softmax may be cut anywhere: the three values are a monoid, and every kernel equals the three passes."""
+"""Proves that a softmax may be cut anywhere: the three values are a monoid, and every kernel equals
+the three passes.
+"""
+
 import itertools
 import math
 from functools import reduce
@@ -9,14 +12,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lessons.l08_online_softmax import cuda_softmax, naive, optimized, partials, traffic, warp
-from lessons.l08_online_softmax.naive import Partial, finish, from_scores, from_state, identity, merge, merge_tree
-from lessons.l08_online_softmax.optimized import block_softmax_kernel, empty_results, online_softmax_kernel
-from lessons.l08_online_softmax.partials import merge_kernel, merge_states, partial_attention, partial_kernel
-from lessons.toolbox.accesses import Accesses
-from lessons.toolbox.compile_check import CHIPS, check_all, check_cuda
-from lessons.toolbox.device import default_device, interpreting
-from lessons.toolbox.numerics import (
+from lessons.l08_online_softmax import cuda_softmax, naive, optimized, partials, warp
+from lessons.l08_online_softmax.lab import traffic
+from lessons.l08_online_softmax.naive import (
+    Partial,
+    finish,
+    from_scores,
+    from_state,
+    identity,
+    merge,
+    merge_tree,
+)
+from lessons.l08_online_softmax.optimized import (
+    block_softmax_kernel,
+    empty_results,
+    online_softmax_kernel,
+)
+from lessons.l08_online_softmax.partials import (
+    merge_kernel,
+    merge_states,
+    partial_attention,
+    partial_kernel,
+)
+from lessons.toolbox.kernels.accesses import Accesses
+from lessons.toolbox.kernels.compile_check import CHIPS, check_all, check_cuda
+from lessons.toolbox.measure.device import default_device, interpreting
+from lessons.toolbox.proof.numerics import (
     DISTRIBUTIONS,
     NotEquivalent,
     draw,
@@ -26,12 +47,15 @@ from lessons.toolbox.numerics import (
     prove,
     with_canaries,
 )
-from lessons.toolbox.refusals import assert_refused
+from lessons.toolbox.proof.refusals import assert_refused
 
-# NumPy, the interpreter's engine, warns of what is meant: the log of nothing seen, and a row that holds a NaN.
-pytestmark = [pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-              pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-              pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
+# NumPy, the interpreter's engine, warns of what is meant: the log of nothing seen, and a row that
+# holds a NaN.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
 DEVICE = default_device()  # without a GPU the kernels run in Triton's interpreter
 INF = torch.inf
 
@@ -42,13 +66,18 @@ def three_passes(scores):
 
 
 def online(scores, block_n=16):
-    """online_softmax_kernel on rows of any length; the wrapper takes it for long ones alone. scores: [R, N] -> [R, N], [R]."""
+    """online_softmax_kernel on rows of any length; the wrapper takes it for long ones alone.
+    scores: [R, N] -> [R, N], [R].
+    """
     probs, lse = empty_results(scores)
-    online_softmax_kernel[len(scores),](scores, probs, lse, scores.shape[1], scores.stride(0), BLOCK_N=block_n, STAGES=2)
+    online_softmax_kernel[len(scores),](
+        scores, probs, lse, scores.shape[1], scores.stride(0), BLOCK_N=block_n, STAGES=2
+    )
     return probs, lse
 
 
 # ---------------------------------------------------------------- passes
+
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("block", [1, 7, 64, 1024])
@@ -58,18 +87,30 @@ def test_passes_are_the_same_mathematics(name, block, seed):
     want = torch.softmax(scores, -1).nan_to_num(0)
     for softmax in (naive.softmax_three_passes, naive.softmax_online):
         torch.testing.assert_close(softmax(scores, block), want, atol=1e-13, rtol=1e-12)
-    torch.testing.assert_close(naive.log_sum_exp(scores, block), torch.logsumexp(scores, -1), atol=1e-12, rtol=1e-13)
+    torch.testing.assert_close(
+        naive.log_sum_exp(scores, block), torch.logsumexp(scores, -1), atol=1e-12, rtol=1e-13
+    )
     v = draw("normal", (130, 6), dtype=torch.float64, seed=seed + 1)
-    for out, lse in (naive.attention_one_pass(scores, v, block), naive.attention_split(scores, v, 1 + block % 9)):
+    for out, lse in (
+        naive.attention_one_pass(scores, v, block),
+        naive.attention_split(scores, v, 1 + block % 9),
+    ):
         torch.testing.assert_close(out, want @ v, atol=1e-12, rtol=1e-12)
         torch.testing.assert_close(lse, torch.logsumexp(scores, -1), atol=1e-12, rtol=1e-13)
 
 
 def test_example_of_the_readme():
     """Scores log 1, log 2 | log 4, log 1 with values 8, 5 | 2, 0."""
-    scores, v = torch.tensor([1.0, 2.0, 4.0, 1.0]).double().log(), torch.tensor([8.0, 5.0, 2.0, 0.0]).double()[:, None]
+    scores, v = (
+        torch.tensor([1.0, 2.0, 4.0, 1.0]).double().log(),
+        torch.tensor([8.0, 5.0, 2.0, 0.0]).double()[:, None],
+    )
     a, b = from_scores(scores[:2], v[:2]), from_scores(scores[2:], v[2:])
-    for part, want in ((a, (math.log(2), 1.5, 9.0)), (b, (math.log(4), 1.25, 2.0)), (merge(a, b), (math.log(4), 2.0, 6.5))):
+    for part, want in (
+        (a, (math.log(2), 1.5, 9.0)),
+        (b, (math.log(4), 1.25, 2.0)),
+        (merge(a, b), (math.log(4), 2.0, 6.5)),
+    ):
         assert [float(x) for x in part] == pytest.approx(want, abs=1e-15)
     out, lse = finish(merge(a, b))
     assert float(out) == pytest.approx(3.25) and float(lse) == pytest.approx(math.log(8))
@@ -82,7 +123,9 @@ def test_where_exp_overflows():
         x = torch.tensor([limit - 0.1, limit + 0.1], dtype=torch.float64).exp().to(dtype)
         assert x.isfinite().tolist() == [True, False]
         low = traffic.smallest_exponent(dtype)
-        assert (torch.tensor([low + 0.1, low - 0.1], dtype=torch.float64).exp().to(dtype) > 0).tolist() == [True, False]
+        assert (
+            torch.tensor([low + 0.1, low - 0.1], dtype=torch.float64).exp().to(dtype) > 0
+        ).tolist() == [True, False]
     scores = torch.tensor([[1000.0, 1000.0], [-1000.0, -1000.0]])
     assert scores.exp().div(scores.exp().sum(-1, keepdim=True)).isnan().all()  # inf / inf and 0 / 0
     assert torch.equal(naive.softmax_online(scores), torch.full((2, 2), 0.5))
@@ -90,7 +133,11 @@ def test_where_exp_overflows():
 
 # ---------------------------------------------------------------- the monoid
 
-SCORES = st.one_of(st.floats(-60, 60), st.floats(-1e300, 1e300), st.sampled_from([-INF, -INF, 0.0, 709.0, 710.0, 1e4, -1e4]))
+SCORES = st.one_of(
+    st.floats(-60, 60),
+    st.floats(-1e300, 1e300),
+    st.sampled_from([-INF, -INF, 0.0, 709.0, 710.0, 1e4, -1e4]),
+)
 ROWS = st.lists(SCORES, min_size=0, max_size=24)
 PARTS = st.lists(ROWS, min_size=1, max_size=7)
 no_deadline = settings(deadline=None, max_examples=80)
@@ -98,12 +145,16 @@ no_deadline = settings(deadline=None, max_examples=80)
 
 def partial_of(scores, start=0):
     """The Partial of a list of scores; the value of score number i is i, mixed."""
-    values = torch.tensor([[math.sin(7 * (start + i)), 1.0] for i in range(len(scores))], dtype=torch.float64).reshape(-1, 2)
+    values = torch.tensor(
+        [[math.sin(7 * (start + i)), 1.0] for i in range(len(scores))], dtype=torch.float64
+    ).reshape(-1, 2)
     return from_scores(torch.tensor(scores, dtype=torch.float64), values)
 
 
 def same(a, b):
-    """Two Partials of the same scores: m equal to the bit, the rest up to rounding, and nothing NaN."""
+    """Two Partials of the same scores: m equal to the bit, the rest up to rounding, and nothing
+    NaN.
+    """
     assert torch.equal(a.m, b.m)
     torch.testing.assert_close(a[1:], b[1:], atol=1e-12, rtol=1e-12)
     for x, y in zip(finish(a), finish(b)):
@@ -128,31 +179,50 @@ def test_any_cut_any_order_any_tree(parts, random):
     cut = [partial_of(part, start) for part, start in zip(parts, starts)]
     whole = partial_of([score for part in parts for score in part])
     shuffled = random.sample(cut, len(cut))
-    single = [partial_of([score], start + i) for part, start in zip(parts, starts) for i, score in enumerate(part)]
-    for merged in (reduce(merge, cut), merge_tree(cut), reduce(merge, shuffled), reduce(merge, [identity((), 2, torch.float64),
-                                                                                             *single])):
+    single = [
+        partial_of([score], start + i)
+        for part, start in zip(parts, starts)
+        for i, score in enumerate(part)
+    ]
+    for merged in (
+        reduce(merge, cut),
+        merge_tree(cut),
+        reduce(merge, shuffled),
+        reduce(merge, [identity((), 2, torch.float64), *single]),
+    ):
         same(merged, whole)
 
 
 @no_deadline
 @given(PARTS)
 def test_a_state_is_a_partial(parts):
-    """(out, lse) says as much as (m, l, acc): but a state rounds e^lse to the unit of lse, so scores here stay below 1e4."""
-    parts = [[max(-1e4, min(score, 1e4)) if score > -INF else score for score in part] for part in parts]
+    """(out, lse) says as much as (m, l, acc): but a state rounds e^lse to the unit of lse, so
+    scores here stay below 1e4.
+    """
+    parts = [
+        [max(-1e4, min(score, 1e4)) if score > -INF else score for score in part] for part in parts
+    ]
     cut = [partial_of(part, 30 * i) for i, part in enumerate(parts)]
     states = [finish(part) for part in cut]
-    for merged in (finish(reduce(merge, itertools.starmap(from_state, states))),
-                   naive.merge_states(*(torch.stack(x) for x in zip(*states)))):
+    for merged in (
+        finish(reduce(merge, itertools.starmap(from_state, states))),
+        naive.merge_states(*(torch.stack(x) for x in zip(*states))),
+    ):
         for x, y in zip(merged, finish(reduce(merge, cut))):
             torch.testing.assert_close(x, y, atol=1e-10, rtol=1e-10)
 
 
 WRONG_MERGES = {
-    "frozen max": lambda a, b: Partial(a.m, a.l + b.l * (b.m - a.m).exp(), a.acc + b.acc * (b.m - a.m).exp()[..., None]),
-    "stale acc": lambda a, b: merge(a, b)._replace(acc=a.acc + merge(a, b).acc - a.acc * (a.m - torch.maximum(a.m, b.m)).exp()),
+    "frozen max": lambda a, b: Partial(
+        a.m, a.l + b.l * (b.m - a.m).exp(), a.acc + b.acc * (b.m - a.m).exp()[..., None]
+    ),
+    "stale acc": lambda a, b: merge(a, b)._replace(
+        acc=a.acc + merge(a, b).acc - a.acc * (a.m - torch.maximum(a.m, b.m)).exp()
+    ),
     "stale l": lambda a, b: merge(a, b)._replace(l=a.l + b.l),
-    "nan where nothing is seen": lambda a, b: merge(a, b)._replace(l=a.l * (a.m - torch.maximum(a.m, b.m)).exp() + b.l * (
-        b.m - torch.maximum(a.m, b.m)).exp()),
+    "nan where nothing is seen": lambda a, b: merge(a, b)._replace(
+        l=a.l * (a.m - torch.maximum(a.m, b.m)).exp() + b.l * (b.m - torch.maximum(a.m, b.m)).exp()
+    ),
     "an average": lambda a, b: Partial((a.m + b.m) / 2, (a.l + b.l) / 2, (a.acc + b.acc) / 2),
 }
 
@@ -168,6 +238,7 @@ def test_a_wrong_merge_is_no_monoid(name):
 
 # ---------------------------------------------------------------- the softmax kernels
 
+
 @pytest.mark.parametrize("num_columns", [*edge_lengths(16), 1000])
 def test_block_softmax(num_columns, seed, proof):
     """Row lengths around powers of two, where BLOCK_N jumps."""
@@ -182,7 +253,9 @@ def test_online_softmax(num_columns, block_n, seed, proof):
     """No whole tile, one, several; a tail of none, one and all but one column."""
     for dtype in (torch.float32, torch.float16):
         scores = draw("normal", (3, num_columns), dtype=dtype, seed=seed, device=DEVICE)
-        proof.record(online_softmax_kernel, prove(lambda x: online(x, block_n), three_passes, [scores]))
+        proof.record(
+            online_softmax_kernel, prove(lambda x: online(x, block_n), three_passes, [scores])
+        )
 
 
 @pytest.mark.parametrize("num_columns", [32000, 32768, 32769, 128256, 151936])
@@ -196,9 +269,14 @@ def test_softmax_of_a_vocabulary(num_columns, seed, proof):
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_softmax_on_hard_inputs(name, seed, proof):
     for dtype in (torch.float32, torch.bfloat16):
-        scores, floor = draw(name, (5, 75), dtype=dtype, seed=seed, device=DEVICE), floor_for(dtype, "large_logits")
+        scores, floor = (
+            draw(name, (5, 75), dtype=dtype, seed=seed, device=DEVICE),
+            floor_for(dtype, "large_logits"),
+        )
         scores[1], scores[2, :40] = -INF, -INF
-        proof.record(block_softmax_kernel, prove(optimized.softmax, three_passes, [scores], floor=floor))
+        proof.record(
+            block_softmax_kernel, prove(optimized.softmax, three_passes, [scores], floor=floor)
+        )
         proof.record(online_softmax_kernel, prove(online, three_passes, [scores], floor=floor))
         prove(optimized.softmax_torch, three_passes, [scores], floor=floor)
 
@@ -209,7 +287,9 @@ def test_probes_with_known_answers(softmax):
     scores[1], scores[2, 3:], scores[3, 7], scores[4, 7] = -INF, -INF, float("nan"), 1e5
     probs, lse = softmax(scores)
     torch.testing.assert_close(probs[0], torch.full_like(probs[0], 1 / 37))
-    torch.testing.assert_close(lse.cpu(), torch.tensor([math.log(37), -INF, math.log(3), math.nan, 1e5]), equal_nan=True)
+    torch.testing.assert_close(
+        lse.cpu(), torch.tensor([math.log(37), -INF, math.log(3), math.nan, 1e5]), equal_nan=True
+    )
     assert (probs[1] == 0).all() and (probs[2, 3:] == 0).all() and probs[3].isnan().all()
     assert probs[4, 7] == 1 and probs[4].sum() == 1
     for shift in (50, -2000):  # far below 0 a max that starts at 0 would never be left
@@ -242,8 +322,10 @@ def test_rows_far_apart(seed, proof):
 @pytest.mark.parametrize("num_columns", [19, 48])
 def test_softmax_stays_in_bounds(num_columns, seed):
     scores = draw("normal", (3, num_columns), seed=seed, device=DEVICE)
-    for launch in (lambda *x: block_softmax_kernel[3,](*x, BLOCK_N=64),
-                   lambda *x: online_softmax_kernel[3,](*x, BLOCK_N=16, STAGES=2)):
+    for launch in (
+        lambda *x: block_softmax_kernel[3,](*x, BLOCK_N=64),
+        lambda *x: online_softmax_kernel[3,](*x, BLOCK_N=16, STAGES=2),
+    ):
         probs, check_probs = with_canaries((3, num_columns), device=DEVICE)
         lse, check_lse = with_canaries((3,), device=DEVICE)
         launch(scores, probs, lse, num_columns, num_columns)
@@ -254,6 +336,7 @@ def test_softmax_stays_in_bounds(num_columns, seed):
 
 # ---------------------------------------------------------------- bytes
 
+
 @pytest.mark.skipif(not interpreting(), reason="NOT RUN: elements are counted in the interpreter")
 @pytest.mark.parametrize("num_columns", [1000, 32768, 40000, 40960])
 def test_bytes_that_the_kernels_move(num_columns, seed):
@@ -261,7 +344,8 @@ def test_bytes_that_the_kernels_move(num_columns, seed):
     scores = draw("normal", (2, num_columns), seed=seed)
     with Accesses() as accesses:
         optimized.softmax(scores)
-    kept = num_columns % (optimized.TILE_BYTES // 4) if num_columns > optimized.MAX_BLOCK else 0  # stays in registers
+    # stays in registers
+    kept = num_columns % (optimized.TILE_BYTES // 4) if num_columns > optimized.MAX_BLOCK else 0
     moved = traffic.softmax_bytes(2, num_columns, 4, traffic.way_of(num_columns)) - 4 * 2 * kept
     assert 4 * (accesses.loaded + accesses.stored - 2) == moved  # 2: the log-sum-exps
     assert accesses.stored == 2 * num_columns + 2
@@ -270,14 +354,18 @@ def test_bytes_that_the_kernels_move(num_columns, seed):
 def test_bytes_that_the_passes_read(seed):
     """naive.py reads a row through `tiles` alone: three times, twice, once."""
     scores, v = torch.randn(2, 100), torch.randn(100, 3)
-    for way, function in (("three passes", naive.softmax_three_passes), ("online, two passes", naive.softmax_online),
-                          ("softmax · V in one pass", lambda x, block: naive.attention_one_pass(x, v, block))):
+    for way, function in (
+        ("three passes", naive.softmax_three_passes),
+        ("online, two passes", naive.softmax_online),
+        ("softmax · V in one pass", lambda x, block: naive.attention_one_pass(x, v, block)),
+    ):
         with patch.object(naive, "tiles", side_effect=naive.tiles) as passes:
             function(scores, 32)
         assert len(passes.mock_calls) == traffic.PASSES[way][0], way
 
 
 # ---------------------------------------------------------------- parts and their merge
+
 
 def whole(scores, v, split_size=None):
     return naive.attention_one_pass(scores, v)
@@ -288,20 +376,26 @@ def in_parts(scores, v, split_size):
 
 
 @pytest.mark.parametrize("num_keys", edge_lengths(32, at_most=140))
-@pytest.mark.parametrize("split_size, head_dim, dtype", [(32, 16, torch.float32), (50, 20, torch.bfloat16),
-                                                         (500, 80, torch.float32)])
+@pytest.mark.parametrize(
+    "split_size, head_dim, dtype",
+    [(32, 16, torch.float32), (50, 20, torch.bfloat16), (500, 80, torch.float32)],
+)
 def test_parts_merged_are_the_whole(num_keys, split_size, head_dim, dtype, seed, proof):
     """Splits that end inside a tile, one split alone, a head_dim that is no power of two."""
     scores = draw("large", (3, num_keys), dtype=dtype, seed=seed, device=DEVICE)
     scores[1] = -INF
     v = draw("normal", (num_keys, head_dim), dtype=dtype, seed=seed + 1, device=DEVICE)
-    errors = prove(in_parts, whole, [scores, v, split_size], floor=floor_for(torch.float32, "large_logits"))
+    errors = prove(
+        in_parts, whole, [scores, v, split_size], floor=floor_for(torch.float32, "large_logits")
+    )
     proof.record(partial_kernel, errors)
     proof.record(merge_kernel, errors)
 
 
 def states(num_splits, shape, head_dim, seed, dtype=torch.float32):
-    """outs: [S, *shape, D] and lses: [S, *shape]; a third of the states has seen nothing, and its out holds NaN."""
+    """outs: [S, *shape, D] and lses: [S, *shape]; a third of the states has seen nothing, and its
+    out holds NaN.
+    """
     outs = draw("normal", (num_splits, *shape, head_dim), dtype=dtype, seed=seed, device=DEVICE)
     lses = draw("normal", (num_splits, *shape), seed=seed + 1, device=DEVICE) * 10
     empty = draw("normal", (num_splits, *shape), seed=seed + 2, device=DEVICE) > 0.4
@@ -318,7 +412,8 @@ def test_merge_states(num_splits, seed, proof):
 
 def test_merge_probes_with_known_answers(seed):
     outs, lses = states(5, (4,), 16, seed)
-    lses[:, 0], lses[1:, 1], lses[:, 2] = -INF, -INF, 3.0  # nothing seen; one state alone; all the same weight
+    # nothing seen; one state alone; all the same weight
+    lses[:, 0], lses[1:, 1], lses[:, 2] = -INF, -INF, 3.0
     lses[0, 1] = 2.0
     outs[:, 2], outs[0, 1] = torch.randn(5, 16, device=DEVICE), torch.randn(16, device=DEVICE)
     for function in (merge_states, partials.merge_states_torch, naive.merge_states):
@@ -328,13 +423,20 @@ def test_merge_probes_with_known_answers(seed):
         torch.testing.assert_close(out[2], outs[:, 2].mean(0))
         torch.testing.assert_close(lse[2].cpu(), torch.tensor(3 + math.log(5)))
     order = torch.randperm(5, device=DEVICE)
-    torch.testing.assert_close(merge_states(outs[order].contiguous(), lses[order].contiguous()), merge_states(outs, lses))
-    empty_out, empty_lse = merge_states(poisoned((0, 4, 16), device=DEVICE), poisoned((0, 4), device=DEVICE))
+    torch.testing.assert_close(
+        merge_states(outs[order].contiguous(), lses[order].contiguous()), merge_states(outs, lses)
+    )
+    empty_out, empty_lse = merge_states(
+        poisoned((0, 4, 16), device=DEVICE), poisoned((0, 4), device=DEVICE)
+    )
     assert (empty_out == 0).all() and (empty_lse == -INF).all()
 
 
 def test_parts_do_not_depend_on_the_batch(seed):
-    scores, v = draw("normal", (5, 130), seed=seed, device=DEVICE), draw("normal", (130, 16), seed=seed + 1, device=DEVICE)
+    scores, v = (
+        draw("normal", (5, 130), seed=seed, device=DEVICE),
+        draw("normal", (130, 16), seed=seed + 1, device=DEVICE),
+    )
     together = in_parts(scores, v, 40)
     assert all(torch.equal(a[1:3], b) for a, b in zip(together, in_parts(scores[1:3], v, 40)))
     ones, lse = in_parts(scores, torch.ones_like(v), 40)
@@ -344,7 +446,10 @@ def test_parts_do_not_depend_on_the_batch(seed):
 
 def test_merge_stays_in_bounds(seed):
     outs, lses = states(3, (5,), 20, seed)
-    (out, check_out), (lse, check_lse) = with_canaries((5, 20), device=DEVICE), with_canaries((5,), device=DEVICE)
+    (out, check_out), (lse, check_lse) = (
+        with_canaries((5, 20), device=DEVICE),
+        with_canaries((5,), device=DEVICE),
+    )
     merge_kernel[5,](outs, lses, out, lse, 3, 5, HEAD_DIM=20, BLOCK_D=32, BLOCK_N=4, STAGES=2)
     check_out()
     check_lse()
@@ -354,11 +459,16 @@ def test_merge_stays_in_bounds(seed):
 # ---------------------------------------------------------------- wrong answers
 
 SLIPS = {
-    "a tile is dropped": lambda s: [x[:, :s.shape[1]] for x in [torch.nn.functional.pad(online(s[:, 16:])[0], (16, 0))]]
-    + [online(s)[1]],
+    "a tile is dropped": lambda s: (
+        [x[:, : s.shape[1]] for x in [torch.nn.functional.pad(online(s[:, 16:])[0], (16, 0))]]
+        + [online(s)[1]]
+    ),
     "no max": lambda s: [s.exp() / s.exp().sum(-1, keepdim=True), online(s)[1]],
-    "exp2 without log2e": lambda s: [torch.exp2(s - s.amax(-1, keepdim=True)) / torch.exp2(s - s.amax(-1, keepdim=True)).sum(
-        -1, keepdim=True), online(s)[1]],
+    "exp2 without log2e": lambda s: [
+        torch.exp2(s - s.amax(-1, keepdim=True))
+        / torch.exp2(s - s.amax(-1, keepdim=True)).sum(-1, keepdim=True),
+        online(s)[1],
+    ],
     "log-sum-exp without the max": lambda s: [online(s)[0], online(s)[1] - s.amax(-1)],
     "1 % too much": lambda s: [online(s)[0] * 1.01, online(s)[1]],
 }
@@ -374,11 +484,21 @@ def test_a_wrong_softmax_is_rejected(slip, seed):
 
 WRONG_STATES = {
     "averaged": lambda outs, lses: (outs.nan_to_num().mean(0), lses.logsumexp(0)),
-    "the largest alone": lambda outs, lses: (outs.gather(0, lses.argmax(0)[None, :, None].expand(1, -1, outs.shape[2]))[0],
-                                             lses.amax(0)),
-    "an empty state counts": lambda outs, lses: merge_states(outs.nan_to_num(), lses.masked_fill(lses == -INF, 0.0)),
-    "an empty state is read": lambda outs, lses: (torch.einsum("sr,srd->rd", torch.softmax(lses, 0), outs), lses.logsumexp(0)),
-    "weights in base 2": lambda outs, lses: (merge_states(outs, lses * math.log(2))[0], merge_states(outs, lses)[1]),
+    "the largest alone": lambda outs, lses: (
+        outs.gather(0, lses.argmax(0)[None, :, None].expand(1, -1, outs.shape[2]))[0],
+        lses.amax(0),
+    ),
+    "an empty state counts": lambda outs, lses: merge_states(
+        outs.nan_to_num(), lses.masked_fill(lses == -INF, 0.0)
+    ),
+    "an empty state is read": lambda outs, lses: (
+        torch.einsum("sr,srd->rd", torch.softmax(lses, 0), outs),
+        lses.logsumexp(0),
+    ),
+    "weights in base 2": lambda outs, lses: (
+        merge_states(outs, lses * math.log(2))[0],
+        merge_states(outs, lses)[1],
+    ),
     "lse of the largest": lambda outs, lses: (merge_states(outs, lses)[0], lses.amax(0)),
 }
 
@@ -392,48 +512,78 @@ def test_a_wrong_merge_of_states_is_rejected(slip, seed):
 
 # ---------------------------------------------------------------- the compiler
 
+
 def test_the_compiler_gives_wide_loads_without_spills():
     for report in check_all(optimized.KERNELS + partials.KERNELS):
         if (report.error or "").startswith("not run"):
             pytest.skip(report.error)
-        assert report.fits and report.registers <= 64, f"{report.name} on sm_{report.chip}: {report}"
-        assert bool(report.loads_128bit) == ("odd" not in report.name), f"{report.name} on sm_{report.chip}"
-        if report.name in ("online_bf16", "online_fp32") and report.chip >= 80:  # cp.async: tiles are on their way meanwhile
-            assert report.census["LDGSTS"] and report.shared_bytes >= (optimized.TILE_STAGES - 1) * optimized.TILE_BYTES
+        assert report.fits and report.registers <= 64, (
+            f"{report.name} on sm_{report.chip}: {report}"
+        )
+        assert bool(report.loads_128bit) == ("odd" not in report.name), (
+            f"{report.name} on sm_{report.chip}"
+        )
+        # cp.async: tiles are on their way meanwhile
+        if report.name in ("online_bf16", "online_fp32") and report.chip >= 80:
+            assert (
+                report.census["LDGSTS"]
+                and report.shared_bytes >= (optimized.TILE_STAGES - 1) * optimized.TILE_BYTES
+            )
 
 
 def test_the_compiler_on_cuda():
-    """One SHFL for each of two registers, five rounds, two levels, four kernels; no local memory; 16 bytes at once."""
-    for report in check_cuda(cuda_softmax.SOURCE.read_text(encoding="utf-8"), CHIPS, "optimized.cu"):
+    """One SHFL for each of two registers, five rounds, two levels, four kernels; no local memory;
+    16 bytes at once.
+    """
+    for report in check_cuda(
+        cuda_softmax.SOURCE.read_text(encoding="utf-8"), CHIPS, "optimized.cu"
+    ):
         if (report.error or "").startswith("not run"):
             pytest.skip(report.error.replace("not run", "NOT RUN"))
-        assert report.fits and report.stack_bytes == 0 and report.registers <= 64, report  # of 65536 for 1024 threads
-        assert report.census["SHFL"] == 2 * 5 * 2 * 4 and report.loads_128bit >= 4 and report.shared_bytes == 32 * 8
+        # of 65536 for 1024 threads
+        assert report.fits and report.stack_bytes == 0 and report.registers <= 64, report
+        assert (
+            report.census["SHFL"] == 2 * 5 * 2 * 4
+            and report.loads_128bit >= 4
+            and report.shared_bytes == 32 * 8
+        )
 
 
 # ---------------------------------------------------------------- CUDA C++
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_columns", [1, 7, 8, 1000, 1024, 8191, 8192, 32000, 128256, 151936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cuda_softmax(num_columns, dtype, seed, proof):
-    """optimized.cu: fewer columns than threads, rows that start anywhere, vocabularies; a masked row; bits free of the batch."""
+    """optimized.cu: fewer columns than threads, rows that start anywhere, vocabularies; a masked
+    row; bits free of the batch.
+    """
     scores = draw("normal", (5, num_columns), dtype=dtype, seed=seed, device=DEVICE) * 8
-    scores[1], scores[2, num_columns // 2 + 1:] = -INF, -INF
+    scores[1], scores[2, num_columns // 2 + 1 :] = -INF, -INF
     proof.record(cuda_softmax.SOURCE, prove(cuda_softmax.softmax, three_passes, [scores]))
-    apart = scores.repeat(1, 2)[:, num_columns - num_columns // 2:2 * num_columns - num_columns // 2]
+    apart = scores.repeat(1, 2)[
+        :, num_columns - num_columns // 2 : 2 * num_columns - num_columns // 2
+    ]
     proof.record(cuda_softmax.SOURCE, prove(cuda_softmax.softmax, three_passes, [apart]))
-    assert all(torch.equal(a[3:], b) for a, b in zip(cuda_softmax.softmax(scores), cuda_softmax.softmax(scores[3:])))
+    assert all(
+        torch.equal(a[3:], b)
+        for a, b in zip(cuda_softmax.softmax(scores), cuda_softmax.softmax(scores[3:]))
+    )
 
 
 def test_which_width_a_thread_loads():
     def width(rows, columns, dtype, first=0, wide=None):
-        x = torch.zeros(rows, (wide or columns) + first, dtype=dtype)[:, first:first + columns]
+        x = torch.zeros(rows, (wide or columns) + first, dtype=dtype)[:, first : first + columns]
         return cuda_softmax.numbers_at_once(x, torch.empty(rows, columns, dtype=dtype))
 
     assert width(2, 128256, torch.bfloat16) == 8 and width(2, 32000, torch.float32) == 4
-    assert width(2, 1001, torch.bfloat16) == width(2, 1000, torch.bfloat16, wide=1001) == 1   # rows start anywhere
-    assert width(2, 1000, torch.float32, first=1, wide=1003) == 1 and width(1, 1000, torch.float32, wide=1001) == 4
+    # rows start anywhere
+    assert width(2, 1001, torch.bfloat16) == width(2, 1000, torch.bfloat16, wide=1001) == 1
+    assert (
+        width(2, 1000, torch.float32, first=1, wide=1003) == 1
+        and width(1, 1000, torch.float32, wide=1001) == 4
+    )
 
 
 def lanes(seed):
@@ -457,7 +607,10 @@ def test_a_butterfly_cut_short_leaves_halves(seed):
 
 
 def test_a_fused_multiply_add_makes_the_lanes_disagree():
-    """Why optimized.cu rounds each product: an FMA rounds one of the two, another one in the partner lane."""
+    """Why optimized.cu rounds each product: an FMA rounds one of the two, another one in the
+    partner lane.
+    """
+
     def fused(a_m, a_l, b_m, b_l):
         m = torch.maximum(a_m, b_m)
         exact = a_l.double() * torch.exp(a_m - m).double() + (b_l * torch.exp(b_m - m)).double()
@@ -476,21 +629,33 @@ def test_a_fused_multiply_add_makes_the_lanes_disagree():
 
 # ---------------------------------------------------------------- bad input
 
+
 def test_softmax_refuses():
     for softmax in (optimized.softmax, optimized.softmax_torch, cuda_softmax.softmax):
-        assert_refused(softmax, dict(scores=torch.zeros(3, 8, device=DEVICE)), "scores", ("dtype", "device", "stride"))
-        with pytest.raises(ValueError, match=r"scores: got torch.float32 \(3,\) on .*accepted: \[R, N\]"):
+        assert_refused(
+            softmax,
+            dict(scores=torch.zeros(3, 8, device=DEVICE)),
+            "scores",
+            ("dtype", "device", "stride"),
+        )
+        with pytest.raises(
+            ValueError, match=r"scores: got torch.float32 \(3,\) on .*accepted: \[R, N\]"
+        ):
             softmax(torch.zeros(3, device=DEVICE))
 
 
 def test_parts_refuse():
-    good = dict(scores=torch.zeros(3, 8, device=DEVICE), v=torch.zeros(8, 4, device=DEVICE), split_size=4)
+    good = dict(
+        scores=torch.zeros(3, 8, device=DEVICE), v=torch.zeros(8, 4, device=DEVICE), split_size=4
+    )
     assert_refused(partial_attention, good, "v", ("dtype", "device", "stride"))
     with pytest.raises(ValueError, match=r"v: got .*accepted: torch.float32 \[8, D\]"):
         partial_attention(**good | {"v": good["v"][:7]})
     with pytest.raises(ValueError, match="split_size: got 0; accepted: 1 or more"):
         partial_attention(**good | {"split_size": 0})
     for function in (merge_states, partials.merge_states_torch):
-        states = dict(outs=torch.zeros(3, 8, 4, device=DEVICE), lses=torch.zeros(3, 8, device=DEVICE))
+        states = dict(
+            outs=torch.zeros(3, 8, 4, device=DEVICE), lses=torch.zeros(3, 8, device=DEVICE)
+        )
         assert_refused(function, states, "outs", ("dtype", "device", "stride"))
         assert_refused(function, states, "lses")

@@ -1,9 +1,12 @@
-"""What the 32 lanes of a warp hold while `warp_merge` of optimized.cu runs, as tensors: a picture that can be tested.
+"""What the 32 lanes of a warp hold while `warp_merge` of optimized.cu runs, as tensors: a picture
+that can be tested.
 
-A GPU runs the lanes at the same time and keeps m and l in a register of each; here a register is a tensor, one number a lane.
+A GPU runs the lanes at the same time and keeps m and l in a register of each; here a register is a
+tensor, one number a lane.
 
 Source: CUDA C++ Programming Guide, section "Warp Shuffle Functions" (__shfl_xor_sync).
 """
+
 import torch
 from torch import Tensor
 
@@ -12,12 +15,16 @@ DISTANCES = (16, 8, 4, 2, 1)
 
 
 def shfl_xor(register: Tensor, distance: int) -> Tensor:
-    """Each lane reads the register of the lane whose number differs in the bit `distance`. register: [32] -> [32]."""
+    """Each lane reads the register of the lane whose number differs in the bit `distance`.
+    register: [32] -> [32].
+    """
     return register[torch.arange(LANES) ^ distance]
 
 
 def butterfly(m: Tensor, l: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(m, l) of all lanes before the first round and after each of the five. m, l: [32] float32, m finite or lowest."""
+    """(m, l) of all lanes before the first round and after each of the five. m, l: [32] float32, m
+    finite or lowest.
+    """
     rounds = [(m, l)]
     for distance in DISTANCES:
         other_m, other_l = shfl_xor(m, distance), shfl_xor(l, distance)

@@ -1,11 +1,14 @@
-"""FlashAttention in FA-2 order, in Triton: a program owns a tile of queries of one head and walks over the keys that they see.
+"""FlashAttention in FA-2 order, in Triton: a program owns a tile of queries of one head and walks
+over the keys that they see.
 
-Read `flash_kernel` beside naive.py's `tiled_attention`: the same names in the same order. `key_range` is tiles.key_range,
-`tile_scores` naive.tile_scores, in Triton. arguments.py refuses what does not fit; tiles.py knows the tiles of each chip.
+Read `flash_kernel` beside naive.py's `tiled_attention`: the same names in the same order.
+`key_range` is tiles.key_range, `tile_scores` naive.tile_scores, in Triton. arguments.py refuses
+what does not fit; tiles.py knows the tiles of each chip.
 
-Sources: Dao 2023, FlashAttention-2, algorithm 1 and section 3.1; ALiBi: Press et al. 2022, section 3; soft-cap: Gemma 2 (2024),
-section 2; sinks: gpt-oss model card (OpenAI 2025), section 2.2.
+Sources: Dao 2023, FlashAttention-2, algorithm 1 and section 3.1; ALiBi: Press et al. 2022, section
+3; soft-cap: Gemma 2 (2024), section 2; sinks: gpt-oss model card (OpenAI 2025), section 2.2.
 """
+
 import torch
 from torch import Tensor
 
@@ -21,13 +24,21 @@ from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l09_flash_attention.arguments import check_heads, check_options, check_sequences
 from lessons.l09_flash_attention.naive import TiledKVCache
 from lessons.l09_flash_attention.tiles import Tiles, tiles_on
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.kernels.triton_ import tl, triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x · log2 e): the hardware has exp2 alone
 
 
 @triton.jit
-def key_range(first, num_keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def key_range(
+    first,
+    num_keys,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """tiles.key_range for queries that stand at the keys first … first + BLOCK_M - 1."""
     begin, full_end, end = 0, num_keys // BLOCK_N * BLOCK_N, num_keys
     if CAUSAL:
@@ -39,10 +50,22 @@ def key_range(first, num_keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexp
 
 
 @triton.jit
-def load_rows(ptr, start, num_rows, stride, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr):
-    """Rows start … start + BLOCK - 1 of a matrix [num_rows, DIM] -> [BLOCK, BLOCK_D], with zeros where it ends."""
+def load_rows(
+    ptr,
+    start,
+    num_rows,
+    stride,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Rows start … start + BLOCK - 1 of a matrix [num_rows, DIM] -> [BLOCK, BLOCK_D], with zeros
+    where it ends.
+    """
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    pointers = ptr + tl.cast(start, tl.int64) * stride + row * stride + column  # int64, because start · stride passes 2^31
+    # int64, because start · stride passes 2^31
+    pointers = ptr + tl.cast(start, tl.int64) * stride + row * stride + column
     if PARTIAL:
         x = tl.load(pointers, mask=(start + row < num_rows) & (column < DIM), other=0.0)
     elif DIM < BLOCK_D:
@@ -53,12 +76,28 @@ def load_rows(ptr, start, num_rows, stride, DIM: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def tile_scores(q, k, query, key, num_keys, window, softcap, slope, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EDGE: tl.constexpr):
-    """Scores of q: [BLOCK_M, BLOCK_D] and k: [BLOCK_N, BLOCK_D], not yet scaled; softcap and slope come divided by the scale."""
+def tile_scores(
+    q,
+    k,
+    query,
+    key,
+    num_keys,
+    window,
+    softcap,
+    slope,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Scores of q: [BLOCK_M, BLOCK_D] and k: [BLOCK_N, BLOCK_D], not yet scaled; softcap and slope
+    come divided by the scale.
+    """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP:
-        scores = softcap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1))  # softcap · tanh(scores / softcap)
+        # softcap · tanh(scores / softcap)
+        scores = softcap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1))
     if ALIBI:
         scores -= slope * tl.abs(query[:, None] - key[None, :]).to(tl.float32)
     if WINDOW:
@@ -72,65 +111,149 @@ def tile_scores(q, k, query, key, num_keys, window, softcap, slope, CAUSAL: tl.c
 
 
 @triton.jit
-def flash_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
-                 softmax_scale, window, softcap, stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
-                 CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
-                 GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """One program: BLOCK_M queries of one head of one sequence. out: [T, Hq, V_HEAD_DIM] and lse: [T, Hq], both dense."""
+def flash_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
+    softmax_scale,
+    window,
+    softcap,
+    stride_qm,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    stride_vn,
+    stride_vh,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """One program: BLOCK_M queries of one head of one sequence. out: [T, Hq, V_HEAD_DIM] and lse:
+    [T, Hq], both dense.
+    """
     head, sequence, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.num_programs(0)
-    # Backwards, because a causal sequence's last tile sees most keys: started last, it would finish long after all others.
+    # Backwards, because a causal sequence's last tile sees most keys: started last, it would finish
+    # long after all others.
     start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
-    start_q, start_k = tl.load(cu_seqlens_q_ptr + sequence).to(tl.int64), tl.load(cu_seqlens_k_ptr + sequence).to(tl.int64)
+    start_q, start_k = (
+        tl.load(cu_seqlens_q_ptr + sequence).to(tl.int64),
+        tl.load(cu_seqlens_k_ptr + sequence).to(tl.int64),
+    )
     num_queries = (tl.load(cu_seqlens_q_ptr + sequence + 1) - start_q).to(tl.int32)
     num_keys = (tl.load(cu_seqlens_k_ptr + sequence + 1) - start_k).to(tl.int32)
     if start_m < num_queries:  # the grid is made for the longest sequence
         k_ptr += start_k * stride_kn + head // GROUP * stride_kh
         v_ptr += start_k * stride_vn + head // GROUP * stride_vh
-        q = load_rows(q_ptr + start_q * stride_qm + head * stride_qh, start_m, num_queries, stride_qm, HEAD_DIM, BLOCK_M,
-                      BLOCK_D, True)
+        q = load_rows(
+            q_ptr + start_q * stride_qm + head * stride_qh,
+            start_m,
+            num_queries,
+            stride_qm,
+            HEAD_DIM,
+            BLOCK_M,
+            BLOCK_D,
+            True,
+        )
         qk_scale = softmax_scale * LOG2_E
         slope = tl.load(alibi_slopes_ptr + head) / softmax_scale if ALIBI else 0.0
         # A sink is a key that was seen already and has no value: its weight goes nowhere.
-        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32) if not SINKS else tl.full((BLOCK_M,), 0.0, tl.float32) + tl.load(
-            sinks_ptr + head) * LOG2_E
+        m_i = (
+            tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            if not SINKS
+            else tl.full((BLOCK_M,), 0.0, tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
+        )
         l_i = tl.full((BLOCK_M,), 1.0 if SINKS else 0.0, tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-        first = start_m + num_keys - num_queries  # bottom-right aligned: the last query stands at the last key
+        # bottom-right aligned: the last query stands at the last key
+        first = start_m + num_keys - num_queries
         query = first + tl.arange(0, BLOCK_M)
         edges = key_range(first, num_keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-        # Two loops: the long one needs no mask but a window's, and its loads run ahead; then the diagonal or the ragged end.
-        # Loads that run ahead in both would make ptxas serialise Hopper's matrix instructions (its warning C7515).
+        # Two loops: the long one needs no mask but a window's, and its loads run ahead; then the
+        # diagonal or the ragged end. Loads that run ahead in both would make ptxas serialise
+        # Hopper's matrix instructions (its warning C7515).
         for edge in tl.static_range(2):
-            for start_n in tl.range(edges[edge], edges[edge + 1], BLOCK_N, num_stages=1 if edge else None):
-                k = load_rows(k_ptr, start_n, num_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, edge == 1)
-                scores = tile_scores(q, k, query, start_n + tl.arange(0, BLOCK_N), num_keys, window, softcap, slope, CAUSAL,
-                                     WINDOW, SOFTCAP, ALIBI, edge == 1)
+            for start_n in tl.range(
+                edges[edge], edges[edge + 1], BLOCK_N, num_stages=1 if edge else None
+            ):
+                k = load_rows(
+                    k_ptr, start_n, num_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, edge == 1
+                )
+                scores = tile_scores(
+                    q,
+                    k,
+                    query,
+                    start_n + tl.arange(0, BLOCK_N),
+                    num_keys,
+                    window,
+                    softcap,
+                    slope,
+                    CAUSAL,
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                    edge == 1,
+                )
                 m_new = tl.maximum(m_i, tl.max(scores, axis=1) * qk_scale)
-                m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if edge or WINDOW else m_new  # no key seen yet
+                # no key seen yet
+                m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if edge or WINDOW else m_new
                 alpha = tl.exp2(m_i - m_safe)
-                p = tl.exp2(scores * qk_scale - m_safe[:, None])  # scaled here, because this is one fused multiply-add
+                # scaled here, because this is one fused multiply-add
+                p = tl.exp2(scores * qk_scale - m_safe[:, None])
                 l_i = l_i * alpha + tl.sum(p, axis=1)
-                v = load_rows(v_ptr, start_n, num_keys, stride_vn, V_HEAD_DIM, BLOCK_N, BLOCK_DV, edge == 1)
+                v = load_rows(
+                    v_ptr, start_n, num_keys, stride_vn, V_HEAD_DIM, BLOCK_N, BLOCK_DV, edge == 1
+                )
                 acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
                 m_i = m_new
-        out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # late division; a query without a key has l = 0 and acc = 0
+        # late division; a query without a key has l = 0 and acc = 0
+        out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
         row, column = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
-        cell = ((start_q + row) * num_heads + head)
-        tl.store(out_ptr + cell[:, None] * V_HEAD_DIM + column[None, :], out.to(out_ptr.dtype.element_ty),
-                 mask=(row < num_queries)[:, None] & (column < V_HEAD_DIM)[None, :])
+        cell = (start_q + row) * num_heads + head
+        tl.store(
+            out_ptr + cell[:, None] * V_HEAD_DIM + column[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=(row < num_queries)[:, None] & (column < V_HEAD_DIM)[None, :],
+        )
         tl.store(lse_ptr + cell, (m_i + tl.log2(l_i)) / LOG2_E, mask=row < num_queries)
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-                    softmax_scale: float | None = None, causal: bool = True, window: int | None = None,
-                    softcap: float | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-                    max_seqlen_q: int | None = None, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
-    """Attention without an N×N matrix. q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] -> out: [T, Hq, Dv], lse: [T, Hq].
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention without an N×N matrix. q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] -> out: [T,
+    Hq, Dv], lse: [T, Hq].
 
-    cu_seqlens_q, cu_seqlens_k: [B + 1] int32, where each of B packed sequences begins, and the end; None: one sequence.
-    max_seqlen_q: the longest sequence's queries; None: read from cu_seqlens_q, for which the CPU waits. The rest as in
-    naive.attention. lse is float32. tiles: None takes tiles.py's for this chip. float32 products are no tf32. Raises ValueError.
+    cu_seqlens_q, cu_seqlens_k: [B + 1] int32, where each of B packed sequences begins, and the end;
+    None: one sequence. max_seqlen_q: the longest sequence's queries; None: read from cu_seqlens_q,
+    for which the CPU waits. The rest as in naive.attention. lse is float32. tiles: None takes
+    tiles.py's for this chip. float32 products are no tf32. Raises ValueError.
     """
     check_heads(q, k, v)
     check_options(q, softmax_scale, causal, window, softcap, alibi_slopes, sinks)
@@ -141,16 +264,41 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None
     if max_seqlen_q is None:
         max_seqlen_q = int(cu_seqlens_q.diff().max())
     tiles = tiles or tiles_on(q.device, max(head_dim, v_head_dim), q.itemsize)
-    softmax_scale = head_dim ** -0.5 if softmax_scale is None else softmax_scale
+    softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     if out.numel():
-        # Heads first: neighbours in time then share K and V in the L2 cache, and the heaviest tiles of all heads start first.
+        # Heads first: neighbours in time then share K and V in the L2 cache, and the heaviest tiles
+        # of all heads start first.
         flash_kernel[num_heads, triton.cdiv(max_seqlen_q, tiles.block_m), len(cu_seqlens_q) - 1](
-            q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, softmax_scale, window or 0,
-            (softcap or 0.0) / softmax_scale, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-            CAUSAL=causal, WINDOW=window is not None, SOFTCAP=softcap is not None, ALIBI=alibi_slopes is not None,
-            SINKS=sinks is not None, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(max(head_dim, 16)),
-            BLOCK_DV=triton.next_power_of_2(max(v_head_dim, 16)), num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+            q,
+            k,
+            v,
+            out,
+            lse,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            alibi_slopes,
+            sinks,
+            softmax_scale,
+            window or 0,
+            (softcap or 0.0) / softmax_scale,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            CAUSAL=causal,
+            WINDOW=window is not None,
+            SOFTCAP=softcap is not None,
+            ALIBI=alibi_slopes is not None,
+            SINKS=sinks is not None,
+            GROUP=num_heads // num_kv_heads,
+            HEAD_DIM=head_dim,
+            V_HEAD_DIM=v_head_dim,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            BLOCK_D=triton.next_power_of_2(max(head_dim, 16)),
+            BLOCK_DV=triton.next_power_of_2(max(v_head_dim, 16)),
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
     return out, lse
 
 
@@ -158,12 +306,20 @@ class FlashKVCache(KernelKVCache):
     """The cache with kernels, whose prompts are read by flash_kernel."""
 
     def prefill(self, layer: int, q: Tensor, end: int) -> Tensor:
-        return flash_attention(q, self.keys[layer, :end], self.values[layer, :end], softmax_scale=self.config.softmax_scale,
-                               window=self.config.sliding_window(layer), max_seqlen_q=len(q))[0]
+        return flash_attention(
+            q,
+            self.keys[layer, :end],
+            self.values[layer, :end],
+            softmax_scale=self.config.softmax_scale,
+            window=self.config.sliding_window(layer),
+            max_seqlen_q=len(q),
+        )[0]
 
 
 class RotatingFlashKVCache(FlashKVCache, RotatingGroupedKVCache):
-    """The rungs so far: lesson 4 rotates and writes, this lesson reads prompts, lesson 5 single queries."""
+    """The rungs so far: lesson 4 rotates and writes, this lesson reads prompts, lesson 5 single
+    queries.
+    """
 
 
 class RotatingTiledKVCache(TiledKVCache, InPlaceRotatingKVCache):
@@ -171,12 +327,23 @@ class RotatingTiledKVCache(TiledKVCache, InPlaceRotatingKVCache):
 
 
 def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for at most `max_tokens` of an unrotated decoder; on a CPU PyTorch tiles stand in for the kernel."""
+    """An empty cache for at most `max_tokens` of an unrotated decoder; on a CPU PyTorch tiles stand
+    in for the kernel.
+    """
     cache = RotatingFlashKVCache if model.device.type == "cuda" else RotatingTiledKVCache
     return cache(model.config, max_tokens, model.dtype, model.device)
 
 
-def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | list[int],
-             sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
-    """One prompt after the other, read by flash_kernel. Arguments, result and errors as in lesson 2's `generate`."""
-    return cached_loop(new_kv_cache, fused(model).unrotated(), prompts, max_new_tokens, sampling, on_token)
+def generate(
+    model: Decoder,
+    prompts: list[list[int]],
+    max_new_tokens: int | list[int],
+    sampling: SamplingParams | list[SamplingParams] | None = None,
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
+    """One prompt after the other, read by flash_kernel. Arguments, result and errors as in lesson
+    2's `generate`.
+    """
+    return cached_loop(
+        new_kv_cache, fused(model).unrotated(), prompts, max_new_tokens, sampling, on_token
+    )

@@ -1,9 +1,12 @@
-"""Multi-head latent attention in splits: one KV head for 128 query heads, so without splits one sequence is a program or two.
+"""Multi-head latent attention in splits: one KV head for 128 query heads, so without splits one
+sequence is a program or two.
 
-`mla_split_kernel` is lesson 6's mla_decode_kernel over a part of the rows; what merges its splits is the same combine_kernel.
+`mla_split_kernel` is lesson 6's mla_decode_kernel over a part of the rows; what merges its splits
+is the same combine_kernel.
 
 Sources: DeepSeek-V2 (2024), section 2.1.2 (absorption); Dao et al. 2023, Flash-Decoding.
 """
+
 import torch
 from torch import Tensor
 
@@ -12,8 +15,8 @@ from lessons.l06_mla.optimized import KernelAbsorbedCache, Tiles, check_decode_i
 from lessons.l10_flash_decoding.checks import check_splits
 from lessons.l10_flash_decoding.optimized import combine, keys_of_split
 from lessons.l10_flash_decoding.splits import plan_splits, sms_of
-from lessons.toolbox.compile_check import KernelSpec
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.toolbox.kernels.triton_ import tl, triton
 
 
 class SplitAbsorbedCache(KernelAbsorbedCache):
@@ -21,15 +24,38 @@ class SplitAbsorbedCache(KernelAbsorbedCache):
 
     def attend_to_rows(self, q: Tensor, rows: Tensor) -> Tensor:
         context_lens = torch.full((1,), len(rows), dtype=torch.int32, device=q.device)
-        return mla_flash_decode(q, rows.transpose(0, 1), context_lens, self.config.softmax_scale,
-                                self.config.mla.kv_lora_rank)[0]
+        return mla_flash_decode(
+            q,
+            rows.transpose(0, 1),
+            context_lens,
+            self.config.softmax_scale,
+            self.config.mla.kv_lora_rank,
+        )[0]
 
 
 @triton.jit
-def mla_split_kernel(q_ptr, kv_ptr, out_ptr, lse_ptr, context_lens_ptr, softmax_scale, num_heads, capacity, split_size,
-                     stride_qb, stride_qh, stride_kb, stride_kn,
-                     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program per block of heads, split and sequence: every row is key (RANK + ROPE values) and value (the first RANK)."""
+def mla_split_kernel(
+    q_ptr,
+    kv_ptr,
+    out_ptr,
+    lse_ptr,
+    context_lens_ptr,
+    softmax_scale,
+    num_heads,
+    capacity,
+    split_size,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program per block of heads, split and sequence: every row is key (RANK + ROPE values) and
+    value (the first RANK).
+    """
     split, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     num_splits = tl.num_programs(1)
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -49,11 +75,15 @@ def mla_split_kernel(q_ptr, kv_ptr, out_ptr, lse_ptr, context_lens_ptr, softmax_
     for start in range(begin, end, BLOCK_N):
         key = start + step
         kv_row = kv_ptr + key[:, None].to(tl.int64) * stride_kn
-        c_kv = tl.load(kv_row + latent[None, :], mask=(key < end)[:, None], other=0.0)  # key and value, loaded once
+        # key and value, loaded once
+        c_kv = tl.load(kv_row + latent[None, :], mask=(key < end)[:, None], other=0.0)
         k_pe = tl.load(kv_row + rope[None, :], mask=(key < end)[:, None], other=0.0)
         scores = tl.dot(q_latent, tl.trans(c_kv), input_precision="ieee")
         scores = tl.dot(q_pe, tl.trans(k_pe), scores, input_precision="ieee")
-        scores = tl.where((key < end)[None, :], scores * (softmax_scale * 1.4426950408889634), float("-inf"))  # log2(e)
+        # log2(e)
+        scores = tl.where(
+            (key < end)[None, :], scores * (softmax_scale * 1.4426950408889634), float("-inf")
+        )
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
         shrink = tl.exp2(m_i - m_new)
         weights = tl.exp2(scores - m_new[:, None])
@@ -67,35 +97,82 @@ def mla_split_kernel(q_ptr, kv_ptr, out_ptr, lse_ptr, context_lens_ptr, softmax_
     tl.store(lse_ptr + partial, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=is_head)  # ln 2
 
 
-def mla_flash_decode(q: Tensor, kv_cache: Tensor, context_lens: Tensor, softmax_scale: float, kv_lora_rank: int = 512,
-                     num_splits: int | None = None, split_size: int | None = None, max_context_len: int | None = None,
-                     tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
-    """One absorbed query per sequence over its latents: q: [B, H, rank + rope], kv_cache: [B, capacity, rank + rope].
+def mla_flash_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float,
+    kv_lora_rank: int = 512,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    max_context_len: int | None = None,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One absorbed query per sequence over its latents: q: [B, H, rank + rope], kv_cache: [B,
+    capacity, rank + rope].
 
-    Returns out: [B, H, rank] and lse: [B, H] float32, as lesson 6's mla_decode; num_splits, split_size and max_context_len as
-    flash_decode. Raises ValueError.
+    Returns out: [B, H, rank] and lse: [B, H] float32, as lesson 6's mla_decode; num_splits,
+    split_size and max_context_len as flash_decode. Raises ValueError.
     """
     check_decode_inputs(q, kv_cache, context_lens, kv_lora_rank)
     check_splits(num_splits, split_size, max_context_len, kv_cache)
     (num_sequences, num_heads, dim), capacity = q.shape, kv_cache.shape[1]
-    shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin if q.is_cuda else 227 * 1024
+    shared = (
+        torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+        if q.is_cuda
+        else 227 * 1024
+    )
     tiles = tiles or tiles_for(num_heads, q.element_size(), shared)
     head_blocks = triton.cdiv(num_heads, tiles.block_h)
-    # One slot an SM, because at 128 heads the tiles (KERNELS: 112 to 208 KiB) leave no room for a second program.
-    num_splits = plan_splits(num_sequences * head_blocks, capacity if max_context_len is None else max_context_len,
-                             tiles.block_n, sms_of(q.device), num_splits, split_size)
-    partial_out = torch.empty(num_sequences, num_heads, num_splits, kv_lora_rank, dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(num_sequences, num_heads, num_splits, dtype=torch.float32, device=q.device)
+    # One slot an SM, because at 128 heads the tiles (KERNELS: 112 to 208 KiB) leave no room for a
+    # second program.
+    num_splits = plan_splits(
+        num_sequences * head_blocks,
+        capacity if max_context_len is None else max_context_len,
+        tiles.block_n,
+        sms_of(q.device),
+        num_splits,
+        split_size,
+    )
+    partial_out = torch.empty(
+        num_sequences, num_heads, num_splits, kv_lora_rank, dtype=torch.float32, device=q.device
+    )
+    partial_lse = torch.empty(
+        num_sequences, num_heads, num_splits, dtype=torch.float32, device=q.device
+    )
     if partial_out.numel():
         mla_split_kernel[head_blocks, num_splits, num_sequences](
-            q, kv_cache, partial_out, partial_lse, context_lens, softmax_scale, num_heads, capacity, split_size or 0,
-            *q.stride()[:2], *kv_cache.stride()[:2], RANK=kv_lora_rank, ROPE=dim - kv_lora_rank, BLOCK_H=tiles.block_h,
-            BLOCK_N=tiles.block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+            q,
+            kv_cache,
+            partial_out,
+            partial_lse,
+            context_lens,
+            softmax_scale,
+            num_heads,
+            capacity,
+            split_size or 0,
+            *q.stride()[:2],
+            *kv_cache.stride()[:2],
+            RANK=kv_lora_rank,
+            ROPE=dim - kv_lora_rank,
+            BLOCK_H=tiles.block_h,
+            BLOCK_N=tiles.block_n,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
     return combine(partial_out, partial_lse, q.dtype)
 
 
-KERNELS = [KernelSpec("lessons.l10_flash_decoding.mla:mla_split_kernel", name=spec.name.replace("decode", "split"),
-                      signature=spec.signature | {"out_ptr": "*fp32", "capacity": "i32", "split_size": "i32"},
-                      constexprs=spec.constexprs, num_warps=spec.num_warps, num_stages=spec.num_stages,
-                      divisible_by_16=spec.divisible_by_16, chips=spec.chips)
-           for spec in mla.KERNELS]  # the same heads and tiles
+KERNELS = [
+    KernelSpec(
+        "lessons.l10_flash_decoding.mla:mla_split_kernel",
+        name=spec.name.replace("decode", "split"),
+        signature=spec.signature | {"out_ptr": "*fp32", "capacity": "i32", "split_size": "i32"},
+        constexprs=spec.constexprs,
+        num_warps=spec.num_warps,
+        num_stages=spec.num_stages,
+        divisible_by_16=spec.divisible_by_16,
+        chips=spec.chips,
+    )
+    for spec in mla.KERNELS
+]  # the same heads and tiles

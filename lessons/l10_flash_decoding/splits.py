@@ -1,27 +1,39 @@
-"""Host arithmetic of split-KV decoding: where each split begins and ends, and how many splits to launch. No tensors.
+"""Host arithmetic of split-KV decoding: where each split begins and ends, and how many splits to
+launch. No tensors.
 
-The kernel computes the same bounds from each sequence's own length; `split_bounds` is their definition.
+The kernel computes the same bounds from each sequence's own length; `split_bounds` is their
+definition.
 
-Source of the heuristic: FlashAttention, `num_splits_heuristic` (csrc/flash_attn/flash_api.cpp; Dao et al. 2023, Flash-Decoding).
+Source of the heuristic: FlashAttention, `num_splits_heuristic` (csrc/flash_attn/flash_api.cpp; Dao
+et al. 2023, Flash-Decoding).
 """
+
 from itertools import pairwise
 
 import torch
 
-from lessons.toolbox.hardware import CHIPS
+from lessons.toolbox.measure.hardware import CHIPS
 
-PROGRAMS_PER_SM = 2   # because the split kernel's buffers take 70 KiB of 163 (A100) or 227 (H100, H200) in shared memory
-ALMOST_FULL = 0.8     # share of the slots from which on splitting cannot win what the partials cost
-GOOD_ENOUGH = 0.85    # of the best efficiency: fewer splits, fewer partials
-MAX_SPLITS = 128      # eight tiles of the combine kernel; beyond, its one program per head takes longer than it saves
+# because the split kernel's buffers take 70 KiB of 163 (A100) or 227 (H100, H200) in shared memory
+PROGRAMS_PER_SM = 2
+ALMOST_FULL = 0.8  # share of the slots from which on splitting cannot win what the partials cost
+GOOD_ENOUGH = 0.85  # of the best efficiency: fewer splits, fewer partials
+# eight tiles of the combine kernel; beyond, its one program per head takes longer than it saves
+MAX_SPLITS = 128
 
 
-def split_bounds(context_len: int, num_splits: int, split_size: int = 0, window: int | None = None,
-                 block_n: int = 1) -> list[tuple[int, int]]:
+def split_bounds(
+    context_len: int,
+    num_splits: int,
+    split_size: int = 0,
+    window: int | None = None,
+    block_n: int = 1,
+) -> list[tuple[int, int]]:
     """[(start, end)] of each split's keys; empty splits, start = end = context_len, come last.
 
-    num_splits: how many splits there are room for. Each has split_size keys, if so many of that size hold all keys: then nothing
-    but the sequence's own length decides. Otherwise equal shares, in whole tiles of block_n. window: only the last `window` keys.
+    num_splits: how many splits there are room for. Each has split_size keys, if so many of that
+    size hold all keys: then nothing but the sequence's own length decides. Otherwise equal shares,
+    in whole tiles of block_n. window: only the last `window` keys.
     """
     first = 0 if window is None else max(context_len - window, 0)
     # Whole tiles, because then only the last split of a sequence has a tile that is partly masked.
@@ -31,39 +43,68 @@ def split_bounds(context_len: int, num_splits: int, split_size: int = 0, window:
     return list(pairwise(edges))
 
 
-def choose_num_splits(num_programs: int, num_tiles: int, num_slots: int, max_splits: int = MAX_SPLITS) -> int:
-    """How many splits each of `num_programs` (sequences · KV heads) is cut into, so that the machine's slots are busy.
+def choose_num_splits(
+    num_programs: int, num_tiles: int, num_slots: int, max_splits: int = MAX_SPLITS
+) -> int:
+    """How many splits each of `num_programs` (sequences · KV heads) is cut into, so that the
+    machine's slots are busy.
 
-    num_tiles: tiles of keys in the longest sequence. num_slots: programs that run at the same time, SMs · PROGRAMS_PER_SM.
+    num_tiles: tiles of keys in the longest sequence. num_slots: programs that run at the same time,
+    SMs · PROGRAMS_PER_SM.
     """
     if not num_programs or num_programs >= ALMOST_FULL * num_slots:
-        return 1  # because nearly all slots have work (or there is none), and every further split costs partials
-    most = max(1, min(max_splits, num_slots, num_tiles))  # because a split needs a tile, and one more wave wins nothing
-    efficiency = {splits: wave_efficiency(num_programs * splits, num_slots) for splits in range(1, most + 1)
-                  # Because tiles are whole: 64 tiles in 11 splits are 6 each, in 12 they are 6 again, and one is empty.
-                  if splits == 1 or cdiv(num_tiles, splits) < cdiv(num_tiles, splits - 1)}
+        # because nearly all slots have work (or there is none), and every further split costs
+        # partials
+        return 1
+    # because a split needs a tile, and one more wave wins nothing
+    most = max(1, min(max_splits, num_slots, num_tiles))
+    efficiency = {
+        splits: wave_efficiency(num_programs * splits, num_slots)
+        for splits in range(1, most + 1)
+        # Because tiles are whole: 64 tiles in 11 splits are 6 each, in 12 they are 6
+        # again, and one is empty.
+        if splits == 1 or cdiv(num_tiles, splits) < cdiv(num_tiles, splits - 1)
+    }
     enough = GOOD_ENOUGH * max(efficiency.values())
-    return next(splits for splits, share in efficiency.items() if share >= enough)  # the fewest, because partials cost bytes
+    # the fewest, because partials cost bytes
+    return next(splits for splits, share in efficiency.items() if share >= enough)
 
 
 def wave_efficiency(num_programs: int, num_slots: int) -> float:
-    """The share of slots that have work, averaged over the waves: 264 programs on 264 slots 1.0, 265 programs 0.502."""
+    """The share of slots that have work, averaged over the waves: 264 programs on 264 slots 1.0,
+    265 programs 0.502.
+    """
     waves = num_programs / num_slots
-    return waves / cdiv(num_programs, num_slots)  # because the last wave takes as long as a full one
+    # because the last wave takes as long as a full one
+    return waves / cdiv(num_programs, num_slots)
 
 
-def plan_splits(num_programs: int, longest: int, block_n: int, num_slots: int, num_splits: int | None = None,
-                split_size: int | None = None) -> int:
-    """How many splits to launch: num_splits if given, as many of split_size as the longest sequence needs, or by the machine."""
+def plan_splits(
+    num_programs: int,
+    longest: int,
+    block_n: int,
+    num_slots: int,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+) -> int:
+    """How many splits to launch: num_splits if given, as many of split_size as the longest sequence
+    needs, or by the machine.
+    """
     if split_size is not None:
         return max(1, cdiv(longest, split_size))
     return num_splits or choose_num_splits(num_programs, cdiv(longest, block_n), num_slots)
 
 
 def sms_of(device: torch.device | str) -> int:
-    """Streaming multiprocessors. On a CPU those of an H200, so that the interpreter splits as it would."""
+    """Streaming multiprocessors. On a CPU those of an H200, so that the interpreter splits as it
+    would.
+    """
     device = torch.device(device)
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else CHIPS["h200"].sm_count
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else CHIPS["h200"].sm_count
+    )
 
 
 def cdiv(x: int, y: int) -> int:

@@ -1,10 +1,14 @@
-"""The decode step as CUDA graphs: captured once for each batch size of a short list, then launched whole.
+"""The decode step as CUDA graphs: captured once for each batch size of a short list, then launched
+whole.
 
-Read `GraphRunner`: buffers that never move, one graph per bucket, and a step that is copy in, replay, copy out. `CudaGraphs`
-is all of PyTorch's API that it needs; simulator.py stands in for it where there is no GPU.
+Read `GraphRunner`: buffers that never move, one graph per bucket, and a step that is copy in,
+replay, copy out. `CudaGraphs` is all of PyTorch's API that it needs; simulator.py stands in for it
+where there is no GPU.
 
-Sources: NVIDIA, CUDA C++ programming guide, section "CUDA Graphs"; PyTorch, CUDA semantics, section "CUDA Graphs".
+Sources: NVIDIA, CUDA C++ programming guide, section "CUDA Graphs"; PyTorch, CUDA semantics, section
+"CUDA Graphs".
 """
+
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,12 +21,16 @@ from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l11_cuda_graphs.naive import batch_loop, eager_step
 from lessons.l11_cuda_graphs.slots import SlotCache, Step, decode_logits
 
-PADDING = (0, 0, -1, 0)  # a column that nobody asked for: any token, any place, written nowhere, seeing nothing
-WARM_UPS = 2             # the first run compiles and fills caches, the second runs on what the first has set up
+# a column that nobody asked for: any token, any place, written nowhere, seeing nothing
+PADDING = (0, 0, -1, 0)
+# the first run compiles and fills caches, the second runs on what the first has set up
+WARM_UPS = 2
 
 
 def batch_buckets(max_batch: int) -> list[int]:
-    """The batch sizes to capture: powers of two below `max_batch`, and `max_batch` itself. Raises ValueError below 1."""
+    """The batch sizes to capture: powers of two below `max_batch`, and `max_batch` itself. Raises
+    ValueError below 1.
+    """
     if max_batch < 1:
         raise ValueError(f"max_batch: got {max_batch}; accepted: 1 or more")
     return [1 << n for n in range((max_batch - 1).bit_length())] + [max_batch]
@@ -43,48 +51,72 @@ def padded(inputs: Tensor, bucket: int) -> Tensor:
 
 
 class GraphRunner:
-    """A decode step that is launched whole: one captured graph for each bucket, all over the same weights and cache.
+    """A decode step that is launched whole: one captured graph for each bucket, all over the same
+    weights and cache.
 
-    graphs: CudaGraphs or SimulatedGraphs, an object with capture(step) -> (graph, output): it runs step() a few times, then
-    records it; graph.replay() runs the recorded operations again, on the very tensors that they had, and refills `output`.
-    buckets: batch sizes to capture, at most cache.rows; default batch_buckets(cache.rows). Raises ValueError.
+    graphs: CudaGraphs or SimulatedGraphs, an object with capture(step) -> (graph, output): it runs
+    step() a few times, then records it; graph.replay() runs the recorded operations again, on the
+    very tensors that they had, and refills `output`. buckets: batch sizes to capture, at most
+    cache.rows; default batch_buckets(cache.rows). Raises ValueError.
     """
 
     @torch.inference_mode()
-    def __init__(self, model: Decoder, cache: SlotCache, graphs, buckets: Sequence[int] | None = None):
+    def __init__(
+        self, model: Decoder, cache: SlotCache, graphs, buckets: Sequence[int] | None = None
+    ):
         self.buckets = sorted(set(buckets or batch_buckets(cache.rows)))
         if not 1 <= self.buckets[0] <= self.buckets[-1] <= cache.rows:
-            raise ValueError(f"buckets: got {self.buckets}; accepted: batch sizes from 1 to {cache.rows}, the cache's rows")
+            raise ValueError(
+                f"buckets: got {self.buckets}; accepted: batch sizes from 1 to {cache.rows}, the "
+                f"cache's rows"
+            )
         self.inputs, self.graphs, self.logits = {}, {}, {}
-        for bucket in reversed(self.buckets):  # the largest first, so that the others fit into the memory that it has taken
+        # the largest first, so that the others fit into the memory that it has taken
+        for bucket in reversed(self.buckets):
             # Nothing but padding: capturing writes into no row of the cache.
-            self.inputs[bucket] = inputs = padded(torch.empty(4, 0, dtype=torch.int64), bucket).to(model.device)
+            self.inputs[bucket] = inputs = padded(torch.empty(4, 0, dtype=torch.int64), bucket).to(
+                model.device
+            )
 
             def step(inputs: Tensor = inputs) -> Tensor:
-                return decode_logits(model, cache, inputs, rows_read=cache.capacity)  # no length that Python knows
+                # no length that Python knows
+                return decode_logits(model, cache, inputs, rows_read=cache.capacity)
 
             self.graphs[bucket], self.logits[bucket] = graphs.capture(step)
 
     @torch.inference_mode()
     def __call__(self, inputs: Tensor) -> Tensor:
-        """inputs: [4, B] int64, on the CPU -> logits: [B, V]. Raises ValueError for more sequences than the largest bucket."""
+        """inputs: [4, B] int64, on the CPU -> logits: [B, V]. Raises ValueError for more sequences
+        than the largest bucket.
+        """
         batch = inputs.shape[1]
         bucket = bucket_for(batch, self.buckets)
-        self.inputs[bucket].copy_(padded(inputs, bucket))  # into the buffer: another tensor the graph would never see
+        # into the buffer: another tensor the graph would never see
+        self.inputs[bucket].copy_(padded(inputs, bucket))
         self.graphs[bucket].replay()
-        return self.logits[bucket][:batch].clone()         # the next replay overwrites the graph's own
+        # the next replay overwrites the graph's own
+        return self.logits[bucket][:batch].clone()
 
 
 class CudaGraphs:
-    """PyTorch's CUDA graphs behind one method. All of them share one memory pool, which only one of them uses at a time."""
+    """PyTorch's CUDA graphs behind one method. All of them share one memory pool, which only one of
+    them uses at a time.
+    """
 
     def __init__(self, device: torch.device):
-        self.device, self.pool, self.stream = device, torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self.device, self.pool, self.stream = (
+            device,
+            torch.cuda.graph_pool_handle(),
+            torch.cuda.Stream(device),
+        )
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Run step() WARM_UPS times, then record it. Returns the graph and its output, [...], garbage until the first replay."""
+        """Run step() WARM_UPS times, then record it. Returns the graph and its output, [...],
+        garbage until the first replay.
+        """
         with torch.cuda.device(self.device):
-            # A side stream, because the default stream cannot be captured and warming up there would order other work.
+            # A side stream, because the default stream cannot be captured and warming up there
+            # would order other work.
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 for _ in range(WARM_UPS):
@@ -97,11 +129,24 @@ class CudaGraphs:
 
 
 def graph_step(model: Decoder, cache: SlotCache) -> Step:
-    """The fastest step of the model's device: captured on a GPU; eager on a CPU, where nothing is launched."""
-    return GraphRunner(model, cache, CudaGraphs(model.device)) if model.device.type == "cuda" else eager_step(model, cache)
+    """The fastest step of the model's device: captured on a GPU; eager on a CPU, where nothing is
+    launched.
+    """
+    return (
+        GraphRunner(model, cache, CudaGraphs(model.device))
+        if model.device.type == "cuda"
+        else eager_step(model, cache)
+    )
 
 
-def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int | list[int],
-             sampling: SamplingParams | list[SamplingParams] | None = None, on_token: OnToken | None = None) -> list[list[int]]:
-    """Waves of lockstep decoding, each step one launch on a GPU. Arguments, result and errors as in lesson 2's `generate`."""
+def generate(
+    model: Decoder,
+    prompts: list[list[int]],
+    max_new_tokens: int | list[int],
+    sampling: SamplingParams | list[SamplingParams] | None = None,
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
+    """Waves of lockstep decoding, each step one launch on a GPU. Arguments, result and errors as in
+    lesson 2's `generate`.
+    """
     return batch_loop(graph_step, fused(model), prompts, max_new_tokens, sampling, on_token)

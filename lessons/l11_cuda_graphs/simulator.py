@@ -1,9 +1,12 @@
-"""A stand-in for CUDA graphs where there is no GPU: it records, refuses and goes stale like the real one.
+"""A stand-in for CUDA graphs where there is no GPU: it records, refuses and goes stale like the
+real one.
 
-It is a simulator: it saves no time. Capturing runs nothing, it only notes each operation with the very tensors that it was given;
-replaying runs them again on these tensors, in order. So a buffer that was replaced, a length that Python knew, a branch that was
-taken stay as they were at capture, and an output is garbage before the first replay, as on a GPU.
+It is a simulator: it saves no time. Capturing runs nothing, it only notes each operation with the
+very tensors that it was given; replaying runs them again on these tensors, in order. So a buffer
+that was replaced, a length that Python knew, a branch that was taken stay as they were at capture,
+and an output is garbage before the first replay, as on a GPU.
 """
+
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,16 +18,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lessons.toolbox.device import has_triton
-from lessons.toolbox.traps import poison_
-from lessons.toolbox.triton_ import triton
+from lessons.toolbox.kernels.triton_ import triton
+from lessons.toolbox.measure.device import has_triton
+from lessons.toolbox.proof.traps import poison_
 
 # Methods that on a CPU tensor run no operation at all, and on a GPU's copy it.
 READS_ON_THE_CPU = {"cpu", "tolist", "numpy", "__array__", "__repr__", "__format__"}
 
 
 class CaptureError(RuntimeError):
-    """What was tried cannot be captured. On a GPU: cudaErrorStreamCaptureUnsupported, or a graph that is silently wrong."""
+    """What was tried cannot be captured. On a GPU: cudaErrorStreamCaptureUnsupported, or a graph
+    that is silently wrong.
+    """
 
     def __init__(self, name: str, why: str):
         super().__init__(f"operation not permitted when stream is capturing: {name} {why}")
@@ -32,13 +37,15 @@ class CaptureError(RuntimeError):
 
 @dataclass(frozen=True)
 class Launch:
-    """One recorded kernel: its name, what it runs, the tensors it was given, and those that it makes."""
+    """One recorded kernel: its name, what it runs, the tensors it was given, and those that it
+    makes.
+    """
 
     name: str
     function: Callable
     args: tuple
     kwargs: dict
-    outputs: tuple[Tensor, ...]     # fresh memory; an operation in place has none
+    outputs: tuple[Tensor, ...]  # fresh memory; an operation in place has none
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -60,7 +67,9 @@ class SimulatedGraph:
         self.is_ready = False
 
     def record(self, step: Callable[[], Tensor]) -> Tensor:
-        """Capture step(). Returns its output, [...], poisoned until the first replay. Raises CaptureError."""
+        """Capture step(). Returns its output, [...], poisoned until the first replay. Raises
+        CaptureError.
+        """
         with _NoReadBack(), _Recorder(self.launches), _kernels_into(self.launches):
             self.output = step()
         self.is_ready = True
@@ -69,19 +78,26 @@ class SimulatedGraph:
     def replay(self) -> None:
         """Run all that was recorded. Raises RuntimeError if nothing was, or if the capture failed."""
         if not self.is_ready:
-            raise RuntimeError("replay: this graph holds nothing; accepted: one whose capture has ended without an error")
+            raise RuntimeError(
+                "replay: this graph holds nothing; accepted: one whose capture has ended without "
+                "an error"
+            )
         for launch in self.launches:
             launch.run()
 
 
 class SimulatedGraphs:
-    """Stands in for CudaGraphs. warm_ups: runs before the capture, as there; 0 shows why they are needed."""
+    """Stands in for CudaGraphs. warm_ups: runs before the capture, as there; 0 shows why they are
+    needed.
+    """
 
     def __init__(self, warm_ups: int = 2):
         self.warm_ups = warm_ups
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[SimulatedGraph, Tensor]:
-        """Run step() a few times, then record it. Returns the graph and its output, [...], garbage until the first replay."""
+        """Run step() a few times, then record it. Returns the graph and its output, [...], garbage
+        until the first replay.
+        """
         for _ in range(self.warm_ups):
             step()
         graph = SimulatedGraph()
@@ -89,6 +105,7 @@ class SimulatedGraphs:
 
 
 # ---------------------------------------------------------------- recording
+
 
 class _NoReadBack(TorchFunctionMode):
     """Refuses the methods that copy to the CPU, which on a CPU tensor would go unseen."""
@@ -101,7 +118,9 @@ class _NoReadBack(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Appends every operation to `launches` instead of running it, and returns memory of the shape that it would have made."""
+    """Appends every operation to `launches` instead of running it, and returns memory of the shape
+    that it would have made.
+    """
 
     def __init__(self, launches: list[Launch]):
         super().__init__()
@@ -116,14 +135,19 @@ class _Recorder(TorchDispatchMode):
             return parts
         if func.is_view:
             return func(*args, **kwargs)
-        written = [_argument(func, i, args, kwargs) for i, argument in enumerate(func._schema.arguments)
-                   if argument.alias_info is not None and argument.alias_info.is_write]
+        written = [
+            _argument(func, i, args, kwargs)
+            for i, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
         if written:
             self.launches.append(Launch(name, func, args, kwargs, ()))
             return written[0] if len(func._schema.returns) == 1 else tuple(written)
         outputs = _memory_for(func, args, kwargs)
         if not name.startswith(("empty", "new_empty")):  # room alone is no kernel
-            self.launches.append(Launch(name, func, args, kwargs, tuple(x for x in tree_leaves(outputs))))
+            self.launches.append(
+                Launch(name, func, args, kwargs, tuple(x for x in tree_leaves(outputs)))
+            )
         return outputs
 
 
@@ -146,23 +170,45 @@ def _argument(func, index: int, args: tuple, kwargs: dict):
 
 
 def _memory_for(func, args: tuple, kwargs: dict):
-    """Poisoned tensors of the shapes, strides and dtypes that func(*args, **kwargs) would return; computes nothing."""
+    """Poisoned tensors of the shapes, strides and dtypes that func(*args, **kwargs) would return;
+    computes nothing.
+    """
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     device = kwargs.get("device") or (tensors[0].device if tensors else "cpu")
     shapes = {**kwargs, "device": "meta"} if "device" in kwargs or not tensors else kwargs
-    args, shapes = tree_map_only(Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"),
-                                 (args, shapes))
-    return tree_map_only(Tensor, lambda x: poison_(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)),
-                         func(*args, **shapes))
+    args, shapes = tree_map_only(
+        Tensor,
+        lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"),
+        (args, shapes),
+    )
+    return tree_map_only(
+        Tensor,
+        lambda x: poison_(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)),
+        func(*args, **shapes),
+    )
 
 
 @contextlib.contextmanager
 def _kernels_into(launches: list[Launch]) -> Iterator[None]:
     """Triton kernels launched inside are recorded as well."""
+
     def launcher(kernel, grid):
         def launch(*args, **kwargs):
-            launches.append(Launch(kernel.fn.__name__, kernel.run, args, {**kwargs, "grid": grid, "warmup": False}, ()))
+            launches.append(
+                Launch(
+                    kernel.fn.__name__,
+                    kernel.run,
+                    args,
+                    {**kwargs, "grid": grid, "warmup": False},
+                    (),
+                )
+            )
+
         return launch
 
-    with mock.patch.object(triton.runtime.KernelInterface, "__getitem__", launcher) if has_triton() else contextlib.nullcontext():
+    with (
+        mock.patch.object(triton.runtime.KernelInterface, "__getitem__", launcher)
+        if has_triton()
+        else contextlib.nullcontext()
+    ):
         yield

@@ -1,1 +1,3 @@
-"""Checks of the exercises. `pytest tests/exercises` checks solutions/, `--impl exercises` checks what you wrote."""
+"""Checks of the exercises. `pytest tests/exercises` checks solutions/, `--impl exercises` checks
+what you wrote.
+"""

@@ -1,11 +1,14 @@
-"""pytest for exercises: --impl, a marker per exercise, and PASS, FAIL, TODO or NOT RUN with one message each."""
+"""pytest for exercises: --impl, a marker per exercise, and PASS, FAIL, TODO or NOT RUN with one
+message each.
+"""
+
 import json
 from pathlib import Path
 
 import pytest
 
-from lessons.toolbox.exercise_loading import folder_of
-from lessons.toolbox.exercises import ExerciseError, all_exercises, find_exercise
+from lessons.toolbox.exercises.exercise import ExerciseError, all_exercises, find_exercise
+from lessons.toolbox.exercises.loading import folder_of
 from tests.exercises import running
 from tests.exercises.checking import Check
 from tests.exercises.running import FAIL, NOT_RUN, PASS, TODO, Outcome, hint_for, load, run_check
@@ -14,13 +17,21 @@ from tests.exercises.wrong import answers_of
 
 def pytest_addoption(parser):
     group = parser.getgroup("exercises")
-    group.addoption("--impl", default="solutions", help="what to check: solutions, exercises (yours), or a folder")
+    group.addoption(
+        "--impl",
+        default="solutions",
+        help="what to check: solutions, exercises (yours), or a folder",
+    )
     group.addoption("--seed", type=int, default=0, help="of the checks' random inputs")
-    group.addoption("--outcomes", default=None, help="also write one line of JSON per check into this file")
+    group.addoption(
+        "--outcomes", default=None, help="also write one line of JSON per check into this file"
+    )
 
 
 def option(config, name: str, default):
-    """An option's value; the default where pytest read this file too late to learn of the option (no path was given)."""
+    """An option's value; the default where pytest read this file too late to learn of the option
+    (no path was given).
+    """
     return config.getoption(name, default)
 
 
@@ -38,13 +49,18 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     """The tests of the tests are about solutions/, not about a learner's files."""
-    if collection_path.name in ("test_machinery.py", "test_learner.py") and option(config, "--impl", "solutions") != "solutions":
+    if (
+        collection_path.name in ("test_machinery.py", "test_learner.py")
+        and option(config, "--impl", "solutions") != "solutions"
+    ):
         return True
 
 
 @pytest.fixture
 def impl():
-    """Loaded where the check runs, so that a file which cannot be loaded gives a message, not an error."""
+    """Loaded where the check runs, so that a file which cannot be loaded gives a message, not an
+    error.
+    """
 
 
 @pytest.fixture
@@ -54,7 +70,8 @@ def seed(request):
 
 # ---------------------------------------------------------------- running
 
-_timed_out: dict[str, str] = {}  # exercise -> its first check that did, because fifteen times the limit tries any patience
+# exercise -> its first check that did, because fifteen times the limit tries any patience
+_timed_out: dict[str, str] = {}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -66,9 +83,13 @@ def pytest_pyfunc_call(pyfuncitem):
     entry = find_exercise(check.exercise_id)
     folder = pyfuncitem.config.exercise_folder
     path = option(pyfuncitem.config, "--outcomes", None)
-    running.on_hang = lambda message: path and _write(Path(path), check, case, Outcome(FAIL, message))
+    running.on_hang = lambda message: (
+        path and _write(Path(path), check, case, Outcome(FAIL, message))
+    )
     if entry.id in _timed_out:
-        outcome = Outcome(FAIL, f"not tried, because {_timed_out[entry.id]} already ran out of time")
+        outcome = Outcome(
+            FAIL, f"not tried, because {_timed_out[entry.id]} already ran out of time"
+        )
     else:
         outcome = run_check(check, lambda: load(folder, entry), case, seed, folder / entry.file)
     if outcome.timed_out:
@@ -97,6 +118,7 @@ def _write(path: Path, check: Check, case: str | None, outcome: Outcome) -> None
 
 # ---------------------------------------------------------------- reporting
 
+
 def _outcome(report) -> dict[str, str] | None:
     return dict(report.user_properties).get("exercise") if report.when == "call" else None
 
@@ -111,7 +133,9 @@ def pytest_report_teststatus(report):
 
 
 class OutcomeFile:
-    """Appends every outcome to a file, in the process that sees them all (under xdist the workers' reports arrive there)."""
+    """Appends every outcome to a file, in the process that sees them all (under xdist the workers'
+    reports arrive there).
+    """
 
     def __init__(self, path: Path):
         self.path = path

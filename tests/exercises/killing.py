@@ -1,9 +1,10 @@
 """The kill matrix: which check rejects which wrong answer."""
+
 import importlib
 from dataclasses import dataclass
 from functools import cache
 
-from lessons.toolbox.exercises import Exercise
+from lessons.toolbox.exercises.exercise import Exercise
 from tests.exercises.checking import Check, checks_in
 from tests.exercises.running import FAIL, Outcome, run_check
 from tests.exercises.wrong import WrongAnswer, answers_of
@@ -27,11 +28,20 @@ class Run:
 def runs_of(entry: Exercise) -> list[Run]:
     """Every check of an exercise, case by case."""
     module = importlib.import_module(f"tests.exercises.test_l{entry.lesson}")
-    return [Run(check, case) for check in checks_in(module) if check.exercise_id == entry.id for case in check.runs()]
+    return [
+        Run(check, case)
+        for check in checks_in(module)
+        if check.exercise_id == entry.id
+        for case in check.runs()
+    ]
 
 
 @cache
 def kill_matrix(entry: Exercise, seed: int = 0) -> dict[WrongAnswer, list[str]]:
     """For each wrong answer of an exercise, the names of the runs that reject it."""
-    return {answer: [run.name for run in runs_of(entry) if run.outcome(answer.function, seed).status == FAIL]
-            for answer in answers_of(entry.lesson).wrong_for(entry.id)}
+    return {
+        answer: [
+            run.name for run in runs_of(entry) if run.outcome(answer.function, seed).status == FAIL
+        ]
+        for answer in answers_of(entry.lesson).wrong_for(entry.id)
+    }

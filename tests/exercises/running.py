@@ -1,4 +1,7 @@
-"""Run one check on one implementation: a status and one message, whatever the implementation does. conftest.py reports them."""
+"""Run one check on one implementation: a status and one message, whatever the implementation does.
+conftest.py reports them.
+"""
+
 import os
 import signal
 import threading
@@ -14,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lessons.toolbox.exercise_loading import describe, load_exercise, source_of
-from lessons.toolbox.exercises import Exercise, ExerciseError, untouched_line
+from lessons.toolbox.exercises.exercise import Exercise, ExerciseError, untouched_line
+from lessons.toolbox.exercises.loading import describe, load_exercise, source_of
 from tests.exercises.checking import Check, alike, comparable
 from tests.exercises.wrong import WrongAnswer
 
 PASS, FAIL, TODO, NOT_RUN = "PASS", "FAIL", "TODO", "NOT RUN"
-HANG_GRACE_S = 15.0   # a native call cannot be interrupted; this long after its limit the whole process goes
+# a native call cannot be interrupted; this long after its limit the whole process goes
+HANG_GRACE_S = 15.0
 HANG_EXIT_CODE = 70
 
 
@@ -28,7 +32,7 @@ HANG_EXIT_CODE = 70
 class Outcome:
     status: str
     message: str = ""
-    results: tuple = ()    # what the implementation returned, call by call
+    results: tuple = ()  # what the implementation returned, call by call
     timed_out: bool = False
 
 
@@ -44,7 +48,9 @@ class Recorder:
 
     def __call__(self, *args, **kwargs) -> Any:
         result = self.function(*args, **kwargs)
-        self.results.append(tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, result))
+        self.results.append(
+            tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, result)
+        )
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -52,15 +58,22 @@ class Recorder:
 
 
 def load(folder: Path, entry: Exercise) -> Callable:
-    """The implementation in a folder. Raises NotImplementedError for an untouched stub, ExerciseError if it cannot be loaded.
+    """The implementation in a folder. Raises NotImplementedError for an untouched stub,
+    ExerciseError if it cannot be loaded.
 
-    A file that failed once fails the same way again at once, because one that hangs while loading would hang every check.
+    A file that failed once fails the same way again at once, because one that hangs while loading
+    would hang every check.
     """
     path = folder / entry.file
     if path not in _failed:
         if line := untouched_line(source_of(folder, entry), entry.id):
-            raise NotImplementedError(f"Exercise {entry.id}: {entry.title} ({path.parent.name}/{path.name}, line {line})")
-        _failed[path] = f"{path.parent.name}/{path.name} does not finish loading: is there a loop outside every function?"
+            raise NotImplementedError(
+                f"Exercise {entry.id}: {entry.title} ({path.parent.name}/{path.name}, line {line})"
+            )
+        _failed[path] = (
+            f"{path.parent.name}/{path.name} does not finish loading: is there a loop outside "
+            f"every function?"
+        )
         try:
             function = load_exercise(folder, entry)
         except ExerciseError as error:
@@ -74,8 +87,16 @@ def load(folder: Path, entry: Exercise) -> Callable:
 _failed: dict[Path, str] = {}
 
 
-def run_check(check: Check, loader: Callable[[], Callable], case: str | None, seed: int, path: Path | None = None) -> Outcome:
-    """One run of a check on what `loader` returns. path: the implementation's file, for messages that name its lines."""
+def run_check(
+    check: Check,
+    loader: Callable[[], Callable],
+    case: str | None,
+    seed: int,
+    path: Path | None = None,
+) -> Outcome:
+    """One run of a check on what `loader` returns. path: the implementation's file, for messages
+    that name its lines.
+    """
     recorder = Recorder(lambda: None)
     arguments = {} if case is None else {"case": case}
     try:
@@ -84,8 +105,11 @@ def run_check(check: Check, loader: Callable[[], Callable], case: str | None, se
             torch.manual_seed(seed)
             check.function(recorder, seed=seed, **arguments)
     except TimeUp:
-        return Outcome(FAIL, f"{_label(check, case)}: stopped after {check.seconds:g} s. Is there an endless loop?",
-                       timed_out=True)
+        return Outcome(
+            FAIL,
+            f"{_label(check, case)}: stopped after {check.seconds:g} s. Is there an endless loop?",
+            timed_out=True,
+        )
     except pytest.skip.Exception as skip:
         return Outcome(NOT_RUN, str(skip.msg))
     except ExerciseError as error:
@@ -104,7 +128,9 @@ def _label(check: Check, case: str | None) -> str:
 
 
 def _untouched(error: BaseException | None) -> str | None:
-    """The message of a stub anywhere in the chain of causes: Triton's interpreter wraps what a kernel raises."""
+    """The message of a stub anywhere in the chain of causes: Triton's interpreter wraps what a
+    kernel raises.
+    """
     while error is not None:
         if isinstance(error, NotImplementedError) and str(error).startswith("Exercise "):
             return str(error)
@@ -112,16 +138,22 @@ def _untouched(error: BaseException | None) -> str | None:
     return None
 
 
-def hint_for(failed: Outcome, check: Check, answers: list[WrongAnswer], case: str | None, seed: int) -> str | None:
-    """The hint of the known wrong answer that fails this check with the same results, best with the same message too.
+def hint_for(
+    failed: Outcome, check: Check, answers: list[WrongAnswer], case: str | None, seed: int
+) -> str | None:
+    """The hint of the known wrong answer that fails this check with the same results, best with the
+    same message too.
 
-    Results that cannot be compared (objects of a class) leave only the message, which two different slips may share.
+    Results that cannot be compared (objects of a class) leave only the message, which two different
+    slips may share.
     """
     found = None
     for answer in answers:
         outcome = run_check(check, lambda answer=answer: answer.function, case, seed)
         same_message = outcome.message == failed.message
-        if outcome.status == FAIL and (alike(outcome.results, failed.results) if comparable(failed.results) else same_message):
+        if outcome.status == FAIL and (
+            alike(outcome.results, failed.results) if comparable(failed.results) else same_message
+        ):
             if same_message:
                 return answer.hint
             found = found or answer.hint
@@ -130,12 +162,14 @@ def hint_for(failed: Outcome, check: Check, answers: list[WrongAnswer], case: st
 
 # ---------------------------------------------------------------- time
 
-on_hang: Callable[[str], None] = lambda message: None   # conftest.py writes the last message down
+on_hang: Callable[[str], None] = lambda message: None  # conftest.py writes the last message down
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeUp after `seconds`, again and again until it is heard; if it never is, end the process with HANG_EXIT_CODE."""
+    """Raise TimeUp after `seconds`, again and again until it is heard; if it never is, end the
+    process with HANG_EXIT_CODE.
+    """
     _watchdog.watch(seconds)
     alarm = hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread()
     if alarm:
@@ -155,7 +189,9 @@ def _time_up(signum, frame):
 
 
 class Watchdog:
-    """One thread for the whole run, because starting one per check would cost more than most checks."""
+    """One thread for the whole run, because starting one per check would cost more than most
+    checks.
+    """
 
     def __init__(self):
         self.deadline, self.seconds, self.thread = None, 0.0, None

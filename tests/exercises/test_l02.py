@@ -1,4 +1,7 @@
-"""Checks of lesson 02's exercises. Each exists because it rejects a named wrong answer (wrong/l02.py)."""
+"""Checks of lesson 02's exercises. Each exists because it rejects a named wrong answer
+(wrong/l02.py).
+"""
+
 import math
 
 import torch
@@ -11,9 +14,14 @@ from tests.exercises.checking import assert_equal, call, check, compare
 
 
 def attention_inputs(seed, queries=5, keys=5, heads=2, kv_heads=2, dim=8, **options):
-    """q: [queries, heads, dim]; k, v: [keys, kv_heads, dim], normally distributed, and the options of a call."""
+    """q: [queries, heads, dim]; k, v: [keys, kv_heads, dim], normally distributed, and the options
+    of a call.
+    """
     g = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(n, h, dim, generator=g) for n, h in ((queries, heads), (keys, kv_heads), (keys, kv_heads)))
+    q, k, v = (
+        torch.randn(n, h, dim, generator=g)
+        for n, h in ((queries, heads), (keys, kv_heads), (keys, kv_heads))
+    )
     return dict(q=q, k=k, v=v, **options)
 
 
@@ -44,9 +52,14 @@ def test_values(impl, case, seed):
 
 @check("2.1")
 def test_example(impl, seed):
-    column = [torch.tensor(x, dtype=torch.float64)[:, None, None] for x in ([1, 1], [0, math.log(3)], [4, 8])]
+    column = [
+        torch.tensor(x, dtype=torch.float64)[:, None, None]
+        for x in ([1, 1], [0, math.log(3)], [4, 8])
+    ]
     inputs = dict(zip("qkv", column), softmax_scale=1.0)
-    compare(impl, inputs, want=torch.tensor([4.0, 7.0], dtype=torch.float64)[:, None, None], atol=1e-9)
+    compare(
+        impl, inputs, want=torch.tensor([4.0, 7.0], dtype=torch.float64)[:, None, None], atol=1e-9
+    )
 
 
 @check("2.1")
@@ -57,10 +70,18 @@ def test_large_scores(impl, seed):
     compare(impl, inputs, want=oracle(**inputs), atol=1e-3, dtype=torch.float32)
 
 
-DTYPES = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float64: 1e-12}  # with the tolerance of each
+# with the tolerance of each
+DTYPES = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float64: 1e-12}
 
 
-@check("2.1", {"bfloat16": "what models run in", "float16": "what older GPUs run in", "float64": "what oracles run in"})
+@check(
+    "2.1",
+    {
+        "bfloat16": "what models run in",
+        "float16": "what older GPUs run in",
+        "float64": "what oracles run in",
+    },
+)
 def test_keeps_dtype(impl, case, seed):
     dtype = getattr(torch, case)
     inputs = {name: x.to(dtype) for name, x in attention_inputs(seed).items()}
@@ -69,19 +90,32 @@ def test_keeps_dtype(impl, case, seed):
 
 # ---------------------------------------------------------------- 2.2 sampling for a batch
 
+
 def sampling_inputs(seed, settings, vocab_size=12, peak=2.0):
     """Logits for one row per entry of settings: (temperature, top_k, top_p)."""
-    logits = peak * torch.randn(len(settings), vocab_size, generator=torch.Generator().manual_seed(seed))
+    logits = peak * torch.randn(
+        len(settings), vocab_size, generator=torch.Generator().manual_seed(seed)
+    )
     temperature, top_k, top_p = zip(*settings)
-    return dict(logits=logits, temperature=torch.tensor(temperature, dtype=torch.float64), top_k=torch.tensor(top_k),
-                top_p=torch.tensor(top_p, dtype=torch.float64))
+    return dict(
+        logits=logits,
+        temperature=torch.tensor(temperature, dtype=torch.float64),
+        top_k=torch.tensor(top_k),
+        top_p=torch.tensor(top_p, dtype=torch.float64),
+    )
 
 
 def row_by_row(inputs):
     """What the lesson's one-row function says. -> [B, V] float64."""
-    settings = zip(inputs["temperature"].tolist(), inputs["top_k"].tolist(), inputs["top_p"].tolist())
-    return torch.stack([probabilities(row, SamplingParams(temperature=t, top_k=k, top_p=p), [], [])
-                        for row, (t, k, p) in zip(inputs["logits"], settings)])
+    settings = zip(
+        inputs["temperature"].tolist(), inputs["top_k"].tolist(), inputs["top_p"].tolist()
+    )
+    return torch.stack(
+        [
+            probabilities(row, SamplingParams(temperature=t, top_k=k, top_p=p), [], [])
+            for row, (t, k, p) in zip(inputs["logits"], settings)
+        ]
+    )
 
 
 SAMPLING_CASES = {
@@ -92,9 +126,15 @@ SAMPLING_CASES = {
     "top_p": ([(1, 0, 0.7), (1, 0, 0.3), (1, 0, 0.95)], "the token that reaches p stays"),
     "tiny_top_p": ([(1, 0, 1e-6)], "the likeliest token always stays"),
     "same_settings": ([(1, 3, 1.0)] * 4, "rows with equal settings still choose their own tokens"),
-    "temperature_and_top_p": ([(2, 0, 0.6), (0.5, 0, 0.9)], "p is a share of the mass after the temperature"),
+    "temperature_and_top_p": (
+        [(2, 0, 0.6), (0.5, 0, 0.9)],
+        "p is a share of the mass after the temperature",
+    ),
     "top_k_and_top_p": ([(1, 3, 0.6), (2, 5, 0.8), (1, 4, 0.9)], "p is a share of what top-k left"),
-    "all_at_once": ([(1, 0, 1.0), (0.7, 4, 0.9), (1.5, 0, 0.5), (1, 2, 1.0)], "a batch as a server sees it"),
+    "all_at_once": (
+        [(1, 0, 1.0), (0.7, 4, 0.9), (1.5, 0, 0.5), (1, 2, 1.0)],
+        "a batch as a server sees it",
+    ),
 }
 
 
@@ -104,7 +144,13 @@ def test_distribution(impl, case, seed):
     compare(impl, inputs, want=row_by_row(inputs), atol=1e-12)
 
 
-@check("2.2", {"top_k": "every token as likely as the k-th stays", "top_p": "among equals the smallest ids stay"})
+@check(
+    "2.2",
+    {
+        "top_k": "every token as likely as the k-th stays",
+        "top_p": "among equals the smallest ids stay",
+    },
+)
 def test_ties(impl, case, seed):
     inputs = sampling_inputs(seed, [(1, 2, 1.0)] if case == "top_k" else [(1, 0, 0.6)])
     inputs["logits"] = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log()
@@ -125,8 +171,11 @@ def test_improbable_tokens_survive_top_p_1(impl, seed):
 
 # ---------------------------------------------------------------- 2.3 the generation loop
 
+
 class ToyModel:
-    """Its next token depends on every token and on every position, so that a slip anywhere shows at once."""
+    """Its next token depends on every token and on every position, so that a slip anywhere shows at
+    once.
+    """
 
     vocab_size = 101
 
@@ -140,29 +189,42 @@ class ToyModel:
     def greedy(self, prompt, max_new_tokens, stop_token_ids):
         """The same numbers without tensors or a loop around a model."""
         tokens, total = list(prompt), sum((t + 1) * (2 * i + 1) for i, t in enumerate(prompt))
-        while len(tokens) < len(prompt) + max_new_tokens and not (len(tokens) > len(prompt) and tokens[-1] in stop_token_ids):
+        while len(tokens) < len(prompt) + max_new_tokens and not (
+            len(tokens) > len(prompt) and tokens[-1] in stop_token_ids
+        ):
             tokens.append(total % self.vocab_size)
             total += (tokens[-1] + 1) * (2 * len(tokens) - 1)
-        return tokens[len(prompt):]
+        return tokens[len(prompt) :]
 
 
-@check("2.3", {
-    "first_token": "the last row predicts it",
-    "second_token": "its logits come from a longer sequence",
-    "many_tokens": "positions go on counting behind the prompt",
-    "none": "max_new_tokens=0",
-    "stop_token": "it ends the row and is returned",
-    "stop_token_in_prompt": "only a generated one ends the row",
-    "stop_token_first": "the very first token may end the row",
-}, seconds=5)
+@check(
+    "2.3",
+    {
+        "first_token": "the last row predicts it",
+        "second_token": "its logits come from a longer sequence",
+        "many_tokens": "positions go on counting behind the prompt",
+        "none": "max_new_tokens=0",
+        "stop_token": "it ends the row and is returned",
+        "stop_token_in_prompt": "only a generated one ends the row",
+        "stop_token_first": "the very first token may end the row",
+    },
+    seconds=5,
+)
 def test_tokens(impl, case, seed):
     model = ToyModel()
-    prompt = torch.randint(model.vocab_size, (6,), generator=torch.Generator().manual_seed(seed)).tolist()
+    prompt = torch.randint(
+        model.vocab_size, (6,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
     count = {"first_token": 1, "second_token": 2, "none": 0}.get(case, 12)
     free = model.greedy(prompt, 12, set())
-    stop = {"stop_token": {free[4], free[7]}, "stop_token_first": {free[0]},
-            "stop_token_in_prompt": {*prompt} - {*free}}.get(case, set())
-    inputs = dict(model=model, prompt=prompt, max_new_tokens=count, stop_token_ids=stop, attend=None)
+    stop = {
+        "stop_token": {free[4], free[7]},
+        "stop_token_first": {free[0]},
+        "stop_token_in_prompt": {*prompt} - {*free},
+    }.get(case, set())
+    inputs = dict(
+        model=model, prompt=prompt, max_new_tokens=count, stop_token_ids=stop, attend=None
+    )
     assert_equal(call(impl, inputs), model.greedy(prompt, count, stop), label="your list of tokens")
 
 
@@ -170,7 +232,11 @@ def test_tokens(impl, case, seed):
 
 FITS_CASES = {  # name: (memory_gib, num_heads, num_kv_heads, dtype), the answer, why
     "example": ((1, 8, 2, torch.float16), 8192, "the docstring's"),
-    "h100": ((80, 32, 8, torch.bfloat16), 36635, "a whole H100 and less than 37k tokens of ONE layer's scores"),
+    "h100": (
+        (80, 32, 8, torch.bfloat16),
+        36635,
+        "a whole H100 and less than 37k tokens of ONE layer's scores",
+    ),
     "float32": ((1, 8, 8, torch.float32), 5792, "four bytes an element"),
     "one_head": ((2, 1, 1, torch.float16), 32768, "the roof of one head"),
     "half_a_gib": ((0.5, 16, 4, torch.bfloat16), 4096, "memory need not be whole"),
@@ -180,5 +246,7 @@ FITS_CASES = {  # name: (memory_gib, num_heads, num_kv_heads, dtype), the answer
 @check("2.4", {case: why for case, (_, _, why) in FITS_CASES.items()}, seconds=5)
 def test_tokens_that_fit(impl, case, seed):
     (memory_gib, num_heads, num_kv_heads, dtype), want, _ = FITS_CASES[case]
-    inputs = dict(memory_gib=memory_gib, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype)
+    inputs = dict(
+        memory_gib=memory_gib, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype
+    )
     assert_equal(call(impl, inputs), want, label="your number of tokens")

@@ -1,4 +1,7 @@
-"""Checks of lesson 04's exercises. Each exists because it rejects a named wrong answer (wrong/l04.py)."""
+"""Checks of lesson 04's exercises. Each exists because it rejects a named wrong answer
+(wrong/l04.py).
+"""
+
 import math
 from dataclasses import replace
 
@@ -7,17 +10,31 @@ import torch
 from lessons.l02_naive_attention.rope import apply_rope
 from lessons.l04_positions import naive
 from lessons.l04_positions.alibi import alibi_slopes
-from lessons.l04_positions.traffic import eager_bytes
-from lessons.toolbox.config import ModelConfig, RopeScaling
-from lessons.toolbox.device import default_device
+from lessons.l04_positions.lab.traffic import eager_bytes
+from lessons.toolbox.measure.device import default_device
+from lessons.toolbox.model.config import ModelConfig, RopeScaling
 from tests.exercises.checking import assert_equal, call, check, compare
 
 # ---------------------------------------------------------------- 4.1 RoPE from its formula
 
-CONFIG = ModelConfig("llama", vocab_size=11, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-                     head_dim=16, intermediate_size=4, max_position_embeddings=4096, rope_theta=500.0)
-OTHERS = RopeScaling("llama3", 32.0, low_freq_factor=0.5, high_freq_factor=6.0, original_max_position_embeddings=64)
-LLAMA3 = RopeScaling("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+CONFIG = ModelConfig(
+    "llama",
+    vocab_size=11,
+    hidden_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=4,
+    max_position_embeddings=4096,
+    rope_theta=500.0,
+)
+OTHERS = RopeScaling(
+    "llama3", 32.0, low_freq_factor=0.5, high_freq_factor=6.0, original_max_position_embeddings=64
+)
+LLAMA3 = RopeScaling(
+    "llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
 
 
 def oracle(config, x, positions):
@@ -29,7 +46,12 @@ def oracle(config, x, positions):
             turns = s.original_max_position_embeddings * frequency / (2 * math.pi)
             share = 0.0
             if s.rope_type == "llama3":
-                share = min(max((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0), 1.0)
+                share = min(
+                    max(
+                        (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0
+                    ),
+                    1.0,
+                )
             frequency *= share + (1 - share) / s.factor
         turn = torch.exp(1j * positions.double() * frequency)[:, None]
         turned = torch.complex(x[..., i].double(), x[..., i + half].double()) * turn
@@ -41,29 +63,55 @@ ROPE_CASES = {  # name: (config, first position, heads, why)
     "from_zero": (CONFIG, 0, 3, "positions 0, 1, 2, …"),
     "behind_a_cache": (CONFIG, 700, 2, "the first new token stands at position 700"),
     "theta": (replace(CONFIG, rope_theta=500000.0), 30, 2, "theta comes from the checkpoint"),
-    "linear": (replace(CONFIG, rope_scaling=RopeScaling("linear", 4.0)), 100, 2, "every frequency is divided"),
-    "llama3": (replace(CONFIG, rope_scaling=LLAMA3), 100, 2, "fast pairs stay, slow ones are divided, some are blended"),
-    "llama3_other_factors": (replace(CONFIG, rope_scaling=OTHERS), 100, 2, "the three factors are the checkpoint's"),
+    "linear": (
+        replace(CONFIG, rope_scaling=RopeScaling("linear", 4.0)),
+        100,
+        2,
+        "every frequency is divided",
+    ),
+    "llama3": (
+        replace(CONFIG, rope_scaling=LLAMA3),
+        100,
+        2,
+        "fast pairs stay, slow ones are divided, some are blended",
+    ),
+    "llama3_other_factors": (
+        replace(CONFIG, rope_scaling=OTHERS),
+        100,
+        2,
+        "the three factors are the checkpoint's",
+    ),
 }
 
 
 def rope_inputs(case, seed, tokens=5):
     config, start, heads, _ = ROPE_CASES[case]
     g = torch.Generator().manual_seed(seed)
-    return config, torch.randn(tokens, heads, config.head_dim, generator=g), torch.arange(start, start + tokens)
+    return (
+        config,
+        torch.randn(tokens, heads, config.head_dim, generator=g),
+        torch.arange(start, start + tokens),
+    )
 
 
 def turned_by(impl, config, positions, x, dtype=None):
     """impl's rotation of x, with neither positions nor x changed."""
     rotate = call(impl, dict(config=config, positions=positions, dtype=dtype or x.dtype))
-    assert callable(rotate), f"your result is {type(rotate).__name__}, expected a function that turns [T, H, D]"
+    assert callable(rotate), (
+        f"your result is {type(rotate).__name__}, expected a function that turns [T, H, D]"
+    )
     return call(lambda x: rotate(x), dict(x=x))
 
 
 @check("4.1", {case: why for case, (*_, why) in ROPE_CASES.items()})
 def test_turns(impl, case, seed):
     config, x, positions = rope_inputs(case, seed)
-    assert_equal(turned_by(impl, config, positions, x), oracle(config, x, positions), atol=1e-3, dtype=torch.float32)
+    assert_equal(
+        turned_by(impl, config, positions, x),
+        oracle(config, x, positions),
+        atol=1e-3,
+        dtype=torch.float32,
+    )
 
 
 @check("4.1")
@@ -71,7 +119,12 @@ def test_any_positions(impl, seed):
     """A batch of decode steps: one token of each sequence, each at its own position."""
     config, x, _ = rope_inputs("from_zero", seed)
     positions = torch.tensor([12, 3, 700, 3, 0])
-    assert_equal(turned_by(impl, config, positions, x), oracle(config, x, positions), atol=1e-3, dtype=torch.float32)
+    assert_equal(
+        turned_by(impl, config, positions, x),
+        oracle(config, x, positions),
+        atol=1e-3,
+        dtype=torch.float32,
+    )
 
 
 @check("4.1")
@@ -79,7 +132,12 @@ def test_bfloat16_at_a_far_position(impl, seed):
     """The tolerance is that of x in bfloat16; angles in bfloat16 are off by radians here."""
     config, x, positions = rope_inputs("behind_a_cache", seed)
     x, positions = x.bfloat16(), positions + 3000
-    assert_equal(turned_by(impl, config, positions, x), oracle(config, x, positions), atol=6e-2, dtype=torch.bfloat16)
+    assert_equal(
+        turned_by(impl, config, positions, x),
+        oracle(config, x, positions),
+        atol=6e-2,
+        dtype=torch.bfloat16,
+    )
 
 
 @check("4.1")
@@ -87,9 +145,15 @@ def test_scores_depend_on_the_distance(impl, seed):
     """Moving all positions by the same amount changes no score."""
     config, q, positions = rope_inputs("from_zero", seed)
     q, k = q.double(), q.flip(0).double()
-    scores = [torch.einsum("qhd,khd->hqk", *(turned_by(impl, config, positions + shift, x) for x in (q, k)))
-              for shift in (0, 1234)]
-    assert_equal(scores[1], scores[0], atol=1e-2, label="the scores after a shift of all positions by 1234")
+    scores = [
+        torch.einsum(
+            "qhd,khd->hqk", *(turned_by(impl, config, positions + shift, x) for x in (q, k))
+        )
+        for shift in (0, 1234)
+    ]
+    assert_equal(
+        scores[1], scores[0], atol=1e-2, label="the scores after a shift of all positions by 1234"
+    )
 
 
 @check("4.1")
@@ -110,7 +174,12 @@ def test_rope_example(impl, seed):
     assert_equal(turned_by(impl, config, torch.tensor([3]), x), want, atol=1e-5)
     halved = torch.tensor([math.cos(1.5), 0, math.sin(1.5), 0]).view(1, 1, 4)
     config = replace(config, rope_scaling=RopeScaling("linear", 2.0))
-    assert_equal(turned_by(impl, config, torch.tensor([3]), x), halved, atol=1e-5, label="your result with factor 2")
+    assert_equal(
+        turned_by(impl, config, torch.tensor([3]), x),
+        halved,
+        atol=1e-5,
+        label="your result with factor 2",
+    )
 
 
 # ---------------------------------------------------------------- 4.2 ALiBi
@@ -128,9 +197,18 @@ BIAS_CASES = {  # name: (heads, queries, keys, why)
 @check("4.2", {case: why for case, (*_, why) in BIAS_CASES.items()})
 def test_bias(impl, case, seed):
     heads, queries, keys, _ = BIAS_CASES[case]
-    distance = torch.tensor([[float(i + keys - queries - j) for j in range(keys)] for i in range(queries)], dtype=torch.float64)
+    distance = torch.tensor(
+        [[float(i + keys - queries - j) for j in range(keys)] for i in range(queries)],
+        dtype=torch.float64,
+    )
     want = -alibi_slopes(heads)[:, None, None] * distance
-    compare(impl, dict(num_heads=heads, num_queries=queries, num_keys=keys), want=want, atol=1e-5, dtype=torch.float32)
+    compare(
+        impl,
+        dict(num_heads=heads, num_queries=queries, num_keys=keys),
+        want=want,
+        atol=1e-5,
+        dtype=torch.float32,
+    )
 
 
 @check("4.2")
@@ -153,7 +231,9 @@ BYTES_CASES = {  # name: (arguments, (step by step, fused), why)
 def test_bytes(impl, case, seed):
     numbers, want, _ = BYTES_CASES[case]
     got = call(impl, dict(zip(("num_heads", "num_kv_heads", "head_dim", "dtype"), numbers)))
-    assert isinstance(got, tuple) and len(got) == 2, f"your result is {got!r}, expected two numbers of bytes"
+    assert isinstance(got, tuple) and len(got) == 2, (
+        f"your result is {got!r}, expected two numbers of bytes"
+    )
     for what, mine, right in zip(("step by step", "fused"), got, want):
         assert_equal(mine, right, label=f"bytes {what}")
 
@@ -164,16 +244,23 @@ def test_counted_operation_by_operation(impl, seed):
     g = torch.Generator().manual_seed(seed)
     kv_heads, group, half = (int(torch.randint(1, 5, (1,), generator=g)) for _ in range(3))
     heads, dim = kv_heads * group, 2 * half
-    q, k, v, k_cache, v_cache = (torch.empty(1, n, dim, dtype=torch.float16, device="meta") for n in (heads, *4 * [kv_heads]))
+    q, k, v, k_cache, v_cache = (
+        torch.empty(1, n, dim, dtype=torch.float16, device="meta") for n in (heads, *4 * [kv_heads])
+    )
     table = torch.empty(1, 1, dim, dtype=torch.float16, device="meta")
 
     def step_by_step():
         apply_rope(q, table, table)
         k_cache.copy_(apply_rope(k, table, table))
         v_cache.copy_(v)
+
     counted = eager_bytes(step_by_step) - 4 * table.nbytes  # cos and sin, for q and for k
-    got = call(impl, dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=torch.float16))
-    assert_equal(got[0], counted, label=f"bytes step by step, {heads} and {kv_heads} heads of {dim}")
+    got = call(
+        impl, dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=torch.float16)
+    )
+    assert_equal(
+        got[0], counted, label=f"bytes step by step, {heads} and {kv_heads} heads of {dim}"
+    )
 
 
 # ---------------------------------------------------------------- 4.4 the kernel
@@ -181,37 +268,83 @@ def test_counted_operation_by_operation(impl, seed):
 KERNEL_CASES = {  # name: (tokens, heads, KV heads, D, first position, slots, why)
     "first_token": (1, 2, 1, 8, 0, [0], "position 0 turns nothing: k and v are copied"),
     "fresh_sequence": (4, 4, 2, 8, 0, [0, 1, 2, 3], "positions 0 to 3, in rows 0 to 3"),
-    "behind_a_cache": (3, 4, 2, 8, 20, [4, 5, 6], "positions that are neither the token's number nor its slot"),
-    "skipped": (4, 2, 2, 8, 5, [3, -1, 0, -1], "a slot of -1 writes nothing, and its q turns all the same"),
+    "behind_a_cache": (
+        3,
+        4,
+        2,
+        8,
+        20,
+        [4, 5, 6],
+        "positions that are neither the token's number nor its slot",
+    ),
+    "skipped": (
+        4,
+        2,
+        2,
+        8,
+        5,
+        [3, -1, 0, -1],
+        "a slot of -1 writes nothing, and its q turns all the same",
+    ),
     "odd_sizes": (3, 6, 3, 20, 9, [6, 2, 4], "head_dim 20, slots in any order"),
 }
 
 
 def kernel_inputs(case, seed, dtype=torch.float32):
-    """The tensors of rotate_and_write, and what q and the caches must hold. The caches lie inside larger ones."""
+    """The tensors of rotate_and_write, and what q and the caches must hold. The caches lie inside
+    larger ones.
+    """
     tokens, heads, kv_heads, dim, start, slots, _ = KERNEL_CASES[case]
     g, device = torch.Generator().manual_seed(seed), default_device()
-    q, k, v = (torch.randn(tokens, n, dim, generator=g).to(device, dtype) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(tokens, n, dim, generator=g).to(device, dtype)
+        for n in (heads, kv_heads, kv_heads)
+    )
     # A row more before and behind, because a slot of -1 that is not skipped writes there.
     around = [torch.randn(10, kv_heads, dim, generator=g).to(device, dtype) for _ in range(2)]
-    positions, slot_mapping = torch.arange(start, start + tokens, device=device), torch.tensor(slots, device=device)
+    positions, slot_mapping = (
+        torch.arange(start, start + tokens, device=device),
+        torch.tensor(slots, device=device),
+    )
     cos_sin = naive.new_cos_sin_cache(naive.inverse_frequencies(dim, 50.0).float(), 40).to(device)
     wanted = [naive.rotate(q, positions, cos_sin), around[0].clone(), around[1].clone()]
     for token, slot in enumerate(slots):
         if slot >= 0:
-            wanted[1][slot + 1], wanted[2][slot + 1] = naive.rotate(k, positions, cos_sin)[token], v[token]
-    return dict(q=q, k=k, v=v, k_cache=around[0][1:-1], v_cache=around[1][1:-1], positions=positions, slot_mapping=slot_mapping,
-                cos_sin_cache=cos_sin), around, wanted
+            wanted[1][slot + 1], wanted[2][slot + 1] = (
+                naive.rotate(k, positions, cos_sin)[token],
+                v[token],
+            )
+    return (
+        dict(
+            q=q,
+            k=k,
+            v=v,
+            k_cache=around[0][1:-1],
+            v_cache=around[1][1:-1],
+            positions=positions,
+            slot_mapping=slot_mapping,
+            cos_sin_cache=cos_sin,
+        ),
+        around,
+        wanted,
+    )
 
 
 def check_kernel(impl, case, seed, dtype, atol):
     inputs, around, wanted = kernel_inputs(case, seed, dtype)
-    unchanged = {name: inputs.pop(name) for name in ("k", "v", "positions", "slot_mapping", "cos_sin_cache")}
+    unchanged = {
+        name: inputs.pop(name) for name in ("k", "v", "positions", "slot_mapping", "cos_sin_cache")
+    }
     call(lambda **others: impl(**inputs, **others), unchanged)
-    for what, mine, right in zip(("q", "the K cache", "the V cache"), (inputs["q"], *around), wanted):
-        if what != "q":  # without the rows around it: these first, because a write there is another mistake
+    for what, mine, right in zip(
+        ("q", "the K cache", "the V cache"), (inputs["q"], *around), wanted
+    ):
+        # without the rows around it: these first, because a write there is another mistake
+        if what != "q":
             for row, place in ((0, "before"), (-1, "behind")):
-                assert torch.equal(mine[row], right[row]), f"the row {place} {what} was written: is a slot of -1 skipped?"
+                assert torch.equal(mine[row], right[row]), (
+                    f"the row {place} {what} was written: is a slot of -1 skipped?"
+                )
             mine, right = mine[1:-1], right[1:-1]
         assert_equal(mine, right.double(), atol=atol, dtype=dtype, label=what)
 

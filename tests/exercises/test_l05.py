@@ -1,4 +1,7 @@
-"""Checks of lesson 05's exercises. Each exists because it rejects a named wrong answer (wrong/l05.py)."""
+"""Checks of lesson 05's exercises. Each exists because it rejects a named wrong answer
+(wrong/l05.py).
+"""
+
 import math
 import random
 
@@ -8,33 +11,45 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons.l02_naive_attention import naive
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.toolbox.accesses import Accesses
-from lessons.toolbox.config import ModelConfig
-from lessons.toolbox.device import default_device, has_triton, interpreting
-from lessons.toolbox.traps import Canaries, poison_
+from lessons.toolbox.kernels.accesses import Accesses
+from lessons.toolbox.measure.device import default_device, has_triton, interpreting
+from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.proof.traps import Canaries, poison_
 from tests.exercises.checking import assert_equal, assert_largest_tensor, call, check
 
 # ---------------------------------------------------------------- 5.1 a cache that repeats nothing
 
 
 def config_of(heads=6, kv_heads=2, window=None):
-    return ModelConfig("llama", 11, 32, 2, heads, kv_heads, 8, 4, 512, sliding_windows=(None, window))
+    return ModelConfig(
+        "llama", 11, 32, 2, heads, kv_heads, 8, 4, 512, sliding_windows=(None, window)
+    )
 
 
 def feed(impl, steps, seed, heads=6, kv_heads=2, window=None, dtype=torch.float32):
-    """Yield (output, what attention over everything gives in float64), layer by layer and pass by pass; unused rows are NaN."""
+    """Yield (output, what attention over everything gives in float64), layer by layer and pass by
+    pass; unused rows are NaN.
+    """
     config, g = config_of(heads, kv_heads, window), torch.Generator().manual_seed(seed)
     cache = impl(config, sum(steps) + 5, dtype)
     poison_(cache.keys)
     poison_(cache.values)
-    layers = [[torch.randn(sum(steps), h, 8, generator=g).to(dtype) for h in (heads, kv_heads, kv_heads)] for _ in range(2)]
+    layers = [
+        [torch.randn(sum(steps), h, 8, generator=g).to(dtype) for h in (heads, kv_heads, kv_heads)]
+        for _ in range(2)
+    ]
     start = 0
     for step in steps:
         rows, end = slice(start, start + step), start + step
         for layer, (q, k, v) in enumerate(layers):
             out = cache.attend(layer, q[rows].clone(), k[rows].clone(), v[rows].clone())
-            want = naive.attention(q[:end].double(), k[:end].double(), v[:end].double(), config.softmax_scale,
-                                   window=config.sliding_window(layer))
+            want = naive.attention(
+                q[:end].double(),
+                k[:end].double(),
+                v[:end].double(),
+                config.softmax_scale,
+                window=config.sliding_window(layer),
+            )
             yield out, want[rows], f"layer {layer}, positions from {start}"
         start = end
 
@@ -70,7 +85,9 @@ def test_holds_the_kv_heads_alone(impl, seed):
         cache.attend(layer, torch.ones(1, 6, 8), torch.ones(1, 2, 8), torch.ones(1, 2, 8))
     want = 64 * config_of().kv_bytes_per_token(4)
     got = cache.keys.nbytes + cache.values.nbytes
-    assert got == want, f"your cache takes {got} bytes for 64 tokens, expected {want}: 2 KV heads of 8, not 6"
+    assert got == want, (
+        f"your cache takes {got} bytes for 64 tokens, expected {want}: 2 KV heads of 8, not 6"
+    )
 
 
 @check("5.1")
@@ -79,8 +96,11 @@ def test_repeats_nothing_on_the_way(impl, seed):
     cache = impl(config, length)
     cache.keys.normal_()
     cache.values.normal_()
-    assert_largest_tensor(length * 6 * 8, "let the query heads of a KV head be the rows of one matrix",
-                          lambda: cache.decode(0, torch.ones(1, 6, 8), length))
+    assert_largest_tensor(
+        length * 6 * 8,
+        "let the query heads of a KV head be the rows of one matrix",
+        lambda: cache.decode(0, torch.ones(1, 6, 8), length),
+    )
 
 
 @check("5.1")
@@ -98,7 +118,9 @@ DEVICE = default_device()
 
 
 class GuardedEmpty(TorchDispatchMode):
-    """Within it torch.empty gives poison between canaries: a kernel that writes too much spoils nothing, and is seen."""
+    """Within it torch.empty gives poison between canaries: a kernel that writes too much spoils
+    nothing, and is seen.
+    """
 
     def __init__(self):
         super().__init__()
@@ -106,7 +128,11 @@ class GuardedEmpty(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func._schema.name.startswith("aten::empty") and out.dtype.is_floating_point and out.is_contiguous():
+        if (
+            func._schema.name.startswith("aten::empty")
+            and out.dtype.is_floating_point
+            and out.is_contiguous()
+        ):
             with torch.utils._python_dispatch._disable_current_modes():
                 self.guarded.append(Canaries(out.shape, out.dtype, out.device, guard=4096))
                 return self.guarded[-1].tensor
@@ -124,34 +150,74 @@ def launch(impl, inputs):
     return got
 
 
-def kernel_inputs(seed, lengths=(9, 0, 40), heads=6, kv_heads=2, dim=16, dtype=torch.float32, **options):
-    """Ragged sequences; unused rows are NaN and go on for two tiles, so that what reads them reads NaN and nothing else."""
+def kernel_inputs(
+    seed, lengths=(9, 0, 40), heads=6, kv_heads=2, dim=16, dtype=torch.float32, **options
+):
+    """Ragged sequences; unused rows are NaN and go on for two tiles, so that what reads them reads
+    NaN and nothing else.
+    """
     g = torch.Generator().manual_seed(seed)
     capacity = max(lengths) + 40
-    q = torch.randn(len(lengths) + 8, heads, dim, generator=g)[:len(lengths)]
+    q = torch.randn(len(lengths) + 8, heads, dim, generator=g)[: len(lengths)]
     k, v = (torch.randn(len(lengths), capacity, kv_heads, dim, generator=g) for _ in range(2))
     for b, n in enumerate(lengths):
         k[b, n:] = v[b, n:] = torch.nan
     q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
-    return dict(q=q, k_cache=k, v_cache=v, context_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE), **options)
+    return dict(
+        q=q,
+        k_cache=k,
+        v_cache=v,
+        context_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        **options,
+    )
 
 
 def by_definition(q, k_cache, v_cache, context_lens, softmax_scale=None, window=None):
     """Lesson 2's attention in float64 on the rows in use, sequence after sequence."""
-    return torch.cat([naive.attention(q[b:b + 1].double(), k_cache[b, :n].double(), v_cache[b, :n].double(), softmax_scale,
-                                      window=window) for b, n in enumerate(context_lens.tolist())])
+    return torch.cat(
+        [
+            naive.attention(
+                q[b : b + 1].double(),
+                k_cache[b, :n].double(),
+                v_cache[b, :n].double(),
+                softmax_scale,
+                window=window,
+            )
+            for b, n in enumerate(context_lens.tolist())
+        ]
+    )
 
 
 KERNEL_CASES = {
-    "groups_of_3": (dict(), 1e-5, "query heads 0, 1, 2 read KV head 0; 13 rows of the tile are padding"),
+    "groups_of_3": (
+        dict(),
+        1e-5,
+        "query heads 0, 1, 2 read KV head 0; 13 rows of the tile are padding",
+    ),
     "mqa": (dict(heads=8, kv_heads=1), 1e-5, "one KV head for all"),
     "mha": (dict(heads=2, kv_heads=2, lengths=(20,)), 1e-5, "a group of one is a row of one"),
     "tile_edges": (dict(lengths=(1, 15, 16, 17, 33)), 1e-5, "lengths around the tile of 16 keys"),
     "head_dim_12": (dict(dim=12, lengths=(20,)), 1e-5, "columns 12 to 15 of the tile are padding"),
-    "window": (dict(window=18, lengths=(5, 18, 40)), 1e-5, "the last 18 rows count, wherever they begin in a tile"),
-    "given_scale": (dict(softmax_scale=0.7, lengths=(20,)), 1e-5, "softmax_scale comes from the caller"),
-    "large_logits": (dict(softmax_scale=30.0, lengths=(40,)), 1e-3, "without the running maximum 2^x overflows"),
-    "bfloat16": (dict(dtype=torch.bfloat16, lengths=(40,)), 6e-2, "the dots take bfloat16, the sums are float32"),
+    "window": (
+        dict(window=18, lengths=(5, 18, 40)),
+        1e-5,
+        "the last 18 rows count, wherever they begin in a tile",
+    ),
+    "given_scale": (
+        dict(softmax_scale=0.7, lengths=(20,)),
+        1e-5,
+        "softmax_scale comes from the caller",
+    ),
+    "large_logits": (
+        dict(softmax_scale=30.0, lengths=(40,)),
+        1e-3,
+        "without the running maximum 2^x overflows",
+    ),
+    "bfloat16": (
+        dict(dtype=torch.bfloat16, lengths=(40,)),
+        6e-2,
+        "the dots take bfloat16, the sums are float32",
+    ),
 }
 
 
@@ -172,7 +238,9 @@ def test_loads_each_tile_once(impl, seed):
         launch(impl, inputs)
     want = 2 * 37 * 2 * 16 + 8 * 16  # K and V of two KV heads, q
     loaded = accesses.loaded
-    assert want <= loaded <= want + 16, f"your kernel loads {loaded} values, expected {want}: q once, K and V once per KV head"
+    assert want <= loaded <= want + 16, (
+        f"your kernel loads {loaded} values, expected {want}: q once, K and V once per KV head"
+    )
 
 
 @check("5.2")
@@ -180,11 +248,16 @@ def test_kernel_example(impl, seed):
     k = torch.tensor([0.0, math.log(3), torch.nan], device=DEVICE).view(1, 3, 1, 1)
     v = torch.tensor([4.0, 8.0, torch.nan], device=DEVICE).view(1, 3, 1, 1)
     q = torch.tensor([0.0, 1.0], device=DEVICE).view(1, 2, 1)
-    inputs = dict(q=q, k_cache=k, v_cache=v, context_lens=torch.tensor([2], device=DEVICE), softmax_scale=1.0)
-    assert_equal(launch(impl, inputs), torch.tensor([6.0, 7.0], device=DEVICE).view(1, 2, 1), atol=1e-5)
+    inputs = dict(
+        q=q, k_cache=k, v_cache=v, context_lens=torch.tensor([2], device=DEVICE), softmax_scale=1.0
+    )
+    assert_equal(
+        launch(impl, inputs), torch.tensor([6.0, 7.0], device=DEVICE).view(1, 2, 1), atol=1e-5
+    )
 
 
 # ---------------------------------------------------------------- 5.3 converting
+
 
 def model_of(seed, heads=12, kv_heads=6, bias=True):
     torch.manual_seed(seed)
@@ -196,39 +269,62 @@ def model_of(seed, heads=12, kv_heads=6, bias=True):
     return model.requires_grad_(False), config
 
 
-@check("5.3", {"to_3": "pairs", "to_2": "threes", "to_1": "MQA: the mean of all", "to_6": "nothing to merge",
-               "without_biases": "Llama has none"})
+@check(
+    "5.3",
+    {
+        "to_3": "pairs",
+        "to_2": "threes",
+        "to_1": "MQA: the mean of all",
+        "to_6": "nothing to merge",
+        "without_biases": "Llama has none",
+    },
+)
 def test_conversion(impl, case, seed):
     """Each new head's rows are the mean of its group's; everything else is as it was."""
     model, config = model_of(seed, bias=case != "without_biases")
     weights, new = dict(model.state_dict()), int(case[-1]) if case.startswith("to_") else 2
     got = call(impl, dict(weights=weights, config=config, num_kv_heads=new))
-    assert isinstance(got, tuple) and len(got) == 2, f"your result is a {type(got).__name__}, expected (weights, config)"
+    assert isinstance(got, tuple) and len(got) == 2, (
+        f"your result is a {type(got).__name__}, expected (weights, config)"
+    )
     assert sorted(got[0]) == sorted(weights), "your weights have other names than those given"
     merge = 6 // new
     for name, weight in weights.items():
         want = weight
         if ".k_proj." in name or ".v_proj." in name:
             heads = weight.split(4)
-            want = torch.cat([torch.stack(heads[at:at + merge]).mean(0) for at in range(0, 6, merge)])
+            want = torch.cat(
+                [torch.stack(heads[at : at + merge]).mean(0) for at in range(0, 6, merge)]
+            )
         assert_equal(got[0][name], want, atol=1e-5, label=name)
-    assert_equal((got[1].num_key_value_heads, got[1].num_attention_heads, got[1].head_dim), (new, 12, 4),
-                 label="KV heads, query heads and head_dim of your config")
+    assert_equal(
+        (got[1].num_key_value_heads, got[1].num_attention_heads, got[1].head_dim),
+        (new, 12, 4),
+        label="KV heads, query heads and head_dim of your config",
+    )
 
 
 @check("5.3")
 def test_equal_heads_stay(impl, seed):
-    """An MHA model whose heads agree in groups is a GQA model already: converting it changes no logit."""
+    """An MHA model whose heads agree in groups is a GQA model already: converting it changes no
+    logit.
+    """
     model, _ = model_of(seed, heads=6, kv_heads=2)
-    wide = {name: weight.unflatten(0, (2, 4)).repeat_interleave(3, 0).flatten(0, 1) if "k_proj" in name or "v_proj" in name
-            else weight for name, weight in model.state_dict().items()}
+    wide = {
+        name: weight.unflatten(0, (2, 4)).repeat_interleave(3, 0).flatten(0, 1)
+        if "k_proj" in name or "v_proj" in name
+        else weight
+        for name, weight in model.state_dict().items()
+    }
     big = ModelConfig("qwen2", 11, 20, 2, 6, 6, 4, 8, 64, qkv_bias=True)
     weights, small = call(impl, dict(weights=wide, config=big, num_kv_heads=2))
     converted = Decoder(small)
     converted.load_state_dict(weights)
     tokens = torch.randint(11, (5,), generator=torch.Generator().manual_seed(seed))
-    got, want = (m.logits(m(tokens, torch.arange(5), lambda layer, q, k, v: naive.attention(q, k, v)))
-                 for m in (converted.requires_grad_(False), model))
+    got, want = (
+        m.logits(m(tokens, torch.arange(5), lambda layer, q, k, v: naive.attention(q, k, v)))
+        for m in (converted.requires_grad_(False), model)
+    )
     assert_equal(got, want, atol=1e-3, rtol=1e-3, label="the converted model's logits")
 
 
@@ -236,10 +332,22 @@ def test_equal_heads_stay(impl, seed):
 
 SHARING_CASES = {  # name: (arguments, the answer, why)
     "example": ((2, 4, 1, 64, torch.float16, 1024, 0.01), (0.5, 2.0, 4.5, 20), "the docstring's"),
-    "llama_3_8b": ((32, 32, 8, 128, torch.bfloat16, 8192, 100), (1024.0, 4096.0, 9216.0, 100), "a quarter, or 9 times"),
-    "mha": ((32, 32, 32, 128, torch.float16, 4096, 60), (2048.0, 2048.0, 6144.0, 30), "repeating once still copies"),
+    "llama_3_8b": (
+        (32, 32, 8, 128, torch.bfloat16, 8192, 100),
+        (1024.0, 4096.0, 9216.0, 100),
+        "a quarter, or 9 times",
+    ),
+    "mha": (
+        (32, 32, 32, 128, torch.float16, 4096, 60),
+        (2048.0, 2048.0, 6144.0, 30),
+        "repeating once still copies",
+    ),
     "mqa": ((1, 16, 1, 256, torch.float32, 512, 0.5), (1.0, 16.0, 33.0, 512), "one KV head"),
-    "does_not_fit": ((32, 32, 32, 128, torch.float32, 8192, 7.9), (8192.0, 8192.0, 24576.0, 0), "not even one sequence"),
+    "does_not_fit": (
+        (32, 32, 32, 128, torch.float32, 8192, 7.9),
+        (8192.0, 8192.0, 24576.0, 0),
+        "not even one sequence",
+    ),
 }
 
 
@@ -249,12 +357,24 @@ def test_shared_heads(impl, case, seed):
     assert_numbers(call(impl, dict(zip(NAMES, numbers))), want)
 
 
-NAMES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "dtype", "context", "memory_gib")
+NAMES = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "dtype",
+    "context",
+    "memory_gib",
+)
 
 
 def assert_numbers(got, want):
-    assert isinstance(got, tuple) and len(got) == 4, f"your result is {got!r}, expected a tuple of four numbers"
-    for what, mine, right in zip(("MiB in groups", "MiB as MHA", "MiB repeated", "sequences that fit"), got, want):
+    assert isinstance(got, tuple) and len(got) == 4, (
+        f"your result is {got!r}, expected a tuple of four numbers"
+    )
+    for what, mine, right in zip(
+        ("MiB in groups", "MiB as MHA", "MiB repeated", "sequences that fit"), got, want
+    ):
         assert_equal(mine, right, atol=1e-6, label=what)
 
 
@@ -262,9 +382,18 @@ def assert_numbers(got, want):
 def test_the_caches_own_bytes(impl, seed):
     """A random shape, against ModelConfig.kv_bytes_per_token."""
     draw = random.Random(seed)
-    layers, kv, group, tokens = draw.randint(2, 9), draw.randint(2, 5), draw.randint(2, 6), draw.randint(100, 999)
+    layers, kv, group, tokens = (
+        draw.randint(2, 9),
+        draw.randint(2, 5),
+        draw.randint(2, 6),
+        draw.randint(100, 999),
+    )
     dim = draw.choice((64, 96))
-    grouped, mha = (tokens * ModelConfig("llama", 11, 8, layers, kv * group, h, dim, 8, 64).kv_bytes_per_token(2) / 2**20
-                    for h in (kv, kv * group))
+    grouped, mha = (
+        tokens
+        * ModelConfig("llama", 11, 8, layers, kv * group, h, dim, 8, 64).kv_bytes_per_token(2)
+        / 2**20
+        for h in (kv, kv * group)
+    )
     got = call(impl, dict(zip(NAMES, (layers, kv * group, kv, dim, torch.bfloat16, tokens, 3.0))))
     assert_numbers(got, (grouped, mha, grouped + 2 * mha, int(3072 // grouped)))

@@ -1,4 +1,7 @@
-"""Checks of lesson 06's exercises. Each exists because it rejects a named wrong answer (wrong/l06.py)."""
+"""Checks of lesson 06's exercises. Each exists because it rejects a named wrong answer
+(wrong/l06.py).
+"""
+
 import copy
 import math
 from dataclasses import replace
@@ -7,10 +10,10 @@ from types import SimpleNamespace
 import torch
 
 from lessons.l02_naive_attention import naive
-from lessons.l06_mla.counts import absorbed_flops, decode_bytes, decode_flops, expanded_flops
 from lessons.l06_mla.deepseek import MLAttention
-from lessons.toolbox.config import MLAConfig, ModelConfig, RopeScaling
-from lessons.toolbox.traps import poison_
+from lessons.l06_mla.lab.counts import absorbed_flops, decode_bytes, decode_flops, expanded_flops
+from lessons.toolbox.model.config import MLAConfig, ModelConfig, RopeScaling
+from lessons.toolbox.proof.traps import poison_
 from tests.exercises.checking import assert_equal, assert_largest_tensor, call, check, compare
 
 MLA = MLAConfig(None, kv_lora_rank=24, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=10)
@@ -25,25 +28,54 @@ def angles(positions, rope=8):
 
 # ---------------------------------------------------------------- 6.1 from the weights
 
+
 def layer_inputs(seed, tokens=7, heads=HEADS, mla=MLA, dtype=torch.float32, **options):
-    """Random x: [T, hidden], the weights of a layer, cos and sin: [T, rope / 2], and the options of a call."""
+    """Random x: [T, hidden], the weights of a layer, cos and sin: [T, rope / 2], and the options of
+    a call.
+    """
     g = torch.Generator().manual_seed(seed)
-    shapes = {"q_proj": (heads * mla.qk_head_dim, HIDDEN), "kv_a_proj_with_mqa": (mla.latent_dim, HIDDEN),
-              "kv_b_proj": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
-              "o_proj": (HIDDEN, heads * mla.v_head_dim)}
-    weights = {name: 1.5 * torch.randn(shape, generator=g) * shape[1] ** -0.5 for name, shape in shapes.items()}
+    shapes = {
+        "q_proj": (heads * mla.qk_head_dim, HIDDEN),
+        "kv_a_proj_with_mqa": (mla.latent_dim, HIDDEN),
+        "kv_b_proj": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
+        "o_proj": (HIDDEN, heads * mla.v_head_dim),
+    }
+    weights = {
+        name: 1.5 * torch.randn(shape, generator=g) * shape[1] ** -0.5
+        for name, shape in shapes.items()
+    }
     weights["kv_a_layernorm"] = 1 + 0.4 * torch.randn(mla.kv_lora_rank, generator=g)
     x = torch.randn(tokens, HIDDEN, generator=g) * options.pop("size", 1.0)
     cos, sin = angles(torch.arange(tokens), mla.qk_rope_head_dim)
     weights = {name: weight.to(dtype) for name, weight in weights.items()}
-    return dict(x=x.to(dtype), weights=weights, mla=mla, num_heads=heads, cos=cos.to(dtype), sin=sin.to(dtype), **options)
+    return dict(
+        x=x.to(dtype),
+        weights=weights,
+        mla=mla,
+        num_heads=heads,
+        cos=cos.to(dtype),
+        sin=sin.to(dtype),
+        **options,
+    )
 
 
 def by_the_lesson(x, weights, mla, num_heads, cos, sin, factor=1.0, mscale_all_dim=0.0):
     """The lesson's layer in float64, its k and v expanded."""
     scaling = RopeScaling("yarn", factor, mscale_all_dim=mscale_all_dim) if mscale_all_dim else None
-    config = ModelConfig("deepseek_v2", 11, HIDDEN, 1, num_heads, num_heads, mla.qk_head_dim, 4, 64, v_head_dim=mla.v_head_dim,
-                         mla=mla, rope_scaling=scaling)
+    config = ModelConfig(
+        "deepseek_v2",
+        11,
+        HIDDEN,
+        1,
+        num_heads,
+        num_heads,
+        mla.qk_head_dim,
+        4,
+        64,
+        v_head_dim=mla.v_head_dim,
+        mla=mla,
+        rope_scaling=scaling,
+    )
     layer = MLAttention(config).double().requires_grad_(False)
     layer.load_state_dict({f"{name}.weight": weight.double() for name, weight in weights.items()})
 
@@ -51,7 +83,11 @@ def by_the_lesson(x, weights, mla, num_heads, cos, sin, factor=1.0, mscale_all_d
         a, b, c, s = pe[..., 0::2], pe[..., 1::2], cos.double()[:, None], sin.double()[:, None]
         return torch.cat([a * c - b * s, b * c + a * s], dim=-1)
 
-    return layer(x.double(), rotate, lambda q, k_pe, c_kv: naive.attention(q, *layer.expand(c_kv, k_pe), config.softmax_scale))
+    return layer(
+        x.double(),
+        rotate,
+        lambda q, k_pe, c_kv: naive.attention(q, *layer.expand(c_kv, k_pe), config.softmax_scale),
+    )
 
 
 LAYER_CASES = {
@@ -80,16 +116,39 @@ def test_layer_in_float64(impl, seed):
 @check("6.1")
 def test_layer_example(impl, seed):
     mla = MLAConfig(None, kv_lora_rank=1, qk_nope_head_dim=1, qk_rope_head_dim=2, v_head_dim=1)
-    shapes = dict(q_proj=(3, 1), kv_a_proj_with_mqa=(3, 1), kv_a_layernorm=(1,), kv_b_proj=(2, 1), o_proj=(1, 1))
+    shapes = dict(
+        q_proj=(3, 1),
+        kv_a_proj_with_mqa=(3, 1),
+        kv_a_layernorm=(1,),
+        kv_b_proj=(2, 1),
+        o_proj=(1, 1),
+    )
     weights = {name: torch.ones(shape, dtype=torch.float64) for name, shape in shapes.items()}
     one = torch.ones(2, 1, dtype=torch.float64)
-    compare(impl, dict(x=one, weights=weights, mla=mla, num_heads=1, cos=one, sin=0 * one), want=one, atol=1e-5)
+    compare(
+        impl,
+        dict(x=one, weights=weights, mla=mla, num_heads=1, cos=one, sin=0 * one),
+        want=one,
+        atol=1e-5,
+    )
 
 
 # ---------------------------------------------------------------- 6.2 a cache of latents
 
-CONFIG = ModelConfig("deepseek_v3", 11, HIDDEN, 2, HEADS, HEADS, MLA.qk_head_dim, 4, 512, v_head_dim=MLA.v_head_dim, mla=MLA,
-                     rope_scaling=RopeScaling("yarn", 8.0, mscale_all_dim=1.0))
+CONFIG = ModelConfig(
+    "deepseek_v3",
+    11,
+    HIDDEN,
+    2,
+    HEADS,
+    HEADS,
+    MLA.qk_head_dim,
+    4,
+    512,
+    v_head_dim=MLA.v_head_dim,
+    mla=MLA,
+    rope_scaling=RopeScaling("yarn", 8.0, mscale_all_dim=1.0),
+)
 
 
 class Latents:
@@ -99,19 +158,46 @@ class Latents:
         g = torch.Generator().manual_seed(seed)
         mla, heads = config.mla, config.num_attention_heads
         rows = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        weights = [torch.randn(rows, mla.kv_lora_rank, generator=g) * mla.kv_lora_rank ** -0.5 for _ in range(2)]
-        self.model = SimpleNamespace(config=config, dtype=torch.float32, device=torch.device("cpu"), layers=[
-            SimpleNamespace(self_attn=SimpleNamespace(kv_b_proj=SimpleNamespace(weight=weight))) for weight in weights])
-        self.streams = [tuple(torch.randn(total, *shape, generator=g) for shape in (
-            (heads, mla.qk_head_dim), (1, mla.qk_rope_head_dim), (1, mla.kv_lora_rank))) for _ in range(2)]
+        weights = [
+            torch.randn(rows, mla.kv_lora_rank, generator=g) * mla.kv_lora_rank**-0.5
+            for _ in range(2)
+        ]
+        self.model = SimpleNamespace(
+            config=config,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            layers=[
+                SimpleNamespace(self_attn=SimpleNamespace(kv_b_proj=SimpleNamespace(weight=weight)))
+                for weight in weights
+            ],
+        )
+        self.streams = [
+            tuple(
+                torch.randn(total, *shape, generator=g)
+                for shape in (
+                    (heads, mla.qk_head_dim),
+                    (1, mla.qk_rope_head_dim),
+                    (1, mla.kv_lora_rank),
+                )
+            )
+            for _ in range(2)
+        ]
 
     def feed(self, cache, rows):
         """One pass of the tokens `rows` through both layers: [[len(rows), H, v_dim]] * 2."""
-        return [cache.attend(layer, *(x[rows] for x in stream)) for layer, stream in enumerate(self.streams)]
+        return [
+            cache.attend(layer, *(x[rows] for x in stream))
+            for layer, stream in enumerate(self.streams)
+        ]
 
     def whole(self, layer, count):
-        """Ordinary attention of the first `count` tokens over expanded k and v, in float64: [count, H, v_dim]."""
-        mla, weight = self.model.config.mla, self.model.layers[layer].self_attn.kv_b_proj.weight.double()
+        """Ordinary attention of the first `count` tokens over expanded k and v, in float64: [count,
+        H, v_dim].
+        """
+        mla, weight = (
+            self.model.config.mla,
+            self.model.layers[layer].self_attn.kv_b_proj.weight.double(),
+        )
         q, k_pe, c_kv = (x[:count].double() for x in self.streams[layer])
         both = (c_kv[:, 0] @ weight.T).unflatten(-1, (q.shape[1], -1))
         k_nope, v = both.split([mla.qk_nope_head_dim, mla.v_head_dim], dim=-1)
@@ -133,11 +219,19 @@ def test_attends_as_if_expanded(impl, case, seed):
     cache = impl(latents.model, sum(steps) + 2)
     poison_(cache.rows)
     for step in steps:
-        assert cache.length == start, f"before the token at position {start} your cache's length is {cache.length}"
+        assert cache.length == start, (
+            f"before the token at position {start} your cache's length is {cache.length}"
+        )
         rows = torch.arange(start, start + step)
         for layer, out in enumerate(latents.feed(cache, rows)):
             want = latents.whole(layer, start + step)[rows]
-            assert_equal(out, want, atol=2e-5, dtype=torch.float32, label=f"layer {layer}, positions from {start}")
+            assert_equal(
+                out,
+                want,
+                atol=2e-5,
+                dtype=torch.float32,
+                label=f"layer {layer}, positions from {start}",
+            )
         start += step
 
 
@@ -150,28 +244,46 @@ def test_what_a_row_holds(impl, seed):
     _, k_pe, c_kv = latents.streams[0]
     assert_equal(cache.append(0, k_pe, c_kv), 4, label="what append returned for layer 0")
     assert_equal(cache.length, 0, label="the length before the last layer has appended")
-    assert_equal(cache.append(1, *latents.streams[1][1:]), 4, label="what append returned for layer 1")
+    assert_equal(
+        cache.append(1, *latents.streams[1][1:]), 4, label="what append returned for layer 1"
+    )
     assert_equal(cache.length, 4, label="the length once all layers have appended")
     assert_equal(cache.rows[0, :4], torch.cat([c_kv, k_pe], -1)[:, 0], label="the rows of layer 0")
 
 
 @check("6.2", {"one": "a decode step", "four": "a short chunk"})
 def test_expands_nothing(impl, case, seed):
-    """No tensor of a pass is as large as k or v of every head: H · nope (or v_dim) values for each of 200 tokens."""
+    """No tensor of a pass is as large as k or v of every head: H · nope (or v_dim) values for each
+    of 200 tokens.
+    """
     new, heads = {"one": 1, "four": 4}[case], 16
-    latents = Latents(seed, 204, replace(CONFIG, num_attention_heads=heads, num_key_value_heads=heads))
+    latents = Latents(
+        seed, 204, replace(CONFIG, num_attention_heads=heads, num_key_value_heads=heads)
+    )
     cache = impl(latents.model, 204)
     latents.feed(cache, torch.arange(200))
-    tokens = [x[200:200 + new] for x in latents.streams[0]]
-    assert_largest_tensor(200 * heads * MLA.qk_nope_head_dim, "absorb W_UK into the query", lambda: cache.attend(0, *tokens))
+    tokens = [x[200 : 200 + new] for x in latents.streams[0]]
+    assert_largest_tensor(
+        200 * heads * MLA.qk_nope_head_dim,
+        "absorb W_UK into the query",
+        lambda: cache.attend(0, *tokens),
+    )
 
 
 @check("6.2")
 def test_cache_example(impl, seed):
     mla = MLAConfig(None, kv_lora_rank=1, qk_nope_head_dim=1, qk_rope_head_dim=2, v_head_dim=1)
-    latents = Latents(seed, 1, replace(CONFIG, num_attention_heads=1, num_key_value_heads=1, head_dim=3, v_head_dim=1, mla=mla))
+    latents = Latents(
+        seed,
+        1,
+        replace(
+            CONFIG, num_attention_heads=1, num_key_value_heads=1, head_dim=3, v_head_dim=1, mla=mla
+        ),
+    )
     latents.model.layers[0].self_attn.kv_b_proj.weight = torch.tensor([[2.0], [3.0]])
-    out = impl(latents.model, 4).attend(0, *(torch.tensor([[x]]) for x in ([5.0, 0.0, 0.0], [7.0, 8.0], [4.0])))
+    out = impl(latents.model, 4).attend(
+        0, *(torch.tensor([[x]]) for x in ([5.0, 0.0, 0.0], [7.0, 8.0], [4.0]))
+    )
     assert_equal(out, torch.tensor([[[12.0]]]), atol=1e-5, label="the example")
 
 
@@ -179,13 +291,26 @@ def test_cache_example(impl, seed):
 
 V3 = MLAConfig(1536, 512, 128, 64, 128)
 NUMBER_CASES = {  # name: (arguments, the five numbers, why)
-    "example": ((2, 4, MLAConfig(None, 6, 2, 2, 2), 2, 2), (0.03125, 0.09375, 2.0, 7.0, 3.0), "the docstring's"),
-    "deepseek_v3": ((61, 128, V3, 2, 128), (68.625, 4880.0, 2.25, 241.77777777777777, 170.66666666666666),
-                    "less than 3 KV heads' worth; more FLOPs a byte than an H200 has"),
-    "v2_lite": ((27, 16, V3, 2, 128), (30.375, 270.0, 2.25, 30.22222222222222, 170.66666666666666),
-                "the same row for an eighth of the heads"),
-    "float32": ((3, 5, MLAConfig(None, 40, 10, 6, 14), 4, 16),
-                (0.5390625, 1.7578125, 1.4375, 4.673913043478261, 17.142857142857142), "4 bytes a value, all sizes different"),
+    "example": (
+        (2, 4, MLAConfig(None, 6, 2, 2, 2), 2, 2),
+        (0.03125, 0.09375, 2.0, 7.0, 3.0),
+        "the docstring's",
+    ),
+    "deepseek_v3": (
+        (61, 128, V3, 2, 128),
+        (68.625, 4880.0, 2.25, 241.77777777777777, 170.66666666666666),
+        "less than 3 KV heads' worth; more FLOPs a byte than an H200 has",
+    ),
+    "v2_lite": (
+        (27, 16, V3, 2, 128),
+        (30.375, 270.0, 2.25, 30.22222222222222, 170.66666666666666),
+        "the same row for an eighth of the heads",
+    ),
+    "float32": (
+        (3, 5, MLAConfig(None, 40, 10, 6, 14), 4, 16),
+        (0.5390625, 1.7578125, 1.4375, 4.673913043478261, 17.142857142857142),
+        "4 bytes a value, all sizes different",
+    ),
 }
 
 
@@ -194,7 +319,9 @@ def test_numbers(impl, case, seed):
     numbers, want, _ = NUMBER_CASES[case]
     names = ("num_hidden_layers", "num_attention_heads", "mla", "bytes_per_value", "gqa_head_dim")
     got = call(impl, dict(zip(names, numbers)))
-    assert isinstance(got, tuple) and len(got) == 5, f"your result is {got!r}, expected a tuple of five numbers"
+    assert isinstance(got, tuple) and len(got) == 5, (
+        f"your result is {got!r}, expected a tuple of five numbers"
+    )
     for number, (mine, right) in enumerate(zip(got, want), 1):
         assert_equal(mine, right, rtol=1e-6, atol=1e-9, label=f"number {number}")
 
@@ -203,31 +330,63 @@ def test_numbers(impl, case, seed):
 def test_numbers_of_the_lessons_counts(impl, seed):
     """Random sizes, against the lesson's own counts in a context of ten million tokens."""
     g = torch.Generator().manual_seed(seed)
-    rank, nope, rope, v_dim, heads = (int(torch.randint(low, high, (1,), generator=g)) for low, high in (
-        (40, 80), (8, 16), (2, 6), (8, 16), (2, 40)))
-    mla, context = MLAConfig(None, rank, nope, 2 * rope, v_dim), 10 ** 7
-    got = call(impl, dict(num_hidden_layers=4, num_attention_heads=heads, mla=mla, bytes_per_value=2, gqa_head_dim=nope))
+    rank, nope, rope, v_dim, heads = (
+        int(torch.randint(low, high, (1,), generator=g))
+        for low, high in ((40, 80), (8, 16), (2, 6), (8, 16), (2, 40))
+    )
+    mla, context = MLAConfig(None, rank, nope, 2 * rope, v_dim), 10**7
+    got = call(
+        impl,
+        dict(
+            num_hidden_layers=4,
+            num_attention_heads=heads,
+            mla=mla,
+            bytes_per_value=2,
+            gqa_head_dim=nope,
+        ),
+    )
     assert_equal(got[0], 4 * decode_bytes(1, 1, mla) / 1024, atol=1e-9, label="number 1")
-    assert_equal(got[3], decode_flops(1, 1, heads, mla) / decode_bytes(1, 1, mla), atol=1e-9, label="number 4")
-    lower, upper = math.ceil(got[4]) - 1, math.floor(got[4]) + 1  # the tokens beside it, should it be a whole number
-    assert absorbed_flops(lower, context, heads, mla) <= expanded_flops(lower, context, heads, mla) \
-        and absorbed_flops(upper, context, heads, mla) > expanded_flops(upper, context, heads, mla), \
-        f"number 5 is {got[4]:.6g}, but at {lower} new tokens absorbing is dearer already, or at {upper} not yet"
+    assert_equal(
+        got[3],
+        decode_flops(1, 1, heads, mla) / decode_bytes(1, 1, mla),
+        atol=1e-9,
+        label="number 4",
+    )
+    # the tokens beside it, should it be a whole number
+    lower, upper = math.ceil(got[4]) - 1, math.floor(got[4]) + 1
+    assert absorbed_flops(lower, context, heads, mla) <= expanded_flops(
+        lower, context, heads, mla
+    ) and absorbed_flops(upper, context, heads, mla) > expanded_flops(upper, context, heads, mla), (
+        f"number 5 is {got[4]:.6g}, but at {lower} new tokens absorbing is dearer already, or at "
+        f"{upper} not yet"
+    )
 
 
 # ---------------------------------------------------------------- 6.4 token by token
 
+
 def token_inputs(seed, tokens=6, heads=2, nope=4, rope=6, v_dim=5, rank=11, size=1.0):
     """Random q, latents, unrotated keys and both up-projections, in float64."""
     g = torch.Generator().manual_seed(seed)
-    q, c_kv, k_pe, w_uk, w_uv = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in (
-        (tokens, heads, nope + rope), (tokens, rank), (tokens, rope), (heads, nope, rank), (heads, v_dim, rank)))
+    q, c_kv, k_pe, w_uk, w_uv = (
+        torch.randn(shape, generator=g, dtype=torch.float64)
+        for shape in (
+            (tokens, heads, nope + rope),
+            (tokens, rank),
+            (tokens, rope),
+            (heads, nope, rank),
+            (heads, v_dim, rank),
+        )
+    )
     cos, sin = angles(torch.arange(tokens), rope)
-    return dict(q=size * q, c_kv=c_kv, k_pe=k_pe, w_uk=w_uk, w_uv=w_uv, cos=cos.double(), sin=sin.double())
+    return dict(
+        q=size * q, c_kv=c_kv, k_pe=k_pe, w_uk=w_uk, w_uv=w_uv, cos=cos.double(), sin=sin.double()
+    )
 
 
 def at_once(q, c_kv, k_pe, w_uk, w_uv, cos, sin):
     """Expanded k and v for every head, all tokens in one causal attention."""
+
     def turned(pe):
         (a, b), c, s = pe.chunk(2, -1), cos[:, None], sin[:, None]
         return torch.cat([a * c - b * s, b * c + a * s], -1)
@@ -259,12 +418,21 @@ def test_only_distances_count(impl, seed):
     """All positions moved on by 5: no output changes."""
     inputs = token_inputs(seed)
     cos, sin = angles(torch.arange(5, 11), 6)
-    compare(impl, inputs | dict(cos=cos.double(), sin=sin.double()), want=at_once(**inputs), atol=1e-5)
+    compare(
+        impl, inputs | dict(cos=cos.double(), sin=sin.double()), want=at_once(**inputs), atol=1e-5
+    )
 
 
 @check("6.4", seconds=5)
 def test_tokens_example(impl, seed):
     one = torch.ones(2, 1, dtype=torch.float64)
-    inputs = dict(q=torch.zeros(2, 1, 3).double(), c_kv=torch.tensor([[2.0], [4.0]]).double(), k_pe=torch.ones(2, 2).double(),
-                  w_uk=torch.ones(1, 1, 1).double(), w_uv=torch.ones(1, 1, 1).double(), cos=one, sin=0 * one)
+    inputs = dict(
+        q=torch.zeros(2, 1, 3).double(),
+        c_kv=torch.tensor([[2.0], [4.0]]).double(),
+        k_pe=torch.ones(2, 2).double(),
+        w_uk=torch.ones(1, 1, 1).double(),
+        w_uv=torch.ones(1, 1, 1).double(),
+        cos=one,
+        sin=0 * one,
+    )
     compare(impl, inputs, want=torch.tensor([[[2.0]], [[3.0]]], dtype=torch.float64), atol=1e-9)

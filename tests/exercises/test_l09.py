@@ -1,4 +1,7 @@
-"""Checks of lesson 09's exercises. Each exists because it rejects a named wrong answer (wrong/l09.py)."""
+"""Checks of lesson 09's exercises. Each exists because it rejects a named wrong answer
+(wrong/l09.py).
+"""
+
 import random
 
 import pytest
@@ -7,8 +10,8 @@ import torch
 from lessons.l02_naive_attention.naive import causal_mask
 from lessons.l09_flash_attention import naive
 from lessons.l09_flash_attention.tiles import Tiles
-from lessons.toolbox.device import default_device
-from lessons.toolbox.traps import poison_, poisoned_empty
+from lessons.toolbox.measure.device import default_device
+from lessons.toolbox.proof.traps import poison_, poisoned_empty
 from tests.exercises.checking import assert_equal, assert_largest_tensor, call, check, compare
 
 # The interpreter's NumPy warns of the NaN that a check puts there on purpose.
@@ -17,11 +20,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 # ---------------------------------------------------------------- 9.1 tiles in PyTorch
 
 
-def tile_inputs(seed, queries=16, keys=16, heads=2, kv_heads=2, dim=8, v_dim=8, kind="normal", **options):
-    """Random q, k, v and options; kind "ascending": every tile holds a larger score than the one before."""
+def tile_inputs(
+    seed, queries=16, keys=16, heads=2, kv_heads=2, dim=8, v_dim=8, kind="normal", **options
+):
+    """Random q, k, v and options; kind "ascending": every tile holds a larger score than the one
+    before.
+    """
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(queries, heads, dim, generator=g)
-    k, v = torch.randn(keys, kv_heads, dim, generator=g), torch.randn(keys, kv_heads, v_dim, generator=g)
+    k, v = (
+        torch.randn(keys, kv_heads, dim, generator=g),
+        torch.randn(keys, kv_heads, v_dim, generator=g),
+    )
     if kind == "ascending":
         q, k = q.abs(), k.abs() * torch.linspace(0, 3, keys)[:, None, None]
     elif kind == "all_negative":
@@ -37,10 +47,16 @@ def at_once(q, k, v, softmax_scale=None, causal=True, window=None, tiles=None):
 
 TILE_CASES = {
     "one_tile": (dict(queries=4, keys=4), "everything fits one tile: the diagonal"),
-    "many_tiles": (dict(kind="ascending"), "the maximum grows in every tile: l and acc are rescaled"),
+    "many_tiles": (
+        dict(kind="ascending"),
+        "the maximum grows in every tile: l and acc are rescaled",
+    ),
     "large_logits": (dict(kind="large_logits"), "exp overflows without the maximum"),
     "tail": (dict(queries=11, keys=14), "no length is a multiple of its tile"),
-    "tail_not_causal": (dict(queries=11, keys=14, causal=False, kind="all_negative"), "padding that scores 0 would win"),
+    "tail_not_causal": (
+        dict(queries=11, keys=14, causal=False, kind="all_negative"),
+        "padding that scores 0 would win",
+    ),
     "chunk": (dict(queries=5, keys=19), "fewer queries than keys: aligned bottom right"),
     "more_queries": (dict(queries=19, keys=6), "the first queries see nothing: 0 and −inf"),
     "window": (dict(queries=30, keys=30, window=6), "each query's window counts its own key"),
@@ -58,8 +74,16 @@ def test_tiles(impl, case, seed):
     assert_equal(out, want, atol=5e-5, dtype=torch.float32, label="out")
     hidden = want_lse.isneginf()
     count = int(lse.isneginf().sum())
-    assert torch.equal(lse.isneginf(), hidden), f"lse is -inf for {count} entries, expected {int(hidden.sum())}"
-    assert_equal(lse.masked_fill(hidden, 0), want_lse.masked_fill(hidden, 0), atol=1e-4, dtype=torch.float32, label="lse")
+    assert torch.equal(lse.isneginf(), hidden), (
+        f"lse is -inf for {count} entries, expected {int(hidden.sum())}"
+    )
+    assert_equal(
+        lse.masked_fill(hidden, 0),
+        want_lse.masked_fill(hidden, 0),
+        atol=1e-4,
+        dtype=torch.float32,
+        label="lse",
+    )
 
 
 @check("9.1")
@@ -70,7 +94,9 @@ def test_no_matrix_of_all_scores(impl, seed):
 
 @check("9.1")
 def test_unseen_tiles_are_never_read(impl, seed):
-    """With a window and a causal mask: keys that no query sees lie in tiles that are skipped, NaN and all."""
+    """With a window and a causal mask: keys that no query sees lie in tiles that are skipped, NaN
+    and all.
+    """
     inputs = tile_inputs(seed, 8, 32, window=4)
     want = at_once(**inputs)[0]
     poison_(inputs["k"][:16])
@@ -82,7 +108,9 @@ def test_unseen_tiles_are_never_read(impl, seed):
 def test_tiles_of_bfloat16(impl, seed):
     """out keeps the dtype; sums are wide, or a long row loses them."""
     inputs = tile_inputs(seed, 8, 400, 1, 1, causal=False)
-    inputs |= {name: inputs[name].bfloat16() for name in "qkv"} | {"v": inputs["v"].abs().bfloat16() + 4}
+    inputs |= {name: inputs[name].bfloat16() for name in "qkv"} | {
+        "v": inputs["v"].abs().bfloat16() + 4
+    }
     out, lse = call(impl, inputs)
     want, want_lse = at_once(**inputs)
     assert_equal(out, want, atol=7e-2, dtype=torch.bfloat16, label="out")
@@ -92,8 +120,16 @@ def test_tiles_of_bfloat16(impl, seed):
 @check("9.1")
 def test_example_tiles(impl, seed):
     column = lambda *x: torch.tensor(x, dtype=torch.float64).view(-1, 1, 1)
-    out, lse = call(impl, dict(q=column(1, 1, 1), k=column(0, 0, 0.6931471805599453), v=column(3, 6, 12), softmax_scale=1.0,
-                               tiles=Tiles(1, 2)))
+    out, lse = call(
+        impl,
+        dict(
+            q=column(1, 1, 1),
+            k=column(0, 0, 0.6931471805599453),
+            v=column(3, 6, 12),
+            softmax_scale=1.0,
+            tiles=Tiles(1, 2),
+        ),
+    )
     assert_equal(out, column(3, 4.5, 8.25), atol=1e-9, label="out")
     assert_equal(lse[2, 0].item(), 1.3862943611198906, atol=1e-9, label="lse of query 2")
 
@@ -103,10 +139,16 @@ def test_example_tiles(impl, seed):
 SINK_CASES = {
     "one_tile": (dict(), "16 queries, 16 keys, D 16, one tile of everything"),
     "two_tiles": (dict(keys=32, kind="ascending"), "the maximum grows: l and acc are rescaled"),
-    "tail_of_keys": (dict(keys=21, kind="all_negative"), "a key beyond the last scores 0 and would win"),
+    "tail_of_keys": (
+        dict(keys=21, kind="all_negative"),
+        "a key beyond the last scores 0 and would win",
+    ),
     "tail_of_queries": (dict(queries=19), "rows beyond the last are not written"),
     "head_of_20": (dict(dim=20, keys=5), "20 of 32 columns exist"),
-    "large_scores": (dict(kind="large_logits"), "exp overflows unless the maximum leaves the sink's"),
+    "large_scores": (
+        dict(kind="large_logits"),
+        "exp overflows unless the maximum leaves the sink's",
+    ),
     "no_key": (dict(keys=0), "the sink takes all"),
 }
 
@@ -123,7 +165,9 @@ def test_sinks(impl, case, seed):
     inputs = sink_inputs(seed, **SINK_CASES[case][0])
     want = torch.zeros_like(inputs["q"], dtype=torch.float64)
     if len(inputs["k"]):
-        want = naive.attention(*(inputs[name].double() for name in "qkv"), causal=False, sinks=inputs["sinks"].double())[0]
+        want = naive.attention(
+            *(inputs[name].double() for name in "qkv"), causal=False, sinks=inputs["sinks"].double()
+        )[0]
     with poisoned_empty():
         compare(impl, inputs, want=want, atol=1e-4, dtype=torch.float32)
 
@@ -132,7 +176,9 @@ def test_sinks(impl, case, seed):
 def test_each_head_has_its_sink(impl, seed):
     inputs = sink_inputs(seed, 3, 4, heads=3)
     inputs["sinks"] = torch.tensor([-20.0, 0.0, 3.0], device=inputs["q"].device)
-    want = naive.attention(*(inputs[name].double() for name in "qkv"), causal=False, sinks=inputs["sinks"].double())[0]
+    want = naive.attention(
+        *(inputs[name].double() for name in "qkv"), causal=False, sinks=inputs["sinks"].double()
+    )[0]
     compare(impl, inputs, want=want, atol=1e-4, dtype=torch.float32)
 
 
@@ -140,30 +186,55 @@ def test_each_head_has_its_sink(impl, seed):
 
 TRAFFIC_CASES = {
     "example": ((4, 1, 8, 2, 2), (3, 1, 256, 128), "the docstring's"),
-    "one_tile": ((16, 2, 32, 4, 16), (1, 0, 2 * (16 * 128 + 16 * 256), 4 * 2 * 256 * 4), "the diagonal alone"),
-    "prefill_8k": ((8192, 32, 128, 2, 128), (2080, 2016, 4429185024, 17179869184), "4.4 GB against 17 GB, and no cache helped"),
+    "one_tile": (
+        (16, 2, 32, 4, 16),
+        (1, 0, 2 * (16 * 128 + 16 * 256), 4 * 2 * 256 * 4),
+        "the diagonal alone",
+    ),
+    "prefill_8k": (
+        (8192, 32, 128, 2, 128),
+        (2080, 2016, 4429185024, 17179869184),
+        "4.4 GB against 17 GB, and no cache helped",
+    ),
 }
 
 
 @check("9.3", {case: why for case, (*_, why) in TRAFFIC_CASES.items()}, seconds=5)
 def test_predicted_traffic(impl, case, seed):
     numbers, want, _ = TRAFFIC_CASES[case]
-    got = call(impl, dict(zip(("num_tokens", "num_heads", "head_dim", "itemsize", "block"), numbers)))
-    assert isinstance(got, tuple) and len(got) == 4, f"your result is {got!r}, expected a tuple of four numbers"
-    for what, mine, right in zip(("tiles visited", "tiles without a mask", "bytes read", "bytes of naive scores"), got, want):
+    got = call(
+        impl, dict(zip(("num_tokens", "num_heads", "head_dim", "itemsize", "block"), numbers))
+    )
+    assert isinstance(got, tuple) and len(got) == 4, (
+        f"your result is {got!r}, expected a tuple of four numbers"
+    )
+    for what, mine, right in zip(
+        ("tiles visited", "tiles without a mask", "bytes read", "bytes of naive scores"), got, want
+    ):
         assert_equal(mine, right, label=what)
 
 
 @check("9.3", seconds=5)
 def test_traffic_by_counting(impl, seed):
     draw = random.Random(seed)
-    block, heads, dim, itemsize = draw.choice([8, 16]), draw.randint(2, 4), draw.choice([32, 64]), draw.choice([1, 2, 4])
+    block, heads, dim, itemsize = (
+        draw.choice([8, 16]),
+        draw.randint(2, 4),
+        draw.choice([32, 64]),
+        draw.choice([1, 2, 4]),
+    )
     tokens = block * draw.randint(3, 6)
     sees = causal_mask(tokens, tokens).unflatten(0, (-1, block)).unflatten(2, (-1, block))
     visited, full = int(sees.any(3).any(1).sum()), int(sees.all(3).all(1).sum())
     read = heads * dim * itemsize * (tokens + visited * 2 * block)
-    got = call(impl, dict(num_tokens=tokens, num_heads=heads, head_dim=dim, itemsize=itemsize, block=block))
-    assert_equal(tuple(got), (visited, full, read, 4 * heads * tokens * tokens * itemsize), label="your numbers")
+    got = call(
+        impl, dict(num_tokens=tokens, num_heads=heads, head_dim=dim, itemsize=itemsize, block=block)
+    )
+    assert_equal(
+        tuple(got),
+        (visited, full, read, 4 * heads * tokens * tokens * itemsize),
+        label="your numbers",
+    )
 
 
 # ---------------------------------------------------------------- 9.4 which keys
@@ -173,16 +244,26 @@ RANGE_CASES = {
     "chunk": (dict(queries=7, keys=23), "fewer queries than keys: aligned bottom right"),
     "more_queries": (dict(queries=23, keys=7), "the first tiles see nothing at all"),
     "full": (dict(queries=10, keys=21, causal=False), "no mask, but a last tile that is not whole"),
-    "window": (dict(queries=29, keys=29, window=5), "the first query of a tile reaches furthest back"),
-    "window_into_a_tile": (dict(queries=29, keys=29, window=6), "it reaches back to the last key of a tile, and so to the tile"),
+    "window": (
+        dict(queries=29, keys=29, window=5),
+        "the first query of a tile reaches furthest back",
+    ),
+    "window_into_a_tile": (
+        dict(queries=29, keys=29, window=6),
+        "it reaches back to the last key of a tile, and so to the tile",
+    ),
     "window_of_one": (dict(queries=29, keys=29, window=1), "the diagonal alone"),
-    "uneven_tiles": (dict(queries=30, keys=37, block_m=8, block_n=3), "tiles of queries and of keys differ"),
+    "uneven_tiles": (
+        dict(queries=30, keys=37, block_m=8, block_n=3),
+        "tiles of queries and of keys differ",
+    ),
 }
 
 
 def right_ranges(queries, keys, tiles, causal, window):
     """(begin, full_end, end) of every tile of queries, from the mask itself."""
-    rows = -(-queries // tiles.block_m) * tiles.block_m  # the last tile is counted as if it were whole
+    # the last tile is counted as if it were whole
+    rows = -(-queries // tiles.block_m) * tiles.block_m
     at = torch.arange(rows)[:, None] + keys - queries
     key = torch.arange(keys)
     below = (key <= at) if causal else torch.ones(rows, keys, dtype=torch.bool)
@@ -192,20 +273,36 @@ def right_ranges(queries, keys, tiles, causal, window):
         visible = seen[part].any(0).nonzero().view(-1).tolist()
         whole = below[part].all(0).tolist()
         full_end = 0
-        while full_end + tiles.block_n <= keys and all(whole[full_end:full_end + tiles.block_n]):
+        while full_end + tiles.block_n <= keys and all(whole[full_end : full_end + tiles.block_n]):
             full_end += tiles.block_n
-        yield start_m, (visible[0] // tiles.block_n * tiles.block_n if visible and window else 0), full_end, \
-            (min(visible[-1] + 1, keys) if visible else 0)
+        yield (
+            start_m,
+            (visible[0] // tiles.block_n * tiles.block_n if visible and window else 0),
+            full_end,
+            (min(visible[-1] + 1, keys) if visible else 0),
+        )
 
 
 @check("9.4", {case: why for case, (_, why) in RANGE_CASES.items()}, seconds=5)
 def test_ranges(impl, case, seed):
-    options = dict(queries=18, keys=18, block_m=4, block_n=4, causal=True, window=None) | RANGE_CASES[case][0]
+    options = (
+        dict(queries=18, keys=18, block_m=4, block_n=4, causal=True, window=None)
+        | RANGE_CASES[case][0]
+    )
     tiles = Tiles(options["block_m"], options["block_n"])
     arguments = options["queries"], options["keys"], tiles, options["causal"], options["window"]
     for start_m, begin, full_end, end in right_ranges(*arguments):
-        got = call(impl, dict(start_m=start_m, num_queries=arguments[0], num_keys=arguments[1], tiles=tiles,
-                              causal=arguments[3], window=arguments[4]))
+        got = call(
+            impl,
+            dict(
+                start_m=start_m,
+                num_queries=arguments[0],
+                num_keys=arguments[1],
+                tiles=tiles,
+                causal=arguments[3],
+                window=arguments[4],
+            ),
+        )
         want = (min(begin, full_end), full_end, end)
         which = f"queries {start_m} to {start_m + tiles.block_m - 1}"
         assert tuple(got) == want, f"{which}: your range is {tuple(got)}, expected {want}"
@@ -219,14 +316,27 @@ def test_attention_by_these_ranges(impl, seed):
         queries, keys = draw.randint(1, 30), draw.randint(1, 30)
         causal, tiles = draw.random() < 0.8, Tiles(draw.choice([2, 4, 8]), draw.choice([2, 4, 8]))
         window = draw.choice([None, 1, 4, 9]) if causal else None
-        sees = causal_mask(queries, keys, window) if causal else torch.ones(queries, keys, dtype=torch.bool)
+        sees = (
+            causal_mask(queries, keys, window)
+            if causal
+            else torch.ones(queries, keys, dtype=torch.bool)
+        )
         walked = torch.zeros_like(sees)
         for start_m in range(0, queries, tiles.block_m):
             rows = slice(start_m, start_m + tiles.block_m)
-            begin, full_end, end = impl(start_m=start_m, num_queries=queries, num_keys=keys, tiles=tiles, causal=causal,
-                                        window=window)
+            begin, full_end, end = impl(
+                start_m=start_m,
+                num_queries=queries,
+                num_keys=keys,
+                tiles=tiles,
+                causal=causal,
+                window=window,
+            )
             for start_n in range(begin, end, tiles.block_n):
                 tile = (rows, slice(start_n, start_n + tiles.block_n))
                 walked[tile] = sees[tile] if start_n >= full_end or window else True
-        assert torch.equal(walked, sees), f"{queries} queries, {keys} keys, {tiles}, causal={causal}, window={window}: " \
-            f"{int((walked & ~sees).sum())} hidden pairs were seen, {int((sees & ~walked).sum())} pairs were left out"
+        assert torch.equal(walked, sees), (
+            f"{queries} queries, {keys} keys, {tiles}, causal={causal}, window={window}: "
+            f"{int((walked & ~sees).sum())} hidden pairs were seen, {int((sees & ~walked).sum())} "
+            f"pairs were left out"
+        )

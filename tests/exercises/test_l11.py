@@ -1,4 +1,7 @@
-"""Checks of lesson 11's exercises. Each exists because it rejects a named wrong answer (wrong/l11.py)."""
+"""Checks of lesson 11's exercises. Each exists because it rejects a named wrong answer
+(wrong/l11.py).
+"""
+
 import itertools
 import random
 
@@ -6,7 +9,7 @@ import torch
 
 from lessons.l11_cuda_graphs.simulator import SimulatedGraph, SimulatedGraphs
 from lessons.l11_cuda_graphs.slots import SlotCache, decode_logits
-from lessons.toolbox.config import ModelConfig
+from lessons.toolbox.model.config import ModelConfig
 from solutions.l11_cuda_graphs import State, noise
 from tests.exercises.checking import assert_equal, call, check
 
@@ -15,16 +18,24 @@ from tests.exercises.checking import assert_equal, call, check
 
 def padded_rows(steps, buckets):
     """Rows of padding over all steps, each in the smallest bucket that holds it."""
-    return sum(count * (min(b for b in buckets if b >= size) - size) for size, count in steps.items())
+    return sum(
+        count * (min(b for b in buckets if b >= size) - size) for size, count in steps.items()
+    )
 
 
 def assert_fewest_rows(impl, steps, num_graphs, fewest=None):
     """The buckets serve every step, are few enough, and pad no more rows than the best choice."""
     got = call(impl, dict(steps=steps, num_graphs=num_graphs))
-    assert isinstance(got, list) and all(isinstance(b, int) for b in got), f"your result is {got!r}, expected a list of integers"
+    assert isinstance(got, list) and all(isinstance(b, int) for b in got), (
+        f"your result is {got!r}, expected a list of integers"
+    )
     assert got == sorted(set(got)), f"your buckets {got} are not ascending, or one comes twice"
-    assert len(got) <= num_graphs, f"your buckets {got} are {len(got)} graphs, {num_graphs} are allowed"
-    assert got and got[-1] >= max(steps), f"your buckets {got} hold no batch of {max(steps)}, which was observed"
+    assert len(got) <= num_graphs, (
+        f"your buckets {got} are {len(got)} graphs, {num_graphs} are allowed"
+    )
+    assert got and got[-1] >= max(steps), (
+        f"your buckets {got} hold no batch of {max(steps)}, which was observed"
+    )
     if fewest is None:
         choices = itertools.combinations(sorted(steps), min(num_graphs, len(steps)))
         fewest = min(padded_rows(steps, choice) for choice in choices if choice[-1] == max(steps))
@@ -35,10 +46,26 @@ BUCKET_CASES = {  # name: (steps, num_graphs, why)
     "example": ({1: 50, 3: 10, 4: 10, 7: 1}, 2, "the docstring's"),
     "one_graph": ({2: 5, 9: 1}, 1, "a single graph must hold the largest batch"),
     "enough_graphs": ({1: 5, 6: 2, 11: 3}, 5, "as many graphs as sizes: no padding at all"),
-    "no_powers_of_two": ({3: 100, 6: 100, 12: 100, 16: 1}, 3, "sizes are what the server sees, not powers of two"),
-    "a_rare_large_batch": ({1: 1000, 2: 900, 3: 800, 4: 700, 64: 1}, 3, "one rare batch needs a graph, no more"),
-    "counts_decide": ({1: 1, 2: 500, 3: 1, 4: 500, 8: 1}, 3, "a size that is frequent deserves its own graph"),
-    "greedy_fails": ({1: 4, 2: 5, 3: 6, 4: 5, 5: 4}, 2, "the best single cut is not among the ends"),
+    "no_powers_of_two": (
+        {3: 100, 6: 100, 12: 100, 16: 1},
+        3,
+        "sizes are what the server sees, not powers of two",
+    ),
+    "a_rare_large_batch": (
+        {1: 1000, 2: 900, 3: 800, 4: 700, 64: 1},
+        3,
+        "one rare batch needs a graph, no more",
+    ),
+    "counts_decide": (
+        {1: 1, 2: 500, 3: 1, 4: 500, 8: 1},
+        3,
+        "a size that is frequent deserves its own graph",
+    ),
+    "greedy_fails": (
+        {1: 4, 2: 5, 3: 6, 4: 5, 5: 4},
+        2,
+        "the best single cut is not among the ends",
+    ),
 }
 
 
@@ -67,24 +94,52 @@ def test_many_sizes(impl, seed):
 
 STEP_CASES = {  # name: (arguments, the answer, why)
     "example": ((1000, 9.6e9, 1e5, 4800, 10, 4.8e12), (6000.0, 3000.0, 40), "the docstring's"),
-    "llama_3_8b": ((970, 15.0e9, 131072, 4096, 1, 4.8e12), (5820.0, 3236.848106666667, 25),
-                   "one sequence: launch-bound; from 25 on the bytes take longer"),
-    "bandwidth_bound": ((970, 15.0e9, 131072, 4096, 64, 4.8e12), (10283.278826666667, 10283.278826666667, 25),
-                        "at 64 sequences a graph gains nothing"),
-    "tiny": ((190, 2.4e7, 6144, 512, 1, 4.8e12), (1140.0, 12.0, 1732), "both are bound by launches"),
-    "already_bound": ((10, 4.8e9, 1e5, 100, 3, 4.8e12), (1006.25, 1006.25, 1), "the weights alone take longer: from batch 1 on"),
+    "llama_3_8b": (
+        (970, 15.0e9, 131072, 4096, 1, 4.8e12),
+        (5820.0, 3236.848106666667, 25),
+        "one sequence: launch-bound; from 25 on the bytes take longer",
+    ),
+    "bandwidth_bound": (
+        (970, 15.0e9, 131072, 4096, 64, 4.8e12),
+        (10283.278826666667, 10283.278826666667, 25),
+        "at 64 sequences a graph gains nothing",
+    ),
+    "tiny": (
+        (190, 2.4e7, 6144, 512, 1, 4.8e12),
+        (1140.0, 12.0, 1732),
+        "both are bound by launches",
+    ),
+    "already_bound": (
+        (10, 4.8e9, 1e5, 100, 3, 4.8e12),
+        (1006.25, 1006.25, 1),
+        "the weights alone take longer: from batch 1 on",
+    ),
     "exactly": ((1000, 0.0, 4.8e5, 100, 60, 4.8e12), (6000.0, 600.0, 600), "equal is enough"),
-    "slow_launch": ((100, 4.8e8, 4.8e4, 100, 10, 4.8e12, 20.0, 300.0), (2000.0, 300.0, 1900), "costs come from the caller"),
+    "slow_launch": (
+        (100, 4.8e8, 4.8e4, 100, 10, 4.8e12, 20.0, 300.0),
+        (2000.0, 300.0, 1900),
+        "costs come from the caller",
+    ),
 }
 
 
 @check("11.2", {case: why for case, (*_, why) in STEP_CASES.items()}, seconds=5)
 def test_step_us(impl, case, seed):
     numbers, want, _ = STEP_CASES[case]
-    names = ("num_launches", "weight_bytes", "kv_bytes_per_token", "context", "batch", "memory_bytes_per_s", "launch_us",
-             "graph_us")
+    names = (
+        "num_launches",
+        "weight_bytes",
+        "kv_bytes_per_token",
+        "context",
+        "batch",
+        "memory_bytes_per_s",
+        "launch_us",
+        "graph_us",
+    )
     got = call(impl, dict(zip(names, numbers)))
-    assert isinstance(got, tuple) and len(got) == 3, f"your result is {got!r}, expected a tuple of three numbers"
+    assert isinstance(got, tuple) and len(got) == 3, (
+        f"your result is {got!r}, expected a tuple of three numbers"
+    )
     for what, mine, right in zip(("µs launched one by one", "µs as a graph"), got, want):
         assert_equal(mine, right, rtol=1e-9, label=what)
     assert_equal(got[2], want[2], label="the batch from which on a graph gains nothing")
@@ -92,11 +147,16 @@ def test_step_us(impl, case, seed):
 
 # ---------------------------------------------------------------- 11.3 a step that cannot be captured
 
+
 def toy_state(seed, rows, capacity=6, dim=4, vocab_size=50):
     g = torch.Generator().manual_seed(seed)
-    return State(torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64),
-                 torch.randn(rows, capacity, dim, generator=g), torch.zeros((), dtype=torch.int64),
-                 torch.randn(vocab_size, dim, generator=g))
+    return State(
+        torch.zeros(rows, dtype=torch.int64),
+        torch.zeros(rows, dtype=torch.int64),
+        torch.randn(rows, capacity, dim, generator=g),
+        torch.zeros((), dtype=torch.int64),
+        torch.randn(vocab_size, dim, generator=g),
+    )
 
 
 def by_loops(state):
@@ -115,10 +175,19 @@ def by_loops(state):
 
 SCHEDULES = {  # name: (lengths of each step, why)
     "one_row": ([[1], [2], [3], [4]], "one sequence that grows"),
-    "batch": ([[1, 3], [2, 4], [3, 5], [4, 6]], "two sequences of different lengths, up to the last row of the memory"),
-    "padding": ([[2, 0, 3], [3, 0, 4], [0, 2, 5]], "rows of padding, first in the middle, then elsewhere"),
+    "batch": (
+        [[1, 3], [2, 4], [3, 5], [4, 6]],
+        "two sequences of different lengths, up to the last row of the memory",
+    ),
+    "padding": (
+        [[2, 0, 3], [3, 0, 4], [0, 2, 5]],
+        "rows of padding, first in the middle, then elsewhere",
+    ),
     "longer_than_at_capture": ([[1, 1], [6, 2], [5, 6]], "lengths that the capture did not see"),
-    "shorter_than_at_capture": ([[6, 6], [1, 2], [2, 1]], "a new sequence in an old row: what is left there does not count"),
+    "shorter_than_at_capture": (
+        [[6, 6], [1, 2], [2, 1]],
+        "a new sequence in an old row: what is left there does not count",
+    ),
 }
 
 
@@ -129,7 +198,9 @@ def test_replayed_tokens(impl, case, seed):
     mine.lengths.copy_(torch.tensor(schedule[0]))
     graph, memory = SimulatedGraph(), mine.memory
     out = graph.record(lambda: impl(mine))
-    assert isinstance(out, torch.Tensor) and out.shape == mine.tokens.shape, f"your step returned {out!r}, expected a tensor [B]"
+    assert isinstance(out, torch.Tensor) and out.shape == mine.tokens.shape, (
+        f"your step returned {out!r}, expected a tensor [B]"
+    )
     for turn, lengths in enumerate(schedule):
         tokens = torch.tensor([draw.randrange(50) for _ in lengths])
         for state in (mine, reference):
@@ -144,34 +215,57 @@ def test_replayed_tokens(impl, case, seed):
 
 @check("11.3", seconds=10)
 def test_nothing_is_replaced(impl, seed):
-    """The tensors of `state` are the same objects afterwards, and the caller's inputs hold what they held."""
+    """The tensors of `state` are the same objects afterwards, and the caller's inputs hold what
+    they held.
+    """
     state = toy_state(seed, 2)
     state.lengths.copy_(torch.tensor([2, 0]))
     before = dict(vars(state))
     SimulatedGraph().record(lambda: impl(state))
     for name, tensor in before.items():
-        assert getattr(state, name) is tensor, f"your step put another tensor into state.{name}: the graph keeps the old one"
+        assert getattr(state, name) is tensor, (
+            f"your step put another tensor into state.{name}: the graph keeps the old one"
+        )
     impl(state)
-    assert_equal((state.lengths.tolist(), state.tokens.tolist()), ([2, 0], [0, 0]), label="lengths and tokens after the step")
+    assert_equal(
+        (state.lengths.tolist(), state.tokens.tolist()),
+        ([2, 0], [0, 0]),
+        label="lengths and tokens after the step",
+    )
 
 
 # ---------------------------------------------------------------- 11.4 the runner
 
-CONFIG = ModelConfig("llama", vocab_size=31, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-                     head_dim=4, intermediate_size=8, max_position_embeddings=64)
+CONFIG = ModelConfig(
+    "llama",
+    vocab_size=31,
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    intermediate_size=8,
+    max_position_embeddings=64,
+)
 CAPACITY = 8
 
 
 class ToyDecoder:
-    """One layer of attention over vectors that depend on token and position: a decoder as far as a runner can see, and quick."""
+    """One layer of attention over vectors that depend on token and position: a decoder as far as a
+    runner can see, and quick.
+    """
 
     def __init__(self, generator):
         self.config, self.device = CONFIG, torch.device("cpu")
-        self.embedding, self.k, self.v = (torch.randn(31, size, generator=generator, dtype=torch.float64) for size in (8, 4, 4))
+        self.embedding, self.k, self.v = (
+            torch.randn(31, size, generator=generator, dtype=torch.float64) for size in (8, 4, 4)
+        )
 
     def __call__(self, tokens, positions, attend):
         turn = (positions + 1).double().cos()[:, None, None]
-        q, k, v = (table[tokens].unflatten(1, (-1, 4)) for table in (self.embedding, self.k, self.v))
+        q, k, v = (
+            table[tokens].unflatten(1, (-1, 4)) for table in (self.embedding, self.k, self.v)
+        )
         return attend(0, q * turn, k * turn, v).flatten(1)
 
     def logits(self, hidden):
@@ -194,12 +288,16 @@ class CountingGraphs(SimulatedGraphs):
 
 
 def runner_setup(impl, seed, rows=4, buckets=None):
-    """A runner over a cache filled with random rows, the graphs that it has, and the same cache for an eager step."""
+    """A runner over a cache filled with random rows, the graphs that it has, and the same cache for
+    an eager step.
+    """
     g = torch.Generator().manual_seed(seed)
     model = ToyDecoder(g)
     mine, reference = (SlotCache(CONFIG, rows, CAPACITY, torch.float64) for _ in range(2))
     for name in ("keys", "values"):
-        getattr(mine, name).copy_(torch.randn(getattr(mine, name).shape, generator=g, dtype=torch.float64))
+        getattr(mine, name).copy_(
+            torch.randn(getattr(mine, name).shape, generator=g, dtype=torch.float64)
+        )
         getattr(reference, name).copy_(getattr(mine, name))
     graphs = CountingGraphs()
     return impl(model, mine, graphs, buckets), model, mine, reference, graphs
@@ -207,8 +305,14 @@ def runner_setup(impl, seed, rows=4, buckets=None):
 
 def step_columns(draw, lengths):
     """inputs: [4, B] of a step whose sequences hold `lengths` tokens before it."""
-    return torch.tensor([[draw.randrange(31) for _ in lengths], lengths,
-                         [row * CAPACITY + n for row, n in enumerate(lengths)], [n + 1 for n in lengths]])
+    return torch.tensor(
+        [
+            [draw.randrange(31) for _ in lengths],
+            lengths,
+            [row * CAPACITY + n for row, n in enumerate(lengths)],
+            [n + 1 for n in lengths],
+        ]
+    )
 
 
 RUNS = {  # name: (buckets, lengths before each step, why)
@@ -218,13 +322,19 @@ RUNS = {  # name: (buckets, lengths before each step, why)
     "shrinks": (None, [[1, 2, 3, 4], [2, 3, 4], [3, 4], [4]], "sequences leave: 4, 3, 2, 1"),
     "grows": (None, [[1], [2, 5], [3, 6, 2], [4, 7, 3, 6]], "sequences come: 1, 2, 3, 4"),
     "unsorted_buckets": ([4, 1, 3], [[2, 2], [3, 3, 1], [4]], "buckets in any order"),
-    "a_row_is_taken_over": ([4], [[1, 2, 3, 6], [2, 3], [3, 4]], "who has left writes no more: its row may be another's by then"),
+    "a_row_is_taken_over": (
+        [4],
+        [[1, 2, 3, 6], [2, 3], [3, 4]],
+        "who has left writes no more: its row may be another's by then",
+    ),
 }
 
 
 @check("11.4", {case: why for case, (*_, why) in RUNS.items()}, seconds=20)
 def test_logits_and_cache(impl, case, seed):
-    """All results are looked at in the end, and every slot of the cache but the one that is nobody's."""
+    """All results are looked at in the end, and every slot of the cache but the one that is
+    nobody's.
+    """
     buckets, steps, _ = RUNS[case]
     runner, model, mine, reference, _ = runner_setup(impl, seed, buckets=buckets)
     draw, results = random.Random(seed), []
@@ -232,14 +342,21 @@ def test_logits_and_cache(impl, case, seed):
         inputs = step_columns(draw, lengths)
         if len(lengths) < 3:  # somebody else's prompt in the last row
             for cache in (mine, reference):
-                cache.keys[:, 3 * CAPACITY:-1] = cache.values[:, 3 * CAPACITY:-1] = 0.5
+                cache.keys[:, 3 * CAPACITY : -1] = cache.values[:, 3 * CAPACITY : -1] = 0.5
         want = decode_logits(model, reference, inputs, CAPACITY)
         results.append((call(lambda inputs: runner(inputs), dict(inputs=inputs)), want))
         inputs.fill_(1)  # the caller reuses its tensor
     for turn, (got, want) in enumerate(results):
-        assert_equal(got, want, atol=1e-9, label=f"the logits of step {turn + 1}, looked at after the last")
+        assert_equal(
+            got, want, atol=1e-9, label=f"the logits of step {turn + 1}, looked at after the last"
+        )
     for name in ("keys", "values"):
-        assert_equal(getattr(mine, name)[:, :-1], getattr(reference, name)[:, :-1], atol=1e-9, label=f"cache.{name}")
+        assert_equal(
+            getattr(mine, name)[:, :-1],
+            getattr(reference, name)[:, :-1],
+            atol=1e-9,
+            label=f"cache.{name}",
+        )
 
 
 @check("11.4", seconds=20)
@@ -248,28 +365,52 @@ def test_capturing_changes_no_row(impl, seed):
     assert_equal(mine.keys[:, :-1], reference.keys[:, :-1], label="cache.keys after the captures")
 
 
-@check("11.4", {"given": "buckets [1, 2, 4]", "unsorted": "buckets [2, 4, 1]", "default": "a cache of 6 rows: 1, 2, 4, 6"},
-       seconds=20)
+@check(
+    "11.4",
+    {
+        "given": "buckets [1, 2, 4]",
+        "unsorted": "buckets [2, 4, 1]",
+        "default": "a cache of 6 rows: 1, 2, 4, 6",
+    },
+    seconds=20,
+)
 def test_captures_and_replays(impl, case, seed):
-    """Each bucket once, the largest first, none later; a step replays the smallest bucket that holds it, once."""
-    rows, buckets = (6, None) if case == "default" else (4, [1, 2, 4] if case == "given" else [2, 4, 1])
+    """Each bucket once, the largest first, none later; a step replays the smallest bucket that
+    holds it, once.
+    """
+    rows, buckets = (
+        (6, None) if case == "default" else (4, [1, 2, 4] if case == "given" else [2, 4, 1])
+    )
     runner, *_, graphs = runner_setup(impl, seed, rows, buckets)
     expected = sorted(buckets or [1, 2, 4, 6], reverse=True)
     assert_equal(graphs.captures, expected, label="the batch sizes of your captures")
     batches, draw = [2, 1, 3, 4, *([5] if rows == 6 else [])], random.Random(seed)
     for batch in batches:
         runner(step_columns(draw, [2] * batch))
-    assert_equal(graphs.replays, [min(b for b in expected if b >= batch) for batch in batches], label="the batch sizes replayed")
+    assert_equal(
+        graphs.replays,
+        [min(b for b in expected if b >= batch) for batch in batches],
+        label="the batch sizes replayed",
+    )
     assert_equal(graphs.captures, expected, label="the captures after these steps")
 
 
-@check("11.4", {"batch": "more sequences than the largest bucket", "bucket_above": "a bucket larger than the cache's rows",
-                "bucket_below": "a bucket of 0"}, seconds=20)
+@check(
+    "11.4",
+    {
+        "batch": "more sequences than the largest bucket",
+        "bucket_above": "a bucket larger than the cache's rows",
+        "bucket_below": "a bucket of 0",
+    },
+    seconds=20,
+)
 def test_refuses(impl, case, seed):
     buckets = {"batch": [1, 2], "bucket_above": [2, 5], "bucket_below": [0, 2]}[case]
     captures = []
     try:
-        runner, *_ = runner_setup(lambda m, c, g, b: (captures.append(g), impl(m, c, g, b))[1], seed, buckets=buckets)
+        runner, *_ = runner_setup(
+            lambda m, c, g, b: (captures.append(g), impl(m, c, g, b))[1], seed, buckets=buckets
+        )
         if case == "batch":
             runner(step_columns(random.Random(seed), [1, 1, 1]))
             raise AssertionError(f"expected a ValueError for 3 sequences and buckets {buckets}")

@@ -1,11 +1,13 @@
-"""The test of the tests: what the checks of every exercise reject and accept; then the generator, which loses nobody's work."""
+"""The test of the tests: what the checks of every exercise reject and accept; then the generator,
+which loses nobody's work.
+"""
+
 import os
 import random
 
 import pytest
 
-from lessons.toolbox.exercise_loading import load_exercise, load_file
-from lessons.toolbox.exercises import (
+from lessons.toolbox.exercises.exercise import (
     EXERCISES,
     SOLUTIONS,
     ExerciseError,
@@ -18,6 +20,7 @@ from lessons.toolbox.exercises import (
     untouched_line,
     write_stub,
 )
+from lessons.toolbox.exercises.loading import load_exercise, load_file
 from tests.exercises.checking import tolerances_times
 from tests.exercises.killing import kill_matrix, runs_of
 from tests.exercises.running import NOT_RUN, PASS, TODO
@@ -27,10 +30,11 @@ ALL = all_exercises()
 each_exercise = pytest.mark.parametrize("entry", ALL, ids=[entry.id for entry in ALL])
 each_file = pytest.mark.parametrize("solution", solution_files(), ids=lambda path: path.name[:3])
 SLACK, SEEDS = 0.5, 20
-FRESH_SEED = random.randrange(10 ** 6)  # named in every message that depends on it
+FRESH_SEED = random.randrange(10**6)  # named in every message that depends on it
 
 
 # ---------------------------------------------------------------- every exercise of the course
+
 
 @each_exercise
 def test_every_wrong_answer_is_rejected(entry):
@@ -44,7 +48,10 @@ def test_every_wrong_answer_is_rejected(entry):
 def test_every_check_rejects_something(entry):
     used = {name for killed_by in kill_matrix(entry, FRESH_SEED).values() for name in killed_by}
     useless = sorted({run.name for run in runs_of(entry)} - used)
-    assert not useless, f"seed {FRESH_SEED}: these checks reject no wrong answer, add one or drop the check: {useless}"
+    assert not useless, (
+        f"seed {FRESH_SEED}: these checks reject no wrong answer, add one or drop the check: "
+        f"{useless}"
+    )
 
 
 @each_exercise
@@ -73,7 +80,9 @@ def test_right_answers_pass_with_slack(entry):
 
 @each_file
 def test_registries_name_only_known_exercises(solution):
-    unknown = answers_of(solution.name[1:3]).exercise_ids() - {entry.id for entry in read_exercises(solution)}
+    unknown = answers_of(solution.name[1:3]).exercise_ids() - {
+        entry.id for entry in read_exercises(solution)
+    }
     assert not unknown
 
 
@@ -83,7 +92,9 @@ def test_exercise_file_comes_from_its_solution(solution):
     text = (EXERCISES / solution.name).read_text(encoding="utf-8")
     if is_edited(text) and "CI" not in os.environ:
         pytest.skip("somebody solved exercises in it")
-    assert text == generate(solution), f"run: python -m lessons.toolbox.exercises generate {solution.name[1:3]}"
+    assert text == generate(solution), (
+        f"run: python -m lessons.toolbox.exercises generate {solution.name[1:3]}"
+    )
 
 
 @each_file
@@ -94,14 +105,17 @@ def test_stub_keeps_imports_and_docstrings(solution, tmp_path):
     for entry in read_exercises(solution):
         assert getattr(left, entry.name).__doc__ == getattr(solved, entry.name).__doc__
         assert "Example" in getattr(left, entry.name).__doc__, "a docstring holds a worked example"
-    assert [line for line in stub.read_text().splitlines() if line.startswith(("import ", "from "))] == [
-        line for line in solution.read_text().splitlines() if line.startswith(("import ", "from "))]
+    assert [
+        line for line in stub.read_text().splitlines() if line.startswith(("import ", "from "))
+    ] == [
+        line for line in solution.read_text().splitlines() if line.startswith(("import ", "from "))
+    ]
 
 
 # ---------------------------------------------------------------- generating
 
 SOURCE = '''\
-from lessons.toolbox.exercises import exercise
+from lessons.toolbox.exercises.exercise import exercise
 
 
 @exercise("2.1", "Say \\"one\\"", minutes=5, difficulty=1)
@@ -134,29 +148,42 @@ def solution(tmp_path):
 
 def test_stub_text(solution):
     body = generate(solution).split("# ruff: noqa\n")[1]
-    assert body == SOURCE.replace('''        # SOLUTION
+    assert body == SOURCE.replace(
+        """        # SOLUTION
         return 1
         # STUB
         # if x == 2:
         #     return 2
         # END
-''', '''        raise NotImplementedError("Exercise 2.1: Say \\"one\\"")
+""",
+        """        raise NotImplementedError("Exercise 2.1: Say \\"one\\"")
         if x == 2:
             return 2
-''').replace('''    # SOLUTION 2.1
+""",
+    ).replace(
+        """    # SOLUTION 2.1
     return 1
     # END
-''', '''    raise NotImplementedError("Exercise 2.1: Say \\"one\\"")
-''')
+""",
+        """    raise NotImplementedError("Exercise 2.1: Say \\"one\\"")
+""",
+    )
 
 
-@pytest.mark.parametrize("old, new, message", [
-    ("        # END\n", "", "line 17: `# SOLUTION` cannot follow here"),
-    ("# SOLUTION 2.1", "# SOLUTION", "lies in no exercise"),
-    ('"2.1"', '"3.1"', "does not belong to this lesson"),
-    ("minutes=5", "minutes=five", "accepted: literals"),
-    ("    # SOLUTION 2.1\n    return 1\n    # END\n", "    # SOLUTION 2.1\n    return 1\n", "has no `# END`"),
-])
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("        # END\n", "", "line 17: `# SOLUTION` cannot follow here"),
+        ("# SOLUTION 2.1", "# SOLUTION", "lies in no exercise"),
+        ('"2.1"', '"3.1"', "does not belong to this lesson"),
+        ("minutes=5", "minutes=five", "accepted: literals"),
+        (
+            "    # SOLUTION 2.1\n    return 1\n    # END\n",
+            "    # SOLUTION 2.1\n    return 1\n",
+            "has no `# END`",
+        ),
+    ],
+)
 def test_markers_that_cannot_work(solution, old, new, message):
     solution.write_text(SOURCE.replace(old, new, 1))
     with pytest.raises(ExerciseError, match=message) as caught:
@@ -168,7 +195,9 @@ def test_a_learners_work_is_never_lost(solution, tmp_path):
     target = tmp_path / solution.name
     assert "written" in write_stub(solution, tmp_path)
     assert "up to date" in write_stub(solution, tmp_path)
-    for n, mine in enumerate(("def one(x): return 'my work'\n", "x\udc80".encode(errors="surrogateescape"), ""), start=1):
+    for n, mine in enumerate(
+        ("def one(x): return 'my work'\n", "x\udc80".encode(errors="surrogateescape"), ""), start=1
+    ):
         target.write_bytes(mine if isinstance(mine, bytes) else mine.encode())
         before = target.read_bytes()
         assert "kept" in write_stub(solution, tmp_path)
@@ -189,9 +218,11 @@ def test_an_untouched_stub_follows_its_solution(solution, tmp_path):
 def test_fingerprint_knows_whose_code_changed():
     entry, other = read_exercises(SOLUTIONS / "l02_naive_attention.py")[:2]
     source = (SOLUTIONS / entry.file).read_text()
-    changed = source.replace("torch.einsum", "torch. einsum").replace("head_dim ** -0.5", "head_dim ** -0.4")
-    assert fingerprint(source.replace("# [B, 1]", "# a comment"), other) == fingerprint(source, other)
+    changed = source.replace("torch.einsum", "torch. einsum").replace(
+        "head_dim ** -0.5", "head_dim ** -0.4"
+    )
+    assert fingerprint(source.replace("# [B, 1]", "# a comment"), other) == fingerprint(
+        source, other
+    )
     assert fingerprint(changed, entry) != fingerprint(source, entry)
     assert fingerprint(changed, other) == fingerprint(source, other)
-
-

@@ -1,9 +1,17 @@
-"""A Gluon kernel for the tests of compile_check: one Hopper matrix multiplication, with layouts and barriers written by hand."""
+"""A Gluon kernel for the tests of compile_check: one Hopper matrix multiplication, with layouts and
+barriers written by hand.
+"""
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
 
-from lessons.toolbox.compile_check import KernelSpec
+from lessons.toolbox.kernels.compile_check import KernelSpec
 
 
 @gluon.jit
@@ -18,7 +26,9 @@ def tile_kernel(a_desc, b_desc, out_desc, num_warps: gl.constexpr):
     tma.async_copy_global_to_shared(a_desc, [0, 0], ready, a)
     tma.async_copy_global_to_shared(b_desc, [0, 0], ready, b)
     mbarrier.wait(ready, 0)
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, 64, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, 64, 16]
+    )
     acc = warpgroup_mma(a, b, gl.zeros([64, 64], gl.float32, layout), use_acc=False)
     out.store(acc.to(out_desc.dtype))
     fence_async_shared()
@@ -27,6 +37,11 @@ def tile_kernel(a_desc, b_desc, out_desc, num_warps: gl.constexpr):
 
 
 TILE = f"tensordesc<bf16[64, 64],{gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)!r}>"
-GLUON = KernelSpec("tests.toolbox.gluon_to_compile:tile_kernel", dict.fromkeys(("a_desc", "b_desc", "out_desc"), TILE),
-                   {"num_warps": 4}, chips=(80, 90))  # 80: has no such instructions, the compiler crashes
+GLUON = KernelSpec(
+    "tests.toolbox.gluon_to_compile:tile_kernel",
+    dict.fromkeys(("a_desc", "b_desc", "out_desc"), TILE),
+    # 80: has no such instructions, the compiler crashes
+    {"num_warps": 4},
+    chips=(80, 90),
+)
 KERNELS = [GLUON]

@@ -1,6 +1,7 @@
 """Small kernels for the tests of compile_check, each made to show one thing."""
-from lessons.toolbox.compile_check import KernelSpec
-from lessons.toolbox.triton_ import tl, triton
+
+from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.toolbox.kernels.triton_ import tl, triton
 
 HALF = tl.constexpr(0.5)
 
@@ -18,7 +19,9 @@ def copy_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def matmul_kernel(a_ptr, b_ptr, out_ptr, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def matmul_kernel(
+    a_ptr, b_ptr, out_ptr, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """One tile of a [BLOCK_M, k] @ [k, BLOCK_N]: the generation's own matrix instruction."""
     m, n, kk = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -54,7 +57,9 @@ def forgiven_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def serial_kernel(a_ptr, b_ptr, out_ptr, k, BLOCK: tl.constexpr):
-    """A last tile after the loop, as causal attention has its diagonal: on Hopper ptxas serialises every WGMMA."""
+    """A last tile after the loop, as causal attention has its diagonal: on Hopper ptxas serialises
+    every WGMMA.
+    """
     m = tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)
     a = tl.load(a_ptr + m[:, None] * BLOCK + m[None, :])
@@ -73,14 +78,46 @@ TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
 TILE = "tensordesc<bf16[64, 64]>"
 HERE = "tests.toolbox.kernels_to_compile:"
 
-COPY = KernelSpec(HERE + "copy_kernel", POINTERS | {"n": "i32"}, {"BLOCK": 1024}, divisible_by_16=("n",))
-COPY_ODD = KernelSpec(HERE + "copy_kernel", POINTERS | {"n": "i32"}, {"BLOCK": 1024}, name="copy, odd n", chips=(90,))
+COPY = KernelSpec(
+    HERE + "copy_kernel", POINTERS | {"n": "i32"}, {"BLOCK": 1024}, divisible_by_16=("n",)
+)
+COPY_ODD = KernelSpec(
+    HERE + "copy_kernel", POINTERS | {"n": "i32"}, {"BLOCK": 1024}, name="copy, odd n", chips=(90,)
+)
 MATMUL = KernelSpec(HERE + "matmul_kernel", MATRICES, TILES, divisible_by_16=("k",))
-STARVED = KernelSpec(HERE + "matmul_kernel", MATRICES, TILES, name="few registers", options={"maxnreg": 32}, chips=(80,))
-LARGE = KernelSpec(HERE + "matmul_kernel", MATRICES, {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64}, name="large tile",
-                   num_warps=8, num_stages=8, chips=(89,))
-DESCRIPTOR = KernelSpec(HERE + "descriptor_kernel", {"x_desc": TILE, "out_desc": TILE}, {"BLOCK": 64}, chips=(80, 90, 100))
-FLOAT8 = KernelSpec(HERE + "float8_kernel", {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv"}, {"BLOCK": 128}, chips=(75, 89))
-FORGIVEN = KernelSpec(HERE + "forgiven_kernel", POINTERS | {"n": "i32"}, {"BLOCK": 128}, chips=(90,))
-SERIAL = KernelSpec(HERE + "serial_kernel", MATRICES, {"BLOCK": 64}, divisible_by_16=("k",), chips=(90,))
+STARVED = KernelSpec(
+    HERE + "matmul_kernel",
+    MATRICES,
+    TILES,
+    name="few registers",
+    options={"maxnreg": 32},
+    chips=(80,),
+)
+LARGE = KernelSpec(
+    HERE + "matmul_kernel",
+    MATRICES,
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64},
+    name="large tile",
+    num_warps=8,
+    num_stages=8,
+    chips=(89,),
+)
+DESCRIPTOR = KernelSpec(
+    HERE + "descriptor_kernel",
+    {"x_desc": TILE, "out_desc": TILE},
+    {"BLOCK": 64},
+    chips=(80, 90, 100),
+)
+FLOAT8 = KernelSpec(
+    HERE + "float8_kernel",
+    {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv"},
+    {"BLOCK": 128},
+    chips=(75, 89),
+)
+FORGIVEN = KernelSpec(
+    HERE + "forgiven_kernel", POINTERS | {"n": "i32"}, {"BLOCK": 128}, chips=(90,)
+)
+SERIAL = KernelSpec(
+    HERE + "serial_kernel", MATRICES, {"BLOCK": 64}, divisible_by_16=("k",), chips=(90,)
+)
 KERNELS = [COPY, COPY_ODD, MATMUL, STARVED, LARGE, DESCRIPTOR, FLOAT8, FORGIVEN, SERIAL]

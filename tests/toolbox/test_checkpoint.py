@@ -1,4 +1,7 @@
-"""What the checkpoint loader accepts, what it refuses, and that each refusal is one line that names the culprit."""
+"""What the checkpoint loader accepts, what it refuses, and that each refusal is one line that names
+the culprit.
+"""
+
 import lessons  # isort: skip  # noqa: F401 (before transformers, which imports triton)
 
 import json
@@ -12,20 +15,39 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.toolbox import checkpoint
-from lessons.toolbox.checkpoint import CheckpointError, find_folder, load_config, load_tokenizer, load_weights
-from lessons.toolbox.config import ModelConfig
+from lessons.toolbox.model import checkpoint
+from lessons.toolbox.model.checkpoint import (
+    CheckpointError,
+    find_folder,
+    load_config,
+    load_tokenizer,
+    load_weights,
+)
+from lessons.toolbox.model.config import ModelConfig
 
-LLAMA = dict(model_type="llama", vocab_size=31, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
-             num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5)
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=31,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+)
 
 
 def write(folder, **changes):
-    """A checkpoint of random weights in `folder`, its config.json changed. Returns the stored tensors."""
+    """A checkpoint of random weights in `folder`, its config.json changed. Returns the stored
+    tensors.
+    """
     (folder / "config.json").write_text(json.dumps(LLAMA | changes))
     model = Decoder(ModelConfig(**LLAMA, head_dim=4))
-    tensors = {name if name.startswith("lm_head") else f"model.{name}": torch.randn_like(tensor)
-               for name, tensor in model.state_dict().items()}
+    tensors = {
+        name if name.startswith("lm_head") else f"model.{name}": torch.randn_like(tensor)
+        for name, tensor in model.state_dict().items()
+    }
     save_file(tensors, folder / "model.safetensors")
     return tensors
 
@@ -40,6 +62,7 @@ def refusal(call, *arguments) -> str:
 
 # ---------------------------------------------------------------- weights
 
+
 def test_every_tensor_lands_in_its_place(tmp_path):
     tensors = write(tmp_path)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -48,26 +71,47 @@ def test_every_tensor_lands_in_its_place(tmp_path):
         assert len(loaded) == len(tensors)
         for name, tensor in tensors.items():
             assert torch.equal(loaded[name.removeprefix("model.")], tensor.to(dtype)), name
-        assert model.dtype == dtype and not model.training and not any(p.requires_grad for p in model.parameters())
+        assert (
+            model.dtype == dtype
+            and not model.training
+            and not any(p.requires_grad for p in model.parameters())
+        )
 
 
 def test_missing_tensor_is_named(tmp_path):
     tensors = write(tmp_path)
     for name in ("model.layers.1.self_attn.k_proj.weight", "lm_head.weight", "model.norm.weight"):
-        save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
+        save_file(
+            {key: value for key, value in tensors.items() if key != name},
+            tmp_path / "model.safetensors",
+        )
         message = refusal(Decoder.from_pretrained, tmp_path)
-        assert f"tensor {name} " in message and str(list(tensors[name].shape)) in message and "missing" in message
+        assert (
+            f"tensor {name} " in message
+            and str(list(tensors[name].shape)) in message
+            and "missing" in message
+        )
 
 
 def test_unexpected_tensor_is_named(tmp_path):
     tensors = write(tmp_path)
-    for name in ("model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "score.weight"):
+    for name in (
+        "model.layers.2.mlp.up_proj.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+        "score.weight",
+    ):
         save_file(tensors | {name: torch.ones(3)}, tmp_path / "model.safetensors")
         assert f"tensor {name} " in refusal(Decoder.from_pretrained, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight",
-                                  "model.norm.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.norm.weight",
+    ],
+)
 def test_misshapen_tensor_is_named_with_both_shapes(name, tmp_path):
     tensors = write(tmp_path)
     right = list(tensors[name].shape)
@@ -75,7 +119,8 @@ def test_misshapen_tensor_is_named_with_both_shapes(name, tmp_path):
     save_file(tensors | {name: torch.zeros(wrong)}, tmp_path / "model.safetensors")
     message = refusal(Decoder.from_pretrained, tmp_path)
     assert name in message and str(right) in message and str(wrong) in message
-    save_file(tensors | {name: tensors[name][None]}, tmp_path / "model.safetensors")  # same number of elements
+    # same number of elements
+    save_file(tensors | {name: tensors[name][None]}, tmp_path / "model.safetensors")
     assert name in refusal(Decoder.from_pretrained, tmp_path)
 
 
@@ -98,7 +143,10 @@ def test_weights_do_not_follow_the_file(tmp_path):
         file.seek(size // 2)
         file.write(b"\0" * (size // 2))
     assert torch.equal(model.norm.weight, tensors["model.norm.weight"])
-    assert all(torch.equal(model.state_dict()[name.removeprefix("model.")], tensor) for name, tensor in tensors.items())
+    assert all(
+        torch.equal(model.state_dict()[name.removeprefix("model.")], tensor)
+        for name, tensor in tensors.items()
+    )
 
 
 @pytest.mark.parametrize("stored", ["both", "embedding", "head"])
@@ -112,7 +160,9 @@ def test_tied_embeddings_are_one_parameter(stored, tmp_path):
         del tensors["model.embed_tokens.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     model = Decoder.from_pretrained(tmp_path)
-    assert model.lm_head.weight is model.embed_tokens.weight and torch.equal(model.lm_head.weight, embedding)
+    assert model.lm_head.weight is model.embed_tokens.weight and torch.equal(
+        model.lm_head.weight, embedding
+    )
 
 
 def test_tied_embeddings_that_differ(tmp_path):
@@ -122,7 +172,10 @@ def test_tied_embeddings_that_differ(tmp_path):
 
 def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path):
     tensors = write(tmp_path)
-    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)},
+        tmp_path / "model.safetensors",
+    )
     assert torch.equal(Decoder.from_pretrained(tmp_path).norm.weight, tensors["model.norm.weight"])
 
 
@@ -147,7 +200,9 @@ def test_truncated_file_is_named(keep_bytes, tmp_path):
     assert str(file) in refusal(Decoder.from_pretrained, tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"\x80\x02}q\x00.", b"\xff" * 64])
+@pytest.mark.parametrize(
+    "content", [b"version https://git-lfs.github.com/spec/v1\n", b"\x80\x02}q\x00.", b"\xff" * 64]
+)
 def test_file_of_another_format_is_named(content, tmp_path):
     write(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -164,11 +219,15 @@ def test_pickles_are_not_opened(tmp_path):
 
 # ---------------------------------------------------------------- shards
 
+
 def write_shards(folder):
     """The same checkpoint in two files and an index. Returns the index's content."""
     tensors = write(folder)
     (folder / "model.safetensors").unlink()
-    files = {name: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, name in enumerate(tensors)}
+    files = {
+        name: f"model-0000{1 + place % 2}-of-00002.safetensors"
+        for place, name in enumerate(tensors)
+    }
     for file in set(files.values()):
         save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
     index = dict(metadata={}, weight_map=files)
@@ -179,7 +238,9 @@ def write_shards(folder):
 def test_shards_load(tmp_path):
     tensors, _ = write_shards(tmp_path)
     loaded = Decoder.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(loaded[name.removeprefix("model.")], tensor) for name, tensor in tensors.items())
+    assert all(
+        torch.equal(loaded[name.removeprefix("model.")], tensor) for name, tensor in tensors.items()
+    )
 
 
 def test_missing_shard_is_named(tmp_path):
@@ -192,16 +253,27 @@ def test_shard_outside_the_folder_is_refused(tmp_path):
     (tmp_path / "inside").mkdir()
     _, index = write_shards(tmp_path / "inside")
     (tmp_path / "inside/model-00001-of-00002.safetensors").rename(tmp_path / "outside.safetensors")
-    files = {name: file.replace("model-00001-of-00002", "../outside") for name, file in index["weight_map"].items()}
-    (tmp_path / "inside/model.safetensors.index.json").write_text(json.dumps(dict(weight_map=files)))
+    files = {
+        name: file.replace("model-00001-of-00002", "../outside")
+        for name, file in index["weight_map"].items()
+    }
+    (tmp_path / "inside/model.safetensors.index.json").write_text(
+        json.dumps(dict(weight_map=files))
+    )
     assert "../outside.safetensors" in refusal(Decoder.from_pretrained, tmp_path / "inside")
 
 
 def test_tensor_in_two_shards_is_named(tmp_path):
     tensors, _ = write_shards(tmp_path)
     second = load_file(tmp_path / "model-00002-of-00002.safetensors")
-    save_file(second | {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"],
-                        "model.norm.weight": tensors["model.norm.weight"]}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file(
+        second
+        | {
+            "model.embed_tokens.weight": tensors["model.embed_tokens.weight"],
+            "model.norm.weight": tensors["model.norm.weight"],
+        },
+        tmp_path / "model-00001-of-00002.safetensors",
+    )
     assert " is in model-00001-of-00002" in refusal(Decoder.from_pretrained, tmp_path)
 
 
@@ -214,7 +286,11 @@ def test_malformed_index_is_named(content, tmp_path):
 
 # ---------------------------------------------------------------- names
 
-@pytest.mark.parametrize("name", ["no-such-model", "models/tinyy", "/no/such/folder", "./nowhere", "", "a/b/c", "meta llama"])
+
+@pytest.mark.parametrize(
+    "name",
+    ["no-such-model", "models/tinyy", "/no/such/folder", "./nowhere", "", "a/b/c", "meta llama"],
+)
 def test_unknown_model_lists_the_embedded(name, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     start = time.perf_counter()
@@ -224,11 +300,14 @@ def test_unknown_model_lists_the_embedded(name, monkeypatch):
 
 
 def test_hub_that_does_not_answer_fails_soon(monkeypatch, tmp_path):
-    """A server that accepts connections and says nothing, as behind some firewalls: one line, no minute of retries."""
+    """A server that accepts connections and says nothing, as behind some firewalls: one line, no
+    minute of retries.
+    """
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(checkpoint, "HUB_TIMEOUT_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        rescue = threading.Timer(40, server.close)  # so that a loader that waits for ever fails here instead of hanging
+        # so that a loader that waits for ever fails here instead of hanging
+        rescue = threading.Timer(40, server.close)
         rescue.daemon = True
         rescue.start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
@@ -238,7 +317,9 @@ def test_hub_that_does_not_answer_fails_soon(monkeypatch, tmp_path):
 
 
 def test_hub_model_from_the_local_cache(tmp_path, monkeypatch):
-    """A hub name loads offline from the cache's layout: models--owner--name/snapshots/<commit>, commit named in refs/main."""
+    """A hub name loads offline from the cache's layout: models--owner--name/snapshots/<commit>,
+    commit named in refs/main.
+    """
     snapshot = tmp_path / "models--some--model/snapshots/0123"
     snapshot.mkdir(parents=True)
     (tmp_path / "models--some--model/refs").mkdir()
@@ -246,7 +327,9 @@ def test_hub_model_from_the_local_cache(tmp_path, monkeypatch):
     tensors = write(snapshot)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert torch.equal(Decoder.from_pretrained("some/model").norm.weight, tensors["model.norm.weight"])
+    assert torch.equal(
+        Decoder.from_pretrained("some/model").norm.weight, tensors["model.norm.weight"]
+    )
 
 
 def test_embedded_models_are_found_from_any_working_directory(tmp_path, monkeypatch):
@@ -261,6 +344,7 @@ def test_a_file_is_not_a_folder(tmp_path):
 
 
 # ---------------------------------------------------------------- tokenizer
+
 
 def test_tokenizer_of_the_embedded_model():
     tokenizer = load_tokenizer("models/tiny")

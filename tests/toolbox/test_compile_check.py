@@ -1,4 +1,5 @@
 """The compiler's report on kernels made to show one thing each, without a GPU."""
+
 import dataclasses
 import importlib.util
 import json
@@ -7,9 +8,17 @@ import sys
 import pytest
 import torch
 
-from lessons.toolbox import compile_check
-from lessons.toolbox.compile_check import CHIPS, KernelSpec, Report, check, check_all, check_cuda, kernel_hash
-from lessons.toolbox.device import has_triton, interpreting
+from lessons.toolbox.kernels import compile_check
+from lessons.toolbox.kernels.compile_check import (
+    CHIPS,
+    KernelSpec,
+    Report,
+    check,
+    check_all,
+    check_cuda,
+    kernel_hash,
+)
+from lessons.toolbox.measure.device import has_triton, interpreting
 from tests.toolbox import kernels_to_compile as kernels
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="NOT RUN: needs Triton")
@@ -22,7 +31,10 @@ def reports() -> dict[tuple[str, int], Report]:
         pytest.skip("NOT RUN: needs Triton")
     from tests.toolbox import gluon_to_compile
 
-    return {(report.name, report.chip): report for report in check_all(kernels.KERNELS + gluon_to_compile.KERNELS)}
+    return {
+        (report.name, report.chip): report
+        for report in check_all(kernels.KERNELS + gluon_to_compile.KERNELS)
+    }
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -37,7 +49,9 @@ def test_unaligned_length_costs_the_wide_loads(reports):
     assert reports["copy, odd n", 90].loads_128bit == 0
 
 
-@pytest.mark.parametrize("chip, instruction", [(80, "HMMA"), (89, "HMMA"), (90, "HGMMA"), (100, "UTCHMMA")])
+@pytest.mark.parametrize(
+    "chip, instruction", [(80, "HMMA"), (89, "HMMA"), (90, "HGMMA"), (100, "UTCHMMA")]
+)
 def test_each_generation_uses_its_matrix_instruction(reports, chip, instruction):
     report = reports["matmul_kernel", chip]
     assert report.matrix_instruction == instruction and report.fits
@@ -46,22 +60,37 @@ def test_each_generation_uses_its_matrix_instruction(reports, chip, instruction)
 
 def test_t4_gets_no_tensor_cores(reports):
     report = reports["matmul_kernel", 75]
-    assert report.error is None and report.matrix_instruction is None and report.census["FFMA"] > 100
+    assert (
+        report.error is None and report.matrix_instruction is None and report.census["FFMA"] > 100
+    )
 
 
 def test_spills_are_counted(reports):
     report = reports["few registers", 80]
-    assert report.registers <= 32 and report.spill_bytes > 0 and report.local_memory_instructions > 0 and not report.fits
+    assert (
+        report.registers <= 32
+        and report.spill_bytes > 0
+        and report.local_memory_instructions > 0
+        and not report.fits
+    )
 
 
 def test_shared_memory_is_held_against_the_chip(reports):
     report = reports["large tile", 89]
-    assert report.error is None and report.spill_bytes == 0 and 99 * 1024 < report.shared_bytes < 163 * 1024
+    assert (
+        report.error is None
+        and report.spill_bytes == 0
+        and 99 * 1024 < report.shared_bytes < 163 * 1024
+    )
     assert not report.fits and dataclasses.replace(report, chip=80).fits
 
 
 def test_descriptors_become_tma_from_hopper_on(reports):
-    assert [reports["descriptor_kernel", chip].tma_instructions for chip in (80, 90, 100)] == [0, 2, 2]
+    assert [reports["descriptor_kernel", chip].tma_instructions for chip in (80, 90, 100)] == [
+        0,
+        2,
+        2,
+    ]
 
 
 def test_serialised_wgmma_is_seen(reports):
@@ -83,7 +112,10 @@ def test_compiler_refuses_what_the_interpreter_forgives(reports):
 
 
 def test_gluon_compiles_and_a_crash_costs_only_its_own_report(reports):
-    assert reports["tile_kernel", 90].matrix_instruction == "HGMMA" and reports["tile_kernel", 90].tma_instructions == 3
+    assert (
+        reports["tile_kernel", 90].matrix_instruction == "HGMMA"
+        and reports["tile_kernel", 90].tma_instructions == 3
+    )
     assert reports["tile_kernel", 80].error.startswith("the compiler crashed: LLVM ERROR")
 
 
@@ -108,7 +140,7 @@ def test_second_check_compiles_nothing(reports, monkeypatch):
 # ---------------------------------------------------------------- hash
 
 MODULE = '''
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.kernels.triton_ import tl, triton
 
 SCALE = tl.constexpr(2.0)
 
@@ -136,34 +168,68 @@ def hash_of(source: str, folder) -> str:
     return kernel_hash(module.kernel)
 
 
-@pytest.mark.parametrize("old, new", [
-    ("# a comment", "# another"), ("What it does.", "What it also does."), ("SCALE = ", "\n\nSCALE = "),
-    ("  i = tl", "  # above\n    i = tl"), ("i = tl.arange(0, N)", "i = tl.arange(0,  N)")])
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("# a comment", "# another"),
+        ("What it does.", "What it also does."),
+        ("SCALE = ", "\n\nSCALE = "),
+        ("  i = tl", "  # above\n    i = tl"),
+        ("i = tl.arange(0, N)", "i = tl.arange(0,  N)"),
+    ],
+)
 def test_hash_ignores_comments_and_layout(old, new, tmp_path):
     assert MODULE.replace(old, new) != MODULE
     assert hash_of(MODULE.replace(old, new), tmp_path) == hash_of(MODULE, tmp_path)
 
 
-@pytest.mark.parametrize("old, new", [("out_ptr + i,", "out_ptr + i + 1,"), ("x * SCALE", "x + SCALE"), ("(2.0)", "(3.0)")])
+@pytest.mark.parametrize(
+    "old, new",
+    [("out_ptr + i,", "out_ptr + i + 1,"), ("x * SCALE", "x + SCALE"), ("(2.0)", "(3.0)")],
+)
 def test_hash_sees_the_kernel_what_it_calls_and_its_constants(old, new, tmp_path):
     assert hash_of(MODULE.replace(old, new), tmp_path) != hash_of(MODULE, tmp_path)
 
 
 def test_hash_is_the_same_everywhere():
-    # Recorded once: Python versions, Triton versions and machines must agree, or every proof would look stale.
-    assert kernel_hash(kernels.COPY) == kernel_hash(kernels.copy_kernel) == kernel_hash(kernels.COPY.kernel) == "855e8e4044bd2420"
+    # Recorded once: Python versions, Triton versions and machines must agree, or every proof would
+    # look stale.
+    assert (
+        kernel_hash(kernels.COPY)
+        == kernel_hash(kernels.copy_kernel)
+        == kernel_hash(kernels.COPY.kernel)
+        == "855e8e4044bd2420"
+    )
 
 
 # ---------------------------------------------------------------- bad input
 
-@pytest.mark.parametrize("spec, message", [
-    (KernelSpec(kernels.HERE + "nothing", {}), "expected 'package.module:function'"),
-    (KernelSpec("tests.toolbox.kernels_to_compile", {}), "expected 'package.module:function'"),
-    (KernelSpec(kernels.COPY.kernel, {"x_ptr": "*bf16"}, {"BLOCK": 64}), r"\['out_ptr', 'n'\] have neither a type"),
-    (KernelSpec(kernels.COPY.kernel, kernels.COPY.signature, {"BLOCK": 64, "BLOK": 1}), r"\['BLOK'\] are no arguments"),
-    (KernelSpec(kernels.COPY.kernel, kernels.COPY.signature, {"BLOCK": 64}, divisible_by_16=("m",)), r"\['m'\] are no arguments"),
-    (KernelSpec(kernels.COPY.kernel, kernels.COPY.signature, {"BLOCK": [1]}), r"must be a number, a string.* not \[1\]"),
-])
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        (KernelSpec(kernels.HERE + "nothing", {}), "expected 'package.module:function'"),
+        (KernelSpec("tests.toolbox.kernels_to_compile", {}), "expected 'package.module:function'"),
+        (
+            KernelSpec(kernels.COPY.kernel, {"x_ptr": "*bf16"}, {"BLOCK": 64}),
+            r"\['out_ptr', 'n'\] have neither a type",
+        ),
+        (
+            KernelSpec(kernels.COPY.kernel, kernels.COPY.signature, {"BLOCK": 64, "BLOK": 1}),
+            r"\['BLOK'\] are no arguments",
+        ),
+        (
+            KernelSpec(
+                kernels.COPY.kernel, kernels.COPY.signature, {"BLOCK": 64}, divisible_by_16=("m",)
+            ),
+            r"\['m'\] are no arguments",
+        ),
+        (
+            KernelSpec(kernels.COPY.kernel, kernels.COPY.signature, {"BLOCK": [1]}),
+            r"must be a number, a string.* not \[1\]",
+        ),
+    ],
+)
 def test_bad_spec_is_named(spec, message):
     with pytest.raises(ValueError, match=message):
         check(spec, [90])
@@ -174,8 +240,14 @@ def test_unknown_chip_is_named():
         check(kernels.COPY, [70])
 
 
-@pytest.mark.parametrize("arguments, message", [([], "usage"), (["lessons.nowhere"], "no module 'lessons.nowhere'"),
-                                                ([kernels.HERE + "nothing"], "lists no kernel 'nothing'")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "usage"),
+        (["lessons.nowhere"], "no module 'lessons.nowhere'"),
+        ([kernels.HERE + "nothing"], "lists no kernel 'nothing'"),
+    ],
+)
 def test_command_explains_itself(arguments, message, capsys):
     assert compile_check.main(arguments) == 2
     assert message in capsys.readouterr().err
@@ -191,13 +263,17 @@ def test_command_prints_a_table_and_fails_with_the_compiler(reports, capsys):
 
 # ---------------------------------------------------------------- CUDA C++
 
-CUDA = 'extern "C" __global__ void twice(float* x) { __shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; __syncthreads(); ' \
-       'x[threadIdx.x] = 2.f * s[63 - threadIdx.x]; }'
+CUDA = (
+    'extern "C" __global__ void twice(float* x) { __shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; __syncthreads(); '
+    "x[threadIdx.x] = 2.f * s[63 - threadIdx.x]; }"
+)
 
 
 def test_cuda_without_a_compiler_is_not_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.core", None)
-    assert [report.error for report in check_cuda(CUDA, [80, 90])] == ["not run: cuda.core not installed"] * 2
+    assert [report.error for report in check_cuda(CUDA, [80, 90])] == [
+        "not run: cuda.core not installed"
+    ] * 2
 
 
 @needs_triton
@@ -206,5 +282,10 @@ def test_cuda_compiles_for_every_chip():
     if (good[0].error or "").startswith("not run"):
         pytest.skip(good[0].error.replace("not run", "NOT RUN"))
     for report in good:
-        assert report.fits and report.registers >= 4 and report.shared_bytes == 256 and report.census["STS"] == 1
+        assert (
+            report.fits
+            and report.registers >= 4
+            and report.shared_bytes == 256
+            and report.census["STS"] == 1
+        )
     assert 'identifier "two" is undefined' in bad[0].error

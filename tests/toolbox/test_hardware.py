@@ -1,12 +1,15 @@
-"""The data sheets against the physics behind them, the roofline against hand-made numbers, the ceilings against this machine."""
+"""The data sheets against the physics behind them, the roofline against hand-made numbers, the
+ceilings against this machine.
+"""
+
 import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lessons.toolbox import hardware, timing
-from lessons.toolbox.hardware import (
+from lessons.toolbox.measure import hardware, timing
+from lessons.toolbox.measure.hardware import (
     CHIPS,
     Ceilings,
     attainable_flops,
@@ -17,12 +20,16 @@ from lessons.toolbox.hardware import (
     time_floor_s,
 )
 
-# name: tensor FLOPs per clock and SM (16-bit, dense), tensor clock in GHz, FP32 lanes per SM, boost clock in GHz,
+# name: tensor FLOPs per clock and SM (16-bit, dense), tensor clock in GHz, FP32 lanes per SM, boost
+# clock in GHz,
 #       memory bus in bits, data rate per pin in Gbit/s. Whitepapers; B200's clocks are those of public databases.
 PHYSICS = {
-    "a100": (2048, 1.410, 64, 1.410, 5120, 3.186), "h100": (4096, 1.830, 128, 1.980, 5120, 5.23),
-    "h200": (4096, 1.830, 128, 1.980, 6144, 6.25), "b200": (8192, 1.856, 128, 1.980, 8192, 7.81),
-    "l40s": (1024, 2.490, 128, 2.520, 384, 18), "rtx4090": (512, 2.520, 128, 2.520, 384, 21),
+    "a100": (2048, 1.410, 64, 1.410, 5120, 3.186),
+    "h100": (4096, 1.830, 128, 1.980, 5120, 5.23),
+    "h200": (4096, 1.830, 128, 1.980, 6144, 6.25),
+    "b200": (8192, 1.856, 128, 1.980, 8192, 7.81),
+    "l40s": (1024, 2.490, 128, 2.520, 384, 18),
+    "rtx4090": (512, 2.520, 128, 2.520, 384, 21),
     "t4": (1024, 1.590, 64, 1.590, 256, 10),
 }
 
@@ -32,8 +39,12 @@ def test_data_sheet_agrees_with_the_physics(key):
     """A sparse rate taken for a dense one would be off by a factor of 2."""
     chip = CHIPS[key]
     tensor, tensor_ghz, lanes, boost_ghz, bus_bits, pin_gbit = PHYSICS[key]
-    assert chip.fp16_flops_per_s == pytest.approx(chip.sm_count * tensor * tensor_ghz * 1e9, rel=0.01)
-    assert chip.fp32_flops_per_s == pytest.approx(chip.sm_count * lanes * 2 * boost_ghz * 1e9, rel=0.01)
+    assert chip.fp16_flops_per_s == pytest.approx(
+        chip.sm_count * tensor * tensor_ghz * 1e9, rel=0.01
+    )
+    assert chip.fp32_flops_per_s == pytest.approx(
+        chip.sm_count * lanes * 2 * boost_ghz * 1e9, rel=0.01
+    )
     assert chip.memory_bytes_per_s == pytest.approx(bus_bits / 8 * pin_gbit * 1e9, rel=0.01)
 
 
@@ -54,8 +65,18 @@ def test_chips_are_frozen():
         CHIPS["h200"].memory_bytes = 1
 
 
-@pytest.mark.parametrize("name,key", [("H200", "h200"), ("NVIDIA H100", "h100"), ("rtx-4090", "rtx4090"), ("RTX 4090", "rtx4090"),
-                                      ("a100-80gb", "a100"), ("Tesla T4", "t4"), ("l40s", "l40s")])
+@pytest.mark.parametrize(
+    "name,key",
+    [
+        ("H200", "h200"),
+        ("NVIDIA H100", "h100"),
+        ("rtx-4090", "rtx4090"),
+        ("RTX 4090", "rtx4090"),
+        ("a100-80gb", "a100"),
+        ("Tesla T4", "t4"),
+        ("l40s", "l40s"),
+    ],
+)
 def test_lookup_forgives_spelling(name, key):
     assert lookup(name) is CHIPS[key]
 
@@ -64,12 +85,17 @@ def test_lookup_forgives_spelling(name, key):
 def test_lookup_names_what_it_knows(name):
     with pytest.raises(ValueError) as caught:
         lookup(name)
-    assert str(caught.value) == f"chip is {name!r}, known are a100, h100, h200, b200, l40s, rtx4090, t4, cpu"
+    assert (
+        str(caught.value)
+        == f"chip is {name!r}, known are a100, h100, h200, b200, l40s, rtx4090, t4, cpu"
+    )
 
 
 def test_a_missing_rate_is_an_error():
     assert lookup("t4").peak_flops_per_s(torch.float16) == 65e12
-    with pytest.raises(ValueError, match=r"dtype is torch.bfloat16, T4 has rates for float16, float32"):
+    with pytest.raises(
+        ValueError, match=r"dtype is torch.bfloat16, T4 has rates for float16, float32"
+    ):
         lookup("t4").peak_flops_per_s(torch.bfloat16)
     with pytest.raises(ValueError, match=r"dtype is torch\.int8"):
         lookup("h100").peak_flops_per_s(torch.int8)
@@ -77,52 +103,66 @@ def test_a_missing_rate_is_an_error():
 
 # ---------------------------------------------------------------- roofline
 
+
 def test_roofline_by_hand():
     assert ridge_point(1000.0, 10.0) == 100.0
-    assert attainable_flops(50, 1000.0, 10.0) == 500.0      # left of the ridge: bandwidth
+    assert attainable_flops(50, 1000.0, 10.0) == 500.0  # left of the ridge: bandwidth
     assert attainable_flops(100, 1000.0, 10.0) == 1000.0
-    assert attainable_flops(400, 1000.0, 10.0) == 1000.0    # right of it: the flat roof
+    assert attainable_flops(400, 1000.0, 10.0) == 1000.0  # right of it: the flat roof
 
 
 def test_time_floor_is_the_slower_of_memory_and_compute():
     h200 = lookup("h200")
-    weights = 16e9                                          # an 8B model in bfloat16
+    weights = 16e9  # an 8B model in bfloat16
     assert time_floor_s(weights, 2 * 8e9, h200) == pytest.approx(16e9 / 4.8e12)
     assert time_floor_s(weights, 2 * 8e9 * 8192, h200) == pytest.approx(2 * 8e9 * 8192 / 989.5e12)
-    assert time_floor_s(320e9, 0, lookup("t4")) == 1.0      # no FLOPs: the missing bfloat16 rate does not matter
+    # no FLOPs: the missing bfloat16 rate does not matter
+    assert time_floor_s(320e9, 0, lookup("t4")) == 1.0
     measured = Ceilings("x", 1, "2", 1, 10.0, 20.0, {"float32": 5.0})
-    assert time_floor_s(100, 0, measured) == 5.0 and time_floor_s(0, 100, measured, torch.float32) == 20.0
+    assert (
+        time_floor_s(100, 0, measured) == 5.0
+        and time_floor_s(0, 100, measured, torch.float32) == 20.0
+    )
     with pytest.raises(ValueError, match="dtype is bfloat16, measured are float32"):
         time_floor_s(1, 1, measured)
 
 
 # ---------------------------------------------------------------- this machine
 
+
 @pytest.fixture
 def quick(monkeypatch):
     """Small working sets and short budgets: the figures are noisy, the arithmetic is the same."""
     monkeypatch.setattr(hardware, "_measured", {})
-    monkeypatch.setattr(hardware, "default_working_set_bytes", lambda device: 2 ** 22)
+    monkeypatch.setattr(hardware, "default_working_set_bytes", lambda device: 2**22)
     real = timing.measure
-    monkeypatch.setattr(timing, "measure", lambda fn, device, budget_s: real(fn, device=device, budget_s=0.02))
+    monkeypatch.setattr(
+        timing, "measure", lambda fn, device, budget_s: real(fn, device=device, budget_s=0.02)
+    )
 
 
 def test_ceilings_of_this_cpu_are_plausible_and_cached(quick, monkeypatch):
     c = measured_ceilings("cpu")
     assert 1e8 < c.copy_bytes_per_s < 1e13 and 1e8 < c.read_bytes_per_s < 1e13
     assert c.memory_bytes_per_s == max(c.copy_bytes_per_s, c.read_bytes_per_s)
-    assert 1e8 < c.peak_flops_per_s(torch.float32) < 1e14 and set(c.matmul_flops_per_s) == {"float32", "bfloat16"}
+    assert 1e8 < c.peak_flops_per_s(torch.float32) < 1e14 and set(c.matmul_flops_per_s) == {
+        "float32",
+        "bfloat16",
+    }
     monkeypatch.setattr(timing, "measure", None)  # a second measurement would fail
     assert measured_ceilings("cpu") is c
     cpu = lookup("cpu")
-    assert cpu.source == "measured on this machine" and cpu.fp32_flops_per_s == c.peak_flops_per_s(torch.float32)
-    assert cpu.memory_bytes > 2 ** 28 and cpu.sm_count >= 1 and this_machine("cpu") == cpu
+    assert cpu.source == "measured on this machine" and cpu.fp32_flops_per_s == c.peak_flops_per_s(
+        torch.float32
+    )
+    assert cpu.memory_bytes > 2**28 and cpu.sm_count >= 1 and this_machine("cpu") == cpu
 
 
 def test_bytes_and_flops_are_counted_right(monkeypatch):
     monkeypatch.setattr(hardware, "_best_s", lambda fn, device, budget_s: (fn(), 2.0)[1])
-    assert hardware.copy_bandwidth("cpu", 2 ** 20) == 2 ** 20 / 2       # half of it read, half of it written
-    assert hardware.read_bandwidth("cpu", 2 ** 20) == 2 ** 20 / 2
+    # half of it read, half of it written
+    assert hardware.copy_bandwidth("cpu", 2**20) == 2**20 / 2
+    assert hardware.read_bandwidth("cpu", 2**20) == 2**20 / 2
     assert hardware.matmul_flops("cpu", torch.float32, size=10) == 2 * 1000 / 2
 
 
@@ -142,13 +182,31 @@ def test_ceilings_on_disk(quick, monkeypatch, tmp_path):
         assert again.device == c.device and again.copy_bytes_per_s != c.copy_bytes_per_s
 
 
-@pytest.mark.parametrize("name,expected", [
-    ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H100 80GB HBM3", "h100"), ("Tesla T4", "t4"),
-    ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA H200 MIG 1g.18gb", None), ("NVIDIA H100 PCIe", None),
-    ("NVIDIA A100-SXM4-40GB", None), ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA H200 NVL", None)])
+@pytest.mark.parametrize(
+    "name,expected",
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA H200 NVL", None),
+    ],
+)
 def test_a_gpu_is_matched_by_its_exact_name(monkeypatch, name, expected):
-    properties = SimpleNamespace(name=name, total_memory=7, multi_processor_count=3, shared_memory_per_block_optin=5,
-                                 major=9, minor=0, L2_cache_size=11)
+    properties = SimpleNamespace(
+        name=name,
+        total_memory=7,
+        multi_processor_count=3,
+        shared_memory_per_block_optin=5,
+        major=9,
+        minor=0,
+        L2_cache_size=11,
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     ceilings = Ceilings(name, 1, "2", 1, 10.0, 20.0, {"float32": 5.0, "bfloat16": 6.0})
@@ -158,7 +216,12 @@ def test_a_gpu_is_matched_by_its_exact_name(monkeypatch, name, expected):
         assert chip is CHIPS[expected]
     else:
         assert chip.source == "measured on this machine" and chip.memory_bytes_per_s == 20.0
-        assert (chip.name, chip.sm_count, chip.l2_bytes, chip.compute_capability) == (name, 3, 11, (9, 0))
+        assert (chip.name, chip.sm_count, chip.l2_bytes, chip.compute_capability) == (
+            name,
+            3,
+            11,
+            (9, 0),
+        )
 
 
 @pytest.mark.gpu

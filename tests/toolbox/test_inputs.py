@@ -1,12 +1,19 @@
 """Named inputs are what their names say."""
+
 import random
 
 import pytest
 import torch
 
-from lessons.toolbox.inputs import ATTENTION_INPUTS, DISTRIBUTIONS, attention_inputs, draw, edge_lengths
+from lessons.toolbox.proof.inputs import (
+    ATTENTION_INPUTS,
+    DISTRIBUTIONS,
+    attention_inputs,
+    draw,
+    edge_lengths,
+)
 
-SEED = random.randrange(2 ** 31)
+SEED = random.randrange(2**31)
 
 
 def scores(q, k):
@@ -17,14 +24,18 @@ def scores(q, k):
 def test_attention_inputs_have_their_shapes_and_repeat(name):
     q, k, v = attention_inputs(name, 5, 9, 4, 2, 16, dtype=torch.bfloat16, seed=SEED)
     assert q.shape == (1 if name == "one_row" else 5, 4, 16) and k.shape == v.shape == (9, 2, 16)
-    assert all(x.dtype == torch.bfloat16 and x.isfinite().all() and x.stride(-1) == 1 for x in (q, k, v))
+    assert all(
+        x.dtype == torch.bfloat16 and x.isfinite().all() and x.stride(-1) == 1 for x in (q, k, v)
+    )
     assert all(x.is_contiguous() == (name != "non_contiguous") for x in (q, k, v))
     again = attention_inputs(name, 5, 9, 4, 2, 16, dtype=torch.bfloat16, seed=SEED)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), again))
 
 
 def test_attention_inputs_do_what_they_are_for():
-    draws = {name: attention_inputs(name, 16, 128, 1, 1, 64, seed=SEED) for name in ATTENTION_INPUTS}
+    draws = {
+        name: attention_inputs(name, 16, 128, 1, 1, 64, seed=SEED) for name in ATTENTION_INPUTS
+    }
     scaled = {name: scores(q, k) / 8 for name, (q, k, _) in draws.items()}
     assert scaled["large_logits"].exp().isinf().any()
     assert (scaled["ascending"].argmax(-1) >= 64).all()
@@ -35,7 +46,9 @@ def test_attention_inputs_do_what_they_are_for():
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_draw_repeats_and_differs_between_seeds(name):
     x = draw(name, (33, 40), seed=SEED)
-    assert torch.equal(x, draw(name, (33, 40), seed=SEED)) and not torch.equal(x, draw(name, (33, 40), seed=SEED + 1))
+    assert torch.equal(x, draw(name, (33, 40), seed=SEED)) and not torch.equal(
+        x, draw(name, (33, 40), seed=SEED + 1)
+    )
     assert x.is_contiguous() == (name != "non_contiguous")
 
 

@@ -1,4 +1,5 @@
 """Each rule of the interpreter: true with its patch, and shown to fail without it."""
+
 import random
 from fractions import Fraction
 
@@ -6,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from lessons.toolbox.device import has_triton, interpreting
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.kernels.triton_ import tl, triton
+from lessons.toolbox.measure.device import has_triton, interpreting
 
 if not (has_triton() and interpreting()):
     pytest.skip("NOT RUN: kernels are compiled here, not interpreted", allow_module_level=True)
 
-from lessons.toolbox import interpreter
+from lessons.toolbox.kernels import interpreter
 
 N = 256
 FLOAT8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
@@ -27,7 +28,10 @@ def cast_kernel(x_ptr, out_ptr, N: tl.constexpr):
 @triton.jit
 def cast_toward_zero_kernel(x_ptr, out_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(out_ptr + i, tl.cast(tl.load(x_ptr + i), out_ptr.dtype.element_ty, fp_downcast_rounding="rtz"))
+    tl.store(
+        out_ptr + i,
+        tl.cast(tl.load(x_ptr + i), out_ptr.dtype.element_ty, fp_downcast_rounding="rtz"),
+    )
 
 
 @triton.jit
@@ -104,15 +108,31 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal bit for bit, except that one NaN is as good as another."""
     assert actual.dtype == expected.dtype
     actual, expected = actual.double(), expected.double()
-    wrong = ~((actual == expected) & (actual.signbit() == expected.signbit()) | (actual.isnan() & expected.isnan()))
-    assert not wrong.any(), f"{int(wrong.sum())} wrong, first {actual[wrong][0]} instead of {expected[wrong][0]}"
+    wrong = ~(
+        (actual == expected) & (actual.signbit() == expected.signbit())
+        | (actual.isnan() & expected.isnan())
+    )
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} wrong, first {actual[wrong][0]} instead of {expected[wrong][0]}"
+    )
 
 
 def float32_edges() -> torch.Tensor:
     """[4096] every magnitude and sign, halfway cases of bfloat16, subnormals, infinities and NaN."""
-    bits = torch.randint(-2**31, 2**31, (4000,))
-    halfway = (torch.randint(-2**15, 2**15, (88,)) << 16) | 0x8000
-    special = torch.tensor([0x00000000, -0x80000000, 0x7F800000, -0x00800000, 0x7FC00000, 0x00000001, 0x7F7FFFFF, 0x3F808000])
+    bits = torch.randint(-(2**31), 2**31, (4000,))
+    halfway = (torch.randint(-(2**15), 2**15, (88,)) << 16) | 0x8000
+    special = torch.tensor(
+        [
+            0x00000000,
+            -0x80000000,
+            0x7F800000,
+            -0x00800000,
+            0x7FC00000,
+            0x00000001,
+            0x7F7FFFFF,
+            0x3F808000,
+        ]
+    )
     return torch.cat([bits, halfway, special]).to(torch.int32).view(torch.float32)
 
 
@@ -123,18 +143,21 @@ def cast(x: torch.Tensor, dtype: torch.dtype, kernel=cast_kernel) -> torch.Tenso
 
 
 def two_bfloat16() -> tuple[torch.Tensor, torch.Tensor]:
-    """A pair of [N], of mixed signs and close magnitudes, so that rounding and cancellation both happen."""
+    """A pair of [N], of mixed signs and close magnitudes, so that rounding and cancellation both
+    happen.
+    """
     return torch.randn(N).bfloat16(), torch.randn(N).bfloat16()
 
 
 # ---------------------------------------------------------------- one check a rule
 
+
 def check_casts():
     x = float32_edges()
     same(cast(x, torch.bfloat16), x.bfloat16())
-    every = torch.arange(-2**15, 2**15).to(torch.int16).view(torch.bfloat16)
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     same(cast(every, torch.float32), every.float())
-    integers = torch.randint(-2**31, 2**31, (1024,), dtype=torch.int32)
+    integers = torch.randint(-(2**31), 2**31, (1024,), dtype=torch.int32)
     same(cast(integers, torch.bfloat16), integers.float().bfloat16())
     small = torch.randn(N).mul(100).bfloat16()
     same(cast(small, torch.int32), small.float().to(torch.int32))
@@ -144,7 +167,8 @@ def check_float8_casts():
     for dtype in FLOAT8:
         largest = torch.finfo(dtype).max
         scale = torch.tensor([largest / 4, 1e-2, 2.0**-8]).repeat_interleave(N * 5)
-        x = torch.cat([torch.randn(15 * N) * scale, torch.randn(N) * 1e6])  # [16 N], the last ones saturate
+        # [16 N], the last ones saturate
+        x = torch.cat([torch.randn(15 * N) * scale, torch.randn(N) * 1e6])
         x[-3:] = torch.tensor([float("inf"), -float("inf"), float("nan")])
         same(cast(x, dtype), x.clamp(-largest, largest).to(dtype))  # clamp keeps NaN
         every = torch.arange(256).to(torch.uint8).view(dtype)
@@ -162,16 +186,24 @@ def check_arithmetic():
 def nearest_float32(exact: Fraction) -> float:
     """The float32 nearest to a rational number, by comparing it with its neighbours."""
     guess = np.float32(float(exact))
-    around = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
+    around = [
+        np.nextafter(guess, np.float32(-np.inf)),
+        guess,
+        np.nextafter(guess, np.float32(np.inf)),
+    ]
     return float(min(around, key=lambda value: abs(Fraction(float(value)) - exact)))
 
 
 def check_fma():
     x, y = torch.randn(N), torch.randn(N)
-    z = -(x * y)  # what is left is the rounding error of the product: zero, if the product was rounded first
+    # what is left is the rounding error of the product: zero, if the product was rounded first
+    z = -(x * y)
     out = torch.empty(N)
     fma_kernel[(1,)](x, y, z, out, N)
-    exact = [Fraction(a) * Fraction(b) + Fraction(c) for a, b, c in zip(x.tolist(), y.tolist(), z.tolist())]
+    exact = [
+        Fraction(a) * Fraction(b) + Fraction(c)
+        for a, b, c in zip(x.tolist(), y.tolist(), z.tolist())
+    ]
     same(out, torch.tensor([nearest_float32(value) for value in exact]))
 
 
@@ -184,13 +216,15 @@ def check_constants():
 def check_reductions():
     n = 16
     x = torch.randn(n, n).bfloat16()
-    x[0] = -x[0].abs() - 1  # in a row without a positive number the bit patterns sort the other way round
+    # in a row without a positive number the bit patterns sort the other way round
+    x[0] = -x[0].abs() - 1
     out, argmax = torch.empty(2, n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int32)
     reduce_kernel[(1,)](x, out, argmax, n)
     same(out[1], x.amax(1))
     same(x.gather(1, argmax.long()[:, None]), x.amax(1, keepdim=True))
     exact = x.double().sum(1)
-    assert ((out[0].double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()  # half a unit in the last of 8 bits
+    # half a unit in the last of 8 bits
+    assert ((out[0].double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()
 
 
 def check_scans():
@@ -212,19 +246,29 @@ def check_dot():
         same(dot(whole.T.contiguous().to(dtype), whole.to(dtype)), whole.T @ whole)
     nan = whole.to(torch.float8_e4m3fn).view(torch.uint8)
     nan[3, 5] = 0x7F
-    assert dot(whole.T.contiguous().to(torch.float8_e4m3fn), nan.view(torch.float8_e4m3fn))[:, 5].isnan().all()
+    assert (
+        dot(whole.T.contiguous().to(torch.float8_e4m3fn), nan.view(torch.float8_e4m3fn))[:, 5]
+        .isnan()
+        .all()
+    )
 
 
 def check_tf32():
     x, y = torch.randn(16, 32), torch.randn(32, 16)
     exact = x.double() @ y.double()
-    error = {precision: float((dot(x, y, precision) - exact).norm() / exact.norm()) for precision in ("ieee", "tf32")}
+    error = {
+        precision: float((dot(x, y, precision) - exact).norm() / exact.norm())
+        for precision in ("ieee", "tf32")
+    }
     assert error["ieee"] < 1e-6
     assert 1e-4 < error["tf32"] < 2e-3  # 10 bits of mantissa, cut off
 
 
 def check_smallest_dot():
-    with pytest.raises(triton.runtime.errors.InterpreterError, match="inner dimension is 8, the compiler accepts 16"):
+    with pytest.raises(
+        triton.runtime.errors.InterpreterError,
+        match="inner dimension is 8, the compiler accepts 16",
+    ):
         dot(torch.randn(16, 8), torch.randn(8, 16))
 
 
@@ -239,7 +283,9 @@ def check_garbage():
 
 
 def extremes(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, expected), each [2, N]: maximum and minimum of two rows with NaN in the one, the other or both."""
+    """(out, expected), each [2, N]: maximum and minimum of two rows with NaN in the one, the other
+    or both.
+    """
     x, y = torch.randn(N).to(dtype), torch.randn(N).to(dtype)
     x[::5], y[::3] = float("nan"), float("nan")
     out = torch.empty(2, N, dtype=dtype)
@@ -265,14 +311,26 @@ def check_index():
     assert out.item() == n * (n - 1) // 2
 
 
-CHECKS = {"casts": [check_casts], "float8_casts": [check_float8_casts], "arithmetic": [check_arithmetic], "fma": [check_fma],
-          "constants": [check_constants], "reductions": [check_reductions], "scans": [check_scans],
-          "dot": [check_dot, check_tf32, check_smallest_dot], "garbage": [check_garbage],
-          "maximum": [check_maximum], "minimum": [check_minimum], "index": [check_index]}
+CHECKS = {
+    "casts": [check_casts],
+    "float8_casts": [check_float8_casts],
+    "arithmetic": [check_arithmetic],
+    "fma": [check_fma],
+    "constants": [check_constants],
+    "reductions": [check_reductions],
+    "scans": [check_scans],
+    "dot": [check_dot, check_tf32, check_smallest_dot],
+    "garbage": [check_garbage],
+    "maximum": [check_maximum],
+    "minimum": [check_minimum],
+    "index": [check_index],
+}
 
 
 def needed(rule: str) -> bool:
-    """Whether this Triton breaks the rule. 3.7 took the patch for `index` over; NumPy raises from 2.4 on."""
+    """Whether this Triton breaks the rule. 3.7 took the patch for `index` over; NumPy raises from
+    2.4 on.
+    """
     numpy_version = tuple(map(int, np.__version__.split(".")[:2]))
     return rule != "index" or (triton.__version__.startswith("3.6") and numpy_version >= (2, 4))
 
@@ -281,29 +339,53 @@ def test_every_rule_has_a_check():
     assert list(CHECKS) == [patch.rule for patch in interpreter.PATCHES]
 
 
-@pytest.mark.parametrize("check", [check for checks in CHECKS.values() for check in checks], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [check for checks in CHECKS.values() for check in checks],
+    ids=lambda check: check.__name__,
+)
 def test_rule_holds(check):
     check()
 
 
-@pytest.mark.parametrize("rule, check", [(rule, check) for rule, checks in CHECKS.items() for check in checks if needed(rule)])
+@pytest.mark.parametrize(
+    "rule, check",
+    [(rule, check) for rule, checks in CHECKS.items() for check in checks if needed(rule)],
+)
 def test_rule_breaks_without_its_patch(rule, check):
-    with interpreter.without(rule), pytest.raises((AssertionError, triton.runtime.errors.InterpreterError,
-                                                   pytest.fail.Exception, AttributeError)):
+    with (
+        interpreter.without(rule),
+        pytest.raises(
+            (
+                AssertionError,
+                triton.runtime.errors.InterpreterError,
+                pytest.fail.Exception,
+                AttributeError,
+            )
+        ),
+    ):
         check()
     check()  # and the patch is back
 
 
 def test_cast_toward_zero_is_left_alone():
     x = torch.randn(N)
-    same(cast(x, torch.bfloat16, cast_toward_zero_kernel), (x.view(torch.int32) & -65536).view(torch.float32).bfloat16())
+    same(
+        cast(x, torch.bfloat16, cast_toward_zero_kernel),
+        (x.view(torch.int32) & -65536).view(torch.float32).bfloat16(),
+    )
 
 
 def test_float64_is_rounded_once():
-    # 1 + 2^-8 is halfway between two bfloat16; a little more must go up, and would be lost in a first rounding to float32.
-    x = np.array([1 + 2.0**-8 + 2.0**-40, -(1 + 2.0**-8 + 2.0**-40), 1 + 2.0**-8, 1e300, np.nan, 0.0])
+    # 1 + 2^-8 is halfway between two bfloat16; a little more must go up, and would be lost in a
+    # first rounding to float32.
+    x = np.array(
+        [1 + 2.0**-8 + 2.0**-40, -(1 + 2.0**-8 + 2.0**-40), 1 + 2.0**-8, 1e300, np.nan, 0.0]
+    )
     bits = interpreter.convert(x, tl.float64, tl.bfloat16)
-    expected = torch.tensor([1 + 2.0**-7, -(1 + 2.0**-7), 1.0, float("inf"), float("nan"), 0.0]).bfloat16()
+    expected = torch.tensor(
+        [1 + 2.0**-7, -(1 + 2.0**-7), 1.0, float("inf"), float("nan"), 0.0]
+    ).bfloat16()
     same(torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16), expected)
 
 
@@ -313,9 +395,15 @@ def test_another_triton_is_refused_in_one_line(monkeypatch):
     with pytest.raises(interpreter.InterpreterMoved) as raised:
         interpreter.make_faithful()
     assert "\n" not in str(raised.value)
-    assert "InterpreterBuilder.binary_op: expected parameters (self a b), found (self lhs rhs op)" in str(raised.value)
+    assert (
+        "InterpreterBuilder.binary_op: expected parameters (self a b), found (self lhs rhs op)"
+        in str(raised.value)
+    )
 
 
 def test_unknown_rule_is_named():
-    with pytest.raises(KeyError, match=r"'bf17' is unknown; known: .*casts"), interpreter.without("bf17"):
+    with (
+        pytest.raises(KeyError, match=r"'bf17' is unknown; known: .*casts"),
+        interpreter.without("bf17"),
+    ):
         pass

@@ -1,4 +1,7 @@
-"""The judges are judged: honest kernels pass over fresh seeds, and every planted error falls under the rule meant for it."""
+"""The judges are judged: honest kernels pass over fresh seeds, and every planted error falls under
+the rule meant for it.
+"""
+
 import random
 
 import pytest
@@ -6,15 +9,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lessons.toolbox import numerics
-from lessons.toolbox.numerics import NotEquivalent, assert_close_to_oracle, attention_inputs, floor_for, prove
+from lessons.toolbox.proof import numerics
+from lessons.toolbox.proof.numerics import (
+    NotEquivalent,
+    assert_close_to_oracle,
+    attention_inputs,
+    floor_for,
+    prove,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SEED = random.randrange(2 ** 31)  # fresh in every run; pytest prints it with a failure, because it stands in the assert
+# fresh in every run; pytest prints it with a failure, because it stands in the assert
+SEED = random.randrange(2**31)
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q kᵀ / √D) v, causal and bottom-right. q: [M, Hq, D]; k, v: [N, Hkv, D] -> [M, Hq, D]."""
+    """softmax(q kᵀ / √D) v, causal and bottom-right. q: [M, Hq, D]; k, v: [N, Hkv, D] -> [M, Hq,
+    D].
+    """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("mhd,nhd->hmn", q, k) * q.shape[-1] ** -0.5
     mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
@@ -27,7 +39,11 @@ def tiled_attention(q, k, v, block=32, shift=0, skip_tile=None):
     k, v = (x.repeat_interleave(group, dim=1).transpose(0, 1).float() for x in (k, v))
     q = q.transpose(0, 1).float() * q.shape[-1] ** -0.5
     rows = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] + shift
-    m, l, acc = torch.full((*q.shape[:2], 1), -torch.inf), torch.zeros(*q.shape[:2], 1), torch.zeros_like(q)
+    m, l, acc = (
+        torch.full((*q.shape[:2], 1), -torch.inf),
+        torch.zeros(*q.shape[:2], 1),
+        torch.zeros_like(q),
+    )
     for tile, start in enumerate(range(0, k.shape[1], block)):
         if tile == skip_tile:
             continue
@@ -42,7 +58,9 @@ def tiled_attention(q, k, v, block=32, shift=0, skip_tile=None):
 def sdpa(q, k, v):
     mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
     heads = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    return F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)[0].transpose(
+        0, 1
+    )
 
 
 def broken_rule(optimized, naive, inputs, **kwargs) -> tuple[str, str]:
@@ -53,6 +71,7 @@ def broken_rule(optimized, naive, inputs, **kwargs) -> tuple[str, str]:
 
 # ---------------------------------------------------------------- honest results
 
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", numerics.ATTENTION_INPUTS)
 def test_honest_attention_passes(name, dtype):
@@ -60,8 +79,12 @@ def test_honest_attention_passes(name, dtype):
         for queries, keys in ((1, 33), (40, 97)):
             inputs = attention_inputs(name, queries, keys, 4, 2, 32, dtype=dtype, seed=seed)
             for optimized in (tiled_attention, sdpa):
-                errors = prove(optimized, naive_attention, inputs, floor=floor_for(dtype, inputs=name))
-                assert errors.rms <= 1.5 * errors.rms_eager + floor_for(dtype, inputs=name), f"seed {seed}"
+                errors = prove(
+                    optimized, naive_attention, inputs, floor=floor_for(dtype, inputs=name)
+                )
+                assert errors.rms <= 1.5 * errors.rms_eager + floor_for(dtype, inputs=name), (
+                    f"seed {seed}"
+                )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,8 +114,10 @@ def test_float64_and_integers_and_specials():
 
 # ---------------------------------------------------------------- planted errors, each under its rule
 
+
 def planted(name: str):
     """A kernel with one error. All but the named slip is the honest kernel."""
+
     def kernel(q, k, v):
         out = tiled_attention(q, k, v)
         if name == "scale 1 % off":
@@ -122,13 +147,20 @@ def truncated(x: Tensor) -> Tensor:
 
 
 EXPECTED = {  # name: (the rule under which it falls, dtypes)
-    "scale 1 % off": ("E1", DTYPES), "dropped tile": ("E1", DTYPES), "mask off by one": ("E1", DTYPES), "nan": ("E0", DTYPES),
-    "infinity": ("E0", DTYPES), "one bad element": ("E1", DTYPES), "wrong tail row": ("E1", [torch.float32]),
+    "scale 1 % off": ("E1", DTYPES),
+    "dropped tile": ("E1", DTYPES),
+    "mask off by one": ("E1", DTYPES),
+    "nan": ("E0", DTYPES),
+    "infinity": ("E0", DTYPES),
+    "one bad element": ("E1", DTYPES),
+    "wrong tail row": ("E1", [torch.float32]),
     "bf16 truncated": ("E4", [torch.bfloat16]),
 }
 
 
-@pytest.mark.parametrize("name,dtype", [(name, dtype) for name, (_, dtypes) in EXPECTED.items() for dtype in dtypes])
+@pytest.mark.parametrize(
+    "name,dtype", [(name, dtype) for name, (_, dtypes) in EXPECTED.items() for dtype in dtypes]
+)
 def test_planted_error_is_rejected(name, dtype):
     for seed in range(SEED, SEED + 3):
         inputs = attention_inputs("normal", 190, 190, 2, 1, 32, dtype=dtype, seed=seed)
@@ -153,16 +185,20 @@ def test_each_rule_catches_what_the_others_pass():
     nan = eager.clone()
     nan[0, 0] = float("nan")
     assert compare(nan, eager, ref64) == "E0"
-    assert compare((ref64 * 1.01).to(torch.bfloat16), eager, ref64) == "E1"  # each element within E2's reach
+    # each element within E2's reach
+    assert compare((ref64 * 1.01).to(torch.bfloat16), eager, ref64) == "E1"
     one = eager.clone()
-    one[17, 3] += 0.25                                                       # 1/65536 of the squares: E1 is blind
+    # 1/65536 of the squares: E1 is blind
+    one[17, 3] += 0.25
     assert compare(one, eager, ref64) == "E2"
-    tail64 = torch.cat([ref64, 0.05 * ref64[:2]])                            # a last tile of two rows, small beside the rest
+    # a last tile of two rows, small beside the rest
+    tail64 = torch.cat([ref64, 0.05 * ref64[:2]])
     tail = tail64.to(torch.bfloat16)
     bad = tail.clone()
     bad[-2:] = (tail64[-2:] * 1.05).to(torch.bfloat16)
     assert compare(bad, tail, tail64) == "E3"
-    assert compare(truncated(ref64.float()), eager, ref64) == "E4"           # at most one unit in the last place
+    # at most one unit in the last place
+    assert compare(truncated(ref64.float()), eager, ref64) == "E4"
 
 
 def test_the_message_names_rule_figures_and_worst_element():
@@ -190,19 +226,26 @@ def test_shape_and_dtype_and_arithmetic():
 
 # ---------------------------------------------------------------- side effects
 
+
 def test_tf32_lets_the_naive_version_use_it_too_and_restores_the_setting():
     def tf32(x):  # float32 with 10 bits of mantissa
         return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
     def naive(x):  # what a matrix product does on a GPU
-        return tf32(x) if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "high" else x * 1
+        return (
+            tf32(x)
+            if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "high"
+            else x * 1
+        )
 
     inputs, before = (torch.randn(64, 32),), torch.get_float32_matmul_precision()
     prove(tf32, naive, inputs, arithmetic="tf32")
     assert broken_rule(tf32, naive, inputs)[0] == "E1"
     try:
         torch.set_float32_matmul_precision("high")
-        assert broken_rule(tf32, naive, inputs)[0] == "E1", "a process that allows tf32 must not loosen float32"
+        assert broken_rule(tf32, naive, inputs)[0] == "E1", (
+            "a process that allows tf32 must not loosen float32"
+        )
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -237,7 +280,9 @@ def test_a_write_into_the_gap_of_a_strided_input_is_caught():
     assert x.stride() == (13, 1)
     assert broken_rule(past_the_row, lambda x: x + 1, (x,))[0] == "inputs"
     clone = numerics.clone_with_strides(x)
-    assert clone.stride() == x.stride() and torch.equal(clone, x) and clone.data_ptr() != x.data_ptr()
+    assert (
+        clone.stride() == x.stride() and torch.equal(clone, x) and clone.data_ptr() != x.data_ptr()
+    )
 
 
 def test_unwritten_row_is_caught():

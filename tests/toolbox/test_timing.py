@@ -1,4 +1,7 @@
-"""Timing is tested on sleeps, on a simulated GPU whose clock is ours, and on samples with known quantiles."""
+"""Timing is tested on sleeps, on a simulated GPU whose clock is ours, and on samples with known
+quantiles.
+"""
+
 import contextlib
 import statistics
 import time
@@ -7,8 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lessons.toolbox import timing
-from lessons.toolbox.timing import Stopwatch, UnsynchronisedTiming, interleave, measure, speedup, summarise
+from lessons.toolbox.measure import timing
+from lessons.toolbox.measure.timing import (
+    Stopwatch,
+    UnsynchronisedTiming,
+    interleave,
+    measure,
+    speedup,
+    summarise,
+)
 
 
 def test_measure_on_the_cpu_finds_the_time_of_a_sleep():
@@ -30,8 +40,14 @@ def test_a_slow_function_still_gets_three_runs_and_a_flag():
 
 def test_the_floor_is_flagged_only_when_beaten():
     fast = measure(lambda: None, device="cpu", floor_s=1.0, budget_s=0.01)
-    assert any(f.startswith("beats the floor of 1 s: cache-resident data or a wrong floor") for f in fast.flags)
-    assert not any("floor" in f for f in measure(lambda: None, device="cpu", floor_s=1e-12, budget_s=0.01).flags)
+    assert any(
+        f.startswith("beats the floor of 1 s: cache-resident data or a wrong floor")
+        for f in fast.flags
+    )
+    assert not any(
+        "floor" in f
+        for f in measure(lambda: None, device="cpu", floor_s=1e-12, budget_s=0.01).flags
+    )
 
 
 def test_quantiles_and_noise():
@@ -53,15 +69,19 @@ def test_inputs_are_taken_in_turn():
 
 
 def test_interleave_alternates_and_shares_drift():
-    order, drift = [], iter(range(10 ** 6))
+    order, drift = [], iter(range(10**6))
 
     def work(name, seconds):
         order.append(name)
         time.sleep(seconds * (1 + 0.05 * next(drift)))  # a machine that slows down all the time
 
-    timings = interleave({"slow": lambda: work("slow", 2e-3), "fast": lambda: work("fast", 1e-3)}, device="cpu", budget_s=0.08)
+    timings = interleave(
+        {"slow": lambda: work("slow", 2e-3), "fast": lambda: work("fast", 1e-3)},
+        device="cpu",
+        budget_s=0.08,
+    )
     assert timings["slow"].runs == timings["fast"].runs
-    rounds = order[-2 * timings["slow"].runs:]
+    rounds = order[-2 * timings["slow"].runs :]
     assert rounds[:4] == ["slow", "fast", "fast", "slow"]
     ratio = speedup(timings["slow"], timings["fast"])
     assert 1.4 < ratio.median < 2.6 and ratio.p20 <= ratio.median <= ratio.p80
@@ -76,15 +96,18 @@ def test_speedup_is_taken_pair_by_pair():
 
 # ---------------------------------------------------------------- a simulated GPU
 
+
 class FakeGpu:
     """A GPU with its own clock: work is queued and done later. It stands in for torch.cuda."""
 
     def __init__(self):
-        self.queued_until = self.host = 0.0   # seconds
+        self.queued_until = self.host = 0.0  # seconds
         self.flushed_bytes, self.cached = 0, False
 
     def launch(self, seconds, cached_seconds=None):
-        self.queued_until = max(self.queued_until, self.host) + (cached_seconds if self.cached and cached_seconds else seconds)
+        self.queued_until = max(self.queued_until, self.host) + (
+            cached_seconds if self.cached and cached_seconds else seconds
+        )
         self.cached = True
 
     def synchronize(self, device=None):
@@ -109,6 +132,7 @@ class FakeGpu:
         def read():
             self.flushed_bytes, self.cached = 4 * numel, False
             self.queued_until += 6e-5
+
         return SimpleNamespace(sum=read)
 
 
@@ -116,9 +140,13 @@ class FakeGpu:
 def gpu(monkeypatch):
     gpu = FakeGpu()
     cuda = SimpleNamespace(
-        Event=gpu.event, synchronize=gpu.synchronize, current_stream=lambda device: gpu, is_available=lambda: True,
-        get_device_properties=lambda device: SimpleNamespace(L2_cache_size=200 * 2 ** 20),
-        device=lambda device: contextlib.nullcontext())
+        Event=gpu.event,
+        synchronize=gpu.synchronize,
+        current_stream=lambda device: gpu,
+        is_available=lambda: True,
+        get_device_properties=lambda device: SimpleNamespace(L2_cache_size=200 * 2**20),
+        device=lambda device: contextlib.nullcontext(),
+    )
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(torch, "zeros", gpu.flush)
     return gpu
@@ -126,8 +154,10 @@ def gpu(monkeypatch):
 
 def test_cuda_events_time_the_queued_work_with_a_cold_cache(gpu):
     t = measure(lambda: gpu.launch(1e-3, cached_seconds=1e-5), device="cuda", budget_s=0.01)
-    assert t.median_s == pytest.approx(1e-3), "milliseconds were not converted, or the cache was warm"
-    assert gpu.flushed_bytes >= 2 * 200 * 2 ** 20
+    assert t.median_s == pytest.approx(1e-3), (
+        "milliseconds were not converted, or the cache was warm"
+    )
+    assert gpu.flushed_bytes >= 2 * 200 * 2**20
 
 
 def test_cuda_is_the_default_where_it_is(gpu):
@@ -135,7 +165,9 @@ def test_cuda_is_the_default_where_it_is(gpu):
 
 
 def test_an_unsynchronised_stopwatch_is_refused(gpu):
-    refused = pytest.raises(UnsynchronisedTiming, match="the GPU is still working on this block: call synchronize")
+    refused = pytest.raises(
+        UnsynchronisedTiming, match="the GPU is still working on this block: call synchronize"
+    )
     with refused as caught, Stopwatch("cuda"):
         gpu.launch(1.0)
     assert "\n" not in str(caught.value)
@@ -164,6 +196,7 @@ def test_cuda_tensors_timed_as_cpu_work_are_refused(monkeypatch):
 
 # ---------------------------------------------------------------- the rest
 
+
 def test_stopwatch_on_a_cpu():
     watch = Stopwatch("cpu")
     with pytest.raises(RuntimeError, match="no time yet"):
@@ -174,8 +207,8 @@ def test_stopwatch_on_a_cpu():
 
 
 def test_cache_sizes_and_rotation(monkeypatch):
-    assert timing._parse_size("480K\n") == 480 * 1024 and timing._parse_size("4M") == 4 * 2 ** 20
-    assert timing.cache_bytes("cpu") >= 2 ** 18
+    assert timing._parse_size("480K\n") == 480 * 1024 and timing._parse_size("4M") == 4 * 2**20
+    assert timing.cache_bytes("cpu") >= 2**18
     monkeypatch.setattr(timing, "cache_bytes", lambda device: 1000)
     inputs = timing.rotating_inputs(lambda: (torch.zeros(100), torch.zeros(25)), "cpu")
     assert len(inputs) == 10  # 10 x 500 bytes are 5 times the cache
@@ -189,7 +222,7 @@ def test_cache_sizes_and_rotation(monkeypatch):
 def test_a_real_gpu_is_waited_for_and_its_cache_is_cold():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    x = torch.randn(2 ** 20, device="cuda")  # 4 MB: within every L2
+    x = torch.randn(2**20, device="cuda")  # 4 MB: within every L2
     cold = measure(lambda: x.sum(), device="cuda")
     assert cold.median_s > 0
     big = torch.randn(8192, 8192, device="cuda")

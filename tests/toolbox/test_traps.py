@@ -1,16 +1,29 @@
-"""Poison, canaries and the allocation counter each catch the slip that they are for, and leave honest code alone."""
+"""Poison, canaries and the allocation counter each catch the slip that they are for, and leave
+honest code alone.
+"""
+
 import pytest
 import torch
 
-from lessons.toolbox.traps import Allocations, NotEquivalent, poisoned, poisoned_empty, with_canaries
+from lessons.toolbox.proof.traps import (
+    Allocations,
+    NotEquivalent,
+    poisoned,
+    poisoned_empty,
+    with_canaries,
+)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 def test_poison_is_nan(dtype):
     assert poisoned((3, 2), dtype).float().isnan().all()
 
 
-@pytest.mark.parametrize("dtype,value", [(torch.int64, 2 ** 30), (torch.int32, 2 ** 30), (torch.int8, 127), (torch.bool, 1)])
+@pytest.mark.parametrize(
+    "dtype,value", [(torch.int64, 2**30), (torch.int32, 2**30), (torch.int8, 127), (torch.bool, 1)]
+)
 def test_poison_of_integers_is_out_of_every_bound(dtype, value):
     assert (poisoned((4,), dtype) == value).all()
 
@@ -18,8 +31,15 @@ def test_poison_of_integers_is_out_of_every_bound(dtype, value):
 def test_every_way_to_leave_memory_unwritten_is_poisoned():
     x = torch.ones(2, 3)
     with poisoned_empty():
-        fresh = [torch.empty(4), torch.empty_like(x), x.new_empty(5), torch.empty_strided((2, 2), (2, 1)),
-                 x.new_empty_strided((2, 2), (2, 1)), torch.empty(2, dtype=torch.bfloat16), torch.Tensor(3)]
+        fresh = [
+            torch.empty(4),
+            torch.empty_like(x),
+            x.new_empty(5),
+            torch.empty_strided((2, 2), (2, 1)),
+            x.new_empty_strided((2, 2), (2, 1)),
+            torch.empty(2, dtype=torch.bfloat16),
+            torch.Tensor(3),
+        ]
         zeros = torch.zeros(3)
         computed = x + 1
     assert all(t.isnan().all() for t in fresh)
@@ -36,10 +56,18 @@ def test_canaries_let_writes_inside_pass(shape, dtype):
     check()
 
 
-@pytest.mark.parametrize("offset,where", [(-1, "1 before its start"), (23, "1 behind its end"), (30, "8 behind its end"),
-                                          (5, "in the padding of a row")])
+@pytest.mark.parametrize(
+    "offset,where",
+    [
+        (-1, "1 before its start"),
+        (23, "1 behind its end"),
+        (30, "8 behind its end"),
+        (5, "in the padding of a row"),
+    ],
+)
 def test_canaries_catch_a_write_outside(offset, where):
-    out, check = with_canaries((3, 5), row_padding=4)  # element [2, 4] is the last one, at 2 * 9 + 4 = 22
+    # element [2, 4] is the last one, at 2 * 9 + 4 = 22
+    out, check = with_canaries((3, 5), row_padding=4)
     out.as_strided((1,), (1,), out.storage_offset() + offset).fill_(float("nan"))
     with pytest.raises(NotEquivalent, match=where) as caught:
         check()
@@ -54,7 +82,8 @@ def test_canaries_start_poisoned():
 def test_allocations_count_new_memory_only():
     x = torch.zeros(8, 4)
     with Allocations() as seen:
-        x.t().reshape(-1, 8)[0].add_(1)    # a transposed view of contiguous memory: the reshape of [4, 8] needs no copy
+        # a transposed view of contiguous memory: the reshape of [4, 8] needs no copy
+        x.t().reshape(-1, 8)[0].add_(1)
         x.expand(100, 8, 4)
         x.mul_(2)
     assert seen.bytes_allocated == 0 and seen.largest_elements == 0
@@ -71,5 +100,5 @@ def test_allocations_see_the_score_matrix_and_not_the_tiles():
         (q @ k.t()).softmax(-1)
     with Allocations() as tiled:
         for start in range(0, 512, 64):
-            (q @ k[start:start + 64].t()).exp_()
+            (q @ k[start : start + 64].t()).exp_()
     assert naive.largest_elements == 32 * 512 and tiled.largest_elements == 32 * 64

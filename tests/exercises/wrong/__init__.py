@@ -1,4 +1,5 @@
-"""Wrong answers, one file a lesson: real slips, each with the hint for whoever made it. wrong/l02.py is the example to copy.
+"""Wrong answers, one file a lesson: real slips, each with the hint for whoever made it.
+wrong/l02.py is the example to copy.
 
     answers = Answers()
 
@@ -7,6 +8,7 @@
 
     answers.alternative("2.1")(another_right_function)     # right, but written another way: the checks must not mind
 """
+
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 class WrongAnswer:
     exercise_id: str
     name: str
-    function: Callable   # stands in for the exercise's function, complete
+    function: Callable  # stands in for the exercise's function, complete
     hint: str
 
 
@@ -30,19 +32,25 @@ class Answers:
 
     def wrong(self, exercise_id: str, hint: str, name: str | None = None) -> Callable:
         """Register a function (or, with `name`, anything callable) as a wrong answer."""
+
         def register(function: Callable) -> Callable:
             answer = WrongAnswer(exercise_id, name or function.__name__, function, hint)
             if any((a.exercise_id, a.name) == (exercise_id, answer.name) for a in self._wrong):
-                raise ValueError(f"exercise {exercise_id} has two wrong answers named {answer.name!r}")
+                raise ValueError(
+                    f"exercise {exercise_id} has two wrong answers named {answer.name!r}"
+                )
             self._wrong.append(answer)
             return function
+
         return register
 
     def alternative(self, exercise_id: str) -> Callable:
         """Register another right solution."""
+
         def register(function: Callable) -> Callable:
             self._alternatives.append((exercise_id, function))
             return function
+
         return register
 
     def wrong_for(self, exercise_id: str) -> list[WrongAnswer]:
@@ -52,7 +60,9 @@ class Answers:
         return [function for known, function in self._alternatives if known == exercise_id]
 
     def exercise_ids(self) -> set[str]:
-        return {answer.exercise_id for answer in self._wrong} | {known for known, _ in self._alternatives}
+        return {answer.exercise_id for answer in self._wrong} | {
+            known for known, _ in self._alternatives
+        }
 
 
 def answers_of(lesson: str) -> Answers:

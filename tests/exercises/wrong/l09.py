@@ -1,4 +1,5 @@
 """Wrong answers to lesson 09's exercises: real slips, and the hint for whoever made them."""
+
 from functools import partial
 
 import torch
@@ -6,7 +7,7 @@ import torch
 from lessons.l08_online_softmax.naive import finish, from_scores, identity, merge
 from lessons.l09_flash_attention import naive
 from lessons.l09_flash_attention.tiles import key_range
-from lessons.toolbox.triton_ import tl, triton
+from lessons.toolbox.kernels.triton_ import tl, triton
 from tests.exercises.wrong import Answers
 
 answers = Answers()
@@ -14,16 +15,52 @@ answers = Answers()
 # ---------------------------------------------------------------- 9.1 tiles in PyTorch
 
 
-def slipped_tiles(q, k, v, softmax_scale=None, causal=True, window=None, tiles=None, *, align="right", strict=False,
-                  drop_tail=False, pad=False, use_max=True, freeze=False, rescale_acc=True, rescale_l=True, early=False,
-                  last_l=False, guard=True, one_l=True, scales=1, extra=0, heads="interleave", skip_more=0, own_scale=True,
-                  masked=True, narrow=False, at_once=False, walk_all=False, log2=False, no_max_in_lse=False, keep_dtype=True):
-    """FA-2 order with one slip. The keyword switches exist only here, to spell the wrong answers briefly."""
+def slipped_tiles(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=True,
+    window=None,
+    tiles=None,
+    *,
+    align="right",
+    strict=False,
+    drop_tail=False,
+    pad=False,
+    use_max=True,
+    freeze=False,
+    rescale_acc=True,
+    rescale_l=True,
+    early=False,
+    last_l=False,
+    guard=True,
+    one_l=True,
+    scales=1,
+    extra=0,
+    heads="interleave",
+    skip_more=0,
+    own_scale=True,
+    masked=True,
+    narrow=False,
+    at_once=False,
+    walk_all=False,
+    log2=False,
+    no_max_in_lse=False,
+    keep_dtype=True,
+):
+    """FA-2 order with one slip. The keyword switches exist only here, to spell the wrong answers
+    briefly.
+    """
     wide = torch.float64 if q.dtype == torch.float64 else q.dtype if narrow else torch.float32
     (tq, hq, dim), (tk, hkv, dv) = q.shape, v.shape
     block_m, block_n = (tq, tk) if at_once else (tiles.block_m, tiles.block_n)
-    scale = (dim ** -0.5 if softmax_scale is None or not own_scale else softmax_scale) ** scales
-    spread = (lambda x: x.repeat_interleave(hq // hkv, 1)) if heads == "interleave" else (lambda x: x.repeat(1, hq // hkv, 1))
+    scale = (dim**-0.5 if softmax_scale is None or not own_scale else softmax_scale) ** scales
+    spread = (
+        (lambda x: x.repeat_interleave(hq // hkv, 1))
+        if heads == "interleave"
+        else (lambda x: x.repeat(1, hq // hkv, 1))
+    )
     out, lse = q.new_empty(tq, hq, dv), torch.empty(tq, hq, dtype=wide)
     for start_m in range(0, tq, block_m):
         rows = slice(start_m, min(start_m + block_m, tq))
@@ -33,56 +70,125 @@ def slipped_tiles(q, k, v, softmax_scale=None, causal=True, window=None, tiles=N
         end = tk // block_n * block_n if drop_tail else tk
         if causal and not walk_all:
             end = min(end, max(0, int(query[-1]) + 1 - skip_more))
-        begin = max(0, int(query[0]) - window + 1) // block_n * block_n if window and not walk_all else 0
+        begin = (
+            max(0, int(query[0]) - window + 1) // block_n * block_n
+            if window and not walk_all
+            else 0
+        )
         for start_n in range(begin, end, block_n):
             key = torch.arange(start_n, start_n + block_n if pad else min(start_n + block_n, tk))
             k_tile, v_tile = (torch.zeros(len(key), *x.shape[1:], dtype=wide) for x in (k, v))
             held = slice(start_n, min(start_n + block_n, tk))
-            k_tile[:held.stop - held.start], v_tile[:held.stop - held.start] = k[held].to(wide), v[held].to(wide)
+            k_tile[: held.stop - held.start], v_tile[: held.stop - held.start] = (
+                k[held].to(wide),
+                v[held].to(wide),
+            )
             scores = torch.einsum("mhd,nhd->mhn", q[rows].to(wide), spread(k_tile)) * scale
             distance = query[:, None] - key
             if causal and masked:
                 hidden = distance <= 0 if strict else distance < 0
                 hidden = hidden | (distance >= window + extra) if window else hidden
                 scores = scores.masked_fill(hidden[:, None], -torch.inf)
-            m_new = torch.maximum(m, scores.amax(-1)) if use_max and not (freeze and start_n > begin) else m
+            m_new = (
+                torch.maximum(m, scores.amax(-1))
+                if use_max and not (freeze and start_n > begin)
+                else m
+            )
             safe = m_new.masked_fill(m_new.isneginf(), 0) if guard else m_new
             alpha, p = torch.exp(m - safe), torch.exp(scores - safe[..., None])
             old = l
             l = p.sum(-1) if last_l else (l * alpha if rescale_l else l) + p.sum(-1)
             if early:
                 acc = acc / old.clamp(min=1e-30)[..., None] if start_n > begin else acc
-            acc = (acc * alpha[..., None] if rescale_acc else acc) + torch.einsum("mhn,nhd->mhd", p, spread(v_tile))
+            acc = (acc * alpha[..., None] if rescale_acc else acc) + torch.einsum(
+                "mhn,nhd->mhd", p, spread(v_tile)
+            )
             m = m_new
         out[rows] = (acc / (l.masked_fill(l == 0, 1) if one_l else l)[..., None]).to(q.dtype)
-        lse[rows] = torch.log(l) if no_max_in_lse else (m + torch.log(l)) * (1.4426950408889634 if log2 else 1)
+        lse[rows] = (
+            torch.log(l)
+            if no_max_in_lse
+            else (m + torch.log(l)) * (1.4426950408889634 if log2 else 1)
+        )
     return (out if keep_dtype else out.float()), lse
 
 
 for name, slip, hint in [
-    ("top_left_mask", dict(align="left"), "Your mask is aligned top left: query i stands at key i + Tk - T."),
+    (
+        "top_left_mask",
+        dict(align="left"),
+        "Your mask is aligned top left: query i stands at key i + Tk - T.",
+    ),
     ("strict_diagonal", dict(strict=True), "Your diagonal is strict: a query sees its own key."),
-    ("no_mask", dict(masked=False), "Tiles on the diagonal need a mask: some of their queries stand before some of their keys."),
+    (
+        "no_mask",
+        dict(masked=False),
+        "Tiles on the diagonal need a mask: some of their queries stand before some of their keys.",
+    ),
     ("tail_dropped", dict(drop_tail=True), "The last partial tile of keys is never read."),
-    ("tail_unmasked", dict(pad=True), "Keys beyond the last one count: a padded key scores 0, which may beat all real scores."),
+    (
+        "tail_unmasked",
+        dict(pad=True),
+        "Keys beyond the last one count: a padded key scores 0, which may beat all real scores.",
+    ),
     ("no_max", dict(use_max=False), "You exponentiate raw scores. What is exp(200) in float32?"),
-    ("frozen_max", dict(freeze=True), "You keep the first tile's maximum. What if a later tile holds a larger score?"),
+    (
+        "frozen_max",
+        dict(freeze=True),
+        "You keep the first tile's maximum. What if a later tile holds a larger score?",
+    ),
     ("stale_acc", dict(rescale_acc=False), "When the maximum grows, l is rescaled but acc is not."),
     ("stale_l", dict(rescale_l=False), "When the maximum grows, acc is rescaled but l is not."),
     ("last_l", dict(last_l=True), "You divide by the last tile's sum. l adds up over all tiles."),
-    ("divided_twice", dict(early=True), "You divide in every tile and at the end, and never take a division back."),
-    ("nan_for_no_key", dict(guard=False), "−inf − −inf is NaN: a query without a key has no maximum to subtract."),
-    ("zero_by_zero", dict(one_l=False), "A query that sees no key divides 0 by 0. Its output is 0."),
+    (
+        "divided_twice",
+        dict(early=True),
+        "You divide in every tile and at the end, and never take a division back.",
+    ),
+    (
+        "nan_for_no_key",
+        dict(guard=False),
+        "−inf − −inf is NaN: a query without a key has no maximum to subtract.",
+    ),
+    (
+        "zero_by_zero",
+        dict(one_l=False),
+        "A query that sees no key divides 0 by 0. Its output is 0.",
+    ),
     ("scale_twice", dict(scales=2), "The scale is in there twice."),
-    ("ignores_scale", dict(own_scale=False), "softmax_scale is given, and you use 1 / √D all the same."),
-    ("window_off_by_one", dict(extra=1), "Your window holds one key too many: it counts the query's own."),
+    (
+        "ignores_scale",
+        dict(own_scale=False),
+        "softmax_scale is given, and you use 1 / √D all the same.",
+    ),
+    (
+        "window_off_by_one",
+        dict(extra=1),
+        "Your window holds one key too many: it counts the query's own.",
+    ),
     ("heads_modulo", dict(heads="repeat"), "Query head h reads KV head h // group, not h % Hkv."),
-    ("one_block_too_many_skipped", dict(skip_more=4), "You skip one tile of keys too many: the last query still sees into it."),
+    (
+        "one_block_too_many_skipped",
+        dict(skip_more=4),
+        "You skip one tile of keys too many: the last query still sees into it.",
+    ),
     ("all_at_once", dict(at_once=True), "The numbers are right, but all scores exist at once."),
-    ("visits_everything", dict(walk_all=True), "You compute tiles that no query sees: time for nothing, and 0 · NaN is NaN."),
-    ("sums_in_16_bits", dict(narrow=True), "Your sums are as narrow as the inputs: in bfloat16, 256 + 1 is 256."),
+    (
+        "visits_everything",
+        dict(walk_all=True),
+        "You compute tiles that no query sees: time for nothing, and 0 · NaN is NaN.",
+    ),
+    (
+        "sums_in_16_bits",
+        dict(narrow=True),
+        "Your sums are as narrow as the inputs: in bfloat16, 256 + 1 is 256.",
+    ),
     ("lse_in_log2", dict(log2=True), "Your lse is the logarithm to base 2."),
-    ("lse_without_max", dict(no_max_in_lse=True), "log l alone is relative to the maximum: lse = m + log l."),
+    (
+        "lse_without_max",
+        dict(no_max_in_lse=True),
+        "log l alone is relative to the maximum: lse = m + log l.",
+    ),
     ("returns_float32", dict(keep_dtype=False), "out has q's dtype."),
 ]:
     answers.wrong("9.1", hint, name)(partial(slipped_tiles, **slip))
@@ -97,8 +203,14 @@ def forgets_lse(q, k, v, softmax_scale=None, causal=True, window=None, tiles=Non
 @answers.alternative("9.1")
 def by_partials(q, k, v, softmax_scale=None, causal=True, window=None, tiles=None):
     """Lesson 8's merge, a tile at a time."""
-    out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-    group, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    out, lse = (
+        q.new_empty(*q.shape[:2], v.shape[2]),
+        q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32)),
+    )
+    group, scale = (
+        q.shape[1] // k.shape[1],
+        q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
+    )
     for m in range(0, len(q), tiles.block_m):
         rows = torch.arange(m, min(m + tiles.block_m, len(q)))
         begin, _, end = key_range(m, len(q), len(k), tiles, causal, window)
@@ -106,10 +218,21 @@ def by_partials(q, k, v, softmax_scale=None, causal=True, window=None, tiles=Non
             seen = identity(rows.shape, v.shape[2], lse.dtype)
             for n in range(begin, end, tiles.block_n):
                 keys = torch.arange(n, min(n + tiles.block_n, len(k)))
-                scores = q[rows, head].to(lse.dtype) @ k[keys, head // group].to(lse.dtype).T * scale
+                scores = (
+                    q[rows, head].to(lse.dtype) @ k[keys, head // group].to(lse.dtype).T * scale
+                )
                 distance = rows[:, None] + len(k) - len(q) - keys
-                hidden = (distance < 0) | (distance >= (window or len(k) + len(q))) if causal else distance != distance
-                seen = merge(seen, from_scores(scores.masked_fill(hidden, -torch.inf), v[keys, head // group].to(lse.dtype)))
+                hidden = (
+                    (distance < 0) | (distance >= (window or len(k) + len(q)))
+                    if causal
+                    else distance != distance
+                )
+                seen = merge(
+                    seen,
+                    from_scores(
+                        scores.masked_fill(hidden, -torch.inf), v[keys, head // group].to(lse.dtype)
+                    ),
+                )
             done, lse[rows, head] = finish(seen)
             out[rows, head] = done.to(q.dtype)
     return out, lse
@@ -117,9 +240,23 @@ def by_partials(q, k, v, softmax_scale=None, causal=True, window=None, tiles=Non
 
 # ---------------------------------------------------------------- 9.2 the kernel
 
+
 @triton.jit
-def slipped_sink_kernel(q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, softmax_scale, num_queries, num_keys, SLIP: tl.constexpr,
-                        HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def slipped_sink_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    sinks_ptr,
+    out_ptr,
+    softmax_scale,
+    num_queries,
+    num_keys,
+    SLIP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """The kernel with one slip, named by SLIP."""
     head, num_heads = tl.program_id(1), tl.num_programs(1)
     row, column = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -138,24 +275,35 @@ def slipped_sink_kernel(q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, softmax_scale, 
         acc += 1.0
     if SLIP == "sink_scaled":
         m_i = m_i * softmax_scale
-    for start_n in range(0, num_keys - (num_keys % BLOCK_N if SLIP == "tail_dropped" else 0), BLOCK_N):
+    for start_n in range(
+        0, num_keys - (num_keys % BLOCK_N if SLIP == "tail_dropped" else 0), BLOCK_N
+    ):
         key = start_n + tl.arange(0, BLOCK_N)
         held = (key < num_keys)[:, None] & (column < width)[None, :]
         k_cell = (key[:, None] * num_heads + head) * HEAD_DIM + column[None, :]
         k = tl.load(k_ptr + k_cell, mask=held, other=0.0)
         v = tl.load(v_ptr + k_cell, mask=held, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="tf32" if SLIP == "tf32" else "ieee") * softmax_scale
+        scores = (
+            tl.dot(q, tl.trans(k), input_precision="tf32" if SLIP == "tf32" else "ieee")
+            * softmax_scale
+        )
         if SLIP != "tail_unmasked":
             scores = tl.where((key < num_keys)[None, :], scores, float("-inf"))
         m_new = m_i if SLIP == "sink_stays_max" else tl.maximum(m_i, tl.max(scores, axis=1))
         alpha = tl.exp(m_i - m_new)
         p = tl.exp(scores - m_new[:, None])
         l_i = (l_i if SLIP == "stale_sink" else l_i * alpha) + tl.sum(p, axis=1)
-        acc = tl.dot(p, v, acc if SLIP == "stale_acc" else acc * alpha[:, None], input_precision="ieee")
+        acc = tl.dot(
+            p, v, acc if SLIP == "stale_acc" else acc * alpha[:, None], input_precision="ieee"
+        )
         if SLIP == "sink_in_every_tile":
             l_i += tl.exp(sink - m_new)
         m_i = m_new
-    tl.store(out_ptr + cell, acc / l_i[:, None], mask=inside if SLIP != "first_rows_only" else inside & (row < 16)[:, None])
+    tl.store(
+        out_ptr + cell,
+        acc / l_i[:, None],
+        mask=inside if SLIP != "first_rows_only" else inside & (row < 16)[:, None],
+    )
 
 
 def slipped_sinks(q, k, v, sinks, block=16, *, slip):
@@ -164,29 +312,62 @@ def slipped_sinks(q, k, v, sinks, block=16, *, slip):
         scale = triton.next_power_of_2(max(q.shape[2], 16)) ** -0.5
     else:
         scale = q.shape[2] ** -0.5
-    padded = slip == "padding_counted"  # room, so that the slip reads its neighbours and not foreign memory
-    q_in, k_in, v_in = (torch.cat([x.flatten(), x.new_ones(64)]) if padded else x for x in (q, k, v))
-    room = torch.empty(q.numel() + 64, dtype=q.dtype, device=q.device) if padded else torch.empty_like(q)
+    # room, so that the slip reads its neighbours and not foreign memory
+    padded = slip == "padding_counted"
+    q_in, k_in, v_in = (
+        torch.cat([x.flatten(), x.new_ones(64)]) if padded else x for x in (q, k, v)
+    )
+    room = (
+        torch.empty(q.numel() + 64, dtype=q.dtype, device=q.device)
+        if padded
+        else torch.empty_like(q)
+    )
     slipped_sink_kernel[triton.cdiv(len(q), block), q.shape[1]](
-        q_in, k_in, v_in, sinks, room, scale, len(q), len(k), SLIP=slip, HEAD_DIM=q.shape[2], BLOCK_M=block, BLOCK_N=block,
-        BLOCK_D=triton.next_power_of_2(max(q.shape[2], 16)))
-    return room[:q.numel()].view(q.shape) if padded else room
+        q_in,
+        k_in,
+        v_in,
+        sinks,
+        room,
+        scale,
+        len(q),
+        len(k),
+        SLIP=slip,
+        HEAD_DIM=q.shape[2],
+        BLOCK_M=block,
+        BLOCK_N=block,
+        BLOCK_D=triton.next_power_of_2(max(q.shape[2], 16)),
+    )
+    return room[: q.numel()].view(q.shape) if padded else room
 
 
 for name, hint in [
     ("no_sink", "The sink is missing from the denominator."),
     ("sink_as_value", "Your sink brings a value of 1. It has none: it only takes weight away."),
     ("sink_scaled", "The sink is a finished score: it is not multiplied by 1 / √D."),
-    ("sink_in_every_tile", "You count the sink once for each tile of keys. It is one score of the whole row."),
-    ("sink_stays_max", "The maximum stays the sink's: exp overflows, or loses everything, when keys score far higher."),
+    (
+        "sink_in_every_tile",
+        "You count the sink once for each tile of keys. It is one score of the whole row.",
+    ),
+    (
+        "sink_stays_max",
+        "The maximum stays the sink's: exp overflows, or loses everything, when keys score far "
+        "higher.",
+    ),
     ("first_sink", "Every head uses head 0's sink."),
     ("stale_sink", "When the maximum grows, l, with the sink in it, has to be rescaled."),
     ("stale_acc", "When the maximum grows, l is rescaled but acc is not."),
     ("tail_dropped", "The last partial tile of keys is never read."),
     ("tail_unmasked", "Keys beyond the last one score 0 and count. Set their scores to −inf."),
-    ("padding_counted", "You read and write BLOCK_D columns. Only HEAD_DIM exist: the rest belongs to the next row."),
+    (
+        "padding_counted",
+        "You read and write BLOCK_D columns. Only HEAD_DIM exist: the rest belongs to the next "
+        "row.",
+    ),
     ("padding_scale", "Your scale is 1 / √BLOCK_D: the padding of the head is counted."),
-    ("first_rows_only", "Only the first 16 rows are written: program_id(0) counts tiles, row counts queries."),
+    (
+        "first_rows_only",
+        "Only the first 16 rows are written: program_id(0) counts tiles, row counts queries.",
+    ),
 ]:
     answers.wrong("9.2", hint, name)(partial(slipped_sinks, slip=name))
 
@@ -201,34 +382,80 @@ def in_pytorch(q, k, v, sinks, block=16):
 
 # ---------------------------------------------------------------- 9.3 predict
 
-def slipped_traffic(num_tokens, num_heads, head_dim, itemsize, block, *, triangle=1, diagonal_full=False, full_square=False, kv=2,
-                    per_tile="rows", q_each=False, all_heads=True, itemsized=True, once=False, score_passes=4, score_heads=True,
-                    half_scores=False):
+
+def slipped_traffic(
+    num_tokens,
+    num_heads,
+    head_dim,
+    itemsize,
+    block,
+    *,
+    triangle=1,
+    diagonal_full=False,
+    full_square=False,
+    kv=2,
+    per_tile="rows",
+    q_each=False,
+    all_heads=True,
+    itemsized=True,
+    once=False,
+    score_passes=4,
+    score_heads=True,
+    half_scores=False,
+):
     """The four numbers with one slip."""
     count = num_tokens // block
-    visited = count ** 2 if full_square else count * (count + triangle) // 2
+    visited = count**2 if full_square else count * (count + triangle) // 2
     full = visited if diagonal_full else visited - count
     row = head_dim * (itemsize if itemsized else 1)
     tiles = count if once else visited
     q = (visited * block if q_each else num_tokens) * row
-    read = (num_heads if all_heads else 1) * (q + tiles * (block if per_tile == "rows" else 1) * kv * row)
-    scores = score_passes * (num_heads if score_heads else 1) * num_tokens ** 2 * itemsize // (2 if half_scores else 1)
+    read = (num_heads if all_heads else 1) * (
+        q + tiles * (block if per_tile == "rows" else 1) * kv * row
+    )
+    scores = (
+        score_passes
+        * (num_heads if score_heads else 1)
+        * num_tokens**2
+        * itemsize
+        // (2 if half_scores else 1)
+    )
     return visited, full, read, scores
 
 
 for name, slip, hint in [
     ("no_diagonal", dict(triangle=-1), "The diagonal's tiles are visited too."),
     ("no_skipping", dict(full_square=True), "Tiles above the diagonal are skipped."),
-    ("diagonal_without_mask", dict(diagonal_full=True), "A tile on the diagonal is half hidden: it needs a mask."),
+    (
+        "diagonal_without_mask",
+        dict(diagonal_full=True),
+        "A tile on the diagonal is half hidden: it needs a mask.",
+    ),
     ("k_alone", dict(kv=1), "You count k alone; v is read as well."),
     ("a_row_a_tile", dict(per_tile="one"), "A tile holds `block` rows of k and of v."),
-    ("q_for_every_tile", dict(q_each=True), "q is loaded once: it stays in registers while the keys go by."),
+    (
+        "q_for_every_tile",
+        dict(q_each=True),
+        "q is loaded once: it stays in registers while the keys go by.",
+    ),
     ("one_head", dict(all_heads=False), "These bytes are of one head."),
     ("elements", dict(itemsized=False), "You count elements, not bytes."),
-    ("keys_once", dict(once=True), "Every tile of queries reads its keys again; k and v are not read once."),
-    ("two_passes", dict(score_passes=2), "Scores and probabilities are each written and read: four passes."),
+    (
+        "keys_once",
+        dict(once=True),
+        "Every tile of queries reads its keys again; k and v are not read once.",
+    ),
+    (
+        "two_passes",
+        dict(score_passes=2),
+        "Scores and probabilities are each written and read: four passes.",
+    ),
     ("scores_of_one_head", dict(score_heads=False), "Each head has scores of its own."),
-    ("scores_half", dict(half_scores=True), "The naive matrix is whole: what is masked is stored as well."),
+    (
+        "scores_half",
+        dict(half_scores=True),
+        "The naive matrix is whole: what is masked is stored as well.",
+    ),
 ]:
     answers.wrong("9.3", hint, name)(partial(slipped_traffic, **slip))
 
@@ -237,13 +464,35 @@ for name, slip, hint in [
 def by_adding_up(num_tokens, num_heads, head_dim, itemsize, block):
     rows = range(1, num_tokens // block + 1)
     read = sum(num_heads * head_dim * itemsize * (block + 2 * n * block) for n in rows)
-    return sum(rows), sum(n - 1 for n in rows), read, num_heads * num_tokens * num_tokens * itemsize * 4
+    return (
+        sum(rows),
+        sum(n - 1 for n in rows),
+        read,
+        num_heads * num_tokens * num_tokens * itemsize * 4,
+    )
 
 
 # ---------------------------------------------------------------- 9.4 which keys
 
-def slipped_range(start_m, num_queries, num_keys, tiles, causal=True, window=None, *, top_left=False, short=0, ragged=False,
-                  late_begin=False, off=0, diagonal_full=False, clamp=True, early_full=False, whole_window=False):
+
+def slipped_range(
+    start_m,
+    num_queries,
+    num_keys,
+    tiles,
+    causal=True,
+    window=None,
+    *,
+    top_left=False,
+    short=0,
+    ragged=False,
+    late_begin=False,
+    off=0,
+    diagonal_full=False,
+    clamp=True,
+    early_full=False,
+    whole_window=False,
+):
     """The range with one slip or several."""
     block_m, block_n = tiles.block_m, tiles.block_n
     first = start_m + (0 if top_left else num_keys - num_queries)
@@ -260,20 +509,59 @@ def slipped_range(start_m, num_queries, num_keys, tiles, causal=True, window=Non
 
 
 for name, slip, hint in [
-    ("as_given", dict(top_left=True, short=1, ragged=True, late_begin=True),
-     "All four bugs are there. Draw 4 queries behind 3 cached keys."),
-    ("top_left", dict(top_left=True), "The first query stands at key start_m + num_keys - num_queries."),
-    ("last_key_skipped", dict(short=1),
-     "The tile's last query stands at first + block_m - 1, and sees its own key: end is one behind."),
-    ("one_block_too_many_skipped", dict(short=4), "You skip one tile too many: the last queries see into it."),
-    ("ragged_end_unmasked", dict(ragged=True), "The last tile may be cut off by the end of the keys: it needs a mask."),
-    ("window_of_the_last_query", dict(late_begin=True), "The tile's first query reaches furthest back, not its last."),
+    (
+        "as_given",
+        dict(top_left=True, short=1, ragged=True, late_begin=True),
+        "All four bugs are there. Draw 4 queries behind 3 cached keys.",
+    ),
+    (
+        "top_left",
+        dict(top_left=True),
+        "The first query stands at key start_m + num_keys - num_queries.",
+    ),
+    (
+        "last_key_skipped",
+        dict(short=1),
+        "The tile's last query stands at first + block_m - 1, and sees its own key: end is one "
+        "behind.",
+    ),
+    (
+        "one_block_too_many_skipped",
+        dict(short=4),
+        "You skip one tile too many: the last queries see into it.",
+    ),
+    (
+        "ragged_end_unmasked",
+        dict(ragged=True),
+        "The last tile may be cut off by the end of the keys: it needs a mask.",
+    ),
+    (
+        "window_of_the_last_query",
+        dict(late_begin=True),
+        "The tile's first query reaches furthest back, not its last.",
+    ),
     ("window_off_by_one", dict(off=1), "A window of w reaches back to key position − w + 1."),
-    ("window_one_key_too_wide", dict(off=-1), "Your window begins one key too early: it counts the query's own."),
-    ("ignores_window", dict(whole_window=True), "With a window, tiles far left of the diagonal are skipped as well."),
-    ("diagonal_unmasked", dict(diagonal_full=True), "full_end asks the tile's first query: it must see the whole tile of keys."),
+    (
+        "window_one_key_too_wide",
+        dict(off=-1),
+        "Your window begins one key too early: it counts the query's own.",
+    ),
+    (
+        "ignores_window",
+        dict(whole_window=True),
+        "With a window, tiles far left of the diagonal are skipped as well.",
+    ),
+    (
+        "diagonal_unmasked",
+        dict(diagonal_full=True),
+        "full_end asks the tile's first query: it must see the whole tile of keys.",
+    ),
     ("full_too_early", dict(early_full=True), "One tile less than possible goes without a mask."),
-    ("negative_end", dict(clamp=False), "With more queries than keys a tile may see nothing: end is then 0, not negative."),
+    (
+        "negative_end",
+        dict(clamp=False),
+        "With more queries than keys a tile may see nothing: end is then 0, not negative.",
+    ),
 ]:
     answers.wrong("9.4", hint, name)(partial(slipped_range, **slip))
 
@@ -281,7 +569,11 @@ for name, slip, hint in [
 @answers.alternative("9.4")
 def by_looking(start_m, num_queries, num_keys, tiles, causal=True, window=None):
     first, step = start_m + num_keys - num_queries, tiles.block_n
-    whole = [n for n in range(0, num_keys, step) if n + step <= num_keys and (not causal or n + step - 1 <= first)]
+    whole = [
+        n
+        for n in range(0, num_keys, step)
+        if n + step <= num_keys and (not causal or n + step - 1 <= first)
+    ]
     full_end = whole[-1] + step if whole else 0
     seen = [j for j in range(num_keys) if not causal or j < first + tiles.block_m]
     reach = 0 if window is None else max(0, first - window + 1)

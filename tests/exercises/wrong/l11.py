@@ -1,4 +1,5 @@
 """Wrong answers to lesson 11's exercises: real slips, and the hint for whoever made them."""
+
 import itertools
 import math
 from functools import partial
@@ -16,15 +17,24 @@ answers = Answers()
 
 
 def tried(steps, num_graphs, cost, sizes=None):
-    """The choice of least `cost(buckets)` among all of at most num_graphs sizes that hold the largest batch."""
+    """The choice of least `cost(buckets)` among all of at most num_graphs sizes that hold the
+    largest batch.
+    """
     sizes = sizes or sorted(steps)
-    choices = [c for n in range(1, num_graphs + 1) for c in itertools.combinations(sizes[-9:], n) if c[-1] >= max(steps)]
+    choices = [
+        c
+        for n in range(1, num_graphs + 1)
+        for c in itertools.combinations(sizes[-9:], n)
+        if c[-1] >= max(steps)
+    ]
     return list(min(choices, key=cost))
 
 
 def padding(steps, buckets, weight=lambda size, count, bucket: count * (bucket - size)):
     """The sum of `weight` over the observed sizes, each with its bucket."""
-    return sum(weight(size, count, min(b for b in buckets if b >= size)) for size, count in steps.items())
+    return sum(
+        weight(size, count, min(b for b in buckets if b >= size)) for size, count in steps.items()
+    )
 
 
 @answers.wrong("11.1", "These are powers of two. What does the server see?")
@@ -44,29 +54,53 @@ def most_frequent(steps, num_graphs):
     return sorted(sorted(steps, key=lambda size: -steps[size])[:num_graphs])
 
 
-@answers.wrong("11.1", "The largest and the most frequent others: a size that is rarer may save more rows.")
+@answers.wrong(
+    "11.1", "The largest and the most frequent others: a size that is rarer may save more rows."
+)
 def most_frequent_and_largest(steps, num_graphs):
     top = max(steps)
-    others = sorted((size for size in steps if size != top), key=lambda size: -steps[size])[:num_graphs - 1]
+    others = sorted((size for size in steps if size != top), key=lambda size: -steps[size])[
+        : num_graphs - 1
+    ]
     return sorted([top, *others])
 
 
-@answers.wrong("11.1", "You add one bucket after the other, each the best then. The best pair need not hold the best single one.")
+@answers.wrong(
+    "11.1",
+    "You add one bucket after the other, each the best then. The best pair need not hold the best "
+    "single one.",
+)
 def greedy(steps, num_graphs):
     chosen = [max(steps)]
     while len(chosen) < min(num_graphs, len(steps)):
-        chosen.append(min((s for s in steps if s not in chosen), key=lambda s: padding(steps, [*chosen, s])))
+        chosen.append(
+            min((s for s in steps if s not in chosen), key=lambda s: padding(steps, [*chosen, s]))
+        )
     return sorted(chosen)
 
 
 for name, weight, hint in [
-    ("ignores_counts", lambda size, count, bucket: bucket - size, "Every size counts once in yours. How many steps had it?"),
-    ("relative_waste", lambda size, count, bucket: count * (bucket - size) / bucket,
-     "You minimise shares of the buckets; asked are padded rows."),
-    ("counts_steps", lambda size, count, bucket: count * (bucket != size), "You count padded steps; a step may pad many rows."),
+    (
+        "ignores_counts",
+        lambda size, count, bucket: bucket - size,
+        "Every size counts once in yours. How many steps had it?",
+    ),
+    (
+        "relative_waste",
+        lambda size, count, bucket: count * (bucket - size) / bucket,
+        "You minimise shares of the buckets; asked are padded rows.",
+    ),
+    (
+        "counts_steps",
+        lambda size, count, bucket: count * (bucket != size),
+        "You count padded steps; a step may pad many rows.",
+    ),
 ]:
     answers.wrong("11.1", hint, name)(
-        lambda steps, num_graphs, weight=weight: tried(steps, num_graphs, lambda buckets: padding(steps, buckets, weight)))
+        lambda steps, num_graphs, weight=weight: tried(
+            steps, num_graphs, lambda buckets: padding(steps, buckets, weight)
+        )
+    )
 
 
 @answers.wrong("11.1", "One graph too many: the largest batch needs one of the num_graphs.")
@@ -89,9 +123,16 @@ def largest_alone(steps, num_graphs):
     return [max(steps)]
 
 
-@answers.wrong("11.1", "You try every choice. With 150 sizes and 20 graphs there are 10^24 of them.")
+@answers.wrong(
+    "11.1", "You try every choice. With 150 sizes and 20 graphs there are 10^24 of them."
+)
 def tries_everything(steps, num_graphs):
-    choices = (c for n in range(1, num_graphs + 1) for c in itertools.combinations(sorted(steps), n) if c[-1] == max(steps))
+    choices = (
+        c
+        for n in range(1, num_graphs + 1)
+        for c in itertools.combinations(sorted(steps), n)
+        if c[-1] == max(steps)
+    )
     return list(min(choices, key=lambda buckets: padding(steps, buckets)))
 
 
@@ -100,7 +141,8 @@ def from_the_largest_down(steps, num_graphs):
     """Recursion over what is left, with a memory."""
     sizes, known = sorted(steps), {}
 
-    def best(upto, graphs):  # sizes[:upto + 1] in at most `graphs` buckets, the largest of them sizes[upto]
+    # sizes[:upto + 1] in at most `graphs` buckets, the largest of them sizes[upto]
+    def best(upto, graphs):
         if upto < 0:
             return 0, ()
         if graphs == 0:
@@ -113,44 +155,107 @@ def from_the_largest_down(steps, num_graphs):
                 found = min(found, (rows + below, (*buckets, sizes[upto])))
             known[upto, graphs] = found
         return known[upto, graphs]
+
     return list(best(len(sizes) - 1, num_graphs)[1])
 
 
 # ---------------------------------------------------------------- 11.2 predict
 
-def slipped_step(num_launches, weight_bytes, kv_bytes_per_token, context, batch, memory_bytes_per_s, launch_us=6.0, graph_us=12.0,
-                 *, join=max, kv=True, kv_batch=True, weight_batch=False, unit=1e6, per_kernel=False, rounding="up", least=1,
-                 own_costs=True, order=1, strict=False, weights_first=True):
+
+def slipped_step(
+    num_launches,
+    weight_bytes,
+    kv_bytes_per_token,
+    context,
+    batch,
+    memory_bytes_per_s,
+    launch_us=6.0,
+    graph_us=12.0,
+    *,
+    join=max,
+    kv=True,
+    kv_batch=True,
+    weight_batch=False,
+    unit=1e6,
+    per_kernel=False,
+    rounding="up",
+    least=1,
+    own_costs=True,
+    order=1,
+    strict=False,
+    weights_first=True,
+):
     """The three numbers with one slip, spelled by a switch."""
     launch_us, graph_us = (launch_us, graph_us) if own_costs else (6.0, 12.0)
     weights = weight_bytes / memory_bytes_per_s * unit
     cache = context * kv_bytes_per_token / memory_bytes_per_s * unit
-    total = weights * (batch if weight_batch else 1) + (cache * (batch if kv_batch else 1) if kv else 0)
+    total = weights * (batch if weight_batch else 1) + (
+        cache * (batch if kv_batch else 1) if kv else 0
+    )
     launches = num_launches * launch_us
     exact = (launches - (weights if weights_first else 0)) / cache
-    first = {"up": math.ceil(exact), "down": math.floor(exact), "next": math.floor(exact) + 1}[rounding]
-    return (join(launches, total), join(graph_us * (num_launches if per_kernel else 1), total), max(least, first))[::order]
+    first = {"up": math.ceil(exact), "down": math.floor(exact), "next": math.floor(exact) + 1}[
+        rounding
+    ]
+    return (
+        join(launches, total),
+        join(graph_us * (num_launches if per_kernel else 1), total),
+        max(least, first),
+    )[::order]
 
 
 for name, slip, hint in [
-    ("adds", dict(join=lambda a, b: a + b), "Launches and bytes overlap: the longer of the two counts, not their sum."),
+    (
+        "adds",
+        dict(join=lambda a, b: a + b),
+        "Launches and bytes overlap: the longer of the two counts, not their sum.",
+    ),
     ("shorter", dict(join=min), "The longer of the two counts, not the shorter."),
     ("no_cache", dict(kv=False), "The cache is read as well, not the weights alone."),
     ("cache_of_one", dict(kv_batch=False), "Each sequence has its own cache: times batch."),
     ("weights_for_each", dict(weight_batch=True), "The weights are read once for the whole batch."),
-    ("milliseconds", dict(unit=1e3), "Bytes over bytes per second are seconds; a second is a million µs, not a thousand."),
-    ("graph_per_kernel", dict(per_kernel=True), "A graph is launched once, however many kernels it holds."),
-    ("rounds_down", dict(rounding="down"), "At the batch below, the bytes do not yet take as long: round up."),
-    ("one_more_when_equal", dict(rounding="next"), "When the bytes take exactly as long, the graph gains nothing already."),
-    ("below_one", dict(least=-10**9), "A batch is 1 at least."),
+    (
+        "milliseconds",
+        dict(unit=1e3),
+        "Bytes over bytes per second are seconds; a second is a million µs, not a thousand.",
+    ),
+    (
+        "graph_per_kernel",
+        dict(per_kernel=True),
+        "A graph is launched once, however many kernels it holds.",
+    ),
+    (
+        "rounds_down",
+        dict(rounding="down"),
+        "At the batch below, the bytes do not yet take as long: round up.",
+    ),
+    (
+        "one_more_when_equal",
+        dict(rounding="next"),
+        "When the bytes take exactly as long, the graph gains nothing already.",
+    ),
+    ("below_one", dict(least=-(10**9)), "A batch is 1 at least."),
     ("own_costs", dict(own_costs=False), "launch_us and graph_us come from the caller."),
-    ("batch_without_weights", dict(weights_first=False), "The third number forgets the weights, which are read as well."),
+    (
+        "batch_without_weights",
+        dict(weights_first=False),
+        "The third number forgets the weights, which are read as well.",
+    ),
 ]:
     answers.wrong("11.2", hint, name)(partial(slipped_step, **slip))
 
 
 @answers.alternative("11.2")
-def by_search(num_launches, weight_bytes, kv_bytes_per_token, context, batch, memory_bytes_per_s, launch_us=6.0, graph_us=12.0):
+def by_search(
+    num_launches,
+    weight_bytes,
+    kv_bytes_per_token,
+    context,
+    batch,
+    memory_bytes_per_s,
+    launch_us=6.0,
+    graph_us=12.0,
+):
     def bytes_us(sequences):
         return 1e6 * (weight_bytes + sequences * context * kv_bytes_per_token) / memory_bytes_per_s
 
@@ -162,8 +267,19 @@ def by_search(num_launches, weight_bytes, kv_bytes_per_token, context, batch, me
 
 # ---------------------------------------------------------------- 11.3 a step that cannot be captured
 
-def slipped_capture(state, *, seed="in place", memory="in place", write="where", longest=None, noise_of="tensor", own_row=True,
-                    scale="length", read="masked"):
+
+def slipped_capture(
+    state,
+    *,
+    seed="in place",
+    memory="in place",
+    write="where",
+    longest=None,
+    noise_of="tensor",
+    own_row=True,
+    scale="length",
+    read="masked",
+):
     """The toy step with some slips, spelled by switches."""
     if seed == "in place":
         state.seed.add_(1)
@@ -187,40 +303,102 @@ def slipped_capture(state, *, seed="in place", memory="in place", write="where",
                 kept[row, place[row]] = new[row]
     if memory == "rebound":
         state.memory = kept
-    capacity = {None: lambda: kept.shape[1], "item": lambda: int(state.lengths.max()),
-                "list": lambda: max(state.lengths.tolist())}
+    capacity = {
+        None: lambda: kept.shape[1],
+        "item": lambda: int(state.lengths.max()),
+        "list": lambda: max(state.lengths.tolist()),
+    }
     seen = torch.arange(capacity[longest]()) < state.lengths[:, None]
     seen = torch.ones_like(seen) if read == "all" else seen
-    total = torch.where(seen[:, :, None], kept[:, :seen.shape[1]], 0.0).sum(1)
+    total = torch.where(seen[:, :, None], kept[:, : seen.shape[1]], 0.0).sum(1)
     average = total / (state.lengths.clamp(min=1)[:, None] if scale == "length" else kept.shape[1])
-    drawn = {"tensor": lambda: noise(state.seed, len(state.embedding), rows.device),
-             "number": lambda: noise(int(state.seed), len(state.embedding), rows.device),
-             "frozen": lambda: noise(1, len(state.embedding), rows.device), "none": lambda: 0}[noise_of]()
+    drawn = {
+        "tensor": lambda: noise(state.seed, len(state.embedding), rows.device),
+        "number": lambda: noise(int(state.seed), len(state.embedding), rows.device),
+        "frozen": lambda: noise(1, len(state.embedding), rows.device),
+        "none": lambda: 0,
+    }[noise_of]()
     return (average @ state.embedding.T + drawn).argmax(-1)
 
 
 as_given = dict(seed="rebound", memory="rebound", write="mask", longest="item")
 for name, slip, hint in [
     ("as_given", as_given, "All four bugs are there. Which line does the error name?"),
-    ("length_left", dict(longest="item"), "int(...) waits for the GPU, and the slice would stay as captured: mask instead."),
+    (
+        "length_left",
+        dict(longest="item"),
+        "int(...) waits for the GPU, and the slice would stay as captured: mask instead.",
+    ),
     ("length_as_a_list", dict(longest="list"), "tolist() waits for the GPU just as int(...) does."),
-    ("mask_left", dict(write="mask"), "Indexing with a mask gives a shape that depends on values: torch.where keeps the shape."),
-    ("memory_left", dict(memory="rebound"), "state.memory is another tensor after a step; the graph goes on with the old one."),
-    ("seed_left", dict(seed="rebound"), "state.seed + 1 is a new tensor; the graph goes on reading the old one: add in place."),
-    ("two_left_inside", dict(write="mask", longest="item"), "Two bugs are left, and both let values decide a shape."),
-    ("two_left_outside", dict(memory="rebound", seed="rebound"), "Two bugs are left: both replace a tensor of the graph."),
-    ("three_left", dict(seed="rebound", memory="rebound", longest="item"), "Three bugs are left; the error names the first."),
-    ("branch", dict(write="branch"), "`if` on a tensor waits for the GPU; torch.where decides there."),
-    ("seed_as_number", dict(noise_of="number"), "int(seed) waits for the GPU; noise takes the tensor."),
-    ("frozen_noise", dict(noise_of="frozen"), "A seed that Python knows is part of the recording: every replay draws the same."),
+    (
+        "mask_left",
+        dict(write="mask"),
+        "Indexing with a mask gives a shape that depends on values: torch.where keeps the shape.",
+    ),
+    (
+        "memory_left",
+        dict(memory="rebound"),
+        "state.memory is another tensor after a step; the graph goes on with the old one.",
+    ),
+    (
+        "seed_left",
+        dict(seed="rebound"),
+        "state.seed + 1 is a new tensor; the graph goes on reading the old one: add in place.",
+    ),
+    (
+        "two_left_inside",
+        dict(write="mask", longest="item"),
+        "Two bugs are left, and both let values decide a shape.",
+    ),
+    (
+        "two_left_outside",
+        dict(memory="rebound", seed="rebound"),
+        "Two bugs are left: both replace a tensor of the graph.",
+    ),
+    (
+        "three_left",
+        dict(seed="rebound", memory="rebound", longest="item"),
+        "Three bugs are left; the error names the first.",
+    ),
+    (
+        "branch",
+        dict(write="branch"),
+        "`if` on a tensor waits for the GPU; torch.where decides there.",
+    ),
+    (
+        "seed_as_number",
+        dict(noise_of="number"),
+        "int(seed) waits for the GPU; noise takes the tensor.",
+    ),
+    (
+        "frozen_noise",
+        dict(noise_of="frozen"),
+        "A seed that Python knows is part of the recording: every replay draws the same.",
+    ),
     ("no_noise", dict(noise_of="none"), "Where is the noise?"),
     ("seed_stays", dict(seed="none"), "The seed never moves: every step draws the same numbers."),
-    ("writes_padding", dict(write="always"), "A row of padding writes its token into row 0 of a memory that may be in use."),
-    ("writes_at_minus_one", dict(write="negative"), "lengths - 1 of padding is -1: the last row, a row like any other."),
-    ("works_on_a_copy", dict(memory="copy"), "You write into a copy, and the next step finds nothing."),
+    (
+        "writes_padding",
+        dict(write="always"),
+        "A row of padding writes its token into row 0 of a memory that may be in use.",
+    ),
+    (
+        "writes_at_minus_one",
+        dict(write="negative"),
+        "lengths - 1 of padding is -1: the last row, a row like any other.",
+    ),
+    (
+        "works_on_a_copy",
+        dict(memory="copy"),
+        "You write into a copy, and the next step finds nothing.",
+    ),
     ("one_row_too_far", dict(own_row=False), "The newest of n tokens stands at row n - 1."),
     ("averages_all", dict(read="all"), "You average rows that are not in use."),
-    ("divides_by_capacity", dict(scale="capacity"), "Divide by the number of tokens, not by the room."),
+    (
+        "divides_by_capacity",
+        dict(scale="capacity"),
+        "Divide by the number of tokens, not by the room.",
+    ),
 ]:
     answers.wrong("11.3", hint, name)(partial(slipped_capture, **slip))
 
@@ -228,20 +406,31 @@ for name, slip, hint in [
 @answers.alternative("11.3")
 def through_a_one_hot(state):
     state.seed += 1
-    at = (torch.arange(state.memory.shape[1]) == (state.lengths - 1)[:, None])[:, :, None]  # nowhere for padding
-    state.memory.copy_(torch.where(at, state.embedding.index_select(0, state.tokens)[:, None], state.memory))
-    share = (torch.arange(state.memory.shape[1]) < state.lengths[:, None]) / state.lengths.clamp(min=1)[:, None]
+    # nowhere for padding
+    at = (torch.arange(state.memory.shape[1]) == (state.lengths - 1)[:, None])[:, :, None]
+    state.memory.copy_(
+        torch.where(at, state.embedding.index_select(0, state.tokens)[:, None], state.memory)
+    )
+    share = (torch.arange(state.memory.shape[1]) < state.lengths[:, None]) / state.lengths.clamp(
+        min=1
+    )[:, None]
     average = torch.einsum("bn,bnd->bd", share, state.memory)
-    return torch.add(average @ state.embedding.T, noise(state.seed, len(state.embedding), state.seed.device)).argmax(-1)
+    return torch.add(
+        average @ state.embedding.T, noise(state.seed, len(state.embedding), state.seed.device)
+    ).argmax(-1)
 
 
 # ---------------------------------------------------------------- 11.4 the runner
 
-class SlippedRunner:
-    """The runner with one slip: the attributes named in `slip` differ from what the class says here."""
 
-    copy = "all"                  # which rows of the inputs reach the buffers; "rebind": none, the attribute is replaced
-    pads = True                   # the columns behind the batch become padding
+class SlippedRunner:
+    """The runner with one slip: the attributes named in `slip` differ from what the class says
+    here.
+    """
+
+    # which rows of the inputs reach the buffers; "rebind": none, the attribute is replaced
+    copy = "all"
+    pads = True  # the columns behind the batch become padding
     padding = (0, 0, -1, 0)
     smallest_first = recapture = own_cache = whole = lazy = False
     clones = cuts = checks = checks_batch = replays = warm = True
@@ -249,7 +438,9 @@ class SlippedRunner:
 
     def __init__(self, model, cache, graphs, buckets=None, **slip):
         vars(self).update(slip)
-        self.buckets = sorted(buckets or {*(1 << n for n in range((cache.rows - 1).bit_length())), cache.rows})
+        self.buckets = sorted(
+            buckets or {*(1 << n for n in range((cache.rows - 1).bit_length())), cache.rows}
+        )
         if self.checks and not 1 <= self.buckets[0] <= self.buckets[-1] <= cache.rows:
             raise ValueError(f"buckets: got {self.buckets}")
         if self.own_cache:
@@ -259,14 +450,20 @@ class SlippedRunner:
             twin.values.copy_(cache.values)
             cache = twin
         self.model, self.cache, self.api, self.captured = model, cache, graphs, {}
-        for bucket in () if self.lazy else self.buckets if self.smallest_first else self.buckets[::-1]:
+        for bucket in (
+            () if self.lazy else self.buckets if self.smallest_first else self.buckets[::-1]
+        ):
             self.capture(bucket)
 
     def capture(self, bucket):
         buffer = torch.tensor(self.padding)[:, None].repeat(1, bucket)
         with torch.inference_mode():
-            self.captured[bucket] = [buffer, *self.api.capture(
-                lambda: decode_logits(self.model, self.cache, buffer, self.rows_read(buffer)))]
+            self.captured[bucket] = [
+                buffer,
+                *self.api.capture(
+                    lambda: decode_logits(self.model, self.cache, buffer, self.rows_read(buffer))
+                ),
+            ]
 
     def rows_read(self, buffer):
         return self.cache.capacity
@@ -276,8 +473,11 @@ class SlippedRunner:
         fitting = [b for b in self.buckets if b >= batch]
         if not fitting and self.checks_batch:
             raise ValueError(f"inputs: got {batch}")
-        bucket = {"smallest": fitting[0] if fitting else self.buckets[-1], "largest": self.buckets[-1],
-                  "too small": max([b for b in self.buckets if b <= batch], default=self.buckets[0])}[self.pick]
+        bucket = {
+            "smallest": fitting[0] if fitting else self.buckets[-1],
+            "largest": self.buckets[-1],
+            "too small": max([b for b in self.buckets if b <= batch], default=self.buckets[0]),
+        }[self.pick]
         if self.recapture or bucket not in self.captured:
             self.capture(bucket)
         buffer, graph, logits = self.captured[bucket]
@@ -288,7 +488,11 @@ class SlippedRunner:
         if self.copy == "rebind":
             self.captured[bucket][0] = fresh
         else:
-            rows = [0, 1, 2, 3] if self.copy == "all" else [row for row in range(4) if row != self.copy]
+            rows = (
+                [0, 1, 2, 3]
+                if self.copy == "all"
+                else [row for row in range(4) if row != self.copy]
+            )
             buffer[rows] = fresh[rows]
         for _ in range({True: 1, False: 0, "twice": 2}[self.replays]):
             graph.replay()
@@ -307,31 +511,131 @@ class OneLength(SlippedRunner):
 
 
 for name, kind, slip, hint in [
-    ("rebinds_inputs", SlippedRunner, dict(copy="rebind"),
-     "The graph reads the buffer that it was captured with. Copy into it; a new tensor it never sees."),
-    ("stale_tokens", SlippedRunner, dict(copy=0), "The tokens in the buffer are those of the capture."),
-    ("stale_positions", SlippedRunner, dict(copy=1), "The positions in the buffer stay as captured: every token stands at 0."),
-    ("stale_slots", SlippedRunner, dict(copy=2), "slot_mapping stays as captured: no new K and V is ever written."),
-    ("stale_lengths", SlippedRunner, dict(copy=3), "context_lens stays as captured: every query sees nothing."),
-    ("no_padding", SlippedRunner, dict(pads=False),
-     "Columns behind the batch keep an older step's values and write into a row that is another's by now."),
-    ("padding_into_slot_0", SlippedRunner, dict(padding=(0, 0, 0, 1)), "Your padding writes into slot 0, a neighbour's."),
-    ("padding_into_its_row", SlippedRunner, dict(padding=(0, 0, 8, 1)), "Your padding writes into a slot; -1 writes nowhere."),
-    ("not_cloned", SlippedRunner, dict(clones=False), "You return the graph's own output. The next replay overwrites it: clone."),
+    (
+        "rebinds_inputs",
+        SlippedRunner,
+        dict(copy="rebind"),
+        "The graph reads the buffer that it was captured with. Copy into it; a new tensor it never "
+        "sees.",
+    ),
+    (
+        "stale_tokens",
+        SlippedRunner,
+        dict(copy=0),
+        "The tokens in the buffer are those of the capture.",
+    ),
+    (
+        "stale_positions",
+        SlippedRunner,
+        dict(copy=1),
+        "The positions in the buffer stay as captured: every token stands at 0.",
+    ),
+    (
+        "stale_slots",
+        SlippedRunner,
+        dict(copy=2),
+        "slot_mapping stays as captured: no new K and V is ever written.",
+    ),
+    (
+        "stale_lengths",
+        SlippedRunner,
+        dict(copy=3),
+        "context_lens stays as captured: every query sees nothing.",
+    ),
+    (
+        "no_padding",
+        SlippedRunner,
+        dict(pads=False),
+        "Columns behind the batch keep an older step's values and write into a row that is "
+        "another's by now.",
+    ),
+    (
+        "padding_into_slot_0",
+        SlippedRunner,
+        dict(padding=(0, 0, 0, 1)),
+        "Your padding writes into slot 0, a neighbour's.",
+    ),
+    (
+        "padding_into_its_row",
+        SlippedRunner,
+        dict(padding=(0, 0, 8, 1)),
+        "Your padding writes into a slot; -1 writes nowhere.",
+    ),
+    (
+        "not_cloned",
+        SlippedRunner,
+        dict(clones=False),
+        "You return the graph's own output. The next replay overwrites it: clone.",
+    ),
     ("whole_bucket", SlippedRunner, dict(cuts=False), "You return the rows of padding as well."),
-    ("bucket_too_small", SlippedRunner, dict(pick="too small"), "Your bucket is not larger than the batch: who finds no place?"),
-    ("always_the_largest", SlippedRunner, dict(pick="largest"), "As slow as the largest batch: take the smallest that fits."),
-    ("captures_each_time", SlippedRunner, dict(recapture=True), "You capture at every step: that costs more than launching it."),
-    ("captures_late", SlippedRunner, dict(lazy=True), "You capture in the middle of serving. Do it in __init__."),
-    ("smallest_first", SlippedRunner, dict(smallest_first=True),
-     "Small graphs first: the memory that they took is too small for the large ones. Begin with the largest."),
-    ("own_cache", SlippedRunner, dict(own_cache=True), "Your graphs run on a cache of their own: the caller's never changes."),
-    ("never_replays", SlippedRunner, dict(replays=False), "You copy the inputs and read the output. Who ran the graph?"),
+    (
+        "bucket_too_small",
+        SlippedRunner,
+        dict(pick="too small"),
+        "Your bucket is not larger than the batch: who finds no place?",
+    ),
+    (
+        "always_the_largest",
+        SlippedRunner,
+        dict(pick="largest"),
+        "As slow as the largest batch: take the smallest that fits.",
+    ),
+    (
+        "captures_each_time",
+        SlippedRunner,
+        dict(recapture=True),
+        "You capture at every step: that costs more than launching it.",
+    ),
+    (
+        "captures_late",
+        SlippedRunner,
+        dict(lazy=True),
+        "You capture in the middle of serving. Do it in __init__.",
+    ),
+    (
+        "smallest_first",
+        SlippedRunner,
+        dict(smallest_first=True),
+        "Small graphs first: the memory that they took is too small for the large ones. Begin with "
+        "the largest.",
+    ),
+    (
+        "own_cache",
+        SlippedRunner,
+        dict(own_cache=True),
+        "Your graphs run on a cache of their own: the caller's never changes.",
+    ),
+    (
+        "never_replays",
+        SlippedRunner,
+        dict(replays=False),
+        "You copy the inputs and read the output. Who ran the graph?",
+    ),
     ("replays_twice", SlippedRunner, dict(replays="twice"), "You replay twice for each step."),
-    ("accepts_any_bucket", SlippedRunner, dict(checks=False), "A bucket above cache.rows or below 1 is an error: ValueError."),
-    ("accepts_any_batch", SlippedRunner, dict(checks_batch=False), "More sequences than the largest bucket: ValueError."),
-    ("length_of_python", PythonLength, {}, "rows_read from int(...) waits for the GPU while capturing; it is refused."),
-    ("half_the_rows", OneLength, {}, "rows_read is a shape: it stays as captured, so it must be the capacity."),
+    (
+        "accepts_any_bucket",
+        SlippedRunner,
+        dict(checks=False),
+        "A bucket above cache.rows or below 1 is an error: ValueError.",
+    ),
+    (
+        "accepts_any_batch",
+        SlippedRunner,
+        dict(checks_batch=False),
+        "More sequences than the largest bucket: ValueError.",
+    ),
+    (
+        "length_of_python",
+        PythonLength,
+        {},
+        "rows_read from int(...) waits for the GPU while capturing; it is refused.",
+    ),
+    (
+        "half_the_rows",
+        OneLength,
+        {},
+        "rows_read is a shape: it stays as captured, so it must be the capacity.",
+    ),
 ]:
     answers.wrong("11.4", hint, name)(partial(kind, **slip))
 

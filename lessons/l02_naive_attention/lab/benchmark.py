@@ -1,0 +1,169 @@
+"""Attention over longer and longer prompts, and its softmax alone: what N×N scores cost, in one
+pass and in many.
+
+    python -m lessons.toolbox.measure.bench 02
+
+On a CPU the kernel would be interpreted and is not timed: PyTorch's versions of the same steps
+stand for it.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from lessons.l02_naive_attention import naive, optimized
+from lessons.l02_naive_attention.lab.traffic import kernel_pass
+from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
+from lessons.toolbox.measure.device import default_device, default_dtype
+from lessons.toolbox.measure.hardware import measured_ceilings, time_floor_s
+
+# on a GPU: Llama-3-8B's
+HEADS, KV_HEADS, HEAD_DIM = {"cpu": (8, 2, 64), "cuda": (32, 8, 128)}[default_device().type]
+CONTEXTS = {"cpu": [128, 256, 512, 1024, 2048], "cuda": [128, 256, 512, 1024, 2048, 4096, 8192]}[
+    default_device().type
+]
+DTYPE = default_dtype()
+# compiled by PyTorch, where ours cannot be timed
+ONE_PASS = {"cpu": "optimized", "cuda": "library"}[default_device().type]
+
+
+def prompt(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """q: [tokens, HEADS, HEAD_DIM]; k, v: [tokens, KV_HEADS, HEAD_DIM], normally distributed."""
+    heads = (HEADS, KV_HEADS, KV_HEADS)
+    return tuple(
+        torch.randn(tokens, count, HEAD_DIM, device=device, dtype=DTYPE) for count in heads
+    )
+
+
+def compiled(function):
+    """A provider that times what torch.compile makes of `function`."""
+
+    def make(*inputs):
+        fast = torch.compile(function, dynamic=False)
+        try:
+            fast(*inputs)
+        except Exception as error:
+            # any failure of the compiler's, which needs a C++ compiler on a CPU, means: not here
+            raise Unavailable(
+                f"torch.compile: {type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from None
+        return lambda: fast(*inputs)
+
+    return make
+
+
+def sdpa(backend: SDPBackend, repeat: bool = False):
+    """A provider for one of PyTorch's own attentions. repeat: it wants a KV head for each query
+    head, so copy them each call.
+    """
+
+    def make(q: Tensor, k: Tensor, v: Tensor):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H, T, D]
+        group = q.shape[1] // k.shape[1] if repeat else 1
+
+        def call() -> Tensor:
+            keys, values = (x.repeat_interleave(group, 1) if repeat else x for x in (k, v))
+            with sdpa_kernel(backend):
+                out = scaled_dot_product_attention(
+                    q, keys, values, is_causal=True, enable_gqa=not repeat
+                )
+            return out[0].transpose(0, 1)
+
+        try:
+            call()
+        except RuntimeError as error:
+            known = "No viable backend" in str(error) or "No available kernel" in str(error)
+            raise Unavailable(
+                "no such kernel here" if known else str(error).splitlines()[0]
+            ) from None
+        return call
+
+    return make
+
+
+def attention_floor_s(tokens: int) -> float:
+    """Seconds for q, k, v and the output once, and for the half of the products that a causal mask
+    leaves.
+    """
+    moved = 2 * tokens * (HEADS + KV_HEADS) * HEAD_DIM * DTYPE.itemsize
+    return time_floor_s(moved, 2 * HEADS * HEAD_DIM * tokens**2, measured_ceilings(), DTYPE)
+
+
+def softmax_bytes(tokens: int) -> float:
+    """The N×N scores that a causal mask shows read once, all probabilities written once."""
+    one_pass = kernel_pass(HEADS, tokens, tokens, DTYPE.itemsize)
+    return one_pass.read_bytes + one_pass.written_bytes
+
+
+def masked_softmax(scores: Tensor) -> Tensor:
+    """Scale, mask and softmax as naive.attention does them. scores: [H, T, T] -> [H, T, T]."""
+    sees = naive.causal_mask(*scores.shape[1:], device=scores.device)
+    return naive.masked_softmax(scores * HEAD_DIM**-0.5, sees)
+
+
+DTYPE_NAME = str(DTYPE).removeprefix("torch.")
+SHAPE = f"{HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM}, one prompt, causal"
+TOLERANCE = 2e-2 if DTYPE.itemsize == 2 else 1e-4
+BENCHMARKS = [
+    Benchmark(
+        name="l02_attention",
+        title=f"At {{x}} tokens naive attention takes {{naive_growth:.0f}}x as long as at "
+        f"{CONTEXTS[0]}",
+        x_name="tokens of the prompt",
+        x_values=CONTEXTS,
+        quick_x_values=CONTEXTS[:3],
+        inputs=prompt,
+        providers={
+            "naive": ("naive", lambda q, k, v: lambda: naive.attention(q, k, v)),
+            "naive, head by head": (
+                "naive",
+                lambda q, k, v: lambda: naive.attention_per_head(q, k, v),
+            ),
+            "fused softmax kernel": (
+                "optimized",
+                on_gpu(lambda q, k, v: lambda: optimized.attention(q, k, v)),
+            ),
+            "heads as rows, PyTorch": (
+                "optimized",
+                lambda q, k, v: lambda: optimized.attention_torch(q, k, v),
+            ),
+            "naive, torch.compile": ("library", compiled(naive.attention)),
+            "SDPA math": ("library", sdpa(SDPBackend.MATH)),
+            "SDPA flash": ("library", sdpa(SDPBackend.FLASH_ATTENTION)),
+            "SDPA efficient": ("library", sdpa(SDPBackend.EFFICIENT_ATTENTION, repeat=True)),
+            "SDPA cuDNN": ("library", sdpa(SDPBackend.CUDNN_ATTENTION)),
+        },
+        ylabel="time",
+        floor_s=attention_floor_s,
+        floor_label="roofline: q, k, v, o and causal FLOPs",
+        dtype=DTYPE_NAME,
+        shape=SHAPE,
+        tolerance=TOLERANCE,
+    ),
+    Benchmark(
+        name="l02_softmax",
+        title="Scale, mask, softmax over {x}×{x} scores: one pass is {speedup:.1f}x as fast as "
+        "many",
+        x_name="tokens of the prompt",
+        x_values=CONTEXTS[1:],
+        quick_x_values=CONTEXTS[1:3],
+        inputs=lambda n, device: (torch.randn(HEADS, n, n, device=device, dtype=DTYPE),),
+        providers={
+            "step by step": ("naive", lambda scores: lambda: masked_softmax(scores)),
+            "one pass: Triton kernel": (
+                "optimized",
+                on_gpu(lambda scores: lambda: optimized.fused_softmax(scores, HEAD_DIM**-0.5)),
+            ),
+            "fused by torch.compile": (ONE_PASS, compiled(masked_softmax)),
+        },
+        metric="bandwidth",
+        ylabel="bandwidth",
+        bytes_moved=softmax_bytes,
+        floor_s=lambda n: time_floor_s(softmax_bytes(n), 0, measured_ceilings(), DTYPE),
+        floor_label="measured copy or read",
+        dtype=DTYPE_NAME,
+        shape=f"{HEADS} heads",
+        tolerance=TOLERANCE,
+    ),
+]

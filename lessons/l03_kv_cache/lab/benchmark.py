@@ -1,0 +1,260 @@
+"""What remembering saves, and what it does not: a decode step, a whole answer, a prompt alone, and
+more and more sequences.
+
+    python -m lessons.toolbox.measure.bench 03
+"""
+
+import torch
+from torch import Tensor
+
+from lessons.l02_naive_attention import naive as lesson2
+from lessons.l02_naive_attention.optimized import attention_for
+from lessons.l02_naive_attention.sampling import SamplingParams
+from lessons.l03_kv_cache import naive, optimized
+from lessons.l03_kv_cache.cache import decode_attention_torch
+from lessons.l03_kv_cache.lab.workload import (
+    CONFIG,
+    CONTEXT,
+    DTYPE,
+    ON_GPU,
+    SHAPE,
+    TOLERANCE,
+    batch_bytes,
+    batch_inputs,
+    context_of,
+    model_of,
+    random_tokens,
+    read_floor_s,
+    step_bytes,
+    weight_bytes,
+)
+from lessons.l03_kv_cache.naive import ConcatCache
+from lessons.l03_kv_cache.optimized import decode_attention, new_kv_cache
+from lessons.toolbox.measure.bench import Benchmark, Unavailable
+from lessons.toolbox.measure.hardware import measured_ceilings, time_floor_s
+
+# tokens: the scores of a layer grow with their square
+LONGEST_RECOMPUTED = 8192 if ON_GPU else 2048
+# tokens before the answer whose whole time is measured
+PROMPT = 16
+
+
+# ---------------------------------------------------------------- one decode step
+
+
+def last_logits(tokens: Tensor, positions: Tensor, attend) -> Tensor:
+    """Logits after the last token: [1, V]. tokens, positions: [T]."""
+    model = model_of(DTYPE)
+    with torch.inference_mode():
+        return model.logits(model(tokens, positions, attend)[-1:])
+
+
+def plain_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Without a memory: q: [T, Hq, D]; k, v: [T, Hkv, D] -> [T, Hq, D]."""
+    return attention_for(q.device)(q, k, v, CONFIG.softmax_scale)
+
+
+def recompute(tokens: Tensor, past):
+    """Every token through the model again."""
+    if len(tokens) > LONGEST_RECOMPUTED:
+        raise Unavailable(f"beyond {LONGEST_RECOMPUTED} tokens its score matrices fill the memory")
+    positions = torch.arange(len(tokens), device=tokens.device)
+    return lambda: last_logits(tokens, positions, plain_attend)
+
+
+def concat(tokens: Tensor, past):
+    """One token; its cache copies all that it holds."""
+    position = torch.tensor([len(tokens) - 1], device=tokens.device)
+
+    def step():
+        cache = ConcatCache(CONFIG)
+        cache.keys, cache.values = map(list, zip(*past))
+        return last_logits(tokens[-1:], position, cache.attend)
+
+    return step
+
+
+def preallocated(tokens: Tensor, past):
+    """One token; its cache writes one row."""
+    position, cache = (
+        torch.tensor([len(tokens) - 1], device=tokens.device),
+        new_kv_cache(model_of(DTYPE), len(tokens)),
+    )
+    for layer, (k, v) in enumerate(past):
+        cache.append(layer, k, v)
+
+    def step():
+        cache.length = len(tokens) - 1  # takes the step before back
+        return last_logits(tokens[-1:], position, cache.attend)
+
+    return step
+
+
+def library(kind: str):
+    """transformers' step with its "dynamic" or "static" cache."""
+
+    def make(tokens: Tensor, past):
+        try:
+            from lessons.l03_kv_cache.lab import peers as peer
+        except ImportError:
+            raise Unavailable("needs transformers") from None
+        return peer.step(model_of(DTYPE), kind, tokens, past)
+
+    return make
+
+
+# ---------------------------------------------------------------- a whole answer, a prompt alone, a batch
+
+
+def answer(generate):
+    """All tokens of one request, greedy. float32 everywhere, so that rounding changes no token."""
+    everything = SamplingParams(temperature=0.0, ignore_eos=True)
+    return lambda prompt, count: (
+        lambda: generate(model_of(torch.float32), [prompt], count, everything)[0]
+    )
+
+
+def answer_floor_s(count: int) -> float:
+    """Seconds to read the weights, and the prompt's K and V, once for each of `count` tokens."""
+    return count * read_floor_s(step_bytes(PROMPT, torch.float32))
+
+
+def prompt_floor_s(count: int) -> float:
+    """Seconds that this machine's ceilings allow for `count` tokens through all layers and the last
+    one through the head.
+    """
+    embedding = CONFIG.vocab_size * CONFIG.hidden_size
+    body = weight_bytes(DTYPE) // DTYPE.itemsize - embedding
+    return time_floor_s(
+        step_bytes(count), 2 * (count * body + embedding), measured_ceilings(), DTYPE
+    )
+
+
+def prompt_alone(new_attend):
+    """The logits after a prompt; new_attend(tokens) gives the attend function."""
+
+    def make(tokens: Tensor):
+        positions = torch.arange(len(tokens), device=tokens.device)
+        return lambda: last_logits(tokens, positions, new_attend(tokens))
+
+    return make
+
+
+def repeated_heads(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
+    """K and V copied for each query head, then the textbook expression. Shapes as in batch_inputs."""
+
+    def attend():
+        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[2], dim=2) for x in (k, v))
+        scores = torch.einsum("bhd,bnhd->bhn", q, keys) * CONFIG.softmax_scale
+        return torch.einsum("bhn,bnhd->bhd", torch.softmax(scores, dim=-1), values)
+
+    return attend
+
+
+def own_decode(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
+    """The lesson's: one kernel on a GPU, sequence after sequence on a CPU. Shapes as in
+    batch_inputs.
+    """
+    if ON_GPU:
+        return lambda: decode_attention(q, k, v, context_lens)
+    return lambda: torch.cat(
+        [
+            decode_attention_torch(one, keys, values, CONFIG.softmax_scale)
+            for one, keys, values in zip(q.split(1), k, v)
+        ]
+    )
+
+
+def library_decode(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
+    """PyTorch's scaled_dot_product_attention. Shapes as in batch_inputs."""
+    keys, values = k.transpose(1, 2), v.transpose(1, 2)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(
+        q[:, :, None], keys, values, enable_gqa=True
+    )[:, :, 0]
+
+
+DTYPE_NAME = str(DTYPE).removeprefix("torch.")
+BENCHMARKS = [
+    Benchmark(
+        name="l03_decode_step",
+        title="At {x} tokens a step with a cache is {speedup:.0f}x faster than recomputing",
+        x_name="tokens in the context",
+        x_values=[2**n for n in range(7, 16 if ON_GPU else 13)],
+        quick_x_values=[128, 512],
+        inputs=context_of,
+        providers={
+            "recompute": ("naive", recompute),
+            "concatenate": ("naive", concat),
+            "preallocated": ("optimized", preallocated),
+            "transformers DynamicCache": ("library", library("dynamic")),
+            "transformers StaticCache": ("library", library("static")),
+        },
+        ylabel="time of one decode step",
+        bytes_moved=step_bytes,
+        floor_s=lambda n: read_floor_s(step_bytes(n)),
+        floor_label="weights and KV read once",
+        dtype=DTYPE_NAME,
+        shape=SHAPE,
+        tolerance=TOLERANCE,
+    ),
+    Benchmark(
+        name="l03_answer",
+        title="{x} tokens cost {naive_growth:.0f}x one when recomputed, {optimized_growth:.0f}x "
+        "with a cache",
+        x_name="tokens in the answer",
+        x_values=[1, 2, 4, 8, 16, 32, 64],
+        quick_x_values=[1, 16],
+        inputs=lambda n, device: (random_tokens(PROMPT, device).tolist(), n),
+        providers={
+            "recompute": ("naive", answer(lesson2.generate)),
+            "concatenate": ("naive", answer(naive.generate)),
+            "preallocated": ("optimized", answer(optimized.generate)),
+        },
+        ylabel="time of the whole answer",
+        floor_s=answer_floor_s,
+        floor_label="weights read once a token",
+        dtype="float32",
+        shape=f"prompt {PROMPT} tokens, {SHAPE}",
+    ),
+    Benchmark(
+        name="l03_prompt_alone",
+        title="A prompt without an answer gains nothing from a cache: {speedup:.2f}x at {x} tokens",
+        x_name="tokens in the prompt",
+        x_values=[64, 128, 256, 512, 1024],
+        quick_x_values=[64, 256],
+        inputs=lambda n, device: (random_tokens(n, device),),
+        providers={
+            "no cache": ("naive", prompt_alone(lambda tokens: plain_attend)),
+            "preallocated": (
+                "optimized",
+                prompt_alone(lambda tokens: new_kv_cache(model_of(DTYPE), len(tokens)).attend),
+            ),
+        },
+        ylabel="time until the first token",
+        floor_s=prompt_floor_s,
+        floor_label="matrix products alone",
+        dtype=DTYPE_NAME,
+        shape=SHAPE,
+        tolerance=TOLERANCE,
+    ),
+    Benchmark(
+        name="l03_batch",
+        title="{x} sequences cost {optimized_growth:.0f}x one: weights are shared, caches are not",
+        x_name="sequences in the batch",
+        x_values=[1, 2, 4, 8, 16, 32, 64],
+        quick_x_values=[1, 8],
+        inputs=batch_inputs,
+        providers={
+            "K and V repeated": ("naive", repeated_heads),
+            "K and V read in groups": ("optimized", own_decode),
+            "PyTorch SDPA": ("library", library_decode),
+        },
+        ylabel="decode attention of one layer",
+        bytes_moved=batch_bytes,
+        floor_s=lambda n: read_floor_s(batch_bytes(n)),
+        floor_label="KV read once",
+        dtype=DTYPE_NAME,
+        shape=f"context {CONTEXT}, {SHAPE}",
+        tolerance=TOLERANCE,
+    ),
+]

@@ -1,0 +1,137 @@
+"""How well the embedded model predicts beyond the context it was trained on: as it is, and with its
+rotations stretched.
+
+    python -m lessons.l04_positions.lab.extrapolation [--windows 2] [--out results/cpu]
+
+Held-out modules of Python's library, read as one text, in windows of FACTOR times the trained
+context. No weight is changed: stretching alone decides what a far token looks like. Loss is in nats
+per token, averaged over each stretch of STEP positions.
+"""
+
+import argparse
+import copy
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l03_kv_cache.cache import KVCache
+from lessons.toolbox.measure.device import default_device, fingerprint
+from lessons.toolbox.measure.records import write_json
+from lessons.toolbox.model.checkpoint import load_tokenizer
+from lessons.toolbox.model.config import RopeScaling
+
+ROOT = Path(__file__).resolve().parents[3]
+FACTOR, STEP = 4, 512
+SCALINGS = {"as trained": None, "linear": "linear", "YaRN": "yarn"}
+ROLES = {"as trained": "naive", "linear": "library", "YaRN": "optimized"}
+
+
+def held_out_tokens() -> Tensor:
+    """The modules that models/figures.json names as held out, one after the other, as this Python
+    has them: [tokens] int64.
+    """
+    modules = json.loads((ROOT / "models" / "figures.json").read_text(encoding="utf-8"))[
+        "held_out"
+    ]["modules"]
+    files = (importlib.util.find_spec(name) for name in modules)
+    texts = [Path(spec.origin).read_text(encoding="utf-8") for spec in files if spec is not None]
+    return torch.cat(
+        [torch.tensor(ids) for ids in load_tokenizer("models/tiny")(texts)["input_ids"]]
+    )
+
+
+def stretched(model: Decoder, rope_type: str | None, factor: float) -> Decoder:
+    """The same weights, accepting `factor` times the context; rope_type: None leaves the rotations
+    as they are.
+    """
+    context = model.config.max_position_embeddings
+    scaling = (
+        None
+        if rope_type is None
+        else RopeScaling(rope_type, factor, original_max_position_embeddings=context)
+    )
+    twin = copy.copy(model)  # shallow, so every parameter is shared
+    twin.config = replace(
+        model.config, rope_scaling=scaling, max_position_embeddings=int(factor * context)
+    )
+    return twin
+
+
+@torch.inference_mode()
+def losses(model: Decoder, tokens: Tensor) -> Tensor:
+    """The loss of predicting each token from those before it: tokens: [T + 1] -> [T], nats."""
+    inputs, found = tokens[:-1], []
+    cache = KVCache(model.config, len(inputs), model.dtype, model.device)
+    # because scores of all at once fill the memory
+    for positions in torch.arange(len(inputs), device=tokens.device).split(256):
+        logits = model.logits(model(inputs[positions], positions, cache.attend))
+        found.append(
+            torch.nn.functional.cross_entropy(
+                logits.float(), tokens[positions + 1], reduction="none"
+            )
+        )
+    return torch.cat(found)
+
+
+def measure(
+    windows: int = 2, factor: int = FACTOR, step: int = STEP, device: torch.device | None = None
+) -> dict:
+    """The record: for each scaling the mean loss of each `step` positions, over so many windows of
+    held-out text.
+    """
+    model = Decoder.from_pretrained("models/tiny", device=device or default_device())
+    length = factor * model.config.max_position_embeddings
+    tokens = held_out_tokens().to(model.device)
+    windows = min(windows, (len(tokens) - 1) // length)
+    rows = [tokens[i * length : (i + 1) * length + 1] for i in range(windows)]
+    series = {}
+    for label, rope_type in SCALINGS.items():
+        twin = stretched(model, rope_type, factor)
+        mean = torch.stack([losses(twin, row) for row in rows]).mean(0).view(-1, step).mean(1)
+        points = [{"x": (i + 1) * step, "loss": float(loss)} for i, loss in enumerate(mean)]
+        series[label] = {"role": ROLES[label], "points": points}
+    return {
+        "schema": 1,
+        "name": "l04_extrapolation",
+        "fingerprint": fingerprint(),
+        "x": [p["x"] for p in points],
+        "trained_context": model.config.max_position_embeddings,
+        "factor": factor,
+        "windows": windows,
+        "series": series,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    # here, because measuring needs no figure
+    from lessons.l04_positions.lab.figures import extrapolation_plot
+    from lessons.toolbox.draw.plotting import save
+
+    parser = argparse.ArgumentParser(
+        prog="python -m lessons.l04_positions.lab.extrapolation", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--windows", type=int, default=4, help="windows of held-out text (default: 4)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "bench", help="folder for JSON, PNG and SVG"
+    )
+    options = parser.parse_args(argv)
+    if options.windows < 1:
+        print(f"--windows: got {options.windows}; accepted: 1 or more", file=sys.stderr)
+        return 2
+    record = measure(options.windows)
+    write_json(options.out / "l04_extrapolation.json", record)
+    alt = "Loss over the position in the text: as trained it climbs beyond the trained context, stretched it does not."
+    print(*save(extrapolation_plot(record), options.out / "l04_extrapolation", alt=alt))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

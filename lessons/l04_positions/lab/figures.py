@@ -1,0 +1,248 @@
+"""The lesson's figures, for the notebook and the README: computed from the lesson's own functions,
+measured nowhere but one.
+
+Wavelengths, the clock hands of a few pairs, scores over the distance, ALiBi's biases, what each
+scaling stretches, and the loss beyond the trained context as `extrapolation` measured it.
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from matplotlib.patches import Circle
+
+from lessons.l02_naive_attention.rope import rope_inv_freq
+from lessons.l04_positions.alibi import alibi_bias, alibi_slopes
+from lessons.l04_positions.naive import inverse_frequencies
+from lessons.toolbox.draw.figure import (
+    GREY,
+    PALETTE,
+    ROLES,
+    ClassFigure,
+    caption,
+    frame,
+    label_column,
+    log_axis,
+    number,
+    size_number,
+    style,
+)
+from lessons.toolbox.draw.plotting import class_plot
+from lessons.toolbox.model.config import ModelConfig, RopeScaling
+
+# The rotations of Llama 3.1: trained on 8192 tokens, stretched for 131072.
+LLAMA_3 = ModelConfig("llama", 128256, 4096, 32, 32, 8, 128, 14336, 131072, rope_theta=500000.0)
+SCALINGS = {
+    "as trained": None,
+    "linear, 8×": RopeScaling("linear", 8.0),
+    "Llama 3.1, 8×": RopeScaling("llama3", 8.0),
+    "YaRN, 8×": RopeScaling("yarn", 8.0),
+}
+LOOKS = {
+    "as trained": ("naive", "-"),
+    "linear, 8×": ("floor", ":"),
+    "Llama 3.1, 8×": ("optimized", "-"),
+    "YaRN, 8×": ("library", "--"),
+}
+
+
+@style()
+def clock_hands(
+    rotary_dim: int = 8,
+    positions: tuple[int, ...] = (0, 1, 2, 3, 10, 100, 1000),
+    theta: float = 10000.0,
+) -> ClassFigure:
+    """One dial a pair and position: the hand's angle is position · frequency. Rows: pairs; columns:
+    positions.
+    """
+    frequencies = inverse_frequencies(rotary_dim, theta).tolist()
+    fig, ax = frame(
+        "Position as clock hands: fast pairs tell neighbours apart, slow ones tell chapters apart",
+        f"{rotary_dim} coordinates are {len(frequencies)} pairs, theta = {theta:g} · a pair's hand "
+        f"has turned by "
+        "position · frequency · a score sees the angle between two hands, so the distance alone",
+        (10.5, 5.6),
+    )
+    for row, frequency in enumerate(frequencies):
+        for column, position in enumerate(positions):
+            angle = position * frequency
+            ax.add_patch(
+                Circle((column, -row), 0.4, facecolor="white", edgecolor="#999999", lw=1.2)
+            )
+            ax.plot(
+                [column, column + 0.36 * math.sin(angle)],
+                [-row, -row + 0.36 * math.cos(angle)],
+                lw=3,
+                solid_capstyle="round",
+                color=PALETTE[row % len(PALETTE)],
+            )
+        ax.text(
+            len(positions) - 0.3,
+            -row,
+            f"one turn in {number(2 * math.pi / frequency)} tokens",
+            va="center",
+            color=PALETTE[row % len(PALETTE)] if row != 1 else "#9A6A00",
+            fontweight="bold",
+        )
+    ax.set_xticks(range(len(positions)), [f"position {p}" if p == 0 else str(p) for p in positions])
+    ax.set_yticks(
+        [-row for row in range(len(frequencies))],
+        [f"pair {row}" for row in range(len(frequencies))],
+    )
+    ax.set_xlim(-0.6, len(positions) + 2.2)
+    ax.set_ylim(-len(frequencies) + 0.4, 0.6)
+    ax.set_aspect("equal")
+    ax.tick_params(length=0)
+    ax.xaxis.tick_top()
+    ax.spines[:].set_visible(False)
+    return fig
+
+
+@style()
+def decay_curve(
+    head_dim: int = 128, thetas: tuple[float, ...] = (10000.0, 500000.0), longest: int = 16384
+) -> ClassFigure:
+    """The score of a key with a query equal to it, over their distance: the mean of cos(distance ·
+    frequency) over the pairs.
+    """
+    distance = np.unique(np.geomspace(1, longest, 1500).astype(int))
+    fig, ax = frame(
+        "A rotated score falls with the distance, and a larger theta makes it fall later",
+        f"q = k, head_dim {head_dim}: mean over the pairs of cos(distance · frequency), 1 at "
+        f"distance 0 · computed",
+        (10, 5.4),
+    )
+    labels = []
+    for role, theta in zip(("naive", "optimized", "library"), thetas):
+        score = np.cos(distance[:, None] * inverse_frequencies(head_dim, theta).numpy()).mean(1)
+        ax.plot(distance, score, color=ROLES[role].colour, lw=1.8)
+        labels.append((distance[-1], score[-1], f"theta {number(theta)}", ROLES[role].colour))
+    ax.axhline(0, color=GREY, lw=1)
+    ax.set_xscale("log", base=2)
+    ticks = [2**n for n in range(0, int(math.log2(longest)) + 1, 2)]
+    ax.set_xticks(ticks, [size_number(t) for t in ticks])
+    ax.set_xlabel("distance between query and key (tokens)")
+    ax.set_ylabel("score / score at distance 0")
+    ax.grid(True, axis="y", alpha=0.3)
+    label_column(ax, labels)
+    return fig
+
+
+@style()
+def alibi_images(num_heads: int = 12, tokens: int = 24, columns: int = 6) -> ClassFigure:
+    """What each head's bias multiplies an attention weight with, exp(bias), dark = 1: [num_heads]
+    small images, query by key.
+    """
+    slopes = alibi_slopes(num_heads)
+    weights = alibi_bias(slopes, tokens, tokens).exp().tril().numpy()
+    rows, gap = math.ceil(num_heads / columns), 6
+    fig, ax = frame(
+        f"ALiBi: each of {num_heads} heads looks back a different way",
+        f"exp(-slope · distance), {tokens} queries (down) by {tokens} keys (right), dark = 1 · "
+        f"slopes of "
+        f"{num_heads} heads as published: those of 8, then every other one of 16 · computed",
+        (10.5, 1.4 + 1.75 * rows),
+    )
+    for head, image in enumerate(weights):
+        row, column = divmod(head, columns)
+        left, top = column * (tokens + gap), row * (tokens + gap)
+        ax.imshow(
+            image,
+            cmap="Blues",
+            vmin=0,
+            vmax=1,
+            extent=(left, left + tokens, top + tokens, top),
+            interpolation="nearest",
+        )
+        ax.text(left, top - 0.8, f"head {head}: {number(float(slopes[head]))}", va="bottom")
+    ax.set_xlim(-1, columns * (tokens + gap))
+    ax.set_ylim(rows * (tokens + gap) - gap + 1, -5)
+    ax.set_xticks([])
+    ax.set_yticks([])
+    ax.spines[:].set_visible(False)
+    return fig
+
+
+@style()
+def stretch_plot(config: ModelConfig = LLAMA_3) -> ClassFigure:
+    """Wavelength of each pair under each scaling, against the trained context: which pairs are
+    stretched, which left alone.
+    """
+    found = {
+        label: 2
+        * math.pi
+        / rope_inv_freq(replace(config, rope_scaling=scaling), torch.device("cpu")).double().numpy()
+        for label, scaling in SCALINGS.items()
+    }
+    same = int((found["Llama 3.1, 8×"] < 1.001 * found["as trained"]).sum())
+    context = SCALINGS["Llama 3.1, 8×"].original_max_position_embeddings
+    fig, ax = frame(
+        f"Llama 3.1 leaves {same} of {len(found['as trained'])} pairs alone, and stretches only "
+        f"the slow ones",
+        f"head_dim {config.head_dim}, theta {number(config.rope_theta)}, trained on {context} "
+        f"tokens · a pair that "
+        "never completes a turn in training meets new angles beyond it · computed",
+        (10, 5.8),
+    )
+    for label, wavelengths in found.items():
+        role, dash = LOOKS[label]
+        ax.plot(range(len(wavelengths)), wavelengths, color=ROLES[role].colour, ls=dash, lw=2.4)
+    labels = [
+        (len(w) - 1, w[-1] * 1.2**n, label, ROLES[LOOKS[label][0]].colour)
+        for n, (label, w) in enumerate(found.items())
+    ]
+    ax.axhline(context, color=GREY, ls=":", lw=1.4)
+    log_axis(ax.yaxis, 3, 1.6 * max(w.max() for w in found.values()))
+    ax.text(0, context * 1.15, f"trained context, {context} tokens", color=GREY, va="bottom")
+    ax.set_xlabel("pair of coordinates")
+    ax.set_ylabel("wavelength (tokens for one turn)")
+    ax.grid(True, axis="y", alpha=0.3)
+    label_column(ax, labels)
+    return fig
+
+
+def extrapolation_plot(record: dict) -> ClassFigure:
+    """The loss by position of `extrapolation.measure`, its record, with a line where the trained
+    context ends.
+    """
+    series = {
+        label: (s["role"], [(p["loss"],) * 3 for p in s["points"]])
+        for label, s in record["series"].items()
+    }
+    context = record["trained_context"]
+    beyond = {
+        label: np.mean([loss for x, (loss, *_) in zip(record["x"], points) if x > context])
+        for label, (_, points) in series.items()
+    }
+    fig = class_plot(
+        record["x"],
+        series,
+        xlabel="position in the text (tokens)",
+        ylabel="loss (nats per token)",
+        title=f"Beyond {context} tokens the loss is {beyond['as trained']:.2f} as trained, "
+        f"{beyond['YaRN']:.2f} with YaRN",
+        caption=caption(
+            record["fingerprint"],
+            windows=f"of held-out text: {record['windows']}",
+            model="models/tiny",
+            stretch=f"{record['factor']}×, no weight changed",
+        ),
+    )
+    ax = fig.axes[0]
+    ax.set_xscale("linear")  # positions are counted, not doubled
+    ax.set_xlim(0, 1.02 * max(record["x"]))
+    ax.set_xticks(
+        ticks := range(context // 2, max(record["x"]) + 1, context // 2), map(size_number, ticks)
+    )
+    ax.axvline(context, color=GREY, ls=":", lw=1.4)
+    ax.annotate(
+        "trained context",
+        (context, ax.get_ylim()[1]),
+        (-6, -4),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        color=GREY,
+    )
+    return fig

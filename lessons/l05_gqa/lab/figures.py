@@ -1,0 +1,107 @@
+"""Figures of the lesson's own: loss beside KV bytes beside the time of a step, and the KV bytes of
+real models.
+
+    python -m lessons.l05_gqa.lab.figures [results/cpu]     redraws FOLDER/l05_quality.svg from its two records
+"""
+
+import sys
+from pathlib import Path
+
+from lessons.l05_gqa.lab.traffic import Row
+from lessons.toolbox.draw import plotting
+from lessons.toolbox.draw.figure import ROLES, ClassFigure, frame, number, save_svg, style
+from lessons.toolbox.measure.records import medians, read_json
+from lessons.toolbox.model.checkpoint import REPOSITORY
+
+ALT = (
+    "Held-out loss over KV bytes a token for models/tiny with 6, 3, 2 and 1 KV heads: merging "
+    "raises the loss, most of all to "
+    "one head; one percent more training takes most of that back."
+)
+
+
+@style()
+def quality_figure(quality: dict, steps: dict) -> ClassFigure:
+    """quality: the record of `quality`; steps: that of the benchmark l05_step, whose grouped times
+    label the points.
+
+    A hollow mark is a model as merged, a filled one the same after some more training.
+    """
+    times, series = medians(steps, "optimized"), quality["series"]
+    trained, mqa = series["2 heads, as trained"], series["1 head, mean"]["points"]
+    share = mqa[-1]["tokens"] / quality["trained_on_tokens"]
+    facts = quality["fingerprint"]
+    fig, ax = frame(
+        f"Half the cache: averaging two KV heads moves the loss from "
+        f"{trained['points'][0]['loss']:.2f} to {mqa[0]['loss']:.2f}, "
+        f"{share:.0%} more training to {mqa[-1]['loss']:.2f}",
+        f"models/tiny, {quality['held_out_tokens']} held-out tokens · hollow: as merged, filled: "
+        f"after {share:.1%} of the tokens "
+        f"that it was trained on · step: time of a decode step beside that of 2 heads, "
+        f"{steps['shape']} · "
+        f"{facts.get('cpu', facts['device'])} · {facts['date']}",
+        (11, 6.2),
+    )
+    for label, variant in series.items():
+        x, losses = variant["kv_bytes"], [point["loss"] for point in variant["points"]]
+        role = ROLES[
+            "naive" if label.startswith("6") else "library" if "trained" in label else "optimized"
+        ]
+        mark = {"color": role.colour, "marker": role.markers["first" in label], "ms": 11, "mew": 2}
+        if len(losses) > 1:
+            ax.plot([x, x], [losses[0], losses[-1]], color=role.colour, lw=1.4)
+            ax.plot(x, losses[-1], **mark)
+        ax.plot(x, losses[0], mfc="white", **mark)
+        text = f"{label}: {' → '.join(f'{loss:.2f}' for loss in [losses[0], *losses[1:][-1:]])}"
+        # The rightmost label stands above its mark, because there is no room beside it.
+        place = ((0, 14), "center") if label.startswith("6") else ((14, 0), "left")
+        ax.annotate(
+            f"{text} · step {times[variant['num_kv_heads']] / times[2]:.2f}×",
+            (x, losses[0]),
+            place[0],
+            ha=place[1],
+            textcoords="offset points",
+            va="center",
+            color=role.colour,
+            fontweight="bold",
+        )
+    sizes = sorted({variant["kv_bytes"] for variant in series.values()})
+    every = [point["loss"] for variant in series.values() for point in variant["points"]]
+    ax.set_xlim(0, sizes[-1] * 1.2)
+    ax.set_ylim(min(every) - 0.25, max(every) + 0.25)
+    ax.set_xticks(sizes, [number(size) for size in sizes])
+    ax.grid(True, axis="y", alpha=0.3)
+    ax.set_xlabel("KV bytes a token, all layers, 16 bits (lower is better)")
+    ax.set_ylabel("held-out loss, nats a token\n(lower is better)")
+    return fig
+
+
+def models_figure(rows: list[Row]) -> ClassFigure:
+    """KiB of cache that a token takes, as each model is and as it would be with a KV head for every
+    query head.
+    """
+    groups = [
+        f"{row.model.name}\n{row.model.num_attention_heads}/{row.model.num_key_value_heads} "
+        f"{row.kind}"
+        for row in rows
+    ]
+    saved = max(row.mha_bytes / row.kv_bytes for row in rows)
+    return plotting.bars(
+        groups,
+        {
+            "as MHA": ("naive", [row.mha_bytes / 1024 for row in rows]),
+            "as it is": ("optimized", [row.kv_bytes / 1024 for row in rows]),
+        },
+        title=f"Sharing KV heads makes a token's cache up to {saved:.0f}x smaller",
+        ylabel="KiB a token, 16 bits",
+        caption="computed from the shapes in config.json",
+    )
+
+
+def main(folder: Path) -> None:
+    records = [read_json(folder / f"{name}.json") for name in ("l05_quality", "l05_step")]
+    save_svg(quality_figure(*records), folder / "l05_quality.svg", alt=ALT)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY / "results" / "cpu")

@@ -1,0 +1,244 @@
+"""What absorbing saves and where it loses: a decode step, new tokens behind a context, a prompt
+alone, batches, beside GQA.
+
+    python -m lessons.toolbox.measure.bench 06
+"""
+
+import torch
+from torch import Tensor
+
+from lessons.l02_naive_attention.optimized import attention_for
+from lessons.l03_kv_cache.cache import decode_attention_torch
+from lessons.l06_mla.lab.batches import (
+    BATCHES,
+    batch_floor_s,
+    batch_inputs,
+    beside_inputs,
+    flashinfer_batch,
+    heads_step,
+    latent_step,
+    latents_floor_s,
+    own_batch,
+    repeated_rows,
+    sdpa_batch,
+)
+from lessons.l06_mla.lab.counts import absorbed_flops, decode_bytes, decode_flops, expanded_flops
+from lessons.l06_mla.lab.workload import (
+    CACHED,
+    CONFIG,
+    DTYPE,
+    ON_GPU,
+    SHAPE,
+    THREADS,
+    TOLERANCE,
+    cache_of,
+    layer_inputs,
+    one_layer,
+    read_floor_s,
+    step_bytes,
+    turned,
+)
+from lessons.l06_mla.naive import LatentCache
+from lessons.toolbox.measure.bench import Benchmark, Unavailable
+from lessons.toolbox.measure.hardware import measured_ceilings, time_floor_s
+
+SCALE, RANK = CONFIG.softmax_scale, CONFIG.mla.kv_lora_rank
+
+
+# ---------------------------------------------------------------- one step of a layer, its projections included
+
+
+def step_with(kind):
+    """The layer's step with a cache of that kind; None: the lesson's own on this device."""
+
+    def make(x: Tensor, c_kv: Tensor, k_pe: Tensor):
+        cache, length = cache_of(c_kv, k_pe, len(x), kind), len(c_kv)
+
+        def step():
+            cache.length = length  # takes the step before back
+            with torch.inference_mode():
+                return one_layer().attention(
+                    x, turned, lambda q, k_pe, c_kv: cache.attend(0, q, k_pe, c_kv)
+                )
+
+        return step
+
+    return make
+
+
+def library(x: Tensor, c_kv: Tensor, k_pe: Tensor):
+    """transformers' step over the same latents."""
+    try:
+        from lessons.l06_mla.lab import peers as peer
+    except ImportError:
+        raise Unavailable("needs transformers") from None
+    return peer.step(one_layer(), x, c_kv, k_pe)
+
+
+# ---------------------------------------------------------------- many new tokens, in either form
+
+
+def expanded_pass(x: Tensor, c_kv: Tensor, k_pe: Tensor):
+    """k and v of every head from all latents, then ordinary attention."""
+    return step_with(None)(x, c_kv, k_pe) if len(x) > 1 else step_with(LatentCache)(x, c_kv, k_pe)
+
+
+def absorbed_pass(x: Tensor, c_kv: Tensor, k_pe: Tensor):
+    """The new queries come to the latents, however many they are."""
+    layer, rows = one_layer().attention, torch.cat([c_kv, k_pe], dim=-1)
+
+    def attend(q, k_pe, c_kv):
+        keys = torch.cat([rows, torch.cat([c_kv, k_pe], dim=-1)])
+        if len(q) == 1 and not ON_GPU:
+            return layer.project_values(
+                decode_attention_torch(layer.absorb(q), keys, keys[..., :RANK], SCALE)
+            )
+        return layer.project_values(
+            attention_for(q.device)(layer.absorb(q), keys, keys[..., :RANK], SCALE)
+        )
+
+    def run():
+        with torch.inference_mode():
+            return layer(x, turned, attend)
+
+    return run
+
+
+def prompt_floor_s(tokens: int) -> float:
+    """Seconds that this machine's ceilings allow for a prompt: the projections and the cheaper form
+    of attention.
+    """
+    projections = (
+        sum(p.numel() for p in one_layer().parameters())
+        - one_layer().attention.kv_b_proj.weight.numel()
+    )
+    flops = 2 * tokens * projections + expanded_flops(tokens, tokens, CONFIG.num_attention_heads)
+    return time_floor_s(0, flops, measured_ceilings(), DTYPE)
+
+
+def chunk_floor_s(new: int) -> float:
+    """As prompt_floor_s, `new` tokens behind CACHED others."""
+    projections = (
+        sum(p.numel() for p in one_layer().parameters())
+        - one_layer().attention.kv_b_proj.weight.numel()
+    )
+    forms = (
+        form(new, CACHED + new, CONFIG.num_attention_heads)
+        for form in (expanded_flops, absorbed_flops)
+    )
+    return max(
+        time_floor_s(0, 2 * new * projections + min(forms), measured_ceilings(), DTYPE),
+        read_floor_s(step_bytes(CACHED)),
+    )
+
+
+def batch_benchmark(num_heads: int, x_values: list[int], title: str) -> Benchmark:
+    """Decode attention over more and more sequences, for so many heads."""
+    return Benchmark(
+        name=f"l06_batch_{num_heads}",
+        title=title,
+        x_name="sequences in the batch",
+        x_values=x_values,
+        quick_x_values=x_values[:2],
+        inputs=batch_inputs(num_heads),
+        providers={
+            "rows copied for each head": ("naive", repeated_rows),
+            "each row read once": ("optimized", own_batch),
+            "PyTorch SDPA": ("library", sdpa_batch),
+            "FlashInfer": ("library", flashinfer_batch),
+        },
+        ylabel="decode attention over latents",
+        floor_s=batch_floor_s(num_heads),
+        floor_label="read once, or the products",
+        bytes_moved=lambda n: decode_bytes(n, BATCHES[num_heads], bytes_per_value=DTYPE.itemsize),
+        flops=lambda n: decode_flops(n, BATCHES[num_heads], num_heads),
+        dtype=DTYPE_NAME,
+        tolerance=TOLERANCE,
+        shape=f"{num_heads} heads, latent 512 + 64, context {BATCHES[num_heads]}{THREADS}",
+    )
+
+
+DTYPE_NAME = str(DTYPE).removeprefix("torch.")
+BENCHMARKS = [
+    Benchmark(
+        name="l06_decode_step",
+        title="At {x} tokens a step with absorbed weights is {speedup:.0f}x faster than "
+        "decompressing",
+        x_name="tokens in the context",
+        x_values=[2**n for n in range(7, 16 if ON_GPU else 13)],
+        quick_x_values=[128, 512],
+        inputs=lambda n, device: layer_inputs(1, n - 1, device),
+        providers={
+            "decompress every step": ("naive", step_with(LatentCache)),
+            "absorbed": ("optimized", step_with(None)),
+            "transformers": ("library", library),
+        },
+        ylabel="decode step of one attention layer",
+        bytes_moved=step_bytes,
+        floor_s=lambda n: read_floor_s(step_bytes(n)),
+        floor_label="weights and latents read once",
+        dtype=DTYPE_NAME,
+        shape=SHAPE,
+        tolerance=TOLERANCE,
+    ),
+    Benchmark(
+        name="l06_new_tokens",
+        title="{x} new tokens: absorbed runs at {speedup:.2f}x the speed of expanded",
+        x_name=f"new tokens behind {CACHED} cached ones",
+        x_values=[1, 4, 16, 64, 128, 256, 512],
+        quick_x_values=[1, 64],
+        inputs=lambda n, device: layer_inputs(n, CACHED, device),
+        providers={"expanded": ("naive", expanded_pass), "absorbed": ("optimized", absorbed_pass)},
+        ylabel="one attention layer",
+        floor_s=chunk_floor_s,
+        floor_label="cheaper form, matrix products alone",
+        dtype=DTYPE_NAME,
+        shape=SHAPE,
+        tolerance=TOLERANCE,
+    ),
+    Benchmark(
+        name="l06_prompt",
+        title="A prompt of {x} alone: expanded is {speedup:.2f}x as fast as absorbed",
+        x_name="tokens in the prompt",
+        x_values=[64, 128, 256, 512, 1024],
+        quick_x_values=[64, 256],
+        inputs=lambda n, device: layer_inputs(n, 0, device),
+        providers={"absorbed": ("naive", absorbed_pass), "expanded": ("optimized", expanded_pass)},
+        ylabel="one attention layer",
+        floor_s=prompt_floor_s,
+        floor_label="matrix products alone",
+        dtype=DTYPE_NAME,
+        shape=SHAPE,
+        tolerance=TOLERANCE,
+    ),
+    batch_benchmark(
+        16,
+        [1, 2, 4, 8, 16, 32, 64],
+        "16 heads, {x} sequences: reading each row once is {speedup:.1f}x faster",
+    ),
+    batch_benchmark(
+        128,
+        [1, 2, 4, 8, 16, 32, 64, 128] if ON_GPU else [1, 2, 4, 8],
+        "128 heads, {x} sequences: reading each row once is {speedup:.1f}x faster",
+    ),
+    Benchmark(
+        name="l06_beside_gqa",
+        title="At {x} tokens absorbed MLA is {speedup:.1f}x as fast as MHA of the same heads",
+        x_name="tokens in the context",
+        x_values=[2**n for n in range(7, 16 if ON_GPU else 14)],
+        quick_x_values=[128, 1024],
+        inputs=beside_inputs,
+        providers={
+            "MHA, 16 KV heads": ("naive", heads_step(16, 192, 128)),
+            "MLA, absorbed": ("optimized", latent_step),
+            "GQA, 4 KV heads": ("library", heads_step(4, 128, 128)),
+        },
+        ylabel="decode attention of one layer",
+        floor_s=latents_floor_s,
+        floor_label="latents read once",
+        bytes_moved=lambda n: decode_bytes(1, n, bytes_per_value=DTYPE.itemsize),
+        dtype=DTYPE_NAME,
+        shape=f"16 query heads, one sequence{THREADS}",
+        tolerance=0,
+    ),
+]

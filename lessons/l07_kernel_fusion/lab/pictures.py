@@ -1,0 +1,146 @@
+"""The lesson's two pictures: what each chain moves, and what a layer's launches leave of the GPU's
+time.
+
+    python -m lessons.l07_kernel_fusion.lab.pictures      writes passes.svg (counted) and launches.svg (predicted) beside this file
+"""
+
+from pathlib import Path
+
+from lessons.l02_naive_attention.lab.traffic import Pass, total_bytes
+from lessons.l07_kernel_fusion.lab.launches import LAUNCH_S, MODELS, SHORTEST_S, STEPS, schedule
+from lessons.l07_kernel_fusion.lab.traffic import chains
+from lessons.toolbox.draw.figure import ClassFigure, save_svg
+from lessons.toolbox.draw.plotting import gantt
+from lessons.toolbox.measure.hardware import lookup
+
+ROWS, SIZE = 4096, 4096
+PASSES_SVG, LAUNCHES_SVG = (Path(__file__).parent / name for name in ("passes.svg", "launches.svg"))
+PASSES_ALT = (
+    "Pairs of bars, bytes moved for each value in bfloat16. RMSNorm: 36 eager, 4 in one kernel. "
+    "Add and RMSNorm: 42 "
+    "and 8. SwiGLU: 10 and 6. QK-norm: 36 and 4. Softmax: 44 and 4."
+)
+LAUNCHES_ALT = (
+    "Four lanes over microseconds: CPU and GPU, eager and fused, for one decode layer of "
+    "Llama-3.2-1B. Eager, the "
+    "CPU issues 39 launches and the GPU waits between them; fused it issues 22."
+)
+KINDS = {
+    "_to_copy": "cast",
+    "pow": "square, mean",
+    "mean": "square, mean",
+    "amax": "max, sum",
+    "sum": "max, sum",
+    "silu": "silu",
+    "sub": "arithmetic",
+    "exp": "arithmetic",
+    "div": "arithmetic",
+    "mul": "arithmetic",
+    "add_": "arithmetic",
+}
+KIND_ORDER = ["arithmetic", "cast", "square, mean", "max, sum", "silu", "one kernel"]
+
+
+def pieces(passes: list[Pass], per: float) -> list[tuple]:
+    """(start, end, kind) of each pass on an axis of bytes per value; `per`: how many values the
+    operation has.
+    """
+    found, end = [], 0.0
+    for one in passes:
+        start, end = end, end + (one.read_bytes + one.written_bytes) / per
+        found.append((start, end, KINDS.get(one.name, "one kernel")))
+    # a value for each row is no bar
+    return [piece for piece in found if piece[1] - piece[0] > 0.05]
+
+
+def paired(passes: list[Pass]) -> list[Pass]:
+    """QK-norm's passes over q and its passes over k, the same ones, as passes over both."""
+    half = len(passes) // 2
+    return [
+        Pass(q.name, q.read_bytes + k.read_bytes, q.written_bytes + k.written_bytes)
+        for q, k in zip(passes[:half], passes[half:])
+    ] or passes
+
+
+def draw_passes() -> ClassFigure:
+    """Each bar is as long as the bytes that its passes read and write, for each value of the
+    operation's output.
+    """
+    rows, totals, found = {}, [0, 0], chains(ROWS, SIZE)
+    for name, (passes, kernel) in found.items():
+        per = ROWS * (40 * 128 if name == "QK-norm" else SIZE)
+        for side, (label, chain) in enumerate((("eager", passes), ("fused", [kernel]))):
+            totals[side] += total_bytes(chain)
+            shown = paired(chain) if name == "QK-norm" else chain
+            rows[f"{name}, {label}: {total_bytes(chain) / per:.0f} B"] = pieces(shown, per)
+    eager, fused = totals
+    return gantt(
+        rows,
+        kinds=KIND_ORDER,
+        title=f"One kernel each: the five chains move {eager / fused:.1f} times fewer bytes",
+        xlabel="bytes read and written for each value (bfloat16)",
+        caption=f"Counted, not measured: lessons/l07_kernel_fusion/lab/traffic.py · {ROWS} rows of "
+        f"{SIZE} values; QK-norm: "
+        f"32 + 8 heads of 128",
+    )
+
+
+def layer_of(passes: list[Pass], layers: int) -> list[Pass]:
+    """The launches of the second layer of a step: from one attention's end to the next one's."""
+    ends = [index for index, one in enumerate(passes) if one.name == "attention"]
+    return passes[ends[0] + 1 : ends[1] + 1] if layers > 1 else passes
+
+
+def kinds_of(passes: list[Pass]) -> list[str]:
+    """How the timeline colours the kernels of a layer. What stands between the last product and the
+    cache rotates q and k.
+    """
+    rotates = max(index for index, one in enumerate(passes) if one.name == "mm")
+    return [
+        "matrix product"
+        if one.name == "mm"
+        else "attention, cache"
+        if one.name in ("attention", "append")
+        else "RoPE: lesson 4"
+        if index > rotates
+        else "norm, addition, SwiGLU"
+        for index, one in enumerate(passes)
+    ]
+
+
+def draw_launches(
+    model: str = "Llama-3.2-1B", gpu: str = "h200", launch_s: float = LAUNCH_S
+) -> ClassFigure:
+    """One layer of a decode step as CPU and GPU see it, eager and fused, by the model of
+    `launches.schedule`.
+    """
+    config, chip, rows, ends_us = MODELS[model], lookup(gpu), {}, []
+    for label in ("eager", "fused"):
+        passes = layer_of(STEPS[label](config), config.num_hidden_layers)
+        spans = schedule(passes, launch_s, chip.memory_bytes_per_s)
+        rows[f"{label}, CPU issues {len(passes)}"] = [
+            (1e6 * span.issue_s, 1e6 * (span.issue_s + 0.9 * launch_s), kind)
+            for span, kind in zip(spans, kinds_of(passes))
+        ]
+        rows[f"{label}, GPU runs"] = [
+            (1e6 * span.start_s, 1e6 * span.end_s, kind)
+            for span, kind in zip(spans, kinds_of(passes))
+        ]
+        ends_us.append(1e6 * spans[-1].end_s)
+    return gantt(
+        rows,
+        kinds=["norm, addition, SwiGLU", "matrix product", "attention, cache", "RoPE: lesson 4"],
+        title=f"A layer of {model}: {ends_us[0]:.0f} µs eager, {ends_us[1]:.0f} µs fused; the GPU "
+        f"still waits",
+        xlabel="µs",
+        caption=f"PREDICTED, not measured: {launch_s * 1e6:g} µs a launch and {SHORTEST_S * 1e6:g} "
+        f"µs for the shortest "
+        f"kernel assumed, bytes at {chip.name}'s data-sheet bandwidth · one token, 4096 of "
+        f"context, bfloat16 · "
+        "launches counted by lessons/l07_kernel_fusion/lab/launches.py",
+    )
+
+
+if __name__ == "__main__":
+    save_svg(draw_passes(), PASSES_SVG, alt=PASSES_ALT)
+    save_svg(draw_launches(), LAUNCHES_SVG, alt=LAUNCHES_ALT)

@@ -1,0 +1,181 @@
+"""The lesson's figures, counted and computed, nothing measured: passes, a warp's butterfly, trees
+of merges, where exp overflows.
+
+    python -m lessons.l08_online_softmax.lab.pictures      writes passes.svg and butterfly.svg beside this file
+"""
+
+from pathlib import Path
+
+import torch
+from matplotlib.patches import Patch, Rectangle
+
+from lessons.l08_online_softmax.lab.traffic import PASSES, largest_exponent, smallest_exponent
+from lessons.l08_online_softmax.warp import DISTANCES, LANES, heard_of
+from lessons.toolbox.draw.figure import ROLES, SMALL, ClassFigure, frame, key, save_svg, style
+from lessons.toolbox.draw.plotting import gantt
+
+ROOM = Path(__file__).parent
+SCORES = 9  # of the row in the picture
+READ, WRITE, VALUES = (
+    "reads each score",
+    "reads it and writes a probability",
+    "reads it and its value",
+)
+LOOK = {
+    READ: (ROLES["naive"].colour, ""),
+    WRITE: (ROLES["optimized"].colour, "//"),
+    VALUES: (ROLES["library"].colour, ".."),
+}
+SWEEPS = {  # what each pass is for: (label, what it does)
+    "three passes": [("max", READ), ("sum", READ), ("divide", WRITE)],
+    "online, two passes": [("max and sum", READ), ("divide", WRITE)],
+    "one block": [("all in registers", WRITE)],
+    "softmax · V in one pass": [("max, sum, acc", VALUES)],
+}
+ALT = {
+    "passes": "Four ways over a row of nine scores: three passes read it three times, online "
+    "softmax twice, a row that fits into "
+    "registers is read once, and softmax times V is read once without writing probabilities.",
+    "butterfly": "32 lanes in a row, six rows: after exchanges over distances 16, 8, 4, 2 and 1 "
+    "each lane has heard of 2, 4, 8, "
+    "16 and 32 lanes; the ancestors of lane 5 are marked.",
+}
+
+
+@style()
+def draw_passes() -> ClassFigure:
+    """A panel for each way, a strip for each pass over the row."""
+    reads = [PASSES[way][0] for way in SWEEPS]
+    fig, ax = frame(
+        f"The same row: read {', '.join(map(str, reads[:3]))} times, and once with its values",
+        f"a row of {SCORES} scores; each strip is one pass over memory · counted, not measured",
+        (11, 3.7),
+    )
+    for n, (way, sweeps) in enumerate(SWEEPS.items()):
+        left = n * (SCORES + 2)
+        for y, (label, what) in enumerate(sweeps):
+            colour, hatch = LOOK[what]
+            for x in range(SCORES):
+                ax.add_patch(
+                    Rectangle(
+                        (left + x, 1.2 * y + 0.4),
+                        0.94,
+                        0.62,
+                        facecolor=colour,
+                        hatch=hatch,
+                        edgecolor="white",
+                    )
+                )
+            ax.text(left, 1.2 * y + 0.34, f"pass {y + 1}: {label}", va="bottom")
+        ax.text(left, -0.45, way, va="bottom", fontweight="bold")
+    ax.set_xlim(-0.2, len(SWEEPS) * (SCORES + 2) - 1.6)
+    ax.set_ylim(3.6, -0.9)
+    ax.set_axis_off()
+    key(
+        ax,
+        [
+            Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=what)
+            for what, (colour, hatch) in LOOK.items()
+        ],
+    )
+    return fig
+
+
+@style()
+def draw_butterfly(lane: int = 5) -> ClassFigure:
+    """Who trades with whom in each round of warp_merge, and of which lanes one of them has heard."""
+    fig, ax = frame(
+        f"{len(DISTANCES)} exchanges, and every lane holds the merge of all {LANES}",
+        f"a row is a moment, a dot a lane; lines: registers traded · dark: what reaches lane "
+        f"{lane} in the end · "
+        "drawn from warp.py",
+        (11, 5.2),
+    )
+    known = {row: set(_ancestors(lane, row)) for row in range(len(DISTANCES) + 1)}
+    for row, distance in enumerate(DISTANCES):
+        for here in range(LANES):
+            for there in (here, here ^ distance):
+                on_path = here in known[row + 1] and there in known[row]
+                ax.plot(
+                    (there, here),
+                    (row, row + 1),
+                    color=ROLES["optimized"].colour if on_path else "#CCCCCC",
+                    lw=1.8 if on_path else 0.7,
+                    zorder=2 if on_path else 1,
+                )
+    for row in known:
+        ax.scatter(
+            range(LANES),
+            [row] * LANES,
+            s=34,
+            zorder=3,
+            c=[ROLES["optimized"].colour if n in known[row] else "#BBBBBB" for n in range(LANES)],
+        )
+        ax.text(
+            LANES + 0.3, row, f"heard of {len(heard_of(lane, row))}", va="center", fontsize=SMALL
+        )
+    ax.set_yticks(range(len(known)), ["own", *(f"xor {distance}" for distance in DISTANCES)])
+    ax.set_xticks(range(0, LANES, 4))
+    ax.set_xlabel("lane of the warp")
+    ax.set_ylim(len(DISTANCES) + 0.4, -0.4)
+    ax.set_xlim(-0.8, LANES + 5)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    return fig
+
+
+def _ancestors(lane: int, row: int) -> list[int]:
+    """The lanes whose registers at this row end up in `lane`: those that it reaches through the
+    rounds that are left.
+    """
+    lanes = {lane}
+    for distance in DISTANCES[row:]:
+        lanes |= {other ^ distance for other in lanes}
+    return sorted(lanes)
+
+
+def draw_trees(parts: int = 8) -> ClassFigure:
+    """The merges of a chain and of a tree over the steps in which they can happen."""
+    chain = [(step, step + 1, "chain", f"{step + 2}") for step in range(parts - 1)]
+    lanes: dict[str, list] = {f"tree, lane {n + 1}": [] for n in range(parts // 2)}
+    count, step = parts, 0
+    while count > 1:
+        for n in range(count // 2):
+            lanes[f"tree, lane {n + 1}"].append(
+                (step, step + 1, "tree", f"{parts // (count // 2)}")
+            )
+        count, step = (count + 1) // 2, step + 1
+    return gantt(
+        {"chain": chain, **lanes},
+        title=f"{parts - 1} merges: one after the other, or {step} steps deep",
+        xlabel="step",
+        caption=f"{parts} parts; the number in a bar: parts that it holds · counted, not measured",
+    )
+
+
+def draw_overflow(limit: float = 130.0) -> ClassFigure:
+    """For which x exp(x) is a positive number, by dtype; beyond it rounds to 0 or is inf."""
+    rows = {}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        low, high = smallest_exponent(dtype), largest_exponent(dtype)
+        rows[str(dtype).removeprefix("torch.")] = [
+            (-limit, low, "0", "0"),
+            (low, high, "a number", f"{low:.1f} … {high:.1f}"),
+            (high, limit, "inf", "inf"),
+        ]
+    rows["after − max"] = [
+        (-limit, smallest_exponent(torch.float32), "0", "0"),
+        (smallest_exponent(torch.float32), 0, "a number", "at most exp(0) = 1"),
+    ]
+    return gantt(
+        rows,
+        title="exp(score) is inf beyond 11 in float16, beyond 88 in bfloat16 and float32",
+        xlabel="score",
+        caption="computed from the largest and smallest number of each dtype; after − max: float32",
+        kinds=["a number", "inf", "0"],
+    )
+
+
+if __name__ == "__main__":
+    save_svg(draw_passes(), ROOM / "passes.svg", alt=ALT["passes"])
+    save_svg(draw_butterfly(), ROOM / "butterfly.svg", alt=ALT["butterfly"])

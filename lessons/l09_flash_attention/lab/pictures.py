@@ -1,0 +1,153 @@
+"""The lesson's two pictures, computed and not measured: the order in which tiles are visited, and
+memory over the context.
+
+    python -m lessons.l09_flash_attention.lab.pictures      writes tiles.svg and memory.svg beside this file
+"""
+
+from pathlib import Path
+
+from matplotlib.patches import Patch, Rectangle
+
+from lessons.l09_flash_attention.lab.traffic import Shape, flash_memory_bytes, naive_memory_bytes
+from lessons.l09_flash_attention.tiles import SKIPPED, UNMASKED, VISITED, Tiles, tile_map
+from lessons.toolbox.draw import plotting
+from lessons.toolbox.draw.figure import (
+    PALETTE,
+    ClassFigure,
+    frame,
+    key,
+    save_svg,
+    size_number,
+    style,
+)
+from lessons.toolbox.measure.hardware import lookup
+
+TOKENS, BLOCK, WINDOW = 24, 4, 9
+ROOM = Path(__file__).parent
+LOOK = {VISITED: (PALETTE[1], "//"), UNMASKED: (PALETTE[4], ""), SKIPPED: ("white", "")}
+TILES_ALT = (
+    "Three grids of 6 by 6 tiles, queries down, keys across, the upper triangle skipped. FA-1 "
+    "order numbers the tiles "
+    "down each column, FA-2 order along each row; with a window of 9 keys, tiles far left are "
+    "skipped too."
+)
+MEMORY_ALT = (
+    "Memory over the context, both axes logarithmic: the naive scores and probabilities grow with "
+    "the square and end "
+    "where an H200 is full; FlashAttention's log-sum-exp grows linearly, far below q, k, v and the "
+    "output."
+)
+
+
+def visits(
+    order: str, window: int | None = None
+) -> tuple[list[list[str]], dict[tuple[int, int], int]]:
+    """tile_map of the example, and {(row, column): when it is visited}, counted from 1. order:
+    "FA-1" or "FA-2".
+    """
+    grid = tile_map(TOKENS, TOKENS, Tiles(BLOCK, BLOCK), window=window)
+    visited = [
+        (m, n) for m, row in enumerate(grid) for n, what in enumerate(row) if what != SKIPPED
+    ]
+    if order == "FA-1":  # keys in the outer loop
+        visited.sort(key=lambda at: (at[1], at[0]))
+    return grid, {at: number for number, at in enumerate(visited, 1)}
+
+
+@style()
+def draw_tiles() -> ClassFigure:
+    """Three grids beside each other: FA-1 order, FA-2 order, FA-2 order with a window."""
+    panels = [
+        ("FA-1 order: keys outside", *visits("FA-1")),
+        ("FA-2 order: queries outside", *visits("FA-2")),
+        (f"FA-2 order, window of {WINDOW}", *visits("FA-2", WINDOW)),
+    ]
+    count = TOKENS // BLOCK
+    visited, unmasked = len(panels[1][2]), sum(row.count(UNMASKED) for row in panels[1][1])
+    fig, ax = frame(
+        f"Of {count * count} tiles the causal mask skips {count * count - visited}, and {unmasked} "
+        f"of the {visited} "
+        "left need no mask",
+        f"{TOKENS} queries (down) and keys (across), tiles of {BLOCK} × {BLOCK}; numbers: order "
+        "of visits · counted, not measured",
+        (11, 4.9),
+    )
+    for panel, (title, grid, order) in enumerate(panels):
+        left = panel * (count + 1)
+        ax.text(left, -0.25, title, fontweight="bold", va="bottom")
+        for m, row in enumerate(grid):
+            for n, what in enumerate(row):
+                colour, hatch = LOOK[what]
+                ax.add_patch(
+                    Rectangle(
+                        (left + n, m),
+                        0.94,
+                        0.94,
+                        facecolor=colour,
+                        hatch=hatch,
+                        lw=1,
+                        edgecolor="#CCCCCC" if what == SKIPPED else "white",
+                    )
+                )
+                if what != SKIPPED:
+                    ax.text(
+                        left + n + 0.47,
+                        m + 0.5,
+                        str(order[m, n]),
+                        ha="center",
+                        va="center",
+                        bbox={"facecolor": colour, "edgecolor": "none", "pad": 1},
+                    )
+    ax.set_xlim(-0.1, 3 * count + 2)
+    ax.set_ylim(count + 0.1, -0.9)
+    ax.set_aspect("equal")
+    ax.axis("off")
+    key(
+        ax,
+        [
+            Patch(
+                facecolor=colour,
+                hatch=hatch,
+                edgecolor="#CCCCCC" if what == SKIPPED else "white",
+                label=what,
+            )
+            for what, (colour, hatch) in LOOK.items()
+        ],
+    )
+    return fig
+
+
+def draw_memory() -> ClassFigure:
+    """What attention of one layer needs beside its inputs, in GB, up to the context at which an
+    H200 is full.
+    """
+    chip, contexts = lookup("h200"), [2**n for n in range(10, 19)]
+    shapes = [Shape(n, n, 32, 8, 128) for n in contexts]
+    naive = [naive_memory_bytes(shape) for shape in shapes]
+    full = next(n for n, used in zip(contexts, naive) if used > chip.memory_bytes)
+    lines = {
+        f"naive (out of memory at {size_number(full)})": (
+            "naive",
+            [(used / 1e9,) * 3 if used <= chip.memory_bytes else None for used in naive],
+        ),
+        "flash_attention": (
+            "optimized",
+            [(flash_memory_bytes(shape) / 1e9,) * 3 for shape in shapes],
+        ),
+        "all of an H200": ("floor", [(chip.memory_bytes / 1e9,) * 3] * len(contexts)),
+    }
+    return plotting.class_plot(
+        contexts,
+        lines,
+        title=f"Scores fill an H200 at {size_number(full)} tokens; without them "
+        f"{flash_memory_bytes(shapes[-1]) / 1e9:.2g} GB are enough at {size_number(contexts[-1])}",
+        xlabel="tokens",
+        ylabel="GB beside q, k, v and the output",
+        caption="computed: scores and probabilities of one layer, or its log-sum-exp · bfloat16, "
+        "32/8 heads of 128",
+    )
+
+
+if __name__ == "__main__":
+    save_svg(draw_tiles(), ROOM / "tiles.svg", alt=TILES_ALT)
+    save_svg(draw_memory(), ROOM / "memory.svg", alt=MEMORY_ALT)

@@ -1,0 +1,239 @@
+"""What a step costs: one by one or in lockstep, narrow or wide, padded or not; on a GPU eager,
+fused, captured, and compiled.
+
+    python -m lessons.toolbox.measure.bench 11
+"""
+
+import torch
+
+from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l11_cuda_graphs.lab.workload import (
+    BATCHES,
+    DTYPE,
+    LLAMA_8B,
+    LLAMA_CONTEXT,
+    ON_GPU,
+    TINY,
+    TINY_CONTEXT,
+    WIDE_CONTEXT,
+    WIDTHS,
+    shape_of,
+    step_bytes,
+    step_floor_s,
+    step_of,
+    widened,
+)
+from lessons.l11_cuda_graphs.naive import eager_step
+from lessons.l11_cuda_graphs.optimized import CudaGraphs, GraphRunner, bucket_for, padded
+from lessons.l11_cuda_graphs.slots import decode_logits
+from lessons.toolbox.measure.bench import Benchmark, Unavailable
+
+DTYPE_NAME = str(DTYPE).removeprefix("torch.")
+# relative; 16 bits on a GPU: kernels round at other places than PyTorch
+TOLERANCE = 5e-2 if ON_GPU else 1e-4
+BUCKETS = [1, 2, 4, 8, 16, 32, 64]
+
+
+# ---------------------------------------------------------------- providers: (model, cache, inputs) -> a function of no arguments
+
+
+def inference(step):
+    """`step` without autograd's bookkeeping."""
+    return torch.inference_mode()(step)
+
+
+def eager(model, cache, inputs):
+    """Every operation launched by itself."""
+    step = eager_step(model, cache)
+    return inference(lambda: step(inputs))
+
+
+def fused_eager(model, cache, inputs):
+    """The same with lesson 7's kernels: fewer launches."""
+    return eager(needs_gpu(fused(model)), cache, inputs)
+
+
+def captured(model, cache, inputs):
+    """One launch, of a graph that is as large as the cache has rows."""
+    runner = GraphRunner(needs_gpu(model), cache, CudaGraphs(model.device), [cache.rows])
+    return lambda: runner(inputs)
+
+
+def fused_captured(model, cache, inputs):
+    """One launch of fewer kernels."""
+    return captured(fused(model), cache, inputs)
+
+
+def needs_gpu(model):
+    """`model`, if it lies on a GPU."""
+    if model.device.type != "cuda":
+        raise Unavailable("needs a GPU: on a CPU nothing is launched, so there is nothing to save")
+    return model
+
+
+def library(name):
+    """A peer of peer.py."""
+
+    def make(model, cache, inputs):
+        needs_gpu(model)
+        try:
+            from lessons.l11_cuda_graphs.lab import peers as peer
+        except ImportError:
+            raise Unavailable("needs transformers") from None
+        return getattr(peer, name)(model, cache, inputs)
+
+    return make
+
+
+def one_after_the_other(model, cache, inputs):
+    """B steps of one sequence each, over the same cache."""
+
+    def steps():
+        logits = []
+        for row in range(inputs.shape[1]):
+            alone = cache_of_row(cache, row)
+            one = inputs[:, row : row + 1].clone()
+            one[2] -= row * cache.capacity
+            logits.append(eager_step(model, alone)(one))
+        return torch.cat(logits)
+
+    return inference(steps)
+
+
+def cache_of_row(cache, row):
+    """One sequence of a cache as a cache of its own, on the same memory but for the slot that is
+    nobody's.
+    """
+    alone = type(cache)(cache.config, 1, 1, cache.keys.dtype, cache.keys.device)
+    slots = slice(row * cache.capacity, (row + 1) * cache.capacity + 1)
+    alone.capacity, alone.keys, alone.values = (
+        cache.capacity,
+        cache.keys[:, slots],
+        cache.values[:, slots],
+    )
+    return alone
+
+
+# ---------------------------------------------------------------- padding
+
+
+def in_a_larger_cache(batch, device):
+    """A step of `batch` sequences over a cache with as many rows as their bucket."""
+    model, cache, inputs = step_of(TINY, bucket_for(batch, BUCKETS), TINY_CONTEXT)
+    return model, cache, inputs[:, :batch]
+
+
+def padded_step(model, cache, inputs):
+    """What a graph of the bucket runs: on a GPU as a graph, on a CPU eagerly. The rows of padding
+    are computed and dropped.
+    """
+    if ON_GPU:
+        return captured(model, cache, inputs)
+    whole = padded(inputs, cache.rows)
+    return inference(lambda: decode_logits(model, cache, whole, cache.capacity)[: inputs.shape[1]])
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+def decode_step(name: str, title: str, config, context: int) -> Benchmark:
+    """A step of a model on a GPU over the batch: eager, fused, captured, compiled, and the floor."""
+    return Benchmark(
+        name=name,
+        title=title,
+        x_name="sequences in the batch",
+        x_values=BATCHES,
+        quick_x_values=[1, 8],
+        inputs=lambda batch, device: step_of(config, batch, context),
+        providers={
+            "eager": ("naive", eager),
+            "eager, fused kernels": ("naive", fused_eager),
+            "graph, fused kernels": ("optimized", fused_captured),
+            "graph": ("optimized", captured),
+            "torch.compile reduce-overhead": ("library", library("compiled_step")),
+            "transformers, static cache, compiled": ("library", library("transformers_step")),
+        },
+        ylabel="time of one decode step",
+        bytes_moved=lambda batch: step_bytes(config, batch, context),
+        floor_s=lambda batch: step_floor_s(config, batch, context),
+        floor_label="weights and KV read once",
+        dtype=DTYPE_NAME,
+        shape=shape_of(config, context=context),
+        tolerance=TOLERANCE,
+    )
+
+
+BENCHMARKS = [
+    Benchmark(
+        name="l11_lockstep",
+        title="{x} sequences in lockstep are {speedup:.1f}x faster than one after the other",
+        x_name="sequences",
+        x_values=BATCHES,
+        quick_x_values=[1, 8],
+        inputs=lambda batch, device: step_of(TINY, batch, TINY_CONTEXT),
+        providers={
+            "one after the other": ("naive", one_after_the_other),
+            "in lockstep": ("optimized", eager),
+        },
+        ylabel="a token for each sequence",
+        floor_s=lambda batch: step_floor_s(TINY, batch, TINY_CONTEXT),
+        floor_label="weights and KV read once",
+        dtype=DTYPE_NAME,
+        shape=shape_of(TINY, context=TINY_CONTEXT),
+        tolerance=TOLERANCE,
+    ),
+    Benchmark(
+        name="l11_width",
+        x_name="hidden size",
+        x_values=WIDTHS,
+        quick_x_values=WIDTHS[:3],
+        title="The same operations, ever wider: a narrow model pays for launching them"
+        + (
+            ", {speedup:.1f}x faster as a graph at {x}"
+            if ON_GPU
+            else ", a wide one for its weights"
+        ),
+        inputs=lambda width, device: step_of(widened(width), 1, WIDE_CONTEXT),
+        providers={"eager": ("naive", eager), "graph": ("optimized", captured)},
+        ylabel="time of one decode step",
+        floor_s=lambda width: step_floor_s(widened(width), 1, WIDE_CONTEXT),
+        floor_label="weights and KV read once",
+        dtype=DTYPE_NAME,
+        shape=f"6 layers, context {WIDE_CONTEXT}, batch 1",
+        tolerance=TOLERANCE,
+    ),
+    Benchmark(
+        name="l11_padding",
+        title="In buckets of powers of two, a step's time is a staircase",
+        x_name="sequences in the batch",
+        x_values=[1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16] + ([17, 24, 32, 33, 48, 64] if ON_GPU else []),
+        quick_x_values=[1, 3, 4, 5, 8],
+        inputs=in_a_larger_cache,
+        providers={
+            "exact batch, eager": ("naive", eager),
+            "padded to its bucket": ("optimized", padded_step),
+        },
+        ylabel="time of one decode step",
+        floor_s=lambda batch: step_floor_s(TINY, batch, TINY_CONTEXT),
+        floor_label="weights and KV read once",
+        dtype=DTYPE_NAME,
+        shape=shape_of(TINY, context=TINY_CONTEXT),
+        tolerance=TOLERANCE,
+    ),
+]
+if ON_GPU:
+    BENCHMARKS += [
+        decode_step(
+            "l11_step_8b",
+            "A captured step reaches {floor_percent:.0f}% of the floor at batch {x}, "
+            "{speedup:.2f}x eager",
+            LLAMA_8B,
+            LLAMA_CONTEXT,
+        ),
+        decode_step(
+            "l11_step_tiny",
+            "Where launches are all, a captured step is {speedup:.1f}x faster, even at batch {x}",
+            TINY,
+            TINY_CONTEXT,
+        ),
+    ]

@@ -1,0 +1,308 @@
+"""Hugging Face checkpoints of the Llama family and of DeepSeek, into the course's decoders.
+
+    config = load_config("models/tiny")            # a folder, an embedded model, or a hub name
+    load_weights(model, "models/tiny", device="cuda", dtype=torch.bfloat16)
+    tokenizer = load_tokenizer("models/tiny")
+
+Weights are safetensors, in one file or in shards. Tensors stream one at a time, so loading needs
+the memory of the model and of one tensor. Strict: a tensor that is missing, unexpected or misshapen
+is an error that names it. Nothing is unpickled, because a pickle may run any code while it is read.
+
+Source of the format: huggingface.co/docs/safetensors.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.model.config_json import CheckpointError, read_config, read_json
+
+EMBEDDED_MODELS = ("models/tiny", "models/tiny-draft")
+STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+# added to scores that lie close together: rounded to 16 bits it would choose other experts
+KEPT_WIDE = "e_score_correction_bias"
+HUB_TIMEOUT_S = 5
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+SMALL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template*",
+]
+# not *.safetensors: Mistral's hub repositories hold
+WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
+# every weight twice, the
+# second time as
+# consolidated*
+
+
+# ---------------------------------------------------------------- where it lies
+
+
+def find_folder(name_or_path: str | os.PathLike, hub_patterns: list[str]) -> Path:
+    """Folder of a checkpoint: a path, an embedded model (from any working directory), or a hub
+    name.
+
+    hub_patterns: the files to fetch if it is a hub name; those in the local hub cache are not
+    fetched again. Raises CheckpointError if it is none of these, or if the hub cannot be reached
+    (HF_HUB_OFFLINE is respected).
+    """
+    name = os.fspath(name_or_path).rstrip("/") or os.fspath(name_or_path)
+    if name and os.path.isdir(os.path.expanduser(name)):
+        return Path(name).expanduser()
+    if name in EMBEDDED_MODELS and (REPOSITORY / name).is_dir():
+        return REPOSITORY / name
+    if os.path.isfile(name):
+        raise CheckpointError(
+            f"model {name!r} is a file; give the folder that holds config.json and "
+            f"model.safetensors"
+        )
+    return _fetch(name, hub_patterns)
+
+
+def _fetch(name: str, patterns: list[str]) -> Path:
+    """Folder in the hub's local cache with the files of a hub model, fetched if the hub answers."""
+    # here, because a local folder needs none of it
+    from huggingface_hub import HfApi, snapshot_download
+
+    unreachable = None
+    try:
+        # first, because snapshot_download waits for a silent hub for ever
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    except Exception as error:
+        # because the client lets the exceptions of its HTTP library through, and has changed
+        # library
+        unreachable = error
+    try:
+        return Path(
+            snapshot_download(
+                name, allow_patterns=patterns, local_files_only=unreachable is not None
+            )
+        )
+    except Exception as error:
+        reason = next(iter(str(unreachable or error).splitlines()), type(error).__name__)
+        raise CheckpointError(
+            f"unknown model {name!r}: no such folder, and no hub name that can be reached "
+            f"({reason}); "
+            f"embedded models: {', '.join(EMBEDDED_MODELS)}"
+        ) from error
+
+
+def load_config(name_or_path: str | os.PathLike) -> ModelConfig:
+    """Shape of a checkpoint, read from its config.json (`config_json.read_config` lists what it
+    refuses).
+
+    Raises CheckpointError. Of a hub name only the small files are fetched, so that a refusal comes
+    before the weights do.
+    """
+    return read_config(find_folder(name_or_path, SMALL_FILES))
+
+
+# ---------------------------------------------------------------- safetensors
+
+
+class _Stored(NamedTuple):
+    file: Path
+    name: str  # in the file
+    shape: list[int]
+
+
+def load_weights(
+    model: nn.Module,
+    name_or_path: str | os.PathLike,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Fill a decoder, usually one built on the meta device, with the tensors of a checkpoint, on
+    `device` in `dtype`.
+
+    The names, shapes and dtypes in the files' headers are checked before the first tensor is read:
+    an error leaves the model as it was. Raises CheckpointError that names the file or the tensor
+    (with both shapes).
+    """
+    if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise CheckpointError(f"dtype must be float64, float32, float16 or bfloat16, not {dtype}")
+    folder = find_folder(name_or_path, SMALL_FILES + WEIGHT_FILES)
+    stored = _catalog(folder)
+    tied = model.config.tie_word_embeddings
+    if tied and "embed_tokens.weight" not in stored and "lm_head.weight" in stored:
+        # of two tensors that share memory a writer keeps one
+        stored["embed_tokens.weight"] = stored.pop("lm_head.weight")
+    stored = {
+        key: entry for key, entry in stored.items() if not _predicts_further(key, model.config)
+    }
+    _check(
+        stored,
+        {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
+        tied,
+        folder,
+    )
+
+    weights: dict[str, Tensor] = {}
+    for file in dict.fromkeys(entry.file for entry in stored.values()):
+        with _open(file) as tensors:
+            for key, entry in stored.items():
+                if entry.file == file:
+                    # copy, because an uncast tensor would stay a view of the file, and change or
+                    # crash with it
+                    kept = (
+                        torch.promote_types(dtype, torch.float32)
+                        if key.endswith(KEPT_WIDE)
+                        else dtype
+                    )
+                    weights[key] = tensors.get_tensor(entry.name).to(
+                        device=device, dtype=kept, copy=True
+                    )
+    if tied:
+        embedding = weights["embed_tokens.weight"]
+        if not torch.equal(weights.get("lm_head.weight", embedding), embedding):
+            raise CheckpointError(
+                f"{folder}: config.json says tie_word_embeddings, but lm_head.weight and "
+                f"embed_tokens.weight "
+                "differ; set it to false"
+            )
+        weights["lm_head.weight"] = embedding
+    model.load_state_dict(weights, assign=True)
+    if tied:
+        # because assigning made two parameters of the one tensor
+        model.lm_head.weight = model.embed_tokens.weight
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: one, or those that its index names."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        pickles = sorted(
+            file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)
+        )
+        why = (
+            f"; {pickles[0]} is a pickle, which may run any code while it is read, and is not "
+            f"opened"
+            if pickles
+            else ""
+        )
+        raise CheckpointError(
+            f"{folder} holds neither model.safetensors nor model.safetensors.index.json{why}"
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} lacks the key 'weight_map' (an object: tensor to file)")
+    shards = []
+    for name in dict.fromkeys(map(str, weight_map.values())):
+        if os.path.basename(name) != name or not (folder / name).is_file():
+            raise CheckpointError(f"{index} names the shard {name}, which is not in {folder}")
+        shards.append(folder / name)
+    return shards
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} is not a complete safetensors file ({error}); fetch it again"
+        ) from error
+
+
+def _catalog(folder: Path) -> dict[str, _Stored]:
+    """Every stored tensor under the decoder's name for it, from the headers alone."""
+    stored: dict[str, _Stored] = {}
+    for file in _shards(folder):
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                key = name.removeprefix("model.")
+                if key.endswith("rotary_emb.inv_freq"):
+                    # a buffer that old checkpoints hold; the decoder computes it from the config
+                    continue
+                header = tensors.get_slice(name)
+                if header.get_dtype() not in STORED_DTYPES:
+                    raise CheckpointError(
+                        f"tensor {name} in {file} is {header.get_dtype()}; "
+                        f"supported: {', '.join(STORED_DTYPES)}"
+                    )
+                if key in stored:
+                    raise CheckpointError(
+                        f"tensor {name} is in {stored[key].file.name} and in {file.name} of "
+                        f"{folder}"
+                    )
+                stored[key] = _Stored(file, name, header.get_shape())
+    return stored
+
+
+def _predicts_further(key: str, config: ModelConfig) -> bool:
+    """Whether a tensor belongs to DeepSeek-V3's layers behind the last one, which predict tokens
+    further ahead.
+
+    transformers leaves them out as well (it names layer 61). No other model may have such a layer.
+    """
+    part, _, rest = key.partition(".")
+    index = rest.partition(".")[0]
+    return (
+        config.mla is not None
+        and part == "layers"
+        and index.isdecimal()
+        and int(index) >= config.num_hidden_layers
+    )
+
+
+def _check(
+    stored: dict[str, _Stored], expected: dict[str, list[int]], tied: bool, folder: Path
+) -> None:
+    """Stored and expected tensors must be the same, but for a tied lm_head, which may be absent."""
+    optional = {"lm_head.weight"} if tied else set()
+    missing = [name for name in expected if name not in stored and name not in optional]
+    unexpected = [entry.name for name, entry in stored.items() if name not in expected]
+    if missing:
+        name = missing[0] if missing[0].startswith("lm_head") else f"model.{missing[0]}"
+        raise CheckpointError(
+            f"tensor {name} (shape {expected[missing[0]]}) is missing from "
+            f"{folder}{_and_more(missing)}"
+        )
+    if unexpected:
+        raise CheckpointError(
+            f"tensor {unexpected[0]} in {folder} has no place in the decoder{_and_more(unexpected)}"
+        )
+    for name, entry in stored.items():
+        if entry.shape != expected[name]:
+            raise CheckpointError(
+                f"tensor {entry.name} in {entry.file} has shape {entry.shape}, "
+                f"its config.json asks for {expected[name]}"
+            )
+
+
+def _and_more(names: list[str]) -> str:
+    return f", and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+# ---------------------------------------------------------------- tokenizer
+
+
+def load_tokenizer(name_or_path: str | os.PathLike):
+    """The checkpoint's tokenizer, as transformers' AutoTokenizer. Raises CheckpointError if the
+    files are missing or broken.
+    """
+    folder = find_folder(name_or_path, SMALL_FILES)
+    if not any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
+    ):
+        raise CheckpointError(
+            f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json)"
+        )
+    from transformers import AutoTokenizer  # here, because importing transformers takes seconds
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # because the tokenizer library raises plain Exception
+        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
