@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.naive import attention_per_head
+from lessons.l02_naive_attention.naive import attention_per_head, whole_sequence
 from lessons.l02_naive_attention.request import read_requests
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.toolbox.exercises.exercise import ExerciseError
@@ -35,7 +35,7 @@ from lessons.toolbox.model.checkpoint import CheckpointError, load_tokenizer
 from lessons.toolbox.model.config import ModelConfig
 from reference.ladder_report import draw, print_sample, print_table, record
 from reference.peers import PEERS, load_peer_model
-from reference.rungs import RUNGS, Rung, RungFailed, call_rung, first_line, latent_kv
+from reference.rungs import RungFailed, Step, call_rung, first_line, rungs_of
 
 MARGIN = 1e-3  # in logits; float32 sums in another order move logits by about 1e-5
 SLOW_BUDGET_S = 40  # a rung predicted to take longer serves every 2nd, 4th … request, and says so
@@ -114,7 +114,7 @@ def run_once(measured: Measured, run, prompts, limits, device, tick) -> None:
     measured.runs.append(measured.tokens / seconds)
 
 
-def requests_within_budget(model, rung: Rung, prompts, limits) -> list[int]:
+def requests_within_budget(model, rung: Step, prompts, limits) -> list[int]:
     """All requests, or every 2nd, 4th, 8th of them, so that a rung without a cache stays within
     SLOW_BUDGET_S.
     """
@@ -167,17 +167,9 @@ def best_two(model: Decoder, tokens: list[int]) -> tuple[set[int], float]:
     """The two best next tokens after `tokens`, and how far apart their logits are, recomputed
     without any cache.
     """
-    config = model.config
-
-    def attend(layer, q, k, v):
-        return attention_per_head(
-            q, k, v, config.softmax_scale, window=config.sliding_window(layer)
-        )
-
     ids = torch.tensor(tokens, device=model.device)
-    best = model.logits(
-        model(ids, torch.arange(len(tokens), device=model.device), attend)[-1:]
-    ).topk(2)
+    hidden = model(ids, whole_sequence(model, len(tokens), attention_per_head))
+    best = model.logits(hidden[-1:]).topk(2)
     return set(best.indices[0].tolist()), float(best.values[0, 0] - best.values[0, 1])
 
 
@@ -201,7 +193,7 @@ def climb(
     bytes/s, the roofline.
     """
     peer_model = load_peer_model(path, model.device, model.dtype) if PEERS else None
-    climbed = [rung for rung in RUNGS if rung.serves(model.config)]
+    climbed = rungs_of(model.config)
     rungs = [new_measurement(model, rung, prompts, limits) for rung in climbed]
     peers = [Measured(name, list(range(len(prompts)))) for name in PEERS]
     # Every contender as (measured, run, passes), later called in turn, so that a drifting machine
@@ -264,7 +256,7 @@ def take_turns(
                     progress.stop_task(bar)
 
 
-def new_measurement(model: Decoder, rung: Rung, prompts, limits) -> Measured:
+def new_measurement(model: Decoder, rung: Step, prompts, limits) -> Measured:
     """An empty measurement of a rung: which requests it will serve, and what a token costs it in
     cache bytes.
     """
@@ -276,11 +268,11 @@ def new_measurement(model: Decoder, rung: Rung, prompts, limits) -> Measured:
     )
 
 
-def kv_bytes_of(rung: Rung, config: ModelConfig, bytes_per_value: int) -> int:
+def kv_bytes_of(rung: Step, config: ModelConfig, bytes_per_value: int) -> int:
     """What a token adds to the rung's cache, in bytes."""
     if not rung.has_cache:
         return 0
-    if config.mla is None or rung.serves is latent_kv:
+    if config.mla is None or rung.keeps_latents:
         return config.kv_bytes_per_token(bytes_per_value)
     # The other rungs hold DeepSeek's keys and values of all heads, made from the latents.
     return (

@@ -1,8 +1,8 @@
 """The preallocated cache with its two kernels: `append_kernel` writes the new rows, `decode_kernel`
 lets one query read them all.
 
-Read cache.py first: `KVCache` is the idea, in PyTorch, and what `generate` uses where kernels would
-be interpreted.
+Read cache.py first: `KVPool` is the idea. stand_ins.py has the same operations in PyTorch, for
+machines where kernels would be interpreted.
 
 Sources: Pope et al. 2022, section 2; the running max and sum of the decode kernel: Milakov &
 Gimelshein 2018, section 3 (lesson 8 takes it apart).
@@ -11,33 +11,14 @@ Gimelshein 2018, section 3 (lesson 8 takes it apart).
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.naive import cached_loop
+from lessons.l02_naive_attention.optimized import attention
+from lessons.l02_naive_attention.rope import rotate
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.cache import AttentionOps
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH, prefill_each
 from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
-
-
-class KernelKVCache(KVCache):
-    """KVCache whose rows are written, and read by a single query, by the kernels below."""
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        if layer == 0:  # every layer of a pass writes the same rows, so one small tensor serves all
-            self.slot_mapping = torch.arange(self.length, self.length + len(k), device=k.device)
-            self.context_lens = self.slot_mapping[-1:] + 1
-        append_rows(k, v, self.keys[layer], self.values[layer], self.slot_mapping)
-
-    def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
-        return decode_attention(
-            q,
-            self.keys[layer][None],
-            self.values[layer][None],
-            self.context_lens,
-            self.config.softmax_scale,
-            self.config.sliding_window(layer),
-        )
 
 
 @triton.jit
@@ -273,26 +254,52 @@ def decode_attention(
     return out
 
 
-def generate(
-    model: Decoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """One prompt after the other, each with its own cache. Arguments, result and errors as in
-    lesson 2's `generate`.
-    """
-    return cached_loop(new_kv_cache, model, prompts, max_new_tokens, sampling, on_token)
+# ---------------------------------------------------------------- the rung
 
 
-def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for a sequence of at most `max_tokens`: a request says what it may need when
-    it starts.
-    """
-    # interpreted, the kernels take seconds a token
-    cache = KernelKVCache if model.device.type == "cuda" else KVCache
-    return cache(model.config, max_tokens, model.dtype, model.device)
+def write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    batch: Batch,
+    cos_sin_cache: Tensor,
+) -> Tensor:
+    """Rotate q and k in PyTorch, store k and v by `append_kernel`. Shapes as in AttentionOps."""
+    q = rotate(q, batch.positions, cos_sin_cache)
+    k = rotate(k, batch.positions, cos_sin_cache)
+    append_rows(k, v, k_slots, v_slots, batch.slot_mapping)
+    return q
+
+
+def prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """Lesson 2's kernel, sequence by sequence. q: [T, Hq, D] -> [T, Hq, Dv]."""
+    return prefill_each(attention, q, k_cache, v_cache, batch, softmax_scale, window)
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """`decode_kernel` for all sequences at once. q: [B, Hq, D] -> [B, Hq, Dv]."""
+    k_cache, v_cache = k_cache[: len(q)], v_cache[: len(q)]
+    return decode_attention(q, k_cache, v_cache, batch.context_lens, softmax_scale, window)
+
+
+LESSON_03 = AttentionOps(write, prefill, decode)
+PREALLOCATED = Rung("KV cache, preallocated", LESSON_03, LESSON_03_TORCH)
 
 
 # Rows of Llama-3-8B (8 KV heads of 128, four queries each) and of the embedded model (2 of 64,

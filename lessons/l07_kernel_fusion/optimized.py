@@ -12,12 +12,7 @@ Sources: as naive.py; fusing the residual addition into the norm: vLLM's fused_a
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.optimized import fused_softmax
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.naive import cached_loop
-from lessons.l05_gqa.optimized import new_kv_cache
 from lessons.l07_kernel_fusion.qk_norm import qk_norm
 from lessons.l07_kernel_fusion.rows import (
     MAX_ROW,
@@ -32,7 +27,6 @@ from lessons.toolbox.kernels.triton_ import tl, triton
 
 __all__ = [
     "add_rms_norm",
-    "generate",
     "qk_norm",
     "rms_norm",
     "rms_norm_gemma",
@@ -257,24 +251,6 @@ def softmax(x: Tensor) -> Tensor:
     """
     (rows,) = rows_of(x=x)
     return fused_softmax(rows[None], 1.0, causal=False).view(x.shape)
-
-
-def generate(
-    model: Decoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """Lesson 5's loop and cache with the fused twin of `model`: the same weights, fewer passes.
-    Arguments as lesson 2's.
-    """
-    # here, because that file is built from the functions above
-    from lessons.l07_kernel_fusion.fused_decoder import fused
-
-    return cached_loop(
-        new_kv_cache, fused(model).unrotated(), prompts, max_new_tokens, sampling, on_token
-    )
 
 
 ARGUMENTS = {  # kernel: its pointers, its integers

@@ -10,6 +10,7 @@ Sources: NVIDIA, CUDA C++ programming guide, section "CUDA Graphs"; PyTorch, CUD
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,9 +18,8 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.request import OnToken
 from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l07_kernel_fusion.fused_decoder import fused
-from lessons.l11_cuda_graphs.naive import batch_loop, eager_step
-from lessons.l11_cuda_graphs.slots import SlotCache, Step, decode_logits
+from lessons.l03_kv_cache.cache import KVPool
+from lessons.l11_cuda_graphs.naive import Step, batch_loop, decode_batch, decode_logits, eager_step
 
 # a column that nobody asked for: any token, any place, written nowhere, seeing nothing
 PADDING = (0, 0, -1, 0)
@@ -57,31 +57,28 @@ class GraphRunner:
     graphs: CudaGraphs or SimulatedGraphs, an object with capture(step) -> (graph, output): it runs
     step() a few times, then records it; graph.replay() runs the recorded operations again, on the
     very tensors that they had, and refills `output`. buckets: batch sizes to capture, at most
-    cache.rows; default batch_buckets(cache.rows). Raises ValueError.
+    pool.num_blocks; default batch_buckets(pool.num_blocks). Raises ValueError.
     """
 
     @torch.inference_mode()
-    def __init__(
-        self, model: Decoder, cache: SlotCache, graphs, buckets: Sequence[int] | None = None
-    ):
-        self.buckets = sorted(set(buckets or batch_buckets(cache.rows)))
-        if not 1 <= self.buckets[0] <= self.buckets[-1] <= cache.rows:
+    def __init__(self, model: Decoder, pool: KVPool, graphs, buckets: Sequence[int] | None = None):
+        self.buckets = sorted(set(buckets or batch_buckets(pool.num_blocks)))
+        if not 1 <= self.buckets[0] <= self.buckets[-1] <= pool.num_blocks:
             raise ValueError(
-                f"buckets: got {self.buckets}; accepted: batch sizes from 1 to {cache.rows}, the "
-                f"cache's rows"
+                f"buckets: got {self.buckets}; accepted: batch sizes from 1 to {pool.num_blocks}, "
+                f"the pool's blocks"
             )
+        # Kept, because a graph reads their memory again at every replay.
+        self.model, self.pool = model, pool
         self.inputs, self.graphs, self.logits = {}, {}, {}
         # the largest first, so that the others fit into the memory that it has taken
         for bucket in reversed(self.buckets):
-            # Nothing but padding: capturing writes into no row of the cache.
-            self.inputs[bucket] = inputs = padded(torch.empty(4, 0, dtype=torch.int64), bucket).to(
-                model.device
-            )
-
-            def step(inputs: Tensor = inputs) -> Tensor:
-                # no length that Python knows
-                return decode_logits(model, cache, inputs, rows_read=cache.capacity)
-
+            # Nothing but padding: capturing writes into no block of the pool.
+            nothing = torch.empty(4, 0, dtype=torch.int64)
+            self.inputs[bucket] = padded(nothing, bucket).to(model.device)
+            # no length that Python knows: a step may see all that a block holds
+            batch = decode_batch(self.inputs[bucket], max_context_len=pool.block_size)
+            step = partial(decode_logits, model, pool, batch)
             self.graphs[bucket], self.logits[bucket] = graphs.capture(step)
 
     @torch.inference_mode()
@@ -128,15 +125,13 @@ class CudaGraphs:
         return graph, output
 
 
-def graph_step(model: Decoder, cache: SlotCache) -> Step:
+def graph_step(model: Decoder, pool: KVPool) -> Step:
     """The fastest step of the model's device: captured on a GPU; eager on a CPU, where nothing is
     launched.
     """
-    return (
-        GraphRunner(model, cache, CudaGraphs(model.device))
-        if model.device.type == "cuda"
-        else eager_step(model, cache)
-    )
+    if model.device.type != "cuda":
+        return eager_step(model, pool)
+    return GraphRunner(model, pool, CudaGraphs(model.device))
 
 
 def generate(
@@ -149,4 +144,4 @@ def generate(
     """Waves of lockstep decoding, each step one launch on a GPU. Arguments, result and errors as in
     lesson 2's `generate`.
     """
-    return batch_loop(graph_step, fused(model), prompts, max_new_tokens, sampling, on_token)
+    return batch_loop(graph_step, model, prompts, max_new_tokens, sampling, on_token)
