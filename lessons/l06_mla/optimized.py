@@ -25,7 +25,6 @@ from lessons.l03_kv_cache.cache import decode_attention_torch
 from lessons.l03_kv_cache.optimized import check_one_device
 from lessons.l06_mla.deepseek import DeepseekDecoder
 from lessons.l06_mla.naive import LatentCache, latent_loop
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 
@@ -137,7 +136,7 @@ class Tiles(NamedTuple):
 
 def tiles_for(num_heads: int, itemsize: int, shared_bytes: int = 227 * 1024) -> Tiles:
     """Tiles that the compiler fits into a block's shared_bytes without spills, for values of
-    `itemsize` bytes (KERNELS).
+    `itemsize` bytes (lab/specs.py).
     """
     if itemsize == 4:  # for proofs: four bytes a value and products without matrix units
         return Tiles(16, 16, 8, 1)
@@ -252,32 +251,3 @@ def new_latent_cache(model: DeepseekDecoder, max_tokens: int) -> AbsorbedCache:
         0,
     )
     return (KernelAbsorbedCache if on_gpu else AbsorbedCache)(model, max_tokens)
-
-
-# DeepSeek-V2-Lite has 16 heads, V2 and V3 have 128. Not for sm_75: a tile of 576 values a row
-# passes its 64 KB in any form.
-STRIDES = ("stride_qb", "stride_qh", "stride_kb", "stride_kn")
-KERNELS = [
-    KernelSpec(
-        "lessons.l06_mla.optimized:mla_decode_kernel",
-        name=f"mla_decode_{dtype}_{heads}_sm{chips[0]}",
-        signature={
-            "q_ptr": f"*{dtype}",
-            "kv_ptr": f"*{dtype}",
-            "out_ptr": f"*{dtype}",
-            "lse_ptr": "*fp32",
-            "context_lens_ptr": "*i32",
-            "softmax_scale": "fp32",
-            "num_heads": "i32",
-            **dict.fromkeys(STRIDES, "i32"),
-        },
-        constexprs={"RANK": 512, "ROPE": 64, "BLOCK_H": tiles.block_h, "BLOCK_N": tiles.block_n},
-        chips=chips,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        divisible_by_16=(*STRIDES, "num_heads"),
-    )
-    for dtype, itemsize, heads in (("bf16", 2, 16), ("bf16", 2, 128), ("fp32", 4, 16))
-    for chips, shared in (((80, 90, 100), 163 * 1024), ((89,), 99 * 1024))
-    for tiles in [tiles_for(heads, itemsize, shared)]
-]

@@ -10,12 +10,10 @@ Sources: DeepSeek-V2 (2024), section 2.1.2 (absorption); Dao et al. 2023, Flash-
 import torch
 from torch import Tensor
 
-from lessons.l06_mla import optimized as mla
 from lessons.l06_mla.optimized import KernelAbsorbedCache, Tiles, check_decode_inputs, tiles_for
 from lessons.l10_flash_decoding.checks import check_splits
 from lessons.l10_flash_decoding.optimized import combine, keys_of_split
 from lessons.l10_flash_decoding.splits import plan_splits, sms_of
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 
@@ -124,7 +122,7 @@ def mla_flash_decode(
     )
     tiles = tiles or tiles_for(num_heads, q.element_size(), shared)
     head_blocks = triton.cdiv(num_heads, tiles.block_h)
-    # One slot an SM, because at 128 heads the tiles (KERNELS: 112 to 208 KiB) leave no room for a
+    # One slot an SM, because at 128 heads the tiles (lab/specs.py: 112 to 208 KiB) leave no room for a
     # second program.
     num_splits = plan_splits(
         num_sequences * head_blocks,
@@ -161,18 +159,3 @@ def mla_flash_decode(
             num_stages=tiles.num_stages,
         )
     return combine(partial_out, partial_lse, q.dtype)
-
-
-KERNELS = [
-    KernelSpec(
-        "lessons.l10_flash_decoding.mla:mla_split_kernel",
-        name=spec.name.replace("decode", "split"),
-        signature=spec.signature | {"out_ptr": "*fp32", "capacity": "i32", "split_size": "i32"},
-        constexprs=spec.constexprs,
-        num_warps=spec.num_warps,
-        num_stages=spec.num_stages,
-        divisible_by_16=spec.divisible_by_16,
-        chips=spec.chips,
-    )
-    for spec in mla.KERNELS
-]  # the same heads and tiles

@@ -9,8 +9,6 @@ Sources: Dao, Haziza, Massa & Sizov 2023, Flash-Decoding for long-context infere
 Defeating Nondeterminism in LLM Inference (fixed split size).
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,6 @@ from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.cache import KVCache
 from lessons.l03_kv_cache.naive import cached_loop
 from lessons.l03_kv_cache.optimized import KernelKVCache
-from lessons.l05_gqa import optimized as gqa
 from lessons.l05_gqa.optimized import (
     LOG2_E,
     check_decode_inputs,
@@ -34,7 +31,6 @@ from lessons.l09_flash_attention.optimized import RotatingFlashKVCache
 from lessons.l10_flash_decoding.checks import check_partials, check_splits
 from lessons.l10_flash_decoding.naive import RotatingTorchSplitKVCache
 from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, plan_splits, sms_of
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 # splits that are merged at a time, however many there are: another number would be another order of
@@ -346,29 +342,3 @@ def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
     """
     cache = RotatingSplitKVCache if model.device.type == "cuda" else RotatingTorchSplitKVCache
     return cache(model.config, max_tokens, model.dtype, model.device)
-
-
-KERNELS = [
-    replace(
-        spec,
-        kernel="lessons.l10_flash_decoding.optimized:split_decode_kernel",
-        name=spec.name.replace("gqa", "split"),
-        signature=spec.signature | {"out_ptr": "*fp32", "lse_ptr": "*fp32", "split_size": "i32"},
-    )
-    for spec in gqa.KERNELS
-]  # the same heads and tiles
-KERNELS += [
-    KernelSpec(
-        "lessons.l10_flash_decoding.optimized:combine_kernel",
-        name=f"combine_{dtype}_{dim}",
-        signature={
-            "partial_out_ptr": "*fp32",
-            "partial_lse_ptr": "*fp32",
-            "out_ptr": f"*{dtype}",
-            "lse_ptr": "*fp32",
-            "num_splits": "i32",
-        },
-        constexprs={"HEAD_DIM": dim, "BLOCK_D": dim, "BLOCK_S": BLOCK_S, "NUM_STAGES": STAGES},
-    )
-    for dtype, dim in (("bf16", 128), ("bf16", 512), ("fp32", 64))
-]
