@@ -5,6 +5,7 @@ expression, one kernel.
 import pytest
 import torch
 
+from lessons.l02_naive_attention.lab.specs import KERNELS
 from lessons.l02_naive_attention.naive import (
     attention,
     attention_loops,
@@ -13,7 +14,6 @@ from lessons.l02_naive_attention.naive import (
     masked_softmax,
 )
 from lessons.l02_naive_attention.optimized import (
-    KERNELS,
     MAX_KEYS,
     attention_torch,
     fused_softmax,

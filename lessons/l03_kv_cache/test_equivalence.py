@@ -10,9 +10,9 @@ import torch
 
 from lessons.l02_naive_attention.naive import attention
 from lessons.l03_kv_cache.cache import SMALLEST_BUCKET, KVCache, bucket, decode_attention_torch
+from lessons.l03_kv_cache.lab.specs import KERNELS
 from lessons.l03_kv_cache.naive import ConcatCache
 from lessons.l03_kv_cache.optimized import (
-    KERNELS,
     KernelKVCache,
     append_kernel,
     append_rows,

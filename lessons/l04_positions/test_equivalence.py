@@ -23,6 +23,7 @@ from lessons.l04_positions.alibi import (
     sinusoidal,
 )
 from lessons.l04_positions.cache import InPlaceRotatingKVCache
+from lessons.l04_positions.lab.specs import KERNELS
 from lessons.l04_positions.lab.traffic import eager_bytes, fused_bytes
 from lessons.l04_positions.naive import (
     RotatingKVCache,
@@ -34,7 +35,6 @@ from lessons.l04_positions.naive import (
     rotate,
 )
 from lessons.l04_positions.optimized import (
-    KERNELS,
     KernelRotatingKVCache,
     kernel_rotation,
     rope_cache,

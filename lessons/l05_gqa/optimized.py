@@ -21,7 +21,6 @@ from lessons.l03_kv_cache.stand_ins import decode_attention_torch
 from lessons.l04_positions.optimized import LESSON_04
 from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 from lessons.l05_gqa.naive import sequence_by_sequence
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x · log2 e), and exp2 is what the hardware computes
@@ -287,50 +286,3 @@ def decode(
 LESSON_05 = LESSON_04._replace(decode=decode)
 LESSON_05_TORCH = LESSON_04_TORCH  # lesson 3's decode in PyTorch repeats nothing either
 IN_GROUPS = Rung("KV heads read in groups", LESSON_05, LESSON_05_TORCH)
-
-
-# (query heads a KV head, head_dim) of Llama-3-8B, Llama-3-70B, an MQA model of 32 heads, the
-# embedded model, odd and wide heads.
-STRIDES = (
-    "stride_qb",
-    "stride_qh",
-    "stride_kb",
-    "stride_kn",
-    "stride_kh",
-    "stride_vb",
-    "stride_vn",
-    "stride_vh",
-)
-SHAPES = {
-    "bf16": ((4, 128), (8, 128), (32, 128), (3, 64), (4, 80), (4, 256)),
-    "fp32": ((4, 128), (3, 64)),
-}
-
-
-def spec_of(dtype: str, group: int, head_dim: int, chips: tuple[int, ...]) -> KernelSpec:
-    """The kernel as decode_attention launches it on these chips. dtype: "bf16" or "fp32"."""
-    size = tiles(group, head_dim, dtype != "fp32" and 75 not in chips)
-    name = f"gqa_{dtype}_{group}x{head_dim}_n{size['BLOCK_N']}"
-    return KernelSpec(
-        "lessons.l05_gqa.optimized:gqa_decode_kernel",
-        name=name,
-        signature={
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}"),
-            "context_lens_ptr": "*i32",
-            "scale_log2e": "fp32",
-            "window": "i32",
-            **dict.fromkeys(STRIDES, "i32"),
-        },
-        constexprs={"GROUP": group, "HEAD_DIM": head_dim, **size},
-        num_warps=warps_for(group, head_dim),
-        divisible_by_16=STRIDES,
-        chips=chips,
-    )
-
-
-KERNELS = [
-    spec_of(dtype, group, dim, chips)
-    for dtype, shapes in SHAPES.items()
-    for group, dim in shapes
-    for chips in ((75,), (80, 89, 90, 100))
-]

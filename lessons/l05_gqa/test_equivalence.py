@@ -19,8 +19,8 @@ from lessons.l03_kv_cache.test_equivalence import CONFIG, check_cache, decode_in
 from lessons.l05_gqa import naive, optimized
 from lessons.l05_gqa.convert import first_head, mean_head, merge_heads, merged, repeated
 from lessons.l05_gqa.lab import traffic
+from lessons.l05_gqa.lab.specs import KERNELS
 from lessons.l05_gqa.optimized import (
-    KERNELS,
     GroupedKVCache,
     decode_attention,
     decode_attention_grouped,

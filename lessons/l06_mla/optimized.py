@@ -24,7 +24,6 @@ from lessons.l03_kv_cache.optimized import LESSON_03, check_one_device
 from lessons.l03_kv_cache.stand_ins import decode_attention_torch, decode_each
 from lessons.l06_mla.deepseek import MLAttention, latent
 from lessons.l06_mla.naive import LATENTS_TORCH, LatentPool
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 
@@ -238,32 +237,3 @@ def kernel_fits(q: Tensor) -> bool:
 
 LATENTS_06 = LATENTS_TORCH._replace(prefill=LESSON_03.prefill, decode=decode)
 ABSORBED = Rung("latents, absorbed", LATENTS_06, LATENTS_TORCH, prepare=latent, cache=AbsorbedPool)
-
-
-# DeepSeek-V2-Lite has 16 heads, V2 and V3 have 128. Not for sm_75: a tile of 576 values a row
-# passes its 64 KB in any form.
-STRIDES = ("stride_qb", "stride_qh", "stride_kb", "stride_kn")
-KERNELS = [
-    KernelSpec(
-        "lessons.l06_mla.optimized:mla_decode_kernel",
-        name=f"mla_decode_{dtype}_{heads}_sm{chips[0]}",
-        signature={
-            "q_ptr": f"*{dtype}",
-            "kv_ptr": f"*{dtype}",
-            "out_ptr": f"*{dtype}",
-            "lse_ptr": "*fp32",
-            "context_lens_ptr": "*i32",
-            "softmax_scale": "fp32",
-            "num_heads": "i32",
-            **dict.fromkeys(STRIDES, "i32"),
-        },
-        constexprs={"RANK": 512, "ROPE": 64, "BLOCK_H": tiles.block_h, "BLOCK_N": tiles.block_n},
-        chips=chips,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        divisible_by_16=(*STRIDES, "num_heads"),
-    )
-    for dtype, itemsize, heads in (("bf16", 2, 16), ("bf16", 2, 128), ("fp32", 4, 16))
-    for chips, shared in (((80, 90, 100), 163 * 1024), ((89,), 99 * 1024))
-    for tiles in [tiles_for(heads, itemsize, shared)]
-]

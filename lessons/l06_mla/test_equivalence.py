@@ -18,9 +18,9 @@ from lessons.l03_kv_cache.cache import KVCache
 from lessons.l03_kv_cache.naive import ConcatCache
 from lessons.l06_mla import naive, optimized
 from lessons.l06_mla.deepseek import DeepseekDecoder
+from lessons.l06_mla.lab.specs import KERNELS
 from lessons.l06_mla.naive import LatentCache, latent_loop
 from lessons.l06_mla.optimized import (
-    KERNELS,
     AbsorbedCache,
     KernelAbsorbedCache,
     Tiles,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.batch import Batch
-from lessons.l06_mla import optimized as mla
 from lessons.l06_mla.optimized import (
     LATENTS_06,
     Tiles,
@@ -23,7 +22,6 @@ from lessons.l09_flash_attention.optimized import LESSON_09
 from lessons.l10_flash_decoding.checks import check_splits
 from lessons.l10_flash_decoding.optimized import combine, keys_of_split
 from lessons.l10_flash_decoding.splits import plan_splits, sms_of
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 
@@ -185,18 +183,3 @@ def decode(
 
 
 LATENTS_10 = LATENTS_06._replace(prefill=LESSON_09.prefill, decode=decode)
-
-
-KERNELS = [
-    KernelSpec(
-        "lessons.l10_flash_decoding.mla:mla_split_kernel",
-        name=spec.name.replace("decode", "split"),
-        signature=spec.signature | {"out_ptr": "*fp32", "capacity": "i32", "split_size": "i32"},
-        constexprs=spec.constexprs,
-        num_warps=spec.num_warps,
-        num_stages=spec.num_stages,
-        divisible_by_16=spec.divisible_by_16,
-        chips=spec.chips,
-    )
-    for spec in mla.KERNELS
-]  # the same heads and tiles

@@ -9,14 +9,11 @@ Sources: Dao, Haziza, Massa & Sizov 2023, Flash-Decoding for long-context infere
 Defeating Nondeterminism in LLM Inference (fixed split size).
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.generate import Rung
-from lessons.l05_gqa import optimized as gqa
 from lessons.l05_gqa.optimized import (
     LESSON_05,
     LOG2_E,
@@ -31,7 +28,6 @@ from lessons.l09_flash_attention.optimized import LESSON_09
 from lessons.l10_flash_decoding.checks import check_partials, check_splits
 from lessons.l10_flash_decoding.naive import LESSON_10_TORCH
 from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, plan_splits, sms_of
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 # splits that are merged at a time, however many there are: another number would be another order of
@@ -332,29 +328,3 @@ def decode(
 
 LESSON_10 = LESSON_09._replace(decode=decode)
 IN_SPLITS = Rung("steps in splits", LESSON_10, LESSON_10_TORCH, prepare=fused)
-
-
-KERNELS = [
-    replace(
-        spec,
-        kernel="lessons.l10_flash_decoding.optimized:split_decode_kernel",
-        name=spec.name.replace("gqa", "split"),
-        signature=spec.signature | {"out_ptr": "*fp32", "lse_ptr": "*fp32", "split_size": "i32"},
-    )
-    for spec in gqa.KERNELS
-]  # the same heads and tiles
-KERNELS += [
-    KernelSpec(
-        "lessons.l10_flash_decoding.optimized:combine_kernel",
-        name=f"combine_{dtype}_{dim}",
-        signature={
-            "partial_out_ptr": "*fp32",
-            "partial_lse_ptr": "*fp32",
-            "out_ptr": f"*{dtype}",
-            "lse_ptr": "*fp32",
-            "num_splits": "i32",
-        },
-        constexprs={"HEAD_DIM": dim, "BLOCK_D": dim, "BLOCK_S": BLOCK_S, "NUM_STAGES": STAGES},
-    )
-    for dtype, dim in (("bf16", 128), ("bf16", 512), ("fp32", 64))
-]

@@ -209,7 +209,7 @@ class Job:
         }
         self.compiler = f"triton {version_of('triton')}"
         tools = [
-            (ROOT / "lessons" / "toolbox" / name).read_text("utf-8")
+            (Path(__file__).parent / name).read_text("utf-8")
             for name in ("compile_check.py", "compile_worker.py")
         ]
         key = json.dumps([self.spec, chip, self.hash, self.compiler, tools], sort_keys=True)

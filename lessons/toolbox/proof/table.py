@@ -92,27 +92,14 @@ def is_kernel(node: ast.stmt) -> bool:
 
 def specs(root: Path = ROOT) -> dict[str, list[compile_check.KernelSpec]]:
     """{"03/decode_kernel": how it is launched, once or more}, from the lists KERNELS in the
-    lessons' files.
+    lessons' lab/specs.py.
     """
     found: dict[str, list] = {}
-    for file in sorted((root / "lessons").glob("l[0-9][0-9]_*/**/*.py")):
-        if not file.name.startswith("test_") and declares(file, "KERNELS"):
-            for spec in importlib.import_module(_module(file)).KERNELS:
-                module, _, name = spec.kernel.partition(":")
-                found.setdefault(f"{module.split('.')[1][1:3]}/{name}", []).append(spec)
+    for file in sorted((root / "lessons").glob("l[0-9][0-9]_*/lab/specs.py")):
+        for spec in importlib.import_module(_module(file)).KERNELS:
+            module, _, name = spec.kernel.partition(":")
+            found.setdefault(f"{module.split('.')[1][1:3]}/{name}", []).append(spec)
     return found
-
-
-def declares(file: Path, name: str) -> bool:
-    """Whether a file assigns `name` at module level."""
-    body = ast.parse(file.read_text(encoding="utf-8")).body
-    assigned = (node for node in body if isinstance(node, (ast.Assign, ast.AnnAssign)))
-    targets = (
-        target
-        for node in assigned
-        for target in getattr(node, "targets", [getattr(node, "target", None)])
-    )
-    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
 
 
 def compiled_now(root: Path = ROOT) -> dict:
