@@ -20,9 +20,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lessons.l02_naive_attention import rope
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla import deepseek as module
-from lessons.l06_mla.deepseek import DeepseekDecoder, load_decoder
+from lessons.l06_mla.deepseek import DeepseekDecoder, absorbed, load_decoder
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import MLAConfig, ModelConfig, MoEConfig, RopeScaling, yarn_mscale
 from lessons.toolbox.model.config_json import CheckpointError
@@ -139,7 +140,7 @@ def test_logits_equal_transformers(name, tmp_path):
         tokens = random_tokens(length)
         expected = theirs_of(theirs, tokens)
         assert 0.3 < expected.std() < 30, "the model under test must say something"
-        for form in (ours, ours.absorbed()):
+        for form in (ours, absorbed(ours)):
             assert_same_logits(logits_of(form, tokens), expected)
 
 
@@ -261,25 +262,34 @@ def without_shared_experts(decoder, monkeypatch):
         layer.mlp.shared_experts = None
 
 
-def halves_rotate(decoder, monkeypatch):
-    monkeypatch.setattr(DeepseekDecoder, "rotation", Decoder.rotation)
+def halves_rotate(self, right, x):
+    return x
 
 
-def k_alone_interleaved(self, right, x, rotate):
+def k_alone_interleaved(self, right, x):
     """q keeps the order of the checkpoint and is rotated as halves, k is reordered."""
-    q_nope, q_pe = self.split_query(right(self, x, lambda x: x))
+    q_nope, q_pe = self.split_query(right(self, x))
     half = torch.stack([torch.arange(8), torch.arange(8) + 8], dim=1).flatten()
-    # `rotate` takes pairs apart: undone before it
-    return torch.cat([q_nope, rotate(q_pe[..., half])], -1)
+    # `in_halves` has taken pairs apart: undone
+    return torch.cat([q_nope, q_pe[..., half]], -1)
 
 
-def rotated_latent(self, right, x, rotate):
-    c_kv, k_pe = right(self, x, rotate)
-    return torch.cat([rotate(c_kv[..., :16]), c_kv[..., 16:]], -1), k_pe
+def turned(x, sign):
+    """x: [T, H, 16] rotated as in a model without stretching; sign -1 turns it back."""
+    config = ModelConfig("llama", 97, 48, 3, 4, 4, 16, 80, 256)
+    table = rope.new_cos_sin_cache(config, len(x)) * torch.tensor([1.0] * 8 + [sign] * 8)
+    return rope.rotate(x, torch.arange(len(x)), table)
 
 
-def unrotated_key(self, right, x, rotate):
-    return right(self, x, rotate)[0], right(self, x, lambda x: x)[1]
+def rotated_latent(self, right, x):
+    c_kv, k_pe = right(self, x)
+    return torch.cat([turned(c_kv[..., :16], 1), c_kv[..., 16:]], -1), k_pe
+
+
+def unrotated_key(self, right, x):
+    """Turned back beforehand, so that `attend` leaves it as it was projected."""
+    c_kv, k_pe = right(self, x)
+    return c_kv, turned(k_pe, -1)
 
 
 def key_of_each_head(self, right, c_kv, k_pe):
@@ -312,8 +322,8 @@ SLIPS = {
     "latent rotated": ("v3", method("latents", rotated_latent)),
     "k_pe not rotated": ("v3", method("latents", unrotated_key)),
     "q rotated in another layout": ("v3", method("queries", k_alone_interleaved)),
-    "halves rotated in place of pairs, V3": ("v3", halves_rotate),
-    "halves rotated in place of pairs, V2": ("v2", halves_rotate),
+    "halves rotated in place of pairs, V3": ("v3", method("in_halves", halves_rotate)),
+    "halves rotated in place of pairs, V2": ("v2", method("in_halves", halves_rotate)),
     "one rope key per head": ("v3", method("expand", key_of_each_head)),
     "kv_b_proj read as W_UK, then W_UV": ("v3", method("expand", all_nope_then_all_v)),
     "v before k in kv_b_proj": ("v3", method("expand", v_before_k)),
@@ -452,9 +462,9 @@ def test_each_decoder_names_the_other(tmp_path):
     ):
         DeepseekDecoder(llama)
     with pytest.raises(
-        ValueError, match="unrotated: got a decoder that rotates 16 of the 24 coordinates"
+        ValueError, match="model: got model_type 'llama'; accepted: one with latents"
     ):
-        load_decoder(tmp_path).unrotated()
+        absorbed(Decoder(llama))
 
 
 @pytest.mark.parametrize(
