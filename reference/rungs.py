@@ -1,7 +1,7 @@
 """The rungs of the ladder, in order: which lesson, what it is called, and what runs it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from lessons.l02_naive_attention import naive as recompute
@@ -25,6 +25,7 @@ from lessons.l10_flash_decoding.optimized import IN_SPLITS
 from lessons.l11_cuda_graphs import naive as lockstep
 from lessons.l11_cuda_graphs import optimized as graphs
 from lessons.toolbox.model.config import ModelConfig
+from reference.contest import first_line
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Step:
     name: str
     run: Callable
     has_cache: bool = True
+    in_batches: bool = False
     stand_in: str | None = None
     keeps_latents: bool = False
 
@@ -72,8 +74,14 @@ BELOW = (
     cached("05", IN_GROUPS),
 )
 IN_BATCHES = (
-    Step("11", "32 requests in lockstep", lockstep.generate),
-    Step("11", "in lockstep, CUDA graphs", graphs.generate, stand_in="a graph: steps are eager"),
+    Step("11", "32 requests in lockstep", lockstep.generate, in_batches=True),
+    Step(
+        "11",
+        "in lockstep, CUDA graphs",
+        graphs.generate,
+        in_batches=True,
+        stand_in="eager steps for a graph",
+    ),
 )
 FUSED, FLASH, SPLITS = "the fused kernels", "the flash kernel", "programs that wait for SMs"
 WITH_HEADS = (
@@ -93,7 +101,7 @@ WITH_LATENTS = (
     cached("07", with_latents(FUSED_LAYERS.name, LATENTS_06, LATENTS_TORCH), FUSED),
     cached("09", with_latents(FLASH_PROMPTS.name, LATENTS_09, LATENTS_09_TORCH), FLASH),
     cached("10", with_latents(IN_SPLITS.name, LATENTS_10, LATENTS_10_TORCH), SPLITS),
-    *IN_BATCHES,
+    *(replace(step, keeps_latents=True) for step in IN_BATCHES),
 )
 
 
@@ -116,8 +124,3 @@ def call_rung(rung: Step, model: Decoder, prompts, limits, on_token):
         return rung.run(model, prompts, limits, on_token=on_token)
     except Exception as error:
         raise RungFailed(f"{rung.name} failed: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
