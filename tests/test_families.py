@@ -138,9 +138,8 @@ def plain_attend(config):
     """
 
     def attend(layer, q, k, v):
-        positions = torch.arange(len(q))
-        table = rope_module.new_cos_sin_cache(config, len(q))
-        q, k = (rope_module.rotate(x, positions, table) for x in (q, k))
+        rotate = rope_module.rotation(config, torch.arange(len(q)), q.dtype)
+        q, k = rotate(q), rotate(k)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * config.softmax_scale
         index = torch.arange(len(q))
@@ -219,10 +218,13 @@ def test_rope_of_llama_3_1_at_its_real_positions():
         rope_scaling=RopeScaling(**scaling),
     )
     positions = torch.tensor([0, 1, 8191, 8192, 50_000, 131_071])
+    expected = theirs(torch.zeros(1), positions[None])
+    for got, want in zip(rope_module.rope_tables(ours, positions, torch.float32), expected):
+        torch.testing.assert_close(got[:, 0], want[0], atol=1e-4, rtol=0)
     rows = rope_module.new_cos_sin_cache(ours, 131_072)[positions]
-    for got, expected in zip(rows.chunk(2, dim=-1), theirs(torch.zeros(1), positions[None])):
+    for got, want in zip(rows.chunk(2, dim=-1), expected):
         # theirs stands twice, once for each half of the coordinates
-        torch.testing.assert_close(got, expected[0, :, :64], atol=1e-4, rtol=0)
+        torch.testing.assert_close(got, want[0, :, :64], atol=1e-4, rtol=0)
 
 
 def to_older_dialect(file) -> None:
@@ -273,11 +275,11 @@ def test_checkpoint_in_bfloat16_arrives_in_the_dtype_asked_for(tmp_path):
 # ---------------------------------------------------------------- would these tests notice?
 
 
-def interleaved_rope(x, positions, cos_sin_cache, rotate=rope_module.rotate):
+def interleaved_rope(x, cos, sin, apply_rope=rope_module.apply_rope):
     """The other layout: coordinate 2i turns with 2i + 1, as in Meta's own weights."""
     half = x.shape[-1] // 2
     order = torch.stack([torch.arange(half), torch.arange(half) + half], dim=1).flatten()
-    return rotate(x[..., order.argsort()], positions, cos_sin_cache)[..., order]
+    return apply_rope(x[..., order.argsort()], cos, sin)[..., order]
 
 
 def fill(suffix: str, value: float):
@@ -367,7 +369,7 @@ def test_a_slip_is_noticed(slip, tmp_path):
 
 
 def test_the_other_rope_layout_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(rope_module, "rotate", interleaved_rope)
+    monkeypatch.setattr(rope_module, "apply_rope", interleaved_rope)
     assert difference_after("llama", lambda decoder: None, tmp_path) > 30 * TOLERANCE
 
 

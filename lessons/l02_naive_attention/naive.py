@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.request import OnToken, read_requests, take_next_tokens
-from lessons.l02_naive_attention.rope import new_cos_sin_cache, rotate
+from lessons.l02_naive_attention.rope import rotation
 from lessons.l02_naive_attention.sampling import SamplingParams
 
 
@@ -206,11 +206,10 @@ def whole_sequence(model: Decoder, num_tokens: int, attention: Callable = attent
     """
     config = model.config
     positions = torch.arange(num_tokens, device=model.device)
-    cos_sin_cache = new_cos_sin_cache(config, num_tokens, model.device)
+    rotate = rotation(config, positions, model.dtype)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = rotate(q, positions, cos_sin_cache)
-        k = rotate(k, positions, cos_sin_cache)
+        q, k = rotate(q), rotate(k)
         return attention(q, k, v, config.softmax_scale, window=config.sliding_window(layer))
 
     return attend

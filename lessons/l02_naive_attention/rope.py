@@ -9,6 +9,7 @@ Sources: RoFormer (Su et al. 2021); position interpolation (Chen et al. 2023); Y
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,20 +17,43 @@ from torch import Tensor
 from lessons.toolbox.model.config import ModelConfig, RopeScaling, yarn_mscale
 
 
-def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
-    """Turn the last rope_dim coordinates of each head to its position: x: [T, H, D] -> [T, H, D].
+Rotate = Callable[[Tensor], Tensor]  # [T, H, D] -> [T, H, D]
 
-    positions: [T] int64. cos_sin_cache: [num_positions, rope_dim], from `new_cos_sin_cache`.
-    Coordinate i of the turned part turns together with i + rope_dim / 2. Coordinates in front of
-    that part carry no position (DeepSeek; all others turn whole heads).
+
+def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotate:
+    """The function that turns the rows of x: [T, H, D] to their positions: [T]."""
+    cos, sin = rope_tables(config, positions, dtype)
+    return lambda x: apply_rope(x, cos, sin)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate coordinate i together with coordinate i + rope_dim / 2. x: [T, H, D] -> [T, H, D].
+
+    cos, sin: [T, 1, rope_dim]. Where heads are wider than rope_dim (DeepSeek's), only their last
+    coordinates turn.
     """
-    rope_dim = cos_sin_cache.shape[-1]
-    cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)  # [T, 1, rope_dim / 2]
-    still, first, second = x.split([x.shape[-1] - rope_dim, rope_dim // 2, rope_dim // 2], dim=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    # `still` only where it has a width, because torch.cat would copy it
-    parts = [still, *turned] if still.shape[-1] else turned
-    return torch.cat([part.to(x.dtype) for part in parts], dim=-1)
+    rope_dim = cos.shape[-1]
+    if x.shape[-1] > rope_dim:
+        turned = apply_rope(x[..., -rope_dim:], cos, sin)
+        return torch.cat([x[..., :-rope_dim], turned], dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def rope_tables(
+    config: ModelConfig, positions: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of every rotation, each [T, 1, rope_dim]: the angles stand twice, once per half
+    (Hugging Face layout).
+    """
+    # float32 at least, because position 100 000 times a frequency has no precision left in bfloat16
+    angles = positions[:, None].float() * rope_inv_freq(config, positions.device)
+    angles = torch.cat([angles, angles], dim=-1)[:, None, :]  # [T, 1, rope_dim]
+    stretch = rope_magnitude(config.rope_scaling)
+    return (angles.cos() * stretch).to(dtype), (angles.sin() * stretch).to(dtype)
+
+
+# ---------------------------------------------------------------- with a table of all positions
 
 
 def new_cos_sin_cache(
@@ -39,11 +63,28 @@ def new_cos_sin_cache(
 
     Row p holds cos(p · f) and then sin(p · f) of each frequency f, the name and layout of vLLM's.
     """
-    # float32, because position 100 000 times a frequency has no precision left in bfloat16
-    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
-    angles = positions[:, None] * rope_inv_freq(config, device)  # [num_positions, rope_dim / 2]
-    table = torch.cat([angles.cos(), angles.sin()], dim=-1)
-    return table * rope_magnitude(config.rope_scaling)
+    positions = torch.arange(num_positions, device=device)
+    cos, sin = rope_tables(config, positions, torch.float32)
+    half = config.rope_dim // 2  # the other half is the same
+    return torch.cat([cos[:, 0, :half], sin[:, 0, :half]], dim=-1)
+
+
+def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    """The rows of x: [T, H, D], turned to `positions`: [T] int64 -> [T, H, D].
+
+    cos_sin_cache: [num_positions, rope_dim], from `new_cos_sin_cache`. As `apply_rope`, to
+    rounding.
+    """
+    cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)  # [T, 1, rope_dim / 2]
+    rope_dim = cos_sin_cache.shape[-1]
+    first, second = x[..., -rope_dim:].chunk(2, dim=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if x.shape[-1] > rope_dim:
+        parts = [x[..., :-rope_dim], *parts]
+    return torch.cat([part.to(x.dtype) for part in parts], dim=-1)
+
+
+# ---------------------------------------------------------------- frequencies
 
 
 def rope_inv_freq(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
