@@ -76,7 +76,9 @@ class SimulatedGraph:
         return self.output
 
     def replay(self) -> None:
-        """Run all that was recorded. Raises RuntimeError if nothing was, or if the capture failed."""
+        """Run all that was recorded. Raises RuntimeError if nothing was, or if the capture
+        failed.
+        """
         if not self.is_ready:
             raise RuntimeError(
                 "replay: this graph holds nothing; accepted: one whose capture has ended without "
