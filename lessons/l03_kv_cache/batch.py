@@ -40,8 +40,10 @@ def new_batch(
     """The step that runs `chunks`: for each sequence its new tokens, and how many it holds already.
 
     block_tables: the blocks of each sequence, in order. None: sequence b owns block b, and only it.
+    Raises ValueError for a sequence without new tokens, or with more than its blocks hold.
     """
     tables = [[b] for b in range(len(chunks))] if block_tables is None else block_tables
+    check_chunks(chunks, tables, block_size)
     tokens, positions, slots = [], [], []
     for (new, held), table in zip(chunks, tables):
         where = range(held, held + len(new))
@@ -60,16 +62,36 @@ def new_batch(
     tokens, positions, slots, last = wide.split([count, count, count, num_sequences])
     starts, lens = narrow.split([num_sequences + 1, num_sequences])
     return Batch(
-        tokens,
-        positions,
-        slots,
-        starts,
-        lens,
-        last,
+        tokens=tokens,
+        positions=positions,
+        slot_mapping=slots,
+        cu_seqlens_q=starts,
+        context_lens=lens,
+        logits_at=last,
         max_seqlen_q=max(lengths),
         max_context_len=max(context_lens),
         block_table=None if block_tables is None else _padded(block_tables).to(device),
     )
+
+
+def check_chunks(
+    chunks: Sequence[tuple[Sequence[int], int]],
+    tables: Sequence[Sequence[int]],
+    block_size: int,
+) -> None:
+    """Raise ValueError unless each sequence, one at least, runs a token and has room for it."""
+    if not chunks or len(tables) != len(chunks):
+        raise ValueError(
+            f"chunks, block_tables: got {len(chunks)} and {len(tables)}; accepted: one or more "
+            "sequences, as many of both"
+        )
+    for b, ((new, held), table) in enumerate(zip(chunks, tables)):
+        room = len(table) * block_size
+        if not new or held < 0 or held + len(new) > room:
+            raise ValueError(
+                f"chunks[{b}]: got {len(new)} new tokens behind {held}; accepted: one or more new "
+                f"ones, and at most {room} together"
+            )
 
 
 def _padded(tables: Sequence[Sequence[int]]) -> Tensor:

@@ -61,14 +61,14 @@ class KVPool:
         layers: range | None = None,
         max_context_len: int | None = None,
     ):
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if value < 1:
-                raise ValueError(f"{name}: got {value}; accepted: 1 or more")
-        self.config, self.ops = config, ops
-        self.num_blocks, self.block_size = num_blocks, block_size
+        check_at_least_one(num_blocks=num_blocks, block_size=block_size)
+        self.config = config
+        self.ops = ops
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.layers = range(config.num_hidden_layers) if layers is None else layers
-        self.written_bytes = 0
-        self.growth_copy_bytes = 0
+        self.written_bytes = 0  # K and V of new tokens
+        self.growth_copy_bytes = 0  # K and V that were copied only to make room
         self.cos_sin_cache = new_cos_sin_cache(config, max_context_len or block_size, device)
         k_row, v_row = self.rows(config)
         self.k_slots = self._new_slots(k_row, dtype, device)
@@ -76,7 +76,11 @@ class KVPool:
 
     @classmethod
     def for_model(
-        cls, model: Decoder, num_blocks: int, block_size: int, ops: AttentionOps
+        cls,
+        model: Decoder,
+        num_blocks: int,
+        block_size: int,
+        ops: AttentionOps,
     ) -> "KVPool":
         """An empty pool on the model's device, in its dtype."""
         return cls(model.config, num_blocks, block_size, ops, model.dtype, model.device)
@@ -87,7 +91,9 @@ class KVPool:
         num_kv_heads = config.num_key_value_heads
         return (num_kv_heads, config.head_dim), (num_kv_heads, config.v_head_dim)
 
-    def _new_slots(self, row: tuple[int, int], dtype: torch.dtype, device) -> Tensor:
+    def _new_slots(
+        self, row: tuple[int, int], dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
         # One slot more than the blocks have. It is nobody's: a token at slot -1, Python's last,
         # goes there, because a write in PyTorch cannot be skipped without looking at the data.
         num_slots = self.num_blocks * self.block_size + 1
@@ -134,16 +140,23 @@ class KVPool:
         """
         if tokens <= self.block_size:
             return
-        old = self.blocks(self.k_slots), self.blocks(self.v_slots)
-        held, self.block_size = self.block_size, bucket(tokens)
-        self.growth_copy_bytes += old[0].nbytes + old[1].nbytes
-        self.k_slots, self.v_slots = (
-            self._new_slots(blocks.shape[-2:], blocks.dtype, blocks.device) for blocks in old
-        )
-        for slots, blocks in zip((self.k_slots, self.v_slots), old):
-            self.blocks(slots)[:, :, :held] = blocks
+        old_k, old_v = self.blocks(self.k_slots), self.blocks(self.v_slots)
+        self.block_size = bucket(tokens)
+        self.k_slots = self._in_larger_buffer(old_k)
+        self.v_slots = self._in_larger_buffer(old_v)
+        # A table for several blocks a sequence may be longer already.
+        num_positions = max(self.block_size, len(self.cos_sin_cache))
         device = self.cos_sin_cache.device
-        self.cos_sin_cache = new_cos_sin_cache(self.config, self.block_size, device)
+        self.cos_sin_cache = new_cos_sin_cache(self.config, num_positions, device)
+
+    def _in_larger_buffer(self, old: Tensor) -> Tensor:
+        """Slots for blocks of the new size that begin with the old blocks: [layers, num_blocks, old
+        size, Hkv, D].
+        """
+        slots = self._new_slots(old.shape[-2:], old.dtype, old.device)
+        self.blocks(slots)[:, :, : old.shape[2]] = old
+        self.growth_copy_bytes += old.nbytes
+        return slots
 
     def move(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` slots of one block over those of another. Lesson 12 needs none of
@@ -152,6 +165,13 @@ class KVPool:
         for slots in (self.k_slots, self.v_slots):
             blocks = self.blocks(slots)
             blocks[:, target, :tokens] = blocks[:, source, :tokens]
+
+
+def check_at_least_one(**sizes: int) -> None:
+    """Raise ValueError that names the first size below 1."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}: got {value}; accepted: 1 or more")
 
 
 def bucket(tokens: int) -> int:

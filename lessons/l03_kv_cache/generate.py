@@ -44,7 +44,9 @@ class Rung:
 
     def new_cache(self, model: Decoder, num_blocks: int, block_size: int):
         """An empty cache for `num_blocks` sequences of at most `block_size` tokens."""
-        return self.cache.for_model(model, num_blocks, block_size, self.ops(model.device))
+        # The default is looked up at the call, because exercise 3.2 can take the place of KVPool.
+        cache = KVPool if self.cache is Rung.cache else self.cache
+        return cache.for_model(model, num_blocks, block_size, self.ops(model.device))
 
 
 @torch.inference_mode()

@@ -27,30 +27,42 @@ class ConcatCache:
     to make room for them: after n single-token steps kv_bytes_per_token · n (n - 1) / 2, quadratic.
     """
 
-    def __init__(self, config: ModelConfig, max_tokens: int, device: torch.device | str = "cpu"):
-        self.config, self.block_size = config, max_tokens
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_tokens: int,
+        device: torch.device | str = "cpu",
+    ):
+        self.config = config
+        self.block_size = max_tokens
         self.cos_sin_cache = new_cos_sin_cache(config, max_tokens, device)
-        self.keys: list[Tensor | None] = [None] * config.num_hidden_layers
-        self.values: list[Tensor | None] = [None] * config.num_hidden_layers
+        # layer -> K or V of its tokens so far
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
         self.written_bytes = 0
         self.growth_copy_bytes = 0
 
     @classmethod
     def for_model(
-        cls, model: Decoder, num_blocks: int, block_size: int, ops: AttentionOps
+        cls,
+        model: Decoder,
+        num_blocks: int,
+        block_size: int,
+        ops: AttentionOps,
     ) -> "ConcatCache":
         """An empty cache for one sequence of at most `block_size` tokens; it has no use for ops."""
         return cls(model.config, block_size, model.device)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Add new tokens behind the old ones. k, v: [T, Hkv, D]."""
+        """Add new tokens behind the old ones. k: [T, Hkv, D]; v: [T, Hkv, Dv]."""
         self.written_bytes += k.nbytes + v.nbytes
-        if self.keys[layer] is None:
-            self.keys[layer], self.values[layer] = k, v
-            return
-        self.growth_copy_bytes += self.keys[layer].nbytes + self.values[layer].nbytes
-        self.keys[layer] = torch.cat([self.keys[layer], k])
-        self.values[layer] = torch.cat([self.values[layer], v])
+        if layer in self.keys:
+            old_k, old_v = self.keys[layer], self.values[layer]
+            self.growth_copy_bytes += old_k.nbytes + old_v.nbytes
+            k = torch.cat([old_k, k])
+            v = torch.cat([old_v, v])
+        self.keys[layer] = k
+        self.values[layer] = v
 
     def attending(self, batch: Batch) -> Attend:
         """The decoder's `attend` for one step: rotate, append, attend to everything."""
@@ -58,7 +70,8 @@ class ConcatCache:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q = rotate(q, batch.positions, self.cos_sin_cache)
-            self.append(layer, rotate(k, batch.positions, self.cos_sin_cache), v)
+            k = rotate(k, batch.positions, self.cos_sin_cache)
+            self.append(layer, k, v)
             keys, values = self.keys[layer], self.values[layer]
             window = config.sliding_window(layer)
             return attention(q, keys, values, config.softmax_scale, window=window)
