@@ -122,7 +122,7 @@ def padded_step(model, pool, inputs):
 
 
 def decode_step(name: str, title: str, config, context: int) -> Benchmark:
-    """A step of a model on a GPU over the batch: eager, fused, captured, compiled, and the floor."""
+    """A step of a model on a GPU over the batch: eager, fused, captured, compiled, the floor."""
     return Benchmark(
         name=name,
         title=title,
