@@ -84,8 +84,9 @@ class SimulatedGraph:
                 "replay: this graph holds nothing; accepted: one whose capture has ended without "
                 "an error"
             )
-        for launch in self.launches:
-            launch.run()
+        with torch.inference_mode():  # because a replay knows nothing of autograd
+            for launch in self.launches:
+                launch.run()
 
 
 class SimulatedGraphs:

@@ -102,6 +102,7 @@ def test_what_an_earlier_call_left_behind_does_not_count(graphs, seed):
 
 def test_a_call_inside_a_call_has_a_pool_of_its_own(graphs, seed):
     model, prompts, others = new_model(), new_prompts(3, 4), new_prompts(2, 5)
+    assert_right(model, [6, 6], 3)
     expected = [one_at_a_time.generate(model, given, 3) for given in (prompts, others)]
     inside = []
 

@@ -112,6 +112,15 @@ def test_what_python_decided_stays_decided():
     assert out.tolist() == [2, 2]
 
 
+def test_a_replay_knows_nothing_of_autograd():
+    """A step captured for inference is replayed by whoever has the graph."""
+    x = torch.ones(2)
+    with torch.inference_mode():
+        graph, out = captured(lambda: x * 2)
+    graph.replay()
+    assert out.tolist() == [2, 2]
+
+
 def noise(seed, tokens):
     """Gumbel noise by a counter-based generator, [V]: the same seed and token give the same number,
     as in a sampling kernel.
