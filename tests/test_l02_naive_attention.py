@@ -180,7 +180,7 @@ def test_readme_counts_the_recomputed_tokens():
         )()
         device, tokens = torch.device("cpu"), 0
 
-        def __call__(self, tokens, positions, attend):
+        def __call__(self, tokens, attend):
             self.tokens += len(tokens)
             return torch.zeros(len(tokens), 1)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lessons.toolbox.model.config import ModelConfig, RopeScaling, yarn_mscale
 
-
 Rotate = Callable[[Tensor], Tensor]  # [T, H, D] -> [T, H, D]
 
 
