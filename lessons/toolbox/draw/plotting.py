@@ -253,6 +253,6 @@ def bars(
     ax.set_yticks([g * pitch + (len(series) - 1) / 2 for g in range(len(groups))], groups)
     ax.set_ylim(len(groups) * pitch - 0.8, -0.8)
     ax.tick_params(axis="y", length=0)
-    ax.grid(wide, axis="x")
+    ax.grid(wide)
     ax.set_xlabel(ylabel if f"{better} is better" in ylabel else f"{ylabel}, {better} is better")
     return fig
