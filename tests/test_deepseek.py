@@ -428,6 +428,15 @@ def test_wrong_value_is_named(changes, named, tmp_path):
     assert named in refusal(tmp_path)
 
 
+def test_experts_that_the_files_do_not_hold_are_not_built(tmp_path, monkeypatch):
+    saved("v3", tmp_path)
+    monkeypatch.delattr(DeepseekDecoder, "new_layer")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(n_routed_experts=200_000)))
+    with pytest.raises(CheckpointError, match=r"400000 experts \(n_routed_experts\)"):
+        DeepseekDecoder.from_pretrained(tmp_path)
+
+
 def test_weights_in_8_bits_are_refused(tmp_path):
     saved("v3", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
