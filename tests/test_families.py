@@ -14,6 +14,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -87,6 +88,12 @@ CASES = {
     "mistral, window 7": MistralConfig(**SMALL, sliding_window=7),
     "mistral, window 1": MistralConfig(**SMALL, sliding_window=1),
     "mistral, head_dim 16": MistralConfig(**SMALL, head_dim=16, sliding_window=None),
+    "ministral, layer_types": MinistralConfig(
+        **SMALL,
+        head_dim=8,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
     "qwen2": Qwen2Config(**SMALL),
     "qwen2 tied": Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen2, window from layer 1": Qwen2Config(
