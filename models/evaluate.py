@@ -127,47 +127,41 @@ def evaluate(samples: int = 60) -> None:
     print(model_card(figures))
 
 
-def model_card(figures: dict) -> str:
-    """models/README.md, every number in it taken from `figures`."""
-    rows = [("", "`models/tiny`", "`models/tiny-draft`")]
-
-    def row(label, key, show=str):
-        rows.append(
-            (
-                label,
-                *(show(figures[m][key]) if key in figures[m] else "" for m in ("tiny", "draft")),
-            )
-        )
-
-    for name in (
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-    ):
+def table_of(figures: dict) -> str:
+    """The table of both models, as Markdown: shapes, then what was measured."""
+    rows = [("", "`models/tiny`", "`models/tiny-draft`"), ("---", "---", "---")]
+    for name in SHAPES["tiny"]:
         rows.append((name.replace("_", " "), str(SHAPES["tiny"][name]), str(SHAPES["draft"][name])))
-    row("parameters", "parameters", lambda n: f"{n / 1e6:.2f} M")
-    row("weights (bfloat16)", "weight_bytes", lambda n: f"{n / 1e6:.1f} MB")
-    row("trained on", "device")
-    row("minutes", "minutes")
-    row("tokens seen", "tokens_seen", lambda n: f"{n / 1e6:.1f} M")
-    row("held-out loss (nats per token)", "held_out_loss_nats")
-    row("held-out bits per byte", "held_out_bits_per_byte")
-    row(
+    for label, key, show in MEASURED:
+        both = (figures["tiny"], figures["draft"])
+        rows.append((label, *(show(figure[key]) if key in figure else "" for figure in both)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+# label, key of figures.json, how it is written
+MEASURED = (
+    ("parameters", "parameters", lambda n: f"{n / 1e6:.2f} M"),
+    ("weights (bfloat16)", "weight_bytes", lambda n: f"{n / 1e6:.1f} MB"),
+    ("trained on", "device", str),
+    ("minutes", "minutes", str),
+    ("tokens seen", "tokens_seen", lambda n: f"{n / 1e6:.1f} M"),
+    ("held-out loss (nats per token)", "held_out_loss_nats", str),
+    ("held-out bits per byte", "held_out_bits_per_byte", str),
+    (
         "sampled functions that `ast.parse` accepts",
         "sampled_functions_that_parse",
-        lambda s: f"{s:.0%}",
-    )
-    row(
+        lambda share: f"{share:.0%}",
+    ),
+    (
         "greedy agreement with the target, held-out code",
         "greedy_agreement_with_tiny",
-        lambda s: f"{s:.1%}",
-    )
-    table = "\n".join(
-        "| " + " | ".join(r) + " |" + ("\n| --- | --- | --- |" if i == 0 else "")
-        for i, r in enumerate(rows)
-    )
+        lambda share: f"{share:.1%}",
+    ),
+)
+
+
+def model_card(figures: dict) -> str:
+    """models/README.md, every number in it taken from `figures`."""
     samples = "\n\n".join(f"```python\n{s}\n```" for s in figures["samples"])
     held, tiny = figures["held_out"], figures["tiny"]
     return f"""# The embedded models
@@ -177,7 +171,7 @@ on the source of Python's own standard library, so that they complete Python cod
 Hugging Face checkpoints: `AutoModelForCausalLM.from_pretrained("models/tiny")` works, and so does
 our loader. `python -m models.evaluate` writes this page and measures every figure on it.
 
-{table}
+{table_of(figures)}
 
 - **Data**: {tiny["training_tokens"] / 1e6:.1f} M tokens of the standard library of Python
   {tiny["python_source"]} (PSF licence), tests included, tables of encodings and the like left out.

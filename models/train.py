@@ -151,8 +151,7 @@ def train(name: str, minutes: float, tokens_per_step: int, compile_model: bool) 
     step_loss = torch.compile(loss_of) if compile_model else loss_of
     print(
         f"{name}: {model.num_parameters() / 1e6:.2f}M parameters, {len(stream) / 1e6:.2f}M "
-        f"training tokens, "
-        f"{len(held_out)} held-out tokens, on {device}",
+        f"training tokens, {len(held_out)} held-out tokens, on {device}",
         flush=True,
     )
     opts, rng = optimizers(model), np.random.default_rng(0)
@@ -173,31 +172,28 @@ def train(name: str, minutes: float, tokens_per_step: int, compile_model: bool) 
                 progress.update(bar, completed=spent, description=f"{name} loss {loss.item():.3f}")
                 if step % 100 == 0 or step == 10:
                     print(
-                        f"step {step} spent {spent:.3f} tokens {seen / 1e6:.2f}M loss "
-                        f"{loss.item():.4f} "
+                        f"step {step} spent {spent:.3f} tokens {seen / 1e6:.2f}M loss {loss:.4f} "
                         f"held-out {held_out_loss(model, held_out[:16385], device):.4f}",
                         flush=True,
                     )
                 if step % 500 == 0:
                     save(model, HERE.parent / "build" / f"{name}-unfinished")
     save(model, FOLDERS[name])
-    (FOLDERS[name] / "training.json").write_text(
-        json.dumps(
-            {
-                "minutes": round((time.monotonic() - start) / 60, 1),
-                "steps": step,
-                "tokens_seen": seen,
-                "training_tokens": len(stream),
-                "torch": torch.__version__,
-                "python_source": sys.version.split()[0],
-                "device": torch.cuda.get_device_name()
-                if device == "cuda"
-                else f"CPU, {os.cpu_count()} cores",
-            },
-            indent=2,
-        )
-        + "\n"
-    )
+    facts = {
+        "minutes": round((time.monotonic() - start) / 60, 1),
+        "steps": step,
+        "tokens_seen": seen,
+        "training_tokens": len(stream),
+        "torch": torch.__version__,
+        "python_source": sys.version.split()[0],
+        "device": name_of(device),
+    }
+    (FOLDERS[name] / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def name_of(device: str) -> str:
+    """The device as the model card names it."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"
 
 
 def update(model, opts, factor: float) -> None:
