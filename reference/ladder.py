@@ -149,7 +149,10 @@ def judge(measured: Measured, rungs: list[Measured], model, prompts) -> None:
         best, margin = best_two(model, prompts[index] + wanted[:at])
         # one ended early, or took a token that nothing excuses
         if {*tokens[at : at + 1], *wanted[at : at + 1]} != best:
-            measured.verdict = f"differs from the first rung: {where}, where the tokens are not the two of the best logits"
+            measured.verdict = (
+                f"differs from the first rung: {where}, where the tokens are not the two of the "
+                f"best logits"
+            )
             return
         if margin > MARGIN:
             measured.verdict = (

@@ -1,4 +1,4 @@
-"""The linters' rules (pyproject.toml) hold everywhere: style, format, and which way imports point."""
+"""The linters' rules (pyproject.toml) hold everywhere: style, format, which way imports point."""
 
 import importlib.util
 import subprocess

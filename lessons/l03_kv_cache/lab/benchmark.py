@@ -103,7 +103,7 @@ def library(kind: str):
     return make
 
 
-# ---------------------------------------------------------------- a whole answer, a prompt alone, a batch
+# ---------------------------------------------------------------- whole answers
 
 
 def answer(generate):
@@ -141,7 +141,9 @@ def prompt_alone(new_attend):
 
 
 def repeated_heads(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
-    """K and V copied for each query head, then the textbook expression. Shapes as in batch_inputs."""
+    """K and V copied for each query head, then the textbook expression. Shapes are those of
+    batch_inputs.
+    """
 
     def attend():
         keys, values = (x.repeat_interleave(q.shape[1] // x.shape[2], dim=2) for x in (k, v))

@@ -1,7 +1,8 @@
 """The lesson's one picture: which tokens each pass computes, copies and reads, three ways to
 generate the same answer.
 
-    python -m lessons.l03_kv_cache.lab.pictures      writes passes.svg beside this file (counted, not measured)
+    python -m lessons.l03_kv_cache.lab.pictures
+        writes passes.svg beside this file (counted, not measured)
 """
 
 from pathlib import Path

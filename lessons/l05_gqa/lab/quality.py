@@ -1,7 +1,8 @@
 """What fewer KV heads cost in quality: the embedded model's KV heads merged, its loss on held-out
 code, and after more training.
 
-    python -m lessons.l05_gqa.lab.quality [--out results/cpu]     about fifteen minutes on one core -> l05_quality.json
+    python -m lessons.l05_gqa.lab.quality [--out results/cpu]
+        about fifteen minutes on one core -> l05_quality.json
 
 models/tiny has 6 query heads and 2 KV heads. Repeated to 6 it is an MHA model with the same logits;
 from there heads are merged. Uptraining is 1 % of the tokens that the model was trained on; Ainslie
