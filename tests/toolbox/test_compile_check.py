@@ -264,7 +264,8 @@ def test_command_prints_a_table_and_fails_with_the_compiler(reports, capsys):
 # ---------------------------------------------------------------- CUDA C++
 
 CUDA = (
-    'extern "C" __global__ void twice(float* x) { __shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; __syncthreads(); '
+    'extern "C" __global__ void twice(float* x) { __shared__ float s[64]; '
+    "s[threadIdx.x] = x[threadIdx.x]; __syncthreads(); "
     "x[threadIdx.x] = 2.f * s[63 - threadIdx.x]; }"
 )
 

@@ -118,7 +118,7 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def float32_edges() -> torch.Tensor:
-    """[4096] every magnitude and sign, halfway cases of bfloat16, subnormals, infinities and NaN."""
+    """[4096] every magnitude and sign, halfway cases of bfloat16, subnormals, infinities, NaN."""
     bits = torch.randint(-(2**31), 2**31, (4000,))
     halfway = (torch.randint(-(2**15), 2**15, (88,)) << 16) | 0x8000
     special = torch.tensor(

@@ -34,7 +34,8 @@ TOLERANCE = 5e-2 if ON_GPU else 1e-4
 BUCKETS = [1, 2, 4, 8, 16, 32, 64]
 
 
-# ---------------------------------------------------------------- providers: (model, cache, inputs) -> a function of no arguments
+# ---------------------------------------------------------------- providers
+# Each takes (model, cache, inputs) and gives a function without arguments.
 
 
 def inference(step):
@@ -137,7 +138,7 @@ def padded_step(model, cache, inputs):
 
 
 def decode_step(name: str, title: str, config, context: int) -> Benchmark:
-    """A step of a model on a GPU over the batch: eager, fused, captured, compiled, and the floor."""
+    """A step of a model on a GPU over the batch: eager, fused, captured, compiled, the floor."""
     return Benchmark(
         name=name,
         title=title,
