@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from lessons.l11_cuda_graphs.slots import SlotCache, decode_logits
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l11_cuda_graphs.slots import SlotCache, decode_logits
 from lessons.toolbox.exercises.exercise import exercise
 
 

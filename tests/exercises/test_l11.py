@@ -6,9 +6,9 @@ import itertools
 import random
 
 import torch
+from lessons.l11_cuda_graphs.slots import SlotCache, decode_logits
 
 from lessons.l11_cuda_graphs.simulator import SimulatedGraph, SimulatedGraphs
-from lessons.l11_cuda_graphs.slots import SlotCache, decode_logits
 from lessons.toolbox.model.config import ModelConfig
 from solutions.l11_cuda_graphs import State, noise
 from tests.exercises.checking import assert_equal, call, check

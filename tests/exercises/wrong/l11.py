@@ -5,9 +5,9 @@ import math
 from functools import partial
 
 import torch
+from lessons.l11_cuda_graphs.slots import SlotCache, decode_logits
 
 from lessons.l11_cuda_graphs.optimized import GraphRunner as LessonsRunner
-from lessons.l11_cuda_graphs.slots import SlotCache, decode_logits
 from solutions.l11_cuda_graphs import noise
 from tests.exercises.wrong import Answers
 
