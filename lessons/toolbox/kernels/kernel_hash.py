@@ -37,7 +37,7 @@ def kernel_hash(kernel) -> str:
 
 
 def resolve(kernel):
-    """The object behind a spec or a "package.module:function"; anything else is returned as it is."""
+    """The object behind a spec or a "package.module:function"; anything else as it is."""
     path = getattr(kernel, "kernel", kernel)
     if not isinstance(path, str):
         return path
