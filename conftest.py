@@ -29,6 +29,12 @@ def seed() -> int:
     return value
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all", action="store_true", help="the long forms of the tests too (make test-all)"
+    )
+
+
 def pytest_collection_modifyitems(items):
     if has_gpu():
         return

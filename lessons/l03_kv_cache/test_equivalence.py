@@ -430,6 +430,7 @@ def test_append_from_a_strided_projection(seed):
     assert torch.equal(k_cache, qkv[:, 6:8]) and torch.equal(v_cache, qkv[:, 8:])
 
 
+@pytest.mark.compiler
 def test_the_compiler_gives_wide_loads_without_spills():
     for report in check_all(KERNELS):
         if (report.error or "").startswith("not run"):

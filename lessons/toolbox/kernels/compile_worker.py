@@ -102,10 +102,7 @@ def compile_cuda(source: str, chip: int) -> dict:
         return {"error": "not run: NVRTC not found" if missing else _one_line(error, "")}
     # a file may hold several kernels
     shared = [int(n) for n in re.findall(r"(\d+) bytes smem", log.getvalue())]
-    return measure(log.getvalue(), bytes(cubin)) | {
-        "shared_bytes": max(shared, default=0),
-        "compiler": "nvrtc",
-    }
+    return measure(log.getvalue(), bytes(cubin)) | {"shared_bytes": max(shared, default=0)}
 
 
 def measure(ptxas_log: str, cubin: bytes) -> dict:
