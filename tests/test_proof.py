@@ -506,6 +506,23 @@ def test_compiled_cells():
     assert table.compiled_cell([]) == "–"
 
 
+def test_reports_are_recorded_in_a_file_a_lesson(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_check, "CACHE", tmp_path / "cache")
+    jobs = [compile_check.cuda_job(f"source {chip}", chip, "k") for chip in CHIPS]
+    kernels = {"01/k": table.Kernel("a", jobs[:2]), "02/k": table.Kernel("b", jobs[2:])}
+    monkeypatch.setattr(table, "kernels", lambda root: kernels)
+    said = {"error": "not run: no compiler"}
+    monkeypatch.setattr(compile_check, "compile_some", lambda jobs: [said] * len(jobs))
+    with pytest.raises(ValueError, match="k cannot be compiled here: not run: no compiler"):
+        table.record_compiled(tmp_path)
+    said = {"registers": 8}
+    table.record_compiled(tmp_path)
+    folder = tmp_path / "results" / "compiled"
+    assert sorted(file.name for file in folder.iterdir()) == ["01.jsonl", "02.jsonl"]
+    recorded = compile_check.recorded(folder)
+    assert [recorded[job.key].registers for job in jobs] == [8] * len(CHIPS)
+
+
 def proof_of(device, digest, status="passed"):
     step = {"status": status, "kernels": {"01/k": {"hash": digest}}}
     found = {"01 equivalence": step, "ladder": {"status": "passed"}}

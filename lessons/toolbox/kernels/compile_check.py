@@ -26,7 +26,7 @@ Triton decides at decoration whether a kernel is interpreted, so the work is don
 import dataclasses
 import functools
 import hashlib
-import importlib.util
+import importlib
 import inspect
 import itertools
 import json
@@ -40,7 +40,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lessons.toolbox.kernels.compile_report import CHIPS, Job, KernelSpec, Report, from_json
-from lessons.toolbox.kernels.compile_worker import compile_cuda
+from lessons.toolbox.kernels.compile_worker import compile_cuda, nvrtc_version
 from lessons.toolbox.kernels.kernel_hash import kernel_hash, python_function, resolve
 from lessons.toolbox.measure.device import has_triton, version_of
 
@@ -133,7 +133,12 @@ def triton_job(spec: KernelSpec, chip: int) -> Job:
     _check_arguments(spec)
     source = dataclasses.asdict(spec)
     source["constexprs"] = {k: _as_json(v) for k, v in spec.constexprs.items()}
-    return Job(spec.label, chip, source, kernel_hash(spec), f"triton {version_of('triton')}")
+    return Job(spec.label, chip, source, kernel_hash(spec), triton_version())
+
+
+@functools.cache
+def triton_version() -> str:
+    return f"triton {version_of('triton')}"
 
 
 def _check_arguments(spec: KernelSpec) -> None:
@@ -168,20 +173,7 @@ def _as_json(value: object) -> object:
 
 def cuda_job(source: str, chip: int, name: str) -> Job:
     stamp = hashlib.sha256(source.encode()).hexdigest()[:16]
-    return Job(name, chip, source, stamp, nvrtc())
-
-
-def nvrtc() -> str:
-    """ "nvrtc 13.5", or "nvrtc" where it cannot be used."""
-    try:
-        from cuda.bindings import nvrtc
-
-        if importlib.util.find_spec("cuda.core"):
-            _, major, minor = nvrtc.nvrtcVersion()
-            return f"nvrtc {major}.{minor}"
-    except (ImportError, RuntimeError):  # RuntimeError: the library itself is not there
-        pass
-    return "nvrtc"
+    return Job(name, chip, source, stamp, nvrtc_version())
 
 
 # ---------------------------------------------------------------- the compilers

@@ -8,6 +8,7 @@ with it.
 """
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -82,6 +83,19 @@ def _source_of(kernel, spec: dict):
         constexprs={(names.index(name),): value for name, value in values.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
+
+
+def nvrtc_version() -> str:
+    """ "nvrtc 13.5", or "nvrtc" where it cannot be used."""
+    try:
+        from cuda.bindings import nvrtc
+
+        if importlib.util.find_spec("cuda.core"):
+            _, major, minor = nvrtc.nvrtcVersion()
+            return f"nvrtc {major}.{minor}"
+    except (ImportError, RuntimeError):  # RuntimeError: the library itself is not there
+        pass
+    return "nvrtc"
 
 
 def compile_cuda(source: str, chip: int) -> dict:

@@ -2,6 +2,7 @@
 Triton.
 """
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -74,6 +75,7 @@ def _globals_read(function: types.FunctionType) -> Iterable[tuple[str, object]]:
             )
 
 
+@functools.cache
 def _source(function: types.FunctionType) -> str:
     """The function's tokens without comments, blank lines, docstrings and decorators' layout."""
     text = textwrap.dedent(inspect.getsource(function))
