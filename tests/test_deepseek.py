@@ -408,18 +408,19 @@ def test_needed_key_is_named(key, tmp_path):
         (dict(qk_rope_head_dim=15), "qk_rope_head_dim must be even, not 15"),
         (dict(q_lora_rank=0), "'q_lora_rank'"),
         (dict(num_key_value_heads=2), "'num_key_value_heads' must be num_attention_heads"),
-        (
-            dict(scoring_func="softmax"),
-            "'scoring_func' must be sigmoid in deepseek_v3, not 'softmax'",
-        ),
-        (dict(topk_method="greedy"), "'topk_method' must be noaux_tc in deepseek_v3"),
+        (dict(scoring_func="softmax"), "'scoring_func' must be 'sigmoid', not 'softmax'"),
+        (dict(topk_method="greedy"), "'topk_method' must be 'noaux_tc', not 'greedy'"),
+        (dict(moe_layer_freq=2), "'moe_layer_freq' must be 1, not 2"),
+        (dict(n_group=None), "'n_group' must be a whole number, not null"),
+        (dict(qk_head_dim=99), "'qk_head_dim' must be 24, not 99"),
+        (dict(model_type="deepseek_v2", mlp_bias=True), "'mlp_bias' must be False, not True"),
         (
             dict(model_type="deepseek_v2", topk_method="noaux_tc"),
             "must be greedy or group_limited_greedy in deepseek_v2",
         ),
         (
             dict(model_type="deepseek_v2", norm_topk_prob=True),
-            "'norm_topk_prob' must be false in deepseek_v2",
+            "'norm_topk_prob' must be False, not True",
         ),
         (dict(n_group=3), "n_routed_experts (8) must be a multiple of n_group (3)"),
         (dict(topk_group=5), "topk_group (5)"),
@@ -428,13 +429,22 @@ def test_needed_key_is_named(key, tmp_path):
         (dict(rope_interleave="yes"), "'rope_interleave'"),
         (
             dict(quantization_config=dict(quant_method="fp8", fmt="e4m3")),
-            "quantized (quantization_config fp8)",
+            "quantized ('quantization_config' is {'fmt': 'e4m3', 'quant_method': 'fp8'})",
         ),
     ],
 )
 def test_wrong_value_is_named(changes, named, tmp_path):
     write_config(tmp_path, **changes)
     assert named in refusal(tmp_path)
+
+
+def test_experts_that_the_files_do_not_hold_are_not_built(tmp_path, monkeypatch):
+    saved("v3", tmp_path)
+    monkeypatch.delattr(DeepseekDecoder, "new_layer")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(n_routed_experts=200_000)))
+    with pytest.raises(CheckpointError, match=r"400000 experts \(n_routed_experts\)"):
+        DeepseekDecoder.from_pretrained(tmp_path)
 
 
 def test_weights_in_8_bits_are_refused(tmp_path):

@@ -14,6 +14,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -87,6 +88,12 @@ CASES = {
     "mistral, window 7": MistralConfig(**SMALL, sliding_window=7),
     "mistral, window 1": MistralConfig(**SMALL, sliding_window=1),
     "mistral, head_dim 16": MistralConfig(**SMALL, head_dim=16, sliding_window=None),
+    "ministral, layer_types": MinistralConfig(
+        **SMALL,
+        head_dim=8,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
     "qwen2": Qwen2Config(**SMALL),
     "qwen2 tied": Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen2, window from layer 1": Qwen2Config(
@@ -383,7 +390,7 @@ def test_embedded_model_on_real_text(name):
     """
     folder = REPOSITORY / name
     if not (folder / "model.safetensors").exists():
-        pytest.skip(f"{name}/model.safetensors is not there: run models/train.py")
+        pytest.skip(f"{name}/model.safetensors is not there: run `python -m models.train`")
     text = inspect.getsource(random.choice([inspect, json, random]))[:3000]
     tokens = torch.tensor(load_tokenizer(name)(text)["input_ids"])
     assert len(tokens) > 300

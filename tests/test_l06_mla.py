@@ -149,7 +149,7 @@ def test_each_picture_can_be_read(name):
 
 def test_the_counted_numbers_of_the_readme():
     """Each is computed here and must stand in the text, so that neither can change alone."""
-    text = " ".join((picture.HERE / "README.md").read_text(encoding="utf-8").split())
+    text = " ".join((picture.HERE.parent / "README.md").read_text(encoding="utf-8").split())
     chip, v3 = picture.CHIPS["h200"], counts.COMPARED[2]
     behind = next(
         new

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lessons.toolbox.model.checkpoint import load_config, load_weights
+from lessons.toolbox.model.checkpoint import find_weights, load_config, load_weights
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError
 
@@ -137,9 +137,10 @@ class Decoder(nn.Module):
         line that says what is wrong.
         """
         config = load_config(name_or_path)
+        folder = find_weights(name_or_path, config)
         with torch.device("meta"):  # no memory until the weights arrive
             model = cls(config)
-        load_weights(model, name_or_path, device=device, dtype=dtype)
+        load_weights(model, folder, device=device, dtype=dtype)
         return model.eval().requires_grad_(False)
 
     @property

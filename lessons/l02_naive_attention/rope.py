@@ -10,12 +10,12 @@ Sources: RoFormer (Su et al. 2021); position interpolation (Chen et al. 2023); Y
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from lessons.toolbox.model.config import ModelConfig, RopeScaling, yarn_mscale
-
 
 Rotate = Callable[[Tensor], Tensor]  # [T, H, D] -> [T, H, D]
 
@@ -87,6 +87,7 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
 # ---------------------------------------------------------------- frequencies
 
 
+@lru_cache(maxsize=64)
 def rope_inv_freq(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
     """Angle per position of each pair: theta^(-2i / rope_dim), stretched as the checkpoint asks.
 

@@ -106,9 +106,7 @@ def test_heads_of_which_a_part_turns(write, v_width, seed):
     torch.manual_seed(seed)
     q, k = torch.randn(5, 3, 12, device=DEVICE), torch.randn(5, 3, 12, device=DEVICE)
     v = torch.randn(5, 2 * 3, v_width, device=DEVICE)[:, :3]
-    config = replace(
-        CONFIG, num_attention_heads=3, num_key_value_heads=3, head_dim=4, v_head_dim=4
-    )
+    config = replace(CONFIG, num_attention_heads=3, num_key_value_heads=3, head_dim=4, v_head_dim=4)
     pool = KVPool(config, 1, 8, LESSON_03_TORCH, device=DEVICE)
     table = pool.cos_sin_cache
     batch = new_batch([([0] * 5, 2)], 8, DEVICE)

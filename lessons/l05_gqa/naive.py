@@ -129,7 +129,7 @@ def decode(
     window: int | None,
 ) -> Tensor:
     """Sequence by sequence, K and V repeated at every step. q: [B, Hq, D] -> [B, Hq, Dv]."""
-    return decode_each(decode_repeated, q, k_cache, v_cache, batch, softmax_scale, window)
+    return decode_each(attention_repeated, q, k_cache, v_cache, batch, softmax_scale, window)
 
 
 REPEATED = Rung(

@@ -104,23 +104,28 @@ class FusedAttention(nn.Module):
 # ---------------------------------------------------------------- the whole
 
 
-def run_layers(
-    layers: Sequence[nn.Module], x: Tensor, attend: Attend, first: int = 0
-) -> tuple[Tensor, Tensor]:
-    """`layers`, whose numbers begin at `first`. x: [T, hidden_size] becomes the residual stream.
+def run_layers(layers: Sequence[nn.Module], last_norm, x: Tensor, attend: Attend) -> Tensor:
+    """All layers and the last norm. x: [T, hidden_size], which becomes the residual stream ->
+    hidden: [T, hidden_size].
 
-    Returns (branch, residual): [T, hidden_size] each. The last layer's output, `branch`, is not yet
-    added, because whoever comes next adds and norms in one operation. So n layers have 2n
-    junctions, and each is one launch.
+    A layer's output is not added when the layer ends, but when the next norm begins. So n layers
+    have 2n junctions, and each is one launch.
     """
-    residual, branch = x, None
-    for index, layer in enumerate(layers, start=first):
-        norm = layer.input_layernorm
-        normed = norm(residual) if branch is None else norm.after_adding(branch, residual)
+    residual, normed = x, layers[0].input_layernorm(x)
+    next_norms = [layer.input_layernorm for layer in layers[1:]] + [last_norm]
+    for index, (layer, next_norm) in enumerate(zip(layers, next_norms)):
         branch = layer.self_attn(normed, partial(attend, index))
         normed = layer.post_attention_layernorm.after_adding(branch, residual)
-        branch = layer.mlp(normed)
-    return branch, residual
+        normed = next_norm.after_adding(layer.mlp(normed), residual)
+    return normed
+
+
+class Addition:
+    """Where a stage of some layers ends: the last branch is added, and nothing is normed."""
+
+    def after_adding(self, branch: Tensor, residual: Tensor) -> Tensor:
+        """residual += branch, in place; returns it. Both: [T, hidden_size]."""
+        return residual.add_(branch)
 
 
 class FusedDecoder(Decoder):
@@ -134,15 +139,17 @@ class FusedDecoder(Decoder):
 
     def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
         """tokens: [T] int64 -> hidden: [T, hidden_size]."""
-        branch, residual = run_layers(self.layers, self.embed_tokens(tokens), attend)
-        return self.norm.after_adding(branch, residual)
+        return run_layers(self.layers, self.norm, self.embed_tokens(tokens), attend)
 
     def run_layers(self, x: Tensor, attend: Attend, layers: range | None = None) -> Tensor:
         """The layers of a range (a pipeline's stage), or all. x: [T, hidden_size], overwritten."""
         layers = range(len(self.layers)) if layers is None else layers
         stage = self.layers[layers.start : layers.stop]
-        branch, residual = run_layers(stage, x, attend, first=layers.start)
-        return residual.add_(branch)
+
+        def attend_in_stage(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(layers.start + index, q, k, v)
+
+        return run_layers(stage, Addition(), x, attend_in_stage)
 
 
 def fused(model: Decoder, ops: Ops | None = None) -> Decoder:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lessons.l03_kv_cache.cache import decode_attention_torch
+from lessons.l03_kv_cache.stand_ins import decode_attention_torch
 from lessons.l06_mla.lab.counts import V3, decode_bytes, decode_flops
 from lessons.l06_mla.lab.workload import CONFIG, DTYPE, ON_GPU, one_layer, read_floor_s
 from lessons.l06_mla.optimized import mla_decode
@@ -53,7 +53,9 @@ def batch_floor_s(num_heads: int):
 
 
 def repeated_rows(q: Tensor, kv_cache: Tensor, context_lens: Tensor):
-    """The one KV head copied for each query head, as if there were many. Shapes as in batch_inputs."""
+    """The one KV head copied for each query head, as if there were many. Shapes are those of
+    batch_inputs.
+    """
 
     def attend():
         keys = kv_cache[:, None].expand(-1, q.shape[1], -1, -1).contiguous()
@@ -102,7 +104,7 @@ def flashinfer_batch(q: Tensor, kv_cache: Tensor, context_lens: Tensor):
     return flashinfer_decode(q, kv_cache, SCALE, RANK)
 
 
-# ---------------------------------------------------------------- beside models that keep heads: counted tokens, not outputs
+# ---------------------------------------------------------------- beside models that keep heads
 
 
 def beside_inputs(context: int, device: torch.device) -> tuple[int]:

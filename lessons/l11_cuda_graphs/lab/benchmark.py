@@ -33,7 +33,8 @@ TOLERANCE = 5e-2 if ON_GPU else 1e-4
 BUCKETS = [1, 2, 4, 8, 16, 32, 64]
 
 
-# ------------------------------------- providers: (model, pool, inputs) -> a function, no arguments
+# ---------------------------------------------------------------- providers
+# Each takes (model, pool, inputs) and gives a function without arguments.
 
 
 def inference(step):
