@@ -141,7 +141,7 @@ def take_turns(contenders: list[Contender], prompts, limits, device, console: Co
                 progress.reset(bar)
                 try:
                     if not contender.runs:
-                        warm_up(contender, prompts)
+                        warm_up(contender, prompts, limits)
                     tick = partial(progress.advance, bar)
                     run_pass(contender, prompts, limits, device, tick)
                 except Exception as error:
@@ -157,9 +157,18 @@ def take_turns(contenders: list[Contender], prompts, limits, device, console: Co
                 progress.stop_task(bar)
 
 
-def warm_up(contender: Contender, prompts) -> None:
-    """Two tokens of one request, so that nothing is loaded or compiled in a timed pass."""
+def warm_up(contender: Contender, prompts, limits) -> None:
+    """Two tokens of one request, so that nothing is loaded or compiled in a timed pass.
+
+    Whoever serves many at once also gets two tokens of each request, and the longest one whole,
+    because the pools and graphs of lesson 11 are made for as many and as long ones as they see.
+    """
     contender.run([prompts[contender.served[0]]], [2], None)
+    served = contender.served
+    if len(served) > ONE_BY_ONE:
+        longest = max(served, key=lambda i: len(prompts[i]) + limits[i])
+        some = [limits[i] if i == longest else min(2, limits[i]) for i in served]
+        contender.run([prompts[i] for i in served], some, None)
 
 
 def first_line(error: Exception) -> str:
