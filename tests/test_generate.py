@@ -94,7 +94,7 @@ def new_prompts(*lengths) -> list[list[int]]:
 
 
 def assert_same_tokens(model: Decoder, prompts, expected, got) -> None:
-    """Equal, or at the first difference the two tokens tie; what follows cannot be compared then."""
+    """Equal, or at the first difference the two tokens tie. What follows is not compared then."""
     assert [len(row) for row in got] == [len(row) for row in expected]
     for row, (prompt, ours, theirs) in enumerate(zip(prompts, got, expected)):
         at = next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), None)
