@@ -107,6 +107,7 @@ def course(tmp_path):
     }
     for room in ("l01_copy", "l02_more"):
         files[f"lessons/{room}/optimized.py"] = OPTIMIZED
+        files[f"lessons/{room}/lab/specs.py"] = "KERNELS = []\n"
         files[f"lessons/{room}/test_equivalence.py"] = TESTS.format(room=room)
     for name, text in files.items():
         write(tmp_path, name, text)
@@ -372,8 +373,10 @@ def test_without_time_nothing_is_lost_and_the_next_run_goes_on(course, capsys):
 
 def test_kernels_that_were_interpreted_prove_nothing_on_a_gpu(course, capsys, monkeypatch):
     monkeypatch.setenv("PRETEND", "interpreter")
+    (course / "lessons/l02_more/lab/specs.py").unlink()  # a lesson without kernels
     code, _, steps = gpu(course, capsys)
     assert code == 1 and steps["01 equivalence"]["status"] == "no kernel recorded"
+    assert steps["02 equivalence"]["status"] == "passed"
     code, _, steps = gpu(course, capsys, out="cpu", interpreted=True)
     assert code == 0 and set(steps) == {"01 equivalence", "02 equivalence"}
     monkeypatch.setenv("PRETEND", "cuda")
