@@ -1,12 +1,10 @@
 """The course keeps its rules: what is false is a failure, what a lesson lacks in form a warning."""
 
-import re
 import warnings
 from pathlib import Path
 
 import pytest
 
-from lessons.toolbox.proof import table as proof_table
 from tests import (
     anatomy_rules,
     course_rules,
@@ -23,31 +21,6 @@ class AnatomyWarning(UserWarning):
     """A lesson, or a function of it, lacks a part that others have."""
 
 
-def unproved_kernels(root):
-    """Kernels of complete lessons that no test records (`proof.record(kernel, ...)`) or that no
-    KernelSpec lists.
-    """
-    complaints = []
-    for kernel in proof_table.kernels(root):
-        room = kernel.file.parent
-        tests = "".join(path.read_text() for path in sorted(room.glob("test_*.py")))
-        if room not in course_rules.complete_rooms(root) or not tests:
-            continue
-        is_cuda = kernel.file.suffix == ".cu"
-        mark = re.escape(kernel.name) if is_cuda else rf"proof\.record\(\s*{kernel.name}\b"
-        if not re.search(mark, tests):
-            complaints.append(f"{kernel.key}: no test of {room.name} says {mark}")
-        if not is_cuda and f':{kernel.name}"' not in specs(room):
-            complaints.append(f"{kernel.key}: no KernelSpec in KERNELS lists it")
-    return complaints
-
-
-def specs(room):
-    """The text of a lesson's files that declare KERNELS."""
-    files = [path for path in sorted(room.rglob("*.py")) if "KERNELS" in path.read_text()]
-    return "".join(path.read_text() for path in files if proof_table.declares(path, "KERNELS"))
-
-
 RULES = {
     "quoted numbers": number_rules.wrong_numbers,
     "measurements have a source": number_rules.unsourced_numbers,
@@ -55,7 +28,6 @@ RULES = {
     "tests that texts name": link_rules.unknown_tests,
     "no place on a machine": course_rules.places_on_a_machine,
     "notebooks' outputs": notebook_rules.bad_notebooks,
-    "kernels are proved": unproved_kernels,
 }
 ANATOMY = {
     "parts of a lesson": anatomy_rules.missing_parts,
