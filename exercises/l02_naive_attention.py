@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=02
-# Generated from solutions/l02_naive_attention.py, checksum 688de6ba9b1b. Generating again never overwrites your edits.
+# Generated from solutions/l02_naive_attention.py, checksum 0a0e3e0952dd. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 02: attention, sampling for a batch, a generation loop with bugs, and the
 bytes of a score matrix.
@@ -74,15 +74,15 @@ def batch_probabilities(
 
 @exercise("2.3", "Find the bugs: a greedy loop that ran, and lied", minutes=20, difficulty=2)
 def generate_greedy(
-    model, prompt: list[int], max_new_tokens: int, stop_token_ids: set[int], attend
+    model, prompt: list[int], max_new_tokens: int, stop_token_ids: set[int], attending
 ) -> list[int]:
     """The greedy continuation of one prompt: new token ids only, at most max_new_tokens of them
     (none for 0).
 
-    A token of stop_token_ids ends the row and is the last one returned. model(tokens: [T] int64,
-    positions: [T] int64, attend) -> hidden: [T, hidden_size]; model.logits(hidden) -> [T, V]. Row t
-    of the logits predicts token t + 1. Each step runs the whole sequence; positions count from 0.
-    `prompt` stays as it was.
+    A token of stop_token_ids ends the row and is the last one returned. attending(positions: [T]
+    int64) -> the `attend` of tokens that stand there; model(tokens: [T] int64, attend) -> hidden:
+    [T, hidden_size]; model.logits(hidden) -> [T, V]. Row t of the logits predicts token t + 1. Each
+    step runs the whole sequence; positions count from 0. `prompt` stays as it was.
 
     Example: a model that always says "last token + 1", prompt [5, 6], stop {9}
         max_new_tokens=2 -> [7, 8];   max_new_tokens=8 -> [7, 8, 9]
@@ -95,7 +95,7 @@ def generate_greedy(
     while len(output) < max_new_tokens:
         tokens = torch.tensor(prompt + output)
         positions = torch.cat([torch.arange(len(prompt)), torch.arange(len(output))])
-        hidden = model(tokens, positions, attend)
+        hidden = model(tokens, attending(positions))
         token = int(model.logits(hidden)[len(prompt) - 1].argmax())
         if token in stop_token_ids:
             break

@@ -1,7 +1,7 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=05
-# Generated from solutions/l05_gqa.py, checksum 6a4dced4f5ea. Generating again never overwrites your edits.
+# Generated from solutions/l05_gqa.py, checksum b58a5fd614f0. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 05: a cache that repeats nothing, a kernel for a group, a conversion with
+"""Exercises of lesson 05: attention that repeats nothing, a kernel for a group, a conversion with
 bugs, the bytes of it all.
 """
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.naive import causal_mask
-from lessons.l03_kv_cache.cache import KVCache
 from lessons.toolbox.exercises.exercise import exercise
 from lessons.toolbox.kernels.triton_ import tl, triton
 from lessons.toolbox.model.config import ModelConfig
@@ -19,42 +18,28 @@ from lessons.toolbox.model.config import ModelConfig
 
 @exercise(
     "5.1",
-    "A cache that repeats no KV head",
+    "Attention that repeats no KV head",
     minutes=30,
     difficulty=2,
-    replaces="lessons.l05_gqa.naive:RepeatedKVCache",
+    replaces="lessons.l05_gqa.naive:attention_repeated",
 )
-class GroupedKVCache(KVCache):
-    """Lesson 3's cache; its two ways of reading are yours. Query head h reads KV head h // group,
-    group = Hq / Hkv.
+def attend_in_groups(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, window: int | None = None
+) -> Tensor:
+    """The newest T tokens attend to all tokens so far, themselves included, each to those before
+    it. q: [T, Hq, D]; k, v: [N, Hkv, D], N at least T -> [T, Hq, D] of q's dtype.
 
-    keys, values: [layers, capacity, Hkv, D]; the first `end` rows of a layer are in use, the others
-    may hold anything. The cache stays as large as it is: Hkv heads, not Hq. Results have q's dtype.
-    Errors: none to raise. Aim: no tensor of [end, Hq, D]; nothing is repeated, neither in the cache
-    nor on the way.
+    Query head h reads KV head h // group, group = Hq / Hkv. window: None, or how many of the last
+    tokens each token sees, itself included. T is 1 in a decode step. Errors: none to raise.
+    `causal_mask(T, N, window)` (lesson 2, imported above) gives [T, N] bool: who sees whom, bottom
+    right aligned, the window included. k and v are views of a cache; do not change them.
+    Aim: no tensor of [N, Hq, D]; nothing is repeated.
 
-    Example: 4 query heads, 2 KV heads, D = 1, one token in the cache whose v is [[5], [7]]. A softmax over one key is 1, so
-        decode gives [[[5], [5], [7], [7]]]: heads 0 and 1 read KV head 0, heads 2 and 3 KV head 1.
+    Example: 4 query heads, 2 KV heads, D = 1, one token so far whose v is [[5], [7]]. A softmax
+    over one key is 1, so the result is [[[5], [5], [7], [7]]]: heads 0 and 1 read KV head 0, heads
+    2 and 3 KV head 1.
     """
-
-    def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
-        """The newest token attends to the first `end` rows. q: [1, Hq, D] -> [1, Hq, D].
-
-        The scale is self.config.softmax_scale. self.config.sliding_window(layer) is None, or how
-        many of the last rows count.
-        """
-        k, v = self.keys[layer, :end], self.values[layer, :end]  # [end, Hkv, D]
-        raise NotImplementedError("Exercise 5.1: A cache that repeats no KV head")
-
-    def prefill(self, layer: int, q: Tensor, end: int) -> Tensor:
-        """The newest T tokens attend to the first `end` rows, each to those before it. q: [T, Hq,
-        D] -> [T, Hq, D].
-
-        `causal_mask(T, end, window)` (lesson 2, imported above) gives [T, end] bool: who sees whom,
-        the window included.
-        """
-        k, v = self.keys[layer, :end], self.values[layer, :end]  # [end, Hkv, D]
-        raise NotImplementedError("Exercise 5.1: A cache that repeats no KV head")
+    raise NotImplementedError("Exercise 5.1: Attention that repeats no KV head")
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=06
-# Generated from solutions/l06_mla.py, checksum 11b7833ed95d. Generating again never overwrites your edits.
+# Generated from solutions/l06_mla.py, checksum 3feeefb30f61. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 06: latent attention from its weights, a cache with absorbed weights, its
 numbers, three bugs.
@@ -56,19 +56,14 @@ def latent_attention(
     raise NotImplementedError("Exercise 6.1: Latent attention, from its weights")
 
 
-@exercise(
-    "6.2",
-    "A cache of latents with absorbed weights",
-    minutes=45,
-    difficulty=3,
-    replaces="lessons.l06_mla.optimized:AbsorbedCache",
-)
+@exercise("6.2", "A cache of latents with absorbed weights", minutes=45, difficulty=3)
 class AbsorbedCache:
     """Latents of one sequence, and attention that never expands them, whether one token comes or a
     few.
 
-    The lesson's cache absorbs for a single new token only; this one does for every pass: one token,
-    a chunk, the prompt. `model` is a `latent()` twin of a DeepseekDecoder:
+    The lesson's AbsorbedPool absorbs for a single new token only; this cache does for every pass:
+    one token, a chunk, the prompt. It is smaller than the lesson's: q and k_pe come rotated, and it
+    counts its own length. `model` is a DeepseekDecoder:
     model.layers[layer].self_attn.kv_b_proj.weight is W, [H · (nope + v_dim), rank], head by head
     W_UK's rows, then W_UV's; model.config.mla has the sizes, model.config.softmax_scale the scale.
     `absorb` and `project_values` of the lesson are what you write here, so they do not count as

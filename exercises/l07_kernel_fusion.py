@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=07
-# Generated from solutions/l07_kernel_fusion.py, checksum e4c4e99adf46. Generating again never overwrites your edits.
+# Generated from solutions/l07_kernel_fusion.py, checksum 89811d5e205f. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 07: a kernel that adds and norms in one pass, the loop that uses it, three
 operations with bugs, bytes.
@@ -69,11 +69,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     difficulty=2,
     replaces="lessons.l07_kernel_fusion.fused_decoder:run_layers",
 )
-def run_layers(layers, last_norm, x: Tensor, rotate: Callable, attend: Callable) -> Tensor:
+def run_layers(layers, last_norm, x: Tensor, attend: Callable) -> Tensor:
     """All layers of the decoder and its last norm, every addition inside a norm. x: [T,
     hidden_size] -> hidden: like x.
 
-    The plain decoder, for each layer:      x = x + layer.self_attn(layer.input_layernorm(x), rotate, attend of this layer)
+    The plain decoder, for each layer:      x = x + layer.self_attn(layer.input_layernorm(x), attend of this layer)
                                             x = x + layer.mlp(layer.post_attention_layernorm(x))
     and after the last one:                 return last_norm(x)
     Here no addition stands alone. Each of the norms has a second way to be called, which is one kernel on a GPU:

@@ -29,6 +29,8 @@ def record(rungs, peers, model, path: str, requests: int, bandwidth: float) -> d
                 "name": r.name,
                 "lesson": r.lesson,
                 "tokens_per_s": round(r.tokens_per_s, 2),
+                "tokens_per_cpu_s": round(r.tokens_per_cpu_s, 2),
+                "stand_in": r.stand_in,
                 "speedup": round(r.tokens_per_s / rungs[0].tokens_per_s, 2),
                 "step": round(r.tokens_per_s / rungs[max(i - 1, 0)].tokens_per_s, 2),
                 "kv_bytes_per_token": r.kv_bytes_per_token,
@@ -54,6 +56,8 @@ def record(rungs, peers, model, path: str, requests: int, bandwidth: float) -> d
             {
                 "name": p.name,
                 "tokens_per_s": p.tokens_per_s and round(p.tokens_per_s, 2),
+                "tokens_per_cpu_s": p.tokens_per_cpu_s and round(p.tokens_per_cpu_s, 2),
+                "requests": len(p.served),
                 "identical": p.identical,
                 "verdict": p.verdict,
                 "not_run": p.not_run,
@@ -127,12 +131,12 @@ def print_table(data: dict, console: Console) -> None:
             "interpreter.",
             style="dim",
         )
-    for entry in data["rungs"]:
-        if entry["requests"] < total:
-            console.print(
-                f"* {entry['name']} is slow: it served {entry['requests']} of {total} requests, "
-                f"evenly picked."
-            )
+    for served in sorted({r["requests"] for r in data["rungs"]} - {total}):
+        names = [r["name"] for r in data["rungs"] if r["requests"] == served]
+        console.print(
+            f"* served {served} of {total} requests, as long as all of them on average: "
+            f"{', '.join(names)}"
+        )
     for entry in data["rungs"] + data["peers"]:
         if entry["verdict"]:
             console.print(f"{entry['name']}: {entry['verdict']}")

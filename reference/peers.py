@@ -1,5 +1,5 @@
-"""The libraries on the same weights, as reference lines of the ladder: transformers in its three
-ways of generating.
+"""The libraries on the same weights, as reference lines of the ladder: transformers in its four
+ways of generating, and vLLM where it is installed.
 
 Each peer: run(model, prompts: list[list[int]], max_new_tokens: list[int], on_token) ->
 list[list[int]], greedy, and counts only what a request asked for: what a static batch generates
@@ -7,13 +7,19 @@ beyond that is its own waste.
 """
 
 import contextlib
+import importlib.util
 import io
 import logging
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
+
+from lessons.toolbox.model.checkpoint import load_tokenizer
 
 
 def load_peer_model(path: str, device: torch.device, dtype: torch.dtype):
@@ -118,8 +124,64 @@ def continuous_batching(model, prompts, max_new_tokens, on_token=None):
     return [rows[i] for i in range(len(prompts))]
 
 
-PEERS = {
-    "transformers generate, one by one": one_by_one,
-    "transformers generate, padded batch": left_padded_batch,
-    "transformers continuous batching": continuous_batching,
-}
+@torch.inference_mode()
+def text_pipeline(model, prompts, max_new_tokens, on_token=None):
+    """transformers' pipeline("text-generation"), from text to text, one request after the other."""
+    from transformers import pipeline
+
+    tokenizer = load_tokenizer(model.config._name_or_path)
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    rows = []
+    for row, (prompt, limit) in enumerate(zip(prompts, max_new_tokens)):
+        text = tokenizer.decode(prompt)
+        if pipe.preprocess(text)["input_ids"][0].tolist() != prompt:
+            raise ValueError(f"its tokens of prompt {row} are not the request's")
+        config = _greedy(model, limit)
+        (answer,) = pipe(text, generation_config=config, return_tensors=True)
+        rows.append(answer["generated_token_ids"][len(prompt) :])
+        for token in rows[-1] if on_token else ():
+            on_token(row, token)
+    return rows
+
+
+def vllm(model, prompts, max_new_tokens, on_token=None):
+    """vLLM's offline engine on the same checkpoint, all requests at once."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError("vLLM is not installed")
+    from vllm import SamplingParams
+
+    dtype = str(model.dtype).removeprefix("torch.")
+    llm = _vllm_engine(model.config._name_or_path, dtype)
+    params = [SamplingParams(temperature=0, max_tokens=limit) for limit in max_new_tokens]
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    rows = [list(out.outputs[0].token_ids) for out in llm.generate(requests, params)]
+    for row, tokens in enumerate(rows):
+        for token in tokens if on_token else ():
+            on_token(row, token)
+    return rows
+
+
+@lru_cache(maxsize=1)
+def _vllm_engine(path: str, dtype: str):
+    """The engine, started once. Less memory than it would take, because others run beside it."""
+    from vllm import LLM
+
+    return LLM(model=path, dtype=dtype, max_num_seqs=32, gpu_memory_utilization=0.3)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library's way of generating. in_batches: requests side by side, not one by one."""
+
+    name: str
+    run: Callable
+    in_batches: bool = True
+
+
+PEERS = (
+    Peer("transformers pipeline", text_pipeline, in_batches=False),
+    Peer("transformers generate, one by one", one_by_one, in_batches=False),
+    Peer("transformers generate, padded batch", left_padded_batch),
+    Peer("transformers continuous batching", continuous_batching),
+    Peer("vLLM", vllm),
+)

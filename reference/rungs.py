@@ -1,98 +1,113 @@
-"""The rungs of the ladder, in order: which lesson, what it is called, and where its generate()
-lives.
-"""
+"""The rungs of the ladder, in order: which lesson, what it is called, and what runs it."""
 
-import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+from lessons.l02_naive_attention import naive as recompute
+from lessons.l02_naive_attention import optimized as fused_softmax
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l03_kv_cache.cache import AttentionOps
+from lessons.l03_kv_cache.generate import Rung, generate
+from lessons.l03_kv_cache.naive import CONCATENATED
+from lessons.l03_kv_cache.optimized import PREALLOCATED
+from lessons.l04_positions.optimized import ROTATED_ON_THE_WAY
+from lessons.l05_gqa.naive import REPEATED
+from lessons.l05_gqa.optimized import IN_GROUPS
+from lessons.l06_mla.naive import EXPANDED, LATENTS_TORCH, LatentPool
+from lessons.l06_mla.optimized import ABSORBED, LATENTS_06, AbsorbedPool
+from lessons.l07_kernel_fusion.fused_decoder import FUSED_LAYERS
+from lessons.l09_flash_attention.naive import LESSON_09_TORCH
+from lessons.l09_flash_attention.optimized import FLASH_PROMPTS, LESSON_09
+from lessons.l10_flash_decoding.mla import LATENTS_10
+from lessons.l10_flash_decoding.naive import LESSON_10_TORCH
+from lessons.l10_flash_decoding.optimized import IN_SPLITS
+from lessons.l11_cuda_graphs import naive as lockstep
+from lessons.l11_cuda_graphs import optimized as graphs
 from lessons.toolbox.model.config import ModelConfig
-
-
-def every_model(config: ModelConfig) -> bool:
-    """The lower rungs serve any decoder: latent attention comes to them expanded."""
-    return True
-
-
-def heads_of_kv(config: ModelConfig) -> bool:
-    """Caches that rotate whole heads, and kernels that read them, need keys of their own: all but
-    DeepSeek.
-    """
-    return config.mla is None
-
-
-def latent_kv(config: ModelConfig) -> bool:
-    """Lesson 6 keeps latents: DeepSeek alone has them."""
-    return config.mla is not None
+from reference.contest import first_line
 
 
 @dataclass(frozen=True)
-class Rung:
-    """One step of the ladder. `serves` tells whether it has anything to show on a model of this
-    shape.
+class Step:
+    """One rung of the ladder.
+
+    run(model, prompts, max_new_tokens, sampling, on_token) -> the generated tokens of each prompt.
+    stand_in: what PyTorch stands in for on a CPU, so that this rung's speed there says nothing.
+    keeps_latents: its cache holds DeepSeek's latents; the other caches hold k and v of all heads.
     """
 
     lesson: str
     name: str
-    target: str  # "module:function"
+    run: Callable
     has_cache: bool = True
-    serves: Callable[[ModelConfig], bool] = every_model
-
-    @property
-    def generate(self):
-        """The function, looked up at each call, so that a learner's drop-in counts."""
-        module, function = self.target.split(":")
-        return getattr(importlib.import_module(module), function)
+    in_batches: bool = False
+    stand_in: str | None = None
+    keeps_latents: bool = False
 
 
-RUNGS = (
-    Rung(
-        "02", "no cache: recompute", "lessons.l02_naive_attention.naive:generate", has_cache=False
-    ),
-    Rung(
+def cached(lesson: str, rung: Rung, stand_in: str | None = None) -> Step:
+    """A rung of lesson 3's loop as a step of the ladder."""
+    run = partial(generate, rung=rung)
+    keeps_latents = issubclass(rung.cache, LatentPool)
+    return Step(lesson, rung.name, run, stand_in=stand_in, keeps_latents=keeps_latents)
+
+
+def with_latents(name: str, kernels: AttentionOps, stand_ins: AttentionOps) -> Rung:
+    """A rung above lesson 6 on a model with latents: fused layers, absorbed queries."""
+    return Rung(name, kernels, stand_ins, prepare=lockstep.fused_latents, cache=AbsorbedPool)
+
+
+BELOW = (
+    Step("02", "no cache: recompute", recompute.generate, has_cache=False),
+    Step(
         "02",
         "no cache, fused softmax",
-        "lessons.l02_naive_attention.optimized:generate",
+        fused_softmax.generate,
         has_cache=False,
+        stand_in="the softmax kernel",
     ),
-    Rung("03", "KV cache, concatenated", "lessons.l03_kv_cache.naive:generate"),
-    Rung("03", "KV cache, preallocated", "lessons.l03_kv_cache.optimized:generate"),
-    Rung(
-        "04",
-        "rotated on the way into the cache",
-        "lessons.l04_positions.optimized:generate",
-        serves=heads_of_kv,
-    ),
-    Rung("05", "KV heads repeated", "lessons.l05_gqa.naive:generate", serves=heads_of_kv),
-    Rung("05", "KV heads read in groups", "lessons.l05_gqa.optimized:generate", serves=heads_of_kv),
-    Rung(
-        "06", "latents, expanded at every step", "lessons.l06_mla.naive:generate", serves=latent_kv
-    ),
-    Rung("06", "latents, absorbed", "lessons.l06_mla.optimized:generate", serves=latent_kv),
-    Rung("07", "fused layers", "lessons.l07_kernel_fusion.optimized:generate", serves=heads_of_kv),
-    Rung(
-        "09",
-        "prompts by FlashAttention",
-        "lessons.l09_flash_attention.optimized:generate",
-        serves=heads_of_kv,
-    ),
-    Rung(
-        "10", "steps in splits", "lessons.l10_flash_decoding.optimized:generate", serves=heads_of_kv
-    ),
-    Rung(
-        "11",
-        "32 requests in lockstep",
-        "lessons.l11_cuda_graphs.naive:generate",
-        serves=heads_of_kv,
-    ),
-    Rung(
+    cached("03", CONCATENATED),
+    cached("03", PREALLOCATED),
+    cached("04", ROTATED_ON_THE_WAY, "the kernel that rotates and stores"),
+    cached("05", REPEATED),
+    cached("05", IN_GROUPS),
+)
+IN_BATCHES = (
+    Step("11", "32 requests in lockstep", lockstep.generate, in_batches=True),
+    Step(
         "11",
         "in lockstep, CUDA graphs",
-        "lessons.l11_cuda_graphs.optimized:generate",
-        serves=heads_of_kv,
+        graphs.generate,
+        in_batches=True,
+        stand_in="eager steps for a graph",
     ),
 )
+FUSED, FLASH, SPLITS = "the fused kernels", "the flash kernel", "programs that wait for SMs"
+WITH_HEADS = (
+    *BELOW,
+    cached("07", FUSED_LAYERS, FUSED),
+    cached("09", FLASH_PROMPTS, FLASH),
+    cached("10", IN_SPLITS, SPLITS),
+    *IN_BATCHES,
+)
+LATENTS_09 = LATENTS_06._replace(prefill=LESSON_09.prefill)
+LATENTS_09_TORCH = LATENTS_TORCH._replace(prefill=LESSON_09_TORCH.prefill)
+LATENTS_10_TORCH = LATENTS_09_TORCH._replace(decode=LESSON_10_TORCH.decode)
+WITH_LATENTS = (
+    *BELOW,
+    cached("06", EXPANDED),
+    cached("06", ABSORBED),
+    cached("07", with_latents(FUSED_LAYERS.name, LATENTS_06, LATENTS_TORCH), FUSED),
+    cached("09", with_latents(FLASH_PROMPTS.name, LATENTS_09, LATENTS_09_TORCH), FLASH),
+    cached("10", with_latents(IN_SPLITS.name, LATENTS_10, LATENTS_10_TORCH), SPLITS),
+    *(replace(step, keeps_latents=True) for step in IN_BATCHES),
+)
+
+
+def rungs_of(config: ModelConfig) -> tuple[Step, ...]:
+    """The ladder of a model: from lesson 6 on, one with latents has rungs of its own."""
+    return WITH_HEADS if config.mla is None else WITH_LATENTS
 
 
 class RungFailed(Exception):
@@ -101,16 +116,11 @@ class RungFailed(Exception):
     """
 
 
-def call_rung(rung: Rung, model: Decoder, prompts, limits, on_token):
-    """The rung's generate, with the arguments in the order in which peers take them. Raises
-    RungFailed, whatever it raised.
+def call_rung(rung: Step, model: Decoder, prompts, limits, on_token):
+    """The rung, with the arguments in the order in which peers take them. Raises RungFailed,
+    whatever it raised.
     """
     try:
-        return rung.generate(model, prompts, limits, on_token=on_token)
+        return rung.run(model, prompts, limits, on_token=on_token)
     except Exception as error:
         raise RungFailed(f"{rung.name} failed: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

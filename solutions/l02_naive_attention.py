@@ -99,15 +99,15 @@ def batch_probabilities(
 
 @exercise("2.3", "Find the bugs: a greedy loop that ran, and lied", minutes=20, difficulty=2)
 def generate_greedy(
-    model, prompt: list[int], max_new_tokens: int, stop_token_ids: set[int], attend
+    model, prompt: list[int], max_new_tokens: int, stop_token_ids: set[int], attending
 ) -> list[int]:
     """The greedy continuation of one prompt: new token ids only, at most max_new_tokens of them
     (none for 0).
 
-    A token of stop_token_ids ends the row and is the last one returned. model(tokens: [T] int64,
-    positions: [T] int64, attend) -> hidden: [T, hidden_size]; model.logits(hidden) -> [T, V]. Row t
-    of the logits predicts token t + 1. Each step runs the whole sequence; positions count from 0.
-    `prompt` stays as it was.
+    A token of stop_token_ids ends the row and is the last one returned. attending(positions: [T]
+    int64) -> the `attend` of tokens that stand there; model(tokens: [T] int64, attend) -> hidden:
+    [T, hidden_size]; model.logits(hidden) -> [T, V]. Row t of the logits predicts token t + 1. Each
+    step runs the whole sequence; positions count from 0. `prompt` stays as it was.
 
     Example: a model that always says "last token + 1", prompt [5, 6], stop {9}
         max_new_tokens=2 -> [7, 8];   max_new_tokens=8 -> [7, 8, 9]
@@ -119,7 +119,7 @@ def generate_greedy(
     output = []
     while len(output) < max_new_tokens:
         tokens = torch.tensor(prompt + output)
-        hidden = model(tokens, torch.arange(len(tokens)), attend)
+        hidden = model(tokens, attending(torch.arange(len(tokens))))
         token = int(model.logits(hidden[-1:]).argmax())
         output.append(token)
         if token in stop_token_ids:
@@ -130,7 +130,7 @@ def generate_greedy(
     # while len(output) < max_new_tokens:
     #     tokens = torch.tensor(prompt + output)
     #     positions = torch.cat([torch.arange(len(prompt)), torch.arange(len(output))])
-    #     hidden = model(tokens, positions, attend)
+    #     hidden = model(tokens, attending(positions))
     #     token = int(model.logits(hidden)[len(prompt) - 1].argmax())
     #     if token in stop_token_ids:
     #         break

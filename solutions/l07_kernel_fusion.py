@@ -78,11 +78,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     difficulty=2,
     replaces="lessons.l07_kernel_fusion.fused_decoder:run_layers",
 )
-def run_layers(layers, last_norm, x: Tensor, rotate: Callable, attend: Callable) -> Tensor:
+def run_layers(layers, last_norm, x: Tensor, attend: Callable) -> Tensor:
     """All layers of the decoder and its last norm, every addition inside a norm. x: [T,
     hidden_size] -> hidden: like x.
 
-    The plain decoder, for each layer:      x = x + layer.self_attn(layer.input_layernorm(x), rotate, attend of this layer)
+    The plain decoder, for each layer:      x = x + layer.self_attn(layer.input_layernorm(x), attend of this layer)
                                             x = x + layer.mlp(layer.post_attention_layernorm(x))
     and after the last one:                 return last_norm(x)
     Here no addition stands alone. Each of the norms has a second way to be called, which is one kernel on a GPU:
@@ -100,7 +100,7 @@ def run_layers(layers, last_norm, x: Tensor, rotate: Callable, attend: Callable)
     ] + [last_norm]
     normed = norms[0](x)
     for index, layer in enumerate(layers):
-        branch = layer.self_attn(normed, rotate, partial(attend, index))
+        branch = layer.self_attn(normed, partial(attend, index))
         normed = norms[2 * index + 1].after_adding(branch, x)
         normed = norms[2 * index + 2].after_adding(layer.mlp(normed), x)
     return normed

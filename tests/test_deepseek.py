@@ -20,9 +20,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lessons.l02_naive_attention import rope
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla import deepseek as module
-from lessons.l06_mla.deepseek import DeepseekDecoder, load_decoder
+from lessons.l06_mla.deepseek import DeepseekDecoder, absorbed, load_decoder
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import MLAConfig, ModelConfig, MoEConfig, RopeScaling, yarn_mscale
 from lessons.toolbox.model.config_json import CheckpointError
@@ -139,7 +140,7 @@ def test_logits_equal_transformers(name, tmp_path):
         tokens = random_tokens(length)
         expected = theirs_of(theirs, tokens)
         assert 0.3 < expected.std() < 30, "the model under test must say something"
-        for form in (ours, ours.absorbed()):
+        for form in (ours, absorbed(ours)):
             assert_same_logits(logits_of(form, tokens), expected)
 
 
@@ -261,25 +262,34 @@ def without_shared_experts(decoder, monkeypatch):
         layer.mlp.shared_experts = None
 
 
-def halves_rotate(decoder, monkeypatch):
-    monkeypatch.setattr(DeepseekDecoder, "rotation", Decoder.rotation)
+def halves_rotate(self, right, x):
+    return x
 
 
-def k_alone_interleaved(self, right, x, rotate):
+def k_alone_interleaved(self, right, x):
     """q keeps the order of the checkpoint and is rotated as halves, k is reordered."""
-    q_nope, q_pe = self.split_query(right(self, x, lambda x: x))
+    q_nope, q_pe = self.split_query(right(self, x))
     half = torch.stack([torch.arange(8), torch.arange(8) + 8], dim=1).flatten()
-    # `rotate` takes pairs apart: undone before it
-    return torch.cat([q_nope, rotate(q_pe[..., half])], -1)
+    # `in_halves` has taken pairs apart: undone
+    return torch.cat([q_nope, q_pe[..., half]], -1)
 
 
-def rotated_latent(self, right, x, rotate):
-    c_kv, k_pe = right(self, x, rotate)
-    return torch.cat([rotate(c_kv[..., :16]), c_kv[..., 16:]], -1), k_pe
+def turned(x, sign):
+    """x: [T, H, 16] rotated as in a model without stretching; sign -1 turns it back."""
+    config = ModelConfig("llama", 97, 48, 3, 4, 4, 16, 80, 256)
+    table = rope.new_cos_sin_cache(config, len(x)) * torch.tensor([1.0] * 8 + [sign] * 8)
+    return rope.rotate(x, torch.arange(len(x)), table)
 
 
-def unrotated_key(self, right, x, rotate):
-    return right(self, x, rotate)[0], right(self, x, lambda x: x)[1]
+def rotated_latent(self, right, x):
+    c_kv, k_pe = right(self, x)
+    return torch.cat([turned(c_kv[..., :16], 1), c_kv[..., 16:]], -1), k_pe
+
+
+def unrotated_key(self, right, x):
+    """Turned back beforehand, so that `attend` leaves it as it was projected."""
+    c_kv, k_pe = right(self, x)
+    return c_kv, turned(k_pe, -1)
 
 
 def key_of_each_head(self, right, c_kv, k_pe):
@@ -312,8 +322,8 @@ SLIPS = {
     "latent rotated": ("v3", method("latents", rotated_latent)),
     "k_pe not rotated": ("v3", method("latents", unrotated_key)),
     "q rotated in another layout": ("v3", method("queries", k_alone_interleaved)),
-    "halves rotated in place of pairs, V3": ("v3", halves_rotate),
-    "halves rotated in place of pairs, V2": ("v2", halves_rotate),
+    "halves rotated in place of pairs, V3": ("v3", method("in_halves", halves_rotate)),
+    "halves rotated in place of pairs, V2": ("v2", method("in_halves", halves_rotate)),
     "one rope key per head": ("v3", method("expand", key_of_each_head)),
     "kv_b_proj read as W_UK, then W_UV": ("v3", method("expand", all_nope_then_all_v)),
     "v before k in kv_b_proj": ("v3", method("expand", v_before_k)),
@@ -398,18 +408,19 @@ def test_needed_key_is_named(key, tmp_path):
         (dict(qk_rope_head_dim=15), "qk_rope_head_dim must be even, not 15"),
         (dict(q_lora_rank=0), "'q_lora_rank'"),
         (dict(num_key_value_heads=2), "'num_key_value_heads' must be num_attention_heads"),
-        (
-            dict(scoring_func="softmax"),
-            "'scoring_func' must be sigmoid in deepseek_v3, not 'softmax'",
-        ),
-        (dict(topk_method="greedy"), "'topk_method' must be noaux_tc in deepseek_v3"),
+        (dict(scoring_func="softmax"), "'scoring_func' must be 'sigmoid', not 'softmax'"),
+        (dict(topk_method="greedy"), "'topk_method' must be 'noaux_tc', not 'greedy'"),
+        (dict(moe_layer_freq=2), "'moe_layer_freq' must be 1, not 2"),
+        (dict(n_group=None), "'n_group' must be a whole number, not null"),
+        (dict(qk_head_dim=99), "'qk_head_dim' must be 24, not 99"),
+        (dict(model_type="deepseek_v2", mlp_bias=True), "'mlp_bias' must be False, not True"),
         (
             dict(model_type="deepseek_v2", topk_method="noaux_tc"),
             "must be greedy or group_limited_greedy in deepseek_v2",
         ),
         (
             dict(model_type="deepseek_v2", norm_topk_prob=True),
-            "'norm_topk_prob' must be false in deepseek_v2",
+            "'norm_topk_prob' must be False, not True",
         ),
         (dict(n_group=3), "n_routed_experts (8) must be a multiple of n_group (3)"),
         (dict(topk_group=5), "topk_group (5)"),
@@ -418,13 +429,22 @@ def test_needed_key_is_named(key, tmp_path):
         (dict(rope_interleave="yes"), "'rope_interleave'"),
         (
             dict(quantization_config=dict(quant_method="fp8", fmt="e4m3")),
-            "quantized (quantization_config fp8)",
+            "quantized ('quantization_config' is {'fmt': 'e4m3', 'quant_method': 'fp8'})",
         ),
     ],
 )
 def test_wrong_value_is_named(changes, named, tmp_path):
     write_config(tmp_path, **changes)
     assert named in refusal(tmp_path)
+
+
+def test_experts_that_the_files_do_not_hold_are_not_built(tmp_path, monkeypatch):
+    saved("v3", tmp_path)
+    monkeypatch.delattr(DeepseekDecoder, "new_layer")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(n_routed_experts=200_000)))
+    with pytest.raises(CheckpointError, match=r"400000 experts \(n_routed_experts\)"):
+        DeepseekDecoder.from_pretrained(tmp_path)
 
 
 def test_weights_in_8_bits_are_refused(tmp_path):
@@ -452,9 +472,9 @@ def test_each_decoder_names_the_other(tmp_path):
     ):
         DeepseekDecoder(llama)
     with pytest.raises(
-        ValueError, match="unrotated: got a decoder that rotates 16 of the 24 coordinates"
+        ValueError, match="model: got model_type 'llama'; accepted: one with latents"
     ):
-        load_decoder(tmp_path).unrotated()
+        absorbed(Decoder(llama))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -24,7 +25,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lessons.l02_naive_attention import rope as rope_module
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.rope import apply_rope, rope_tables
 from lessons.toolbox.model.checkpoint import (
     EMBEDDED_MODELS,
     REPOSITORY,
@@ -88,6 +88,12 @@ CASES = {
     "mistral, window 7": MistralConfig(**SMALL, sliding_window=7),
     "mistral, window 1": MistralConfig(**SMALL, sliding_window=1),
     "mistral, head_dim 16": MistralConfig(**SMALL, head_dim=16, sliding_window=None),
+    "ministral, layer_types": MinistralConfig(
+        **SMALL,
+        head_dim=8,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
     "qwen2": Qwen2Config(**SMALL),
     "qwen2 tied": Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen2, window from layer 1": Qwen2Config(
@@ -139,6 +145,8 @@ def plain_attend(config):
     """
 
     def attend(layer, q, k, v):
+        rotate = rope_module.rotation(config, torch.arange(len(q)), q.dtype)
+        q, k = rotate(q), rotate(k)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * config.softmax_scale
         index = torch.arange(len(q))
@@ -152,7 +160,7 @@ def plain_attend(config):
 
 @torch.no_grad()
 def logits_of(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    return model.logits(model(tokens, torch.arange(len(tokens)), plain_attend(model.config)))
+    return model.logits(model(tokens, plain_attend(model.config)))
 
 
 @torch.no_grad()
@@ -217,10 +225,13 @@ def test_rope_of_llama_3_1_at_its_real_positions():
         rope_scaling=RopeScaling(**scaling),
     )
     positions = torch.tensor([0, 1, 8191, 8192, 50_000, 131_071])
-    for got, expected in zip(
-        rope_tables(ours, positions, torch.float32), theirs(torch.zeros(1), positions[None])
-    ):
-        torch.testing.assert_close(got[:, 0], expected[0], atol=1e-4, rtol=0)
+    expected = theirs(torch.zeros(1), positions[None])
+    for got, want in zip(rope_module.rope_tables(ours, positions, torch.float32), expected):
+        torch.testing.assert_close(got[:, 0], want[0], atol=1e-4, rtol=0)
+    rows = rope_module.new_cos_sin_cache(ours, 131_072)[positions]
+    for got, want in zip(rows.chunk(2, dim=-1), expected):
+        # theirs stands twice, once for each half of the coordinates
+        torch.testing.assert_close(got, want[0, :, :64], atol=1e-4, rtol=0)
 
 
 def to_older_dialect(file) -> None:
@@ -271,7 +282,7 @@ def test_checkpoint_in_bfloat16_arrives_in_the_dtype_asked_for(tmp_path):
 # ---------------------------------------------------------------- would these tests notice?
 
 
-def interleaved_rope(x, cos, sin):
+def interleaved_rope(x, cos, sin, apply_rope=rope_module.apply_rope):
     """The other layout: coordinate 2i turns with 2i + 1, as in Meta's own weights."""
     half = x.shape[-1] // 2
     order = torch.stack([torch.arange(half), torch.arange(half) + half], dim=1).flatten()

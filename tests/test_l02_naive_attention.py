@@ -17,6 +17,7 @@ from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.kernels.accesses import Accesses
 from lessons.toolbox.measure.device import interpreting
 from lessons.toolbox.measure.hardware import lookup
+from lessons.toolbox.model.config import ModelConfig
 
 README = (Path(traffic.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -173,14 +174,10 @@ def test_readme_counts_the_recomputed_tokens():
     """Each step of naive.generate runs the whole sequence; counted on a model that only counts."""
 
     class Counter:
-        config = type(
-            "Config",
-            (),
-            dict(softmax_scale=None, eos_token_ids=(), max_position_embeddings=999, vocab_size=9),
-        )()
-        device, tokens = torch.device("cpu"), 0
+        config = ModelConfig("llama", 9, 8, 1, 1, 1, 4, 4, 999)
+        device, dtype, tokens = torch.device("cpu"), torch.float32, 0
 
-        def __call__(self, tokens, positions, attend):
+        def __call__(self, tokens, attend):
             self.tokens += len(tokens)
             return torch.zeros(len(tokens), 1)
 

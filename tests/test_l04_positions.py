@@ -87,7 +87,7 @@ def test_the_record_beyond_the_trained_context():
 def test_loss_by_position_in_small():
     """Chunks, cache and scaling: the loss of `losses` is that of the model run at once."""
     from lessons.l02_naive_attention.decoder import Decoder
-    from lessons.l02_naive_attention.naive import attention
+    from lessons.l02_naive_attention.naive import whole_sequence
     from lessons.toolbox.model.config import ModelConfig
 
     config = ModelConfig("llama", 29, 16, 1, 2, 1, 8, 16, 200)
@@ -95,9 +95,7 @@ def test_loss_by_position_in_small():
     tokens = torch.randint(29, (301,))
     twin = extrapolation.stretched(model, "linear", 2.0)
     assert twin.config.max_position_embeddings == 400 and model.config.rope_scaling is None
-    logits = twin.logits(
-        twin(tokens[:-1], torch.arange(300), lambda layer, q, k, v: attention(q, k, v))
-    )
+    logits = twin.logits(twin(tokens[:-1], whole_sequence(twin, 300)))
     want = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")
     torch.testing.assert_close(extrapolation.losses(twin, tokens), want, atol=1e-4, rtol=0)
     assert len(extrapolation.held_out_tokens()) > 50_000

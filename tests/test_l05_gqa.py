@@ -12,10 +12,12 @@ import torch
 
 from lessons.l01_roofline.models import MODELS
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l05_gqa.convert import mean_head, merged
 from lessons.l05_gqa.lab import figures, quality, traffic
 from lessons.l05_gqa.lab import pictures as picture
-from lessons.l05_gqa.optimized import KERNELS, MAX_GROUP
+from lessons.l05_gqa.lab.specs import KERNELS
+from lessons.l05_gqa.optimized import MAX_GROUP
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.kernels.compile_check import check_all
 from lessons.toolbox.measure.hardware import CHIPS
@@ -150,9 +152,7 @@ def test_the_loss_is_the_mean_of_next_token_losses(seed):
     model, window = new_model(), torch.randint(31, (3, 9))
     by_hand = []
     for row in window:
-        hidden = model(
-            row, torch.arange(9), lambda layer, q, k, v: quality.attention_torch(q, k, v)
-        )
+        hidden = model(row, whole_sequence(model, 9))
         probs = torch.softmax(model.logits(hidden).double(), -1)
         by_hand += [-float(probs[t, row[t + 1]].log()) for t in range(8)]
     assert quality.held_out_loss(model, window) == pytest.approx(

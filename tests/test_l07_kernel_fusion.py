@@ -9,8 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.lab.traffic import Pass, total_bytes
-from lessons.l07_kernel_fusion import naive, optimized
+from lessons.l03_kv_cache.generate import generate
+from lessons.l05_gqa.optimized import IN_GROUPS
+from lessons.l07_kernel_fusion import optimized
+from lessons.l07_kernel_fusion.fused_decoder import FUSED_LAYERS
 from lessons.l07_kernel_fusion.lab import launches, traffic
 from lessons.l07_kernel_fusion.lab import pictures as picture
 from lessons.l07_kernel_fusion.lab.launches import MODELS, STEPS, schedule
@@ -245,7 +249,11 @@ def test_the_passes_picture_says_what_its_alt_text_says():
     ]
 
 
-def test_naive_generates_as_the_rung_below():
-    from lessons.l05_gqa import optimized as lesson5
-
-    assert naive.generate is lesson5.generate
+def test_generates_the_tokens_of_the_rung_below(seed):
+    model = Decoder(ModelConfig("qwen3", 61, 48, 3, 6, 2, 8, 80, 64, qk_norm=True))
+    for parameter in model.requires_grad_(False).parameters():
+        parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0)
+    prompts = [[1, 2, 3], [5]]
+    want = generate(model, prompts, 12, rung=IN_GROUPS)
+    assert generate(model, prompts, 12, rung=FUSED_LAYERS) == want
+    assert len({token for row in want for token in row}) > 3

@@ -2,7 +2,9 @@
 pass.
 """
 
+import importlib.util
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -12,9 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
-from reference import ladder, peers
-from reference.ladder import Measured
-from reference.rungs import Rung
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.naive import generate, whole_sequence
+from lessons.toolbox.model.checkpoint import load_tokenizer
+from reference import climb as climbing
+from reference import contest, judging, ladder, peers
+from reference.contest import Contender, subset
+from reference.rungs import WITH_HEADS, WITH_LATENTS, Step
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -51,8 +57,13 @@ def save_random(config, folder):
 @pytest.fixture
 def quick(monkeypatch):
     """No peers and no repetitions: the rungs are what is tested."""
-    monkeypatch.setattr(ladder, "PEERS", {})
-    monkeypatch.setattr(ladder, "REPEATS", 1)
+    monkeypatch.setattr(climbing, "PEERS", ())
+    monkeypatch.setattr(contest, "MOST_PASSES", 1)
+
+
+def use_rungs(monkeypatch, *steps):
+    """A ladder of these rungs."""
+    monkeypatch.setattr(climbing, "rungs_of", lambda config: steps)
 
 
 def climb(model_folder, out, *more):
@@ -75,8 +86,7 @@ def test_every_rung_gives_the_same_tokens_and_the_files_are_complete(model_folde
     assert climb(model_folder, tmp_path) == 0
     data = json.loads((tmp_path / "ladder.json").read_text())
     assert set(data) >= {"device", "versions", "model", "peers", "rungs"}
-    # which is for DeepSeek
-    assert [r["name"] for r in data["rungs"]] == [r.name for r in ladder.RUNGS if r.lesson != "06"]
+    assert [r["name"] for r in data["rungs"]] == [step.name for step in WITH_HEADS]
     for rung in data["rungs"]:
         assert set(rung) >= {"name", "tokens_per_s", "speedup", "identical", "runs"}
         assert rung["identical"] is True and rung["tokens_per_s"] > 0 and rung["tokens"] > 0
@@ -101,15 +111,14 @@ def test_deepseek_climbs_rungs_of_its_own(tmp_path, quick):
     shape = SHAPE | latent | experts | dict(num_key_value_heads=4)
     assert climb(save_random(DeepseekV3Config(**shape), tmp_path / "model"), tmp_path) == 0
     rungs = json.loads((tmp_path / "ladder.json").read_text())["rungs"]
-    assert [rung["lesson"] for rung in rungs] == ["02", "02", "03", "03", "06", "06"]
+    assert [rung["name"] for rung in rungs] == [step.name for step in WITH_LATENTS]
     assert all(rung["identical"] for rung in rungs)
     expanded, kept = 2 * 4 * (16 + 8 + 12) * 4, 2 * (16 + 8) * 4
-    assert [rung["kv_bytes_per_token"] for rung in rungs] == [0, 0, expanded, expanded, kept, kept]
+    bytes_held = [rung["kv_bytes_per_token"] for rung in rungs]
+    assert bytes_held == [0] * 2 + [expanded] * 5 + [kept] * 7
 
 
 def forgets_one_token(model, prompts, max_new_tokens, sampling=None, on_token=None):
-    from lessons.l02_naive_attention.naive import generate
-
     return [
         [*row[:-1], (row[-1] + 1) % 4096]
         for row in generate(model, prompts, max_new_tokens, sampling, on_token)
@@ -119,43 +128,55 @@ def forgets_one_token(model, prompts, max_new_tokens, sampling=None, on_token=No
 def test_a_rung_with_other_tokens_fails_the_command(
     model_folder, tmp_path, quick, monkeypatch, capsys
 ):
-    wrong = Rung("99", "wrong rung", f"{__name__}:forgets_one_token")
-    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
-    monkeypatch.setattr(ladder, "RUNGS", (ladder.RUNGS[0], wrong))
+    use_rungs(monkeypatch, WITH_HEADS[0], Step("99", "wrong rung", forgets_one_token))
     assert climb(model_folder, tmp_path) == 1
     assert "tokens differ: wrong rung" in capsys.readouterr().err
     assert json.loads((tmp_path / "ladder.json").read_text())["rungs"][1]["identical"] is False
 
 
+def contenders(theirs: list[int], ours: list[int]) -> tuple[Contender, Contender]:
+    """Two contenders with these answers to request 0."""
+    base, other = Contender("base", None, [0]), Contender("other", None, [0])
+    base.outputs, other.outputs, other.runs = {0: theirs}, {0: ours}, [1.0]
+    return base, other
+
+
 def test_a_tie_is_excused_and_its_margin_printed(monkeypatch):
-    base, other = Measured("base", [0]), Measured("other", [0])
-    base.outputs, other.outputs, other.runs = {0: [5, 6, 7]}, {0: [5, 9, 7]}, [1.0]
+    base, other = contenders([5, 6, 7], [5, 9, 7])
     seen = []
     monkeypatch.setattr(
-        ladder, "best_two", lambda model, tokens: seen.append(tokens) or ({6, 9}, 2e-4)
+        judging, "best_two", lambda model, tokens: seen.append(tokens) or ({6, 9}, 2e-4)
     )
-    ladder.judge(other, [base, other], None, [[1, 2]])
+    judging.judge(other, [base, other], None, [[1, 2]])
     assert other.identical and "0.0002" in other.verdict and "0.001" in other.verdict
     assert seen == [[1, 2, 5]]  # the prompt and the tokens that both agree on
     # too far apart; a token that is not one of the two
     for best, margin in (({6, 9}, 0.5), ({6, 8}, 2e-4), ({8, 9}, 2e-4)):
-        monkeypatch.setattr(ladder, "best_two", lambda model, tokens, found=(best, margin): found)
+        monkeypatch.setattr(judging, "best_two", lambda model, tokens, found=(best, margin): found)
         other.verdict = ""
-        ladder.judge(other, [base, other], None, [[1, 2]])
+        judging.judge(other, [base, other], None, [[1, 2]])
         assert not other.identical
 
 
 def test_an_answer_that_stops_early_is_a_difference(monkeypatch):
-    base, other = Measured("base", [0]), Measured("other", [0])
-    base.outputs, other.outputs, other.runs = {0: [5, 6, 7]}, {0: [5, 6]}, [1.0]
-    monkeypatch.setattr(ladder, "best_two", lambda model, tokens: ({7, 8}, 2e-4))
-    ladder.judge(other, [base, other], None, [[1]])
+    base, other = contenders([5, 6, 7], [5, 6])
+    monkeypatch.setattr(judging, "best_two", lambda model, tokens: ({7, 8}, 2e-4))
+    judging.judge(other, [base, other], None, [[1]])
     assert not other.identical
+
+
+def test_the_two_best_logits_of_a_model(model_folder):
+    """Where the model is in doubt is found without any cache, and far from it where it is not."""
+    model = Decoder.from_pretrained(str(model_folder))
+    best, margin = judging.best_two(model, [0, 5, 9])
+    logits = model.logits(model(torch.tensor([0, 5, 9]), whole_sequence(model, 3)))[-1]
+    assert best == set(logits.topk(2).indices.tolist())
+    assert margin == pytest.approx(float(logits.topk(2).values.diff().abs()), rel=1e-3)
 
 
 def test_tokens_are_counted_as_generated(model_folder, tmp_path, quick, monkeypatch):
     """A rung that stops after one token must not be credited with the tokens that were asked for."""
-    monkeypatch.setattr(ladder, "RUNGS", (Rung("99", "one token", f"{__name__}:one_token"),))
+    use_rungs(monkeypatch, Step("99", "one token", one_token))
     assert climb(model_folder, tmp_path) == 0
     assert json.loads((tmp_path / "ladder.json").read_text())["rungs"][0]["tokens"] == 3
 
@@ -165,18 +186,68 @@ def one_token(model, prompts, max_new_tokens, sampling=None, on_token=None):
 
 
 def test_a_slow_rung_takes_a_stated_subset(model_folder, tmp_path, quick, monkeypatch, capsys):
-    monkeypatch.setattr(ladder, "SLOW_BUDGET_S", 1e-9)
-    monkeypatch.setattr(ladder, "RUNGS", (ladder.RUNGS[0], ladder.RUNGS[-1]))
+    monkeypatch.setattr(contest, "SLOW_BUDGET_S", 1e-9)
+    use_rungs(monkeypatch, WITH_HEADS[0], WITH_HEADS[-1])
     assert climb(model_folder, tmp_path) == 0
     assert json.loads((tmp_path / "ladder.json").read_text())["rungs"][0]["requests"] == 1
-    assert "it served 1 of 3 requests" in capsys.readouterr().out.replace("\n", " ")
+    assert "served 1 of 3 requests" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_subset_asks_as_much_of_a_rung_as_all_requests_do():
+    random.seed(5)
+    prompts = [[0] * random.randint(5, 300) for _ in range(32)]
+    limits = [random.randint(0, 96) for _ in range(32)]
+    limits[3] = 0
+    for count in (4, 8, 16):
+        chosen = subset(prompts, limits, count)
+        assert len(set(chosen)) == count and 3 not in chosen
+        assert chosen == subset(prompts, limits, count), "the same every time"
+        for lengths in ([len(p) for p in prompts], limits):
+            mean = sum(lengths[i] for i in chosen) / count
+            asking = [length for length, limit in zip(lengths, limits) if limit]
+            assert mean == pytest.approx(sum(asking) / len(asking), rel=0.05)
+    assert subset(prompts, limits, 32) == [i for i in range(32) if limits[i]]
+
+
+def test_requests_for_no_token_or_without_room_for_three(model_folder, tmp_path, quick):
+    """One asks for nothing, one leaves room for a single token of the 1024 that the model knows."""
+    requests = [
+        {"prompt": "x", "max_new_tokens": 0},
+        {"prompt": "a " * 10, "max_new_tokens": 1},
+    ]
+    (tmp_path / "requests.json").write_text(json.dumps(requests))
+    assert climb(model_folder, tmp_path, "--prompts", str(tmp_path / "requests.json")) == 0
+    rungs = json.loads((tmp_path / "ladder.json").read_text())["rungs"]
+    assert {rung["tokens"] for rung in rungs} == {1}
+
+
+def test_time_is_shared_out_by_budget(monkeypatch):
+    contender = Contender("x", None, [0])
+    assert contender.wants_a_pass, "the first pass always"
+    contender.runs, contender.spent_s = [1.0], contest.BUDGET_S
+    assert not contender.wants_a_pass
+    contender.spent_s = contest.BUDGET_S / 2
+    assert contender.wants_a_pass
+    contender.runs = [1.0] * contest.MOST_PASSES
+    assert not contender.wants_a_pass
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
+    model_folder, tmp_path, quick, monkeypatch, capsys
+):
+    use_rungs(monkeypatch, Step("99", "yours", crashes))
+    (tmp_path / "out").write_text("a file")
+    assert climb(model_folder, tmp_path / "out") == 2
+    err = capsys.readouterr().err
+    assert "yours" not in err and err.count("\n") == 1
 
 
 def test_interrupted_writes_nothing(model_folder, tmp_path, quick, monkeypatch, capsys):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ladder, "judge", interrupt)
+    monkeypatch.setattr(climbing, "judge", interrupt)
+    use_rungs(monkeypatch, WITH_HEADS[0])
     assert climb(model_folder, tmp_path) == 130
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err.count("\n") == 1
@@ -207,13 +278,11 @@ def test_a_rung_that_raises_is_one_line(
     """A learner's drop-in may raise anything, while it is measured or when its time is first
     estimated.
     """
-    monkeypatch.setattr(
-        ladder, "RUNGS", (ladder.RUNGS[-1], Rung("99", "yours", f"{__name__}:crashes", has_cache))
-    )
+    use_rungs(monkeypatch, WITH_HEADS[-1], Step("99", "yours", crashes, has_cache))
     assert climb(model_folder, tmp_path / "out") == 2
     err = capsys.readouterr().err
     assert "yours failed: RuntimeError: mat1" in err and err.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -224,6 +293,7 @@ def test_a_rung_that_raises_is_one_line(
         ("[]", "prompts"),
         ('[{"prompt": "x"}]', "max_new_tokens"),
         ("[1]", "TypeError"),
+        ("[" * 100_000, "RecursionError"),
         ('[{"prompt": "x", "max_new_tokens": 0}]', "0 everywhere"),
         ('[{"prompt": "x", "max_new_tokens": -1}]', "max_new_tokens"),
         ('[{"prompt": "x", "max_new_tokens": 5000}]', "1024"),
@@ -248,17 +318,17 @@ def test_options_out_of_range_are_refused(arguments, said, capsys):
 
 
 def test_peers_give_the_same_tokens_and_no_more_than_asked_for(model_folder):
-    from lessons.l02_naive_attention.decoder import Decoder
-    from lessons.l02_naive_attention.naive import generate
-
-    prompts, limits = [[0, 5, 9], [0, 7], list(range(1, 40))], [6, 3, 9]
+    tokenizer, limits = load_tokenizer(str(model_folder)), [6, 3, 9]
+    texts = ["def f(x):", "import os", "class A:\n    def __init__(self, name):\n"]
+    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     want = generate(Decoder.from_pretrained(str(model_folder)), prompts, limits)
     model = peers.load_peer_model(str(model_folder), torch.device("cpu"), torch.float32)
-    for name, run in peers.PEERS.items():
+    for peer in peers.PEERS:
+        if peer.name == "vLLM" and importlib.util.find_spec("vllm") is None:
+            continue
         ticks = []
-        assert (
-            run(model, prompts, limits, lambda row, token, ticks=ticks: ticks.append(row)) == want
-        ), name
+        got = peer.run(model, prompts, limits, lambda row, token, ticks=ticks: ticks.append(row))
+        assert got == want, peer.name
         assert len(ticks) == sum(map(len, want))
 
 

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.naive import attention
-from lessons.l06_mla.deepseek import DeepseekDecoder
+from lessons.l02_naive_attention.naive import whole_sequence
+from lessons.l06_mla.deepseek import DeepseekDecoder, absorbed
 from lessons.l07_kernel_fusion import optimized, stand_ins
 from lessons.l07_kernel_fusion.fused_decoder import FusedDecoder, FusedRMSNorm, fused, ops_of
 from lessons.toolbox.model.config_json import CheckpointError
@@ -77,12 +77,7 @@ def saved(family, folder):
 
 @torch.no_grad()
 def logits_of(model, tokens):
-    config = model.config
-
-    def attend(layer, q, k, v):
-        return attention(q, k, v, config.softmax_scale, window=config.sliding_window(layer))
-
-    return model.logits(model(tokens, torch.arange(len(tokens)), attend))
+    return model.logits(model(tokens, whole_sequence(model, len(tokens))))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,10 +102,10 @@ def test_deepseek_twins_of_the_fused_twin(tmp_path):
     saved("deepseek_v3", tmp_path)
     model, tokens = load_model(tmp_path, "cpu", "float64"), torch.randint(97, (9,))
     twin = fused(model)
-    assert isinstance(twin, FusedDecoder) and isinstance(twin, DeepseekDecoder)
+    assert isinstance(twin, FusedDecoder)
     assert type(twin.layers[0].self_attn.kv_a_layernorm) is FusedRMSNorm
     assert type(twin.layers[2].mlp.experts[0]).__name__ == "FusedMLP"
-    for one in (twin, twin.absorbed(), fused(model.absorbed())):
+    for one in (twin, absorbed(twin), fused(absorbed(model))):
         torch.testing.assert_close(
             logits_of(one, tokens), logits_of(model, tokens), atol=1e-11, rtol=1e-11
         )

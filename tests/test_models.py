@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.naive import attention
+from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
 from lessons.toolbox.model.corpus import corpus
 from models.evaluate import model_card
@@ -58,16 +58,10 @@ def test_the_card_is_generated_from_the_figures(figures):
     ] == parameters("tiny-draft")
 
 
-def attend_all(config):
-    return lambda layer, q, k, v: attention(
-        q, k, v, config.softmax_scale, window=config.sliding_window(layer)
-    )
-
-
 @torch.inference_mode()
 def logits(model, tokens):
     ids = torch.tensor(tokens)
-    return model.logits(model(ids, torch.arange(len(ids)), attend_all(model.config)))
+    return model.logits(model(ids, whole_sequence(model, len(ids))))
 
 
 @torch.inference_mode()

@@ -2,14 +2,13 @@
 are no multiple of 16.
 
 Kept to be compiled beside `optimized.scale_copy_kernel`: `python -m
-lessons.toolbox.kernels.compile_check lessons.l01_roofline.masked`.
+lessons.toolbox.kernels.compile_check lessons.l01_roofline.lab.specs:masked_kernel`.
 """
 
 import torch
 from torch import Tensor
 
 from lessons.l01_roofline.optimized import TILE_BYTES
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 
@@ -31,13 +30,3 @@ def masked_scale_copy(x: Tensor, factor: float) -> Tensor:
     if x.numel():
         masked_kernel[triton.cdiv(x.numel(), tile),](x, out, x.numel(), factor, TILE=tile)
     return out
-
-
-_TYPES = {"x_ptr": "*bf16", "out_ptr": "*bf16", "n": "i32", "factor": "fp32"}
-_SPEC = ("lessons.l01_roofline.masked:masked_kernel", _TYPES, {"TILE": TILE_BYTES // 2})
-KERNELS = [
-    KernelSpec(*_SPEC, name="masked_any_length"),
-    # Where a length happens to be a multiple of 16, Triton compiles a second kernel that
-    # knows it, and vectorises.
-    KernelSpec(*_SPEC, name="masked_multiple_of_16", divisible_by_16=("n",)),
-]

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 # of one program: 4 vectors of 16 bytes for each of 128 threads, so that loads overlap
@@ -111,14 +110,3 @@ def scale_copy(x: Tensor, factor: float = 1.0, out: Tensor | None = None) -> Ten
             x, out, x.numel(), float(factor), TILE=tile, num_warps=4
         )
     return out
-
-
-KERNELS = [
-    KernelSpec(
-        "lessons.l01_roofline.optimized:scale_copy_kernel",
-        name=f"scale_copy_{dtype}",
-        signature={"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "n": "i32", "factor": "fp32"},
-        constexprs={"TILE": TILE_BYTES // size},
-    )
-    for dtype, size in (("fp16", 2), ("bf16", 2), ("fp32", 4))
-]

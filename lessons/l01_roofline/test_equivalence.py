@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lessons.l01_roofline import masked, naive
+from lessons.l01_roofline.lab import specs
 from lessons.l01_roofline.masked import masked_kernel
 from lessons.l01_roofline.optimized import (
-    KERNELS,
     TILE_BYTES,
     honest_ms,
     scale_copy,
@@ -125,8 +125,9 @@ def test_bad_arguments_are_named_in_one_line(call, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.compiler
 def test_the_compiler_gives_16_byte_loads_without_spills():
-    for report in check_all(KERNELS):
+    for report in check_all(specs.COPY):
         if (report.error or "").startswith("not run"):
             pytest.skip(report.error)
         assert report.fits, f"{report.name} on sm_{report.chip}: {report}"
@@ -134,8 +135,9 @@ def test_the_compiler_gives_16_byte_loads_without_spills():
         assert report.loads_128bit == TILE_BYTES // (16 * 32 * 4)
 
 
+@pytest.mark.compiler
 def test_a_mask_over_any_length_costs_the_wide_loads():
-    plain, multiple_of_16 = check_all(masked.KERNELS, [90])
+    plain, multiple_of_16 = check_all(specs.MASKED, [90])
     if (plain.error or "").startswith("not run"):
         pytest.skip(plain.error)
     assert (plain.loads_128bit, plain.census["LDG"]) == (0, 32)  # 2 bytes each

@@ -13,8 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.request import OnToken, read_requests, take_next_tokens
+from lessons.l02_naive_attention.rope import rotation
 from lessons.l02_naive_attention.sampling import SamplingParams
 
 
@@ -189,16 +190,26 @@ def recompute_loop(
     """`generate` without a memory: n tokens in, one token out, n + 1 tokens in, … with `attention`
     inside the decoder.
     """
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(
-            q, k, v, model.config.softmax_scale, window=model.config.sliding_window(layer)
-        )
-
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
     for request in requests:
         while not request.finished:
             tokens = torch.tensor(request.tokens, device=model.device)
-            hidden = model(tokens, torch.arange(len(tokens), device=model.device), attend)
+            hidden = model(tokens, whole_sequence(model, len(tokens), attention))
             take_next_tokens(model.logits(hidden[-1:]), [request], on_token)
     return [request.output for request in requests]
+
+
+def whole_sequence(model: Decoder, num_tokens: int, attention: Callable = attention) -> Attend:
+    """The simplest `attend`: q, k, v: [num_tokens, H, D] are one sequence from its first token on.
+
+    It rotates q and k to their positions and remembers nothing.
+    """
+    config = model.config
+    positions = torch.arange(num_tokens, device=model.device)
+    rotate = rotation(config, positions, model.dtype)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = rotate(q), rotate(k)
+        return attention(q, k, v, config.softmax_scale, window=config.sliding_window(layer))
+
+    return attend

@@ -22,7 +22,6 @@ from lessons.l02_naive_attention.naive import (
 )
 from lessons.l02_naive_attention.request import OnToken
 from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 MAX_KEYS = 16384  # a row lives in one program's registers: 32 float32 per thread at 16 warps
@@ -192,27 +191,3 @@ def generate(
     return recompute_loop(
         attention_for(model.device), model, prompts, max_new_tokens, sampling, on_token
     )
-
-
-# A short row and the longest; Tk a multiple of 16, as in most prefills, and not, as in every other
-# generation step.
-KERNELS = [
-    KernelSpec(
-        "lessons.l02_naive_attention.optimized:softmax_kernel",
-        name=f"softmax_{dtype}_{block_n}{odd}",
-        signature={
-            "scores_ptr": f"*{dtype}",
-            "probs_ptr": f"*{dtype}",
-            "softmax_scale": "fp32",
-            **dict.fromkeys(("num_queries", "num_keys", "window", "stride_sh", "stride_sq"), "i32"),
-        },
-        constexprs={"CAUSAL": True, "BLOCK_N": block_n},
-        num_warps=warps_for(block_n),
-        divisible_by_16=()
-        if odd
-        else ("num_queries", "num_keys", "window", "stride_sh", "stride_sq"),
-    )
-    for dtype in ("bf16", "fp32")
-    for block_n in (1024, MAX_KEYS)
-    for odd in ("", "_odd")
-]

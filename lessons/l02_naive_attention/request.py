@@ -30,6 +30,11 @@ class Request:
         return self.prompt + self.output
 
     @property
+    def most_cached(self) -> int:
+        """Tokens that a cache must hold for it: all but the last, from which nothing is computed."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+    @property
     def finished(self) -> bool:
         return len(self.output) >= self.max_new_tokens or (
             bool(self.output) and self.output[-1] in self.stop_token_ids

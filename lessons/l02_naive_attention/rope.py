@@ -1,8 +1,8 @@
-"""Rotary position embedding as checkpoints ask for it: q and k turn by an angle that grows with the
-position.
+"""Rotary position embedding as checkpoints ask for it: q and k turn by an angle that grows with
+the position.
 
-The decoder needs it from the first rung; lesson 4 derives it, and shows why a score then depends on
-the distance only.
+Attention needs it from the first rung on. Lesson 4 derives it, and shows why a score then depends
+on the distance only.
 
 Sources: RoFormer (Su et al. 2021); position interpolation (Chen et al. 2023); YaRN (Peng et al.
 2023, sections 3.2 to 3.4); the "llama3" rule: the configuration that Llama 3.1 was published with.
@@ -27,7 +27,15 @@ def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rota
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate coordinate i together with coordinate i + D/2. x: [T, H, D] -> [T, H, D]."""
+    """Rotate coordinate i together with coordinate i + rope_dim / 2. x: [T, H, D] -> [T, H, D].
+
+    cos, sin: [T, 1, rope_dim]. Where heads are wider than rope_dim (DeepSeek's), only their last
+    coordinates turn.
+    """
+    rope_dim = cos.shape[-1]
+    if x.shape[-1] > rope_dim:
+        turned = apply_rope(x[..., -rope_dim:], cos, sin)
+        return torch.cat([x[..., :-rope_dim], turned], dim=-1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -35,21 +43,55 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rope_tables(
     config: ModelConfig, positions: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of every rotation, each [T, 1, D]: the angles stand twice, once per half (Hugging
-    Face layout).
+    """cos and sin of every rotation, each [T, 1, rope_dim]: the angles stand twice, once per half
+    (Hugging Face layout).
     """
-    # float32 at least, because position 100 000 times a frequency has no precision left in
-    # bfloat16.
-    angles = positions[:, None].float() * rope_inv_freq(config, positions.device)  # [T, D / 2]
-    angles = torch.cat([angles, angles], dim=-1)[:, None, :]
+    # float32 at least, because position 100 000 times a frequency has no precision left in bfloat16
+    angles = positions[:, None].float() * rope_inv_freq(config, positions.device)
+    angles = torch.cat([angles, angles], dim=-1)[:, None, :]  # [T, 1, rope_dim]
     stretch = rope_magnitude(config.rope_scaling)
     return (angles.cos() * stretch).to(dtype), (angles.sin() * stretch).to(dtype)
 
 
+# ---------------------------------------------------------------- with a table of all positions
+
+
+def new_cos_sin_cache(
+    config: ModelConfig, num_positions: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """The table of all rotations: [num_positions, rope_dim] float32.
+
+    Row p holds cos(p · f) and then sin(p · f) of each frequency f, the name and layout of vLLM's.
+    """
+    positions = torch.arange(num_positions, device=device)
+    cos, sin = rope_tables(config, positions, torch.float32)
+    half = config.rope_dim // 2  # the other half is the same
+    return torch.cat([cos[:, 0, :half], sin[:, 0, :half]], dim=-1)
+
+
+def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    """The rows of x: [T, H, D], turned to `positions`: [T] int64 -> [T, H, D].
+
+    cos_sin_cache: [num_positions, rope_dim], from `new_cos_sin_cache`. As `apply_rope`, to
+    rounding.
+    """
+    cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)  # [T, 1, rope_dim / 2]
+    rope_dim = cos_sin_cache.shape[-1]
+    first, second = x[..., -rope_dim:].chunk(2, dim=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if x.shape[-1] > rope_dim:
+        parts = [x[..., :-rope_dim], *parts]
+    return torch.cat([part.to(x.dtype) for part in parts], dim=-1)
+
+
+# ---------------------------------------------------------------- frequencies
+
+
 @lru_cache(maxsize=64)
-def rope_inv_freq(config: ModelConfig, device: torch.device) -> Tensor:
-    """Angle per position of each pair of coordinates, [D / 2], float32: theta^(-2i / D), stretched
-    as the checkpoint asks.
+def rope_inv_freq(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
+    """Angle per position of each pair: theta^(-2i / rope_dim), stretched as the checkpoint asks.
+
+    [rope_dim / 2] float32.
     """
     dim, scaling = config.rope_dim, config.rope_scaling
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
@@ -61,8 +103,8 @@ def rope_inv_freq(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def _kept_share(inv_freq: Tensor, theta: float, dim: int, scaling: RopeScaling) -> Tensor:
-    """How much of each frequency stays as trained, [D / 2] from 0 (slowed by `factor`) to 1 (left
-    alone).
+    """How much of each frequency stays as trained: [rope_dim / 2], from 0 (slowed by `factor`) to 1
+    (left alone).
     """
     context = scaling.original_max_position_embeddings
     if scaling.rope_type == "linear":
@@ -70,23 +112,24 @@ def _kept_share(inv_freq: Tensor, theta: float, dim: int, scaling: RopeScaling) 
     if scaling.rope_type == "llama3":
         # A blend over the number of turns that a pair makes within the original context.
         turns = context * inv_freq / (2 * math.pi)
-        return (
-            (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        ).clamp(0, 1)
-    # "yarn": a blend over the pair's index i, between the indices at which a pair makes beta_fast
+        band = scaling.high_freq_factor - scaling.low_freq_factor
+        return ((turns - scaling.low_freq_factor) / band).clamp(0, 1)
+    # "yarn": a blend over the pair's index, between the indices at which a pair makes beta_fast
     # and beta_slow turns.
-    low, high = (
-        dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        for turns in (scaling.beta_fast, scaling.beta_slow)
-    )
+    low = _pair_of(scaling.beta_fast, context, theta, dim)
+    high = _pair_of(scaling.beta_slow, context, theta, dim)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    # + 0.001, because a ramp of no width would divide by zero; the published code takes the same.
-    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (
-        high - low if high != low else 0.001
-    )
+    # 0.001, because a ramp of no width would divide by zero; the published code takes the same
+    width = high - low if high != low else 0.001
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / width
     return 1 - ramp.clamp(0, 1)
+
+
+def _pair_of(turns: float, context: int, theta: float, dim: int) -> float:
+    """The index of the pair that makes `turns` turns within `context` positions."""
+    return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def rope_magnitude(scaling: RopeScaling | None) -> float:
@@ -97,9 +140,9 @@ def rope_magnitude(scaling: RopeScaling | None) -> float:
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    # DeepSeek scales all of q·k by mscale_all_dim, and only the rest here
+    whole = yarn_mscale(scaling.factor)
     if scaling.mscale and scaling.mscale_all_dim:
-        return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(
-            scaling.factor, scaling.mscale_all_dim
-        )
-    return yarn_mscale(scaling.factor)
+        # DeepSeek scales all of q · k by mscale_all_dim, and only the rest here
+        all_dim = yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+        return yarn_mscale(scaling.factor, scaling.mscale) / all_dim
+    return whole

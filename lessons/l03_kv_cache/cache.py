@@ -1,163 +1,179 @@
-"""A KV cache that is written once: space reserved ahead, each step writes one row and reads views.
-Plain PyTorch.
+"""A KV cache that is written once: space reserved ahead, each step writes its rows and reads views.
 
-Read `KVCache.attend` beside `ConcatCache.attend` in naive.py: append, then attend, without the copy
-in between. optimized.py puts kernels in the place of `write` and `decode`.
+Read `KVPool.attending` beside `ConcatCache.attending` in naive.py: store, then attend, without the
+copy in between. What "store" and "attend" do is a table of three functions, `AttentionOps`. Every
+later lesson replaces an entry of that table, and nothing else.
 
-Sources: Pope et al. 2022, Efficiently Scaling Transformer Inference, section 2; grouped queries
-without repeating K and V: Ainslie et al. 2023, section 2.2.
+Source: Pope et al. 2022, Efficiently Scaling Transformer Inference, section 2.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.optimized import attention_for
+from lessons.l02_naive_attention.decoder import Attend, Decoder
+from lessons.l02_naive_attention.rope import new_cos_sin_cache
+from lessons.l03_kv_cache.batch import Batch
 from lessons.toolbox.model.config import ModelConfig
 
 SMALLEST_BUCKET = 64  # tokens
 
 
-class KVCache:
-    """K and V of one sequence in two buffers, [layers, capacity, Hkv, D]; the first `length` rows
-    are in use.
+class AttentionOps(NamedTuple):
+    """What happens inside `attend`. A rung of the ladder is one row of this table.
 
-    capacity: tokens to reserve. A sequence that outgrows it moves to the next power of two, so that
-    all moves together copy less than twice the tokens that are kept: growth_copy_bytes grows
-    linearly (ConcatCache's: quadratically).
+    write(q, k, v, k_slots, v_slots, batch, cos_sin_cache) -> q, rotated (perhaps in place)
+        rotates q and k to batch.positions, stores k and v at batch.slot_mapping.
+        q: [T, Hq, D]; k: [T, Hkv, D]; v: [T, Hkv, Dv]; k_slots, v_slots: [slots + 1, Hkv, …]
+    prefill(q, k_cache, v_cache, batch, softmax_scale, window) -> [T, Hq, Dv]
+        any number of new tokens of each sequence, in the order of batch.cu_seqlens_q.
+        k_cache: [blocks, block_size, Hkv, D]; v_cache: [blocks, block_size, Hkv, Dv]
+    decode(q, k_cache, v_cache, batch, softmax_scale, window) -> [B, Hq, Dv]
+        the same for exactly one new token of each sequence
+    """
+
+    write: Callable
+    prefill: Callable
+    decode: Callable
+
+
+class KVPool:
+    """K and V of several sequences in two buffers: [layers, num_blocks, block_size, Hkv, D].
+
+    Until lesson 12 a block is as long as a sequence may become, and sequence b of a batch owns
+    block b. Storage and counters only: where tokens go is the batch's business, and what is done
+    with them that of `ops`. Raises ValueError for no room.
+
+    layers: those that it stores, a pipeline's stage; None: all. max_context_len: the longest
+    sequence, over as many blocks as it takes; None: one block.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        capacity: int = SMALLEST_BUCKET,
+        num_blocks: int,
+        block_size: int,
+        ops: AttentionOps,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        layers: range | None = None,
+        max_context_len: int | None = None,
     ):
-        if capacity < 1:
-            raise ValueError(f"capacity: got {capacity}; accepted: 1 or more tokens")
+        check_at_least_one(num_blocks=num_blocks, block_size=block_size)
         self.config = config
-        self.length = 0  # tokens that every layer holds, and so the next token's position
-        self.written_bytes = 0
-        self.growth_copy_bytes = 0
-        # Not zeroed: no row is read before it is written, and zeroing would touch memory that may
-        # never be used.
-        self.keys, self.values = (
-            torch.empty(config.num_hidden_layers, capacity, *row, dtype=dtype, device=device)
-            for row in self.rows(config)
-        )
+        self.ops = ops
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers = range(config.num_hidden_layers) if layers is None else layers
+        self.written_bytes = 0  # K and V of new tokens
+        self.growth_copy_bytes = 0  # K and V that were copied only to make room
+        self.cos_sin_cache = new_cos_sin_cache(config, max_context_len or block_size, device)
+        k_row, v_row = self.rows(config)
+        self.k_slots = self._new_slots(k_row, dtype, device)
+        self.v_slots = self._new_slots(v_row, dtype, device)
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Decoder,
+        num_blocks: int,
+        block_size: int,
+        ops: AttentionOps,
+    ) -> "KVPool":
+        """An empty pool on the model's device, in its dtype."""
+        return cls(model.config, num_blocks, block_size, ops, model.dtype, model.device)
 
     @staticmethod
     def rows(config: ModelConfig) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The shapes of a token's K and V in one layer: [Hkv, D] twice; with latent attention
-        (lesson 6) V is narrower.
-        """
-        return (config.num_key_value_heads, config.head_dim), (
-            config.num_key_value_heads,
-            config.v_head_dim,
-        )
+        """The shapes of a token's K and V in one layer: [Hkv, D] and [Hkv, Dv]."""
+        num_kv_heads = config.num_key_value_heads
+        return (num_kv_heads, config.head_dim), (num_kv_heads, config.v_head_dim)
 
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[1]
+    def _new_slots(
+        self, row: tuple[int, int], dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
+        # One slot more than the blocks have. It is nobody's: a token at slot -1, Python's last,
+        # goes there, because a write in PyTorch cannot be skipped without looking at the data.
+        num_slots = self.num_blocks * self.block_size + 1
+        # Zeros, because what a batched decode masks is multiplied by 0, and 0 · NaN is NaN.
+        return torch.zeros(len(self.layers), num_slots, *row, dtype=dtype, device=device)
+
+    def blocks(self, slots: Tensor) -> Tensor:
+        """slots: [..., slots + 1, Hkv, D] as blocks: [..., num_blocks, block_size, Hkv, D]."""
+        used = slots.narrow(-3, 0, self.num_blocks * self.block_size)
+        return used.unflatten(-3, (self.num_blocks, self.block_size))
 
     @property
     def allocated_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self.k_slots.nbytes + self.v_slots.nbytes
 
     @property
-    def used_bytes(self) -> int:
-        # as held: config.kv_bytes_per_token is the least possible
-        return self.length * (self.allocated_bytes // self.capacity)
+    def bytes_per_token(self) -> int:
+        return self.allocated_bytes // self.k_slots.shape[1]
+
+    def attending(self, batch: Batch, first_block: int = 0) -> Attend:
+        """The decoder's `attend` for one step: rotate, store, attend to everything stored.
+
+        first_block: the block of the batch's first sequence.
+        """
+        ops, config = self.ops, self.config
+        read = ops.decode if batch.max_seqlen_q == 1 else ops.prefill
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            index = layer - self.layers.start
+            k_slots, v_slots = self.k_slots[index], self.v_slots[index]
+            q = ops.write(q, k, v, k_slots, v_slots, batch, self.cos_sin_cache)
+            self.written_bytes += k.nbytes + v.nbytes
+            k_cache = self.blocks(k_slots)[first_block:]
+            v_cache = self.blocks(v_slots)[first_block:]
+            window = config.sliding_window(layer)
+            return read(q, k_cache, v_cache, batch, config.softmax_scale, window)
+
+        return attend
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` in all. Moves the rows in use to a larger bucket when the buffers
-        are too small.
+        """Make room for `tokens` in each block. Blocks that are too small move to larger buffers.
+
+        The next power of two, so that all moves together copy less than twice what is kept.
         """
-        if tokens <= self.capacity:
+        if tokens <= self.block_size:
             return
-        self.growth_copy_bytes += self.used_bytes
-        self.keys, self.values = (
-            _enlarged(buffer, self.length, bucket(tokens)) for buffer in (self.keys, self.values)
-        )
+        old_k, old_v = self.blocks(self.k_slots), self.blocks(self.v_slots)
+        self.block_size = bucket(tokens)
+        self.k_slots = self._in_larger_buffer(old_k)
+        self.v_slots = self._in_larger_buffer(old_v)
+        # A table for several blocks a sequence may be longer already.
+        num_positions = max(self.block_size, len(self.cos_sin_cache))
+        device = self.cos_sin_cache.device
+        self.cos_sin_cache = new_cos_sin_cache(self.config, num_positions, device)
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> int:
-        """Write new rows behind the old ones, k, v: [T, Hkv, D]. Returns how many rows `layer`
-        holds now.
+    def _in_larger_buffer(self, old: Tensor) -> Tensor:
+        """Slots for blocks of the new size that begin with the old blocks: [layers, num_blocks, old
+        size, Hkv, D].
         """
-        end = self.length + len(k)
-        self.reserve(end)
-        self.write(layer, k, v)
-        self.written_bytes += k.nbytes + v.nbytes
-        if layer == self.config.num_hidden_layers - 1:
-            self.length = end  # only now, because every layer of this pass writes the same rows
-        return end
+        slots = self._new_slots(old.shape[-2:], old.dtype, old.device)
+        self.blocks(slots)[:, :, : old.shape[2]] = old
+        self.growth_copy_bytes += old.nbytes
+        return slots
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append, then attend to everything: q: [T, Hq, D] of the last T tokens; k, v: [T, Hkv, D]
-        -> [T, Hq, D].
+    def move(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` slots of one block over those of another. Lesson 12 needs none of
+        these copies.
         """
-        end = self.append(layer, k, v)
-        return self.decode(layer, q, end) if len(q) == 1 else self.prefill(layer, q, end)
+        for slots in (self.k_slots, self.v_slots):
+            blocks = self.blocks(slots)
+            blocks[:, target, :tokens] = blocks[:, source, :tokens]
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Copy k, v: [T, Hkv, D] into the rows behind those in use."""
-        rows = slice(self.length, self.length + len(k))
-        self.keys[layer, rows], self.values[layer, rows] = k, v
 
-    def prefill(self, layer: int, q: Tensor, end: int) -> Tensor:
-        """The newest tokens attend to the first `end` rows, each to those before it. q: [T, Hq, D]
-        -> [T, Hq, D].
-        """
-        return attention_for(q.device)(
-            q,
-            self.keys[layer, :end],
-            self.values[layer, :end],
-            self.config.softmax_scale,
-            window=self.config.sliding_window(layer),
-        )
-
-    def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
-        """The newest token attends to the first `end` rows. q: [1, Hq, D] -> [1, Hq, D]."""
-        return decode_attention_torch(
-            q,
-            self.keys[layer, :end],
-            self.values[layer, :end],
-            self.config.softmax_scale,
-            self.config.sliding_window(layer),
-        )
+def check_at_least_one(**sizes: int) -> None:
+    """Raise ValueError that names the first size below 1."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}: got {value}; accepted: 1 or more")
 
 
 def bucket(tokens: int) -> int:
-    """The capacity to reserve for `tokens`: the next power of two, SMALLEST_BUCKET at least."""
+    """The block to reserve for `tokens`: the next power of two, SMALLEST_BUCKET at least."""
     return max(SMALLEST_BUCKET, 1 << (tokens - 1).bit_length())
-
-
-def _enlarged(buffer: Tensor, length: int, capacity: int) -> Tensor:
-    """buffer: [layers, old capacity, Hkv, D] -> [layers, capacity, Hkv, D] with the same first
-    `length` rows.
-    """
-    larger = buffer.new_empty(buffer.shape[0], capacity, *buffer.shape[2:])
-    larger[:, :length] = buffer[:, :length]
-    return larger
-
-
-def decode_attention_torch(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, window: int | None = None
-) -> Tensor:
-    """The newest token attends to all: q: [1, Hq, D]; k, v: [length, Hkv, D], views are fine -> [1,
-    Hq, D], or v's width.
-
-    No mask, because nothing lies in the newest token's future; a window is a slice. The query heads
-    of a KV head are the rows of one matrix, so K and V are never repeated. Two batched products
-    rather than scaled_dot_product_attention(enable_gqa=True), because on a CPU the latter is slower
-    for one query beyond about 1000 keys.
-    """
-    if window is not None:
-        k, v = k[-window:], v[-window:]
-    rows = q.view(k.shape[1], -1, q.shape[-1])  # [Hkv, group, D]
-    # [Hkv, group, length]
-    scores = torch.bmm(rows, k.permute(1, 2, 0)) * softmax_scale
-    wide = scores if scores.dtype == torch.float64 else scores.float()
-    return torch.bmm(torch.softmax(wide, dim=-1).to(v.dtype), v.transpose(0, 1)).view(
-        *q.shape[:2], -1
-    )

@@ -1,43 +1,28 @@
 """The preallocated cache with its two kernels: `append_kernel` writes the new rows, `decode_kernel`
 lets one query read them all.
 
-Read cache.py first: `KVCache` is the idea, in PyTorch, and what `generate` uses where kernels would
-be interpreted.
+Read cache.py first: `KVPool` is the idea. stand_ins.py has the same operations in PyTorch, for
+machines where kernels would be interpreted. checks.py says what the two wrappers accept.
 
 Sources: Pope et al. 2022, section 2; the running max and sum of the decode kernel: Milakov &
 Gimelshein 2018, section 3 (lesson 8 takes it apart).
 """
 
-import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.naive import cached_loop
-from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.l02_naive_attention.optimized import attention
+from lessons.l02_naive_attention.rope import rotate
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.cache import AttentionOps
+from lessons.l03_kv_cache.checks import (
+    check_append_inputs,
+    check_one_device,
+    check_one_query_inputs,
+    check_tile_options,
+)
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH, prefill_each
 from lessons.toolbox.kernels.triton_ import tl, triton
-
-
-class KernelKVCache(KVCache):
-    """KVCache whose rows are written, and read by a single query, by the kernels below."""
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        if layer == 0:  # every layer of a pass writes the same rows, so one small tensor serves all
-            self.slot_mapping = torch.arange(self.length, self.length + len(k), device=k.device)
-            self.context_lens = self.slot_mapping[-1:] + 1
-        append_rows(k, v, self.keys[layer], self.values[layer], self.slot_mapping)
-
-    def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
-        return decode_attention(
-            q,
-            self.keys[layer][None],
-            self.values[layer][None],
-            self.context_lens,
-            self.config.softmax_scale,
-            self.config.sliding_window(layer),
-        )
 
 
 @triton.jit
@@ -68,15 +53,6 @@ def append_kernel(
         tl.store(v_cache_ptr + slot * stride_vslot + column, v, mask=column < V_ROW)
 
 
-def check_one_device(**tensors: Tensor) -> None:
-    """Raise ValueError unless all tensors, [...] each, lie on one device: a kernel given foreign
-    memory crashes, or reads it.
-    """
-    if len({x.device for x in tensors.values()}) > 1:
-        found = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
-        raise ValueError(f"{', '.join(tensors)}: got {found}; accepted: one device for all")
-
-
 def append_rows(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
@@ -86,51 +62,26 @@ def append_rows(
     v and v_cache may have heads of another width than k and k_cache. Raises ValueError if shapes,
     dtypes or strides do not fit. A slot beyond the cache is not checked: it lies on the device.
     """
-    caches, rows = (k_cache, v_cache), (k, v)
-    if (
-        {x.ndim for x in rows + caches} != {3}
-        or v.shape[:2] != k.shape[:2]
-        or k_cache.shape[1:] != k.shape[1:]
-        or v_cache.shape != (*k_cache.shape[:2], v.shape[2])
-    ):
-        raise ValueError(
-            f"k, v, k_cache, v_cache: got {[tuple(x.shape) for x in rows + caches]}; accepted: [T, "
-            f"Hkv, D], "
-            "[T, Hkv, Dv], [slots, Hkv, D], [slots, Hkv, Dv]"
-        )
-    if len({x.dtype for x in rows + caches}) > 1:
-        raise ValueError(
-            f"k, v, k_cache, v_cache: got {[x.dtype for x in rows + caches]}; accepted: one dtype "
-            f"for all four"
-        )
+    check_append_inputs(k, v, k_cache, v_cache, slot_mapping)
     check_one_device(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
-    num_tokens = len(k)
-    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != (num_tokens,):
-        raise ValueError(
-            f"slot_mapping: got {slot_mapping.dtype} {tuple(slot_mapping.shape)}; accepted: int64 "
-            f"({num_tokens},)"
-        )
-    if any(x.stride()[1:] != (x.shape[2], 1) for x in rows + caches):
-        raise ValueError(
-            f"k, v, k_cache, v_cache: got strides {[x.stride() for x in rows + caches]}; accepted: "
-            "(any, width of a head, 1)"
-        )
-    if num_tokens:
-        k_row, v_row = k[0].numel(), v[0].numel()
-        append_kernel[num_tokens,](
-            k,
-            v,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            k.stride(0),
-            v.stride(0),
-            k_cache.stride(0),
-            v_cache.stride(0),
-            K_ROW=k_row,
-            V_ROW=v_row,
-            BLOCK=triton.next_power_of_2(max(k_row, v_row)),
-        )
+    num_tokens, num_kv_heads, head_dim = k.shape
+    k_row, v_row = num_kv_heads * head_dim, num_kv_heads * v.shape[2]
+    if num_tokens == 0 or max(k_row, v_row) == 0:
+        return
+    append_kernel[num_tokens,](
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        k.stride(0),
+        v.stride(0),
+        k_cache.stride(0),
+        v_cache.stride(0),
+        K_ROW=k_row,
+        V_ROW=v_row,
+        BLOCK=triton.next_power_of_2(max(k_row, v_row)),
+    )
 
 
 @triton.jit
@@ -163,12 +114,8 @@ def decode_kernel(
     kv_head = head // GROUP
     column = tl.arange(0, BLOCK_D)
     inside, inside_v = column < HEAD_DIM, column < V_HEAD_DIM
-    q = (
-        tl.load(
-            q_ptr + sequence * stride_qb + head * stride_qh + column, mask=inside, other=0.0
-        ).to(tl.float32)
-        * softmax_scale
-    )
+    q_row = q_ptr + sequence * stride_qb + head * stride_qh
+    q = tl.load(q_row + column, mask=inside, other=0.0).to(tl.float32) * softmax_scale
     length = tl.load(context_lens_ptr + sequence).to(tl.int32)
     k_ptr += sequence * stride_kb + kv_head * stride_kh
     v_ptr += sequence * stride_vb + kv_head * stride_vh
@@ -179,21 +126,19 @@ def decode_kernel(
     for start in range(tl.maximum(length - window, 0), length, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         held = (key < length)[:, None]
-        k = tl.load(
-            k_ptr + key[:, None] * stride_kn + column[None, :], mask=held & inside, other=0.0
-        ).to(tl.float32)
-        v = tl.load(
-            v_ptr + key[:, None] * stride_vn + column[None, :], mask=held & inside_v, other=0.0
-        ).to(tl.float32)
+        k_tile = k_ptr + key[:, None] * stride_kn + column[None, :]
+        v_tile = v_ptr + key[:, None] * stride_vn + column[None, :]
+        k = tl.load(k_tile, mask=held & inside, other=0.0).to(tl.float32)
+        v = tl.load(v_tile, mask=held & inside_v, other=0.0).to(tl.float32)
         scores = tl.where(key < length, tl.sum(q[None, :] * k, axis=1), float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=0))
-        # what was summed relative to the old max, relative to the new one
-        shrink = tl.exp(m_i - m_new)
-        weights = tl.exp(scores - m_new)
-        l_i = l_i * shrink + tl.sum(weights, axis=0)
-        acc = acc * shrink + tl.sum(weights[:, None] * v, axis=0)
+        # What was summed so far is relative to the old max. alpha makes it relative to the new one.
+        alpha = tl.exp(m_i - m_new)
+        p = tl.exp(scores - m_new)
+        l_i = l_i * alpha + tl.sum(p, axis=0)
+        acc = acc * alpha + tl.sum(p[:, None] * v, axis=0)
         m_i = m_new
-    # an empty sequence attends to nothing (not l_i > 0: that would hide a NaN)
+    # An empty sequence attends to nothing. The test is not l_i > 0, which would hide a NaN.
     out = tl.where(length > 0, acc / l_i, 0.0)
     row = out_ptr + (sequence * tl.num_programs(1) + head) * V_HEAD_DIM
     tl.store(row + column, out.to(out_ptr.dtype.element_ty), mask=inside_v)
@@ -215,135 +160,77 @@ def decode_attention(
     int64, the rows in use, the query's own included; 0 gives zeros. window: only the last `window`
     rows count. block_n: keys per tile, a power of two. float32 inside. Raises ValueError.
     """
-    if (
-        q.ndim != 3
-        or k_cache.ndim != 4
-        or v_cache.ndim != 4
-        or k_cache.shape[:3] != v_cache.shape[:3]
-        or q.shape[::2] != k_cache.shape[::3]
-        or q.shape[1] % k_cache.shape[2]
-        or context_lens.shape != q.shape[:1]
-    ):
-        shapes = [tuple(x.shape) for x in (q, k_cache, v_cache, context_lens)]
-        raise ValueError(
-            f"q, k_cache, v_cache, context_lens: got {shapes}; accepted: [B, Hq, D], [B, capacity, "
-            f"Hkv, D], "
-            "[B, capacity, Hkv, Dv], [B], with Hq a multiple of Hkv"
-        )
-    if len({q.dtype, k_cache.dtype, v_cache.dtype}) > 1 or q.dtype not in (
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-    ):
-        raise ValueError(
-            f"q, k_cache, v_cache: got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}; accepted: all "
-            f"three float32, "
-            "float16 or bfloat16"
-        )
-    if context_lens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"context_lens: got {context_lens.dtype}; accepted: int32 or int64")
+    check_one_query_inputs(q, k_cache, v_cache, context_lens)
+    check_tile_options(window, block_n)
     check_one_device(q=q, k_cache=k_cache, v_cache=v_cache, context_lens=context_lens)
-    if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache)):
-        raise ValueError(
-            "q, k_cache, v_cache: got a last dimension that is not dense; accepted: stride 1 in it"
-        )
-    (num_sequences, num_heads, head_dim), (_, capacity, num_kv_heads, v_head_dim) = (
-        q.shape,
-        v_cache.shape,
+    num_sequences, num_heads, head_dim = q.shape
+    _, capacity, num_kv_heads, v_head_dim = v_cache.shape
+    out = q.new_empty(num_sequences, num_heads, v_head_dim)
+    if out.numel() == 0:
+        return out
+    decode_kernel[num_sequences, num_heads](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        context_lens,
+        head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        capacity if window is None else window,
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
+        BLOCK_D=triton.next_power_of_2(max(head_dim, v_head_dim)),
+        BLOCK_N=block_n,
     )
-    out = torch.empty(num_sequences, num_heads, v_head_dim, dtype=q.dtype, device=q.device)
-    if out.numel():
-        decode_kernel[num_sequences, num_heads](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            context_lens,
-            q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-            capacity if window is None else window,
-            *q.stride()[:2],
-            *k_cache.stride()[:3],
-            *v_cache.stride()[:3],
-            GROUP=num_heads // num_kv_heads,
-            HEAD_DIM=head_dim,
-            V_HEAD_DIM=v_head_dim,
-            BLOCK_D=triton.next_power_of_2(max(head_dim, v_head_dim)),
-            BLOCK_N=block_n,
-        )
     return out
 
 
-def generate(
-    model: Decoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """One prompt after the other, each with its own cache. Arguments, result and errors as in
-    lesson 2's `generate`.
-    """
-    return cached_loop(new_kv_cache, model, prompts, max_new_tokens, sampling, on_token)
+# ---------------------------------------------------------------- the rung
 
 
-def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for a sequence of at most `max_tokens`: a request says what it may need when
-    it starts.
-    """
-    # interpreted, the kernels take seconds a token
-    cache = KernelKVCache if model.device.type == "cuda" else KVCache
-    return cache(model.config, max_tokens, model.dtype, model.device)
+def write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    batch: Batch,
+    cos_sin_cache: Tensor,
+) -> Tensor:
+    """Rotate q and k in PyTorch, store k and v by `append_kernel`. Shapes as in AttentionOps."""
+    q = rotate(q, batch.positions, cos_sin_cache)
+    k = rotate(k, batch.positions, cos_sin_cache)
+    append_rows(k, v, k_slots, v_slots, batch.slot_mapping)
+    return q
 
 
-# Rows of Llama-3-8B (8 KV heads of 128, four queries each) and of the embedded model (2 of 64,
-# three queries each).
-STRIDES = (
-    "stride_qb",
-    "stride_qh",
-    "stride_kb",
-    "stride_kn",
-    "stride_kh",
-    "stride_vb",
-    "stride_vn",
-    "stride_vh",
-)
-ROW_STRIDES = ("stride_kt", "stride_vt", "stride_kslot", "stride_vslot")
-KERNELS = [
-    KernelSpec(
-        "lessons.l03_kv_cache.optimized:append_kernel",
-        name=f"append_{dtype}_{kv_heads}x{dim}",
-        signature={
-            **dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype}"),
-            "slot_mapping_ptr": "*i64",
-            **dict.fromkeys(ROW_STRIDES, "i32"),
-        },
-        constexprs=dict.fromkeys(("K_ROW", "V_ROW", "BLOCK"), kv_heads * dim),
-        divisible_by_16=ROW_STRIDES,
-    )
-    for dtype in ("bf16", "fp32")
-    for kv_heads, dim in ((8, 128), (2, 64))
-]
-KERNELS += [
-    KernelSpec(
-        "lessons.l03_kv_cache.optimized:decode_kernel",
-        name=f"decode_{dtype}_{group}x{dim}",
-        signature={
-            "q_ptr": f"*{dtype}",
-            "k_ptr": f"*{dtype}",
-            "v_ptr": f"*{dtype}",
-            "out_ptr": f"*{dtype}",
-            "context_lens_ptr": "*i32",
-            "softmax_scale": "fp32",
-            "window": "i32",
-            **dict.fromkeys(STRIDES, "i32"),
-        },
-        constexprs={
-            "GROUP": group,
-            **dict.fromkeys(("HEAD_DIM", "V_HEAD_DIM", "BLOCK_D"), dim),
-            "BLOCK_N": 32,
-        },
-        divisible_by_16=STRIDES,
-    )
-    for dtype in ("bf16", "fp32")
-    for group, dim in ((4, 128), (3, 64))
-]
+def prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """Lesson 2's kernel, sequence by sequence. q: [T, Hq, D] -> [T, Hq, Dv]."""
+    return prefill_each(attention, q, k_cache, v_cache, batch, softmax_scale, window)
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """`decode_kernel` for all sequences at once. q: [B, Hq, D] -> [B, Hq, Dv]."""
+    k_cache, v_cache = k_cache[: len(q)], v_cache[: len(q)]
+    return decode_attention(q, k_cache, v_cache, batch.context_lens, softmax_scale, window)
+
+
+LESSON_03 = AttentionOps(write, prefill, decode)
+PREALLOCATED = Rung("KV cache, preallocated", LESSON_03, LESSON_03_TORCH)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.naive import causal_mask, check_shapes, masked_softmax
-from lessons.l03_kv_cache.cache import KVCache
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.cache import AttentionOps
+from lessons.l03_kv_cache.stand_ins import sequences, store
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -65,24 +67,40 @@ def alibi_attention(
     return torch.einsum("hqk,khd->qhd", probs.to(v.dtype), v)
 
 
-class AlibiKVCache(KVCache):
-    """KVCache for a decoder without rotation (`model.unrotated()`), whose `attend` biases the
-    scores. Keys carry no position.
+def write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    batch: Batch,
+    cos_sin_cache: Tensor,
+) -> Tensor:
+    """Store k and v as they are: with ALiBi a key carries no position. Shapes as in AttentionOps."""
+    store(k, v, k_slots, v_slots, batch.slot_mapping)
+    return q
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """Biased scores, sequence by sequence, for any number of new tokens. q: [T, Hq, D] -> [T, Hq,
+    Dv].
     """
+    slopes = alibi_slopes(q.shape[1])
+    outs = []
+    for b, (rows, length) in enumerate(sequences(batch)):
+        k, v = k_cache[b, :length], v_cache[b, :length]
+        outs.append(alibi_attention(q[rows], k, v, slopes, softmax_scale))
+    return torch.cat(outs)
 
-    def prefill(self, layer: int, q: Tensor, end: int) -> Tensor:
-        """The newest tokens attend to the first `end` rows, each to those before it. q: [T, Hq, D]
-        -> [T, Hq, D].
-        """
-        return alibi_attention(
-            q,
-            self.keys[layer, :end],
-            self.values[layer, :end],
-            alibi_slopes(q.shape[1]),
-            self.config.softmax_scale,
-        )
 
-    decode = prefill  # one query stands at the last row as well
+ALIBI = AttentionOps(write, prefill=attend, decode=attend)
 
 
 def sinusoidal(positions: Tensor, dim: int) -> Tensor:

@@ -1,26 +1,16 @@
-"""Rotary positions in plain PyTorch: angles, tables, both layouts, how weights change layout; a
-cache that rotates, then writes.
+"""Rotary positions in plain PyTorch: angles, tables, both layouts, how weights change layout.
 
-Read `inverse_frequencies`, `rotate_half`, `rotate_interleaved`, `half_from_interleaved`, then
-`RotatingKVCache.attend`. Positions without a rotation, as biases of the scores, are in alibi.py.
+Read `inverse_frequencies`, `rotate_half`, `rotate_interleaved`, `half_from_interleaved`, then lesson
+3's `write` (stand_ins.py), which rotates into new tensors and stores them then. Positions without a
+rotation, as biases of the scores, are in alibi.py.
 
 Sources: RoFormer (Su et al. 2021, section 3.2.2; in 3.4.2, equation 34, the pairs are neighbours:
 interleaved); the half-rotated layout came with GPT-NeoX's code and is that of Hugging Face's Llama
 checkpoints.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
-
-from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.rope import rope_inv_freq, rope_magnitude
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.naive import cached_loop
-from lessons.toolbox.model.config import ModelConfig
 
 # ---------------------------------------------------------------- angles
 
@@ -53,17 +43,6 @@ def new_cos_sin_cache(inv_freq: Tensor, num_positions: int, magnitude: float = 1
     positions = torch.arange(num_positions, dtype=inv_freq.dtype, device=inv_freq.device)
     angles = positions[:, None] * inv_freq  # [num_positions, D / 2]
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * magnitude
-
-
-@lru_cache(maxsize=8)
-def cos_sin_cache_of(config: ModelConfig, device: torch.device) -> Tensor:
-    """A model's table, stretched as its checkpoint asks, for all its positions:
-    [max_position_embeddings, D] float32.
-    """
-    inv_freq = rope_inv_freq(config, device)
-    return new_cos_sin_cache(
-        inv_freq, config.max_position_embeddings, rope_magnitude(config.rope_scaling)
-    )
 
 
 # ---------------------------------------------------------------- rotations
@@ -152,52 +131,3 @@ def _by_head(weight: Tensor, num_heads: int) -> Tensor:
             f"of rows each"
         )
     return weight.unflatten(0, (num_heads, -1))
-
-
-# ---------------------------------------------------------------- generation
-
-
-class RotatingKVCache(KVCache):
-    """KVCache for a decoder that leaves positions to `attend` (`model.unrotated()`): it rotates q
-    and k, then writes k and v.
-
-    A key enters turned to its own position and stays so; only the newest tokens are ever rotated.
-    Raises ValueError for a token beyond the last position that the model accepts.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        capacity: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ):
-        super().__init__(config, capacity, dtype, device)
-        self.cos_sin_cache = cos_sin_cache_of(config, torch.device(device))
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Rotate, append, attend: q: [T, Hq, D] and k, v: [T, Hkv, D] of the newest tokens,
-        unrotated -> [T, Hq, D].
-        """
-        # not from 0: old tokens stand before
-        positions = torch.arange(self.length, self.length + len(q), device=q.device)
-        # v carries no position
-        q, k = (rotate(x, positions, self.cos_sin_cache) for x in (q, k))
-        return super().attend(layer, q, k, v)
-
-
-def generate(
-    model: Decoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """One prompt after the other, each with its own RotatingKVCache. Arguments, result and errors
-    as in lesson 2's `generate`.
-    """
-
-    def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-        return RotatingKVCache(model.config, max_tokens, model.dtype, model.device)
-
-    return cached_loop(new_kv_cache, model.unrotated(), prompts, max_new_tokens, sampling, on_token)

@@ -2,33 +2,23 @@
 cache, beside v.
 
 Each of q, k and v is read once and written once. Read `load_pairs` and `turn_into` in pairs.py,
-then `rope_cache_kernel` beside `naive.RotatingKVCache.attend`, then its wrapper `rope_cache`.
-`rotate_rows` rotates alone, for whoever has no cache. cache.py is the same idea in PyTorch, and
-what `generate` uses where kernels would be interpreted.
+then `rope_cache_kernel` beside lesson 3's `write`, which rotates first and stores then, then the
+wrapper `rope_cache`. `rotate_rows` rotates alone. stand_ins.py is the same idea in PyTorch, for
+machines where kernels would be interpreted.
 
 The names positions, cos_sin_cache and slot_mapping are those of vLLM, SGLang and FlashInfer, which
 fuse the same.
 """
 
-from functools import partial
-
-import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.rope import Rotate
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.naive import cached_loop
-from lessons.l03_kv_cache.optimized import KernelKVCache
-from lessons.l04_positions.cache import InPlaceRotatingKVCache
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l03_kv_cache.optimized import LESSON_03, append_rows
 from lessons.l04_positions.checks import check_rope_cache, check_rotate_rows
-from lessons.l04_positions.naive import cos_sin_cache_of
 from lessons.l04_positions.pairs import load_cos_sin, load_pairs, turn_into
-from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 from lessons.toolbox.kernels.triton_ import tl, triton
-from lessons.toolbox.model.config import ModelConfig
 
 # of q: 64 for each of 64 threads, 16-byte loads enough to keep the memory busy
 VALUES_PER_PROGRAM = 4096
@@ -253,116 +243,39 @@ def rotate_rows(
     return x
 
 
-# ---------------------------------------------------------------- generation
+# ---------------------------------------------------------------- the rung
 
 
-class KernelRotatingKVCache(KernelKVCache):
-    """KernelKVCache for a decoder that leaves positions to `attend`: q turns, k turns and enters, v
-    enters, in one launch.
-
-    Raises ValueError for a token beyond the last position that the model accepts.
-    """
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Turn q in place, append k and v, attend: q: [T, Hq, D]; k, v: [T, Hkv, D], unrotated ->
-        [T, Hq, D].
-        """
-        self.new_q = q  # for `write`, which the base class calls with k and v alone
-        return super().attend(layer, q, k, v)
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        if layer == 0:  # every layer of a pass writes the same rows
-            self.slot_mapping = torch.arange(self.length, self.length + len(k), device=k.device)
-            self.context_lens = self.slot_mapping[-1:] + 1
-        # because a sequence that has the cache for itself keeps position p in row p
-        positions = self.slot_mapping
+def write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    batch: Batch,
+    cos_sin_cache: Tensor,
+) -> Tensor:
+    """Rotate q in place, k on its way into its slot. Shapes as in AttentionOps; returns q."""
+    last = batch.max_context_len - 1
+    rope_dim = cos_sin_cache.shape[-1]
+    if q.shape[-1] == v.shape[-1] == rope_dim:
         rope_cache(
-            self.new_q,
+            q,
             k,
             v,
-            self.keys[layer],
-            self.values[layer],
-            positions,
-            self.slot_mapping,
-            cos_sin_cache_of(self.config, k.device),
-            last_position=self.length + len(k) - 1,
+            k_slots,
+            v_slots,
+            batch.positions,
+            batch.slot_mapping,
+            cos_sin_cache,
+            last_position=last,
         )
+    else:  # DeepSeek's expanded heads (lesson 6): only a part of each turns, and v is narrower
+        rotate_rows(q[..., -rope_dim:], batch.positions, cos_sin_cache, last)
+        rotate_rows(k[..., -rope_dim:], batch.positions, cos_sin_cache, last)
+        append_rows(k, v, k_slots, v_slots, batch.slot_mapping)
+    return q
 
 
-def kernel_rotation(config: ModelConfig, positions: Tensor) -> Rotate:
-    """`rope.rotation` with the kernel: a function that turns x: [T, H, D] in place to `positions`:
-    [T], and returns it.
-    """
-    cos_sin_cache = cos_sin_cache_of(config, positions.device)
-    return partial(
-        rotate_rows,
-        positions=positions,
-        cos_sin_cache=cos_sin_cache,
-        last_position=len(cos_sin_cache) - 1,
-    )
-
-
-def generate(
-    model: Decoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """One prompt after the other, each with its own cache. Arguments, result and errors as in
-    lesson 2's `generate`.
-    """
-    return cached_loop(new_kv_cache, model.unrotated(), prompts, max_new_tokens, sampling, on_token)
-
-
-def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for a sequence of at most `max_tokens` of an unrotated decoder."""
-    cache = KernelRotatingKVCache if model.device.type == "cuda" else InPlaceRotatingKVCache
-    return cache(model.config, max_tokens, model.dtype, model.device)
-
-
-# Llama-3-8B (8 KV heads of 128, four queries each) in both layouts, and the embedded model (2 of
-# 64, three queries each).
-STRIDES = ("stride_qt", "stride_kt", "stride_vt", "stride_slot")
-KERNELS = [
-    KernelSpec(
-        "lessons.l04_positions.optimized:rope_cache_kernel",
-        name=f"rope_cache_{dtype}_{kv_heads}x{dim}_{layout}",
-        signature={
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype}"),
-            "positions_ptr": "*i64",
-            "slot_mapping_ptr": "*i64",
-            "cos_sin_ptr": "*fp32",
-            **dict.fromkeys(("num_positions", "num_kv_heads", *STRIDES), "i32"),
-        },
-        constexprs={"GROUP": group, "HEAD_DIM": dim, "LAYOUT": layout} | launch,
-        num_warps=num_warps,
-        divisible_by_16=STRIDES,
-    )
-    for kv_heads, group, dim, layout in (
-        (8, 4, 128, "half"),
-        (8, 4, 128, "interleaved"),
-        (2, 3, 64, "half"),
-    )
-    for dtype in ("bf16", "fp32")
-    for launch, num_warps in [blocks_for(kv_heads, group, dim)]
-]
-# The same model's q alone, and DeepSeek-V2's rotary coordinates: 128 heads of 64, interleaved, 192
-# apart.
-KERNELS += [
-    KernelSpec(
-        "lessons.l04_positions.optimized:rotate_kernel",
-        name=f"rotate_{dtype}_{dim}_{layout}",
-        signature={
-            "x_ptr": f"*{dtype}",
-            "positions_ptr": "*i64",
-            "cos_sin_ptr": "*fp32",
-            **dict.fromkeys(("num_positions", "num_heads", "stride_xt", "stride_xh"), "i32"),
-        },
-        constexprs={"HEAD_DIM": dim, "PAIRS": dim // 2, "BLOCK": 4096 // dim, "LAYOUT": layout},
-        num_warps=2,
-        divisible_by_16=("stride_xt", "stride_xh"),
-    )
-    for dim, layout in ((128, "half"), (64, "interleaved"))
-    for dtype in ("bf16", "fp32")
-]
+LESSON_04 = LESSON_03._replace(write=write)
+ROTATED_ON_THE_WAY = Rung("rotated on the way into the cache", LESSON_04, LESSON_04_TORCH)

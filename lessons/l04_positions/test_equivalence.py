@@ -9,24 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.naive import attention
+from lessons.l02_naive_attention import rope
 from lessons.l02_naive_attention.rope import rope_inv_freq, rope_tables
-from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.naive import cached_loop
 from lessons.l04_positions import naive, optimized
 from lessons.l04_positions.alibi import (
-    AlibiKVCache,
     alibi_attention,
     alibi_bias,
     alibi_slopes,
     sinusoidal,
 )
-from lessons.l04_positions.cache import InPlaceRotatingKVCache
+from lessons.l04_positions.lab.specs import KERNELS
 from lessons.l04_positions.lab.traffic import eager_bytes, fused_bytes
 from lessons.l04_positions.naive import (
-    RotatingKVCache,
-    cos_sin_cache_of,
     half_from_interleaved,
     interleaved_from_half,
     inverse_frequencies,
@@ -34,9 +28,6 @@ from lessons.l04_positions.naive import (
     rotate,
 )
 from lessons.l04_positions.optimized import (
-    KERNELS,
-    KernelRotatingKVCache,
-    kernel_rotation,
     rope_cache,
     rope_cache_kernel,
     rotate_kernel,
@@ -50,7 +41,6 @@ from lessons.toolbox.proof.numerics import (
     NotEquivalent,
     attention_inputs,
     draw,
-    poison_,
     poisoned,
     prove,
     with_canaries,
@@ -71,11 +61,6 @@ CONFIG = ModelConfig(
     sliding_windows=(None, 5),
 )
 LAYOUTS = list(naive.ROTATIONS)
-CACHES = {
-    "rotate, then write": RotatingKVCache,
-    "in place": InPlaceRotatingKVCache,
-    "one kernel": KernelRotatingKVCache,
-}
 SCALINGS = {
     "default": None,
     "linear": RopeScaling("linear", 4.0),
@@ -191,7 +176,7 @@ def test_frequencies_by_hand():
 @pytest.mark.parametrize("name", SCALINGS)
 def test_the_table_is_the_decoders(name):
     config = replace(CONFIG, rope_scaling=SCALINGS[name], rope_theta=500.0)
-    cos_sin = cos_sin_cache_of(config, torch.device("cpu"))
+    cos_sin = rope.new_cos_sin_cache(config, 96)
     cos, sin = rope_tables(config, torch.arange(96), torch.float32)
     assert torch.equal(cos_sin, torch.cat([cos[:, 0, :4], sin[:, 0, :4]], dim=-1))
     if name == "default":
@@ -295,136 +280,6 @@ def test_alibi_is_a_bias_of_the_scores(seed):
     torch.testing.assert_close(
         alibi_attention(q, k, v, alibi_slopes(12)), want.transpose(0, 1), atol=1e-12, rtol=0
     )
-
-
-def test_a_cache_with_alibi_holds_no_positions(seed):
-    """Steps equal one pass over everything; and the cached keys are what the projections gave."""
-    torch.manual_seed(seed)
-    model, tokens = Decoder(CONFIG).double().unrotated(), torch.randint(29, (12,))
-    config = replace(CONFIG, sliding_windows=())
-    whole, stepwise = (AlibiKVCache(config, 12, torch.float64) for _ in range(2))
-    want = model(tokens, torch.arange(12), whole.attend)
-    got = [
-        model(part, torch.zeros_like(part), stepwise.attend)
-        for part in tokens.split([5, 1, 4, 1, 1])
-    ]
-    torch.testing.assert_close(torch.cat(got), want, atol=1e-10, rtol=0)
-    assert (
-        model(tokens, torch.arange(12), KVCache(config, 12, torch.float64).attend) - want
-    ).abs().max() > 1e-3
-
-
-# ---------------------------------------------------------------- caches that rotate
-
-
-def feed(cache, streams, steps):
-    """Pass `steps` tokens at a time through both layers; the outputs, layer by layer: [[total, Hq,
-    D]] * 2.
-    """
-    outputs, start = [[], []], 0
-    for step in steps:
-        for layer, qkv in enumerate(streams):
-            outputs[layer].append(
-                cache.attend(layer, *(x[start : start + step].clone() for x in qkv))
-            )
-        start += step
-        assert cache.length == start
-    return [torch.cat(parts) for parts in outputs]
-
-
-@pytest.mark.parametrize("steps", [[1] * 6, [7, 1, 1], [3, 4, 1, 2], [1, 66, 1]], ids=str)
-@pytest.mark.parametrize("name", CACHES)
-def test_cached_rotation_equals_rotating_everything(name, steps, seed):
-    """Decode, prefill, chunks, growth: against attention over all tokens rotated at once. Rows not
-    in use are NaN.
-    """
-    total = sum(steps)
-    streams = [
-        attention_inputs("normal", total, total, 6, 2, 8, seed=seed + layer, device=DEVICE)
-        for layer in range(2)
-    ]
-    cache = CACHES[name](CONFIG, 9, device=DEVICE)
-    poison_(cache.keys)
-    poison_(cache.values)
-    positions, cos_sin = torch.arange(total, device=DEVICE), cos_sin_cache_of(CONFIG, DEVICE)
-    for layer, out in enumerate(feed(cache, streams, steps)):
-        q, k, v = streams[layer]
-        want = attention(
-            rotate(q, positions, cos_sin),
-            rotate(k, positions, cos_sin),
-            v,
-            window=CONFIG.sliding_window(layer),
-        )
-        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(
-            cache.keys[layer, :total], rotate(k, positions, cos_sin), atol=1e-6, rtol=0
-        )
-        assert torch.equal(cache.values[layer, :total], v)  # V carries no position
-    assert cache.written_bytes == total * CONFIG.kv_bytes_per_token(4)
-
-
-@pytest.mark.parametrize("name", CACHES)
-def test_a_token_beyond_the_last_position_is_refused(name):
-    cache = CACHES[name](replace(CONFIG, max_position_embeddings=4), 9, device=DEVICE)
-    x = [torch.zeros(5, heads, 8, device=DEVICE) for heads in (6, 2, 2)]
-    with pytest.raises(ValueError, match=r"position.*: got .*accepted: 0 to 3") as error:
-        cache.attend(0, *x)
-    assert "\n" not in str(error.value)
-
-
-def test_every_way_gives_the_decoders_tokens(seed):
-    """The decoder that rotates by itself, and the three caches, in float64: the same greedy tokens."""
-    torch.manual_seed(seed)
-    model = (
-        Decoder(replace(CONFIG, rope_scaling=SCALINGS["yarn"]))
-        .double()
-        .eval()
-        .requires_grad_(False)
-    )
-    for parameter in model.parameters():
-        parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0)
-    prompts = [random.choices(range(29), k=n) for n in (1, 9, 40)]
-    want = cached_loop(lambda m, n: KVCache(m.config, n, m.dtype), model, prompts, 20)
-    assert naive.generate(model, prompts, 20) == want
-    assert (
-        cached_loop(
-            lambda m, n: InPlaceRotatingKVCache(m.config, n, m.dtype),
-            model.unrotated(),
-            prompts,
-            20,
-        )
-        == want
-    )
-
-
-def test_generate_with_the_kernel(seed):
-    """Few tokens, because the interpreter takes seconds a token."""
-    torch.manual_seed(seed)
-    model = Decoder(CONFIG).to(DEVICE).eval().requires_grad_(False)
-    prompts = [random.choices(range(29), k=n) for n in (1, 6)]
-    got = cached_loop(
-        lambda m, n: KernelRotatingKVCache(m.config, n, device=DEVICE),
-        model.unrotated(),
-        prompts,
-        3,
-    )
-    assert got == optimized.generate(model, prompts, 3) == naive.generate(model, prompts, 3)
-
-
-def test_the_kernel_as_the_decoders_rotation(seed):
-    torch.manual_seed(seed)
-    model, tokens, positions = (
-        Decoder(CONFIG).to(DEVICE),
-        torch.randint(29, (6,), device=DEVICE),
-        torch.arange(6, device=DEVICE),
-    )
-    twin = model.unrotated()
-    twin.rotation = lambda positions: kernel_rotation(CONFIG, positions)
-    with torch.inference_mode():
-        want, got = (
-            m(tokens, positions, lambda layer, q, k, v: attention(q, k, v)) for m in (model, twin)
-        )
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
 # ---------------------------------------------------------------- the kernels
@@ -789,6 +644,7 @@ def test_moved_bytes_by_hand():
     assert eager_bytes(lambda: a.add_(1)) == 40 + 40
 
 
+@pytest.mark.compiler
 def test_the_compiler_gives_wide_loads_without_spills():
     for report in check_all(KERNELS):
         if (report.error or "").startswith("not run"):

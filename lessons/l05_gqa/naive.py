@@ -17,12 +17,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import attention
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.naive import cached_loop
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l03_kv_cache.stand_ins import decode_each, prefill_each
+from lessons.l04_positions.optimized import LESSON_04
+from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 
 
 def repeat_kv(x: Tensor, num_heads: int) -> Tensor:
@@ -95,44 +95,45 @@ def sequence_by_sequence(
     )
 
 
-class RepeatedKVCache(KVCache):
-    """Lesson 3's cache, holding Hkv heads, that repeats them to Hq at every step (kept repeated, it
-    would be an MHA model's).
+# ---------------------------------------------------------------- the rung
+
+
+def prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """Sequence by sequence, K and V repeated before. q: [T, Hq, D] -> [T, Hq, Dv]."""
+    return prefill_each(attention_repeated, q, k_cache, v_cache, batch, softmax_scale, window)
+
+
+def attention_repeated(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, window: int | None = None
+) -> Tensor:
+    """Lesson 2's attention, by making it MHA first. q: [Tq, Hq, D]; k, v: [Tk, Hkv, D] -> [Tq, Hq,
+    D].
     """
-
-    def prefill(self, layer: int, q: Tensor, end: int) -> Tensor:
-        k, v = (repeat_kv(rows[layer, :end], q.shape[1]) for rows in (self.keys, self.values))
-        return attention(
-            q, k, v, self.config.softmax_scale, window=self.config.sliding_window(layer)
-        )
-
-    def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
-        return decode_repeated(
-            q,
-            self.keys[layer, :end],
-            self.values[layer, :end],
-            self.config.softmax_scale,
-            self.config.sliding_window(layer),
-        )
+    k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
+    return attention(q, k, v, softmax_scale, window=window)
 
 
-def generate(
-    model: Decoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """One prompt after the other, K and V repeated at every step. Arguments, result and errors as
-    in lesson 2's `generate`.
-    """
-    return cached_loop(
-        lambda model, max_tokens: RepeatedKVCache(
-            model.config, max_tokens, model.dtype, model.device
-        ),
-        model,
-        prompts,
-        max_new_tokens,
-        sampling,
-        on_token,
-    )
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """Sequence by sequence, K and V repeated at every step. q: [B, Hq, D] -> [B, Hq, Dv]."""
+    return decode_each(attention_repeated, q, k_cache, v_cache, batch, softmax_scale, window)
+
+
+REPEATED = Rung(
+    "KV heads repeated",
+    LESSON_04._replace(prefill=prefill, decode=decode),
+    LESSON_04_TORCH._replace(prefill=prefill, decode=decode),
+)

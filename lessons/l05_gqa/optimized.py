@@ -14,16 +14,13 @@ import math
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import KVCache, decode_attention_torch
-from lessons.l03_kv_cache.naive import cached_loop
-from lessons.l03_kv_cache.optimized import KernelKVCache, check_one_device
-from lessons.l04_positions.cache import InPlaceRotatingKVCache
-from lessons.l04_positions.optimized import KernelRotatingKVCache
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l03_kv_cache.optimized import LESSON_03, check_one_device
+from lessons.l03_kv_cache.stand_ins import decode_attention_torch
+from lessons.l04_positions.optimized import LESSON_04
+from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 from lessons.l05_gqa.naive import sequence_by_sequence
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x · log2 e), and exp2 is what the hardware computes
@@ -32,22 +29,6 @@ SMALLEST_TILE = 16
 # beyond these the query tile and its sums spill registers
 MAX_HEAD_DIM, MAX_GROUP, MAX_QUERY_TILE = 256, 64, 8192
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-class GroupedKVCache(KernelKVCache):
-    """KernelKVCache whose single query is read by the kernel below: K and V once per KV head, not
-    once per query head.
-    """
-
-    def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
-        return decode_attention(
-            q,
-            self.keys[layer][None],
-            self.values[layer][None],
-            self.context_lens,
-            self.config.softmax_scale,
-            self.config.sliding_window(layer),
-        )
 
 
 @triton.jit
@@ -283,75 +264,25 @@ def decode_attention_grouped(
     )
 
 
-class RotatingGroupedKVCache(GroupedKVCache, KernelRotatingKVCache):
-    """The rungs so far: lesson 4's kernel rotates and writes, this one reads. For a decoder that
-    does not rotate.
-    """
+# ---------------------------------------------------------------- the rung
 
 
-def generate(
-    model: Decoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """One prompt after the other, K and V never repeated. Arguments, result and errors as in lesson
-    2's `generate`.
-    """
-    return cached_loop(new_kv_cache, model.unrotated(), prompts, max_new_tokens, sampling, on_token)
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """The kernel above for all sequences at once. q: [B, Hq, D] -> [B, Hq, Dv]."""
+    if v_cache.shape != k_cache.shape:
+        # DeepSeek's expanded heads (lesson 6): v is narrower, and no two query heads share one
+        return LESSON_03.decode(q, k_cache, v_cache, batch, softmax_scale, window)
+    k_cache, v_cache = k_cache[: len(q)], v_cache[: len(q)]
+    return decode_attention(q, k_cache, v_cache, batch.context_lens, softmax_scale, window)
 
 
-def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for at most `max_tokens` of an unrotated decoder. Lesson 4's, in PyTorch,
-    reads K and V in groups too.
-    """
-    cache = RotatingGroupedKVCache if model.device.type == "cuda" else InPlaceRotatingKVCache
-    return cache(model.config, max_tokens, model.dtype, model.device)
-
-
-# (query heads a KV head, head_dim) of Llama-3-8B, Llama-3-70B, an MQA model of 32 heads, the
-# embedded model, odd and wide heads.
-STRIDES = (
-    "stride_qb",
-    "stride_qh",
-    "stride_kb",
-    "stride_kn",
-    "stride_kh",
-    "stride_vb",
-    "stride_vn",
-    "stride_vh",
-)
-SHAPES = {
-    "bf16": ((4, 128), (8, 128), (32, 128), (3, 64), (4, 80), (4, 256)),
-    "fp32": ((4, 128), (3, 64)),
-}
-
-
-def spec_of(dtype: str, group: int, head_dim: int, chips: tuple[int, ...]) -> KernelSpec:
-    """The kernel as decode_attention launches it on these chips. dtype: "bf16" or "fp32"."""
-    size = tiles(group, head_dim, dtype != "fp32" and 75 not in chips)
-    name = f"gqa_{dtype}_{group}x{head_dim}_n{size['BLOCK_N']}"
-    return KernelSpec(
-        "lessons.l05_gqa.optimized:gqa_decode_kernel",
-        name=name,
-        signature={
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}"),
-            "context_lens_ptr": "*i32",
-            "scale_log2e": "fp32",
-            "window": "i32",
-            **dict.fromkeys(STRIDES, "i32"),
-        },
-        constexprs={"GROUP": group, "HEAD_DIM": head_dim, **size},
-        num_warps=warps_for(group, head_dim),
-        divisible_by_16=STRIDES,
-        chips=chips,
-    )
-
-
-KERNELS = [
-    spec_of(dtype, group, dim, chips)
-    for dtype, shapes in SHAPES.items()
-    for group, dim in shapes
-    for chips in ((75,), (80, 89, 90, 100))
-]
+LESSON_05 = LESSON_04._replace(decode=decode)
+LESSON_05_TORCH = LESSON_04_TORCH  # lesson 3's decode in PyTorch repeats nothing either
+IN_GROUPS = Rung("KV heads read in groups", LESSON_05, LESSON_05_TORCH)

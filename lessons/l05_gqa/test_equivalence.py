@@ -4,7 +4,6 @@ and what merging does.
 
 import importlib.util
 import inspect
-import random
 from dataclasses import replace
 
 import pytest
@@ -13,15 +12,13 @@ import torch
 from lessons.l02_naive_attention import naive as recompute
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache import optimized as lesson3
-from lessons.l03_kv_cache.cache import KVCache, decode_attention_torch
-from lessons.l03_kv_cache.naive import cached_loop
-from lessons.l03_kv_cache.test_equivalence import CONFIG, check_cache, decode_inputs
+from lessons.l03_kv_cache.lab.testing import CONFIG, decode_inputs
+from lessons.l03_kv_cache.stand_ins import decode_attention_torch
 from lessons.l05_gqa import naive, optimized
 from lessons.l05_gqa.convert import first_head, mean_head, merge_heads, merged, repeated
 from lessons.l05_gqa.lab import traffic
+from lessons.l05_gqa.lab.specs import KERNELS
 from lessons.l05_gqa.optimized import (
-    KERNELS,
-    GroupedKVCache,
     decode_attention,
     decode_attention_grouped,
     gqa_decode_kernel,
@@ -36,7 +33,6 @@ from lessons.toolbox.proof.numerics import (
     draw,
     edge_lengths,
     floor_for,
-    poison_,
     prove,
     with_canaries,
 )
@@ -347,28 +343,7 @@ def test_repeating_moves_more_than_mha(num_heads, num_kv_heads):
     )
 
 
-# ---------------------------------------------------------------- caches and generation
-
-
-@pytest.mark.parametrize("steps", [[1, 1, 1, 1, 1, 1], [7, 1, 1], [5, 3, 1, 4, 1], [1, 70, 1]])
-@pytest.mark.parametrize("kind", [naive.RepeatedKVCache, GroupedKVCache])
-def test_cached_steps_equal_recomputing(kind, steps, seed):
-    """One by one, prefill then decode, chunks, across a growth; one layer has a window of 5. Unused
-    rows are NaN.
-    """
-    cache = kind(CONFIG, 80, device=DEVICE)
-    poison_(cache.keys)
-    poison_(cache.values)
-    check_cache(cache, steps, seed)
-
-
-@pytest.mark.parametrize("kind", [naive.RepeatedKVCache, GroupedKVCache])
-def test_a_cache_holds_the_kv_heads_alone(kind):
-    """2 of 6 heads. A cache of repeated heads would serve the same tokens from three times the
-    memory.
-    """
-    cache = kind(CONFIG, 64, device=DEVICE)
-    assert cache.allocated_bytes == 64 * CONFIG.kv_bytes_per_token(4) == 64 * 2 * 2 * 2 * 8 * 4
+# ---------------------------------------------------------------- conversion
 
 
 def new_model(**changes) -> Decoder:
@@ -384,28 +359,11 @@ def new_model(**changes) -> Decoder:
     return model.eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
-def test_all_ways_give_the_same_tokens(num_kv_heads, seed):
-    model = new_model(num_key_value_heads=num_kv_heads).to(DEVICE)
-    prompts = [random.choices(range(97), k=n) for n in (1, 9, 4)]
-    want = recompute.generate(model, prompts, 8)
-    for generate in (naive.generate, optimized.generate):
-        assert generate(model, prompts, 8) == want
-    by_kernel = cached_loop(
-        lambda m, n: GroupedKVCache(m.config, n, m.dtype, m.device), model, prompts, 4
-    )
-    assert by_kernel == [row[:4] for row in want]
-    assert isinstance(optimized.new_kv_cache(model, 9), KVCache)
-
-
 # ---------------------------------------------------------------- merging KV heads
 
 
 def logits_of(model, tokens):
-    def attend(layer, q, k, v):
-        return recompute.attention(q, k, v, window=model.config.sliding_window(layer))
-
-    return model.logits(model(tokens, torch.arange(len(tokens)), attend))
+    return model.logits(model(tokens, recompute.whole_sequence(model, len(tokens))))
 
 
 @pytest.mark.parametrize(
@@ -426,8 +384,8 @@ def test_repeating_weights_changes_nothing_and_merging_takes_it_back(options, se
 
 
 def test_merging_averages_the_heads_keys_and_values(seed):
-    """RoPE and the projections are linear, so the merged model's k and v are the means of the
-    heads' own.
+    """The projections are linear (and so is RoPE), so the merged model's k and v are the means of
+    the heads' own.
     """
     model, tokens = new_model(num_key_value_heads=6, qkv_bias=True), torch.randint(97, (5,))
     seen = {}
@@ -441,7 +399,7 @@ def test_merging_averages_the_heads_keys_and_values(seed):
         return keep
 
     for name, m in (("mha", model), ("gqa", merged(model, 2, mean_head))):
-        m(tokens, torch.arange(5), attend(name))
+        m(tokens, attend(name))
     torch.testing.assert_close(seen["gqa"][0], seen["mha"][0])
     for merged_rows, rows in zip(seen["gqa"][1:], seen["mha"][1:]):
         torch.testing.assert_close(
@@ -485,6 +443,7 @@ def test_merged_shares_what_it_does_not_change(seed):
 # ---------------------------------------------------------------- the compiler
 
 
+@pytest.mark.compiler
 def test_the_compiler_multiplies_on_tensor_cores_without_spills():
     for report in check_all(KERNELS):
         if (report.error or "").startswith("not run"):

@@ -1,88 +1,96 @@
 """A cache of latents that decompresses everything at every step: small to keep, dear to read.
 
-Rung by rung: lesson 3's cache keeps k and v of every head; `LatentCache` keeps one row of rank +
+Rung by rung: lesson 3's cache keeps k and v of every head. `LatentPool` keeps one row of rank +
 rope values, c_kv ‖ k_pe, and makes k and v of all heads from it whenever they are needed.
 optimized.py does not make them at all.
 
 Source: DeepSeek-V2 (2024), section 2.1.2, equations 9 to 13.
 """
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.naive import attention
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.naive import cached_loop
-from lessons.l06_mla.deepseek import DeepseekDecoder
+from lessons.l02_naive_attention.decoder import Attend, Decoder
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.cache import AttentionOps, KVPool
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH
+from lessons.l04_positions.stand_ins import turn_
+from lessons.l06_mla.deepseek import MLAttention, latent
 from lessons.toolbox.model.config import ModelConfig
 
 
-class LatentCache(KVCache):
-    """One row a token and layer, c_kv ‖ k_pe: `keys` is [layers, capacity, 1, rank + rope],
-    `values` has no width.
+class LatentPool(KVPool):
+    """One row a token and layer, c_kv ‖ k_pe: [layers, num_blocks, block_size, 1, rank + rope].
 
-    Lesson 3's cache otherwise: reserve, append, counters. Its `attend` is for a `latent()` twin: k
-    is k_pe, v is c_kv.
+    For a model of LatentAttention. Its V has no width: the first `rank` values of a row are c_kv.
     """
 
-    def __init__(self, model: DeepseekDecoder, capacity: int):
-        super().__init__(model.config, capacity, model.dtype, model.device)
-        self.model = model
+    layer_of: list[MLAttention]
+
+    @classmethod
+    def for_model(
+        cls, model: Decoder, num_blocks: int, block_size: int, ops: AttentionOps
+    ) -> "LatentPool":
+        """An empty pool on the model's device, in its dtype. model: from `latent`."""
+        pool = super().for_model(model, num_blocks, block_size, ops)
+        pool.layer_of = [layer.self_attn.expanded for layer in model.layers]
+        return pool
 
     @staticmethod
     def rows(config: ModelConfig) -> tuple[tuple[int, int], tuple[int, int]]:
         return (1, config.mla.latent_dim), (1, 0)
 
-    def write(self, layer: int, k_pe: Tensor, c_kv: Tensor) -> None:
-        self.keys[layer, self.length : self.length + len(c_kv)] = torch.cat([c_kv, k_pe], dim=-1)
+    def attending(self, batch: Batch, first_block: int = 0) -> Attend:
+        """attend(layer, q: [T, H, nope + rope], k: c_kv ‖ k_pe, v: c_kv) -> [T, H, v_dim]."""
 
-    def expanded(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """k: [end, H, nope + rope] and v: [end, H, v_dim] of the first `end` rows, made from their
-        latents.
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            slots = self.k_slots[layer - self.layers.start]
+            q = self.ops.write(q, k, v, slots, None, batch, self.cos_sin_cache)
+            self.written_bytes += k.nbytes
+            latents = self.blocks(slots)[first_block:]
+            return self.read(self.layer_of[layer], q, latents, batch)
+
+        return attend
+
+    def read(self, mla: MLAttention, q: Tensor, latents: Tensor, batch: Batch) -> Tensor:
+        """Expand all latents, then ordinary attention. latents: [blocks, block_size, 1, rank +
+        rope], q: [T, H, nope + rope] -> [T, H, v_dim].
         """
-        rank, rope = self.config.mla.kv_lora_rank, self.config.mla.qk_rope_head_dim
-        return self.model.layers[layer].self_attn.expand(
-            *self.keys[layer, :end].split([rank, rope], dim=-1)
-        )
+        k_cache, v_cache = self.expanded_rows(mla, latents, batch)
+        return self.ops.prefill(q, k_cache, v_cache, batch, self.config.softmax_scale, None)
 
-    def prefill(self, layer: int, q: Tensor, end: int) -> Tensor:
-        """The newest tokens attend to the first `end` rows. q: [T, H, nope + rope] -> [T, H,
-        v_dim].
-        """
-        k, v = self.expanded(layer, end)
-        return attention(q, k, v, self.config.softmax_scale)
-
-    def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
-        """The newest token attends to the first `end` rows. q: [1, H, nope + rope] -> [1, H,
-        v_dim].
-        """
-        return self.prefill(layer, q, end)
+    def expanded_rows(
+        self, mla: MLAttention, latents: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """k: [B, max_context_len, H, nope + rope] and v: [B, max_context_len, H, v_dim]."""
+        rows = latents[: len(batch.context_lens), : batch.max_context_len]
+        widths = [self.config.mla.kv_lora_rank, self.config.mla.qk_rope_head_dim]
+        return mla.expand(*rows.split(widths, dim=-1))
 
 
-def generate(
-    model: DeepseekDecoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """One prompt after the other, each with its own LatentCache. As lesson 2's `generate`, for
-    models with config.mla.
-    """
-    return latent_loop(LatentCache, model, prompts, max_new_tokens, sampling, on_token)
+def write_latents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_slots: Tensor,
+    v_slots: None,
+    batch: Batch,
+    cos_sin_cache: Tensor,
+) -> Tensor:
+    """Rotate q_pe and k_pe in place, store c_kv ‖ k_pe; v is a part of it. Shapes as in LatentPool."""
+    rope_dim = cos_sin_cache.shape[-1]
+    cos, sin = cos_sin_cache[batch.positions][:, None].to(q.dtype).chunk(2, dim=-1)
+    turn_(q[..., -rope_dim:], cos, sin)
+    turn_(k[..., -rope_dim:], cos, sin)
+    k_slots.index_put_((batch.slot_mapping,), k)
+    return q
 
 
-def latent_loop(new_cache: Callable, model: DeepseekDecoder, *request) -> list[list[int]]:
-    """`cached_loop` for caches of latents: new_cache(twin, max_tokens). Raises ValueError for a
-    model without latents.
-    """
-    if not isinstance(model, DeepseekDecoder):
-        raise ValueError(
-            f"model: got a {type(model).__name__}; accepted: a DeepseekDecoder, which has latents "
-            f"to cache"
-        )
-    return cached_loop(new_cache, model.latent(), *request)
+LATENTS_TORCH = LESSON_03_TORCH._replace(write=write_latents)
+EXPANDED = Rung(
+    "latents, expanded at every step",
+    LATENTS_TORCH,
+    LATENTS_TORCH,
+    prepare=latent,
+    cache=LatentPool,
+)

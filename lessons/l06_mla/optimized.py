@@ -18,48 +18,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.optimized import attention_for
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import decode_attention_torch
-from lessons.l03_kv_cache.optimized import check_one_device
-from lessons.l06_mla.deepseek import DeepseekDecoder
-from lessons.l06_mla.naive import LatentCache, latent_loop
-from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l03_kv_cache.optimized import LESSON_03, check_one_device
+from lessons.l03_kv_cache.stand_ins import decode_attention_torch, decode_each
+from lessons.l06_mla.deepseek import MLAttention, latent
+from lessons.l06_mla.naive import LATENTS_TORCH, LatentPool
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 
-class AbsorbedCache(LatentCache):
-    """LatentCache whose single queries come to the latents, rather than the latents to them. Plain
-    PyTorch.
-    """
+class AbsorbedPool(LatentPool):
+    """LatentPool whose single queries come to the latents, rather than the latents to them."""
 
-    def prefill(self, layer: int, q: Tensor, end: int) -> Tensor:
-        return attention_for(q.device)(q, *self.expanded(layer, end), self.config.softmax_scale)
-
-    def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
-        mla = self.model.layers[layer].self_attn
-        return mla.project_values(self.attend_to_rows(mla.absorb(q), self.keys[layer, :end]))
-
-    def attend_to_rows(self, q: Tensor, rows: Tensor) -> Tensor:
-        """q: [1, H, rank + rope], rows: [end, 1, rank + rope] -> [1, H, rank]."""
-        return decode_attention_torch(
-            q, rows, rows[..., : self.config.mla.kv_lora_rank], self.config.softmax_scale
-        )
-
-
-class KernelAbsorbedCache(AbsorbedCache):
-    """AbsorbedCache whose rows are read by the kernel below."""
-
-    def attend_to_rows(self, q: Tensor, rows: Tensor) -> Tensor:
-        context_lens = torch.full((1,), len(rows), dtype=torch.int32, device=q.device)
-        return mla_decode(
-            q,
-            rows.transpose(0, 1),
-            context_lens,
-            self.config.softmax_scale,
-            self.config.mla.kv_lora_rank,
-        )[0]
+    def read(self, mla: MLAttention, q: Tensor, latents: Tensor, batch: Batch) -> Tensor:
+        """Prompts expand all latents; a single query reads them as they lie. Shapes as above."""
+        if batch.max_seqlen_q > 1:
+            return super().read(mla, q, latents, batch)
+        c_kv = latents[..., : self.config.mla.kv_lora_rank]
+        scale = self.config.softmax_scale
+        out = self.ops.decode(mla.absorb(q), latents, c_kv, batch, scale, None)
+        return mla.project_values(out)
 
 
 @triton.jit
@@ -230,54 +208,32 @@ def check_decode_inputs(q: Tensor, kv_cache: Tensor, context_lens: Tensor, rank:
         )
 
 
-def generate(
-    model: DeepseekDecoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """One prompt after the other, prefill expanded, decode absorbed. As lesson 2's `generate`, for
-    models with config.mla.
+# ---------------------------------------------------------------- the rung
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """The kernel above, where it fits. q: [B, H, rank + rope], absorbed; k_cache: [blocks,
+    block_size, 1, rank + rope]; v_cache: its first `rank` values -> [B, H, rank].
     """
-    return latent_loop(new_latent_cache, model, prompts, max_new_tokens, sampling, on_token)
+    if not kernel_fits(q):
+        return decode_each(
+            decode_attention_torch, q, k_cache, v_cache, batch, softmax_scale, window
+        )
+    rows, rank = k_cache[: len(q), :, 0], v_cache.shape[-1]
+    return mla_decode(q, rows, batch.context_lens, softmax_scale, rank)[0]
 
 
-def new_latent_cache(model: DeepseekDecoder, max_tokens: int) -> AbsorbedCache:
-    """An empty cache of latents for at most `max_tokens`; the kernel's where it is compiled and its
-    row of 576 values fits.
-    """
-    on_gpu = model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) >= (
-        8,
-        0,
-    )
-    return (KernelAbsorbedCache if on_gpu else AbsorbedCache)(model, max_tokens)
+def kernel_fits(q: Tensor) -> bool:
+    """Whether a row of 576 values fits into the shared memory of q's device: from sm_80 on."""
+    return q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
-# DeepSeek-V2-Lite has 16 heads, V2 and V3 have 128. Not for sm_75: a tile of 576 values a row
-# passes its 64 KB in any form.
-STRIDES = ("stride_qb", "stride_qh", "stride_kb", "stride_kn")
-KERNELS = [
-    KernelSpec(
-        "lessons.l06_mla.optimized:mla_decode_kernel",
-        name=f"mla_decode_{dtype}_{heads}_sm{chips[0]}",
-        signature={
-            "q_ptr": f"*{dtype}",
-            "kv_ptr": f"*{dtype}",
-            "out_ptr": f"*{dtype}",
-            "lse_ptr": "*fp32",
-            "context_lens_ptr": "*i32",
-            "softmax_scale": "fp32",
-            "num_heads": "i32",
-            **dict.fromkeys(STRIDES, "i32"),
-        },
-        constexprs={"RANK": 512, "ROPE": 64, "BLOCK_H": tiles.block_h, "BLOCK_N": tiles.block_n},
-        chips=chips,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        divisible_by_16=(*STRIDES, "num_heads"),
-    )
-    for dtype, itemsize, heads in (("bf16", 2, 16), ("bf16", 2, 128), ("fp32", 4, 16))
-    for chips, shared in (((80, 90, 100), 163 * 1024), ((89,), 99 * 1024))
-    for tiles in [tiles_for(heads, itemsize, shared)]
-]
+LATENTS_06 = LATENTS_TORCH._replace(prefill=LESSON_03.prefill, decode=decode)
+ABSORBED = Rung("latents, absorbed", LATENTS_06, LATENTS_TORCH, prepare=latent, cache=AbsorbedPool)

@@ -2,27 +2,13 @@
 is attention over latents.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from lessons.l02_naive_attention import naive as recompute
-from lessons.l02_naive_attention import optimized as fused
-from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.naive import attention, causal_mask, masked_softmax
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache import naive as concatenated
-from lessons.l03_kv_cache import optimized as preallocated
-from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.naive import ConcatCache
-from lessons.l06_mla import naive, optimized
-from lessons.l06_mla.deepseek import DeepseekDecoder
-from lessons.l06_mla.naive import LatentCache, latent_loop
+from lessons.l02_naive_attention.naive import causal_mask, masked_softmax
+from lessons.l06_mla.lab.specs import KERNELS
+from lessons.l06_mla.lab.testing import RANK, ROPE
 from lessons.l06_mla.optimized import (
-    KERNELS,
-    AbsorbedCache,
-    KernelAbsorbedCache,
     Tiles,
     mla_decode,
     mla_decode_kernel,
@@ -30,13 +16,10 @@ from lessons.l06_mla.optimized import (
 )
 from lessons.toolbox.kernels.compile_check import check_all
 from lessons.toolbox.measure.device import default_device
-from lessons.toolbox.model.config import MLAConfig, ModelConfig, MoEConfig, RopeScaling
 from lessons.toolbox.proof.numerics import (
     NotEquivalent,
-    assert_close_to_oracle,
     draw,
     edge_lengths,
-    poison_,
     poisoned,
     prove,
 )
@@ -46,316 +29,6 @@ from lessons.toolbox.proof.refusals import KINDS, assert_refused
 # takes the logarithm of 0.
 pytestmark = [pytest.mark.usefixtures("seed"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 DEVICE = default_device()  # without a GPU the kernel runs in Triton's interpreter
-RANK, ROPE = 32, 16
-CONFIG = ModelConfig(
-    "deepseek_v3",
-    vocab_size=61,
-    hidden_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    head_dim=24,
-    intermediate_size=40,
-    max_position_embeddings=256,
-    v_head_dim=12,
-    mla=MLAConfig(20, RANK, 8, ROPE, 12),
-    rope_scaling=RopeScaling(
-        "yarn", 8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0
-    ),
-    moe=MoEConfig(
-        8,
-        2,
-        24,
-        1,
-        first_k_dense_replace=1,
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
-        n_group=2,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-    ),
-)
-EVERY_TOKEN = SamplingParams(temperature=0, ignore_eos=True)
-
-
-@torch.no_grad()
-def new_model(dtype=torch.float64, **changes) -> DeepseekDecoder:
-    """Random weights, norms and biases included, with attention sharp enough that a slip changes
-    the tokens.
-    """
-    model = DeepseekDecoder(replace(CONFIG, **changes)).to(dtype)
-    for name, parameter in model.named_parameters():
-        parameter.normal_(std=0.4 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5)
-        if name.endswith("norm.weight"):
-            parameter.add_(1)
-        if "q_b_proj" in name or "q_proj" in name:
-            parameter.mul_(2)
-    return model.eval().requires_grad_(False)
-
-
-def random_prompts(*lengths) -> list[list[int]]:
-    return [torch.randint(0, 61, (n,)).tolist() for n in lengths]
-
-
-def attend_without_cache(config):
-    return lambda layer, q, k, v: attention(q, k, v, config.softmax_scale)
-
-
-def hidden_of(model, tokens) -> torch.Tensor:
-    return model(tokens, torch.arange(len(tokens)), attend_without_cache(model.config))
-
-
-# ---------------------------------------------------------------- one algebra, two forms
-
-
-@pytest.mark.parametrize(
-    "mla",
-    [MLAConfig(20, RANK, 8, ROPE, 12), MLAConfig(None, RANK, 8, ROPE, 12, rope_interleave=False)],
-)
-def test_absorbed_equals_expanded_in_float64(mla):
-    model, tokens = new_model(mla=mla), torch.randint(0, 61, (50,))
-    expanded, absorbed = hidden_of(model, tokens), hidden_of(model.absorbed(), tokens)
-    assert (absorbed - expanded).abs().max() < 1e-12 * expanded.abs().max()
-
-
-def test_each_form_in_bfloat16_against_float64(seed):
-    """Against the oracle, not against each other: both round, at different places."""
-    mla, x = (
-        new_model(torch.bfloat16).layers[0].self_attn,
-        draw("normal", (40, 48), dtype=torch.bfloat16, seed=seed),
-    )
-
-    def form(name, layer, x):
-        q, (c_kv, k_pe) = layer.queries(x, lambda pe: pe), layer.latents(x, lambda pe: pe)
-        if name == "expanded":
-            return attention(q, *layer.expand(c_kv, k_pe), CONFIG.softmax_scale)
-        return layer.project_values(
-            attention(layer.absorb(q), torch.cat([c_kv, k_pe], -1), c_kv, CONFIG.softmax_scale)
-        )
-
-    expanded, absorbed = (form(name, mla, x) for name in ("expanded", "absorbed"))
-    ref64 = form("expanded", mla.double(), x.double())  # the rounded weights and input, widened
-    assert_close_to_oracle(absorbed, expanded, ref64, floor=2e-3)
-    assert_close_to_oracle(expanded, absorbed, ref64, floor=2e-3)
-
-
-def test_forms_share_their_weights_and_leave_the_model_alone():
-    model = new_model()
-    twin = model.absorbed()
-    assert (
-        twin.layers is model.layers
-        and model.config is not twin.config
-        and model.latent().config is model.config
-    )
-    assert (twin.config.num_key_value_heads, twin.config.head_dim, twin.config.v_head_dim) == (
-        1,
-        RANK + ROPE,
-        RANK,
-    )
-    assert twin.config.softmax_scale == model.config.softmax_scale  # never from the latent's width
-    assert model.adapter is DeepseekDecoder.adapter
-
-
-# ---------------------------------------------------------------- every cache, every rung
-
-RUNGS = {
-    "recompute": recompute.generate,
-    "fused softmax": fused.generate,
-    "concatenated": concatenated.generate,
-    "preallocated": preallocated.generate,
-    "decompress": naive.generate,
-    "absorbed": optimized.generate,
-}
-
-
-@pytest.mark.parametrize("mla", [CONFIG.mla, MLAConfig(None, RANK, 8, ROPE, 40)])
-def test_all_rungs_agree_in_float64(mla):
-    """Lessons 2 and 3 see expanded heads (or, of the absorbed twin, one), this lesson's caches
-    latents.
-    """
-    model, prompts, limits = (
-        new_model(mla=mla, v_head_dim=mla.v_head_dim),
-        random_prompts(1, 3, 40),
-        [30, 1, 20],
-    )
-    expected = recompute.generate(model, prompts, limits, EVERY_TOKEN)
-    assert [len(row) for row in expected] == limits and len(
-        {token for row in expected for token in row}
-    ) > 5
-    for name, generate in RUNGS.items():
-        assert generate(model, prompts, limits, EVERY_TOKEN) == expected, name
-        if name not in ("decompress", "absorbed"):
-            assert generate(model.absorbed(), prompts, limits, EVERY_TOKEN) == expected, (
-                f"{name} of the absorbed twin"
-            )
-
-
-def test_the_rung_with_the_kernel():
-    """What a GPU runs; in the interpreter where there is none."""
-    model, prompts = new_model(torch.float32).to(DEVICE), random_prompts(1, 4)
-    assert latent_loop(KernelAbsorbedCache, model, prompts, 3) == recompute.generate(
-        model, prompts, 3
-    )
-
-
-@pytest.mark.parametrize("steps", [[1] * 6, [7, 1, 1], [5, 3, 1, 4, 1], [1, 70, 1]])
-@pytest.mark.parametrize("kind", [LatentCache, AbsorbedCache])
-def test_cached_steps_equal_recomputing(kind, steps):
-    """One by one, prefill then decode, chunks, growth; rows not in use are NaN, and stay unread."""
-    model, tokens = new_model(), torch.randint(0, 61, (sum(steps),))
-    whole, cache, start = hidden_of(model, tokens), kind(model.latent(), 3), 0
-    poison_(cache.keys)
-    for step in steps:
-        rows = torch.arange(start, start + step)
-        assert cache.length == start
-        torch.testing.assert_close(
-            model.latent()(tokens[rows], rows, cache.attend), whole[rows], atol=1e-10, rtol=1e-10
-        )
-        start += step
-
-
-def test_bytes_that_each_cache_holds():
-    """A latent and a rotary key for each layer and token; lesson 3's cache holds k and v of every
-    head.
-    """
-    model = new_model(torch.float32)
-    caches = [LatentCache(model.latent(), 64), KVCache(model.config, 64), ConcatCache(model.config)]
-    for cache in caches:
-        twin = model.latent() if isinstance(cache, LatentCache) else model
-        for tokens in torch.randint(0, 61, (10,)).split([7, 1, 1, 1]):
-            twin(tokens, torch.arange(cache.length, cache.length + len(tokens)), cache.attend)
-    latents, heads = 2 * (RANK + ROPE) * 4, 2 * 4 * (24 + 12) * 4
-    assert model.config.kv_bytes_per_token(4) == latents
-    assert [cache.written_bytes for cache in caches] == [10 * latents, 10 * heads, 10 * heads]
-    assert (caches[0].used_bytes, caches[0].allocated_bytes) == (10 * latents, 64 * latents)
-    assert (caches[1].used_bytes, caches[1].growth_copy_bytes) == (10 * heads, 0)
-
-
-def test_an_absorbed_step_expands_nothing():
-    """No tensor of a decode step is as large as one head's keys: the latents are read as they lie."""
-    from lessons.toolbox.proof.traps import Allocations
-
-    model, cache = new_model(), None
-    for kind in (LatentCache, AbsorbedCache):
-        cache = kind(model.latent(), 256)
-        tokens = torch.randint(0, 61, (201,))
-        model.latent()(tokens[:200], torch.arange(200), cache.attend)
-        with Allocations() as allocations:
-            model.latent()(tokens[200:], torch.tensor([200]), cache.attend)
-        assert (allocations.largest_elements < 200 * 8) == (kind is AbsorbedCache)
-
-
-# ---------------------------------------------------------------- would these tests notice?
-
-
-def k_first_then_v(self):
-    """kv_b_proj as [all W_UK | all W_UV] in place of head by head."""
-    return (
-        self.kv_b_proj.weight[: 4 * 8].unflatten(0, (4, 8)),
-        self.kv_b_proj.weight[4 * 8 :].unflatten(0, (4, 12)),
-    )
-
-
-SLIPS = {
-    "kv_b_proj read as W_UK, then W_UV": ("up_projections", k_first_then_v),
-    "W_UK of another head": (
-        "up_projections",
-        lambda self: tuple(
-            w.roll(1, 0) if i == 0 else w
-            for i, w in enumerate(self.kv_b_proj.weight.unflatten(0, (4, 20)).split([8, 12], 1))
-        ),
-    ),
-    "W_UK transposed": (
-        "absorb",
-        lambda self, q: torch.cat(
-            [
-                torch.einsum(
-                    "thn,hnr->thr", q[..., :8], self.up_projections()[0].mT.reshape(4, 8, RANK)
-                ),
-                q[..., 8:],
-            ],
-            -1,
-        ),
-    ),
-    "q_pe before the latent": (
-        "absorb",
-        lambda self, q: torch.cat(
-            [q[..., 8:], torch.einsum("thn,hnr->thr", q[..., :8], self.up_projections()[0])], -1
-        ),
-    ),
-    "W_UK in place of W_UV": (
-        "project_values",
-        lambda self, out: torch.einsum(
-            "thr,hvr->thv", out, self.kv_b_proj.weight.unflatten(0, (4, 20))[:, :12]
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("slip", SLIPS)
-def test_a_slip_of_absorption_is_noticed(slip, monkeypatch):
-    model, tokens = new_model(), torch.randint(0, 61, (20,))
-    right = hidden_of(model, tokens)
-    name, wrong = SLIPS[slip]
-    monkeypatch.setattr(type(model.layers[0].self_attn), name, wrong)
-    assert (hidden_of(model.absorbed(), tokens) - right).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    "slip",
-    [
-        "k_pe kept before its rotation",
-        "latent kept before its norm",
-        "rotary key first",
-        "scale from the latent",
-        "forgets on growth",
-    ],
-)
-def test_a_wrong_cache_is_rejected(slip, monkeypatch):
-    model, tokens = new_model(), torch.randint(0, 61, (12,))
-    mla = type(model.layers[0].self_attn)
-
-    class Wrong(AbsorbedCache):
-        def write(self, layer, k_pe, c_kv):
-            width = (k_pe, c_kv) if slip == "rotary key first" else (c_kv, k_pe)
-            self.keys[layer, self.length : self.length + len(c_kv)] = torch.cat(width, -1)
-
-        def reserve(self, tokens):
-            grown = tokens > self.capacity
-            super().reserve(tokens)
-            if slip == "forgets on growth" and grown:
-                self.keys.zero_()
-
-        def attend_to_rows(self, q, rows):
-            scale = (
-                (RANK + ROPE) ** -0.5
-                if slip == "scale from the latent"
-                else self.config.softmax_scale
-            )
-            return attention(q, rows, rows[..., :RANK], scale)
-
-    right, start = hidden_of(model, tokens), 0
-    if slip == "k_pe kept before its rotation":
-        latents = mla.latents
-        monkeypatch.setattr(mla, "latents", lambda self, x, rotate: latents(self, x, lambda pe: pe))
-    if slip == "latent kept before its norm":
-        monkeypatch.setattr(
-            mla,
-            "latents",
-            lambda self, x, rotate: (
-                self.kv_a_proj_with_mqa(x)[:, None, :RANK],
-                rotate(self.kv_a_proj_with_mqa(x)[:, None, RANK:]),
-            ),
-        )
-    cache, worst = Wrong(model.latent(), 8), 0.0
-    for step in (5, 1, 1, 4, 1):
-        rows = torch.arange(start, start + step)
-        out = model.latent()(tokens[rows], rows, cache.attend)
-        worst, start = max(worst, float((out - right[rows]).abs().max())), start + step
-    assert worst > 1e-3
-
-
 # ---------------------------------------------------------------- the kernel
 
 
@@ -510,6 +183,7 @@ def test_a_wrong_decode_is_rejected(slip, seed):
         )
 
 
+@pytest.mark.compiler
 def test_the_compiler_gives_matrix_instructions_without_spills():
     for report in check_all(KERNELS):
         if (report.error or "").startswith("not run"):
@@ -570,10 +244,3 @@ def test_decode_refuses(change, message):
     with pytest.raises(ValueError, match=message) as error:
         mla_decode(**small_inputs() | change)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("generate", [naive.generate, optimized.generate])
-def test_generate_needs_latents(generate):
-    llama = Decoder(ModelConfig("llama", 11, 8, 1, 1, 1, 4, 4, 16))
-    with pytest.raises(ValueError, match="model: got a Decoder; accepted: a DeepseekDecoder"):
-        generate(llama, [[1]], 2)

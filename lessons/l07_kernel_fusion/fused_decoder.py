@@ -11,16 +11,16 @@ launches: a merged matrix beside the separate ones is a copy of most of the mode
 them into place instead, as vLLM's does.
 """
 
-import copy
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lessons.l02_naive_attention.decoder import MLP, Attend, Attention, Decoder, RMSNorm
-from lessons.l02_naive_attention.rope import Rotate
+from lessons.l02_naive_attention.decoder import MLP, Attend, Attention, Decoder, RMSNorm, swap
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l05_gqa.optimized import LESSON_05, LESSON_05_TORCH
 from lessons.l07_kernel_fusion import optimized, stand_ins
 from lessons.l07_kernel_fusion.rows import DTYPES
 
@@ -51,7 +51,13 @@ def ops_for(model: Decoder) -> Ops:
 # ---------------------------------------------------------------- parts
 
 
-class FusedRMSNorm(RMSNorm):
+class FusedRMSNorm(nn.Module):
+    """An RMSNorm with its weight, by `ops`."""
+
+    def __init__(self, norm: RMSNorm, ops: Ops):
+        super().__init__()
+        self.weight, self.eps, self.ops = norm.weight, norm.eps, ops
+
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> [..., size]
         return self.ops.rms_norm(x, self.weight, self.eps)
 
@@ -62,70 +68,88 @@ class FusedRMSNorm(RMSNorm):
         return self.ops.add_rms_norm(branch, residual, self.weight, self.eps)
 
 
-class FusedMLP(MLP):
+class FusedMLP(nn.Module):
+    """An MLP with its weights; silu and the product are one operation."""
+
+    def __init__(self, mlp: MLP, ops: Ops):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.ops = ops
+
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
         return self.down_proj(self.ops.silu_mul(self.gate_proj(x), self.up_proj(x)))
 
 
-class FusedAttention(Attention):
-    def forward(self, x: Tensor, rotate: Rotate, attend: Callable) -> Tensor:
-        # [T, Hq, D]
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        # [T, Hkv, D]
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        # [T, Hkv, D]
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if isinstance(self.q_norm, RMSNorm):
-            q, k = self.ops.qk_norm(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        # [T, Hq, D]
-        out = attend(rotate(q), rotate(k), v)
+class FusedAttention(nn.Module):
+    """An Attention with its weights; the norms of q and k are one operation."""
+
+    def __init__(self, attention: Attention, ops: Ops):
+        super().__init__()
+        self.head_dim, self.ops = attention.head_dim, ops
+        self.q_proj, self.k_proj = attention.q_proj, attention.k_proj
+        self.v_proj, self.o_proj = attention.v_proj, attention.o_proj
+        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+
+    def forward(self, x: Tensor, attend: Callable) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq, D]
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hkv, D]
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hkv, D]
+        if not isinstance(self.q_norm, nn.Identity):
+            weights = self.q_norm.weight, self.k_norm.weight
+            q, k = self.ops.qk_norm(q, k, *weights, self.q_norm.eps)
+        out = attend(q, k, v)  # [T, Hq, D]
         return self.o_proj(out.flatten(-2))
-
-
-FUSED = {RMSNorm: FusedRMSNorm, MLP: FusedMLP, Attention: FusedAttention}
 
 
 # ---------------------------------------------------------------- the whole
 
 
-def run_layers(
-    layers: nn.ModuleList, last_norm: FusedRMSNorm, x: Tensor, rotate: Rotate, attend: Attend
-) -> Tensor:
+def run_layers(layers: Sequence[nn.Module], last_norm, x: Tensor, attend: Attend) -> Tensor:
     """All layers and the last norm. x: [T, hidden_size], which becomes the residual stream ->
     hidden: [T, hidden_size].
 
-    A layer's output is not added when the layer ends, but when the next norm begins: n layers have
-    2n junctions, each one launch.
+    A layer's output is not added when the layer ends, but when the next norm begins. So n layers
+    have 2n junctions, and each is one launch.
     """
     residual, normed = x, layers[0].input_layernorm(x)
     next_norms = [layer.input_layernorm for layer in layers[1:]] + [last_norm]
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms)):
-        branch = layer.self_attn(normed, rotate, partial(attend, index))
+        branch = layer.self_attn(normed, partial(attend, index))
         normed = layer.post_attention_layernorm.after_adding(branch, residual)
         normed = next_norm.after_adding(layer.mlp(normed), residual)
     return normed
 
 
+class Addition:
+    """Where a stage of some layers ends: the last branch is added, and nothing is normed."""
+
+    def after_adding(self, branch: Tensor, residual: Tensor) -> Tensor:
+        """residual += branch, in place; returns it. Both: [T, hidden_size]."""
+        return residual.add_(branch)
+
+
 class FusedDecoder(Decoder):
-    """The plain decoder with `run_layers` in the place of its loop."""
+    """A decoder with the parts of another one, and with additions fused into the norms."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens: [T] int64, positions: [T] int64 -> hidden: [T, hidden_size]."""
-        return run_layers(
-            self.layers, self.norm, self.embed_tokens(tokens), self.rotation(positions), attend
-        )
+    def __init__(self, model: Decoder):
+        nn.Module.__init__(self)  # not Decoder's, because all parts are there already
+        self.config = model.config
+        self.embed_tokens, self.layers = model.embed_tokens, model.layers
+        self.norm, self.lm_head = model.norm, model.lm_head
 
+    def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
+        """tokens: [T] int64 -> hidden: [T, hidden_size]."""
+        return run_layers(self.layers, self.norm, self.embed_tokens(tokens), attend)
 
-@lru_cache
-def fused_class(kind: type) -> type:
-    """A decoder's class above FusedDecoder: what a subclass changed stays, and its super().forward
-    is the fused one.
-    """
-    return (
-        FusedDecoder
-        if kind is Decoder
-        else type(f"Fused{kind.__name__}", (kind, FusedDecoder), {"__doc__": kind.__doc__})
-    )
+    def run_layers(self, x: Tensor, attend: Attend, layers: range | None = None) -> Tensor:
+        """The layers of a range (a pipeline's stage), or all. x: [T, hidden_size], overwritten."""
+        layers = range(len(self.layers)) if layers is None else layers
+        stage = self.layers[layers.start : layers.stop]
+
+        def attend_in_stage(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(layers.start + index, q, k, v)
+
+        return run_layers(stage, Addition(), x, attend_in_stage)
 
 
 def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
@@ -138,33 +162,21 @@ def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
     """
     if isinstance(model, FusedDecoder):
         return model
-    norms = [
-        norm
-        for layer in model.layers
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-    ] + [model.norm]
+    norms = [model.norm]
+    for layer in model.layers:
+        norms += [layer.input_layernorm, layer.post_attention_layernorm]
     if strange := [type(norm).__name__ for norm in norms if type(norm) is not RMSNorm]:
         raise ValueError(
             f"model: got {type(model).__name__} with {strange[0]}; accepted: a decoder whose "
-            f"layers have the "
-            "RMSNorm of lessons.l02_naive_attention.decoder"
+            "layers have the RMSNorm of lessons.l02_naive_attention.decoder"
         )
-    twin = twin_of(model, ops or ops_for(model))
-    twin.__class__ = fused_class(type(model))
-    return twin
+    ops = ops or ops_for(model)
+    parts = {
+        RMSNorm: partial(FusedRMSNorm, ops=ops),
+        MLP: partial(FusedMLP, ops=ops),
+        Attention: partial(FusedAttention, ops=ops),
+    }
+    return FusedDecoder(swap(model, parts))
 
 
-def twin_of(module: nn.Module, ops: Ops) -> nn.Module:
-    """The module with the known parts inside it replaced, sharing parameters and buffers; itself if
-    it holds none.
-    """
-    children = {name: twin_of(child, ops) for name, child in module.named_children()}
-    kind = FUSED.get(type(module))
-    if kind is None and all(children[name] is child for name, child in module.named_children()):
-        return module
-    twin = copy.copy(module)  # shallow, so every parameter is shared
-    # its own, because a shallow copy would share this dictionary too
-    twin._modules = {**module._modules, **children}
-    if kind is not None:
-        twin.__class__, twin.ops = kind, ops
-    return twin
+FUSED_LAYERS = Rung("fused layers", LESSON_05, LESSON_05_TORCH, prepare=fused)

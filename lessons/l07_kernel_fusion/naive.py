@@ -13,19 +13,6 @@ taken out (Milakov & Gimelshein 2018, algorithm 2).
 import torch
 from torch import Tensor
 
-# this rung's naive side: the rung below, whose decoder is eager
-from lessons.l05_gqa.optimized import generate
-
-__all__ = [
-    "add_rms_norm",
-    "generate",
-    "qk_norm",
-    "rms_norm",
-    "rms_norm_gemma",
-    "silu_mul",
-    "softmax",
-]
-
 
 def widened(x: Tensor) -> Tensor:
     """x: [...] in float32, or as it is in float64."""

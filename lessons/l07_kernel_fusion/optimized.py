@@ -12,12 +12,7 @@ Sources: as naive.py; fusing the residual addition into the norm: vLLM's fused_a
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.optimized import fused_softmax
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.naive import cached_loop
-from lessons.l05_gqa.optimized import new_kv_cache
 from lessons.l07_kernel_fusion.qk_norm import qk_norm
 from lessons.l07_kernel_fusion.rows import (
     MAX_ROW,
@@ -27,12 +22,10 @@ from lessons.l07_kernel_fusion.rows import (
     tile_of,
     weighted,
 )
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 __all__ = [
     "add_rms_norm",
-    "generate",
     "qk_norm",
     "rms_norm",
     "rms_norm_gemma",
@@ -257,76 +250,3 @@ def softmax(x: Tensor) -> Tensor:
     """
     (rows,) = rows_of(x=x)
     return fused_softmax(rows[None], 1.0, causal=False).view(x.shape)
-
-
-def generate(
-    model: Decoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """Lesson 5's loop and cache with the fused twin of `model`: the same weights, fewer passes.
-    Arguments as lesson 2's.
-    """
-    # here, because that file is built from the functions above
-    from lessons.l07_kernel_fusion.fused_decoder import fused
-
-    return cached_loop(
-        new_kv_cache, fused(model).unrotated(), prompts, max_new_tokens, sampling, on_token
-    )
-
-
-ARGUMENTS = {  # kernel: its pointers, its integers
-    "lessons.l07_kernel_fusion.optimized:rms_norm_kernel": (
-        "x weight out",
-        "size stride_x num_rows",
-    ),
-    "lessons.l07_kernel_fusion.optimized:rms_norm_long_kernel": ("x weight out", "size stride_x"),
-    "lessons.l07_kernel_fusion.optimized:add_rms_norm_kernel": (
-        "x residual weight out",
-        "size stride_x stride_residual",
-    ),
-    "lessons.l07_kernel_fusion.optimized:silu_mul_kernel": (
-        "gate up out",
-        "size stride_gate stride_up num_tiles",
-    ),
-}
-
-
-def spec(name: str, dtype: str, size: int, num_warps: int, **constexprs) -> KernelSpec:
-    """How a kernel is launched on rows of `size` values, for the compiler's check. dtype: Triton's
-    name, "bf16".
-    """
-    path, (pointers, integers) = next(
-        item for item in ARGUMENTS.items() if item[0].endswith(f":{name}_kernel")
-    )
-    family = "_gemma" if constexprs.get("GEMMA") else ""
-    return KernelSpec(
-        path,
-        name=f"{name}{family}_{dtype}_{size}",
-        constexprs=constexprs,
-        num_warps=num_warps,
-        signature={
-            **{f"{pointer}_ptr": f"*{dtype}" for pointer in pointers.split()},
-            **dict.fromkeys(integers.split(), "i32"),
-            **({} if name == "silu_mul" else {"eps": "fp32"}),
-        },
-        divisible_by_16=tuple(n for n in integers.split() if not n.startswith("num_")),
-    )
-
-
-# hidden sizes of models from 1B to 405B parameters, a row that no program holds, Llama-3-8B's MLP
-KERNELS = []
-for dtype in ("bf16", "fp32"):
-    for size in (2048, 4096, MAX_ROW):
-        rows, block, warps = tile_of(size)
-        KERNELS += [
-            spec("rms_norm", dtype, size, warps, GEMMA=False, ROWS=rows, BLOCK=block),
-            spec("add_rms_norm", dtype, size, warps, BLOCK=block),
-        ]
-    KERNELS += [
-        spec("rms_norm", dtype, 4096, 8, GEMMA=True, ROWS=1, BLOCK=4096),
-        spec("rms_norm_long", dtype, 2 * MAX_ROW, 16, GEMMA=False, BLOCK=MAX_ROW // 2),
-        spec("silu_mul", dtype, 14336, 4, BLOCK=SHORTEST_TILE),
-    ]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lessons.l03_kv_cache.optimized import check_one_device
 from lessons.l07_kernel_fusion.rows import DTYPES, MAX_ROW, check_weight, tile_of, weighted
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 
@@ -114,25 +113,3 @@ def qk_norm(
             num_warps=warps,
         )
     return q_out, k_out
-
-
-POINTERS = ("q_ptr", "k_ptr", "q_weight_ptr", "k_weight_ptr", "q_out_ptr", "k_out_ptr")
-STRIDES = ("stride_qt", "stride_qh", "stride_kt", "stride_kh")
-KERNELS = [
-    KernelSpec(
-        "lessons.l07_kernel_fusion.qk_norm:qk_norm_kernel",
-        name=f"qk_norm_{dtype}_{size}",
-        signature={
-            **dict.fromkeys(POINTERS, f"*{dtype}"),
-            "eps": "fp32",
-            **dict.fromkeys(
-                ("num_tokens", "q_heads", "k_heads", "q_programs", "size", *STRIDES), "i32"
-            ),
-        },
-        constexprs=dict(zip(("ROWS", "BLOCK"), tile_of(size))),
-        num_warps=tile_of(size)[2],
-        divisible_by_16=("size", *STRIDES),
-    )
-    for dtype in ("bf16", "fp32")
-    for size in (64, 128)
-]

@@ -21,6 +21,7 @@ from lessons.l07_kernel_fusion.fused_decoder import (
     fused,
     ops_of,
 )
+from lessons.l07_kernel_fusion.lab.specs import KERNELS
 from lessons.l07_kernel_fusion.optimized import (
     add_rms_norm_kernel,
     rms_norm_kernel,
@@ -323,8 +324,9 @@ def test_a_row_does_not_depend_on_the_others(seed):
     assert optimized.rms_norm(x, weight, EPS).isnan().any(-1).nonzero().flatten().tolist() == [3]
 
 
+@pytest.mark.compiler
 def test_the_compiler_gives_wide_loads_without_spills():
-    for report in check_all([*optimized.KERNELS, *qk_norm.KERNELS]):
+    for report in check_all(KERNELS):
         if (report.error or "").startswith("not run"):
             pytest.skip(report.error)
         assert report.fits, f"{report.name} on sm_{report.chip}: {report}"
@@ -357,8 +359,8 @@ class OtherAttention(nn.Module):
         super().__init__()
         self.down, self.inner_norm, self.up = nn.Linear(48, 16), RMSNorm(16, EPS), nn.Linear(16, 48)
 
-    def forward(self, x, rotate, attend):
-        latent = rotate(self.inner_norm(self.down(x)).unflatten(-1, (2, 8)))
+    def forward(self, x, attend):
+        latent = self.inner_norm(self.down(x)).unflatten(-1, (2, 8))
         return self.up(attend(latent, latent, latent).flatten(-2))
 
 
@@ -374,20 +376,12 @@ class Experts(nn.Module):
 
 
 class OtherDecoder(Decoder):
-    """Another family: its own attention and MLP in lesson 2's layers, its own rotation, an attend
-    that it wraps.
-    """
+    """Another family: its own attention and MLP in lesson 2's layers."""
 
     def __init__(self, config):
         super().__init__(config)
         for layer in self.layers:
             layer.self_attn, layer.mlp = OtherAttention(), Experts(config)
-
-    def rotation(self, positions):
-        return lambda x: x * (1 + positions[:, None, None])
-
-    def forward(self, tokens, positions, attend):
-        return super().forward(tokens, positions, lambda layer, q, k, v: 2 * attend(layer, q, k, v))
 
 
 def new_decoder(kind=Decoder, qk_norm=False, dtype=torch.float32):
@@ -402,9 +396,7 @@ def new_decoder(kind=Decoder, qk_norm=False, dtype=torch.float32):
 def logits_of(model, count=7):
     tokens = torch.arange(3, 3 + count, device=DEVICE)
     with torch.inference_mode():
-        return model.logits(
-            model(tokens, tokens - 3, lambda layer, q, k, v: lesson2.attention(q, k, v))
-        )
+        return model.logits(model(tokens, lesson2.whole_sequence(model, count)))
 
 
 KINDS = {
@@ -417,18 +409,13 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("with_kernels", [True, False])
 def test_the_fused_twin_gives_the_same_logits(kind, with_kernels, seed):
-    """With the kernels in float32; with PyTorch in float64, where nothing hides behind rounding;
-    unrotated as well.
-    """
+    """With the kernels in float32; with PyTorch in float64, where nothing hides behind rounding."""
     model = new_decoder(*KINDS[kind], torch.float32 if with_kernels else torch.float64)
     twin = fused(model, ops_of(optimized if with_kernels else stand_ins))
     tolerance = 2e-5 if with_kernels else 1e-13
-    assert isinstance(twin, type(model)) and twin.config is model.config
+    assert isinstance(twin, FusedDecoder) and twin.config is model.config
     assert (twin.device, twin.dtype) == (model.device, model.dtype)
-    for mine, theirs in ((twin, model), (twin.unrotated(), model.unrotated())):
-        torch.testing.assert_close(
-            logits_of(mine), logits_of(theirs), atol=tolerance, rtol=tolerance
-        )
+    torch.testing.assert_close(logits_of(twin), logits_of(model), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)

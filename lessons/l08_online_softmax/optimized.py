@@ -12,7 +12,6 @@ in parallel).
 import torch
 from torch import Tensor
 
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 MAX_BLOCK = 32768  # columns that a program of 32 warps holds in registers: 32 a thread
@@ -199,33 +198,3 @@ def empty_results(scores: Tensor) -> tuple[Tensor, Tensor]:
         torch.empty(scores.shape, dtype=scores.dtype, device=scores.device),
         torch.empty(len(scores), dtype=torch.float32, device=scores.device),
     )
-
-
-# Rows that fit a block, up to vocabularies of 32000, and longer ones, such as 128256; "odd" are
-# rows that start anywhere.
-ROWS = dict.fromkeys(("num_columns", "stride_row"), "i32")
-KERNELS = [
-    KernelSpec(
-        "lessons.l08_online_softmax.optimized:block_softmax_kernel",
-        name=f"block_{dtype}_{block_n}{odd}",
-        signature={"scores_ptr": f"*{dtype}", "probs_ptr": f"*{dtype}", "lse_ptr": "*fp32", **ROWS},
-        constexprs={"BLOCK_N": block_n},
-        num_warps=warps_for(block_n),
-        divisible_by_16=() if odd else tuple(ROWS),
-    )
-    for dtype in ("bf16", "fp32")
-    for block_n in (4096, MAX_BLOCK)
-    for odd in ("", "_odd")
-]
-KERNELS += [
-    KernelSpec(
-        "lessons.l08_online_softmax.optimized:online_softmax_kernel",
-        name=f"online_{dtype}{odd}",
-        signature={"scores_ptr": f"*{dtype}", "probs_ptr": f"*{dtype}", "lse_ptr": "*fp32", **ROWS},
-        constexprs={"BLOCK_N": TILE_BYTES // size, "STAGES": TILE_STAGES},
-        num_warps=32,
-        divisible_by_16=() if odd else tuple(ROWS),
-    )
-    for dtype, size in (("bf16", 2), ("fp32", 4))
-    for odd in ("", "_odd")
-]

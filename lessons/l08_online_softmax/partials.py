@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lessons.l08_online_softmax.optimized import LOWEST, check_rows
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 BLOCK_KEYS = 32  # keys, or states, of one step
@@ -262,40 +261,3 @@ def check_states(outs: Tensor, lses: Tensor) -> None:
         raise ValueError(
             f"outs, lses: got strides {outs.stride()} and {lses.stride()}; accepted: contiguous"
         )
-
-
-KERNELS = [
-    KernelSpec(
-        "lessons.l08_online_softmax.partials:partial_kernel",
-        name=f"partial_{dtype}_{dim}",
-        signature={
-            "scores_ptr": f"*{dtype}",
-            "v_ptr": f"*{dtype}",
-            "outs_ptr": "*fp32",
-            "lses_ptr": "*fp32",
-            **dict.fromkeys(("num_keys", "split_size", "stride_scores", "stride_v"), "i32"),
-        },
-        constexprs={"HEAD_DIM": dim, "BLOCK_D": dim, "BLOCK_N": BLOCK_KEYS, "STAGES": STAGES},
-        divisible_by_16=("num_keys", "split_size", "stride_scores", "stride_v"),
-    )
-    for dtype in ("bf16", "fp32")
-    for dim in (64, 128)
-]
-KERNELS += [
-    KernelSpec(
-        "lessons.l08_online_softmax.partials:merge_kernel",
-        name=f"merge_{dtype}_{dim}_{splits}",
-        signature={
-            "outs_ptr": "*fp32",
-            "lses_ptr": "*fp32",
-            "out_ptr": f"*{dtype}",
-            "lse_ptr": "*fp32",
-            "num_splits": "i32",
-            "num_rows": "i32",
-        },
-        constexprs={"HEAD_DIM": dim, "BLOCK_D": dim, "BLOCK_N": splits, "STAGES": STAGES},
-        divisible_by_16=("num_rows",),
-    )
-    for dtype in ("bf16", "fp32")
-    for dim, splits in ((64, 8), (128, BLOCK_KEYS))
-]

@@ -13,12 +13,10 @@ lesson 8's.
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.optimized import grouped_scores, weighted_values
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.naive import cached_loop
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.stand_ins import prefill_each
+from lessons.l05_gqa.optimized import LESSON_05_TORCH
 from lessons.l08_online_softmax.naive import exp_difference, wide
 from lessons.l09_flash_attention.tiles import Tiles, key_range
 
@@ -209,34 +207,26 @@ def _scale(q: Tensor, softmax_scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
 
-# ---------------------------------------------------------------- generation
+# ---------------------------------------------------------------- the rung
 
 
-class TiledKVCache(KVCache):
-    """Lesson 3's cache whose prompts are read tile by tile."""
+def prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """Sequence by sequence, tile by tile. q: [T, Hq, D] -> [T, Hq, Dv]."""
+    return prefill_each(tiled_output, q, k_cache, v_cache, batch, softmax_scale, window)
 
-    def prefill(self, layer: int, q: Tensor, end: int) -> Tensor:
-        return tiled_attention(
-            q,
-            self.keys[layer, :end],
-            self.values[layer, :end],
-            self.config.softmax_scale,
-            window=self.config.sliding_window(layer),
-        )[0]
+
+def tiled_output(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, window: int | None = None
+) -> Tensor:
+    """`tiled_attention` without its lse. q: [Tq, Hq, D], v: [Tk, Hkv, Dv] -> [Tq, Hq, Dv]."""
+    return tiled_attention(q, k, v, softmax_scale, window=window)[0]
 
 
-def generate(
-    model: Decoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """One prompt after the other, read in PyTorch tiles. Arguments, result and errors as in lesson
-    2's `generate`.
-    """
-
-    def new_cache(model: Decoder, max_tokens: int) -> TiledKVCache:
-        return TiledKVCache(model.config, max_tokens, model.dtype, model.device)
-
-    return cached_loop(new_cache, model, prompts, max_new_tokens, sampling, on_token)
+LESSON_09_TORCH = LESSON_05_TORCH._replace(prefill=prefill)

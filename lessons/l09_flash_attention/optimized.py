@@ -12,17 +12,13 @@ Sources: Dao 2023, FlashAttention-2, algorithm 1 and section 3.1; ALiBi: Press e
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.naive import cached_loop
-from lessons.l03_kv_cache.optimized import KernelKVCache
-from lessons.l04_positions.cache import InPlaceRotatingKVCache
-from lessons.l05_gqa.optimized import RotatingGroupedKVCache
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l03_kv_cache.stand_ins import prefill_each
+from lessons.l05_gqa.optimized import LESSON_05
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l09_flash_attention.arguments import check_heads, check_options, check_sequences
-from lessons.l09_flash_attention.naive import TiledKVCache
+from lessons.l09_flash_attention.naive import LESSON_09_TORCH
 from lessons.l09_flash_attention.tiles import Tiles, tiles_on
 from lessons.toolbox.kernels.triton_ import tl, triton
 
@@ -302,48 +298,30 @@ def flash_attention(
     return out, lse
 
 
-class FlashKVCache(KernelKVCache):
-    """The cache with kernels, whose prompts are read by flash_kernel."""
-
-    def prefill(self, layer: int, q: Tensor, end: int) -> Tensor:
-        return flash_attention(
-            q,
-            self.keys[layer, :end],
-            self.values[layer, :end],
-            softmax_scale=self.config.softmax_scale,
-            window=self.config.sliding_window(layer),
-            max_seqlen_q=len(q),
-        )[0]
+# ---------------------------------------------------------------- the rung
 
 
-class RotatingFlashKVCache(FlashKVCache, RotatingGroupedKVCache):
-    """The rungs so far: lesson 4 rotates and writes, this lesson reads prompts, lesson 5 single
-    queries.
-    """
+def prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """`flash_kernel` on each sequence's rows of the cache. q: [T, Hq, D] -> [T, Hq, Dv]."""
+    return prefill_each(flash_output, q, k_cache, v_cache, batch, softmax_scale, window)
 
 
-class RotatingTiledKVCache(TiledKVCache, InPlaceRotatingKVCache):
-    """The same for machines where kernels are interpreted, in PyTorch."""
-
-
-def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for at most `max_tokens` of an unrotated decoder; on a CPU PyTorch tiles stand
-    in for the kernel.
-    """
-    cache = RotatingFlashKVCache if model.device.type == "cuda" else RotatingTiledKVCache
-    return cache(model.config, max_tokens, model.dtype, model.device)
-
-
-def generate(
-    model: Decoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """One prompt after the other, read by flash_kernel. Arguments, result and errors as in lesson
-    2's `generate`.
-    """
-    return cached_loop(
-        new_kv_cache, fused(model).unrotated(), prompts, max_new_tokens, sampling, on_token
+def flash_output(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, window: int | None = None
+) -> Tensor:
+    """`flash_attention` without its lse. q: [Tq, Hq, D], v: [Tk, Hkv, Dv] -> [Tq, Hq, Dv]."""
+    out, _ = flash_attention(
+        q, k, v, softmax_scale=softmax_scale, window=window, max_seqlen_q=len(q)
     )
+    return out
+
+
+LESSON_09 = LESSON_05._replace(prefill=prefill)
+FLASH_PROMPTS = Rung("prompts by FlashAttention", LESSON_09, LESSON_09_TORCH, prepare=fused)

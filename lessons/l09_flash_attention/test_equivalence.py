@@ -10,25 +10,23 @@ import torch
 from lessons.l02_naive_attention import naive as lesson2
 from lessons.l02_naive_attention.naive import causal_mask
 from lessons.l08_online_softmax.naive import finish, from_scores, merge
-from lessons.l09_flash_attention import cuda_flash, fp8, naive, optimized, tiles
+from lessons.l09_flash_attention import cuda_flash, fp8, optimized, tiles
 from lessons.l09_flash_attention.fa1 import fa1_kernel, flash_attention_fa1
 from lessons.l09_flash_attention.fp8 import flash_attention_fp8, flash_fp8_kernel
 from lessons.l09_flash_attention.lab import benchmark, traffic
 from lessons.l09_flash_attention.lab import pictures as picture
 from lessons.l09_flash_attention.lab import specs as compiled
 from lessons.l09_flash_attention.naive import (
-    TiledKVCache,
     attention,
     tiled_attention,
     tiled_attention_fa1,
 )
-from lessons.l09_flash_attention.optimized import FlashKVCache, flash_attention, flash_kernel
+from lessons.l09_flash_attention.optimized import flash_attention, flash_kernel
 from lessons.l09_flash_attention.tiles import SKIPPED, UNMASKED, VISITED, Tiles, tile_map
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.kernels.accesses import Accesses
 from lessons.toolbox.kernels.compile_check import CHIPS, check_all, check_cuda
 from lessons.toolbox.measure.device import default_device, interpreting
-from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.proof.numerics import (
     ATTENTION_INPUTS,
     LARGE_LOGITS_FLOOR,
@@ -672,53 +670,6 @@ def test_a_wrong_launch_of_the_kernel_is_rejected(slip, seed):
         prove(slipped, oracle, (q, k, v, sinks))
 
 
-# ---------------------------------------------------------------- generation
-
-CONFIG = ModelConfig(
-    "llama",
-    vocab_size=11,
-    hidden_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=8,
-    intermediate_size=4,
-    max_position_embeddings=512,
-    sliding_windows=(None, 5),
-)
-
-
-@pytest.mark.parametrize("kind", [TiledKVCache, FlashKVCache])
-def test_a_cached_prompt_equals_the_whole(kind, seed):
-    cache, start = kind(CONFIG, 40, device=DEVICE), 0
-    streams = [
-        attention_inputs("normal", 26, 26, 6, 2, 8, seed=seed + layer, device=DEVICE)
-        for layer in range(2)
-    ]
-    poison_(cache.keys)
-    poison_(cache.values)
-    for step in (17, 5, 1, 3):
-        for layer, (q, k, v) in enumerate(streams):
-            rows = slice(start, start + step)
-            out = cache.attend(layer, q[rows].clone(), k[rows].clone(), v[rows].clone())
-            whole = lesson2.attention(
-                q, k, v, CONFIG.softmax_scale, window=CONFIG.sliding_window(layer)
-            )
-            torch.testing.assert_close(out, whole[rows], atol=1e-5, rtol=1e-5)
-        start += step
-
-
-def test_all_orders_give_the_same_tokens(seed):
-    from lessons.l02_naive_attention.decoder import Decoder
-
-    with torch.device(DEVICE):
-        model = Decoder(CONFIG).double().eval().requires_grad_(False)
-    prompts = [torch.randint(11, (n,)).tolist() for n in (1, 9, 30)]
-    assert naive.generate(model, prompts, 6) == lesson2.generate(model, prompts, 6)
-    if DEVICE.type == "cpu":  # on a GPU the kernel has no float64
-        assert optimized.generate(model, prompts, 6) == lesson2.generate(model, prompts, 6)
-
-
 # ---------------------------------------------------------------- bad input
 
 GOOD = dict(q=torch.zeros(4, 4, 8), k=torch.zeros(6, 2, 8), v=torch.zeros(6, 2, 8))
@@ -798,6 +749,7 @@ def test_no_token_at_all():
 # ---------------------------------------------------------------- the compiler, the pictures
 
 
+@pytest.mark.compiler
 def test_every_configuration_compiles():
     """No spills, shared memory within the limit, WGMMA not serialised, the chip's matrix
     instruction.
@@ -845,6 +797,7 @@ def test_every_chip_takes_tiles_that_fit_it():
     )
 
 
+@pytest.mark.compiler
 def test_cuda_compiles():
     for report in check_cuda(cuda_flash.SOURCE.read_text(encoding="utf-8"), CHIPS, "optimized.cu"):
         if (report.error or "").startswith("not run"):

@@ -10,27 +10,19 @@ Sources: DeepSeek-V2 (2024), section 2.1.2 (absorption); Dao et al. 2023, Flash-
 import torch
 from torch import Tensor
 
-from lessons.l06_mla import optimized as mla
-from lessons.l06_mla.optimized import KernelAbsorbedCache, Tiles, check_decode_inputs, tiles_for
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l06_mla.optimized import (
+    LATENTS_06,
+    Tiles,
+    check_decode_inputs,
+    kernel_fits,
+    tiles_for,
+)
+from lessons.l09_flash_attention.optimized import LESSON_09
 from lessons.l10_flash_decoding.checks import check_splits
 from lessons.l10_flash_decoding.optimized import combine, keys_of_split
 from lessons.l10_flash_decoding.splits import plan_splits, sms_of
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
-
-
-class SplitAbsorbedCache(KernelAbsorbedCache):
-    """KernelAbsorbedCache whose rows are read by as many programs as the GPU has room for."""
-
-    def attend_to_rows(self, q: Tensor, rows: Tensor) -> Tensor:
-        context_lens = torch.full((1,), len(rows), dtype=torch.int32, device=q.device)
-        return mla_flash_decode(
-            q,
-            rows.transpose(0, 1),
-            context_lens,
-            self.config.softmax_scale,
-            self.config.mla.kv_lora_rank,
-        )[0]
 
 
 @triton.jit
@@ -163,16 +155,31 @@ def mla_flash_decode(
     return combine(partial_out, partial_lse, q.dtype)
 
 
-KERNELS = [
-    KernelSpec(
-        "lessons.l10_flash_decoding.mla:mla_split_kernel",
-        name=spec.name.replace("decode", "split"),
-        signature=spec.signature | {"out_ptr": "*fp32", "capacity": "i32", "split_size": "i32"},
-        constexprs=spec.constexprs,
-        num_warps=spec.num_warps,
-        num_stages=spec.num_stages,
-        divisible_by_16=spec.divisible_by_16,
-        chips=spec.chips,
+# ---------------------------------------------------------------- the rung
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """As lesson 6's, in as many splits as the GPU has room for. q: [B, H, rank + rope] -> [B, H,
+    rank].
+    """
+    if not kernel_fits(q):
+        return LATENTS_06.decode(q, k_cache, v_cache, batch, softmax_scale, window)
+    out, _ = mla_flash_decode(
+        q,
+        k_cache[: len(q), :, 0],
+        batch.context_lens,
+        softmax_scale,
+        v_cache.shape[-1],
+        max_context_len=batch.max_context_len,
     )
-    for spec in mla.KERNELS
-]  # the same heads and tiles
+    return out
+
+
+LATENTS_10 = LATENTS_06._replace(prefill=LESSON_09.prefill, decode=decode)

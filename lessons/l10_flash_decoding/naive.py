@@ -14,40 +14,13 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.naive import cached_loop
+from lessons.l03_kv_cache.batch import Batch
 from lessons.l08_online_softmax.naive import Partial, finish, from_scores, from_state, merge
-from lessons.l09_flash_attention.optimized import RotatingTiledKVCache
+from lessons.l09_flash_attention.naive import LESSON_09_TORCH
 from lessons.l10_flash_decoding.splits import cdiv, split_bounds
 
-# of the cache below: on a CPU nothing waits for work, so any number shows that the tokens stay the
-# same
+# On a CPU nothing waits for work, so any number shows that the tokens stay the same.
 CPU_SPLITS = 4
-
-
-class TorchSplitKVCache(KVCache):
-    """KVCache whose single query is answered split by split, by the functions below."""
-
-    def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
-        lens = torch.tensor([end], device=q.device)
-        return flash_decode(
-            q,
-            self.keys[layer][None],
-            self.values[layer][None],
-            lens,
-            self.config.softmax_scale,
-            self.config.sliding_window(layer),
-            num_splits=CPU_SPLITS,
-        )
-
-
-class RotatingTorchSplitKVCache(TorchSplitKVCache, RotatingTiledKVCache):
-    """The rungs so far in PyTorch: rotated on the way in (lesson 4), prompts in tiles (lesson 9),
-    single queries in splits.
-    """
 
 
 def flash_decode(
@@ -135,22 +108,21 @@ def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
     return finish(reduce(merge, parts))
 
 
-# ---------------------------------------------------------------- generation
+# ---------------------------------------------------------------- the rung
 
 
-def generate(
-    model: Decoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """One prompt after the other, each with its own TorchSplitKVCache. Arguments, result, errors as
-    in lesson 2's `generate`.
-    """
-    return cached_loop(new_kv_cache, model, prompts, max_new_tokens, sampling, on_token)
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """Every sequence in CPU_SPLITS splits. q: [B, Hq, D] -> [B, Hq, Dv]."""
+    k_cache, v_cache = k_cache[: len(q)], v_cache[: len(q)]
+    lens = batch.context_lens
+    return flash_decode(q, k_cache, v_cache, lens, softmax_scale, window, num_splits=CPU_SPLITS)
 
 
-def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for a sequence of at most `max_tokens`."""
-    return TorchSplitKVCache(model.config, max_tokens, model.dtype, model.device)
+LESSON_10_TORCH = LESSON_09_TORCH._replace(decode=decode)

@@ -9,19 +9,13 @@ Sources: Dao, Haziza, Massa & Sizov 2023, Flash-Decoding for long-context infere
 Defeating Nondeterminism in LLM Inference (fixed split size).
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken
-from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.naive import cached_loop
-from lessons.l03_kv_cache.optimized import KernelKVCache
-from lessons.l05_gqa import optimized as gqa
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.generate import Rung
 from lessons.l05_gqa.optimized import (
+    LESSON_05,
     LOG2_E,
     check_decode_inputs,
     has_matrix_units,
@@ -30,31 +24,15 @@ from lessons.l05_gqa.optimized import (
 )
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l08_online_softmax.partials import STAGES, online_values
-from lessons.l09_flash_attention.optimized import RotatingFlashKVCache
+from lessons.l09_flash_attention.optimized import LESSON_09
 from lessons.l10_flash_decoding.checks import check_partials, check_splits
-from lessons.l10_flash_decoding.naive import RotatingTorchSplitKVCache
+from lessons.l10_flash_decoding.naive import LESSON_10_TORCH
 from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, plan_splits, sms_of
-from lessons.toolbox.kernels.compile_check import KernelSpec
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 # splits that are merged at a time, however many there are: another number would be another order of
 # sums
 BLOCK_S = 16
-
-
-class SplitKVCache(KernelKVCache):
-    """KernelKVCache whose single query is answered by as many programs as the GPU has room for."""
-
-    def decode(self, layer: int, q: Tensor, end: int) -> Tensor:
-        return flash_decode(
-            q,
-            self.keys[layer][None],
-            self.values[layer][None],
-            self.context_lens,
-            self.config.softmax_scale,
-            self.config.sliding_window(layer),
-            max_context_len=end,
-        )
 
 
 @triton.jit
@@ -319,56 +297,34 @@ def combine(
     return out, lse
 
 
-def generate(
-    model: Decoder,
-    prompts: list[list[int]],
-    max_new_tokens: int | list[int],
-    sampling: SamplingParams | list[SamplingParams] | None = None,
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """One prompt after the other, each with its own cache. Arguments, result and errors as in
-    lesson 2's `generate`.
+# ---------------------------------------------------------------- the rung
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """As many splits as the GPU has room for. q: [B, Hq, D] -> [B, Hq, Dv].
+
+    Their number is a shape: in a CUDA graph it stays as captured, fit for batch.max_context_len.
     """
-    return cached_loop(
-        new_kv_cache, fused(model).unrotated(), prompts, max_new_tokens, sampling, on_token
+    if v_cache.shape != k_cache.shape:
+        # DeepSeek's expanded heads (lesson 6), which the kernel does not take
+        return LESSON_05.decode(q, k_cache, v_cache, batch, softmax_scale, window)
+    return flash_decode(
+        q,
+        k_cache[: len(q)],
+        v_cache[: len(q)],
+        batch.context_lens,
+        softmax_scale,
+        window,
+        max_context_len=batch.max_context_len,
     )
 
 
-class RotatingSplitKVCache(SplitKVCache, RotatingFlashKVCache):
-    """The rungs so far: lesson 4 rotates and writes, lesson 9 reads prompts, this lesson single
-    queries.
-    """
-
-
-def new_kv_cache(model: Decoder, max_tokens: int) -> KVCache:
-    """An empty cache for at most `max_tokens` of an unrotated decoder. On a CPU PyTorch splits, for
-    the tokens' sake.
-    """
-    cache = RotatingSplitKVCache if model.device.type == "cuda" else RotatingTorchSplitKVCache
-    return cache(model.config, max_tokens, model.dtype, model.device)
-
-
-KERNELS = [
-    replace(
-        spec,
-        kernel="lessons.l10_flash_decoding.optimized:split_decode_kernel",
-        name=spec.name.replace("gqa", "split"),
-        signature=spec.signature | {"out_ptr": "*fp32", "lse_ptr": "*fp32", "split_size": "i32"},
-    )
-    for spec in gqa.KERNELS
-]  # the same heads and tiles
-KERNELS += [
-    KernelSpec(
-        "lessons.l10_flash_decoding.optimized:combine_kernel",
-        name=f"combine_{dtype}_{dim}",
-        signature={
-            "partial_out_ptr": "*fp32",
-            "partial_lse_ptr": "*fp32",
-            "out_ptr": f"*{dtype}",
-            "lse_ptr": "*fp32",
-            "num_splits": "i32",
-        },
-        constexprs={"HEAD_DIM": dim, "BLOCK_D": dim, "BLOCK_S": BLOCK_S, "NUM_STAGES": STAGES},
-    )
-    for dtype, dim in (("bf16", 128), ("bf16", 512), ("fp32", 64))
-]
+LESSON_10 = LESSON_09._replace(decode=decode)
+IN_SPLITS = Rung("steps in splits", LESSON_10, LESSON_10_TORCH, prepare=fused)

@@ -179,7 +179,12 @@ class ToyModel:
 
     vocab_size = 101
 
-    def __call__(self, tokens, positions, attend):
+    def attending(self, positions):
+        """Its `attend` knows nothing but the positions."""
+        return positions
+
+    def __call__(self, tokens, attend):
+        positions = attend
         weighted = (tokens + 1) * (2 * positions + 1)
         return weighted.cumsum(0)[:, None]  # [T, 1]
 
@@ -223,7 +228,11 @@ def test_tokens(impl, case, seed):
         "stop_token_in_prompt": {*prompt} - {*free},
     }.get(case, set())
     inputs = dict(
-        model=model, prompt=prompt, max_new_tokens=count, stop_token_ids=stop, attend=None
+        model=model,
+        prompt=prompt,
+        max_new_tokens=count,
+        stop_token_ids=stop,
+        attending=model.attending,
     )
     assert_equal(call(impl, inputs), model.greedy(prompt, count, stop), label="your list of tokens")
 

@@ -14,102 +14,76 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.toolbox.kernels.accesses import Accesses
 from lessons.toolbox.measure.device import default_device, has_triton, interpreting
 from lessons.toolbox.model.config import ModelConfig
-from lessons.toolbox.proof.traps import Canaries, poison_
+from lessons.toolbox.proof.traps import Canaries
 from tests.exercises.checking import assert_equal, assert_largest_tensor, call, check
 
-# ---------------------------------------------------------------- 5.1 a cache that repeats nothing
+# ---------------------------------------------------------------- 5.1 nothing is repeated
 
-
-def config_of(heads=6, kv_heads=2, window=None):
-    return ModelConfig(
-        "llama", 11, 32, 2, heads, kv_heads, 8, 4, 512, sliding_windows=(None, window)
-    )
-
-
-def feed(impl, steps, seed, heads=6, kv_heads=2, window=None, dtype=torch.float32):
-    """Yield (output, what attention over everything gives in float64), layer by layer and pass by
-    pass; unused rows are NaN.
-    """
-    config, g = config_of(heads, kv_heads, window), torch.Generator().manual_seed(seed)
-    cache = impl(config, sum(steps) + 5, dtype)
-    poison_(cache.keys)
-    poison_(cache.values)
-    layers = [
-        [torch.randn(sum(steps), h, 8, generator=g).to(dtype) for h in (heads, kv_heads, kv_heads)]
-        for _ in range(2)
-    ]
-    start = 0
-    for step in steps:
-        rows, end = slice(start, start + step), start + step
-        for layer, (q, k, v) in enumerate(layers):
-            out = cache.attend(layer, q[rows].clone(), k[rows].clone(), v[rows].clone())
-            want = naive.attention(
-                q[:end].double(),
-                k[:end].double(),
-                v[:end].double(),
-                config.softmax_scale,
-                window=config.sliding_window(layer),
-            )
-            yield out, want[rows], f"layer {layer}, positions from {start}"
-        start = end
-
-
-READ_CASES = {
-    "decode": (dict(steps=[1] * 5), "one token at a time, 3 query heads to a KV head"),
-    "prompt": (dict(steps=[7]), "a prompt alone: causal, in groups"),
-    "prompt_then_decode": (dict(steps=[6, 1, 1]), "both ways of reading, one after the other"),
-    "chunk": (dict(steps=[5, 3]), "a chunk's first query stands behind the cached rows"),
-    "mha": (dict(steps=[4, 1], heads=4, kv_heads=4), "a KV head for every query head"),
-    "mqa": (dict(steps=[4, 1], heads=5, kv_heads=1), "one KV head for all"),
-    "window_decode": (dict(steps=[1] * 6, window=3), "layer 1 counts its last 3 rows"),
-    "window_prompt": (dict(steps=[7], window=3), "each query has its own window"),
+READ_CASES = {  # name: (new tokens, all tokens, heads, KV heads, window, why)
+    "decode": (1, 9, 6, 2, None, "one new token, 3 query heads to a KV head"),
+    "first_token": (1, 1, 6, 2, None, "a softmax over one key is 1"),
+    "prompt": (7, 7, 6, 2, None, "a prompt alone: causal, in groups"),
+    "chunk": (3, 8, 6, 2, None, "a chunk's first query stands behind older tokens"),
+    "mha": (4, 5, 4, 4, None, "a KV head for every query head"),
+    "mqa": (4, 5, 5, 1, None, "one KV head for all"),
+    "window_decode": (1, 6, 6, 2, 3, "a step counts its last 3 tokens"),
+    "window_prompt": (7, 7, 6, 2, 3, "each query has its own window"),
+    "window_chunk": (3, 8, 6, 2, 3, "each query of a chunk has its own window"),
 }
 
 
-@check("5.1", {case: why for case, (_, why) in READ_CASES.items()})
+def attention_inputs(new, total, heads, kv_heads, seed, dtype=torch.float32):
+    """q of the newest tokens; k and v as views of a cache whose other rows are NaN."""
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(new, heads, 8, generator=g).to(dtype)
+    cache = torch.full((2, total + 4, kv_heads, 8), torch.nan, dtype=dtype)
+    cache[:, :total] = torch.randn(2, total, kv_heads, 8, generator=g).to(dtype)
+    return q, cache[0, :total], cache[1, :total]
+
+
+def attended(impl, q, k, v, window=None, softmax_scale=0.25):
+    return call(impl, dict(q=q, k=k, v=v, softmax_scale=softmax_scale, window=window))
+
+
+@check("5.1", {case: why for case, (*_, why) in READ_CASES.items()})
 def test_attends_in_groups(impl, case, seed):
-    for out, want, label in feed(impl, seed=seed, **READ_CASES[case][0]):
-        assert_equal(out, want, atol=1e-5, dtype=torch.float32, label=label)
+    new, total, heads, kv_heads, window, _ = READ_CASES[case]
+    q, k, v = attention_inputs(new, total, heads, kv_heads, seed)
+    want = naive.attention(q.double(), k.double(), v.double(), 0.25, window=window)
+    assert_equal(attended(impl, q, k, v, window), want, atol=1e-5, dtype=torch.float32)
+
+
+@check("5.1")
+def test_any_scale(impl, seed):
+    q, k, v = attention_inputs(2, 6, 6, 2, seed)
+    for scale in (0.0, 0.07, 1.5):
+        want = naive.attention(q.double(), k.double(), v.double(), scale)
+        got = attended(impl, q, k, v, softmax_scale=scale)
+        assert_equal(got, want, atol=1e-5, dtype=torch.float32, label=f"softmax_scale {scale}")
 
 
 @check("5.1")
 def test_keeps_bfloat16(impl, seed):
-    for out, want, label in feed(impl, [3, 1], seed, dtype=torch.bfloat16):
-        assert_equal(out, want, atol=6e-2, dtype=torch.bfloat16, label=label)
-
-
-@check("5.1")
-def test_holds_the_kv_heads_alone(impl, seed):
-    cache = impl(config_of(heads=6, kv_heads=2), 64)
-    for layer in range(2):
-        cache.attend(layer, torch.ones(1, 6, 8), torch.ones(1, 2, 8), torch.ones(1, 2, 8))
-    want = 64 * config_of().kv_bytes_per_token(4)
-    got = cache.keys.nbytes + cache.values.nbytes
-    assert got == want, (
-        f"your cache takes {got} bytes for 64 tokens, expected {want}: 2 KV heads of 8, not 6"
-    )
+    q, k, v = attention_inputs(3, 4, 6, 2, seed, torch.bfloat16)
+    want = naive.attention(q.double(), k.double(), v.double(), 0.25)
+    assert_equal(attended(impl, q, k, v), want, atol=6e-2, dtype=torch.bfloat16)
 
 
 @check("5.1")
 def test_repeats_nothing_on_the_way(impl, seed):
-    config, length = config_of(heads=6, kv_heads=2), 50
-    cache = impl(config, length)
-    cache.keys.normal_()
-    cache.values.normal_()
+    q, k, v = attention_inputs(1, 50, 6, 2, seed)
     assert_largest_tensor(
-        length * 6 * 8,
+        50 * 6 * 8,
         "let the query heads of a KV head be the rows of one matrix",
-        lambda: cache.decode(0, torch.ones(1, 6, 8), length),
+        lambda: attended(impl, q, k, v),
     )
 
 
 @check("5.1")
 def test_example(impl, seed):
-    cache = impl(ModelConfig("llama", 11, 8, 1, 4, 2, 2, 4, 64), 4)
-    poison_(cache.values)
-    row = torch.tensor([[[5.0, 5.0], [7.0, 7.0]]])
-    out = cache.attend(0, torch.ones(1, 4, 2), row, row)
-    assert_equal(out, torch.tensor([[[5.0, 5.0], [5.0, 5.0], [7.0, 7.0], [7.0, 7.0]]]), atol=1e-6)
+    v = torch.tensor([[[5.0], [7.0]]])
+    out = attended(impl, torch.ones(1, 4, 1), torch.ones(1, 2, 1), v)
+    assert_equal(out, torch.tensor([[[5.0], [5.0], [7.0], [7.0]]]), atol=1e-6)
 
 
 # ---------------------------------------------------------------- 5.2 the kernel
@@ -322,7 +296,7 @@ def test_equal_heads_stay(impl, seed):
     converted.load_state_dict(weights)
     tokens = torch.randint(11, (5,), generator=torch.Generator().manual_seed(seed))
     got, want = (
-        m.logits(m(tokens, torch.arange(5), lambda layer, q, k, v: naive.attention(q, k, v)))
+        m.logits(m(tokens, naive.whole_sequence(m, 5)))
         for m in (converted.requires_grad_(False), model)
     )
     assert_equal(got, want, atol=1e-3, rtol=1e-3, label="the converted model's logits")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from lessons.l02_naive_attention import naive
+from lessons.l02_naive_attention.rope import rotate
 from lessons.l06_mla.deepseek import MLAttention
 from lessons.l06_mla.lab.counts import absorbed_flops, decode_bytes, decode_flops, expanded_flops
 from lessons.toolbox.model.config import MLAConfig, ModelConfig, RopeScaling
@@ -79,15 +80,14 @@ def by_the_lesson(x, weights, mla, num_heads, cos, sin, factor=1.0, mscale_all_d
     layer = MLAttention(config).double().requires_grad_(False)
     layer.load_state_dict({f"{name}.weight": weight.double() for name, weight in weights.items()})
 
-    def rotate(pe):
-        a, b, c, s = pe[..., 0::2], pe[..., 1::2], cos.double()[:, None], sin.double()[:, None]
-        return torch.cat([a * c - b * s, b * c + a * s], dim=-1)
+    table = torch.cat([cos, sin], dim=-1).double()
+    positions = torch.arange(len(x))
 
-    return layer(
-        x.double(),
-        rotate,
-        lambda q, k_pe, c_kv: naive.attention(q, *layer.expand(c_kv, k_pe), config.softmax_scale),
-    )
+    def attend(q, k, v):
+        q, k = rotate(q, positions, table), rotate(k, positions, table)
+        return naive.attention(q, k, v, config.softmax_scale)
+
+    return layer(x.double(), attend)
 
 
 LAYER_CASES = {

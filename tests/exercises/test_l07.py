@@ -152,9 +152,7 @@ class ToyNorm:
 
 
 def toy_model(seed, num_layers, size=6):
-    """Layers whose attention depends on the layer's number and on `rotate`; and a log of the norms'
-    calls.
-    """
+    """Layers whose attention depends on the layer's number, and a log of the norms' calls."""
     g, log = torch.Generator().manual_seed(seed), []
 
     def draw(*shape):
@@ -165,7 +163,7 @@ def toy_model(seed, num_layers, size=6):
         return SimpleNamespace(
             input_layernorm=ToyNorm(draw(size), log),
             post_attention_layernorm=ToyNorm(draw(size), log),
-            self_attn=lambda x, rotate, attend: attend(rotate(x @ q), x, x @ q),
+            self_attn=lambda x, attend: attend(x @ q, x, x @ q),
             mlp=lambda x: torch.tanh(x @ up),
         )
 
@@ -176,17 +174,13 @@ def toy_attend(layer, q, k, v):
     return q.cumsum(0) * (layer + 2) + torch.sin(k) * v
 
 
-def toy_rotate(x):
-    return x.flip(-1)
-
-
 def plain_loop(layers, last_norm, x):
     for index, layer in enumerate(layers):
 
         def attend(q, k, v, index=index):
             return toy_attend(index, q, k, v)
 
-        x = x + layer.self_attn(layer.input_layernorm(x), toy_rotate, attend)
+        x = x + layer.self_attn(layer.input_layernorm(x), attend)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     return last_norm(x)
 
@@ -204,7 +198,7 @@ def test_is_the_plain_decoder(impl, case, seed):
         seed, {"one_layer": 1, "two_layers": 2, "five_layers": 5}[case]
     )
     want = plain_loop(layers, last_norm, x)
-    got = impl(layers, last_norm, x.clone(), toy_rotate, toy_attend)
+    got = impl(layers, last_norm, x.clone(), toy_attend)
     assert_equal(got, want, atol=1e-10, rtol=1e-10)
 
 
@@ -212,7 +206,7 @@ def test_is_the_plain_decoder(impl, case, seed):
 def test_every_addition_is_inside_a_norm(impl, case, seed):
     num_layers = 1 if case == "one_layer" else 4
     layers, last_norm, log, x = toy_model(seed, num_layers)
-    impl(layers, last_norm, x.clone(), toy_rotate, toy_attend)
+    impl(layers, last_norm, x.clone(), toy_attend)
     calls = log.count("norm"), log.count("after_adding")
     want = (1, 2 * num_layers)
     assert calls == want, (

@@ -179,6 +179,22 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path):
     assert torch.equal(Decoder.from_pretrained(tmp_path).norm.weight, tensors["model.norm.weight"])
 
 
+@pytest.mark.parametrize("num_layers", [30, 10_000])
+def test_layers_that_the_files_do_not_hold_are_not_built(num_layers, tmp_path, monkeypatch):
+    """10,000 layers take 13 seconds and 360 MB to build, even on the meta device."""
+    write(tmp_path, num_hidden_layers=num_layers)
+    monkeypatch.delattr(Decoder, "new_layer")
+    message = refusal(Decoder.from_pretrained, tmp_path)
+    assert f"{num_layers} layers (num_hidden_layers)" in message and "21 tensors" in message
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size", "head_dim"])
+def test_the_widest_sizes_end_in_a_refusal(key, tmp_path):
+    """Products of such sizes must not overflow before the shapes are compared."""
+    write(tmp_path, **dict(head_dim=4) | {key: 2**19, "num_attention_heads": 2**18})
+    refusal(Decoder.from_pretrained, tmp_path)
+
+
 def test_integer_weights_are_refused(tmp_path):
     tensors = write(tmp_path)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -277,7 +293,11 @@ def test_tensor_in_two_shards_is_named(tmp_path):
     assert " is in model-00001-of-00002" in refusal(Decoder.from_pretrained, tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "{}", '{"weight_map": {}}', '{"weight_map": []}'])
+MALFORMED = ["{", "{}", '{"weight_map": {}}', '{"weight_map": []}']
+MALFORMED += ['{"weight_map": {"a": "b\\u0000c"}}', '{"weight_map": {"a": "%s"}}' % ("x" * 10**6)]
+
+
+@pytest.mark.parametrize("content", MALFORMED, ids=range(len(MALFORMED)))
 def test_malformed_index_is_named(content, tmp_path):
     write_shards(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(content)

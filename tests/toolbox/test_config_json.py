@@ -2,10 +2,17 @@
 culprit.
 """
 
+import lessons  # isort: skip  # noqa: F401 (before transformers, which imports triton)
+
+import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
+from transformers import AutoConfig
 
+from lessons.toolbox.model.checkpoint import REPOSITORY
 from lessons.toolbox.model.config import ModelConfig, RopeScaling
 from lessons.toolbox.model.config_json import CheckpointError, read_config
 
@@ -66,29 +73,34 @@ def test_needed_key_is_named(key, tmp_path):
         (dict(hidden_size=0), "'hidden_size'"),
         (dict(hidden_size=-8), "-8"),
         (dict(hidden_size="24"), "'24'"),
-        (dict(vocab_size=True), "'vocab_size' must be a positive integer, not True"),
+        (dict(vocab_size=True), "'vocab_size' expected int, got bool (value: True)"),
         (dict(vocab_size=31.0), "31.0"),
         (dict(rms_norm_eps=float("nan")), "nan"),
         (dict(rope_theta=0), "'rope_theta'"),
         (dict(tie_word_embeddings="no"), "'tie_word_embeddings'"),
         (dict(attention_bias=1), "'attention_bias'"),
         (dict(eos_token_id="</s>"), "'eos_token_id'"),
-        (dict(hidden_size=25), "hidden_size (25) must be a multiple of num_attention_heads (6)"),
+        (dict(hidden_size=25), "hidden size (25) is not a multiple of the number of attention"),
         (
             dict(num_key_value_heads=4),
             "num_attention_heads (6) must be a multiple of num_key_value_heads (4)",
         ),
         (dict(head_dim=5), "head_dim must be even"),
+        (dict(model_type="qwen2", head_dim="4"), "'head_dim' must be a positive number"),
+        (dict(model_type="qwen2", head_dim=4.0), "head_dim must be even, whole and positive"),
+        (dict(model_type="qwen2", hidden_size=4), "hidden_size (4) must be a multiple of num_att"),
+        (dict(model_type="qwen2", hidden_size=18), "head_dim must be even, whole and positive"),
         (dict(hidden_act="gelu"), "gelu"),
         (dict(quantization_config=dict(quant_method="fp8")), "quantized"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
         (dict(rope_scaling="linear"), "'rope_scaling'"),
-        (dict(rope_scaling=dict(type="linear")), "'rope_scaling.factor'"),
+        (dict(rope_scaling=dict(type="linear")), "Missing required keys in `rope_parameters`"),
+        (dict(rope_scaling=dict(type="linear", factor=None)), "{'factor'}"),
+        (dict(rope_parameters=dict(rope_type="llama3", factor=8.0)), "'low_freq_factor'"),
         (
-            dict(rope_parameters=dict(rope_type="llama3", factor=8.0)),
-            "'rope_parameters.low_freq_factor'",
+            dict(rope_parameters=dict(full_attention=dict(rope_type="default"))),
+            "'rope_parameters.full_attention'",
         ),
-        (dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "layer type"),
         (
             dict(
                 rope_scaling=dict(
@@ -97,7 +109,8 @@ def test_needed_key_is_named(key, tmp_path):
             ),
             "high_freq_factor",
         ),
-        (dict(model_type="mistral", layer_types=["full_attention"]), "'layer_types'"),
+        (dict(model_type="mistral", layer_types=["full_attention"]), "`layer_types` (1)"),
+        (dict(model_type="mistral", layer_types=["chunked_attention"] * 2), "'layer_types'"),
         (
             dict(model_type="qwen2", layer_types=["full_attention", "sliding_attention"]),
             "'sliding_window'",
@@ -167,7 +180,7 @@ def test_original_context_of_llama3_scaling_defaults_to_the_context(tmp_path):
         (dict(model_type="mistral"), (4096, 4096)),
         (dict(model_type="mistral", sliding_window=None), ()),
         (dict(model_type="mistral", sliding_window=9), (9, 9)),
-        (dict(model_type="llama", sliding_window=9), ()),
+        (dict(model_type="mistral", sliding_window=None, layer_types=["full_attention"] * 2), ()),
         (dict(model_type="qwen2", sliding_window=9, max_window_layers=1), ()),
         (
             dict(
@@ -175,7 +188,10 @@ def test_original_context_of_llama3_scaling_defaults_to_the_context(tmp_path):
             ),
             (None, 9),
         ),
-        (dict(model_type="qwen2", sliding_window=9, use_sliding_window=True), (None, None)),
+        # all layers lie before max_window_layers, 28 if it is absent
+        (dict(model_type="qwen2", sliding_window=9, use_sliding_window=True), ()),
+        # transformers' default for sliding_window
+        (dict(model_type="qwen2", use_sliding_window=True, max_window_layers=1), (None, 4096)),
         (
             dict(
                 model_type="mistral",
@@ -206,12 +222,144 @@ def test_stop_tokens_of_both_files(config, generation, expected, tmp_path):
     write(tmp_path, eos_token_id=config)
     (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=generation)))
     assert read_config(tmp_path).eos_token_ids == expected
-    (tmp_path / "generation_config.json").write_text("{")
-    assert "generation_config.json" in refusal(tmp_path)
+    for text in ("{", '{"eos_token_id": "</s>"}'):
+        (tmp_path / "generation_config.json").write_text(text)
+        assert "generation_config.json" in refusal(tmp_path)
 
 
-def test_a_refusal_is_one_line_even_if_its_cause_is_not():
+def test_a_refusal_is_one_short_line_even_if_its_cause_is_not():
     assert str(CheckpointError("two\n  lines\n")) == "two lines"
+    long = str(CheckpointError("start " + "x" * 10**6 + " end"))
+    assert len(long) < 500 and long.startswith("start") and long.endswith("end")
+    assert str(CheckpointError("clear \x1b[2J half \ud800")) == r"clear \x1b[2J half \ud800"
+
+
+# ---------------------------------------------------------------- keys that are not read
+
+
+UNREAD = [
+    (dict(is_causal=False), "'is_causal' must be True, not False"),
+    (dict(use_mrope=True), "'use_mrope' must be False"),
+    (dict(sliding_window=9), "'sliding_window' is 9"),
+    (dict(layer_types=["full_attention"] * 2), "'layer_types'"),
+    (dict(logit_scale=0.5), "'logit_scale' is 0.5"),
+    (dict(is_encoder_decoder=True), "'is_encoder_decoder' must be False"),
+    (dict(per_layer_config={"0": {}}), "'per_layer_config'"),
+    (dict(compression_config=dict(bits=4)), "'compression_config'"),
+    (dict(original_max_position_embeddings=16), "'original_max_position_embeddings'"),
+    (dict(rope_scaling=dict(rope_type="linear", factor=2.0, mscale_all_dim=1.0)), "mscale_all_dim"),
+    (dict(rope_scaling=dict(rope_type="default", factor=2.0)), "'rope_scaling.factor'"),
+    (dict(rope_scaling=dict(type="yarn", factor=2.0, attn_factor=0.9)), "attn_factor' is 0.9"),
+    (dict(rope_scaling=dict(type="yarn", factor=2.0, attention_factor=0.0)), "attention_factor'"),
+    (dict(rope_scaling=dict(type="yarn", factor=2.0, truncate=0)), "truncate' must be a positive"),
+    (dict(rope_parameters=dict(rope_type=False)), "'rope_parameters.rope_type' False"),
+    (dict(rope_parameters=dict(rope_type=["yarn"])), "'rope_parameters.rope_type' ['yarn']"),
+    (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor' must be 1"),
+    (dict(model_type="qwen2", dual_chunk_attention_config=dict(chunk_size=8)), "'dual_chunk_att"),
+    (dict(model_type="qwen2", attention_bias=True), "'attention_bias' must be False"),
+    (dict(model_type="mistral", mlp_bias=True), "'mlp_bias' must be False"),
+]
+
+
+@pytest.mark.parametrize("changes, named", UNREAD)
+def test_a_key_that_would_be_ignored_is_refused(changes, named, tmp_path):
+    write(tmp_path, **changes)
+    assert named in refusal(tmp_path)
+
+
+# What config.json files of the hub hold, the metadata of their writers included.
+PUBLISHED = json.loads((REPOSITORY / "tests/toolbox/published_configs.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_load_with_all_that_they_hold(name, tmp_path):
+    published = PUBLISHED[name]
+    # as a library that writes every default would
+    full = dict(temperature=1.0, top_k=50, add_cross_attention=False, pruned_heads={})
+    for content in (published, published | full):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        config = read_config(tmp_path)
+        assert config.model_type == published["model_type"]
+        assert config.rope_theta == published["rope_theta"]
+        assert config.rms_norm_eps == published["rms_norm_eps"]
+        assert (config.rope_scaling is None) == (not published.get("rope_scaling"))
+        assert config.sliding_windows == ((4096,) * 32 if name == "Mistral-7B" else ())
+        assert config.qkv_bias == (name == "Qwen2.5") and config.qk_norm == (name == "Qwen3")
+    if config.mla:
+        assert config.moe.n_group == (8 if name == "DeepSeek-V3" else 1)
+        assert config.rope_scaling.mscale_all_dim == 0.707 and config.mla.latent_dim == 576
+
+
+# Keys that may say anything, listed here again so that a key becomes harmless only on purpose.
+TRAINING = """architectures attention_dropout bos_token_id dtype id2label initializer_range label2id
+    num_mtp_layers output_hidden_states pad_token_id pretraining_tp problem_type return_dict
+    transformers_version use_cache"""
+NOT_IN_USE = {
+    # max_window_layers counts all layers, so no layer would have the window
+    "Qwen2.5": "use_sliding_window sliding_window max_window_layers",
+    "Qwen3": "use_sliding_window sliding_window max_window_layers",
+    "DeepSeek-V2-Lite": "n_group topk_group",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_key_of_the_family_matters_or_is_refused(name, tmp_path):
+    """Each key that transformers' class knows, changed, gives another config or a refusal."""
+    published = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    usual, ignored = read_config(tmp_path), set()
+    for field in dataclasses.fields(type(AutoConfig.for_model(published["model_type"]))):
+        key = field.name
+        before = published.get(key, field.default)
+        other = {bool: not before, int: 62, float: 0.25, str: "gelu"}.get(type(before), 62)
+        (tmp_path / "config.json").write_text(json.dumps(published | {key: other}))
+        try:
+            if read_config(tmp_path) == usual:
+                ignored.add(key)
+        except CheckpointError as error:
+            # transformers' own words, where hidden_size and num_attention_heads do not fit
+            assert key in str(error) or "hidden size" in str(error)
+    assert ignored <= {*TRAINING.split(), *NOT_IN_USE.get(name, "").split()}
+
+
+# ---------------------------------------------------------------- numbers that no model has
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(num_hidden_layers=100_000),
+        dict(num_hidden_layers=10**12),
+        dict(vocab_size=2**70),
+        dict(hidden_size=2**64),
+        dict(max_position_embeddings=10**9),
+        dict(intermediate_size=10**400),
+        dict(rope_theta=10**400),
+        dict(rope_theta=float("inf")),
+        dict(eos_token_id=2**70),
+        dict(hidden_size="x" * 10**6),
+        dict(rope_scaling="x" * 10**6),
+        dict(rope_theta=1.0, rope_scaling=dict(type="yarn", factor=2.0)),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_absurd_values_are_one_short_line(changes, model_type, tmp_path):
+    write(tmp_path, model_type=model_type, **changes)
+    assert next(iter(changes)) in refusal(tmp_path)
+
+
+def test_a_megabyte_of_key_is_one_short_line(tmp_path):
+    write(tmp_path, **{"x" * 10**6: 1})
+    assert "'xxx" in refusal(tmp_path)
+
+
+def test_the_decoder_is_imported_without_transformers():
+    """It would make every import of a lesson seconds slower."""
+    code = (
+        "import sys, lessons.l02_naive_attention.decoder; "
+        "sys.exit('transformers' in sys.modules or 'huggingface_hub' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
 
 
 @pytest.mark.parametrize(

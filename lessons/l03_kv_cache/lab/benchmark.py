@@ -1,5 +1,6 @@
-"""What remembering saves, and what it does not: a decode step, a whole answer, a prompt alone, and
-more and more sequences.
+"""What remembering saves, and what it does not.
+
+A decode step, a whole answer, a prompt alone, and attention of more and more sequences.
 
     python -m lessons.toolbox.measure.bench 03
 """
@@ -8,10 +9,12 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention import naive as lesson2
+from lessons.l02_naive_attention.decoder import Attend
+from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l02_naive_attention.optimized import attention_for
 from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache import naive, optimized
-from lessons.l03_kv_cache.cache import decode_attention_torch
+from lessons.l03_kv_cache.batch import new_batch
+from lessons.l03_kv_cache.generate import Rung, generate
 from lessons.l03_kv_cache.lab.workload import (
     CONFIG,
     CONTEXT,
@@ -28,8 +31,9 @@ from lessons.l03_kv_cache.lab.workload import (
     step_bytes,
     weight_bytes,
 )
-from lessons.l03_kv_cache.naive import ConcatCache
-from lessons.l03_kv_cache.optimized import decode_attention, new_kv_cache
+from lessons.l03_kv_cache.naive import CONCATENATED
+from lessons.l03_kv_cache.optimized import PREALLOCATED, decode_attention
+from lessons.l03_kv_cache.stand_ins import decode_attention_torch
 from lessons.toolbox.measure.bench import Benchmark, Unavailable
 from lessons.toolbox.measure.hardware import measured_ceilings, time_floor_s
 
@@ -42,52 +46,55 @@ PROMPT = 16
 # ---------------------------------------------------------------- one decode step
 
 
-def last_logits(tokens: Tensor, positions: Tensor, attend) -> Tensor:
-    """Logits after the last token: [1, V]. tokens, positions: [T]."""
+def last_logits(tokens: Tensor, attend: Attend) -> Tensor:
+    """Logits after the last token: [1, V]. tokens: [T]."""
     model = model_of(DTYPE)
     with torch.inference_mode():
-        return model.logits(model(tokens, positions, attend)[-1:])
+        return model.logits(model(tokens, attend)[-1:])
 
 
-def plain_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Without a memory: q: [T, Hq, D]; k, v: [T, Hkv, D] -> [T, Hq, D]."""
-    return attention_for(q.device)(q, k, v, CONFIG.softmax_scale)
+def without_a_cache(tokens: Tensor) -> Attend:
+    """attend for all tokens from the first on: [T]. It remembers nothing."""
+    return whole_sequence(model_of(DTYPE), len(tokens), attention_for(tokens.device))
 
 
 def recompute(tokens: Tensor, past):
     """Every token through the model again."""
     if len(tokens) > LONGEST_RECOMPUTED:
         raise Unavailable(f"beyond {LONGEST_RECOMPUTED} tokens its score matrices fill the memory")
-    positions = torch.arange(len(tokens), device=tokens.device)
-    return lambda: last_logits(tokens, positions, plain_attend)
+    attend = without_a_cache(tokens)
+    return lambda: last_logits(tokens, attend)
+
+
+def one_more(tokens: Tensor):
+    """The step that runs the last token behind all others. tokens: [T]."""
+    return new_batch([(tokens[-1:].tolist(), len(tokens) - 1)], len(tokens), tokens.device)
 
 
 def concat(tokens: Tensor, past):
     """One token; its cache copies all that it holds."""
-    position = torch.tensor([len(tokens) - 1], device=tokens.device)
+    batch = one_more(tokens)
+    cache = CONCATENATED.new_cache(model_of(DTYPE), 1, len(tokens))
 
     def step():
-        cache = ConcatCache(CONFIG)
-        cache.keys, cache.values = map(list, zip(*past))
-        return last_logits(tokens[-1:], position, cache.attend)
+        for layer, (k, v) in enumerate(past):  # takes the step before back
+            cache.keys[layer] = k
+            cache.values[layer] = v
+        return last_logits(batch.tokens, cache.attending(batch))
 
     return step
 
 
 def preallocated(tokens: Tensor, past):
     """One token; its cache writes one row."""
-    position, cache = (
-        torch.tensor([len(tokens) - 1], device=tokens.device),
-        new_kv_cache(model_of(DTYPE), len(tokens)),
-    )
+    batch = one_more(tokens)
+    pool = PREALLOCATED.new_cache(model_of(DTYPE), 1, len(tokens))
+    k_cache, v_cache = pool.blocks(pool.k_slots), pool.blocks(pool.v_slots)
     for layer, (k, v) in enumerate(past):
-        cache.append(layer, k, v)
-
-    def step():
-        cache.length = len(tokens) - 1  # takes the step before back
-        return last_logits(tokens[-1:], position, cache.attend)
-
-    return step
+        k_cache[layer, 0, : len(k)] = k
+        v_cache[layer, 0, : len(v)] = v
+    # Every repetition writes the same row again.
+    return lambda: last_logits(batch.tokens, pool.attending(batch))
 
 
 def library(kind: str):
@@ -103,15 +110,26 @@ def library(kind: str):
     return make
 
 
-# ---------------------------------------------------------------- whole answers
+# ---------------------------------------------------------------- a whole answer, a prompt alone
 
 
-def answer(generate):
+EVERYTHING = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+def recomputed_answer(prompt: list[int], count: int):
     """All tokens of one request, greedy. float32 everywhere, so that rounding changes no token."""
-    everything = SamplingParams(temperature=0.0, ignore_eos=True)
-    return lambda prompt, count: (
-        lambda: generate(model_of(torch.float32), [prompt], count, everything)[0]
-    )
+    model = model_of(torch.float32)
+    return lambda: lesson2.generate(model, [prompt], count, EVERYTHING)[0]
+
+
+def answer(rung: Rung):
+    """The same on a rung with a cache."""
+
+    def make(prompt: list[int], count: int):
+        model = model_of(torch.float32)
+        return lambda: generate(model, [prompt], count, EVERYTHING, rung=rung)[0]
+
+    return make
 
 
 def answer_floor_s(count: int) -> float:
@@ -130,23 +148,32 @@ def prompt_floor_s(count: int) -> float:
     )
 
 
-def prompt_alone(new_attend):
-    """The logits after a prompt; new_attend(tokens) gives the attend function."""
+def prompt_without_a_cache(tokens: Tensor):
+    """The logits after a prompt that nobody remembers. tokens: [T]."""
+    return lambda: last_logits(tokens, without_a_cache(tokens))
 
-    def make(tokens: Tensor):
-        positions = torch.arange(len(tokens), device=tokens.device)
-        return lambda: last_logits(tokens, positions, new_attend(tokens))
 
-    return make
+def prompt_into_a_cache(tokens: Tensor):
+    """The logits after a prompt whose K and V are kept. tokens: [T]."""
+    batch = new_batch([(tokens.tolist(), 0)], len(tokens), tokens.device)
+
+    def first_token():
+        pool = PREALLOCATED.new_cache(model_of(DTYPE), 1, len(tokens))
+        return last_logits(batch.tokens, pool.attending(batch))
+
+    return first_token
+
+
+# ---------------------------------------------------------------- attention of a batch
 
 
 def repeated_heads(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
-    """K and V copied for each query head, then the textbook expression. Shapes are those of
-    batch_inputs.
-    """
+    """K and V copied for each query head, then lesson 2's expression. Shapes as in batch_inputs."""
+    group = q.shape[1] // k.shape[2]
 
     def attend():
-        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[2], dim=2) for x in (k, v))
+        keys = k.repeat_interleave(group, dim=2)
+        values = v.repeat_interleave(group, dim=2)
         scores = torch.einsum("bhd,bnhd->bhn", q, keys) * CONFIG.softmax_scale
         return torch.einsum("bhn,bnhd->bhd", torch.softmax(scores, dim=-1), values)
 
@@ -159,20 +186,21 @@ def own_decode(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
     """
     if ON_GPU:
         return lambda: decode_attention(q, k, v, context_lens)
-    return lambda: torch.cat(
-        [
-            decode_attention_torch(one, keys, values, CONFIG.softmax_scale)
-            for one, keys, values in zip(q.split(1), k, v)
-        ]
-    )
+
+    def attend():
+        outs = []
+        for one, keys, values in zip(q.split(1), k, v):
+            outs.append(decode_attention_torch(one, keys, values, CONFIG.softmax_scale))
+        return torch.cat(outs)
+
+    return attend
 
 
 def library_decode(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
     """PyTorch's scaled_dot_product_attention. Shapes as in batch_inputs."""
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
-    return lambda: torch.nn.functional.scaled_dot_product_attention(
-        q[:, :, None], keys, values, enable_gqa=True
-    )[:, :, 0]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return lambda: sdpa(q[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
 
 
 DTYPE_NAME = str(DTYPE).removeprefix("torch.")
@@ -208,9 +236,9 @@ BENCHMARKS = [
         quick_x_values=[1, 16],
         inputs=lambda n, device: (random_tokens(PROMPT, device).tolist(), n),
         providers={
-            "recompute": ("naive", answer(lesson2.generate)),
-            "concatenate": ("naive", answer(naive.generate)),
-            "preallocated": ("optimized", answer(optimized.generate)),
+            "recompute": ("naive", recomputed_answer),
+            "concatenate": ("naive", answer(CONCATENATED)),
+            "preallocated": ("optimized", answer(PREALLOCATED)),
         },
         ylabel="time of the whole answer",
         floor_s=answer_floor_s,
@@ -226,11 +254,8 @@ BENCHMARKS = [
         quick_x_values=[64, 256],
         inputs=lambda n, device: (random_tokens(n, device),),
         providers={
-            "no cache": ("naive", prompt_alone(lambda tokens: plain_attend)),
-            "preallocated": (
-                "optimized",
-                prompt_alone(lambda tokens: new_kv_cache(model_of(DTYPE), len(tokens)).attend),
-            ),
+            "no cache": ("naive", prompt_without_a_cache),
+            "preallocated": ("optimized", prompt_into_a_cache),
         },
         ylabel="time until the first token",
         floor_s=prompt_floor_s,

@@ -1,5 +1,6 @@
-"""The library beside which the benchmark stands: transformers' decode step, with its growing and
-with its preallocated cache.
+"""The library beside which the benchmark stands: transformers' decode step.
+
+It has both kinds of cache, one that grows and one that is preallocated.
 """
 
 from collections.abc import Callable
@@ -46,11 +47,10 @@ def step(
     [T]; past: K and V of the first T - 1 tokens, layer by layer, each [T - 1, Hkv, D].
     """
     peer = peer_of(model)
-    cache = (
-        DynamicCache(config=peer.config)
-        if kind == "dynamic"
-        else StaticCache(config=peer.config, max_cache_len=len(tokens))
-    )
+    if kind == "dynamic":
+        cache = DynamicCache(config=peer.config)
+    else:
+        cache = StaticCache(config=peer.config, max_cache_len=len(tokens))
     # [1, Hkv, T - 1, D]
     past = [(k.transpose(0, 1)[None], v.transpose(0, 1)[None]) for k, v in past]
     for index, (k, v) in enumerate(past):

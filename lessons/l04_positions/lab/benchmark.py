@@ -3,8 +3,7 @@ kernel. And what it is of a step.
 
     python -m lessons.toolbox.measure.bench 04
 
-On a CPU the kernel would be interpreted and is not timed: the PyTorch version of cache.py stands
-for it.
+On a CPU the kernel would be interpreted and is not timed: stand_ins.py stands for it.
 """
 
 from functools import lru_cache, partial
@@ -12,7 +11,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache import optimized as lesson3
+from lessons.l03_kv_cache.batch import new_batch
+from lessons.l03_kv_cache.generate import Rung
 from lessons.l03_kv_cache.lab.workload import (
     DTYPE,
     ON_GPU,
@@ -22,8 +22,10 @@ from lessons.l03_kv_cache.lab.workload import (
     read_floor_s,
     step_bytes,
 )
-from lessons.l04_positions import cache, naive, optimized
+from lessons.l03_kv_cache.optimized import PREALLOCATED
+from lessons.l04_positions import naive, optimized, stand_ins
 from lessons.l04_positions.lab.traffic import fused_bytes
+from lessons.l04_positions.optimized import ROTATED_ON_THE_WAY
 from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.measure.hardware import copy_bandwidth, default_working_set_bytes
@@ -94,14 +96,14 @@ def step_by_step(q, k, v, k_cache, v_cache, positions, cos_sin_cache):
 
 
 def in_place(positions, cos_sin_cache):
-    """cache.py's: q in place, k straight into its rows, which are neighbours."""
+    """As stand_ins.py: q in place, k in its rows, which are neighbours."""
     rows = slice(LAST - len(positions), LAST)
 
     def rotate_write(q, k, v, k_cache, v_cache):
         cos, sin = cos_sin_cache[rows, None].to(q.dtype).chunk(2, dim=-1)
-        cache.turn_into(q, q, cos, sin)
-        cache.turn_into(k_cache[rows], k, cos, sin)
-        v_cache[rows] = v
+        stand_ins.turn_(q, cos, sin)
+        k_cache[rows], v_cache[rows] = k, v  # k itself stays, because others get it too
+        stand_ins.turn_(k_cache[rows], cos, sin)
         return q
 
     return rotate_write
@@ -179,36 +181,24 @@ def liger_rotation(positions, cos_sin_cache):
 # ---------------------------------------------------------------- a decode step
 
 
-def decode_step(new_kv_cache, unrotated: bool):
-    """A provider: the logits of one token behind `count` - 1 cached ones. unrotated: positions are
-    the cache's business.
-    """
+def decode_step(rung: Rung):
+    """A provider: the logits of one token behind `count` - 1 cached ones."""
 
     def make(count: int):
         model = model_of(DTYPE)
-        kv_cache, token = new_kv_cache(model, count), torch.tensor([1], device=model.device)
-        position, decoder = (
-            torch.tensor([count - 1], device=model.device),
-            model.unrotated() if unrotated else model,
-        )
-        for buffer in (kv_cache.keys, kv_cache.values):
-            buffer.copy_(
-                torch.linspace(-1, 1, buffer.numel(), device=model.device).view(buffer.shape)
-            )
+        pool = rung.new_cache(model, 1, count)
+        for slots in (pool.k_slots, pool.v_slots):
+            values = torch.linspace(-1, 1, slots.numel(), device=model.device)
+            slots.copy_(values.view(slots.shape))
+        batch = new_batch([([1], count - 1)], count, model.device)
 
         @torch.inference_mode()
         def step():
-            kv_cache.length = count - 1  # takes the step before back
-            return decoder.logits(decoder(token, position, kv_cache.attend))
+            return model.logits(model(batch.tokens, pool.attending(batch)))
 
         return step
 
     return make
-
-
-def rotate_then_write(model, max_tokens: int) -> naive.RotatingKVCache:
-    """naive.py's cache."""
-    return naive.RotatingKVCache(model.config, max_tokens, model.dtype, model.device)
 
 
 # ---------------------------------------------------------------- floors
@@ -263,12 +253,8 @@ BENCHMARKS = [
         quick_x_values=[128, 1024],
         inputs=lambda n, device: (n,),
         providers={
-            "rotate, then write": ("naive", decode_step(rotate_then_write, unrotated=True)),
-            "one pass": ("optimized", decode_step(optimized.new_kv_cache, unrotated=True)),
-            "the decoder rotates (lesson 3)": (
-                "naive",
-                decode_step(lesson3.new_kv_cache, unrotated=False),
-            ),
+            "rotate, then write": ("naive", decode_step(PREALLOCATED)),
+            "one pass": ("optimized", decode_step(ROTATED_ON_THE_WAY)),
         },
         ylabel="time of one decode step",
         bytes_moved=step_bytes,

@@ -18,9 +18,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l03_kv_cache.cache import KVCache
+from lessons.l03_kv_cache.batch import new_batch
+from lessons.l03_kv_cache.optimized import PREALLOCATED as LESSON_3
 from lessons.toolbox.measure.device import default_device, fingerprint
 from lessons.toolbox.measure.records import write_json
 from lessons.toolbox.model.checkpoint import load_tokenizer
@@ -67,15 +69,13 @@ def stretched(model: Decoder, rope_type: str | None, factor: float) -> Decoder:
 def losses(model: Decoder, tokens: Tensor) -> Tensor:
     """The loss of predicting each token from those before it: tokens: [T + 1] -> [T], nats."""
     inputs, found = tokens[:-1], []
-    cache = KVCache(model.config, len(inputs), model.dtype, model.device)
+    pool = LESSON_3.new_cache(model, 1, len(inputs))
     # because scores of all at once fill the memory
-    for positions in torch.arange(len(inputs), device=tokens.device).split(256):
-        logits = model.logits(model(inputs[positions], positions, cache.attend))
-        found.append(
-            torch.nn.functional.cross_entropy(
-                logits.float(), tokens[positions + 1], reduction="none"
-            )
-        )
+    for start in range(0, len(inputs), 256):
+        new, wanted = inputs[start : start + 256], tokens[start + 1 : start + 257]
+        batch = new_batch([(new.tolist(), start)], pool.block_size, model.device)
+        logits = model.logits(model(batch.tokens, pool.attending(batch)))
+        found.append(cross_entropy(logits.float(), wanted, reduction="none"))
     return torch.cat(found)
 
 

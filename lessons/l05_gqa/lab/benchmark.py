@@ -7,10 +7,11 @@ context, batch; a whole step.
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.cache import KVCache
+from lessons.l03_kv_cache.batch import new_batch
+from lessons.l03_kv_cache.generate import Rung
 from lessons.l03_kv_cache.lab.workload import CONFIG, ON_GPU, SHAPE, TOLERANCE
 from lessons.l03_kv_cache.optimized import decode_attention as decode_per_query_head
-from lessons.l05_gqa import naive, optimized
+from lessons.l05_gqa import naive
 from lessons.l05_gqa.lab.workload import (
     BATCH,
     CONTEXT,
@@ -28,8 +29,8 @@ from lessons.l05_gqa.lab.workload import (
     model_inputs,
     shape_of,
 )
-from lessons.l05_gqa.naive import RepeatedKVCache
-from lessons.l05_gqa.optimized import decode_attention, decode_attention_grouped
+from lessons.l05_gqa.naive import REPEATED
+from lessons.l05_gqa.optimized import IN_GROUPS, decode_attention, decode_attention_grouped
 from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
 
 
@@ -91,24 +92,18 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
     return peer.decode(q, k, v)
 
 
-def step_with(kind: type[KVCache]):
-    """The logits of one token through the whole model over a cache of this kind."""
+def step_with(rung: Rung):
+    """The logits of one token through the whole model over a cache of this rung."""
 
     def make(model, keys: Tensor, values: Tensor):
-        cache, held = (
-            kind(model.config, MODEL_CONTEXT, model.dtype, model.device),
-            MODEL_CONTEXT - 1,
-        )
-        cache.keys[:, :held], cache.values[:, :held] = keys, values
-        token, position = (
-            torch.tensor([7], device=keys.device),
-            torch.tensor([held], device=keys.device),
-        )
+        held = MODEL_CONTEXT - 1
+        pool = rung.new_cache(model, 1, MODEL_CONTEXT)
+        pool.k_slots[:, :held], pool.v_slots[:, :held] = keys, values
+        batch = new_batch([([7], held)], MODEL_CONTEXT, keys.device)
 
+        @torch.inference_mode()
         def step():
-            cache.length = held  # takes the step before back
-            with torch.inference_mode():
-                return model.logits(model(token, position, cache.attend))
+            return model.logits(model(batch.tokens, pool.attending(batch)))
 
         return step
 
@@ -218,10 +213,10 @@ BENCHMARKS = [
         quick_x_values=MODEL_KV_HEADS,
         inputs=model_inputs,
         providers={
-            "K and V repeated": ("naive", step_with(RepeatedKVCache)),
+            "K and V repeated": ("naive", step_with(REPEATED)),
             "read in groups": (
                 "optimized",
-                step_with(optimized.GroupedKVCache if ON_GPU else KVCache),
+                step_with(IN_GROUPS),
             ),
         },
         ylabel="one step of the whole model",

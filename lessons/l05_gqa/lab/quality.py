@@ -23,6 +23,7 @@ from rich.progress import track
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l02_naive_attention.optimized import attention_torch
 from lessons.l05_gqa.convert import first_head, mean_head, merged, repeated
 from lessons.toolbox.measure.device import fingerprint
@@ -63,13 +64,8 @@ def training_windows(count: int) -> Tensor:
 
 def next_token_loss(model: Decoder, window: Tensor) -> Tensor:
     """Mean loss of predicting each next token, in nats: a scalar. window: [T + 1] int64."""
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention_torch(
-            q, k, v, model.config.softmax_scale, window=model.config.sliding_window(layer)
-        )
-
-    hidden = model(window[:-1], torch.arange(len(window) - 1), attend)
+    attend = whole_sequence(model, len(window) - 1, attention_torch)
+    hidden = model(window[:-1], attend)
     return torch.nn.functional.cross_entropy(model.logits(hidden), window[1:])
 
 

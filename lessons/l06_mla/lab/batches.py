@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lessons.l03_kv_cache.cache import decode_attention_torch
+from lessons.l03_kv_cache.stand_ins import decode_attention_torch
 from lessons.l06_mla.lab.counts import V3, decode_bytes, decode_flops
 from lessons.l06_mla.lab.workload import CONFIG, DTYPE, ON_GPU, one_layer, read_floor_s
 from lessons.l06_mla.optimized import mla_decode

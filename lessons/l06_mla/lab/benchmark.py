@@ -4,11 +4,16 @@ alone, batches, beside GQA.
     python -m lessons.toolbox.measure.bench 06
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.optimized import attention_for
-from lessons.l03_kv_cache.cache import decode_attention_torch
+from lessons.l03_kv_cache.batch import new_batch
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l03_kv_cache.stand_ins import decode_attention_torch
+from lessons.l06_mla.deepseek import AbsorbedAttention, LatentAttention
 from lessons.l06_mla.lab.batches import (
     BATCHES,
     batch_floor_s,
@@ -31,14 +36,14 @@ from lessons.l06_mla.lab.workload import (
     SHAPE,
     THREADS,
     TOLERANCE,
-    cache_of,
     layer_inputs,
     one_layer,
+    pool_of,
     read_floor_s,
     step_bytes,
-    turned,
 )
-from lessons.l06_mla.naive import LatentCache
+from lessons.l06_mla.naive import EXPANDED
+from lessons.l06_mla.optimized import ABSORBED
 from lessons.toolbox.measure.bench import Benchmark, Unavailable
 from lessons.toolbox.measure.hardware import measured_ceilings, time_floor_s
 
@@ -48,18 +53,17 @@ SCALE, RANK = CONFIG.softmax_scale, CONFIG.mla.kv_lora_rank
 # ---------------------------------------------------------------- a step with its projections
 
 
-def step_with(kind):
-    """The layer's step with a cache of that kind; None: the lesson's own on this device."""
+def step_with(rung: Rung):
+    """The layer's step with the cache of a rung."""
 
     def make(x: Tensor, c_kv: Tensor, k_pe: Tensor):
-        cache, length = cache_of(c_kv, k_pe, len(x), kind), len(c_kv)
+        pool, held = pool_of(c_kv, k_pe, len(x), rung), len(c_kv)
+        batch = new_batch([([0] * len(x), held)], pool.block_size, x.device)
+        layer = LatentAttention(one_layer().attention)
 
+        @torch.inference_mode()
         def step():
-            cache.length = length  # takes the step before back
-            with torch.inference_mode():
-                return one_layer().attention(
-                    x, turned, lambda q, k_pe, c_kv: cache.attend(0, q, k_pe, c_kv)
-                )
+            return layer(x, partial(pool.attending(batch), 0))
 
         return step
 
@@ -80,26 +84,26 @@ def library(x: Tensor, c_kv: Tensor, k_pe: Tensor):
 
 def expanded_pass(x: Tensor, c_kv: Tensor, k_pe: Tensor):
     """k and v of every head from all latents, then ordinary attention."""
-    return step_with(None)(x, c_kv, k_pe) if len(x) > 1 else step_with(LatentCache)(x, c_kv, k_pe)
+    return step_with(ABSORBED if len(x) > 1 else EXPANDED)(x, c_kv, k_pe)
 
 
 def absorbed_pass(x: Tensor, c_kv: Tensor, k_pe: Tensor):
     """The new queries come to the latents, however many they are."""
-    layer, rows = one_layer().attention, torch.cat([c_kv, k_pe], dim=-1)
+    pool, held = pool_of(c_kv, k_pe, len(x)), len(c_kv)
+    batch = new_batch([([0] * len(x), held)], pool.block_size, x.device)
+    layer, attention = AbsorbedAttention(one_layer().attention), attention_for(x.device)
+    rows, ops = pool.k_slots[0], pool.ops
 
-    def attend(q, k_pe, c_kv):
-        keys = torch.cat([rows, torch.cat([c_kv, k_pe], dim=-1)])
+    def attend(q, k, v):
+        q = ops.write(q, k, v, rows, None, batch, pool.cos_sin_cache)
+        keys = rows[: held + len(x)]
         if len(q) == 1 and not ON_GPU:
-            return layer.project_values(
-                decode_attention_torch(layer.absorb(q), keys, keys[..., :RANK], SCALE)
-            )
-        return layer.project_values(
-            attention_for(q.device)(layer.absorb(q), keys, keys[..., :RANK], SCALE)
-        )
+            return decode_attention_torch(q, keys, keys[..., :RANK], SCALE)
+        return attention(q, keys, keys[..., :RANK], SCALE)
 
+    @torch.inference_mode()
     def run():
-        with torch.inference_mode():
-            return layer(x, turned, attend)
+        return layer(x, attend)
 
     return run
 
@@ -169,8 +173,8 @@ BENCHMARKS = [
         quick_x_values=[128, 512],
         inputs=lambda n, device: layer_inputs(1, n - 1, device),
         providers={
-            "decompress every step": ("naive", step_with(LatentCache)),
-            "absorbed": ("optimized", step_with(None)),
+            "decompress every step": ("naive", step_with(EXPANDED)),
+            "absorbed": ("optimized", step_with(ABSORBED)),
             "transformers": ("library", library),
         },
         ylabel="decode step of one attention layer",

@@ -42,7 +42,7 @@ def step(model: OneLayer, x: Tensor, c_kv: Tensor, k_pe: Tensor) -> Callable[[],
         (c_kv.transpose(0, 1)[None], k_pe.transpose(0, 1)[None]),
     )
     cache.update(*past, 0)
-    # cos 1, sin 0: as workload.turned
+    # cos 1, sin 0: as in workload.pool_of
     angles = torch.ones(1, 1, mla.qk_rope_head_dim, dtype=x.dtype, device=x.device)
 
     def run() -> Tensor:

@@ -9,9 +9,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lessons.l06_mla.deepseek import MLAttention
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l06_mla.deepseek import MLAttention, latent
 from lessons.l06_mla.lab.counts import decode_bytes
-from lessons.l06_mla.optimized import AbsorbedCache, KernelAbsorbedCache
+from lessons.l06_mla.naive import LatentPool
+from lessons.l06_mla.optimized import ABSORBED
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.measure.hardware import default_working_set_bytes, read_bandwidth
 from lessons.toolbox.model.config import MLAConfig, ModelConfig
@@ -53,11 +55,11 @@ class OneLayer(torch.nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.attention.o_proj.weight.device
+        return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.attention.o_proj.weight.dtype
+        return next(self.parameters()).dtype
 
 
 @lru_cache
@@ -65,13 +67,6 @@ def one_layer() -> OneLayer:
     """The layer on the default device, in DTYPE."""
     with torch.device(default_device()):
         return OneLayer().to(DTYPE).eval().requires_grad_(False)
-
-
-def turned(pe: Tensor) -> Tensor:
-    """A rotation's stand-in, [T, H, rope] -> [T, H, rope]: every angle 0. Its cost is the same for
-    all that are compared.
-    """
-    return pe
 
 
 @torch.inference_mode()
@@ -82,17 +77,19 @@ def layer_inputs(
     1, rope].
     """
     x = torch.randn(new_tokens + cached, CONFIG.hidden_size, dtype=DTYPE, device=device)
-    return x[:new_tokens], *one_layer().attention.latents(x[new_tokens:], turned)
+    return x[:new_tokens], *one_layer().attention.latents(x[new_tokens:])
 
 
-def cache_of(c_kv: Tensor, k_pe: Tensor, room: int, kind=None) -> AbsorbedCache:
-    """A cache that holds c_kv: [cached, 1, rank] and k_pe: [cached, 1, rope], with room for `room`
+def pool_of(c_kv: Tensor, k_pe: Tensor, room: int, rung: Rung = ABSORBED) -> LatentPool:
+    """A pool that holds c_kv: [cached, 1, rank] and k_pe: [cached, 1, rope], with room for `room`
     tokens more.
     """
-    kind = kind or (KernelAbsorbedCache if ON_GPU else AbsorbedCache)
-    cache = kind(one_layer(), len(c_kv) + room)
-    cache.append(0, k_pe, c_kv)
-    return cache
+    pool = rung.new_cache(latent(one_layer()), 1, len(c_kv) + room)
+    pool.k_slots[0, : len(c_kv)] = torch.cat([c_kv, k_pe], dim=-1)
+    # Every angle 0, for the library too: the cost is the same, and the rows above need no turning.
+    half = pool.cos_sin_cache.shape[1] // 2
+    pool.cos_sin_cache[:, :half], pool.cos_sin_cache[:, half:] = 1, 0
+    return pool
 
 
 @lru_cache

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.lab.traffic import Pass
+from lessons.l02_naive_attention.rope import Rotate, rotation
 from lessons.l07_kernel_fusion.fused_decoder import Ops, fused
 from lessons.l07_kernel_fusion.lab.traffic import Traffic, fused_pass
 from lessons.toolbox.measure.hardware import lookup
@@ -92,12 +93,14 @@ def counted_ops(passes: list[Pass]) -> Ops:
     return Ops(rms_norm, add_rms_norm, silu_mul, qk_norm)
 
 
-def counted_attend(passes: list[Pass], context: int) -> Attend:
+def counted_attend(passes: list[Pass], context: int, rotate: Rotate | None = None) -> Attend:
     """Attention as lesson 3's two kernels: one writes the new row, one reads `context` rows of K
-    and V.
+    and V. rotate: turns q and k before; None: the kernel that writes turns them (lesson 4).
     """
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
         passes.append(fused_pass("append", [k, v], [k, v]))
         passes.append(Pass("attention", q.nbytes + context * (k.nbytes + v.nbytes), q.nbytes))
         return torch.empty_like(q)
@@ -118,9 +121,7 @@ def fused_launches(
     config: ModelConfig, context: int = 4096, dtype: torch.dtype = torch.bfloat16
 ) -> list[Pass]:
     """The same for the fused twin, each of its operations one kernel."""
-    return _launches(
-        config, context, dtype, lambda model, passes: fused(model, counted_ops(passes))
-    )
+    return _launches(config, context, dtype, _fused_twin)
 
 
 def rope_fused_launches(
@@ -129,9 +130,7 @@ def rope_fused_launches(
     """The same for the fused twin whose q and k are rotated by the kernel that writes them to the
     cache (lesson 4).
     """
-    return _launches(
-        config, context, dtype, lambda model, passes: fused(model, counted_ops(passes)).unrotated()
-    )
+    return _launches(config, context, dtype, _fused_twin, rotated_by_the_kernel=True)
 
 
 STEPS = {
@@ -141,14 +140,25 @@ STEPS = {
 }
 
 
-def _launches(config: ModelConfig, context: int, dtype: torch.dtype, twin: Callable) -> list[Pass]:
+def _fused_twin(model: Decoder, passes: list[Pass]) -> Decoder:
+    return fused(model, counted_ops(passes))
+
+
+def _launches(
+    config: ModelConfig,
+    context: int,
+    dtype: torch.dtype,
+    twin: Callable,
+    rotated_by_the_kernel: bool = False,
+) -> list[Pass]:
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)
         token = torch.zeros(1, dtype=torch.int64)
-    model.rotation(token)  # the table of frequencies is made once and kept
+    rotation(config, token, dtype)  # the frequencies are computed once and kept
     with torch.no_grad(), Traffic() as traffic:
         model = twin(model, traffic.passes)
-        model.logits(model(token, token, counted_attend(traffic.passes, context)))
+        rotate = None if rotated_by_the_kernel else rotation(config, token, dtype)
+        model.logits(model(token, counted_attend(traffic.passes, context, rotate)))
     # An embedding is a look-up: it reads one row of its table.
     return [
         Pass(p.name, p.written_bytes, p.written_bytes) if p.name == "embedding" else p

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l03_kv_cache.optimized import new_kv_cache
+from lessons.l03_kv_cache.batch import new_batch
+from lessons.l05_gqa.optimized import IN_GROUPS
 from lessons.toolbox.measure.bench import Unavailable, on_gpu
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.measure.hardware import copy_bandwidth, read_bandwidth
@@ -165,18 +166,15 @@ def step(twin: Callable) -> Callable:
 
     @torch.inference_mode()
     def make(token: Tensor, hidden_size: int):
-        model, position = twin(model_of(hidden_size)), torch.tensor([CONTEXT], device=token.device)
-        cache = new_kv_cache(model, CONTEXT + 1)
-        model(
-            torch.arange(CONTEXT, device=token.device),
-            torch.arange(CONTEXT, device=token.device),
-            cache.attend,
-        )
+        model = twin(model_of(hidden_size))
+        pool = IN_GROUPS.new_cache(model, 1, CONTEXT + 1)
+        context = new_batch([(range(CONTEXT), 0)], CONTEXT + 1, token.device)
+        model(context.tokens, pool.attending(context))
+        batch = new_batch([(token.tolist(), CONTEXT)], CONTEXT + 1, token.device)
 
         @torch.inference_mode()
         def run():
-            cache.length = CONTEXT  # takes the step before back
-            return model.logits(model(token, position, cache.attend))
+            return model.logits(model(batch.tokens, pool.attending(batch)))
 
         return run
 

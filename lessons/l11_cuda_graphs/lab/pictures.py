@@ -2,7 +2,8 @@
 kernels, and as a graph.
 
     python -m lessons.l11_cuda_graphs.lab.pictures
-        writes timeline.svg beside this file (recorded and modelled, not measured)
+
+writes timeline.svg beside this file: recorded and modelled, not measured.
 """
 
 from pathlib import Path

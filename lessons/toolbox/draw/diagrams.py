@@ -4,20 +4,38 @@
 
 import math
 
-import matplotlib
 import numpy as np
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
-from lessons.toolbox.draw.figure import HATCHES, PALETTE, ROLES, SMALL, frame, key, number, style
+from lessons.toolbox.draw.figure import (
+    HALO,
+    HATCHES,
+    PALETTE,
+    ROLES,
+    SMALL,
+    frame,
+    key,
+    number,
+    style,
+)
+
+PALE = "#BBBBBB"
+NARROW = 8  # pixels: a white edge and a hatch would leave nothing of a narrower bar
 
 
-def _ink(colour):
-    return (
-        "black" if np.dot(matplotlib.colors.to_rgb(colour), (0.3, 0.59, 0.11)) > 0.42 else "white"
-    )
+def _fill(colour, hatch):
+    """The look of the area number `colour` of a figure, with hatch number `hatch`."""
+    return {"facecolor": PALETTE[colour % 7], "hatch": HATCHES[hatch % 7], "edgecolor": "white"}
+
+
+def _write(ax, x, y, text, **look):
+    """Letters around (x, y), with a halo that keeps them legible on any colour and hatch."""
+    place = {"ha": "center", "va": "center", "size": SMALL, "path_effects": HALO}
+    return ax.text(x, y, text, **place, **look)
 
 
 @style()
@@ -36,66 +54,37 @@ def gantt(
     text shows where it fits; kinds: [kind] fixes colours across figures (default: in order of
     appearance).
     """
-    kinds = list(kinds or dict.fromkeys(piece[2] for pieces in rows.values() for piece in pieces))
+    pieces = [(row, *piece) for row, lane in rows.items() for piece in lane]
+    kinds = list(kinds or dict.fromkeys(kind for _, _, _, kind, *_ in pieces))
+    names = list(rows)
     fig, ax = frame(title, caption, (10, 2.5 + 0.42 * len(rows)))
-    texts = []
-    for y, (row, pieces) in enumerate(rows.items()):
-        for start, end, kind, *text in pieces:
-            if end < start or kind not in kinds:
-                raise ValueError(
-                    f"piece {(start, end, kind)} of row {row!r}; accepted: end >= start and a kind "
-                    f"of {kinds}"
-                )
-            n = kinds.index(kind)
-            colour = PALETTE[n % len(PALETTE)]
-            ax.barh(
-                y,
-                end - start,
-                left=start,
-                height=0.78,
-                color=colour,
-                hatch=HATCHES[n % len(HATCHES)],
-                edgecolor="white",
+    drawn = []
+    for row, start, end, kind, *texts in pieces:
+        if end < start or kind not in kinds:
+            raise ValueError(
+                f"piece {(start, end, kind)} of row {row!r}; accepted: end >= start and a kind of "
+                f"{kinds}"
             )
-            if text:
-                # hides the hatch behind the letters
-                box = {"facecolor": colour, "edgecolor": "none", "pad": 0.8}
-                note = ax.text(
-                    (start + end) / 2,
-                    y,
-                    text[0],
-                    ha="center",
-                    va="center",
-                    color=_ink(colour),
-                    fontsize=SMALL,
-                    bbox=box,
-                )
-                texts.append((note, start, end))
-    ax.set_yticks(range(len(rows)), list(rows))
+        y, n = names.index(row), kinds.index(kind)
+        bar = ax.barh(y, end - start, left=start, height=0.78, **_fill(n, n))[0]
+        notes = [_write(ax, (start + end) / 2, y, text) for text in texts]
+        drawn.append((bar, notes))
+    ax.set_yticks(range(len(rows)), names)
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.xaxis.set_major_formatter(FuncFormatter(number))
-    ax.set_xlim(left=min((p[0] for pieces in rows.values() for p in pieces), default=0))
+    ax.set_xlim(left=min((start for _, start, *_ in pieces), default=0))
     ax.tick_params(axis="y", length=0)
-    ax.grid(True, axis="x", alpha=0.3)
+    ax.grid(True, axis="x")
     ax.set_axisbelow(True)
     ax.set_xlabel(xlabel)
-    key(
-        ax,
-        [
-            Patch(
-                facecolor=PALETTE[n % len(PALETTE)],
-                hatch=HATCHES[n % len(HATCHES)],
-                edgecolor="white",
-                label=kind,
-            )
-            for n, kind in enumerate(kinds)
-        ],
-    )
-    fig.draw_without_rendering()
-    for note, start, end in texts:
-        room = np.diff(ax.transData.transform([(start, 0), (end, 0)])[:, 0])[0]
-        if Text.get_window_extent(note).width > room - 4:
-            note.remove()
+    key(ax, [Patch(**_fill(n, n), label=kind) for n, kind in enumerate(kinds)])
+    for bar, notes in drawn:
+        room = bar.get_window_extent().width
+        if room < NARROW:
+            bar.set(hatch=None, edgecolor=bar.get_facecolor())
+        for note in notes:
+            if Text.get_window_extent(note).width > room - 4:
+                note.remove()
     return fig
 
 
@@ -117,7 +106,7 @@ def block_map(
     {owner: tokens}, the unused tail of each last block stays pale: internal fragmentation. A
     block's id is its row label plus its column label.
     """
-    holders = {}
+    holders = {}  # block -> [(owner's number, logical block, filled share)]
     for n, (owner, blocks) in enumerate(block_tables.items()):
         for logical, block in enumerate(blocks):
             if not 0 <= block < num_blocks:
@@ -125,101 +114,53 @@ def block_map(
                     f"block {block} of owner {owner!r}; accepted: 0 to num_blocks-1 = "
                     f"{num_blocks - 1}"
                 )
-            filled = 1.0
+            filled = 1
             if block_size and context_lens:
-                filled = min(1.0, max(0.0, context_lens[owner] / block_size - logical))
-            holders.setdefault(block, []).append((n, logical, filled))
+                filled = context_lens[owner] / block_size - logical
+            piece = n, logical, min(1, max(0, filled))
+            holders.setdefault(block, []).append(piece)
+
     columns = min(columns, num_blocks)
     lines = math.ceil(num_blocks / columns)
-    fig, ax = frame(
-        title,
-        caption,
-        (
-            max(7.5, 1.0 + 0.6 * columns),
-            2.4 + 0.6 * lines + 0.25 * math.ceil(len(block_tables) / 3),
-        ),
-    )
+    height = 2.4 + 0.6 * lines + 0.25 * math.ceil(len(block_tables) / 3)
+    fig, ax = frame(title, caption, (max(7.5, 1.0 + 0.6 * columns), height))
     for block in range(num_blocks):
         row, column = divmod(block, columns)
-        owners = holders.get(block, [])
-        for k, (n, logical, filled) in enumerate(owners):
-            height = 1 / len(owners)
-            colour, hatch = PALETTE[n % len(PALETTE)], HATCHES[(n // len(PALETTE)) % len(HATCHES)]
-            corner = (column, row + k * height)
-            ax.add_patch(Rectangle(corner, 1, height, facecolor=colour, alpha=0.22, lw=0))
-            ax.add_patch(
-                Rectangle(
-                    corner, filled, height, facecolor=colour, hatch=hatch, edgecolor="white", lw=0
-                )
-            )
-            if len(owners) <= 2:
-                # what the letters stand on; a box hides the hatch there
-                behind = colour if filled > 0.6 else "white"
-                ax.text(
-                    column + (filled / 2 if filled > 0.6 else 0.5),
-                    row + (k + 0.5) * height,
-                    f"{_letter(n)}{logical}",
-                    ha="center",
-                    va="center",
-                    fontsize=SMALL,
-                    fontweight="bold",
-                    color=_ink(behind),
-                    bbox={"facecolor": behind, "edgecolor": "none", "pad": 0.6} if hatch else None,
-                )
-        if len(owners) > 2:
-            ax.text(
-                column + 0.5,
-                row + 0.5,
-                f"{len(owners)}×",
-                ha="center",
-                va="center",
-                fontsize=SMALL,
-                fontweight="bold",
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-            )
-        ax.add_patch(
-            Rectangle(
-                (column, row),
-                1,
-                1,
-                facecolor="none",
-                edgecolor="#222222" if owners else "#BBBBBB",
-                lw=1.2,
-                zorder=3 if owners else 2,
-            )
-        )
+        _cell(ax, row, column, holders.get(block, []))
     ax.set_xlim(-0.04, columns + 0.04)
     ax.set_ylim(lines + 0.04, -0.04)
     ax.set_aspect("equal")
     ax.set_xticks(np.arange(columns) + 0.5, [f"+{c}" for c in range(columns)])
-    ax.set_yticks(np.arange(lines) + 0.5, [str(r * columns) for r in range(lines)])
+    ax.set_yticks(np.arange(lines) + 0.5, range(0, lines * columns, columns))
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     ax.set_xlabel("physical block = row + column; numbers in the cells: owner and logical block")
-    key(
-        ax,
-        [
-            Patch(
-                facecolor=PALETTE[n % len(PALETTE)],
-                hatch=HATCHES[(n // len(PALETTE)) % len(HATCHES)],
-                edgecolor="white",
-                label=f"{_letter(n)}: {owner}",
-            )
-            for n, owner in enumerate(block_tables)
-        ]
-        + [
-            Patch(
-                facecolor="white",
-                edgecolor="#BBBBBB",
-                label=f"free: {num_blocks - len(holders)} of {num_blocks}",
-            )
-        ],
-    )
+    free = f"free: {num_blocks - len(holders)} of {num_blocks}"
+    named = [
+        Patch(**_fill(n, n // 7), label=f"{_letter(n)}: {owner}")
+        for n, owner in enumerate(block_tables)
+    ]
+    key(ax, [*named, Patch(facecolor="white", edgecolor=PALE, label=free)])
     return fig
 
 
+def _cell(ax, row, column, owners):
+    """One physical block: a band for each owner, its filled part in full colour."""
+    share = 1 / max(1, len(owners))
+    for k, (n, logical, filled) in enumerate(owners):
+        y, look = row + (k + 0.5) * share, _fill(n, n // 7)
+        ax.barh(y, 1, share, column, facecolor=look["facecolor"], alpha=0.22)
+        ax.barh(y, filled, share, column, lw=0, **look)
+        if len(owners) <= 2:
+            _write(ax, column + 0.5, y, f"{_letter(n)}{logical}", fontweight="bold")
+    if len(owners) > 2:
+        _write(ax, column + 0.5, row + 0.5, f"{len(owners)}×", fontweight="bold")
+    edge = {"edgecolor": "#222222", "zorder": 3} if owners else {"edgecolor": PALE}
+    ax.barh(row + 0.5, 1, 1, column, facecolor="none", lw=1.2, **edge)
+
+
 def _letter(n):
-    return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[n % 26] + ("" if n < 26 else str(n // 26))
+    return chr(ord("A") + n % 26) + (str(n // 26) if n >= 26 else "")
 
 
 @style()
@@ -236,59 +177,35 @@ def mask_image(
     """An attention mask (bool) or weights (0..1) as an image: dark = may look; the share of visible
     pairs stands in the key.
 
-    mask: [Tq, Tk]; row_labels: [Tq]; col_labels: [Tk], tokens or positions (default: positions);
-    thinned beyond 32.
+    mask: [Tq, Tk]; row_labels: [Tq]; col_labels: [Tk], tokens or positions (default: positions),
+    thinned to what fits.
     """
     mask = np.asarray(mask)
     if mask.ndim != 2 or 0 in mask.shape:
         raise ValueError(f"mask has shape {mask.shape}; accepted: [Tq, Tk], neither empty")
-    rows, columns = mask.shape
-    cell = min(0.34, 9.0 / max(rows, columns))
-    fig, ax = frame(title, caption, (max(7.5, 2 + cell * columns), 2.8 + cell * rows))
-    blue = matplotlib.colors.LinearSegmentedColormap.from_list(
-        "", ["white", ROLES["optimized"].colour]
-    )
-    ax.imshow(
-        mask.astype(float),
-        cmap=blue,
-        vmin=0,
-        vmax=1 if mask.dtype == bool else max(1e-9, float(mask.max())),
-        interpolation="nearest",
-        extent=(0, columns, rows, 0),
-    )
-    if max(rows, columns) <= 48:
-        ax.hlines(range(rows + 1), 0, columns, color="#BBBBBB", lw=0.6)
-        ax.vlines(range(columns + 1), 0, rows, color="#BBBBBB", lw=0.6)
-    for axis, n, names, place in (
-        (ax.yaxis, rows, row_labels, row_title),
-        (ax.xaxis, columns, col_labels, col_title),
-    ):
-        names = [str(name) for name in (names if names is not None else range(n))]
+    cell = min(0.34, 9.0 / max(mask.shape))  # inches
+    size = max(7.5, 2 + cell * mask.shape[1]), 2.8 + cell * mask.shape[0]
+    fig, ax = frame(title, caption, size)
+    dark = ROLES["optimized"].colour
+    blues = LinearSegmentedColormap.from_list("", ["white", dark])
+    lines = {"edgecolors": PALE, "linewidth": 0.6} if max(mask.shape) <= 48 else {}
+    ax.pcolormesh(mask.astype(float), cmap=blues, vmin=0, **lines)
+    ax.set_aspect("equal")
+    ax.invert_yaxis()
+    step = math.ceil(0.26 / cell)  # 11 pt take a quarter of an inch
+    sides = ((ax.yaxis, row_labels, row_title), (ax.xaxis, col_labels, col_title))
+    for axis, names, place in sides:
+        n = mask.shape[axis is ax.xaxis]
+        names = [str(name) for name in (range(n) if names is None else names)]
         if len(names) != n:
             raise ValueError(f"{place} labels: {len(names)}; accepted: one per {place}, {n}")
-        # 11 pt take a quarter of an inch
-        step = next(s for s in (1, 2, 5, 10, 20, 50, 100, n) if s * cell >= 0.26 or s >= n)
-        turn = 90 if axis is ax.xaxis and max(map(len, names[::step])) > 2 else 0
-        axis.set_ticks(np.arange(n)[::step] + 0.5, names[::step], rotation=turn)
+        turn = 90 if axis is ax.xaxis and max(map(len, names)) > 2 else 0
+        axis.set_ticks(np.arange(0, n, step) + 0.5, names[::step], rotation=turn)
         axis.set_label_text(place)
     ax.tick_params(length=0)
-    ax.xaxis.set_label_position("top")
-    ax.xaxis.tick_top()
     ax.spines[:].set_visible(False)
     visible = np.count_nonzero(mask)
-    handles = [
-        Patch(
-            facecolor=ROLES["optimized"].colour,
-            label=f"visible: {visible} of {mask.size} ({visible / mask.size:.0%})",
-        ),
-        Patch(facecolor="white", edgecolor="#BBBBBB", label="masked"),
-    ]
-    ax.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0, 0),
-        ncols=2,
-        frameon=False,
-        borderaxespad=0.4,
-    )
+    shown = f"visible: {visible} of {mask.size} ({visible / mask.size:.0%})"
+    white = Patch(facecolor="white", edgecolor=PALE, label="masked")
+    key(ax, [Patch(facecolor=dark, label=shown), white])
     return fig

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.model.config import ModelConfig, shown
 from lessons.toolbox.model.config_json import CheckpointError, read_config, read_json
 
 EMBEDDED_MODELS = ("models/tiny", "models/tiny-draft")
@@ -29,21 +29,10 @@ KEPT_WIDE = "e_score_correction_bias"
 HUB_TIMEOUT_S = 5
 REPOSITORY = Path(__file__).resolve().parents[3]
 
-SMALL_FILES = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "chat_template*",
-]
-# not *.safetensors: Mistral's hub repositories hold
+SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"]
+SMALL_FILES += ["vocab.json", "merges.txt", "added_tokens.json", "chat_template*"]
+# not *.safetensors: Mistral's hub repositories hold every weight again, in consolidated*
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
-# every weight twice, the
-# second time as
-# consolidated*
 
 
 # ---------------------------------------------------------------- where it lies
@@ -64,8 +53,7 @@ def find_folder(name_or_path: str | os.PathLike, hub_patterns: list[str]) -> Pat
         return REPOSITORY / name
     if os.path.isfile(name):
         raise CheckpointError(
-            f"model {name!r} is a file; give the folder that holds config.json and "
-            f"model.safetensors"
+            f"model {name!r} is a file; give the folder that holds config.json, model.safetensors"
         )
     return _fetch(name, hub_patterns)
 
@@ -93,8 +81,7 @@ def _fetch(name: str, patterns: list[str]) -> Path:
         reason = next(iter(str(unreachable or error).splitlines()), type(error).__name__)
         raise CheckpointError(
             f"unknown model {name!r}: no such folder, and no hub name that can be reached "
-            f"({reason}); "
-            f"embedded models: {', '.join(EMBEDDED_MODELS)}"
+            f"({reason}); embedded models: {', '.join(EMBEDDED_MODELS)}"
         ) from error
 
 
@@ -106,6 +93,26 @@ def load_config(name_or_path: str | os.PathLike) -> ModelConfig:
     before the weights do.
     """
     return read_config(find_folder(name_or_path, SMALL_FILES))
+
+
+def find_weights(name_or_path: str | os.PathLike, config: ModelConfig) -> Path:
+    """Folder of a checkpoint, its weights fetched, that may hold as many layers and experts as
+    `config` names.
+
+    Call it before a decoder is built: each layer takes time and memory even on the meta device, and
+    a wrong config may name thousands. Reads only the files' headers. Raises CheckpointError.
+    """
+    folder = find_folder(name_or_path, SMALL_FILES + WEIGHT_FILES)
+    moe, num_layers = config.moe, config.num_hidden_layers
+    expert_layers = sum(moe.has_experts(layer) for layer in range(num_layers)) if moe else 0
+    num_experts = expert_layers * moe.n_routed_experts if moe else 0
+    num_tensors = len(_catalog(folder))
+    if num_layers + num_experts > num_tensors:  # each has at least one
+        raise CheckpointError(
+            f"{folder} holds {num_tensors} tensors, too few for the {num_layers} layers "
+            f"(num_hidden_layers) and {num_experts} experts (n_routed_experts) of its config.json"
+        )
+    return folder
 
 
 # ---------------------------------------------------------------- safetensors
@@ -153,23 +160,18 @@ def load_weights(
         with _open(file) as tensors:
             for key, entry in stored.items():
                 if entry.file == file:
+                    wide = key.endswith(KEPT_WIDE)
+                    kept = torch.promote_types(dtype, torch.float32) if wide else dtype
                     # copy, because an uncast tensor would stay a view of the file, and change or
                     # crash with it
-                    kept = (
-                        torch.promote_types(dtype, torch.float32)
-                        if key.endswith(KEPT_WIDE)
-                        else dtype
-                    )
-                    weights[key] = tensors.get_tensor(entry.name).to(
-                        device=device, dtype=kept, copy=True
-                    )
+                    tensor = tensors.get_tensor(entry.name)
+                    weights[key] = tensor.to(device=device, dtype=kept, copy=True)
     if tied:
         embedding = weights["embed_tokens.weight"]
         if not torch.equal(weights.get("lm_head.weight", embedding), embedding):
             raise CheckpointError(
                 f"{folder}: config.json says tie_word_embeddings, but lm_head.weight and "
-                f"embed_tokens.weight "
-                "differ; set it to false"
+                f"embed_tokens.weight differ; set it to false"
             )
         weights["lm_head.weight"] = embedding
     model.load_state_dict(weights, assign=True)
@@ -184,25 +186,21 @@ def _shards(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        pickles = sorted(
-            file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)
-        )
-        why = (
-            f"; {pickles[0]} is a pickle, which may run any code while it is read, and is not "
-            f"opened"
-            if pickles
-            else ""
-        )
+        files = sorted(folder.iterdir())
+        pickles = [file.name for file in files if file.suffix in (".bin", ".pt", ".pth")]
+        why = ""
+        if pickles:
+            why = f"; {pickles[0]} is a pickle, which may run any code when read, and stays closed"
         raise CheckpointError(
             f"{folder} holds neither model.safetensors nor model.safetensors.index.json{why}"
         )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} lacks the key 'weight_map' (an object: tensor to file)")
-    shards = []
+    shards, files = [], os.listdir(folder)
     for name in dict.fromkeys(map(str, weight_map.values())):
-        if os.path.basename(name) != name or not (folder / name).is_file():
-            raise CheckpointError(f"{index} names the shard {name}, which is not in {folder}")
+        if name not in files:
+            raise CheckpointError(f"{index} names the shard {shown(name)}, not a file of {folder}")
         shards.append(folder / name)
     return shards
 
@@ -227,10 +225,10 @@ def _catalog(folder: Path) -> dict[str, _Stored]:
                     # a buffer that old checkpoints hold; the decoder computes it from the config
                     continue
                 header = tensors.get_slice(name)
-                if header.get_dtype() not in STORED_DTYPES:
+                dtype = header.get_dtype()
+                if dtype not in STORED_DTYPES:
                     raise CheckpointError(
-                        f"tensor {name} in {file} is {header.get_dtype()}; "
-                        f"supported: {', '.join(STORED_DTYPES)}"
+                        f"tensor {name} in {file} is {dtype}; supported: {', '.join(STORED_DTYPES)}"
                     )
                 if key in stored:
                     raise CheckpointError(
@@ -249,12 +247,9 @@ def _predicts_further(key: str, config: ModelConfig) -> bool:
     """
     part, _, rest = key.partition(".")
     index = rest.partition(".")[0]
-    return (
-        config.mla is not None
-        and part == "layers"
-        and index.isdecimal()
-        and int(index) >= config.num_hidden_layers
-    )
+    if config.mla is None or part != "layers" or not index.isdecimal():
+        return False
+    return int(index) >= config.num_hidden_layers
 
 
 def _check(
@@ -266,9 +261,9 @@ def _check(
     unexpected = [entry.name for name, entry in stored.items() if name not in expected]
     if missing:
         name = missing[0] if missing[0].startswith("lm_head") else f"model.{missing[0]}"
+        shape = expected[missing[0]]
         raise CheckpointError(
-            f"tensor {name} (shape {expected[missing[0]]}) is missing from "
-            f"{folder}{_and_more(missing)}"
+            f"tensor {name} (shape {shape}) is missing from {folder}{_and_more(missing)}"
         )
     if unexpected:
         raise CheckpointError(
@@ -294,12 +289,9 @@ def load_tokenizer(name_or_path: str | os.PathLike):
     files are missing or broken.
     """
     folder = find_folder(name_or_path, SMALL_FILES)
-    if not any(
-        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
-    ):
-        raise CheckpointError(
-            f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json)"
-        )
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((folder / name).is_file() for name in files):
+        raise CheckpointError(f"{folder} holds no tokenizer ({', '.join(files)})")
     from transformers import AutoTokenizer  # here, because importing transformers takes seconds
 
     try:

@@ -1,14 +1,19 @@
 """The shape of a model, under the names that its config.json uses."""
 
 import math
+import reprlib
 from dataclasses import dataclass
 
 ROPE_TYPES = ("linear", "llama3", "yarn")
 TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 
+_short = reprlib.Repr()
+_short.maxstring = 80  # 30 would cut names of keys
+shown = _short.repr  # a value of a file for an error, however long it is
+
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 · mscale · ln(factor) + 1: YaRN, equation 22; nothing where the context is not stretched."""
+    """0.1 · mscale · ln(factor) + 1 (YaRN, equation 22); 1 where the context is not stretched."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -159,8 +164,7 @@ class ModelConfig:
     Raises ValueError for sizes that do not fit together.
     """
 
-    # "llama", "mistral", "qwen2", "qwen3", "deepseek_v2" or "deepseek_v3"
-    model_type: str
+    model_type: str  # a key of families.FAMILIES
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -200,8 +204,13 @@ class ModelConfig:
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.mla is None and self.head_dim % 2:  # because RoPE rotates pairs of coordinates
-            raise ValueError(f"head_dim must be even, not {self.head_dim}")
+        # because RoPE rotates pairs of coordinates
+        odd = type(self.head_dim) is not int or self.head_dim < 2 or self.head_dim % 2
+        if self.mla is None and odd:
+            raise ValueError(f"head_dim must be even, whole and positive, not {self.head_dim}")
+        # because wavelengths are its powers, and YaRN divides by its logarithm
+        if not self.rope_theta > 1:
+            raise ValueError(f"rope_theta must be above 1, not {self.rope_theta}")
         if self.sliding_windows and len(self.sliding_windows) != self.num_hidden_layers:
             raise ValueError(
                 f"sliding_windows names {len(self.sliding_windows)} layers, "

@@ -1,35 +1,79 @@
-"""From config.json to ModelConfig, in both dialects: transformers 5's (`rope_parameters`,
-`layer_types`) and the older one (`rope_theta`, `rope_scaling`).
+"""From config.json to ModelConfig.
 
-Source: transformers' configuration classes, whose defaults stand for absent keys wherever the
-checkpoints on the hub rely on them; any other key is needed, because a guessed one gives a model
-that runs and answers wrongly.
+transformers reads the file. It knows every family's defaults, the types of the values, and how RoPE
+was written before version 5 (`rope_scaling`, `rope_theta`) and since (`rope_parameters`). This
+module checks the numbers, refuses by name each key that the decoders do not read and that could
+change what the model computes, and lets families.py map the rest.
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from lessons.toolbox.model.config import ROPE_TYPES, MLAConfig, ModelConfig, MoEConfig, RopeScaling
+from lessons.toolbox.model.config import ModelConfig, RopeScaling, shown
+from lessons.toolbox.model.families import FAMILIES
 
-# values of config.json's `model_type`
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
-# What each DeepSeek scores experts with, how it chooses, and the factor where the key is absent:
-# transformers' defaults.
-ROUTERS = {
-    "deepseek_v2": ("softmax", ("greedy", "group_limited_greedy"), 1.0),
-    "deepseek_v3": ("sigmoid", ("noaux_tc",), 2.5),
-}
+# Fields of ModelConfig that every config.json must hold. transformers has a default for each, but
+# the default of another checkpoint gives a model that runs and answers wrongly. Lists of keys are
+# strings here, with blanks between the keys.
+NEEDED = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    max_position_embeddings rms_norm_eps"""
+OPTIONAL = "num_key_value_heads tie_word_embeddings"
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+
+# The largest number that a key may hold, and that of keys that are not named here. No published
+# model comes near, and larger ones would fill the memory before config and weights are compared.
+LARGEST = {"rope_theta": 2**53, "max_position_embeddings": 2**24, "sliding_window": 2**24}
+LARGEST |= {"original_max_position_embeddings": 2**24, "num_hidden_layers": 10_000}
+LARGEST_SIZE = 2**19
+# DeepSeek's mscale 0 means that there is none
+MAY_BE_ZERO = ("first_k_dense_replace", "max_window_layers", "mscale", "mscale_all_dim")
+
+# What each RoPE type reads from its object, beside the type and rope_theta.
+LLAMA3 = "factor original_max_position_embeddings low_freq_factor high_freq_factor"
+YARN = """factor original_max_position_embeddings beta_fast beta_slow attention_factor
+    mscale mscale_all_dim"""
+ROPE_KEYS = {"default": "", "linear": "factor", "llama3": LLAMA3, "yarn": f"{YARN} truncate"}
+# Numbers whose type transformers does not check.
+UNTYPED = f"head_dim rope_theta {LLAMA3} {YARN}".split()
+
+# Keys that change nothing at inference, whatever they say: where the file comes from, how it was
+# trained, which task head it had, how a library keeps it in memory.
+HARMLESS = """architectures model_type auto_map transformers_version torch_dtype dtype
+    is_llama_config transformers.js_config unsloth_version unsloth_fixed finetuned
+    initializer_range pretraining_tp gradient_checkpointing neftune_noise_alpha
+    aux_loss_alpha seq_aux ep_size output_router_logits router_aux_loss_coef
+    num_nextn_predict_layers num_mtp_layers max_sequence_length model_max_length
+    id2label label2id num_labels problem_type finetuning_task task_specific_params
+    tokenizer_class prefix return_dict is_decoder torchscript use_bfloat16 tf_legacy_loss"""
+HARMLESS_ENDS = ("_token_id", "_dropout", "_dropout_prob", "_pdrop")
+# Keys that transformers' class may not know, and the value at which they change nothing.
+NEUTRAL = dict(
+    is_causal=True,
+    partial_rotary_factor=1,
+    rope_interleaved=False,
+    use_mrope=False,
+    use_sliding_window=False,
+    attention_bias=False,
+    mlp_bias=False,
+    add_cross_attention=False,
+    tie_encoder_decoder=False,
+    pruned_heads={},
+)
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded. The message is one line that says what is wrong and what
-    would be right.
+    """A checkpoint that cannot be loaded. The message is one short line that says what is wrong and
+    what would be right.
     """
 
     def __init__(self, message: str):
-        super().__init__(" ".join(message.split()))
+        line = " ".join(message.split())
+        # because a name in a file may hold what a terminal obeys or cannot print
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+        if len(line) > 400:  # or be a megabyte long
+            line = f"{line[:280]} ... {line[-110:]}"
+        super().__init__(line)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -45,315 +89,162 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-class _Fields:
-    """Typed look-ups in a JSON object. A key that is absent or null takes its default; without a
-    default it is needed.
-    """
-
-    def __init__(self, content: dict[str, Any], file: Path, within: str = ""):
-        self.content, self.file, self.within = content, file, within
-
-    def get(self, key: str, kinds: tuple[type, ...], accepted: str, default: Any = None) -> Any:
-        value = self.content.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise CheckpointError(f"{self.file} lacks the key '{self.within}{key}' ({accepted})")
-        if type(value) not in kinds:  # not isinstance, because True is an int
-            raise CheckpointError(
-                f"{self.file}: '{self.within}{key}' must be {accepted}, not {value!r}"
-            )
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, (int,), "a positive integer", default)
-        if value <= 0:
-            raise CheckpointError(
-                f"{self.file}: '{self.within}{key}' must be a positive integer, not {value!r}"
-            )
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, (int, float), "a positive number", default)
-        if not 0 < value < math.inf:
-            raise CheckpointError(
-                f"{self.file}: '{self.within}{key}' must be a positive number, not {value!r}"
-            )
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        return self.get(key, (bool,), "true or false", default)
-
-
 def read_config(folder: Path) -> ModelConfig:
     """Shape of the checkpoint in `folder`, from its config.json; stop tokens also from
     generation_config.json.
 
     Raises CheckpointError, one line: malformed JSON, a key that is missing or of the wrong kind
-    (named), an architecture or RoPE type that the decoder does not have (with those it has), sizes
-    that do not divide.
+    (named), an architecture, RoPE type or key that the decoders do not have, sizes that do not fit.
     """
     file = folder / "config.json"
     raw = read_json(file)
-    fields = _Fields(raw, file)
-    family = fields.get("model_type", (str,), f"one of {', '.join(FAMILIES)}")
-    if family not in FAMILIES:
-        raise CheckpointError(
-            f"{file}: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}"
-        )
-    if raw.get("quantization_config"):
-        method = (
-            raw["quantization_config"].get("quant_method", "")
-            if isinstance(raw["quantization_config"], dict)
-            else ""
-        )
-        raise CheckpointError(
-            f"{file}: the weights are quantized (quantization_config {method}); give a checkpoint "
-            f"in 16 bits"
-        )
-    if raw.get("hidden_act") not in (None, "silu", "swish"):
-        raise CheckpointError(
-            f"{file}: hidden_act {raw['hidden_act']!r} is not supported; supported: silu"
-        )
-
-    num_heads = fields.size("num_attention_heads")
-    # Llama 1 checkpoints have no such key: one KV head for each query head. Null means the same in
-    # every family.
-    absent_kv_heads = (
-        num_heads if family in ("llama", *ROUTERS) or "num_key_value_heads" in raw else None
-    )
-    has_bias = family in ("llama", "qwen3", *ROUTERS) and fields.flag("attention_bias", False)
+    eos_token_ids = dict.fromkeys(_eos_token_ids(file, raw))
+    generation = folder / "generation_config.json"
+    # chat checkpoints often name <|im_end|> or <|eot_id|> in only one of the files
+    if generation.exists():
+        eos_token_ids |= dict.fromkeys(_eos_token_ids(generation, read_json(generation)))
     try:
-        mla = _mla(fields, family) if family in ROUTERS else None
-        return ModelConfig(
-            model_type=family,
-            vocab_size=fields.size("vocab_size"),
-            hidden_size=fields.size("hidden_size"),
-            num_hidden_layers=fields.size("num_hidden_layers"),
-            num_attention_heads=num_heads,
-            num_key_value_heads=fields.size("num_key_value_heads", absent_kv_heads),
-            # DeepSeek's key head_dim is qk_rope_head_dim
-            head_dim=mla.qk_head_dim if mla else _head_dim(fields, family),
-            v_head_dim=mla.v_head_dim if mla else 0,
-            mla=mla,
-            moe=_moe(fields, family) if family in ROUTERS else None,
-            intermediate_size=fields.size("intermediate_size"),
-            max_position_embeddings=fields.size("max_position_embeddings"),
-            rms_norm_eps=fields.number("rms_norm_eps"),
-            rope_theta=_rope_fields(fields).number(
-                "rope_theta", fields.number("rope_theta", 10000.0)
-            ),
-            rope_scaling=_rope_scaling(fields),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            qkv_bias=family == "qwen2" or has_bias,
-            o_bias=has_bias,
-            mlp_bias=family == "llama" and fields.flag("mlp_bias", False),
-            qk_norm=family == "qwen3",
-            sliding_windows=_sliding_windows(fields, family),
-            eos_token_ids=_eos_token_ids(raw, folder),
-        )
-    except CheckpointError:
-        raise
-    except ValueError as error:  # sizes that do not fit together
+        return _model_config(raw, tuple(eos_token_ids))
+    except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
 
 
-def _mla(fields: _Fields, family: str) -> MLAConfig:
-    # because null, which says that q has no low rank, must be said
-    if "q_lora_rank" not in fields.content:
-        raise CheckpointError(
-            f"{fields.file} lacks the key 'q_lora_rank' (a positive integer, or null)"
+def _model_config(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """The content of config.json as ModelConfig. Raises ValueError that names the key."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(
+            f"'model_type' {shown(model_type)} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    if fields.size("num_key_value_heads", fields.size("num_attention_heads")) != fields.size(
-        "num_attention_heads"
-    ):
-        raise CheckpointError(
-            f"{fields.file}: 'num_key_value_heads' must be num_attention_heads in {family}, whose "
-            f"heads share "
-            f"latents instead, not {fields.content['num_key_value_heads']}"
+    if raw.get("quantization_config"):
+        raise ValueError(
+            f"the weights are quantized ('quantization_config' is "
+            f"{shown(raw['quantization_config'])}); give a checkpoint in 16 bits"
         )
-    return MLAConfig(
-        q_lora_rank=None if fields.content["q_lora_rank"] is None else fields.size("q_lora_rank"),
-        **{
-            key: fields.size(key)
-            for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        },
-        rope_interleave=family == "deepseek_v2" or fields.flag("rope_interleave", True),
+    family = FAMILIES[model_type]
+    needed = f"{NEEDED} {family.needs}".split()
+    for key in needed:
+        if key not in raw:
+            raise ValueError(f"the key '{key}' is missing")
+    read = {*needed, *OPTIONAL.split(), *ROPE, *family.reads.split()}
+    known = {key: value for key, value in raw.items() if key in read}
+    for name in ROPE:
+        if known.get(name) is None:
+            known.pop(name, None)
+        elif name != "rope_theta":
+            known[name] = _checked_rope(name, known[name])
+    _check_numbers(known)
+    config = _transformers_config(family.read_as or model_type, known)
+    _refuse_unread(raw, read, vars(config), NEUTRAL | (family.fixed or {}))
+
+    head_dim = getattr(config, "head_dim", None)  # Qwen2's class does not know the key
+    if head_dim is None and config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"hidden_size ({config.hidden_size}) must be a multiple of num_attention_heads "
+            f"({config.num_attention_heads}), or the key 'head_dim' be given"
+        )
+    fields = {key: getattr(config, key) for key in NEEDED.split()}
+    fields |= dict(
+        model_type=model_type,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+        rope_theta=config.rope_parameters["rope_theta"],
+        rope_scaling=_rope_scaling(config),
+        tie_word_embeddings=config.tie_word_embeddings,
+        eos_token_ids=eos_token_ids,
     )
+    return ModelConfig(**fields | family.fields(config))
 
 
-def _moe(fields: _Fields, family: str) -> MoEConfig:
-    scoring, methods, scaling = ROUTERS[family]
-    for key, accepted in (("scoring_func", (scoring,)), ("topk_method", methods)):
-        if fields.content.get(key) not in (None, *accepted):
-            raise CheckpointError(
-                f"{fields.file}: '{key}' must be {' or '.join(accepted)} in {family}, "
-                f"not {fields.content[key]!r}"
-            )
-    normalises = fields.flag("norm_topk_prob", family == "deepseek_v3")
-    # DeepSeek's code then divides by the sum, transformers' does not
-    if normalises and family == "deepseek_v2":
-        raise CheckpointError(
-            f"{fields.file}: 'norm_topk_prob' must be false in deepseek_v2, as in all that were "
-            f"published"
-        )
-    method = fields.content.get("topk_method") or methods[0]
-    # V2-Lite names groups and does not use them
-    num_groups = 1 if method == "greedy" else fields.size("n_group")
-    return MoEConfig(
-        **{
-            key: fields.size(key)
-            for key in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-        },
-        n_shared_experts=fields.size("n_shared_experts"),
-        first_k_dense_replace=fields.get("first_k_dense_replace", (int,), "a count of layers"),
-        moe_layer_freq=fields.size("moe_layer_freq", 1),
-        scoring_func=scoring,
-        topk_method=method,
-        n_group=num_groups,
-        topk_group=1 if num_groups == 1 else fields.size("topk_group"),
-        norm_topk_prob=normalises,
-        routed_scaling_factor=fields.number("routed_scaling_factor", scaling),
-    )
+def _transformers_config(model_type: str, known: dict[str, Any]):
+    """transformers' config with the keys that we read. No code of the checkpoint runs."""
+    from transformers import AutoConfig  # here, because importing transformers takes seconds
+
+    try:
+        return AutoConfig.for_model(model_type, **known)
+    except Exception as error:  # because its checks raise whatever their code runs into
+        reason = error.args[0] if isinstance(error, KeyError) else error
+        raise ValueError(reason) from error
 
 
-def _head_dim(fields: _Fields, family: str) -> int:
-    # Qwen3's is not derived from the hidden size
-    if fields.content.get("head_dim") is not None or family == "qwen3":
-        return fields.size("head_dim")
-    hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    if hidden_size % num_heads:
-        raise CheckpointError(
-            f"{fields.file}: hidden_size ({hidden_size}) must be a multiple of num_attention_heads "
-            f"({num_heads}), or the key 'head_dim' be given"
-        )
-    return hidden_size // num_heads
+# ---------------------------------------------------------------- what is refused
 
 
-def _rope_fields(fields: _Fields) -> _Fields:
-    """The object that describes RoPE: `rope_scaling` in the older dialect, `rope_parameters` since
-    transformers 5.
+def _check_numbers(content: dict[str, Any], within: str = "") -> None:
+    """Refuse numbers that no model has. transformers checks that a number stands where one must,
+    but not that it is positive, and would begin to list the layers of a model with 10¹² of them.
     """
-    key = "rope_scaling" if fields.content.get("rope_scaling") else "rope_parameters"
-    return _Fields(fields.get(key, (dict,), "an object", {}), fields.file, f"{key}.")
-
-
-def _rope_scaling(fields: _Fields) -> RopeScaling | None:
-    rope = _rope_fields(fields)
-    # `type` until transformers 4.43
-    rope_type = rope.content.get("rope_type") or rope.content.get("type") or "default"
-    for where in (fields, rope):
-        if where.number("partial_rotary_factor", 1.0) != 1.0:
-            raise CheckpointError(
-                f"{fields.file}: 'partial_rotary_factor' must be 1, the decoder rotates whole heads"
+    for key, value in content.items():
+        largest = LARGEST.get(key, LARGEST_SIZE)
+        if type(value) in (int, float):  # not isinstance, because True is an int
+            fits = 0 < value <= largest or (value == 0 and key in MAY_BE_ZERO)
+        else:
+            fits = value is None or key not in UNTYPED
+        if not fits:
+            raise ValueError(
+                f"'{within}{key}' must be a positive number up to {largest}, not {shown(value)}"
             )
-    if any(isinstance(value, dict) for value in rope.content.values()):
-        raise CheckpointError(
-            f"{fields.file}: '{rope.within[:-1]}' differs by layer type, which is not supported"
+
+
+def _checked_rope(name: str, rope: Any) -> dict[str, Any]:
+    """The RoPE object `name` without nulls. Refuses what its type does not read."""
+    if not isinstance(rope, dict):
+        raise ValueError(f"'{name}' must be an object or null, not {shown(rope)}")
+    rope = {key: value for key, value in rope.items() if value is not None}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))  # `type` until 4.43
+    if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
+        raise ValueError(
+            f"'{name}.rope_type' {shown(rope_type)} is not supported; "
+            f"supported: {', '.join(ROPE_KEYS)}"
         )
+    read = {"rope_theta", "rope_type", "type", *ROPE_KEYS[rope_type].split()}
+    _refuse_unread(rope, read, {}, NEUTRAL, f"{name}.")
+    _check_numbers(rope, f"{name}.")
+    if type(rope.get("truncate", True)) is not bool:
+        raise ValueError(f"'{name}.truncate' must be true or false, not {shown(rope['truncate'])}")
+    return rope
+
+
+def _refuse_unread(
+    raw: dict[str, Any], read: set[str], known: dict[str, Any], neutral: dict, within: str = ""
+) -> None:
+    """Raise ValueError for a key that is not read and whose value could change the result.
+
+    known: what transformers has for the family's keys, so defaults for those that are not read.
+    neutral: values that change nothing, for keys that the family may not know.
+    """
+    from transformers import GenerationConfig
+
+    sampling = vars(GenerationConfig())  # which the caller decides, whatever config.json says
+    for key, value in raw.items():
+        harmless = key in HARMLESS.split() or key in sampling or key.endswith(HARMLESS_ENDS)
+        if key in read or harmless or key.startswith("_") or value is None:
+            continue
+        name, given = shown(within + key), shown(value)
+        expected = known.get(key, neutral.get(key))
+        if expected is None:
+            raise ValueError(
+                f"{name} is {given}, and the decoders do not read this key; remove it if it "
+                f"changes nothing"
+            )
+        if value != expected:
+            raise ValueError(f"{name} must be {shown(expected)}, not {given}")
+
+
+def _eos_token_ids(file: Path, content: dict[str, Any]) -> list[int]:
+    value = content.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(token) is not int or abs(token) >= 2**31 for token in ids):
+        raise CheckpointError(
+            f"{file}: 'eos_token_id' must be an integer or a list of integers, not {shown(value)}"
+        )
+    return ids
+
+
+def _rope_scaling(config) -> RopeScaling | None:
+    rope = config.rope_parameters
+    rope_type = rope["rope_type"]
     if rope_type == "default":
         return None
-    if rope_type == "linear":
-        return RopeScaling("linear", factor=rope.number("factor"))
-    if rope_type == "llama3":
-        return RopeScaling(
-            "llama3",
-            factor=rope.number("factor"),
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-            original_max_position_embeddings=rope.size(
-                "original_max_position_embeddings", fields.size("max_position_embeddings")
-            ),
-        )
-    if rope_type == "yarn":
-        original = rope.size(
-            "original_max_position_embeddings", fields.size("max_position_embeddings")
-        )
-        # A null factor is the ratio of the contexts, as transformers takes it.
-        factor = rope.number("factor", fields.size("max_position_embeddings") / original)
-        optional = {
-            key: rope.number(key)
-            for key in ("attention_factor", "mscale", "mscale_all_dim")
-            if rope.content.get(key)
-        }
-        return RopeScaling(
-            "yarn",
-            factor=factor,
-            original_max_position_embeddings=original,
-            beta_fast=rope.number("beta_fast", 32.0),
-            beta_slow=rope.number("beta_slow", 1.0),
-            truncate=rope.flag("truncate", True),
-            **optional,
-        )
-    raise CheckpointError(
-        f"{fields.file}: rope_type {rope_type!r} is not supported; supported: default, "
-        f"{', '.join(ROPE_TYPES)}"
-    )
-
-
-def _sliding_windows(fields: _Fields, family: str) -> tuple[int | None, ...]:
-    """Per layer, how many keys a query sees (itself included), or None for all of them. Empty: all
-    of them in every layer.
-    """
-    num_layers = fields.size("num_hidden_layers")
-    window = None
-    if family == "mistral" and "sliding_window" not in fields.content:
-        # the default of transformers' MistralConfig; since v0.2 the checkpoints say null
-        window = 4096
-    elif fields.content.get("sliding_window") is not None and (
-        family == "mistral"
-        or (family.startswith("qwen") and fields.flag("use_sliding_window", False))
-    ):
-        window = fields.size("sliding_window")
-
-    layer_types = fields.content.get("layer_types")
-    if layer_types is None:
-        # Qwen2 and Qwen3 let the first max_window_layers layers see everything (28 is transformers'
-        # default).
-        first = (
-            fields.get("max_window_layers", (int,), "an integer", 28)
-            if family.startswith("qwen")
-            else 0
-        )
-        layer_types = [
-            "full_attention" if layer < first else "sliding_attention"
-            for layer in range(num_layers)
-        ]
-    elif (
-        not isinstance(layer_types, list)
-        or len(layer_types) != num_layers
-        or any(kind not in ("full_attention", "sliding_attention") for kind in layer_types)
-    ):
-        raise CheckpointError(
-            f"{fields.file}: 'layer_types' must list full_attention or sliding_attention for each "
-            f"of the "
-            f"{num_layers} layers, not {layer_types!r}"
-        )
-    elif window is None and "sliding_attention" in layer_types:
-        raise CheckpointError(
-            f"{fields.file}: 'layer_types' has sliding_attention, but 'sliding_window' gives no "
-            f"window"
-        )
-    if window is None:
-        return ()
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-
-
-def _eos_token_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    """Stop tokens of both files, each once: chat checkpoints often name <|im_end|> or <|eot_id|> in
-    only one of them.
-    """
-    sources = [(folder / "config.json", raw)]
-    if (folder / "generation_config.json").exists():
-        sources.append(
-            (folder / "generation_config.json", read_json(folder / "generation_config.json"))
-        )
-    found = []
-    for file, content in sources:
-        value = content.get("eos_token_id")
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if any(type(token) is not int for token in ids):
-            raise CheckpointError(
-                f"{file}: 'eos_token_id' must be an integer or a list of integers, not {value!r}"
-            )
-        found += ids
-    return tuple(dict.fromkeys(found))
+    fields = {key: rope[key] for key in ROPE_KEYS[rope_type].split() if key in rope}
+    return RopeScaling(rope_type, **fields)

@@ -287,7 +287,7 @@ def slipped_loop(
     prompt,
     max_new_tokens,
     stop_token_ids,
-    attend,
+    attending,
     *,
     stale_row=False,
     first_row=False,
@@ -306,7 +306,8 @@ def slipped_loop(
             break
         tokens = torch.tensor(list(prompt) if extend else given + output)
         new = torch.arange(len(output)) if restart else torch.arange(len(prompt), len(tokens))
-        hidden = model(tokens, torch.cat([torch.arange(len(tokens) - len(new)), new]), attend)
+        positions = torch.cat([torch.arange(len(tokens) - len(new)), new])
+        hidden = model(tokens, attending(positions))
         row = len(prompt) - 1 if stale_row else 0 if first_row else -1
         token = int(model.logits(hidden)[row].argmax())
         if drop_stop and token in stop_token_ids:
@@ -378,10 +379,10 @@ for name, slip, hint in [
 
 
 @answers.alternative("2.3")
-def grow_one_tensor(model, prompt, max_new_tokens, stop_token_ids, attend):
+def grow_one_tensor(model, prompt, max_new_tokens, stop_token_ids, attending):
     tokens = torch.tensor(prompt)
     for _ in range(max_new_tokens):
-        logits = model.logits(model(tokens, torch.arange(len(tokens)), attend))
+        logits = model.logits(model(tokens, attending(torch.arange(len(tokens)))))
         tokens = torch.cat([tokens, logits[-1:].argmax(-1)])
         if tokens[-1].item() in stop_token_ids:
             break

@@ -6,126 +6,90 @@ from functools import partial
 import torch
 
 from lessons.l02_naive_attention import naive
-from lessons.l03_kv_cache import cache as lesson3
 from lessons.l03_kv_cache.optimized import decode_attention as one_program_per_query_head
 from lessons.l05_gqa import optimized as lesson
-from lessons.l05_gqa.naive import RepeatedKVCache
+from lessons.l05_gqa.naive import attention_repeated
 from lessons.toolbox.kernels.triton_ import tl, triton
 from tests.exercises.wrong import Answers
 
 answers = Answers()
 
-# ---------------------------------------------------------------- 5.1 a cache that repeats nothing
+# ---------------------------------------------------------------- 5.1 nothing is repeated
 
 
-class SlippedCache(lesson3.KVCache):
-    """The cache with one slip: the attributes named in `slip` differ from what the class says here."""
-
-    tiled = False  # query head h reads KV head h % Hkv
-    first = False  # all read KV head 0
-    expanded = False  # Hq heads are stored
-    scale = "once"
-    whole_buffer = False  # reads the capacity, not the rows in use
-    mask = "bottom_right"
-    window = "both"
-    swap_k_and_v = False
-    swap_groups = False  # the output's heads come back group-minor
-    wide = False  # the result stays float32
-
-    def __init__(self, config, capacity=64, dtype=torch.float32, device="cpu", **slip):
-        vars(self).update(slip)
-        stored = (
-            replace(config, num_key_value_heads=config.num_attention_heads)
-            if self.expanded
-            else config
-        )
-        super().__init__(stored, capacity, dtype, device)
-        self.config = config
-
-    def append(self, layer, k, v):
-        if self.expanded:
-            k, v = (x.repeat_interleave(self.keys.shape[2] // x.shape[1], dim=1) for x in (k, v))
-        return super().append(layer, k, v)
-
-    def read(self, layer, q, end, sees):
-        end = self.capacity if self.whole_buffer else end
-        k, v = self.keys[layer, :end], self.values[layer, :end]
-        if self.swap_k_and_v:
-            k, v = v, k
-        heads = torch.arange(q.shape[1])
-        heads = heads % k.shape[1] if self.tiled else heads // (q.shape[1] // k.shape[1])
-        heads = torch.zeros_like(heads) if self.first else heads
-        scale = {"once": q.shape[-1] ** -0.5, "twice": 1 / q.shape[-1], "never": 1.0}[self.scale]
-        scores = (
-            torch.stack([q[:, h] @ k[:, kv_head].T for h, kv_head in enumerate(heads)]).float()
-            * scale
-        )
-        if sees is not None:
-            scores = scores.masked_fill(
-                ~torch.nn.functional.pad(sees, (0, end - sees.shape[1]), value=True), -torch.inf
-            )
-        weights = torch.softmax(scores, -1).to(v.dtype)
-        out = torch.stack([weights[h] @ v[:, kv_head] for h, kv_head in enumerate(heads)], dim=1)
-        if self.swap_groups:
-            out = out.unflatten(1, (k.shape[1], -1)).transpose(1, 2).flatten(1, 2)
-        return out.float() if self.wide else out
-
-    def decode(self, layer, q, end):
-        window = self.config.sliding_window(layer)
-        sees = (
-            None
-            if window is None or self.window == "prompt"
-            else torch.arange(end)[None] >= end - window
-        )
-        return self.read(layer, q, end, sees)
-
-    def prefill(self, layer, q, end):
-        window = self.config.sliding_window(layer) if self.window != "decode" else None
-        sees = naive.causal_mask(len(q), end, window)
-        if self.mask == "top_left":
-            sees = torch.ones(len(q), end, dtype=torch.bool).tril()
-        return self.read(layer, q, end, None if self.mask == "none" else sees)
+def slipped_attention(
+    q,
+    k,
+    v,
+    softmax_scale,
+    window=None,
+    *,
+    heads="in groups",
+    scale="once",
+    mask="bottom right",
+    windows="all",
+    swapped=False,
+    minor=False,
+    wide=False,
+    in_place=False,
+):
+    """Grouped attention with one slip. The keywords exist only here, to spell the slips briefly."""
+    if swapped:
+        k, v = v, k
+    if in_place:
+        q = q.mul_(softmax_scale)
+    group, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
+    read = torch.arange(q.shape[1])
+    read = {"in groups": read // group, "modulo": read % kv_heads, "first": read * 0}[heads]
+    factor = {"once": softmax_scale, "twice": softmax_scale**2, "never": 1.0}[scale]
+    factor = {"root of D": q.shape[-1] ** -0.5}.get(scale, factor) if not in_place else 1.0
+    sees = naive.causal_mask(len(q), len(k), None if windows == "none" else window)
+    if windows == "prompts" and len(q) == 1:
+        sees[:] = True
+    if windows == "steps" and len(q) > 1:
+        sees = naive.causal_mask(len(q), len(k))
+    if mask == "top left":
+        sees = torch.ones(len(q), len(k), dtype=torch.bool).tril()
+    if mask == "none":
+        sees = torch.ones(len(q), len(k), dtype=torch.bool)
+    outs = []
+    for head, kv_head in enumerate(read):
+        scores = (q[:, head] @ k[:, kv_head].T).float() * factor
+        p = torch.softmax(scores.masked_fill(~sees, -torch.inf), -1)
+        outs.append(p.to(v.dtype) @ v[:, kv_head])
+    out = torch.stack(outs, dim=1)
+    if minor:
+        out = out.unflatten(1, (kv_heads, group)).transpose(1, 2).flatten(1, 2)
+    return out.float() if wide else out
 
 
 for name, slip, hint in [
     (
         "heads_by_modulo",
-        dict(tiled=True),
+        dict(heads="modulo"),
         "Query head h reads KV head h % Hkv. Neighbours share a KV head: h // group.",
     ),
-    ("one_kv_head_for_all", dict(first=True), "All your query heads read KV head 0."),
-    (
-        "expanded_cache_stored",
-        dict(expanded=True),
-        "You store a copy for every query head: the cache grows to that of MHA.",
-    ),
-    (
-        "scale_twice",
-        dict(scale="twice"),
-        "The scale is applied twice: 1 / D in the place of 1 / √D.",
-    ),
+    ("one_kv_head_for_all", dict(heads="first"), "All your query heads read KV head 0."),
+    ("scale_twice", dict(scale="twice"), "softmax_scale is applied twice."),
     ("no_scale", dict(scale="never"), "The scores are not scaled."),
     (
-        "reads_unused_rows",
-        dict(whole_buffer=True),
-        "You read rows that were never written: only the first `end` rows are.",
+        "scale_of_its_own",
+        dict(scale="root of D"),
+        "You scale by 1 / √D. The argument softmax_scale says what to scale by.",
     ),
-    ("no_mask_in_prefill", dict(mask="none"), "Your prompt's tokens see their future."),
+    ("no_mask", dict(mask="none"), "Your prompt's tokens see their future."),
     (
         "top_left_mask",
-        dict(mask="top_left"),
-        "A chunk's first query stands behind all cached rows, not at row 0.",
+        dict(mask="top left"),
+        "A chunk's first query stands behind all older tokens, not at the first one.",
     ),
-    ("no_window_in_decode", dict(window="prompt"), "decode ignores config.sliding_window(layer)."),
-    (
-        "no_window_in_prefill",
-        dict(window="decode"),
-        "prefill ignores config.sliding_window(layer).",
-    ),
-    ("k_and_v_swapped", dict(swap_k_and_v=True), "K and V have changed places."),
+    ("no_window", dict(windows="none"), "`window` is ignored."),
+    ("no_window_in_a_step", dict(windows="prompts"), "A single query ignores `window`."),
+    ("no_window_in_a_prompt", dict(windows="steps"), "Several queries ignore `window`."),
+    ("k_and_v_swapped", dict(swapped=True), "K and V have changed places."),
     (
         "heads_in_another_order",
-        dict(swap_groups=True),
+        dict(minor=True),
         "Your output's heads are [group, Hkv]; q's are [Hkv, group].",
     ),
     (
@@ -133,33 +97,36 @@ for name, slip, hint in [
         dict(wide=True),
         "You compute in float32, which is fine, and forget to return q's dtype.",
     ),
+    ("changes_q", dict(in_place=True), "You scale the caller's q in place."),
 ]:
-    answers.wrong("5.1", hint, name)(partial(SlippedCache, **slip))
+    answers.wrong("5.1", hint, name)(partial(slipped_attention, **slip))
 
 answers.wrong(
     "5.1",
-    "Your decode repeats K and V on the way: three times the bytes are written, and read again.",
+    "You repeat K and V on the way: three times the bytes are written, and read again.",
     "repeats_on_the_way",
-)(RepeatedKVCache)
+)(attention_repeated)
 
 
 @answers.wrong(
     "5.1",
     "`repeat` gives KV heads 0 1 0 1 0 1. The query heads of a group are neighbours: 0 0 0 1 1 1.",
 )
-class RepeatForRepeatInterleave(lesson3.KVCache):
-    def decode(self, layer, q, end):
-        return self.prefill(layer, q, end)
-
-    def prefill(self, layer, q, end):
-        k, v = (
-            rows[layer, :end].repeat(1, q.shape[1] // rows.shape[2], 1)
-            for rows in (self.keys, self.values)
-        )
-        return naive.attention(q, k, v, window=self.config.sliding_window(layer))
+def repeat_for_repeat_interleave(q, k, v, softmax_scale, window=None):
+    k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return naive.attention(q, k, v, softmax_scale, window=window)
 
 
-answers.alternative("5.1")(lesson3.KVCache)
+@answers.alternative("5.1")
+def heads_as_rows(q, k, v, softmax_scale, window=None):
+    """One matrix product for each KV head, the queries of its heads below each other."""
+    sees = naive.causal_mask(len(q), len(k), window)
+    outs = []
+    for rows, keys, values in zip(q.chunk(k.shape[1], dim=1), k.unbind(1), v.unbind(1)):
+        scores = rows.transpose(0, 1) @ keys.T * softmax_scale  # [group, T, N]
+        p = scores.float().masked_fill(~sees, -torch.inf).softmax(-1).to(v.dtype)
+        outs.append((p @ values).transpose(0, 1))
+    return torch.cat(outs, dim=1)
 
 
 # ---------------------------------------------------------------- 5.2 the kernel

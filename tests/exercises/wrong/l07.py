@@ -156,7 +156,6 @@ def slipped_loop(
     layers,
     last_norm,
     x,
-    rotate,
     attend,
     *,
     norm_order="next",
@@ -168,16 +167,11 @@ def slipped_loop(
     starts="normed",
     alone=False,
     double=False,
-    no_rotate=False,
 ):
     """The loop with one slip, spelled by a switch."""
     normed, residual = (layers[0].input_layernorm(x) if starts == "normed" else x), x
     for index, layer in enumerate(layers):
-        branch = layer.self_attn(
-            normed,
-            (lambda y: y) if no_rotate else rotate,
-            partial(attend, 0 if same_layer else index),
-        )
+        branch = layer.self_attn(normed, partial(attend, 0 if same_layer else index))
         if alone:  # the addition by itself, then a plain norm
             residual = residual + branch
             normed = layer.post_attention_layernorm(residual)
@@ -243,19 +237,18 @@ for name, slip, hint in [
         "Right, but the additions stand alone: 2n kernels more. Use after_adding.",
     ),
     ("norms_twice", dict(double=True), "You norm what after_adding has normed."),
-    ("no_rotation", dict(no_rotate=True), "You do not hand `rotate` to the attention."),
 ]:
     answers.wrong("7.2", hint, name)(partial(slipped_loop, **slip))
 
 
 @answers.alternative("7.2")
-def with_a_look_ahead(layers, last_norm, x, rotate, attend):
+def with_a_look_ahead(layers, last_norm, x, attend):
     normed = None
     for index, layer in enumerate(layers):
         if normed is None:
             normed = layer.input_layernorm(x)
         normed = layer.post_attention_layernorm.after_adding(
-            layer.self_attn(normed, rotate, lambda q, k, v, index=index: attend(index, q, k, v)), x
+            layer.self_attn(normed, lambda q, k, v, index=index: attend(index, q, k, v)), x
         )
         following = layers[index + 1].input_layernorm if index + 1 < len(layers) else last_norm
         normed = following.after_adding(layer.mlp(normed), x)

@@ -1,0 +1,101 @@
+"""What one step of the model runs: new tokens, where they stand, and where their K and V go.
+
+A step may hold anything: whole prompts, single new tokens, or both. The tokens of its sequences are
+packed one after the other, because everything in the decoder but `attend` takes each token alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step: B sequences with T new tokens in all. Tensors lie on the model's device.
+
+    The two integers are known to Python, so no step has to wait for the device to learn them.
+    """
+
+    tokens: Tensor  # [T] int64
+    positions: Tensor  # [T] int64: where each token stands in its own sequence
+    slot_mapping: Tensor  # [T] int64: which slot of the cache takes its K and V; -1: none
+    cu_seqlens_q: Tensor  # [B + 1] int32: where each sequence's new tokens begin, and the end
+    context_lens: Tensor  # [B] int32: tokens of each sequence once these are written
+    logits_at: Tensor  # [B] int64: which rows of `hidden` become logits
+    max_seqlen_q: int  # new tokens of the sequence that has most
+    max_context_len: int
+    block_table: Tensor | None = None  # [B, max_blocks] int32, from lesson 12 on
+    tree: Tensor | None = None  # [T, T] bool: which new token sees which, from lesson 17 on
+
+
+def new_batch(
+    chunks: Sequence[tuple[Sequence[int], int]],
+    block_size: int,
+    device: torch.device | str = "cpu",
+    block_tables: Sequence[Sequence[int]] | None = None,
+) -> Batch:
+    """The step that runs `chunks`: for each sequence its new tokens, and how many it holds already.
+
+    block_tables: the blocks of each sequence, in order. None: sequence b owns block b, and only it.
+    Raises ValueError for a sequence without new tokens, or with more than its blocks hold.
+    """
+    tables = [[b] for b in range(len(chunks))] if block_tables is None else block_tables
+    check_chunks(chunks, tables, block_size)
+    tokens, positions, slots = [], [], []
+    for (new, held), table in zip(chunks, tables):
+        where = range(held, held + len(new))
+        tokens += new
+        positions += where
+        slots += [table[p // block_size] * block_size + p % block_size for p in where]
+    lengths = [len(new) for new, _ in chunks]
+    context_lens = [len(new) + held for new, held in chunks]
+    starts = list(accumulate(lengths, initial=0))
+    last = [end - 1 for end in starts[1:]]
+
+    # Two tensors, cut into views, because each copy from the host makes the CPU wait.
+    count, num_sequences = len(tokens), len(chunks)
+    wide = torch.tensor(tokens + positions + slots + last).to(device)
+    narrow = torch.tensor(starts + context_lens, dtype=torch.int32).to(device)
+    tokens, positions, slots, last = wide.split([count, count, count, num_sequences])
+    starts, lens = narrow.split([num_sequences + 1, num_sequences])
+    return Batch(
+        tokens=tokens,
+        positions=positions,
+        slot_mapping=slots,
+        cu_seqlens_q=starts,
+        context_lens=lens,
+        logits_at=last,
+        max_seqlen_q=max(lengths),
+        max_context_len=max(context_lens),
+        block_table=None if block_tables is None else _padded(block_tables).to(device),
+    )
+
+
+def check_chunks(
+    chunks: Sequence[tuple[Sequence[int], int]],
+    tables: Sequence[Sequence[int]],
+    block_size: int,
+) -> None:
+    """Raise ValueError unless each sequence, one at least, runs a token and has room for it."""
+    if not chunks or len(tables) != len(chunks):
+        raise ValueError(
+            f"chunks, block_tables: got {len(chunks)} and {len(tables)}; accepted: one or more "
+            "sequences, as many of both"
+        )
+    for b, ((new, held), table) in enumerate(zip(chunks, tables)):
+        room = len(table) * block_size
+        if not new or held < 0 or held + len(new) > room:
+            raise ValueError(
+                f"chunks[{b}]: got {len(new)} new tokens behind {held}; accepted: one or more new "
+                f"ones, and at most {room} together"
+            )
+
+
+def _padded(tables: Sequence[Sequence[int]]) -> Tensor:
+    """[B, max_blocks] int32. What lies behind a sequence's blocks is no block's number."""
+    width = max(map(len, tables))
+    rows = [[*table, *[2**30] * (width - len(table))] for table in tables]
+    return torch.tensor(rows, dtype=torch.int32)

@@ -1,0 +1,124 @@
+"""Bad input to the kernels' wrappers, refused in one line each.
+
+A kernel believes its pointers, shapes and strides: given wrong ones it reads foreign memory.
+"""
+
+import torch
+from torch import Tensor
+
+DECODE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_ELEMENTS = 2**31  # of one sequence's K or V, because decode_kernel counts them in 32 bits
+
+
+def check_one_device(**tensors: Tensor) -> None:
+    """Raise ValueError unless all tensors, [...] each, lie on one device: a kernel given foreign
+    memory crashes, or reads it.
+    """
+    if len({x.device for x in tensors.values()}) > 1:
+        found = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
+        raise ValueError(f"{', '.join(tensors)}: got {found}; accepted: one device for all")
+
+
+def check_dense(**tensors: Tensor) -> None:
+    """Raise ValueError unless each tensor, [...], is contiguous: kernels read tensors of integers
+    one element after the other.
+    """
+    for name, x in tensors.items():
+        if not x.is_contiguous():
+            got = f"shape {tuple(x.shape)} with strides {x.stride()}"
+            raise ValueError(f"{name}: got {got}; accepted: contiguous")
+
+
+def check_append_inputs(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Raise ValueError unless k: [T, Hkv, D], v: [T, Hkv, Dv], k_cache: [slots, Hkv, D], v_cache:
+    [slots, Hkv, Dv] and slot_mapping: [T] fit together.
+    """
+    names, four = "k, v, k_cache, v_cache", (k, v, k_cache, v_cache)
+    three_dimensions = all(x.ndim == 3 for x in four)
+    if not (
+        three_dimensions
+        and v.shape[:2] == k.shape[:2]
+        and v_cache.shape[0] == k_cache.shape[0]
+        and k_cache.shape[1:] == k.shape[1:]
+        and v_cache.shape[1:] == v.shape[1:]
+    ):
+        shapes = [tuple(x.shape) for x in four]
+        raise ValueError(
+            f"{names}: got {shapes}; accepted: [T, Hkv, D], [T, Hkv, Dv], [slots, Hkv, D], "
+            "[slots, Hkv, Dv]"
+        )
+    if len({x.dtype for x in four}) > 1:
+        dtypes = [x.dtype for x in four]
+        raise ValueError(f"{names}: got {dtypes}; accepted: one dtype for all four")
+    dense_rows = all(x.stride()[1:] == (x.shape[2], 1) for x in four)
+    # A cache that was expanded has one slot under several numbers.
+    apart = all(x.stride(0) >= x[0].numel() for x in (k_cache, v_cache) if len(x) > 1)
+    if not (dense_rows and apart):
+        strides = [x.stride() for x in four]
+        raise ValueError(
+            f"{names}: got strides {strides}; accepted: (any, width of a head, 1), and slots that "
+            "do not overlap"
+        )
+    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != k.shape[:1]:
+        raise ValueError(
+            f"slot_mapping: got {slot_mapping.dtype} {tuple(slot_mapping.shape)}; accepted: int64 "
+            f"({len(k)},)"
+        )
+    check_dense(slot_mapping=slot_mapping)
+
+
+def check_one_query_inputs(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor
+) -> None:
+    """Raise ValueError unless q: [B, Hq, D], k_cache: [B, capacity, Hkv, D], v_cache: [B, capacity,
+    Hkv, Dv] and context_lens: [B] fit together.
+    """
+    dimensions = (q.ndim, k_cache.ndim, v_cache.ndim)
+    if not (
+        dimensions == (3, 4, 4)
+        and k_cache.shape[:3] == v_cache.shape[:3]
+        and (len(q), q.shape[2]) == (len(k_cache), k_cache.shape[3])
+        and k_cache.shape[2] > 0
+        and q.shape[1] % k_cache.shape[2] == 0
+        and context_lens.shape == q.shape[:1]
+    ):
+        shapes = [tuple(x.shape) for x in (q, k_cache, v_cache, context_lens)]
+        raise ValueError(
+            f"q, k_cache, v_cache, context_lens: got {shapes}; accepted: [B, Hq, D], "
+            "[B, capacity, Hkv, D], [B, capacity, Hkv, Dv], [B], with Hq a multiple of Hkv"
+        )
+    dtypes = [x.dtype for x in (q, k_cache, v_cache)]
+    if len(set(dtypes)) > 1 or q.dtype not in DECODE_DTYPES:
+        raise ValueError(
+            f"q, k_cache, v_cache: got {dtypes}; accepted: all three float32, float16 or bfloat16"
+        )
+    if context_lens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"context_lens: got {context_lens.dtype}; accepted: int32 or int64")
+    check_dense(context_lens=context_lens)
+    if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache)):
+        raise ValueError(
+            "q, k_cache, v_cache: got a last dimension that is not dense; accepted: stride 1 in it"
+        )
+    if max(span_of_a_sequence(k_cache), span_of_a_sequence(v_cache)) > MAX_ELEMENTS:
+        raise ValueError(
+            f"k_cache, v_cache: got a sequence that spans more than {MAX_ELEMENTS} elements; "
+            "accepted: at most so many"
+        )
+
+
+def span_of_a_sequence(cache: Tensor) -> int:
+    """Elements between the first and the last of one sequence, both included. cache: [B, capacity,
+    Hkv, D].
+    """
+    last = [(size - 1) * stride for size, stride in zip(cache.shape[1:], cache.stride()[1:])]
+    return sum(last) + 1
+
+
+def check_tile_options(window: int | None, block_n: int) -> None:
+    """Raise ValueError unless window is None or 1 or more, and block_n a power of two."""
+    if window is not None and window < 1:
+        raise ValueError(f"window: got {window}; accepted: None, or 1 or more")
+    if block_n < 1 or block_n & (block_n - 1):
+        raise ValueError(f"block_n: got {block_n}; accepted: a power of two")
