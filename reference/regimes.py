@@ -45,7 +45,7 @@ class Measured:
         for record in sorted(found, key=lambda record: record["device_type"] == "cpu"):
             before, after = seconds_of(record, self.before), seconds_of(record, self.after)
             common = [x for x in before if x in after and x <= self.at]
-            if not common or self.gpu_only and record["device_type"] == "cpu":
+            if not common or (self.gpu_only and record["device_type"] == "cpu"):
                 continue
             x = max(common)
             return {
