@@ -4,11 +4,12 @@ RUN := .venv/bin/python
 LESSON ?=
 OUT ?= build
 TESTS ?=
+SINCE ?=
 MODEL ?= models/tiny
 IMPL ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check progress lab bench doctor gpu proof clean
+.PHONY: help setup demo test test-all check progress lab bench doctor gpu proof clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,8 +20,11 @@ setup: ## install into .venv, once (no GPU? TORCH_INDEX=https://download.pytorch
 demo: setup ## climb the ladder: the same prompts through every rung, the same tokens (IMPL=exercises: on your code)
 	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT) $(if $(IMPL),--impl $(IMPL))
 
-test: setup ## everything the course claims, tested (TESTS=path or TESTS="-k word" for a part)
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto $(TESTS)
+test: setup ## everything the course claims, tested (TESTS=path for a part, SINCE=main for what changed)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto $(if $(SINCE),--since $(SINCE)) $(TESTS)
+
+test-all: setup ## the same in the long forms: more seeds, every kernel compiled again
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --all $(if $(SINCE),--since $(SINCE)) $(TESTS)
 
 check: setup ## your exercises, checked: make check LESSON=02 (or one: LESSON=2.1)
 	@$(RUN) -m lessons.toolbox.exercises check $(LESSON)

@@ -15,8 +15,8 @@ import lessons  # noqa: F401
 from lessons.toolbox.kernels import triton_  # noqa: F401
 from lessons.toolbox.measure.device import has_gpu
 
-# the `proof` fixture, through which a test of equivalence records its proof
-pytest_plugins = ["lessons.toolbox.proof.record"]
+# the `proof` fixture, through which a test of equivalence records its proof; --since REVISION
+pytest_plugins = ["lessons.toolbox.proof.record", "tests.since"]
 
 
 @pytest.fixture
@@ -27,6 +27,12 @@ def seed() -> int:
     random.seed(value)
     print("seed", value)  # shown by pytest when the test fails
     return value
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all", action="store_true", help="the long forms of the tests too (make test-all)"
+    )
 
 
 def pytest_collection_modifyitems(items):

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=11
-# Generated from solutions/l11_cuda_graphs.py, checksum 8e5d167f31d2. Generating again never overwrites your edits.
+# Generated from solutions/l11_cuda_graphs.py, checksum 6a52b5ac24fe. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 11: which batch sizes to capture, what bounds a step, a step that cannot be
 captured, and the runner.
@@ -7,12 +7,14 @@ captured, and the runner.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l11_cuda_graphs.slots import SlotCache, decode_logits
+from lessons.l03_kv_cache.cache import KVPool
+from lessons.l11_cuda_graphs.naive import decode_batch, decode_logits
 from lessons.toolbox.exercises.exercise import exercise
 
 
@@ -34,9 +36,7 @@ def choose_buckets(steps: dict[int, int], num_graphs: int) -> list[int]:
     raise NotImplementedError("Exercise 11.1: Choose the batch sizes to capture")
 
 
-@exercise(
-    "11.2", "Predict: is a step bound by its launches or by its bytes?", minutes=15, difficulty=1
-)
+@exercise("11.2", "Predict: bound by launches or by bytes?", minutes=15, difficulty=1)
 def decode_step_us(
     num_launches: int,
     weight_bytes: float,
@@ -50,19 +50,22 @@ def decode_step_us(
     """µs of a step launched one by one, µs of the same step as a graph, and the batch from which on
     a graph gains nothing.
 
-    A step reads all weights once, and `context` tokens of cache for each of `batch` sequences, at memory_bytes_per_s. Its
-    kernels hide their launches, or are hidden by them, so it takes as long as the longer of the two:
+    A step reads all weights once, and `context` tokens of cache for each of `batch` sequences, at
+    memory_bytes_per_s. Its kernels hide their launches, or are hidden by them, so it takes as long
+    as the longer of the two:
         launched one by one   num_launches · launch_us against the bytes
         as a graph            graph_us, once, against the bytes
-    Third number: the smallest batch (1 or more) whose bytes alone take at least num_launches · launch_us.
-    Errors: none to raise.
+    Third number: the smallest batch (1 or more) whose bytes alone take at least
+    num_launches · launch_us. Errors: none to raise.
 
     Example: 1000 launches of 6 µs, 9.6 GB of weights, 100 kB a token, context 4800, 4.8 TB/s:
         weights 2000 µs, cache 100 µs a sequence; at batch 10: 3000 µs of bytes
-        eager max(6000, 3000), graph max(12, 3000), and from batch 40 on 2000 + 40 · 100 >= 6000   -> (6000.0, 3000.0, 40)
-    Write down your guess first: Llama-3-8B in 16 bits (15 GB to read, 128 KiB a token), 970 launches, context 4096, H200.
+        eager max(6000, 3000), graph max(12, 3000)
+        from batch 40 on 2000 + 40 · 100 >= 6000          -> (6000.0, 3000.0, 40)
+    Write down your guess first: Llama-3-8B in 16 bits (15 GB to read, 128 KiB a token), 970
+    launches, context 4096, H200.
     """
-    raise NotImplementedError("Exercise 11.2: Predict: is a step bound by its launches or by its bytes?")
+    raise NotImplementedError("Exercise 11.2: Predict: bound by launches or by bytes?")
 
 
 @dataclass
@@ -73,8 +76,7 @@ class State:
 
     tokens: Tensor  # [B] int64, the newest token of each sequence
     lengths: Tensor  # [B] int64, how many tokens it has, the newest included; 0: a row of padding
-    # [B, capacity, D] float32, the tokens' vectors; the first lengths[b] rows count
-    memory: Tensor
+    memory: Tensor  # [B, capacity, D] float32, the tokens' vectors; the first lengths[b] rows count
     seed: Tensor  # [] int64, how many steps have drawn random numbers
     embedding: Tensor  # [V, D] float32
 
@@ -93,9 +95,13 @@ def capturable_step(state: State) -> Tensor:
     """One step of a toy decoder, in operations that a graph can replay: the next token of each row,
     [B] int64.
 
-    The step  1. adds 1 to the seed;  2. writes the newest token's vector into the sequence's memory, at row lengths[b] - 1;
-    3. averages the rows in use;  4. takes the token with the largest  average · embedding + noise(seed).
-    Rows of padding (lengths 0): their memory stays as it is, and what the step returns for them does not matter.
+    The step
+        1. adds 1 to the seed,
+        2. writes the newest token's vector into the sequence's memory, at row lengths[b] - 1,
+        3. averages the rows in use,
+        4. takes the token with the largest  average · embedding + noise(seed).
+    Rows of padding (lengths 0): their memory stays as it is, and what the step returns for them
+    does not matter.
 
     It is captured once and then replayed; between replays the caller writes into state.tokens and
     state.lengths, in place. So the step may not look at a value from Python, every shape must be
@@ -117,8 +123,10 @@ def capturable_step(state: State) -> Tensor:
     state.memory = memory
     longest = int(state.lengths.max())
     seen = torch.arange(longest, device=rows.device) < state.lengths[:, None]
-    average = torch.where(seen[:, :, None], state.memory[:, :longest], 0.0).sum(1) / state.lengths.clamp(min=1)[:, None]
-    return (average @ state.embedding.T + noise(state.seed, len(state.embedding), rows.device)).argmax(-1)
+    total = torch.where(seen[:, :, None], state.memory[:, :longest], 0.0).sum(1)
+    average = total / state.lengths.clamp(min=1)[:, None]
+    drawn = noise(state.seed, len(state.embedding), rows.device)
+    return (average @ state.embedding.T + drawn).argmax(-1)
 
 
 @exercise(
@@ -134,24 +142,31 @@ class GraphRunner:
 
     graphs.capture(step) -> (graph, output): calls step() a few times, then records it.
     graph.replay() runs what was recorded again, on the very tensors of the capture, and refills
-    `output`, the tensor that step() returned. decode_logits(model, cache, inputs,
-    rows_read=cache.capacity) (imported above) is the step: inputs: [4, B] int64 on model.device,
-    rows tokens, positions, slot_mapping, context_lens -> logits: [B, V]. Padding: a column (0, 0,
-    -1, 0) writes nowhere and sees nothing. Any other may damage a sequence that does not take part.
+    `output`, the tensor that step() returned.
 
-    Example: buckets [1, 2, 4] of a cache with 4 rows
-        GraphRunner(model, cache, graphs, [1, 2, 4])    -> three captures, of batch 4, then 2, then 1
-        runner(inputs)  with inputs: [4, 3]             -> replays the graph of batch 4 once, returns logits: [3, V]
+    The step is (both imported above)
+        decode_batch(inputs, max_context_len) -> a Batch whose tensors are views of `inputs`
+        decode_logits(model, pool, batch) -> logits: [B, V]
+    inputs: [4, B] int64 on model.device, rows tokens, positions, slot_mapping, context_lens.
+    max_context_len: how many slots of each block the step may look at. Sequence b of a step stands
+    in block b of the pool. Padding: a column (0, 0, -1, 0) writes nowhere and sees nothing. Any
+    other may damage a sequence that does not take part.
+
+    A graph does not own the memory that it reads: keep model and pool as long as the runner lives.
+
+    Example: buckets [1, 2, 4] of a pool with 4 blocks
+        GraphRunner(model, pool, graphs, [1, 2, 4])
+            -> three captures, of batch 4, then 2, then 1
+        runner(inputs)  with inputs: [4, 3]
+            -> replays the graph of batch 4 once, returns logits: [3, V]
     """
 
-    def __init__(
-        self, model: Decoder, cache: SlotCache, graphs, buckets: Sequence[int] | None = None
-    ):
-        """Capture every bucket, the largest first, without writing into any row of the cache.
+    def __init__(self, model: Decoder, pool: KVPool, graphs, buckets: Sequence[int] | None = None):
+        """Capture every bucket, the largest first, without writing into any block of the pool.
 
-        buckets: batch sizes in any order. None: powers of two below cache.rows, and cache.rows
-        itself. Raises ValueError, before it captures anything, for a bucket below 1 or above
-        cache.rows.
+        buckets: batch sizes in any order. None: powers of two below pool.num_blocks, and
+        pool.num_blocks itself. Raises ValueError, before it captures anything, for a bucket below 1
+        or above pool.num_blocks.
         """
         raise NotImplementedError("Exercise 11.4: The runner: one graph for each bucket")
 

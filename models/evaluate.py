@@ -1,7 +1,7 @@
 """Measure the embedded models on held-out modules and write models/figures.json and
 models/README.md.
 
-    python models/evaluate.py
+    python -m models.evaluate
 
 Every figure on the page is measured by this command or recorded by the training run.
 """
@@ -12,24 +12,17 @@ import math
 
 import numpy as np
 import torch
-from train import (
-    END,
-    FOLDERS,
-    HELD_OUT,
-    HERE,
-    SHAPES,
-    VOCAB_SIZE,
-    corpus,
-    held_out_loss,
-    load_tokenizer,
-    token_stream,
-)
 from transformers import AutoModelForCausalLM
+
+from lessons.toolbox.model.checkpoint import load_tokenizer
+from lessons.toolbox.model.corpus import END, HELD_OUT, corpus, token_stream
+from models.tokenizer import FOLDERS, HERE, VOCAB_SIZE
+from models.train import SHAPES, held_out_loss
 
 
 @torch.no_grad()
 def greedy_agreement(tiny, draft, stream: np.ndarray, device: str, length: int = 512) -> float:
-    """Share of held-out positions at which draft and target have the same most likely next token."""
+    """Share of held-out positions at which draft and target have the same likeliest next token."""
     rows = torch.from_numpy(
         np.stack([stream[i : i + length] for i in range(0, len(stream) - length, length)])
     ).to(device)
@@ -99,7 +92,7 @@ def parses(source: str) -> bool:
 
 def evaluate(samples: int = 60) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = load_tokenizer()
+    tokenizer = load_tokenizer(FOLDERS["tiny"])
     texts = corpus()[1]
     stream = token_stream(texts)
     bytes_per_token = sum(len(t.encode()) for t in texts) / len(stream)
@@ -134,78 +127,77 @@ def evaluate(samples: int = 60) -> None:
     print(model_card(figures))
 
 
-def model_card(figures: dict) -> str:
-    """models/README.md, every number in it taken from `figures`."""
-    rows = [("", "`models/tiny`", "`models/tiny-draft`")]
-
-    def row(label, key, show=str):
-        rows.append(
-            (
-                label,
-                *(show(figures[m][key]) if key in figures[m] else "" for m in ("tiny", "draft")),
-            )
-        )
-
-    for name in (
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-    ):
+def table_of(figures: dict) -> str:
+    """The table of both models, as Markdown: shapes, then what was measured."""
+    rows = [("", "`models/tiny`", "`models/tiny-draft`"), ("---", "---", "---")]
+    for name in SHAPES["tiny"]:
         rows.append((name.replace("_", " "), str(SHAPES["tiny"][name]), str(SHAPES["draft"][name])))
-    row("parameters", "parameters", lambda n: f"{n / 1e6:.2f} M")
-    row("weights (bfloat16)", "weight_bytes", lambda n: f"{n / 1e6:.1f} MB")
-    row("trained on", "device")
-    row("minutes", "minutes")
-    row("tokens seen", "tokens_seen", lambda n: f"{n / 1e6:.1f} M")
-    row("held-out loss (nats per token)", "held_out_loss_nats")
-    row("held-out bits per byte", "held_out_bits_per_byte")
-    row(
+    for label, key, show in MEASURED:
+        both = (figures["tiny"], figures["draft"])
+        rows.append((label, *(show(figure[key]) if key in figure else "" for figure in both)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+# label, key of figures.json, how it is written
+MEASURED = (
+    ("parameters", "parameters", lambda n: f"{n / 1e6:.2f} M"),
+    ("weights (bfloat16)", "weight_bytes", lambda n: f"{n / 1e6:.1f} MB"),
+    ("trained on", "device", str),
+    ("minutes", "minutes", str),
+    ("tokens seen", "tokens_seen", lambda n: f"{n / 1e6:.1f} M"),
+    ("held-out loss (nats per token)", "held_out_loss_nats", str),
+    ("held-out bits per byte", "held_out_bits_per_byte", str),
+    (
         "sampled functions that `ast.parse` accepts",
         "sampled_functions_that_parse",
-        lambda s: f"{s:.0%}",
-    )
-    row(
+        lambda share: f"{share:.0%}",
+    ),
+    (
         "greedy agreement with the target, held-out code",
         "greedy_agreement_with_tiny",
-        lambda s: f"{s:.1%}",
-    )
-    table = "\n".join(
-        "| " + " | ".join(r) + " |" + ("\n| --- | --- | --- |" if i == 0 else "")
-        for i, r in enumerate(rows)
-    )
+        lambda share: f"{share:.1%}",
+    ),
+)
+
+
+def model_card(figures: dict) -> str:
+    """models/README.md, every number in it taken from `figures`."""
     samples = "\n\n".join(f"```python\n{s}\n```" for s in figures["samples"])
     held, tiny = figures["held_out"], figures["tiny"]
     return f"""# The embedded models
 
-Two Llama models, small enough to live in the repository and to run on any laptop, and real: trained on the source of
-Python's own standard library, so that they complete Python code. Ordinary Hugging Face checkpoints:
-`AutoModelForCausalLM.from_pretrained("models/tiny")` works, and so does our loader.
-This page is written by `python models/evaluate.py`; every figure on it is measured by that command.
+Two Llama models, small enough to live in the repository and to run on any laptop, and real: trained
+on the source of Python's own standard library, so that they complete Python code. They are ordinary
+Hugging Face checkpoints: `AutoModelForCausalLM.from_pretrained("models/tiny")` works, and so does
+our loader. `python -m models.evaluate` writes this page and measures every figure on it.
 
-{table}
+{table_of(figures)}
 
-- **Data**: {tiny["training_tokens"] / 1e6:.1f} M tokens of the standard library of Python {tiny["python_source"]}
-  (PSF licence), tests included, tables of encodings and the like left out. Held out, with their tests
-  ({held["tokens"]} tokens, {held["bytes_per_token"]} bytes each): {", ".join(f"`{m}`" for m in held["modules"])}.
-- **Tokenizer**: byte-level BPE with {VOCAB_SIZE} entries; a newline and the indentation after it can be one token;
-  digits stay single. `{END}` (id 0) begins every document and ends every generation.
-- **Target**: next-token cross-entropy, Muon for the hidden matrices and AdamW for the rest, 512-token windows and
-  2048-token windows for the last 12 % of the time. GQA, RoPE, SwiGLU, RMSNorm, tied embeddings, head dimension 64.
-- **Draft**: the same recipe, but trained on the target's probabilities (distillation) instead of on the text.
-- **Sampling**: temperature 0.8, top-p 0.95, {tiny["sampled_functions"]} functions of at most 160 tokens; one that
-  this limit cuts off counts as a failure unless it parses.
+- **Data**: {tiny["training_tokens"] / 1e6:.1f} M tokens of the standard library of Python
+  {tiny["python_source"]} (PSF licence), tests included, tables of encodings and the like left out.
+  Held out, with their tests ({held["tokens"]} tokens, {held["bytes_per_token"]} bytes each):
+  {", ".join(f"`{m}`" for m in held["modules"])}.
+- **Tokenizer**: byte-level BPE with {VOCAB_SIZE} entries. A newline and the indentation after it
+  can be one token, and digits stay single. `{END}` (id 0) begins every document and ends
+  every generation.
+- **Target**: next-token cross-entropy, Muon for the hidden matrices and AdamW for the rest,
+  512-token windows and 2048-token windows for the last 12 % of the time. GQA, RoPE, SwiGLU,
+  RMSNorm, tied embeddings, head dimension 64.
+- **Draft**: the same recipe, but trained on the target's probabilities (distillation) instead of on
+  the text.
+- **Sampling**: temperature 0.8, top-p 0.95, {tiny["sampled_functions"]} functions of at most
+  160 tokens. One that this limit cuts off counts as a failure unless it parses.
 
-Tokens seen, not minutes, say how far the training went: a machine may have been busy with other work too.
+How far the training went is said by the tokens seen, not by the minutes, because the machine may
+have been busy with other work too.
 
-Train them again: `python models/train.py tokenizer`, `tiny --minutes N`, `draft --minutes N`, then
-`python models/evaluate.py`. More minutes or a GPU give better models of the same shape; nothing else in the course
-depends on the weights.
+Train them again: `python -m models.train tokenizer`, then `tiny --minutes N` and
+`draft --minutes N`, then `python -m models.evaluate`. More minutes or a GPU give better models of
+the same shape. Nothing else in the course depends on the weights.
 
 ## Samples
 
-The first three of them, unselected; the prompt is the first line.
+The first three of them, unselected. The prompt is the first line of each.
 
 {samples}
 """

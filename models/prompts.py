@@ -1,6 +1,6 @@
 """Write models/prompts.json: the 32 requests that every rung of the ladder serves.
 
-    python models/prompts.py
+    python -m models.prompts
 
 Real code prefixes from the held-out modules, 16 to 384 tokens long, asking for 8 to 96 new tokens,
 drawn once with a fixed seed and committed, so that every machine and every Python version serves
@@ -13,8 +13,10 @@ import random
 import sysconfig
 from pathlib import Path
 
-from train import HELD_OUT, HERE, load_tokenizer
+from lessons.toolbox.model.checkpoint import load_tokenizer
+from lessons.toolbox.model.corpus import HELD_OUT
 
+HERE = Path(__file__).resolve().parent
 COUNT, SHORTEST, LONGEST = 32, 16, 384
 
 
@@ -22,7 +24,7 @@ def requests() -> list[dict]:
     """Prompts cut at line ends near log-uniform lengths; output lengths log-uniform too: many
     short, few long, as in traffic.
     """
-    rng, tokenizer = random.Random(2), load_tokenizer()
+    rng, tokenizer = random.Random(2), load_tokenizer("models/tiny")
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for i in range(COUNT):
         module = HELD_OUT[i % len(HELD_OUT)]

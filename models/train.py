@@ -1,9 +1,9 @@
 """Train the course's two embedded models on the source of Python's own standard library.
 
-    python models/train.py tokenizer            # byte-level BPE, seconds
-    python models/train.py tiny  --minutes 70   # the target: next-token cross-entropy
-    python models/train.py draft --minutes 15   # the draft: distilled from the target, same tokenizer
-    python models/evaluate.py                   # held-out figures -> models/figures.json and models/README.md
+    python -m models.train tokenizer            # byte-level BPE, seconds
+    python -m models.train tiny  --minutes 70   # the target: next-token cross-entropy
+    python -m models.train draft --minutes 15   # the draft: distilled from it, same tokenizer
+    python -m models.evaluate                   # held-out figures -> figures.json and README.md
 
 The budget is wall-clock minutes, because the same recipe runs on a laptop and on a GPU: the
 learning rate follows the share of the budget that is spent. Results are ordinary Hugging Face Llama
@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -23,52 +22,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
-HERE = Path(__file__).resolve().parent
-END = "<|endoftext|>"
-VOCAB_SIZE = 4096
-
-# Never trained on, nor are their tests: varied, readable modules that a learner may know.
-HELD_OUT = (
-    "bisect",
-    "calendar",
-    "cmd",
-    "colorsys",
-    "csv",
-    "fileinput",
-    "fractions",
-    "graphlib",
-    "heapq",
-    "netrc",
-    "queue",
-    "sched",
-    "shlex",
-    "statistics",
-    "string",
-    "textwrap",
-    "timeit",
-    "wave",
-    "zipapp",
-)
-# Tables and prose, not code that a reader would call code.
-SKIPPED = (
-    "encodings/",
-    "pydoc_data/",
-    "lib2to3/tests/data/",
-    "idlelib/",
-    "test/encoded_modules/",
-    "site-packages/",
-    "dist-packages/",
-    "turtledemo/",
-    "config-",
-)
+from lessons.toolbox.model.corpus import corpus, token_stream
+from models.tokenizer import FOLDERS, HERE, VOCAB_SIZE, train_tokenizer
 
 SHAPES = {  # ratio of query to KV heads: 3 (no power of two, as in Qwen2's 6 and 7) and 2
     "tiny": dict(
@@ -86,82 +47,6 @@ SHAPES = {  # ratio of query to KV heads: 3 (no power of two, as in Qwen2's 6 an
         intermediate_size=512,
     ),
 }
-FOLDERS = {"tiny": HERE / "tiny", "draft": HERE / "tiny-draft"}
-
-
-def corpus() -> tuple[list[str], list[str]]:
-    """The standard library's modules as (train, held_out) lists of source texts, in a fixed order."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    train, held_out, seen = [], [], set()
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if any(name.startswith(s) or f"/{s}" in name for s in SKIPPED):
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue  # deliberately broken test fixtures
-        if len(text) < 200 or text in seen:
-            continue
-        seen.add(text)
-        is_held_out = path.stem.removeprefix("test_") in HELD_OUT
-        if is_held_out and not name.startswith("test/") and path.parent == root:
-            held_out.append(text)
-        elif not is_held_out:
-            train.append(text)
-    return train, held_out
-
-
-# ---------------------------------------------------------------- tokenizer
-
-
-def train_tokenizer() -> None:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            # A newline and the indentation after it stay together: one token for "go to column 8".
-            pre_tokenizers.Split(
-                Regex(r"\d|\n+[ \t]*| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|[ \t]+(?!\S)|\s+"),
-                behavior="isolated",
-            ),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        corpus()[0],
-        trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE,
-            special_tokens=[END],
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        ),
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END,
-        eos_token=END,
-        pad_token=END,
-        model_max_length=2048,
-        clean_up_tokenization_spaces=False,
-    )
-    for folder in FOLDERS.values():
-        fast.save_pretrained(folder)
-
-
-def load_tokenizer() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(FOLDERS["tiny"])
-
-
-def token_stream(texts: list[str]) -> np.ndarray:
-    """Every text, each preceded by the end-of-text token, as one array of ids."""
-    tokenizer = load_tokenizer()
-    end = tokenizer.convert_tokens_to_ids(END)
-    ids = [
-        token
-        for encoded in tokenizer.backend_tokenizer.encode_batch(texts)
-        for token in (end, *encoded.ids)
-    ]
-    return np.array(ids, dtype=np.int64)
 
 
 # ---------------------------------------------------------------- training
@@ -266,8 +151,7 @@ def train(name: str, minutes: float, tokens_per_step: int, compile_model: bool) 
     step_loss = torch.compile(loss_of) if compile_model else loss_of
     print(
         f"{name}: {model.num_parameters() / 1e6:.2f}M parameters, {len(stream) / 1e6:.2f}M "
-        f"training tokens, "
-        f"{len(held_out)} held-out tokens, on {device}",
+        f"training tokens, {len(held_out)} held-out tokens, on {device}",
         flush=True,
     )
     opts, rng = optimizers(model), np.random.default_rng(0)
@@ -288,31 +172,28 @@ def train(name: str, minutes: float, tokens_per_step: int, compile_model: bool) 
                 progress.update(bar, completed=spent, description=f"{name} loss {loss.item():.3f}")
                 if step % 100 == 0 or step == 10:
                     print(
-                        f"step {step} spent {spent:.3f} tokens {seen / 1e6:.2f}M loss "
-                        f"{loss.item():.4f} "
+                        f"step {step} spent {spent:.3f} tokens {seen / 1e6:.2f}M loss {loss:.4f} "
                         f"held-out {held_out_loss(model, held_out[:16385], device):.4f}",
                         flush=True,
                     )
                 if step % 500 == 0:
                     save(model, HERE.parent / "build" / f"{name}-unfinished")
     save(model, FOLDERS[name])
-    (FOLDERS[name] / "training.json").write_text(
-        json.dumps(
-            {
-                "minutes": round((time.monotonic() - start) / 60, 1),
-                "steps": step,
-                "tokens_seen": seen,
-                "training_tokens": len(stream),
-                "torch": torch.__version__,
-                "python_source": sys.version.split()[0],
-                "device": torch.cuda.get_device_name()
-                if device == "cuda"
-                else f"CPU, {os.cpu_count()} cores",
-            },
-            indent=2,
-        )
-        + "\n"
-    )
+    facts = {
+        "minutes": round((time.monotonic() - start) / 60, 1),
+        "steps": step,
+        "tokens_seen": seen,
+        "training_tokens": len(stream),
+        "torch": torch.__version__,
+        "python_source": sys.version.split()[0],
+        "device": name_of(device),
+    }
+    (FOLDERS[name] / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def name_of(device: str) -> str:
+    """The device as the model card names it."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"
 
 
 def update(model, opts, factor: float) -> None:

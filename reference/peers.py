@@ -82,7 +82,9 @@ def left_padded_batch(model, prompts, max_new_tokens, on_token=None):
 
 
 def continuous_batching(model, prompts, max_new_tokens, on_token=None):
-    """transformers' own continuous batching over a paged cache; each request ends at its own limit."""
+    """transformers' own continuous batching over a paged cache. Each request ends at its own
+    limit.
+    """
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     tokens = sum(map(len, prompts)) + sum(max_new_tokens)

@@ -390,7 +390,7 @@ def test_embedded_model_on_real_text(name):
     """
     folder = REPOSITORY / name
     if not (folder / "model.safetensors").exists():
-        pytest.skip(f"{name}/model.safetensors is not there: run models/train.py")
+        pytest.skip(f"{name}/model.safetensors is not there: run `python -m models.train`")
     text = inspect.getsource(random.choice([inspect, json, random]))[:3000]
     tokens = torch.tensor(load_tokenizer(name)(text)["input_ids"])
     assert len(tokens) > 300

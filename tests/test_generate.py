@@ -1,27 +1,37 @@
-"""Every rung of the ladder gives the tokens of transformers' generate, stops where it should,
-refuses the same mistakes.
-"""
+"""Every rung of the ladder gives the tokens of transformers' generate and of recomputing."""
+
+import lessons  # isort: skip  # noqa: F401 (before transformers, which imports triton)
 
 import random
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from lessons.l02_naive_attention import naive as recompute
 from lessons.l02_naive_attention import optimized as fused
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.naive import attention, recompute_loop
+from lessons.l02_naive_attention.naive import recompute_loop, whole_sequence
 from lessons.l02_naive_attention.request import read_requests
 from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache import optimized as preallocated
-from lessons.l03_kv_cache.cache import KVCache
-from lessons.l03_kv_cache.naive import ConcatCache, cached_loop
-from lessons.l03_kv_cache.optimized import KernelKVCache
+from lessons.l03_kv_cache import generate as loop
+from lessons.l03_kv_cache.batch import new_batch
+from lessons.l03_kv_cache.generate import generate, run_request
+from lessons.l03_kv_cache.lab.testing import randomise
+from lessons.l03_kv_cache.naive import CONCATENATED, ConcatCache
+from lessons.l03_kv_cache.optimized import PREALLOCATED
+from lessons.l06_mla.deepseek import load_decoder
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig
-from reference import rungs
+from reference.rungs import rungs_of
 
 CONFIG = ModelConfig(
     "llama",
@@ -34,6 +44,7 @@ CONFIG = ModelConfig(
     intermediate_size=64,
     max_position_embeddings=64,
 )
+RUNGS = {rung.name: rung.run for rung in rungs_of(CONFIG)}
 SMALL = dict(
     vocab_size=97,
     hidden_size=48,
@@ -45,29 +56,33 @@ SMALL = dict(
     eos_token_id=None,
     bos_token_id=None,
 )
-RUNGS = {rung.name: rung.generate for rung in rungs.RUNGS if rung.serves(CONFIG)}
+LATENT = SMALL | dict(
+    num_key_value_heads=6,
+    kv_lora_rank=32,
+    q_lora_rank=20,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=8,
+    v_head_dim=12,
+    moe_intermediate_size=24,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    n_group=4,
+    topk_group=2,
+)
 THEIRS = {
     "llama": LlamaConfig(**SMALL),
     "mistral, window 5": MistralConfig(**SMALL, sliding_window=5),
     "qwen3": Qwen3Config(**SMALL, head_dim=12),
+    "deepseek v2": DeepseekV2Config(**LATENT | dict(q_lora_rank=None)),
+    "deepseek v3": DeepseekV3Config(**LATENT),
 }
 # two tokens whose logits differ by less may change places between two orders of summation
 TIE = 1e-4
 
 
 pytestmark = pytest.mark.usefixtures("seed")
-
-
-def randomise(model):
-    """Weights under which attention is sharp, so that a wrong mask or position changes the tokens."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1)
-            if name.endswith("norm.weight"):
-                parameter.add_(1)
-            if "q_proj" in name:
-                parameter.mul_(3)
-    return model.eval().requires_grad_(False)
 
 
 def new_model(**changes) -> Decoder:
@@ -79,16 +94,14 @@ def new_prompts(*lengths) -> list[list[int]]:
 
 
 def assert_same_tokens(model: Decoder, prompts, expected, got) -> None:
-    """Equal, or at the first difference the two tokens tie (then what follows cannot be compared)."""
+    """Equal, or at the first difference the two tokens tie. What follows is not compared then."""
     assert [len(row) for row in got] == [len(row) for row in expected]
     for row, (prompt, ours, theirs) in enumerate(zip(prompts, got, expected)):
         at = next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), None)
         if at is None:
             continue
         tokens = torch.tensor(prompt + theirs[:at], device=model.device)
-        logits = model.logits(
-            model(tokens, torch.arange(len(tokens), device=model.device), plain_attend(model))
-        )[-1]
+        logits = model.logits(model(tokens, whole_sequence(model, len(tokens))))[-1]
         gap = abs(float(logits[ours[at]] - logits[theirs[at]]))
         assert gap < TIE and logits[ours[at]] > logits.max() - TIE, (
             f"row {row}: token {at} is {ours[at]}, expected {theirs[at]}; their logits differ by "
@@ -96,35 +109,27 @@ def assert_same_tokens(model: Decoder, prompts, expected, got) -> None:
         )
 
 
-def plain_attend(model):
-    return lambda layer, q, k, v: attention(q, k, v, window=model.config.sliding_window(layer))
-
-
 # ---------------------------------------------------------------- the same tokens
 
 
 @pytest.mark.parametrize("family", THEIRS)
 def test_the_tokens_of_transformers(family, tmp_path):
-    theirs = randomise(
-        AutoModelForCausalLM.from_config(THEIRS[family], attn_implementation="eager").float()
-    )
+    theirs = AutoModelForCausalLM.from_config(THEIRS[family], attn_implementation="eager")
+    theirs = randomise(theirs.float())
     theirs.save_pretrained(tmp_path)
-    model, prompts = Decoder.from_pretrained(tmp_path), [[0], *new_prompts(2, 7, 31)]
+    model, prompts = load_decoder(tmp_path), [[0], *new_prompts(2, 7, 31)]
     greedy = dict(max_new_tokens=17, do_sample=False, pad_token_id=0)
-    # The mask is given, because without one transformers hides every token of the prompt that
-    # equals pad_token_id.
-    expected = [
-        theirs.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **greedy)[
-            0, len(p) :
-        ].tolist()
-        for p in prompts
-    ]
-    assert (
-        all(len(row) == 17 for row in expected)
-        and len({token for row in expected for token in row}) > 10
-    )
-    for generate in RUNGS.values():
-        assert_same_tokens(model, prompts, expected, generate(model, prompts, 17))
+    expected = []
+    for prompt in prompts:
+        # The mask is given, because without one transformers hides every token of the prompt that
+        # equals pad_token_id.
+        mask = torch.ones(1, len(prompt))
+        whole = theirs.generate(torch.tensor([prompt]), attention_mask=mask, **greedy)
+        expected.append(whole[0, len(prompt) :].tolist())
+    assert all(len(row) == 17 for row in expected)
+    assert len({token for row in expected for token in row}) > 10
+    for rung in rungs_of(model.config):
+        assert_same_tokens(model, prompts, expected, rung.run(model, prompts, 17))
 
 
 @pytest.mark.parametrize("windows", [(), (1, 1, 1), (4, None, 7)])
@@ -136,61 +141,75 @@ def test_all_rungs_agree_in_float64(windows):
     limits = [63, 1, 30, 1]
     expected = recompute.generate(model, prompts, limits)
     assert [len(row) for row in expected] == limits
-    for name, generate in RUNGS.items():
-        assert generate(model, prompts, limits) == expected, name
+    for name, run in RUNGS.items():
+        assert run(model, prompts, limits) == expected, name
+
+
+@pytest.mark.parametrize("family", ["deepseek v2", "deepseek v3"])
+def test_all_rungs_of_a_model_with_latents_agree_in_float64(family, tmp_path):
+    """Caches that keep k and v of all heads, caches that keep latents, and batches."""
+    theirs = randomise(AutoModelForCausalLM.from_config(THEIRS[family]).float())
+    theirs.save_pretrained(tmp_path)
+    model, prompts = load_decoder(tmp_path).double(), new_prompts(1, 9, 30)
+    limits = [40, 1, 17]
+    expected = recompute.generate(model, prompts, limits)
+    ladder = rungs_of(model.config)
+    assert {rung.keeps_latents for rung in ladder if rung.has_cache} == {True, False}
+    for rung in ladder:
+        assert rung.run(model, prompts, limits) == expected, rung.name
 
 
 def test_the_rungs_with_kernels():
     """What a GPU runs, in the interpreter where there is none: few tokens."""
-    model, prompts = (
-        new_model(num_hidden_layers=2, sliding_windows=(None, 3)).to(default_device()),
-        new_prompts(1, 4),
-    )
+    model = new_model(num_hidden_layers=2, sliding_windows=(None, 3)).to(default_device())
+    prompts = new_prompts(1, 4)
     expected = recompute.generate(model, prompts, 3)
-
-    def new_cache(model, tokens):
-        return KernelKVCache(model.config, tokens, device=model.device)
-
-    assert_same_tokens(model, prompts, expected, cached_loop(new_cache, model, prompts, 3))
+    rung = replace(PREALLOCATED, stand_ins=PREALLOCATED.kernels)
+    assert_same_tokens(model, prompts, expected, generate(model, prompts, 3, rung=rung))
     assert_same_tokens(model, prompts, expected, recompute_loop(fused.attention, model, prompts, 3))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "position restarts at 0",
-        "position one too far",
-        "logits of the first row",
-        "runs a token twice",
-    ],
-)
-def test_a_wrong_loop_is_rejected(wrong):
-    class Wrong(ConcatCache):
-        @property
-        def length(self):
-            held = ConcatCache.length.fget(self)
-            return max(held - 1, 0) if wrong == "runs a token twice" else held
+class Roomy(ConcatCache):
+    """With a table of rotations that a position too far does not leave."""
 
-    class WrongDecoder(Decoder):
-        def forward(self, tokens, positions, attend):
-            if wrong == "position restarts at 0" and len(tokens) == 1:
-                positions = torch.zeros_like(positions)
-            if wrong == "position one too far" and len(tokens) == 1:
-                positions = positions + 1
-            hidden = super().forward(tokens, positions, attend)
-            return hidden.flip(0) if wrong == "logits of the first row" else hidden
+    @classmethod
+    def for_model(cls, model, num_blocks, block_size, ops):
+        return super().for_model(model, num_blocks, 2 * block_size, ops)
+
+
+class TwiceInTheCache(Roomy):
+    """Every token but those of the first step is stored twice."""
+
+    def append(self, layer, k, v):
+        again = layer in self.keys
+        super().append(layer, k, v)
+        if again:
+            super().append(layer, k, v)
+
+
+WRONG_STEPS = {
+    "position restarts at 0": lambda step: replace(step, positions=0 * step.positions),
+    "position one too far": lambda step: replace(step, positions=step.positions + 1),
+    "logits of the first row": lambda step: replace(step, logits_at=0 * step.logits_at),
+}
+
+
+@pytest.mark.parametrize("wrong", [*WRONG_STEPS, "runs a token twice"])
+def test_a_wrong_loop_is_rejected(wrong, monkeypatch):
+    def wrong_batch(chunks, block_size, device):
+        step = new_batch(chunks, block_size, device)
+        is_prompt = step.max_seqlen_q > 1
+        if wrong not in WRONG_STEPS or (is_prompt and wrong.startswith("position")):
+            return step
+        return WRONG_STEPS[wrong](step)
 
     model, prompts = new_model(), new_prompts(2, 9, 30)
-    other = WrongDecoder(model.config).eval().requires_grad_(False)
-    other.load_state_dict(model.state_dict())
+    expected = recompute.generate(model, prompts, 20)
+    monkeypatch.setattr(loop, "new_batch", wrong_batch)
+    rung = replace(CONCATENATED, cache=Roomy if wrong in WRONG_STEPS else TwiceInTheCache)
+    got = generate(model, prompts, 20, rung=rung)
     with pytest.raises(AssertionError):
-        expected = recompute.generate(model, prompts, 20)
-        assert_same_tokens(
-            model,
-            prompts,
-            expected,
-            cached_loop(lambda model, tokens: Wrong(model.config), other, prompts, 20),
-        )
+        assert_same_tokens(model, prompts, expected, got)
 
 
 @pytest.mark.parametrize("name", RUNGS)
@@ -216,63 +235,6 @@ def test_sampled_tokens_are_the_same_on_every_rung(name):
     assert RUNGS[name](model, prompts[:1], 12, params[0]) == expected[:1]
 
 
-# ---------------------------------------------------------------- stops and callbacks
-
-
-@pytest.mark.parametrize("name", RUNGS)
-def test_stop_tokens(name):
-    """A stop token ends its row and is included: the model's own, unless ignored, and the
-    request's.
-    """
-    generate, model, prompts = RUNGS[name], new_model(), new_prompts(3, 8)
-    free = generate(model, prompts, 20)
-    stop = free[0][6]
-    cut = [row[: row.index(stop) + 1] if stop in row else row for row in free]
-    assert len(cut[0]) <= 7
-    assert (
-        generate(model, prompts, 20, SamplingParams(temperature=0, stop_token_ids=(stop,))) == cut
-    )
-    model.config = replace(model.config, eos_token_ids=(stop, 96))
-    cut = [
-        row[: next((i for i, token in enumerate(row) if token in (stop, 96)), 19) + 1]
-        for row in free
-    ]
-    assert generate(model, prompts, 20) == cut
-    assert generate(model, prompts, 20, SamplingParams(temperature=0, ignore_eos=True)) == free
-    both = SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=(stop, 96))
-    # ignore_eos says nothing about the request's own stop tokens
-    assert generate(model, prompts, 20, both) == cut
-    one = [SamplingParams(temperature=0, ignore_eos=True), SamplingParams(temperature=0)]
-    assert generate(model, prompts, 20, one) == [free[0], cut[1]]
-
-
-@pytest.mark.parametrize("name", RUNGS)
-def test_on_token_reports_each_token_once_in_order(name):
-    seen = [[], [], []]
-    out = RUNGS[name](
-        new_model(),
-        new_prompts(2, 5, 1),
-        [4, 0, 6],
-        on_token=lambda row, token: seen[row].append(token),
-    )
-    assert seen == out and [len(row) for row in out] == [4, 0, 6]
-
-
-@pytest.mark.parametrize("name", RUNGS)
-def test_nothing_asked_nothing_computed(name):
-    model = new_model()
-    model.forward = None  # would fail if it were called
-    assert RUNGS[name](model, [[1], [2, 3]], 0) == [[], []]
-
-
-def test_prompts_are_left_alone():
-    prompts = new_prompts(3, 5)
-    before = [list(prompt) for prompt in prompts]
-    for generate in RUNGS.values():
-        generate(new_model(), prompts, 4)
-    assert prompts == before
-
-
 # ---------------------------------------------------------------- what a step costs
 
 
@@ -280,93 +242,24 @@ def test_tokens_that_each_loop_feeds_to_the_model():
     """Recompute: n, n + 1, …; a cache: n, then one at a time. And logits of one position only."""
     model, fed, asked = new_model(), [], []
     forward, logits = model.forward, model.logits
-    model.forward = lambda tokens, positions, attend: (
-        fed.append(len(tokens)) or forward(tokens, positions, attend)
-    )
+    model.forward = lambda tokens, attend: fed.append(len(tokens)) or forward(tokens, attend)
     model.logits = lambda hidden: asked.append(len(hidden)) or logits(hidden)
     recompute.generate(model, new_prompts(7), 5)
     assert fed == [7, 8, 9, 10, 11]
     fed.clear()
-    preallocated.generate(model, new_prompts(7), 5)
+    generate(model, new_prompts(7), 5, rung=PREALLOCATED)
     assert fed == [7, 1, 1, 1, 1]
     assert asked == [1] * 10
 
 
-def test_bytes_that_each_cache_copies():
+@pytest.mark.parametrize("rung, copied", [(CONCATENATED, 7 + 8 + 9 + 10), (PREALLOCATED, 0)])
+@torch.inference_mode()
+def test_bytes_that_each_cache_copies(rung, copied):
     """A prompt of 7 and 5 tokens: the last one is never fed back, so 11 tokens are held."""
-    model, caches = new_model(), []
-    for new_cache in (lambda model, tokens: ConcatCache(model.config), preallocated.new_kv_cache):
-        cached_loop(
-            lambda *args, new=new_cache: caches.append(new(*args)) or caches[-1],
-            model,
-            new_prompts(7),
-            5,
-        )
+    model = new_model()
+    (request,) = read_requests(model.config, new_prompts(7), 5)
+    cache = rung.new_cache(model, 1, request.most_cached)
+    run_request(model, cache, request)
     one = model.config.kv_bytes_per_token(4)
-    assert [cache.length for cache in caches] == [11, 11]
-    assert [cache.written_bytes for cache in caches] == [11 * one, 11 * one]
-    assert [cache.growth_copy_bytes for cache in caches] == [(7 + 8 + 9 + 10) * one, 0]
-    assert isinstance(caches[1], KVCache) and caches[1].capacity == 11
-
-
-# ---------------------------------------------------------------- bad input
-
-BAD = {
-    "no prompts": (dict(prompts=[]), r"prompts: got \[\]; accepted: a list of one or more prompts"),
-    "text": (dict(prompts="abc"), "prompts: got 'abc'; accepted"),
-    "one flat prompt": (
-        dict(prompts=[1, 2]),
-        r"prompts\[0\]: got 1; accepted: a list of one or more token ids",
-    ),
-    "empty prompt": (
-        dict(prompts=[[1], []]),
-        r"prompts\[1\]: got \[\]; accepted: a list of one or more token ids",
-    ),
-    "token too large": (
-        dict(prompts=[[1, 97]]),
-        r"prompts\[0\]\[1\]: got 97; accepted: a token id from 0 to 96",
-    ),
-    "negative token": (dict(prompts=[[-1]]), r"prompts\[0\]\[0\]: got -1; accepted"),
-    "token that is no integer": (dict(prompts=[[1.0]]), r"prompts\[0\]\[0\]: got 1.0; accepted"),
-    "too long": (
-        dict(prompts=[[1] * 60], max_new_tokens=5),
-        r"prompts\[0\]: 60 tokens and 5 new ones make 65; accepted: at",
-    ),
-    "prompt alone too long": (
-        dict(prompts=[[1] * 65], max_new_tokens=0),
-        r"prompts\[0\]: 65 tokens and 0 new",
-    ),
-    "negative count": (
-        dict(max_new_tokens=-1),
-        "max_new_tokens: got -1 for prompt 0; accepted: 0 or more",
-    ),
-    "one negative count": (dict(max_new_tokens=[1, -2]), "max_new_tokens: got -2 for prompt 1"),
-    "too few counts": (
-        dict(max_new_tokens=[1]),
-        "max_new_tokens: got 1 for 2 prompts; accepted: one int, or one per prompt",
-    ),
-    "count that is no integer": (
-        dict(max_new_tokens=2.5),
-        "max_new_tokens: got 2.5; accepted: int",
-    ),
-    "too many params": (
-        dict(sampling=[SamplingParams()] * 3),
-        "sampling: got 3 for 2 prompts; accepted: one SamplingParams",
-    ),
-    "params of another kind": (dict(sampling=0.7), "sampling: got 0.7; accepted: SamplingParams"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments(name):
-    change, message = BAD[name]
-    arguments = dict(prompts=[[1], [2, 3]], max_new_tokens=2) | change
-    for generate in RUNGS.values():
-        with pytest.raises(ValueError, match=message) as error:
-            generate(new_model(), **arguments)
-        assert "\n" not in str(error.value)
-
-
-def test_the_longest_request_that_fits():
-    (request,) = read_requests(CONFIG, [[1] * 60], 4)
-    assert len(request.prompt) + request.max_new_tokens == CONFIG.max_position_embeddings
+    assert len(request.output) == 5 and cache.block_size == 11
+    assert (cache.written_bytes, cache.growth_copy_bytes) == (11 * one, copied * one)

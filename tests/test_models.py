@@ -1,8 +1,6 @@
 """The embedded models are what models/README.md says they are."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,18 +9,10 @@ import torch
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
+from lessons.toolbox.model.corpus import corpus
+from models.evaluate import model_card
 
 MODELS = Path(__file__).parents[1] / "models"
-
-
-@pytest.fixture(scope="module")
-def recipe():
-    """models/evaluate.py, which imports models/train.py: scripts beside each other, in no package."""
-    sys.path.insert(0, str(MODELS))
-    try:
-        yield importlib.import_module("evaluate")
-    finally:
-        sys.path.remove(str(MODELS))
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +51,8 @@ def test_the_tokenizer_loses_nothing(text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_the_card_is_generated_from_the_figures(recipe, figures):
-    assert (MODELS / "README.md").read_text() == recipe.model_card(figures)
+def test_the_card_is_generated_from_the_figures(figures):
+    assert (MODELS / "README.md").read_text() == model_card(figures)
     assert figures["tiny"]["parameters"] == parameters("tiny") and figures["draft"][
         "parameters"
     ] == parameters("tiny-draft")
@@ -109,7 +99,7 @@ def test_requests_differ_in_length_and_fit_the_context():
     assert all(n + r["max_new_tokens"] < 2048 for n, r in zip(lengths, requests))
 
 
-def test_held_out_modules_are_not_trained_on(recipe):
-    train, held_out = recipe.corpus()
+def test_held_out_modules_are_not_trained_on():
+    train, held_out = corpus()
     assert len(held_out) >= 15 and not {hash(t) for t in held_out} & {hash(t) for t in train}
     assert not any("def heappushpop(heap, item):" in text for text in train)

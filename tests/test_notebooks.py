@@ -1,17 +1,20 @@
 """Every committed notebook runs from top to bottom on a CPU, from a foreign working directory, and
 is left as it is.
+
+nbmake would start a kernel from nothing for each, in the notebook's own folder and without a limit.
 """
 
 import hashlib
 import os
-import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import nbclient
 import nbformat
 import pytest
 
+from tests.notebook_kernels import preloaded_kernels
 from tests.notebook_rules import notebooks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -20,51 +23,50 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 LIMIT_S = 120
 HANGS_S = 900  # a single cell
 
+each_notebook = pytest.mark.parametrize("path", notebooks(REPOSITORY), ids=lambda path: path.stem)
+
+
+@pytest.fixture(scope="module")
+def seconds_used():
+    """Kernels start preloaded; a function that tells the seconds of a core that they used."""
+    with preloaded_kernels() as seconds:
+        yield seconds
+
 
 def execute(
     path: Path,
     folder: Path,
+    seconds_used: Callable[[], float],
     limit_s: float = LIMIT_S,
-    cells: int | None = None,
-    session: str | None = None,
+    hangs_s: float = HANGS_S,
 ):
-    """Run a copy of a notebook (its first `cells` cells) with `folder` as working directory;
-    returns the copy.
+    """Run a copy of a notebook with `folder` as working directory; returns the copy.
 
-    session: what JupyterLab tells a kernel of its notebook's place; that is how a notebook finds
-    the course from anywhere.
+    JupyterLab tells a kernel its notebook's place, and that is how a notebook finds the course from
+    anywhere.
     """
     notebook = nbformat.read(path, as_version=4)
-    notebook.cells = notebook.cells[:cells]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "JPY_SESSION_NAME")
-    }
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "JPY_SESSION_NAME": str(path)}
+    environment.pop("PYTHONPATH", None)
     client = nbclient.NotebookClient(
-        notebook, timeout=HANGS_S, resources={"metadata": {"path": str(folder)}}
+        notebook,
+        timeout=hangs_s,
+        shutdown_kernel="immediate",
+        resources={"metadata": {"path": str(folder)}},
     )
-    before_s = processor_s()
-    client.execute(
-        env=environment | {"OMP_NUM_THREADS": "1", "JPY_SESSION_NAME": session or str(path)}
-    )
-    seconds = processor_s() - before_s
+    before_s = seconds_used()
+    client.execute(env=environment)
+    seconds = seconds_used() - before_s
     assert 0 < seconds < limit_s, (
         f"{path.name} took {seconds:.0f} s of a core, more than {limit_s:.0f} s"
     )
     return notebook
 
 
-def processor_s() -> float:
-    """Seconds that processes which this one started, and which have ended, kept a core busy."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return ended.ru_utime + ended.ru_stime
-
-
-@pytest.mark.parametrize("path", notebooks(REPOSITORY), ids=lambda path: path.stem)
-def test_notebook_runs(path, tmp_path):
+@each_notebook
+def test_notebook_runs(path, tmp_path, seconds_used):
     before = hashlib.sha256(path.read_bytes()).hexdigest()
-    notebook = execute(path, tmp_path)
+    notebook = execute(path, tmp_path, seconds_used)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == before, (
         "running it changed the committed file"
     )
@@ -72,47 +74,41 @@ def test_notebook_runs(path, tmp_path):
     assert code and all(cell.execution_count for cell in code)
 
 
-@pytest.mark.parametrize("path", notebooks(REPOSITORY), ids=lambda path: path.stem)
-def test_notebook_away_from_the_course_says_so_in_one_line(path, tmp_path):
-    if Path(sys.prefix).is_relative_to(REPOSITORY):
-        pytest.skip(
-            "NOT RUN: this Python lies inside the course, from which a notebook finds it wherever "
-            "it is"
-        )
-    first = next(
-        i
-        for i, cell in enumerate(nbformat.read(path, as_version=4).cells)
-        if cell.cell_type == "code"
-    )
-    with pytest.raises(nbclient.exceptions.CellExecutionError) as stopped:
-        execute(path, tmp_path, cells=first + 1, session=str(tmp_path / path.name))
-    assert (
-        stopped.value.ename == "SystemExit"
-        and "\n" not in stopped.value.evalue
-        and "make lab" in stopped.value.evalue
-    )
+@each_notebook
+def test_notebook_away_from_the_course_says_so_in_one_line(path, tmp_path, monkeypatch):
+    """The first cell stops before it imports anything, so it needs no kernel to be tried."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JPY_SESSION_NAME", str(tmp_path / path.name))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    cells = nbformat.read(path, as_version=4).cells
+    first = next(cell.source for cell in cells if cell.cell_type == "code")
+    with pytest.raises(SystemExit) as stopped:
+        exec(first, {"__name__": "__main__"})
+    message = str(stopped.value)
+    assert "\n" not in message and "make lab" in message
 
 
 def written(folder, *sources):
     path = folder / "example.ipynb"
-    nbformat.write(
-        nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources]),
-        path,
-    )
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     return path
 
 
-def test_a_notebook_that_fails_or_dawdles_is_caught(tmp_path, monkeypatch):
+def test_a_notebook_that_fails_or_dawdles_is_caught(tmp_path, seconds_used):
     away = tmp_path / "elsewhere"
     away.mkdir()
-    done = execute(written(tmp_path, "import os\nprint(os.path.basename(os.getcwd()))"), away)
-    assert done.cells[0].outputs[0].text == "elsewhere\n"
-    with pytest.raises(nbclient.exceptions.CellExecutionError, match="FileNotFoundError"):
-        execute(written(tmp_path, "open('models/prompts.json')"), away)
-    with pytest.raises(AssertionError, match=r"took \d s of a core, more than 3 s"):
-        execute(
-            written(tmp_path, "import time\nwhile time.process_time() < 4: pass"), away, limit_s=3
-        )
-    monkeypatch.setattr(sys.modules[__name__], "HANGS_S", 1)
+    sound = written(
+        tmp_path, "import os, sys\nprint(os.path.basename(os.getcwd()), 'lessons' in sys.modules)"
+    )
+    done = execute(sound, away, seconds_used)
+    assert done.cells[0].outputs[0].text == "elsewhere False\n"
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="ModuleNotFoundError"):
+        execute(written(tmp_path, "import lessons"), away, seconds_used)
+    with pytest.raises(AssertionError, match=r"took \d s of a core, more than 1 s"):
+        busy = written(tmp_path, "import time\nwhile time.process_time() < 1.5: pass")
+        execute(busy, away, seconds_used, limit_s=1)
     with pytest.raises(nbclient.exceptions.CellTimeoutError):
-        execute(written(tmp_path, "import time; time.sleep(60)"), away)
+        execute(written(tmp_path, "import time; time.sleep(60)"), away, seconds_used, hangs_s=1)
+    with pytest.raises(nbclient.exceptions.DeadKernelError):
+        execute(written(tmp_path, "import os; os._exit(3)"), away, seconds_used)

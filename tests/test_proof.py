@@ -2,25 +2,29 @@
 may count as proved.
 """
 
+import ast
 import json
 import os
+import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from lessons.toolbox.measure.bench import Benchmark
-from lessons.toolbox.measure.bench import run as run_benchmark
+from lessons.toolbox.kernels import compile_check
+from lessons.toolbox.kernels.compile_report import CHIPS, Report
 from lessons.toolbox.proof import __main__ as proof
 from lessons.toolbox.proof import machine as proof_machine
 from lessons.toolbox.proof import record as proof_record
 from lessons.toolbox.proof import run as proof_run
-from lessons.toolbox.proof import table as proof_table
+from lessons.toolbox.proof import sanitizer, table
 from lessons.toolbox.proof.numerics import Errors
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -33,9 +37,6 @@ triton = types.SimpleNamespace(jit=lambda f: types.SimpleNamespace(fn=f))
 @triton.jit
 def copy_kernel(x, out, BLOCK):
     out[0] = x[0]
-@triton.jit
-def helper(x):
-    return x
 """
 CONFTEST = """
 import os
@@ -44,36 +45,46 @@ from lessons.toolbox.proof import record as proof_record
 proof_record.where = lambda: os.environ.get("PRETEND", "cuda")
 """
 TESTS = """
-import os
+import pytest
 from lessons.{room}.optimized import copy_kernel
 def test_small(proof):
     proof.record(copy_kernel)
-def test_large(proof):
+@pytest.mark.parametrize("share", [0.5])
+def test_large(proof, share):
     proof.record(copy_kernel)
 def test_other_things():
     pass
+@pytest.mark.compiler
+def test_compiles():
+    assert False, "needs no GPU, so it does not run here"
 """
 LADDER = """
-import json, pathlib, sys
-pathlib.Path(sys.argv[sys.argv.index("--out") + 1], "ladder.json").write_text(json.dumps(dict(arguments=sys.argv[1:])))
+import pathlib, sys
+pathlib.Path(sys.argv[sys.argv.index("--out") + 1], "ladder.json").write_text('{"rungs": []}')
 """
 BENCH = """
-import json, pathlib, sys
-record = dict(schema=1, series={}, lesson=sys.argv[1])
-pathlib.Path(sys.argv[sys.argv.index("--out") + 1], "copy.json").write_text(json.dumps(record))
+import pathlib, sys
+assert "--resume" in sys.argv
+pathlib.Path(sys.argv[sys.argv.index("--out") + 1], f"l{sys.argv[1]}_copy.json").write_text("{}")
 sys.exit(pathlib.Path("bench_exit").exists())
 """
 SANITIZER = """#!{python}
-import subprocess, sys, pathlib
-python = next(i for i, part in enumerate(sys.argv) if part.endswith("/python") or "/python3" in part)
+import os, subprocess, sys, pathlib
+python = sys.argv.index(sys.executable)
 said = pathlib.Path("{root}/said")
 if said.exists():
     print(said.read_text())
     sys.exit(86)
+assert os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
 code = subprocess.run(sys.argv[python:]).returncode
 race = "racecheck" in sys.argv
-print("=========", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" if race else "ERROR SUMMARY: 0 errors")
+print("=========", "RACECHECK SUMMARY: 0 hazards displayed" if race else "ERROR SUMMARY: 0 errors")
 sys.exit(code)
+"""
+INI = """[pytest]
+pythonpath = .
+addopts = --import-mode=importlib --strict-markers
+markers = compiler: asks the compiler
 """
 
 
@@ -83,88 +94,52 @@ def course(tmp_path):
     bench and ladder.
     """
     toolbox = tmp_path / "lessons" / "toolbox"
-    shutil.copytree(
-        REPOSITORY / "lessons" / "toolbox", toolbox, ignore=shutil.ignore_patterns("__pycache__")
-    )
-    (tmp_path / "lessons" / "__init__.py").touch()
-    (toolbox / "bench.py").write_text(BENCH)
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "pytest.ini").write_text(
-        "[pytest]\npythonpath = .\naddopts = --import-mode=importlib\n"
-    )
-    (tmp_path / "reference").mkdir()
-    (tmp_path / "reference" / "ladder.py").write_text(LADDER)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPOSITORY / "lessons" / "toolbox", toolbox, ignore=ignored)
+    files = {
+        "lessons/__init__.py": "",
+        "lessons/toolbox/measure/bench.py": BENCH,
+        "conftest.py": CONFTEST,
+        "pytest.ini": INI,
+        "reference/ladder.py": LADDER,
+        "lessons/l01_copy/lab/benchmark.py": "",
+        "compute-sanitizer": SANITIZER.format(python=sys.executable, root=tmp_path),
+    }
     for room in ("l01_copy", "l02_more"):
-        write(tmp_path, room, "optimized.py", OPTIMIZED)
-        write(tmp_path, room, "test_equivalence.py", TESTS.format(room=room))
-    write(tmp_path, "l01_copy", "benchmark.py", "")
-    sanitizer = tmp_path / "compute-sanitizer"
-    sanitizer.write_text(SANITIZER.format(python=sys.executable, root=tmp_path))
-    sanitizer.chmod(0o755)
+        files[f"lessons/{room}/optimized.py"] = OPTIMIZED
+        files[f"lessons/{room}/lab/specs.py"] = "KERNELS = []\n"
+        files[f"lessons/{room}/test_equivalence.py"] = TESTS.format(room=room)
+    for name, text in files.items():
+        write(tmp_path, name, text)
+    (tmp_path / "compute-sanitizer").chmod(0o755)
     return tmp_path
 
 
-def write(course, room, name, text):
-    path = course / "lessons" / room / name
-    path.parent.mkdir(exist_ok=True)
+def write(course, name, text):
+    path = course / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
 
-def gpu(
-    course, capsys, out="out", budget_minutes=5.0, interpreted=False, sanitizer=True, **options
-):
-    """One `make gpu` on a pretended GPU: (exit code, what it printed, {file: its content})."""
-    given = SimpleNamespace(
-        **{
-            "lesson": None,
-            "again": False,
-            "rehearse": False,
-            "out": course / out,
-            "budget_minutes": budget_minutes,
-        }
-        | options
-    )
-    tool = str(course / "compute-sanitizer") if sanitizer else None
-    machine = proof_machine.Machine(
-        {"device": "NVIDIA Pretend 9000", "torch": "2"}, interpreted, tool, jobs=2
-    )
-    code = proof.gpu(given, machine, course)
-    texts = {path.name: path.read_text() for path in (course / out).iterdir()}
-    files = {
-        name: json.loads(text) if name.endswith(".json") else text for name, text in texts.items()
-    }
-    return code, capsys.readouterr().out, files
+def gpu(course, capsys, out="out", minutes=5.0, interpreted=False, tool=True, lesson=None):
+    """One `make gpu` on a pretended GPU: (exit code, what it printed, its steps)."""
+    device = {"device": "NVIDIA Pretend 9000", "torch": "2"}
+    path = str(course / "compute-sanitizer") if tool else None
+    here = proof_machine.Machine(device, interpreted, path, jobs=2)
+    given = Namespace(lesson=lesson, out=course / out, budget_minutes=minutes)
+    code = proof.prove(given, here, course)
+    file = course / out / "proof.json"
+    steps = json.loads(file.read_text())["steps"] if file.exists() else {}
+    return code, capsys.readouterr().out, steps
 
 
 # ---------------------------------------------------------------- what a test records
 
 
-def pytest_in(course, *arguments):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--proof-record",
-        "record.jsonl",
-        *arguments,
-    ]
-    return subprocess.run(
-        command,
-        cwd=course,
-        capture_output=True,
-        text=True,
-        env=os.environ | proof_machine.ENVIRONMENT,
-    )
-
-
 def test_only_a_test_that_passed_to_its_end_records_a_proof(course):
     write(
         course,
-        "l01_copy",
-        "test_equivalence.py",
+        "lessons/l01_copy/test_equivalence.py",
         """
 import pytest
 from lessons.l01_copy.optimized import copy_kernel
@@ -180,25 +155,26 @@ def test_fails_in_teardown(proof, bad_end): proof.record(copy_kernel)
 def test_knows_no_proof(): assert False
 """,
     )
-    done = pytest_in(course, "lessons/l01_copy")
-    assert "records no kernel" in done.stdout and "3 failed" in done.stdout, done.stdout
-    lines = {
-        line["test"].split("::")[1]: line for line in proof_record.read(course / "record.jsonl")
-    }
-    assert {name: line["outcome"] for name, line in lines.items()} == {
+    command = [sys.executable, "-m", "pytest", "-q", "--junitxml", "tests.xml", "lessons/l01_copy"]
+    environment = os.environ | proof_machine.ENVIRONMENT
+    done = subprocess.run(command, cwd=course, capture_output=True, text=True, env=environment)
+    assert "records no kernel" in done.stdout, done.stdout
+    cases = {case.test.split("::")[1]: case for case in proof_record.read(course / "tests.xml")}
+    assert {name: case.status for name, case in cases.items()} == {
         "test_passes": "passed",
         "test_fails_after_recording": "failed",
         "test_records_nothing": "failed",
+        "test_is_skipped": "skipped",
         "test_fails_in_teardown": "failed",
+        "test_knows_no_proof": "failed",
     }
-    assert (
-        list(lines["test_passes"]["kernels"]) == ["01/copy_kernel"]
-        and lines["test_passes"]["where"] == "cuda"
-    )
-    assert (
-        not lines["test_fails_after_recording"]["kernels"]
-        and not lines["test_fails_in_teardown"]["kernels"]
-    )
+    (kernel,) = cases["test_passes"].kernels.values()
+    assert (len(kernel["hash"]), kernel["errors"], kernel["where"]) == (16, None, "cuda")
+    assert not any(case.kernels for case in cases.values() if case.status != "passed")
+
+
+def test_a_run_cut_off_before_it_wrote_its_cases_has_none(tmp_path):
+    assert proof_record.read(tmp_path / "none.xml") == []
 
 
 def errors(rms):
@@ -231,11 +207,27 @@ def test_the_errors_nearest_to_their_limit_are_kept(tmp_path):
     assert found.kernels["07/some_kernel"]["errors"]["rms"] == 2.12e-6
 
 
+def test_of_all_cases_the_worst_errors_and_two_quick_tests_are_kept():
+    cases = []
+    for i, rms in enumerate((3e-7, 2e-6, 1e-7)):
+        figures = {"rms": rms, "rms_eager": 1e-7, "floor": 2e-6}
+        entry = {"hash": "aa", "errors": figures, "where": "cuda"}
+        cases.append(proof_record.Case(f"t{i}", "passed", 3.0 - i, {"07/k": entry}))
+    cases.append(proof_record.Case("t3", "failed", 0.1, {}))
+    cases.append(proof_record.Case("t4", "skipped", 0.0, {}))
+    found = proof_record.gathered(cases, "cuda")
+    assert (found["tests"], found["failed"]) == (4, ["t3"])
+    kernel = found["kernels"]["07/k"]
+    assert (kernel["cases"], kernel["errors"]["rms"], kernel["quick"]) == (3, 2e-6, ["t2", "t1"])
+    assert proof_record.gathered(cases, "interpreter")["kernels"] == {}
+
+
 def test_a_cuda_file_is_known_by_its_text_and_anything_else_is_refused(tmp_path):
     source = tmp_path / "l09_flash" / "optimized.cu"
     source.parent.mkdir()
     source.write_text("__global__ void f() {}")
     before = proof_record.hash_of(source)
+    assert before == compile_check.cuda_job(source.read_text(), 90, "f").kernel_hash
     assert proof_record.kernel_name(source) == "09/optimized.cu"
     source.write_text("__global__ void f() { }")
     assert proof_record.hash_of(source) != before
@@ -253,134 +245,93 @@ def test_what_a_sanitizer_is_told_to_watch(tmp_path):
         'extern "C" __global__ void __launch_bounds__(1024) softmax_x8(\n    float* x) {}\n'
         'extern "C" __global__ void plain(float* x) {}\n'
     )
-    assert proof_record.names_on_gpu("08/optimized.cu", tmp_path) == ["softmax_x8", "plain"]
-    assert proof_record.names_on_gpu("08/softmax_kernel", tmp_path) == ["softmax_kernel"]
-
-
-def test_a_torn_line_is_left_out_and_the_last_word_counts(tmp_path):
-    path = tmp_path / "record.jsonl"
-    proof_record.append(path, "a", "passed", 1, {})
-    proof_record.append(path, "a", "failed", 1, {})
-    with open(path, "a") as file:
-        file.write('{"test": "b", "whe')
-    assert [(line["test"], line["outcome"]) for line in proof_record.read(path)] == [
-        ("a", "failed")
-    ]
-    assert proof_record.read(tmp_path / "none") == []
+    assert sanitizer.names_on_gpu("08/optimized.cu", tmp_path) == ["softmax_x8", "plain"]
+    assert sanitizer.names_on_gpu("08/softmax_kernel", tmp_path) == ["softmax_kernel"]
 
 
 # ---------------------------------------------------------------- the run on a (pretended) GPU
 
 
 def test_a_whole_run_and_its_resumption(course, capsys):
-    code, said, files = gpu(course, capsys)
-    assert code == 0, said
-    # at most 8, all flat
-    assert sorted(files) == [
-        "benchmarks.json",
-        "ladder.json",
-        "log.txt",
-        "proof.json",
-        "sanitizer.json",
-    ]
-    assert files["proof.json"]["device"] == "NVIDIA Pretend 9000"
-    for number, lesson in files["proof.json"]["lessons"].items():
-        kernel = lesson["kernels"][f"{number}/copy_kernel"]
-        assert (lesson["status"], lesson["tests"], len(kernel["cases"]), len(kernel["hash"])) == (
-            "passed",
-            2,
-            2,
-            16,
-        )
-        assert lesson["fingerprint"]["device"] == "NVIDIA Pretend 9000"
-    assert files["benchmarks.json"]["01"]["records"] == {
-        "copy": {"schema": 1, "series": {}, "lesson": "01"}
+    code, _, steps = gpu(course, capsys)
+    assert code == 0 and set(steps) == {
+        "01 benchmark",
+        "01 equivalence",
+        "02 equivalence",
+        "ladder",
+        "memcheck",
+        "racecheck",
     }
-    assert "02" not in files["benchmarks.json"]
-    assert "--requests" not in files["ladder.json"]["arguments"]
+    for number in ("01", "02"):
+        lesson = steps[f"{number} equivalence"]
+        kernel = lesson["kernels"][f"{number}/copy_kernel"]
+        assert (lesson["status"], lesson["tests"], kernel["cases"]) == ("passed", 3, 2)
+        assert lesson["fingerprint"]["device"] == "NVIDIA Pretend 9000"
+    assert (course / "out" / "l01_copy.json").exists() and (course / "out" / "ladder.json").exists()
     for tool in ("memcheck", "racecheck"):
-        assert set(files["sanitizer.json"][tool]["kernels"]) == {"01/copy_kernel", "02/copy_kernel"}
-        assert files["sanitizer.json"][tool]["status"] == "passed"
-    assert "3 passed" in files["log.txt"] and "--kernel-name kns=copy_kernel" in files["log.txt"]
+        assert set(steps[tool]["watched"]) == {"01/copy_kernel", "02/copy_kernel"}
+        assert steps[tool]["status"] == "passed"
+    log = (course / "out" / "log.txt").read_text()
+    assert "3 passed, 1 deselected" in log and "--kernel-name kns=copy_kernel" in log
+    assert "test_large[0.5]" in log.split("---- memcheck")[1]
 
     code, said, again = gpu(course, capsys)
-    assert (
-        code == 0
-        and said.count("finished   earlier") == 6
-        and again["proof.json"] == files["proof.json"]
-    )
-    write(course, "l02_more", "optimized.py", OPTIMIZED.replace("out[0]", "out[-1]"))
+    assert code == 0 and said.count("finished   earlier") == 6 and again == steps
+    write(course, "lessons/l02_more/optimized.py", OPTIMIZED.replace("out[0]", "out[-1]"))
     code, said, changed = gpu(course, capsys)
-    assert (
-        code == 0
-        and "01 equivalence       finished" in said
-        and "02 equivalence       passed" in said
-    )
-    hashes = [
-        run["proof.json"]["lessons"]["02"]["kernels"]["02/copy_kernel"]["hash"]
-        for run in (files, changed)
-    ]
-    assert hashes[0] != hashes[1]
-    code, said, _ = gpu(course, capsys, again=True, lesson="2", sanitizer=False)
+    assert code == 0 and "02 equivalence       passed" in said
+    assert "01 equivalence       finished" in said
+    assert "02/copy_kernel" in changed["02 equivalence"]["kernels"]
+    assert changed["02 equivalence"]["kernels"] != steps["02 equivalence"]["kernels"]
+    shutil.rmtree(course / "out")
+    code, said, _ = gpu(course, capsys, lesson="2", tool=False)
     assert "02 equivalence       passed" in said and "01 " not in said.split("\n", 1)[1]
     assert "memcheck             not run    compute-sanitizer is not installed" in said
 
 
 def test_a_failure_is_recorded_and_stops_nothing(course, capsys):
-    write(
-        course,
-        "l01_copy",
-        "test_equivalence.py",
-        TESTS.format(room="l01_copy") + "def test_wrong(proof): assert 0\n",
-    )
+    wrong = TESTS.format(room="l01_copy") + "def test_wrong(): assert 0\n"
+    write(course, "lessons/l01_copy/test_equivalence.py", wrong)
     (course / "bench_exit").touch()
-    code, said, files = gpu(course, capsys)
-    lessons = files["proof.json"]["lessons"]
-    assert code == 1 and lessons["01"]["status"] == "failed" and lessons["02"]["status"] == "passed"
-    assert lessons["01"]["failed"] == ["lessons/l01_copy/test_equivalence.py::test_wrong"]
-    assert (
-        files["benchmarks.json"]["01"]["status"] == "failed"
-        and files["benchmarks.json"]["01"]["records"]
+    code, said, steps = gpu(course, capsys)
+    assert code == 1 and steps["02 equivalence"]["status"] == "passed"
+    first = steps["01 equivalence"]
+    assert first["status"] == "failed"
+    assert first["failed"] == ["lessons/l01_copy/test_equivalence.py::test_wrong"]
+    assert steps["01 benchmark"]["status"] == "failed"
+    assert set(steps["memcheck"]["watched"]) == {"02/copy_kernel"}
+    assert "2 steps failed" in said and "assert 0" in (course / "out" / "log.txt").read_text()
+    proved = {"steps": steps, "interpreted": False, "device": "P"}
+    digest = first["kernels"]["01/copy_kernel"]["hash"]
+    assert table.proof_cell("01/copy_kernel", digest, [proved]) == "not yet", (
+        "a lesson that fails proves none of its kernels"
     )
-    assert set(files["sanitizer.json"]["memcheck"]["kernels"]) == {"02/copy_kernel"}
-    assert "2 steps failed" in said and "assert 0" in files["log.txt"]
-    assert (
-        proof_table.proved_on(
-            "01/copy_kernel",
-            lessons["01"]["kernels"]["01/copy_kernel"]["hash"],
-            files["proof.json"],
-        )
-        == "not yet"
-    ), "a lesson that fails proves none of its kernels"
 
 
 def test_a_lesson_that_hangs_is_ended_with_its_children(course, capsys, monkeypatch):
-    monkeypatch.setitem(proof_run.LIMIT_S, "equivalence", 4)
-    write(
-        course,
-        "l01_copy",
-        "test_equivalence.py",
-        TESTS.format(room="l01_copy")
-        + """
+    _, _, steps = gpu(course, capsys, tool=False, lesson="02")
+    monkeypatch.setitem(
+        proof_run.LIMIT_S, "equivalence", 5 + 2 * steps["02 equivalence"]["seconds"]
+    )
+    monkeypatch.setattr(proof_run, "HANGS_S", 2)
+    hanging = """
 def test_hangs():
     import subprocess, pathlib
     child = subprocess.Popen(["sleep", "600"])
     pathlib.Path("child").write_text(str(child.pid))
     child.wait()
-""",
-    )
-    code, _, files = gpu(course, capsys, sanitizer=False)
-    lesson = files["proof.json"]["lessons"]["01"]
-    assert code == 1 and lesson["status"] == "timeout" and lesson["tests"] == 2, (
-        "what was proved before is kept"
-    )
-    assert files["proof.json"]["lessons"]["02"]["status"] == "passed"
+"""
+    room = "lessons/l01_copy/test_equivalence.py"
+    write(course, room, TESTS.format(room="l01_copy") + hanging)
+    code, _, steps = gpu(course, capsys, tool=False)
+    assert code == 1 and steps["01 equivalence"]["status"] == "timeout"
+    assert steps["01 benchmark"]["status"] == "passed", "a lesson that hangs stops nothing"
+    log = (course / "out" / "log.txt").read_text()
+    assert "in test_hangs" in log, "the log says which test hung"
     child = int((course / "child").read_text())
     for _ in range(50):  # the kernel reaps it when it likes
-        if (
-            not Path(f"/proc/{child}").exists()
-            or "Z" in Path(f"/proc/{child}/stat").read_text().split(")")[1][:3]
-        ):
+        stat = Path(f"/proc/{child}/stat")
+        if not stat.exists() or "Z" in stat.read_text().split(")")[1][:3]:
             return
         time.sleep(0.1)
     os.kill(child, 9)
@@ -390,20 +341,17 @@ def test_hangs():
 INTERRUPTED = """
 import sys
 from lessons.toolbox.proof import __main__ as proof
-from lessons.toolbox.proof import machine as proof_machine
-proof.why_not_here = lambda rehearse: ""
-proof_machine.this_machine = lambda interpreted: proof_machine.Machine({"device": "Pretend"}, False, None, 2)
+from lessons.toolbox.proof import machine
+proof.why_not_here = lambda interpreted: ""
+here = machine.Machine({"device": "Pretend"}, False, None, 2)
+machine.this_machine = lambda interpreted: here
 sys.exit(proof.main(["gpu", "--out", "out"]))
 """
 
 
 def test_an_interrupted_run_ends_at_once_and_keeps_what_is_finished(course):
-    write(
-        course,
-        "l02_more",
-        "test_equivalence.py",
-        "def test_hangs():\n    import time; time.sleep(600)\n",
-    )
+    hangs = "def test_hangs():\n    import time; time.sleep(600)\n"
+    write(course, "lessons/l02_more/test_equivalence.py", hangs)
     command = [sys.executable, "-c", INTERRUPTED]
     run = subprocess.Popen(
         command, cwd=course, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -413,84 +361,61 @@ def test_an_interrupted_run_ends_at_once_and_keeps_what_is_finished(course):
     run.send_signal(signal.SIGTERM)  # Ctrl-C raises the same exception
     _, err = run.communicate(timeout=20)
     assert run.returncode == 130 and err.count("\n") == 1 and "interrupted" in err, err
-    assert (
-        json.loads((course / "out" / "proof.json").read_text())["lessons"]["01"]["status"]
-        == "passed"
-    )
+    steps = json.loads((course / "out" / "proof.json").read_text())["steps"]
+    assert steps["01 equivalence"]["status"] == "passed"
 
 
 def test_without_time_nothing_is_lost_and_the_next_run_goes_on(course, capsys):
-    code, said, files = gpu(course, capsys, budget_minutes=0.0)
-    assert code == 1 and said.count("no time left") >= 4 and "proof.json" not in files
+    code, said, steps = gpu(course, capsys, minutes=0.0)
+    assert code == 1 and said.count("no time left") >= 4 and not steps
     assert gpu(course, capsys)[0] == 0
-
-
-def test_what_another_run_recorded_for_this_device_is_taken_over(course, capsys):
-    gpu(course, capsys, out="results/pretend-9000", sanitizer=False)
-    code, said, files = gpu(course, capsys, out="elsewhere", sanitizer=False)
-    assert (
-        code == 0
-        and said.count("finished   earlier") == 4
-        and set(files["proof.json"]["lessons"]) == {"01", "02"}
-    )
 
 
 def test_kernels_that_were_interpreted_prove_nothing_on_a_gpu(course, capsys, monkeypatch):
     monkeypatch.setenv("PRETEND", "interpreter")
-    code, _, files = gpu(course, capsys)
-    assert code == 1 and files["proof.json"]["lessons"]["01"]["status"] == "no kernel recorded"
-    code, _, files = gpu(course, capsys, out="results/rehearsal", interpreted=True, sanitizer=False)
-    assert code == 0 and "--requests" in files["ladder.json"]["arguments"]
-    assert proof_table.recorded(course) == {}, "a rehearsal never counts"
+    (course / "lessons/l02_more/lab/specs.py").unlink()  # a lesson without kernels
+    code, _, steps = gpu(course, capsys)
+    assert code == 1 and steps["01 equivalence"]["status"] == "no kernel recorded"
+    assert steps["02 equivalence"]["status"] == "passed"
+    code, _, steps = gpu(course, capsys, out="cpu", interpreted=True)
+    assert code == 0 and set(steps) == {"01 equivalence", "02 equivalence"}
     monkeypatch.setenv("PRETEND", "cuda")
-    code, said, files = gpu(course, capsys, out="results/rehearsal", sanitizer=False)
-    assert code == 0 and "finished" not in said and not files["proof.json"]["interpreted"], (
-        "a rehearsal finishes nothing"
-    )
+    code, said, _ = gpu(course, capsys, out="cpu", tool=False)
+    assert code == 0 and "finished" not in said, "what was interpreted finishes nothing"
 
 
 @pytest.mark.parametrize(
     "said, status, code",
     [
-        (
-            "========= Invalid __global__ write of size 4 bytes\n=========     at "
-            "copy_kernel+0x1c0",
-            "failed",
-            1,
-        ),
-        (
-            "========= Error: Device not supported. Please refer to the documentation",
-            "not supported",
-            0,
-        ),
+        ("========= Invalid __global__ write\n=========     at copy_kernel+0x1c0", "failed", 1),
+        ("========= Error: Device not supported. Please refer to", "not supported", 0),
         ("Segmentation fault", "failed", 1),
     ],
 )
 def test_what_a_sanitizer_says_is_recorded(course, capsys, said, status, code):
     (course / "said").write_text(said)
-    got, _, files = gpu(course, capsys, lesson="02")
-    assert got == code and files["sanitizer.json"]["memcheck"]["status"] == status
-    assert files["sanitizer.json"]["memcheck"]["report"] == said.split("\n")
+    got, _, steps = gpu(course, capsys, lesson="02")
+    assert got == code and steps["memcheck"]["status"] == status
+    assert steps["memcheck"]["report"] == said.split("\n")
 
 
-def test_a_step_that_crashes_wastes_no_other(course, capsys):
-    (course / "lessons" / "toolbox" / "bench.py").write_text(BENCH.replace("schema=1", "schema=0"))
-    code, said, files = gpu(course, capsys, sanitizer=False)
+def test_a_step_whose_record_cannot_be_read_wastes_no_other(course, capsys, monkeypatch):
+    monkeypatch.setattr(proof_record, "gathered", lambda cases, where: cases["none"])
+    code, said, _ = gpu(course, capsys, tool=False)
     assert (
-        code == 1
-        and "benchmark            crashed" in said
-        and "is no benchmark record" in files["log.txt"]
+        code == 1 and "equivalence       crashed" in said and "ladder               passed" in said
     )
-    assert "ladder               passed" in said and "memcheck             not run" in said
+    assert "TypeError" in (course / "out" / "log.txt").read_text()
 
 
 def test_a_clean_report_that_saw_no_launch_is_no_pass():
-    clean = proof_machine.Outcome("passed", 0, 1.0, "========= ERROR SUMMARY: 0 errors")
-    assert proof_run.judged(clean, "memcheck", {"01/k": "h"}, {"01/k": {}})[0] == "passed"
-    assert proof_run.judged(clean, "memcheck", {"01/k": "h"}, {})[0] == "failed"
-    assert proof_run.judged(clean, "racecheck", {"01/k": "h"}, {"01/k": {}})[0] == "failed", (
-        "the summary of another tool"
-    )
+    clean = "========= ERROR SUMMARY: 0 errors"
+    assert sanitizer.judged("passed", clean, "memcheck", set())[0] == "passed"
+    assert sanitizer.judged("passed", clean, "memcheck", {"01/k"})[0] == "failed"
+    assert sanitizer.judged("failed", clean, "memcheck", set())[0] == "failed"
+    assert sanitizer.judged("timeout", clean, "memcheck", set())[0] == "timeout"
+    another_tools = sanitizer.judged("passed", clean, "racecheck", set())
+    assert another_tools[0] == "failed"
 
 
 @pytest.mark.parametrize(
@@ -506,100 +431,152 @@ def test_the_folder_of_a_device(device, folder):
     assert proof_machine.device_folder(device) == folder
 
 
+# ---------------------------------------------------------------- the kernels of the course
+
+
+def jit_functions(file):
+    """Kernels in a lesson's file: under some `jit`, and without a result (with one it is a helper
+    of a kernel).
+    """
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            decorators = [ast.unparse(part).split("(")[0] for part in node.decorator_list]
+            results = [part for part in ast.walk(node) if isinstance(part, ast.Return)]
+            is_jit = any(name.endswith(".jit") for name in decorators)
+            if is_jit and not any(part.value is not None for part in results):
+                yield node.name
+
+
+def test_every_kernel_is_listed_for_the_compiler_and_proved_by_a_test():
+    listed, missing = table.kernels(), []
+    for room in proof_machine.rooms().values():
+        tests = "".join(file.read_text() for file in sorted(room.glob("test_*.py")))
+        files = [file for file in room.glob("*.py") if not file.name.startswith("test_")]
+        names = [name for file in files for name in jit_functions(file)]
+        kernels = {name: rf"proof\.record\(\s*{name}\b" for name in names}
+        kernels |= {file.name: re.escape(file.name) for file in room.glob("*.cu")}
+        for name, pattern in kernels.items():
+            key = f"{room.name[1:3]}/{name}"
+            if key not in listed:
+                missing.append(f"{key} stands in no KERNELS of {room.name}/lab/specs.py")
+            if not re.search(pattern, tests):
+                missing.append(f"{key}: no test records it")
+    assert len(listed) > 20 and not missing, "\n".join(missing)
+
+
+def test_every_kernel_has_a_recorded_report():
+    recorded = compile_check.recorded()
+    asked = {job.key for kernel in table.kernels().values() for job in kernel.jobs}
+    assert asked == set(recorded), "run `python -m lessons.toolbox.proof readme`"
+
+
+def pytest_generate_tests(metafunc):
+    if "compiled_lesson" in metafunc.fixturenames:
+        every = metafunc.config.getoption("all")
+        lessons = [*proof_machine.rooms()] if every else ["two at random"]
+        metafunc.parametrize("compiled_lesson", lessons)
+
+
+@pytest.mark.compiler
+def test_the_compiler_still_says_what_is_recorded(compiled_lesson, seed):
+    """Every kernel with --all (`make test-all`), else two, each for one of its chips."""
+    listed = table.kernels().items()
+    if compiled_lesson == "two at random":
+        jobs = random.sample([job for _, kernel in listed for job in kernel.jobs], 2)
+    else:
+        jobs = [job for key, kernel in listed for job in kernel.jobs if key[:2] == compiled_lesson]
+    for report in compile_check.check_jobs(jobs, afresh=True):
+        recorded = compile_check.recorded().get(report.key)
+        if recorded is None:
+            continue  # another test says so
+        if recorded.compiler != report.compiler:
+            pytest.skip(f"NOT RUN: recorded by {recorded.compiler}, here is {report.compiler}")
+        assert report.to_json() == recorded.to_json()
+
+
 # ---------------------------------------------------------------- the table
 
 
-def test_the_table_follows_the_source(course, capsys, monkeypatch):
-    # so that `lessons.l01_copy` of the tiny course is found
-    monkeypatch.syspath_prepend(str(course))
-    gpu(course, capsys, out="results/pretend-9000", sanitizer=False)
-    monkeypatch.setattr(proof_table.Kernel, "hash", property(hash_by_file))
-    assert [kernel.key for kernel in proof_table.kernels(course)] == [
-        "01/copy_kernel",
-        "02/copy_kernel",
-    ], "a helper is no kernel"
-    shown = proof_table.markdown(course)
-    assert shown.count("| proved on NVIDIA Pretend 9000 |") == 2 and shown.count("no spec") == 10
-    write(course, "l02_more", "optimized.py", "# a comment changes nothing\n" + OPTIMIZED)
-    assert proof_table.markdown(course) == shown
-    write(course, "l02_more", "optimized.py", OPTIMIZED.replace("out[0]", "out[-1]"))
-    assert "| stale on NVIDIA Pretend 9000 |" in proof_table.markdown(course)
-    shutil.rmtree(course / "results")
-    assert proof_table.markdown(course).count("| not yet |") == 2
-
-
-def hash_by_file(kernel):
-    namespace = {"__name__": f"lessons.{kernel.file.parent.name}.optimized"}
-    import linecache
-
-    linecache.checkcache()
-    exec(compile(kernel.file.read_text(), str(kernel.file), "exec"), namespace)
-    return proof_record.hash_of(namespace[kernel.name])
+def report(**facts):
+    return Report("k", 90, registers=24, shared_bytes=2048, **facts)
 
 
 def test_compiled_cells():
-    facts = {"registers": 24, "spill_bytes": 0, "shared_bytes": 2048, "error": None, "fits": True}
-    assert proof_table.compiled_cell({"chips": {"90": facts}}, 90) == "24 / 0 / 2.0"
-    assert (
-        proof_table.compiled_cell({"chips": {"90": facts | {"spill_bytes": 8, "fits": False}}}, 90)
-        == "24 / 8 / 2.0 !"
-    )
-    assert (
-        proof_table.compiled_cell({"chips": {"90": facts | {"error": "not run: no compiler"}}}, 90)
-        == "not run"
-    )
-    assert proof_table.compiled_cell({"chips": {"90": facts | {"error": "boom"}}}, 90) == "error"
-    assert proof_table.compiled_cell(None, 90) == "no spec"
-    assert proof_table.compiled_cell({"chips": {"90": facts}}, 75) == "–"
+    assert table.compiled_cell([report()]) == "24 / 0 / 2.0"
+    assert table.compiled_cell([report(), report(spill_bytes=8)]) == "24 / 8 / 2.0 !"
+    assert table.compiled_cell([report(), report(error="boom")]) == "error"
+    assert table.compiled_cell([report(), None]) == "stale"
+    assert table.compiled_cell([]) == "–"
+
+
+def test_reports_are_recorded_in_a_file_a_lesson(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_check, "CACHE", tmp_path / "cache")
+    jobs = [compile_check.cuda_job(f"source {chip}", chip, "k") for chip in CHIPS]
+    kernels = {"01/k": table.Kernel("a", jobs[:2]), "02/k": table.Kernel("b", jobs[2:])}
+    monkeypatch.setattr(table, "kernels", lambda root: kernels)
+    said = {"error": "not run: no compiler"}
+    monkeypatch.setattr(compile_check, "compile_some", lambda jobs: [said] * len(jobs))
+    with pytest.raises(ValueError, match="k cannot be compiled here: not run: no compiler"):
+        table.record_compiled(tmp_path)
+    said = {"registers": 8}
+    table.record_compiled(tmp_path)
+    folder = tmp_path / "results" / "compiled"
+    assert sorted(file.name for file in folder.iterdir()) == ["01.jsonl", "02.jsonl"]
+    recorded = compile_check.recorded(folder)
+    assert [recorded[job.key].registers for job in jobs] == [8] * len(CHIPS)
+
+
+def proof_of(device, digest, status="passed"):
+    step = {"status": status, "kernels": {"01/k": {"hash": digest}}}
+    found = {"01 equivalence": step, "ladder": {"status": "passed"}}
+    return {"device": device, "interpreted": device == "cpu", "steps": found}
 
 
 @pytest.mark.parametrize(
-    "lines, cell",
+    "proofs, cell",
     [
-        ([("passed", "aa"), ("passed", "aa"), ("passed", "old")], "2 cases"),
-        ([("passed", "old")], "stale"),
-        ([], "not run"),
-        ([("passed", "aa"), ("failed", None)], "failed"),
+        ([], "not yet"),
+        ([("cpu", "new")], "interpreter only"),
+        ([("cpu", "old")], "stale in the interpreter"),
+        ([("H200", "new", "failed")], "not yet"),
+        ([("A100", "old"), ("H200", "new"), ("cpu", "new")], "stale on A100, proved on H200"),
     ],
 )
-def test_interpreter_cells(lines, cell):
-    lines = [
-        {
-            "test": f"lessons/l03_x/test_equivalence.py::test_{i}",
-            "where": "interpreter",
-            "outcome": outcome,
-            "kernels": {"03/k": {"hash": digest}} if digest else {},
-        }
-        for i, (outcome, digest) in enumerate(lines)
-    ]
-    elsewhere = {
-        "test": "t",
-        "where": "cuda",
-        "outcome": "passed",
-        "kernels": {"03/k": {"hash": "aa"}},
-    }
-    assert proof_table.interpreter_cell("03/k", "aa", [*lines, elsewhere]) == cell
+def test_how_a_kernel_is_proved(proofs, cell):
+    assert table.proof_cell("01/k", "new", [proof_of(*given) for given in proofs]) == cell
 
 
-def test_readme_is_rewritten_between_its_markers_only():
-    readme = f"above\n{proof_table.BEGIN}\nold\n{proof_table.END}\nbelow\n"
-    once = proof_table.with_table(readme, "| new |")
-    assert (
-        once
-        == f"above\n{proof_table.BEGIN}\n| new |\n{proof_table.END}\nbelow\n"
-        == proof_table.with_table(once, "| new |")
-    )
-    with pytest.raises(ValueError, match="no place for the table"):
-        proof_table.with_table("nothing", "| new |")
+def test_the_table_and_its_sentence_follow_the_records(monkeypatch):
+    jobs = [compile_check.cuda_job("source", chip, "k") for chip in (90, 100)]
+    known = {job.key: job.report(registers=8) for job in jobs}
+    monkeypatch.setattr(compile_check, "recorded", lambda: known)
+    kernels = {"01/k": table.Kernel("lessons/l01_copy/optimized.cu", jobs)}
+    proofs = [proof_of("NVIDIA Pretend", kernels["01/k"].hash)]
+    rows = table.rows(kernels, proofs)
+    assert rows[0][:2] == ["01", "[`k`](../lessons/l01_copy/optimized.cu)"]
+    assert rows[0][2:] == ["–"] * 3 + ["8 / 0 / 0.0"] * 2 + ["proved on NVIDIA Pretend"]
+    assert f"| {' | '.join(rows[0])} |" in table.markdown(rows)
+    said = table.sentence(rows)
+    assert "Of the 1 kernels, 0 are" in said and "1 on a GPU" in said and "1 for sm_90" in said
+    known.pop(jobs[0].key)
+    changed = table.rows(kernels, [])
+    assert changed[0][5] == "stale" and "0 for sm_90" in table.sentence(changed)
+    assert "none on a GPU" in table.sentence(changed)
 
 
-def test_the_readme_shows_the_table_of_today():
-    readme = (REPOSITORY / "README.md").read_text() if (REPOSITORY / "README.md").exists() else ""
-    if proof_table.BEGIN not in readme:
-        pytest.skip("NOT RUN: README.md has no table of proofs yet")
-    assert proof_table.with_table(readme, proof_table.markdown()) == readme, (
-        "run `python -m lessons.toolbox.proof readme`"
-    )
+def test_a_readme_is_rewritten_between_its_markers_only():
+    readme = f"above\n{table.BEGIN}\nold\n{table.END}\nbelow\n"
+    once = table.with_text(readme, "| new |")
+    assert once == f"above\n{table.BEGIN}\n| new |\n{table.END}\nbelow\n"
+    assert table.with_text(once, "| new |") == once
+    for wrong in ("nothing", f"{table.END}\n{table.BEGIN}\n", readme + readme):
+        with pytest.raises(ValueError, match="no place for the proofs"):
+            table.with_text(wrong, "| new |")
+
+
+def test_the_readmes_say_what_is_proved_today():
+    for file, text in table.readmes().items():
+        assert file.read_text() == text, "run `python -m lessons.toolbox.proof readme`"
 
 
 # ---------------------------------------------------------------- the commands
@@ -607,9 +584,11 @@ def test_the_readme_shows_the_table_of_today():
 
 def test_without_a_gpu_one_line(capsys, monkeypatch):
     monkeypatch.setattr(proof, "has_gpu", lambda: False)
+    monkeypatch.setattr(proof, "interpreting", lambda: False)
     assert proof.main(["gpu"]) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "no CUDA device" in err and "--rehearse" in err
+    assert err.count("\n") == 1 and "no CUDA device" in err and "make proof" in err
+    assert proof.main(["cpu"]) == 2 and "set TRITON_INTERPRET=1" in capsys.readouterr().err
     monkeypatch.setattr(proof.importlib.util, "find_spec", lambda name: None)
     assert proof.main(["gpu"]) == 2 and "pip install pytest" in capsys.readouterr().err
 
@@ -620,37 +599,15 @@ def test_a_gpu_whose_kernels_are_interpreted_is_refused(capsys, monkeypatch):
     assert proof.main(["gpu"]) == 2 and "unset it" in capsys.readouterr().err
 
 
-def test_an_unknown_lesson_lists_the_known(course, capsys):
+def test_an_unknown_lesson_lists_the_known(course):
     with pytest.raises(ValueError, match="LESSON='99'; accepted: 01 copy, 02 more"):
-        proof_machine.find_rooms("99", course)
-    assert list(proof_machine.find_rooms("more", course)) == ["02"]
-    assert list(proof_machine.find_rooms(None, course)) == ["01", "02"]
+        proof_machine.rooms(course, "99")
+    assert list(proof_machine.rooms(course, "more")) == ["02"]
+    assert list(proof_machine.rooms(course, "2")) == ["02"]
+    assert list(proof_machine.rooms(course)) == ["01", "02"]
 
 
-def test_figures_are_drawn_from_a_recorded_run_anywhere(tmp_path, capsys):
-    benchmark = Benchmark(
-        name="double",
-        title="twice",
-        x_name="elements",
-        x_values=[8, 16],
-        inputs=lambda x, device: (x,),
-        providers={
-            "a": ("naive", lambda x: lambda: 2 * x),
-            "b": ("optimized", lambda x: lambda: x + x),
-        },
-    )
-    record = run_benchmark(benchmark, "cpu", out=None)
-    (tmp_path / "benchmarks.json").write_text(json.dumps({"03": {"records": {"double": record}}}))
-    assert proof.main(["draw", str(tmp_path)]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "benchmarks.json",
-        "l03_double.png",
-        "l03_double.svg",
-    ]
-    for series in record["series"].values():
-        series["points"] = [
-            {"x": p["x"], "status": "not run", "reason": "no GPU"} for p in series["points"]
-        ]
-    (tmp_path / "benchmarks.json").write_text(json.dumps({"03": {"records": {"double": record}}}))
-    assert proof.main(["draw", str(tmp_path)]) == 1 and "nothing to draw" in capsys.readouterr().err
-    assert proof.main(["draw", str(tmp_path / "none")]) == 2
+def test_the_table_can_be_shown(capsys, monkeypatch):
+    monkeypatch.setattr(table, "kernels", lambda root: {})
+    assert proof.main(["table"]) == 0
+    assert "sm_100" in capsys.readouterr().out and "sm_100" in f"sm_{max(CHIPS)}"

@@ -1,4 +1,4 @@
-"""The linter's rules (pyproject.toml) hold everywhere."""
+"""The linters' rules (pyproject.toml) hold everywhere: style, format, which way imports point."""
 
 import importlib.util
 import subprocess
@@ -7,13 +7,30 @@ from pathlib import Path
 
 import pytest
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 
-@pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="ruff is not installed")
-def test_ruff_has_no_complaint():
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--output-format", "concise", "."],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
+
+def needs(module):
+    """Skip where a linter is not installed: a borrowed GPU machine has none."""
+    missing = importlib.util.find_spec(module) is None
+    return pytest.mark.skipif(missing, reason=f"NOT RUN: {module} is not installed")
+
+
+@needs("ruff")
+@pytest.mark.parametrize(
+    "arguments", [["check", "--output-format", "concise"], ["format", "--diff"]]
+)
+def test_ruff_has_no_complaint(arguments):
+    command = [sys.executable, "-m", "ruff", *arguments, "--quiet", "."]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs("importlinter")
+def test_imports_point_one_way(monkeypatch, capsys):
+    from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
+
+    monkeypatch.chdir(REPOSITORY)
+    status = lint_imports(config_filename="pyproject.toml", no_cache=True)
+    printed = capsys.readouterr().out
+    assert status == EXIT_STATUS_SUCCESS, printed.partition("Broken contracts")[2]

@@ -125,6 +125,7 @@ def test_bad_arguments_are_named_in_one_line(call, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.compiler
 def test_the_compiler_gives_16_byte_loads_without_spills():
     for report in check_all(specs.COPY):
         if (report.error or "").startswith("not run"):
@@ -134,6 +135,7 @@ def test_the_compiler_gives_16_byte_loads_without_spills():
         assert report.loads_128bit == TILE_BYTES // (16 * 32 * 4)
 
 
+@pytest.mark.compiler
 def test_a_mask_over_any_length_costs_the_wide_loads():
     plain, multiple_of_16 = check_all(specs.MASKED, [90])
     if (plain.error or "").startswith("not run"):

@@ -208,6 +208,7 @@ def test_softmax_kernel_stays_in_bounds(seed):
     torch.testing.assert_close(probs, plain_softmax(scores, 1.0))
 
 
+@pytest.mark.compiler
 def test_the_compiler_gives_wide_loads_without_spills():
     for report in check_all(KERNELS):
         if (report.error or "").startswith("not run"):

@@ -10,6 +10,7 @@ from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.kernels.compile_check import check_all
 
 
+@pytest.mark.compiler
 def test_the_compiler_gives_wide_loads_without_spills():
     for report in check_all(KERNELS):
         if (report.error or "").startswith("not run"):

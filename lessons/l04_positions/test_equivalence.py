@@ -644,6 +644,7 @@ def test_moved_bytes_by_hand():
     assert eager_bytes(lambda: a.add_(1)) == 40 + 40
 
 
+@pytest.mark.compiler
 def test_the_compiler_gives_wide_loads_without_spills():
     for report in check_all(KERNELS):
         if (report.error or "").startswith("not run"):

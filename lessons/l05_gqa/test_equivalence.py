@@ -443,6 +443,7 @@ def test_merged_shares_what_it_does_not_change(seed):
 # ---------------------------------------------------------------- the compiler
 
 
+@pytest.mark.compiler
 def test_the_compiler_multiplies_on_tensor_cores_without_spills():
     for report in check_all(KERNELS):
         if (report.error or "").startswith("not run"):

@@ -183,6 +183,7 @@ def test_a_wrong_decode_is_rejected(slip, seed):
         )
 
 
+@pytest.mark.compiler
 def test_the_compiler_gives_matrix_instructions_without_spills():
     for report in check_all(KERNELS):
         if (report.error or "").startswith("not run"):

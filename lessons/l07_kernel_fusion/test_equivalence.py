@@ -324,6 +324,7 @@ def test_a_row_does_not_depend_on_the_others(seed):
     assert optimized.rms_norm(x, weight, EPS).isnan().any(-1).nonzero().flatten().tolist() == [3]
 
 
+@pytest.mark.compiler
 def test_the_compiler_gives_wide_loads_without_spills():
     for report in check_all(KERNELS):
         if (report.error or "").startswith("not run"):

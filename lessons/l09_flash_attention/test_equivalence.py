@@ -749,6 +749,7 @@ def test_no_token_at_all():
 # ---------------------------------------------------------------- the compiler, the pictures
 
 
+@pytest.mark.compiler
 def test_every_configuration_compiles():
     """No spills, shared memory within the limit, WGMMA not serialised, the chip's matrix
     instruction.
@@ -796,6 +797,7 @@ def test_every_chip_takes_tiles_that_fit_it():
     )
 
 
+@pytest.mark.compiler
 def test_cuda_compiles():
     for report in check_cuda(cuda_flash.SOURCE.read_text(encoding="utf-8"), CHIPS, "optimized.cu"):
         if (report.error or "").startswith("not run"):

@@ -12,6 +12,7 @@ Source: static batches and what they waste: Yu et al. 2022, Orca, section 3.
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ MAX_BATCH = 32  # requests of a wave
 MAX_PREFILL_TOKENS = 4096  # of prompts in one pass, because its activations need memory
 
 Step = Callable[[Tensor], Tensor]  # inputs: [4, B] on the CPU -> logits: [B, V]
+NewStep = Callable[[Decoder, KVPool], Step]
 
 LOCKSTEP = Rung("32 requests in lockstep", LESSON_10, LESSON_11_TORCH, prepare=fused)
 
@@ -73,16 +75,35 @@ def eager_step(model: Decoder, pool: KVPool) -> Step:
     """A decode step that launches one operation after the other."""
 
     def step(inputs: Tensor) -> Tensor:
-        # known to Python, so a slice of it costs no wait; it changes from step to step
+        # Python knows this number, so it may cut a slice without a wait. It grows step by step.
         longest = int(inputs[3].max())
         return decode_logits(model, pool, decode_batch(inputs.to(model.device), longest))
 
     return step
 
 
+# ---------------------------------------------------------------- waves
+
+
+class Setup(NamedTuple):
+    """What waves run on. They belong together, because a captured step reads this pool only."""
+
+    model: Decoder  # as its rung prepares it
+    pool: KVPool
+    step: Step
+
+
+def set_up(new_step: NewStep, model: Decoder, num_blocks: int, block_size: int) -> Setup:
+    """An empty pool for `num_blocks` requests of up to `block_size` tokens, and a step over it."""
+    rung = lockstep_of(model)
+    model = rung.prepare(model)
+    pool = rung.new_cache(model, num_blocks, block_size)
+    return Setup(model, pool, new_step(model, pool))
+
+
 @torch.inference_mode()
 def batch_loop(
-    new_step: Callable[[Decoder, KVPool], Step],
+    new_step: NewStep,
     model: Decoder,
     prompts: list[list[int]],
     max_new_tokens: int | list[int],
@@ -90,21 +111,30 @@ def batch_loop(
     on_token: OnToken | None = None,
     max_batch: int = MAX_BATCH,
 ) -> list[list[int]]:
-    """`generate` in waves of at most `max_batch` requests. new_step(model, pool) -> step(inputs:
-    [4, B]) -> logits: [B, V].
-    """
+    """`generate` in waves of at most `max_batch` requests, each step by new_step(model, pool)."""
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
-    # a request for 0 tokens needs no slots
-    waiting = [request for request in requests if not request.finished]
-    if waiting:
-        rung = lockstep_of(model)
-        model = rung.prepare(model)
-        capacity = max(request.most_cached for request in waiting)
-        pool = rung.new_cache(model, min(max_batch, len(waiting)), capacity)
-        step = new_step(model, pool)
-        for start in range(0, len(waiting), max_batch):
-            run_wave(model, pool, step, waiting[start : start + max_batch], on_token)
+    if waiting := unfinished(requests):
+        setup = set_up(new_step, model, *room_for(waiting, max_batch))
+        run_waves(setup, waiting, on_token)
     return [request.output for request in requests]
+
+
+def unfinished(requests: list[Request]) -> list[Request]:
+    """Those that need a place. A request for 0 tokens is finished before it begins."""
+    return [request for request in requests if not request.finished]
+
+
+def room_for(waiting: list[Request], max_batch: int = MAX_BATCH) -> tuple[int, int]:
+    """num_blocks and block_size of a pool for waves of at most `max_batch` requests."""
+    longest = max(request.most_cached for request in waiting)
+    return min(max_batch, len(waiting)), longest
+
+
+def run_waves(setup: Setup, waiting: list[Request], on_token: OnToken | None = None) -> None:
+    """One wave after the other, each as many requests as the pool has blocks."""
+    size = setup.pool.num_blocks
+    for start in range(0, len(waiting), size):
+        run_wave(*setup, waiting[start : start + size], on_token)
 
 
 def run_wave(

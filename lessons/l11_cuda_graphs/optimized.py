@@ -10,16 +10,28 @@ Sources: NVIDIA, CUDA C++ programming guide, section "CUDA Graphs"; PyTorch, CUD
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken
+from lessons.l02_naive_attention.request import OnToken, read_requests
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.cache import KVPool
-from lessons.l11_cuda_graphs.naive import Step, batch_loop, decode_batch, decode_logits, eager_step
+from lessons.l11_cuda_graphs.naive import (
+    Setup,
+    Step,
+    decode_batch,
+    decode_logits,
+    eager_step,
+    room_for,
+    run_waves,
+    set_up,
+    unfinished,
+)
 
 # a column that nobody asked for: any token, any place, written nowhere, seeing nothing
 PADDING = (0, 0, -1, 0)
@@ -33,21 +45,29 @@ def batch_buckets(max_batch: int) -> list[int]:
     """
     if max_batch < 1:
         raise ValueError(f"max_batch: got {max_batch}; accepted: 1 or more")
-    return [1 << n for n in range((max_batch - 1).bit_length())] + [max_batch]
+    powers = (max_batch - 1).bit_length()
+    return [2**n for n in range(powers)] + [max_batch]
 
 
 def bucket_for(batch: int, buckets: Sequence[int]) -> int:
     """The smallest bucket that holds `batch` sequences. Raises ValueError if none does."""
-    fitting = [bucket for bucket in buckets if bucket >= batch]
-    if batch < 1 or not fitting:
-        raise ValueError(f"batch: got {batch}; accepted: 1 to {max(buckets)}, the largest bucket")
-    return min(fitting)
+    largest = max(buckets)
+    if not 1 <= batch <= largest:
+        raise ValueError(f"batch: got {batch}; accepted: 1 to {largest}, the largest bucket")
+    return min(bucket for bucket in buckets if bucket >= batch)
 
 
 def padded(inputs: Tensor, bucket: int) -> Tensor:
-    """inputs: [4, B] -> [4, bucket], PADDING behind the columns that are asked for."""
-    padding = torch.tensor(PADDING, device=inputs.device)[:, None]
-    return torch.cat([inputs, padding.expand(-1, bucket - inputs.shape[1])], dim=1)
+    """inputs: [4, B] -> [4, bucket], PADDING behind the columns that are asked for.
+
+    Raises ValueError if the bucket is smaller than the batch.
+    """
+    batch = inputs.shape[1]
+    if bucket < batch:
+        raise ValueError(f"bucket: got {bucket}; accepted: {batch}, the batch, or more")
+    column = torch.tensor(PADDING, device=inputs.device)[:, None]
+    behind = column.expand(-1, bucket - batch)
+    return torch.cat([inputs, behind], dim=1)
 
 
 class GraphRunner:
@@ -62,24 +82,27 @@ class GraphRunner:
 
     @torch.inference_mode()
     def __init__(self, model: Decoder, pool: KVPool, graphs, buckets: Sequence[int] | None = None):
-        self.buckets = sorted(set(buckets or batch_buckets(pool.num_blocks)))
-        if not 1 <= self.buckets[0] <= self.buckets[-1] <= pool.num_blocks:
-            raise ValueError(
-                f"buckets: got {self.buckets}; accepted: batch sizes from 1 to {pool.num_blocks}, "
-                f"the pool's blocks"
-            )
+        most = pool.num_blocks
+        self.buckets = sorted(set(buckets or batch_buckets(most)))
+        if self.buckets[0] < 1 or self.buckets[-1] > most:
+            accepted = f"batch sizes from 1 to {most}, the pool's blocks"
+            raise ValueError(f"buckets: got {self.buckets}; accepted: {accepted}")
         # Kept, because a graph reads their memory again at every replay.
-        self.model, self.pool = model, pool
+        self.model = model
+        self.pool = pool
         self.inputs, self.graphs, self.logits = {}, {}, {}
-        # the largest first, so that the others fit into the memory that it has taken
+        # The largest first, so that the others fit into the memory that it has taken.
         for bucket in reversed(self.buckets):
             # Nothing but padding: capturing writes into no block of the pool.
             nothing = torch.empty(4, 0, dtype=torch.int64)
-            self.inputs[bucket] = padded(nothing, bucket).to(model.device)
-            # no length that Python knows: a step may see all that a block holds
-            batch = decode_batch(self.inputs[bucket], max_context_len=pool.block_size)
+            inputs = padded(nothing, bucket).to(model.device)
+            # Python knows no length here, so a step may see all that a block holds.
+            batch = decode_batch(inputs, max_context_len=pool.block_size)
             step = partial(decode_logits, model, pool, batch)
             self.graphs[bucket], self.logits[bucket] = graphs.capture(step)
+            self.inputs[bucket] = inputs
+        on_gpu = model.device.type == "cuda"
+        self.pinned = PinnedCopies(self.inputs) if on_gpu else None
 
     @torch.inference_mode()
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -88,11 +111,41 @@ class GraphRunner:
         """
         batch = inputs.shape[1]
         bucket = bucket_for(batch, self.buckets)
-        # into the buffer: another tensor the graph would never see
-        self.inputs[bucket].copy_(padded(inputs, bucket))
+        self.copy_in(padded(inputs, bucket), bucket)
         self.graphs[bucket].replay()
-        # the next replay overwrites the graph's own
+        # A clone, because the next replay overwrites the graph's own output.
         return self.logits[bucket][:batch].clone()
+
+    def copy_in(self, inputs: Tensor, bucket: int) -> None:
+        """inputs: [4, bucket], on the CPU, into the graph's buffer: it would never see another."""
+        if self.pinned is None:
+            self.inputs[bucket].copy_(inputs)
+        else:
+            self.pinned.copy_in(inputs, bucket)
+
+
+class PinnedCopies:
+    """Copies into buffers on a GPU, {bucket: [4, bucket]}, which the CPU does not wait for.
+
+    A copy from ordinary memory makes the CPU wait for all work before it. The GPU reads pinned
+    memory by itself, and later, so nobody may overwrite it before the event says that it was read.
+    """
+
+    def __init__(self, buffers: dict[int, Tensor]):
+        self.buffers = buffers
+        self.staged = {}
+        for bucket, buffer in buffers.items():
+            self.staged[bucket] = torch.empty_like(buffer, device="cpu", pin_memory=True)
+        self.has_read = torch.cuda.Event()
+
+    def copy_in(self, inputs: Tensor, bucket: int) -> None:
+        """inputs: [4, bucket], on the CPU."""
+        buffer, staged = self.buffers[bucket], self.staged[bucket]
+        self.has_read.synchronize()
+        staged.copy_(inputs)
+        buffer.copy_(staged, non_blocking=True)
+        stream = torch.cuda.current_stream(buffer.device)
+        self.has_read.record(stream)
 
 
 class CudaGraphs:
@@ -101,11 +154,9 @@ class CudaGraphs:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.pool, self.stream = (
-            device,
-            torch.cuda.graph_pool_handle(),
-            torch.cuda.Stream(device),
-        )
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Run step() WARM_UPS times, then record it. Returns the graph and its output, [...],
@@ -126,14 +177,21 @@ class CudaGraphs:
 
 
 def graph_step(model: Decoder, pool: KVPool) -> Step:
-    """The fastest step of the model's device: captured on a GPU; eager on a CPU, where nothing is
-    launched.
+    """The fastest step of this model: captured on a GPU; eager on a CPU, where nothing is launched.
+
+    A mixture of experts stays eager, because Python asks its router which experts to run.
     """
-    if model.device.type != "cuda":
+    if model.device.type != "cuda" or model.config.moe is not None:
         return eager_step(model, pool)
     return GraphRunner(model, pool, CudaGraphs(model.device))
 
 
+# ---------------------------------------------------------------- captured once, used by every call
+
+KEPT = WeakKeyDictionary()  # {model: (what it was captured for, Setup)}
+
+
+@torch.inference_mode()
 def generate(
     model: Decoder,
     prompts: list[list[int]],
@@ -143,5 +201,43 @@ def generate(
 ) -> list[list[int]]:
     """Waves of lockstep decoding, each step one launch on a GPU. Arguments, result and errors as in
     lesson 2's `generate`.
+
+    Pool and graphs stay for the next call with this model, until the model is deleted or a call
+    needs more room.
     """
-    return batch_loop(graph_step, model, prompts, max_new_tokens, sampling, on_token)
+    requests = read_requests(model.config, prompts, max_new_tokens, sampling)
+    if waiting := unfinished(requests):
+        setup = kept_setup(model, *room_for(waiting))
+        run_waves(setup, waiting, on_token)
+        KEPT[model] = captured_for(model), setup
+    return [request.output for request in requests]
+
+
+def kept_setup(model: Decoder, num_blocks: int, block_size: int) -> Setup:
+    """The setup of an earlier call where it is large enough, else a new one.
+
+    It leaves KEPT until its call has ended, so a call inside another one gets a setup of its own.
+    """
+    made_for, setup = KEPT.pop(model, (None, None))
+    if made_for == captured_for(model) and holds(setup.pool, num_blocks, block_size):
+        # Zeros, as in a new pool, because what is masked is multiplied by 0, and 0 · NaN is NaN.
+        setup.pool.k_slots.zero_()
+        setup.pool.v_slots.zero_()
+        return setup
+    # Frees the old pool before a new one is made.
+    setup = None
+    # A shallow copy, because a value that holds its key would keep a deleted model alive.
+    twin = copy(model)
+    return set_up(graph_step, twin, num_blocks, block_size)
+
+
+def holds(pool: KVPool, num_blocks: int, block_size: int) -> bool:
+    """Whether the pool has that many blocks, and of that size."""
+    enough_blocks = pool.num_blocks >= num_blocks
+    return enough_blocks and pool.block_size >= block_size
+
+
+def captured_for(model: Decoder) -> tuple:
+    """What graphs of the model rely on: its config, and where each weight lies."""
+    weights = [weight.data_ptr() for weight in model.parameters()]
+    return model.config, model.dtype, model.device, weights

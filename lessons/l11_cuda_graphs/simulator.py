@@ -76,14 +76,17 @@ class SimulatedGraph:
         return self.output
 
     def replay(self) -> None:
-        """Run all that was recorded. Raises RuntimeError if nothing was, or if the capture failed."""
+        """Run all that was recorded. Raises RuntimeError if nothing was, or if the capture
+        failed.
+        """
         if not self.is_ready:
             raise RuntimeError(
                 "replay: this graph holds nothing; accepted: one whose capture has ended without "
                 "an error"
             )
-        for launch in self.launches:
-            launch.run()
+        with torch.inference_mode():  # because a replay knows nothing of autograd
+            for launch in self.launches:
+                launch.run()
 
 
 class SimulatedGraphs:

@@ -1,7 +1,7 @@
-"""One new token of every sequence in PyTorch, whatever their lengths: the same operations each step.
+"""One new token of every sequence in PyTorch: whatever their lengths, the same operations.
 
-The stand-ins of lessons 3 to 10 go from sequence to sequence and look at the lengths. What is to be
-captured in a graph must not: here lengths decide what is masked, and never a shape.
+The stand-ins of lessons 3 to 10 go from sequence to sequence and look at the lengths. A step that
+is to be captured must not look. Here lengths decide what is masked, and never a shape.
 """
 
 import torch

@@ -2,13 +2,16 @@
 (wrong/l11.py).
 """
 
+import gc
 import itertools
 import random
+import weakref
 
 import torch
 
+from lessons.l03_kv_cache.cache import KVPool
+from lessons.l11_cuda_graphs.naive import LOCKSTEP, decode_batch, decode_logits
 from lessons.l11_cuda_graphs.simulator import SimulatedGraph, SimulatedGraphs
-from lessons.l11_cuda_graphs.slots import SlotCache, decode_logits
 from lessons.toolbox.model.config import ModelConfig
 from solutions.l11_cuda_graphs import State, noise
 from tests.exercises.checking import assert_equal, call, check
@@ -145,7 +148,7 @@ def test_step_us(impl, case, seed):
     assert_equal(got[2], want[2], label="the batch from which on a graph gains nothing")
 
 
-# ---------------------------------------------------------------- 11.3 a step that cannot be captured
+# ---------------------------------------------------------------- 11.3 no graph can replay it
 
 
 def toy_state(seed, rows, capacity=6, dim=4, vocab_size=50):
@@ -251,8 +254,8 @@ CAPACITY = 8
 
 
 class ToyDecoder:
-    """One layer of attention over vectors that depend on token and position: a decoder as far as a
-    runner can see, and quick.
+    """One layer of attention over the tokens' vectors: a decoder as far as a runner can see, and
+    quick.
     """
 
     def __init__(self, generator):
@@ -261,12 +264,10 @@ class ToyDecoder:
             torch.randn(31, size, generator=generator, dtype=torch.float64) for size in (8, 4, 4)
         )
 
-    def __call__(self, tokens, positions, attend):
-        turn = (positions + 1).double().cos()[:, None, None]
-        q, k, v = (
-            table[tokens].unflatten(1, (-1, 4)) for table in (self.embedding, self.k, self.v)
-        )
-        return attend(0, q * turn, k * turn, v).flatten(1)
+    def __call__(self, tokens, attend):
+        tables = self.embedding, self.k, self.v
+        q, k, v = (table[tokens].unflatten(1, (-1, 4)) for table in tables)
+        return attend(0, q, k, v).flatten(1)
 
     def logits(self, hidden):
         return hidden @ self.embedding.T
@@ -288,17 +289,17 @@ class CountingGraphs(SimulatedGraphs):
 
 
 def runner_setup(impl, seed, rows=4, buckets=None):
-    """A runner over a cache filled with random rows, the graphs that it has, and the same cache for
+    """A runner over a pool filled with random rows, the graphs that it has, and the same pool for
     an eager step.
     """
     g = torch.Generator().manual_seed(seed)
     model = ToyDecoder(g)
-    mine, reference = (SlotCache(CONFIG, rows, CAPACITY, torch.float64) for _ in range(2))
-    for name in ("keys", "values"):
-        getattr(mine, name).copy_(
-            torch.randn(getattr(mine, name).shape, generator=g, dtype=torch.float64)
-        )
-        getattr(reference, name).copy_(getattr(mine, name))
+    ops = LOCKSTEP.stand_ins
+    mine, reference = (KVPool(CONFIG, rows, CAPACITY, ops, torch.float64) for _ in range(2))
+    mine.k_slots.normal_(generator=g)
+    mine.v_slots.normal_(generator=g)
+    reference.k_slots.copy_(mine.k_slots)
+    reference.v_slots.copy_(mine.v_slots)
     graphs = CountingGraphs()
     return impl(model, mine, graphs, buckets), model, mine, reference, graphs
 
@@ -331,8 +332,8 @@ RUNS = {  # name: (buckets, lengths before each step, why)
 
 
 @check("11.4", {case: why for case, (*_, why) in RUNS.items()}, seconds=20)
-def test_logits_and_cache(impl, case, seed):
-    """All results are looked at in the end, and every slot of the cache but the one that is
+def test_logits_and_pool(impl, case, seed):
+    """All results are looked at in the end, and every slot of the pool but the one that is
     nobody's.
     """
     buckets, steps, _ = RUNS[case]
@@ -341,28 +342,40 @@ def test_logits_and_cache(impl, case, seed):
     for lengths in steps:
         inputs = step_columns(draw, lengths)
         if len(lengths) < 3:  # somebody else's prompt in the last row
-            for cache in (mine, reference):
-                cache.keys[:, 3 * CAPACITY : -1] = cache.values[:, 3 * CAPACITY : -1] = 0.5
-        want = decode_logits(model, reference, inputs, CAPACITY)
+            for pool in (mine, reference):
+                pool.k_slots[:, 3 * CAPACITY : -1] = 0.5
+                pool.v_slots[:, 3 * CAPACITY : -1] = 0.5
+        want = decode_logits(model, reference, decode_batch(inputs, CAPACITY))
         results.append((call(lambda inputs: runner(inputs), dict(inputs=inputs)), want))
         inputs.fill_(1)  # the caller reuses its tensor
     for turn, (got, want) in enumerate(results):
         assert_equal(
             got, want, atol=1e-9, label=f"the logits of step {turn + 1}, looked at after the last"
         )
-    for name in ("keys", "values"):
-        assert_equal(
-            getattr(mine, name)[:, :-1],
-            getattr(reference, name)[:, :-1],
-            atol=1e-9,
-            label=f"cache.{name}",
-        )
+    for name in ("k_slots", "v_slots"):
+        got, want = (getattr(pool, name)[:, :-1] for pool in (mine, reference))
+        assert_equal(got, want, atol=1e-9, label=f"pool.{name}")
 
 
 @check("11.4", seconds=20)
 def test_capturing_changes_no_row(impl, seed):
     _, _, mine, reference, _ = runner_setup(impl, seed)
-    assert_equal(mine.keys[:, :-1], reference.keys[:, :-1], label="cache.keys after the captures")
+    got, want = mine.k_slots[:, :-1], reference.k_slots[:, :-1]
+    assert_equal(got, want, label="pool.k_slots after the captures")
+
+
+@check("11.4", seconds=20)
+def test_keeps_what_its_graphs_read(impl, seed):
+    """Whoever made the runner lets go of everything else."""
+    runner, model, pool, *_ = runner_setup(impl, seed)
+    model, pool = weakref.ref(model), weakref.ref(pool)
+    gc.collect()
+    for name, held in (("model", model), ("pool", pool)):
+        assert held() is not None, (
+            f"the {name} was freed while your runner lives: its graphs read memory that is "
+            "another's by now"
+        )
+    del runner
 
 
 @check(
@@ -370,7 +383,7 @@ def test_capturing_changes_no_row(impl, seed):
     {
         "given": "buckets [1, 2, 4]",
         "unsorted": "buckets [2, 4, 1]",
-        "default": "a cache of 6 rows: 1, 2, 4, 6",
+        "default": "a pool of 6 blocks: 1, 2, 4, 6",
     },
     seconds=20,
 )
@@ -399,7 +412,7 @@ def test_captures_and_replays(impl, case, seed):
     "11.4",
     {
         "batch": "more sequences than the largest bucket",
-        "bucket_above": "a bucket larger than the cache's rows",
+        "bucket_above": "a bucket larger than the pool's number of blocks",
         "bucket_below": "a bucket of 0",
     },
     seconds=20,
@@ -414,6 +427,6 @@ def test_refuses(impl, case, seed):
         if case == "batch":
             runner(step_columns(random.Random(seed), [1, 1, 1]))
             raise AssertionError(f"expected a ValueError for 3 sequences and buckets {buckets}")
-        raise AssertionError(f"expected a ValueError for buckets {buckets} of a cache with 4 rows")
+        raise AssertionError(f"expected a ValueError for buckets {buckets} of a pool with 4 blocks")
     except ValueError:
         assert case == "batch" or not captures[0].captures, "you capture before you refuse"

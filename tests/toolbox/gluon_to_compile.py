@@ -36,7 +36,8 @@ def tile_kernel(a_desc, b_desc, out_desc, num_warps: gl.constexpr):
     tma.store_wait(pendings=0)
 
 
-TILE = f"tensordesc<bf16[64, 64],{gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)!r}>"
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+TILE = f"tensordesc<bf16[64, 64],{LAYOUT!r}>"
 GLUON = KernelSpec(
     "tests.toolbox.gluon_to_compile:tile_kernel",
     dict.fromkeys(("a_desc", "b_desc", "out_desc"), TILE),

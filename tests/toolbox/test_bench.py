@@ -38,11 +38,13 @@ def greedy(x):
     return call if x.shape[0] >= 32 else lambda: x.sum(dim=1)
 
 BENCHMARKS = [Benchmark(
-    name="row_sums", title="One call is {speedup:.0f}x faster than a loop at {x} rows", x_name="rows", x_values=(16, 32, 64),
-    inputs=inputs, ylabel="row sums", dtype="float32", shape="[rows, rows]", bytes_moved=lambda n: 4.0 * n * n,
+    name="row_sums", title="One call is {speedup:.0f}x faster than a loop at {x} rows",
+    x_name="rows", x_values=(16, 32, 64), inputs=inputs, ylabel="row sums", dtype="float32",
+    shape="[rows, rows]", bytes_moved=lambda n: 4.0 * n * n,
     floor_s=lambda n: 4.0 * n * n / 1e13, floor_label="memory floor",
-    providers={"loop": ("naive", naive), "one call": ("optimized", optimized), "peer": ("library", library),
-               "hungry": ("library", greedy), "kernel": ("optimized", on_gpu(optimized))})]
+    providers={"loop": ("naive", naive), "one call": ("optimized", optimized),
+               "peer": ("library", library), "hungry": ("library", greedy),
+               "kernel": ("optimized", on_gpu(optimized))})]
 """
 
 

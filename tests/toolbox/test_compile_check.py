@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 import sys
 
 import pytest
@@ -16,7 +15,10 @@ from lessons.toolbox.kernels.compile_check import (
     check,
     check_all,
     check_cuda,
+    check_jobs,
+    from_json,
     kernel_hash,
+    triton_job,
 )
 from lessons.toolbox.measure.device import has_triton, interpreting
 from tests.toolbox import kernels_to_compile as kernels
@@ -126,15 +128,38 @@ def test_errors_are_one_line_without_paths(reports):
 
 def test_report_survives_json(reports):
     for report in reports.values():
-        assert Report(**json.loads(json.dumps(report.to_dict()))) == report
+        assert from_json(report.to_json()) == report
 
 
 def test_second_check_compiles_nothing(reports, monkeypatch):
-    monkeypatch.setattr(compile_check, "_run_worker", lambda jobs: pytest.fail("compiled again"))
+    monkeypatch.setattr(compile_check, "compile_some", lambda jobs: pytest.fail("compiled again"))
     assert check(kernels.COPY) == [reports["copy_kernel", chip] for chip in CHIPS]
+    renamed = dataclasses.replace(kernels.COPY, name="another name", chips=(90,))
+    assert [report.name for report in check(renamed)] == ["another name"]
     changed = KernelSpec(kernels.COPY.kernel, kernels.COPY.signature, {"BLOCK": 512})
     with pytest.raises(pytest.fail.Exception):
         check(changed, [90])
+    with pytest.raises(pytest.fail.Exception):
+        check_jobs([triton_job(kernels.COPY, 90)], afresh=True)
+
+
+@needs_triton
+def test_a_recorded_report_counts_for_its_own_compiler_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(compile_check, "CACHE", tmp_path)
+    monkeypatch.setattr(compile_check, "compile_some", lambda jobs: [{"registers": 7}] * len(jobs))
+    job = triton_job(kernels.COPY, 90)
+    of_another = job.report(registers=5)
+    for compiler, registers in ((job.compiler, 5), ("triton 1.0", 7)):
+        recorded = dataclasses.replace(of_another, compiler=compiler)
+        monkeypatch.setattr(compile_check, "recorded", lambda found=recorded: {job.key: found})
+        assert check(kernels.COPY, [90])[0].registers == registers
+
+
+def test_recorded_reports_are_read_from_every_file(tmp_path):
+    reports = [Report("a", 75, key="k1", registers=8), Report("b", 90, key="k2", error="boom")]
+    for report in reports:
+        (tmp_path / f"{report.name}.jsonl").write_text(report.to_json() + "\n")
+    assert compile_check.recorded(tmp_path) == {report.key: report for report in reports}
 
 
 # ---------------------------------------------------------------- hash
@@ -264,7 +289,8 @@ def test_command_prints_a_table_and_fails_with_the_compiler(reports, capsys):
 # ---------------------------------------------------------------- CUDA C++
 
 CUDA = (
-    'extern "C" __global__ void twice(float* x) { __shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; __syncthreads(); '
+    'extern "C" __global__ void twice(float* x) { __shared__ float s[64]; '
+    "s[threadIdx.x] = x[threadIdx.x]; __syncthreads(); "
     "x[threadIdx.x] = 2.f * s[63 - threadIdx.x]; }"
 )
 

@@ -14,7 +14,10 @@ import torch
 from lessons.toolbox.kernels import cuda_cpp
 from lessons.toolbox.kernels.cuda_cpp import CudaKernel, architecture, packed
 
-SOURCE = 'extern "C" __global__ void twice(float* x, long long n) { if (threadIdx.x < n) x[threadIdx.x] *= 2.f; }'
+SOURCE = (
+    'extern "C" __global__ void twice(float* x, long long n) '
+    "{ if (threadIdx.x < n) x[threadIdx.x] *= 2.f; }"
+)
 
 
 @pytest.fixture

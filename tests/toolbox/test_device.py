@@ -95,7 +95,8 @@ def test_kernel_file_imports_without_triton_and_says_so_at_the_launch():
 def test_kernel_file_runs_mended_in_the_interpreter():
     code = (
         KERNEL
-        + "import torch; out = torch.zeros(8, dtype=torch.bfloat16); kernel[(1,)](out); print(out.sum().item())"
+        + "import torch; out = torch.zeros(8, dtype=torch.bfloat16); "
+        + "kernel[(1,)](out); print(out.sum().item())"
     )
     done = python(code, TRITON_INTERPRET="1")
     assert done.stdout.strip() == "12.0", done.stderr  # a bfloat16 constant needs a patch

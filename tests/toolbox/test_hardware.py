@@ -21,8 +21,8 @@ from lessons.toolbox.measure.hardware import (
 )
 
 # name: tensor FLOPs per clock and SM (16-bit, dense), tensor clock in GHz, FP32 lanes per SM, boost
-# clock in GHz,
-#       memory bus in bits, data rate per pin in Gbit/s. Whitepapers; B200's clocks are those of public databases.
+# clock in GHz, memory bus in bits, data rate per pin in Gbit/s. They are those of the whitepapers,
+# and B200's clocks those of public databases.
 PHYSICS = {
     "a100": (2048, 1.410, 64, 1.410, 5120, 3.186),
     "h100": (4096, 1.830, 128, 1.980, 5120, 5.23),

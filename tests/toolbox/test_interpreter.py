@@ -13,7 +13,7 @@ from lessons.toolbox.measure.device import has_triton, interpreting
 if not (has_triton() and interpreting()):
     pytest.skip("NOT RUN: kernels are compiled here, not interpreted", allow_module_level=True)
 
-from lessons.toolbox.kernels import interpreter
+from lessons.toolbox.kernels import interpreter, patches
 
 N = 256
 FLOAT8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
@@ -118,7 +118,7 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def float32_edges() -> torch.Tensor:
-    """[4096] every magnitude and sign, halfway cases of bfloat16, subnormals, infinities and NaN."""
+    """[4096] every magnitude and sign, halfway cases of bfloat16, subnormals, infinities, NaN."""
     bits = torch.randint(-(2**31), 2**31, (4000,))
     halfway = (torch.randint(-(2**15), 2**15, (88,)) << 16) | 0x8000
     special = torch.tensor(
@@ -391,7 +391,7 @@ def test_float64_is_rounded_once():
 
 def test_another_triton_is_refused_in_one_line(monkeypatch):
     moved = interpreter.Patch("new", "", "InterpreterBuilder", "binary_op", "self a b", None)
-    monkeypatch.setattr(interpreter, "PATCHES", [moved])
+    monkeypatch.setattr(patches, "PATCHES", [moved])
     with pytest.raises(interpreter.InterpreterMoved) as raised:
         interpreter.make_faithful()
     assert "\n" not in str(raised.value)

@@ -34,7 +34,7 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def tiled_attention(q, k, v, block=32, shift=0, skip_tile=None):
-    """An honest kernel: tiles of keys, float32 accumulators. `shift` and `skip_tile` plant errors."""
+    """An honest kernel: tiles of keys, float32 sums. `shift` and `skip_tile` plant errors."""
     group, dtype = q.shape[1] // k.shape[1], q.dtype
     k, v = (x.repeat_interleave(group, dim=1).transpose(0, 1).float() for x in (k, v))
     q = q.transpose(0, 1).float() * q.shape[-1] ** -0.5
@@ -112,7 +112,7 @@ def test_float64_and_integers_and_specials():
     assert prove(lambda x: x * 1, lambda x: x + 0, (torch.zeros(0, 8),)).max_abs == 0
 
 
-# ---------------------------------------------------------------- planted errors, each under its rule
+# ---------------------------------------------------------------- planted errors
 
 
 def planted(name: str):

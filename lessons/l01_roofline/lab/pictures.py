@@ -1,6 +1,7 @@
 """The lesson's one picture: where prefill and decode of a model stand under a GPU's roofline.
 
-python -m lessons.l01_roofline.lab.pictures      writes roofline.svg beside this file (predictions from data sheets)
+python -m lessons.l01_roofline.lab.pictures
+    writes roofline.svg beside this file (predictions from data sheets)
 """
 
 from pathlib import Path

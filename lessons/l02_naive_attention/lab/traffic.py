@@ -5,7 +5,8 @@ The versions run on PyTorch's meta device, where tensors have shapes but no numb
 is charged one read of every score-sized input and one write of every score-sized output. That is
 the least it can do; the real ones may read a row twice.
 
-    python -m lessons.l02_naive_attention.lab.traffic [--tokens 8192] [--model llama-3-8b] [--gpu h200]
+    python -m lessons.l02_naive_attention.lab.traffic
+        [--tokens 8192] [--model llama-3-8b] [--gpu h200]
 """
 
 import argparse
@@ -116,7 +117,7 @@ def versions(
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, list[Pass]]:
-    """The passes of every version of this lesson over a prompt of num_tokens tokens, for one layer."""
+    """The passes of every version of this lesson over a prompt of num_tokens tokens, one layer."""
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device="meta")
     k = torch.empty(num_tokens, num_kv_heads, head_dim, dtype=dtype, device="meta")
     return {

@@ -127,8 +127,8 @@ class Streams:
     def whole(self, layer: int) -> Tensor:
         """What every token's attention gives, without a cache: [total, Hq, Dv]."""
         q, k, v = self.layers[layer]
-        positions = torch.arange(len(q), device=DEVICE)
-        cos_sin_cache = new_cos_sin_cache(self.config, len(q), DEVICE)
+        positions = torch.arange(len(q), device=q.device)
+        cos_sin_cache = new_cos_sin_cache(self.config, len(q), q.device)
         q, k = rotate(q, positions, cos_sin_cache), rotate(k, positions, cos_sin_cache)
         window = self.config.sliding_window(layer)
         return attention(q, k, v, self.config.softmax_scale, window=window)

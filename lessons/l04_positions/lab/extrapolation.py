@@ -128,7 +128,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     record = measure(options.windows)
     write_json(options.out / "l04_extrapolation.json", record)
-    alt = "Loss over the position in the text: as trained it climbs beyond the trained context, stretched it does not."
+    alt = (
+        "Loss over the position in the text: as trained it climbs beyond the trained context, "
+        "stretched it does not."
+    )
     print(*save(extrapolation_plot(record), options.out / "l04_extrapolation", alt=alt))
     return 0
 

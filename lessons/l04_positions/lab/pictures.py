@@ -1,6 +1,7 @@
 """The lesson's one picture: a head's pairs as clock hands.
 
-python -m lessons.l04_positions.lab.pictures      writes clocks.svg beside this file (computed, not measured)
+python -m lessons.l04_positions.lab.pictures
+    writes clocks.svg beside this file (computed, not measured)
 """
 
 from pathlib import Path

@@ -1,7 +1,8 @@
 """Figures of the lesson's own: loss beside KV bytes beside the time of a step, and the KV bytes of
 real models.
 
-    python -m lessons.l05_gqa.lab.figures [results/cpu]     redraws FOLDER/l05_quality.svg from its two records
+    python -m lessons.l05_gqa.lab.figures [results/cpu]
+        redraws FOLDER/l05_quality.svg from its two records
 """
 
 import sys

@@ -1,7 +1,8 @@
 """The lesson's one picture: which KV head each query head reads, and how many heads' worth of K and
 V a step moves.
 
-    python -m lessons.l05_gqa.lab.pictures      writes heads.svg beside this file (counted, not measured)
+    python -m lessons.l05_gqa.lab.pictures
+        writes heads.svg beside this file (counted, not measured)
 """
 
 from pathlib import Path

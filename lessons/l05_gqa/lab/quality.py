@@ -1,7 +1,8 @@
 """What fewer KV heads cost in quality: the embedded model's KV heads merged, its loss on held-out
 code, and after more training.
 
-    python -m lessons.l05_gqa.lab.quality [--out results/cpu]     about fifteen minutes on one core -> l05_quality.json
+    python -m lessons.l05_gqa.lab.quality [--out results/cpu]
+        about fifteen minutes on one core -> l05_quality.json
 
 models/tiny has 6 query heads and 2 KV heads. Repeated to 6 it is an MHA model with the same logits;
 from there heads are merged. Uptraining is 1 % of the tokens that the model was trained on; Ainslie
@@ -28,6 +29,7 @@ from lessons.l05_gqa.convert import first_head, mean_head, merged, repeated
 from lessons.toolbox.measure.device import fingerprint
 from lessons.toolbox.measure.records import write_json
 from lessons.toolbox.model.checkpoint import REPOSITORY
+from lessons.toolbox.model.corpus import corpus, token_stream
 
 TINY = REPOSITORY / "models" / "tiny"
 WINDOW = 512  # tokens of context, as in its training
@@ -40,28 +42,22 @@ SHARE = 0.01  # of the tokens that the model was trained on
 
 def windows(texts: list[str], count: int) -> Tensor:
     """`count` windows, spread evenly over the tokens of the texts: [count, WINDOW + 1] int64."""
-    from models.train import token_stream  # here, because it imports transformers
-
     stream = torch.from_numpy(token_stream(texts))
     starts = torch.linspace(0, len(stream) - WINDOW - 1, count).long()
     return stream[starts[:, None] + torch.arange(WINDOW + 1)]
 
 
 def held_out_windows(count: int) -> Tensor:
-    """Windows of the modules of Python's library that models/train.py never trains on: [count,
+    """Windows of the modules of Python's library that models.train never trains on: [count,
     WINDOW + 1] int64.
     """
-    from models.train import corpus
-
     return windows(corpus()[1], count)
 
 
 def training_windows(count: int) -> Tensor:
-    """Windows of a random sample of the modules that models/train.py does train on: [count, WINDOW
+    """Windows of a random sample of the modules that models.train does train on: [count, WINDOW
     + 1] int64.
     """
-    from models.train import corpus
-
     texts = random.Random(0).sample(corpus()[0], 200)
     return windows(texts, count)[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
 

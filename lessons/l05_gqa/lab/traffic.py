@@ -1,7 +1,8 @@
 """How many bytes of K and V a decode step moves, by formula and by count, and what the KV heads of
 real models cost.
 
-    python -m lessons.l05_gqa.lab.traffic [--context 8192] [--gpu h200]     one layer's step, then the table of models
+    python -m lessons.l05_gqa.lab.traffic [--context 8192] [--gpu h200]
+        one layer's step, then the table of models
 """
 
 import argparse

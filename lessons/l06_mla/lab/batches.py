@@ -53,7 +53,9 @@ def batch_floor_s(num_heads: int):
 
 
 def repeated_rows(q: Tensor, kv_cache: Tensor, context_lens: Tensor):
-    """The one KV head copied for each query head, as if there were many. Shapes as in batch_inputs."""
+    """The one KV head copied for each query head, as if there were many. Shapes are those of
+    batch_inputs.
+    """
 
     def attend():
         keys = kv_cache[:, None].expand(-1, q.shape[1], -1, -1).contiguous()
@@ -102,7 +104,7 @@ def flashinfer_batch(q: Tensor, kv_cache: Tensor, context_lens: Tensor):
     return flashinfer_decode(q, kv_cache, SCALE, RANK)
 
 
-# ---------------------------------------------------------------- beside models that keep heads: counted tokens, not outputs
+# ---------------------------------------------------------------- beside models that keep heads
 
 
 def beside_inputs(context: int, device: torch.device) -> tuple[int]:

@@ -50,7 +50,7 @@ from lessons.toolbox.measure.hardware import measured_ceilings, time_floor_s
 SCALE, RANK = CONFIG.softmax_scale, CONFIG.mla.kv_lora_rank
 
 
-# ---------------------------------------------------------------- one step of a layer, its projections included
+# ---------------------------------------------------------------- a step with its projections
 
 
 def step_with(rung: Rung):

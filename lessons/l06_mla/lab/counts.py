@@ -117,7 +117,9 @@ def crossover_tokens(context: int, mla: MLAConfig = V3) -> int:
 
 
 def crossover_limit(mla: MLAConfig = V3) -> float:
-    """crossover_tokens for a context without end: rank · (nope + v) / (2 · rank - nope - v) tokens."""
+    """crossover_tokens for a context without end, rank · (nope + v) / (2 · rank - nope - v) in
+    tokens.
+    """
     return (
         mla.kv_lora_rank
         * (mla.qk_nope_head_dim + mla.v_head_dim)

@@ -1,7 +1,8 @@
 """The lesson's pictures: how a token's row becomes attention in both forms, bytes a token beside
 GQA, and FLOPs where they cross.
 
-    python -m lessons.l06_mla.lab.pictures      writes flow.svg, bytes.svg, crossover.svg beside this file (counted, not measured)
+    python -m lessons.l06_mla.lab.pictures
+        writes flow.svg, bytes.svg, crossover.svg beside this file (counted, not measured)
 """
 
 from pathlib import Path

@@ -1,7 +1,8 @@
 """The lesson's two pictures: what each chain moves, and what a layer's launches leave of the GPU's
 time.
 
-    python -m lessons.l07_kernel_fusion.lab.pictures      writes passes.svg (counted) and launches.svg (predicted) beside this file
+    python -m lessons.l07_kernel_fusion.lab.pictures
+        writes passes.svg (counted) and launches.svg (predicted) beside this file
 """
 
 from pathlib import Path

@@ -1,7 +1,8 @@
 """The lesson's figures, counted and computed, nothing measured: passes, a warp's butterfly, trees
 of merges, where exp overflows.
 
-    python -m lessons.l08_online_softmax.lab.pictures      writes passes.svg and butterfly.svg beside this file
+    python -m lessons.l08_online_softmax.lab.pictures
+        writes passes.svg and butterfly.svg beside this file
 """
 
 from pathlib import Path
@@ -83,7 +84,7 @@ def draw_passes() -> ClassFigure:
 
 @style()
 def draw_butterfly(lane: int = 5) -> ClassFigure:
-    """Who trades with whom in each round of warp_merge, and of which lanes one of them has heard."""
+    """Who trades with whom in each round of warp_merge, and which lanes one of them knows."""
     fig, ax = frame(
         f"{len(DISTANCES)} exchanges, and every lane holds the merge of all {LANES}",
         f"a row is a moment, a dot a lane; lines: registers traded · dark: what reaches lane "

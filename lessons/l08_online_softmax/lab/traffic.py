@@ -1,7 +1,8 @@
 """The bytes of scores and probabilities that each way to softmax moves, and where exp stops being a
 number.
 
-    python -m lessons.l08_online_softmax.lab.traffic        the table of the README, for a batch of logits
+    python -m lessons.l08_online_softmax.lab.traffic
+        the table of the README, for a batch of logits
 """
 
 import math

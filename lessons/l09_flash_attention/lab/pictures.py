@@ -1,7 +1,8 @@
 """The lesson's two pictures, computed and not measured: the order in which tiles are visited, and
 memory over the context.
 
-    python -m lessons.l09_flash_attention.lab.pictures      writes tiles.svg and memory.svg beside this file
+    python -m lessons.l09_flash_attention.lab.pictures
+        writes tiles.svg and memory.svg beside this file
 """
 
 from pathlib import Path

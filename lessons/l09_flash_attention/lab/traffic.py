@@ -1,6 +1,7 @@
 """The bytes that attention moves to and from memory, and the memory that it needs: by formula.
 
-    python -m lessons.l09_flash_attention.lab.traffic [--tokens 8192] [--gpu h200]      naive, FA-1 and FA-2 order, one layer
+    python -m lessons.l09_flash_attention.lab.traffic [--tokens 8192] [--gpu h200]
+        naive, FA-1 and FA-2 order, one layer
 
 The formulas count what a program asks of memory; an L2 cache that is hit on the way makes less of
 it. The toolbox's `Accesses` measures the same in Triton's interpreter, and a test holds the two

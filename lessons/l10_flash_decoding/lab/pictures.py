@@ -1,7 +1,8 @@
 """The lesson's two pictures, both from the model in occupancy.py: which slots of a GPU have work,
 and what that costs.
 
-    python -m lessons.l10_flash_decoding.lab.pictures      writes occupancy.svg and predicted.svg beside this file
+    python -m lessons.l10_flash_decoding.lab.pictures
+        writes occupancy.svg and predicted.svg beside this file
 """
 
 from pathlib import Path

@@ -23,18 +23,18 @@ from lessons.l11_cuda_graphs.lab.workload import (
     step_of,
     widened,
 )
-from lessons.l11_cuda_graphs.naive import eager_step
+from lessons.l11_cuda_graphs.naive import decode_batch, decode_logits, eager_step
 from lessons.l11_cuda_graphs.optimized import CudaGraphs, GraphRunner, bucket_for, padded
-from lessons.l11_cuda_graphs.slots import decode_logits
 from lessons.toolbox.measure.bench import Benchmark, Unavailable
 
 DTYPE_NAME = str(DTYPE).removeprefix("torch.")
-# relative; 16 bits on a GPU: kernels round at other places than PyTorch
+# Relative. In the 16 bits of a GPU, kernels round at other places than PyTorch.
 TOLERANCE = 5e-2 if ON_GPU else 1e-4
 BUCKETS = [1, 2, 4, 8, 16, 32, 64]
 
 
-# ---------------------------------------------------------------- providers: (model, cache, inputs) -> a function of no arguments
+# ---------------------------------------------------------------- providers
+# Each takes (model, pool, inputs) and gives a function without arguments.
 
 
 def inference(step):
@@ -42,26 +42,26 @@ def inference(step):
     return torch.inference_mode()(step)
 
 
-def eager(model, cache, inputs):
+def eager(model, pool, inputs):
     """Every operation launched by itself."""
-    step = eager_step(model, cache)
+    step = eager_step(model, pool)
     return inference(lambda: step(inputs))
 
 
-def fused_eager(model, cache, inputs):
+def fused_eager(model, pool, inputs):
     """The same with lesson 7's kernels: fewer launches."""
-    return eager(needs_gpu(fused(model)), cache, inputs)
+    return eager(needs_gpu(fused(model)), pool, inputs)
 
 
-def captured(model, cache, inputs):
-    """One launch, of a graph that is as large as the cache has rows."""
-    runner = GraphRunner(needs_gpu(model), cache, CudaGraphs(model.device), [cache.rows])
+def captured(model, pool, inputs):
+    """One launch, of a graph that is as large as the pool has blocks."""
+    runner = GraphRunner(needs_gpu(model), pool, CudaGraphs(model.device), [pool.num_blocks])
     return lambda: runner(inputs)
 
 
-def fused_captured(model, cache, inputs):
+def fused_captured(model, pool, inputs):
     """One launch of fewer kernels."""
-    return captured(fused(model), cache, inputs)
+    return captured(fused(model), pool, inputs)
 
 
 def needs_gpu(model):
@@ -72,72 +72,58 @@ def needs_gpu(model):
 
 
 def library(name):
-    """A peer of peer.py."""
+    """A peer of peers.py."""
 
-    def make(model, cache, inputs):
+    def make(model, pool, inputs):
         needs_gpu(model)
         try:
-            from lessons.l11_cuda_graphs.lab import peers as peer
+            from lessons.l11_cuda_graphs.lab import peers
         except ImportError:
             raise Unavailable("needs transformers") from None
-        return getattr(peer, name)(model, cache, inputs)
+        return getattr(peers, name)(model, pool, inputs)
 
     return make
 
 
-def one_after_the_other(model, cache, inputs):
-    """B steps of one sequence each, over the same cache."""
+def one_after_the_other(model, pool, inputs):
+    """B steps of one sequence each, over the same pool."""
 
     def steps():
         logits = []
         for row in range(inputs.shape[1]):
-            alone = cache_of_row(cache, row)
-            one = inputs[:, row : row + 1].clone()
-            one[2] -= row * cache.capacity
-            logits.append(eager_step(model, alone)(one))
+            one = inputs[:, row : row + 1]
+            batch = decode_batch(one.to(model.device), int(one[3]))
+            hidden = model(batch.tokens, pool.attending(batch, first_block=row))
+            logits.append(model.logits(hidden))
         return torch.cat(logits)
 
     return inference(steps)
 
 
-def cache_of_row(cache, row):
-    """One sequence of a cache as a cache of its own, on the same memory but for the slot that is
-    nobody's.
-    """
-    alone = type(cache)(cache.config, 1, 1, cache.keys.dtype, cache.keys.device)
-    slots = slice(row * cache.capacity, (row + 1) * cache.capacity + 1)
-    alone.capacity, alone.keys, alone.values = (
-        cache.capacity,
-        cache.keys[:, slots],
-        cache.values[:, slots],
-    )
-    return alone
-
-
 # ---------------------------------------------------------------- padding
 
 
-def in_a_larger_cache(batch, device):
-    """A step of `batch` sequences over a cache with as many rows as their bucket."""
-    model, cache, inputs = step_of(TINY, bucket_for(batch, BUCKETS), TINY_CONTEXT)
-    return model, cache, inputs[:, :batch]
+def in_a_larger_pool(batch, device):
+    """A step of `batch` sequences over a pool with as many blocks as their bucket."""
+    model, pool, inputs = step_of(TINY, bucket_for(batch, BUCKETS), TINY_CONTEXT)
+    return model, pool, inputs[:, :batch]
 
 
-def padded_step(model, cache, inputs):
+def padded_step(model, pool, inputs):
     """What a graph of the bucket runs: on a GPU as a graph, on a CPU eagerly. The rows of padding
     are computed and dropped.
     """
     if ON_GPU:
-        return captured(model, cache, inputs)
-    whole = padded(inputs, cache.rows)
-    return inference(lambda: decode_logits(model, cache, whole, cache.capacity)[: inputs.shape[1]])
+        return captured(model, pool, inputs)
+    whole = decode_batch(padded(inputs, pool.num_blocks), pool.block_size)
+    return inference(lambda: decode_logits(model, pool, whole)[: inputs.shape[1]])
 
 
 # ---------------------------------------------------------------- what is compared
 
 
 def decode_step(name: str, title: str, config, context: int) -> Benchmark:
-    """A step of a model on a GPU over the batch: eager, fused, captured, compiled, and the floor."""
+    """A step of a model on a GPU over the batch: eager, fused, captured, compiled, the floor."""
     return Benchmark(
         name=name,
         title=title,
@@ -208,7 +194,7 @@ BENCHMARKS = [
         x_name="sequences in the batch",
         x_values=[1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16] + ([17, 24, 32, 33, 48, 64] if ON_GPU else []),
         quick_x_values=[1, 3, 4, 5, 8],
-        inputs=in_a_larger_cache,
+        inputs=in_a_larger_pool,
         providers={
             "exact batch, eager": ("naive", eager),
             "padded to its bucket": ("optimized", padded_step),

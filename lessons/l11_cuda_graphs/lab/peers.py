@@ -10,51 +10,58 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.decoder import Attend, Decoder
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.lab.peers import peer_of
-from lessons.l11_cuda_graphs.slots import SlotCache, decode_logits
+from lessons.l11_cuda_graphs.naive import LOCKSTEP, decode_batch
 from lessons.toolbox.measure.bench import Unavailable
 
 
-def on_torch(cache: SlotCache) -> SlotCache:
-    """The same rows, written and read by PyTorch's operations, which the compiler can fuse."""
-    twin = SlotCache(cache.config, 1, 1)
-    twin.rows, twin.capacity, twin.keys, twin.values = (
-        cache.rows,
-        cache.capacity,
-        cache.keys,
-        cache.values,
-    )
-    for buffer in (twin.keys, twin.values):
-        # otherwise writing into it keeps the compiler from capturing
-        torch._dynamo.mark_static_address(buffer)
-    return twin
+def attending(pool: KVPool, batch: Batch) -> Attend:
+    """As pool.attending, by PyTorch's operations, which the compiler can fuse.
+
+    It counts no bytes, because the compiler would compile again for every new count.
+    """
+    ops = LOCKSTEP.stand_ins
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_slots, v_slots = pool.k_slots[layer], pool.v_slots[layer]
+        q = ops.write(q, k, v, k_slots, v_slots, batch, pool.cos_sin_cache)
+        k_cache, v_cache = pool.blocks(k_slots), pool.blocks(v_slots)
+        window = pool.config.sliding_window(layer)
+        return ops.decode(q, k_cache, v_cache, batch, pool.config.softmax_scale, window)
+
+    return attend
 
 
-def compiled_step(model: Decoder, cache: SlotCache, inputs: Tensor) -> Callable[[], Tensor]:
+def compiled_step(model: Decoder, pool: KVPool, inputs: Tensor) -> Callable[[], Tensor]:
     """Lesson 2's decoder over PyTorch's attention, compiled. inputs: [4, B] -> a function that
     returns logits: [B, V].
     """
-    twin, inputs = on_torch(cache), inputs.to(model.device)
-    step = torch.compile(
-        lambda given: decode_logits(model, twin, given, twin.capacity),
-        mode="reduce-overhead",
-        dynamic=False,
-    )
-    return tried(lambda: step(inputs).clone())
+    inputs = inputs.to(model.device)
+    for slots in (pool.k_slots, pool.v_slots):
+        # otherwise writing into it keeps the compiler from capturing
+        torch._dynamo.mark_static_address(slots)
+
+    def step(given: Tensor) -> Tensor:
+        batch = decode_batch(given, pool.block_size)
+        return model.logits(model(batch.tokens, attending(pool, batch)))
+
+    compiled = torch.compile(step, mode="reduce-overhead", dynamic=False)
+    return tried(lambda: compiled(inputs).clone())
 
 
-def transformers_step(model: Decoder, cache: SlotCache, inputs: Tensor) -> Callable[[], Tensor]:
+def transformers_step(model: Decoder, pool: KVPool, inputs: Tensor) -> Callable[[], Tensor]:
     """transformers' Llama with its static cache, compiled. inputs: [4, B], of equal lengths ->
     returns logits: [B, V].
     """
     peer, (tokens, positions, _, _) = peer_of(model), inputs.to(model.device)
-    static, past = StaticCache(config=peer.config, max_cache_len=cache.capacity), int(inputs[1, 0])
+    static, past = StaticCache(config=peer.config, max_cache_len=pool.block_size), int(inputs[1, 0])
+    k_cache, v_cache = pool.blocks(pool.k_slots), pool.blocks(pool.v_slots)
     for layer in range(model.config.num_hidden_layers):
-        k, v = (
-            x[layer, :-1].unflatten(0, (cache.rows, cache.capacity))[:, :past].transpose(1, 2)
-            for x in (cache.keys, cache.values)
-        )
+        k = k_cache[layer, :, :past].transpose(1, 2)
+        v = v_cache[layer, :, :past].transpose(1, 2)
         static.update(k, v, layer)
     forward = torch.compile(peer.forward, mode="reduce-overhead", dynamic=False)
 

@@ -1,7 +1,9 @@
 """The lesson's one picture: who waits for whom in a decode step, launched one by one, with fewer
 kernels, and as a graph.
 
-    python -m lessons.l11_cuda_graphs.lab.pictures      writes timeline.svg beside this file (recorded and modelled, not measured)
+    python -m lessons.l11_cuda_graphs.lab.pictures
+
+writes timeline.svg beside this file: recorded and modelled, not measured.
 """
 
 from pathlib import Path

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l03_kv_cache.cache import KVPool
 from lessons.l07_kernel_fusion import optimized as lesson7
 from lessons.l07_kernel_fusion.fused_decoder import fused, ops_of
+from lessons.l11_cuda_graphs.naive import LOCKSTEP, decode_batch, decode_logits
 from lessons.l11_cuda_graphs.simulator import Launch, SimulatedGraph
-from lessons.l11_cuda_graphs.slots import KernelSlotCache, decode_logits
 from lessons.toolbox.measure.hardware import CHIPS
 from lessons.toolbox.model.config import ModelConfig
 
@@ -89,13 +90,12 @@ def recorded_step(
     """
     with torch.device("meta"):
         model = twin(Decoder(config).to(dtype).eval().requires_grad_(False))
-    cache = KernelSlotCache(config, batch, context, dtype, "meta")
+    pool = KVPool(config, batch, context, LOCKSTEP.kernels, dtype, "meta")
     inputs = torch.zeros(4, batch, dtype=torch.int64, device="meta")
     with torch.inference_mode():
-        # the first time also fills what is computed once and kept, such as the frequencies of RoPE
-        for _ in range(2):
-            graph = SimulatedGraph()
-            graph.record(lambda: decode_logits(model, cache, inputs, rows_read=context))
+        step = decode_batch(inputs, max_context_len=context)
+        graph = SimulatedGraph()
+        graph.record(lambda: decode_logits(model, pool, step))
     return graph
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.lab.workload import DTYPE, ON_GPU, read_floor_s
 from lessons.l11_cuda_graphs.lab.pictures import TINY
-from lessons.l11_cuda_graphs.slots import SlotCache, new_slot_cache
+from lessons.l11_cuda_graphs.naive import LOCKSTEP
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig
 
@@ -47,28 +48,18 @@ def model_of(config: ModelConfig) -> Decoder:
         return Decoder(config).to(DTYPE).eval().requires_grad_(False)
 
 
-def step_of(config: ModelConfig, batch: int, context: int) -> tuple[Decoder, SlotCache, Tensor]:
-    """A model, a cache whose rows hold `context` - 1 random tokens each, and the inputs of their
+def step_of(config: ModelConfig, batch: int, context: int) -> tuple[Decoder, KVPool, Tensor]:
+    """A model, a pool whose blocks hold `context` - 1 random tokens each, and the inputs of their
     next step: [4, B].
     """
     model = model_of(config)
-    cache = new_slot_cache(model, batch, context)
-    for buffer in (cache.keys, cache.values):
-        buffer.normal_()
-    rows = torch.arange(batch)
+    pool = LOCKSTEP.new_cache(model, batch, context)
+    pool.k_slots.normal_()
+    pool.v_slots.normal_()
+    tokens = torch.randint(config.vocab_size, (batch,))
     lengths = torch.full((batch,), context)
-    return (
-        model,
-        cache,
-        torch.stack(
-            [
-                torch.randint(config.vocab_size, (batch,)),
-                lengths - 1,
-                (rows + 1) * context - 1,
-                lengths,
-            ]
-        ),
-    )
+    last_slots = (torch.arange(batch) + 1) * context - 1
+    return model, pool, torch.stack([tokens, lengths - 1, last_slots, lengths])
 
 
 def step_bytes(config: ModelConfig, batch: int, context: int, dtype: torch.dtype = DTYPE) -> int:

@@ -2,13 +2,16 @@
 
     with Accesses() as accesses:
         out = rms_norm(x, weight, 1e-5)
-    accesses.loads(x), accesses.stores(out)      how often each element was touched, shaped like the tensor
+    accesses.loads(x), accesses.stores(out)      how often each element was touched, in its shape
     accesses.read_bytes, accesses.written_bytes  all of it; `loaded` and `stored` count elements
 
 A formula says what a kernel should move; this sees a second read, a row that nobody wrote, an
 address outside every tensor. Only addresses under a true mask count, because a masked load reads
 nothing from memory.
 """
+
+import contextlib
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -35,44 +38,35 @@ class Accesses:
         # here, because Triton may not be installed
         from triton.runtime.interpreter import InterpreterBuilder as builder
 
-        self._builder, self._load, self._store = (
-            builder,
-            builder.create_masked_load,
-            builder.create_masked_store,
-        )
+        load, store = builder.create_masked_load, builder.create_masked_store
 
         def create_masked_load(this, ptrs, mask, *rest, **options):
             self._keep("load", ptrs, mask)
-            return self._load(this, ptrs, mask, *rest, **options)
+            return load(this, ptrs, mask, *rest, **options)
 
         def create_masked_store(this, ptrs, value, mask, *rest, **options):
             self._keep("store", ptrs, mask)
-            return self._store(this, ptrs, value, mask, *rest, **options)
+            return store(this, ptrs, value, mask, *rest, **options)
 
-        builder.create_masked_load, builder.create_masked_store = (
-            create_masked_load,
-            create_masked_store,
-        )
+        self._patches = contextlib.ExitStack()
+        for counted in (create_masked_load, create_masked_store):
+            self._patches.enter_context(patch.object(builder, counted.__name__, counted))
         return self
 
     def __exit__(self, *error) -> None:
-        self._builder.create_masked_load, self._builder.create_masked_store = (
-            self._load,
-            self._store,
-        )
+        self._patches.close()
 
     def _keep(self, kind, ptrs, mask) -> None:
         addresses, active = np.broadcast_arrays(ptrs.data, mask.data)
         touched = addresses[active.astype(bool)]
         self.addresses[kind].append(touched)
-        nbytes = touched.size * (ptrs.get_element_ty().primitive_bitwidth // 8)
+        num_bytes = touched.size * (ptrs.get_element_ty().primitive_bitwidth // 8)
         if kind == "load":
-            self.loaded, self.read_bytes = self.loaded + touched.size, self.read_bytes + nbytes
+            self.loaded += touched.size
+            self.read_bytes += num_bytes
         else:
-            self.stored, self.written_bytes = (
-                self.stored + touched.size,
-                self.written_bytes + nbytes,
-            )
+            self.stored += touched.size
+            self.written_bytes += num_bytes
 
     def loads(self, x: Tensor) -> Tensor:
         """How often each element of x was loaded, int64, shaped like x: [...]."""
@@ -87,9 +81,8 @@ class Accesses:
         inside.
         """
         total = sum(len(found) for kind in self.addresses.values() for found in kind)
-        return total - sum(
-            int(self._count(kind, x).sum()) for kind in self.addresses for x in tensors
-        )
+        inside = (self._count(kind, x) for kind in self.addresses for x in tensors)
+        return total - sum(int(count.sum()) for count in inside)
 
     def _count(self, kind: str, x: Tensor) -> Tensor:
         storage = x.untyped_storage()

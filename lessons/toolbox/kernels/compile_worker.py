@@ -8,6 +8,7 @@ with it.
 """
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -84,6 +85,19 @@ def _source_of(kernel, spec: dict):
     )
 
 
+def nvrtc_version() -> str:
+    """ "nvrtc 13.5", or "nvrtc" where it cannot be used."""
+    try:
+        from cuda.bindings import nvrtc
+
+        if importlib.util.find_spec("cuda.core"):
+            _, major, minor = nvrtc.nvrtcVersion()
+            return f"nvrtc {major}.{minor}"
+    except (ImportError, RuntimeError):  # RuntimeError: the library itself is not there
+        pass
+    return "nvrtc"
+
+
 def compile_cuda(source: str, chip: int) -> dict:
     """The same for CUDA C++, through NVRTC."""
     try:
@@ -102,10 +116,7 @@ def compile_cuda(source: str, chip: int) -> dict:
         return {"error": "not run: NVRTC not found" if missing else _one_line(error, "")}
     # a file may hold several kernels
     shared = [int(n) for n in re.findall(r"(\d+) bytes smem", log.getvalue())]
-    return measure(log.getvalue(), bytes(cubin)) | {
-        "shared_bytes": max(shared, default=0),
-        "compiler": "nvrtc",
-    }
+    return measure(log.getvalue(), bytes(cubin)) | {"shared_bytes": max(shared, default=0)}
 
 
 def measure(ptxas_log: str, cubin: bytes) -> dict:

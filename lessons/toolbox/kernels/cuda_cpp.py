@@ -1,8 +1,10 @@
 """CUDA C++ from Python: a .cu file beside a lesson's module, compiled by NVRTC and launched on
 PyTorch's tensors and stream.
 
-    SOFTMAX = CudaKernel(Path(__file__).with_name("optimized.cu"), "softmax_fp32x4")    # an `extern "C" __global__` function
-    SOFTMAX[num_rows, 1024](scores, probs, lse, num_columns, stride_row)                # grid, threads a block; as in Triton
+    # an `extern "C" __global__` function
+    SOFTMAX = CudaKernel(Path(__file__).with_name("optimized.cu"), "softmax_fp32x4")
+    # grid, threads a block; as in Triton
+    SOFTMAX[num_rows, 1024](scores, probs, lse, num_columns, stride_row)
 
 Needs cuda.core (NVIDIA's Python package, with NVRTC: no nvcc) and a GPU; without them the launch
 says so in one line, and naming a kernel costs nothing. `compile_check.check_cuda` compiles the same

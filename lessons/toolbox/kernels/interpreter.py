@@ -6,120 +6,35 @@ bit patterns instead of the values. Elsewhere it is kinder than a GPU: it accept
 rejects, and reads zeros where a GPU reads garbage. A kernel that passes its tests there could still
 be wrong.
 
-Each patch below replaces one function of the interpreter and states the rule that it restores.
-`make_faithful()` installs all of them; `lessons.toolbox.kernels.triton_` calls it wherever kernels
-are interpreted. `without(rule)` takes one out: that is how the tests show that every patch is
-needed. Checked with Triton 3.6 and 3.7; if another version moved a function that a patch replaces,
-`make_faithful` raises InterpreterMoved, because an interpreter that is silently wrong proves
-nothing.
+Each function under `@mends` is a patch: it replaces one function of the interpreter, and its
+docstring states the rule that it restores. `patches` says how they are installed;
+`lessons.toolbox.kernels.triton_` calls `make_faithful()` wherever kernels are interpreted. Checked
+with Triton 3.6 and 3.7.
 
 What stays different: races and deadlocks cannot happen (programs run in order), float32 sums are
 added in another order, exp and friends are correctly rounded, no inline assembly, no bfloat16
 atomics, no Gluon.
 """
 
-import contextlib
-import inspect
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
+from lessons.toolbox.kernels.patches import (
+    PATCHES,
+    InterpreterMoved,
+    Patch,
+    make_faithful,
+    mends,
+    without,
+)
 
-class InterpreterMoved(RuntimeError):
-    """Triton changed a function that a patch replaces. The message names both."""
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One function of the interpreter and its replacement."""
-
-    rule: str  # its name
-    meaning: str  # what a GPU does
-    # class in triton.runtime.interpreter; "" for the module itself
-    owner: str
-    name: str  # the function that is replaced
-    # its parameters, as this patch knows them; "" where Triton has no such function
-    parameters: str
-    replace: Callable[[Callable], Callable]  # original -> replacement
-
-    def where(self) -> object | None:
-        """The object whose attribute the patch replaces; None if Triton no longer has it."""
-        return getattr(interpreter, self.owner, None) if self.owner else interpreter
-
-
-PATCHES: list[Patch] = []
-_originals: dict[str, Callable | None] = {}  # rule -> what Triton had there
-
-
-def mends(owner: str, name: str, parameters: str):
-    """Register a function `original -> replacement`: its name is the rule's, its docstring says
-    what a GPU does.
-    """
-
-    def register(replace):
-        PATCHES.append(Patch(replace.__name__, replace.__doc__, owner, name, parameters, replace))
-        return replace
-
-    return register
-
-
-def make_faithful() -> None:
-    """Install every patch, once. Raises InterpreterMoved if Triton does not fit, ImportError if it
-    was imported too early.
-    """
-    if not isinstance(tl.sum, interpreter.InterpretedFunction):
-        raise ImportError(
-            "triton was imported before its interpreter was switched on: "
-            "put `import lessons` first, or set TRITON_INTERPRET=1"
-        )
-    for patch in PATCHES:
-        _check_fits(patch)
-    for patch in PATCHES:
-        _install(patch)
-
-
-def _check_fits(patch: Patch) -> None:
-    if patch.rule in _originals:
-        return
-    found = getattr(patch.where(), patch.name, None)
-    actual = " ".join(inspect.signature(found).parameters) if found else ""
-    if patch.where() is None or actual != patch.parameters:
-        place = f"{patch.owner}.{patch.name}".lstrip(".")
-        raise InterpreterMoved(
-            f"Triton {triton.__version__} moved {place}: expected parameters ({patch.parameters}), "
-            f"found ({actual}). Use triton 3.6 or 3.7, or adapt {patch.rule!r} in {__name__}"
-        )
-
-
-def _install(patch: Patch) -> None:
-    if patch.rule not in _originals:
-        _originals[patch.rule] = getattr(patch.where(), patch.name, None)
-        setattr(patch.where(), patch.name, patch.replace(_originals[patch.rule]))
-
-
-@contextlib.contextmanager
-def without(rule: str) -> Iterator[None]:
-    """Run a block with one patch taken out. Raises KeyError for an unknown rule."""
-    patch = next((patch for patch in PATCHES if patch.rule == rule), None)
-    if patch is None:
-        raise KeyError(f"rule {rule!r} is unknown; known: {[patch.rule for patch in PATCHES]}")
-    original = _originals.pop(rule)
-    if original is None:  # Triton has no such function
-        delattr(patch.where(), patch.name)
-    else:
-        setattr(patch.where(), patch.name, original)
-    try:
-        yield
-    finally:
-        _install(patch)
-
+__all__ = ["PATCHES", "InterpreterMoved", "Patch", "convert", "make_faithful", "without"]
 
 # ---------------------------------------------------------------- converting values
 
@@ -149,9 +64,8 @@ def convert(data: np.ndarray, source: tl.dtype, target: tl.dtype) -> np.ndarray:
         values = values.float().clamp(-largest, largest)  # infinities too; NaN stays
     values = values.to(_TORCH[target])
     if target in _BITS:
-        return (
-            values.reshape(-1).view(torch.uint8).numpy().view(_BITS[target]).reshape(np.shape(data))
-        )
+        values = values.reshape(-1).view(torch.uint8).numpy().view(_BITS[target])
+        return values.reshape(np.shape(data))
     return values.numpy().reshape(np.shape(data))
 
 
@@ -293,7 +207,7 @@ def _retype(type_: tl.dtype, scalar: tl.dtype) -> tl.dtype:
     return tl.block_type(scalar, list(type_.shape)) if type_.is_block() else scalar
 
 
-# ---------------------------------------------------------------- as strict as the compiler and the hardware
+# ---------------------------------------------------------------- as strict as a GPU
 
 
 @mends("InterpreterBuilder", "create_dot", "self a b d input_precision max_num_imprecise_acc")

@@ -2,6 +2,7 @@
 Triton.
 """
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -37,7 +38,7 @@ def kernel_hash(kernel) -> str:
 
 
 def resolve(kernel):
-    """The object behind a spec or a "package.module:function"; anything else is returned as it is."""
+    """The object behind a spec or a "package.module:function"; anything else as it is."""
     path = getattr(kernel, "kernel", kernel)
     if not isinstance(path, str):
         return path
@@ -74,6 +75,7 @@ def _globals_read(function: types.FunctionType) -> Iterable[tuple[str, object]]:
             )
 
 
+@functools.cache
 def _source(function: types.FunctionType) -> str:
     """The function's tokens without comments, blank lines, docstrings and decorators' layout."""
     text = textwrap.dedent(inspect.getsource(function))

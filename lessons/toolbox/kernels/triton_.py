@@ -8,9 +8,10 @@
 It gives the real modules, and makes the file work on every machine:
 
 - with a CUDA device the kernels are compiled, as after `import triton`;
-- without one they run in Triton's interpreter, mended by `lessons.toolbox.kernels.interpreter` to round as a GPU does;
-- without Triton (macOS, Windows) the file still imports, so that its PyTorch parts, its documentation and its source can be
-  used; launching a kernel raises one line that says so.
+- without one they run in Triton's interpreter, mended by `lessons.toolbox.kernels.interpreter` to
+  round as a GPU does;
+- without Triton (macOS, Windows) the file still imports, so that its PyTorch parts, its
+  documentation and its source can be used; launching a kernel raises one line that says so.
 
 Rules for kernel files: this import instead of `import triton`; at module level nothing but
 decorators, `tl.constexpr` values and `triton.Config`s; wrappers take the device from their

@@ -1,12 +1,13 @@
-"""How a test of equivalence leaves its proof: the `proof` fixture, and the file that it writes.
+"""How a test of equivalence leaves its proof: the `proof` fixture, and the reading of what pytest
+wrote.
 
     def test_softmax(proof, dtype):
         proof.record(softmax_kernel, prove(fused_softmax, softmax, inputs))
 
 The same test proves the kernel in the interpreter on a CPU and for real on a GPU; the record says
-which. It is written only when the whole test has passed, one JSON line a test, to build/proof.jsonl
-(`pytest --proof-record FILE` for another). A test that asks for `proof` and records nothing fails,
-because a proof that names no kernel proves none.
+which. A test that passes leaves its kernels as properties of its case in pytest's JUnit file
+(`--junitxml FILE`). A test that asks for `proof` and records nothing fails, because a proof that
+names no kernel proves none.
 """
 
 import dataclasses
@@ -14,18 +15,16 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from lessons.toolbox.kernels.kernel_hash import kernel_hash, python_function
 
-ROOT = Path(__file__).resolve().parents[3]
-DEFAULT_RECORD = ROOT / "build" / "proof.jsonl"
-COMPACT_BYTES = 1_000_000  # a longer file is rewritten without the lines that later runs replaced
 ROOM = re.compile(r"l(\d\d)_\w+")
-ENTRY_POINT = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
 # of numerics.Errors, kept for the record
 FIGURES = ("rms", "rms_eager", "max_abs", "max_abs_eager", "worst_tile_rms", "floor")
+KERNEL = re.compile(r"\d\d/\w+")  # the names of our properties
 
 
 # ---------------------------------------------------------------- which kernel
@@ -65,21 +64,19 @@ def hash_of(kernel) -> str:
     return kernel_hash(kernel)
 
 
-def names_on_gpu(kernel: str, room: Path) -> list[str]:
-    """What a GPU's tools call "08/softmax_kernel": the function's name; of a .cu file in the
-    lesson's room all its kernels.
-    """
-    name = kernel.partition("/")[2]
-    if not name.endswith(".cu"):
-        return [name]
-    return ENTRY_POINT.findall((room / name).read_text(encoding="utf-8"))
+def where() -> str:
+    """ "interpreter" or "cuda": where this process runs its kernels."""
+    # here, because it imports PyTorch, which the reading of records does without
+    from lessons.toolbox.measure.device import has_gpu, interpreting
+
+    return "cuda" if has_gpu() and not interpreting() else "interpreter"
 
 
-# ---------------------------------------------------------------- the fixture
+# ---------------------------------------------------------------- what a test records
 
 
 class Proof:
-    """What one test proved so far: {kernel: {"hash": ..., "errors": {...}}}."""
+    """What one test proved so far: {kernel: {"hash": ..., "errors": {...}, "where": ...}}."""
 
     def __init__(self):
         self.kernels = {}
@@ -92,114 +89,102 @@ class Proof:
         them, or None for a bitwise proof. Of all that one test records for a kernel, the errors
         nearest to their limit (rule E1) are kept.
         """
-        entry = self.kernels.setdefault(
-            kernel_name(kernel), {"hash": hash_of(kernel), "errors": None}
-        )
+        entry = {"hash": hash_of(kernel), "errors": None, "where": where()}
+        entry = self.kernels.setdefault(kernel_name(kernel), entry)
         for measured in errors if isinstance(errors, (list, tuple)) else [errors]:
-            if measured is None:
-                continue
-            figures = {
-                name: float(f"{value:.3g}")
-                for name, value in dataclasses.asdict(measured).items()
-                if name in FIGURES
-            }
-            if entry["errors"] is None or _of_limit(figures) > _of_limit(entry["errors"]):
-                entry["errors"] = figures
+            if measured is not None:
+                figures = {name: float(f"{getattr(measured, name):.3g}") for name in FIGURES}
+                entry["errors"] = nearest_to_limit([entry["errors"], figures])
 
 
-def _of_limit(figures: dict) -> float:
+def nearest_to_limit(figures: list[dict | None]) -> dict | None:
+    """Of several errors the ones that nearly break rule E1. None: a bitwise proof."""
+    return max(figures, key=_of_limit)
+
+
+def _of_limit(figures: dict | None) -> float:
+    if figures is None:
+        return -1.0
     limit = 1.5 * figures["rms_eager"] + figures["floor"]
     return figures["rms"] / limit if limit else 0.0
 
 
-PROOF = pytest.StashKey[Proof]()
-
-
 @pytest.fixture
-def proof(request) -> Proof:
+def proof() -> Proof:
     """Records which kernel this test proves, and how well: `proof.record(kernel, errors)`."""
-    return request.node.stash.setdefault(PROOF, Proof())
-
-
-# ---------------------------------------------------------------- the plugin
-
-
-def pytest_addoption(parser) -> None:
-    parser.addoption(
-        "--proof-record",
-        type=Path,
-        default=DEFAULT_RECORD,
-        metavar="FILE",
-        help="where tests of equivalence record what they proved (default: build/proof.jsonl)",
-    )
+    return Proof()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    if "proof" not in getattr(item, "fixturenames", ()):
-        return report
-    found = item.stash.get(PROOF, Proof())
-    if report.when == "call" and report.passed and not found.kernels:
-        report.outcome = "failed"
-        report.longrepr = (
-            "this test asks for `proof` and records no kernel; call proof.record(kernel, errors)"
-        )
-    if report.failed or (report.when == "call" and report.passed):
-        kernels = found.kernels if report.passed else {}
-        append(
-            item.config.getoption("--proof-record"),
-            item.nodeid,
-            report.outcome,
-            report.duration,
-            kernels,
-        )
-    return report
+def pytest_pyfunc_call(pyfuncitem):
+    result = yield
+    found = pyfuncitem.funcargs.get("proof")
+    if isinstance(found, Proof):
+        if not found.kernels:
+            pytest.fail("this test asks for `proof` and records no kernel: proof.record(kernel)")
+        for kernel, entry in found.kernels.items():
+            pyfuncitem.user_properties.append((kernel, json.dumps(entry)))
+    return result
 
 
-def append(path: Path, test: str, outcome: str, duration_s: float, kernels: dict) -> None:
-    """Add one test's line. A line is written at once, so that parallel workers and a run cut short
-    leave whole lines.
+# ---------------------------------------------------------------- what pytest wrote
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One test of a run. kernels: what `proof` recorded, nothing unless the test passed."""
+
+    test: str  # "lessons/l03_kv_cache/test_equivalence.py::test_append[bf16]"
+    status: str  # "passed", "failed" or "skipped"
+    seconds: float
+    kernels: dict[str, dict]
+
+
+def read(junit: Path) -> list[Case]:
+    """The tests in a JUnit file of pytest's; none where a run was cut off before it wrote one."""
+    if not junit.exists():
+        return []
+    return [_case(element) for element in ElementTree.parse(junit).iter("testcase")]
+
+
+def _case(element: ElementTree.Element) -> Case:
+    test = f"{element.get('classname').replace('.', '/')}.py::{element.get('name')}"
+    status, kernels = "passed", {}
+    if element.find("skipped") is not None:
+        status = "skipped"
+    if element.find("failure") is not None or element.find("error") is not None:
+        status = "failed"
+    if status == "passed":
+        for found in element.iter("property"):
+            if KERNEL.match(found.get("name")):
+                kernels[found.get("name")] = json.loads(found.get("value"))
+    return Case(test, status, float(element.get("time")), kernels)
+
+
+def gathered(cases: list[Case], where: str) -> dict:
+    """{tests: how many ran, failed: [test], kernels: {kernel: {hash, cases, errors, quick}}}.
+
+    errors: of all cases the nearest to their limit; quick: the quickest case and a middling one.
+    Kernels that ran elsewhere than `where` ("cuda" or "interpreter") are left out: they prove
+    nothing here.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    line = {
-        "test": test,
-        "where": where(),
-        "outcome": outcome,
-        "seconds": round(duration_s, 3),
+    proved: dict[str, list] = {}
+    for case in sorted(cases, key=lambda case: case.seconds):
+        for kernel, found in case.kernels.items():
+            if found["where"] == where:
+                proved.setdefault(kernel, []).append((case.test, found))
+    kernels = {}
+    for kernel, found in sorted(proved.items()):
+        tests = [test for test, _ in found]
+        kernels[kernel] = {
+            "hash": found[0][1]["hash"],
+            "cases": len(tests),
+            "errors": nearest_to_limit([entry["errors"] for _, entry in found]),
+            # never the slowest: it may fill the memory on purpose
+            "quick": [tests[0], tests[(len(tests) - 1) // 2]],
+        }
+    return {
+        "tests": sum(case.status != "skipped" for case in cases),
+        "failed": [case.test for case in cases if case.status == "failed"],
         "kernels": kernels,
     }
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line, allow_nan=False) + "\n")
-
-
-def where() -> str:
-    """ "interpreter" or "cuda": where this process runs its kernels."""
-    from lessons.toolbox.measure.device import has_gpu, interpreting
-
-    return "cuda" if has_gpu() and not interpreting() else "interpreter"
-
-
-def pytest_sessionfinish(session) -> None:
-    path = session.config.getoption("--proof-record")
-    if (
-        not hasattr(session.config, "workerinput")
-        and path.exists()
-        and path.stat().st_size > COMPACT_BYTES
-    ):
-        lines = [json.dumps(line) + "\n" for line in read(path)]
-        path.write_text("".join(lines), encoding="utf-8")
-
-
-def read(path: Path) -> list[dict]:
-    """The last line of every test, in the order of the file; a line cut off in the middle is left
-    out. [] without a file.
-    """
-    last = {}
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        last[line["test"], line["where"]] = line
-    return list(last.values())

@@ -1,13 +1,14 @@
 """Wrong answers to lesson 11's exercises: real slips, and the hint for whoever made them."""
 
+import copy
 import itertools
 import math
 from functools import partial
 
 import torch
 
+from lessons.l11_cuda_graphs.naive import decode_batch, decode_logits
 from lessons.l11_cuda_graphs.optimized import GraphRunner as LessonsRunner
-from lessons.l11_cuda_graphs.slots import SlotCache, decode_logits
 from solutions.l11_cuda_graphs import noise
 from tests.exercises.wrong import Answers
 
@@ -265,7 +266,7 @@ def by_search(
     return max(num_launches * launch_us, bytes_us(batch)), max(graph_us, bytes_us(batch)), first
 
 
-# ---------------------------------------------------------------- 11.3 a step that cannot be captured
+# ---------------------------------------------------------------- 11.3 no graph can replay it
 
 
 def slipped_capture(
@@ -323,7 +324,7 @@ def slipped_capture(
 
 as_given = dict(seed="rebound", memory="rebound", write="mask", longest="item")
 for name, slip, hint in [
-    ("as_given", as_given, "All four bugs are there. Which line does the error name?"),
+    ("as_given", as_given, "Which line does the error name? More bugs may stand behind it."),
     (
         "length_left",
         dict(longest="item"),
@@ -348,17 +349,17 @@ for name, slip, hint in [
     (
         "two_left_inside",
         dict(write="mask", longest="item"),
-        "Two bugs are left, and both let values decide a shape.",
+        "Where do values decide a shape? Perhaps in more than one line.",
     ),
     (
         "two_left_outside",
         dict(memory="rebound", seed="rebound"),
-        "Two bugs are left: both replace a tensor of the graph.",
+        "A tensor of the graph is replaced, and perhaps not one alone.",
     ),
     (
         "three_left",
         dict(seed="rebound", memory="rebound", longest="item"),
-        "Three bugs are left; the error names the first.",
+        "The error names the first line that cannot be captured, and perhaps not the last.",
     ),
     (
         "branch",
@@ -432,41 +433,38 @@ class SlippedRunner:
     copy = "all"
     pads = True  # the columns behind the batch become padding
     padding = (0, 0, -1, 0)
-    smallest_first = recapture = own_cache = whole = lazy = False
-    clones = cuts = checks = checks_batch = replays = warm = True
+    smallest_first = recapture = own_pool = whole = lazy = False
+    clones = cuts = checks = checks_batch = replays = warm = keeps = True
     pick = "smallest"
 
-    def __init__(self, model, cache, graphs, buckets=None, **slip):
+    def __init__(self, model, pool, graphs, buckets=None, **slip):
         vars(self).update(slip)
-        self.buckets = sorted(
-            buckets or {*(1 << n for n in range((cache.rows - 1).bit_length())), cache.rows}
-        )
-        if self.checks and not 1 <= self.buckets[0] <= self.buckets[-1] <= cache.rows:
+        most = pool.num_blocks
+        self.buckets = sorted(buckets or {*(1 << n for n in range((most - 1).bit_length())), most})
+        if self.checks and not 1 <= self.buckets[0] <= self.buckets[-1] <= most:
             raise ValueError(f"buckets: got {self.buckets}")
-        if self.own_cache:
-            cache.__class__ = type("Moved", (SlotCache,), {})
-            twin = SlotCache(cache.config, cache.rows, cache.capacity, cache.keys.dtype)
-            twin.keys.copy_(cache.keys)
-            twin.values.copy_(cache.values)
-            cache = twin
-        self.model, self.cache, self.api, self.captured = model, cache, graphs, {}
-        for bucket in (
-            () if self.lazy else self.buckets if self.smallest_first else self.buckets[::-1]
-        ):
+        if self.own_pool:
+            pool = copy.copy(pool)
+            pool.k_slots, pool.v_slots = pool.k_slots.clone(), pool.v_slots.clone()
+        self.model, self.pool, self.api, self.captured = model, pool, graphs, {}
+        order = self.buckets if self.smallest_first else self.buckets[::-1]
+        for bucket in () if self.lazy else order:
             self.capture(bucket)
+        if not self.keeps:
+            del self.model, self.pool
 
     def capture(self, bucket):
         buffer = torch.tensor(self.padding)[:, None].repeat(1, bucket)
-        with torch.inference_mode():
-            self.captured[bucket] = [
-                buffer,
-                *self.api.capture(
-                    lambda: decode_logits(self.model, self.cache, buffer, self.rows_read(buffer))
-                ),
-            ]
 
-    def rows_read(self, buffer):
-        return self.cache.capacity
+        def step():
+            batch = decode_batch(buffer, self.slots_seen(buffer))
+            return decode_logits(self.model, self.pool, batch)
+
+        with torch.inference_mode():
+            self.captured[bucket] = [buffer, *self.api.capture(step)]
+
+    def slots_seen(self, buffer):
+        return self.pool.block_size
 
     def __call__(self, inputs):
         batch = inputs.shape[1]
@@ -501,13 +499,13 @@ class SlippedRunner:
 
 
 class PythonLength(SlippedRunner):
-    def rows_read(self, buffer):
+    def slots_seen(self, buffer):
         return int(buffer[3].max()) + 1
 
 
 class OneLength(SlippedRunner):
-    def rows_read(self, buffer):
-        return self.cache.capacity // 2
+    def slots_seen(self, buffer):
+        return self.pool.block_size // 2
 
 
 for name, kind, slip, hint in [
@@ -600,10 +598,16 @@ for name, kind, slip, hint in [
         "the largest.",
     ),
     (
-        "own_cache",
+        "own_pool",
         SlippedRunner,
-        dict(own_cache=True),
-        "Your graphs run on a cache of their own: the caller's never changes.",
+        dict(own_pool=True),
+        "Your graphs run on a pool of their own: the caller's never changes.",
+    ),
+    (
+        "forgets_the_pool",
+        SlippedRunner,
+        dict(keeps=False),
+        "A graph owns no memory that it reads. Keep model and pool in an attribute.",
     ),
     (
         "never_replays",
@@ -616,7 +620,7 @@ for name, kind, slip, hint in [
         "accepts_any_bucket",
         SlippedRunner,
         dict(checks=False),
-        "A bucket above cache.rows or below 1 is an error: ValueError.",
+        "A bucket above pool.num_blocks or below 1 is an error: ValueError.",
     ),
     (
         "accepts_any_batch",
@@ -628,13 +632,13 @@ for name, kind, slip, hint in [
         "length_of_python",
         PythonLength,
         {},
-        "rows_read from int(...) waits for the GPU while capturing; it is refused.",
+        "max_context_len from int(...) waits for the GPU while capturing; it is refused.",
     ),
     (
         "half_the_rows",
         OneLength,
         {},
-        "rows_read is a shape: it stays as captured, so it must be the capacity.",
+        "max_context_len is a shape: it stays as captured, so it must be the whole block.",
     ),
 ]:
     answers.wrong("11.4", hint, name)(partial(kind, **slip))

@@ -1,0 +1,112 @@
+"""A file is read in a sitting: its length, the length of its functions, and how dense it is.
+
+The tables list what is longer today. An entry whose file keeps the rule has to go, so that the
+tables only shrink.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.length_rules import (
+    LINES_OF_A_FILE,
+    LINES_OF_A_FUNCTION,
+    TOKENS_A_LINE,
+    dense_files,
+    density,
+    long_files,
+    long_functions,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+LONG_FILES = (
+    "lessons/l02_naive_attention/test_equivalence.py",
+    "lessons/l03_kv_cache/optimized.py",
+    "lessons/l03_kv_cache/test_equivalence.py",
+    "lessons/l04_positions/optimized.py",
+    "lessons/l04_positions/test_equivalence.py",
+    "lessons/l05_gqa/optimized.py",
+    "lessons/l05_gqa/test_equivalence.py",
+    "lessons/l06_mla/test_equivalence.py",
+    "lessons/l07_kernel_fusion/optimized.py",
+    "lessons/l07_kernel_fusion/test_equivalence.py",
+    "lessons/l08_online_softmax/partials.py",
+    "lessons/l08_online_softmax/test_equivalence.py",
+    "lessons/l09_flash_attention/hopper.py",
+    "lessons/l09_flash_attention/optimized.py",
+    "lessons/l09_flash_attention/test_equivalence.py",
+    "lessons/l10_flash_decoding/optimized.py",
+    "lessons/l10_flash_decoding/test_equivalence.py",
+    "lessons/l11_cuda_graphs/test_equivalence.py",
+    "lessons/toolbox/draw/figure.py",
+    "lessons/toolbox/draw/plotting.py",
+    "lessons/toolbox/exercises/exercise.py",
+    "lessons/toolbox/kernels/compile_check.py",
+    "lessons/toolbox/kernels/interpreter.py",
+    "lessons/toolbox/measure/bench.py",
+    "lessons/toolbox/measure/hardware.py",
+    "lessons/toolbox/model/checkpoint.py",
+    "lessons/toolbox/model/config_json.py",
+    "lessons/toolbox/proof/numerics.py",
+    "lessons/toolbox/proof/run.py",
+    "lessons/toolbox/proof/table.py",
+    "reference/ladder.py",
+)
+LONG_FUNCTIONS = (
+    "lessons/l01_roofline/__main__.py:main",
+    "lessons/l01_roofline/__main__.py:print_report",
+    "lessons/l03_kv_cache/optimized.py:decode_attention",
+    "lessons/l04_positions/checks.py:check_rope_cache",
+    "lessons/l04_positions/optimized.py:rope_cache_kernel",
+    "lessons/l05_gqa/lab/pictures.py:draw",
+    "lessons/l05_gqa/optimized.py:gqa_decode_kernel",
+    "lessons/l09_flash_attention/fa1.py:fa1_kernel",
+    "lessons/l09_flash_attention/fp8.py:flash_fp8_kernel",
+    "lessons/l09_flash_attention/hopper.py:compute_tiles",
+    "lessons/l09_flash_attention/hopper.py:flash_hopper_kernel",
+    "lessons/l09_flash_attention/optimized.py:flash_kernel",
+    "lessons/l10_flash_decoding/optimized.py:split_decode_kernel",
+    "lessons/toolbox/draw/diagrams.py:block_map",
+    "lessons/toolbox/draw/diagrams.py:gantt",
+    "lessons/toolbox/draw/diagrams.py:mask_image",
+    "lessons/toolbox/draw/plotting.py:class_plot",
+    "lessons/toolbox/draw/plotting.py:roofline",
+    "lessons/toolbox/draw/plotting.py:waterfall",
+    "lessons/toolbox/model/config_json.py:read_config",
+    "lessons/toolbox/proof/numerics.py:assert_close_to_oracle",
+    "reference/ladder_report.py:print_table",
+    "solutions/l05_gqa.py:group_kernel",
+)
+DENSE_FILES = (
+    "lessons/l02_naive_attention/naive.py",
+    "lessons/l04_positions/naive.py",
+    "lessons/l06_mla/naive.py",
+    "lessons/l07_kernel_fusion/naive.py",
+    "lessons/l08_online_softmax/naive.py",
+    "lessons/l09_flash_attention/naive.py",
+    "lessons/l11_cuda_graphs/optimized.py",
+)
+
+
+@pytest.mark.parametrize(
+    "found_in, allowed, limit",
+    [
+        pytest.param(long_files, LONG_FILES, f"{LINES_OF_A_FILE} lines", id="files"),
+        pytest.param(
+            long_functions, LONG_FUNCTIONS, f"{LINES_OF_A_FUNCTION} lines", id="functions"
+        ),
+        pytest.param(dense_files, DENSE_FILES, f"{TOKENS_A_LINE} tokens a line", id="density"),
+    ],
+)
+def test_what_is_too_long_is_listed(found_in, allowed, limit):
+    found = found_in(REPOSITORY)
+    new = {name: found[name] for name in found if name not in allowed}
+    assert not new, f"more than {limit}: {new}"
+    mended = sorted(set(allowed) - set(found))
+    assert not mended, f"at most {limit} now, so take it out of the table: {mended}"
+
+
+def test_density_counts_code_alone():
+    source = '"""A text of five words."""\n\n# a comment\nx = f(1,\n      2)  # four and three\n'
+    assert density(source) == 8 / 2
