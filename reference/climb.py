@@ -61,7 +61,7 @@ def how_many(step: Step, total: int) -> int:
 
 
 def new_guests(path: str, model: Decoder, prompts, limits) -> list[Contender]:
-    """The libraries, all on one copy of the weights, which is loaded when the first of them runs."""
+    """The libraries, all on one copy of the weights. It is loaded when the first of them runs."""
     loaded = []
 
     def run(peer, prompts, limits, on_token):

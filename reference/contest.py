@@ -168,7 +168,9 @@ def take_turns(contenders: list[Contender], prompts, limits, device, console: Co
 
 
 def warm_up(contender: Contender, prompts, limits) -> None:
-    """Two tokens of one request, or the one it asks for, so that nothing is loaded or compiled in a timed pass."""
+    """Two tokens of one request, or the one it asks for, so that nothing is loaded or compiled in
+    a timed pass.
+    """
     first = contender.served[0]
     contender.run([prompts[first]], [min(2, limits[first])], None)
 

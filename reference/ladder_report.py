@@ -155,7 +155,7 @@ def rung_cells(rung: dict, requests: int) -> list[str]:
         f"{rung['lesson']} {rung['name']}{star}",
         speed_cell(rung),
         *gains,
-        f"{rung['kv_bytes_per_token']:,}",
+        number(rung["kv_bytes_per_token"]),
         f"{rung['roofline_share']:.0%}",
         same_cell(rung),
         f"{about}{number(regime['gain'])}× {regime['label']}" if regime else "",
@@ -236,9 +236,9 @@ def headline(rungs: list[dict]) -> str:
     return f"{text}\nThe largest step: {step['name']}, {step['step']:.1f}×"
 
 
-def draw(data: dict, path_without_suffix: Path) -> None:
-    """The figure, PNG and SVG, from the content of ladder.json."""
-    model, title = data["model"], headline(data["rungs"])
+def figure_of(data: dict) -> plotting.ClassFigure:
+    """The figure, from the content of ladder.json."""
+    model = data["model"]
     rungs = [
         {**rung, "stand_in": STAND_INS if rung["stand_in"] else None} for rung in data["rungs"]
     ]
@@ -247,18 +247,24 @@ def draw(data: dict, path_without_suffix: Path) -> None:
         {**peer, "not_run": peer["not_run"] and peer["not_run"].split(": ", 1)[-1]}
         for peer in data["peers"]
     ]
-    fig = plotting.ladder_plot(
+    return plotting.ladder_plot(
         rungs,
         peers,
-        title=title,
+        title=headline(data["rungs"]),
         caption=plotting.caption(
             {"device": data["device"], "date": data["versions"].get("date")},
             dtype=model["dtype"],
             model=f"{Path(model['path']).name}, {model['parameters'] / 1e6:.0f}M parameters",
         ),
     )
+
+
+def draw(data: dict, path_without_suffix: Path) -> None:
+    """Save the figure as PNG and SVG."""
+    rungs = data["rungs"]
     alt = f"A row for each of {len(rungs)} rungs: tokens per second, and the gain in its own regime"
-    plotting.save(fig, path_without_suffix, alt=f"{alt}. {title}".replace("\n", ". "))
+    title = headline(rungs).replace("\n", ". ")
+    plotting.save(figure_of(data), path_without_suffix, alt=f"{alt}. {title}")
 
 
 def main(argv=None) -> int:

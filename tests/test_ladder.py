@@ -3,6 +3,7 @@ pass.
 """
 
 import importlib.util
+import io
 import json
 import random
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from lessons.l02_naive_attention.decoder import Decoder
@@ -90,6 +92,10 @@ def test_every_rung_gives_the_same_tokens_and_the_files_are_complete(model_folde
     for rung in data["rungs"]:
         assert set(rung) >= {"name", "tokens_per_s", "speedup", "identical", "runs"}
         assert rung["identical"] is True and rung["tokens_per_s"] > 0 and rung["tokens"] > 0
+        assert rung["not_run"] is None and rung["in_batches"] == (rung["lesson"] == "11")
+        assert rung["regime"] is None or rung["regime"]["gain"] > 0
+    stand_ins = {rung["lesson"] for rung in data["rungs"] if rung["stand_in"]}
+    assert stand_ins == {"02", "04", "07", "09", "10", "11"}, "on a CPU"
     assert data["rungs"][0]["speedup"] == 1
     assert (tmp_path / "ladder.png").stat().st_size > 10_000 and (tmp_path / "ladder.svg").exists()
 
@@ -211,25 +217,55 @@ def test_a_subset_asks_as_much_of_a_rung_as_all_requests_do():
 
 def test_requests_for_no_token_or_without_room_for_three(model_folder, tmp_path, quick):
     """One asks for nothing, one leaves room for a single token of the 1024 that the model knows."""
-    requests = [
-        {"prompt": "x", "max_new_tokens": 0},
-        {"prompt": "a " * 10, "max_new_tokens": 1},
-    ]
+    text = "a " * 1021
+    tokens = load_tokenizer(str(model_folder))(text, add_special_tokens=False)["input_ids"]
+    assert len(tokens) == 1022, "1023 with the start token"
+    requests = [{"prompt": "x", "max_new_tokens": 0}, {"prompt": text, "max_new_tokens": 1}]
     (tmp_path / "requests.json").write_text(json.dumps(requests))
     assert climb(model_folder, tmp_path, "--prompts", str(tmp_path / "requests.json")) == 0
     rungs = json.loads((tmp_path / "ladder.json").read_text())["rungs"]
     assert {rung["tokens"] for rung in rungs} == {1}
 
 
-def test_time_is_shared_out_by_budget(monkeypatch):
+def test_time_is_shared_out_by_budget():
     contender = Contender("x", None, [0])
-    assert contender.wants_a_pass, "the first pass always"
-    contender.runs, contender.spent_s = [1.0], contest.BUDGET_S
-    assert not contender.wants_a_pass
-    contender.spent_s = contest.BUDGET_S / 2
-    assert contender.wants_a_pass
+    assert contender.wants_a_pass(6.0), "the first pass always"
+    contender.runs, contender.spent_s = [1.0], 6.0
+    assert not contender.wants_a_pass(6.0)
+    contender.spent_s = 3.0
+    assert contender.wants_a_pass(6.0) and not contender.wants_a_pass(5.9)
     contender.runs = [1.0] * contest.MOST_PASSES
-    assert not contender.wants_a_pass
+    assert not contender.wants_a_pass(6.0)
+
+
+def test_many_contenders_share_a_fixed_total(monkeypatch):
+    """Ten that take their share of a second each; alone, one would go on for 6 seconds."""
+    passes = []
+
+    def timed(contender, prompts, limits, device, tick):
+        passes.append(contender.name)
+        contender.runs.append(1.0)
+        contender.spent_s += 2.0
+
+    monkeypatch.setattr(contest, "run_pass", timed)
+    monkeypatch.setattr(contest, "TOTAL_S", 40.0)
+    several = [Contender(str(i), lambda *args: None, [0]) for i in range(10)]
+    contest.take_turns(several, [[1]], [1], torch.device("cpu"), Console(file=io.StringIO()))
+    assert len(passes) == 20 and sum(c.spent_s for c in several) == 40
+    assert passes[:10] == passes[10:], "in turns"
+
+
+def test_a_smaller_subset_is_one_of_all_requests(monkeypatch):
+    """Request 0 asks for nothing: a rung that serves fewer of the others must not serve it."""
+    monkeypatch.setattr(contest, "SLOW_BUDGET_S", 1e-9)
+    prompts, limits = [[1] * 9, [1] * 3, [1] * 4, [1] * 5, [1] * 6], [0, 4, 4, 4, 4]
+    served = contest.within_budget(lambda *args: None, prompts, limits, [1, 2, 3, 4])
+    assert len(served) == 1 and served[0] in (1, 2, 3, 4)
+
+
+def test_a_batch_is_estimated_by_its_steps():
+    assert contest.model_calls([5, 9, 2], [0, 1], in_batches=False) == 14
+    assert contest.model_calls([5, 9, 2], [0, 1], in_batches=True) == 2 + 9
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
