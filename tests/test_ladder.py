@@ -5,6 +5,7 @@ pass.
 import importlib.util
 import io
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import generate, whole_sequence
+from lessons.toolbox.measure.records import write_json
 from lessons.toolbox.model.checkpoint import load_tokenizer
 from reference import climb as climbing
 from reference import contest, judging, ladder, peers
@@ -181,7 +183,7 @@ def test_the_two_best_logits_of_a_model(model_folder):
 
 
 def test_tokens_are_counted_as_generated(model_folder, tmp_path, quick, monkeypatch):
-    """A rung that stops after one token must not be credited with the tokens that were asked for."""
+    """A rung that stops after one token is not credited with the tokens that were asked for."""
     use_rungs(monkeypatch, Step("99", "one token", one_token))
     assert climb(model_folder, tmp_path) == 0
     assert json.loads((tmp_path / "ladder.json").read_text())["rungs"][0]["tokens"] == 3
@@ -368,15 +370,67 @@ def test_peers_give_the_same_tokens_and_no_more_than_asked_for(model_folder):
         assert len(ticks) == sum(map(len, want))
 
 
-def test_demo_from_another_folder_and_without_a_terminal(tmp_path, model_folder):
-    """As a learner would by accident: python -m reference.ladder elsewhere fails in one line or
-    works, never a traceback.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", "reference.ladder", "--model", "missing", "--requests", "1"],
-        cwd=REPOSITORY,
+def elsewhere(tmp_path, *command, **environment):
+    """Run Python in another folder, as a learner would by accident."""
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
-        env={**__import__("os").environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", **environment},
     )
+
+
+def test_a_missing_model_is_one_line_from_another_folder_too(tmp_path):
+    done = elsewhere(tmp_path, "-m", "reference.ladder", "--model", "missing", "--requests", "1")
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+ONE_RUNG = """
+import sys
+from reference import climb, contest, ladder, rungs
+climb.PEERS, contest.MOST_PASSES = (), 1
+climb.rungs_of = lambda config: rungs.WITH_HEADS[:1]
+sys.exit(ladder.main(sys.argv[1:]))
+"""
+
+
+def test_home_folders_another_folder_and_a_terminal_of_ascii(model_folder, tmp_path):
+    """A model and an output folder under ~, nothing left there but the three files."""
+    shutil.copytree(model_folder, tmp_path / "home/model")
+    places = ("--model=~/model", "--out=~/out", "--requests=1", "--device=cpu")
+    environment = {"HOME": str(tmp_path / "home"), "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = elsewhere(tmp_path, "-c", ONE_RUNG, *places, **environment)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.isascii() and "no cache: recompute" in done.stdout
+    left = {path.name for path in (tmp_path / "home/out").iterdir()}
+    assert left == {"ladder.json", "ladder.png", "ladder.svg"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "home"]
+
+
+def test_the_courses_models_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ladder.place_of("models/tiny") == str(REPOSITORY / "models/tiny")
+    (tmp_path / "models/tiny").mkdir(parents=True)
+    assert ladder.place_of("models/tiny") == "models/tiny", "one's own comes first"
+    assert ladder.place_of("someone/on-the-hub") == "someone/on-the-hub"
+
+
+def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
+    """Importing torch takes seconds. Here it is interrupted at once."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    done = elsewhere(tmp_path, "-m", "reference.ladder", PYTHONPATH=path)
+    assert done.returncode == 130 and done.stderr == "ladder: interrupted\n"
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    """Ctrl-C between the temporary file and its final name leaves neither."""
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(tmp_path / "ladder.json", {"rungs": []})
+    assert list(tmp_path.iterdir()) == []
