@@ -151,7 +151,7 @@ def take_turns(contenders: list[Contender], prompts, limits, device, console: Co
                 progress.reset(bar)
                 try:
                     if not contender.runs:
-                        warm_up(contender, prompts, limits)
+                        warm_up(contender, prompts, limits, device)
                     tick = partial(progress.advance, bar)
                     run_pass(contender, prompts, limits, device, tick)
                 except Exception as error:
@@ -167,12 +167,19 @@ def take_turns(contenders: list[Contender], prompts, limits, device, console: Co
                 progress.stop_task(bar)
 
 
-def warm_up(contender: Contender, prompts, limits) -> None:
+def warm_up(contender: Contender, prompts, limits, device) -> None:
     """Two tokens of one request, or the one it asks for, so that nothing is loaded or compiled in
     a timed pass.
+
+    On a GPU, whoever serves many at once also gets two tokens of each request, and the longest one
+    whole: the pools and graphs of lesson 11 are made for as many and as long ones as they see.
     """
-    first = contender.served[0]
-    contender.run([prompts[first]], [min(2, limits[first])], None)
+    served = contender.served
+    contender.run([prompts[served[0]]], [min(2, limits[served[0]])], None)
+    if contender.in_batches and device.type == "cuda":
+        longest = max(served, key=lambda i: len(prompts[i]) + limits[i])
+        some = [limits[i] if i == longest else min(2, limits[i]) for i in served]
+        contender.run([prompts[i] for i in served], some, None)
 
 
 def first_line(error: Exception) -> str:

@@ -45,8 +45,9 @@ def test_the_course_keeps_the_rule(rule):
 @pytest.mark.parametrize("rule", ANATOMY)
 def test_anatomy_is_reported(rule):
     """A warning in pytest's summary. The test itself fails only if a file cannot be read."""
-    for complaint in ANATOMY[rule](REPOSITORY):
-        warnings.warn(complaint, AnatomyWarning, stacklevel=1)
+    complaints = ANATOMY[rule](REPOSITORY)
+    if complaints:
+        warnings.warn("\n".join([f"{rule}:", *complaints]), AnatomyWarning, stacklevel=1)
 
 
 # ---------------------------------------------------------------- numbers

@@ -229,6 +229,24 @@ def test_requests_for_no_token_or_without_room_for_three(model_folder, tmp_path,
     assert {rung["tokens"] for rung in rungs} == {1}
 
 
+def test_a_warm_up_needs_as_much_room_as_a_pass():
+    """As many requests, and as long ones, so that lesson 11 captures nothing in a timed pass."""
+    room = []
+
+    def run(prompts, limits, on_token):
+        room.append((len(prompts), max(len(p) + n for p, n in zip(prompts, limits))))
+
+    prompts, limits = [[1] * (3 + i % 7) for i in range(20)], [30 - i for i in range(20)]
+    contender = Contender("in batches", run, list(range(20)), in_batches=True)
+    contest.warm_up(contender, prompts, limits, torch.device("cuda"))
+    warmed = max(room)
+    run(prompts, limits, None)
+    assert warmed == room[-1]
+    room.clear()
+    contest.warm_up(contender, prompts, limits, torch.device("cpu"))
+    assert room == [(1, 5)], "a CPU captures nothing, and its time is dear"
+
+
 def test_time_is_shared_out_by_budget():
     contender = Contender("x", None, [0])
     assert contender.wants_a_pass(6.0), "the first pass always"

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import nbclient
-import nbformat
 import pytest
 
 from tests.notebook_kernels import preloaded_kernels
 from tests.notebook_rules import notebooks
+
+nbclient = pytest.importorskip("nbclient", reason="NOT RUN: nbclient is not installed")
+nbformat = pytest.importorskip("nbformat", reason="NOT RUN: nbformat is not installed")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # of processor time on one core, so that neither other tests nor a machine that was put to sleep

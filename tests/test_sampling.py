@@ -270,7 +270,7 @@ def test_draws_follow_the_distribution():
 
 
 @pytest.mark.parametrize(
-    "bias", [lambda p: p**0.95, lambda p: p + 0.01 * p.max(), lambda p: p.roll(1)]
+    "bias", [lambda p: p**0.95, lambda p: p + 0.03 * p.max(), lambda p: p.roll(1)]
 )
 def test_the_test_rejects_a_biased_sampler(bias):
     p = torch.randn(VOCAB, dtype=torch.float64).softmax(0)
@@ -392,6 +392,17 @@ def test_sampling_leaves_its_inputs_alone():
 # ---------------------------------------------------------------- bad input
 
 
+NUMBERS = [
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+]
+
+
 @pytest.mark.parametrize(
     "field, value",
     [
@@ -412,6 +423,24 @@ def test_sampling_leaves_its_inputs_alone():
         ("seed", 2**63),
         ("stop_token_ids", (3, -1)),
         ("stop_token_ids", ["a"]),
+        # what is no number, or only passes as one
+        *[(field, "1") for field in NUMBERS],
+        *[(field, None) for field in NUMBERS],
+        *[(field, True) for field in NUMBERS],
+        *[(field, 10**400) for field in NUMBERS],
+        ("seed", "1"),
+        ("seed", True),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", 0),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", [2.0]),
+        ("ignore_eos", 1),
+        ("ignore_eos", None),
+        # penalties that would carry a logit out of its range
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 1e300),
+        ("repetition_penalty", math.inf),
     ],
 )
 def test_bad_parameters(field, value):
@@ -428,4 +457,7 @@ def test_logits_that_are_no_distribution(logits):
 
 def test_stop_tokens_may_be_a_list_and_params_are_hashable():
     assert SamplingParams(stop_token_ids=[3, 4]) == SamplingParams(stop_token_ids=(3, 4))
+    for tokens in ({3}, frozenset([3]), [3], (3,)):
+        assert SamplingParams(stop_token_ids=tokens).stop_token_ids == (3,)
+    assert SamplingParams(stop_token_ids=None).stop_token_ids == ()
     assert len({SamplingParams(), SamplingParams(), GREEDY}) == 2

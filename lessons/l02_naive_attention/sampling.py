@@ -14,8 +14,9 @@ API reference).
 """
 
 import math
+import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled, under vLLM's names. Raises ValueError for a value out of range."""
+    """How one request is sampled, under vLLM's names. Raises ValueError for a wrong value."""
 
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # keep the k likeliest tokens; 0 or -1: all of them
@@ -40,38 +41,42 @@ class SamplingParams:
 
     def __post_init__(self):
         # Frozen, so that rows may share one object; a list of stop tokens is welcome all the same.
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        self._require(
-            "temperature", 0 <= self.temperature < math.inf, "a finite number >= 0 (0 is greedy)"
+        if self.stop_token_ids is None:
+            object.__setattr__(self, "stop_token_ids", ())
+        elif isinstance(self.stop_token_ids, (list, set, frozenset)):
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        largest = sys.float_info.max
+        self._require_number("temperature", 0, largest, "a finite number >= 0 (0 is greedy)")
+        self._require_number("top_p", sys.float_info.min, 1, "0 < top_p <= 1")
+        self._require_number("min_p", 0, 1, "0 <= min_p <= 1")
+        # Wider bounds would take a logit out of float32's range.
+        self._require_number(
+            "repetition_penalty", 0.01, 100, "0.01 <= repetition_penalty <= 100 (1 is off)"
         )
+        self._require_number("presence_penalty", -2, 2, "-2 <= presence_penalty <= 2")
+        self._require_number("frequency_penalty", -2, 2, "-2 <= frequency_penalty <= 2")
         self._require(
             "top_k",
-            isinstance(self.top_k, int) and self.top_k >= -1,
-            "an integer >= 1, or 0 or -1 for all tokens",
-        )
-        self._require("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1")
-        self._require("min_p", 0 <= self.min_p <= 1, "0 <= min_p <= 1")
-        self._require(
-            "repetition_penalty",
-            0 < self.repetition_penalty < math.inf,
-            "a finite number > 0 (1 is off)",
-        )
-        self._require(
-            "presence_penalty", -2 <= self.presence_penalty <= 2, "-2 <= presence_penalty <= 2"
-        )
-        self._require(
-            "frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 <= frequency_penalty <= 2"
+            _is_integer(self.top_k, -1, 2**31 - 1),
+            "an integer from 1 to 2**31 - 1, or 0 or -1 for all tokens",
         )
         self._require(
             "seed",
-            self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63),
+            self.seed is None or _is_integer(self.seed, 0, 2**63 - 1),
             "None, or an integer with 0 <= seed < 2**63",
         )
         self._require(
             "stop_token_ids",
-            all(isinstance(t, int) and t >= 0 for t in self.stop_token_ids),
-            "token ids >= 0",
+            isinstance(self.stop_token_ids, tuple)
+            and all(_is_integer(token, 0, 2**63 - 1) for token in self.stop_token_ids),
+            "a list of token ids >= 0",
         )
+        self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
+
+    def _require_number(self, name: str, low: float, high: float, what: str) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        self._require(name, is_number and low <= value <= high, what)
 
     def _require(self, name: str, accepted: bool, what: str) -> None:
         if not accepted:
@@ -85,8 +90,18 @@ class SamplingParams:
         """The request's own source of random numbers. On the CPU, so that a seed gives the same
         numbers on every machine.
         """
-        seed = int(torch.randint(2**63 - 1, ())) if self.seed is None else self.seed
-        return torch.Generator().manual_seed(seed)
+        return torch.Generator().manual_seed(self.seeded().seed)
+
+    def seeded(self) -> "SamplingParams":
+        """The same with a seed: its own, or a fresh one from PyTorch's global generator."""
+        if self.seed is not None:
+            return self
+        return replace(self, seed=int(torch.randint(2**63 - 1, ())))
+
+
+def _is_integer(value, low: int, high: int) -> bool:
+    # True and False are integers to Python, and mistakes here
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 GREEDY = SamplingParams(temperature=0)

@@ -181,7 +181,8 @@ def graph_step(model: Decoder, pool: KVPool) -> Step:
 
     A mixture of experts stays eager, because Python asks its router which experts to run.
     """
-    if model.device.type != "cuda" or model.config.moe is not None:
+    has_experts = model.config.moe is not None
+    if has_experts or model.device.type != "cuda":
         return eager_step(model, pool)
     return GraphRunner(model, pool, CudaGraphs(model.device))
 

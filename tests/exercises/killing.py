@@ -45,22 +45,3 @@ def kill_matrix(entry: Exercise, seed: int = 0) -> dict[WrongAnswer, list[str]]:
         ]
         for answer in answers_of(entry.lesson).wrong_for(entry.id)
     }
-
-
-@cache
-def survivors_and_idlers(entry: Exercise, seed: int = 0) -> tuple[list[str], list[str]]:
-    """The names of wrong answers that pass every check, and of runs that reject no wrong answer.
-
-    It is what the whole matrix says, from a part of it: an answer needs one run that rejects it, so
-    beyond that only runs which have rejected nothing yet are tried on it.
-    """
-    idle, busy, survivors = runs_of(entry), [], []
-    for answer in answers_of(entry.lesson).wrong_for(entry.id):
-        rejecting = [run for run in idle if run.outcome(answer.function, seed).status == FAIL]
-        idle = [run for run in idle if run not in rejecting]
-        if not rejecting and not any(
-            run.outcome(answer.function, seed).status == FAIL for run in busy
-        ):
-            survivors.append(answer.name)
-        busy += rejecting
-    return survivors, [run.name for run in idle]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from matplotlib.text import Text
 
+import lessons as course
 from lessons.toolbox.draw import plotting
 from lessons.toolbox.measure import bench, records, timing
 from lessons.toolbox.measure.bench import Benchmark, Unavailable
@@ -38,36 +39,70 @@ def greedy(x):
     return call if x.shape[0] >= 32 else lambda: x.sum(dim=1)
 
 BENCHMARKS = [Benchmark(
-    name="row_sums", title="One call is {speedup:.0f}x faster than a loop at {x} rows",
-    x_name="rows", x_values=(16, 32, 64), inputs=inputs, ylabel="row sums", dtype="float32",
-    shape="[rows, rows]", bytes_moved=lambda n: 4.0 * n * n,
-    floor_s=lambda n: 4.0 * n * n / 1e13, floor_label="memory floor",
-    providers={"loop": ("naive", naive), "one call": ("optimized", optimized),
-               "peer": ("library", library), "hungry": ("library", greedy),
-               "kernel": ("optimized", on_gpu(optimized))})]
+    name="row_sums",
+    title="One call is {speedup:.0f}x faster than a loop at {x} rows",
+    x_name="rows",
+    x_values=(16, 32, 64),
+    inputs=inputs,
+    ylabel="row sums",
+    dtype="float32",
+    shape="[rows, rows]",
+    bytes_moved=lambda n: 4.0 * n * n,
+    floor_s=lambda n: 4.0 * n * n / 1e13,
+    floor_label="memory floor",
+    providers={
+        "loop": ("naive", naive),
+        "one call": ("optimized", optimized),
+        "peer": ("library", library),
+        "hungry": ("library", greedy),
+        "kernel": ("optimized", on_gpu(optimized)),
+    },
+)]
 """
 
 
 @pytest.fixture
-def lessons(tmp_path):
-    folder = tmp_path / "lessons" / "l03_row_sums"
-    folder.mkdir(parents=True)
-    (folder / "benchmark.py").write_text(LESSON)
-    (tmp_path / "lessons" / "l04_no_benchmark").mkdir()
+def lessons(tmp_path, monkeypatch):
+    """A course of one lesson with a benchmark and one without, on a CPU."""
+    for folder in ("l03_row_sums/lab", "l04_no_benchmark"):
+        (tmp_path / "lessons" / folder).mkdir(parents=True)
+    (tmp_path / "lessons/l03_row_sums/lab/benchmark.py").write_text(LESSON)
+    monkeypatch.setattr(course, "__path__", [*course.__path__, str(tmp_path / "lessons")])
+    monkeypatch.setattr(bench, "default_device", lambda: torch.device("cpu"))
     yield tmp_path / "lessons"
-    sys.modules.pop("lessons.l03_row_sums.benchmark", None)
+    for name in [name for name in sys.modules if name.startswith("lessons.l03_row_sums")]:
+        del sys.modules[name]
 
 
 def build(providers, **changes):
-    arguments = {
+    """A benchmark of random [n, n] at n = 4 and 8."""
+    declared = {
         "name": "example",
         "title": "t",
         "x_name": "n",
         "x_values": (4, 8),
         "tolerance": 1e-5,
         "inputs": lambda n, device: (torch.randn(n, n, device=device),),
-    } | changes
-    return Benchmark(providers=providers, **arguments)
+    }
+    return Benchmark(providers=providers, **(declared | changes))
+
+
+def measured(providers, **changes):
+    """The record of such a benchmark on a CPU, providers as {label: make_fn}; the first is naive,
+    the others are optimized.
+    """
+    roles = ["naive"] + ["optimized"] * len(providers)
+    declared = {label: (role, make) for role, (label, make) in zip(roles, providers.items())}
+    return bench.run(build(declared, **changes), "cpu", out=None)
+
+
+def statuses(record):
+    return {label: [p["status"] for p in s["points"]] for label, s in record["series"].items()}
+
+
+def caption_of(record):
+    text = records.figure_of(record).get_supxlabel()
+    return text.replace("\n", " ").replace("\u00a0", " ")
 
 
 def rows(x):
@@ -81,11 +116,8 @@ def scripted_clock(monkeypatch):
 
     def interleave(functions, **_):
         timed.append(list(functions))
-        return {
-            label: timing.Timing(s, 0.9 * s, 1.1 * s, samples_s=(s,) * 7)
-            for label in functions
-            for s in (seconds.get(label, 1.0),)
-        }
+        times = {label: seconds.get(label, 1.0) for label in functions}
+        return {label: timing.Timing(s, 0.9 * s, 1.1 * s, s, 7, []) for label, s in times.items()}
 
     monkeypatch.setattr(timing, "interleave", interleave)
     return seconds, timed
@@ -93,15 +125,12 @@ def scripted_clock(monkeypatch):
 
 def test_the_command_measures_records_and_draws(lessons, tmp_path, capsys):
     out = tmp_path / "out"
-    assert bench.main(["03", "--out", str(out), "--device", "cpu"], root=lessons) == 0
+    assert bench.main(["03", "--out", str(out)], root=lessons) == 0
     assert sorted(p.name for p in out.iterdir()) == [
-        "row_sums.json",
-        "row_sums.png",
-        "row_sums.svg",
+        f"row_sums.{k}" for k in ("json", "png", "svg")
     ]
     record = json.loads((out / "row_sums.json").read_text())
-    status = {label: [p["status"] for p in s["points"]] for label, s in record["series"].items()}
-    assert status == {
+    assert statuses(record) == {
         "loop": ["ok"] * 3,
         "one call": ["ok"] * 3,
         "peer": ["not run"] * 3,
@@ -110,31 +139,21 @@ def test_the_command_measures_records_and_draws(lessons, tmp_path, capsys):
     }
     point = record["series"]["loop"]["points"][0]
     assert 0 < point["p20_s"] <= point["median_s"] <= point["p80_s"] and point["runs"] > 1
-    assert {"device", "torch", "date"} <= set(record["fingerprint"]) and record[
-        "dtype"
-    ] == "float32"
-    assert record["bytes"] == [4.0 * n * n for n in (16, 32, 64)] and record["x"] == [16, 32, 64]
+    assert {"device", "torch", "date"} <= set(record["fingerprint"])
+    assert record["dtype"] == "float32" and record["x"] == [16, 32, 64]
+    assert record["bytes"] == [4.0 * n * n for n in (16, 32, 64)]
     printed = capsys.readouterr().out
-    assert (
-        "not run: peer (peer is not installed)" in printed
-        and "out of memory: hungry at 32, 64 (CUDA" in printed
-    )
+    assert "not run (peer is not installed): peer" in printed
+    assert "Tried to allocate 9 TiB): hungry at 32, 64" in printed
 
-    fig = records.figure_of(record)
-    text = (
-        " ".join(t.get_text() for t in fig.findobj(Text)).replace("\n", " ").replace("\u00a0", " ")
-    )
-    assert plotting.texts_outside(fig) == [] and plotting.overlapping_texts(fig) == []
-    speedup = (
-        record["series"]["loop"]["points"][-1]["median_s"]
-        / record["series"]["one call"]["points"][-1]["median_s"]
-    )
+    figure = records.figure_of(record)
+    assert plotting.texts_outside(figure) == [] and plotting.overlapping_texts(figure) == []
+    text = " ".join(t.get_text() for t in figure.findobj(Text))
+    text = text.replace("\n", " ").replace("\u00a0", " ")
+    speedup = records.medians(record, "naive")[64] / records.medians(record, "optimized")[64]
     assert f"One call is {speedup:.0f}x faster than a loop at 64 rows" in text
-    assert (
-        "hungry (out of memory at 32)" in text
-        and "not run: peer" in text
-        and "[rows, rows]" in text
-    )
+    assert "hungry (out of memory at 32)" in text
+    assert "not run (peer" in text and "[rows, rows]" in text
 
 
 def test_quick_takes_the_small_sizes(lessons, tmp_path):
@@ -143,42 +162,23 @@ def test_quick_takes_the_small_sizes(lessons, tmp_path):
     assert record["x"] == [16, 32] and record["quick"] is True
 
 
-def test_a_wrong_output_is_never_timed_and_fails_the_command(
-    scripted_clock, tmp_path, capsys, lessons
-):
-    def off_by_one_row(x):
-        return lambda: x.sum(dim=1).roll(1)
-
-    def slightly_scaled(x):
-        return lambda: x.sum(dim=1) * 1.001
-
-    def nan(x):
-        return lambda: x.sum(dim=1).fill_(float("nan"))
-
-    record = bench.run(
-        build(
-            {
-                "truth": ("naive", rows),
-                "rolled": ("optimized", off_by_one_row),
-                "scaled": ("optimized", slightly_scaled),
-                "nan": ("library", nan),
-                "good": ("optimized", rows),
-            }
-        ),
-        "cpu",
-        out=None,
-    )
+def test_a_wrong_output_is_never_timed_and_fails_the_command(scripted_clock, tmp_path, lessons):
+    providers = {
+        "truth": rows,
+        "rolled": lambda x: lambda: x.sum(dim=1).roll(1),
+        "scaled": lambda x: lambda: x.sum(dim=1) * 1.001,
+        "nan": lambda x: lambda: x.sum(dim=1).fill_(float("nan")),
+        "good": rows,
+    }
+    record = measured(providers)
     assert scripted_clock[1] == [["truth", "good"]] * 2
-    points = {label: s["points"][0] for label, s in record["series"].items()}
-    assert {points[label]["status"] for label in ("rolled", "scaled", "nan")} == {"wrong"}
-    assert "differs from 'truth'" in points["rolled"]["reason"]
-    assert "WRONG: rolled (" in records.figure_of(record).get_supxlabel().replace(
-        "\n", " "
-    ).replace("\u00a0", " ")
-    assert bench.report(record) is False
-    path = lessons / "l03_row_sums" / "benchmark.py"
+    for label in ("rolled", "scaled", "nan"):
+        assert statuses(record)[label] == ["wrong"] * 2
+    assert "WRONG (differs from 'truth'" in caption_of(record)
+    assert not records.is_sound(record)
+    path = lessons / "l03_row_sums" / "lab" / "benchmark.py"
     path.write_text(LESSON.replace("x.sum(dim=1)\n\ndef library", "x.sum(dim=0)\n\ndef library"))
-    assert bench.main(["3", "--out", str(tmp_path), "--device", "cpu"], root=lessons) == 1
+    assert bench.main(["3", "--out", str(tmp_path)], root=lessons) == 1
 
 
 def test_a_dropped_element_is_seen_although_the_norm_hardly_moves():
@@ -191,15 +191,24 @@ def test_a_dropped_element_is_seen_although_the_norm_hardly_moves():
     assert bench.disagreement(truth * (1 + 1e-4), truth, tolerance=5e-3) == ""
 
 
+INF, NAN = float("inf"), float("nan")
+
+
 @pytest.mark.parametrize(
     "output, truth, words",
     [
         ([[1, 2]], [[1, 3]], "outputs differ"),
         ([[1, 2]], [[1, 2]], ""),
         (None, None, "None"),
-        (torch.tensor([1, 2]), torch.tensor([1, 3]), "1 of 2 elements differ"),
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), "worst element"),
+        (torch.tensor([2**24 + 1, 2**30]), torch.tensor([2**24 + 1, 2**30]), ""),
+        (1.003 * torch.ones(3), torch.ones(3), "relative error 3.0e-03"),
         (torch.ones(2), torch.ones(3), "shape [2], not [3]"),
-        (torch.tensor([1.0, float("inf")]), torch.tensor([1.0, 2.0]), "infinity"),
+        (torch.tensor([1.0, INF]), torch.tensor([1.0, 2.0]), "error inf"),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, -INF]), "error inf"),
+        (torch.tensor([1.0, INF]), torch.tensor([1.0, -INF]), "error inf"),
+        (torch.tensor([1.0, -INF]), torch.tensor([1.0, -INF]), ""),
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), "error nan"),
         (torch.zeros(3), torch.zeros(3), ""),
     ],
 )
@@ -208,58 +217,58 @@ def test_disagreement(output, truth, words):
     assert words in found and bool(words) == bool(found)
 
 
+def test_tolerance_0_means_the_same_elements():
+    truth = torch.tensor([1.0, -INF])
+    assert bench.disagreement(truth.clone(), truth, tolerance=0) == ""
+    one_bit_off = torch.tensor([1.0 + 2**-23, -INF])
+    assert bench.disagreement(one_bit_off, truth, tolerance=0) != ""
+
+
+def test_outputs_are_compared_where_they_are(monkeypatch):
+    def moved(self):
+        raise AssertionError("a gigabyte of output went to the CPU")
+
+    monkeypatch.setattr(torch.Tensor, "cpu", moved)
+    assert bench.disagreement(torch.ones(3), torch.ones(3), 1e-3) == ""
+
+
 def test_every_provider_gets_the_same_inputs_and_a_reused_buffer_cannot_pass_for_the_truth(
     scripted_clock,
 ):
     seen, buffer = [], torch.empty(8)
 
-    def shared_buffer(x, factor):
-        seen.append(x)
+    def into_the_buffer(factor):
+        def make(x):
+            seen.append(x)
+            return lambda: torch.mul(x.sum(dim=1), factor, out=buffer[: len(x)])
 
-        def call():
-            buffer[: len(x)] = factor * x.sum(dim=1)
-            return buffer[: len(x)]
+        return make
 
-        return call
-
-    record = bench.run(
-        build(
-            {
-                "a": ("naive", lambda x: shared_buffer(x, 1)),
-                "b": ("optimized", lambda x: shared_buffer(x, 2)),
-            }
-        ),
-        "cpu",
-        out=None,
-    )
+    record = measured({"a": into_the_buffer(1), "b": into_the_buffer(2)})
     assert seen[0] is seen[1]
-    assert [p["status"] for p in record["series"]["b"]["points"]] == ["wrong", "wrong"]
-    other = bench.run(build({"a": ("naive", rows)}), "cpu", out=None)
-    assert other["seed"] != record["seed"], "seeds are fresh"
+    assert statuses(record)["b"] == ["wrong", "wrong"]
+    assert measured({"a": rows})["seed"] != record["seed"], "seeds are fresh"
 
 
 def test_a_crash_is_recorded_and_costs_the_others_nothing(scripted_clock):
-    def broken(x):
-        return lambda: 1 / 0
-
     def no_memory(x):
-        raise RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 "
-            "bytes"
-        )
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
 
-    record = bench.run(
-        build({"a": ("naive", rows), "b": ("optimized", broken), "c": ("library", no_memory)}),
-        "cpu",
-        out=None,
+    record = measured({"a": rows, "b": lambda x: lambda: 1 / 0, "c": no_memory})
+    point = record["series"]["b"]["points"][0]
+    reason = "ZeroDivisionError: division by zero"
+    assert point == {"x": 4, "status": "failed", "reason": reason}
+    assert statuses(record)["a"] == ["ok"] * 2
+    assert statuses(record)["c"] == ["out of memory"] * 2
+
+
+def test_a_provider_that_fails_while_it_is_timed_fails_alone():
+    calls = iter(range(100))
+    record = measured(
+        {"a": rows, "b": lambda x: lambda: x.sum(dim=1) if next(calls) < 2 else 1 / 0},
+        x_values=(4,),
     )
-    assert record["series"]["b"]["points"][0] == {
-        "x": 4,
-        "status": "failed",
-        "reason": "ZeroDivisionError: division by zero",
-    }
-    assert [p["status"] for p in record["series"]["c"]["points"]] == ["out of memory"] * 2
-    assert [p["status"] for p in record["series"]["a"]["points"]] == ["ok"] * 2
+    assert statuses(record) == {"a": ["ok"], "b": ["failed"]}
 
 
 def test_a_provider_out_of_memory_is_not_tried_again_at_larger_sizes(scripted_clock):
@@ -269,15 +278,8 @@ def test_a_provider_out_of_memory_is_not_tried_again_at_larger_sizes(scripted_cl
         tried.append(len(x))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    record = bench.run(
-        build({"a": ("naive", rows), "b": ("optimized", hungry)}, x_values=(4, 8, 16)),
-        "cpu",
-        out=None,
-    )
-    assert (
-        tried == [4]
-        and [p["status"] for p in record["series"]["b"]["points"]] == ["out of memory"] * 3
-    )
+    record = measured({"a": rows, "b": hungry}, x_values=(4, 8, 16))
+    assert tried == [4] and statuses(record)["b"] == ["out of memory"] * 3
 
 
 def test_when_all_together_run_out_of_memory_each_is_timed_alone(scripted_clock, monkeypatch):
@@ -289,15 +291,42 @@ def test_when_all_together_run_out_of_memory_each_is_timed_alone(scripted_clock,
         return scripted(functions, **how)
 
     monkeypatch.setattr(timing, "interleave", together)
-    record = bench.run(
-        build({"a": ("naive", rows), "b": ("optimized", rows)}, x_values=(4,)), "cpu", out=None
-    )
-    assert [s["points"][0]["status"] for s in record["series"].values()] == ["ok", "ok"]
-    assert all(
-        "timed alone: together CUDA out of memory" in s["points"][0]["flags"]
-        for s in record["series"].values()
-    )
-    assert "timed alone: a; b" in records.figure_of(record).get_supxlabel().replace("\u00a0", " ")
+    record = measured({"a": rows, "b": rows}, x_values=(4,))
+    assert statuses(record) == {"a": ["ok"], "b": ["ok"]}
+    flags = record["series"]["b"]["points"][0]["flags"]
+    assert flags == ["timed alone: together CUDA out of memory"]
+    assert "timed alone: a; b" in caption_of(record)
+
+
+def test_dynamo_forgets_the_sizes_before(scripted_clock, monkeypatch):
+    """Else torch.compile gives up on a function after eight sizes."""
+    resets = []
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    measured({"a": rows})
+    assert len(resets) == 2
+
+
+def test_resume_keeps_what_is_whole_and_of_the_same_key(scripted_clock, tmp_path):
+    timed, benchmark = scripted_clock[1], build({"a": ("naive", rows)}, x_values=(4,))
+
+    def seed(**how):
+        return bench.run(benchmark, "cpu", out=tmp_path, **how)["seed"]
+
+    first = seed(resume="of this source")
+    assert seed(resume="of this source") == first and len(timed) == 1
+    assert seed(resume="of another source") != first and len(timed) == 2
+    seed()
+    assert len(timed) == 3, "nobody asked to resume"
+    path = tmp_path / "example.json"
+    record = json.loads(path.read_text()) | {"resume": "of this source"}
+    record["series"]["a"]["points"][0] |= {"status": "failed", "reason": "it was cold"}
+    path.write_text(json.dumps(record))
+    seed(resume="of this source")
+    assert len(timed) == 4, "what failed is measured again"
+
+
+# ---------------------------------------------------------------- the figure
 
 
 def axis_of(record):
@@ -308,38 +337,25 @@ def axis_of(record):
 
 def test_ratios_on_a_cpu_absolute_on_a_gpu_and_both_from_the_record_alone(scripted_clock):
     scripted_clock[0].update(slow=0.006, fast=0.002)
-    record = bench.run(
-        build(
-            {"slow": ("naive", rows), "fast": ("optimized", rows)}, title="{speedup:.1f}x at {x}"
-        ),
-        "cpu",
-        out=None,
-    )
+    record = measured({"slow": rows, "fast": rows}, title="{speedup:.1f}x at {x}")
     label, values = axis_of(record)
     assert "× fast at 4" in label and "ms" not in label and values == pytest.approx([3, 3])
     assert records.title_of(record) == "3.0x at 8"
     record |= {"device_type": "cuda", "fingerprint": {"device": "NVIDIA H200"}}
     label, values = axis_of(record)
     assert "(ms)" in label and values == pytest.approx([6, 6])
-    assert "NVIDIA H200" in records.figure_of(record).get_supxlabel().replace("\u00a0", " ")
+    assert "NVIDIA H200" in caption_of(record)
 
 
 def test_bandwidth_is_drawn_under_its_roof_and_a_time_below_the_floor_is_flagged(scripted_clock):
     scripted_clock[0].update(slow=2.0, fast=0.5)
-    record = bench.run(
-        build(
-            {"slow": ("naive", rows), "fast": ("optimized", rows)},
-            metric="bandwidth",
-            ylabel="bandwidth",
-            bytes_moved=lambda n: 8e9,
-            floor_s=lambda n: 1.0,
-        ),
-        "cpu",
-        out=None,
+    limits = {"bytes_moved": lambda n: 8e9, "floor_s": lambda n: 1.0}
+    record = measured(
+        {"slow": rows, "fast": rows}, metric="bandwidth", ylabel="bandwidth", **limits
     )
     label, values = axis_of(record)
     assert "% of this machine's roof" in label and values == pytest.approx([50, 50])
-    assert "CHECK" in records.figure_of(record).get_supxlabel()
+    assert "CHECK" in caption_of(record)
     label, values = axis_of(record | {"device_type": "cuda"})
     assert "(GB/s)" in label and values == pytest.approx([4, 4])
 
@@ -348,18 +364,13 @@ def test_a_message_that_was_not_measured_is_not_stated(scripted_clock):
     def absent(x):
         raise Unavailable("no GPU here")
 
-    record = bench.run(
-        build({"a": ("naive", rows), "b": ("optimized", absent)}, title="{speedup:.1f}x"),
-        "cpu",
-        out=None,
-    )
-    assert (
-        records.title_of(record)
-        == "example: not enough was measured here to state its message (speedup)"
-    )
-    nothing = bench.run(build({"b": ("optimized", absent)}), "cpu", out=None)
-    with pytest.raises(ValueError, match="nothing to draw: not run: b"):
-        records.figure_of(nothing)
+    record = measured({"a": rows, "b": absent}, title="{speedup:.1f}x")
+    message = "example: not enough was measured here to state its message (speedup)"
+    assert records.title_of(record) == message
+    beside = measured({"a": rows, "absent": absent, "b": rows}, title="{speedup:.1f}x")
+    assert records.title_of(beside) == "1.0x"
+    with pytest.raises(ValueError, match=r"nothing to draw; not run \(no GPU here\): b"):
+        records.figure_of(measured({"b": absent}))
 
 
 def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -380,12 +391,12 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"title": "{speed}x"}, r"title quotes \['speed'\]; accepted: speedup"),
+        ({"title": "{speed}x"}, "title quotes 'speed'; accepted: speedup"),
         ({"x_values": (8, 4)}, "ascending"),
         ({"x_values": ()}, "one or more"),
         ({"metric": "joy"}, "metric 'joy'; accepted: time"),
         ({"name": "a/b"}, "name 'a/b'"),
-        ({"metric": "bandwidth"}, "needs bytes_moved"),
+        ({"metric": "bandwidth"}, "metric 'bandwidth'; accepted: .* .needs bytes_moved"),
         ({"providers": {"a": ("fast", rows)}}, r"roles \['fast'\]; accepted: naive"),
     ],
 )
@@ -397,11 +408,12 @@ def test_a_wrong_declaration_is_one_clear_line(changes, words):
 @pytest.mark.parametrize("wanted", ["99", "", "nonsense", "04", "-1"])
 def test_an_unknown_lesson_lists_those_that_exist(wanted, lessons, capsys):
     with pytest.raises(ValueError, match="accepted: 03 row_sums"):
-        bench.find_lesson(wanted, lessons)
+        bench.load_benchmarks(wanted, lessons)
     assert bench.main(["--", wanted], root=lessons) == 2
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1 and "03 row_sums" in printed
-    assert bench.find_lesson("3", lessons) == bench.find_lesson("l03_row_sums", lessons)
+    for known in ("3", "row_sums", "l03_row_sums"):
+        assert [b.name for b in bench.load_benchmarks(known, lessons)] == ["row_sums"]
 
 
 def test_redraw_from_json_and_a_file_that_is_none(tmp_path, scripted_clock, capsys):

@@ -94,9 +94,8 @@ def test_kernel_file_imports_without_triton_and_says_so_at_the_launch():
 @pytest.mark.skipif(not device.has_triton(), reason="NOT RUN: needs Triton")
 def test_kernel_file_runs_mended_in_the_interpreter():
     code = (
-        KERNEL
-        + "import torch; out = torch.zeros(8, dtype=torch.bfloat16); "
-        + "kernel[(1,)](out); print(out.sum().item())"
+        KERNEL + "import torch; out = torch.zeros(8, dtype=torch.bfloat16)\n"
+        "kernel[(1,)](out); print(out.sum().item())"
     )
     done = python(code, TRITON_INTERPRET="1")
     assert done.stdout.strip() == "12.0", done.stderr  # a bfloat16 constant needs a patch
@@ -131,9 +130,8 @@ def test_fingerprint_is_json_and_keeps_the_machine_private():
 
 
 def test_versions_compare_by_number():
-    assert device._release("2.13.0+cpu") == (2, 13) > device._release("2.9.1") and device._release(
-        "3.0rc1"
-    ) >= (3, 0)
+    assert device._release("2.13.0+cpu") == (2, 13) > device._release("2.9.1")
+    assert device._release("3.0rc1") == device._release("3.0") == (3, 0)
 
 
 def test_doctor_says_ready(capsys):
@@ -171,9 +169,23 @@ def test_what_cannot_run_is_told_for_an_older_gpu(monkeypatch):
     )
 
 
+def test_what_cannot_run_is_told_without_triton_or_with_an_unknown_one(monkeypatch):
+    monkeypatch.setattr(device, "has_gpu", lambda: False)
+    monkeypatch.setattr(device, "interpreting", lambda: True)
+    monkeypatch.setattr(device, "has_triton", lambda: False)
+    missing = dict(device.what_cannot_run_here())
+    assert "pip install triton" in missing["Triton kernels, in any form"]
+    assert "still compiles them" in missing["Gluon and CUDA C++ kernels"] and len(missing) == 3
+    monkeypatch.setattr(device, "has_triton", lambda: True)
+    monkeypatch.setattr(device, "version_of", lambda package: "9.9.0")
+    missing = dict(device.what_cannot_run_here())
+    assert "triton 9.9.0 is not among 3.6, 3.7" in missing["a faithful interpreter, perhaps"]
+
+
 def test_doctor_survives_without_torch():
     code = (
-        "import sys, types; sys.modules['torch'] = None\nfrom lessons.toolbox import device\n"
+        "import sys, types; sys.modules['torch'] = None\n"
+        "from lessons.toolbox.measure import device\n"
         "found = device.version_of; device.version_of = lambda p: None if p == 'torch' else "
         "found(p)\nprint(device.doctor())"
     )

@@ -11,7 +11,7 @@ import torch
 from lessons.toolbox.measure import hardware, timing
 from lessons.toolbox.measure.hardware import (
     CHIPS,
-    Ceilings,
+    Chip,
     attainable_flops,
     lookup,
     measured_ceilings,
@@ -21,8 +21,8 @@ from lessons.toolbox.measure.hardware import (
 )
 
 # name: tensor FLOPs per clock and SM (16-bit, dense), tensor clock in GHz, FP32 lanes per SM, boost
-# clock in GHz, memory bus in bits, data rate per pin in Gbit/s. They are those of the whitepapers,
-# and B200's clocks those of public databases.
+# clock in GHz, memory bus in bits, data rate per pin in Gbit/s. From whitepapers; B200's clocks are
+# those of public databases.
 PHYSICS = {
     "a100": (2048, 1.410, 64, 1.410, 5120, 3.186),
     "h100": (4096, 1.830, 128, 1.980, 5120, 5.23),
@@ -57,7 +57,7 @@ def test_data_sheet_agrees_with_the_generation(key):
     assert (chip.fp8_flops_per_s is None) == (chip.compute_capability < (8, 9))
     if chip.fp8_flops_per_s:
         assert chip.fp8_flops_per_s == pytest.approx(2 * chip.bf16_flops_per_s, rel=0.02)
-    assert chip.source.startswith("NVIDIA ") and chip.cuda_names
+    assert chip.source.startswith("NVIDIA ") and chip.l2_bytes >= 4 * 2**20
 
 
 def test_chips_are_frozen():
@@ -118,68 +118,56 @@ def test_time_floor_is_the_slower_of_memory_and_compute():
     assert time_floor_s(weights, 2 * 8e9 * 8192, h200) == pytest.approx(2 * 8e9 * 8192 / 989.5e12)
     # no FLOPs: the missing bfloat16 rate does not matter
     assert time_floor_s(320e9, 0, lookup("t4")) == 1.0
-    measured = Ceilings("x", 1, "2", 1, 10.0, 20.0, {"float32": 5.0})
-    assert (
-        time_floor_s(100, 0, measured) == 5.0
-        and time_floor_s(0, 100, measured, torch.float32) == 20.0
-    )
-    with pytest.raises(ValueError, match="dtype is bfloat16, measured are float32"):
+    measured = Chip("x", 20.0, 1, None, None, None, 5.0)
+    assert time_floor_s(100, 0, measured) == 5.0
+    assert time_floor_s(0, 100, measured, torch.float32) == 20.0
+    with pytest.raises(ValueError, match=r"dtype is torch.bfloat16, x has rates for float32"):
         time_floor_s(1, 1, measured)
 
 
 # ---------------------------------------------------------------- this machine
 
 
-@pytest.fixture
-def quick(monkeypatch):
+def test_ceilings_of_this_cpu_are_plausible_and_measured_once(monkeypatch):
     """Small working sets and short budgets: the figures are noisy, the arithmetic is the same."""
-    monkeypatch.setattr(hardware, "_measured", {})
-    monkeypatch.setattr(hardware, "default_working_set_bytes", lambda device: 2**22)
     real = timing.measure
+    monkeypatch.setattr(hardware, "default_working_set_bytes", lambda device: 2**22)
     monkeypatch.setattr(
         timing, "measure", lambda fn, device, budget_s: real(fn, device=device, budget_s=0.02)
     )
-
-
-def test_ceilings_of_this_cpu_are_plausible_and_cached(quick, monkeypatch):
-    c = measured_ceilings("cpu")
-    assert 1e8 < c.copy_bytes_per_s < 1e13 and 1e8 < c.read_bytes_per_s < 1e13
-    assert c.memory_bytes_per_s == max(c.copy_bytes_per_s, c.read_bytes_per_s)
-    assert 1e8 < c.peak_flops_per_s(torch.float32) < 1e14 and set(c.matmul_flops_per_s) == {
-        "float32",
-        "bfloat16",
-    }
-    monkeypatch.setattr(timing, "measure", None)  # a second measurement would fail
-    assert measured_ceilings("cpu") is c
-    cpu = lookup("cpu")
-    assert cpu.source == "measured on this machine" and cpu.fp32_flops_per_s == c.peak_flops_per_s(
-        torch.float32
-    )
-    assert cpu.memory_bytes > 2**28 and cpu.sm_count >= 1 and this_machine("cpu") == cpu
+    hardware._measured.cache_clear()
+    try:
+        cpu = measured_ceilings("cpu")
+        monkeypatch.setattr(timing, "measure", None)  # a second measurement would fail
+        assert measured_ceilings("cpu") is lookup("CPU") is this_machine("cpu") is cpu
+    finally:
+        hardware._measured.cache_clear()
+    assert 1e8 < cpu.memory_bytes_per_s < 1e13 and cpu.memory_bytes > 2**28
+    assert 1e8 < cpu.peak_flops_per_s(torch.float32) < 1e14
+    assert cpu.peak_flops_per_s(torch.bfloat16) > 1e6 and cpu.fp16_flops_per_s is None
+    assert cpu.source == "measured on this machine"
 
 
 def test_bytes_and_flops_are_counted_right(monkeypatch):
-    monkeypatch.setattr(hardware, "_best_s", lambda fn, device, budget_s: (fn(), 2.0)[1])
+    def two_seconds(fn, device, budget_s=None):
+        fn()
+        return 2.0
+
+    monkeypatch.setattr(hardware, "_best_s", two_seconds)
     # half of it read, half of it written
     assert hardware.copy_bandwidth("cpu", 2**20) == 2**20 / 2
     assert hardware.read_bandwidth("cpu", 2**20) == 2**20 / 2
-    assert hardware.matmul_flops("cpu", torch.float32, size=10) == 2 * 1000 / 2
+    assert hardware.matmul_flops("cpu", torch.float32) == 2 * 768**3 / 2
 
 
-def test_ceilings_on_disk(quick, monkeypatch, tmp_path):
-    path = tmp_path / "deep" / "ceilings.json"
-    c = measured_ceilings("cpu", cache_file=path)
-    assert [p.name for p in path.parent.iterdir()] == ["ceilings.json"]
-    monkeypatch.setattr(hardware, "_measured", {})
-    measure = timing.measure
-    monkeypatch.setattr(timing, "measure", None)
-    assert measured_ceilings("cpu", cache_file=path) == c
-    monkeypatch.setattr(timing, "measure", measure)
-    for content in ("{", "[]", "{}", path.read_text().replace(c.device, "another CPU")):
-        path.write_text(content)
-        monkeypatch.setattr(hardware, "_measured", {})
-        again = measured_ceilings("cpu", cache_file=path)
-        assert again.device == c.device and again.copy_bytes_per_s != c.copy_bytes_per_s
+def test_a_ceiling_is_the_fastest_run_and_the_better_of_copy_and_read(monkeypatch):
+    monkeypatch.setattr(timing, "measure", lambda fn, **how: timing.summarise([3.0, 2.0, 9.0]))
+    assert hardware._best_s(lambda: None, "cpu") == 2.0
+    monkeypatch.setattr(hardware, "copy_bandwidth", lambda *_: 10.0)
+    monkeypatch.setattr(hardware, "read_bandwidth", lambda *_: 20.0)
+    monkeypatch.setattr(hardware, "matmul_flops", lambda device, dtype: float(dtype.itemsize))
+    chip = hardware._measured.__wrapped__(torch.device("cpu"), 1)
+    assert (chip.memory_bytes_per_s, chip.fp32_flops_per_s, chip.bf16_flops_per_s) == (20, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -198,30 +186,24 @@ def test_ceilings_on_disk(quick, monkeypatch, tmp_path):
     ],
 )
 def test_a_gpu_is_matched_by_its_exact_name(monkeypatch, name, expected):
-    properties = SimpleNamespace(
-        name=name,
-        total_memory=7,
-        multi_processor_count=3,
-        shared_memory_per_block_optin=5,
-        major=9,
-        minor=0,
-        L2_cache_size=11,
-    )
+    measured = Chip(name, 20.0, 7, 6.0, None, None, 5.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(hardware, "measured_ceilings", lambda device: measured)
+    assert this_machine("cuda") is (CHIPS[expected] if expected else measured)
+
+
+@pytest.mark.parametrize("capability, half", [((7, 5), "fp16"), ((8, 9), "bf16")])
+def test_a_gpu_that_is_in_no_table_is_measured(monkeypatch, capability, half):
+    properties = SimpleNamespace(name="NVIDIA L4", total_memory=7)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    ceilings = Ceilings(name, 1, "2", 1, 10.0, 20.0, {"float32": 5.0, "bfloat16": 6.0})
-    monkeypatch.setattr(hardware, "measured_ceilings", lambda device: ceilings)
-    chip = this_machine("cuda")
-    if expected:
-        assert chip is CHIPS[expected]
-    else:
-        assert chip.source == "measured on this machine" and chip.memory_bytes_per_s == 20.0
-        assert (chip.name, chip.sm_count, chip.l2_bytes, chip.compute_capability) == (
-            name,
-            3,
-            11,
-            (9, 0),
-        )
+    for rate in ("copy_bandwidth", "read_bandwidth", "matmul_flops"):
+        monkeypatch.setattr(hardware, rate, lambda *_: 5.0)
+    chip = hardware._measured.__wrapped__(torch.device("cuda"), 1)
+    assert (chip.name, chip.memory_bytes, chip.memory_bytes_per_s) == ("NVIDIA L4", 7, 5.0)
+    rates = {"bf16": chip.bf16_flops_per_s, "fp16": chip.fp16_flops_per_s}
+    assert rates.pop(half) == 5.0 and set(rates.values()) == {None}
 
 
 @pytest.mark.gpu

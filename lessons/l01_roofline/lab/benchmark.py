@@ -14,7 +14,7 @@ from lessons.l01_roofline import naive, optimized
 from lessons.toolbox.measure.bench import Benchmark, on_gpu
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.measure.hardware import (
-    Ceilings,
+    Chip,
     measured_ceilings,
     read_bandwidth,
     time_floor_s,
@@ -56,14 +56,13 @@ def linear_flops(tokens: int) -> float:
 
 
 @lru_cache
-def linear_ceilings() -> Ceilings:
+def linear_ceilings() -> Chip:
     """What this machine reaches on a working set as large as the weights: a server's cache may hold
     all of them.
     """
     read = read_bandwidth(default_device(), DTYPE.itemsize * FEATURES * FEATURES)
-    return dataclasses.replace(
-        measured_ceilings(), read_bytes_per_s=max(read, measured_ceilings().read_bytes_per_s)
-    )
+    rate = max(read, measured_ceilings().memory_bytes_per_s)
+    return dataclasses.replace(measured_ceilings(), memory_bytes_per_s=rate)
 
 
 def linear_floor_s(tokens: int) -> float:

@@ -1,5 +1,5 @@
 """Attention over longer and longer prompts, and its softmax alone: what N×N scores cost, in one
-pass and in many.
+pass and in many. Then sampling, row by row and as a batch.
 
     python -m lessons.toolbox.measure.bench 02
 
@@ -14,6 +14,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lessons.l02_naive_attention import naive, optimized
 from lessons.l02_naive_attention.lab.traffic import kernel_pass
+from lessons.l02_naive_attention.lab.workload import (
+    EVERYTHING,
+    TOP_P,
+    as_a_batch,
+    row_by_row,
+    step_of,
+    transformers_top_p,
+)
 from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.measure.hardware import measured_ceilings, time_floor_s
@@ -102,6 +110,12 @@ def masked_softmax(scores: Tensor) -> Tensor:
     return naive.masked_softmax(scores * HEAD_DIM**-0.5, sees)
 
 
+def logits_floor_s(numel: int) -> float:
+    """Seconds to read as many float32 logits once, at the measured bandwidth."""
+    return time_floor_s(4 * numel, 0, measured_ceilings(), torch.float32)
+
+
+ROWS, VOCAB_SIZE = 32, 4096
 DTYPE_NAME = str(DTYPE).removeprefix("torch.")
 SHAPE = f"{HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM}, one prompt, causal"
 TOLERANCE = 2e-2 if DTYPE.itemsize == 2 else 1e-4
@@ -165,5 +179,43 @@ BENCHMARKS = [
         dtype=DTYPE_NAME,
         shape=f"{HEADS} heads",
         tolerance=TOLERANCE,
+    ),
+    Benchmark(
+        name="l02_sampling",
+        title="{x} rows, temperature and top-p: the batch is {speedup:.1f}x as fast as row by row",
+        x_name="rows of the batch",
+        x_values=[1, 2, 4, 8, 16, 32, 64],
+        quick_x_values=[1, 8],
+        inputs=lambda rows, device: (step_of(rows, VOCAB_SIZE, device),),
+        providers={
+            "row by row": ("naive", row_by_row(TOP_P)),
+            "batch": ("optimized", as_a_batch(TOP_P)),
+            "transformers' processors": ("library", transformers_top_p),
+        },
+        ylabel="time of a step's sampling",
+        floor_s=lambda rows: logits_floor_s(rows * VOCAB_SIZE),
+        floor_label="logits read once",
+        shape=f"vocabulary of {VOCAB_SIZE}, temperature 0.8, top_p 0.95",
+        tolerance=0,
+    ),
+    Benchmark(
+        name="l02_sampling_vocabulary",
+        title="A vocabulary of {x}, temperature and top-p: the batch is {speedup:.1f}x as fast",
+        x_name="tokens of the vocabulary",
+        x_values=[4096, 8192, 16384, 32768, 65536, 131072],
+        quick_x_values=[4096, 16384],
+        inputs=lambda vocab_size, device: (step_of(ROWS, vocab_size, device),),
+        providers={
+            "row by row": ("naive", row_by_row(TOP_P)),
+            "batch": ("optimized", as_a_batch(TOP_P)),
+            "row by row, every setting": ("naive", row_by_row(EVERYTHING)),
+            "batch, every setting": ("optimized", as_a_batch(EVERYTHING)),
+            "transformers' processors": ("library", transformers_top_p),
+        },
+        ylabel="time of a step's sampling",
+        floor_s=lambda vocab_size: logits_floor_s(ROWS * vocab_size),
+        floor_label="logits read once",
+        shape=f"{ROWS} rows, temperature 0.8, top_p 0.95",
+        tolerance=0,
     ),
 ]

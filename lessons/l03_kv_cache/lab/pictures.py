@@ -1,16 +1,19 @@
-"""The lesson's one picture: which tokens each pass computes, copies and reads, three ways to
-generate the same answer.
+"""The lesson's picture, which tokens each pass computes, copies and reads; and two of the notebook.
 
     python -m lessons.l03_kv_cache.lab.pictures      writes passes.svg beside this file
 
-What it shows is counted, not measured.
+What they show is counted, not measured.
 """
 
 from pathlib import Path
 
 from matplotlib.patches import Patch, Rectangle
 
+from lessons.l03_kv_cache.cache import bucket
+from lessons.l03_kv_cache.lab.traffic import MIB, mib_written
 from lessons.toolbox.draw.figure import PALETTE, ROLES, ClassFigure, frame, key, save_svg, style
+from lessons.toolbox.draw.plotting import class_plot, gantt
+from lessons.toolbox.model.config import ModelConfig
 
 PROMPT, ANSWER = 3, 4
 SVG = Path(__file__).parent / "passes.svg"
@@ -76,6 +79,55 @@ def draw_grid(ax, left: float, width: int, rows: list[list[str]]) -> None:
             edge = "white" if known else "#CCCCCC"
             look = dict(facecolor=colour, hatch=hatch, edgecolor=edge, lw=1)
             ax.add_patch(Rectangle((left + x, y), 0.94, 0.9, **look))
+
+
+def draw_bytes(config: ModelConfig, sizes: list[int]) -> ClassFigure:
+    """MiB written over the tokens held, which came one by one in float32. sizes: ascending."""
+    written = mib_written(config, sizes)
+    roles = dict(zip(written, ("naive", "optimized", "optimized")))
+    growth = {label: values[-1] / values[-2] for label, values in written.items()}
+    concat, doubling = growth["ConcatCache"], growth["KVPool, doubling"]
+    # A count has no spread: the band of each point is the point.
+    series = {
+        label: (roles[label], [(value,) * 3 for value in values])
+        for label, values in written.items()
+    }
+    shape = f"{config.num_hidden_layers} layers, {config.num_key_value_heads} KV heads of "
+    return class_plot(
+        sizes,
+        series,
+        floor=[size * config.kv_bytes_per_token(4) / MIB for size in sizes],
+        floor_label="each row once",
+        xlabel="tokens in the cache",
+        ylabel="MiB written, copies included",
+        title=f"Twice the tokens: {concat:.1f}x the bytes when concatenating, {doubling:.1f}x when "
+        "doubling",
+        caption=f"counted, not timed · {shape}{config.head_dim}, float32 · one token a step",
+    )
+
+
+def draw_reserved(requests: list[tuple[int, int]], longest: int) -> ClassFigure:
+    """What blocks of a power of two leave empty. requests: tokens of (prompt, answer); longest:
+    what one could reserve instead.
+    """
+    kinds = ["prompt", "answer", "reserved, never used"]
+    rows, used, reserved = {}, 0, 0
+    for number, (prompt, answer) in enumerate(requests):
+        end = prompt + answer - 1  # the last token is never held
+        spans = [(0, prompt), (prompt, end), (end, bucket(end))]
+        rows[f"request {number}"] = [(*span, kind) for span, kind in zip(spans, kinds)]
+        used += end
+        reserved += bucket(end)
+    empty, emptier = 1 - used / reserved, 1 - used / (longest * len(requests))
+    return gantt(
+        rows,
+        xlabel="slots of the cache (tokens)",
+        kinds=kinds,
+        title=f"Buckets leave {empty:.0%} of the cache empty; {longest} slots for each would leave "
+        f"{emptier:.0%}",
+        caption="requests of models/prompts.json; before the answer is written its slots stand "
+        "empty too: lesson 12 (pages) takes both back",
+    )
 
 
 if __name__ == "__main__":

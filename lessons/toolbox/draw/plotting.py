@@ -99,7 +99,7 @@ def class_plot(
             raise ValueError(
                 f"series {label!r} has {len(points)} points; accepted: one per x, {len(x)}"
             )
-        median, p20, p80 = np.array([p or (np.nan,) * 3 for p in points], float).T
+        median, p20, p80 = np.array([(np.nan,) * 3 if p is None else p for p in points], float).T
         colour = looks[label]["color"]
         ax.plot(x, median, ls=ROLES[role].dash, **looks[label])
         ax.fill_between(x, p20, p80, color=colour, alpha=0.18, lw=0)

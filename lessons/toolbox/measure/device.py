@@ -1,7 +1,7 @@
 """What this machine can run: its device, its versions, and the doctor that explains what is
 missing.
 
-    python -m lessons.toolbox.measure.device      prints the report; exit code 0 if the course can run
+    python -m lessons.toolbox.measure.device      the report; exit code 0 if the course can run
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import sys
 from functools import lru_cache
+from pathlib import Path
 
 try:
     import torch
 except ImportError:  # the doctor still has to say so
     torch = None
 
-MIN_PYTHON = (3, 10)
-REQUIRED = {
-    "torch": (2, 11),
-    "transformers": (5, 0),
-    "numpy": (1, 26),
-    "safetensors": (0, 4),
-    "tokenizers": (0, 20),
-    # package -> the oldest version that the course accepts
-    "matplotlib": (3, 8),
-    "rich": (13, 0),
+REQUIRED = {  # package -> the oldest version that the course accepts
+    "torch": "2.11",
+    "transformers": "5.0",
+    "numpy": "1.26",
+    "safetensors": "0.4",
+    "tokenizers": "0.20",
+    "matplotlib": "3.8",
+    "rich": "13.0",
 }
 NEEDS_CAPABILITY = {
     "bfloat16 on tensor cores": (8, 0),
@@ -95,15 +95,10 @@ def device_name() -> str:
 @lru_cache(maxsize=1)
 def cpu_name() -> str:
     """The CPU's model as the system gives it, or its architecture."""
-    try:
-        # platform.processor() is empty on most Linux systems
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [
-                line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-            ]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+    # platform.processor() is empty on most Linux systems
+    facts = _text_of("/proc/cpuinfo")
+    model = re.search(r"model name\s*: *(.+)", facts)
+    return model[1] if model else platform.processor() or platform.machine()
 
 
 def core_count() -> int:
@@ -115,11 +110,15 @@ def core_count() -> int:
 
 def driver_version() -> str | None:
     """The version of NVIDIA's kernel driver, or None where there is none."""
+    return _text_of("/sys/module/nvidia/version").strip() or None
+
+
+def _text_of(path: str) -> str:
+    """A file's text; "" if there is no such file."""
     try:
-        with open("/sys/module/nvidia/version", encoding="ascii") as file:
-            return file.read().strip()
+        return Path(path).read_text(encoding="utf-8")
     except OSError:
-        return None
+        return ""
 
 
 def fingerprint() -> dict:
@@ -129,16 +128,13 @@ def fingerprint() -> dict:
     with a GPU also compute_capability, memory_gib, cuda, driver. A package that is not installed is
     None.
     """
+    packages = ("torch", "triton", "transformers", "numpy")
     facts = {
         "device": device_name(),
         "cpu": cpu_name(),
         "cores": core_count(),
         "python": platform.python_version(),
-    }
-    facts |= {
-        package: version_of(package) for package in ("torch", "triton", "transformers", "numpy")
-    }
-    facts |= {
+        **{package: version_of(package) for package in packages},
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "interpreted": interpreting(),
     }
@@ -161,91 +157,64 @@ def what_stops_the_course() -> list[tuple[str, str]]:
     all.
     """
     problems = []
-    if sys.version_info < MIN_PYTHON:
-        problems.append(
-            (
-                f"Python {platform.python_version()} is too old",
-                f"install Python {'.'.join(map(str, MIN_PYTHON))} or newer",
-            )
-        )
     for package, oldest in REQUIRED.items():
-        wanted, installed = ".".join(map(str, oldest)), version_of(package)
+        installed = version_of(package)
         if installed is None:
-            problems.append(
-                (
-                    f"{package} is not installed",
-                    "run `make setup`, or `pip install -r requirements.txt`",
-                )
-            )
-        elif _release(installed) < oldest:
-            problems.append(
-                (
-                    f"{package} {installed} is older than {wanted}",
-                    f"pip install -U '{package}>={wanted}'",
-                )
-            )
+            remedy = "run `make setup`, or `pip install -r requirements.txt`"
+            problems.append((f"{package} is not installed", remedy))
+        elif _release(installed) < _release(oldest):
+            remedy = f"pip install -U '{package}>={oldest}'"
+            problems.append((f"{package} {installed} is older than {oldest}", remedy))
     return problems
 
 
 def _release(version: str) -> tuple[int, ...]:
     """ "2.13.0+cpu" -> (2, 13)."""
-    return tuple(
-        int("".join(filter(str.isdigit, part)) or 0)
-        for part in version.split("+")[0].split(".")[:2]
-    )
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def what_cannot_run_here() -> list[tuple[str, str]]:
     """(what, why and the remedy) for each part of the course that this machine cannot run. Empty on
     a recent GPU.
     """
-    missing = []
-    triton_version = version_of("triton")
-    if not has_triton():
-        remedy = (
-            "pip install triton"
-            if sys.platform == "linux"
-            else "use Linux, WSL or a container; naive.py runs everywhere"
-        )
-        missing.append(("Triton kernels, in any form", f"Triton is not installed: {remedy}"))
-    elif interpreting() and not (triton_version or "").startswith(TRITON_KNOWN):
-        missing.append(
-            (
-                "a faithful interpreter, perhaps",
-                f"triton {triton_version} is not among {', '.join(TRITON_KNOWN)}: "
-                "pip install -r requirements.txt",
-            )
-        )
-    if not has_gpu():
-        why = _why_no_gpu()
-        missing.append(
-            (
-                "timings of GPU kernels, CUDA graphs, NCCL",
-                f"{why}; recorded GPU results are plotted instead",
-            )
-        )
-        missing.append(
-            (
-                "Gluon and CUDA C++ kernels",
-                f"{why}; `python -m lessons.toolbox.kernels.compile_check` still compiles them",
-            )
-        )
-        return missing
-    capability = torch.cuda.get_device_capability()
-    if interpreting():
-        missing.append(
-            ("compiled kernels", "TRITON_INTERPRET is set although a GPU is here: unset it")
-        )
-    for what, needed in NEEDS_CAPABILITY.items():
-        if capability < needed:
-            missing.append(
-                (
-                    what,
-                    f"{device_name()} has compute capability {capability[0]}.{capability[1]}, "
-                    f"this needs {needed[0]}.{needed[1]}",
-                )
-            )
-    return missing
+    gpu, why = has_gpu(), _why_no_gpu()
+    capability = torch.cuda.get_device_capability() if gpu else (0, 0)
+    triton = version_of("triton") or "of an unknown version"
+    unknown = has_triton() and interpreting() and not triton.startswith(TRITON_KNOWN)
+    checks = [
+        (
+            "Triton kernels, in any form",
+            not has_triton(),
+            "Triton is not installed: pip install triton, on Linux, in WSL or in a container; "
+            "naive.py runs everywhere",
+        ),
+        (
+            "a faithful interpreter, perhaps",
+            unknown,
+            f"triton {triton} is not among {', '.join(TRITON_KNOWN)}: "
+            "pip install -r requirements.txt",
+        ),
+        (
+            "timings of GPU kernels, CUDA graphs, NCCL",
+            not gpu,
+            f"{why}; recorded GPU results are plotted instead",
+        ),
+        (
+            "Gluon and CUDA C++ kernels",
+            not gpu,
+            f"{why}; `python -m lessons.toolbox.kernels.compile_check` still compiles them",
+        ),
+        (
+            "compiled kernels",
+            gpu and interpreting(),
+            "TRITON_INTERPRET is set although a GPU is here: unset it",
+        ),
+    ]
+    here = f"{device_name()} has compute capability {capability[0]}.{capability[1]}"
+    for what, (major, minor) in NEEDS_CAPABILITY.items():
+        too_old = gpu and capability < (major, minor)
+        checks.append((what, too_old, f"{here}, this needs {major}.{minor}"))
+    return [(what, why) for what, missing, why in checks if missing]
 
 
 def _why_no_gpu() -> str:
@@ -265,34 +234,18 @@ def doctor() -> bool:
         print(f"The course cannot run: {what}; {remedy}")
     if problems:
         return False
-    from rich.console import Console  # here, because it may be what is missing
-    from rich.table import Table
-
-    console = Console(highlight=False)
+    facts = fingerprint()
+    facts["kernels"] = "interpreted on the CPU" if interpreting() else "compiled for the GPU"
+    facts["default device"], facts["default dtype"] = default_device(), default_dtype()
+    print("This machine")
+    for key, value in facts.items():
+        print(f"  {key:20}{value}")
     missing = what_cannot_run_here()
-    facts = Table(title="This machine", title_justify="left", show_header=False)
-    for key, value in fingerprint().items():
-        facts.add_row(key, str(value))
-    if has_triton():
-        kernels = (
-            "run in Triton's interpreter on the CPU"
-            if interpreting()
-            else "are compiled for the GPU"
-        )
-    else:
-        kernels = "cannot run: Triton is not installed"
-    facts.add_row("kernels", kernels)
-    facts.add_row(
-        "default device, dtype",
-        f"{default_device()}, {str(default_dtype()).removeprefix('torch.')}",
-    )
-    console.print(facts)
     if missing:
-        table = Table("not here", "why", title="The course runs, without", title_justify="left")
-        for what, why in missing:
-            table.add_row(what, why)
-        console.print(table)
-    console.print("[green]ready[/]" if missing else "[green]ready, with everything[/]")
+        print("The course runs, without")
+    for what, why in missing:
+        print(f"  {what}: {why}")
+    print("ready" if missing else "ready, with everything")
     return True
 
 

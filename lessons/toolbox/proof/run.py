@@ -205,8 +205,14 @@ class Run:
         for number, room in self.lessons.items():
             if (room / "lab" / "benchmark.py").exists():
                 command = [sys.executable, "-m", "lessons.toolbox.measure.bench", number]
-                command += ["--resume", "--out", str(self.out)]
+                command += ["--resume", self.key(source_hash(room)), "--out", str(self.out)]
                 yield Step(f"{number} benchmark", command, source_hash(room))
+
+    def key(self, source: str) -> str:
+        """All that a recorded result depends on: the source, the machine, its versions."""
+        facts = {k: v for k, v in self.machine.fingerprint.items() if k != "date"}
+        text = json.dumps([source, self.machine.interpreted, facts], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def watch(self, tool: str) -> Iterable[Step]:
         """A few cases of every kernel that passed, watched by compute-sanitizer."""
