@@ -49,8 +49,8 @@ def new_contender(step: Step, model: Decoder, prompts, limits) -> Contender:
     """A rung with the requests that it will serve."""
     run = partial(call_rung, step, model)
     served = subset(prompts, limits, how_many(step, len(prompts)))
-    served = within_budget(run, prompts, limits, served)
-    return Contender(step.name, run, served, lesson=step.lesson)
+    served = within_budget(run, prompts, limits, served, step.in_batches)
+    return Contender(step.name, run, served, lesson=step.lesson, in_batches=step.in_batches)
 
 
 def how_many(step: Step, total: int) -> int:
@@ -61,7 +61,7 @@ def how_many(step: Step, total: int) -> int:
 
 
 def new_guests(path: str, model: Decoder, prompts, limits) -> list[Contender]:
-    """The libraries, all on one copy of the weights, which is loaded when the first of them runs."""
+    """The libraries, all on one copy of the weights. It is loaded when the first of them runs."""
     loaded = []
 
     def run(peer, prompts, limits, on_token):
@@ -72,7 +72,10 @@ def new_guests(path: str, model: Decoder, prompts, limits) -> list[Contender]:
     guests = []
     for peer in PEERS:
         served = subset(prompts, limits, len(prompts) if peer.in_batches else ONE_BY_ONE)
-        guests.append(Contender(peer.name, partial(run, peer), served, is_guest=True))
+        guest = Contender(
+            peer.name, partial(run, peer), served, in_batches=peer.in_batches, is_guest=True
+        )
+        guests.append(guest)
     return guests
 
 

@@ -10,16 +10,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import mean, median
+from statistics import fmean, median
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lessons.toolbox.measure import device as devices
 
-BUDGET_S = 6.0  # of passes for each contender: 22 rungs and 5 libraries stay below 3 minutes
+BUDGET_S = 6.0  # of passes for each contender,
+TOTAL_S = 120.0  # or its share of this, so that many contenders stay below 3 minutes as well
 MOST_PASSES = 5
-SLOW_BUDGET_S = 40.0  # of one pass: a contender that would take longer serves fewer requests
+SLOW_BUDGET_S = 10.0  # of one pass: a rung that would take longer serves fewer requests
 WITHOUT_CACHE, ONE_BY_ONE = 4, 8  # requests that such contenders serve
 
 
@@ -36,6 +37,7 @@ class Contender:
     run: Callable
     served: list[int]
     lesson: str | None = None
+    in_batches: bool = False  # requests side by side, not one by one
     is_guest: bool = False  # a library: if it fails, that is reported, and not fatal
     outputs: dict[int, list[int]] = field(default_factory=dict)
     runs: list[float] = field(default_factory=list)
@@ -64,13 +66,12 @@ class Contender:
     def identical(self) -> bool | None:
         return None if not self.runs else not self.verdict.startswith("differs")
 
-    @property
-    def wants_a_pass(self) -> bool:
-        """Whether one more pass fits into its time. The first one always does."""
+    def wants_a_pass(self, budget_s: float) -> bool:
+        """Whether one more pass fits into `budget_s` seconds. The first one always does."""
         passes = len(self.runs)
         if self.not_run or passes >= MOST_PASSES:
             return False
-        return not passes or self.spent_s * (passes + 1) / passes <= BUDGET_S
+        return not passes or self.spent_s * (passes + 1) / passes <= budget_s
 
 
 def subset(prompts: list[list[int]], limits: list[int], count: int) -> list[int]:
@@ -82,10 +83,10 @@ def subset(prompts: list[list[int]], limits: list[int], count: int) -> list[int]
     if count >= len(asking):
         return asking
     lengths = [(len(prompt), limit) for prompt, limit in zip(prompts, limits)]
-    wanted = [mean(lengths[i][side] for i in asking) for side in (0, 1)]
+    wanted = [fmean(lengths[i][side] for i in asking) for side in (0, 1)]
 
     def distance(chosen: list[int]) -> float:
-        found = [mean(lengths[i][side] for i in chosen) for side in (0, 1)]
+        found = [fmean(lengths[i][side] for i in chosen) for side in (0, 1)]
         return sum(abs(a / b - 1) for a, b in zip(found, wanted))
 
     draw = random.Random(0)
@@ -93,16 +94,24 @@ def subset(prompts: list[list[int]], limits: list[int], count: int) -> list[int]
     return min(tries, key=distance)
 
 
-def within_budget(run: Callable, prompts, limits, served: list[int]) -> list[int]:
+def within_budget(
+    run: Callable, prompts, limits, served: list[int], in_batches: bool = False
+) -> list[int]:
     """`served`, or half of it, a quarter, … so that one pass stays within SLOW_BUDGET_S."""
     probed = sorted(served, key=lambda index: len(prompts[index]))[len(served) * 2 // 3]
     tokens = min(3, limits[probed])  # no more than there is room for
     start = time.perf_counter()
     run([prompts[probed]], [tokens], None)
     each_s = (time.perf_counter() - start) / tokens
-    while each_s * sum(limits[i] for i in served) > SLOW_BUDGET_S and len(served) > 1:
-        served = subset([prompts[i] for i in served], [limits[i] for i in served], len(served) // 2)
+    while each_s * model_calls(limits, served, in_batches) > SLOW_BUDGET_S and len(served) > 1:
+        served = subset(prompts, limits, len(served) // 2)
     return served
+
+
+def model_calls(limits: list[int], served: list[int], in_batches: bool) -> int:
+    """How often the model runs: once a token, or once a prompt and once a step of the batch."""
+    asked = [limits[index] for index in served]
+    return len(asked) + max(asked) if in_batches else sum(asked)
 
 
 def run_pass(contender: Contender, prompts, limits, device, tick: Callable) -> None:
@@ -123,6 +132,7 @@ def run_pass(contender: Contender, prompts, limits, device, tick: Callable) -> N
 
 def take_turns(contenders: list[Contender], prompts, limits, device, console: Console) -> None:
     """Passes of every contender, one a round, until each has had its time."""
+    budget_s = min(BUDGET_S, TOTAL_S / len(contenders))
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -134,14 +144,14 @@ def take_turns(contenders: list[Contender], prompts, limits, device, console: Co
         for contender in contenders:
             total = sum(limits[i] for i in contender.served)
             bars[contender.name] = progress.add_task(contender.name, total=total, start=False)
-        while waiting := [c for c in contenders if c.wants_a_pass]:
+        while waiting := [c for c in contenders if c.wants_a_pass(budget_s)]:
             for contender in waiting:
                 bar = bars[contender.name]
                 progress.start_task(bar)
                 progress.reset(bar)
                 try:
                     if not contender.runs:
-                        warm_up(contender, prompts, limits)
+                        warm_up(contender, prompts, limits, device)
                     tick = partial(progress.advance, bar)
                     run_pass(contender, prompts, limits, device, tick)
                 except Exception as error:
@@ -157,15 +167,16 @@ def take_turns(contenders: list[Contender], prompts, limits, device, console: Co
                 progress.stop_task(bar)
 
 
-def warm_up(contender: Contender, prompts, limits) -> None:
-    """Two tokens of one request, so that nothing is loaded or compiled in a timed pass.
+def warm_up(contender: Contender, prompts, limits, device) -> None:
+    """Two tokens of one request, or the one it asks for, so that nothing is loaded or compiled in
+    a timed pass.
 
-    Whoever serves many at once also gets two tokens of each request, and the longest one whole,
-    because the pools and graphs of lesson 11 are made for as many and as long ones as they see.
+    On a GPU, whoever serves many at once also gets two tokens of each request, and the longest one
+    whole: the pools and graphs of lesson 11 are made for as many and as long ones as they see.
     """
-    contender.run([prompts[contender.served[0]]], [2], None)
     served = contender.served
-    if len(served) > ONE_BY_ONE:
+    contender.run([prompts[served[0]]], [min(2, limits[served[0]])], None)
+    if contender.in_batches and device.type == "cuda":
         longest = max(served, key=lambda i: len(prompts[i]) + limits[i])
         some = [limits[i] if i == longest else min(2, limits[i]) for i in served]
         contender.run([prompts[i] for i in served], some, None)

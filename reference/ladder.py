@@ -8,12 +8,12 @@ a rung's tokens differ from the first rung's where the model was not in doubt (j
 that means).
 """
 
+# Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
-
-from lessons.toolbox.measure import device as devices
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -45,6 +45,8 @@ def load_requests(path: Path, tokenizer) -> tuple[list[list[int]], list[int]]:
 
 
 def parse_args(argv) -> argparse.Namespace:
+    from lessons.toolbox.measure import device as devices
+
     parser = argparse.ArgumentParser(
         prog="python -m reference.ladder", description=" ".join(__doc__.split("\n\n")[0].split())
     )
@@ -71,6 +73,7 @@ def parse_args(argv) -> argparse.Namespace:
             "(python -m lessons.toolbox.measure.device says why)"
         )
     args.model = place_of(args.model)
+    args.prompts, args.out = args.prompts.expanduser(), args.out.expanduser()
     return args
 
 
@@ -84,14 +87,12 @@ def place_of(model: str) -> str:
 def writable(folder: Path) -> None:
     """Raise OSError, before anything is measured, if no file can be written into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / ".probe"
-    probe.touch()
-    probe.unlink()
+    with tempfile.TemporaryFile(dir=folder):
+        pass  # it leaves nothing behind, even if it is interrupted
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, judge, write, print; returns the exit code."""
-    # Here and not above, because they take seconds, and Ctrl-C may come meanwhile.
     import torch
     from rich.console import Console
 
@@ -125,8 +126,9 @@ def run(args: argparse.Namespace) -> int:
     draw(data, args.out / "ladder")
     print_table(data, console)
     print_sample(tokenizer, prompts, rungs, console)
-    console.print(f"figure: {args.out / 'ladder.png'}   data: {args.out / 'ladder.json'}")
-    wrong = [rung.name for rung in rungs if not rung.identical]
+    written = f"figure: {args.out / 'ladder.png'}   data: {args.out / 'ladder.json'}"
+    console.print(written, markup=False)
+    wrong = [rung.name for rung in rungs if rung.identical is False]
     if wrong:
         print(f"ladder: FAILED, tokens differ: {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0
@@ -136,8 +138,8 @@ def main(argv=None) -> int:
     """The command; every failure is one line."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal of ASCII has no ×
-    args = parse_args(argv)
     try:
+        args = parse_args(argv)
         from lessons.toolbox.exercises.exercise import ExerciseError
         from lessons.toolbox.model.checkpoint import CheckpointError
         from reference.rungs import RungFailed
@@ -148,7 +150,7 @@ def main(argv=None) -> int:
             print(f"ladder: {error}", file=sys.stderr)
             return 2
     except KeyboardInterrupt:
-        print("ladder: interrupted; nothing was written.", file=sys.stderr)
+        print("ladder: interrupted", file=sys.stderr)
         return 130
 
 

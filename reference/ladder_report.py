@@ -4,45 +4,32 @@ drawn from it.
     python -m reference.ladder_report build/ladder.json      # draw the figure again, anywhere
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from lessons.toolbox.draw import plotting
+from lessons.toolbox.draw.figure import number
 from lessons.toolbox.measure import device as devices
+from reference.regimes import regime_of
 
-STAND_INS = "PyTorch in their place, and in that of graphs"  # on a CPU
+SCHEMA = 2  # of ladder.json
+STAND_INS = "PyTorch stands in for kernels and graphs"  # on a CPU
+
+
+# ---------------------------------------------------------------- ladder.json
 
 
 def record(rungs, peers, model, path: str, requests: int, bandwidth: float) -> dict:
-    """The content of ladder.json. Speeds in tokens/s; `speedup` is over the first rung, `step` over
-    the rung below.
-    """
+    """The content of ladder.json. Speeds in tokens/s."""
     fingerprint = devices.fingerprint()
-    entries = []
-    for i, r in enumerate(rungs):
-        entries.append(
-            {
-                "name": r.name,
-                "lesson": r.lesson,
-                "tokens_per_s": round(r.tokens_per_s, 2),
-                "tokens_per_cpu_s": round(r.tokens_per_cpu_s, 2),
-                "stand_in": r.stand_in,
-                "speedup": round(r.tokens_per_s / rungs[0].tokens_per_s, 2),
-                "step": round(r.tokens_per_s / rungs[max(i - 1, 0)].tokens_per_s, 2),
-                "kv_bytes_per_token": r.kv_bytes_per_token,
-                "roofline_share": round(r.roofline_share, 4),
-                "requests": len(r.served),
-                "tokens": r.tokens,
-                "identical": r.identical,
-                "verdict": r.verdict,
-                "runs": [round(x, 2) for x in r.runs],
-            }
-        )
     return {
+        "schema": SCHEMA,
         "device": fingerprint["device"],
         "versions": {k: v for k, v in fingerprint.items() if k != "device"},
         "model": {
@@ -52,96 +39,164 @@ def record(rungs, peers, model, path: str, requests: int, bandwidth: float) -> d
             "requests": requests,
         },
         "read_bytes_per_s": bandwidth,
-        "peers": [
-            {
-                "name": p.name,
-                "tokens_per_s": p.tokens_per_s and round(p.tokens_per_s, 2),
-                "tokens_per_cpu_s": p.tokens_per_cpu_s and round(p.tokens_per_cpu_s, 2),
-                "requests": len(p.served),
-                "identical": p.identical,
-                "verdict": p.verdict,
-                "not_run": p.not_run,
-                "runs": [round(x, 2) for x in p.runs],
-            }
-            for p in peers
-        ],
-        "rungs": entries,
+        "peers": [contender_entry(peer) for peer in peers],
+        "rungs": rung_entries(rungs),
     }
 
 
-def print_table(data: dict, console: Console) -> None:
-    """The table of rungs and peers, and below it what a reader has to know: roofline, subsets,
-    verdicts.
+def rung_entries(rungs) -> list[dict]:
+    """`speedup` is over the first rung. `step` is over the nearest rung below whose speed means
+    something on this device.
     """
+    entries, below = [], rungs[0]
+    for rung in rungs:
+        entries.append(
+            {
+                **contender_entry(rung),
+                "lesson": rung.lesson,
+                "speedup": ratio(rung, rungs[0]),
+                "step": ratio(rung, below),
+                "stand_in": rung.stand_in,
+                "regime": regime_of(rung.lesson, rung.name),
+                "kv_bytes_per_token": rung.kv_bytes_per_token,
+                "roofline_share": round(rung.roofline_share, 4),
+                "tokens": rung.tokens,
+            }
+        )
+        if rung.runs and not rung.stand_in:
+            below = rung
+    return entries
+
+
+def contender_entry(contender) -> dict:
+    """What rungs and peers have in common. A contender that did not run has no speeds."""
+    return {
+        "name": contender.name,
+        "tokens_per_s": rounded(contender.tokens_per_s),
+        "tokens_per_cpu_s": rounded(contender.tokens_per_cpu_s),
+        "requests": len(contender.served),
+        "in_batches": contender.in_batches,
+        "identical": contender.identical,
+        "verdict": contender.verdict,
+        "not_run": contender.not_run,
+        "runs": [rounded(speed) for speed in contender.runs],
+    }
+
+
+def ratio(contender, other) -> float | None:
+    """How many times the tokens/s of `other`; None where one of the two did not run."""
+    if not contender.runs or not other.runs:
+        return None
+    return rounded(contender.tokens_per_s / other.tokens_per_s)
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+def load(path: Path) -> dict:
+    """The content of a ladder.json. Raises ValueError in one line for any other file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}; accepted: the ladder.json of `make demo`") from None
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ValueError(f"{path} is no ladder.json of this version: run `make demo` again")
+    return data
+
+
+# ---------------------------------------------------------------- the table
+
+
+def print_table(data: dict, console: Console) -> None:
+    """The table of rungs and peers, and below it what a reader has to know: roofline, regimes,
+    stand-ins, subsets, verdicts.
+    """
+    model = data["model"]
     table = Table(
-        title=f"The ladder: {data['model']['requests']} requests, greedy, "
-        f"{data['model']['dtype']}, {data['device']}"
+        title=f"The ladder: {model['requests']} requests, greedy, {model['dtype']}, "
+        f"{data['device']}",
+        box=box.SIMPLE,
+        pad_edge=False,
     )
-    for heading in (
-        "lesson",
-        "rung",
-        "tokens/s",
-        "× rung below",
-        "× first",
-        "KV bytes/token",
-        "of roofline",
-        "identical",
-    ):
-        table.add_column(
-            heading, justify="left" if heading == "rung" else "right", no_wrap=heading != "rung"
-        )
-    total = data["model"]["requests"]
-    for r in data["rungs"]:
-        star = "" if r["requests"] == total else " *"
-        table.add_row(
-            r["lesson"],
-            r["name"] + star,
-            f"{r['tokens_per_s']:.1f}",
-            f"{r['step']:.2f}",
-            f"{r['speedup']:.2f}",
-            f"{r['kv_bytes_per_token']:,}",
-            f"{r['roofline_share']:.0%}",
-            "✓" if r["identical"] else "✗",
-        )
+    for heading in ("rung", "tokens/s", "× rung\nbelow", "×\nfirst", "KV B/\ntoken"):
+        table.add_column(heading, justify="left" if heading == "rung" else "right")
+    for heading in ("of\nroofline", "same\ntokens"):
+        table.add_column(heading, justify="right")
+    table.add_column("gain in its\nown regime")
+    for rung in data["rungs"]:
+        table.add_row(*rung_cells(rung, model["requests"]))
     table.add_section()
-    first = data["rungs"][0]["tokens_per_s"]
-    for p in data["peers"]:
-        speed = p["tokens_per_s"]
-        table.add_row(
-            "",
-            p["name"],
-            f"{speed:.1f}" if speed else "not run",
-            "",
-            f"{speed / first:.2f}" if speed else "",
-            "",
-            "",
-            "" if p["identical"] is None else "✓" if p["identical"] else "✗",
-        )
+    for peer in data["peers"]:
+        speed, first = peer["tokens_per_s"], data["rungs"][0]["tokens_per_s"]
+        gain = f"{speed / first:.2f}" if speed else ""
+        table.add_row(peer["name"], speed_cell(peer), "", gain, "", "", same_cell(peer), "")
     console.print(table)
-    console.print(
-        f"Memory roofline: one read of the weights and of the request's K and V a token, at the "
-        f"{data['read_bytes_per_s'] / 1e9:.1f} GB/s at which this machine reads a model of this "
-        f"size.",
-        style="dim",
-    )
-    if data["versions"].get("interpreted"):
-        console.print(
-            "Without a GPU the lessons' PyTorch paths stand in for graphs, and for kernels, which "
-            "are proved in the "
-            "interpreter.",
-            style="dim",
-        )
-    for served in sorted({r["requests"] for r in data["rungs"]} - {total}):
-        names = [r["name"] for r in data["rungs"] if r["requests"] == served]
-        console.print(
-            f"* served {served} of {total} requests, as long as all of them on average: "
-            f"{', '.join(names)}"
-        )
+    for note in notes(data):
+        console.print(note, style="dim", markup=False, highlight=False)
     for entry in data["rungs"] + data["peers"]:
         if entry["verdict"]:
-            console.print(f"{entry['name']}: {entry['verdict']}")
-        if entry.get("not_run"):
-            console.print(f"{entry['name']}: not run ({entry['not_run']})")
+            console.print(f"{entry['name']}: {entry['verdict']}", markup=False)
+        if entry["not_run"]:
+            console.print(f"{entry['name']}: not run ({entry['not_run']})", markup=False)
+
+
+def rung_cells(rung: dict, requests: int) -> list[str]:
+    """A rung's row. A rung that stands in for another device has no gains to show."""
+    star = "" if rung["requests"] == requests else " *"
+    step, speedup = rung["step"], rung["speedup"]
+    if rung["stand_in"]:
+        gains = ["tokens only", ""]
+    else:
+        gains = ["" if gain is None else f"{gain:.2f}" for gain in (step, speedup)]
+    regime = rung["regime"]
+    about = "" if regime is None or regime["measured"] else "~"
+    return [
+        f"{rung['lesson']} {rung['name']}{star}",
+        speed_cell(rung),
+        *gains,
+        number(rung["kv_bytes_per_token"]),
+        f"{rung['roofline_share']:.0%}",
+        same_cell(rung),
+        f"{about}{number(regime['gain'])}× {regime['label']}" if regime else "",
+    ]
+
+
+def speed_cell(entry: dict) -> str:
+    speed = entry["tokens_per_s"]
+    return "not run" if speed is None else f"{speed:.1f}"
+
+
+def same_cell(entry: dict) -> str:
+    return {True: "✓", False: "✗", None: ""}[entry["identical"]]
+
+
+def notes(data: dict) -> list[str]:
+    """The lines under the table that are true of this run."""
+    found = [
+        f"Memory roofline: one read of the weights and of the request's K and V a token, at the "
+        f"{data['read_bytes_per_s'] / 1e9:.1f} GB/s at which this machine reads a model of this "
+        f"size."
+    ]
+    regimes = [rung["regime"] for rung in data["rungs"] if rung["regime"]]
+    for measured, text in ((True, "were recorded on"), (False, "marked ~ are predicted for")):
+        names = {regime["device"] for regime in regimes if regime["measured"] is measured}
+        if names:
+            found.append(f"Gains in a rung's own regime {text}: {', '.join(sorted(names))}.")
+    if any(rung["stand_in"] for rung in data["rungs"]):
+        found.append(
+            f"tokens only: without a GPU {STAND_INS}, so the rung shows that its tokens are right "
+            f"and its speed says nothing. The kernels are proved in the interpreter."
+        )
+    total = data["model"]["requests"]
+    served = sorted({rung["requests"] for rung in data["rungs"]} - {total})
+    for count in served:
+        names = [rung["name"] for rung in data["rungs"] if rung["requests"] == count]
+        found.append(
+            f"* served {count} of {total} requests, as long as all of them on average: "
+            f"{', '.join(names)}"
+        )
+    return found
 
 
 def print_sample(tokenizer, prompts, rungs, console: Console) -> None:
@@ -153,48 +208,78 @@ def print_sample(tokenizer, prompts, rungs, console: Console) -> None:
     console.rule(
         "a sample, the least repetitive answer: the prompt, then what the model wrote", align="left"
     )
-    console.print(
-        tokenizer.decode(prompts[index], skip_special_tokens=True),
-        style="dim",
-        end="",
-        markup=False,
-        highlight=False,
-    )
-    console.print(
-        tokenizer.decode(outputs[index], skip_special_tokens=True),
-        style="bold",
-        markup=False,
-        highlight=False,
+    for tokens, style, end in ((prompts[index], "dim", ""), (outputs[index], "bold", "\n")):
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        console.print(text, style=style, end=end, markup=False, highlight=False)
+
+
+# ---------------------------------------------------------------- the figure
+
+
+def headline(rungs: list[dict]) -> str:
+    """The figure's title: the fastest rung, whether the tokens are the same, and the largest step.
+
+    A rung that stands in for another device is never the fastest, and no step is counted to it.
+    """
+    ran = [rung for rung in rungs if rung["tokens_per_s"] is not None]
+    solid = [rung for rung in ran if not rung["stand_in"]]
+    best = max(solid, key=lambda rung: rung["tokens_per_s"])
+    step = max(solid, key=lambda rung: rung["step"])
+    same = "the same tokens"
+    if any(rung["identical"] is False for rung in ran):
+        same = "NOT the same tokens"
+    elif any(rung["verdict"] for rung in ran):
+        same = "the same tokens but for ties"
+    text = f"{best['name']}: {best['speedup']:.1f}× the tokens/s of the first rung, {same}"
+    if step["step"] <= 1:
+        return text
+    return f"{text}\nThe largest step: {step['name']}, {step['step']:.1f}×"
+
+
+def figure_of(data: dict) -> plotting.ClassFigure:
+    """The figure, from the content of ladder.json."""
+    model = data["model"]
+    rungs = [
+        {**rung, "stand_in": STAND_INS if rung["stand_in"] else None} for rung in data["rungs"]
+    ]
+    # a reason without the name of its exception
+    peers = [
+        {**peer, "not_run": peer["not_run"] and peer["not_run"].split(": ", 1)[-1]}
+        for peer in data["peers"]
+    ]
+    return plotting.ladder_plot(
+        rungs,
+        peers,
+        title=headline(data["rungs"]),
+        caption=plotting.caption(
+            {"device": data["device"], "date": data["versions"].get("date")},
+            dtype=model["dtype"],
+            model=f"{Path(model['path']).name}, {model['parameters'] / 1e6:.0f}M parameters",
+        ),
     )
 
 
 def draw(data: dict, path_without_suffix: Path) -> None:
-    """The waterfall figure, PNG and SVG, from the content of ladder.json."""
-    rungs, model, versions = data["rungs"], data["model"], data["versions"]
-    runs = [len(r["runs"]) for r in rungs]
-    best = max(rungs, key=lambda r: r["tokens_per_s"])
-    same = "the same tokens" if all(r["identical"] for r in rungs) else "NOT the same tokens"
-    fig = plotting.waterfall(
-        rungs,
-        references={p["name"]: p["tokens_per_s"] for p in data["peers"] if p["tokens_per_s"]},
-        title=f"{best['name']}: {best['speedup']:.1f}× the tokens per second of the first rung, "
-        f"{same}",
-        caption=plotting.caption(
-            {"device": data["device"], **versions},
-            model=f"{model['parameters'] / 1e6:.0f}M parameters",
-            dtype=model["dtype"],
-            requests=model["requests"],
-            runs=f"median of {min(runs)}" + (f" to {max(runs)}" if max(runs) > min(runs) else ""),
-            kernels=STAND_INS if versions.get("interpreted") else None,
-        ),
+    """Save the figure as PNG and SVG."""
+    rungs = data["rungs"]
+    alt = f"A row for each of {len(rungs)} rungs: tokens per second, and the gain in its own regime"
+    title = headline(rungs).replace("\n", ". ")
+    plotting.save(figure_of(data), path_without_suffix, alt=f"{alt}. {title}")
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m reference.ladder_report", description="Draw the ladder's figure again."
     )
-    plotting.save(
-        fig,
-        path_without_suffix,
-        alt=f"Bar chart of tokens per second for {len(rungs)} rungs; {best['name']} is fastest",
-    )
+    parser.add_argument("source", type=Path, help="a ladder.json; the figure lands beside it")
+    source = parser.parse_args(argv).source
+    try:
+        draw(load(source), source.with_suffix(""))
+    except (ValueError, OSError) as error:
+        print(f"ladder_report: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    source = Path(sys.argv[1])
-    draw(json.loads(source.read_text()), source.with_suffix(""))
+    sys.exit(main())

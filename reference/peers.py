@@ -98,7 +98,7 @@ def continuous_batching(model, prompts, max_new_tokens, on_token=None):
     config = _greedy(model, max(max_new_tokens))
     before = model.config._attn_implementation
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
-    rows = {}
+    rows, manager = {}, None
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -117,8 +117,9 @@ def continuous_batching(model, prompts, max_new_tokens, on_token=None):
                 rows[names[result.request_id]] = result.generated_tokens
                 for token in result.generated_tokens if on_token else ():
                     on_token(names[result.request_id], token)
-            manager.stop(block=True)
     finally:
+        if manager is not None:
+            manager.stop(block=True)  # its thread would keep an interrupted process alive
         # continuous batching switches the model to its paged variant
         model.set_attn_implementation(before)
     return [rows[i] for i in range(len(prompts))]

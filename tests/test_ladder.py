@@ -3,7 +3,9 @@ pass.
 """
 
 import importlib.util
+import io
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -12,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import generate, whole_sequence
+from lessons.toolbox.measure.records import write_json
 from lessons.toolbox.model.checkpoint import load_tokenizer
 from reference import climb as climbing
 from reference import contest, judging, ladder, peers
@@ -90,6 +94,10 @@ def test_every_rung_gives_the_same_tokens_and_the_files_are_complete(model_folde
     for rung in data["rungs"]:
         assert set(rung) >= {"name", "tokens_per_s", "speedup", "identical", "runs"}
         assert rung["identical"] is True and rung["tokens_per_s"] > 0 and rung["tokens"] > 0
+        assert rung["not_run"] is None and rung["in_batches"] == (rung["lesson"] == "11")
+        assert rung["regime"] is None or rung["regime"]["gain"] > 0
+    stand_ins = {rung["lesson"] for rung in data["rungs"] if rung["stand_in"]}
+    assert stand_ins == {"02", "04", "07", "09", "10", "11"}, "on a CPU"
     assert data["rungs"][0]["speedup"] == 1
     assert (tmp_path / "ladder.png").stat().st_size > 10_000 and (tmp_path / "ladder.svg").exists()
 
@@ -175,7 +183,7 @@ def test_the_two_best_logits_of_a_model(model_folder):
 
 
 def test_tokens_are_counted_as_generated(model_folder, tmp_path, quick, monkeypatch):
-    """A rung that stops after one token must not be credited with the tokens that were asked for."""
+    """A rung that stops after one token is not credited with the tokens that were asked for."""
     use_rungs(monkeypatch, Step("99", "one token", one_token))
     assert climb(model_folder, tmp_path) == 0
     assert json.loads((tmp_path / "ladder.json").read_text())["rungs"][0]["tokens"] == 3
@@ -211,10 +219,10 @@ def test_a_subset_asks_as_much_of_a_rung_as_all_requests_do():
 
 def test_requests_for_no_token_or_without_room_for_three(model_folder, tmp_path, quick):
     """One asks for nothing, one leaves room for a single token of the 1024 that the model knows."""
-    requests = [
-        {"prompt": "x", "max_new_tokens": 0},
-        {"prompt": "a " * 10, "max_new_tokens": 1},
-    ]
+    text = "a " * 1021
+    tokens = load_tokenizer(str(model_folder))(text, add_special_tokens=False)["input_ids"]
+    assert len(tokens) == 1022, "1023 with the start token"
+    requests = [{"prompt": "x", "max_new_tokens": 0}, {"prompt": text, "max_new_tokens": 1}]
     (tmp_path / "requests.json").write_text(json.dumps(requests))
     assert climb(model_folder, tmp_path, "--prompts", str(tmp_path / "requests.json")) == 0
     rungs = json.loads((tmp_path / "ladder.json").read_text())["rungs"]
@@ -229,21 +237,55 @@ def test_a_warm_up_needs_as_much_room_as_a_pass():
         room.append((len(prompts), max(len(p) + n for p, n in zip(prompts, limits))))
 
     prompts, limits = [[1] * (3 + i % 7) for i in range(20)], [30 - i for i in range(20)]
-    contest.warm_up(Contender("in batches", run, list(range(20))), prompts, limits)
+    contender = Contender("in batches", run, list(range(20)), in_batches=True)
+    contest.warm_up(contender, prompts, limits, torch.device("cuda"))
     warmed = max(room)
     run(prompts, limits, None)
     assert warmed == room[-1]
+    room.clear()
+    contest.warm_up(contender, prompts, limits, torch.device("cpu"))
+    assert room == [(1, 5)], "a CPU captures nothing, and its time is dear"
 
 
-def test_time_is_shared_out_by_budget(monkeypatch):
+def test_time_is_shared_out_by_budget():
     contender = Contender("x", None, [0])
-    assert contender.wants_a_pass, "the first pass always"
-    contender.runs, contender.spent_s = [1.0], contest.BUDGET_S
-    assert not contender.wants_a_pass
-    contender.spent_s = contest.BUDGET_S / 2
-    assert contender.wants_a_pass
+    assert contender.wants_a_pass(6.0), "the first pass always"
+    contender.runs, contender.spent_s = [1.0], 6.0
+    assert not contender.wants_a_pass(6.0)
+    contender.spent_s = 3.0
+    assert contender.wants_a_pass(6.0) and not contender.wants_a_pass(5.9)
     contender.runs = [1.0] * contest.MOST_PASSES
-    assert not contender.wants_a_pass
+    assert not contender.wants_a_pass(6.0)
+
+
+def test_many_contenders_share_a_fixed_total(monkeypatch):
+    """Ten that take their share of a second each; alone, one would go on for 6 seconds."""
+    passes = []
+
+    def timed(contender, prompts, limits, device, tick):
+        passes.append(contender.name)
+        contender.runs.append(1.0)
+        contender.spent_s += 2.0
+
+    monkeypatch.setattr(contest, "run_pass", timed)
+    monkeypatch.setattr(contest, "TOTAL_S", 40.0)
+    several = [Contender(str(i), lambda *args: None, [0]) for i in range(10)]
+    contest.take_turns(several, [[1]], [1], torch.device("cpu"), Console(file=io.StringIO()))
+    assert len(passes) == 20 and sum(c.spent_s for c in several) == 40
+    assert passes[:10] == passes[10:], "in turns"
+
+
+def test_a_smaller_subset_is_one_of_all_requests(monkeypatch):
+    """Request 0 asks for nothing: a rung that serves fewer of the others must not serve it."""
+    monkeypatch.setattr(contest, "SLOW_BUDGET_S", 1e-9)
+    prompts, limits = [[1] * 9, [1] * 3, [1] * 4, [1] * 5, [1] * 6], [0, 4, 4, 4, 4]
+    served = contest.within_budget(lambda *args: None, prompts, limits, [1, 2, 3, 4])
+    assert len(served) == 1 and served[0] in (1, 2, 3, 4)
+
+
+def test_a_batch_is_estimated_by_its_steps():
+    assert contest.model_calls([5, 9, 2], [0, 1], in_batches=False) == 14
+    assert contest.model_calls([5, 9, 2], [0, 1], in_batches=True) == 2 + 9
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
@@ -346,15 +388,67 @@ def test_peers_give_the_same_tokens_and_no_more_than_asked_for(model_folder):
         assert len(ticks) == sum(map(len, want))
 
 
-def test_demo_from_another_folder_and_without_a_terminal(tmp_path, model_folder):
-    """As a learner would by accident: python -m reference.ladder elsewhere fails in one line or
-    works, never a traceback.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", "reference.ladder", "--model", "missing", "--requests", "1"],
-        cwd=REPOSITORY,
+def elsewhere(tmp_path, *command, **environment):
+    """Run Python in another folder, as a learner would by accident."""
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
-        env={**__import__("os").environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", **environment},
     )
+
+
+def test_a_missing_model_is_one_line_from_another_folder_too(tmp_path):
+    done = elsewhere(tmp_path, "-m", "reference.ladder", "--model", "missing", "--requests", "1")
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+ONE_RUNG = """
+import sys
+from reference import climb, contest, ladder, rungs
+climb.PEERS, contest.MOST_PASSES = (), 1
+climb.rungs_of = lambda config: rungs.WITH_HEADS[:1]
+sys.exit(ladder.main(sys.argv[1:]))
+"""
+
+
+def test_home_folders_another_folder_and_a_terminal_of_ascii(model_folder, tmp_path):
+    """A model and an output folder under ~, nothing left there but the three files."""
+    shutil.copytree(model_folder, tmp_path / "home/model")
+    places = ("--model=~/model", "--out=~/out", "--requests=1", "--device=cpu")
+    environment = {"HOME": str(tmp_path / "home"), "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = elsewhere(tmp_path, "-c", ONE_RUNG, *places, **environment)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.isascii() and "no cache: recompute" in done.stdout
+    left = {path.name for path in (tmp_path / "home/out").iterdir()}
+    assert left == {"ladder.json", "ladder.png", "ladder.svg"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "home"]
+
+
+def test_the_courses_models_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ladder.place_of("models/tiny") == str(REPOSITORY / "models/tiny")
+    (tmp_path / "models/tiny").mkdir(parents=True)
+    assert ladder.place_of("models/tiny") == "models/tiny", "one's own comes first"
+    assert ladder.place_of("someone/on-the-hub") == "someone/on-the-hub"
+
+
+def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
+    """Importing torch takes seconds. Here it is interrupted at once."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    done = elsewhere(tmp_path, "-m", "reference.ladder", PYTHONPATH=path)
+    assert done.returncode == 130 and done.stderr == "ladder: interrupted\n"
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    """Ctrl-C between the temporary file and its final name leaves neither."""
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(tmp_path / "ladder.json", {"rungs": []})
+    assert list(tmp_path.iterdir()) == []

@@ -12,10 +12,10 @@ RUNG = {"lesson": "05", "tokens_per_s": 300.0, "identical": True, "stand_in": Fa
 RUNG |= {"not_run": None, "regime": None}
 
 
-def measured_ladder(rungs=24, peers=6):
+def measured_ladder(rungs=24, peers=6, gain=6.2):
     """Rungs of every kind in turn, with names and regimes as long as the course's longest."""
     kinds = (
-        {"regime": {"label": "8 KV heads of 32, 8k tokens", "gain": 6.2, "measured": True}},
+        {"regime": {"label": "8 KV heads of 32, 8k tokens", "gain": gain, "measured": True}},
         {"stand_in": "PyTorch stands in for a kernel"},
         {"stand_in": True, "regime": {"label": "context 64k", "gain": 9.0, "measured": False}},
         {"tokens_per_s": None, "not_run": "CUDA graphs need a GPU"},
@@ -38,9 +38,11 @@ def measured_ladder(rungs=24, peers=6):
     )
 
 
-@pytest.mark.parametrize("rungs, peers", [(1, 0), (12, 3), (24, 6)])
-def test_every_text_is_inside_uncovered_and_large(rungs, peers):
-    fig = measured_ladder(rungs, peers)
+@pytest.mark.parametrize(
+    "rungs, peers, gain", [(1, 0, 6.2), (12, 3, 6.2), (24, 6, 6.2), (12, 3, 18), (12, 3, 110)]
+)
+def test_every_text_is_inside_uncovered_and_large(rungs, peers, gain):
+    fig = measured_ladder(rungs, peers, gain)
     assert plotting.texts_outside(fig) == []
     assert plotting.overlapping_texts(fig) == []
     assert min(t.get_fontsize() for t in fig.findobj(Text) if t.get_text()) >= 11
@@ -74,6 +76,18 @@ def test_a_gain_is_filled_if_measured_and_hollow_if_predicted():
     assert fig.axes[1].get_xscale() == "log" and not fig.axes[1].patches
     texts = {t.get_text() for t in fig.findobj(Text)}
     assert {"6.2× measured here", "9× predicted, H200", "8 KV heads of 32, 8k tokens"} <= texts
+
+
+def test_a_gain_names_its_own_device_where_it_is_known():
+    regime = {"label": "context 4096", "gain": 2.5, "measured": True, "device": "CPU"}
+    rungs = [
+        RUNG | {"name": "a", "regime": regime},
+        RUNG | {"name": "b", "regime": regime | {"measured": False, "device": "H200"}},
+    ]
+    texts = {
+        t.get_text() for t in plotting.ladder_plot(rungs, title="t", caption="c").findobj(Text)
+    }
+    assert {"2.5× measured, CPU", "2.5× predicted, H200"} <= texts
 
 
 def test_peers_are_lines_with_their_speed_and_those_that_did_not_run_are_named():

@@ -82,29 +82,6 @@ def roof():
     )
 
 
-def ladder(references=None):
-    rungs = [
-        {
-            "name": f"rung {i}: {'x' * i}",
-            "tokens_per_s": 3 * 2.1**i,
-            "identical": i != 4,
-            "roofline_share": 0.005 * 2.1**i,
-        }
-        for i in range(8)
-    ]
-    peers = {
-        "transformers generate, one by one": 40,
-        "transformers, left-padded batch": 41,
-        "continuous batching": 300,
-    }
-    return plotting.waterfall(
-        rungs,
-        title="Eight rungs",
-        caption=CAPTION,
-        references=peers if references is None else references,
-    )
-
-
 def grouped():
     return plotting.bars(
         ["batch 1", "batch 64"],
@@ -165,8 +142,6 @@ FIGURES = [
     line_plot,
     clustered,
     roof,
-    ladder,
-    lambda: ladder({}),
     grouped,
     near,
     schedule,
@@ -183,8 +158,6 @@ FIGURES = [
         "class",
         "clustered",
         "roofline",
-        "ladder",
-        "no_peers",
         "dots",
         "bars",
         "gantt",
@@ -302,17 +275,6 @@ def test_floor_is_drawn_and_missing_points_leave_a_gap():
     assert list(np.isfinite(kernel.get_ydata())) == [True, True, False, True, False, False]
 
 
-def test_ladder_computes_its_gains_and_marks_differing_tokens():
-    rungs = [
-        {"name": "a", "tokens_per_s": 10, "identical": None},
-        {"name": "b", "tokens_per_s": 25, "identical": True},
-        {"name": "c", "tokens_per_s": 2500, "identical": False, "roofline_share": 1.2},
-    ]
-    fig = plotting.waterfall(rungs, title="t", caption=CAPTION, references={"peer": 20})
-    texts = [t.get_text() for t in fig.findobj(Text)]
-    assert {"2.5×", "100×", "✓", "✗ differ", "not checked", "120% CHECK", "peer: 20"} <= set(texts)
-
-
 def test_values_that_span_over_30x_are_dots_because_a_bar_on_a_log_axis_has_no_true_length():
     def shapes(fig):
         ax = fig.axes[0]
@@ -383,7 +345,6 @@ def test_pages_and_masks_say_what_they_show():
             lambda: plotting.gantt({"r": [(2, 1, "k")]}, title="", xlabel="", caption=""),
             "end >= start",
         ),
-        (lambda: plotting.waterfall([], title="", caption=""), "rungs is empty"),
         (lambda: plotting.save(line_plot(), "unused", alt=" "), "alt is empty"),
     ],
 )

@@ -5,7 +5,7 @@ idea pays.
 from collections.abc import Mapping, Sequence
 
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
 from lessons.toolbox.draw.figure import (
@@ -39,11 +39,12 @@ def ladder_plot(
     in its own regime.
 
     rungs: [{"name", "lesson", "tokens_per_s": float or None, "identical": bool or None, "stand_in":
-    bool or the reason, "not_run": the reason or None, "regime": {"label", "gain", "measured"} or
-    None}]. "stand_in" marks a rung that exists for its tokens' sake on this device: its bar is
+    bool or the reason, "not_run": the reason or None, "regime": {"label", "gain", "measured", "device"}
+    or None}]. "device", which may be left out, is where the gain was measured or for which it is
+    predicted. "stand_in" marks a rung that exists for its tokens' sake on this device: its bar is
     hollow and says "tokens only". A rung that did not run has no bar but its reason.
     peers: [{"name", "tokens_per_s": float or None, "not_run"}], vertical lines; those that did not
-    run are named in the caption. predicted_for: the device of the gains that are not measured.
+    run are named in the caption. predicted_for: the device of predictions that name none.
 
     Raises ValueError for no rungs, for more than 24 rungs or 6 peers, and for a rung that has
     neither a speed nor a reason.
@@ -85,7 +86,9 @@ def _cells(rung, predicted_for):
         ticks = {True: same, False: "✗ tokens differ", None: "tokens not checked"}
         result = f"{number(speed)} {ticks[rung.get('identical')]}"
     if regime:
-        source = "measured here" if regime["measured"] else f"predicted, {predicted_for}"
+        device = regime.get("device")
+        measured = f"measured, {device}" if device else "measured here"
+        source = measured if regime["measured"] else f"predicted, {device or predicted_for}"
         gain = f"{number(regime['gain'])}× {source}"
     return f"{rung['name']}  {rung['lesson']}", result, regime["label"] if regime else "", gain
 
@@ -150,6 +153,8 @@ def _draw_gains(ax, rungs):
     found = [(row, rung["regime"]) for row, rung in enumerate(rungs) if rung.get("regime")]
     gains = [1, 2, *(regime["gain"] for _, regime in found)]
     log_axis(ax.xaxis, min(gains) / 1.3, max(gains) * 1.3)
+    if max(gains) > 20 * min(gains):  # the axis is narrow: more labels would run together
+        ax.xaxis.set_major_locator(LogLocator(numticks=4))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda gain, _: f"{number(gain)}×"))
     ax.set_xlabel("gain (log scale)")
     ax.plot([1, 1], [-0.6, len(rungs) - 0.4], color=GREY, lw=1.2)

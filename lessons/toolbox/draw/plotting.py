@@ -32,7 +32,6 @@ from lessons.toolbox.draw.figure import (
     texts_outside,
 )
 from lessons.toolbox.draw.ladder import ladder_plot
-from lessons.toolbox.draw.waterfall import waterfall
 
 __all__ = [
     "ROLES",
@@ -49,7 +48,6 @@ __all__ = [
     "save",
     "size_number",
     "texts_outside",
-    "waterfall",
 ]
 SLACK = 0.05  # a median this far beyond the physical limit is flagged: clock noise stays below it
 WIDE = 30  # values that span more than this need a log axis

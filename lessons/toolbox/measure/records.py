@@ -21,8 +21,11 @@ def write_json(path: Path, record: dict) -> None:
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)  # after an error or Ctrl-C
 
 
 def read_json(path: str | os.PathLike) -> dict:
