@@ -33,12 +33,9 @@ LONG_FILES = (
     "lessons/l10_flash_decoding/test_equivalence.py",
     "lessons/toolbox/exercises/exercise.py",
     "lessons/toolbox/measure/bench.py",
-    "lessons/toolbox/measure/hardware.py",
     "lessons/toolbox/proof/numerics.py",
 )
 LONG_FUNCTIONS = (
-    "lessons/l01_roofline/__main__.py:main",
-    "lessons/l01_roofline/__main__.py:print_report",
     "lessons/l04_positions/checks.py:check_rope_cache",
     "lessons/l04_positions/optimized.py:rope_cache_kernel",
     "lessons/l05_gqa/lab/pictures.py:draw",
@@ -49,9 +46,7 @@ LONG_FUNCTIONS = (
     "lessons/l09_flash_attention/hopper.py:flash_hopper_kernel",
     "lessons/l09_flash_attention/optimized.py:flash_kernel",
     "lessons/l10_flash_decoding/optimized.py:split_decode_kernel",
-    "lessons/toolbox/draw/waterfall.py:waterfall",
     "lessons/toolbox/proof/numerics.py:assert_close_to_oracle",
-    "reference/ladder_report.py:print_table",
     "solutions/l05_gqa.py:group_kernel",
 )
 DENSE_FILES = (

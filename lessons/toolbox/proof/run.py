@@ -178,11 +178,11 @@ class Run:
     # ------------------------------------------------------------ the steps
 
     def equivalence(self) -> Iterable[Step]:
-        """The lessons' test_equivalence.py, without what the compiler can say anywhere."""
+        """The lessons' tests in their rooms, without what the compiler can say anywhere."""
         for number, room in self.lessons.items():
-            if (room / "test_equivalence.py").exists():
-                tests = f"lessons/{room.name}/test_equivalence.py"
-                yield self.testing(f"{number} equivalence", [], [tests], source_hash(room))
+            tests = [f"lessons/{room.name}/{path.name}" for path in sorted(room.glob("test_*.py"))]
+            if tests:
+                yield self.testing(f"{number} equivalence", [], tests, source_hash(room))
 
     def testing(self, name: str, watched: list[str], tests: list[str], source: str) -> Step:
         """A step of pytest. watched: the command under which it runs, or []."""
