@@ -109,9 +109,7 @@ def check_one_query_inputs(
 
 
 def span_of_a_sequence(cache: Tensor) -> int:
-    """Elements between the first and the last of one sequence, both included. cache: [B, capacity,
-    Hkv, D].
-    """
+    """Elements from the first to the last of one sequence. cache: [B, capacity, Hkv, D]."""
     last = [(size - 1) * stride for size, stride in zip(cache.shape[1:], cache.stride()[1:])]
     return sum(last) + 1
 
