@@ -94,8 +94,8 @@ class SamplingBatch:
         """The batch of requests that have produced `outputs` so far; lists hold one entry a row.
 
         A row without a seed gets a fresh one. Keep `batch.params[b]` with the request, so that it
-        has the same seed when a later batch is made. room: tokens that can be appended before the
-        lists of seen tokens move to new memory. Raises ValueError.
+        has the same seed when a later batch is made. room: how many tokens a row can append before
+        the lists of seen tokens move to new memory. Raises ValueError.
         """
         if not len(params) == len(prompts) == len(outputs) >= 1:
             raise ValueError(
@@ -124,7 +124,10 @@ class SamplingBatch:
         return any(condition(p) for p in self.params)
 
     def append(self, tokens: Tensor) -> None:
-        """Note what was sampled, in place: the rows have drawn and seen it. tokens: [B] int64."""
+        """Note what was sampled, in place: the rows have drawn and seen it. tokens: [B] int64.
+
+        If a batch with penalties is captured in a graph, this can be replayed `room` times.
+        """
         self.drawn += 1
         if self.seen is not None:
             # A row with bad logits ends when its token is read; until then any id will do.
@@ -140,7 +143,9 @@ class SamplingBatch:
         device = self.drawn.device
         index = torch.tensor(rows, dtype=torch.int64, device=device)
         selected = self._take(index, rows)
-        return dataclasses.replace(selected, kinds=_kinds(selected.params, device))
+        kinds = _kinds(selected.params, device)
+        # its own memory, because a captured graph of this batch goes on writing into the old one
+        return dataclasses.replace(selected, kinds=kinds, workspace=Workspace())
 
     def groups(self, size: int) -> Iterator[tuple[Rows, "SamplingBatch"]]:
         """Rows of one kind, at most `size` together, and the part of the batch that is theirs."""
