@@ -4,7 +4,6 @@ Penalties change the logits of seen tokens only, so what is kept is as wide as a
 the vocabulary: two numbers a token instead of 128 thousand a row.
 """
 
-import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
@@ -12,16 +11,6 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.sampling import SamplingParams
-
-
-def take_rows(batch, rows: slice | Tensor):
-    """Some rows of a dataclass of tensors [B, ...]: a slice shares their memory, [N] int64 copies."""
-    tensors = {
-        field.name: getattr(batch, field.name)[rows]
-        for field in dataclasses.fields(batch)
-        if isinstance(getattr(batch, field.name), Tensor)
-    }
-    return dataclasses.replace(batch, **tensors)
 
 
 def float64_column(values: list[float], device: torch.device | str) -> Tensor:
