@@ -3,8 +3,8 @@
 A number that a README quotes from a recorded result carries its source in a comment right behind
 it, which no reader sees:
 
-    5.3 ×<!-- results/h200/benchmarks.json#01.records.copy.series.naive.points.x=4096.median_s
-             / 01.records.copy.series.kernel.points.x=4096.median_s -->
+    5.3 ×<!-- results/h200/l01_copy.json#series.naive.points.x=4096.median_s
+             / series.kernel.points.x=4096.median_s -->
 
 FILE#PATH, then `* NUMBER`, `/ NUMBER`, `* PATH` or `/ PATH` as often as needed. In a path, `x=4096`
 picks the entry of a list whose `x` is 4096, a number counts from the start (or the end, if

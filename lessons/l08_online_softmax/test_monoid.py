@@ -1,6 +1,7 @@
 """Partial results merge in any cut, any order and any tree: properties on random rows.
 
-In a file of their own, because they need hypothesis and no GPU.
+In a file of their own, because they need hypothesis, which a machine with a GPU may not have, and
+no kernel.
 """
 
 import itertools
@@ -9,8 +10,6 @@ from functools import reduce
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lessons.l08_online_softmax import naive
 from lessons.l08_online_softmax.naive import (
@@ -22,6 +21,10 @@ from lessons.l08_online_softmax.naive import (
     merge,
     merge_tree,
 )
+
+pytest.importorskip("hypothesis", reason="NOT RUN: needs hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 INF = math.inf
 

@@ -42,16 +42,11 @@ def read_json(path: str | os.PathLike) -> dict:
 
 def recorded(results: Path, lesson: str, name: str | None = None) -> list[dict]:
     """The records of a lesson ("03") under results/, or the one called `name`: those of GPUs first,
-    then those of CPUs.
-
-    `make gpu` keeps all of a device's records in its benchmarks.json, `make bench` writes one file
-    each.
+    then those of the folder cpu/.
     """
-    found = []
-    for path in sorted(results.glob("*/benchmarks.json")):
-        lessons = json.loads(path.read_text(encoding="utf-8"))
-        found += lessons.get(lesson, {}).get("records", {}).values()
-    found += [read_json(path) for path in sorted(results.glob(f"*/l{lesson}_*.json"))]
+    paths = sorted(results.glob(f"*/l{lesson}_*.json"))
+    paths.sort(key=lambda path: path.parent.name == "cpu")
+    found = [read_json(path) for path in paths]
     return [record for record in found if name in (None, record["name"])]
 
 
