@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=01
-# Generated from solutions/l01_roofline.py, checksum c98b37491c38. Generating again never overwrites your edits.
+# Generated from solutions/l01_roofline.py, checksum bcfcc69b2e17. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 01: bytes of a KV cache, the roofline of a linear layer, a stopwatch that
 lies, the price of a token.
@@ -25,11 +25,13 @@ from lessons.toolbox.exercises.exercise import exercise
 def kv_bytes_per_token(model: ModelShape, bits_per_value: float = 16) -> float:
     """Bytes of cache that one token of one sequence needs, all layers together.
 
-    model: its fields have config.json's names: num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
-        hidden_size, kv_lora_rank, qk_rope_head_dim, …; kv_lora_rank is 0 unless the model has MLA.
+    model: its fields have config.json's names: num_hidden_layers, num_attention_heads,
+        num_key_value_heads, head_dim, hidden_size, kv_lora_rank, qk_rope_head_dim, …; kv_lora_rank
+        is 0 unless the model has MLA.
     bits_per_value: 16 for bfloat16, 8 for FP8, 4.25 for 4 bits and their scales.
-    Each layer caches k and v of every KV head; with multi-head latent attention (MLA) it caches instead one latent of
-    kv_lora_rank values and one rotary key of qk_rope_head_dim values, which all heads share. Errors: none to raise.
+    Each layer caches k and v of every KV head. With multi-head latent attention (MLA) it caches
+    instead one latent of kv_lora_rank values and one rotary key of qk_rope_head_dim values, which
+    all heads share. Errors: none to raise.
 
     Example: 2 layers, 4 query heads, 2 KV heads, head_dim 8, 16 bits: 2 layers · (16 values of k +
     16 of v) · 2 bytes = 128
@@ -55,8 +57,10 @@ def linear_floor(
     overlap perfectly. Errors: none to raise.
 
     Example: 2 tokens, 3 -> 4 features, 16 bits, 1000 bytes/s, 1000 FLOP/s
-        bytes: 2·(2·3 + 3·4 + 2·4) = 52 -> 52 ms;   FLOPs: 2·2·3·4 = 48 -> 48 ms;   so (52.0, "memory")
-    Guess first: from how many tokens on is a 4096 -> 4096 layer compute-bound on an H200 (4.8e12 bytes/s, 989.5e12 FLOP/s)?
+        bytes: 2·(2·3 + 3·4 + 2·4) = 52 -> 52 ms
+        FLOPs: 2·2·3·4 = 48 -> 48 ms                        so (52.0, "memory")
+    Guess first: from how many tokens on is a 4096 -> 4096 layer compute-bound on an H200 (4.8e12
+    bytes/s, 989.5e12 FLOP/s)?
     """
     raise NotImplementedError("Exercise 1.2: The roofline of a linear layer")
 
@@ -79,10 +83,11 @@ def honest_ms(
     p20, p80).
 
     launch(): puts one piece of work into the device's queue and returns at once.
-    synchronize(): returns when the device is idle. clock(): seconds. The device may be busy when you are called.
-    `warmup` launches come first and are not counted (the first one compiles), then `repetitions` (2 or more), each timed from an
-    idle device to an idle device. p20 and p80: the 20 % and 80 % quantiles,
-        quantiles(times, n=10, method="inclusive") gives the nine deciles: [1] is p20, [4] the median, [7] p80.
+    synchronize(): returns when the device is idle. clock(): seconds. The device may be busy when
+    you are called. `warmup` launches come first and are not counted (the first one compiles), then
+    `repetitions` (2 or more), each timed from an idle device to an idle device. p20 and p80: the
+    20 % and 80 % quantiles. quantiles(times, n=10, method="inclusive") gives the nine deciles: [1]
+    is p20, [4] the median, [7] p80.
     Raises ValueError for fewer than 2 repetitions.
 
     Example: a first launch of 500 ms and then 5 ms each, warmup=1 -> about Timing(5, 5, 5)
@@ -120,7 +125,8 @@ def full_gpu_cost(
     every sequence, and gives each sequence one token. Errors: none to raise.
 
     Example: 80 GB, 16 GB of weights, 128 KiB, 4096 tokens, 3.35 TB/s, $3 an hour
-        64·10⁹ / (4096 · 131072) = 119.2, so 119 sequences; a step reads 16·10⁹ + 119 · 536870912 = 79.9·10⁹ bytes: 23.8 ms
+        64·10⁹ / (4096 · 131072) = 119.2, so 119 sequences
+        a step reads 16·10⁹ + 119 · 536870912 = 79.9·10⁹ bytes: 23.8 ms
         119 tokens in 23.8 ms are 4990 a second; a million take 200 s, at $3 an hour $0.167
     """
     raise NotImplementedError("Exercise 1.4: Units: what a million tokens cost on a full GPU")

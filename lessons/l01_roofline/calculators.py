@@ -53,15 +53,9 @@ def gpus_needed(total_bytes: float, memory_bytes_per_gpu: float) -> int:
     """Fewest GPUs that hold `total_bytes`, as a power of two, because tensor parallelism splits
     heads and widths evenly.
     """
-    return 2 ** max(
-        0,
-        math.ceil(
-            math.log2(
-                positive("total_bytes", total_bytes)
-                / positive("memory_bytes_per_gpu", memory_bytes_per_gpu)
-            )
-        ),
-    )
+    total = positive("total_bytes", total_bytes)
+    fraction = total / positive("memory_bytes_per_gpu", memory_bytes_per_gpu)
+    return 2 ** max(0, math.ceil(math.log2(fraction)))
 
 
 # ---------------------------------------------------------------- FLOPs and floors
@@ -71,13 +65,8 @@ def attention_flops(model: ModelShape, pairs: float) -> float:
     """FLOPs of softmax(qkᵀ)v over all layers and heads for so many (query, key) pairs: one multiply
     and one add per element.
     """
-    return (
-        2
-        * pairs
-        * model.num_hidden_layers
-        * model.num_attention_heads
-        * (model.head_dim + model.value_dim)
-    )
+    heads = model.num_hidden_layers * model.num_attention_heads
+    return 2 * pairs * heads * (model.head_dim + model.value_dim)
 
 
 @dataclass(frozen=True)
@@ -99,7 +88,7 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        # not the sum, because a good kernel moves and computes at the same time
+        # Not the sum, because a good kernel moves and computes at the same time.
         return max(self.memory_s, self.compute_s)
 
     @property
@@ -129,14 +118,10 @@ def decode_floor(
     for each. Activations are small and left out.
     """
     batch, context = positive("batch", batch), positive("context", context)
+    weights = model.params_read(batch) * positive("bits_per_weight", bits_per_weight) / 8
     kv = batch * context * kv_bytes_per_token(model, bits_per_kv)
     flops = batch * 2 * model.active_params + attention_flops(model, batch * context)
-    return Floor(
-        model.params_read(batch) * positive("bits_per_weight", bits_per_weight) / 8 + kv,
-        flops,
-        bandwidth,
-        peak,
-    )
+    return Floor(weights + kv, flops, bandwidth, peak)
 
 
 def prefill_floor(
@@ -156,13 +141,10 @@ def prefill_floor(
     moved = model.params_read(tokens) * positive("bits_per_weight", bits_per_weight) / 8
     moved += tokens * kv_bytes_per_token(model, bits_per_kv)  # written, once
     body = 2 * tokens * (model.active_params - model.embedding_params)
+    head = 2 * model.embedding_params
     causal_pairs = tokens * (tokens + 1) / 2  # token t sees t keys
-    return Floor(
-        moved,
-        body + 2 * model.embedding_params + attention_flops(model, causal_pairs),
-        bandwidth,
-        peak,
-    )
+    flops = body + head + attention_flops(model, causal_pairs)
+    return Floor(moved, flops, bandwidth, peak)
 
 
 def tokens_per_s(step_s: float, batch: int) -> float:

@@ -18,9 +18,8 @@ def masked_kernel(x_ptr, out_ptr, n, factor, TILE: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = offsets < n
     x = tl.load(x_ptr + offsets, mask=inside, other=0)
-    tl.store(
-        out_ptr + offsets, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty), mask=inside
-    )
+    scaled = (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offsets, scaled, mask=inside)
 
 
 def masked_scale_copy(x: Tensor, factor: float) -> Tensor:

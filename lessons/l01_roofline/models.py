@@ -48,8 +48,7 @@ class ModelShape:
     @property
     def kv_values_per_token(self) -> int:
         """Numbers that one token leaves in the cache, over all layers."""
-        # because MLA keeps the latent and one rotary key, and rebuilds k and v of every head from
-        # them
+        # MLA keeps the latent and one rotary key, and rebuilds k and v of every head from them.
         if self.kv_lora_rank:
             return self.num_hidden_layers * (self.kv_lora_rank + self.qk_rope_head_dim)
         return self.num_hidden_layers * 2 * self.num_key_value_heads * self.head_dim
@@ -61,21 +60,18 @@ class ModelShape:
 
     @property
     def attention_params(self) -> int:
-        """Elements of the projections of one layer: q, k, v, o, or MLA's down and up projections."""
+        """Elements of one layer's projections: q, k, v, o, or MLA's down and up projections."""
         size, heads = self.hidden_size, self.num_attention_heads
         out = heads * self.value_dim * size
         if not self.kv_lora_rank:
-            return (
-                size * heads * self.head_dim
-                + 2 * size * self.num_key_value_heads * self.head_dim
-                + out
-            )
+            q = size * heads * self.head_dim
+            kv = 2 * size * self.num_key_value_heads * self.head_dim
+            return q + kv + out
         q = self.q_lora_rank * (size + heads * self.head_dim)
         nope_dim = self.head_dim - self.qk_rope_head_dim
-        kv = size * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank * heads * (
-            nope_dim + self.value_dim
-        )
-        return q + kv + out
+        down = size * (self.kv_lora_rank + self.qk_rope_head_dim)
+        up = self.kv_lora_rank * heads * (nope_dim + self.value_dim)
+        return q + down + up + out
 
     @property
     def expert_params(self) -> int:
@@ -88,18 +84,15 @@ class ModelShape:
         dense = self.mlp_matrices * self.hidden_size * self.intermediate_size
         router = self.hidden_size * self.num_experts
         moe = router + (experts_per_moe_layer + self.num_shared_experts) * self.expert_params
-        return (
-            self.num_hidden_layers * self.attention_params
-            + (self.num_hidden_layers - moe_layers) * dense
-            + moe_layers * moe
-        )
+        mlps = (self.num_hidden_layers - moe_layers) * dense + moe_layers * moe
+        return self.num_hidden_layers * self.attention_params + mlps
 
     @property
     def params(self) -> int:
         """All weights, in elements."""
-        return int(self.layer_params(self.num_experts)) + self.embedding_params * (
-            1 if self.tie_word_embeddings else 2
-        )
+        embeddings = 1 if self.tie_word_embeddings else 2
+        layers = int(self.layer_params(self.num_experts))
+        return layers + embeddings * self.embedding_params
 
     def experts_touched(self, batch: int) -> float:
         """How many experts of a layer a step of `batch` tokens is expected to read, if the router

@@ -1,8 +1,7 @@
-"""What everybody writes first: a copy in PyTorch, a stopwatch around a call, and a device that
-answers before it has worked.
+"""What everybody writes first: a stopwatch around a call, and a copy in PyTorch.
 
-Read `scale_copy`, then `stopwatch_ms`, then `QueueDevice`, which shows on a CPU what is wrong with
-the stopwatch.
+Read `stopwatch_ms`, then `QueueDevice`, which shows on a CPU what is wrong with the stopwatch: a
+device answers before it has worked. Then `scale_copy`.
 """
 
 import queue
@@ -11,13 +10,6 @@ import time
 from collections.abc import Callable
 
 from torch import Tensor
-
-
-def scale_copy(x: Tensor, factor: float = 1.0) -> Tensor:
-    """x · factor into a new tensor. x: any shape -> the same shape. Reads and writes each element
-    once: no kernel moves less.
-    """
-    return x * factor
 
 
 def stopwatch_ms(launch: Callable[[], object]) -> float:
@@ -55,3 +47,10 @@ class QueueDevice:
     def synchronize(self) -> None:
         """Return when the queue is empty and its last piece of work has finished."""
         self._work.join()
+
+
+def scale_copy(x: Tensor, factor: float = 1.0) -> Tensor:
+    """x · factor into a new tensor. x: any shape -> the same shape. Reads and writes each element
+    once: no kernel moves less.
+    """
+    return x * factor

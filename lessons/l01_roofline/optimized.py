@@ -16,12 +16,11 @@ from torch import Tensor
 
 from lessons.toolbox.kernels.triton_ import tl, triton
 
-# of one program: 4 vectors of 16 bytes for each of 128 threads, so that loads overlap
-TILE_BYTES = 8192
+TILE_BYTES = 8192  # of one program: 4 vectors of 16 bytes a thread, so that loads overlap
 
 
 class Timing(NamedTuple):
-    """Milliseconds: the median of the repetitions, and the band that holds the middle 60 % of them."""
+    """Milliseconds: the median of the repetitions, and the band that holds their middle 60 %."""
 
     median: float
     p20: float
@@ -40,23 +39,23 @@ def honest_ms(
     synchronize: returns when the device is idle; clock: seconds. Raises ValueError for fewer than 2
     repetitions.
     """
-    # because one number has no spread, and without its spread a number cannot be compared
+    # One number has no spread, and without its spread a number cannot be compared.
     if repetitions < 2:
         raise ValueError(f"repetitions is {repetitions}; accepted: 2 or more")
-    # the first call compiles, allocates and fills caches: it belongs to no steady state
+    # The first call compiles, allocates and fills caches, so it says nothing of later ones.
     for _ in range(warmup):
         launch()
     times = []
     for _ in range(repetitions):
-        # before the start as well, because work queued earlier would be charged to us
+        # Before the start as well, because work queued earlier would be charged to us.
         synchronize()
         start = clock()
         launch()
         synchronize()
         times.append((clock() - start) * 1e3)
-    # the nine deciles: p20 is the second, the median the fifth
-    fifths = quantiles(times, n=10, method="inclusive")
-    return Timing(median=fifths[4], p20=fifths[1], p80=fifths[7])
+    # There are nine deciles: p20 is the second, the median the fifth.
+    deciles = quantiles(times, n=10, method="inclusive")
+    return Timing(median=deciles[4], p20=deciles[1], p80=deciles[7])
 
 
 @triton.jit
@@ -71,13 +70,13 @@ def scale_copy_kernel(x_ptr, out_ptr, n, factor, TILE: tl.constexpr):
         # No mask: under one, the compiler cannot know that eight neighbours share their fate, and
         # loads 2 bytes at a time.
         x = tl.load(x_ptr + lane)
-        tl.store(out_ptr + lane, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty))
+        scaled = (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + lane, scaled)
     else:
         inside = lane < n - start
         x = tl.load(x_ptr + lane, mask=inside, other=0)
-        tl.store(
-            out_ptr + lane, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty), mask=inside
-        )
+        scaled = (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + lane, scaled, mask=inside)
 
 
 def scale_copy(x: Tensor, factor: float = 1.0, out: Tensor | None = None) -> Tensor:
@@ -94,19 +93,16 @@ def scale_copy(x: Tensor, factor: float = 1.0, out: Tensor | None = None) -> Ten
             f"x has shape {list(x.shape)} and strides {list(x.stride())}; accepted: contiguous"
         )
     out = torch.empty_like(x) if out is None else out
-    if (out.shape, out.dtype, out.device) != (
-        x.shape,
-        x.dtype,
-        x.device,
-    ) or not out.is_contiguous():
+    like_x = (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
+    if not like_x or not out.is_contiguous():
         raise ValueError(
             f"out is {out.dtype} {list(out.shape)} on {out.device}, strides {list(out.stride())}; "
             f"accepted: contiguous {x.dtype} {list(x.shape)} on {x.device}"
         )
+    if x.numel() == 0:  # because a grid of zero programs is an error
+        return out
     tile = TILE_BYTES // x.element_size()
-    if x.numel():  # because a grid of zero programs is an error
-        # float(), because Triton would compile a kernel of its own for the integer 1.
-        scale_copy_kernel[(triton.cdiv(x.numel(), tile),)](
-            x, out, x.numel(), float(factor), TILE=tile, num_warps=4
-        )
+    grid = (triton.cdiv(x.numel(), tile),)
+    # float(), because Triton would compile a kernel of its own for the integer 1.
+    scale_copy_kernel[grid](x, out, x.numel(), float(factor), TILE=tile, num_warps=4)
     return out

@@ -58,10 +58,8 @@ class Plan:
 
     @property
     def _machine(self) -> tuple[float, float, float, float]:
-        bandwidth, peak = (
-            self.gpus * self.chip.memory_bytes_per_s,
-            self.gpus * peak_flops(self.chip),
-        )
+        bandwidth = self.gpus * self.chip.memory_bytes_per_s
+        peak = self.gpus * peak_flops(self.chip)
         return bandwidth, peak, self.bits_per_weight, self.bits_per_kv
 
     @property
@@ -111,20 +109,14 @@ def make_plan(
     per_sequence = calc.positive("context", context) * calc.kv_bytes_per_token(model, bits_per_kv)
     if gpus is None:
         gpus = calc.gpus_needed(weights + batch * per_sequence, usable)
-    plan = Plan(
-        model,
-        chip,
-        int(calc.positive("gpus", gpus)),
-        batch,
-        context,
-        bits_per_weight,
-        bits_per_kv,
-        memory_share,
-    )
-    for what, needed in (
-        (f"weights of {model.name}", weights),
-        (f"weights and one sequence of {context} tokens", weights + per_sequence),
-    ):
+    gpus = int(calc.positive("gpus", gpus))
+    bits = bits_per_weight, bits_per_kv
+    plan = Plan(model, chip, gpus, batch, context, *bits, memory_share)
+    least = {
+        f"weights of {model.name}": weights,
+        f"weights and one sequence of {context} tokens": weights + per_sequence,
+    }
+    for what, needed in least.items():
         if needed > plan.usable_bytes:
             raise ValueError(
                 f"gpus is {gpus}: {what} do not fit, {needed / 1e9:.1f} GB needed, "

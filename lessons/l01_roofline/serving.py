@@ -30,15 +30,12 @@ def load_model(name_or_path: str = "models/tiny"):
     """A checkpoint as transformers' own model, on this machine's device and dtype. Raises
     CheckpointError if there is none.
     """
-    # here, because its import takes seconds that calculators need not pay
+    # Imported here, because it takes seconds that the calculators need not pay.
     from transformers import AutoModelForCausalLM
 
     folder = find_folder(name_or_path, ["config.json", "generation_config.json", "*.safetensors*"])
-    return (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=default_dtype())
-        .to(default_device())
-        .eval()
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=default_dtype())
+    return model.to(default_device()).eval()
 
 
 @torch.inference_mode()
@@ -58,10 +55,10 @@ def serving_times(
     tokens, at = [], [clock()]
     step, cache = prompt[None].to(model.device), None
     for _ in range(new_tokens):
-        # the head for the last token only
+        # logits_to_keep: the output head runs for the last token alone.
         out = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
         step, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
-        # .item() waits for the device: the stopwatch is honest because it needs the value
+        # .item() waits for the device, so this stopwatch is honest.
         tokens.append(step.item())
         at.append(clock())
     steps_ms = [(end - start) * 1e3 for start, end in itertools.pairwise(at)]

@@ -219,7 +219,7 @@ def test_fingerprint_knows_whose_code_changed():
     entry, other = read_exercises(SOLUTIONS / "l02_naive_attention.py")[:2]
     source = (SOLUTIONS / entry.file).read_text()
     changed = source.replace("torch.einsum", "torch. einsum").replace(
-        "head_dim ** -0.5", "head_dim ** -0.4"
+        "**-0.5", "**-0.4"
     )
     assert fingerprint(source.replace("# [B, 1]", "# a comment"), other) == fingerprint(
         source, other

@@ -21,10 +21,10 @@ from lessons.toolbox.measure.hardware import (
 )
 
 FACTOR = 0.5
-# weights of 16 MiB on a CPU, 128 MiB on a GPU
+# The weights are 16 MiB on a CPU and 128 MiB on a GPU.
 FEATURES = {"cpu": 2048, "cuda": 8192}[default_device().type]
 DTYPE = default_dtype()
-# on a CPU no kernel is timed: PyTorch's stands for it
+# On a CPU no kernel is timed. PyTorch's copy stands for it.
 ONE_PASS = {"cpu": "optimized", "cuda": "library"}[default_device().type]
 
 

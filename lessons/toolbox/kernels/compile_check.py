@@ -95,8 +95,9 @@ def check_jobs(jobs: list[Job], afresh: bool = False) -> list[Report]:
 @functools.cache
 def recorded(folder: Path = RECORDED) -> dict[str, Report]:
     """{key of the job: report} of all committed reports, of whatever compiler."""
-    lines = [line for file in sorted(folder.glob("*.jsonl")) for line in file.open("rb")]
-    return {report.key: report for report in map(from_json, lines)}
+    texts = [file.read_text("utf-8") for file in sorted(folder.glob("*.jsonl"))]
+    reports = [from_json(line) for text in texts for line in text.splitlines()]
+    return {report.key: report for report in reports}
 
 
 def kept(job: Job) -> Report | None:
