@@ -49,9 +49,7 @@ LONG_FUNCTIONS = (
     "lessons/l09_flash_attention/hopper.py:flash_hopper_kernel",
     "lessons/l09_flash_attention/optimized.py:flash_kernel",
     "lessons/l10_flash_decoding/optimized.py:split_decode_kernel",
-    "lessons/toolbox/draw/waterfall.py:waterfall",
     "lessons/toolbox/proof/numerics.py:assert_close_to_oracle",
-    "reference/ladder_report.py:print_table",
     "solutions/l05_gqa.py:group_kernel",
 )
 DENSE_FILES = (
