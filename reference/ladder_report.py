@@ -91,6 +91,7 @@ def ratio(contender, other) -> float | None:
 
 
 def rounded(value: float | None) -> float | None:
+    """Two decimals; None stays None."""
     return None if value is None else round(value, 2)
 
 
@@ -163,11 +164,13 @@ def rung_cells(rung: dict, requests: int) -> list[str]:
 
 
 def speed_cell(entry: dict) -> str:
+    """Tokens/s as the table shows them."""
     speed = entry["tokens_per_s"]
     return "not run" if speed is None else f"{speed:.1f}"
 
 
 def same_cell(entry: dict) -> str:
+    """Whether the tokens are the first rung's; empty where nothing ran."""
     return {True: "✓", False: "✗", None: ""}[entry["identical"]]
 
 

@@ -38,6 +38,7 @@ class Measured:
     gpu_only: bool = False
 
     def regime(self, results: Path) -> dict | None:
+        """What regime_of returns, from the records under `results`."""
         try:
             found = recorded(results, self.record[1:3], self.record)
         except ValueError:  # a file that is no record
@@ -67,6 +68,7 @@ class Predicted:
     source: str
 
     def regime(self, results: Path) -> dict | None:
+        """What regime_of returns. `results` does not matter to a prediction."""
         try:
             gain = self.gain()
         except ImportError:  # a lesson without that model
