@@ -34,7 +34,8 @@ def climb(
     take_turns(everybody, prompts, limits, model.device, console)
     # The lowest rung serves few requests. One that keeps a cache now serves all, untimed, so that
     # no rung is compared with itself.
-    reference = complete(rungs, steps, prompts, limits)
+    needed = {index for contender in everybody for index in contender.outputs}
+    reference = complete(rungs, steps, prompts, limits, needed)
     for contender in everybody:
         judge(contender, [rungs[0], reference], model, prompts)
     for rung, step in zip(rungs, steps):
@@ -79,12 +80,12 @@ def new_guests(path: str, model: Decoder, prompts, limits) -> list[Contender]:
     return guests
 
 
-def complete(rungs: list[Contender], steps, prompts, limits) -> Contender:
-    """The lowest rung with a cache (else the first), with the tokens of all requests that anybody
-    served.
+def complete(rungs: list[Contender], steps, prompts, limits, needed: set[int]) -> Contender:
+    """The lowest rung with a cache (else the first), with the tokens of all `needed` requests, a
+    library's too: on a slow machine no rung may have served them.
     """
     lowest = next((i for i, step in enumerate(steps) if step.has_cache), 0)
-    rung, needed = rungs[lowest], {i for r in rungs for i in r.served}
+    rung = rungs[lowest]
     missing = sorted(needed - set(rung.outputs))
     outputs = dict(rung.outputs)
     if missing:

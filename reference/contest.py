@@ -99,19 +99,29 @@ def within_budget(
 ) -> list[int]:
     """`served`, or half of it, a quarter, … so that one pass stays within SLOW_BUDGET_S."""
     probed = sorted(served, key=lambda index: len(prompts[index]))[len(served) * 2 // 3]
-    tokens = min(3, limits[probed])  # no more than there is room for
-    start = time.perf_counter()
-    run([prompts[probed]], [tokens], None)
-    each_s = (time.perf_counter() - start) / tokens
-    while each_s * model_calls(limits, served, in_batches) > SLOW_BUDGET_S and len(served) > 1:
+    prompt, tokens = prompts[probed], min(3, limits[probed])  # no more than there is room for
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        run([prompt], [count], None)
+        return time.perf_counter() - start
+
+    seconds(1)  # the first call also loads and compiles
+    first_s = seconds(1)
+    next_s = max(0.0, seconds(tokens) - first_s) / (tokens - 1) if tokens > 1 else first_s
+    while len(served) > 1:
+        if estimated_s(limits, served, in_batches, first_s, next_s) <= SLOW_BUDGET_S:
+            break
         served = subset(prompts, limits, len(served) // 2)
     return served
 
 
-def model_calls(limits: list[int], served: list[int], in_batches: bool) -> int:
-    """How often the model runs: once a token, or once a prompt and once a step of the batch."""
-    asked = [limits[index] for index in served]
-    return len(asked) + max(asked) if in_batches else sum(asked)
+def estimated_s(
+    limits: list[int], served: list[int], in_batches: bool, first_s: float, next_s: float
+) -> float:
+    """Seconds of a pass: for each request its first token, then the others, of a batch at once."""
+    others = [limits[index] - 1 for index in served]
+    return len(served) * first_s + next_s * (max(others) if in_batches else sum(others))
 
 
 def run_pass(contender: Contender, prompts, limits, device, tick: Callable) -> None:

@@ -283,9 +283,31 @@ def test_a_smaller_subset_is_one_of_all_requests(monkeypatch):
     assert len(served) == 1 and served[0] in (1, 2, 3, 4)
 
 
-def test_a_batch_is_estimated_by_its_steps():
-    assert contest.model_calls([5, 9, 2], [0, 1], in_batches=False) == 14
-    assert contest.model_calls([5, 9, 2], [0, 1], in_batches=True) == 2 + 9
+def test_a_pass_is_estimated_by_its_prompts_and_its_steps():
+    limits, times = [5, 9, 2], {"first_s": 10.0, "next_s": 1.0}
+    assert contest.estimated_s(limits, [0, 1], in_batches=False, **times) == 2 * 10 + 4 + 8
+    assert contest.estimated_s(limits, [0, 1], in_batches=True, **times) == 2 * 10 + 8
+
+
+def test_what_only_a_library_served_is_judged_too(model_folder, tmp_path, quick, monkeypatch):
+    """On a slow machine every rung serves one request, and a library all of them."""
+
+    def library(model, prompts, limits, on_token):
+        decoder = Decoder.from_pretrained(str(model_folder))
+        rows = generate(decoder, prompts, limits)
+        if len(rows) == 3:  # not while it warms up
+            rows[2][0] = (rows[2][0] + 1) % 4096
+        return rows
+
+    monkeypatch.setattr(climbing, "PEERS", (peers.Peer("one wrong token", library),))
+    monkeypatch.setattr(contest, "SLOW_BUDGET_S", 1e-9)
+    use_rungs(monkeypatch, WITH_HEADS[0], WITH_HEADS[3])
+    assert climb(model_folder, tmp_path) == 0
+    data = json.loads((tmp_path / "ladder.json").read_text())
+    assert [rung["requests"] for rung in data["rungs"]] == [1, 1]
+    (peer,) = data["peers"]
+    assert peer["requests"] == 3 and peer["identical"] is False
+    assert "request 2, new token 0" in peer["verdict"]
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
