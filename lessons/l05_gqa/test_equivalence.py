@@ -122,6 +122,7 @@ def test_grouped_attention_in_torch(seed):
                 lambda *x, w=window: decode_attention_grouped(*x, window=w),
                 lambda *x, w=window: naive.decode_attention(*x, window=w),
                 inputs,
+                floor=floor_for(torch.float32, "large_logits"),
             )
 
 

@@ -126,10 +126,10 @@ def test_a_file_that_does_not_parse(mine):
     [
         (
             ("import math", "import maths"),
-            "line 2: ModuleNotFoundError: No module named 'maths': `import maths`",
+            "line 5: ModuleNotFoundError: No module named 'maths': `import maths`",
         ),
         (("def attention(", "def attend("), "has no `attention` any more (exercise 2.1)"),
-        (("import math", "import math, sys; sys.exit('done')"), "line 2: SystemExit: done"),
+        (("import math", "import math, sys; sys.exit('done')"), "line 5: SystemExit: done"),
     ],
 )
 def test_a_file_that_does_not_load(mine, change, message):

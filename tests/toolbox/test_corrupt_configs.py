@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.naive import attention
+from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l06_mla.deepseek import DeepseekDecoder, load_decoder
 from lessons.toolbox.model.checkpoint import CheckpointError, load_config
 
@@ -86,12 +86,7 @@ pytestmark = pytest.mark.usefixtures("seed")
 
 @torch.no_grad()
 def logits_of(model: Decoder) -> torch.Tensor:
-    config = model.config
-
-    def attend(layer, q, k, v):
-        return attention(q, k, v, config.softmax_scale, window=config.sliding_window(layer))
-
-    return model.logits(model(torch.tensor([0, 1, 0]), torch.arange(3), attend))
+    return model.logits(model(torch.tensor([0, 1, 0]), whole_sequence(model, 3)))
 
 
 def write_config(folder, raw: dict) -> None:
