@@ -166,8 +166,10 @@ def test_variants_differ_in_their_kv_heads_alone(seed):
     assert [variant.config.num_key_value_heads for variant in found.values()] == [6, 3, 2, 1, 1]
     losses = {label: quality.held_out_loss(variant, window) for label, variant in found.items()}
     assert losses["6 heads, repeated"] == pytest.approx(losses["2 heads, as trained"], abs=1e-5)
-    # the others really are other models
-    assert len({round(loss, 6) for loss in losses.values()}) == 4
+    # The others really are other models. Rounding to digits would tell two equal losses apart where
+    # they lie on either side of a boundary.
+    others = sorted(loss for label, loss in losses.items() if label != "6 heads, repeated")
+    assert all(b - a > 1e-6 for a, b in zip(others, others[1:]))
 
 
 def test_uptraining_learns_and_leaves_the_model_alone(seed):
