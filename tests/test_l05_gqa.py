@@ -5,6 +5,7 @@ read, its quality is sound.
 import json
 import random
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -169,7 +170,7 @@ def test_variants_differ_in_their_kv_heads_alone(seed):
     # The others really are other models. Rounding to digits would tell two equal losses apart where
     # they lie on either side of a boundary.
     others = sorted(loss for label, loss in losses.items() if label != "6 heads, repeated")
-    assert all(b - a > 1e-6 for a, b in zip(others, others[1:]))
+    assert all(b - a > 1e-6 for a, b in pairwise(others))
 
 
 def test_uptraining_learns_and_leaves_the_model_alone(seed):
