@@ -21,7 +21,7 @@ from lessons.l03_kv_cache.checks import (
     check_tile_options,
 )
 from lessons.l03_kv_cache.generate import Rung
-from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH, prefill_each
+from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH, attend_each
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 
@@ -216,7 +216,7 @@ def prefill(
     window: int | None,
 ) -> Tensor:
     """Lesson 2's kernel, sequence by sequence. q: [T, Hq, D] -> [T, Hq, Dv]."""
-    return prefill_each(attention, q, k_cache, v_cache, batch, softmax_scale, window)
+    return attend_each(attention, q, k_cache, v_cache, batch, softmax_scale, window)
 
 
 def decode(

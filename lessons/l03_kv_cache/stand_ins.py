@@ -48,24 +48,7 @@ def prefill(
     window: int | None,
 ) -> Tensor:
     """New tokens attend to all of their sequence up to themselves. q: [T, Hq, D] -> [T, Hq, Dv]."""
-    return prefill_each(attention_torch, q, k_cache, v_cache, batch, softmax_scale, window)
-
-
-def prefill_each(
-    attention: Callable,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: Batch,
-    softmax_scale: float,
-    window: int | None,
-) -> Tensor:
-    """`attention` of lesson 2's signature, sequence by sequence. q: [T, Hq, D] -> [T, Hq, Dv]."""
-    outs = []
-    for b, (rows, length) in enumerate(sequences(batch)):
-        k, v = k_cache[b, :length], v_cache[b, :length]
-        outs.append(attention(q[rows], k, v, softmax_scale, window=window))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    return attend_each(attention_torch, q, k_cache, v_cache, batch, softmax_scale, window)
 
 
 def decode(
@@ -77,11 +60,11 @@ def decode(
     window: int | None,
 ) -> Tensor:
     """One new token of each sequence attends to all of it. q: [B, Hq, D] -> [B, Hq, Dv]."""
-    return decode_each(decode_attention_torch, q, k_cache, v_cache, batch, softmax_scale, window)
+    return attend_each(decode_attention_torch, q, k_cache, v_cache, batch, softmax_scale, window)
 
 
-def decode_each(
-    decode_one: Callable,
+def attend_each(
+    attention: Callable,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -89,13 +72,13 @@ def decode_each(
     softmax_scale: float,
     window: int | None,
 ) -> Tensor:
-    """decode_one(q: [1, Hq, D], k, v: [length, Hkv, D], scale, window) -> [1, Hq, Dv], sequence by
-    sequence. q: [B, Hq, D] -> [B, Hq, Dv].
+    """attention(q: [T, Hq, D], k, v: [length, Hkv, …], scale, window=…) -> [T, Hq, Dv], sequence by
+    sequence. q: [T, Hq, D] of all sequences -> [T, Hq, Dv].
     """
     outs = []
     for b, (rows, length) in enumerate(sequences(batch)):
         k, v = k_cache[b, :length], v_cache[b, :length]
-        outs.append(decode_one(q[rows], k, v, softmax_scale, window))
+        outs.append(attention(q[rows], k, v, softmax_scale, window=window))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 

@@ -16,9 +16,8 @@ from lessons.l03_kv_cache.naive import CONCATENATED, ConcatCache
 from lessons.l03_kv_cache.optimized import LESSON_03, PREALLOCATED
 from lessons.l03_kv_cache.stand_ins import (
     LESSON_03_TORCH,
+    attend_each,
     decode_attention_torch,
-    decode_each,
-    prefill_each,
 )
 from lessons.toolbox.model.config import MLAConfig
 from lessons.toolbox.proof.numerics import poison_
@@ -92,7 +91,7 @@ def test_a_stage_of_a_pipeline_stores_its_own_layers(seed):
 
 def with_a_smaller_window(q, k_cache, v_cache, batch, scale, window):
     window = None if window is None else window - 1
-    return decode_each(decode_attention_torch, q, k_cache, v_cache, batch, scale, window)
+    return attend_each(decode_attention_torch, q, k_cache, v_cache, batch, scale, window)
 
 
 def over_the_last_row(q, k, v, k_slots, v_slots, batch, cos_sin_cache):
@@ -110,7 +109,7 @@ def aligned_top_left(q, k_cache, v_cache, batch, scale, window):
         behind = q.new_zeros(len(k) - len(q), *q.shape[1:])
         return attention(torch.cat([q, behind]), k, v, scale, window=window)[: len(q)]
 
-    return prefill_each(attend, q, k_cache, v_cache, batch, scale, window)
+    return attend_each(attend, q, k_cache, v_cache, batch, scale, window)
 
 
 class ForgetsOnGrowth(KVPool):

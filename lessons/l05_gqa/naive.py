@@ -20,7 +20,7 @@ from torch import Tensor
 from lessons.l02_naive_attention.naive import attention
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.generate import Rung
-from lessons.l03_kv_cache.stand_ins import decode_each, prefill_each
+from lessons.l03_kv_cache.stand_ins import attend_each
 from lessons.l04_positions.optimized import LESSON_04
 from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 
@@ -98,7 +98,7 @@ def sequence_by_sequence(
 # ---------------------------------------------------------------- the rung
 
 
-def prefill(
+def attend(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -106,8 +106,10 @@ def prefill(
     softmax_scale: float,
     window: int | None,
 ) -> Tensor:
-    """Sequence by sequence, K and V repeated before. q: [T, Hq, D] -> [T, Hq, Dv]."""
-    return prefill_each(attention_repeated, q, k_cache, v_cache, batch, softmax_scale, window)
+    """Sequence by sequence, K and V repeated before, for prompts and steps alike. q: [T, Hq, D] ->
+    [T, Hq, Dv].
+    """
+    return attend_each(attention_repeated, q, k_cache, v_cache, batch, softmax_scale, window)
 
 
 def attention_repeated(
@@ -120,20 +122,8 @@ def attention_repeated(
     return attention(q, k, v, softmax_scale, window=window)
 
 
-def decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: Batch,
-    softmax_scale: float,
-    window: int | None,
-) -> Tensor:
-    """Sequence by sequence, K and V repeated at every step. q: [B, Hq, D] -> [B, Hq, Dv]."""
-    return decode_each(attention_repeated, q, k_cache, v_cache, batch, softmax_scale, window)
-
-
 REPEATED = Rung(
     "KV heads repeated",
-    LESSON_04._replace(prefill=prefill, decode=decode),
-    LESSON_04_TORCH._replace(prefill=prefill, decode=decode),
+    LESSON_04._replace(prefill=attend, decode=attend),
+    LESSON_04_TORCH._replace(prefill=attend, decode=attend),
 )

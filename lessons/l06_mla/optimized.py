@@ -21,7 +21,6 @@ from torch import Tensor
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l03_kv_cache.optimized import LESSON_03, check_one_device
-from lessons.l03_kv_cache.stand_ins import decode_attention_torch, decode_each
 from lessons.l06_mla.deepseek import MLAttention, latent
 from lessons.l06_mla.naive import LATENTS_TORCH, LatentPool
 from lessons.toolbox.kernels.triton_ import tl, triton
@@ -223,9 +222,7 @@ def decode(
     block_size, 1, rank + rope]; v_cache: its first `rank` values -> [B, H, rank].
     """
     if not kernel_fits(q):
-        return decode_each(
-            decode_attention_torch, q, k_cache, v_cache, batch, softmax_scale, window
-        )
+        return LATENTS_TORCH.decode(q, k_cache, v_cache, batch, softmax_scale, window)
     rows, rank = k_cache[: len(q), :, 0], v_cache.shape[-1]
     return mla_decode(q, rows, batch.context_lens, softmax_scale, rank)[0]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.optimized import grouped_scores, weighted_values
 from lessons.l03_kv_cache.batch import Batch
-from lessons.l03_kv_cache.stand_ins import prefill_each
+from lessons.l03_kv_cache.stand_ins import attend_each
 from lessons.l05_gqa.optimized import LESSON_05_TORCH
 from lessons.l08_online_softmax.naive import exp_difference, wide
 from lessons.l09_flash_attention.tiles import Tiles, key_range
@@ -219,7 +219,7 @@ def prefill(
     window: int | None,
 ) -> Tensor:
     """Sequence by sequence, tile by tile. q: [T, Hq, D] -> [T, Hq, Dv]."""
-    return prefill_each(tiled_output, q, k_cache, v_cache, batch, softmax_scale, window)
+    return attend_each(tiled_output, q, k_cache, v_cache, batch, softmax_scale, window)
 
 
 def tiled_output(

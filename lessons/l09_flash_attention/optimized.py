@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.generate import Rung
-from lessons.l03_kv_cache.stand_ins import prefill_each
+from lessons.l03_kv_cache.stand_ins import attend_each
 from lessons.l05_gqa.optimized import LESSON_05
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l09_flash_attention.arguments import check_heads, check_options, check_sequences
@@ -310,7 +310,7 @@ def prefill(
     window: int | None,
 ) -> Tensor:
     """`flash_kernel` on each sequence's rows of the cache. q: [T, Hq, D] -> [T, Hq, Dv]."""
-    return prefill_each(flash_output, q, k_cache, v_cache, batch, softmax_scale, window)
+    return attend_each(flash_output, q, k_cache, v_cache, batch, softmax_scale, window)
 
 
 def flash_output(
