@@ -28,6 +28,7 @@ class Batch:
     max_seqlen_q: int  # new tokens of the sequence that has most
     max_context_len: int
     block_table: Tensor | None = None  # [B, max_blocks] int32, from lesson 12 on
+    work_list: tuple[Tensor, ...] | None = None  # what lesson 12's decode reads, made once a step
     tree: Tensor | None = None  # [T, T] bool: which new token sees which, from lesson 17 on
 
 

@@ -1,0 +1,50 @@
+"""A prefix cache by hashes: a block is known by its own tokens and the hash of what stands before.
+
+Source: vLLM's design document "Automatic Prefix Caching".
+"""
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+
+
+class HashBlocks:
+    """{hash of a prefix of whole blocks: the block that ends it}."""
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self.block_of: dict[bytes, int] = {}
+        self.hash_of: dict[int, bytes] = {}
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        blocks = []
+        # - 1, because the last token has to be computed: nobody stored its logits
+        for key in self.hashes(tokens, (len(tokens) - 1) // self.block_size):
+            if key not in self.block_of:
+                break
+            blocks.append(self.block_of[key])
+        return blocks
+
+    def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
+        known = []
+        for key, block in zip(self.hashes(tokens, len(tokens) // self.block_size), blocks):
+            if key not in self.block_of:
+                self.block_of[key], self.hash_of[block] = block, key
+            known.append(self.block_of[key])
+        return known
+
+    def forget(self, block: int) -> None:
+        if block in self.hash_of:
+            del self.block_of[self.hash_of.pop(block)]
+
+    def hashes(self, tokens: Sequence[int], count: int) -> Iterator[bytes]:
+        """One for each of the first `count` blocks, of all tokens up to the block's end.
+
+        Chained: each is made from the hash before it, so n blocks cost n, and not n². SHA-256,
+        because two prompts with the same hash would read each other's K and V.
+        """
+        key = b""
+        for start in range(0, count * self.block_size, self.block_size):
+            block = array("q", tokens[start : start + self.block_size])
+            key = hashlib.sha256(key + block.tobytes()).digest()
+            yield key

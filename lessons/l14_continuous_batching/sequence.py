@@ -1,0 +1,70 @@
+"""A request on its way through a scheduler, and what one step of the model runs of it."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lessons.l02_naive_attention.request import Request
+from lessons.l12_paged_kv.blocks import Copy
+
+
+@dataclass(eq=False)
+class Sequence(Request):
+    """A request with its place in the cache. Its id, `row`, names its block table.
+
+    computed: how many of its tokens have K and V in the cache. preemptions: how often it had to
+    give back its blocks (lesson 15).
+    """
+
+    computed: int = 0
+    preemptions: int = 0
+    all_tokens: list[int] = field(init=False)
+
+    def __post_init__(self):
+        self.all_tokens = self.prompt + self.output
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output. One list that grows, because a step must not copy a long prompt."""
+        return self.all_tokens
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens that have to run before the next one can be sampled: 1 while it decodes."""
+        return len(self.all_tokens) - self.computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.to_compute == 1 and bool(self.output)
+
+    def append(self, token: int) -> None:
+        """Take a sampled token."""
+        self.output.append(token)
+        self.all_tokens.append(token)
+
+
+class Chunk(NamedTuple):
+    """The next `count` tokens of a sequence, behind those that are computed."""
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def tokens(self) -> list[int]:
+        start = self.sequence.computed
+        return self.sequence.all_tokens[start : start + self.count]
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether its last token is the sequence's newest, whose logits give the next one."""
+        return self.count == self.sequence.to_compute
+
+
+class Step(NamedTuple):
+    """One pass of the model. copies: blocks to copy before it."""
+
+    chunks: list[Chunk]
+    copies: list[Copy]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
