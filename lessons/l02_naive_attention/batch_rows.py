@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.batch_cuts import FEW
-from lessons.l02_naive_attention.batch_math import Workspace, mix64
+from lessons.l02_naive_attention.batch_math import Workspace
 from lessons.l02_naive_attention.batch_penalties import SeenTokens, float64_column
+from lessons.l02_naive_attention.random_streams import streams_of
 from lessons.l02_naive_attention.sampling import SamplingParams
 
 Rows = slice | Tensor  # some rows of a batch: a slice, or [N] int64 on its device
@@ -112,7 +113,7 @@ class SamplingBatch:
             top_k=_columns([p.top_k if p.top_k > 0 else math.inf for p in params], device),
             top_p=_columns([p.top_p for p in params], device),
             min_p=_columns([p.min_p for p in params], device),
-            stream=mix64(torch.tensor([p.seed for p in params], device=device)),
+            stream=streams_of([p.seed for p in params], device),
             drawn=torch.tensor([len(output) for output in outputs], device=device),
             seen=seen,
             kinds=_kinds(params, device),
