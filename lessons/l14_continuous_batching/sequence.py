@@ -11,11 +11,15 @@ from lessons.l12_paged_kv.blocks import Copy
 class Sequence(Request):
     """A request with its place in the cache. Its id, `row`, names its block table.
 
-    computed: how many of its tokens have K and V in the cache. preemptions: how often it had to
-    give back its blocks (lesson 15).
+    computed: how many of its tokens have K and V in the cache. places: how many it takes of a
+    scheduler's (one for each answer that will fork from it). reuses_prefix: whether a prefix cache
+    may spare it tokens (lesson 13). preemptions: how often it had to give back its blocks (lesson
+    15).
     """
 
     computed: int = 0
+    places: int = 1
+    reuses_prefix: bool = True
     preemptions: int = 0
     all_tokens: list[int] = field(init=False)
 

@@ -60,6 +60,11 @@ class ChunkedScheduler:
     def add(self, sequence: Sequence) -> None:
         """Put a request into the queue. Raises ValueError for one that can never fit."""
         most, prompt = sequence.most_cached, len(sequence.prompt)
+        if sequence.places > self.max_num_seqs:
+            raise ValueError(
+                f"request {sequence.row}: {sequence.places} answers at once; accepted: at most "
+                f"{self.max_num_seqs} (max_num_seqs)"
+            )
         if (need := self.blocks.blocks_for(most)) > self.blocks.num_blocks:
             raise ValueError(
                 f"request {sequence.row}: {most} tokens need {need} blocks; accepted: at most "
@@ -92,11 +97,16 @@ class ChunkedScheduler:
                 budget -= self.run(sequence, budget, step)
         if len(self.waiting) > waited:
             return step  # because who was sent away just now would only send others away
-        while self.waiting and len(self.running) < self.max_num_seqs and budget:
+        while self.waiting and budget and self.has_place(self.waiting[0]):
             if not (count := self.admit(self.waiting[0], budget, step)):
                 break
             budget -= count
         return step
+
+    def has_place(self, sequence: Sequence) -> bool:
+        """Whether the places that it takes are free."""
+        taken = sum(running.places for running in self.running)
+        return taken + sequence.places <= self.max_num_seqs
 
     def run(self, sequence: Sequence, budget: int, step: Step) -> int:
         """Add a running sequence's next tokens to the step. Returns how many: 0 if it is preempted
@@ -115,7 +125,7 @@ class ChunkedScheduler:
 
     def admit(self, sequence: Sequence, budget: int, step: Step) -> int:
         """Let the first who waits run, if there is room for its next tokens. Returns how many."""
-        if isinstance(self.blocks, CachingBlockManager):
+        if isinstance(self.blocks, CachingBlockManager) and sequence.reuses_prefix:
             sequence.computed = self.blocks.reuse(sequence.row, sequence.tokens)
         held, count = sequence.computed, min(sequence.to_compute, budget)
         fits_step = self.enable_chunked_prefill or count == sequence.to_compute
@@ -127,6 +137,15 @@ class ChunkedScheduler:
         step.copies.extend(self.blocks.grow(sequence.row, held, held + count))
         step.chunks.append(Chunk(sequence, count))
         return count
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` runs beside `parent` from where that stands, on the same blocks and on one of the
+        places that `parent` has taken for it.
+        """
+        self.blocks.fork(parent.row, child.row)
+        child.computed = parent.computed
+        parent.places -= 1
+        insort(self.running, child, key=self.order)
 
     def preempt(self, sequence: Sequence, step: Step) -> None:
         """Take back a running sequence's blocks; it waits, and computes its tokens again."""

@@ -1,0 +1,218 @@
+"""The engine: requests come in, every `step` runs one pass of the model, answers go out.
+
+    engine = Engine(model, tokenizer, scheduler, runner)
+    engine.add_request("a", "def f(", SamplingParams(max_tokens=20))
+    while engine.has_unfinished_requests:
+        for output in engine.step(): ...
+
+Read `step`: schedule, run, sample, tell. Each line is a lesson.
+"""
+
+import time
+from itertools import count
+
+import torch
+
+from lessons.l14_continuous_batching.sequence import Chunk, Step
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from reference.detokenizer import Detokenizer
+from reference.model_runner import ModelRunner
+from reference.outputs import Logprobs, RequestOutput
+from reference.request import EngineRequest, EngineSequence, bias_of
+from reference.sampler import Sampler, top_logprobs
+from reference.sampling_params import SamplingParams
+
+
+class Engine:
+    """What is running, and the loop's body. One thread at a time may call it."""
+
+    def __init__(self, runner: ModelRunner, scheduler: ChunkedScheduler, tokenizer, max_model_len):
+        self.runner = runner
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.sampler = Sampler()
+        self.requests: dict[str, EngineRequest] = {}
+        self.ids = count()  # of sequences
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    # ------------------------------------------------------------ in
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request. prompt: text or token ids. priority: smaller runs first.
+
+        Raises ValueError, in one line, for a request that cannot be served; nothing is queued then.
+        """
+        if not isinstance(request_id, str) or request_id in self.requests:
+            raise ValueError(f"request_id: got {request_id!r}; accepted: a string not in use")
+        params = SamplingParams() if params is None else params
+        text, ids = self.read_prompt(prompt)
+        request = EngineRequest(request_id, text, ids, params)
+        sequences = self.new_sequences(request, priority)
+        self.scheduler.add(sequences[0])
+        request.sequences, request.waiting_to_fork = sequences, sequences[1:]
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]  # nothing stands before the first token
+        self.requests[request_id] = request
+
+    def read_prompt(self, prompt: str | list[int]) -> tuple[str | None, list[int]]:
+        """A prompt as text, if it was one, and as token ids. Raises ValueError."""
+        if isinstance(prompt, str):
+            return prompt, self.checked(self.encode(prompt))
+        return None, self.checked(prompt)
+
+    def encode(self, text: str) -> list[int]:
+        ids = self.tokenizer(text, add_special_tokens=True)["input_ids"]
+        bos = self.tokenizer.bos_token_id
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def checked(self, ids: list[int]) -> list[int]:
+        vocab_size = self.runner.model.config.vocab_size
+        if not isinstance(ids, (list, tuple)) or not ids:
+            raise ValueError(f"prompt: got {ids!r:.80}; accepted: text or token ids, one at least")
+        for at, token in enumerate(ids):
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"prompt: got {token!r} at {at}; accepted: token ids from 0 to {vocab_size - 1}"
+                )
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"prompt: got {len(ids)} tokens; accepted: at most {self.max_model_len - 1}, so "
+                f"that one fits behind them (max_model_len {self.max_model_len})"
+            )
+        return list(ids)
+
+    def new_sequences(self, request: EngineRequest, priority: int) -> list[EngineSequence]:
+        """The answers of a request. The first runs the prompt, the others fork from it."""
+        params, config = request.params, self.runner.model.config
+        room = self.max_model_len - len(request.prompt_token_ids)
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        eos = () if params.ignore_eos else config.eos_token_ids
+        for token in params.logit_bias or ():
+            if token >= config.vocab_size:
+                accepted = f"token ids below {config.vocab_size}"
+                raise ValueError(f"logit_bias: got token {token}; accepted: {accepted}")
+        sequences = []
+        for index, row in enumerate(params.rows()):
+            detokenizer = None
+            if params.detokenize and self.tokenizer is not None:
+                detokenizer = Detokenizer(
+                    self.tokenizer,
+                    request.prompt_token_ids,
+                    params.stop,
+                    params.include_stop_str_in_output,
+                    params.skip_special_tokens,
+                )
+            sequences.append(
+                EngineSequence(
+                    row=next(self.ids),
+                    prompt=request.prompt_token_ids,
+                    max_new_tokens=limit,
+                    sampling=row,
+                    stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
+                    params=params,
+                    request=request,
+                    index=index,
+                    priority=priority,
+                    bias=bias_of(params, self.runner.model.device),
+                    detokenizer=detokenizer,
+                    places=1 if index else params.drawn,
+                    reuses_prefix=params.prompt_logprobs is None,
+                )
+            )
+        return sequences
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request where it stands; returns what it has so far. None: nobody of that name."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        for sequence in request.sequences:
+            if not sequence.finished:
+                self.scheduler.abort(sequence)
+                sequence.finish_reason = "abort"
+        return request.output()
+
+    # ------------------------------------------------------------ a step
+
+    def step(self) -> list[RequestOutput]:
+        """One pass of the model. Returns the requests that got a token, as they stand now."""
+        step = self.scheduler.schedule()
+        if not step.chunks:
+            return []
+        self.note_scheduled(step)
+        hidden = self.runner(step, self.scheduler.blocks.tables)
+        self.score_prompts(step, hidden)
+        sampled = self.scheduler.finish(step)
+        touched = self.sample(step, hidden, sampled)
+        self.scheduler.leave()
+        for request in touched:
+            if request.finished:
+                del self.requests[request.request_id]
+        return [request.output() for request in touched]
+
+    def sample(self, step: Step, hidden, sampled: list[EngineSequence]) -> list[EngineRequest]:
+        """A token for every sequence that wants one, and a first one for each that forks now."""
+        if not sampled:
+            return []
+        rows, sequences, forks = [], [], []
+        for row, chunk in ends(step):
+            if chunk.sequence not in sampled:
+                continue
+            request = chunk.sequence.request
+            children, request.waiting_to_fork = request.waiting_to_fork, []
+            forks += [(chunk.sequence, child) for child in children]
+            rows += [row] * (1 + len(children))
+            sequences += [chunk.sequence, *children]
+        for parent, child in forks:
+            self.scheduler.fork(parent, child)
+        tokens, logprobs = self.sampler(self.runner.logits(hidden, rows), sequences)
+        now = time.monotonic()
+        for sequence, token, found in zip(sequences, tokens, logprobs):
+            sequence.take(token, found)
+            metrics = sequence.request.metrics
+            metrics.first_token = metrics.first_token or now
+            metrics.last_token = now
+        return list(dict.fromkeys(sequence.request for sequence in sequences))
+
+    def note_scheduled(self, step: Step) -> None:
+        for chunk in step.chunks:
+            request = chunk.sequence.request
+            if request.metrics.first_scheduled is None:
+                request.metrics.first_scheduled = time.monotonic()
+                request.num_cached_tokens = chunk.sequence.computed
+
+    def score_prompts(self, step: Step, hidden) -> None:
+        """Log-probabilities of prompt tokens, for the requests that ask for them."""
+        for last, chunk in ends(step):
+            request, first = chunk.sequence.request, chunk.sequence.computed
+            wanted = request.params.prompt_logprobs
+            if wanted is None or len(request.prompt_logprobs) > first + 1:
+                continue  # not asked for, or computed before a preemption
+            targets = request.prompt_token_ids[first + 1 : first + chunk.count + 1]
+            start = last + 1 - chunk.count
+            rows = list(range(start, start + len(targets)))
+            if rows:
+                logprobs = self.runner.logits(hidden, rows).float().log_softmax(-1)
+                found: list[Logprobs] = [
+                    top_logprobs(row, token, wanted) for row, token in zip(logprobs, targets)
+                ]
+                request.prompt_logprobs += found
+
+
+def ends(step: Step) -> list[tuple[int, Chunk]]:
+    """Each chunk with the row of its last token."""
+    found, row = [], -1
+    for chunk in step.chunks:
+        row += chunk.count
+        found.append((row, chunk))
+    return found

@@ -1,0 +1,123 @@
+"""The engine's arguments under vLLM's names: read, checked, and refused in one line where a later
+lesson brings what they ask for.
+"""
+
+import difflib
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+DTYPES = ("auto", "float32", "float16", "bfloat16", "float64", "half", "float")
+# argument -> (values that ask for nothing new, the lesson that brings the rest)
+LATER: dict[str, tuple[tuple, str]] = {
+    "quantization": ((None,), "lesson 18 brings quantized weights"),
+    "kv_cache_dtype": (("auto",), "lesson 19 brings quantized caches"),
+    "tensor_parallel_size": ((1,), "lesson 20 brings several devices"),
+    "pipeline_parallel_size": ((1,), "lesson 20 brings several devices"),
+    "data_parallel_size": ((1,), "lesson 20 brings several devices"),
+    "enable_expert_parallel": ((False,), "lesson 20 brings several devices"),
+    "enable_lora": ((False,), "lesson 21 brings adapters"),
+    "speculative_model": ((None,), "lesson 16 brings drafts"),
+    "speculative_config": ((None,), "lesson 16 brings drafts"),
+    "num_speculative_tokens": ((None,), "lesson 16 brings drafts"),
+}
+# accepted, because guides pass them; they change nothing here
+WITHOUT_EFFECT = {
+    "use_v2_block_manager": "there is one block manager",
+    "disable_log_stats": "nothing is logged unless you ask",
+    "trust_remote_code": "no code of a checkpoint is ever run",
+    "download_dir": "the hub's own cache is used",
+    "worker_use_ray": "there is one process until lesson 20",
+    "disable_log_requests": "requests are not logged",
+    "load_format": "safetensors are found by themselves",
+}
+
+
+@dataclass
+class EngineArgs:
+    """What an engine is made of. Raises ValueError, in one line, for a value that cannot work.
+
+    max_model_len: None takes the model's own. max_num_batched_tokens: of one step; None takes 2048,
+    or max_num_seqs if that is more. num_gpu_blocks_override: blocks of the cache; None takes what
+    memory gives. kv_cache_memory_bytes: of the cache; None: on a GPU what gpu_memory_utilization
+    leaves, on a CPU at most 1 GiB. scheduling_policy: "fcfs" or "priority".
+    """
+
+    model: str = "models/tiny"
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
+    enforce_eager: bool = False
+    later: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self):
+        for name in ("max_num_seqs", "block_size"):
+            self._require_count(name)
+        for name in (
+            "max_model_len",
+            "max_num_batched_tokens",
+            "num_gpu_blocks_override",
+            "kv_cache_memory_bytes",
+        ):
+            self._require_count(name, optional=True)
+        self._require("block_size", self.block_size <= 256, "1 to 256")
+        share = self.gpu_memory_utilization
+        is_share = (
+            isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= 1
+        )
+        self._require("gpu_memory_utilization", is_share, "above 0, at most 1")
+        dtype = str(self.dtype).removeprefix("torch.")
+        self._require("dtype", dtype in DTYPES, ", ".join(DTYPES))
+        self.dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
+        policies = ("fcfs", "priority")
+        self._require(
+            "scheduling_policy", self.scheduling_policy in policies, " or ".join(policies)
+        )
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        if self.max_num_batched_tokens is None:
+            self.max_num_batched_tokens = max(2048, self.max_num_seqs)
+        least = f"{self.max_num_seqs} or more, a token for each of max_num_seqs"
+        self._require(
+            "max_num_batched_tokens", self.max_num_batched_tokens >= self.max_num_seqs, least
+        )
+
+    @classmethod
+    def read(cls, **arguments) -> "EngineArgs":
+        """From keyword arguments as guides pass them. Raises ValueError for one that is unknown, or
+        that a later lesson brings.
+        """
+        known = [f.name for f in fields(cls) if f.name != "later"]
+        own = {}
+        for name, value in arguments.items():
+            if name in known:
+                own[name] = value
+            elif name in LATER:
+                harmless, lesson = LATER[name]
+                if value not in harmless:
+                    raise ValueError(f"{name}: got {value!r}; accepted: {harmless[0]!r}; {lesson}")
+            elif name not in WITHOUT_EFFECT:
+                near = difflib.get_close_matches(name, [*known, *LATER, *WITHOUT_EFFECT], 1)
+                hint = f"did you mean {near[0]}?" if near else f"accepted: {', '.join(known)}"
+                raise ValueError(f"{name}: unknown argument; {hint}")
+        return cls(**own)
+
+    def _require_count(self, name: str, optional: bool = False) -> None:
+        value = getattr(self, name)
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        accepted = f"{'None, or ' if optional else ''}an integer of 1 or more"
+        self._require(name, fits or (optional and value is None), accepted)
+
+    def _require(self, name: str, fits: bool, accepted: str) -> None:
+        if not fits:
+            raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: {accepted}")

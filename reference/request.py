@@ -1,0 +1,122 @@
+"""A request inside the engine: one prompt, one or more sequences that answer it."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lessons.l14_continuous_batching.sequence import Sequence
+from reference.detokenizer import Detokenizer
+from reference.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
+from reference.sampling_params import SamplingParams
+
+
+@dataclass(eq=False)
+class EngineSequence(Sequence):
+    """One answer under way."""
+
+    params: SamplingParams = field(default_factory=SamplingParams)
+    request: "EngineRequest | None" = None
+    index: int = 0  # among the answers to its prompt
+    priority: int = 0
+    bias: tuple[Tensor, Tensor] | None = None  # logit_bias: token ids, values
+    detokenizer: Detokenizer | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.params.wants_logprobs
+
+    def take(self, token: int, logprobs: Logprobs | None) -> None:
+        """A sampled token: keep it, and see whether it ends the answer."""
+        self.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+            self.cumulative_logprob += logprobs[token].logprob
+        is_stop = token in self.stop_token_ids and len(self.output) >= self.params.min_tokens
+        if is_stop:
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in self.params.stop_token_ids else None
+        if self.detokenizer is not None:
+            stop = self.detokenizer.append(token, is_last_special=is_stop)
+            if stop is not None and len(self.output) >= self.params.min_tokens:
+                self.finish_reason, self.stop_reason = "stop", stop
+        if self.finish_reason is None and len(self.output) >= self.max_new_tokens:
+            self.finish_reason = "length"
+        if self.finished and self.detokenizer is not None and self.stop_reason is None:
+            self.detokenizer.finish()
+
+    def completion(self) -> CompletionOutput:
+        text = "" if self.detokenizer is None else self.detokenizer.text
+        if self.detokenizer is not None and not self.finished:
+            text = text[: self.detokenizer.safe_length]
+        with_logprobs = self.params.logprobs is not None
+        return CompletionOutput(
+            self.index,
+            text,
+            list(self.output),
+            self.cumulative_logprob if self.wants_logprobs else None,
+            list(self.logprobs) if with_logprobs else None,
+            self.finish_reason,
+            self.stop_reason,
+        )
+
+
+@dataclass(eq=False)
+class EngineRequest:
+    """What `add_request` was given, and the sequences that answer it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    sequences: list[EngineSequence] = field(default_factory=list)
+    waiting_to_fork: list[EngineSequence] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
+
+    def output(self) -> RequestOutput:
+        """The request as it stands: of `best_of` answers the n likeliest, once all have ended."""
+        self.metrics.preemptions = sum(sequence.preemptions for sequence in self.sequences)
+        answers = self.sequences
+        if self.params.drawn > self.params.n:
+            answers = sorted(answers, key=mean_logprob, reverse=True)[: self.params.n]
+        completions = [sequence.completion() for sequence in answers]
+        if self.params.drawn > self.params.n:
+            for index, completion in enumerate(completions):
+                completion.index = index
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            completions,
+            self.finished,
+            self.prompt_logprobs,
+            self.num_cached_tokens,
+            self.metrics,
+        )
+
+
+def mean_logprob(sequence: EngineSequence) -> float:
+    return sequence.cumulative_logprob / max(1, len(sequence.output))
+
+
+def bias_of(params: SamplingParams, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """logit_bias as tensors: token ids [K] int64 and values [K]."""
+    if not params.logit_bias:
+        return None
+    tokens, values = zip(*params.logit_bias.items())
+    return torch.tensor(tokens, device=device), torch.tensor(values, device=device)
