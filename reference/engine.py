@@ -11,8 +11,6 @@ Read `step`: schedule, run, sample, tell. Each line is a lesson.
 import time
 from itertools import count
 
-import torch
-
 from lessons.l14_continuous_batching.sequence import Chunk, Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from reference.detokenizer import Detokenizer

@@ -1,0 +1,55 @@
+"""Continue a text on the command line.
+
+python -m reference.generate "def quicksort("
+python -m reference.generate "import" -n 3 --temperature 0.8 --max-tokens 60
+"""
+
+import argparse
+import sys
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m reference.generate", description=__doc__.split("\n")[0]
+    )
+    add = parser.add_argument
+    add("prompts", nargs="+", help="texts to continue")
+    add("--model", default="models/tiny", help="folder or hub name of a checkpoint")
+    add("--max-tokens", type=int, default=64)
+    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    add("--top-p", type=float, default=1.0)
+    add("-n", type=int, default=1, help="answers to each prompt")
+    add("--seed", type=int)
+    add("--stop", action="append", default=[], help="end the answer here; may be given again")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    try:
+        # here, because they take seconds, and --help should not
+        from reference import LLM, SamplingParams
+
+        params = SamplingParams(
+            n=options.n,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+            stop=tuple(options.stop),
+        )
+        llm = LLM(options.model)
+        for output in llm.generate(options.prompts, params, use_tqdm=sys.stderr.isatty()):
+            for answer in output.outputs:
+                print(output.prompt + answer.text, flush=True)
+    except ValueError as error:
+        print(f"generate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("generate: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
