@@ -143,20 +143,34 @@ class Engine:
     # ------------------------------------------------------------ a step
 
     def step(self) -> list[RequestOutput]:
-        """One pass of the model. Returns the requests that got a token, as they stand now."""
+        """One pass of the model. Returns the requests that got a token, as they stand now.
+
+        If the pass raises, the requests in it are aborted, because nobody knows what was written;
+        the others go on.
+        """
         step = self.scheduler.schedule()
         if not step.chunks:
             return []
         self.note_scheduled(step)
+        try:
+            touched = self.run(step)
+        except BaseException:
+            for request in {chunk.sequence.request for chunk in step.chunks}:
+                self.abort_request(request.request_id)
+            raise
+        for request in touched:
+            if request.finished:
+                del self.requests[request.request_id]
+        return [request.output() for request in touched]
+
+    def run(self, step: Step) -> list[EngineRequest]:
+        """Run, score, sample, tidy up. Returns the requests that got a token."""
         hidden = self.runner(step, self.scheduler.blocks.tables)
         self.score_prompts(step, hidden)
         sampled = self.scheduler.finish(step)
         touched = self.sample(step, hidden, sampled)
         self.scheduler.leave()
-        for request in touched:
-            if request.finished:
-                del self.requests[request.request_id]
-        return [request.output() for request in touched]
+        return touched
 
     def sample(self, step: Step, hidden, sampled: list[EngineSequence]) -> list[EngineRequest]:
         """A token for every sequence that wants one, and a first one for each that forks now."""

@@ -16,6 +16,7 @@ class Sampler:
         self.ids: list[int] = []
         self.batch: SamplingBatch | None = None
 
+    @torch.inference_mode()
     def __call__(
         self, logits: Tensor, sequences: list[EngineSequence]
     ) -> tuple[list[int], list[Logprobs | None]]:
