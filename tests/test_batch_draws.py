@@ -1,5 +1,4 @@
-"""The batched sampler's random numbers and draws: uniform, independent, and mapped to tokens as
-sampling.draw maps them.
+"""The draws of the batched sampler: the tokens of sampling.sample for the same seeds, and unbiased.
 
 False alarms: each χ² test below fails a right sampler with probability 1e-11 at most, and there are
 fewer than fifty of them, so all together below 1e-9.
@@ -10,19 +9,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from lessons.l02_naive_attention import batch_sampling, sampling
-from lessons.l02_naive_attention.batch_math import (
-    BLOCK,
-    GOLDEN,
-    draw_tokens,
-    mix64,
-    uniform,
+from lessons.l02_naive_attention.batch_math import BLOCK, draw_tokens
+from lessons.l02_naive_attention.batch_sampling import (
+    SamplingBatch,
+    batch_probabilities,
+    read_tokens,
+    sample_batch,
 )
-from lessons.l02_naive_attention.batch_sampling import SamplingBatch, sample_batch
-from lessons.l02_naive_attention.sampling import SamplingParams, probabilities
+from lessons.l02_naive_attention.random_streams import mix64, uniform
+from lessons.l02_naive_attention.sampling import SamplingParams, probabilities, sample
 from tests.batch_sampling_cases import KINDS, Case
 from tests.test_sampling import p_value
 
@@ -30,82 +28,66 @@ pytestmark = pytest.mark.usefixtures("seed")
 
 FALSE_ALARM = 1e-11
 DRAWS = 200_000
-MASK = 2**64 - 1
 
 
-# ---------------------------------------------------------------- random numbers
+# ---------------------------------------------------------------- the tokens of `sample`
 
 
-def splitmix64(state: int) -> int:
-    """The published finalizer on Python's integers, unsigned."""
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
-    return state ^ (state >> 31)
-
-
-def test_mix64_is_splitmix64():
-    """The first outputs of SplitMix64 for seed 1234567, and random states, as unsigned numbers."""
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    states = 1234567 + torch.arange(1, 4) * GOLDEN
-    assert [x & MASK for x in mix64(states).tolist()] == published
-    states = [random.randrange(2**64) for _ in range(1000)]
-    signed = torch.tensor([x - 2**64 if x >= 2**63 else x for x in states])
-    assert [x & MASK for x in mix64(signed).tolist()] == [splitmix64(x) for x in states]
-
-
-def numbers(kind: str) -> Tensor:
-    """2^18 random numbers: of one seed, of neighbouring seeds, or of seeds a golden step apart."""
-    counter = torch.arange(2**18)
-    start = random.randrange(2**40)
-    if kind == "one stream":
-        return uniform(mix64(torch.tensor(start)), counter)
-    step = GOLDEN if kind == "seeds a golden step apart" else 1
-    return uniform(mix64(start + counter * step), torch.full_like(counter, 5))
-
-
-@pytest.mark.parametrize("kind", ["one stream", "neighbours", "seeds a golden step apart"])
-def test_numbers_are_uniform_and_independent(kind):
-    u = numbers(kind)
-    assert u.dtype == torch.float64 and u.min() >= 0 and u.max() < 1
-    assert len(u.unique()) == len(u)
-    # single numbers, their lowest bits, and pairs of neighbours
-    expect_uniform((u * 1024).long(), 1024)
-    expect_uniform((u * 2**53).long() % 1024, 1024)
-    expect_uniform((u[:-1] * 64).long() * 64 + (u[1:] * 64).long(), 4096)
-
-
-def expect_uniform(cells: Tensor, count: int) -> None:
-    expected = len(cells) / count
-    seen = torch.bincount(cells, minlength=count).double()
-    statistic = float(((seen - expected) ** 2 / expected).sum())
-    assert stats.chi2.sf(statistic, count - 1) > FALSE_ALARM
-
-
-def test_streams_do_not_overlap():
-    """Without mix64 the stream of seed s + GOLDEN would be that of s, one number later."""
-    position = torch.arange(100)
-    streams = [uniform(mix64(torch.tensor(seed)), position) for seed in (7, 7 + GOLDEN, 8, 0)]
-    assert len(torch.cat(streams).unique()) == 400
-    shifted = [uniform(torch.tensor(seed), position) for seed in (7, 7 + GOLDEN)]
-    assert torch.equal(shifted[0][1:], shifted[1][:-1])
-
-
-# ---------------------------------------------------------------- from a number to a token
+def unlike(case: Case, dtype: torch.dtype) -> int:
+    """How many rows get another token in the batch than from sampling.sample."""
+    logits = case.logits.to(dtype)
+    expected = sample(logits, case.params, case.prompts, case.outputs)
+    got = read_tokens(sample_batch(logits, case.batch()))
+    return sum(a != b for a, b in zip(got, expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_number_draws_the_same_token_as_one_row_alone(kind, monkeypatch):
-    """Whatever is cut and penalized: given the same u, sampling.draw takes the same token."""
+def test_a_seed_gives_the_token_of_one_row_alone(kind):
+    """Whatever is cut and penalized: in float64 both samplers always take the same token."""
     for vocab in (1, 7, 257, 3000):
-        case = Case(33, vocab, kind)
-        batch = case.batch()
-        u = uniform(batch.stream, batch.drawn)
-        tokens = sample_batch(case.logits, batch).tolist()
-        for row, (token, number) in enumerate(zip(tokens, u)):
-            monkeypatch.setattr(torch, "rand", lambda *_, number=number, **__: number.view(1))
-            expected = sampling.draw(case.expected()[row], None)
-            monkeypatch.undo()
-            assert token == int(expected)
+        assert unlike(Case(66, vocab, kind), torch.float64) == 0
+
+
+@pytest.mark.parametrize("wrong_module", [sampling, batch_sampling])
+@pytest.mark.parametrize(
+    "wrong_place", [lambda drawn: drawn * 0, lambda drawn: drawn + 1, lambda drawn: drawn // 2]
+)
+def test_a_wrong_place_in_the_stream_is_found(wrong_module, wrong_place, monkeypatch):
+    """A place that does not advance, is one too far, or is used twice, in one of the samplers."""
+    monkeypatch.setattr(
+        wrong_module, "uniform", lambda stream, drawn: uniform(stream, wrong_place(drawn))
+    )
+    assert unlike(Case(200, 257, temperature=1.0, top_k=0, top_p=1.0), torch.float64) > 0
+
+
+def numbers_apart(p: Tensor, q: Tensor) -> Tensor:
+    """The share of [0, 1) whose numbers draw different tokens from p and from q: [B, V] -> [B].
+
+    A token owns an interval as long as its probability. Counted is what two intervals do not share.
+    """
+    p, q = p / p.sum(dim=1, keepdim=True), q / q.sum(dim=1, keepdim=True)
+    p_end, q_end = p.cumsum(dim=1), q.cumsum(dim=1)
+    shared = torch.minimum(p_end, q_end) - torch.maximum(p_end - p, q_end - q)
+    return 1 - shared.clamp(min=0).sum(dim=1)
+
+
+def test_in_float32_few_tokens_differ():
+    """The batch computes in float32 then, and a number near the border of two tokens may take the
+    other one: about one in a million at 3000 tokens, five in a million at 131072.
+
+    Fixed seeds, and bounds a hundred times as wide: of these 1000 rows none differs.
+    """
+    torch.manual_seed(1)
+    random.seed(1)
+    for kind in KINDS:
+        case = Case(250, 3000, kind)
+        assert unlike(case, torch.float32) <= 2
+        case.logits = case.logits.float()
+        got = batch_probabilities(case.logits, case.batch()).double()
+        assert numbers_apart(got, case.expected()).mean() < 1e-4
+
+
+# ---------------------------------------------------------------- from a number to a token
 
 
 def test_each_token_has_its_interval():

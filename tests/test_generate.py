@@ -223,16 +223,28 @@ def test_one_prompt_at_a_time_gives_the_same(name):
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_sampled_tokens_are_the_same_on_every_rung(name):
-    """With a seed a rung draws the same tokens, whatever the other rows ask for."""
-    model, prompts = new_model().double(), new_prompts(4, 1, 9)
+    """With a seed a rung draws the same tokens, alone and in a batch, whatever the other rows ask
+    for and whenever they end.
+    """
+    model, prompts, limits = new_model().double(), new_prompts(4, 1, 9, 2), [12, 3, 9, 5]
     params = [
-        SamplingParams(temperature=0.8, top_p=0.9, seed=random.randrange(2**40)),
+        SamplingParams(
+            temperature=0.8,
+            top_p=0.95,
+            repetition_penalty=1.2,
+            presence_penalty=0.3,
+            frequency_penalty=0.2,
+            seed=17,
+        ),
         SamplingParams(temperature=0),
         SamplingParams(top_k=5, repetition_penalty=1.2, frequency_penalty=0.3, seed=3),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=random.randrange(2**40)),
     ]
-    expected = recompute.generate(model, prompts, 12, params)
-    assert RUNGS[name](model, prompts, 12, params) == expected
-    assert RUNGS[name](model, prompts[:1], 12, params[0]) == expected[:1]
+    expected = recompute.generate(model, prompts, limits, params)
+    assert RUNGS[name](model, prompts, limits, params) == expected
+    for row in (0, 3):
+        alone = RUNGS[name](model, [prompts[row]], limits[row], params[row])
+        assert alone == [expected[row]]
 
 
 # ---------------------------------------------------------------- what a step costs

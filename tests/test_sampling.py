@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 from lessons.l02_naive_attention import sampling
+from lessons.l02_naive_attention.random_streams import streams_of, uniform
 from lessons.l02_naive_attention.sampling import (
     GREEDY,
     SamplingParams,
@@ -215,7 +216,7 @@ def test_ties():
         False,
     ]
     assert probabilities(logits, GREEDY, [], []).tolist() == [0, 1, 0, 0, 0]
-    assert sample(logits[None], [GREEDY], [[]], [[]], [torch.Generator()]) == [1]
+    assert sample(logits[None], [GREEDY], [[]], [[]]) == [1]
 
 
 def test_extreme_values():
@@ -259,13 +260,16 @@ def p_value(tokens: list[int], p: torch.Tensor) -> float:
 FALSE_ALARM = 1e-10  # per test; ten seeds below share it (Bonferroni)
 
 
+def many_numbers() -> torch.Tensor:
+    """The first 200,000 random numbers of a fresh seed."""
+    return uniform(streams_of([random.randrange(2**40)]), torch.arange(200_000))
+
+
 def test_draws_follow_the_distribution():
     for _ in range(10):
         logits, prompt, output = random_row()
         p = probabilities(logits, random_params(top_k=0, top_p=0.95, min_p=0.0), prompt, output)
-        tokens = draw(
-            p, torch.Generator().manual_seed(random.randrange(2**40)), count=200_000
-        ).tolist()
+        tokens = draw(p, many_numbers()).tolist()
         assert p_value(tokens, p) > FALSE_ALARM / 10
 
 
@@ -274,9 +278,7 @@ def test_draws_follow_the_distribution():
 )
 def test_the_test_rejects_a_biased_sampler(bias):
     p = torch.randn(VOCAB, dtype=torch.float64).softmax(0)
-    tokens = draw(
-        bias(p), torch.Generator().manual_seed(random.randrange(2**40)), count=200_000
-    ).tolist()
+    tokens = draw(bias(p), many_numbers()).tolist()
     assert p_value(tokens, p) < FALSE_ALARM
 
 
@@ -286,25 +288,21 @@ def test_sample_follows_the_distribution():
     rows = [kinds[index % 2] for index in range(6000)]
     tokens = sample(
         torch.stack([row[0] for _, row in rows]),
-        [params for params, _ in rows],
+        [params.seeded() for params, _ in rows],
         [row[1] for _, row in rows],
         [row[2] for _, row in rows],
-        [params.new_generator() for params, _ in rows],
     )
     for kind, (params, (logits, prompt, output)) in enumerate(kinds):
         assert p_value(tokens[kind::2], probabilities(logits, params, prompt, output)) > FALSE_ALARM
 
 
 def test_never_a_token_of_probability_zero():
-    class Fixed:  # the largest and the smallest number that torch.rand gives
-        values = torch.tensor([1 - 2**-53, 0.0], dtype=torch.float64)
-
+    # the largest and the smallest number that `uniform` gives
+    numbers = torch.tensor([1 - 2**-53, 0.0], dtype=torch.float64)
     for p in itertools.product([0.0, 0.1, 0.2, 0.7, 1 / 3], repeat=4):
         p = torch.tensor(p, dtype=torch.float64)
         if p.sum() > 0:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch, "rand", lambda count, **_: Fixed.values)
-                last, first = draw(p, torch.Generator(), 2).tolist()
+            last, first = draw(p, numbers).tolist()
             assert first == p.nonzero().min() and last == p.nonzero().max()
 
 
@@ -326,7 +324,7 @@ def make_batch(size: int):
 
 
 def sampled(logits, params, prompts, outputs) -> list[int]:
-    return sample(logits, params, prompts, outputs, [p.new_generator() for p in params])
+    return sample(logits, [p.seeded() for p in params], prompts, outputs)
 
 
 def test_a_row_does_not_depend_on_the_batch():
@@ -350,19 +348,24 @@ def test_top_k_is_not_the_union_over_rows():
 
 
 def test_seeds():
-    p = torch.full((1000,), 1e-3)
+    """A seed stays; without one, each request gets a fresh one from PyTorch's global generator."""
     params = SamplingParams(seed=random.randrange(2**62))
-    again = [
-        draw(p, generator, 20).tolist()
-        for generator in (params.new_generator(), params.new_generator())
-    ]
-    assert again[0] == again[1]
-    unseeded = [draw(p, SamplingParams().new_generator(), 20).tolist() for _ in range(2)]
-    assert unseeded[0] != unseeded[1]
+    assert params.seeded() is params
     torch.manual_seed(5)
-    first = draw(p, SamplingParams().new_generator(), 20).tolist()
+    fresh = [SamplingParams(top_k=3).seeded() for _ in range(3)]
+    assert len({p.seed for p in fresh}) == 3 and {p.top_k for p in fresh} == {3}
     torch.manual_seed(5)
-    assert draw(p, SamplingParams().new_generator(), 20).tolist() == first
+    assert SamplingParams(top_k=3).seeded() == fresh[0]
+
+
+def test_a_row_that_is_drawn_needs_a_seed():
+    """Greedy rows need none, with penalties or without."""
+    logits, greedy = torch.zeros(3, VOCAB), SamplingParams(temperature=0, presence_penalty=1.0)
+    params = [SamplingParams(seed=1), GREEDY, greedy]
+    assert sample(logits, params, [[]] * 3, [[], [], [0]])[1:] == [0, 1]
+    params[2] = SamplingParams()
+    with pytest.raises(ValueError, match="seed: got None; accepted: an integer"):
+        sample(logits, params, [[]] * 3, [[]] * 3)
 
 
 def test_greedy_uses_penalties_and_ignores_the_rest():

@@ -1,11 +1,10 @@
-"""Random numbers and draws for a batch; part of batch_sampling.py.
+"""Sums, maxima and draws for a batch; part of batch_sampling.py.
 
 A row of the vocabulary is seen in blocks: [B, V] as [B, blocks, BLOCK]. A sum or a search then goes
 over the blocks first, and into one block afterwards. No function reads a value back to Python, so
 none of them waits for the GPU.
 
-Sources: SplitMix64 (Steele, Lea and Flood 2014, *Fast splittable pseudorandom number generators*,
-figure 16); the inverse-CDF draw (Devroye 1986, *Non-uniform random variate generation*, chapter 3).
+Source: the inverse-CDF draw (Devroye 1986, *Non-uniform random variate generation*, chapter 3).
 """
 
 import math
@@ -14,49 +13,6 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-
-# ---------------------------------------------------------------- random numbers
-
-
-def _signed(constant: int) -> int:
-    """An unsigned 64-bit constant as the int64 with the same bits, which is what PyTorch has."""
-    return constant - 2**64 if constant >= 2**63 else constant
-
-
-GOLDEN = _signed(0x9E3779B97F4A7C15)
-FIRST_FACTOR = _signed(0xBF58476D1CE4E5B9)
-SECOND_FACTOR = _signed(0x94D049BB133111EB)
-
-
-def mix64(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer: different numbers stay different, and similar ones become unlike.
-
-    x: int64, any shape -> int64 of that shape. Products wrap around, as they do in the original.
-    """
-    x = x ^ _shift_right(x, 30)
-    x = x * FIRST_FACTOR
-    x = x ^ _shift_right(x, 27)
-    x = x * SECOND_FACTOR
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    # `>>` on int64 copies the sign bit downwards, so the copies are masked away.
-    mask = (1 << (64 - bits)) - 1
-    return (x >> bits) & mask
-
-
-def uniform(stream: Tensor, position: Tensor) -> Tensor:
-    """The random number at `position` of each stream. Both: [B] int64 -> [B] float64, in [0, 1).
-
-    SplitMix64 started at `stream`. Nothing is remembered between two calls, so a request that was
-    preempted goes on where it stopped. Make a stream by mix64(seed): the streams of neighbouring
-    seeds would otherwise overlap.
-    """
-    bits = mix64(stream + (position + 1) * GOLDEN)
-    # a float64 has 53 bits
-    return _shift_right(bits, 11).double() * 2.0**-53
-
 
 # ---------------------------------------------------------------- blocks
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.batch_cuts import FEW
-from lessons.l02_naive_attention.batch_math import Workspace, mix64
+from lessons.l02_naive_attention.batch_math import Workspace
 from lessons.l02_naive_attention.batch_penalties import SeenTokens, float64_column
+from lessons.l02_naive_attention.random_streams import streams_of
 from lessons.l02_naive_attention.sampling import SamplingParams
 
 Rows = slice | Tensor  # some rows of a batch: a slice, or [N] int64 on its device
@@ -112,7 +113,7 @@ class SamplingBatch:
             top_k=_columns([p.top_k if p.top_k > 0 else math.inf for p in params], device),
             top_p=_columns([p.top_p for p in params], device),
             min_p=_columns([p.min_p for p in params], device),
-            stream=mix64(torch.tensor([p.seed for p in params], device=device)),
+            stream=streams_of([p.seed for p in params], device),
             drawn=torch.tensor([len(output) for output in outputs], device=device),
             seen=seen,
             kinds=_kinds(params, device),
@@ -149,6 +150,9 @@ class SamplingBatch:
 
     def groups(self, size: int) -> Iterator[tuple[Rows, "SamplingBatch"]]:
         """Rows of one kind, at most `size` together, and the part of the batch that is theirs."""
+        if len(self.kinds) == 1 and len(self.params) <= size:
+            yield slice(None), self  # cutting the one part would cost a tenth of a greedy step
+            return
         for numbers, rows in self.kinds:
             for start in range(0, len(numbers), size):
                 part = slice(start, min(start + size, len(numbers)))

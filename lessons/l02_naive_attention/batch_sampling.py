@@ -1,6 +1,6 @@
 """Sampling a whole batch on the device: each row its own settings, no sort, no wait for the GPU.
 
-`sampling.probabilities` is the specification, one row at a time. Here all rows go together:
+`sampling.sample` is the specification, one row at a time. Here all rows go together:
 
     batch = SamplingBatch.of(params, prompts, outputs, device)  # when the set of requests changes
     tokens = sample_batch(logits, batch)                        # logits: [B, V] -> [B] on the device
@@ -15,9 +15,10 @@ A row's token depends on nothing but that row: its logits, its parameters, its t
 how many tokens it has drawn. A request gives the same tokens alone, in any batch, and when it is
 computed again after a preemption.
 
-For float64 logits the distribution is the specification's to 1e-12. For others it is computed in
-float32: its probabilities are right to 2e-5, and where a comparison of the specification is closer
-than that (is this token the last that top-p keeps?) it may fall the other way.
+For float64 logits the distribution is the specification's to 1e-12, and the tokens are those of
+`sampling.sample`. For others it is computed in float32: its probabilities are right to 2e-5, and
+where a comparison of the specification is closer than that (is this token the last that top-p
+keeps?) it may fall the other way. So about one token in a million differs from `sampling.sample`.
 """
 
 import math
@@ -41,7 +42,6 @@ from lessons.l02_naive_attention.batch_math import (
     draw_tokens,
     first_largest,
     total,
-    uniform,
 )
 from lessons.l02_naive_attention.batch_rows import (
     Rows,
@@ -53,6 +53,7 @@ from lessons.l02_naive_attention.batch_rows import (
     has_top_p,
     is_sampled,
 )
+from lessons.l02_naive_attention.random_streams import uniform
 
 # Logits that are sampled together. On a CPU what is computed from them then stays in the cache, and
 # on a GPU it stays below 200 MB.

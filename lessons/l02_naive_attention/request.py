@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lessons.l02_naive_attention.batch_sampling import SamplingBatch, read_tokens, sample_batch
 from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams, sample
 from lessons.toolbox.model.config import ModelConfig
 
@@ -20,9 +21,8 @@ class Request:
     row: int
     prompt: list[int]
     max_new_tokens: int
-    sampling: SamplingParams
+    sampling: SamplingParams  # with a seed
     stop_token_ids: frozenset[int]
-    generator: torch.Generator
     output: list[int] = field(default_factory=list)  # a stop token that ended the row is included
 
     @property
@@ -44,16 +44,42 @@ class Request:
 def take_next_tokens(
     logits: Tensor, requests: list[Request], on_token: OnToken | None = None
 ) -> None:
-    """Sample one token for each request, append it to its output, report it. logits: [B, V], row b
-    belongs to requests[b].
+    """Sample one token for each request, row by row, append it to its output, report it.
+
+    logits: [B, V], row b belongs to requests[b].
     """
     tokens = sample(
         logits,
         [r.sampling for r in requests],
         [r.prompt for r in requests],
         [r.output for r in requests],
-        [r.generator for r in requests],
     )
+    hand_out(tokens, requests, on_token)
+
+
+def sampling_batch(requests: list[Request], device: torch.device | str) -> SamplingBatch:
+    """How these requests are sampled together. It holds while they stay, and stay in this order."""
+    return SamplingBatch.of(
+        [r.sampling for r in requests],
+        [r.prompt for r in requests],
+        [r.output for r in requests],
+        device,
+    )
+
+
+def take_batch_tokens(
+    logits: Tensor, batch: SamplingBatch, requests: list[Request], on_token: OnToken | None = None
+) -> None:
+    """take_next_tokens for a whole batch at once. batch: sampling_batch(requests), told of every
+    token since.
+    """
+    tokens = sample_batch(logits, batch)
+    batch.append(tokens)
+    hand_out(read_tokens(tokens), requests, on_token)
+
+
+def hand_out(tokens: list[int], requests: list[Request], on_token: OnToken | None) -> None:
+    """Append tokens[b] to the output of requests[b], and report it."""
     for request, token in zip(requests, tokens):
         request.output.append(token)
         if on_token is not None:
@@ -66,8 +92,9 @@ def read_requests(
     max_new_tokens: int | list[int],
     sampling: SamplingParams | list[SamplingParams] | None = None,
 ) -> list[Request]:
-    """The arguments of `generate` as one Request a prompt. Raises ValueError, one line, for
-    anything that cannot work.
+    """The arguments of `generate` as one Request a prompt; one without a seed gets a fresh one.
+
+    Raises ValueError, one line, for anything that cannot work.
     """
     if not isinstance(prompts, (list, tuple)) or len(prompts) == 0:
         raise ValueError(
@@ -93,11 +120,7 @@ def read_requests(
             *row_params.stop_token_ids,
             *(() if row_params.ignore_eos else config.eos_token_ids),
         }
-        requests.append(
-            Request(
-                row, list(prompt), limit, row_params, frozenset(stop), row_params.new_generator()
-            )
-        )
+        requests.append(Request(row, list(prompt), limit, row_params.seeded(), frozenset(stop)))
     return requests
 
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lessons.l02_naive_attention.random_streams import streams_of, uniform
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -34,7 +36,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0  # subtracted once from each token of the output
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
-    seed: int | None = None  # None: a fresh one, drawn from PyTorch's global generator
+    seed: int | None = None  # which random numbers; None: `seeded` draws a fresh one
     stop_token_ids: tuple[int, ...] = ()
     # True: the model's own end-of-sequence tokens do not stop the row
     ignore_eos: bool = False
@@ -85,12 +87,6 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
-    def new_generator(self) -> torch.Generator:
-        """The request's own source of random numbers. On the CPU, so that a seed gives the same
-        numbers on every machine.
-        """
-        return torch.Generator().manual_seed(self.seeded().seed)
 
     def seeded(self) -> "SamplingParams":
         """The same with a seed: its own, or a fresh one from PyTorch's global generator."""
@@ -166,17 +162,24 @@ def keep_top_p(p: Tensor, top_p: float) -> Tensor:
     return cut / cut.sum()
 
 
-def draw(p: Tensor, generator: torch.Generator, count: int = 1) -> Tensor:
-    """`count` independent tokens, one random number each. p: [V], need not sum to 1 -> [count]
-    int64 on the CPU.
+def draw(p: Tensor, u: Tensor) -> Tensor:
+    """One token for each random number, by inverse CDF. p: [V], need not sum to 1; u: [count]
+    float64, in [0, 1) -> [count] int64 on the CPU.
     """
     # Only tokens with p > 0 take part, because a parallel cumsum may round a zero into a small gap.
     support = p.nonzero().squeeze(-1)
     cumulative = p[support].double().cumsum(0)
-    u = torch.rand(count, dtype=torch.float64, generator=generator).to(p.device)
-    slots = torch.searchsorted(cumulative, u * cumulative[-1], right=True)
+    mass = u.to(p.device) * cumulative[-1]
+    slots = torch.searchsorted(cumulative, mass, right=True)
     # always in range, because u is at most 1 - 2^-53, and such a product rounds below the total
     return support[slots].cpu()
+
+
+def random_number(params: SamplingParams, output: list[int]) -> Tensor:
+    """What the next token of a row is drawn with: [1] float64. Raises ValueError without a seed."""
+    if params.seed is None:
+        raise ValueError("seed: got None; accepted: an integer, which `seeded` fills in")
+    return uniform(streams_of([params.seed]), torch.tensor([len(output)]))
 
 
 def sample(
@@ -184,12 +187,12 @@ def sample(
     params: list[SamplingParams],
     prompts: list[list[int]],
     outputs: list[list[int]],
-    generators: list[torch.Generator],
 ) -> list[int]:
     """The next token of each row. logits: [B, V]; the lists hold one entry a row -> B token ids.
 
-    A row's token depends on nothing but that row: its logits, parameters, tokens and generator.
-    Raises ValueError when a row's largest logit is not finite (NaN, inf, or every token at -inf).
+    A row's token depends on nothing but that row: its logits, parameters (the seed is one) and
+    tokens. Raises ValueError when a row's largest logit is not finite (NaN, inf, or every token at
+    -inf), and when a row that is not greedy has no seed.
     """
     best = logits.max(dim=-1)  # one argmax for the whole batch; its ties go to the smallest id
     for row, value in enumerate(best.values.tolist()):
@@ -199,5 +202,7 @@ def sample(
     for row, row_params in enumerate(params):
         if row_params.temperature > 0 or row_params.has_penalties:
             p = probabilities(logits[row], row_params, prompts[row], outputs[row])
-            tokens[row] = int(draw(p, generators[row]))
+            is_greedy = row_params.temperature == 0
+            drawn = p.argmax() if is_greedy else draw(p, random_number(row_params, outputs[row]))
+            tokens[row] = int(drawn)
     return tokens

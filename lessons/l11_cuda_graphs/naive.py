@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken, Request, read_requests, take_next_tokens
+from lessons.l02_naive_attention.request import (
+    OnToken,
+    Request,
+    read_requests,
+    sampling_batch,
+    take_batch_tokens,
+)
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.batch import Batch, new_batch
 from lessons.l03_kv_cache.cache import KVPool
@@ -147,10 +153,12 @@ def run_wave(
     """Read all prompts, then decode all requests that are not finished, until none is left."""
     for first, group in prompt_groups(wave):
         prefill(model, pool, first, group, on_token)
-    while running := leave(pool, wave):
-        logits = step(step_inputs(running, pool.block_size))
-        take_next_tokens(logits, running, on_token)
-        wave = running
+    while wave := leave(pool, wave):
+        # made anew, because those who stay have other rows now
+        batch = sampling_batch(wave, model.device)
+        while not any(request.finished for request in wave):
+            logits = step(step_inputs(wave, pool.block_size))
+            take_batch_tokens(logits, batch, wave, on_token)
 
 
 def prompt_groups(wave: list[Request]) -> Iterator[tuple[int, list[Request]]]:
@@ -177,7 +185,8 @@ def prefill(
     tables = [[first + row] for row in range(len(group))]
     batch = new_batch(chunks, pool.block_size, model.device, tables)
     hidden = model(batch.tokens, pool.attending(batch, first_block=first))
-    take_next_tokens(model.logits(hidden[batch.logits_at]), group, on_token)
+    logits = model.logits(hidden[batch.logits_at])
+    take_batch_tokens(logits, sampling_batch(group, model.device), group, on_token)
 
 
 def leave(pool: KVPool, wave: list[Request]) -> list[Request]:

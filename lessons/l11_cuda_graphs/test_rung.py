@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from lessons.l02_naive_attention import naive as one_at_a_time
+from lessons.l02_naive_attention.batch_sampling import SamplingBatch
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import read_requests
+from lessons.l02_naive_attention.request import read_requests, sampling_batch
+from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l06_mla.deepseek import DeepseekDecoder
 from lessons.l11_cuda_graphs import naive, optimized
 from lessons.l11_cuda_graphs.lab.testing import (
@@ -56,6 +58,57 @@ def test_a_request_that_stops_early_leaves_its_neighbours_alone(seed):
     assert len(expected[0]) <= 3
     for step in STEPS.values():
         assert batch_loop(step, model, prompts, 9) == expected
+
+
+def sampled(seed: int, **changes) -> SamplingParams:
+    """A request that is drawn, cut and penalized, unless `changes` says otherwise."""
+    default = dict(temperature=0.8, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.3)
+    return SamplingParams(**default | dict(seed=seed) | changes)
+
+
+SAMPLED = [
+    sampled(17),
+    sampled(3, temperature=0, frequency_penalty=0.0),
+    sampled(0, top_p=1.0, repetition_penalty=1.0, frequency_penalty=0.0),
+    sampled(99, top_k=7, min_p=0.01, presence_penalty=0.4),
+    sampled(17),
+]
+LIMITS = [12, 3, 9, 1, 11]
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("max_batch", [1, 3, 8])
+def test_sampled_in_lockstep_as_one_at_a_time(name, max_batch, seed):
+    """A batch of several settings draws, for each request, what it would draw alone, and goes on
+    when requests leave it.
+    """
+    model, prompts = new_model(), new_prompts(3, 1, 12, 7, 5)
+    expected = one_at_a_time.generate(model, prompts, LIMITS, SAMPLED)
+    got = batch_loop(STEPS[name], model, prompts, LIMITS, SAMPLED, max_batch=max_batch)
+    assert got == expected
+
+
+def never_advances(batch: SamplingBatch, tokens: torch.Tensor) -> None:
+    """In the place of `append`: neither the number of the next draw nor the seen tokens change."""
+
+
+def in_the_order_of_prompts(requests, device) -> SamplingBatch:
+    """In the place of `sampling_batch`: as if nobody had changed places when others left."""
+    return sampling_batch(sorted(requests, key=lambda request: request.row), device)
+
+
+@pytest.mark.parametrize(
+    "owner, name, wrong",
+    [
+        (SamplingBatch, "append", never_advances),
+        (naive, "sampling_batch", in_the_order_of_prompts),
+    ],
+)
+def test_a_wrong_batch_of_samplings_is_found(owner, name, wrong, seed, monkeypatch):
+    model, prompts = new_model(), new_prompts(3, 1, 12, 7, 5)
+    expected = one_at_a_time.generate(model, prompts, LIMITS, SAMPLED)
+    monkeypatch.setattr(owner, name, wrong)
+    assert generate(model, prompts, LIMITS, SAMPLED) != expected
 
 
 EXPERTS = MoEConfig(4, 2, 24, 1, first_k_dense_replace=1)

@@ -63,12 +63,11 @@ def row_by_row(params: SamplingParams):
     """A provider: sampling.sample."""
 
     def make(step: Step):
-        rows = len(step.logits)
+        rows = [params.seeded() for _ in step.logits]
         mask = allowed(step, params)
-        generators = [params.new_generator() for _ in range(rows)]
 
         def call() -> list[bool]:
-            tokens = sample(step.logits, [params] * rows, step.prompts, step.outputs, generators)
+            tokens = sample(step.logits, rows, step.prompts, step.outputs)
             return are_allowed(tokens, mask)
 
         return call
