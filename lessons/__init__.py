@@ -12,6 +12,18 @@ import sys
 import warnings
 
 
+def _interrupted(kind, error, trace) -> None:
+    """One line for Ctrl-C, everything for any other error."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if sys.argv[:1] == ["-m"]:  # `python -m lessons…`: its libraries are imported next, for seconds
+    sys.excepthook = _interrupted
+
+
 def _cuda_is_usable() -> bool:
     """Whether PyTorch can reach a CUDA device. Without NVIDIA's driver the answer takes no import
     of torch (over a second).

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lessons.toolbox.model.arguments import refuse
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -80,7 +82,7 @@ class SamplingParams:
 
     def _require(self, name: str, accepted: bool, what: str) -> None:
         if not accepted:
-            raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: {what}")
+            refuse(name, getattr(self, name), what)
 
     @property
     def has_penalties(self) -> bool:

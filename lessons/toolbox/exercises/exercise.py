@@ -25,16 +25,17 @@ import hashlib
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from lessons.toolbox.command import OneLineParser, run_command
 
 ROOT = Path(__file__).resolve().parents[3]
 SOLUTIONS, EXERCISES = ROOT / "solutions", ROOT / "exercises"
 
 
-class ExerciseError(Exception):
+class ExerciseError(ValueError):
     """One line for the person at the keyboard."""
 
 
@@ -300,7 +301,7 @@ def check(which: str | int | None = None, impl: str = "exercises") -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m lessons.toolbox.exercises", description=__doc__.split("\n")[0]
     )
     parser.add_argument("command", choices=("generate", "check", "progress", "kills"))
@@ -316,24 +317,22 @@ def main(argv: list[str] | None = None) -> int:
         "--impl", default="exercises", help="check: exercises (yours), solutions, or a folder"
     )
     args = parser.parse_args(argv)
-    try:
-        if args.command == "generate":
-            for path in solution_files(args.which):
-                print(write_stub(path, force=args.force))
-        elif args.command == "check":
-            return 0 if check(args.which, args.impl) else 1
-        elif args.command == "progress":
-            from lessons.toolbox.exercises.report import print_progress
+    return run_command("exercises", lambda: run(args))
 
-            print_progress()
-        else:
-            from lessons.toolbox.exercises.report import print_kills
 
-            return 0 if print_kills(args.which) else 1
-    except ExerciseError as error:
-        print(f"exercises: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("exercises: interrupted", file=sys.stderr)
-        return 130
+def run(args: argparse.Namespace) -> int:
+    """What the command line asks for; returns the exit code."""
+    if args.command == "generate":
+        for path in solution_files(args.which):
+            print(write_stub(path, force=args.force))
+    elif args.command == "check":
+        return 0 if check(args.which, args.impl) else 1
+    elif args.command == "progress":
+        from lessons.toolbox.exercises.report import print_progress
+
+        print_progress()
+    else:
+        from lessons.toolbox.exercises.report import print_kills
+
+        return 0 if print_kills(args.which) else 1
     return 0
