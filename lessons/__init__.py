@@ -12,18 +12,6 @@ import sys
 import warnings
 
 
-def _interrupted(kind, error, trace) -> None:
-    """One line for Ctrl-C, everything for any other error."""
-    if issubclass(kind, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
-if sys.argv[:1] == ["-m"]:  # `python -m lessons…`: its libraries are imported next, for seconds
-    sys.excepthook = _interrupted
-
-
 def _cuda_is_usable() -> bool:
     """Whether PyTorch can reach a CUDA device. Without NVIDIA's driver the answer takes no import
     of torch (over a second).
@@ -42,6 +30,11 @@ def _cuda_is_usable() -> bool:
         return False
     return torch.cuda.is_available()
 
+
+if sys.argv[:1] == ["-m"]:  # `python -m lessons…`: its libraries are imported next, for seconds
+    from lessons.toolbox.command import say_interrupted
+
+    sys.excepthook = say_interrupted
 
 if "TRITON_INTERPRET" not in os.environ and not _cuda_is_usable():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 LONGEST_LINE = 300  # characters
+ROOM_BYTES = 2**20  # more than a record and its figures take
 
 
 def one_line(message: str, longest: int = LONGEST_LINE) -> str:
@@ -29,17 +30,31 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, one_line(f"{self.prog.removeprefix('python -m ')}: {message}") + "\n")
 
 
+def was_interrupted(error: BaseException) -> bool:
+    """Whether it is Ctrl-C, or what Python 3.11 and older make of one while a class is created."""
+    return isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)
+
+
+def say_interrupted(kind: type, error: BaseException, trace) -> None:
+    """An excepthook: one line for Ctrl-C, everything for any other error."""
+    if was_interrupted(error):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 def check_writable(folder: Path) -> None:
     """Make the folder of --out, and raise ValueError if no file can be written into it: better now
     than when everything was measured.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass  # it leaves nothing behind, even if it is interrupted
+        # a file without a name, which leaves nothing behind even if it is interrupted
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(ROOM_BYTES))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise ValueError(
-            f"--out: {error}; accepted: a folder, here or to be made, that can be written"
+            f"--out: {error}; accepted: a folder, here or to be made, with {ROOM_BYTES // 1024} KiB"
         ) from None
 
 
@@ -57,6 +72,8 @@ def run_command(name: str, run: Callable[[], int], interrupted: str = "interrupt
     except (ValueError, OSError) as error:
         print(one_line(f"{name}: {error}"), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        if not was_interrupted(error):
+            raise
         print(one_line(f"{name}: {interrupted}"), file=sys.stderr)
         return 130
