@@ -139,7 +139,7 @@ ENTRIES = {
         SHAPE,
         dict.fromkeys(FLAGS.split(), "True|False")
         | dict.fromkeys(["rms_norm_eps", "rope_theta"], "1.5|2**63")
-        | dict(rope_scaling="None", mla="None", moe="None", v_head_dim="0"),
+        | dict(rope_scaling="None", mla="None", moe="None", v_head_dim="0", sliding_windows="None"),
     ),
     "RopeScaling": Entry(
         RopeScaling,

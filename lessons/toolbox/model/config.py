@@ -242,8 +242,9 @@ class ModelConfig:
         check_kind(bool, "True or False", **_named(self, FLAGS))
         for name, kind in dict(rope_scaling=RopeScaling, mla=MLAConfig, moe=MoEConfig).items():
             check_kind((kind, type(None)), f"None or {kind.__name__}", **_named(self, name))
-        check_kind(tuple, "a tuple", **_named(self, "sliding_windows eos_token_ids"))
-        for window in self.sliding_windows:
+        check_kind(tuple, "a tuple", eos_token_ids=self.eos_token_ids)
+        check_kind((tuple, type(None)), "a tuple", sliding_windows=self.sliding_windows)
+        for window in self.sliding_windows or ():
             if window is not None:
                 check_whole(sliding_windows=window)
 
