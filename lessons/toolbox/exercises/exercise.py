@@ -30,11 +30,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+
 ROOT = Path(__file__).resolve().parents[3]
 SOLUTIONS, EXERCISES = ROOT / "solutions", ROOT / "exercises"
 
 
-class ExerciseError(Exception):
+class ExerciseError(ValueError):
     """One line for the person at the keyboard."""
 
 
