@@ -19,11 +19,15 @@ import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.checks import check_powers_of_two
 from lessons.l03_kv_cache.generate import Rung
-from lessons.l03_kv_cache.optimized import LESSON_03, check_one_device
+from lessons.l03_kv_cache.optimized import LESSON_03
+from lessons.l06_mla.checks import check_latent_inputs
 from lessons.l06_mla.deepseek import MLAttention, latent
 from lessons.l06_mla.naive import LATENTS_TORCH, LatentPool
 from lessons.toolbox.kernels.triton_ import tl, triton
+
+SMALLEST_TILE = 16  # rows, columns and inner length that a tensor core's product needs at least
 
 
 class AbsorbedPool(LatentPool):
@@ -140,7 +144,7 @@ def mla_decode(
     -inf. softmax_scale has no default, because it belongs to the width that was projected, which is
     not to be seen here. Slices of a cache (a split) are fine. Raises ValueError.
     """
-    check_decode_inputs(q, kv_cache, context_lens, kv_lora_rank)
+    check_latent_inputs(q, kv_cache, context_lens, kv_lora_rank)
     (num_sequences, num_heads, dim), rank = q.shape, kv_lora_rank
     shared = (
         torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
@@ -148,6 +152,7 @@ def mla_decode(
         else 227 * 1024
     )
     tiles = tiles or tiles_for(num_heads, q.element_size(), shared)
+    check_powers_of_two(SMALLEST_TILE, block_h=tiles.block_h, block_n=tiles.block_n)
     out = torch.empty(num_sequences, num_heads, rank, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_sequences, num_heads, dtype=torch.float32, device=q.device)
     if out.numel():
@@ -169,42 +174,6 @@ def mla_decode(
             num_stages=tiles.num_stages,
         )
     return out, lse
-
-
-def check_decode_inputs(q: Tensor, kv_cache: Tensor, context_lens: Tensor, rank: int) -> None:
-    """Raise ValueError unless q: [B, H, rank + rope], kv_cache: [B, capacity, rank + rope],
-    context_lens: [B] fit the kernel.
-    """
-    shapes = [tuple(x.shape) for x in (q, kv_cache, context_lens)]
-    if (
-        q.ndim != 3
-        or kv_cache.ndim != 3
-        or q.shape[::2] != kv_cache.shape[::2]
-        or context_lens.shape != q.shape[:1]
-    ):
-        raise ValueError(
-            f"q, kv_cache, context_lens: got {shapes}; accepted: [B, H, D], [B, capacity, D], [B]"
-        )
-    rope = q.shape[2] - rank
-    # tl.arange takes powers of two, tl.dot 16 at least
-    if any(n < 16 or n & (n - 1) for n in (rank, rope)) or rank > 512:
-        raise ValueError(
-            f"kv_lora_rank: got {rank}, which leaves q and kv_cache {rope} rotary values; "
-            f"accepted: powers of two, "
-            "16 to 512 and 16 or more"
-        )
-    if q.dtype != kv_cache.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"q, kv_cache: got {q.dtype}, {kv_cache.dtype}; accepted: both float32, float16 or "
-            f"bfloat16"
-        )
-    if context_lens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"context_lens: got {context_lens.dtype}; accepted: int32 or int64")
-    check_one_device(q=q, kv_cache=kv_cache, context_lens=context_lens)
-    if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
-        raise ValueError(
-            "q, kv_cache: got a last dimension that is not dense; accepted: stride 1 in it"
-        )
 
 
 # ---------------------------------------------------------------- the rung

@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.batch import Batch
-from lessons.l06_mla.optimized import (
-    LATENTS_06,
-    Tiles,
-    check_decode_inputs,
-    kernel_fits,
-    tiles_for,
-)
+from lessons.l03_kv_cache.checks import check_powers_of_two
+from lessons.l06_mla.checks import check_latent_inputs
+from lessons.l06_mla.optimized import LATENTS_06, SMALLEST_TILE, Tiles, kernel_fits, tiles_for
 from lessons.l09_flash_attention.optimized import LESSON_09
 from lessons.l10_flash_decoding.checks import check_splits
 from lessons.l10_flash_decoding.optimized import combine, keys_of_split
@@ -106,7 +102,7 @@ def mla_flash_decode(
     Returns out: [B, H, rank] and lse: [B, H] float32, as lesson 6's mla_decode; num_splits,
     split_size and max_context_len as flash_decode. Raises ValueError.
     """
-    check_decode_inputs(q, kv_cache, context_lens, kv_lora_rank)
+    check_latent_inputs(q, kv_cache, context_lens, kv_lora_rank)
     check_splits(num_splits, split_size, max_context_len, kv_cache)
     (num_sequences, num_heads, dim), capacity = q.shape, kv_cache.shape[1]
     shared = (
@@ -115,6 +111,7 @@ def mla_flash_decode(
         else 227 * 1024
     )
     tiles = tiles or tiles_for(num_heads, q.element_size(), shared)
+    check_powers_of_two(SMALLEST_TILE, block_h=tiles.block_h, block_n=tiles.block_n)
     head_blocks = triton.cdiv(num_heads, tiles.block_h)
     # One slot an SM, because at 128 heads the tiles (KERNELS: 112 to 208 KiB) leave no room for a
     # second program.

@@ -796,7 +796,7 @@ def test_combine_refuses_every_kind_of_wrong_tensor(name):
     assert_refused(combine, given, name, kinds)
     with pytest.raises(ValueError, match="partial_out, partial_lse: got"):
         combine(given["partial_out"][:, :3], given["partial_lse"])
-    with pytest.raises(ValueError, match="S at least 1"):
+    with pytest.raises(ValueError, match="S and D at least 1"):
         combine(torch.zeros(2, 4, 0, 8), torch.zeros(2, 4, 0))
 
 
