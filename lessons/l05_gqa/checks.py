@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.checks import (
+    MAX_ELEMENTS,
     check_dense,
     check_grid,
     check_one_device,
@@ -41,6 +42,11 @@ def check_grouped_inputs(
     strides = [x.stride() for x in three]
     if any(x.stride(-1) != 1 for x in three):
         raise ValueError(f"q, k_cache, v_cache: got strides {strides}; accepted: last one 1")
+    if q.shape[1] * q.stride(1) > MAX_ELEMENTS:  # counted in 32 bits, because 64 would spill
+        raise ValueError(
+            f"q: got heads that lie {q.stride(1)} elements apart; accepted: all of a token's within "
+            f"{MAX_ELEMENTS}"
+        )
     if max(k_cache.stride(1), v_cache.stride(1)) > MAX_ROW_STRIDE:
         raise ValueError(
             f"k_cache, v_cache: got strides {strides[1:]}; accepted: rows up to {MAX_ROW_STRIDE} "

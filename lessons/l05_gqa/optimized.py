@@ -55,8 +55,7 @@ def gqa_decode_kernel(
     """One program per sequence and KV head: its GROUP query heads walk over the keys together, as
     rows of one tile.
     """
-    # int64, because head · stride passes 2^31 where all rows of a head lie beside each other
-    kv_head, sequence = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    kv_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, column, step = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     head = kv_head * GROUP + row
     in_head = column[None, :] < HEAD_DIM
@@ -68,8 +67,9 @@ def gqa_decode_kernel(
         other=0.0,
     )
     length = tl.load(context_lens_ptr + sequence).to(tl.int32)
-    k_ptr += sequence * stride_kb + kv_head * stride_kh
-    v_ptr += sequence * stride_vb + kv_head * stride_vh
+    # int64, because head · stride passes 2^31 where all rows of a head lie beside each other
+    k_ptr += sequence * stride_kb + kv_head.to(tl.int64) * stride_kh
+    v_ptr += sequence * stride_vb + kv_head.to(tl.int64) * stride_vh
     k_tile = step[:, None] * stride_kn + column[None, :]
     v_tile = step[:, None] * stride_vn + column[None, :]
 
@@ -88,12 +88,12 @@ def gqa_decode_kernel(
         scores = tl.where(in_use[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))  # never -inf, because start is a key in use
         # what was summed relative to the old max, relative to the new one
-        shrink = tl.exp2(m_i - m_new)
-        weights = tl.exp2(scores - m_new[:, None])
-        l_i = l_i * shrink + tl.sum(weights, axis=1)
+        alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2(scores - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, axis=1)
         v = tl.load(v_ptr + first * stride_vn + v_tile, mask=held, other=0.0)
         # [BLOCK_M, BLOCK_D]
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
     # an empty sequence attends to nothing (not l_i > 0: that hides a NaN)
     out = tl.where(length > 0, acc / l_i[:, None], 0.0)

@@ -236,15 +236,15 @@ BUGS = {  # name: (the line as it is, the line with the bug)
         "head = kv_head + row * tl.num_programs(0)",
     ),
     "every group reads KV head 0": (
-        "k_ptr += sequence * stride_kb + kv_head * stride_kh",
+        "k_ptr += sequence * stride_kb + kv_head.to(tl.int64) * stride_kh",
         "k_ptr += sequence * stride_kb",
     ),
     "an empty sequence is NaN": (
         "tl.where(length > 0, acc / l_i[:, None], 0.0)",
         "acc / l_i[:, None]",
     ),
-    "sum not rescaled": ("l_i = l_i * shrink + tl.sum", "l_i = l_i + tl.sum"),
-    "values not rescaled": ("acc * shrink[:, None]", "acc"),
+    "sum not rescaled": ("l_i = l_i * alpha + tl.sum", "l_i = l_i + tl.sum"),
+    "values not rescaled": ("acc * alpha[:, None]", "acc"),
     "window one key long": ("length - window, 0)", "length - window - 1, 0)"),
     "NaN hidden": ("tl.where(length > 0,", "tl.where((l_i > 0)[:, None],"),
 }

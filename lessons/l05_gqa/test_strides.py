@@ -53,11 +53,11 @@ def test_each_tensor_is_read_by_its_own_strides(layout, seed, proof):
 # The layout is one in which the wrong stride stays within the tensor that is read.
 BUGS = {  # name: (layout, the code as it is, the code with the bug)
     "v with k's batch stride": ("K dense, V wide", "sequence * stride_vb", "sequence * stride_kb"),
-    "v with k's head stride": ("K dense, V wide", "kv_head * stride_vh", "kv_head * stride_kh"),
+    "v with k's head stride": ("K dense, V wide", "tl.int64) * stride_vh", "tl.int64) * stride_kh"),
     "v with k's row stride": ("K dense, V wide", "None] * stride_vn", "None] * stride_kn"),
     "v's tiles by k's rows": ("K dense, V wide", "first * stride_vn", "first * stride_kn"),
     "k with v's batch stride": ("K wide, V dense", "sequence * stride_kb", "sequence * stride_vb"),
-    "k with v's head stride": ("K wide, V dense", "kv_head * stride_kh", "kv_head * stride_vh"),
+    "k with v's head stride": ("K wide, V dense", "tl.int64) * stride_kh", "tl.int64) * stride_vh"),
     "k with v's row stride": ("K wide, V dense", "None] * stride_kn", "None] * stride_vn"),
     "k with q's batch stride": ("K wide, V dense", "sequence * stride_kb", "sequence * stride_qb"),
     "q's heads by its batch stride": ("K wide, V dense", "None] * stride_qh", "None] * stride_qb"),

@@ -138,10 +138,10 @@ def online_values(
         # what counts nothing may hold anything, and 0 · NaN is NaN
         v = tl.where((score != float("-inf"))[:, None], v, 0.0)
         m_new = tl.maximum(m, tl.max(score, axis=0))
-        shrink = tl.exp(m - m_new)
-        weights = tl.exp(score - m_new)
-        l = l * shrink + tl.sum(weights, axis=0)
-        acc = acc * shrink + tl.sum(weights[:, None] * v, axis=0)
+        alpha = tl.exp(m - m_new)
+        p = tl.exp(score - m_new)
+        l = l * alpha + tl.sum(p, axis=0)
+        acc = acc * alpha + tl.sum(p[:, None] * v, axis=0)
         m = m_new
     share = 1.0 / tl.where(l == 0.0, 1.0, l)
     return acc * share, m + tl.log(l)

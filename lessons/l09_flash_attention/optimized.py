@@ -268,26 +268,23 @@ def flash_attention(
     """
     check_heads(q, k, v)
     check_options(q, softmax_scale, causal, window, softcap, alibi_slopes, sinks)
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q = check_sequences(
-        q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q
-    )
+    *cu_seqlens, longest = check_sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
     (num_tokens, num_heads, head_dim), (_, num_kv_heads, v_head_dim) = q.shape, v.shape
     out = torch.empty(num_tokens, num_heads, v_head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
     tiles = tiles or tiles_for(capability(q.device), max(head_dim, v_head_dim), q.itemsize)
-    check_tiles(tiles, max_seqlen_q)
+    check_tiles(tiles, longest)
     softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     if out.numel():
         # Heads first: neighbours in time then share K and V in the L2 cache, and the heaviest tiles
         # of all heads start first.
-        flash_kernel[num_heads, triton.cdiv(max_seqlen_q, tiles.block_m), len(cu_seqlens_q) - 1](
+        flash_kernel[num_heads, triton.cdiv(longest, tiles.block_m), len(cu_seqlens[0]) - 1](
             q,
             k,
             v,
             out,
             lse,
-            cu_seqlens_q,
-            cu_seqlens_k,
+            *cu_seqlens,
             alibi_slopes,
             sinks,
             num_tokens,

@@ -60,9 +60,7 @@ def split_decode_kernel(
     """One program per KV head, split and sequence: its GROUP query heads, rows of one tile, walk
     over the split's keys.
     """
-    # int64, because head · stride passes 2^31 where all rows of a head lie beside each other
-    kv_head, sequence = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    split = tl.program_id(1)
+    kv_head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     num_splits = tl.num_programs(1)
     row, column, step = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     head = kv_head * GROUP + row
@@ -73,8 +71,9 @@ def split_decode_kernel(
         mask=in_group[:, None] & in_head,
         other=0.0,
     )
-    k_ptr += sequence * stride_kb + kv_head * stride_kh
-    v_ptr += sequence * stride_vb + kv_head * stride_vh
+    # int64, because head · stride passes 2^31 where all rows of a head lie beside each other
+    k_ptr += sequence * stride_kb + kv_head.to(tl.int64) * stride_kh
+    v_ptr += sequence * stride_vb + kv_head.to(tl.int64) * stride_vh
     k_tile = step[:, None] * stride_kn + column[None, :]
     v_tile = step[:, None] * stride_vn + column[None, :]
 
@@ -95,12 +94,12 @@ def split_decode_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
         scores = tl.where(in_split[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
-        shrink = tl.exp2(m_i - m_new)
-        weights = tl.exp2(scores - m_new[:, None])
-        l_i = l_i * shrink + tl.sum(weights, axis=1)
+        alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2(scores - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, axis=1)
         v = tl.load(v_ptr + tile * stride_vn + v_tile, mask=held, other=0.0)
         # [BLOCK_M, BLOCK_D]
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
 
     # an empty split: 0, and by log2(0) the weight −inf
