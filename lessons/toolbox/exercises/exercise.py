@@ -30,7 +30,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-
 ROOT = Path(__file__).resolve().parents[3]
 SOLUTIONS, EXERCISES = ROOT / "solutions", ROOT / "exercises"
 
