@@ -7,6 +7,7 @@ TESTS ?=
 SINCE ?=
 MODEL ?= models/tiny
 IMPL ?=
+LAB ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all check progress lab bench doctor gpu proof clean
@@ -15,7 +16,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## install into .venv, once (no GPU? TORCH_INDEX=https://download.pytorch.org/whl/cpu saves gigabytes)
-	@$(PYTHON) lessons/toolbox/install.py
+	@test -x $(RUN) && cmp -s requirements.txt .venv/installed || sh lessons/toolbox/setup.sh $(PYTHON)
 
 demo: setup ## climb the ladder: the same prompts through every rung, the same tokens (IMPL=exercises: on your code)
 	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT) $(if $(IMPL),--impl $(IMPL))
@@ -32,8 +33,9 @@ check: setup ## your exercises, checked: make check LESSON=02 (or one: LESSON=2.
 progress: setup ## the map of the course: what you solved, what is left, how many minutes
 	@$(RUN) -m lessons.toolbox.exercises progress
 
-lab: setup ## JupyterLab on the notebooks
-	@$(RUN) -m jupyterlab --notebook-dir .
+# --allow-root, because in a container everybody is root; the address that it prints holds the key
+lab: setup ## JupyterLab on the notebooks (in a container: LAB="--ip 0.0.0.0 --no-browser")
+	@$(RUN) -m jupyterlab --notebook-dir . --allow-root $(LAB)
 
 bench: setup ## a lesson's benchmark: make bench LESSON=03 (into build/bench, or OUT=folder)
 	@$(RUN) -m lessons.toolbox.measure.bench $(LESSON) $(if $(filter-out file,$(origin OUT)),--out $(OUT))

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=08
-# Generated from solutions/l08_online_softmax.py, checksum 9d0541c20d15. Generating again never overwrites your edits.
+# Generated from solutions/l08_online_softmax.py, checksum 203550071402. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 08: two parts merged, splits with bugs, bytes and overflow, the butterfly of
 a warp.
@@ -73,9 +73,9 @@ def attention_in_splits(
             tile = scores[:, columns] * LOG2E
             m_new = torch.maximum(m, tile.amax(-1))
             anchor = m_new.masked_fill(m_new == -torch.inf, 0.0)
-            shrink, weights = torch.exp2(m - anchor), torch.exp2(tile - anchor[:, None])
-            l = l * shrink + weights.sum(-1)
-            acc = acc + weights @ v[columns]
+            alpha, p = torch.exp2(m - anchor), torch.exp2(tile - anchor[:, None])
+            l = l * alpha + p.sum(-1)
+            acc = acc + p @ v[columns]
             m = m_new
         outs.append(acc / l.masked_fill(l == 0, 1.0)[:, None])
         lses.append(m + torch.log2(l))

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=10
-# Generated from solutions/l10_flash_decoding.py, checksum ab56a5a88f57. Generating again never overwrites your edits.
+# Generated from solutions/l10_flash_decoding.py, checksum 8fa1aa684543. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 10: partial results merged, waves and bytes of a plan, the merge as a kernel,
 a split decode with bugs.
@@ -154,9 +154,9 @@ def invariant_decode(
             begin = start if window is None else max(start, end - window)
             k, v = k_cache[b, begin:end], v_cache[b, begin:end]
             scores = torch.bmm(rows, k.permute(1, 2, 0)) * head_dim ** -0.5
-            weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-            l = l + weights.sum(-1)
-            acc = acc + torch.bmm(weights, v.transpose(0, 1))
+            p = torch.exp(scores - scores.amax(-1, keepdim=True))
+            l = l + p.sum(-1)
+            acc = acc + torch.bmm(p, v.transpose(0, 1))
         if length:
             out[b] = (acc / l[..., None]).view(num_heads, head_dim)
     return out

@@ -31,6 +31,11 @@ def _cuda_is_usable() -> bool:
     return torch.cuda.is_available()
 
 
+if sys.argv[:1] == ["-m"]:  # `python -m lessons…`: its libraries are imported next, for seconds
+    from lessons.toolbox.command import say_interrupted
+
+    sys.excepthook = say_interrupted
+
 if "TRITON_INTERPRET" not in os.environ and not _cuda_is_usable():
     os.environ["TRITON_INTERPRET"] = "1"
     if "triton" in sys.modules:

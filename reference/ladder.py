@@ -11,43 +11,61 @@ that means).
 # Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.
 import argparse
 import json
+import re
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
+
+from lessons.toolbox.command import OneLineParser, check_writable, run_command
+from lessons.toolbox.model.arguments import is_whole, shown
 
 REPOSITORY = Path(__file__).parents[1]
 
 
-def load_requests(path: Path, tokenizer) -> tuple[list[list[int]], list[int]]:
-    """Prompts as token ids, each opened by the tokenizer's start token if it has one, and how many
-    new tokens each asks for.
+def load_requests(
+    path: Path, tokenizer, count: int | None = None
+) -> tuple[list[list[int]], list[int]]:
+    """The first `count` prompts as token ids, each opened by the tokenizer's start token if it has
+    one, and how many new tokens each asks for.
 
     Raises ValueError for a file that holds no such requests.
     """
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    accepted = '; accepted: a JSON list of {"prompt": text, "max_new_tokens": count}'
     try:
         requests = json.loads(path.read_text(encoding="utf-8"))
-        texts = [request["prompt"] for request in requests]
-        limits = [request["max_new_tokens"] for request in requests]
-        prompts = [start + tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
+        raise ValueError(f"--prompts {path}: {reason}{accepted}") from None
+    if not isinstance(requests, list) or not requests:
+        raise ValueError(f"--prompts {path}: got {shown(requests)}{accepted}")
+    requests = requests[:count]
+    for request in requests:
+        if not is_request(request):
+            raise ValueError(f"--prompts {path}: got {shown(request)}{accepted}")
+    limits = [request["max_new_tokens"] for request in requests]
+    if not any(limits):
         raise ValueError(
-            f"{path}: {reason}; accepted: a JSON list of "
-            '{"prompt": text, "max_new_tokens": count}'
-        ) from None
-    if prompts and not any(limits):
-        raise ValueError(
-            f"{path}: max_new_tokens is 0 everywhere; accepted: at least one request that asks for "
-            f"a token"
+            f"--prompts {path}: max_new_tokens is 0 everywhere; accepted: at least one request "
+            f"that asks for a token"
         )
-    return prompts, limits
+    # not verbose, because `generate` says better which prompt is too long
+    as_tokens = partial(tokenizer, add_special_tokens=False, verbose=False)
+    return [start + as_tokens(request["prompt"])["input_ids"] for request in requests], limits
+
+
+def is_request(request) -> bool:
+    """Whether it is {"prompt": text, "max_new_tokens": count}. Text has no half surrogates."""
+    if not isinstance(request, dict) or not isinstance(request.get("prompt"), str):
+        return False
+    is_text = not re.search("[\ud800-\udfff]", request["prompt"])
+    return is_text and is_whole(request.get("max_new_tokens"), 0)
 
 
 def parse_args(argv) -> argparse.Namespace:
     from lessons.toolbox.measure import device as devices
 
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m reference.ladder", description=" ".join(__doc__.split("\n\n")[0].split())
     )
     parser.add_argument("--model", default="models/tiny", help="folder or hub name of a checkpoint")
@@ -84,13 +102,6 @@ def place_of(model: str) -> str:
     return str(here if not path.exists() and here.exists() else path)
 
 
-def writable(folder: Path) -> None:
-    """Raise OSError, before anything is measured, if no file can be written into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass  # it leaves nothing behind, even if it is interrupted
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure, judge, write, print; returns the exit code."""
     import torch
@@ -112,11 +123,10 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"exercise {exercise_id} for {replaced}: {how}", markup=False)
     model = load_decoder(args.model, device=args.device, dtype=torch.float32)
     tokenizer = load_tokenizer(args.model)
-    prompts, limits = load_requests(args.prompts, tokenizer)
-    prompts, limits = prompts[: args.requests], limits[: args.requests]
+    prompts, limits = load_requests(args.prompts, tokenizer, args.requests)
     # every rung refuses the same mistakes: better now than in the middle
     read_requests(model.config, prompts, limits)
-    writable(args.out)
+    check_writable(args.out)
     # With the weights' own size as working set: a small model's weights may stay in a large cache,
     # and then read faster.
     bandwidth = read_bandwidth(model.device, weight_bytes(model), budget_s=1.0)
@@ -136,22 +146,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv=None) -> int:
     """The command; every failure is one line."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal of ASCII has no ×
-    try:
-        args = parse_args(argv)
-        from lessons.toolbox.exercises.exercise import ExerciseError
-        from lessons.toolbox.model.checkpoint import CheckpointError
-        from reference.rungs import RungFailed
-
-        try:
-            return run(args)
-        except (CheckpointError, ExerciseError, RungFailed, ValueError, OSError) as error:
-            print(f"ladder: {error}", file=sys.stderr)
-            return 2
-    except KeyboardInterrupt:
-        print("ladder: interrupted", file=sys.stderr)
-        return 130
+    return run_command("ladder", lambda: run(parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def rungs_of(config: ModelConfig) -> tuple[Step, ...]:
     return WITH_HEADS if config.mla is None else WITH_LATENTS
 
 
-class RungFailed(Exception):
+class RungFailed(ValueError):
     """A rung raised, on a learner's code perhaps: one line for the person at the keyboard, its
     cause for a debugger.
     """

@@ -105,10 +105,10 @@ def group_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
         scores = tl.where((key < length)[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - m_new[:, None])
-        shrink = tl.exp2(m_i - m_new)
-        l_i = l_i * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2(scores - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
     out = tl.where(length > 0, acc / l_i[:, None], 0.0)
     tl.store(out_rows, out.to(out_ptr.dtype.element_ty), mask=in_group)

@@ -79,9 +79,9 @@ def attention_in_splits(
             tile = scores[:, columns] * LOG2E
             m_new = torch.maximum(m, tile.amax(-1))
             anchor = m_new.masked_fill(m_new == -torch.inf, 0.0)
-            shrink, weights = torch.exp2(m - anchor), torch.exp2(tile - anchor[:, None])
-            l = l * shrink + weights.sum(-1)
-            acc = acc * shrink[:, None] + weights @ v[columns]
+            alpha, p = torch.exp2(m - anchor), torch.exp2(tile - anchor[:, None])
+            l = l * alpha + p.sum(-1)
+            acc = acc * alpha[:, None] + p @ v[columns]
             m = m_new
         outs.append(acc / l.masked_fill(l == 0, 1.0)[:, None])
         lses.append(m + torch.log2(l))
@@ -102,9 +102,9 @@ def attention_in_splits(
     #         tile = scores[:, columns] * LOG2E
     #         m_new = torch.maximum(m, tile.amax(-1))
     #         anchor = m_new.masked_fill(m_new == -torch.inf, 0.0)
-    #         shrink, weights = torch.exp2(m - anchor), torch.exp2(tile - anchor[:, None])
-    #         l = l * shrink + weights.sum(-1)
-    #         acc = acc + weights @ v[columns]
+    #         alpha, p = torch.exp2(m - anchor), torch.exp2(tile - anchor[:, None])
+    #         l = l * alpha + p.sum(-1)
+    #         acc = acc + p @ v[columns]
     #         m = m_new
     #     outs.append(acc / l.masked_fill(l == 0, 1.0)[:, None])
     #     lses.append(m + torch.log2(l))

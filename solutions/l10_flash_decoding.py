@@ -112,10 +112,10 @@ def combine_kernel(
         m_new = tl.maximum(m_i, tl.max(lse, axis=0))
         # only empty splits so far: −inf − −inf is NaN
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        shrink = tl.exp(m_i - base)
-        weights = tl.exp(lse - base)
-        l_i = l_i * shrink + tl.sum(weights, axis=0)
-        acc = acc * shrink + tl.sum(weights[:, None] * value, axis=0)
+        alpha = tl.exp(m_i - base)
+        p = tl.exp(lse - base)
+        l_i = l_i * alpha + tl.sum(p, axis=0)
+        acc = acc * alpha + tl.sum(p[:, None] * value, axis=0)
         m_i = m_new
     out = acc / tl.where(l_i == 0.0, 1.0, l_i)
     tl.store(out_ptr + row * HEAD_DIM + column, out, mask=column < HEAD_DIM)
@@ -193,9 +193,9 @@ def invariant_decode(
             )
             scores = torch.bmm(rows, k.permute(1, 2, 0)) * head_dim**-0.5
             m_new = torch.maximum(m, scores.amax(-1))
-            weights, shrink = torch.exp(scores - m_new[..., None]), torch.exp(m - m_new)
-            l = l * shrink + weights.sum(-1)
-            acc = acc * shrink[..., None] + torch.bmm(weights, v.transpose(0, 1))
+            alpha, p = torch.exp(m - m_new), torch.exp(scores - m_new[..., None])
+            l = l * alpha + p.sum(-1)
+            acc = acc * alpha[..., None] + torch.bmm(p, v.transpose(0, 1))
             m = m_new
         if length:
             out[b] = (acc / l[..., None]).view(num_heads, head_dim)
@@ -213,9 +213,9 @@ def invariant_decode(
     #         begin = start if window is None else max(start, end - window)
     #         k, v = k_cache[b, begin:end], v_cache[b, begin:end]
     #         scores = torch.bmm(rows, k.permute(1, 2, 0)) * head_dim ** -0.5
-    #         weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-    #         l = l + weights.sum(-1)
-    #         acc = acc + torch.bmm(weights, v.transpose(0, 1))
+    #         p = torch.exp(scores - scores.amax(-1, keepdim=True))
+    #         l = l + p.sum(-1)
+    #         acc = acc + torch.bmm(p, v.transpose(0, 1))
     #     if length:
     #         out[b] = (acc / l[..., None]).view(num_heads, head_dim)
     # return out

@@ -11,7 +11,7 @@ from tests.course_rules import Complaints, committed_files, within
 
 FLOORS = ("lessons/", "reference/", "solutions/")
 # commands, and declarations whose form toolbox.measure.bench explains
-SCRIPTS = ("install.py", "__main__.py", "benchmark.py")
+SCRIPTS = ("__main__.py", "benchmark.py")
 SHAPE = re.compile(r"\[[^\]]*\]|\bshape|\bscalar\b|\belementwise\b", re.IGNORECASE)
 COMMANDS = ("main", "parse", "parse_args")  # what they take is in --help
 # a quantity whose name has no unit

@@ -89,11 +89,11 @@ BAD = {
     "token that is no integer": (dict(prompts=[[1.0]]), r"prompts\[0\]\[0\]: got 1.0; accepted"),
     "too long": (
         dict(prompts=[[1] * 60], max_new_tokens=5),
-        r"prompts\[0\]: 60 tokens and 5 new ones make 65; accepted: at",
+        r"prompts\[0\], max_new_tokens: 60 tokens and 5 new ones make 65; accepted: at",
     ),
     "prompt alone too long": (
         dict(prompts=[[1] * 65], max_new_tokens=0),
-        r"prompts\[0\]: 65 tokens and 0 new",
+        r"prompts\[0\], max_new_tokens: 65 tokens and 0 new",
     ),
     "negative count": (
         dict(max_new_tokens=-1),

@@ -14,11 +14,11 @@ import torch
 from lessons.l01_roofline.models import MODELS
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
+from lessons.l05_gqa.checks import MAX_GROUP
 from lessons.l05_gqa.convert import mean_head, merged
 from lessons.l05_gqa.lab import figures, quality, traffic
 from lessons.l05_gqa.lab import pictures as picture
 from lessons.l05_gqa.lab.specs import KERNELS
-from lessons.l05_gqa.optimized import MAX_GROUP
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.kernels.compile_check import check_all
 from lessons.toolbox.measure.hardware import CHIPS

@@ -125,7 +125,7 @@ def test_what_is_loaded_follows_the_device(tmp_path, monkeypatch):
         return Decoder.from_pretrained(name)
 
     monkeypatch.setattr(module, "load_decoder", loader)
-    monkeypatch.setattr(module, "read_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(module, "default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(module, "default_dtype", lambda: torch.bfloat16)
     assert isinstance(load_model(tmp_path), FusedDecoder)
     assert asked == dict(device=torch.device("cuda"), dtype=torch.bfloat16)

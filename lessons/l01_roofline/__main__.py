@@ -16,6 +16,7 @@ from lessons.l01_roofline.calculators import positive
 from lessons.l01_roofline.models import MODELS, find_model
 from lessons.l01_roofline.plan import make_plan
 from lessons.l01_roofline.report import print_all, print_report
+from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.measure.hardware import CHIPS, lookup
 
 
@@ -32,13 +33,6 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted: a whole number above 0")
     return int(text)
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Errors without the usage text in front of them."""
-
-    def error(self, message: str) -> None:
-        self.exit(2, f"roofline: {message}\n")
 
 
 def new_parser() -> OneLineParser:

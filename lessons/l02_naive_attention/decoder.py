@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lessons.toolbox.model.checkpoint import find_weights, load_config, load_weights
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError
+from lessons.toolbox.model.placement import read_device, read_dtype
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -133,9 +134,10 @@ class Decoder(nn.Module):
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> "Decoder":
-        """Load a Hugging Face checkpoint by folder or hub name. Raises CheckpointError with one
-        line that says what is wrong.
+        """Load a Hugging Face checkpoint by folder or hub name. Raises ValueError (CheckpointError
+        for the checkpoint) with one line that says what is wrong.
         """
+        device, dtype = read_device(device), read_dtype(dtype)  # before anything is fetched
         config = load_config(name_or_path)
         folder = find_weights(name_or_path, config)
         with torch.device("meta"):  # no memory until the weights arrive

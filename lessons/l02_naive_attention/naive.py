@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
-from lessons.l02_naive_attention.request import OnToken, read_requests, take_next_tokens
+from lessons.l02_naive_attention.request import (
+    OnToken,
+    check_call,
+    read_requests,
+    take_next_tokens,
+)
 from lessons.l02_naive_attention.rope import rotation
 from lessons.l02_naive_attention.sampling import SamplingParams
 
@@ -190,6 +195,7 @@ def recompute_loop(
     """`generate` without a memory: n tokens in, one token out, n + 1 tokens in, … with `attention`
     inside the decoder.
     """
+    check_call(model, on_token)
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
     for request in requests:
         while not request.finished:

@@ -20,7 +20,7 @@ from lessons.l02_naive_attention.naive import (
     masked_softmax,
     recompute_loop,
 )
-from lessons.l02_naive_attention.request import OnToken
+from lessons.l02_naive_attention.request import OnToken, check_call
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.toolbox.kernels.triton_ import tl, triton
 
@@ -188,6 +188,7 @@ def generate(
     """As naive.generate, every step over the whole sequence, with this file's attention
     (`attention_for` the model's device).
     """
+    check_call(model, on_token)  # before its device is asked for
     return recompute_loop(
         attention_for(model.device), model, prompts, max_new_tokens, sampling, on_token
     )

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.batch_sampling import SamplingBatch, read_tokens, sample_batch
+from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams, sample
+from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown
 from lessons.toolbox.model.config import ModelConfig
 
 OnToken = Callable[[int, int], None]  # (row, token)
@@ -86,6 +88,13 @@ def hand_out(tokens: list[int], requests: list[Request], on_token: OnToken | Non
             on_token(request.row, token)
 
 
+def check_call(model: Decoder, on_token: OnToken | None) -> None:
+    """Raise ValueError unless these two arguments of `generate` can be called."""
+    check_kind(Decoder, "a decoder, such as load_decoder returns", model=model)
+    if on_token is not None and not callable(on_token):
+        refuse("on_token", on_token, "None, or a function of a row and a token")
+
+
 def read_requests(
     config: ModelConfig,
     prompts: list[list[int]],
@@ -97,10 +106,7 @@ def read_requests(
     Raises ValueError, one line, for anything that cannot work.
     """
     if not isinstance(prompts, (list, tuple)) or len(prompts) == 0:
-        raise ValueError(
-            f"prompts: got {prompts!r}; accepted: a list of one or more prompts, each a list of "
-            f"token ids"
-        )
+        refuse("prompts", prompts, "a list of one or more prompts, each a list of token ids")
     limits = _one_each("max_new_tokens", max_new_tokens, int, len(prompts))
     params = _one_each(
         "sampling", GREEDY if sampling is None else sampling, SamplingParams, len(prompts)
@@ -109,11 +115,12 @@ def read_requests(
     for row, (prompt, limit, row_params) in enumerate(zip(prompts, limits, params)):
         _check_prompt(config, row, prompt)
         if limit < 0:
-            raise ValueError(f"max_new_tokens: got {limit} for prompt {row}; accepted: 0 or more")
+            got = f"{shown(limit)} for prompt {row}"
+            raise ValueError(f"max_new_tokens: got {got}; accepted: 0 or more")
         if len(prompt) + limit > config.max_position_embeddings:
             raise ValueError(
-                f"prompts[{row}]: {len(prompt)} tokens and {limit} new ones make "
-                f"{len(prompt) + limit}; "
+                f"prompts[{row}], max_new_tokens: {len(prompt)} tokens and {shown(limit)} new ones "
+                f"make {shown(len(prompt) + limit)}; "
                 f"accepted: at most {config.max_position_embeddings} (max_position_embeddings)"
             )
         stop = {
@@ -133,22 +140,16 @@ def _one_each(name: str, value, kind: type, count: int) -> list:
             f"per prompt"
         )
     for entry in values:
-        if not isinstance(entry, kind):
-            raise ValueError(
-                f"{name}: got {entry!r}; accepted: {kind.__name__}, or a list of them, one per "
-                f"prompt"
-            )
+        # True is an int to Python
+        if not isinstance(entry, kind) or isinstance(entry, bool):
+            refuse(name, entry, f"{kind.__name__}, or a list of them, one per prompt")
     return values
 
 
 def _check_prompt(config: ModelConfig, row: int, prompt: list[int]) -> None:
     if not isinstance(prompt, (list, tuple)) or len(prompt) == 0:
-        raise ValueError(
-            f"prompts[{row}]: got {prompt!r}; accepted: a list of one or more token ids"
-        )
+        refuse(f"prompts[{row}]", prompt, "a list of one or more token ids")
+    largest = config.vocab_size - 1
     for index, token in enumerate(prompt):
-        if not isinstance(token, int) or not 0 <= token < config.vocab_size:
-            raise ValueError(
-                f"prompts[{row}][{index}]: got {token!r}; accepted: a token id from 0 to "
-                f"{config.vocab_size - 1}"
-            )
+        if not is_whole(token, 0, largest):
+            refuse(f"prompts[{row}][{index}]", token, f"a token id from 0 to {largest}")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.random_streams import streams_of, uniform
+from lessons.toolbox.model.arguments import refuse
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class SamplingParams:
 
     def _require(self, name: str, accepted: bool, what: str) -> None:
         if not accepted:
-            raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: {what}")
+            refuse(name, getattr(self, name), what)
 
     @property
     def has_penalties(self) -> bool:

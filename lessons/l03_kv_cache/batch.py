@@ -11,6 +11,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from lessons.toolbox.model.arguments import check_kind, check_whole, refuse
+from lessons.toolbox.model.placement import read_device
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -43,14 +46,20 @@ def new_batch(
     block_tables: the blocks of each sequence, in order. None: sequence b owns block b, and only it.
     Raises ValueError for a sequence without new tokens, or with more than its blocks hold.
     """
+    check_kind((list, tuple), "a list of (new tokens, how many are held)", chunks=chunks)
+    if block_tables is not None:
+        check_kind((list, tuple), "None, or a list of blocks for each", block_tables=block_tables)
     tables = [[b] for b in range(len(chunks))] if block_tables is None else block_tables
     check_chunks(chunks, tables, block_size)
+    if not isinstance(device, torch.device):  # as in every step of `generate`
+        device = read_device(device, "meta")
     tokens, positions, slots = [], [], []
     for (new, held), table in zip(chunks, tables):
         where = range(held, held + len(new))
         tokens += new
         positions += where
         slots += [table[p // block_size] * block_size + p % block_size for p in where]
+    check_integers(tokens=tokens, block_tables=slots)
     lengths = [len(new) for new, _ in chunks]
     context_lens = [len(new) + held for new, held in chunks]
     starts = list(accumulate(lengths, initial=0))
@@ -81,18 +90,31 @@ def check_chunks(
     block_size: int,
 ) -> None:
     """Raise ValueError unless each sequence, one at least, runs a token and has room for it."""
+    check_whole(block_size=block_size)
     if not chunks or len(tables) != len(chunks):
         raise ValueError(
             f"chunks, block_tables: got {len(chunks)} and {len(tables)}; accepted: one or more "
             "sequences, as many of both"
         )
-    for b, ((new, held), table) in enumerate(zip(chunks, tables)):
+    for b, (chunk, table) in enumerate(zip(chunks, tables)):
+        if not isinstance(table, (list, tuple)):
+            refuse(f"block_tables[{b}]", table, "a list of block numbers")
+        new, held = chunk if isinstance(chunk, (list, tuple)) and len(chunk) == 2 else (None, None)
+        if not isinstance(new, (list, tuple)) or type(held) is not int:
+            refuse(f"chunks[{b}]", chunk, "(a list of new tokens, how many are held)")
         room = len(table) * block_size
         if not new or held < 0 or held + len(new) > room:
             raise ValueError(
                 f"chunks[{b}]: got {len(new)} new tokens behind {held}; accepted: one or more new "
-                f"ones, and at most {room} together"
+                f"ones, and at most {room} together, the room in its block_tables"
             )
+
+
+def check_integers(**lists: list[int]) -> None:
+    """Raise ValueError that names the first list with anything else than whole numbers from 0 on."""
+    for name, values in lists.items():
+        if set(map(type, values)) != {int} or min(values) < 0:
+            refuse(name, values, "whole numbers, 0 or more")
 
 
 def _padded(tables: Sequence[Sequence[int]]) -> Tensor:

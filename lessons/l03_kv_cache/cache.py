@@ -16,7 +16,9 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.rope import new_cos_sin_cache
 from lessons.l03_kv_cache.batch import Batch
+from lessons.toolbox.model.arguments import check_kind, is_whole, refuse
 from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.model.placement import read_device, read_dtype
 
 SMALLEST_BUCKET = 64  # tokens
 
@@ -61,7 +63,14 @@ class KVPool:
         layers: range | None = None,
         max_context_len: int | None = None,
     ):
+        check_kind(ModelConfig, "a ModelConfig", config=config)
         check_at_least_one(num_blocks=num_blocks, block_size=block_size)
+        check_kind(AttentionOps, "AttentionOps, such as LESSON_03_TORCH", ops=ops)
+        if max_context_len is not None:
+            check_at_least_one(max_context_len=max_context_len)
+        if layers is not None:
+            check_layers(layers, config.num_hidden_layers)
+        dtype, device = read_dtype(dtype), read_device(device, "meta")
         self.config = config
         self.ops = ops
         self.num_blocks = num_blocks
@@ -82,7 +91,8 @@ class KVPool:
         block_size: int,
         ops: AttentionOps,
     ) -> "KVPool":
-        """An empty pool on the model's device, in its dtype."""
+        """An empty pool on the model's device, in its dtype. Raises ValueError."""
+        check_kind(Decoder, "a decoder", model=model)
         return cls(model.config, num_blocks, block_size, ops, model.dtype, model.device)
 
     @staticmethod
@@ -135,9 +145,11 @@ class KVPool:
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` in each block. Blocks that are too small move to larger buffers.
+        Raises ValueError for less than one.
 
         The next power of two, so that all moves together copy less than twice what is kept.
         """
+        check_at_least_one(tokens=tokens)
         if tokens <= self.block_size:
             return
         old_k, old_v = self.blocks(self.k_slots), self.blocks(self.v_slots)
@@ -160,18 +172,34 @@ class KVPool:
 
     def move(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` slots of one block over those of another. Lesson 12 needs none of
-        these copies.
+        these copies. Raises ValueError for blocks that the pool does not have.
         """
+        check_below(self.num_blocks, source=source, target=target)
+        check_below(self.block_size + 1, tokens=tokens)
         for slots in (self.k_slots, self.v_slots):
             blocks = self.blocks(slots)
             blocks[:, target, :tokens] = blocks[:, source, :tokens]
 
 
 def check_at_least_one(**sizes: int) -> None:
-    """Raise ValueError that names the first size below 1."""
+    """Raise ValueError that names the first size that is no whole number, 1 or more."""
     for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name}: got {value}; accepted: 1 or more")
+        if not is_whole(value):
+            refuse(name, value, "1 or more, below 2**31")
+
+
+def check_below(limit: int, **numbers: int) -> None:
+    """Raise ValueError that names the first number outside 0 to limit - 1."""
+    for name, value in numbers.items():
+        if not is_whole(value, 0, limit - 1):
+            refuse(name, value, f"0 to {limit - 1}")
+
+
+def check_layers(layers: range, num_layers: int) -> None:
+    """Raise ValueError unless `layers` are some of the model's, one behind the other."""
+    fits = isinstance(layers, range) and layers.step == 1 and layers
+    if not fits or layers.start < 0 or layers.stop > num_layers:
+        refuse("layers", layers, f"None, or a range of layers within 0 to {num_layers}")
 
 
 def bucket(tokens: int) -> int:

@@ -3,20 +3,60 @@
 A kernel believes its pointers, shapes and strides: given wrong ones it reads foreign memory.
 """
 
+import os
+
 import torch
 from torch import Tensor
 
 DECODE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_ELEMENTS = 2**31  # of one sequence's K or V, because decode_kernel counts them in 32 bits
+MAX_GRID = 65535  # programs along the second and third axis of a CUDA grid
+# To read a value on a GPU, the CPU waits. So values there are checked only if this is set.
+VALUES_ON_GPU = bool(os.environ.get("LADDER_CHECK_VALUES"))
 
 
 def check_one_device(**tensors: Tensor) -> None:
-    """Raise ValueError unless all tensors, [...] each, lie on one device: a kernel given foreign
-    memory crashes, or reads it.
+    """Raise ValueError unless all tensors, [...] each, lie on one device that holds data: a kernel
+    given foreign memory crashes, or reads it.
     """
-    if len({x.device for x in tensors.values()}) > 1:
+    if len({x.device for x in tensors.values()}) > 1 or any(x.is_meta for x in tensors.values()):
         found = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
-        raise ValueError(f"{', '.join(tensors)}: got {found}; accepted: one device for all")
+        accepted = "one device for all, and not meta, which holds no data"
+        raise ValueError(f"{', '.join(tensors)}: got {found}; accepted: {accepted}")
+
+
+def check_values(least: int, most: int, **tensors: Tensor) -> None:
+    """Raise ValueError unless the values of each tensor of integers, [...], are least to most.
+
+    Looks where that is free, on the CPU; on a GPU only if LADDER_CHECK_VALUES is set.
+    """
+    for name, x in tensors.items():
+        if x.numel() and (x.is_cpu or (x.is_cuda and VALUES_ON_GPU)):
+            smallest, largest = (int(value) for value in x.aminmax())
+            if smallest < least or largest > most:
+                got = f"values from {smallest} to {largest}"
+                raise ValueError(f"{name}: got {got}; accepted: {least} to {most}")
+
+
+def check_apart(**outputs: Tensor) -> None:
+    """Raise ValueError unless each element of an output, [...], has memory of its own: in an
+    expanded tensor many share it, and programs would overwrite each other.
+    """
+    for name, x in outputs.items():
+        reach = 1  # elements from the first to the last, over the dimensions so far
+        for stride, size in sorted(zip(x.stride(), x.shape)):
+            if size > 1 and stride < reach:
+                got = f"shape {tuple(x.shape)} with strides {x.stride()}"
+                raise ValueError(f"{name}: got {got}; accepted: elements that do not overlap")
+            reach += (size - 1) * stride
+
+
+def check_grid(name: str, count: int, what: str) -> None:
+    """Raise ValueError for more of something than a grid has programs along its second axis. name:
+    the argument that says how many; what: of what.
+    """
+    if count > MAX_GRID:
+        raise ValueError(f"{name}: got {count} {what}; accepted: up to {MAX_GRID}")
 
 
 def check_dense(**tensors: Tensor) -> None:
@@ -52,21 +92,17 @@ def check_append_inputs(
     if len({x.dtype for x in four}) > 1:
         dtypes = [x.dtype for x in four]
         raise ValueError(f"{names}: got {dtypes}; accepted: one dtype for all four")
-    dense_rows = all(x.stride()[1:] == (x.shape[2], 1) for x in four)
-    # A cache that was expanded has one slot under several numbers.
-    apart = all(x.stride(0) >= x[0].numel() for x in (k_cache, v_cache) if len(x) > 1)
-    if not (dense_rows and apart):
+    if any(x.stride()[1:] != (x.shape[2], 1) for x in four):
         strides = [x.stride() for x in four]
-        raise ValueError(
-            f"{names}: got strides {strides}; accepted: (any, width of a head, 1), and slots that "
-            "do not overlap"
-        )
+        raise ValueError(f"{names}: got strides {strides}; accepted: (any, width of a head, 1)")
+    check_apart(k_cache=k_cache, v_cache=v_cache)
     if slot_mapping.dtype != torch.int64 or slot_mapping.shape != k.shape[:1]:
         raise ValueError(
             f"slot_mapping: got {slot_mapping.dtype} {tuple(slot_mapping.shape)}; accepted: int64 "
             f"({len(k)},)"
         )
     check_dense(slot_mapping=slot_mapping)
+    check_values(-1, len(k_cache) - 1, slot_mapping=slot_mapping)
 
 
 def check_one_query_inputs(
@@ -97,6 +133,7 @@ def check_one_query_inputs(
     if context_lens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"context_lens: got {context_lens.dtype}; accepted: int32 or int64")
     check_dense(context_lens=context_lens)
+    check_values(0, k_cache.shape[1], context_lens=context_lens)
     if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache)):
         raise ValueError(
             "q, k_cache, v_cache: got a last dimension that is not dense; accepted: stride 1 in it"
@@ -116,7 +153,20 @@ def span_of_a_sequence(cache: Tensor) -> int:
 
 def check_tile_options(window: int | None, block_n: int) -> None:
     """Raise ValueError unless window is None or 1 or more, and block_n a power of two."""
-    if window is not None and window < 1:
-        raise ValueError(f"window: got {window}; accepted: None, or 1 or more")
-    if block_n < 1 or block_n & (block_n - 1):
-        raise ValueError(f"block_n: got {block_n}; accepted: a power of two")
+    check_window(window)
+    check_powers_of_two(1, block_n=block_n)
+
+
+def check_window(window: int | None) -> None:
+    """Raise ValueError unless window is None or 1 or more."""
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window: got {window!r}; accepted: None, or 1 or more")
+
+
+def check_powers_of_two(least: int, **sizes: int) -> None:
+    """Raise ValueError unless each size is a power of two and at least `least`: tl.arange takes no
+    others, and a tile of tl.dot has at least 16 rows and columns.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < least or size & (size - 1):
+            raise ValueError(f"{name}: got {size!r}; accepted: a power of two, {least} or more")

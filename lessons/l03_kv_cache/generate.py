@@ -12,10 +12,17 @@ from dataclasses import dataclass
 import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken, Request, read_requests, take_next_tokens
+from lessons.l02_naive_attention.request import (
+    OnToken,
+    Request,
+    check_call,
+    read_requests,
+    take_next_tokens,
+)
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.batch import new_batch
 from lessons.l03_kv_cache.cache import AttentionOps, KVPool
+from lessons.toolbox.model.arguments import check_kind
 
 
 def as_it_is(model: Decoder) -> Decoder:
@@ -63,6 +70,8 @@ def generate(
 
     Arguments, result and errors as in lesson 2's `generate`.
     """
+    check_call(model, on_token)
+    check_kind(Rung, "a Rung, such as PREALLOCATED", rung=rung)
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
     model = rung.prepare(model)
     for request in requests:

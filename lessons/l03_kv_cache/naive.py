@@ -14,10 +14,12 @@ from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.naive import attention
 from lessons.l02_naive_attention.rope import new_cos_sin_cache, rotate
 from lessons.l03_kv_cache.batch import Batch
-from lessons.l03_kv_cache.cache import AttentionOps
+from lessons.l03_kv_cache.cache import AttentionOps, check_at_least_one
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH
+from lessons.toolbox.model.arguments import check_kind
 from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.model.placement import read_device
 
 
 class ConcatCache:
@@ -33,6 +35,9 @@ class ConcatCache:
         max_tokens: int,
         device: torch.device | str = "cpu",
     ):
+        check_kind(ModelConfig, "a ModelConfig", config=config)
+        check_at_least_one(max_tokens=max_tokens)
+        device = read_device(device, "meta")
         self.config = config
         self.block_size = max_tokens
         self.cos_sin_cache = new_cos_sin_cache(config, max_tokens, device)

@@ -11,6 +11,8 @@ from lessons.l03_kv_cache.lab.testing import (
     append_by_indexing,
     decode_by_slicing,
     decode_inputs,
+    heads_first,
+    padded,
 )
 from lessons.l03_kv_cache.optimized import (
     append_kernel,
@@ -85,19 +87,6 @@ def test_decode_kernel_at_every_tile_size(block_n, seed, proof):
     lengths = edge_lengths(block_n, at_most=130)
     inputs = decode_inputs("ascending", lengths, max(lengths), 2, 1, 16, seed)
     proof.record(decode_kernel, prove(in_tiles_of(block_n), decode_by_slicing, inputs))
-
-
-def heads_first(cache):
-    """The same values, where a head's rows lie beside each other: [B, N, Hkv, D]."""
-    return cache.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def padded(cache):
-    """The same values with NaN around every row, head and sequence: [B, N, Hkv, D]."""
-    larger = poisoned([size + 3 for size in cache.shape], cache.dtype, cache.device)
-    inner = larger[tuple(slice(1, size + 1) for size in cache.shape)]
-    inner.copy_(cache)
-    return inner
 
 
 LAYOUTS = {

@@ -6,7 +6,7 @@ import torch
 from lessons.l03_kv_cache import checks
 from lessons.l03_kv_cache.lab.testing import DEVICE
 from lessons.l03_kv_cache.optimized import append_rows, decode_attention
-from lessons.toolbox.proof.refusals import KINDS, assert_refused
+from lessons.toolbox.proof.refusals import KINDS, assert_message, assert_refused
 
 
 def append_arguments(**changes):
@@ -29,12 +29,6 @@ def decode_arguments():
     )
 
 
-def refused(function, arguments, message):
-    with pytest.raises(ValueError, match=message) as error:
-        function(**arguments)
-    assert "\n" not in str(error.value)
-
-
 FOUR = "k, v, k_cache, v_cache: got"
 BAD_APPENDS = [
     (dict(v=torch.zeros(3, 2, 4)), FOUR),
@@ -47,14 +41,19 @@ BAD_APPENDS = [
     (dict(slot_mapping=torch.arange(6)[::2]), "slot_mapping: got .* strides .2,.*contiguous"),
     (dict(slot_mapping=torch.zeros(1, dtype=torch.int64).expand(3)), "slot_mapping: .* contiguous"),
     (dict(k=torch.zeros(3, 8, 2).transpose(1, 2)), "got strides"),
-    (dict(k_cache=torch.zeros(1, 2, 8).expand(9, 2, 8)), "slots that do not overlap"),
-    (dict(v_cache=torch.zeros(99).as_strided((9, 2, 8), (8, 8, 1))), "slots that do not overlap"),
+    (dict(k_cache=torch.zeros(1, 2, 8).expand(9, 2, 8)), "k_cache: .* do not overlap"),
+    (dict(v_cache=torch.zeros(99).as_strided((9, 2, 8), (8, 8, 1))), "v_cache: .* do not overlap"),
+    (
+        dict(slot_mapping=torch.tensor([0, 1, 9])),
+        "slot_mapping: got values from 0 to 9; .* -1 to 8",
+    ),
+    (dict(slot_mapping=torch.tensor([0, 1, -2])), "slot_mapping: got values from -2 to 1"),
 ]
 
 
 @pytest.mark.parametrize("change, message", BAD_APPENDS)
 def test_append_refuses(change, message):
-    refused(append_rows, append_arguments() | change, message)
+    assert_message(append_rows, append_arguments() | change, message)
 
 
 @pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache", "slot_mapping"])
@@ -71,6 +70,8 @@ BAD_DECODES = [
     (dict(context_lens=torch.ones(3, dtype=torch.int32)), ALL),
     (dict(context_lens=torch.ones(1, dtype=torch.int32).expand(2)), "context_lens: .* contiguous"),
     (dict(context_lens=torch.ones(4, dtype=torch.int32)[::2]), "context_lens: .* contiguous"),
+    (dict(context_lens=torch.tensor([1, 10])), "context_lens: got values from 1 to 10; .* 0 to 9"),
+    (dict(context_lens=torch.tensor([-1, 9])), "context_lens: got values from -1 to 9"),
     (dict(k_cache=NO_HEADS, v_cache=NO_HEADS), "Hq a multiple of Hkv"),
     (dict(v_cache=torch.zeros(2, 9, 2, 8).double()), "accepted: all three float32"),
     (dict(v_cache=torch.zeros(2, 9, 1, 8)), "Hkv, Dv"),
@@ -78,6 +79,7 @@ BAD_DECODES = [
     (dict(q=torch.zeros(2, 8, 4).transpose(1, 2)), "stride 1"),
     (dict(window=0), "window: got 0; accepted: None, or 1 or more"),
     (dict(window=-3), "window: got -3"),
+    (dict(window="3"), "window: got '3'"),
     (dict(block_n=0), "block_n: got 0; accepted: a power of two"),
     (dict(block_n=31), "block_n: got 31"),
 ]
@@ -85,7 +87,7 @@ BAD_DECODES = [
 
 @pytest.mark.parametrize("change, message", BAD_DECODES)
 def test_decode_refuses(change, message):
-    refused(decode_attention, decode_arguments() | change, message)
+    assert_message(decode_attention, decode_arguments() | change, message)
 
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "context_lens"])
@@ -95,13 +97,36 @@ def test_decode_refuses_every_kind_of_wrong_tensor(name):
     assert_refused(decode_attention, decode_arguments(), name, kinds.get(name, KINDS))
 
 
+@pytest.mark.parametrize(
+    "function, arguments",
+    [(append_rows, append_arguments()), (decode_attention, decode_arguments())],
+)
+def test_a_device_without_data_is_refused(function, arguments):
+    assert_message(function, {name: x.to("meta") for name, x in arguments.items()}, "not meta")
+
+
+def test_values_on_a_gpu_are_not_read(monkeypatch):
+    """A tensor that says that it lies on a GPU, and breaks if anybody looks."""
+
+    class OnGPU:
+        is_cpu, is_cuda = False, True
+
+        def numel(self):
+            return 3
+
+    checks.check_values(0, 1, x=OnGPU())
+    monkeypatch.setattr(checks, "VALUES_ON_GPU", True)
+    with pytest.raises(AttributeError):
+        checks.check_values(0, 1, x=OnGPU())
+
+
 def test_a_sequence_beyond_32_bits_is_refused(monkeypatch):
     """The kernel counts a sequence's elements in 32 bits. Here the limit moves, not the cache."""
     arguments = {name: x.to(DEVICE) for name, x in decode_arguments().items()}
     monkeypatch.setattr(checks, "MAX_ELEMENTS", 9 * 2 * 8)
     decode_attention(**arguments)
     monkeypatch.setattr(checks, "MAX_ELEMENTS", 9 * 2 * 8 - 1)
-    refused(decode_attention, arguments, "k_cache, v_cache: got a sequence that spans")
+    assert_message(decode_attention, arguments, "k_cache, v_cache: got a sequence that spans")
 
 
 def test_no_sequence_gives_nothing():

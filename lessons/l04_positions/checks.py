@@ -5,7 +5,13 @@ because that waits for it.
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.optimized import check_one_device
+from lessons.l03_kv_cache.checks import (
+    MAX_ELEMENTS,
+    check_apart,
+    check_dense,
+    check_one_device,
+    check_values,
+)
 from lessons.l04_positions.naive import check_layout
 
 MAX_HEAD_DIM = 256
@@ -26,6 +32,12 @@ def check_rotate_rows(
             f"stride 1 in the last"
         )
     check_one_device(x=x, positions=positions, cos_sin_cache=cos_sin_cache)
+    check_apart(x=x)
+    if x.shape[1] * x.stride(1) > MAX_ELEMENTS:  # rotate_kernel counts a token's in 32 bits
+        raise ValueError(
+            f"x: got heads that lie {x.stride(1)} elements apart; accepted: all of a token's within "
+            f"{MAX_ELEMENTS}"
+        )
     _check_head_dim(x.shape[2])
     _check_table(len(x), x.shape[2], positions, cos_sin_cache, last_position, layout)
 
@@ -57,15 +69,14 @@ def check_rope_cache(
             "twice [slots, Hkv, D]"
         )
     # because each KV head goes with the same number of query heads
-    if not k.shape[1] or q.shape[1] % k.shape[1]:
+    if not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(
             f"q, k: got {q.shape[1]} query heads for {k.shape[1]} KV heads; accepted: a multiple"
         )
     if len({x.dtype for x in rows + caches}) > 1 or q.dtype not in DTYPES:
         raise ValueError(
             f"q, k, v, k_cache, v_cache: got {[x.dtype for x in rows + caches]}; accepted: one "
-            f"dtype "
-            "for all five, float32, float16 or bfloat16"
+            "dtype for all five, float32, float16 or bfloat16"
         )
     check_one_device(
         q=q,
@@ -85,14 +96,16 @@ def check_rope_cache(
     ):
         raise ValueError(
             f"q, k, v, k_cache, v_cache: got strides {[x.stride() for x in rows + caches]}; "
-            f"accepted: "
-            f"(any, {head_dim}, 1), the same for both caches"
+            f"accepted: (any, {head_dim}, 1), the same for both caches"
         )
+    check_apart(q=q, k_cache=k_cache, v_cache=v_cache)
     if slot_mapping.dtype != torch.int64 or slot_mapping.shape != (len(q),):
         raise ValueError(
             f"slot_mapping: got {slot_mapping.dtype} {tuple(slot_mapping.shape)}; accepted: int64 "
             f"({len(q)},)"
         )
+    check_dense(slot_mapping=slot_mapping)
+    check_values(-1, len(k_cache) - 1, slot_mapping=slot_mapping)
     _check_table(len(q), head_dim, positions, cos_sin_cache, last_position, layout)
 
 
@@ -118,6 +131,7 @@ def _check_table(
             f"positions: got {positions.dtype} {tuple(positions.shape)}; accepted: int64 "
             f"({num_tokens},)"
         )
+    check_dense(positions=positions)
     if (
         cos_sin_cache.dtype != torch.float32
         or cos_sin_cache.ndim != 2
@@ -130,7 +144,6 @@ def _check_table(
         )
     if num_tokens and not 0 <= last_position < len(cos_sin_cache):
         raise ValueError(
-            f"last_position: got {last_position}; accepted: 0 to {len(cos_sin_cache) - 1}, the "
-            f"rows "
+            f"last_position: got {last_position}; accepted: 0 to {len(cos_sin_cache) - 1}, the rows "
             "of cos_sin_cache"
         )

@@ -16,19 +16,16 @@ from torch import Tensor
 
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.generate import Rung
-from lessons.l03_kv_cache.optimized import LESSON_03, check_one_device
+from lessons.l03_kv_cache.optimized import LESSON_03
 from lessons.l03_kv_cache.stand_ins import decode_attention_torch
 from lessons.l04_positions.optimized import LESSON_04
 from lessons.l04_positions.stand_ins import LESSON_04_TORCH
+from lessons.l05_gqa.checks import check_grouped_inputs
 from lessons.l05_gqa.naive import sequence_by_sequence
+from lessons.l05_gqa.tiles import has_matrix_units, tiles_for, warps_for
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x · log2 e), and exp2 is what the hardware computes
-# rows, columns and inner length that a tensor core's product needs at least
-SMALLEST_TILE = 16
-# beyond these the query tile and its sums spill registers
-MAX_HEAD_DIM, MAX_GROUP, MAX_QUERY_TILE = 256, 64, 8192
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit
@@ -70,8 +67,9 @@ def gqa_decode_kernel(
         other=0.0,
     )
     length = tl.load(context_lens_ptr + sequence).to(tl.int32)
-    k_ptr += sequence * stride_kb + kv_head * stride_kh
-    v_ptr += sequence * stride_vb + kv_head * stride_vh
+    # int64, because head · stride passes 2^31 where all rows of a head lie beside each other
+    k_ptr += sequence * stride_kb + kv_head.to(tl.int64) * stride_kh
+    v_ptr += sequence * stride_vb + kv_head.to(tl.int64) * stride_vh
     k_tile = step[:, None] * stride_kn + column[None, :]
     v_tile = step[:, None] * stride_vn + column[None, :]
 
@@ -90,12 +88,12 @@ def gqa_decode_kernel(
         scores = tl.where(in_use[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))  # never -inf, because start is a key in use
         # what was summed relative to the old max, relative to the new one
-        shrink = tl.exp2(m_i - m_new)
-        weights = tl.exp2(scores - m_new[:, None])
-        l_i = l_i * shrink + tl.sum(weights, axis=1)
+        alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2(scores - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, axis=1)
         v = tl.load(v_ptr + first * stride_vn + v_tile, mask=held, other=0.0)
         # [BLOCK_M, BLOCK_D]
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
     # an empty sequence attends to nothing (not l_i > 0: that hides a NaN)
     out = tl.where(length > 0, acc / l_i[:, None], 0.0)
@@ -121,7 +119,7 @@ def decode_attention(
     context_lens: [B] int32 or int64, the rows in use, the query's own included; 0 gives zeros.
     window: only the last `window` rows count. float32 inside. Raises ValueError.
     """
-    check_decode_inputs(q, k_cache, v_cache, context_lens, window)
+    check_grouped_inputs(q, k_cache, v_cache, context_lens, window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(q, k_cache, v_cache, context_lens, out, softmax_scale, window)
     return out
@@ -156,93 +154,8 @@ def launch(
             *v_cache.stride()[:3],
             GROUP=group,
             HEAD_DIM=head_dim,
-            **tiles(group, head_dim, has_matrix_units(q)),
+            **tiles_for(group, head_dim, has_matrix_units(q)),
             num_warps=warps_for(group, head_dim),
-        )
-
-
-def tiles(group: int, head_dim: int, matrix_units: bool) -> dict[str, int]:
-    """The constexprs that size a program's tiles: rows of q, columns, keys, and how many tiles are
-    under way at once.
-
-    16 KiB of K and as much of V in 16 bits, so that with the next pair under way 64 KiB are used of
-    the 99 that every chip from sm_80 on has. Without matrix units products are unrolled into single
-    multiplications, so a quarter of that.
-    """
-    block_d = max(SMALLEST_TILE, triton.next_power_of_2(head_dim))
-    block_m, block_n = (
-        triton.next_power_of_2(group),
-        min(128, (8192 if matrix_units else 2048) // block_d),
-    )
-    sizes = {"BLOCK_M": block_m, "BLOCK_D": block_d, "BLOCK_N": block_n}
-    return {name: max(SMALLEST_TILE, size) for name, size in sizes.items()} | {"NUM_STAGES": 3}
-
-
-def warps_for(group: int, head_dim: int) -> int:
-    """4 warps, 8 where the sums of a program, [BLOCK_M, BLOCK_D] in float32, would take half of
-    their registers.
-    """
-    size = tiles(group, head_dim, True)
-    return 4 if size["BLOCK_M"] * size["BLOCK_D"] <= 4096 else 8
-
-
-def has_matrix_units(q: Tensor) -> bool:
-    """Whether Triton multiplies tiles of q's kind on tensor cores: 16 bits, and sm_80 or later. q:
-    any shape.
-    """
-    return q.element_size() == 2 and (
-        q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
-
-
-def check_decode_inputs(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, window: int | None
-) -> None:
-    """Raise ValueError unless q: [B, Hq, D], k_cache, v_cache: [B, capacity, Hkv, D], context_lens:
-    [B] fit, and the kernel.
-    """
-    if (
-        q.ndim != 3
-        or k_cache.ndim != 4
-        or v_cache.shape != k_cache.shape
-        or q.shape[::2] != k_cache.shape[::3]
-        or context_lens.shape != q.shape[:1]
-    ):
-        shapes = [tuple(x.shape) for x in (q, k_cache, v_cache, context_lens)]
-        raise ValueError(
-            f"q, k_cache, v_cache, context_lens: got {shapes}; accepted: [B, Hq, D], "
-            "[B, capacity, Hkv, D] twice, [B]"
-        )
-    (_, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"q, k_cache: got {num_heads} query heads and {num_kv_heads} KV heads; accepted: a "
-            f"multiple of these"
-        )
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"q: got head_dim {head_dim}; accepted: 1 to {MAX_HEAD_DIM}")
-    size = tiles(num_heads // num_kv_heads, head_dim, True)
-    if size["BLOCK_M"] > (most := min(MAX_GROUP, MAX_QUERY_TILE // size["BLOCK_D"])):
-        raise ValueError(
-            f"q, k_cache: got {num_heads // num_kv_heads} query heads a KV head; accepted: at most "
-            f"{most} at "
-            f"head_dim {head_dim}"
-        )
-    if len({q.dtype, k_cache.dtype, v_cache.dtype}) > 1 or q.dtype not in DTYPES:
-        raise ValueError(
-            f"q, k_cache, v_cache: got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}; accepted: one "
-            f"dtype of "
-            f"{', '.join(map(str, DTYPES))}"
-        )
-    if context_lens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"context_lens: got {context_lens.dtype}; accepted: int32 or int64")
-    if window is not None and window < 1:
-        raise ValueError(f"window: got {window}; accepted: None, or 1 or more rows")
-    check_one_device(q=q, k_cache=k_cache, v_cache=v_cache, context_lens=context_lens)
-    if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache)):
-        raise ValueError(
-            f"q, k_cache, v_cache: got strides {[x.stride() for x in (q, k_cache, v_cache)]}; "
-            f"accepted: last one 1"
         )
 
 
@@ -257,8 +170,12 @@ def decode_attention_grouped(
     """decode_attention in PyTorch, sequence by sequence, for machines without a GPU: an interpreted
     kernel takes seconds.
 
-    q: [B, Hq, D]; k_cache, v_cache: [B, capacity, Hkv, D]; context_lens: [B] -> [B, Hq, D].
+    q: [B, Hq, D]; k_cache, v_cache: [B, capacity, Hkv, D]; context_lens: [B] -> [B, Hq, D]. Raises
+    ValueError as decode_attention does.
     """
+    check_grouped_inputs(q, k_cache, v_cache, context_lens, window)
+    if not len(q):
+        return torch.empty_like(q)
     return sequence_by_sequence(
         decode_attention_torch, q, k_cache, v_cache, context_lens, softmax_scale, window
     )

@@ -2,8 +2,6 @@
 and what merging does.
 """
 
-import importlib.util
-import inspect
 from dataclasses import replace
 
 import pytest
@@ -36,6 +34,7 @@ from lessons.toolbox.proof.numerics import (
     prove,
     with_canaries,
 )
+from lessons.toolbox.proof.planted import with_bug
 from lessons.toolbox.proof.refusals import KINDS, assert_refused
 
 # NumPy, the interpreter's engine, warns of what is meant: an empty sequence divides 0 by 0, a probe
@@ -71,7 +70,9 @@ def test_gqa_decode_kernel(num_heads, num_kv_heads, head_dim, dtype, seed, proof
     """MHA, GQA and MQA in a ragged batch with an empty sequence, its unused rows NaN; lengths
     around the tile; a window.
     """
-    block_n = optimized.tiles(num_heads // num_kv_heads, head_dim, dtype.itemsize == 2)["BLOCK_N"]
+    block_n = optimized.tiles_for(num_heads // num_kv_heads, head_dim, dtype.itemsize == 2)[
+        "BLOCK_N"
+    ]
     lengths = [0, 1, block_n - 1, block_n, block_n + 1, 2 * block_n + 3]
     inputs = decode_inputs(
         "normal", lengths, max(lengths) + 2, num_heads, num_kv_heads, head_dim, seed, dtype
@@ -107,7 +108,9 @@ def test_gqa_decode_kernel_on_hard_inputs(name, seed, proof):
 @pytest.mark.parametrize("block_n", [16, 32, 64])
 def test_gqa_decode_kernel_at_every_tile_size(block_n, seed, proof, monkeypatch):
     monkeypatch.setattr(
-        optimized, "tiles", lambda *shape, own=optimized.tiles: {**own(*shape), "BLOCK_N": block_n}
+        optimized,
+        "tiles_for",
+        lambda *shape, own=optimized.tiles_for: {**own(*shape), "BLOCK_N": block_n},
     )
     lengths = edge_lengths(block_n, at_most=140)
     inputs = decode_inputs("ascending", lengths, max(lengths), 3, 1, 64, seed)
@@ -233,35 +236,23 @@ BUGS = {  # name: (the line as it is, the line with the bug)
         "head = kv_head + row * tl.num_programs(0)",
     ),
     "every group reads KV head 0": (
-        "k_ptr += sequence * stride_kb + kv_head * stride_kh",
+        "k_ptr += sequence * stride_kb + kv_head.to(tl.int64) * stride_kh",
         "k_ptr += sequence * stride_kb",
     ),
     "an empty sequence is NaN": (
         "tl.where(length > 0, acc / l_i[:, None], 0.0)",
         "acc / l_i[:, None]",
     ),
-    "sum not rescaled": ("l_i = l_i * shrink + tl.sum", "l_i = l_i + tl.sum"),
-    "values not rescaled": ("acc * shrink[:, None]", "acc"),
+    "sum not rescaled": ("l_i = l_i * alpha + tl.sum", "l_i = l_i + tl.sum"),
+    "values not rescaled": ("acc * alpha[:, None]", "acc"),
     "window one key long": ("length - window, 0)", "length - window - 1, 0)"),
     "NaN hidden": ("tl.where(length > 0,", "tl.where((l_i > 0)[:, None],"),
 }
 
 
-def with_bug(tmp_path, old: str, new: str):
-    """The lesson's optimized.py as a module of its own, with one line changed."""
-    source = inspect.getsource(optimized)
-    assert source.count(old) == 1, old
-    path = tmp_path / "buggy.py"
-    path.write_text(source.replace(old, new), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(f"buggy_{tmp_path.name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_seen(name, seed, tmp_path):
-    buggy = with_bug(tmp_path, *BUGS[name])
+    buggy = with_bug(optimized, tmp_path, *BUGS[name])
     # 35 rows to spare: a bug reads NaN, not beyond
     inputs = decode_inputs("ascending", [0, 1, 40, 65], 100, 6, 2, 48, seed)
     inputs[0][3, 2, 5] = float("nan") if name == "NaN hidden" else 1.0
@@ -286,7 +277,7 @@ def test_a_planted_bug_is_seen(name, seed, tmp_path):
 )
 def test_what_is_written_behind_the_group_or_the_head_is_seen(old, new, tmp_path):
     with pytest.raises(NotEquivalent, match="canary"):
-        assert_writes_only_its_rows(with_bug(tmp_path, old, new))
+        assert_writes_only_its_rows(with_bug(optimized, tmp_path, old, new))
 
 
 def test_a_wrong_tile_of_repeated_heads_is_rejected(seed):
@@ -525,7 +516,7 @@ ARGUMENTS = dict(
             dict(context_lens=torch.ones(3, dtype=torch.int32)),
             "q, k_cache, v_cache, context_lens: got",
         ),
-        (dict(window=0), "window: got 0; accepted: None, or 1 or more rows"),
+        (dict(window=0), "window: got 0; accepted: None, or 1 or more"),
     ],
 )
 def test_decode_refuses(change, message):

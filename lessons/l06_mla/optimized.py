@@ -19,11 +19,22 @@ import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.checks import (
+    MAX_ELEMENTS,
+    check_dense,
+    check_grid,
+    check_one_device,
+    check_powers_of_two,
+    check_values,
+)
 from lessons.l03_kv_cache.generate import Rung
-from lessons.l03_kv_cache.optimized import LESSON_03, check_one_device
+from lessons.l03_kv_cache.optimized import LESSON_03
 from lessons.l06_mla.deepseek import MLAttention, latent
 from lessons.l06_mla.naive import LATENTS_TORCH, LatentPool
 from lessons.toolbox.kernels.triton_ import tl, triton
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SMALLEST_TILE = 16  # rows, columns and inner length that a tensor core's product needs at least
 
 
 class AbsorbedPool(LatentPool):
@@ -88,10 +99,10 @@ def mla_decode_kernel(
             (key < length)[None, :], scores * (softmax_scale * 1.4426950408889634), float("-inf")
         )
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
-        shrink = tl.exp2(m_i - m_new)
-        weights = tl.exp2(scores - m_new[:, None])
-        l_i = l_i * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(c_kv.dtype), c_kv, acc * shrink[:, None], input_precision="ieee")
+        alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2(scores - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(c_kv.dtype), c_kv, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
     out = tl.where(length > 0, acc / l_i[:, None], 0.0)  # an empty sequence attends to nothing
     row = sequence * num_heads + head
@@ -124,6 +135,13 @@ def tiles_for(num_heads: int, itemsize: int, shared_bytes: int = 227 * 1024) -> 
     return Tiles(64, 32, 8, 2) if shared_bytes > 150 * 1024 else Tiles(32, 32, 8, 2)
 
 
+def shared_bytes_of(q: Tensor) -> int:
+    """Shared memory that a block may have on q's device, on a CPU that of an H200. q: any shape."""
+    if not q.is_cuda:
+        return 227 * 1024
+    return torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+
+
 def mla_decode(
     q: Tensor,
     kv_cache: Tensor,
@@ -140,14 +158,10 @@ def mla_decode(
     -inf. softmax_scale has no default, because it belongs to the width that was projected, which is
     not to be seen here. Slices of a cache (a split) are fine. Raises ValueError.
     """
-    check_decode_inputs(q, kv_cache, context_lens, kv_lora_rank)
+    check_latent_inputs(q, kv_cache, context_lens, kv_lora_rank)
     (num_sequences, num_heads, dim), rank = q.shape, kv_lora_rank
-    shared = (
-        torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-        if q.is_cuda
-        else 227 * 1024
-    )
-    tiles = tiles or tiles_for(num_heads, q.element_size(), shared)
+    tiles = tiles or tiles_for(num_heads, q.element_size(), shared_bytes_of(q))
+    check_powers_of_two(SMALLEST_TILE, block_h=tiles.block_h, block_n=tiles.block_n)
     out = torch.empty(num_sequences, num_heads, rank, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_sequences, num_heads, dtype=torch.float32, device=q.device)
     if out.numel():
@@ -171,32 +185,32 @@ def mla_decode(
     return out, lse
 
 
-def check_decode_inputs(q: Tensor, kv_cache: Tensor, context_lens: Tensor, rank: int) -> None:
+def check_latent_inputs(q: Tensor, kv_cache: Tensor, context_lens: Tensor, rank: int) -> None:
     """Raise ValueError unless q: [B, H, rank + rope], kv_cache: [B, capacity, rank + rope],
     context_lens: [B] fit the kernel.
     """
-    shapes = [tuple(x.shape) for x in (q, kv_cache, context_lens)]
     if (
         q.ndim != 3
         or kv_cache.ndim != 3
         or q.shape[::2] != kv_cache.shape[::2]
         or context_lens.shape != q.shape[:1]
     ):
+        shapes = [tuple(x.shape) for x in (q, kv_cache, context_lens)]
         raise ValueError(
             f"q, kv_cache, context_lens: got {shapes}; accepted: [B, H, D], [B, capacity, D], [B]"
         )
+    check_grid("q", len(q), "sequences")
     rope = q.shape[2] - rank
     # tl.arange takes powers of two, tl.dot 16 at least
     if any(n < 16 or n & (n - 1) for n in (rank, rope)) or rank > 512:
         raise ValueError(
             f"kv_lora_rank: got {rank}, which leaves q and kv_cache {rope} rotary values; "
-            f"accepted: powers of two, "
-            "16 to 512 and 16 or more"
+            "accepted: powers of two, 16 to 512 and 16 or more"
         )
-    if q.dtype != kv_cache.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if q.dtype != kv_cache.dtype or q.dtype not in DTYPES:
         raise ValueError(
             f"q, kv_cache: got {q.dtype}, {kv_cache.dtype}; accepted: both float32, float16 or "
-            f"bfloat16"
+            "bfloat16"
         )
     if context_lens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"context_lens: got {context_lens.dtype}; accepted: int32 or int64")
@@ -205,6 +219,13 @@ def check_decode_inputs(q: Tensor, kv_cache: Tensor, context_lens: Tensor, rank:
         raise ValueError(
             "q, kv_cache: got a last dimension that is not dense; accepted: stride 1 in it"
         )
+    if q.shape[1] * q.stride(1) > MAX_ELEMENTS:  # counted in 32 bits, because 64 would spill
+        raise ValueError(
+            f"q: got heads that lie {q.stride(1)} elements apart; accepted: all of a token's within "
+            f"{MAX_ELEMENTS}"
+        )
+    check_dense(context_lens=context_lens)
+    check_values(0, kv_cache.shape[1], context_lens=context_lens)
 
 
 # ---------------------------------------------------------------- the rung

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.optimized import fused_softmax
+from lessons.l03_kv_cache.checks import check_apart
 from lessons.l07_kernel_fusion.qk_norm import qk_norm
 from lessons.l07_kernel_fusion.rows import (
     MAX_ROW,
@@ -20,6 +21,7 @@ from lessons.l07_kernel_fusion.rows import (
     check_weight,
     rows_of,
     tile_of,
+    warps_of_a_row,
     weighted,
 )
 from lessons.toolbox.kernels.triton_ import tl, triton
@@ -174,11 +176,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         torch.empty(x.shape, dtype=x.dtype, device=x.device),
     )
     check_weight(x, weight=weight)
+    check_apart(residual=residual)
     num_rows, size = rows.shape
     if size > MAX_ROW:
         return rms_norm(residual.add_(x), weight, eps)
     if num_rows:
-        _, block, warps = tile_of(size)
+        block = triton.next_power_of_2(size)
         add_rms_norm_kernel[num_rows,](
             x_rows,
             rows,
@@ -189,7 +192,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
             x_rows.stride(0),
             rows.stride(0),
             BLOCK=block,
-            num_warps=warps,
+            num_warps=warps_of_a_row(block),
         )
     return out
 
@@ -237,7 +240,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
             gate_rows.stride(0),
             up_rows.stride(0),
             BLOCK=block,
-            num_warps=4,
+            num_warps=warps_of_a_row(block),
         )
     return out
 

@@ -11,7 +11,7 @@ csrc/fused_qknorm_rope_kernel.cu, which also rotates them.
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.optimized import check_one_device
+from lessons.l03_kv_cache.checks import check_one_device
 from lessons.l07_kernel_fusion.rows import DTYPES, MAX_ROW, check_weight, tile_of, weighted
 from lessons.toolbox.kernels.triton_ import tl, triton
 
@@ -46,8 +46,9 @@ def qk_norm_kernel(
     row = tl.where(is_q, program, program - q_programs) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_tokens * heads) & (column < size)
-    # int64, because token · stride may pass 2^31
-    token, head = (row // heads).to(tl.int64), row % heads
+    # int64, because token · stride may pass 2^31, and head · stride where a head's tokens lie
+    # beside each other
+    token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     at = (
         token * tl.where(is_q, stride_qt, stride_kt)
         + head * tl.where(is_q, stride_qh, stride_kh)

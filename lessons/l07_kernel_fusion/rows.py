@@ -5,7 +5,7 @@ where a norm rounds.
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.optimized import check_one_device
+from lessons.l03_kv_cache.checks import check_one_device
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 # values that one program holds: 16 for each thread of 32 warps; 32 a thread would spill on some
@@ -35,6 +35,16 @@ def tile_of(size: int) -> tuple[int, int, int]:
     # short rows share a program: a head of 128 alone would leave most threads idle
     rows = max(1, SHORTEST_TILE // block)
     return rows, block, max(4, rows * block // 512)
+
+
+def warps_of_a_row(block: int) -> int:
+    """Warps of a program that holds one row of `block` values: as tile_of's, but never more than
+    the row has values for.
+
+    A warp without values of its own would hold copies of another's. It would then load a residual
+    while that one stores it.
+    """
+    return min(tile_of(block)[2], max(1, block // 32))
 
 
 def rows_of(**tensors: Tensor) -> list[Tensor]:

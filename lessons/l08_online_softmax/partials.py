@@ -30,6 +30,7 @@ def partial_kernel(
     v_ptr,
     outs_ptr,
     lses_ptr,
+    num_rows,
     num_keys,
     split_size,
     stride_scores,
@@ -42,8 +43,10 @@ def partial_kernel(
     """One program per row and split: scores [R, N], v [N, D] -> outs [S, R, D], lses [S, R] of its
     split_size keys.
     """
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    begin = tl.program_id(1) * split_size
+    # One axis for both, because a grid's second axis holds at most 65535 programs.
+    state = tl.program_id(0).to(tl.int64)
+    row = state % num_rows
+    begin = tl.program_id(0) // num_rows * split_size
     end = tl.minimum(begin + split_size, num_keys)
     out, lse = online_values(
         scores_ptr + row * stride_scores,
@@ -57,7 +60,6 @@ def partial_kernel(
         BLOCK_N,
         STAGES,
     )
-    state = split * tl.num_programs(0) + row
     column = tl.arange(0, BLOCK_D)
     tl.store(
         outs_ptr + state * HEAD_DIM + column,
@@ -136,10 +138,10 @@ def online_values(
         # what counts nothing may hold anything, and 0 · NaN is NaN
         v = tl.where((score != float("-inf"))[:, None], v, 0.0)
         m_new = tl.maximum(m, tl.max(score, axis=0))
-        shrink = tl.exp(m - m_new)
-        weights = tl.exp(score - m_new)
-        l = l * shrink + tl.sum(weights, axis=0)
-        acc = acc * shrink + tl.sum(weights[:, None] * v, axis=0)
+        alpha = tl.exp(m - m_new)
+        p = tl.exp(score - m_new)
+        l = l * alpha + tl.sum(p, axis=0)
+        acc = acc * alpha + tl.sum(p[:, None] * v, axis=0)
         m = m_new
     share = 1.0 / tl.where(l == 0.0, 1.0, l)
     return acc * share, m + tl.log(l)
@@ -159,12 +161,13 @@ def partial_attention(scores: Tensor, v: Tensor, split_size: int) -> tuple[Tenso
         or len(v) != scores.shape[1]
         or v.dtype != scores.dtype
         or v.device != scores.device
+        or not v.shape[1]
         or v.stride(1) != 1
     ):
         raise ValueError(
             f"v: got {v.dtype} {tuple(v.shape)} on {v.device}, strides {v.stride()}; accepted: "
-            f"{scores.dtype} "
-            f"[{scores.shape[1]}, D] on {scores.device} with stride 1 in the last dimension"
+            f"{scores.dtype} [{scores.shape[1]}, D] on {scores.device} with D at least 1 and stride "
+            "1 in the last dimension"
         )
     if split_size < 1:
         raise ValueError(f"split_size: got {split_size}; accepted: 1 or more keys")
@@ -173,13 +176,14 @@ def partial_attention(scores: Tensor, v: Tensor, split_size: int) -> tuple[Tenso
     outs = torch.empty(num_splits, num_rows, head_dim, dtype=torch.float32, device=scores.device)
     lses = torch.empty(num_splits, num_rows, dtype=torch.float32, device=scores.device)
     if lses.numel():
-        partial_kernel[num_rows, num_splits](
+        partial_kernel[num_rows * num_splits,](
             scores,
             v,
             outs,
             lses,
+            num_rows,
             num_keys,
-            split_size,
+            min(split_size, num_keys),
             scores.stride(0),
             v.stride(0),
             HEAD_DIM=head_dim,
@@ -246,6 +250,8 @@ def check_states(outs: Tensor, lses: Tensor) -> None:
     """
     if (
         outs.ndim < 2
+        or not outs.shape[-1]
+        or outs.is_meta
         or lses.shape != outs.shape[:-1]
         or lses.dtype != torch.float32
         or outs.dtype not in (torch.float32, torch.float16, torch.bfloat16)
@@ -253,9 +259,8 @@ def check_states(outs: Tensor, lses: Tensor) -> None:
     ):
         got = " and ".join(f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (outs, lses))
         raise ValueError(
-            f"outs, lses: got {got}; accepted: [S, ..., D] in float32, float16 or bfloat16 and [S, "
-            f"...] in float32, "
-            "on one device"
+            f"outs, lses: got {got}; accepted: [S, ..., D], D at least 1, in float32, float16 or "
+            "bfloat16 and [S, ...] in float32, on one device with data"
         )
     if not (outs.is_contiguous() and lses.is_contiguous()):
         raise ValueError(

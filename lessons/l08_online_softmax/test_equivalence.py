@@ -536,6 +536,20 @@ def test_softmax_refuses():
             softmax(torch.zeros(3, device=DEVICE))
 
 
+def test_more_splits_than_a_second_axis_holds(monkeypatch):
+    """Rows and splits share the grid's first axis."""
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *arguments, **options: None
+
+    monkeypatch.setattr(partials, "partial_kernel", Recorder())
+    partial_attention(torch.zeros(2, 70_000), torch.zeros(70_000, 4), 1)
+    assert grids == [(140_000,)]
+
+
 def test_parts_refuse():
     good = dict(
         scores=torch.zeros(3, 8, device=DEVICE), v=torch.zeros(8, 4, device=DEVICE), split_size=4
@@ -545,9 +559,16 @@ def test_parts_refuse():
         partial_attention(**good | {"v": good["v"][:7]})
     with pytest.raises(ValueError, match="split_size: got 0; accepted: 1 or more"):
         partial_attention(**good | {"split_size": 0})
+    with pytest.raises(ValueError, match="with D at least 1"):
+        partial_attention(**good | {"v": good["v"][:, :0]})
+    with pytest.raises(ValueError, match=r"scores: got .* on meta"):
+        partial_attention(good["scores"].to("meta"), good["v"].to("meta"), 4)
     for function in (merge_states, partials.merge_states_torch):
         states = dict(
             outs=torch.zeros(3, 8, 4, device=DEVICE), lses=torch.zeros(3, 8, device=DEVICE)
         )
         assert_refused(function, states, "outs", ("dtype", "device", "stride"))
         assert_refused(function, states, "lses")
+        for wrong in (lambda x: x.to("meta"), lambda x: x[..., :0] if x.ndim == 3 else x):
+            with pytest.raises(ValueError, match=r"outs, lses: got .* with data"):
+                function(*map(wrong, states.values()))

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lessons.l03_kv_cache.checks import check_grid
 from lessons.l09_flash_attention.arguments import check_heads, check_options
 from lessons.toolbox.kernels.cuda_cpp import CudaKernel
 
@@ -40,9 +41,11 @@ def flash_attention_cuda(
             f"{[x.stride() for x in (q, k, v)]}; "
             "accepted: 64 or 128 for all, dense"
         )
+    blocks = -(-len(q) // BLOCK_M)
+    check_grid("q", blocks, f"blocks of {BLOCK_M} queries")
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if out.numel():
-        FLASH[q.dtype, q.shape[2]][(q.shape[1], -(-len(q) // BLOCK_M)), THREADS](
+        FLASH[q.dtype, q.shape[2]][(q.shape[1], blocks), THREADS](
             q,
             k,
             v,

@@ -12,7 +12,7 @@ Source: Dao et al. 2022, FlashAttention, algorithm 1.
 import torch
 from torch import Tensor
 
-from lessons.l09_flash_attention.arguments import check_heads, check_options
+from lessons.l09_flash_attention.arguments import check_heads, check_options, check_tiles
 from lessons.l09_flash_attention.optimized import LOG2_E, load_rows, tile_scores
 from lessons.l09_flash_attention.tiles import Tiles
 from lessons.toolbox.kernels.triton_ import tl, triton
@@ -122,6 +122,7 @@ def flash_attention_fa1(
     """
     check_heads(q, k, v)
     check_options(q, softmax_scale, causal, None, None, None, None)
+    check_tiles(tiles, 0)  # its grid has one axis, which takes any number of queries
     (num_queries, num_heads, head_dim), (num_keys, num_kv_heads, v_head_dim) = q.shape, v.shape
     # float32, because it is rounded at every visit
     out = torch.zeros(num_queries, num_heads, v_head_dim, device=q.device)

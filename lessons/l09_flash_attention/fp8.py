@@ -12,7 +12,7 @@ largest); Shah et al. 2024, FlashAttention-3, section 3.3 (layout of V, block sc
 import torch
 from torch import Tensor
 
-from lessons.l09_flash_attention.arguments import check_heads, check_options
+from lessons.l09_flash_attention.arguments import check_heads, check_options, check_tiles
 from lessons.l09_flash_attention.naive import tile_scores
 from lessons.l09_flash_attention.optimized import LOG2_E, key_range, load_rows
 from lessons.l09_flash_attention.tiles import Tiles
@@ -96,7 +96,9 @@ def flash_fp8_kernel(
     m_i, l_i = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
     first = start_m + num_keys - num_queries
-    row, column = start_m + tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
+    row = start_m + tl.arange(0, BLOCK_M)
+    # int64, because column · stride passes 2^31 at 8 million keys
+    column = tl.arange(0, HEAD_DIM).to(tl.int64)
     edges = key_range(first, num_keys, 0, CAUSAL, False, BLOCK_M, BLOCK_N)
     for edge in tl.static_range(2):
         for start_n in tl.range(
@@ -153,6 +155,7 @@ def flash_attention_fp8(
             f"q, k, v: got head sizes {q.shape[2]} and {v.shape[2]}; accepted: 32, 64, 128 or 256, "
             f"the same for all"
         )
+    check_tiles(tiles, len(q), smallest=32)  # because 8-bit products add 32 at a time
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = map(quantize, (q, k, v))
     # Transposed once, because the 8-bit matrix instruction reads its operands along the summed
     # dimension only: the keys, for V.

@@ -17,9 +17,14 @@ from lessons.l03_kv_cache.generate import Rung
 from lessons.l03_kv_cache.stand_ins import attend_each
 from lessons.l05_gqa.optimized import LESSON_05
 from lessons.l07_kernel_fusion.fused_decoder import fused
-from lessons.l09_flash_attention.arguments import check_heads, check_options, check_sequences
+from lessons.l09_flash_attention.arguments import (
+    check_heads,
+    check_options,
+    check_sequences,
+    check_tiles,
+)
 from lessons.l09_flash_attention.naive import LESSON_09_TORCH
-from lessons.l09_flash_attention.tiles import Tiles, tiles_on
+from lessons.l09_flash_attention.tiles import Tiles, capability, tiles_for
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x · log2 e): the hardware has exp2 alone
@@ -107,6 +112,17 @@ def tile_scores(
 
 
 @triton.jit
+def rows_of_sequence(cu_seqlens_ptr, sequence, num_rows):
+    """First row and number of rows of a packed sequence, of the num_rows that there are: wrong
+    cu_seqlens give a wrong result, never a foreign row.
+    """
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), num_rows)
+    end = tl.minimum(tl.load(cu_seqlens_ptr + sequence + 1), num_rows)
+    return start.to(tl.int64), tl.maximum(end - start, 0)
+
+
+# Not specialised, because a variant for every kind of number would be compiled while requests wait.
+@triton.jit(do_not_specialize=["total_q", "total_k"])
 def flash_kernel(
     q_ptr,
     k_ptr,
@@ -117,6 +133,8 @@ def flash_kernel(
     cu_seqlens_k_ptr,
     alibi_slopes_ptr,
     sinks_ptr,
+    total_q,
+    total_k,
     softmax_scale,
     window,
     softcap,
@@ -146,12 +164,8 @@ def flash_kernel(
     # Backwards, because a causal sequence's last tile sees most keys: started last, it would finish
     # long after all others.
     start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
-    start_q, start_k = (
-        tl.load(cu_seqlens_q_ptr + sequence).to(tl.int64),
-        tl.load(cu_seqlens_k_ptr + sequence).to(tl.int64),
-    )
-    num_queries = (tl.load(cu_seqlens_q_ptr + sequence + 1) - start_q).to(tl.int32)
-    num_keys = (tl.load(cu_seqlens_k_ptr + sequence + 1) - start_k).to(tl.int32)
+    start_q, num_queries = rows_of_sequence(cu_seqlens_q_ptr, sequence, total_q)
+    start_k, num_keys = rows_of_sequence(cu_seqlens_k_ptr, sequence, total_k)
     if start_m < num_queries:  # the grid is made for the longest sequence
         k_ptr += start_k * stride_kn + head // GROUP * stride_kh
         v_ptr += start_k * stride_vn + head // GROUP * stride_vh
@@ -247,33 +261,34 @@ def flash_attention(
     Hq, Dv], lse: [T, Hq].
 
     cu_seqlens_q, cu_seqlens_k: [B + 1] int32, where each of B packed sequences begins, and the end;
-    None: one sequence. max_seqlen_q: the longest sequence's queries; None: read from cu_seqlens_q,
-    for which the CPU waits. The rest as in naive.attention. lse is float32. tiles: None takes
-    tiles.py's for this chip. float32 products are no tf32. Raises ValueError.
+    None: one sequence. max_seqlen_q: the longest sequence's queries, or more; None: read from
+    cu_seqlens_q, for which the CPU waits. Too small a one, which cannot be seen on a GPU without
+    waiting, leaves rows unwritten. The rest as in naive.attention. lse is float32. tiles: None
+    takes tiles.py's for this chip. float32 products are no tf32. Raises ValueError.
     """
     check_heads(q, k, v)
     check_options(q, softmax_scale, causal, window, softcap, alibi_slopes, sinks)
-    cu_seqlens_q, cu_seqlens_k = check_sequences(q, k, cu_seqlens_q, cu_seqlens_k)
+    *cu_seqlens, longest = check_sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
     (num_tokens, num_heads, head_dim), (_, num_kv_heads, v_head_dim) = q.shape, v.shape
     out = torch.empty(num_tokens, num_heads, v_head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
-    if max_seqlen_q is None:
-        max_seqlen_q = int(cu_seqlens_q.diff().max())
-    tiles = tiles or tiles_on(q.device, max(head_dim, v_head_dim), q.itemsize)
+    tiles = tiles or tiles_for(capability(q.device), max(head_dim, v_head_dim), q.itemsize)
+    check_tiles(tiles, longest)
     softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     if out.numel():
         # Heads first: neighbours in time then share K and V in the L2 cache, and the heaviest tiles
         # of all heads start first.
-        flash_kernel[num_heads, triton.cdiv(max_seqlen_q, tiles.block_m), len(cu_seqlens_q) - 1](
+        flash_kernel[num_heads, triton.cdiv(longest, tiles.block_m), len(cu_seqlens[0]) - 1](
             q,
             k,
             v,
             out,
             lse,
-            cu_seqlens_q,
-            cu_seqlens_k,
+            *cu_seqlens,
             alibi_slopes,
             sinks,
+            num_tokens,
+            len(k),
             softmax_scale,
             window or 0,
             (softcap or 0.0) / softmax_scale,

@@ -101,15 +101,17 @@ CONFIGS: dict[int, dict[int, Tiles]] = {
 }
 
 
-def tiles_for(capability: int, head_dim: int, itemsize: int) -> Tiles:
-    """For a chip (compute capability, 90 for 9.0), the larger of a head's sizes, and the bytes of
-    an element.
+def tiles_for(capability: int | None, head_dim: int, itemsize: int) -> Tiles:
+    """For a chip (compute capability, 90 for 9.0; None where kernels are interpreted), the larger
+    of a head's sizes, and the bytes of an element.
 
     A chip that is not listed takes the entry of the nearest older one. Raises ValueError for a head
     size above 256.
     """
     if head_dim > 256:
         raise ValueError(f"head_dim: got {head_dim}; accepted: up to 256")
+    if capability is None:
+        return Tiles(32, 32)
     ffma = FFMA if capability < 90 else FFMA_90
     table = (
         ffma
@@ -119,9 +121,9 @@ def tiles_for(capability: int, head_dim: int, itemsize: int) -> Tiles:
     return table[min(size for size in table if size >= head_dim)]
 
 
-def tiles_on(device: torch.device, head_dim: int, itemsize: int) -> Tiles:
-    """tiles_for the chip behind a device; small tiles where kernels are interpreted."""
+def capability(device: torch.device) -> int | None:
+    """The compute capability of the chip behind a device, 90 for 9.0; None for a CPU."""
     if device.type != "cuda":
-        return Tiles(32, 32)
+        return None
     major, minor = torch.cuda.get_device_capability(device)
-    return tiles_for(10 * major + minor, head_dim, itemsize)
+    return 10 * major + minor

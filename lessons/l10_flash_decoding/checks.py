@@ -1,13 +1,11 @@
-"""Bad input to the kernels' wrappers, refused in one line each; lesson 5's check_decode_inputs sees
+"""Bad input to the kernels' wrappers, refused in one line each; lesson 5's check_grouped_inputs sees
 to q and the caches.
 """
 
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.optimized import check_one_device
-
-MAX_GRID = 65535  # programs along the second and third axis of a CUDA grid: splits and sequences
+from lessons.l03_kv_cache.checks import MAX_GRID, check_one_device
 
 
 def check_splits(
@@ -18,9 +16,7 @@ def check_splits(
 
     k_cache: [B, capacity, Hkv, D].
     """
-    num_sequences, capacity = k_cache.shape[:2]
-    if num_sequences > MAX_GRID:
-        raise ValueError(f"q, k_cache: got {num_sequences} sequences; accepted: up to {MAX_GRID}")
+    capacity = k_cache.shape[1]
     if num_splits is not None and split_size is not None:
         raise ValueError(
             f"num_splits, split_size: got {num_splits} and {split_size}; accepted: one of the two"
@@ -39,15 +35,16 @@ def check_splits(
 
 def check_partials(partial_out: Tensor, partial_lse: Tensor) -> None:
     """Raise ValueError unless partial_out: [B, Hq, S, D] and partial_lse: [B, Hq, S] are float32,
-    contiguous, S at least 1.
+    contiguous, S and D at least 1.
     """
     got = f"partial_out, partial_lse: got {tuple(partial_out.shape)} and {tuple(partial_lse.shape)}"
     if (
         partial_out.ndim != 4
         or partial_out.shape[:3] != partial_lse.shape
         or not partial_out.shape[2]
+        or not partial_out.shape[3]
     ):
-        raise ValueError(f"{got}; accepted: [B, Hq, S, D] and [B, Hq, S], S at least 1")
+        raise ValueError(f"{got}; accepted: [B, Hq, S, D] and [B, Hq, S], S and D at least 1")
     if {partial_out.dtype, partial_lse.dtype} != {torch.float32}:
         raise ValueError(
             f"partial_out, partial_lse: got {partial_out.dtype} and {partial_lse.dtype}; accepted: "

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.checks import check_powers_of_two
 from lessons.l06_mla.optimized import (
     LATENTS_06,
+    SMALLEST_TILE,
     Tiles,
-    check_decode_inputs,
+    check_latent_inputs,
     kernel_fits,
+    shared_bytes_of,
     tiles_for,
 )
 from lessons.l09_flash_attention.optimized import LESSON_09
@@ -77,10 +80,10 @@ def mla_split_kernel(
             (key < end)[None, :], scores * (softmax_scale * 1.4426950408889634), float("-inf")
         )
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
-        shrink = tl.exp2(m_i - m_new)
-        weights = tl.exp2(scores - m_new[:, None])
-        l_i = l_i * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(c_kv.dtype), c_kv, acc * shrink[:, None], input_precision="ieee")
+        alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2(scores - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(c_kv.dtype), c_kv, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
 
     out = tl.where(begin < length, acc / l_i[:, None], 0.0)
@@ -106,15 +109,11 @@ def mla_flash_decode(
     Returns out: [B, H, rank] and lse: [B, H] float32, as lesson 6's mla_decode; num_splits,
     split_size and max_context_len as flash_decode. Raises ValueError.
     """
-    check_decode_inputs(q, kv_cache, context_lens, kv_lora_rank)
+    check_latent_inputs(q, kv_cache, context_lens, kv_lora_rank)
     check_splits(num_splits, split_size, max_context_len, kv_cache)
     (num_sequences, num_heads, dim), capacity = q.shape, kv_cache.shape[1]
-    shared = (
-        torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-        if q.is_cuda
-        else 227 * 1024
-    )
-    tiles = tiles or tiles_for(num_heads, q.element_size(), shared)
+    tiles = tiles or tiles_for(num_heads, q.element_size(), shared_bytes_of(q))
+    check_powers_of_two(SMALLEST_TILE, block_h=tiles.block_h, block_n=tiles.block_n)
     head_blocks = triton.cdiv(num_heads, tiles.block_h)
     # One slot an SM, because at 128 heads the tiles (KERNELS: 112 to 208 KiB) leave no room for a
     # second program.

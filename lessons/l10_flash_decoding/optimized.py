@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.checks import check_powers_of_two
 from lessons.l03_kv_cache.generate import Rung
-from lessons.l05_gqa.optimized import (
-    LESSON_05,
-    LOG2_E,
-    check_decode_inputs,
-    has_matrix_units,
-    tiles,
-    warps_for,
-)
+from lessons.l05_gqa.checks import check_grouped_inputs
+from lessons.l05_gqa.optimized import LESSON_05, LOG2_E
+from lessons.l05_gqa.tiles import SMALLEST_TILE, has_matrix_units, tiles_for, warps_for
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l08_online_softmax.partials import STAGES, online_values
 from lessons.l09_flash_attention.optimized import LESSON_09
@@ -75,8 +71,9 @@ def split_decode_kernel(
         mask=in_group[:, None] & in_head,
         other=0.0,
     )
-    k_ptr += sequence * stride_kb + kv_head * stride_kh
-    v_ptr += sequence * stride_vb + kv_head * stride_vh
+    # int64, because head · stride passes 2^31 where all rows of a head lie beside each other
+    k_ptr += sequence * stride_kb + kv_head.to(tl.int64) * stride_kh
+    v_ptr += sequence * stride_vb + kv_head.to(tl.int64) * stride_vh
     k_tile = step[:, None] * stride_kn + column[None, :]
     v_tile = step[:, None] * stride_vn + column[None, :]
 
@@ -97,12 +94,12 @@ def split_decode_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
         scores = tl.where(in_split[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
-        shrink = tl.exp2(m_i - m_new)
-        weights = tl.exp2(scores - m_new[:, None])
-        l_i = l_i * shrink + tl.sum(weights, axis=1)
+        alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2(scores - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, axis=1)
         v = tl.load(v_ptr + tile * stride_vn + v_tile, mask=held, other=0.0)
         # [BLOCK_M, BLOCK_D]
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
 
     # an empty split: 0, and by log2(0) the weight −inf
@@ -187,13 +184,14 @@ def flash_decode(
     context_lens lies on the device, and reading it there would make the host wait). float32 inside.
     Raises ValueError.
     """
-    check_decode_inputs(q, k_cache, v_cache, context_lens, window)
+    check_grouped_inputs(q, k_cache, v_cache, context_lens, window)
     check_splits(num_splits, split_size, max_context_len, k_cache)
     longest = min(x for x in (k_cache.shape[1], max_context_len, window) if x is not None)
+    group = q.shape[1] // k_cache.shape[2]
     num_splits = plan_splits(
         len(q) * k_cache.shape[2],
         longest,
-        tiles_of(q, k_cache)["BLOCK_N"],
+        tiles_for(group, q.shape[2], has_matrix_units(q))["BLOCK_N"],
         sms_of(q.device) * PROGRAMS_PER_SM,
         num_splits,
         split_size,
@@ -231,16 +229,20 @@ def split_decode(
 
     Arguments as in `flash_decode`; num_splits is S, the others as in `split_bounds`.
     """
-    check_decode_inputs(q, k_cache, v_cache, context_lens, window)
+    check_grouped_inputs(q, k_cache, v_cache, context_lens, window)
     check_splits(num_splits, None, None, k_cache)
     (num_sequences, num_heads, head_dim), (_, capacity, num_kv_heads, _) = q.shape, k_cache.shape
     out = torch.empty(
         num_sequences, num_heads, num_splits, head_dim, dtype=out_dtype, device=q.device
     )
     lse = torch.empty(num_sequences, num_heads, num_splits, dtype=torch.float32, device=q.device)
-    size = tiles_of(q, k_cache) | ({} if block_n is None else {"BLOCK_N": block_n})
+    group = num_heads // num_kv_heads
+    # by heads, dtype and chip, never by batch or length
+    size = tiles_for(group, head_dim, has_matrix_units(q))
+    if block_n is not None:
+        check_powers_of_two(SMALLEST_TILE, block_n=block_n)
+        size["BLOCK_N"] = block_n
     if out.numel():
-        group = num_heads // num_kv_heads
         split_decode_kernel[num_kv_heads, num_splits, num_sequences](
             q,
             k_cache,
@@ -260,13 +262,6 @@ def split_decode(
             num_warps=warps_for(group, head_dim),
         )
     return out, lse
-
-
-def tiles_of(q: Tensor, k_cache: Tensor) -> dict[str, int]:
-    """Tile sizes: by heads, dtype and chip, never by batch or length. q: [B, Hq, D], k_cache: [B,
-    capacity, Hkv, D].
-    """
-    return tiles(q.shape[1] // k_cache.shape[2], q.shape[2], has_matrix_units(q))
 
 
 def combine(

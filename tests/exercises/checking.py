@@ -11,11 +11,10 @@ uses no fixture, because the kill matrix calls it too.
 """
 
 import copy
-import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,46 +29,82 @@ TIME_LIMIT_S = 20.0
 
 @dataclass(frozen=True)
 class Check:
+    """One check of an exercise, on one of its cases."""
+
     exercise_id: str
     function: Callable
-    cases: dict[str, str]  # name -> why it exists; empty: one run without `case`
-    seconds: float
+    seconds: float  # its time limit
+    case: str | None  # None: a check without cases
+    why: str  # the case exists
 
     @property
     def name(self) -> str:
-        return self.function.__name__.removeprefix("test_")
+        case = f"[{self.case}]" if self.case else ""
+        return self.function.__name__.removeprefix("test_") + case
 
-    def runs(self) -> list[str | None]:
-        return list(self.cases) or [None]
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.why}" if self.why else self.name
+
+    def __call__(self, impl: Callable, seed: int) -> None:
+        case = {"case": self.case} if self.case else {}
+        self.function(impl, seed=seed, **case)
 
 
 def check(
     exercise_id: str, cases: dict[str, str] | None = None, seconds: float = TIME_LIMIT_S
 ) -> Callable:
-    """Make a function one of an exercise's checks, once per case. seconds: its time limit."""
+    """Make a function one of an exercise's checks, once per case: {name: why it exists}. seconds:
+    its time limit.
+    """
 
     def mark(function: Callable) -> Callable:
-        function.check = Check(exercise_id, function, dict(cases or {}), seconds)
+        function.checks = {
+            case: Check(exercise_id, function, seconds, case, why)
+            for case, why in (cases or {None: ""}).items()
+        }
         getattr(pytest.mark, "ex" + exercise_id.replace(".", "_"))(function)
-        getattr(pytest.mark, f"lesson{int(exercise_id.split('.')[0]):02d}")(function)
         return pytest.mark.parametrize("case", list(cases))(function) if cases else function
 
     return mark
 
 
-def checks_in(module: ModuleType) -> list[Check]:
-    """The checks of a test module, in the order of the file."""
-    return [
-        value.check
-        for value in vars(module).values()
-        if inspect.isfunction(value) and hasattr(value, "check")
-    ]
+# ---------------------------------------------------------------- what a check saw
+
+# What the implementation returned and what was compared, since the check began: by this a known
+# wrong answer is recognised.
+seen: list[Any] = []
 
 
-def require_cuda() -> None:
-    """First line of a check that needs a GPU; elsewhere it is NOT RUN, which is never a pass."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+def note(result: Any) -> Any:
+    """Remember a result, tensors as copies; an object of a class by its type alone."""
+    seen.append(tree_map(_snapshot, result))
+    return result
+
+
+def _snapshot(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.detach().clone()
+    return x if isinstance(x, (int, float, str, type(None))) else "an object"
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two results are the same up to rounding; NaN equals NaN, integers are exact."""
+    (leaves_a, tree_a), (leaves_b, tree_b) = tree_flatten(a), tree_flatten(b)
+    return tree_a == tree_b and all(map(_alike_leaves, leaves_a, leaves_b))
+
+
+def _alike_leaves(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return False
+        exact = not a.is_floating_point()
+        return torch.equal(a, b) if exact else torch.allclose(a, b, 1e-4, 1e-6, equal_nan=True)
+    if isinstance(a, float):
+        return math.isclose(a, b, rel_tol=1e-9) or (a != a and b != b)
+    return a == b
 
 
 # ---------------------------------------------------------------- calling and comparing
@@ -79,37 +114,30 @@ def call(impl: Callable, inputs: dict[str, Any]) -> Any:
     """impl(**inputs), and a failure if it changed one of its arguments."""
     before = tree_map(_kept, inputs)
     got = impl(**inputs)
-    for name in inputs:
+    for name, value in inputs.items():
         changed = f"your function changed its argument `{name}` in place"
-        (olds, tree), (news, new_tree) = tree_flatten(before[name]), tree_flatten(inputs[name])
-        assert tree == new_tree, (
-            f"{changed}: it was {_brief(before[name])}, is {_brief(inputs[name])}"
-        )
+        (olds, tree), (news, new_tree) = tree_flatten(before[name]), tree_flatten(value)
+        was = f"{changed}: it was {_brief(before[name])}, is {_brief(value)}"
+        assert tree == new_tree, was
         for old, new in zip(olds, news):
-            if isinstance(old, Tensor):
-                assert old.shape == new.shape, (
-                    f"{changed}: its shape was {list(old.shape)}, is {list(new.shape)}"
-                )
-                # NaN is unequal to itself
-                count = int(((old != new) & ~((old != old) & (new != new))).sum())
-                assert not count, (
-                    f"{changed}: {count} of {old.numel()} elements; the caller still needs it"
-                )
-            else:
-                assert old is new or old == new, (
-                    f"{changed}: it was {_brief(old)}, is {_brief(new)}"
-                )
+            if not isinstance(old, Tensor):
+                assert old is new or old == new, was
+                continue
+            for what in ("shape", "dtype"):
+                a, b = getattr(old, what), getattr(new, what)
+                assert a == b, f"{changed}: its {what} was {_name(a)}, is {_name(b)}"
+            # NaN is unequal to itself
+            count = int(((old != new) & ~((old != old) & (new != new))).sum())
+            assert not count, (
+                f"{changed}: {count} of {old.numel()} elements; the caller still needs it"
+            )
     return got
 
 
 def _kept(x: Any) -> Any:
-    return (
-        x.clone()
-        if isinstance(x, Tensor)
-        else copy.copy(x)
-        if isinstance(x, (set, bytearray))
-        else x
-    )
+    if isinstance(x, Tensor):
+        return x.clone()
+    return copy.copy(x) if isinstance(x, (set, bytearray)) else x
 
 
 def compare(
@@ -144,22 +172,24 @@ def assert_equal(
     if isinstance(want, (list, tuple)) and isinstance(got, (list, tuple)):
         for at, (a, b) in enumerate(zip(got, want)):
             assert_equal(a, b, atol=atol, rtol=rtol, dtype=dtype, label=f"{label}[{at}]")
+        both = f"{_brief(got)}, not {_brief(want)}"
         assert len(got) == len(want), (
-            f"{label} has {len(got)} entries, expected {len(want)}: {_brief(got)}, not "
-            f"{_brief(want)}"
+            f"{label} has {len(got)} entries, expected {len(want)}: {both}"
         )
-    elif isinstance(want, float) and isinstance(got, (int, float)):
-        assert abs(got - want) <= _factor * (atol + rtol * abs(want)), (
-            f"{label} is {got:.8g}, expected {want:.8g} (tolerance {atol + rtol * abs(want):.3g})"
+        return
+    note(got)
+    if isinstance(want, float) and isinstance(got, (int, float)):
+        tolerance = atol + rtol * abs(want) if math.isfinite(want) else 0.0
+        assert got == want or abs(got - want) <= _factor * tolerance, (
+            f"{label} is {got:.8g}, expected {want:.8g} (tolerance {tolerance:.3g})"
         )
-    else:
-        kind = (
-            ""
-            if type(got) is type(want)
-            else f" ({type(got).__name__}, expected {type(want).__name__})"
-        )
-        kind = " (is a `return` missing?)" if got is None and want is not None else kind
-        assert not kind and got == want, f"{label} is {_brief(got)}, expected {_brief(want)}{kind}"
+        return
+    kind = ""
+    if got is None and want is not None:
+        kind = " (is a `return` missing?)"
+    elif type(got) is not type(want):
+        kind = f" ({type(got).__name__}, expected {type(want).__name__})"
+    assert not kind and got == want, f"{label} is {_brief(got)}, expected {_brief(want)}{kind}"
 
 
 def assert_close(
@@ -171,30 +201,31 @@ def assert_close(
     dtype: torch.dtype | None = None,
     label: str = "your result",
 ) -> None:
-    """|got - want| <= atol + rtol |want| everywhere; NaN fails. The message names the worst
-    element, both values, the count.
+    """|got - want| <= atol + rtol |want| everywhere; where `want` is infinite, the same infinity;
+    NaN never passes. The message names the worst element, both values, the count.
     """
+    note(got)
+    missing = " (is a `return` missing?)" if got is None else ""
     assert isinstance(got, Tensor), (
-        f"{label} is {type(got).__name__}, expected a tensor of shape {list(want.shape)}"
-        + (" (is a `return` missing?)" if got is None else "")
+        f"{label} is {type(got).__name__}, expected a tensor of shape {list(want.shape)}{missing}"
     )
     assert got.shape == want.shape, (
-        f"{label} has shape {list(got.shape)}, expected {list(want.shape)}"
+        f"{label} has shape {_name(got.shape)}, expected {_name(want.shape)}"
     )
     dtype = dtype or want.dtype
     assert got.dtype == dtype, f"{label} is {_name(got.dtype)}, expected {_name(dtype)}"
-    exact, tolerance = want.double(), atol + rtol * want.double().abs()
-    error = torch.where(got.double() == exact, 0.0, (got.double() - exact).abs()).nan_to_num(
-        nan=torch.inf
-    )
-    wrong = error > tolerance * _factor
+    mine, exact = got.double(), want.double()
+    tolerance = torch.where(exact.isfinite(), atol + rtol * exact.abs(), 0.0)
+    error = (mine - exact).abs()
+    wrong = ~((mine == exact) | (error <= tolerance * _factor))  # comparing NaN gives false
     if wrong.any():
-        worst = (error / tolerance.clamp(min=1e-300)).argmax()
+        # NaN counts as the largest
+        worst = torch.where(wrong, error / tolerance.clamp(min=1e-300), -1.0).argmax()
         at = tuple(int(i) for i in torch.unravel_index(worst, error.shape))
         raise AssertionError(
             f"{label}: worst element {list(at)}: yours {got[at].item():.6g}, expected "
-            f"{want[at].item():.6g} "
-            f"(tolerance {tolerance[at].item():.2g}); {int(wrong.sum())} of {wrong.numel()} wrong"
+            f"{want[at].item():.6g} (tolerance {tolerance[at].item():.2g}); {int(wrong.sum())} of "
+            f"{wrong.numel()} wrong"
         )
 
 
@@ -228,34 +259,8 @@ def tolerances_times(factor: float) -> Iterator[None]:
 _factor = 1.0
 
 
-def alike(a: Any, b: Any) -> bool:
-    """Whether two recorded results are the same up to rounding, NaN included: how a known wrong
-    answer is recognised.
-    """
-    (leaves_a, tree_a), (leaves_b, tree_b) = tree_flatten(a), tree_flatten(b)
-    return tree_a == tree_b and all(map(_alike_leaves, leaves_a, leaves_b))
-
-
-def comparable(results: Any) -> bool:
-    """Whether `alike` can judge them."""
-    return all(
-        isinstance(x, (Tensor, float, int, str, type(None))) for x in tree_flatten(results)[0]
-    )
-
-
-def _alike_leaves(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        same_kind = a.shape == b.shape and a.dtype == b.dtype
-        return same_kind and torch.allclose(
-            a.double(), b.double(), rtol=1e-4, atol=1e-6, equal_nan=True
-        )
-    if isinstance(a, float) and isinstance(b, float):
-        return a == b or abs(a - b) <= 1e-9 * abs(b)
-    return type(a) is type(b) and isinstance(a, (int, str, bool, type(None))) and a == b
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(x: torch.dtype | torch.Size) -> str:
+    return str(list(x)) if isinstance(x, torch.Size) else str(x).removeprefix("torch.")
 
 
 def _brief(value: Any) -> str:

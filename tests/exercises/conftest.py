@@ -1,18 +1,18 @@
 """pytest for exercises: --impl, a marker per exercise, and PASS, FAIL, TODO or NOT RUN with one
-message each.
+message each. `--junitxml` writes them down.
 """
 
-import json
-from pathlib import Path
+import os
 
 import pytest
 
-from lessons.toolbox.exercises.exercise import ExerciseError, all_exercises, find_exercise
-from lessons.toolbox.exercises.loading import folder_of
+from lessons.toolbox.exercises.exercise import ExerciseError, all_exercises
+from lessons.toolbox.exercises.loading import folder_of, load_exercise
 from tests.exercises import running
-from tests.exercises.checking import Check
-from tests.exercises.running import FAIL, NOT_RUN, PASS, TODO, Outcome, hint_for, load, run_check
+from tests.exercises.running import FAIL, NOT_RUN, PASS, TODO, Outcome
 from tests.exercises.wrong import answers_of
+
+collect_ignore = []
 
 
 def pytest_addoption(parser):
@@ -23,37 +23,22 @@ def pytest_addoption(parser):
         help="what to check: solutions, exercises (yours), or a folder",
     )
     group.addoption("--seed", type=int, default=0, help="of the checks' random inputs")
-    group.addoption(
-        "--outcomes", default=None, help="also write one line of JSON per check into this file"
-    )
-
-
-def option(config, name: str, default):
-    """An option's value; the default where pytest read this file too late to learn of the option
-    (no path was given).
-    """
-    return config.getoption(name, default)
 
 
 def pytest_configure(config):
+    # pytest reads this file too late to learn of the options where no path was given
+    impl = config.getoption("--impl", "solutions")
     try:
-        config.exercise_folder = folder_of(option(config, "--impl", "solutions"))
-        exercises = all_exercises()
+        config.exercise_folder = folder_of(impl)
+        config.exercises = {entry.id: entry for entry in all_exercises()}
     except ExerciseError as error:
         raise pytest.UsageError(str(error)) from None
-    for entry in exercises:
+    for entry in config.exercises.values():
         config.addinivalue_line("markers", f"{entry.marker}: exercise {entry.id}, {entry.title}")
-    for lesson in sorted({entry.lesson for entry in exercises}):
-        config.addinivalue_line("markers", f"lesson{lesson}: every exercise of lesson {lesson}")
-
-
-def pytest_ignore_collect(collection_path, config):
-    """The tests of the tests are about solutions/, not about a learner's files."""
-    if (
-        collection_path.name in ("test_machinery.py", "test_learner.py")
-        and option(config, "--impl", "solutions") != "solutions"
-    ):
-        return True
+    if impl != "solutions":  # the tests of the tests are about solutions/
+        collect_ignore.extend(["test_machinery.py", "test_learner.py"])
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        running.stderr = os.dup(2)
 
 
 @pytest.fixture
@@ -65,7 +50,7 @@ def impl():
 
 @pytest.fixture
 def seed(request):
-    return option(request.config, "--seed", 0)
+    return request.config.getoption("--seed", 0)
 
 
 # ---------------------------------------------------------------- running
@@ -76,87 +61,57 @@ _timed_out: dict[str, str] = {}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    check: Check | None = getattr(pyfuncitem.function, "check", None)
-    if check is None:
+    checks = getattr(pyfuncitem.function, "checks", None)
+    if checks is None:
         return None
-    case, seed = pyfuncitem.funcargs.get("case"), pyfuncitem.funcargs["seed"]
-    entry = find_exercise(check.exercise_id)
-    folder = pyfuncitem.config.exercise_folder
-    path = option(pyfuncitem.config, "--outcomes", None)
-    running.on_hang = lambda message: (
-        path and _write(Path(path), check, case, Outcome(FAIL, message))
-    )
-    if entry.id in _timed_out:
-        outcome = Outcome(
-            FAIL, f"not tried, because {_timed_out[entry.id]} already ran out of time"
-        )
-    else:
-        outcome = run_check(check, lambda: load(folder, entry), case, seed, folder / entry.file)
-    if outcome.timed_out:
-        _timed_out[entry.id] = _record(check, case, FAIL, "")["check"]
-    message = outcome.message
-    if outcome.status == FAIL and outcome.results:
-        hint = hint_for(outcome, check, answers_of(entry.lesson).wrong_for(entry.id), case, seed)
-        message += f"\n  looks like: {hint}" if hint else ""
-    pyfuncitem.user_properties.append(("exercise", _record(check, case, outcome.status, message)))
+    check = checks[pyfuncitem.funcargs.get("case")]
+    outcome = _run(check, pyfuncitem.config, pyfuncitem.funcargs["seed"])
+    record = ("exercise", check.exercise_id), ("status", outcome.status)
+    pyfuncitem.user_properties += [*record, ("message", outcome.message)]
     if outcome.status == NOT_RUN:
-        pytest.skip(message)
+        pytest.skip(outcome.message)
     if outcome.status != PASS:
-        pytest.fail(message, pytrace=False)
+        pytest.fail(outcome.message, pytrace=False)
     return True
 
 
-def _record(check: Check, case: str | None, status: str, message: str) -> dict[str, str]:
-    name = check.name + (f"[{case}]" if case else "")
-    return {"exercise": check.exercise_id, "check": name, "status": status, "message": message}
-
-
-def _write(path: Path, check: Check, case: str | None, outcome: Outcome) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(_record(check, case, outcome.status, outcome.message)) + "\n")
+def _run(check, config, seed) -> Outcome:
+    entry, folder = config.exercises[check.exercise_id], config.exercise_folder
+    if entry.id in _timed_out:
+        return Outcome(FAIL, f"not tried, because {_timed_out[entry.id]} already ran out of time")
+    path = folder / entry.file
+    outcome = running.run_check(check, lambda: load_exercise(folder, entry), seed, path)
+    if outcome.error == "TimeUp":
+        _timed_out[entry.id] = check.name
+    if outcome.error == "AssertionError":
+        function, checks = load_exercise(folder, entry), running.checks_of(entry)
+        wrong = answers_of(entry.lesson).wrong_for(entry.id)
+        if hint := running.hint_for(check, function, wrong, checks, seed):
+            return Outcome(FAIL, f"{outcome.message}\n  looks like: {hint}")
+    return outcome
 
 
 # ---------------------------------------------------------------- reporting
 
 
-def _outcome(report) -> dict[str, str] | None:
-    return dict(report.user_properties).get("exercise") if report.when == "call" else None
+def _record(report) -> dict[str, str]:
+    return dict(report.user_properties) if report.when == "call" else {}
 
 
 def pytest_report_teststatus(report):
-    outcome = _outcome(report)
-    if outcome and outcome["status"] == TODO:
+    status = _record(report).get("status")
+    if status == TODO:
         return "todo", "T", TODO
-    if outcome and outcome["status"] == NOT_RUN:
+    if status == NOT_RUN:
         return "not run", "N", NOT_RUN
     return None
-
-
-class OutcomeFile:
-    """Appends every outcome to a file, in the process that sees them all (under xdist the workers'
-    reports arrive there).
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def pytest_runtest_logreport(self, report):
-        if outcome := _outcome(report):
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(outcome) + "\n")
-
-
-def pytest_sessionstart(session):
-    path = option(session.config, "--outcomes", None)
-    if path and not hasattr(session.config, "workerinput"):
-        session.config.pluginmanager.register(OutcomeFile(Path(path)))
 
 
 def pytest_terminal_summary(terminalreporter):
     for category, text in (("todo", "still to do"), ("not run", "NOT RUN, which is no pass")):
         messages = {}
         for report in terminalreporter.stats.get(category, []):
-            outcome = _outcome(report)
-            messages.setdefault(outcome["exercise"], outcome["message"])
+            record = _record(report)
+            messages.setdefault(record["exercise"], record["message"])
         for exercise_id, message in messages.items():
             terminalreporter.write_line(f"exercise {exercise_id} {text}: {message}")

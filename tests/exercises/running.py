@@ -2,38 +2,39 @@
 conftest.py reports them.
 """
 
-import os
+import faulthandler
+import importlib
+import io
+import re
 import signal
-import threading
-import time
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from lessons.toolbox.exercises.exercise import Exercise, ExerciseError, untouched_line
-from lessons.toolbox.exercises.loading import describe, load_exercise, source_of
-from tests.exercises.checking import Check, alike, comparable
+from lessons.toolbox.exercises.exercise import Exercise, ExerciseError
+from lessons.toolbox.exercises.loading import describe
+from lessons.toolbox.kernels.bounds import in_bounds
+from tests.exercises.checking import Check, alike, note, seen
 from tests.exercises.wrong import WrongAnswer
 
 PASS, FAIL, TODO, NOT_RUN = "PASS", "FAIL", "TODO", "NOT RUN"
 # a native call cannot be interrupted; this long after its limit the whole process goes
 HANG_GRACE_S = 15.0
-HANG_EXIT_CODE = 70
 
 
 @dataclass(frozen=True)
 class Outcome:
     status: str
     message: str = ""
-    results: tuple = ()  # what the implementation returned, call by call
-    timed_out: bool = False
+    error: str = ""  # the exception's class
+    results: tuple = ()  # what the check saw before it ended
 
 
 class TimeUp(BaseException):
@@ -44,87 +45,49 @@ class Recorder:
     """Stands in for an implementation and keeps what it returned."""
 
     def __init__(self, function: Callable):
-        self.function, self.results = function, []
+        self._function = function
 
     def __call__(self, *args, **kwargs) -> Any:
-        result = self.function(*args, **kwargs)
-        self.results.append(
-            tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, result)
-        )
-        return result
+        return note(self._function(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.function, name)
+        return getattr(self._function, name)
 
 
-def load(folder: Path, entry: Exercise) -> Callable:
-    """The implementation in a folder. Raises NotImplementedError for an untouched stub,
-    ExerciseError if it cannot be loaded.
-
-    A file that failed once fails the same way again at once, because one that hangs while loading
-    would hang every check.
-    """
-    path = folder / entry.file
-    if path not in _failed:
-        if line := untouched_line(source_of(folder, entry), entry.id):
-            raise NotImplementedError(
-                f"Exercise {entry.id}: {entry.title} ({path.parent.name}/{path.name}, line {line})"
-            )
-        _failed[path] = (
-            f"{path.parent.name}/{path.name} does not finish loading: is there a loop outside "
-            f"every function?"
-        )
-        try:
-            function = load_exercise(folder, entry)
-        except ExerciseError as error:
-            _failed[path] = str(error)
-            raise
-        del _failed[path]
-        return function
-    raise ExerciseError(_failed[path])
-
-
-_failed: dict[Path, str] = {}
+def checks_of(entry: Exercise) -> list[Check]:
+    """The checks of an exercise, case by case, in the order of the file."""
+    module = importlib.import_module(f"tests.exercises.test_l{entry.lesson}")
+    found = [check for f in vars(module).values() for check in getattr(f, "checks", {}).values()]
+    return [check for check in found if check.exercise_id == entry.id]
 
 
 def run_check(
-    check: Check,
-    loader: Callable[[], Callable],
-    case: str | None,
-    seed: int,
-    path: Path | None = None,
+    check: Check, loader: Callable[[], Callable], seed: int, path: Path = Path()
 ) -> Outcome:
     """One run of a check on what `loader` returns. path: the implementation's file, for messages
     that name its lines.
     """
-    recorder = Recorder(lambda: None)
-    arguments = {} if case is None else {"case": case}
+    seen.clear()
     try:
-        with time_limit(check.seconds):
-            recorder.function = loader()
+        with time_limit(check.seconds), in_bounds():
+            implementation = Recorder(loader())
             torch.manual_seed(seed)
-            check.function(recorder, seed=seed, **arguments)
-    except TimeUp:
-        return Outcome(
-            FAIL,
-            f"{_label(check, case)}: stopped after {check.seconds:g} s. Is there an endless loop?",
-            timed_out=True,
-        )
+            check(implementation, seed)
     except pytest.skip.Exception as skip:
         return Outcome(NOT_RUN, str(skip.msg))
     except ExerciseError as error:
         return Outcome(FAIL, str(error))
-    except (Exception, SystemExit, pytest.fail.Exception) as error:
+    except (Exception, SystemExit, pytest.fail.Exception, TimeUp) as error:
         if todo := _untouched(error):
             return Outcome(TODO, todo)
-        plain = isinstance(error, (AssertionError, pytest.fail.Exception)) and str(error)
-        message = str(error) if plain else describe(error, path or Path())
-        return Outcome(FAIL, f"{_label(check, case)}: {message}", tuple(recorder.results))
-    return Outcome(PASS, "", tuple(recorder.results))
-
-
-def _label(check: Check, case: str | None) -> str:
-    return check.name if case is None else f"{check.name}[{case}], {check.cases[case]}"
+        if isinstance(error, TimeUp):
+            message = f"stopped after {check.seconds:g} s. Is there an endless loop?"
+        elif isinstance(error, (AssertionError, pytest.fail.Exception)) and str(error):
+            message = str(error)
+        else:
+            message = describe(error, path)
+        return Outcome(FAIL, f"{check.label}: {message}", type(error).__name__, tuple(seen))
+    return Outcome(PASS)
 
 
 def _untouched(error: BaseException | None) -> str | None:
@@ -138,40 +101,65 @@ def _untouched(error: BaseException | None) -> str | None:
     return None
 
 
-def hint_for(
-    failed: Outcome, check: Check, answers: list[WrongAnswer], case: str | None, seed: int
-) -> str | None:
-    """The hint of the known wrong answer that fails this check with the same results, best with the
-    same message too.
+# ---------------------------------------------------------------- hints
 
-    Results that cannot be compared (objects of a class) leave only the message, which two different
-    slips may share.
+
+def hint_for(
+    check: Check, function: Callable, answers: list[WrongAnswer], checks: list[Check], seed: int = 0
+) -> str | None:
+    """The hint of the one known wrong answer that looks like this implementation: the same results
+    in this check, failures in the same ones of all `checks`, and in two thirds of these the same
+    results too (a slip may meet another line of the learner's in the rest).
+
+    None where no answer or several fit, because a hint that is not true costs more than it helps.
     """
-    found = None
-    for answer in answers:
-        outcome = run_check(check, lambda answer=answer: answer.function, case, seed)
-        same_message = outcome.message == failed.message
-        if outcome.status == FAIL and (
-            alike(outcome.results, failed.results) if comparable(failed.results) else same_message
-        ):
-            if same_message:
-                return answer.hint
-            found = found or answer.hint
-    return found
+    with redirect_stdout(io.StringIO()):  # what the learner prints belongs to the check itself
+        hints = {
+            answer.hint
+            for answer in answers
+            if _same(check, function, answer.function, seed)
+            and _fail_alike(checks, function, answer.function, seed)
+        }
+    return hints.pop() if len(hints) == 1 else None
+
+
+def _fail_alike(checks: list[Check], mine: Callable, theirs: Callable, seed: int) -> bool:
+    failures = []
+    for check in checks:
+        status = _outcome(check, mine, seed).status
+        if status != _outcome(check, theirs, seed).status:
+            return False
+        if status == FAIL:
+            failures.append(_same(check, mine, theirs, seed))
+    return 3 * sum(failures) >= 2 * len(failures)
+
+
+@cache
+def _outcome(check: Check, function: Callable, seed: int) -> Outcome:
+    return run_check(check, lambda: function, seed)
+
+
+def _same(check: Check, mine: Callable, theirs: Callable, seed: int) -> bool:
+    a, b = _outcome(check, mine, seed), _outcome(check, theirs, seed)
+    if (a.status, a.error) != (b.status, b.error) or not alike(a.results, b.results):
+        return False
+    # Of a failed comparison the values stand in the results, and the rest says which rule it broke.
+    texts = [re.sub(r"-?\d+\.\d+(e[-+]\d+)?", "#", outcome.message) for outcome in (a, b)]
+    return a.error != "AssertionError" or texts[0] == texts[1]
 
 
 # ---------------------------------------------------------------- time
 
-on_hang: Callable[[str], None] = lambda message: None  # conftest.py writes the last message down
+stderr = sys.stderr  # conftest.py puts the real one here, which pytest does not capture
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeUp after `seconds`, again and again until it is heard; if it never is, end the
-    process with HANG_EXIT_CODE.
+    """Raise TimeUp after `seconds`, again and again until it is heard; if it never is, print where
+    it hangs and end the process.
     """
-    _watchdog.watch(seconds)
-    alarm = hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread()
+    faulthandler.dump_traceback_later(seconds + HANG_GRACE_S, exit=True, file=stderr)
+    alarm = hasattr(signal, "SIGALRM")
     if alarm:
         previous = signal.signal(signal.SIGALRM, _time_up)
         signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
@@ -181,40 +169,8 @@ def time_limit(seconds: float) -> Iterator[None]:
         if alarm:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
-        _watchdog.rest()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _time_up(signum, frame):
     raise TimeUp
-
-
-class Watchdog:
-    """One thread for the whole run, because starting one per check would cost more than most
-    checks.
-    """
-
-    def __init__(self):
-        self.deadline, self.seconds, self.thread = None, 0.0, None
-
-    def watch(self, seconds: float) -> None:
-        self.seconds = seconds + HANG_GRACE_S
-        self.deadline = time.monotonic() + self.seconds
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._look, daemon=True)
-            self.thread.start()
-
-    def rest(self) -> None:
-        self.deadline = None
-
-    def _look(self) -> None:
-        while True:
-            time.sleep(1.0)
-            deadline = self.deadline
-            if deadline is not None and time.monotonic() > deadline:
-                message = f"nothing could interrupt it for {self.seconds:g} s, so the whole run ended here"
-                on_hang(message)
-                os.write(2, f"\nexercises: {message}\n".encode())
-                os._exit(HANG_EXIT_CODE)
-
-
-_watchdog = Watchdog()

@@ -3,35 +3,39 @@ stands in for a lesson's part.
 """
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from math import inf, nan
+from pathlib import Path
 
 import pytest
 import torch
 
 from lessons.toolbox.exercises import report as exercise_report
-from lessons.toolbox.exercises.exercise import (
-    ROOT,
-    SOLUTIONS,
-    ExerciseError,
-    find_exercise,
-    lesson_key,
-    main,
-    read_exercises,
-)
+from lessons.toolbox.exercises.__main__ import main
+from lessons.toolbox.exercises.exercise import ROOT, SOLUTIONS, ExerciseError, all_exercises
+from lessons.toolbox.exercises.loading import load_exercise
+from lessons.toolbox.kernels.triton_ import tl, triton
+from lessons.toolbox.measure.device import interpreting
 from tests.exercises.checking import assert_equal, assert_largest_tensor, call, check, compare
-from tests.exercises.killing import runs_of
-from tests.exercises.running import FAIL, NOT_RUN, hint_for, load, run_check
+from tests.exercises.running import FAIL, NOT_RUN, PASS, checks_of, hint_for, run_check
 from tests.exercises.wrong import WrongAnswer
 
-FIRST, *_ = read_exercises(SOLUTIONS / "l02_naive_attention.py")
+LESSON = all_exercises("02")
+FIRST = LESSON[0]
+
+
+def checks_from(function, exercise_id="2.1", **options):
+    """The checks that a test function makes, outside any test file."""
+    return list(check(exercise_id, **options)(function).checks.values())
 
 
 @pytest.fixture
 def mine(tmp_path):
-    """A function that writes a learner's lesson 02, spoiled here and there, and returns its folder."""
+    """A function that writes a learner's lesson 02, spoiled here and there; returns its folder."""
 
     def write(*changes, folder="mine"):
         text = (SOLUTIONS / FIRST.file).read_text()
@@ -72,7 +76,11 @@ def test_a_learners_terminal(mine):
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     text = done.stdout + done.stderr
-    assert done.returncode == 1 and "18 failed, 15 passed, 7 todo" in text, text
+    counted = re.search(r"(\d+) failed, (\d+) passed, (\d+) todo", text)
+    assert done.returncode == 1 and counted, text
+    total = {entry.id: len(checks_of(entry)) for entry in LESSON}
+    assert sum(map(int, counted.groups())) == sum(total.values())
+    assert int(counted[3]) == total["2.3"]
     assert "Traceback" not in text and "def test_" not in text
     assert (
         "values[fewer_queries], the last query stands at the last key: your result: worst element ["
@@ -89,24 +97,105 @@ def test_a_learners_terminal(mine):
     )
 
 
-def test_a_hint_needs_the_same_results():
-    """Two slips may share a message (worst element, values, count); only equal results make one
-    look like the other.
-    """
+# ---------------------------------------------------------------- hints
 
-    def same_message(impl, seed):
-        assert impl(1)[0] == 1, "wrong"
 
-    answer = WrongAnswer("2.1", "known", lambda x: [0, 7], "you return 7")
-    this = check("2.1")(same_message).check
-    for mine, hint in (([0, 7], "you return 7"), ([0, 8], None), ([0, True], None)):
-        failed = run_check(this, lambda mine=mine: lambda x: mine, None, 0)
-        assert failed.status == FAIL and hint_for(failed, this, [answer], None, 0) == hint
+def returns(values, name="known", hint="known"):
+    """A wrong answer that returns one of these for each of three inputs."""
+    return WrongAnswer("2.1", name, lambda x: values[x], hint)
+
+
+def first_entry(impl, case, seed):
+    """A check whose message tells less than the result."""
+    assert impl(int(case))[0] == 1, "wrong"
+
+
+THREE = checks_from(first_entry, cases={"0": "one input", "1": "another", "2": "a third"})
+KNOWN = [[0, 7], [0, 7], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    "mine, hinted",
+    [
+        (KNOWN, True),
+        ([[0, 8], [0, 7], [1, 1]], False),  # another result
+        ([[0, True], [0, 7], [1, 1]], False),  # of another type
+        ([(0, 7), [0, 7], [1, 1]], False),
+        ([[0, 7], [0, 8], [1, 1]], False),  # the same here, another one in half of the failures
+        ([[0, 7], [0, 7], [0, 1]], False),  # fails elsewhere too
+        ([[0, 7], [1, 7], [1, 1]], False),  # passes elsewhere
+    ],
+)
+def test_a_hint_needs_the_same_results(mine, hinted):
+    """Two slips may share a message (worst element, values, count), and even a result."""
+    assert run_check(THREE[0], lambda: lambda x: mine[x], 0).status == FAIL
+    hint = hint_for(THREE[0], lambda x: mine[x], [returns(KNOWN)], THREE)
+    assert hint == ("known" if hinted else None)
+
+
+def test_a_slip_is_known_although_one_failure_of_three_differs():
+    known, mine = returns([[0, 7]] * 3), [[0, 7], [0, 7], [0, 8]]
+    hints = [hint_for(check, lambda x: mine[x], [known], THREE) for check in THREE]
+    assert hints == ["known", "known", None]
+
+
+def test_of_two_that_fit_no_hint_is_shown():
+    value = [[nan, 7], [nan, 7], [1, 1]]
+    known, other = returns(value, hint="0 / 0"), returns(value, "other", "inf - inf")
+    apart = returns([[nan, 7], [1, 7], [1, 1]], "apart", "fails once")
+
+    def hint(*answers):
+        return hint_for(THREE[0], lambda x: value[x], answers, THREE)
+
+    assert hint(known, apart) == "0 / 0"
+    assert hint(known, other) is None
+    assert hint(known, replace(other, hint="0 / 0")) == "0 / 0"
+
+
+def test_what_is_compared_tells_slips_apart():
+    """An object of a class is not compared, so what the check looked at has to be."""
+
+    class Box:
+        def __init__(self, value):
+            self.value = value
+
+    def looks_inside(impl, seed):
+        assert_equal(impl().value, torch.ones(2), atol=0.1)
+
+    checks = checks_from(looks_inside)
+    known = WrongAnswer("2.1", "known", lambda: Box(torch.tensor([1.0, 3.0])), "3")
+    for value, hint in (([1.0, 3.0 + 1e-6], "3"), ([1.05, 3.0], None), ([1.0, 3.1], None)):
+        box = Box(torch.tensor(value))
+        assert hint_for(checks[0], lambda box=box: box, [known], checks) == hint
+
+
+def test_a_rule_that_is_broken_differently_is_another_slip():
+    """The results are right here: only the message knows what was done wrong."""
+
+    def allocates(impl, seed):
+        assert_largest_tensor(8, "one row is enough", impl, torch.ones(4))
+
+    checks = checks_from(allocates)
+    known = WrongAnswer("2.1", "known", lambda x: x.repeat(4)[:4] * 1, "four copies")
+    assert hint_for(checks[0], lambda x: x.repeat(4)[:4] + 0, [known], checks) == "four copies"
+    assert hint_for(checks[0], lambda x: x.repeat(5)[:4] + 0, [known], checks) is None
+
+
+def test_what_the_learner_prints_is_not_printed_again(capsys):
+    def talks(x):
+        print("here")
+        return KNOWN[x]
+
+    assert hint_for(THREE[0], talks, [returns(KNOWN)], THREE) == "known"
+    assert capsys.readouterr().out == ""
+
+
+# ---------------------------------------------------------------- whatever the file holds
 
 
 def outcome_of(folder, entry=FIRST):
-    run = runs_of(entry)[0]
-    return run_check(run.check, lambda: load(folder, entry), run.case, 0, folder / entry.file)
+    check = checks_of(entry)[0]
+    return run_check(check, lambda: load_exercise(folder, entry), 0, folder / entry.file)
 
 
 def test_a_file_that_does_not_parse(mine):
@@ -126,10 +215,13 @@ def test_a_file_that_does_not_parse(mine):
     [
         (
             ("import math", "import maths"),
-            "line 5: ModuleNotFoundError: No module named 'maths': `import maths`",
+            ": ModuleNotFoundError: No module named 'maths': `import maths`",
         ),
         (("def attention(", "def attend("), "has no `attention` any more (exercise 2.1)"),
-        (("import math", "import math, sys; sys.exit('done')"), "line 5: SystemExit: done"),
+        (
+            ("import math", "import math, sys; sys.exit('done')"),
+            ": SystemExit: done: `import math, sys; sys.exit('done')`",
+        ),
     ],
 )
 def test_a_file_that_does_not_load(mine, change, message):
@@ -160,7 +252,8 @@ def deaf():
 
 @pytest.mark.parametrize("impl", [lambda: None, deaf], ids=["plain", "swallows exceptions"])
 def test_an_endless_loop(impl):
-    outcome = run_check(check("2.1", seconds=0.3)(endless).check, lambda: impl, None, 0)
+    (this,) = checks_from(endless, seconds=0.3)
+    outcome = run_check(this, lambda: impl, 0)
     assert (outcome.status, outcome.message) == (
         FAIL,
         "endless: stopped after 0.3 s. Is there an endless loop?",
@@ -169,10 +262,9 @@ def test_an_endless_loop(impl):
 
 def test_a_file_that_never_loads_is_tried_once(tmp_path):
     (tmp_path / FIRST.file).write_text("while True: pass\n")
-    run = runs_of(FIRST)[0]
-    impatient = replace(run.check, seconds=0.3)
+    impatient = replace(checks_of(FIRST)[0], seconds=0.3)
     first, second = (
-        run_check(impatient, lambda: load(tmp_path, FIRST), run.case, 0) for _ in range(2)
+        run_check(impatient, lambda: load_exercise(tmp_path, FIRST), 0) for _ in range(2)
     )
     assert "endless loop" in first.message and "does not finish loading" in second.message
 
@@ -181,7 +273,8 @@ def test_not_run_is_not_passed():
     def skips(impl, seed):
         pytest.skip("needs a CUDA device")
 
-    outcome = run_check(check("2.1")(skips).check, lambda: None, None, 0)
+    (this,) = checks_from(skips)
+    outcome = run_check(this, lambda: None, 0)
     assert (outcome.status, outcome.message) == (NOT_RUN, "needs a CUDA device")
 
 
@@ -230,6 +323,28 @@ def test_comparing_what_is_no_tensor(got, want, message):
     assert_equal(want, want)
 
 
+@pytest.mark.parametrize("rtol", [0.0, 1e-2])
+@pytest.mark.parametrize("want", [-inf, inf])
+def test_where_infinity_is_expected_only_infinity_passes(want, rtol):
+    wanted = torch.tensor([0.0, want])
+    for tensor in (wanted, wanted.double(), wanted.half()):
+        assert_equal(tensor, tensor.double(), atol=1e-3, rtol=rtol, dtype=tensor.dtype)
+    assert_equal(want, want, atol=1e-3, rtol=rtol)
+    for got in (nan, -want, 0.0, -1e30, 3e38):
+        with pytest.raises(AssertionError, match=r"\[1\]: yours .* \(tolerance 0\); 1 of 2 wrong"):
+            assert_equal(torch.tensor([0.0, got]), wanted, atol=1e-3, rtol=rtol)
+        with pytest.raises(AssertionError, match=r"expected -?inf"):
+            assert_equal(got, want, atol=1e-3, rtol=rtol)
+
+
+@pytest.mark.parametrize("rtol", [0.0, 1e-2])
+@pytest.mark.parametrize("got", [nan, inf, -inf])
+def test_neither_nan_nor_infinity_passes_for_a_number(got, rtol):
+    for want in (0.0, 1.0, nan):
+        with pytest.raises(AssertionError, match="1 of 2 wrong"):
+            assert_equal(torch.tensor([1.0, got]), torch.tensor([1.0, want]), atol=1, rtol=rtol)
+
+
 @pytest.mark.parametrize(
     "spoil", [lambda x: x.append(1), lambda x: x[0].add(7), lambda x: x.clear()]
 )
@@ -252,34 +367,38 @@ def test_memory_guard():
 
 def test_check_and_progress(mine, capsys, monkeypatch, tmp_path):
     """PASS is remembered for the code that passed, and for no other."""
-    solved, spoiled = (
-        mine(folder="solved"),
-        mine(("math.isqrt", "1 + math.isqrt"), folder="spoiled"),
-    )
     monkeypatch.setattr(exercise_report, "PROGRESS_FILE", tmp_path / "build" / "progress.json")
-    monkeypatch.setattr(
-        exercise_report, "folder_of", lambda impl: solved if impl == "exercises" else spoiled
-    )
-    entry = find_exercise("2.4")
+    monkeypatch.setattr(exercise_report, "EXERCISES", mine(folder="solved"))
+    (entry,) = all_exercises("2.4")
     outcomes = {"PASS": True, "NOT RUN": True, "TODO": False, "FAIL": False}
     for status, good in outcomes.items():
-        monkeypatch.setattr(
-            exercise_report,
-            "_records",
-            lambda entries, impl, status=status: [
-                {"exercise": "2.4", "check": "a", "status": "PASS", "message": ""},
-                {"exercise": "2.4", "check": "b", "status": status, "message": "because [of] this"},
-            ],
-        )
+        records = [
+            {"exercise": "2.4", "status": "PASS", "message": ""},
+            {"exercise": "2.4", "status": status, "message": "because [of] this"},
+        ]
+        monkeypatch.setattr(exercise_report, "_records", lambda *args, records=records: records)
         assert exercise_report.run_checks("2.4") is good
-        assert exercise_report.status_now(entry, exercise_report._remembered()) == status
-        assert status in (text := capsys.readouterr().out) and ("because [of] this" in text) == (
-            status in ("FAIL", "NOT RUN")
-        )
+        assert exercise_report.status_now(entry) == status
+        text = capsys.readouterr().out
+        assert status in text and ("because [of] this" in text) == (status in ("FAIL", "NOT RUN"))
     exercise_report.print_progress()
     assert "✗ 2.4" in capsys.readouterr().out
-    monkeypatch.setattr(exercise_report, "folder_of", lambda impl: spoiled)
-    assert exercise_report.status_now(entry, exercise_report._remembered()) == "CHANGED"
+    spoiled = mine(("math.isqrt", "1 + math.isqrt"), folder="spoiled")
+    monkeypatch.setattr(exercise_report, "EXERCISES", spoiled)
+    assert exercise_report.status_now(entry) == "CHANGED"
+
+
+def test_fingerprint_knows_whose_code_changed(mine, monkeypatch):
+    def fingerprints(folder):
+        monkeypatch.setattr(exercise_report, "EXERCISES", folder)
+        return [exercise_report.fingerprint(entry) for entry in LESSON[:2]]
+
+    first, second = fingerprints(mine(folder="solved"))
+    commented = mine(("    group = num_heads", "    # why\n    group  = num_heads"), folder="same")
+    assert fingerprints(commented) == [first, second]
+    changed = fingerprints(mine(("    group = num_heads", "    group = 1 * num_heads"), folder="x"))
+    assert changed[0] != first and changed[1] == second
+    assert fingerprints(mine(("import math", "import math as"), folder="y")) == ["", ""]
 
 
 def test_check_runs_the_checks(mine, capsys):
@@ -293,10 +412,74 @@ def test_check_runs_the_checks(mine, capsys):
     )
 
 
-@pytest.mark.parametrize("lesson", ["99", "x", "", "2.1"])
+CRASH = "ctypes.memset(16, 1, 1)"
+
+
+def test_a_crash_is_named_and_hides_no_other_exercise(mine, capsys):
+    """A write to an address that is nobody's ends the process."""
+    later = f"    import ctypes\n    {CRASH}\n    budget_bytes ="
+    folder = mine(("    budget_bytes =", later))
+    line = (folder / FIRST.file).read_text().split(CRASH)[0].count("\n") + 1
+    records = exercise_report._records([LESSON[3], LESSON[0]], str(folder))
+    crashed = [record for record in records if record["exercise"] == "2.4"]
+    (check, *_), (record,) = checks_of(LESSON[3]), crashed
+    assert (record["status"], record["message"]) == (
+        FAIL,
+        f"{check.name}: your code read or wrote out of bounds, and Python crashed "
+        f"(mine/{FIRST.file}, line {line})",
+    )
+    others = [record["status"] for record in records if record["exercise"] == "2.1"]
+    assert others == [PASS] * len(checks_of(FIRST))
+
+
+def test_a_hang_that_nothing_interrupts_ends_the_process():
+    program = """
+import signal
+from tests.exercises import running
+running.HANG_GRACE_S = 0.1
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+with running.time_limit(0.1):
+    while True:
+        pass
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "nothing could interrupt it" in exercise_report._why_it_broke_off(done)
+
+
+@triton.jit
+def copy_too_much(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < size), mask=at < size)
+
+
+@pytest.mark.skipif(not interpreting(), reason="NOT RUN: kernels are compiled here")
+def test_a_kernel_that_leaves_its_tensors():
+    """One message, in the interpreter, whether or not the process would have crashed."""
+
+    def copies(impl, seed):
+        assert_equal(impl(torch.ones(4)), torch.ones(4))
+
+    def too_many(x):
+        out = torch.empty(8)
+        copy_too_much[(1,)](x, out, 8, 8)
+        return out[:4]
+
+    (this,) = checks_from(copies)
+    outcome = run_check(this, lambda: too_many, 0, Path(__file__))
+    assert (outcome.status, outcome.error) == (FAIL, "InterpreterError")
+    assert (
+        "OutOfBounds: the kernel read out of bounds: 4 of 8 addresses lie in no tensor that it was "
+        "given, the first one 0 bytes behind the end of `x_ptr`: `tl.store(" in outcome.message
+    )
+
+
+@pytest.mark.parametrize("lesson", ["99", "x", "", "2.99"])
 def test_unknown_lesson(lesson, capsys):
-    with pytest.raises(ExerciseError, match=r"has no exercises; accepted: .*02"):
-        lesson_key(lesson)
+    with pytest.raises(ExerciseError, match=r"is unknown; accepted: .*02"):
+        all_exercises(lesson)
     assert main(["generate", "99"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["check", "2.99"]) == 2

@@ -56,6 +56,26 @@ def decode_inputs(
     return q, k_cache, v_cache, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
 
 
+def heads_first(x: Tensor) -> Tensor:
+    """The same values, where all rows of a head lie beside each other: [..., N, H, D]."""
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+def padded(x: Tensor) -> Tensor:
+    """The same values in the same order with NaN around every row, head and sequence: [...]."""
+    larger = poisoned([size + 3 for size in x.shape], x.dtype, x.device)
+    inner = larger[tuple(slice(1, size + 1) for size in x.shape)]
+    inner.copy_(x)
+    return inner
+
+
+def padded_heads_first(x: Tensor) -> Tensor:
+    """Both: [..., N, H, D]. Its storage is so large that the strides of the same values laid
+    densely stay within it: what a planted bug reads is wrong, and never foreign memory.
+    """
+    return padded(x.transpose(-3, -2)).transpose(-3, -2)
+
+
 def decode_by_slicing(
     q: Tensor,
     k_cache: Tensor,

@@ -4,7 +4,7 @@ generations, and tests assert.
     python -m lessons.toolbox.kernels.compile_check lessons.l05_gqa.lab.specs
 """
 
-from lessons.l05_gqa.optimized import tiles, warps_for
+from lessons.l05_gqa.tiles import tiles_for, warps_for
 from lessons.toolbox.kernels.compile_check import KernelSpec
 
 ROOM = "lessons.l05_gqa"
@@ -29,7 +29,7 @@ SHAPES = {
 
 def spec_of(dtype: str, group: int, head_dim: int, chips: tuple[int, ...]) -> KernelSpec:
     """The kernel as decode_attention launches it on these chips. dtype: "bf16" or "fp32"."""
-    size = tiles(group, head_dim, dtype != "fp32" and 75 not in chips)
+    size = tiles_for(group, head_dim, dtype != "fp32" and 75 not in chips)
     name = f"gqa_{dtype}_{group}x{head_dim}_n{size['BLOCK_N']}"
     return KernelSpec(
         f"{ROOM}.optimized:gqa_decode_kernel",

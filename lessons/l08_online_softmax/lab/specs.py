@@ -47,6 +47,7 @@ KERNELS += [
             "v_ptr": f"*{dtype}",
             "outs_ptr": "*fp32",
             "lses_ptr": "*fp32",
+            "num_rows": "i32",
             **dict.fromkeys(("num_keys", "split_size", "stride_scores", "stride_v"), "i32"),
         },
         constexprs={"HEAD_DIM": dim, "BLOCK_D": dim, "BLOCK_N": BLOCK_KEYS, "STAGES": STAGES},

@@ -39,6 +39,8 @@ def flash_spec(
             "cu_seqlens_k_ptr": "*i32",
             "alibi_slopes_ptr": "*fp32",
             "sinks_ptr": "*fp32",
+            "total_q": "i32",
+            "total_k": "i32",
             "softmax_scale": "fp32",
             "window": "i32",
             "softcap": "fp32",

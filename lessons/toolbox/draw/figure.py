@@ -238,8 +238,13 @@ def _write(fig: Figure, path: Path, alt: str) -> Path:
         raise ValueError("alt is empty; accepted: one sentence that says what the figure shows")
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"Title": alt, "Date": None} if path.suffix == ".svg" else {"Title": alt}
-    with style():
-        fig.savefig(path, metadata=facts)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with style():
+            fig.savefig(partial, format=path.suffix[1:], metadata=facts)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)  # after an error, a full disk or Ctrl-C
     return path
 
 

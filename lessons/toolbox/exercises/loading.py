@@ -5,7 +5,6 @@ lessons' functions.
 import importlib
 import importlib.util
 import inspect
-import linecache
 import sys
 import traceback
 from pathlib import Path
@@ -24,41 +23,31 @@ def folder_of(impl: str) -> Path:
     """ "solutions", "exercises" or any folder that holds such files. Raises ExerciseError if there
     is none.
     """
-    folder = ROOT / impl if impl in ("solutions", "exercises") else Path(impl).resolve()
+    folder = ROOT / impl  # a path of its own stays what it is
     if not folder.is_dir():
         raise ExerciseError(
             f"--impl: got {impl!r}; accepted: solutions, exercises, or a folder with files like "
-            f"theirs"
+            "theirs"
         )
     return folder
 
 
-def source_of(folder: Path, entry: Exercise) -> str:
-    """The text of the file that holds an exercise. Raises ExerciseError if it is missing or not
-    text.
-    """
-    path = folder / entry.file
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ExerciseError(
-            f"{_short(path)} is missing; get it back: "
-            f"python -m lessons.toolbox.exercises generate {entry.lesson}"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ExerciseError(
-            f"{_short(path)} is not UTF-8 text: {error.reason} at byte {error.start}"
-        ) from None
+_never_loaded: set[Path] = set()  # files whose loading was broken off
 
 
 def load_file(path: Path) -> ModuleType:
     """Import a file by its path, once. Raises ExerciseError: file, line, the line's text, what is
     wrong.
+
+    A file that does not finish loading is not tried again, because every check would hang.
     """
     name = f"{path.parent.name}.{path.stem}"
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
+    if getattr(sys.modules.get(name), "__file__", None) == str(path):
+        return sys.modules[name]
+    if path in _never_loaded:
+        raise ExerciseError(
+            f"{_short(path)} does not finish loading: is there a loop outside every function?"
+        )
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     # before running it, because dataclasses and Triton look their module up there
@@ -67,47 +56,52 @@ def load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, SyntaxError):
-            raise ExerciseError(
-                f"{_short(path)}, line {error.lineno}: {type(error).__name__}: {error.msg}: "
-                f"`{(error.text or '').strip()}`"
-            ) from None
         if isinstance(error, (Exception, SystemExit)):
             raise ExerciseError(describe(error, path)) from None
+        _never_loaded.add(path)
         raise
     return module
 
 
 def load_exercise(folder: Path, entry: Exercise):
-    """The function or class that solves an exercise in a folder. Raises ExerciseError, one line."""
-    source_of(folder, entry)  # a missing file says how to get it back
-    module = load_file(folder / entry.file)
-    if not hasattr(module, entry.name):
+    """The function or class that solves an exercise in a folder. Raises NotImplementedError for an
+    untouched stub, ExerciseError (one line) if it cannot be loaded.
+    """
+    path = folder / entry.file
+    if not path.exists():
         raise ExerciseError(
-            f"{_short(folder / entry.file)} has no `{entry.name}` any more (exercise {entry.id})"
+            f"{_short(path)} is missing; get it back: "
+            f"python -m lessons.toolbox.exercises generate {entry.lesson}"
         )
-    return getattr(module, entry.name)
+    source = path.read_text(encoding="utf-8", errors="replace")
+    if line := untouched_line(source, entry.id):
+        raise NotImplementedError(
+            f"Exercise {entry.id}: {entry.title} ({_short(path)}, line {line})"
+        )
+    found = getattr(load_file(path), entry.name, None)
+    if found is None:
+        raise ExerciseError(f"{_short(path)} has no `{entry.name}` any more (exercise {entry.id})")
+    return found
 
 
 def describe(error: BaseException, path: Path) -> str:
     """An exception in one line: what, and where it passed through `path` (else where it was
     raised).
     """
+    if type(error).__name__ == "InterpreterError":
+        error = error.__cause__ or error  # Triton's interpreter wraps what a kernel raises
+    kind, message = type(error).__name__, str(error).strip().split("\n")[0]
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        line, code = error.lineno, (error.text or "").strip()
+        return f"{_short(path)}, line {line}: {kind}: {error.msg}: `{code}`"
     frames = traceback.extract_tb(error.__traceback__)
-    at = next(
-        (f for f in reversed(frames) if f.filename == str(path)), frames[-1] if frames else None
-    )
-    first_line = next(iter(str(error).strip().splitlines()), "")
-    what = f"{type(error).__name__}: {first_line}".rstrip(": ")
-    if at is None:
-        return what
-    linecache.checkcache(at.filename)
-    line = linecache.getline(at.filename, at.lineno).strip()
-    return f"{_short(Path(at.filename))}, line {at.lineno}: {what}: `{line}`"
+    at = next((frame for frame in reversed(frames) if frame.filename == str(path)), frames[-1])
+    what = f"{kind}: {message}".rstrip(": ")
+    return f"{_short(Path(at.filename))}, line {at.lineno}: {what}: `{at.line}`"
 
 
 def _short(path: Path) -> str:
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+    return str(path).removeprefix(f"{ROOT}/")
 
 
 # ---------------------------------------------------------------- drop-ins
@@ -123,25 +117,22 @@ def use_implementation(impl: str = "exercises") -> list[tuple[str, str, str]]:
     for an unknown folder.
     """
     folder = folder_of(impl)
-    return [
-        (entry.id, entry.replaces, _install(folder, entry))
-        for entry in all_exercises()
-        if entry.replaces
-    ]
+    entries = [entry for entry in all_exercises() if entry.replaces]
+    return [(entry.id, entry.replaces, _install(folder, entry)) for entry in entries]
 
 
 def _install(folder: Path, entry: Exercise) -> str:
     try:
-        if line := untouched_line(source_of(folder, entry), entry.id):
-            return f"not solved yet: {entry.file}, line {line}"
         yours = load_exercise(folder, entry)
+    except NotImplementedError as todo:
+        return f"not solved yet: {todo}"
     except ExerciseError as error:
         return f"cannot be loaded: {error}"
     module_name, _, name = entry.replaces.partition(":")
     original = getattr(importlib.import_module(module_name), name)
-    wanted, got = (list(inspect.signature(f).parameters) for f in (original, yours))
+    wanted, got = (", ".join(inspect.signature(f).parameters) for f in (original, yours))
     if got != wanted:
-        return f"cannot stand in: it takes ({', '.join(got)}), the lesson calls it with ({', '.join(wanted)})"
+        return f"cannot stand in: it takes ({got}), the lesson calls it with ({wanted})"
     for loaded_name, module in list(sys.modules.items()):
         if loaded_name.startswith(("lessons.", "reference.")):
             for attribute, value in list(vars(module).items()):

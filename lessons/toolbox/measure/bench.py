@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from lessons.toolbox.draw.plotting import ROLES
 from lessons.toolbox.measure import timing
 from lessons.toolbox.measure.device import default_device, fingerprint
@@ -294,7 +295,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT / "lessons") -> in
     """The command line; returns the exit code: 1 if an output was wrong or a provider failed, 2 for
     a wrong argument.
     """
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         "python -m lessons.toolbox.measure.bench",
         description="Measure and draw a lesson's benchmark.",
     )
@@ -305,27 +306,28 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT / "lessons") -> in
     add("--resume", default="", metavar="KEY", help="keep what --out has under this KEY")
     add("--draw", type=Path, metavar="JSON", help="only draw this record again")
     options = parser.parse_args(argv)
+    interrupted = "interrupted; finished records are whole, this one was not written"
+    return run_command("bench", lambda: measure_and_draw(options, root), interrupted)
+
+
+def measure_and_draw(options: argparse.Namespace, root: Path) -> int:
+    """What the command line asks for; returns the exit code, 1 for an unsound record."""
+    if options.draw:
+        print(*draw(options.draw))
+        return 0
+    benchmarks = load_benchmarks(options.lesson, root)
+    check_writable(options.out)
     sound = True
-    try:
-        if options.draw:
-            print(*draw(options.draw))
-            return 0
-        for benchmark in load_benchmarks(options.lesson, root):
-            print(f"{benchmark.name} ...", flush=True)
-            record = run(benchmark, None, options.quick, options.out, options.resume)
-            sound &= is_sound(record)
-            for line in complaints(record):
-                print(f"  {line}")
-            if medians(record):
-                print(" ", *draw(options.out / f"{benchmark.name}.json"))
-            else:
-                print("  nothing was measured, so nothing is drawn")
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; finished records are whole, this one was not written", file=sys.stderr)
-        return 130
+    for benchmark in benchmarks:
+        print(f"{benchmark.name} ...", flush=True)
+        record = run(benchmark, None, options.quick, options.out, options.resume)
+        sound &= is_sound(record)
+        for line in complaints(record):
+            print(f"  {line}")
+        if medians(record):
+            print(" ", *draw(options.out / f"{benchmark.name}.json"))
+        else:
+            print("  nothing was measured, so nothing is drawn")
     return 0 if sound else 1
 
 

@@ -19,6 +19,7 @@ CPU are not emptied.
 """
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -31,6 +32,8 @@ from lessons.toolbox.measure.device import default_device, synchronize
 
 BUDGET_S = 0.5
 MIN_RUNS, MAX_RUNS = 3, 200
+# Set by tests that want to see that something runs, and not how fast.
+ONCE = "TIMED_ONCE" in os.environ
 FLUSH_BYTES = 256 * 2**20  # twice the largest L2, B200's
 # Python launches a kernel or two in less than this, and needs longer for a step of a whole model.
 HIDDEN_LAUNCH_S = 200e-6
@@ -70,13 +73,16 @@ def interleave(
     """Time all `fns` in turn, in rounds of alternating order.
 
     floor_s: the physical floor in seconds; a median below it is flagged. budget_s: about how long
-    the runs of each function take together. Raises UnsynchronisedTiming if device is a CPU and a
+    the runs of each function take together. TIMED_ONCE in the environment: one run, without a
+    warm-up, which says nothing. Raises UnsynchronisedTiming if device is a CPU and a
     function returns CUDA tensors.
     """
     if not fns:
         raise ValueError("fns is empty; accepted: {name: function}")
     device = torch.device(device or default_device())
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
+    if ONCE:
+        return {name: summarise([clock.sample(fn)]) for name, fn in fns.items()}
     estimates = [_warm_up(clock, fn, budget_s / 8) for fn in fns.values()]
     rounds = int(budget_s * len(fns) / max(sum(estimates), 1e-9))
     samples = {name: [] for name in fns}

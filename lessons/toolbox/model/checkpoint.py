@@ -19,8 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from lessons.toolbox.model.config import ModelConfig, shown
+from lessons.toolbox.model.arguments import shown
+from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError, read_config, read_json
+from lessons.toolbox.model.placement import read_device, read_dtype
 
 EMBEDDED_MODELS = ("models/tiny", "models/tiny-draft")
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -46,6 +48,9 @@ def find_folder(name_or_path: str | os.PathLike, hub_patterns: list[str]) -> Pat
     fetched again. Raises CheckpointError if it is none of these, or if the hub cannot be reached
     (HF_HUB_OFFLINE is respected).
     """
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        got = shown(name_or_path)
+        raise CheckpointError(f"name_or_path: got {got}; accepted: a folder, or a hub name")
     name = os.fspath(name_or_path).rstrip("/") or os.fspath(name_or_path)
     if name and os.path.isdir(os.path.expanduser(name)):
         return Path(name).expanduser()
@@ -72,15 +77,12 @@ def _fetch(name: str, patterns: list[str]) -> Path:
         # library
         unreachable = error
     try:
-        return Path(
-            snapshot_download(
-                name, allow_patterns=patterns, local_files_only=unreachable is not None
-            )
-        )
+        offline = unreachable is not None
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=offline))
     except Exception as error:
         reason = next(iter(str(unreachable or error).splitlines()), type(error).__name__)
         raise CheckpointError(
-            f"unknown model {name!r}: no such folder, and no hub name that can be reached "
+            f"unknown model {shown(name)}: no such folder, and no hub name that can be reached "
             f"({reason}); embedded models: {', '.join(EMBEDDED_MODELS)}"
         ) from error
 
@@ -135,10 +137,9 @@ def load_weights(
 
     The names, shapes and dtypes in the files' headers are checked before the first tensor is read:
     an error leaves the model as it was. Raises CheckpointError that names the file or the tensor
-    (with both shapes).
+    (with both shapes), ValueError for another device or dtype.
     """
-    if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        raise CheckpointError(f"dtype must be float64, float32, float16 or bfloat16, not {dtype}")
+    device, dtype = read_device(device), read_dtype(dtype)
     folder = find_folder(name_or_path, SMALL_FILES + WEIGHT_FILES)
     stored = _catalog(folder)
     tied = model.config.tie_word_embeddings
@@ -148,12 +149,8 @@ def load_weights(
     stored = {
         key: entry for key, entry in stored.items() if not _predicts_further(key, model.config)
     }
-    _check(
-        stored,
-        {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
-        tied,
-        folder,
-    )
+    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    _check(stored, expected, tied, folder)
 
     weights: dict[str, Tensor] = {}
     for file in dict.fromkeys(entry.file for entry in stored.values()):
@@ -209,9 +206,8 @@ def _open(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} is not a complete safetensors file ({error}); fetch it again"
-        ) from error
+        said = f"{file} is not a complete safetensors file ({error}); fetch it again"
+        raise CheckpointError(said) from error
 
 
 def _catalog(folder: Path) -> dict[str, _Stored]:
@@ -295,6 +291,9 @@ def load_tokenizer(name_or_path: str | os.PathLike):
     from transformers import AutoTokenizer  # here, because importing transformers takes seconds
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        local = dict(local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+        tokenizer.decode(tokenizer("a")["input_ids"])  # some wrong values show only in use
+        return tokenizer
     except Exception as error:  # because the tokenizer library raises plain Exception
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error

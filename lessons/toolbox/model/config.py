@@ -1,20 +1,25 @@
 """The shape of a model, under the names that its config.json uses."""
 
 import math
-import reprlib
 from dataclasses import dataclass
+
+from lessons.toolbox.model.arguments import check_kind, check_positive, check_whole, refuse
 
 ROPE_TYPES = ("linear", "llama3", "yarn")
 TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
-
-_short = reprlib.Repr()
-_short.maxstring = 80  # 30 would cut names of keys
-shown = _short.repr  # a value of a file for an error, however long it is
+SIZES = """vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    intermediate_size max_position_embeddings"""
+FLAGS = "tie_word_embeddings qkv_bias o_bias mlp_bias qk_norm"
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """0.1 · mscale · ln(factor) + 1 (YaRN, equation 22); 1 where the context is not stretched."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _named(config, names: str) -> dict:
+    """{name: value} of some fields, for a check that names the wrong one."""
+    return {name: getattr(config, name) for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,18 @@ class RopeScaling:
 
     def __post_init__(self):
         if self.rope_type not in ROPE_TYPES:
-            raise ValueError(
-                f"rope_type {self.rope_type!r} is not supported; supported: default, "
-                f"{', '.join(ROPE_TYPES)}"
-            )
-        if self.factor <= 0:
-            raise ValueError(f"RoPE factor must be positive, not {self.factor}")
+            refuse("rope_type", self.rope_type, ", ".join(ROPE_TYPES))
+        check_positive(
+            **_named(self, "factor low_freq_factor high_freq_factor beta_fast beta_slow")
+        )
+        check_positive(**_named(self, "original_max_position_embeddings"))
+        if self.attention_factor is not None:
+            check_positive(attention_factor=self.attention_factor)
+        for name, value in _named(self, "mscale mscale_all_dim").items():
+            # because the published code takes an mscale of 0 for none
+            if value is not None and not (isinstance(value, (int, float)) and value == 0):
+                check_positive(**{name: value})
+        check_kind(bool, "True or False", truncate=self.truncate)
         # because the blend divides by their difference
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
@@ -57,10 +68,9 @@ class RopeScaling:
                 f"({self.low_freq_factor})"
             )
         # because the ramp runs from the fast pairs to the slow ones
-        if not 0 < self.beta_slow < self.beta_fast:
+        if self.beta_fast <= self.beta_slow:
             raise ValueError(
-                f"beta_fast ({self.beta_fast}) must exceed beta_slow ({self.beta_slow}), and both "
-                f"be positive"
+                f"beta_fast ({self.beta_fast}) must exceed beta_slow ({self.beta_slow})"
             )
 
 
@@ -82,6 +92,10 @@ class MLAConfig:
     rope_interleave: bool = True  # the rotary coordinates lie in pairs (2i, 2i + 1)
 
     def __post_init__(self):
+        if self.q_lora_rank is not None:
+            check_whole(q_lora_rank=self.q_lora_rank)
+        check_whole(**_named(self, "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"))
+        check_kind(bool, "True or False", rope_interleave=self.rope_interleave)
         if self.qk_rope_head_dim % 2:  # because RoPE rotates pairs of coordinates
             raise ValueError(f"qk_rope_head_dim must be even, not {self.qk_rope_head_dim}")
 
@@ -120,12 +134,15 @@ class MoEConfig:
     routed_scaling_factor: float = 1.0
 
     def __post_init__(self):
-        if self.scoring_func not in ("softmax", "sigmoid") or self.topk_method not in TOPK_METHODS:
-            raise ValueError(
-                f"scoring_func {self.scoring_func!r} with topk_method {self.topk_method!r} is not "
-                f"supported; "
-                f"supported: softmax or sigmoid with {', '.join(TOPK_METHODS)}"
-            )
+        check_whole(**_named(self, "n_routed_experts num_experts_per_tok moe_intermediate_size"))
+        check_whole(**_named(self, "moe_layer_freq n_group topk_group"))
+        check_whole(0, **_named(self, "n_shared_experts first_k_dense_replace"))
+        check_positive(routed_scaling_factor=self.routed_scaling_factor)
+        check_kind(bool, "True or False", norm_topk_prob=self.norm_topk_prob)
+        if self.scoring_func not in ("softmax", "sigmoid"):
+            refuse("scoring_func", self.scoring_func, "softmax, sigmoid")
+        if self.topk_method not in TOPK_METHODS:
+            refuse("topk_method", self.topk_method, ", ".join(TOPK_METHODS))
         if self.n_routed_experts % self.n_group or not 1 <= self.topk_group <= self.n_group:
             raise ValueError(
                 f"n_routed_experts ({self.n_routed_experts}) must be a multiple of n_group "
@@ -190,6 +207,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
 
     def __post_init__(self):
+        self._check_kinds()
         if not self.v_head_dim:
             # the class is frozen, and v_head_dim always a width
             object.__setattr__(self, "v_head_dim", self.head_dim)
@@ -205,9 +223,8 @@ class ModelConfig:
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
         # because RoPE rotates pairs of coordinates
-        odd = type(self.head_dim) is not int or self.head_dim < 2 or self.head_dim % 2
-        if self.mla is None and odd:
-            raise ValueError(f"head_dim must be even, whole and positive, not {self.head_dim}")
+        if self.mla is None and self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, not {self.head_dim}")
         # because wavelengths are its powers, and YaRN divides by its logarithm
         if not self.rope_theta > 1:
             raise ValueError(f"rope_theta must be above 1, not {self.rope_theta}")
@@ -216,6 +233,20 @@ class ModelConfig:
                 f"sliding_windows names {len(self.sliding_windows)} layers, "
                 f"num_hidden_layers is {self.num_hidden_layers}"
             )
+
+    def _check_kinds(self) -> None:
+        """Raise ValueError for a field of another type, or a size below 1."""
+        check_whole(**_named(self, SIZES))
+        check_whole(0, v_head_dim=self.v_head_dim)
+        check_positive(**_named(self, "rms_norm_eps rope_theta"))
+        check_kind(bool, "True or False", **_named(self, FLAGS))
+        for name, kind in dict(rope_scaling=RopeScaling, mla=MLAConfig, moe=MoEConfig).items():
+            check_kind((kind, type(None)), f"None or {kind.__name__}", **_named(self, name))
+        check_kind(tuple, "a tuple", eos_token_ids=self.eos_token_ids)
+        check_kind((tuple, type(None)), "a tuple", sliding_windows=self.sliding_windows)
+        for window in self.sliding_windows or ():
+            if window is not None:
+                check_whole(sliding_windows=window)
 
     @property
     def rope_dim(self) -> int:

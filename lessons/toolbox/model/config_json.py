@@ -10,7 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lessons.toolbox.model.config import ModelConfig, RopeScaling, shown
+from lessons.toolbox.command import one_line
+from lessons.toolbox.model.arguments import shown
+from lessons.toolbox.model.config import ModelConfig, RopeScaling
 from lessons.toolbox.model.families import FAMILIES
 
 # Fields of ModelConfig that every config.json must hold. transformers has a default for each, but
@@ -68,12 +70,7 @@ class CheckpointError(ValueError):
     """
 
     def __init__(self, message: str):
-        line = " ".join(message.split())
-        # because a name in a file may hold what a terminal obeys or cannot print
-        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
-        if len(line) > 400:  # or be a megabyte long
-            line = f"{line[:280]} ... {line[-110:]}"
-        super().__init__(line)
+        super().__init__(one_line(message))  # because names in a file may be a megabyte long
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -163,8 +160,9 @@ def _transformers_config(model_type: str, known: dict[str, Any]):
     try:
         return AutoConfig.for_model(model_type, **known)
     except Exception as error:  # because its checks raise whatever their code runs into
-        reason = error.args[0] if isinstance(error, KeyError) else error
-        raise ValueError(reason) from error
+        reason = str(error.args[0] if isinstance(error, KeyError) else error)
+        # Without which validator said it, and without its second list of the accepted types.
+        raise ValueError(reason.split(":\n    ")[-1].split(" Errors: ")[0]) from error
 
 
 # ---------------------------------------------------------------- what is refused

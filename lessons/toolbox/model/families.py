@@ -7,7 +7,8 @@ get transformers' config, whose defaults and types are already in place.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lessons.toolbox.model.config import MLAConfig, MoEConfig, shown
+from lessons.toolbox.model.arguments import shown
+from lessons.toolbox.model.config import MLAConfig, MoEConfig
 
 MLA_SIZES = "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
 MOE_SIZES = "n_routed_experts num_experts_per_tok moe_intermediate_size n_shared_experts"

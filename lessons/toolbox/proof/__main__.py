@@ -16,6 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
+from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.measure.device import has_gpu, interpreting
 from lessons.toolbox.proof import machine, table
 from lessons.toolbox.proof.machine import ROOT
@@ -71,7 +72,7 @@ def show(root: Path = ROOT) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m lessons.toolbox.proof", description=__doc__.split("\n")[0]
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -90,23 +91,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    try:
-        if options.command in ("table", "readme"):
-            return show() if options.command == "table" else readme()
-        interpreted = options.command == "cpu"
-        if why := why_not_here(interpreted):
-            print(f"proof: {why}", file=sys.stderr)
-            return 2
-        # a time limit from outside ends it like Ctrl-C
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        return prove(options, machine.this_machine(interpreted))
-    except (ValueError, OSError) as error:
-        print(f"proof: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        said = "interrupted; what was finished is recorded, run again to go on"
-        print(f"proof: {said}", file=sys.stderr)
-        return 130
+    interrupted = "interrupted; what was finished is recorded, run again to go on"
+    return run_command("proof", lambda: run_proof(options), interrupted)
+
+
+def run_proof(options: argparse.Namespace) -> int:
+    """What the command line asks for; returns the exit code."""
+    if options.command in ("table", "readme"):
+        return show() if options.command == "table" else readme()
+    interpreted = options.command == "cpu"
+    if why := why_not_here(interpreted):
+        raise ValueError(why)
+    # a time limit from outside ends it like Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return prove(options, machine.this_machine(interpreted))
 
 
 if __name__ == "__main__":

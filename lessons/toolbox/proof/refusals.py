@@ -5,6 +5,7 @@ line that names the argument.
         assert_refused(decode_attention, dict(q=q, k=k, v=v, softmax_scale=1.0), name)
 """
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,6 +35,18 @@ def wrong_variants(x: Tensor, kinds: Sequence[str] = KINDS) -> dict[str, Tensor]
     if "stride" in kinds and x.shape[-1] > 1:  # one element lies dense with any stride
         found["last dimension not dense"] = x.repeat_interleave(2, dim=-1)[..., ::2]
     return found
+
+
+def assert_message(function: Callable, arguments: dict, message: str) -> None:
+    """Raise AssertionError unless `function(**arguments)` raises a ValueError of one line in which
+    the pattern `message` is found.
+    """
+    try:
+        function(**arguments)
+    except ValueError as error:
+        assert "\n" not in str(error) and re.search(message, str(error)), str(error)
+    else:
+        raise AssertionError(f"accepted; expected a ValueError with {message!r}")
 
 
 def assert_refused(

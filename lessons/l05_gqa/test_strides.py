@@ -1,0 +1,77 @@
+"""Each tensor is read by its own strides: q, K and V lie in other storage, in another order, at
+other distances. Bugs that mix them up are seen.
+"""
+
+import pytest
+
+from lessons.l03_kv_cache.lab.testing import (
+    decode_by_slicing,
+    decode_inputs,
+    heads_first,
+    padded,
+    padded_heads_first,
+)
+from lessons.l05_gqa import optimized
+from lessons.l05_gqa.optimized import decode_attention, gqa_decode_kernel
+from lessons.toolbox.proof.numerics import NotEquivalent, prove
+from lessons.toolbox.proof.planted import with_bug
+
+# NumPy, the interpreter's engine, warns of what is meant: an empty sequence, NaN around the rows.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
+]
+
+
+def as_it_is(x):
+    return x
+
+
+LAYOUTS = {  # of K, of V
+    "K dense, V heads first": (as_it_is, heads_first),
+    "K heads first, V dense": (heads_first, as_it_is),
+    "K dense, V wide": (as_it_is, padded_heads_first),
+    "K wide, V dense": (padded_heads_first, as_it_is),
+    "K wide, V between NaN": (padded_heads_first, padded),
+}
+
+
+def laid_out(layout, seed, head_dim=24):
+    """q with the queries of a head beside each other, K and V as `layout` says."""
+    lay_k, lay_v = LAYOUTS[layout]
+    q, k_cache, v_cache, lens = decode_inputs("normal", [7, 0, 70], 75, 6, 2, head_dim, seed)
+    return heads_first(q), lay_k(k_cache), lay_v(v_cache), lens
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_tensor_is_read_by_its_own_strides(layout, seed, proof):
+    inputs = laid_out(layout, seed)
+    assert len({x.stride() for x in inputs}) == 4
+    proof.record(gqa_decode_kernel, prove(decode_attention, decode_by_slicing, inputs))
+
+
+# The layout is one in which the wrong stride stays within the tensor that is read.
+BUGS = {  # name: (layout, the code as it is, the code with the bug)
+    "v with k's batch stride": ("K dense, V wide", "sequence * stride_vb", "sequence * stride_kb"),
+    "v with k's head stride": ("K dense, V wide", "tl.int64) * stride_vh", "tl.int64) * stride_kh"),
+    "v with k's row stride": ("K dense, V wide", "None] * stride_vn", "None] * stride_kn"),
+    "v's tiles by k's rows": ("K dense, V wide", "first * stride_vn", "first * stride_kn"),
+    "k with v's batch stride": ("K wide, V dense", "sequence * stride_kb", "sequence * stride_vb"),
+    "k with v's head stride": ("K wide, V dense", "tl.int64) * stride_kh", "tl.int64) * stride_vh"),
+    "k with v's row stride": ("K wide, V dense", "None] * stride_kn", "None] * stride_vn"),
+    "k with q's batch stride": ("K wide, V dense", "sequence * stride_kb", "sequence * stride_qb"),
+    "q's heads by its batch stride": ("K wide, V dense", "None] * stride_qh", "None] * stride_qb"),
+    "out with q's strides": (
+        "K wide, V dense",
+        "+ (sequence * tl.num_programs(0) * GROUP + head[:, None]) * HEAD_DIM",
+        "+ sequence * stride_qb + head[:, None] * stride_qh",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_mix_up_of_strides_is_seen(name, seed, tmp_path):
+    layout, old, new = BUGS[name]
+    buggy = with_bug(optimized, tmp_path, old, new)
+    with pytest.raises(NotEquivalent):
+        prove(buggy.decode_attention, decode_by_slicing, laid_out(layout, seed))

@@ -1,0 +1,52 @@
+"""Wrong arguments of public functions, refused in one line: the name, the value, what is accepted.
+
+These checks run once, where an object is made or a request is read, never in a step.
+"""
+
+import reprlib
+import sys
+
+_short = reprlib.Repr()
+_short.maxstring = 80  # 30 would cut names of keys
+
+
+def shown(value) -> str:
+    """A value for an error: one short line, however long it is."""
+    try:
+        return " ".join(_short.repr(value).split())
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return f"an integer of {value.bit_length()} bits"
+
+
+def refuse(name: str, value, accepted: str) -> None:
+    """Raise the ValueError of a wrong argument."""
+    raise ValueError(f"{name}: got {shown(value)}; accepted: {accepted}")
+
+
+def is_whole(value, low: int = 1, high: int = 2**31 - 1) -> bool:
+    """Whether it is an int from `low` to `high`. True and False are integers to Python, and
+    mistakes here.
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def check_whole(low: int = 1, **values: int) -> None:
+    """Raise ValueError that names the first value that is no int from `low` to 2³¹ - 1."""
+    for name, value in values.items():
+        if not is_whole(value, low):
+            refuse(name, value, f"a whole number, {low} or more and below 2**31")
+
+
+def check_positive(**values: float) -> None:
+    """Raise ValueError that names the first value that is no positive, finite number."""
+    for name, value in values.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= sys.float_info.max:
+            refuse(name, value, "a positive, finite number")
+
+
+def check_kind(kind: type | tuple[type, ...], what: str, **values) -> None:
+    """Raise ValueError that names the first value that is no `kind`, and says `what` is accepted."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            refuse(name, value, what)

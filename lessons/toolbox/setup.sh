@@ -1,0 +1,44 @@
+#!/bin/sh
+# Make .venv from requirements.txt, or say in one line what to do. `make setup` calls it unless .venv/installed, a copy
+# of requirements.txt that is written last, says that everything is there.
+#     sh lessons/toolbox/setup.sh python3
+cd "$(dirname "$0")/../.." || exit 1
+exec 3>&1 # what a command prints on the way; its errors go into $errors
+
+fail() {
+    echo "setup: $1" >&2
+    exit 1
+}
+
+run() { # run "what it is for" command arguments…
+    doing=$1
+    shift
+    errors=$("$@" 2>&1 >&3) && return
+    case $errors in
+    *"No space left"* | *"Errno 28"*) fail "the disk is full. Make room and run it again; it starts over." ;;
+    *onnection* | *"Temporary failure"* | *"timed out"* | *"No matching dist"*)
+        fail "a package could not be found or reached. Check the network and run it again." ;;
+    esac
+    fail "$doing failed: $(echo "$errors" | tail -n 1) (Run it again, or remove .venv first.)"
+}
+
+trap 'fail "interrupted. Run it again; it starts over."' INT TERM
+
+# Half-unpacked packages claim to be installed, so what did not finish is started over.
+if [ ! -e .venv/installed ] || [ ! -x .venv/bin/python ]; then
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+        fail "$1 is no Python, or older than 3.10. Choose another one: make setup PYTHON=python3.12"
+    "$1" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$1 has no venv module. On Debian or Ubuntu: apt install python3-venv"
+    free_mb=$(df -Pk . | awk 'NR == 2 {print int($4 / 1024)}')
+    [ "$free_mb" -ge 3000 ] || fail "$free_mb MB are free here, about 3000 are needed. Make room and run it again."
+    echo "setup: creating .venv (about 3 GB, some minutes, once)"
+    rm -rf .venv
+    run "creating .venv" "$1" -m venv .venv
+fi
+rm -f .venv/installed
+run "installing requirements.txt" .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
+    -r requirements.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
+run "a first import" .venv/bin/python -c "import torch, transformers"
+run "finishing" cp requirements.txt .venv/installed
+echo "setup: done. Try: make demo"

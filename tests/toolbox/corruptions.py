@@ -1,0 +1,260 @@
+"""Valid config.json files of every family that loads, wrong values for them, and the one question
+that is asked of each: does the loader do what transformers does, or refuse in one line?
+"""
+
+import lessons  # isort: skip  # noqa: F401 (before transformers, which imports triton)
+
+import copy
+import json
+import random
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.naive import whole_sequence
+from lessons.l06_mla.deepseek import DeepseekDecoder, load_decoder
+from lessons.toolbox.model.checkpoint import CheckpointError, load_config
+from lessons.toolbox.model.config import ModelConfig
+from tests.test_deepseek import random_model
+from tests.test_families import assert_same_logits, theirs_of
+
+disable_progress_bar()  # of saving, thousands of times
+MOST_SECONDS, MOST_BYTES = 2.0, 500e6  # of processor and of memory, for one file
+LONGEST_LINE = 300  # characters of a refusal
+PROMPT = torch.tensor([0, 5, 3, 0, 30, 7, 7, 2, 19, 4, 11, 1])
+
+BASE = dict(
+    vocab_size=31,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+    eos_token_id=2,
+    attention_dropout=0.0,
+)
+LINEAR = dict(type="linear", factor=2.0)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+YARN = dict(
+    type="yarn",
+    factor=4.0,
+    original_max_position_embeddings=16,
+    beta_fast=32,
+    beta_slow=1,
+    mscale=0.7,
+    mscale_all_dim=0.9,
+)
+DEEPSEEK = BASE | dict(
+    num_key_value_heads=6,
+    moe_intermediate_size=8,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    kv_lora_rank=16,
+    q_lora_rank=None,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=4,
+    v_head_dim=4,
+    n_group=2,
+    topk_group=1,
+    routed_scaling_factor=1.0,
+    rope_scaling=YARN,
+    attention_bias=False,
+)
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+CONFIGS = {
+    "llama": BASE | dict(rope_scaling=LLAMA3, attention_bias=False, mlp_bias=False, head_dim=4),
+    "mistral": BASE | dict(sliding_window=8),
+    "ministral": BASE | dict(head_dim=4, sliding_window=5, layer_types=LAYER_TYPES),
+    "qwen2": BASE | dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "qwen3": BASE | dict(head_dim=8, layer_types=["full_attention"] * 2, rope_parameters={}),
+    "deepseek_v2": DEEPSEEK | dict(topk_method="greedy", norm_topk_prob=False),
+    "deepseek_v3": DEEPSEEK | dict(scoring_func="sigmoid", norm_topk_prob=True, q_lora_rank=8),
+}
+CONFIGS = {name: raw | dict(model_type=name) for name, raw in CONFIGS.items()}
+
+WRONG_KIND = [None, True, False, "", "4", "yarn", [], [1], [None], ["a"] * 1000, [[[[]]]], {}]
+WRONG_KIND += [
+    {"a": 1},
+    {"rope_type": "yarn"},
+    "x" * 10**6,
+    "\x1b[2J\ud800",
+    {"full_attention": {}},
+]
+WRONG_NUMBER = [0, -1, 1, 3, 64, 1.5, -0.5, 4.0, 1e-300, 1e300, 2**31, 2**70, 10**400, 100_000]
+WRONG_NUMBER += [10**12, float("inf"), float("-inf"), float("nan")]
+# Not num_labels, because transformers lists the names of 2³¹ labels.
+NEW_KEYS = """is_causal quantization_config auto_map layer_types head_dim id2label
+    to_dict __class__ self cls dtype per_layer_config validate_rope num_experts rope_scaling
+    rope_parameters partial_rotary_factor sliding_window use_sliding_window logit_scale
+    attention_bias mlp_bias use_cache pad_token_id chunk_size_feed_forward is_encoder_decoder
+    attn_implementation rope_interleave num_local_experts experts_implementation return_dict"""
+ROPE_KEYS = """attention_factor mscale_all_dim truncate rope_type type rope_theta beta_fast foo
+    partial_rotary_factor factor low_freq_factor short_factor finetuned"""
+ROPES = [LINEAR, LLAMA3, YARN, YARN | dict(attention_factor=1.3), dict(type="dynamic", factor=2.0)]
+ROPES += [dict(rope_type="default", rope_theta=500.0), YARN | dict(rope_type="llama3"), {}, None]
+
+
+# ---------------------------------------------------------------- wrong configs
+
+
+def corrupted(raw: dict) -> dict:
+    """A copy with one to three values replaced, added or removed. What was done is printed, which
+    pytest shows when a test fails.
+    """
+    raw = copy.deepcopy(raw)
+    if random.random() < 0.3:
+        raw[random.choice(["rope_scaling", "rope_parameters"])] = random.choice(ROPES)
+    for _ in range(random.choice([1, 1, 1, 2, 3])):
+        _change(raw)
+    return raw
+
+
+def _change(raw: dict) -> None:
+    target, new_keys = raw, NEW_KEYS
+    ropes = [key for key in ("rope_scaling", "rope_parameters") if isinstance(raw.get(key), dict)]
+    if ropes and random.random() < 0.35:
+        # a copy, because the objects above are shared
+        name = random.choice(ropes)
+        target = raw[name] = dict(raw[name])
+        new_keys = ROPE_KEYS
+    key = random.choice([*target, *target, *new_keys.split()])
+    value = target.get(key)
+    kinds = [WRONG_KIND, WRONG_NUMBER, _nearby(value), _nearby(value)]
+    if random.random() < 0.1:
+        target.pop(key, None)
+        print("without", key)
+    else:
+        target[key] = random.choice(random.choice(kinds))
+        print(key, repr(target[key])[:60])
+
+
+def _nearby(value) -> list:
+    """What may well be right in another model."""
+    if isinstance(value, bool) or value is None:
+        return [not value]
+    if isinstance(value, (int, float)) and not abs(value) < 2**53:
+        return [-value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value, value // 2, float(value), str(value)]
+    if isinstance(value, float):
+        return [2 * value, value / 2, value + 1, int(value), str(value)]
+    if isinstance(value, list):
+        return [value[:1], value * 2, value[::-1]]
+    return ["gelu", "full_attention", "group_limited_greedy", "softmax", "sigmoid", "linear"]
+
+
+# ---------------------------------------------------------------- what must come of them
+
+
+def write_config(folder: Path, raw: dict) -> None:
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+@torch.no_grad()
+def logits_of(model: Decoder) -> torch.Tensor:
+    tokens = PROMPT % model.config.vocab_size
+    return model.logits(model(tokens, whole_sequence(model, len(tokens))))
+
+
+def save_weights(config: ModelConfig, folder: Path) -> None:
+    """Random weights of the shape that the course's decoder has."""
+    model = (DeepseekDecoder if config.mla else Decoder)(config)
+    prefixed = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    prefixed["lm_head.weight"] = prefixed.pop("model.lm_head.weight").clone()
+    save_file(prefixed, folder / "model.safetensors")
+
+
+def is_small(config: ModelConfig) -> bool:
+    """Whether a model of these sizes is built within milliseconds."""
+    widths = [config.hidden_size, config.intermediate_size, config.vocab_size, 1]
+    widths += [config.num_attention_heads * max(config.head_dim, config.v_head_dim)]
+    experts = 1
+    if config.mla:
+        widths += [config.mla.kv_lora_rank, config.mla.q_lora_rank or 1]
+        widths += [config.moe.moe_intermediate_size * config.moe.n_shared_experts]
+        experts = config.moe.n_routed_experts
+    return max(widths) <= 1024 and config.num_hidden_layers * experts <= 128
+
+
+def outcome(raw: dict, folder: Path) -> str:
+    """ "refused" in one line, "equal" to transformers, or "ours alone": transformers does not read
+    this file. Fails for anything else. folder: it holds the weights of a valid config.
+    """
+    write_config(folder, raw)
+    try:
+        with Limits():
+            config = load_config(folder)
+            if not is_small(config):
+                load_decoder(folder)
+                raise AssertionError("weights of other shapes were loaded")
+    except CheckpointError as error:
+        check_line(str(error))
+        return "refused"
+    theirs = random_theirs(folder)
+    if theirs is None:
+        save_weights(config, folder)
+        assert torch.isfinite(logits_of(load_decoder(folder))).all()
+        return "ours alone"
+    theirs.save_pretrained(folder)
+    write_config(folder, raw)
+    assert_same_logits(
+        logits_of(load_decoder(folder)), theirs_of(theirs, PROMPT % config.vocab_size)
+    )
+    return "equal"
+
+
+def random_theirs(folder: Path) -> PreTrainedModel | None:
+    """transformers' model of this config.json; None if it does not read it, and says so by any
+    exception.
+    """
+    try:
+        model = random_model(AutoConfig.from_pretrained(folder))
+        model.generation_config = GenerationConfig()  # else saving checks how one would sample
+        theirs_of(model, PROMPT % model.config.vocab_size)
+    except Exception as error:
+        print("transformers:", repr(error)[:200])
+        return None
+    return model
+
+
+def check_line(message: str) -> None:
+    assert message.isprintable() and 20 < len(message) <= LONGEST_LINE, message
+
+
+class Limits:
+    """A `with` block that fails if it took more time or memory than one file may."""
+
+    def __enter__(self):
+        self.start_s, self.start_bytes = time.process_time(), peak_bytes()
+
+    def __exit__(self, kind, *rest):
+        # a refusal too must come soon
+        if kind is None or issubclass(kind, CheckpointError):
+            assert time.process_time() - self.start_s < MOST_SECONDS
+            assert peak_bytes() - self.start_bytes < MOST_BYTES
+
+
+def peak_bytes() -> int:
+    """The most memory that this process ever held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB
