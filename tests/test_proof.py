@@ -215,11 +215,11 @@ def test_of_all_cases_the_worst_errors_and_two_quick_tests_are_kept():
         cases.append(proof_record.Case(f"t{i}", "passed", 3.0 - i, {"07/k": entry}))
     cases.append(proof_record.Case("t3", "failed", 0.1, {}))
     cases.append(proof_record.Case("t4", "skipped", 0.0, {}))
-    found = proof_record.gathered(cases, "cuda")
+    found = proof_record.gathered(cases, on_gpu=True)
     assert (found["tests"], found["failed"]) == (4, ["t3"])
     kernel = found["kernels"]["07/k"]
     assert (kernel["cases"], kernel["errors"]["rms"], kernel["quick"]) == (3, 2e-6, ["t2", "t1"])
-    assert proof_record.gathered(cases, "interpreter")["kernels"] == {}
+    assert proof_record.gathered(cases, on_gpu=False)["kernels"] == {}
 
 
 def test_a_cuda_file_is_known_by_its_text_and_anything_else_is_refused(tmp_path):
@@ -400,7 +400,7 @@ def test_what_a_sanitizer_says_is_recorded(course, capsys, said, status, code):
 
 
 def test_a_step_whose_record_cannot_be_read_wastes_no_other(course, capsys, monkeypatch):
-    monkeypatch.setattr(proof_record, "gathered", lambda cases, where: cases["none"])
+    monkeypatch.setattr(proof_record, "gathered", lambda cases, on_gpu: cases["none"])
     code, said, _ = gpu(course, capsys, tool=False)
     assert (
         code == 1 and "equivalence       crashed" in said and "ladder               passed" in said

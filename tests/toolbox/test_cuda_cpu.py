@@ -223,7 +223,7 @@ def test_the_last_block_may_read_what_all_wrote_behind_a_fence(run):
     run(code, *given, grid=5, block=1)
     torch.testing.assert_close(out[0], x.sum())
     with pytest.raises(
-        CudaError, match=r"small.cu:7: data race: .* of block \d wrote it at small.cu:3"
+        CudaError, match=r"small.cu:7: data race: .* of block \(\d, 0, 0\) wrote it at small.cu:3"
     ):
         run(
             code.replace("__threadfence();", ""),
@@ -289,7 +289,7 @@ WRONG = {  # name: (the kernel's third line and on, what the message says)
     ),
     "race in shared memory": (
         "__shared__ float a[64];\n    a[i] = x[i];\n    y[i] = a[63 - i];",
-        r"small.cu:[45]: (data race: .*thread number \d+ (wrote|reads) it at small.cu:[45], with no "
+        r"small.cu:[45]: (data race: .*; thread \(\d+, 0, 0\) (wrote|reads) it at small.cu:[45], with no "
         r"barrier|uninitialised)",
     ),
     "race between two stores": (

@@ -63,10 +63,10 @@ bool comes_before(const Mark& mark, const Memory& memory) {
 
 [[noreturn]] void fail_race(const Memory& memory, size_t offset, Access how, Place place,
                             const Mark& mark, const char* did) {
-    std::string where = mark.block == block_number ? "" : "of block " + std::to_string(mark.block) + " ";
-    fail(*current, place, "data race",
-         "%s byte %zu of %s; thread number %u %s%s it at @%x, with no barrier between", verb(how),
-         offset, memory.name.c_str(), mark.thread, where.c_str(), did, mark.place);
+    std::string who = tuple(index_in(mark.thread, block_size()));
+    if (mark.block != block_number) who += " of block " + tuple(index_in(mark.block, grid_size()));
+    fail(*current, place, "data race", "%s byte %zu of %s; thread %s %s it at @%x, with no barrier between",
+         verb(how), offset, memory.name.c_str(), who.c_str(), did, mark.place);
 }
 
 void watch(Cell& cell, const Memory& memory, size_t offset, Access how, Place place) {
