@@ -235,6 +235,24 @@ def test_the_last_block_may_read_what_all_wrote_behind_a_fence(run):
         )
 
 
+def test_tensors_may_share_memory(run):
+    """A matrix and two of its columns, as keys and values of one cache do."""
+    x = torch.arange(12.0).view(6, 2)
+    run(
+        """
+        extern "C" __global__ void k(float* x, const float* first, const float* last) {
+            int i = threadIdx.x;
+            x[2 * i + 1] = first[2 * i] + last[2 * i];
+        }
+        """,
+        x,
+        x[:, 0],
+        x[:, 1],
+        block=6,
+    )
+    assert x[:, 1].tolist() == [1.0, 5.0, 9.0, 13.0, 17.0, 21.0]
+
+
 def test_the_order_of_threads_is_drawn_and_can_be_repeated(run):
     code = """
         extern "C" __global__ void k(int* turn, int* order) {
@@ -335,6 +353,7 @@ WRONG = {  # name: (the kernel's third line and on, what the message says)
         "x[i] = i % 2 ? __shfl_sync(~0u, x[i], 0)\n                 : __shfl_sync(~0u, x[i], 1);",
         "divergent warp: ",
     ),
+    "division by 0": ("y[i] = 5 / (i - 3 * static_cast<int>(n) / 64);", "small.cu:3: division: "),
     "a lock that nobody opens": (
         "while (atomicAdd(y, 0) < 5) {}",
         "small.cu:.*: endless loop: ",

@@ -1,5 +1,5 @@
-// A block's threads as fibers of one CPU thread: each has a stack of its own and runs until it has to
-// wait. Who goes on is drawn from a seed, so that a kernel which counts on an order gets it wrong.
+// A block's threads as fibers of one CPU thread: each has a stack of its own and runs until it has
+// to wait. Which one goes on is drawn from a seed, so that a kernel which relies on an order fails.
 #include <ucontext.h>
 
 #include <cstdarg>
@@ -89,8 +89,8 @@ std::string doing(const Thread& t) {
     return std::string("wait at ") + what + mask + " (line " + std::to_string(t.line) + ")";
 }
 
-// Nobody can go on. The message says what each thread waits for, of the whole block at a barrier, of
-// one warp at a shuffle.
+// Nobody can go on. The message says what each thread waits for: of the whole block at a barrier,
+// of one warp at a shuffle.
 [[noreturn]] void stuck() {
     const Thread* blamed = nullptr;
     for (auto& t : threads)

@@ -53,12 +53,12 @@ def flags() -> tuple[str, list[str]]:
     """(the compiler's version, the flags for a kernel).
 
     -fsanitize=thread calls a function of memory.cpp before each load and store; the others call
-    one for an index outside its array and for a misaligned pointer.
+    one for an index outside its array, for a misaligned pointer and for a division by 0.
     """
     command = [compiler(), "--version"]
     version = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     bounds = "array-bounds" if "clang" in version else "bounds"
-    watched = [f"-fsanitize=thread,{bounds},alignment"]
+    watched = [f"-fsanitize=thread,{bounds},alignment,integer-divide-by-zero"]
     return version, [*COMMON, *KERNEL, *watched]
 
 

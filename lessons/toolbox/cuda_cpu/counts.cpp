@@ -1,7 +1,8 @@
-// What a GPU's memory would see of a launch. A warp's load is one request: the lanes' k-th runs of one
-// instruction are taken for it. Its cost in global memory are the sectors of 32 bytes that it touches;
-// in shared memory the turns that it takes, because each of the 32 banks gives one word of 4 bytes a
-// turn (CUDA C++ Programming Guide, "Shared Memory"; Nsight Compute's wavefronts).
+// What a GPU's memory would see of a launch. A load of a warp is one request; the lanes' k-th runs
+// of one instruction are taken for it. A request costs, in global memory, the sectors of 32 bytes
+// that it touches; in shared memory, the turns that it takes, because each of the 32 banks gives
+// one word of 4 bytes a turn (CUDA C++ Programming Guide, "Shared Memory"; Nsight Compute calls the
+// turns wavefronts).
 #include <algorithm>
 #include <array>
 #include <cstdio>

@@ -6,6 +6,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <cstdio>  // printf
 #include <utility>
 
 // ---------------------------------------------------------------- who am I
@@ -96,8 +97,8 @@ inline int __all_sync(unsigned mask, int yes, CALLED_AT) {
     return cuda_cpu::exchange("__all_sync", mask, yes == 0, cuda_cpu::BALLOT, line) == 0;
 }
 
-// Shuffles. A warp falls into segments of `width` lanes; who would read beyond the own segment's end
-// gets its own value back.
+// Shuffles. A warp is cut into segments of `width` lanes; a lane that would read beyond its own
+// segment gets its own value back.
 template <typename T>
 T __shfl_sync(unsigned mask, T mine, int source, int width = 32, CALLED_AT) {
     int segment = cuda_cpu::lane() & ~(width - 1);
@@ -133,13 +134,16 @@ template <typename T>
 using same = typename Same<T>::type;  // so that atomicAdd(float*, 1) takes the 1 as a float
 }  // namespace cuda_cpu
 
-#define CUDA_CPU_ATOMIC(NAME, RESULT)                                       \
-    template <typename T>                                                   \
-    __attribute__((no_sanitize("thread"))) T NAME(T* at, cuda_cpu::same<T> x, CALLED_AT) { \
-        cuda_cpu::atomic(at, sizeof(T), line);                              \
-        T old = *at;                                                        \
-        *at = RESULT;                                                       \
-        return old;                                                         \
+// The compiler need not report these loads and stores: `atomic` has done it.
+#define UNWATCHED __attribute__((no_sanitize("thread")))
+
+#define CUDA_CPU_ATOMIC(NAME, RESULT)                             \
+    template <typename T>                                         \
+    UNWATCHED T NAME(T* at, cuda_cpu::same<T> x, CALLED_AT) {     \
+        cuda_cpu::atomic(at, sizeof(T), line);                    \
+        T old = *at;                                              \
+        *at = RESULT;                                             \
+        return old;                                               \
     }
 CUDA_CPU_ATOMIC(atomicAdd, old + x)
 CUDA_CPU_ATOMIC(atomicSub, old - x)
@@ -149,8 +153,7 @@ CUDA_CPU_ATOMIC(atomicExch, x)
 CUDA_CPU_ATOMIC(atomicAnd, old & x)
 CUDA_CPU_ATOMIC(atomicOr, old | x)
 template <typename T>
-__attribute__((no_sanitize("thread"))) T atomicCAS(T* at, cuda_cpu::same<T> expected,
-                                                   cuda_cpu::same<T> x, CALLED_AT) {
+UNWATCHED T atomicCAS(T* at, cuda_cpu::same<T> expected, cuda_cpu::same<T> x, CALLED_AT) {
     cuda_cpu::atomic(at, sizeof(T), line);
     T old = *at;
     if (old == expected) *at = x;
@@ -220,8 +223,7 @@ const char* parameters(void (*)(T...)) {
     return text;
 }
 template <typename... T, std::size_t... I>
-__attribute__((no_sanitize("thread"))) void call(void (*kernel)(T...), void** arguments,
-                                                 std::index_sequence<I...>) {
+UNWATCHED void call(void (*kernel)(T...), void** arguments, std::index_sequence<I...>) {
     kernel(*static_cast<T*>(arguments[I])...);
 }
 template <typename... T>
@@ -232,10 +234,7 @@ void call(void (*kernel)(T...), void** arguments) {
 
 // What emulator.py puts behind the .cu file: one thread's run of the kernel, by addresses of its
 // arguments.
-#define CUDA_CPU_KERNEL(NAME)                                                         \
-    extern "C" __attribute__((visibility("default"))) void cuda_cpu_body(void** arguments) { \
-        cuda_cpu::call(NAME, arguments);                                              \
-    }                                                                                 \
-    extern "C" __attribute__((visibility("default"))) const char* cuda_cpu_parameters() { \
-        return cuda_cpu::parameters(NAME);                                            \
-    }
+#define CUDA_CPU_EXPORT extern "C" __attribute__((visibility("default")))
+#define CUDA_CPU_KERNEL(NAME)                                                                \
+    CUDA_CPU_EXPORT void cuda_cpu_body(void** arguments) { cuda_cpu::call(NAME, arguments); } \
+    CUDA_CPU_EXPORT const char* cuda_cpu_parameters() { return cuda_cpu::parameters(NAME); }

@@ -1,5 +1,5 @@
-// What the emulator's three parts share: block.cpp runs threads, memory.cpp watches loads and stores,
-// counts.cpp counts sectors and bank conflicts. The .cu file sees nothing of it.
+// What the emulator's three parts share: block.cpp runs threads, memory.cpp watches loads and
+// stores, counts.cpp counts sectors and bank conflicts. The .cu file sees nothing of it.
 #pragma once
 #include <setjmp.h>
 
@@ -48,7 +48,7 @@ extern unsigned block_number;
 
 // Time advances by one wherever threads meet.
 extern unsigned now, block_start, last_barrier, last_fence;
-constexpr unsigned STACK_BYTES = 64 << 10;
+constexpr unsigned STACK_BYTES = 128 << 10;
 
 // End the launch with a message: "@place: kind: block (0, 0, 0), thread (1, 0, 0) ...".
 [[noreturn]] void fail(const Thread& thread, Place place, const char* kind, const char* format, ...)

@@ -179,10 +179,7 @@ class Library:
         found = [(v.name, base + v.offset, v.size_bytes, KINDS.index(v.kind)) for v in variables]
         dynamic = self.functions.cuda_cpu_dynamic_shared()
         found.append(("the dynamic shared memory", dynamic, shared_bytes, KINDS.index("shared")))
-        for index, x in enumerate(arguments):
-            if isinstance(x, Tensor):
-                label = f"argument {index} ({str(x.dtype).removeprefix('torch.')} {list(x.shape)})"
-                found.append((label, x.data_ptr(), _reach_bytes(x), KINDS.index("global")))
+        found += _tensors(arguments)
         for label, begin, size_bytes, kind in sorted(found, key=lambda memory: memory[1]):
             self.functions.cuda_cpu_add_memory(
                 label.encode(), ctypes.c_size_t(begin), ctypes.c_size_t(size_bytes), kind
@@ -197,13 +194,14 @@ class Library:
         return re.sub(r"@([0-9a-f]+)", line, message)
 
     def _counts(self, file_name: str) -> list[Site]:
-        found = []
+        """The Sites of the launch. What the compiler unrolled or copied is one site again."""
+        found: dict[tuple, np.ndarray] = {}
         for text in self.functions.cuda_cpu_counts().decode().splitlines():
             place, access, size_bytes, kind, *counts, name = text.split(" ", 8)
             line = compiling.line_of(self.path, int(place, 16), file_name)
-            kinds = ACCESSES[int(access)], KINDS[int(kind)]
-            found.append(Site(line, *kinds, name, int(size_bytes), *map(int, counts)))
-        return sorted(found, key=lambda site: (site.line, site.access))
+            site = line, ACCESSES[int(access)], KINDS[int(kind)], name, int(size_bytes)
+            found[site] = found.get(site, 0) + np.array(counts, int)
+        return [Site(*site, *counts.tolist()) for site, counts in sorted(found.items())]
 
 
 def _kind(argument) -> str:
@@ -211,6 +209,20 @@ def _kind(argument) -> str:
     if isinstance(argument, Tensor):
         return "p8"
     return f"{'f' if isinstance(argument, np.floating) else 'i'}{argument.nbytes}"
+
+
+def _tensors(arguments: list) -> list[tuple[str, int, int, int]]:
+    """(label, address, bytes, kind) of the tensors; one for those that share memory."""
+    merged = []
+    tensors = [(index, x) for index, x in enumerate(arguments) if isinstance(x, Tensor)]
+    for index, x in sorted(tensors, key=lambda pair: pair[1].data_ptr()):
+        label = f"argument {index} ({str(x.dtype).removeprefix('torch.')} {list(x.shape)})"
+        begin, end = x.data_ptr(), x.data_ptr() + _reach_bytes(x)
+        if merged and begin < merged[-1][2]:
+            before = merged.pop()
+            label, begin, end = f"{before[0]} or {label}", before[1], max(before[2], end)
+        merged.append((label, begin, end))
+    return [(label, begin, end - begin, KINDS.index("global")) for label, begin, end in merged]
 
 
 def _reach_bytes(x: Tensor) -> int:

@@ -1,7 +1,7 @@
-// Each load and store of the kernel arrives here before it happens, because the compiler puts a call
-// before it (-fsanitize=thread; the functions' names are those of ThreadSanitizer, whose library we
-// do not link). Found: accesses outside of every tensor and variable, data races, shared memory that
-// is read before it is written.
+// Each load and store of the kernel arrives here before it happens, because the compiler puts a
+// call before it (-fsanitize=thread; the functions have the names of ThreadSanitizer's, whose
+// library is not linked). Found are accesses outside of every tensor and variable, data races, and
+// shared memory that is read before it is written.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -34,7 +34,8 @@ std::string nearest(uintptr_t address) {
         if (distance < best_distance) best = &m, best_distance = distance;
     }
     if (!best || best_distance > 1 << 20) return "at an address in no tensor";
-    const char* side = address < best->begin ? " bytes before the start of " : " bytes behind the end of ";
+    bool before = address < best->begin;
+    const char* side = before ? " bytes before the start of " : " bytes behind the end of ";
     return std::to_string(best_distance) + side + best->name;
 }
 
@@ -65,20 +66,23 @@ bool comes_before(const Mark& mark, const Memory& memory) {
                             const Mark& mark, const char* did) {
     std::string who = tuple(index_in(mark.thread, block_size()));
     if (mark.block != block_number) who += " of block " + tuple(index_in(mark.block, grid_size()));
-    fail(*current, place, "data race", "%s byte %zu of %s; thread %s %s it at @%x, with no barrier between",
-         verb(how), offset, memory.name.c_str(), who.c_str(), did, mark.place);
+    fail(*current, place, "data race",
+         "%s byte %zu of %s; thread %s %s it at @%x, with no barrier between", verb(how), offset,
+         memory.name.c_str(), who.c_str(), did, mark.place);
 }
 
 void watch(Cell& cell, const Memory& memory, size_t offset, Access how, Place place) {
     bool both_atomic = how == ATOMIC && cell.atomic;
+    const char* did = cell.atomic ? "atomically changed" : "wrote";
     if (!both_atomic && !comes_before(cell.write, memory))
-        fail_race(memory, offset, how, place, cell.write, cell.atomic ? "atomically changed" : "wrote");
+        fail_race(memory, offset, how, place, cell.write, did);
     Mark mine = {now, block_number, current->number, place};
     if (how == READ) {
         if (memory.kind == SHARED && cell.write.time < block_start)
-            fail(*current, place, "uninitialised", "reads byte %zu of %s, which no thread has written",
-                 offset, memory.name.c_str());
-        if (cell.read.thread != mine.thread) cell.other_read = cell.read;
+            fail(*current, place, "uninitialised",
+                 "reads byte %zu of %s, which no thread has written", offset, memory.name.c_str());
+        bool same_thread = cell.read.thread == mine.thread && cell.read.block == mine.block;
+        if (!same_thread) cell.other_read = cell.read;
         cell.read = mine;
         return;
     }
@@ -148,9 +152,9 @@ EXPORT uintptr_t cuda_cpu_dynamic_shared() { return reinterpret_cast<uintptr_t>(
 
 #define HERE place_of(__builtin_return_address(0))
 #define WATCH(BYTES)                                                                            \
-    extern "C" void __tsan_read##BYTES(void* at) { access(at, BYTES, READ, HERE); }                 \
-    extern "C" void __tsan_write##BYTES(void* at) { access(at, BYTES, WRITE, HERE); }               \
-    extern "C" void __tsan_unaligned_read##BYTES(void* at) { access(at, BYTES, READ, HERE); }       \
+    extern "C" void __tsan_read##BYTES(void* at) { access(at, BYTES, READ, HERE); }             \
+    extern "C" void __tsan_write##BYTES(void* at) { access(at, BYTES, WRITE, HERE); }           \
+    extern "C" void __tsan_unaligned_read##BYTES(void* at) { access(at, BYTES, READ, HERE); }   \
     extern "C" void __tsan_unaligned_write##BYTES(void* at) { access(at, BYTES, WRITE, HERE); }
 WATCH(1)
 WATCH(2)
@@ -167,26 +171,35 @@ extern "C" void* __tsan_memcpy(void* to, const void* from, size_t bytes) {
     access(to, bytes, WRITE, HERE);
     return memcpy(to, from, bytes);
 }
+extern "C" void* __tsan_memmove(void* to, const void* from, size_t bytes) {
+    access(from, bytes, READ, HERE);
+    access(to, bytes, WRITE, HERE);
+    return memmove(to, from, bytes);
+}
 extern "C" void* __tsan_memset(void* to, int value, size_t bytes) {
     access(to, bytes, WRITE, HERE);
     return memset(to, value, bytes);
 }
 
-// -fsanitize=bounds,alignment: an index beyond its array's type, a pointer that is no multiple of what
-// it points to. The compiler hands over where it stands: a file's name, the line, the column.
+// -fsanitize=bounds,alignment,integer-divide-by-zero: an index beyond its array's type, a pointer
+// that is no multiple of what it points to, a division that would end Python. The compiler hands
+// over where it stands: a file's name, the line, the column.
 struct Source {
     const char* file;
     unsigned line, column;
 };
 extern "C" void __ubsan_handle_out_of_bounds(Source* source, uintptr_t index) {
     if (current)
-        fail(*current, at_line(source->line), "out of bounds", "uses index %ld of an array that ends before",
-             long(index));
+        fail(*current, at_line(source->line), "out of bounds",
+             "uses index %ld of an array that ends before", long(index));
+}
+extern "C" void __ubsan_handle_divrem_overflow(Source* source, uintptr_t, uintptr_t) {
+    if (current) fail(*current, at_line(source->line), "division", "divides a whole number by 0");
 }
 extern "C" void __ubsan_handle_type_mismatch_v1(Source* source, uintptr_t pointer) {
     if (current)
         fail(*current, at_line(source->line), "misaligned",
-             "uses a pointer that is no multiple of what it loads or stores at once (it ends in hex %lx)",
+             "uses an address that ends in hex %02lx, no multiple of what it loads or stores at once",
              long(pointer & 0xff));
 }
 
