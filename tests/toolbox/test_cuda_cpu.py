@@ -510,8 +510,13 @@ def test_launches_that_no_gpu_takes_are_refused(grid, block, run):
 
 
 def test_an_error_of_the_compiler_names_the_line(run):
-    with pytest.raises(CompileError, match=r"^small.cu:4:\d+: error: .*two"):
-        run(WARP_SUM.replace("d /= 2", "d /= two"), torch.zeros(32), torch.zeros(1))
+    for wrong, message in (
+        (WARP_SUM.replace("d /= 2", "d /= two"), r"^small.cu:4:\d+: error: .*two"),
+        (WARP_SUM.replace(" k(", " other("), r"^small.cu:\d+:\d+: error: .*k"),
+        (f"void two(float&);\n{WARP_SUM.replace('if', 'two(sum); if')}", "^undefined .*two"),
+    ):
+        with pytest.raises(CompileError, match=message):
+            run(wrong, torch.zeros(32), torch.zeros(1))
 
 
 def test_without_a_compiler_one_line(run, monkeypatch):

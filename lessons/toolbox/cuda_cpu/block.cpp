@@ -37,7 +37,8 @@ unsigned random_below(unsigned n) {  // xorshift64*, Vigna 2016
 
 // ---------------------------------------------------------------- switching
 
-// Leave the current thread until the scheduler picks it again.
+// Leave the current thread until the scheduler picks it again. (swapcontext would do the same and
+// ask the operating system each time, which takes most of a kernel's run.)
 void leave() {
     if (!_setjmp(current->registers)) _longjmp(scheduler, 1);
 }

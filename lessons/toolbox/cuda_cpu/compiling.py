@@ -79,7 +79,8 @@ def library(source: str, file_name: str, kernel: str) -> Path:
             (Path(scratch) / file_name).write_text(text, encoding="utf-8")
             given = ["-include", str(HERE / "cuda.h"), "-x", "c++", file_name]
             _compile([*options, *given, "-c", "-o", "kernel.o"], scratch)
-            _compile(["-shared", "kernel.o", *_emulator(folder), "-o", "kernel.so"], scratch)
+            parts = ["kernel.o", *_emulator(folder)]
+            _compile(["-shared", "-Wl,--no-undefined", *parts, "-o", "kernel.so"], scratch)
             for made in ("kernel.o", "kernel.so"):  # the library last: it says that both are there
                 os.replace(Path(scratch) / made, target.with_suffix(Path(made).suffix))
     return target
@@ -103,8 +104,8 @@ def _compile(arguments: list[str], folder: str) -> None:
     command = [compiler(), *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line]
-        raise CompileError((lines or done.stderr.splitlines() or ["no message"])[0].strip())
+        said = re.search(r"\S+: (fatal )?error: .*|undefined reference to .*", done.stderr)
+        raise CompileError(said[0] if said else done.stderr.strip() or "no message")
 
 
 # ---------------------------------------------------------------- symbols and lines

@@ -107,8 +107,8 @@ def common_device(name: str, arguments: tuple) -> torch.device:
 
 
 def typed(name: str, arguments: tuple) -> list[Tensor | np.generic]:
-    """The arguments as tensors and as numbers of a known width. Raises ValueError for anything
-    else.
+    """The arguments as tensors, [...] each, and as numbers of a known width. Raises ValueError
+    for anything else.
     """
     found = []
     for index, value in enumerate(arguments):
