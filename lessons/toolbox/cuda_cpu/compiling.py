@@ -26,7 +26,8 @@ KERNEL = [
 ]
 # `extern __shared__ float tile[];`, whose size the launch gives
 DYNAMIC_SHARED = re.compile(
-    r"extern\s+__shared__\s+(?:(?:alignas|__align__)\s*\([^)]*\)\s*)?([\w:<>, ]+?)\s+(\w+)\s*\[\s*\]\s*;"
+    r"extern\s+__shared__\s+(?:(?:alignas|__align__)\s*\([^)]*\)\s*)?"
+    r"([\w:<>, ]+?)\s+(\w+)\s*\[\s*\]\s*;"
 )
 
 

@@ -36,7 +36,8 @@ TYPES = {"p": "a tensor", "f": "a float", "i": "an int"}
 
 
 class CudaError(RuntimeError):
-    """What a kernel did wrong: "optimized.cu:79: data race: block (0, 0, 0), thread (3, 0, 0) ..."."""
+    """What a kernel did wrong: "optimized.cu:79: data race: block (0, 0, 0), thread (3, 0, 0)
+    reads ..."."""
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ extern "C" void __ubsan_handle_divrem_overflow(Source* source, uintptr_t, uintpt
 extern "C" void __ubsan_handle_type_mismatch_v1(Source* source, uintptr_t pointer) {
     if (current)
         fail(*current, at_line(source->line), "misaligned",
-             "uses an address that ends in hex %02lx, no multiple of what it loads or stores at once",
+             "uses an address that ends in hex %02lx, no multiple of what it loads or stores",
              long(pointer & 0xff));
 }
 
