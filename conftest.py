@@ -10,6 +10,7 @@ import torch
 
 # first, because it decides how Triton runs before any test imports Triton
 import lessons  # noqa: F401
+from lessons.toolbox.cuda_cpu import compiling as cuda_cpu
 
 # mends the interpreter for kernels that tests declare themselves
 from lessons.toolbox.kernels import triton_  # noqa: F401
@@ -38,9 +39,11 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(items):
     if has_gpu():
         return
+    missing = {"gpu": "needs a CUDA device", "cuda_cpp": cuda_cpu.why_not_here()}
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="NOT RUN: needs a CUDA device"))
+        for marker, why in missing.items():
+            if why and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"NOT RUN: {why}"))
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -20,6 +20,7 @@ import pytest
 
 from lessons.toolbox.kernels import compile_check
 from lessons.toolbox.kernels.compile_report import CHIPS, Report
+from lessons.toolbox.measure.device import has_gpu
 from lessons.toolbox.proof import __main__ as proof
 from lessons.toolbox.proof import machine as proof_machine
 from lessons.toolbox.proof import record as proof_record
@@ -42,7 +43,7 @@ CONFTEST = """
 import os
 pytest_plugins = ["lessons.toolbox.proof.record"]
 from lessons.toolbox.proof import record as proof_record
-proof_record.where = lambda: os.environ.get("PRETEND", "cuda")
+proof_record.where = lambda kernel: os.environ.get("PRETEND", "cuda")
 """
 TESTS = """
 import pytest
@@ -215,11 +216,11 @@ def test_of_all_cases_the_worst_errors_and_two_quick_tests_are_kept():
         cases.append(proof_record.Case(f"t{i}", "passed", 3.0 - i, {"07/k": entry}))
     cases.append(proof_record.Case("t3", "failed", 0.1, {}))
     cases.append(proof_record.Case("t4", "skipped", 0.0, {}))
-    found = proof_record.gathered(cases, "cuda")
+    found = proof_record.gathered(cases, on_gpu=True)
     assert (found["tests"], found["failed"]) == (4, ["t3"])
     kernel = found["kernels"]["07/k"]
     assert (kernel["cases"], kernel["errors"]["rms"], kernel["quick"]) == (3, 2e-6, ["t2", "t1"])
-    assert proof_record.gathered(cases, "interpreter")["kernels"] == {}
+    assert proof_record.gathered(cases, on_gpu=False)["kernels"] == {}
 
 
 def test_a_cuda_file_is_known_by_its_text_and_anything_else_is_refused(tmp_path):
@@ -231,6 +232,7 @@ def test_a_cuda_file_is_known_by_its_text_and_anything_else_is_refused(tmp_path)
     assert proof_record.kernel_name(source) == "09/optimized.cu"
     source.write_text("__global__ void f() { }")
     assert proof_record.hash_of(source) != before
+    assert proof_record.where(source) == ("cuda" if has_gpu() else "emulator")
     for wrong, said in (
         (len, "accepted: a @triton.jit function"),
         (tmp_path / "x.cu", "accepted: one that stands in a folder"),
@@ -400,7 +402,7 @@ def test_what_a_sanitizer_says_is_recorded(course, capsys, said, status, code):
 
 
 def test_a_step_whose_record_cannot_be_read_wastes_no_other(course, capsys, monkeypatch):
-    monkeypatch.setattr(proof_record, "gathered", lambda cases, where: cases["none"])
+    monkeypatch.setattr(proof_record, "gathered", lambda cases, on_gpu: cases["none"])
     code, said, _ = gpu(course, capsys, tool=False)
     assert (
         code == 1 and "equivalence       crashed" in said and "ladder               passed" in said
@@ -526,8 +528,8 @@ def test_reports_are_recorded_in_a_file_a_lesson(tmp_path, monkeypatch):
     assert [recorded[job.key].registers for job in jobs] == [8] * len(CHIPS)
 
 
-def proof_of(device, digest, status="passed"):
-    step = {"status": status, "kernels": {"01/k": {"hash": digest}}}
+def proof_of(device, digest, status="passed", key="01/k"):
+    step = {"status": status, "kernels": {key: {"hash": digest}}}
     found = {"01 equivalence": step, "ladder": {"status": "passed"}}
     return {"device": device, "interpreted": device == "cpu", "steps": found}
 
@@ -544,6 +546,8 @@ def proof_of(device, digest, status="passed"):
 )
 def test_how_a_kernel_is_proved(proofs, cell):
     assert table.proof_cell("01/k", "new", [proof_of(*given) for given in proofs]) == cell
+    of_cuda = [proof_of(*given, key="01/k.cu") for given in proofs]
+    assert table.proof_cell("01/k.cu", "new", of_cuda) == cell.replace("interpreter", "emulator")
 
 
 def test_the_table_and_its_sentence_follow_the_records(monkeypatch):
@@ -559,6 +563,10 @@ def test_the_table_and_its_sentence_follow_the_records(monkeypatch):
     said = table.sentence(rows)
     assert "Of the 1 kernels, 0 are" in said and "1 on a GPU" in said and "1 for sm_90" in said
     known.pop(jobs[0].key)
+    on_cpu = {"01/k.cu": kernels["01/k"]}
+    emulated = table.rows(on_cpu, [proof_of("cpu", kernels["01/k"].hash, key="01/k.cu")])
+    assert emulated[0][-1] == "emulator only"
+    assert "1 in the emulator for CUDA C++ alone and none on a GPU" in table.sentence(emulated)
     changed = table.rows(kernels, [])
     assert changed[0][5] == "stale" and "0 for sm_90" in table.sentence(changed)
     assert "none on a GPU" in table.sentence(changed)

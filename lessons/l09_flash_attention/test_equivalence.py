@@ -482,7 +482,7 @@ def test_hopper_kernel(length, head_dim, seed, proof):
         )
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_cpp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_queries, num_keys", [(1, 1), (17, 40), (40, 17), (129, 129)])
 def test_cuda_kernel(num_queries, num_keys, dtype, seed, proof):

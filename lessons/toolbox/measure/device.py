@@ -16,6 +16,8 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
+from lessons.toolbox.cuda_cpu import compiling
+
 try:
     import torch
 except ImportError:  # the doctor still has to say so
@@ -200,9 +202,14 @@ def what_cannot_run_here() -> list[tuple[str, str]]:
             f"{why}; recorded GPU results are plotted instead",
         ),
         (
-            "Gluon and CUDA C++ kernels",
+            "Gluon kernels",
             not gpu,
             f"{why}; `python -m lessons.toolbox.kernels.compile_check` still compiles them",
+        ),
+        (
+            "CUDA C++ kernels",
+            not gpu and bool(compiling.why_not_here()),
+            f"{why}; {compiling.why_not_here()}",
         ),
         (
             "compiled kernels",

@@ -1,8 +1,8 @@
 """What is proved, where, and how to prove it: the commands behind `make gpu` and `make proof`.
 
     python -m lessons.toolbox.proof gpu [--lesson 03] [--out DIR] [--budget-minutes 9]
-    python -m lessons.toolbox.proof cpu [...]    the tests of equivalence in the interpreter
-    python -m lessons.toolbox.proof table        each kernel: interpreter, compiler, GPU
+    python -m lessons.toolbox.proof cpu [...]    the tests of equivalence without a GPU
+    python -m lessons.toolbox.proof table        each kernel: interpreter or emulator, compiler, GPU
     python -m lessons.toolbox.proof readme       the same, written into the READMEs
 
 A test of equivalence records its proof through the fixture of `record`. `run` runs all that needs a
@@ -78,7 +78,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, about in (
         ("gpu", "prove and measure everything on this machine's GPU"),
-        ("cpu", "prove every kernel in Triton's interpreter"),
+        ("cpu", "prove every kernel without one: interpreted, CUDA C++ emulated"),
     ):
         run = commands.add_parser(name, help=about)
         run.add_argument("--out", type=Path, help="folder of the results: results/<device>")

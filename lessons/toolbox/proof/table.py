@@ -1,5 +1,5 @@
-"""Which kernels there are, and what is known of each: proved in the interpreter, compiled for which
-chips, proved on which GPU.
+"""Which kernels there are, and what is known of each: proved on a CPU (in Triton's interpreter or in
+the emulator for CUDA C++), compiled for which chips, proved on which GPU.
 
 Everything is made from files alone (sources, results/compiled/, results/<device>/proof.json), so
 that it is the same on every machine.
@@ -14,10 +14,11 @@ from pathlib import Path
 from lessons.toolbox.kernels import compile_check
 from lessons.toolbox.kernels.compile_report import CHIPS, Job, Report
 from lessons.toolbox.proof.machine import ROOT, rooms
+from lessons.toolbox.proof.record import is_cuda_cpp
 
 COMMAND = "`python -m lessons.toolbox.proof readme` writes it"
 BEGIN, END = f"<!-- proofs: {COMMAND} -->", "<!-- end of proofs -->"
-PROVED, INTERPRETED, NOT_YET = "proved", "interpreter only", "not yet"
+PROVED, INTERPRETED, EMULATED, NOT_YET = "proved", "interpreter only", "emulator only", "not yet"
 STALE, NOT_FOR_IT = "stale", "–"
 MEANING = (
     "A cell holds registers a thread, bytes spilled and KiB of shared memory, the most over all "
@@ -105,7 +106,8 @@ def proofs(root: Path = ROOT) -> list[dict]:
 
 def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     """ "proved on NVIDIA H200", "stale on ..." for each GPU that has seen the kernel; else
-    "interpreter only", "stale in the interpreter" or "not yet".
+    "interpreter only", "stale in the interpreter", for CUDA C++ the same of the emulator, or "not
+    yet".
 
     Proved: a lesson's whole test_equivalence.py passed there, and in it the kernel with the source
     that it has now.
@@ -118,7 +120,8 @@ def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
             continue
         is_current = current_hash in hashes
         if proof["interpreted"]:
-            without = INTERPRETED if is_current else f"{STALE} in the interpreter"
+            alone = EMULATED if is_cuda_cpp(key) else INTERPRETED
+            without = alone if is_current else f"{STALE} in the {alone.split()[0]}"
         else:
             on_gpu.append(f"{PROVED if is_current else STALE} on {proof['device']}")
     return ", ".join(on_gpu) or without
@@ -157,11 +160,14 @@ def sentence(rows: list[list[str]]) -> str:
     for chip, cells in zip(CHIPS, zip(*(row[2:-1] for row in rows))):
         fit = sum(cell[0].isdigit() and not cell.endswith("!") for cell in cells)
         compiled.append(f"{fit} for sm_{chip}")
-    interpreted = sum(row[-1] == INTERPRETED for row in rows)
+    interpreted, emulated = (
+        sum(row[-1] == where for row in rows) for where in (INTERPRETED, EMULATED)
+    )
     on_gpu = sum(PROVED in row[-1] for row in rows)
     return (
         f"Of the {len(rows)} kernels, {interpreted} are proved equal to the naive code in Triton's "
-        f"interpreter alone and {on_gpu or 'none'} on a GPU, and the compiler takes "
+        f"interpreter alone, {emulated or 'none'} in the emulator for CUDA C++ alone and "
+        f"{on_gpu or 'none'} on a GPU, and the compiler takes "
         f"{', '.join(compiled[:-1])} and {compiled[-1]} without spills "
         f"([the table](results/README.md))."
     )
