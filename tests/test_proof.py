@@ -42,7 +42,7 @@ CONFTEST = """
 import os
 pytest_plugins = ["lessons.toolbox.proof.record"]
 from lessons.toolbox.proof import record as proof_record
-proof_record.where = lambda: os.environ.get("PRETEND", "cuda")
+proof_record.where = lambda kernel: os.environ.get("PRETEND", "cuda")
 """
 TESTS = """
 import pytest

@@ -64,12 +64,17 @@ def hash_of(kernel) -> str:
     return kernel_hash(kernel)
 
 
-def where() -> str:
-    """ "interpreter" or "cuda": where this process runs its kernels."""
+WITHOUT_GPU = ("interpreter", "simulator")
+
+
+def where(kernel) -> str:
+    """ "cuda", "interpreter" or, for Gluon, "simulator": where this process runs a kernel."""
     # here, because it imports PyTorch, which the reading of records does without
     from lessons.toolbox.measure.device import has_gpu, interpreting
 
-    return "cuda" if has_gpu() and not interpreting() else "interpreter"
+    if has_gpu() and not interpreting():
+        return "cuda"
+    return "simulator" if getattr(kernel, "is_gluon", bool)() else "interpreter"
 
 
 # ---------------------------------------------------------------- what a test records
@@ -89,7 +94,7 @@ class Proof:
         them, or None for a bitwise proof. Of all that one test records for a kernel, the errors
         nearest to their limit (rule E1) are kept.
         """
-        entry = {"hash": hash_of(kernel), "errors": None, "where": where()}
+        entry = {"hash": hash_of(kernel), "errors": None, "where": where(kernel)}
         entry = self.kernels.setdefault(kernel_name(kernel), entry)
         for measured in errors if isinstance(errors, (list, tuple)) else [errors]:
             if measured is not None:
@@ -162,22 +167,24 @@ def _case(element: ElementTree.Element) -> Case:
 
 
 def gathered(cases: list[Case], where: str) -> dict:
-    """{tests: how many ran, failed: [test], kernels: {kernel: {hash, cases, errors, quick}}}.
+    """{tests: how many ran, failed: [test], kernels: {kernel: {hash, where, cases, errors, quick}}}.
 
     errors: of all cases the nearest to their limit; quick: the quickest case and a middling one.
-    Kernels that ran elsewhere than `where` ("cuda" or "interpreter") are left out: they prove
-    nothing here.
+    Kernels that ran elsewhere than `where` ("cuda", or "interpreter", which stands for the simulator
+    too) are left out: they prove nothing here.
     """
+    places = WITHOUT_GPU if where in WITHOUT_GPU else (where,)
     proved: dict[str, list] = {}
     for case in sorted(cases, key=lambda case: case.seconds):
         for kernel, found in case.kernels.items():
-            if found["where"] == where:
+            if found["where"] in places:
                 proved.setdefault(kernel, []).append((case.test, found))
     kernels = {}
     for kernel, found in sorted(proved.items()):
         tests = [test for test, _ in found]
         kernels[kernel] = {
             "hash": found[0][1]["hash"],
+            "where": found[0][1]["where"],
             "cases": len(tests),
             "errors": nearest_to_limit([entry["errors"] for _, entry in found]),
             # never the slowest: it may fill the memory on purpose

@@ -17,7 +17,8 @@ from lessons.toolbox.proof.machine import ROOT, rooms
 
 COMMAND = "`python -m lessons.toolbox.proof readme` writes it"
 BEGIN, END = f"<!-- proofs: {COMMAND} -->", "<!-- end of proofs -->"
-PROVED, INTERPRETED, NOT_YET = "proved", "interpreter only", "not yet"
+PROVED, NOT_YET = "proved", "not yet"
+INTERPRETED, SIMULATED = "interpreter only", "simulator only"
 STALE, NOT_FOR_IT = "stale", "–"
 MEANING = (
     "A cell holds registers a thread, bytes spilled and KiB of shared memory, the most over all "
@@ -105,7 +106,7 @@ def proofs(root: Path = ROOT) -> list[dict]:
 
 def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     """ "proved on NVIDIA H200", "stale on ..." for each GPU that has seen the kernel; else
-    "interpreter only", "stale in the interpreter" or "not yet".
+    "interpreter only", "simulator only" (Gluon), "stale in the interpreter" or "not yet".
 
     Proved: a lesson's whole test_equivalence.py passed there, and in it the kernel with the source
     that it has now.
@@ -113,12 +114,13 @@ def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     on_gpu, without = [], NOT_YET
     for proof in proofs:
         passed = [step for step in proof["steps"].values() if step["status"] == "passed"]
-        hashes = {step["kernels"][key]["hash"] for step in passed if key in step.get("kernels", ())}
-        if not hashes:
+        found = [step["kernels"][key] for step in passed if key in step.get("kernels", ())]
+        if not found:
             continue
-        is_current = current_hash in hashes
+        is_current = current_hash in {entry["hash"] for entry in found}
         if proof["interpreted"]:
-            without = INTERPRETED if is_current else f"{STALE} in the interpreter"
+            place = found[0].get("where", "interpreter")
+            without = f"{place} only" if is_current else f"{STALE} in the {place}"
         else:
             on_gpu.append(f"{PROVED if is_current else STALE} on {proof['device']}")
     return ", ".join(on_gpu) or without
@@ -158,10 +160,12 @@ def sentence(rows: list[list[str]]) -> str:
         fit = sum(cell[0].isdigit() and not cell.endswith("!") for cell in cells)
         compiled.append(f"{fit} for sm_{chip}")
     interpreted = sum(row[-1] == INTERPRETED for row in rows)
+    simulated = sum(row[-1] == SIMULATED for row in rows)
     on_gpu = sum(PROVED in row[-1] for row in rows)
     return (
         f"Of the {len(rows)} kernels, {interpreted} are proved equal to the naive code in Triton's "
-        f"interpreter alone and {on_gpu or 'none'} on a GPU, and the compiler takes "
+        f"interpreter alone, {simulated or 'none'} in our simulator of Gluon and "
+        f"{on_gpu or 'none'} on a GPU, and the compiler takes "
         f"{', '.join(compiled[:-1])} and {compiled[-1]} without spills "
         f"([the table](results/README.md))."
     )

@@ -76,7 +76,7 @@ class Simulated:
             (x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])
         ]
         generator.shuffle(indices)
-        with _one_at_a_time:
+        with _one_at_a_time, _one_thread_each():
             for index in indices:
                 program = Program(index, grid, generator, ends)
                 try:
@@ -84,6 +84,17 @@ class Simulated:
                 except Hazard as hazard:
                     where = f"program {index}, schedule(seed={seed}, ends={ends!r})"
                     raise Hazard(f"{hazard}. In {where}") from hazard
+
+
+@contextlib.contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Torch's own threads cost more than they give on operations as small as a tile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def arguments(function, args: tuple, options: dict) -> dict:

@@ -76,7 +76,7 @@ class Program:
         self.spawn("the kernel", body)
         while alive := [partition for partition in self.partitions if not partition.ended]:
             events = self._events(alive)
-            if not events:
+            if not events and self.failure is None:
                 self.failure = Hazard(self._deadlock(alive))
             if self.failure is not None:
                 self._cancel(alive)

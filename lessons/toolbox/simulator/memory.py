@@ -135,7 +135,7 @@ def _last_wait(barrier) -> str:
 
 def allocate_shared_memory(dtype, shape, layout=None, value=None) -> Shared:
     """gl.allocate_shared_memory: poison, or `value`. Its name is the variable's."""
-    allocation = Allocation(_name_of_target(), dtype, [int(n) for n in shape])
+    allocation = Allocation(_name_of_targets(), dtype, [int(n) for n in shape])
     view = Shared(allocation, allocation.data, allocation.name)
     if value is not None:
         view.store(value)
@@ -148,11 +148,16 @@ def fence_async_shared(cluster=False) -> None:
     program().unfenced = [(view, owner) for view, owner in program().unfenced if owner is not mine]
 
 
-def _name_of_target() -> str:
-    """The variable that the kernel's line assigns to: "k_smem"."""
-    frame = sys._getframe(1)
+def _name_of_targets() -> str:
+    """The variables that the kernel's lines assign to, of the kernel and of the functions that it
+    called: "k.tiles".
+    """
+    frame, names = sys._getframe(1), []
     while frame.f_code.co_filename.startswith(HERE):
         frame = frame.f_back
-    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    found = re.match(r"\s*(\w+) *=", text)
-    return found[1] if found else f"shared memory of {line()}"
+    while not frame.f_code.co_filename.startswith(HERE):
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if found := re.match(r"\s*(\w+) *=", text):
+            names.insert(0, found[1])
+        frame = frame.f_back
+    return ".".join(names) or f"shared memory of {line()}"
