@@ -434,17 +434,22 @@ def test_the_folder_of_a_device(device, folder):
 # ---------------------------------------------------------------- the kernels of the course
 
 
-def jit_functions(file):
-    """Kernels in a lesson's file: under some `jit`, and without a result (with one it is a helper
-    of a kernel).
+def kernels_of(files):
+    """Kernels in a lesson's files: under some `jit`, without a result, and named by no other jit
+    function (else it is a helper of a kernel).
     """
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef):
-            decorators = [ast.unparse(part).split("(")[0] for part in node.decorator_list]
-            results = [part for part in ast.walk(node) if isinstance(part, ast.Return)]
-            is_jit = any(name.endswith(".jit") for name in decorators)
-            if is_jit and not any(part.value is not None for part in results):
-                yield node.name
+    functions = []
+    for file in files:
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            decorators = [ast.unparse(part) for part in getattr(node, "decorator_list", ())]
+            if any(name.split("(")[0].endswith(".jit") for name in decorators):
+                functions.append(node)
+    for function in functions:
+        parts = [part for other in functions if other is not function for part in ast.walk(other)]
+        named = {part.id for part in parts if isinstance(part, ast.Name)}
+        results = [part for part in ast.walk(function) if isinstance(part, ast.Return)]
+        if function.name not in named and not any(part.value is not None for part in results):
+            yield function.name
 
 
 def test_every_kernel_is_listed_for_the_compiler_and_proved_by_a_test():
@@ -452,8 +457,7 @@ def test_every_kernel_is_listed_for_the_compiler_and_proved_by_a_test():
     for room in proof_machine.rooms().values():
         tests = "".join(file.read_text() for file in sorted(room.glob("test_*.py")))
         files = [file for file in room.glob("*.py") if not file.name.startswith("test_")]
-        names = [name for file in files for name in jit_functions(file)]
-        kernels = {name: rf"proof\.record\(\s*{name}\b" for name in names}
+        kernels = {name: rf"proof\.record\(\s*{name}\b" for name in kernels_of(files)}
         kernels |= {file.name: re.escape(file.name) for file in room.glob("*.cu")}
         for name, pattern in kernels.items():
             key = f"{room.name[1:3]}/{name}"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lessons.l09_flash_attention import hopper, rings
+from lessons.l09_flash_attention.hopper import flash_hopper_kernel
 from lessons.l09_flash_attention.lab import specs
 from lessons.l09_flash_attention.naive import attention
 from lessons.toolbox.kernels.compile_check import check_all
@@ -75,7 +76,7 @@ def hopper_or_cpu():
 def test_hopper_kernel(length, head_dim, seed, proof, hopper_or_cpu):
     for causal in (True, False):
         given = inputs(length, length + 5, 4, 2, head_dim, seed=seed)
-        proof.record(hopper.flash_hopper_kernel, proved(*given, causal))
+        proof.record(flash_hopper_kernel, proved(*given, causal))
 
 
 @pytest.mark.parametrize("num_queries, num_keys", [(1, 1), (1, 700), (5, 129), (200, 70), (300, 1)])
@@ -83,19 +84,19 @@ def test_hopper_kernel_is_aligned_bottom_right(num_queries, num_keys, seed, proo
     """With more queries than keys the first ones see no key: 0 and -inf, whole programs of them."""
     for causal in (True, False):
         given = inputs(num_queries, num_keys, seed=seed)
-        proof.record(hopper.flash_hopper_kernel, proved(*given, causal))
+        proof.record(flash_hopper_kernel, proved(*given, causal))
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTION_INPUTS if name != "non_contiguous"])
 def test_hopper_kernel_on_hard_inputs(name, seed, proof, hopper_or_cpu):
     given = inputs(150, 280, 2, 1, 64, seed=seed, name=name)
-    proof.record(hopper.flash_hopper_kernel, proved(*given, True, name=name))
+    proof.record(flash_hopper_kernel, proved(*given, True, name=name))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_hopper_kernel_with_grouped_heads(kv_heads, seed, proof, hopper_or_cpu):
     given = inputs(70, 140, 8, kv_heads, 64, seed=seed)
-    proof.record(hopper.flash_hopper_kernel, proved(*given, True))
+    proof.record(flash_hopper_kernel, proved(*given, True))
 
 
 def test_every_order_of_events_gives_the_same_bits(seed):

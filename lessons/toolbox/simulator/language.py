@@ -58,6 +58,7 @@ class Int(int):
     __rshift__ = _with(operator.rshift)
 
     def to(self, dtype) -> "Int":
+        """An integer stays one."""
         return self
 
 
@@ -77,14 +78,17 @@ static_range = builtins.range
 
 
 def program_id(axis: int) -> Int:
+    """This program's place in the grid."""
     return Int(program().index[axis])
 
 
 def num_programs(axis: int) -> Int:
+    """The grid's size."""
     return Int(program().grid[axis])
 
 
 def cdiv(x, div):
+    """x / div, rounded up."""
     return (x + div - 1) // div
 
 
@@ -92,51 +96,62 @@ def cdiv(x, div):
 
 
 def arange(start, end, layout=None) -> Tensor:
+    """[end - start] int32."""
     return torch.arange(start, end, dtype=torch.int32)
 
 
 def full(shape, value, dtype, layout=None) -> Tensor:
+    """A tensor [*shape] of one value."""
     return torch.full(list(shape), value, dtype=dtype)
 
 
 def zeros(shape, dtype, layout=None) -> Tensor:
+    """A tensor [*shape] of zeros."""
     return torch.zeros(list(shape), dtype=dtype)
 
 
 def convert_layout(value: Tensor, layout=None, assert_trivial=False) -> Tensor:
+    """value: [...], as it is."""
     return value
 
 
 def expand_dims(x: Tensor, axis: int) -> Tensor:
+    """x: [...] with a dimension of 1 more."""
     return x.unsqueeze(axis)
 
 
 def where(condition: Tensor, x, y) -> Tensor:
+    """Elementwise choice."""
     return torch.where(condition, x, y)
 
 
 def exp2(x: Tensor) -> Tensor:
+    """Elementwise 2^x."""
     return torch.exp2(x)
 
 
 def exp(x: Tensor) -> Tensor:
+    """Elementwise e^x."""
     return torch.exp(x)
 
 
 def log2(x: Tensor) -> Tensor:
+    """Elementwise, base 2."""
     return torch.log2(x)
 
 
 def log(x: Tensor) -> Tensor:
+    """Elementwise, base e."""
     return torch.log(x)
 
 
 def maximum(x, y):
-    """The number where the other is NaN, as max.f32 gives it."""
+    """The number where the other is NaN, as max.f32 gives it. Elementwise."""
     return _of_two(x, y, builtins.max, torch.fmax)
 
 
 def minimum(x, y):
+    """The number where the other is NaN, as min.f32 gives it. Elementwise."""
     return _of_two(x, y, builtins.min, torch.fmin)
 
 
@@ -148,12 +163,13 @@ def _of_two(x, y, of_numbers, of_tensors):
 
 
 def max(x: Tensor, axis: int) -> Tensor:
-    """The largest number of each row; NaN where there is none."""
+    """The largest number along one axis, [...] without it; NaN where there is none."""
     largest = x.masked_fill(x.isnan(), float("-inf")).amax(axis)
     return torch.where(x.isnan().all(axis), float("nan"), largest)
 
 
 def sum(x: Tensor, axis: int) -> Tensor:
+    """The sum along one axis, [...] without it."""
     return x.sum(axis)
 
 
@@ -170,7 +186,7 @@ class Pointer:
         return Pointer(self.base, self.offset + step)
 
     def inside(self, mask) -> tuple[Tensor, Tensor]:
-        """The offsets, and which of them are meant. Raises Hazard for one out of bounds."""
+        """The offsets, [...], and which of them are meant. Raises Hazard for one out of bounds."""
         offset = torch.as_tensor(self.offset)
         meant = torch.ones_like(offset, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
         offset, meant = torch.broadcast_tensors(offset.long(), meant)
@@ -181,18 +197,20 @@ class Pointer:
 
 
 def pointer_to(x: Tensor) -> Pointer:
+    """The pointer to a tensor's first element, of any shape."""
     storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
     return Pointer(storage, x.storage_offset())
 
 
 def store(pointer: Pointer, value, mask=None) -> None:
+    """Write elementwise where the mask holds, [...]."""
     offset, meant = pointer.inside(mask)
     value = torch.as_tensor(value).to(pointer.base.dtype).broadcast_to(offset.shape)
     pointer.base[offset[meant]] = value[meant]
 
 
 def load(pointer: Pointer, mask=None, other=None) -> Tensor:
-    """What is masked is `other`, or garbage (NaN) without it."""
+    """Elementwise [...]: what is masked is `other`, or garbage (NaN) without it."""
     offset, meant = pointer.inside(mask)
     values = torch.empty(offset.shape, dtype=pointer.base.dtype)
     values[meant] = pointer.base[offset[meant]]

@@ -59,6 +59,8 @@ def simulate(kernel):
 
 
 class Simulated:
+    """A kernel that waits for its grid and its arguments."""
+
     def __init__(self, kernel):
         self.kernel = kernel
 

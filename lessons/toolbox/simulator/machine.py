@@ -92,6 +92,7 @@ class Program:
             raise Hazard(f"the program ended before {self.in_flight[0].what} had ended")
 
     def spawn(self, name: str, body: Callable[[], object]) -> Partition:
+        """A new partition, ready to go."""
         partition = Partition(name, body, turn=_held())
         self.partitions.append(partition)
         threading.Thread(target=self._thread, args=(partition,), daemon=True).start()

@@ -41,15 +41,18 @@ class Barrier:
         self.settle()
 
     def state(self) -> str:
+        """What is missing, in words."""
         arrivals = f"{self.missing} of {self.count} arrivals and {self.bytes_missing} bytes"
         return f"{self.name} is in phase {self.phase}, {arrivals} are missing"
 
 
 def init(mbarrier: Shared, count: int) -> None:
+    """A fresh barrier, in phase 0, that counts so many arrivals."""
     _barriers(mbarrier)[_place(mbarrier)] = Barrier(mbarrier.name, count, count)
 
 
 def invalidate(mbarrier: Shared) -> None:
+    """The memory is no barrier any more."""
     _barriers(mbarrier).pop(_place(mbarrier), None)
 
 
@@ -64,6 +67,7 @@ def expect(mbarrier: Shared, nbytes: int, /, pred=True) -> None:
 
 
 def arrive(mbarrier: Shared, *, count: int = 1, pred=True) -> None:
+    """Count so many arrivals."""
     if pred:
         barrier = barrier_of(mbarrier)
         barrier.missing -= count
@@ -72,6 +76,7 @@ def arrive(mbarrier: Shared, *, count: int = 1, pred=True) -> None:
 
 
 def wait(mbarrier: Shared, phase: int, pred=True, deps=()) -> None:
+    """Go on when the phase of this parity is complete."""
     if not pred:
         return
     if phase not in (0, 1):

@@ -46,26 +46,31 @@ class Shared:
     # ------------------------------------------------------------ views
 
     def index(self, i) -> "Shared":
+        """The i-th part of the first dimension."""
         if not 0 <= i < self.shape[0]:
             raise refuse(f"{self.name}.index({i}): there are {self.shape[0]}")
         return self._view(self.data[int(i)], f"{self.name}[{int(i)}]")
 
     def slice(self, start, length, dim=0) -> "Shared":
+        """`length` rows of one dimension."""
         if not 0 <= start <= start + length <= self.shape[dim]:
             raise refuse(f"{self.name}.slice({start}, {length}, {dim}): shape {self.shape}")
         name = f"{self.name}[{start}:{start + length}, dim {dim}]"
         return self._view(self.data.narrow(dim, int(start), int(length)), name)
 
     def permute(self, order) -> "Shared":
+        """The same memory with its dimensions in another order."""
         return self._view(self.data.permute(*order), self.name)
 
     def reshape(self, shape) -> "Shared":
+        """The same memory in another shape."""
         return self._view(self.data.view(*shape), self.name)
 
     def _view(self, data: Tensor, name: str) -> "Shared":
         return Shared(self.allocation, data, name)
 
     def overlaps(self, other: "Shared") -> bool:
+        """Whether both views hold a common element."""
         if self.allocation is not other.allocation:
             return False
         (first, behind), (other_first, other_behind) = self._span(), other._span()
@@ -85,10 +90,12 @@ class Shared:
     # ------------------------------------------------------------ ordinary loads and stores
 
     def load(self, layout=None) -> Tensor:
+        """The elements as a tensor, [*shape]."""
         self.check(writes=False, doing="this line")
         return self.data.clone()
 
     def store(self, value: Tensor) -> None:
+        """Write value, [*shape]."""
         if list(value.shape) != self.shape or value.dtype != self.dtype:
             given = f"{value.dtype} {list(value.shape)}"
             raise refuse(f"{self.name}.store: got {given}; accepted: {self.dtype} {self.shape}")
@@ -124,6 +131,7 @@ class Shared:
         return access
 
     def end(self, access: Access) -> None:
+        """The work has ended."""
         self.allocation.accesses.remove(access)
 
 
