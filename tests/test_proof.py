@@ -20,6 +20,7 @@ import pytest
 
 from lessons.toolbox.kernels import compile_check
 from lessons.toolbox.kernels.compile_report import CHIPS, Report
+from lessons.toolbox.measure.device import interpreting
 from lessons.toolbox.proof import __main__ as proof
 from lessons.toolbox.proof import machine as proof_machine
 from lessons.toolbox.proof import record as proof_record
@@ -548,6 +549,25 @@ def proof_of(device, digest, status="passed"):
 )
 def test_how_a_kernel_is_proved(proofs, cell):
     assert table.proof_cell("01/k", "new", [proof_of(*given) for given in proofs]) == cell
+
+
+def test_gluon_on_a_cpu_is_simulated():
+    from lessons.l09_flash_attention.hopper import flash_hopper_kernel
+    from lessons.toolbox.kernels.kernel_hash import kernel_hash
+
+    assert len(kernel_hash(flash_hopper_kernel)) == 16  # Triton gives it an attribute `kernel`
+    if interpreting():
+        assert proof_record.where(flash_hopper_kernel) == "simulator"
+    found = {"where": "simulator", "hash": "new", "errors": None}
+    case = proof_record.Case("test.py::test_k", "passed", 1.0, {"01/k": found})
+    proof = proof_of("cpu", "new")
+    proof["steps"]["01 equivalence"] |= proof_record.gathered([case], "interpreter")
+    assert table.proof_cell("01/k", "new", [proof]) == "simulator only"
+    assert table.proof_cell("01/k", "other", [proof]) == "stale in the simulator"
+    assert not proof_record.gathered([case], "cuda")["kernels"]
+    rows = [["01", "k", *["–"] * 5, cell] for cell in ("simulator only", "interpreter only")]
+    assert "2 kernels, 1 are" in table.sentence(rows)
+    assert "1 in our simulator" in table.sentence(rows)
 
 
 def test_the_table_and_its_sentence_follow_the_records(monkeypatch):
