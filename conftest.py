@@ -14,6 +14,7 @@ from lessons.toolbox.cuda_cpu import compiling as cuda_cpu
 
 # mends the interpreter for kernels that tests declare themselves
 from lessons.toolbox.kernels import triton_  # noqa: F401
+from lessons.toolbox.kernels.order import program_order
 from lessons.toolbox.measure.device import has_gpu
 
 # the `proof` fixture, through which a test of equivalence records its proof; --since REVISION
@@ -28,6 +29,15 @@ def seed() -> int:
     random.seed(value)
     print("seed", value)  # shown by pytest when the test fails
     return value
+
+
+@pytest.fixture(autouse=True)
+def any_program_order():
+    """Interpreted programs run in a fresh order in each test, because a GPU promises none."""
+    value = random.SystemRandom().getrandbits(31)
+    print("program order", value)  # shown by pytest when the test fails
+    with program_order(value):
+        yield
 
 
 def pytest_addoption(parser):

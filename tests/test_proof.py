@@ -21,6 +21,7 @@ import pytest
 from lessons.toolbox.kernels import compile_check
 from lessons.toolbox.kernels.compile_report import CHIPS, Report
 from lessons.toolbox.measure.device import has_gpu
+from lessons.toolbox.measure.device import interpreting
 from lessons.toolbox.proof import __main__ as proof
 from lessons.toolbox.proof import machine as proof_machine
 from lessons.toolbox.proof import record as proof_record
@@ -436,17 +437,22 @@ def test_the_folder_of_a_device(device, folder):
 # ---------------------------------------------------------------- the kernels of the course
 
 
-def jit_functions(file):
-    """Kernels in a lesson's file: under some `jit`, and without a result (with one it is a helper
-    of a kernel).
+def kernels_of(files):
+    """Kernels in a lesson's files: under some `jit`, without a result, and named by no other jit
+    function (else it is a helper of a kernel).
     """
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef):
-            decorators = [ast.unparse(part).split("(")[0] for part in node.decorator_list]
-            results = [part for part in ast.walk(node) if isinstance(part, ast.Return)]
-            is_jit = any(name.endswith(".jit") for name in decorators)
-            if is_jit and not any(part.value is not None for part in results):
-                yield node.name
+    functions = []
+    for file in files:
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            decorators = [ast.unparse(part) for part in getattr(node, "decorator_list", ())]
+            if any(name.split("(")[0].endswith(".jit") for name in decorators):
+                functions.append(node)
+    for function in functions:
+        parts = [part for other in functions if other is not function for part in ast.walk(other)]
+        named = {part.id for part in parts if isinstance(part, ast.Name)}
+        results = [part for part in ast.walk(function) if isinstance(part, ast.Return)]
+        if function.name not in named and not any(part.value is not None for part in results):
+            yield function.name
 
 
 def test_every_kernel_is_listed_for_the_compiler_and_proved_by_a_test():
@@ -454,8 +460,7 @@ def test_every_kernel_is_listed_for_the_compiler_and_proved_by_a_test():
     for room in proof_machine.rooms().values():
         tests = "".join(file.read_text() for file in sorted(room.glob("test_*.py")))
         files = [file for file in room.glob("*.py") if not file.name.startswith("test_")]
-        names = [name for file in files for name in jit_functions(file)]
-        kernels = {name: rf"proof\.record\(\s*{name}\b" for name in names}
+        kernels = {name: rf"proof\.record\(\s*{name}\b" for name in kernels_of(files)}
         kernels |= {file.name: re.escape(file.name) for file in room.glob("*.cu")}
         for name, pattern in kernels.items():
             key = f"{room.name[1:3]}/{name}"
@@ -548,6 +553,25 @@ def test_how_a_kernel_is_proved(proofs, cell):
     assert table.proof_cell("01/k", "new", [proof_of(*given) for given in proofs]) == cell
     of_cuda = [proof_of(*given, key="01/k.cu") for given in proofs]
     assert table.proof_cell("01/k.cu", "new", of_cuda) == cell.replace("interpreter", "emulator")
+
+
+def test_gluon_on_a_cpu_is_simulated():
+    from lessons.l09_flash_attention.hopper import flash_hopper_kernel
+    from lessons.toolbox.kernels.kernel_hash import kernel_hash
+
+    assert len(kernel_hash(flash_hopper_kernel)) == 16  # Triton gives it an attribute `kernel`
+    if interpreting():
+        assert proof_record.where(flash_hopper_kernel) == "simulator"
+    found = {"where": "simulator", "hash": "new", "errors": None}
+    case = proof_record.Case("test.py::test_k", "passed", 1.0, {"01/k": found})
+    proof = proof_of("cpu", "new")
+    proof["steps"]["01 equivalence"] |= proof_record.gathered([case], on_gpu=False)
+    assert table.proof_cell("01/k", "new", [proof]) == "simulator only"
+    assert table.proof_cell("01/k", "other", [proof]) == "stale in the simulator"
+    assert not proof_record.gathered([case], on_gpu=True)["kernels"]
+    rows = [["01", "k", *["–"] * 5, cell] for cell in ("simulator only", "interpreter only")]
+    assert "2 kernels, 1 are" in table.sentence(rows)
+    assert "1 in our simulator" in table.sentence(rows)
 
 
 def test_the_table_and_its_sentence_follow_the_records(monkeypatch):

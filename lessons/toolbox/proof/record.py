@@ -70,13 +70,17 @@ def is_cuda_cpp(kernel) -> bool:
 
 
 def where(kernel) -> str:
-    """ "cuda", "interpreter" or, for CUDA C++ on a CPU, "emulator": where this process runs it."""
+    """Where this process runs a kernel: "cuda", or without a GPU "interpreter", for Gluon
+    "simulator", for CUDA C++ "emulator".
+    """
     # here, because it imports PyTorch, which the reading of records does without
     from lessons.toolbox.measure.device import has_gpu, interpreting
 
     if has_gpu() and not interpreting():
         return "cuda"
-    return "emulator" if is_cuda_cpp(kernel) else "interpreter"
+    if is_cuda_cpp(kernel):
+        return "emulator"
+    return "simulator" if getattr(kernel, "is_gluon", bool)() else "interpreter"
 
 
 # ---------------------------------------------------------------- what a test records
@@ -169,7 +173,7 @@ def _case(element: ElementTree.Element) -> Case:
 
 
 def gathered(cases: list[Case], on_gpu: bool) -> dict:
-    """{tests: how many ran, failed: [test], kernels: {kernel: {hash, cases, errors, quick}}}.
+    """{tests: how many ran, failed: [test], kernels: {kernel: {hash, where, cases, errors, quick}}}.
 
     errors: of all cases the nearest to their limit; quick: the quickest case and a middling one.
     Kernels that ran elsewhere, on a CPU where a GPU is to be proved or the other way round, are
@@ -185,6 +189,7 @@ def gathered(cases: list[Case], on_gpu: bool) -> dict:
         tests = [test for test, _ in found]
         kernels[kernel] = {
             "hash": found[0][1]["hash"],
+            "where": found[0][1]["where"],
             "cases": len(tests),
             "errors": nearest_to_limit([entry["errors"] for _, entry in found]),
             # never the slowest: it may fill the memory on purpose

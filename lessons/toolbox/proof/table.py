@@ -18,7 +18,8 @@ from lessons.toolbox.proof.record import is_cuda_cpp
 
 COMMAND = "`python -m lessons.toolbox.proof readme` writes it"
 BEGIN, END = f"<!-- proofs: {COMMAND} -->", "<!-- end of proofs -->"
-PROVED, INTERPRETED, EMULATED, NOT_YET = "proved", "interpreter only", "emulator only", "not yet"
+PROVED, NOT_YET = "proved", "not yet"
+INTERPRETED, SIMULATED, EMULATED = "interpreter only", "simulator only", "emulator only"
 STALE, NOT_FOR_IT = "stale", "–"
 MEANING = (
     "A cell holds registers a thread, bytes spilled and KiB of shared memory, the most over all "
@@ -106,8 +107,8 @@ def proofs(root: Path = ROOT) -> list[dict]:
 
 def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     """ "proved on NVIDIA H200", "stale on ..." for each GPU that has seen the kernel; else
-    "interpreter only", "stale in the interpreter", for CUDA C++ the same of the emulator, or "not
-    yet".
+    "interpreter only", "stale in the interpreter", for Gluon the same of the simulator, for CUDA C++
+    of the emulator, or "not yet".
 
     Proved: a lesson's whole test_equivalence.py passed there, and in it the kernel with the source
     that it has now.
@@ -115,13 +116,14 @@ def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     on_gpu, without = [], NOT_YET
     for proof in proofs:
         passed = [step for step in proof["steps"].values() if step["status"] == "passed"]
-        hashes = {step["kernels"][key]["hash"] for step in passed if key in step.get("kernels", ())}
-        if not hashes:
+        found = [step["kernels"][key] for step in passed if key in step.get("kernels", ())]
+        if not found:
             continue
-        is_current = current_hash in hashes
+        is_current = current_hash in {entry["hash"] for entry in found}
         if proof["interpreted"]:
-            alone = EMULATED if is_cuda_cpp(key) else INTERPRETED
-            without = alone if is_current else f"{STALE} in the {alone.split()[0]}"
+            default = "emulator" if is_cuda_cpp(key) else "interpreter"
+            place = found[0].get("where", default)
+            without = f"{place} only" if is_current else f"{STALE} in the {place}"
         else:
             on_gpu.append(f"{PROVED if is_current else STALE} on {proof['device']}")
     return ", ".join(on_gpu) or without
@@ -160,13 +162,14 @@ def sentence(rows: list[list[str]]) -> str:
     for chip, cells in zip(CHIPS, zip(*(row[2:-1] for row in rows))):
         fit = sum(cell[0].isdigit() and not cell.endswith("!") for cell in cells)
         compiled.append(f"{fit} for sm_{chip}")
-    interpreted, emulated = (
-        sum(row[-1] == where for row in rows) for where in (INTERPRETED, EMULATED)
+    interpreted, simulated, emulated = (
+        sum(row[-1] == where for row in rows) for where in (INTERPRETED, SIMULATED, EMULATED)
     )
     on_gpu = sum(PROVED in row[-1] for row in rows)
     return (
         f"Of the {len(rows)} kernels, {interpreted} are proved equal to the naive code in Triton's "
-        f"interpreter alone, {emulated or 'none'} in the emulator for CUDA C++ alone and "
+        f"interpreter alone, {simulated or 'none'} in our simulator of Gluon alone, "
+        f"{emulated or 'none'} in the emulator for CUDA C++ alone and "
         f"{on_gpu or 'none'} on a GPU, and the compiler takes "
         f"{', '.join(compiled[:-1])} and {compiled[-1]} without spills "
         f"([the table](results/README.md))."
