@@ -10,6 +10,7 @@ sum: Milakov & Gimelshein 2018, section 3 (lesson 8 takes them apart).
 """
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -161,6 +162,7 @@ def launch(
         )
 
 
+@cache  # of few models, and asked for several times a launch
 def tiles(group: int, head_dim: int, matrix_units: bool) -> dict[str, int]:
     """The constexprs that size a program's tiles: rows of q, columns, keys, and how many tiles are
     under way at once.

@@ -65,10 +65,14 @@ def hash_of(kernel) -> str:
 
 
 def where() -> str:
-    """ "interpreter" or "cuda": where this process runs its kernels."""
+    """Where this process runs its kernels: "interpreter", "cuda", or "rehearsal" on a pretended GPU,
+    which proves nothing.
+    """
     # here, because it imports PyTorch, which the reading of records does without
-    from lessons.toolbox.measure.device import has_gpu, interpreting
+    from lessons.toolbox.measure.device import has_gpu, interpreting, rehearsing
 
+    if rehearsing():
+        return "rehearsal"
     return "cuda" if has_gpu() and not interpreting() else "interpreter"
 
 
@@ -165,8 +169,8 @@ def gathered(cases: list[Case], where: str) -> dict:
     """{tests: how many ran, failed: [test], kernels: {kernel: {hash, cases, errors, quick}}}.
 
     errors: of all cases the nearest to their limit; quick: the quickest case and a middling one.
-    Kernels that ran elsewhere than `where` ("cuda" or "interpreter") are left out: they prove
-    nothing here.
+    Kernels that ran elsewhere than `where` ("cuda", "interpreter" or "rehearsal") are left out:
+    they prove nothing here.
     """
     proved: dict[str, list] = {}
     for case in sorted(cases, key=lambda case: case.seconds):
