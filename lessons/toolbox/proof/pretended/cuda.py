@@ -90,14 +90,16 @@ class Stream(contextlib.nullcontext):
         super().__init__()
 
     def query(self) -> bool:
+        """Whether its work is done."""
         return True
 
     def synchronize(self) -> None:
+        """Wait for its work. Raises CaptureError while a graph is captured."""
         if Hosts.captured_by is not None:
             raise CaptureError("operation not permitted when stream is capturing: synchronize")
 
     def wait_stream(self, other) -> None:
-        pass
+        """Have later work wait, which is done in order anyway."""
 
     wait_event = record_event = wait_stream
 
@@ -109,17 +111,19 @@ class Event:
         self.at = None
 
     def record(self, stream=None) -> None:
+        """Happen, now."""
         self.at = time.perf_counter()
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds."""
+        """From this event to `end`, in ms."""
         return max((end.at - self.at) * 1e3, 1e-6)
 
     def query(self) -> bool:
+        """Whether it has happened."""
         return True
 
     def synchronize(self) -> None:
-        pass
+        """Wait until it has happened: it has."""
 
     wait = synchronize
 
@@ -147,14 +151,17 @@ class Graph:
         return results
 
     def replay(self) -> None:
+        """Run all that was noted, in order."""
         with torch.inference_mode():
             for run in self.runs:
                 run()
 
     def reset(self) -> None:
+        """Forget what was noted."""
         self.runs.clear()
 
     def pool(self) -> tuple[int, int]:
+        """A name for its memory."""
         return (0, 0)
 
 
@@ -192,6 +199,7 @@ def with_index(device):
 
 
 def refuse_compile(*args, **options):
+    """torch.compile. Raises NotRehearsed."""
     raise NotRehearsed("torch.compile, which writes code for a real GPU")
 
 
@@ -271,4 +279,5 @@ def register_factories() -> None:
 
 
 def run_factory(func, *args, **kwargs):
+    """A new tensor as `func` makes it: [...]."""
     return operate(func, args, kwargs)

@@ -42,6 +42,7 @@ class Launches:
         }
 
     def leave_out(self, what: str) -> NotRehearsed:
+        """Count what cannot be run here; returns the exception to raise."""
         self.left_out[what] += 1
         return NotRehearsed(what)
 

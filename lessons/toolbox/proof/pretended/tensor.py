@@ -217,6 +217,7 @@ def as_given(x: Tensor) -> Tensor:
 
 
 def any_pretended(tree) -> bool:
+    """Whether a pretended tensor stands anywhere in nested lists, tuples and dicts."""
     return any(isinstance(x, PretendedTensor) for x in tree_leaves(tree))
 
 
