@@ -18,6 +18,7 @@ from lessons.toolbox.proof.pretended.tensor import (
     Hosts,
     PretendedTensor,
     as_meta,
+    compute,
     is_cuda,
     operate,
     writes_into_first,
@@ -138,8 +139,9 @@ class Graph:
 
     def note(self, func, name: str, args: tuple, kwargs: dict):
         """Record an operation on hosts; returns the memory of its results."""
+        run = partial(compute, func, name, args, kwargs, on_gpu=True)
         if writes_into_first(func) or "out" in kwargs:
-            self.runs.append(lambda: func(*args, **kwargs))
+            self.runs.append(run)
             return None
         shapes = kwargs | ({"device": "meta"} if "device" in kwargs else {})
         shapes = tree_map_only(Tensor, as_meta, (args, shapes))
@@ -147,7 +149,7 @@ class Graph:
             shapes[1]["device"] = "meta"
         results = tree_map_only(Tensor, memory_like, func(*shapes[0], **shapes[1]))
         if not name.startswith(NO_KERNEL):
-            self.runs.append(lambda: fill(results, func(*args, **kwargs)))
+            self.runs.append(lambda: fill(results, run()))
         return results
 
     def replay(self) -> None:
