@@ -4,6 +4,7 @@ done, and graphs that record.
 
 import contextlib
 import time
+import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -68,8 +69,11 @@ ANSWERS = {
     "set_sync_debug_mode": None,
 }
 
-# PyTorch makes these empty and resizes them, which a wrapper cannot follow: they are made whole.
-RESIZING_FACTORIES = (
+# What makes new tensors, all others call these. Some of them PyTorch would make empty and resize,
+# which a wrapper cannot follow.
+FACTORIES = (
+    "empty.memory_format",
+    "empty_strided",
     "arange",
     "arange.start",
     "arange.start_step",
@@ -78,6 +82,8 @@ RESIZING_FACTORIES = (
     "eye.m",
     "randperm",
     "randperm.generator",
+    "tril_indices",
+    "triu_indices",
 )
 
 
@@ -269,14 +275,13 @@ def register_factories() -> None:
     """Have PyTorch call `operate` for a new tensor on "cuda": there is no pretended tensor among
     its arguments that would bring it here.
     """
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(lambda func, *args, **kwargs: operate(func, args, kwargs), "CUDA")
-    _REGISTRATIONS.append(library)
     library = torch.library.Library("aten", "IMPL")
-    for name in RESIZING_FACTORIES:
+    for name in FACTORIES:
         packet, _, overload = name.partition(".")
         func = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        library.impl(name, partial(run_factory, func), "CUDA")
+        with warnings.catch_warnings():  # a PyTorch with CUDA has kernels of its own for some
+            warnings.simplefilter("ignore")
+            library.impl(name, partial(run_factory, func), "CUDA")
     _REGISTRATIONS.append(library)
 
 
