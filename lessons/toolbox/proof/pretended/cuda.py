@@ -41,6 +41,7 @@ PROPERTIES = SimpleNamespace(
     max_threads_per_multi_processor=2048,
     warp_size=32,
 )
+MOST_CYCLES = 10**7  # milliseconds; a timer keeps a GPU busy for less
 # name in torch.cuda -> what it returns, whatever it is asked
 ANSWERS = {
     "_lazy_init": None,
@@ -62,7 +63,6 @@ ANSWERS = {
     "manual_seed_all": None,
     "synchronize": None,
     "empty_cache": None,
-    "_sleep": None,
     "graph_pool_handle": (0, 0),
     "set_device": None,
     "set_stream": None,
@@ -198,6 +198,12 @@ def capture(graph: Graph, *args, **options):
         Hosts.captured_by = None
 
 
+def sleep(cycles: int) -> None:
+    """torch.cuda._sleep. Raises NotRehearsed for a GPU that is kept busy for long."""
+    if cycles > MOST_CYCLES:
+        raise NotRehearsed("a GPU that is still busy: a pretended one has always finished")
+
+
 def with_index(device):
     """ "cuda" -> cuda:0, because PyTorch without CUDA cannot ask which one is current; what is no
     CUDA device stays.
@@ -262,6 +268,7 @@ def install() -> None:
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture
     torch.cuda.stream = torch.cuda.device = lambda *args: contextlib.nullcontext()
     torch.version.cuda = "pretended"
+    torch.cuda._sleep = sleep
     torch.compile = refuse_compile
     torch.tensor, torch.as_tensor = made_from(torch.tensor), made_from(torch.as_tensor)
     torch.Tensor.to = moved(torch.Tensor.to)

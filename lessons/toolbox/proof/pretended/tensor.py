@@ -140,6 +140,10 @@ def operate(func, args: tuple, kwargs: dict):
     graph = Hosts.captured_by
     if graph is not None:
         refuse_in_capture(func, name, args, kwargs)
+        # a compound operation is captured as its parts, some of which copy and some do not
+        parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
     target = kwargs.get("device")
     on_gpu = any_pretended((args, kwargs)) if target is None else is_cuda(target)
     host_args, host_kwargs = on_hosts(args, kwargs)
