@@ -67,6 +67,8 @@ def test_this_process_says_that_it_rehearses():
         lambda: torch.zeros(3).cuda(),
         lambda: torch.zeros(3).to(CUDA, torch.float64, copy=True),
         lambda: torch.zeros(3).to(torch.zeros(1, device=CUDA)),
+        lambda: torch.zeros(3).type_as(torch.zeros(1, device=CUDA)),
+        lambda: torch.zeros(3, device=CUDA).type_as(torch.zeros(1, device=CUDA).half()),
         lambda: torch.zeros(1, device=CUDA).new_tensor([1, 2, 3]),
         lambda: torch.stack([torch.zeros(3, device=CUDA)] * 2)[0],
         lambda: nn.Linear(2, 3).to(CUDA).bias.data,
@@ -93,8 +95,11 @@ def test_views_share_their_numbers_and_copies_do_not():
     x.view(2, 2)[1].add_(1)
     x[torch.tensor([0])] = 9.0
     assert x.tolist() == [9, 5, 7, 1]
+    other = torch.zeros(4, device=CUDA)
+    other.data = x
     kept = x.cpu()
     x.zero_()
+    assert other.tolist() == [0, 0, 0, 0]
     assert kept.tolist() == [9, 5, 7, 1]
     with torch.inference_mode():
         assert x.view(2, 2).add_(1).sum().item() == 4

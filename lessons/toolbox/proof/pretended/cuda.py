@@ -22,6 +22,7 @@ from lessons.toolbox.proof.pretended.tensor import (
     compute,
     is_cuda,
     operate,
+    to_cpu,
     writes_into_first,
 )
 from lessons.toolbox.proof.traps import poison_
@@ -234,6 +235,8 @@ def moved(original):
             return original(self, *args, copy=copy, **options)
         if not copy and (device, dtype) == (self.device, self.dtype):
             return self
+        if isinstance(self, PretendedTensor) and device.type == "cpu":
+            return to_cpu(self, dtype)
         return torch.ops.aten._to_copy(self, dtype=dtype, device=device)
 
     return to
@@ -272,6 +275,7 @@ def install() -> None:
     torch.compile = refuse_compile
     torch.tensor, torch.as_tensor = made_from(torch.tensor), made_from(torch.as_tensor)
     torch.Tensor.to = moved(torch.Tensor.to)
+    torch.Tensor.type_as = lambda self, other: self.to(other)
     torch.Tensor.cuda = lambda self, *args, **options: self.to(DEVICE)
     # A module that moves gets new parameters, because the old ones cannot become pretended.
     torch.__future__.set_overwrite_module_params_on_conversion(True)

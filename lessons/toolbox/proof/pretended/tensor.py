@@ -62,6 +62,16 @@ class PretendedTensor(Tensor):
 
     # What PyTorch does in C++ without an operation that could be seen.
 
+    @property
+    def data(self) -> "PretendedTensor":
+        return self.detach()
+
+    @data.setter
+    def data(self, new: "PretendedTensor") -> None:
+        if (new.shape, new.dtype, new.device) != (self.shape, self.dtype, self.device):
+            raise NotRehearsed("`.data` of another shape, type or device: use `.to` before")
+        self.host = new.host
+
     def get_device(self) -> int:
         return DEVICE.index
 
@@ -145,6 +155,9 @@ def operate(func, args: tuple, kwargs: dict):
         if parts is not NotImplemented:
             return parts
     target = kwargs.get("device")
+    if name == "_to_copy" and any_pretended(args) and target == torch.device("cpu"):
+        # PyTorch's own code names the CPU, where it believes the tensor. Who means it: `to_cpu`.
+        target, kwargs = None, kwargs | {"device": None}
     on_gpu = any_pretended((args, kwargs)) if target is None else is_cuda(target)
     host_args, host_kwargs = on_hosts(args, kwargs)
     if graph is not None and not func.is_view:
@@ -156,6 +169,13 @@ def operate(func, args: tuple, kwargs: dict):
     if "out" in kwargs:
         return as_given(kwargs["out"])
     return tree_map_only(Tensor, PretendedTensor, result) if on_gpu else result
+
+
+def to_cpu(x: PretendedTensor, dtype: torch.dtype) -> Tensor:
+    """A copy of x: [...] on the CPU. Raises CaptureError while a graph is captured."""
+    if Hosts.captured_by is not None:
+        raise CaptureError("operation not permitted when stream is capturing: a copy to the CPU")
+    return zeros_like(x.host).to(dtype, copy=True)
 
 
 def on_hosts(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -260,13 +280,12 @@ def refuse_foreign_generator(args: tuple, kwargs: dict) -> None:
 
 def refuse_in_capture(func, name: str, args: tuple, kwargs: dict) -> None:
     """Raise CaptureError for what waits for the GPU, which a capture does not allow."""
-    to_cpu = name == "_to_copy" and kwargs.get("device") and not is_cuda(kwargs["device"])
     from_cpu = name == "copy_" and not all(isinstance(x, PretendedTensor) for x in args[:2])
     indices = args[1] if name in ("index", "index_put", "index_put_") else ()
     by_mask = any(x is not None and x.dtype == torch.bool for x in indices)
     decides_shape = torch.Tag.dynamic_output_shape in func.tags and name != "index"
     read_by_python = torch.Tag.data_dependent_output in func.tags or name in ("is_nonzero", "equal")
-    if to_cpu or from_cpu or by_mask or decides_shape or read_by_python:
+    if from_cpu or by_mask or decides_shape or read_by_python:
         raise CaptureError(f"operation not permitted when stream is capturing: {name}")
 
 
