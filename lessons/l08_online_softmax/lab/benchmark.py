@@ -56,7 +56,7 @@ def in_tiles(softmax):
 
 
 def row_by_row(scores: Tensor):
-    """What stands in for the kernel on a CPU. On a GPU it would be 30,000 launches."""
+    """What stands in for the kernel on a CPU. On a GPU it would be thousands of launches."""
     if ON_GPU:
         raise Unavailable("stands in for the kernel where there is no GPU")
     return lambda: optimized.softmax_torch(scores)[0]

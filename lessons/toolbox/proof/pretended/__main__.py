@@ -3,7 +3,7 @@
     python -m lessons.toolbox.proof.pretended --report FILE pytest lessons/l03_kv_cache
     python -m lessons.toolbox.proof.pretended --report FILE --shapes reference.ladder --out build
 
-Tensors on "cuda" lie on the CPU (tensor.py), torch.cuda answers for a GPU (cuda.py), kernels are
+Tensors on "cuda" lie on the CPU (tensor.py), torch.cuda answers for a GPU (cuda.py, graphs.py), kernels are
 checked and interpreted (launches.py). --shapes: no floating-point number is kept and no kernel
 runs, so a benchmark of any size takes seconds, and says nothing but that it runs. FILE receives
 what was launched. Whatever such a process records is marked as rehearsed and proves nothing.
