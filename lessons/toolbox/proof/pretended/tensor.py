@@ -23,7 +23,8 @@ MOST_BYTES = 2**30  # of one tensor that keeps its numbers: a rehearsal runs on 
 TWO_DEVICES = (
     "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
 )
-COPIES = {"copy_", "copy", "_to_copy", "_copy_from"}  # between devices
+# between devices, and the question whether one is possible
+COPIES = {"copy_", "copy", "_to_copy", "_has_compatible_shallow_copy_type"}
 NO_KERNEL = ("empty", "new_empty")  # they give memory alone
 
 
