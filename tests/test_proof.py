@@ -20,8 +20,7 @@ import pytest
 
 from lessons.toolbox.kernels import compile_check
 from lessons.toolbox.kernels.compile_report import CHIPS, Report
-from lessons.toolbox.measure.device import has_gpu
-from lessons.toolbox.measure.device import interpreting
+from lessons.toolbox.measure.device import has_gpu, interpreting
 from lessons.toolbox.proof import __main__ as proof
 from lessons.toolbox.proof import machine as proof_machine
 from lessons.toolbox.proof import record as proof_record
@@ -217,11 +216,11 @@ def test_of_all_cases_the_worst_errors_and_two_quick_tests_are_kept():
         cases.append(proof_record.Case(f"t{i}", "passed", 3.0 - i, {"07/k": entry}))
     cases.append(proof_record.Case("t3", "failed", 0.1, {}))
     cases.append(proof_record.Case("t4", "skipped", 0.0, {}))
-    found = proof_record.gathered(cases, on_gpu=True)
+    found = proof_record.gathered(cases, ("cuda",))
     assert (found["tests"], found["failed"]) == (4, ["t3"])
     kernel = found["kernels"]["07/k"]
     assert (kernel["cases"], kernel["errors"]["rms"], kernel["quick"]) == (3, 2e-6, ["t2", "t1"])
-    assert proof_record.gathered(cases, on_gpu=False)["kernels"] == {}
+    assert proof_record.gathered(cases, proof_record.WITHOUT_GPU)["kernels"] == {}
 
 
 def test_a_cuda_file_is_known_by_its_text_and_anything_else_is_refused(tmp_path):
@@ -565,10 +564,10 @@ def test_gluon_on_a_cpu_is_simulated():
     found = {"where": "simulator", "hash": "new", "errors": None}
     case = proof_record.Case("test.py::test_k", "passed", 1.0, {"01/k": found})
     proof = proof_of("cpu", "new")
-    proof["steps"]["01 equivalence"] |= proof_record.gathered([case], on_gpu=False)
+    proof["steps"]["01 equivalence"] |= proof_record.gathered([case], proof_record.WITHOUT_GPU)
     assert table.proof_cell("01/k", "new", [proof]) == "simulator only"
     assert table.proof_cell("01/k", "other", [proof]) == "stale in the simulator"
-    assert not proof_record.gathered([case], on_gpu=True)["kernels"]
+    assert not proof_record.gathered([case], ("cuda",))["kernels"]
     rows = [["01", "k", *["–"] * 5, cell] for cell in ("simulator only", "interpreter only")]
     assert "2 kernels, 1 are" in table.sentence(rows)
     assert "1 in our simulator" in table.sentence(rows)

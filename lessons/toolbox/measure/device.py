@@ -37,6 +37,8 @@ NEEDS_CAPABILITY = {
     "float8 (E4M3)": (8, 9),
     "WGMMA, TMA, warp specialisation": (9, 0),
 }
+# In a process that pretends to have a GPU (proof.pretended), and in its children, this is set.
+REHEARSING = "LADDER_REHEARSES"
 TRITON_KNOWN = ("3.6", "3.7")  # the interpreter's patches were checked with these
 
 
@@ -56,6 +58,11 @@ def interpreting() -> bool:
     """
     # what Triton takes for true
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def rehearsing() -> bool:
+    """Whether the GPU of this process is pretended, so that nothing it records counts."""
+    return os.environ.get(REHEARSING) == "1"
 
 
 def default_device() -> torch.device:
@@ -127,8 +134,8 @@ def fingerprint() -> dict:
     """What a measurement depends on, for every recorded JSON. Holds no host name and no paths.
 
     Keys: device, cpu, cores, python, torch, triton, transformers, numpy, date (UTC), interpreted;
-    with a GPU also compute_capability, memory_gib, cuda, driver. A package that is not installed is
-    None.
+    with a GPU also compute_capability, memory_gib, cuda, driver; rehearsed, if the GPU is
+    pretended. A package that is not installed is None.
     """
     packages = ("torch", "triton", "transformers", "numpy")
     facts = {
@@ -140,6 +147,8 @@ def fingerprint() -> dict:
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "interpreted": interpreting(),
     }
+    if rehearsing():
+        facts["rehearsed"] = True
     if has_gpu():
         properties = torch.cuda.get_device_properties(0)
         facts |= {

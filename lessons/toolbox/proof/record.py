@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -64,6 +65,9 @@ def hash_of(kernel) -> str:
     return kernel_hash(kernel)
 
 
+WITHOUT_GPU = ("interpreter", "simulator", "emulator")
+
+
 def is_cuda_cpp(kernel) -> bool:
     """Whether a kernel, or its name in a record, is a .cu file."""
     return str(kernel).endswith(".cu")
@@ -71,11 +75,13 @@ def is_cuda_cpp(kernel) -> bool:
 
 def where(kernel) -> str:
     """Where this process runs a kernel: "cuda", or without a GPU "interpreter", for Gluon
-    "simulator", for CUDA C++ "emulator".
+    "simulator", for CUDA C++ "emulator"; "rehearsal" on a pretended GPU, which proves nothing.
     """
     # here, because it imports PyTorch, which the reading of records does without
-    from lessons.toolbox.measure.device import has_gpu, interpreting
+    from lessons.toolbox.measure.device import has_gpu, interpreting, rehearsing
 
+    if rehearsing():
+        return "rehearsal"
     if has_gpu() and not interpreting():
         return "cuda"
     if is_cuda_cpp(kernel):
@@ -172,17 +178,16 @@ def _case(element: ElementTree.Element) -> Case:
     return Case(test, status, float(element.get("time")), kernels)
 
 
-def gathered(cases: list[Case], on_gpu: bool) -> dict:
+def gathered(cases: list[Case], places: Collection[str]) -> dict:
     """{tests: how many ran, failed: [test], kernels: {kernel: {hash, where, cases, errors, quick}}}.
 
     errors: of all cases the nearest to their limit; quick: the quickest case and a middling one.
-    Kernels that ran elsewhere, on a CPU where a GPU is to be proved or the other way round, are
-    left out: they prove nothing here.
+    Kernels that ran in none of `places` are left out: they prove nothing here.
     """
     proved: dict[str, list] = {}
     for case in sorted(cases, key=lambda case: case.seconds):
         for kernel, found in case.kernels.items():
-            if (found["where"] == "cuda") == on_gpu:
+            if found["where"] in places:
                 proved.setdefault(kernel, []).append((case.test, found))
     kernels = {}
     for kernel, found in sorted(proved.items()):
