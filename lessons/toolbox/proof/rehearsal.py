@@ -29,7 +29,7 @@ LADDER_REQUESTS = 4  # of the 32: each is served by every rung
 class Rehearsal(Run):
     """A run on a pretended GPU. Nothing that it records counts as a proof."""
 
-    where = "rehearsal"
+    places = ("rehearsal",)
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
