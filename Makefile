@@ -8,6 +8,7 @@ SINCE ?=
 MODEL ?= models/tiny
 IMPL ?=
 LAB ?=
+REHEARSE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all check progress lab bench doctor gpu proof clean
@@ -44,9 +45,9 @@ doctor: setup ## what this machine can run, and what it cannot and why
 	@$(RUN) -m lessons.toolbox.measure.device
 
 # A borrowed GPU machine has torch and triton but no .venv and no network, so nothing is installed here.
-gpu: ## prove and measure everything that needs a GPU, 9 minutes a run, the next goes on (OUT=results/<device>, LESSON=03 for one)
+gpu: ## prove and measure everything that needs a GPU, 9 minutes a run, the next goes on (OUT=results/<device>, LESSON=03 for one; REHEARSE=1: on a pretended GPU)
 	@$$(test -x $(RUN) && echo $(RUN) || echo $(PYTHON)) -m lessons.toolbox.proof gpu $(if $(LESSON),--lesson $(LESSON)) \
-	  $(if $(filter-out file,$(origin OUT)),--out $(OUT))
+	  $(if $(REHEARSE),--rehearse --budget-minutes 120) $(if $(filter-out file,$(origin OUT)),--out $(OUT))
 
 proof: setup ## which kernels are proved: in the interpreter, by the compiler, on which GPU
 	@$(RUN) -m lessons.toolbox.proof table

@@ -10,9 +10,11 @@ import torch
 
 # first, because it decides how Triton runs before any test imports Triton
 import lessons  # noqa: F401
+from lessons.toolbox.cuda_cpu import compiling as cuda_cpu
 
 # mends the interpreter for kernels that tests declare themselves
 from lessons.toolbox.kernels import triton_  # noqa: F401
+from lessons.toolbox.kernels.order import program_order
 from lessons.toolbox.measure.device import has_gpu
 
 # the `proof` fixture, through which a test of equivalence records its proof; --since REVISION
@@ -29,6 +31,15 @@ def seed() -> int:
     return value
 
 
+@pytest.fixture(autouse=True)
+def any_program_order():
+    """Interpreted programs run in a fresh order in each test, because a GPU promises none."""
+    value = random.SystemRandom().getrandbits(31)
+    print("program order", value)  # shown by pytest when the test fails
+    with program_order(value):
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--all", action="store_true", help="the long forms of the tests too (make test-all)"
@@ -38,9 +49,11 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(items):
     if has_gpu():
         return
+    missing = {"gpu": "needs a CUDA device", "cuda_cpp": cuda_cpu.why_not_here()}
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="NOT RUN: needs a CUDA device"))
+        for marker, why in missing.items():
+            if why and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"NOT RUN: {why}"))
 
 
 def pytest_terminal_summary(terminalreporter):

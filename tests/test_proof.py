@@ -20,6 +20,7 @@ import pytest
 
 from lessons.toolbox.kernels import compile_check
 from lessons.toolbox.kernels.compile_report import CHIPS, Report
+from lessons.toolbox.measure.device import has_gpu, interpreting
 from lessons.toolbox.proof import __main__ as proof
 from lessons.toolbox.proof import machine as proof_machine
 from lessons.toolbox.proof import record as proof_record
@@ -42,7 +43,7 @@ CONFTEST = """
 import os
 pytest_plugins = ["lessons.toolbox.proof.record"]
 from lessons.toolbox.proof import record as proof_record
-proof_record.where = lambda: os.environ.get("PRETEND", "cuda")
+proof_record.where = lambda kernel: os.environ.get("PRETEND", "cuda")
 """
 TESTS = """
 import pytest
@@ -215,11 +216,11 @@ def test_of_all_cases_the_worst_errors_and_two_quick_tests_are_kept():
         cases.append(proof_record.Case(f"t{i}", "passed", 3.0 - i, {"07/k": entry}))
     cases.append(proof_record.Case("t3", "failed", 0.1, {}))
     cases.append(proof_record.Case("t4", "skipped", 0.0, {}))
-    found = proof_record.gathered(cases, "cuda")
+    found = proof_record.gathered(cases, ("cuda",))
     assert (found["tests"], found["failed"]) == (4, ["t3"])
     kernel = found["kernels"]["07/k"]
     assert (kernel["cases"], kernel["errors"]["rms"], kernel["quick"]) == (3, 2e-6, ["t2", "t1"])
-    assert proof_record.gathered(cases, "interpreter")["kernels"] == {}
+    assert proof_record.gathered(cases, proof_record.WITHOUT_GPU)["kernels"] == {}
 
 
 def test_a_cuda_file_is_known_by_its_text_and_anything_else_is_refused(tmp_path):
@@ -231,6 +232,7 @@ def test_a_cuda_file_is_known_by_its_text_and_anything_else_is_refused(tmp_path)
     assert proof_record.kernel_name(source) == "09/optimized.cu"
     source.write_text("__global__ void f() { }")
     assert proof_record.hash_of(source) != before
+    assert proof_record.where(source) == ("cuda" if has_gpu() else "emulator")
     for wrong, said in (
         (len, "accepted: a @triton.jit function"),
         (tmp_path / "x.cu", "accepted: one that stands in a folder"),
@@ -400,7 +402,7 @@ def test_what_a_sanitizer_says_is_recorded(course, capsys, said, status, code):
 
 
 def test_a_step_whose_record_cannot_be_read_wastes_no_other(course, capsys, monkeypatch):
-    monkeypatch.setattr(proof_record, "gathered", lambda cases, where: cases["none"])
+    monkeypatch.setattr(proof_record, "gathered", lambda cases, on_gpu: cases["none"])
     code, said, _ = gpu(course, capsys, tool=False)
     assert (
         code == 1 and "equivalence       crashed" in said and "ladder               passed" in said
@@ -434,17 +436,22 @@ def test_the_folder_of_a_device(device, folder):
 # ---------------------------------------------------------------- the kernels of the course
 
 
-def jit_functions(file):
-    """Kernels in a lesson's file: under some `jit`, and without a result (with one it is a helper
-    of a kernel).
+def kernels_of(files):
+    """Kernels in a lesson's files: under some `jit`, without a result, and named by no other jit
+    function (else it is a helper of a kernel).
     """
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef):
-            decorators = [ast.unparse(part).split("(")[0] for part in node.decorator_list]
-            results = [part for part in ast.walk(node) if isinstance(part, ast.Return)]
-            is_jit = any(name.endswith(".jit") for name in decorators)
-            if is_jit and not any(part.value is not None for part in results):
-                yield node.name
+    functions = []
+    for file in files:
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            decorators = [ast.unparse(part) for part in getattr(node, "decorator_list", ())]
+            if any(name.split("(")[0].endswith(".jit") for name in decorators):
+                functions.append(node)
+    for function in functions:
+        parts = [part for other in functions if other is not function for part in ast.walk(other)]
+        named = {part.id for part in parts if isinstance(part, ast.Name)}
+        results = [part for part in ast.walk(function) if isinstance(part, ast.Return)]
+        if function.name not in named and not any(part.value is not None for part in results):
+            yield function.name
 
 
 def test_every_kernel_is_listed_for_the_compiler_and_proved_by_a_test():
@@ -452,8 +459,7 @@ def test_every_kernel_is_listed_for_the_compiler_and_proved_by_a_test():
     for room in proof_machine.rooms().values():
         tests = "".join(file.read_text() for file in sorted(room.glob("test_*.py")))
         files = [file for file in room.glob("*.py") if not file.name.startswith("test_")]
-        names = [name for file in files for name in jit_functions(file)]
-        kernels = {name: rf"proof\.record\(\s*{name}\b" for name in names}
+        kernels = {name: rf"proof\.record\(\s*{name}\b" for name in kernels_of(files)}
         kernels |= {file.name: re.escape(file.name) for file in room.glob("*.cu")}
         for name, pattern in kernels.items():
             key = f"{room.name[1:3]}/{name}"
@@ -526,8 +532,8 @@ def test_reports_are_recorded_in_a_file_a_lesson(tmp_path, monkeypatch):
     assert [recorded[job.key].registers for job in jobs] == [8] * len(CHIPS)
 
 
-def proof_of(device, digest, status="passed"):
-    step = {"status": status, "kernels": {"01/k": {"hash": digest}}}
+def proof_of(device, digest, status="passed", key="01/k"):
+    step = {"status": status, "kernels": {key: {"hash": digest}}}
     found = {"01 equivalence": step, "ladder": {"status": "passed"}}
     return {"device": device, "interpreted": device == "cpu", "steps": found}
 
@@ -544,6 +550,27 @@ def proof_of(device, digest, status="passed"):
 )
 def test_how_a_kernel_is_proved(proofs, cell):
     assert table.proof_cell("01/k", "new", [proof_of(*given) for given in proofs]) == cell
+    of_cuda = [proof_of(*given, key="01/k.cu") for given in proofs]
+    assert table.proof_cell("01/k.cu", "new", of_cuda) == cell.replace("interpreter", "emulator")
+
+
+def test_gluon_on_a_cpu_is_simulated():
+    from lessons.l09_flash_attention.hopper import flash_hopper_kernel
+    from lessons.toolbox.kernels.kernel_hash import kernel_hash
+
+    assert len(kernel_hash(flash_hopper_kernel)) == 16  # Triton gives it an attribute `kernel`
+    if interpreting():
+        assert proof_record.where(flash_hopper_kernel) == "simulator"
+    found = {"where": "simulator", "hash": "new", "errors": None}
+    case = proof_record.Case("test.py::test_k", "passed", 1.0, {"01/k": found})
+    proof = proof_of("cpu", "new")
+    proof["steps"]["01 equivalence"] |= proof_record.gathered([case], proof_record.WITHOUT_GPU)
+    assert table.proof_cell("01/k", "new", [proof]) == "simulator only"
+    assert table.proof_cell("01/k", "other", [proof]) == "stale in the simulator"
+    assert not proof_record.gathered([case], ("cuda",))["kernels"]
+    rows = [["01", "k", *["–"] * 5, cell] for cell in ("simulator only", "interpreter only")]
+    assert "2 kernels, 1 are" in table.sentence(rows)
+    assert "1 in our simulator" in table.sentence(rows)
 
 
 def test_the_table_and_its_sentence_follow_the_records(monkeypatch):
@@ -559,6 +586,10 @@ def test_the_table_and_its_sentence_follow_the_records(monkeypatch):
     said = table.sentence(rows)
     assert "Of the 1 kernels, 0 are" in said and "1 on a GPU" in said and "1 for sm_90" in said
     known.pop(jobs[0].key)
+    on_cpu = {"01/k.cu": kernels["01/k"]}
+    emulated = table.rows(on_cpu, [proof_of("cpu", kernels["01/k"].hash, key="01/k.cu")])
+    assert emulated[0][-1] == "emulator only"
+    assert "1 in the emulator for CUDA C++ alone and none on a GPU" in table.sentence(emulated)
     changed = table.rows(kernels, [])
     assert changed[0][5] == "stale" and "0 for sm_90" in table.sentence(changed)
     assert "none on a GPU" in table.sentence(changed)

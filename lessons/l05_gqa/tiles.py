@@ -2,6 +2,8 @@
 its splits with the same.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from lessons.toolbox.kernels.triton_ import triton
 SMALLEST_TILE = 16
 
 
+@cache  # of few models, and asked for several times a launch
 def tiles_for(group: int, head_dim: int, matrix_units: bool) -> dict[str, int]:
     """The constexprs that size a program's tiles: rows of q, columns, keys, and how many tiles are
     under way at once.

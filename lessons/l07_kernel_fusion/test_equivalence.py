@@ -211,7 +211,7 @@ def test_rounding_is_that_of_transformers(dtype, seed):
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     x, weight = rows((64, 512), seed, dtype), weight_of(512, seed, dtype)
-    llama, gemma = LlamaRMSNorm(512, EPS), Gemma3RMSNorm(512, EPS)
+    llama, gemma = (norm(512, EPS).to(DEVICE, dtype) for norm in (LlamaRMSNorm, Gemma3RMSNorm))
     llama.weight.data, gemma.weight.data = weight, weight - 1
     llama, gemma = llama(x), gemma(x)
     for module in (naive, optimized, stand_ins):

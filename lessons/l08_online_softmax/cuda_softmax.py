@@ -1,5 +1,5 @@
 """Launches the kernels of optimized.cu: the same softmax as optimized.softmax, one block of 1024
-threads a row. Needs a GPU.
+threads a row. On CPU tensors they run in the emulator of `lessons.toolbox.cuda_cpu`.
 """
 
 from pathlib import Path
@@ -23,7 +23,8 @@ def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     """softmax of each row and its log-sum-exp. scores: [R, N] float32 or bfloat16 -> probs [R, N]
     like scores, lse [R] float32.
 
-    Raises ValueError as optimized.softmax does, and RuntimeError where cuda.core is missing.
+    Raises ValueError as optimized.softmax does, and RuntimeError where cuda.core is missing, on a CPU
+    a C++ compiler.
     """
     check_rows(scores, tuple(TYPES))
     probs, lse = empty_results(scores)

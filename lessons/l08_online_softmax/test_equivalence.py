@@ -444,7 +444,7 @@ def test_the_compiler_on_cuda():
 # ---------------------------------------------------------------- CUDA C++
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_cpp
 @pytest.mark.parametrize("num_columns", [1, 7, 8, 1000, 1024, 8191, 8192, 32000, 128256, 151936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cuda_softmax(num_columns, dtype, seed, proof):

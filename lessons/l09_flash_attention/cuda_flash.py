@@ -1,5 +1,5 @@
 """Launches the kernels of optimized.cu: attention of one sequence in CUDA C++, for reading beside
-flash_kernel. Needs a GPU.
+flash_kernel. On CPU tensors they run in the emulator of `lessons.toolbox.cuda_cpu`.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ def flash_attention_cuda(
     """One sequence. q: [T, Hq, D], k, v: [Tk, Hkv, D], float32 or bfloat16, dense, D 64 or 128 ->
     out: [T, Hq, D], lse: [T, Hq].
 
-    Raises ValueError, and RuntimeError where cuda.core is missing.
+    Raises ValueError, and RuntimeError where cuda.core is missing, on a CPU a C++ compiler.
     """
     check_heads(q, k, v, tuple(TYPES))
     check_options(q, softmax_scale, causal, None, None, None, None)

@@ -1,10 +1,15 @@
-"""FlashAttention for Hopper, in Gluon: one warp fetches by TMA, eight compute, and matrix products
-overlap with softmax.
+"""FlashAttention for Hopper, in Gluon: one warp fetches tiles, two warpgroups of 64 rows each compute,
+and each runs a matrix product beside its softmax.
 
-Compiled for sm_90 by every test run; it has NOT RUN on a GPU yet. Read `compute_tiles` beside
-flash_kernel. What is new: a producer warp that only asks the TMA engine for the next tiles;
-barriers through which it and the eight computing warps hand the tiles to each other; and the order
-of a step: p · v of this tile and q · kᵀ of the next are both on their way before anybody waits.
+It runs on a CPU in `lessons.toolbox.simulator` and compiles for sm_90; it has NOT RUN on a GPU yet.
+Read `compute_tiles` beside flash_kernel. What is new:
+
+- a producer partition, `load_tiles`, that only asks the TMA engine for the next tiles and hands them
+  over through `rings.py`;
+- the order of a step: q · kᵀ of this tile and p · v of the tile before are both started, then only
+  q · kᵀ is waited for. While this tile's softmax runs, p · v goes on;
+- two consumers with barriers of their own: while one computes exp, the other has the tensor cores.
+
 Tiles are visited from the diagonal backwards, so that those that need a mask come first.
 
 Limits, to stay readable: one sequence, bfloat16, head size 64 or 128, full or causal, grouped
@@ -16,15 +21,16 @@ import torch
 from torch import Tensor
 
 from lessons.l09_flash_attention.arguments import check_heads, check_options
+from lessons.l09_flash_attention.rings import allocate_ring, fill, release, tile_of, wait_for
 from lessons.toolbox.kernels.triton_ import triton
 from lessons.toolbox.measure.device import has_triton
+from lessons.toolbox.simulator.launch import simulate
 
 if has_triton():
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
-        mbarrier,
         tma,
         warpgroup_mma,
         warpgroup_mma_wait,
@@ -32,7 +38,11 @@ if has_triton():
 else:  # the file can be imported and read, nothing in it launched
     gluon, gl = triton.experimental.gluon, triton.experimental.gluon.language
 
-BLOCK_M, BLOCK_N, STAGES, NUM_WARPS = 128, 128, 2, 8
+ROWS, BLOCK_N = 64, 128  # queries of a consumer, keys of a tile
+STAGES = 2  # tiles in a ring; not 1: a step holds a tile while it waits for the next
+CONSUMERS = 2  # as many as flash_hopper_kernel lists
+BLOCK_M = CONSUMERS * ROWS  # queries of a program
+NUM_WARPS = 4  # of a consumer: one warpgroup
 LOG2_E = 1.4426950408889634
 
 
@@ -40,8 +50,9 @@ LOG2_E = 1.4426950408889634
 def tile_range(
     num_queries, num_keys, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
 ):
-    """(start_m, first, num_tiles, num_full) of this program: of tiles 0 … num_tiles - 1 the first
-    num_full need no mask.
+    """(start_m, first, num_tiles, num_masked) of this program: its first query, the last key that
+    this query sees, how many tiles of keys it visits, and how many of those, the first ones, are
+    masked.
     """
     start_m = (gl.num_programs(1) - 1 - gl.program_id(1)) * BLOCK_M  # backwards: the heaviest first
     first = start_m + num_keys - num_queries
@@ -49,55 +60,42 @@ def tile_range(
     if CAUSAL:
         end = gl.minimum(end, gl.maximum(0, first + BLOCK_M))
         full_end = gl.minimum(full_end, gl.maximum(0, first + 1))
-    return start_m, first, (end + BLOCK_N - 1) // BLOCK_N, full_end // BLOCK_N
+    # one at least, so that queries that see no key need no code of their own: all of it is masked
+    num_tiles = gl.maximum(1, (end + BLOCK_N - 1) // BLOCK_N)
+    # one at least, because the first tile is computed before the loops, by the code with a mask
+    num_masked = gl.maximum(1, num_tiles - full_end // BLOCK_N)
+    return start_m, first, num_tiles, num_masked
 
 
 @gluon.jit
-def load_tiles(
-    q_desc,
-    k_desc,
-    v_desc,
-    q_smem,
-    k_smem,
-    v_smem,
-    q_ready,
-    k_ready,
-    k_free,
-    v_ready,
-    v_free,
-    num_queries,
-    num_keys,
-    CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-):
-    """The producer warp: q once, then the tiles of k and v into a ring of STAGES buffers, as they
-    become free.
-    """
-    start_m, _first, num_tiles, _num_full = tile_range(
-        num_queries, num_keys, CAUSAL, BLOCK_M, BLOCK_N
+def load_tiles(descs, rings, num_queries, num_keys, CAUSAL: gl.constexpr, GROUP: gl.constexpr):
+    """Every consumer's q once, then the tiles of k and v, as buffers become free."""
+    q_desc, k_desc, v_desc = descs
+    q, k, v = rings
+    CONSUMERS: gl.constexpr = q[0].shape[0]
+    ROWS: gl.constexpr = q_desc.block_type.shape[0]
+    HEAD_DIM: gl.constexpr = q_desc.block_type.shape[1]
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
+    start_m, _first, num_tiles, _num_masked = tile_range(
+        num_queries, num_keys, CAUSAL, CONSUMERS * ROWS, BLOCK_N
     )
     head = gl.program_id(0)
-    mbarrier.expect(q_ready, q_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, [start_m, head * HEAD_DIM], q_ready, q_smem)
+    column = head // GROUP * HEAD_DIM
+    for consumer in gl.static_range(CONSUMERS):
+        fill(q, consumer, q_desc, start_m + consumer * ROWS, head * HEAD_DIM)
     for i in range(num_tiles):
         start_n = (num_tiles - 1 - i) * BLOCK_N
-        stage, turn = i % STAGES, (i // STAGES) & 1
-        # ^ 1, because a fresh barrier counts as passed once: all buffers are free
-        mbarrier.wait(k_free.index(stage), turn ^ 1)
-        mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            k_desc, [start_n, head // GROUP * HEAD_DIM], k_ready.index(stage), k_smem.index(stage)
-        )
-        mbarrier.wait(v_free.index(stage), turn ^ 1)
-        mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            v_desc, [start_n, head // GROUP * HEAD_DIM], v_ready.index(stage), v_smem.index(stage)
-        )
-    return None
+        fill(k, i, k_desc, start_n, column)
+        fill(v, i, v_desc, start_n, column)
+
+
+@gluon.jit
+def start_scores(q_tile, k_tile, SCORES: gl.constexpr):
+    """q · kᵀ in flight: [ROWS, BLOCK_N] in layout SCORES."""
+    ROWS: gl.constexpr = q_tile.shape[0]
+    BLOCK_N: gl.constexpr = k_tile.shape[0]
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -112,133 +110,98 @@ def softmax_step(
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
     SCORES: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    OUT: gl.constexpr,
 ):
-    """The new weights, maximum and sum, and what older sums are worth. scores: [BLOCK_M, BLOCK_N]
-    in layout SCORES.
+    """The weights of a tile, the new maximum and sum, and what older sums are worth. scores:
+    [ROWS, BLOCK_N] in layout SCORES; the weights are an operand of p · v in layout OUT.
     """
+    ROWS: gl.constexpr = scores.shape[0]
+    BLOCK_N: gl.constexpr = scores.shape[1]
     if MASKED:
-        query = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, SCORES))
+        query = first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         key = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-        sees = gl.expand_dims(key < num_keys, 0) & gl.full(
-            [BLOCK_M, BLOCK_N], True, gl.int1, SCORES
-        )
+        sees = gl.expand_dims(key < num_keys, 0) & gl.full([ROWS, BLOCK_N], True, gl.int1, SCORES)
         if CAUSAL:
             sees = sees & (gl.expand_dims(key, 0) <= gl.expand_dims(query, 1))
         scores = gl.where(sees, scores, float("-inf"))
     m_new = gl.maximum(m_i, gl.max(scores, 1) * qk_scale)
-    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    m_safe = m_new
+    if MASKED:  # without a mask every row has seen a key
+        m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2(m_i - m_safe)
     p = gl.exp2(scores * qk_scale - gl.expand_dims(m_safe, 1))
-    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+    weights = gl.convert_layout(p.to(gl.bfloat16), gl.DotOperandLayout(0, OUT, 2))
+    return weights, m_new, l_i * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def column(x, OUT: gl.constexpr):
+    """A number a row, [ROWS], as a column for a tile in layout OUT."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, OUT)), 1)
 
 
 @gluon.jit
 def compute_tiles(
-    out_desc,
-    lse_ptr,
-    q_smem,
-    k_smem,
-    v_smem,
-    q_ready,
-    k_ready,
-    k_free,
-    v_ready,
-    v_free,
-    num_queries,
-    num_keys,
-    qk_scale,
-    CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
+    CONSUMER: gl.constexpr, shared, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr
 ):
-    """The computing warps: softmax of tile i while q · kᵀ of tile i + 1 is not needed yet, p · v of
-    tile i beside it.
-    """
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
-    )
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, HEAD_DIM, 16]
-    )
+    """ROWS queries, and all tiles of keys that one of the program's queries sees."""
+    out_desc, lse_ptr, rings, num_queries, num_keys, qk_scale = shared
+    q, k, v = rings
+    CONSUMERS: gl.constexpr = q[0].shape[0]
+    BLOCK_N: gl.constexpr = k[0].shape[1]
+    ROWS: gl.constexpr = out_desc.block_type.shape[0]
+    HEAD_DIM: gl.constexpr = out_desc.block_type.shape[1]
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    start_m, first, num_tiles, num_full = tile_range(
-        num_queries, num_keys, CAUSAL, BLOCK_M, BLOCK_N
+    start_m, first, num_tiles, num_masked = tile_range(
+        num_queries, num_keys, CAUSAL, CONSUMERS * ROWS, BLOCK_N
     )
-    m_i, l_i = (
-        gl.full([BLOCK_M], float("-inf"), gl.float32, ROW),
-        gl.full([BLOCK_M], 0.0, gl.float32, ROW),
-    )
-    acc, nothing = (
-        gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, OUT),
-        gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES),
-    )
-    mbarrier.wait(q_ready, 0)
-    mbarrier.wait(k_ready.index(0), 0, pred=num_tiles > 0)
-    pending = warpgroup_mma(
-        q_smem, k_smem.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True
-    )
+    start_m += CONSUMER * ROWS
+    first += CONSUMER * ROWS
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    l_i = gl.full([ROWS], 0.0, gl.float32, ROW)
+    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, OUT)
+
+    q_tile = wait_for(q, CONSUMER)
+    pending = start_scores(q_tile, wait_for(k, 0), SCORES)
     scores = warpgroup_mma_wait(0, deps=(pending,))
-    mbarrier.arrive(k_free.index(0), count=1, pred=num_tiles > 0)
-    for part in gl.static_range(2):  # the tiles with a mask, then the many without
-        for i in range(
-            0 if part == 0 else num_tiles - num_full,
-            num_tiles - num_full if part == 0 else num_tiles,
-        ):
-            stage, turn = i % STAGES, (i // STAGES) & 1
-            p, m_i, l_i, alpha = softmax_step(
-                scores,
-                m_i,
-                l_i,
-                qk_scale,
-                first,
-                (num_tiles - 1 - i) * BLOCK_N,
-                num_keys,
-                CAUSAL,
-                part == 0,
-                SCORES,
-                BLOCK_M,
-                BLOCK_N,
-            )
-            weights = gl.convert_layout(p.to(gl.bfloat16), gl.DotOperandLayout(0, OUT, 2))
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, OUT)), 1)
-            mbarrier.wait(v_ready.index(stage), turn)
-            # p · v of this tile, and ...
-            adding = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
-            after = i + 1
-            there_is = after < num_tiles
-            mbarrier.wait(k_ready.index(after % STAGES), (after // STAGES) & 1, pred=there_is)
-            pending = warpgroup_mma(
-                q_smem,
-                k_smem.index(after % STAGES).permute((1, 0)),
-                nothing,
-                use_acc=False,
-                # ... q · kᵀ of the next, in flight
-                is_async=True,
-            )
-            acc = warpgroup_mma_wait(1, deps=(adding,))
-            mbarrier.arrive(v_free.index(stage), count=1)
-            scores = warpgroup_mma_wait(0, deps=(pending,))
-            mbarrier.arrive(k_free.index(after % STAGES), count=1, pred=there_is)
-    l_safe = gl.where(l_i == 0.0, 1.0, l_i)
-    acc = acc / gl.expand_dims(gl.convert_layout(l_safe, gl.SliceLayout(1, OUT)), 1)
-    row, head = start_m + gl.arange(0, BLOCK_M, ROW), gl.program_id(0)
-    gl.store(
-        lse_ptr + row.to(gl.int64) * gl.num_programs(0) + head,
-        (m_i + gl.log2(l_i)) * 0.6931471805599453,
-        mask=row < num_queries,
+    release(k, 0)
+    start_n = (num_tiles - 1) * BLOCK_N
+    weights, m_i, l_i, _alpha = softmax_step(
+        scores, m_i, l_i, qk_scale, first, start_n, num_keys, CAUSAL, True, SCORES, OUT
     )
-    out_smem = gl.allocate_shared_memory(out_desc.dtype, [BLOCK_M, HEAD_DIM], out_desc.layout)
-    out_smem.store(acc.to(out_desc.dtype))
+    wait_for(v, 0)
+    for part in gl.static_range(2):  # the other tiles with a mask, then the many without
+        begin = 1 if part == 0 else num_masked
+        end = num_masked if part == 0 else num_tiles
+        for i in range(begin, end):
+            pending = start_scores(q_tile, wait_for(k, i), SCORES)
+            adding = warpgroup_mma(weights, tile_of(v, i - 1), acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(pending,))  # 1: p · v runs on beside the softmax
+            release(k, i)
+            start_n = (num_tiles - 1 - i) * BLOCK_N
+            weights, m_i, l_i, alpha = softmax_step(
+                scores, m_i, l_i, qk_scale, first, start_n, num_keys, CAUSAL, part == 0, SCORES, OUT
+            )
+            # Here, because ptxas moves no exp behind this loop of tests: without it all of them
+            # land behind the next line, where no product is left to run beside them.
+            wait_for(v, i)
+            acc = warpgroup_mma_wait(0, deps=(adding,))
+            release(v, i - 1)
+            acc = acc * column(alpha, OUT)
+    adding = warpgroup_mma(weights, tile_of(v, num_tiles - 1), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(adding,))
+    l_safe = gl.where(l_i == 0.0, 1.0, l_i)
+
+    row, head = start_m + gl.arange(0, ROWS, ROW), gl.program_id(0)
+    lse = (m_i + gl.log2(l_i)) * 0.6931471805599453  # ln 2
+    place = row.to(gl.int64) * gl.num_programs(0) + head
+    gl.store(lse_ptr + place, lse, mask=row < num_queries)
+    # where q was: all products that read it have ended
+    q_tile.store((acc / column(l_safe, OUT)).to(out_desc.dtype))
     fence_async_shared()
     # TMA drops rows beyond the last
-    tma.async_copy_shared_to_global(out_desc, [start_m, head * HEAD_DIM], out_smem)
+    tma.async_copy_shared_to_global(out_desc, [start_m, head * HEAD_DIM], q_tile)
     tma.store_wait(pendings=0)
-    return None
 
 
 @gluon.jit
@@ -254,89 +217,41 @@ def flash_hopper_kernel(
     CAUSAL: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """One program: BLOCK_M queries of one head. Descriptors of [T, H · HEAD_DIM] with tiles of
-    [BLOCK, HEAD_DIM].
+    """One program: CONSUMERS · ROWS queries of one head. Descriptors of [T, H · HEAD_DIM] with
+    tiles of [ROWS or BLOCK_N, HEAD_DIM].
     """
-    BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
-    HEAD_DIM: gl.constexpr = q_desc.block_type.shape[1]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_M, HEAD_DIM], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK_N, HEAD_DIM], v_desc.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=1)
-        mbarrier.init(v_ready.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=1)
+    HEAD_DIM: gl.constexpr = k_desc.block_type.shape[1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, HEAD_DIM, 16]
+    )
+    q = allocate_ring(q_desc, CONSUMERS, 1)
+    k = allocate_ring(k_desc, STAGES, CONSUMERS)
+    v = allocate_ring(v_desc, STAGES, CONSUMERS)
+    descs, rings = (q_desc, k_desc, v_desc), (q, k, v)
+    shared = (out_desc, lse_ptr, rings, num_queries, num_keys, qk_scale)
     gl.warp_specialize(
         [
-            (
-                compute_tiles,
-                (
-                    out_desc,
-                    lse_ptr,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    q_ready,
-                    k_ready,
-                    k_free,
-                    v_ready,
-                    v_free,
-                    num_queries,
-                    num_keys,
-                    qk_scale,
-                    CAUSAL,
-                    STAGES,
-                    BLOCK_M,
-                    BLOCK_N,
-                    HEAD_DIM,
-                    num_warps,
-                ),
-            ),
-            (
-                load_tiles,
-                (
-                    q_desc,
-                    k_desc,
-                    v_desc,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    q_ready,
-                    k_ready,
-                    k_free,
-                    v_ready,
-                    v_free,
-                    num_queries,
-                    num_keys,
-                    CAUSAL,
-                    GROUP,
-                    STAGES,
-                    BLOCK_M,
-                    BLOCK_N,
-                    HEAD_DIM,
-                ),
-            ),
+            (compute_tiles, (0, shared, CAUSAL, SCORES, OUT)),
+            (compute_tiles, (1, shared, CAUSAL, SCORES, OUT)),
+            (load_tiles, (descs, rings, num_queries, num_keys, CAUSAL, GROUP)),
         ],
-        [1],
-        [24],
+        [num_warps, 1],  # of the second and the third
+        [240, 24],  # registers a thread: the producer's go to the consumers
     )
 
 
 def flash_attention_hopper(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """One sequence on a Hopper GPU. q: [T, Hq, D], k, v: [Tk, Hkv, D] -> out: [T, Hq, D], lse: [T,
-    Hq] float32.
+    """One sequence on a Hopper GPU, or in the simulator on a CPU. q: [T, Hq, D], k, v: [Tk, Hkv, D]
+    -> out: [T, Hq, D], lse: [T, Hq] float32.
 
     bfloat16, dense, D 64 or 128. Raises ValueError.
     """
@@ -344,20 +259,16 @@ def flash_attention_hopper(
 
     check_heads(q, k, v, (torch.bfloat16,))
     check_options(q, softmax_scale, causal, None, None, None, None)
-    head_dim = q.shape[2]
-    if (
-        head_dim not in (64, 128)
-        or v.shape[2] != head_dim
-        or not all(x.is_contiguous() for x in (q, k, v))
-        or not len(k)
-    ):
+    num_heads, head_dim = q.shape[1:]
+    dense = all(x.is_contiguous() for x in (q, k, v))
+    if head_dim not in (64, 128) or v.shape[2] != head_dim or not dense or not len(k):
         raise ValueError(
             f"q, k, v: got {[tuple(x.shape) for x in (q, k, v)]} with strides "
             f"{[x.stride() for x in (q, k, v)]}; "
             "accepted: head size 64 or 128 for all, one key or more, dense"
         )
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
-        raise ValueError(f"q: got {q.device}; accepted: a GPU of compute capability 9.0 (Hopper)")
+    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 9:
+        raise ValueError(f"q: got {q.device}; accepted: a GPU of compute capability 9.0, a CPU")
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
     def tiles_of(x: Tensor, rows: int) -> TensorDescriptor:
@@ -365,19 +276,21 @@ def flash_attention_hopper(
         return TensorDescriptor.from_tensor(x.flatten(1), [rows, head_dim], layout)
 
     if out.numel():
+        kernel = flash_hopper_kernel if q.is_cuda else simulate(flash_hopper_kernel)
         scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-        flash_hopper_kernel[q.shape[1], triton.cdiv(len(q), BLOCK_M)](
-            tiles_of(q, BLOCK_M),
+        kernel[num_heads, triton.cdiv(len(q), BLOCK_M)](
+            tiles_of(q, ROWS),
             tiles_of(k, BLOCK_N),
             tiles_of(v, BLOCK_N),
-            tiles_of(out, BLOCK_M),
+            tiles_of(out, ROWS),
             lse,
             len(q),
             len(k),
             scale * LOG2_E,
             CAUSAL=causal,
-            GROUP=q.shape[1] // k.shape[1],
+            GROUP=num_heads // k.shape[1],
             STAGES=STAGES,
+            CONSUMERS=CONSUMERS,
             num_warps=NUM_WARPS,
         )
     return out, lse

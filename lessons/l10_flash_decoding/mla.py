@@ -112,16 +112,18 @@ def mla_flash_decode(
     check_latent_inputs(q, kv_cache, context_lens, kv_lora_rank)
     check_splits(num_splits, split_size, max_context_len, kv_cache)
     (num_sequences, num_heads, dim), capacity = q.shape, kv_cache.shape[1]
-    tiles = tiles or tiles_for(num_heads, q.element_size(), shared_bytes_of(q))
+    shared = shared_bytes_of(q)
+    tiles = tiles or tiles_for(num_heads, q.element_size(), shared)
     check_powers_of_two(SMALLEST_TILE, block_h=tiles.block_h, block_n=tiles.block_n)
     head_blocks = triton.cdiv(num_heads, tiles.block_h)
-    # One slot an SM, because at 128 heads the tiles (KERNELS: 112 to 208 KiB) leave no room for a
-    # second program.
+    # Two slots an SM where the tiles of 16 heads (KERNELS: 91 KiB) fit twice. At 128 heads they take
+    # 112 to 208 KiB, so there is room for one.
+    slots = sms_of(q.device) * (2 if num_heads <= 16 and shared >= 2 * 91 * 1024 else 1)
     num_splits = plan_splits(
         num_sequences * head_blocks,
         capacity if max_context_len is None else max_context_len,
         tiles.block_n,
-        sms_of(q.device),
+        slots,
         num_splits,
         split_size,
     )

@@ -8,6 +8,7 @@ Source of the heuristic: FlashAttention, `num_splits_heuristic` (csrc/flash_attn
 et al. 2023, Flash-Decoding).
 """
 
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -43,6 +44,7 @@ def split_bounds(
     return list(pairwise(edges))
 
 
+@cache  # because every layer of a step asks with the same numbers
 def choose_num_splits(
     num_programs: int, num_tiles: int, num_slots: int, max_splits: int = MAX_SPLITS
 ) -> int:
@@ -95,6 +97,7 @@ def plan_splits(
     return num_splits or choose_num_splits(num_programs, cdiv(longest, block_n), num_slots)
 
 
+@cache
 def sms_of(device: torch.device | str) -> int:
     """Streaming multiprocessors. On a CPU those of an H200, so that the interpreter splits as it
     would.

@@ -1,5 +1,6 @@
 """The launcher of .cu files: what it hands to cuda.core, and what it says where there is none.
-Launching itself needs a GPU.
+On a CPU it
+hands over to the emulator, which test_cuda_cpu*.py test.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import torch
 
 from lessons.toolbox.kernels import cuda_cpp
 from lessons.toolbox.kernels.cuda_cpp import CudaKernel, architecture, packed
+from lessons.toolbox.measure.device import default_device
 
 SOURCE = (
     'extern "C" __global__ void twice(float* x, long long n) '
@@ -42,8 +44,8 @@ class FakeCore:
     def ProgramOptions(self, **options):
         return options
 
-    def LaunchConfig(self, grid, block):
-        return grid, block
+    def LaunchConfig(self, grid, block, shmem_size):
+        return grid, block, shmem_size
 
     def Program(self, source, language, options):
         def compile(target):
@@ -66,7 +68,9 @@ def core(monkeypatch):
     fake = FakeCore()
     monkeypatch.setattr(cuda_cpp, "cuda_core", lambda: fake)
     monkeypatch.setattr(
-        cuda_cpp, "common_device", lambda name, arguments: SimpleNamespace(index=fake_index[0])
+        cuda_cpp,
+        "common_device",
+        lambda name, arguments: SimpleNamespace(type="cuda", index=fake_index[0]),
     )
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(
@@ -86,13 +90,13 @@ def test_a_launch(kernel, core):
     """
     x = torch.zeros(8)
     kernel[3, 256](x, 5, 0.1)
-    kernel[(2, 4), (32, 2)](x, 6, 0.2)
+    kernel[(2, 4), (32, 2), 512](x, 6, 0.2)
     (stream, config, found, arguments), (_, second_config, _, second) = core.launches
     assert (
         stream == ("stream", 77)
-        and config == (3, 256)
+        and config == (3, 256, 0)
         and found == ("twice", 1)
-        and second_config == ((2, 4), (32, 2))
+        and second_config == ((2, 4), (32, 2), 512)
     )
     assert arguments == (x.data_ptr(), 5, np.float32(0.1)) and [type(a) for a in arguments[1:]] == [
         np.int64,
@@ -146,21 +150,22 @@ def test_numbers_beyond_64_bits_are_refused():
 @pytest.mark.parametrize(
     "arguments, found",
     [
-        ((torch.zeros(2), 3), "cpu"),
         ((3,), "no tensor"),
         ((torch.zeros(2), torch.zeros(2, device="meta")), "cpu, meta"),
     ],
 )
-def test_tensors_that_no_gpu_holds_are_refused(kernel, arguments, found):
+def test_tensors_of_no_device_that_runs_are_refused(kernel, arguments, found):
     with pytest.raises(
-        ValueError, match=f"twice: got {found}; accepted: tensors on one CUDA device"
+        ValueError, match=f"twice: got {found}; accepted: tensors on one device"
     ) as error:
         kernel[1, 32](*arguments)
     assert "\n" not in str(error.value)
 
 
 def test_without_cuda_core_one_line(kernel, monkeypatch):
-    monkeypatch.setattr(cuda_cpp, "common_device", lambda name, arguments: SimpleNamespace(index=0))
+    monkeypatch.setattr(
+        cuda_cpp, "common_device", lambda name, arguments: SimpleNamespace(type="cuda", index=0)
+    )
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     with pytest.raises(
         RuntimeError, match=r"cuda.core is not installed.*pip install cuda-core"
@@ -196,8 +201,8 @@ def test_architectures():
     ]
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_cpp
 def test_a_kernel_runs(kernel):
-    x = torch.arange(64.0, device="cuda")
+    x = torch.arange(64.0, device=default_device())
     kernel[1, 64](x, 60)
     assert torch.equal(x.cpu(), torch.cat([2 * torch.arange(60.0), torch.arange(60.0, 64.0)]))

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from lessons.toolbox.kernels.order import program_order
 from lessons.toolbox.kernels.triton_ import tl, triton
 from lessons.toolbox.measure.device import has_triton, interpreting
+from lessons.toolbox.proof.numerics import NotEquivalent, prove
 
 if not (has_triton() and interpreting()):
     pytest.skip("NOT RUN: kernels are compiled here, not interpreted", allow_module_level=True)
@@ -311,7 +313,31 @@ def check_index():
     assert out.item() == n * (n - 1) // 2
 
 
+@triton.jit
+def first_program_kernel(order_ptr, turn_ptr):
+    turn = tl.load(turn_ptr)
+    tl.store(turn_ptr, turn + 1)
+    tl.store(order_ptr + turn, tl.program_id(1) * 3 + tl.program_id(0))
+
+
+def programs_run(**options) -> list[int]:
+    """The numbers of the six programs of a launch, in the order in which they ran."""
+    numbers, turn = torch.full((6,), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with program_order(**options):
+        first_program_kernel[3, 2](numbers, turn)
+    return numbers.tolist()
+
+
+def check_order():
+    orders = {tuple(programs_run(seed=seed)) for seed in range(20)}
+    assert len(orders) > 10 and {tuple(sorted(order)) for order in orders} == {(0, 1, 2, 3, 4, 5)}
+    forwards = programs_run(seed=3)
+    assert forwards == programs_run(seed=3)
+    assert forwards[::-1] == programs_run(seed=3, backwards=True)
+
+
 CHECKS = {
+    "order": [check_order],
     "casts": [check_casts],
     "float8_casts": [check_float8_casts],
     "arithmetic": [check_arithmetic],
@@ -407,3 +433,62 @@ def test_unknown_rule_is_named():
         interpreter.without("bf17"),
     ):
         pass
+
+
+# ---------------------------------------------------------------- programs that depend on their order
+
+
+@triton.jit
+def overlapping_rows_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    """Each program writes its row and the next one's first half."""
+    row, i = tl.program_id(0), tl.arange(0, N)
+    x = tl.load(x_ptr + row * N + i)
+    tl.store(out_ptr + row * N + i, x)
+    tl.store(out_ptr + (row + 1) * N + i, x, mask=(i < N // 2) & (row + 1 < tl.num_programs(0)))
+
+
+@triton.jit
+def sum_without_atomics_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    total = tl.load(out_ptr)
+    tl.store(out_ptr, total + tl.sum(tl.load(x_ptr + tl.program_id(0) * N + i), 0))
+
+
+@triton.jit
+def running_row_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    """Each program adds its row to the sum that the program before has left."""
+    row, i = tl.program_id(0), tl.arange(0, N)
+    before = tl.load(out_ptr + (row - 1) * N + i, mask=row > 0, other=0.0)
+    tl.store(out_ptr + row * N + i, before + tl.load(x_ptr + row * N + i))
+
+
+def launched(kernel, out):
+    def run(x):
+        result = out(x)
+        kernel[x.shape[0],](x, result, x.shape[1])
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "kernel, out, naive",
+    [
+        (overlapping_rows_kernel, torch.empty_like, torch.clone),
+        (sum_without_atomics_kernel, lambda x: x.new_zeros(1), lambda x: x.sum().view(1)),
+        (running_row_kernel, torch.empty_like, lambda x: x.cumsum(0)),
+    ],
+)
+def test_a_kernel_that_depends_on_the_order_of_its_programs_fails_its_proof(
+    kernel, out, naive, seed
+):
+    x = torch.ones(40, 16)
+    x[0], x[1] = 1e8, -1e8  # the ones that are added between the two are lost
+    x[2:] += torch.rand(38, 1)
+    with pytest.raises(NotEquivalent):
+        prove(launched(kernel, out), naive, [x])
+    in_order = out(x)
+    with interpreter.without("order"):  # a loop over the grid hides it
+        kernel[40,](x, in_order, 16)
+    if kernel is not overlapping_rows_kernel:
+        torch.testing.assert_close(in_order.double(), naive(x.double()), rtol=1e-4, atol=1e-5)

@@ -4,6 +4,7 @@ generations, and tests assert.
     python -m lessons.toolbox.kernels.compile_check lessons.l09_flash_attention.lab.specs
 """
 
+from lessons.l09_flash_attention.hopper import BLOCK_N, CONSUMERS, NUM_WARPS, ROWS, STAGES
 from lessons.l09_flash_attention.tiles import Tiles, tiles_for
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 from lessons.toolbox.kernels.triton_ import triton
@@ -124,19 +125,26 @@ def fp8_spec(head_dim: int) -> KernelSpec:
 def hopper_spec(head_dim: int, causal: bool) -> KernelSpec:
     """flash_hopper_kernel; its descriptors of 16-bit rows are swizzled over 128 bytes."""
     layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
-    tile = f"tensordesc<bf16[128, {head_dim}],{layout}>"
+    rows, keys = (f"tensordesc<bf16[{n}, {head_dim}],{layout}>" for n in (ROWS, BLOCK_N))
     return KernelSpec(
         f"{ROOM}.hopper:flash_hopper_kernel",
         name=f"hopper_bf16_{head_dim}_{'causal' if causal else 'full'}",
         signature={
-            **dict.fromkeys(("q_desc", "k_desc", "v_desc", "out_desc"), tile),
+            **dict.fromkeys(("q_desc", "out_desc"), rows),
+            **dict.fromkeys(("k_desc", "v_desc"), keys),
             "lse_ptr": "*fp32",
             "num_queries": "i32",
             "num_keys": "i32",
             "qk_scale": "fp32",
         },
-        constexprs={"CAUSAL": causal, "GROUP": 4, "STAGES": 2, "num_warps": 8},
-        num_warps=8,
+        constexprs={
+            "CAUSAL": causal,
+            "GROUP": 4,
+            "STAGES": STAGES,
+            "CONSUMERS": CONSUMERS,
+            "num_warps": NUM_WARPS,
+        },
+        num_warps=NUM_WARPS,
         chips=(90,),
     )
 

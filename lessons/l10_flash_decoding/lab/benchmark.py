@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lessons.l03_kv_cache.optimized import decode_attention as one_program_a_query_head
 from lessons.l05_gqa.optimized import decode_attention as one_program_a_kv_head
+from lessons.l06_mla.lab import batches as latents
+from lessons.l06_mla.lab.counts import decode_bytes, decode_flops
 from lessons.l10_flash_decoding.lab.workload import (
     BATCH_CONTEXT,
     BATCHES,
@@ -26,6 +28,7 @@ from lessons.l10_flash_decoding.lab.workload import (
     inputs_of,
     kv_bytes,
 )
+from lessons.l10_flash_decoding.mla import mla_flash_decode
 from lessons.l10_flash_decoding.optimized import flash_decode
 from lessons.l10_flash_decoding.workers import decode_on_workers
 from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
@@ -92,6 +95,37 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
     return peer.decode(q, k, v)
 
 
+def split_latents(q: Tensor, kv_cache: Tensor, context_lens: Tensor):
+    """Lesson 6's kernel in splits. q: [B, H, 576], kv_cache: [B, context, 576]."""
+    return lambda: mla_flash_decode(q, kv_cache, context_lens, latents.SCALE)[0]
+
+
+def latents_benchmark(num_heads: int, title: str) -> Benchmark:
+    """Decode attention over latents on a GPU, over the batch: few heads are bound by memory, many
+    by their products.
+    """
+    context = latents.BATCHES[num_heads]
+    return Benchmark(
+        name=f"l10_mla_{num_heads}",
+        title=title,
+        x_name="sequences in the batch",
+        x_values=[1, 2, 4, 8, 16, 32, 64, 128],
+        quick_x_values=[1, 64],
+        inputs=latents.batch_inputs(num_heads),
+        providers={
+            "one program a sequence and block of heads": ("naive", latents.own_batch),
+            "split": ("optimized", split_latents),
+            SDPA: ("library", latents.sdpa_batch),
+            "FlashInfer": ("library", latents.flashinfer_batch),
+        },
+        floor_s=latents.batch_floor_s(num_heads),
+        bytes_moved=lambda n: decode_bytes(n, context, bytes_per_value=DTYPE.itemsize),
+        flops=lambda n: decode_flops(n, context, num_heads),
+        shape=f"{num_heads} heads, latent 512 + 64, context {context}",
+        **COMMON | {"floor_label": "read once, or the products"},
+    )
+
+
 # Not more threads than PyTorch has here: those of OpenMP spin on after a call, and would take the
 # cores from the tasks.
 SDPA = "PyTorch SDPA" if ON_GPU else f"PyTorch SDPA, threads: {torch.get_num_threads()}"
@@ -154,3 +188,13 @@ BENCHMARKS = [
         **COMMON,
     ),
 ]
+if ON_GPU:
+    BENCHMARKS += [
+        latents_benchmark(
+            16, "16 heads, {x} sequences: latents in splits reach {floor_percent:.0f}% of the floor"
+        ),
+        latents_benchmark(
+            128,
+            "128 heads, {x} sequences: bound by products, {floor_percent:.0f}% of the floor",
+        ),
+    ]

@@ -36,6 +36,8 @@ def new_model(dtype: torch.dtype = torch.float64, **changes) -> Decoder:
     """Weights under which attention is sharp, so that a wrong row, position or length changes the
     tokens.
     """
+    # 0: as wide as the others, because CONFIG has its own width filled in
+    changes = {"v_head_dim": 0} | changes
     model = Decoder(replace(CONFIG, **changes)).eval().requires_grad_(False)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:

@@ -108,6 +108,8 @@ class Report:
     # machine instruction -> how often it stands in the code
     census: dict[str, int] = field(default_factory=dict)
     loads_128bit: int = 0  # global loads of 16 bytes a thread, LDGSTS included
+    # exps that stand where a WGMMA may be in flight: a softmax that overlaps with a product
+    exp_beside_wgmma: int = 0
     serialized_wgmma: bool = False  # ptxas warning C7515 and its neighbours
     warp_specialized: bool = False
 

@@ -126,23 +126,35 @@ def measure(ptxas_log: str, cubin: bytes) -> dict:
         return sum(map(int, re.findall(pattern, ptxas_log)))
 
     instructions = disassemble(cubin)
-    census = Counter(name.split(".")[0] for name in instructions)
+    names = [instruction.split()[0] for instruction in instructions]
+    census = Counter(name.split(".")[0] for name in names)
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", ptxas_log)]
     return {
         "registers": max(registers, default=None),
         "stack_bytes": total(r"(\d+) bytes stack frame"),
         "spill_bytes": total(r"(\d+) bytes spill stores") + total(r"(\d+) bytes spill loads"),
         "census": dict(sorted(census.items())),
-        "loads_128bit": sum(
-            name.startswith(("LDG", "LDGSTS")) and "128" in name for name in instructions
-        ),
+        "loads_128bit": sum(name.startswith(("LDG", "LDGSTS")) and "128" in name for name in names),
+        "exp_beside_wgmma": exp_beside_wgmma(instructions),
         "serialized_wgmma": "wgmma.mma_async instructions are serialized" in ptxas_log,
     }
 
 
+def exp_beside_wgmma(instructions: list[str]) -> int:
+    """How many exps stand in the code behind a wait that leaves a matrix product in flight
+    (WARPGROUP.DEPBAR ..., 0x1) and before the wait for it (0x0).
+    """
+    count, in_flight = 0, False
+    for instruction in instructions:
+        if instruction.startswith("WARPGROUP.DEPBAR"):
+            in_flight = not instruction.rstrip().endswith(" 0x0")
+        count += in_flight and instruction.startswith("MUFU.EX2")
+    return count
+
+
 def disassemble(cubin: bytes) -> list[str]:
-    """The machine instructions of a cubin with their modifiers, in order: ["LDC", "S2R",
-    "LDG.E.128", ...].
+    """The machine instructions of a cubin with modifiers and operands, in order: ["S2R R0,
+    SR_TID.X", "LDG.E.128 R4, desc[UR4][R2.64]", ...].
     """
     import triton
 
@@ -153,7 +165,7 @@ def disassemble(cubin: bytes) -> list[str]:
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # "/*0a10*/ @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;": address, predicate, instruction
     return re.findall(
-        r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]*)", listing, re.MULTILINE
+        r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]*[^;\n]*)", listing, re.MULTILINE
     )
 
 

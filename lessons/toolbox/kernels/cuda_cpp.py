@@ -1,18 +1,20 @@
-"""CUDA C++ from Python: a .cu file beside a lesson's module, compiled by NVRTC and launched on
-PyTorch's tensors and stream.
+"""CUDA C++ from Python: a .cu file beside a lesson's module, launched on PyTorch's tensors.
 
     # an `extern "C" __global__` function
     SOFTMAX = CudaKernel(Path(__file__).with_name("optimized.cu"), "softmax_fp32x4")
     # grid, threads a block; as in Triton
     SOFTMAX[num_rows, 1024](scores, probs, lse, num_columns, stride_row)
 
-Needs cuda.core (NVIDIA's Python package, with NVRTC: no nvcc) and a GPU; without them the launch
-says so in one line, and naming a kernel costs nothing. `compile_check.check_cuda` compiles the same
-source for five GPU generations without a GPU.
+The tensors' device decides where it runs. On a GPU: compiled by NVRTC through cuda.core (NVIDIA's
+Python package, no nvcc), on PyTorch's stream. On a CPU: compiled by this machine's C++ compiler and
+run by `lessons.toolbox.cuda_cpu`, which finds races, addresses out of bounds and barriers that
+some threads miss, and tells no times. What is missing for either is said in one line, and naming a
+kernel costs nothing. `compile_check.check_cuda` compiles the same source for five GPU generations
+without a GPU.
 
 How Python values arrive: a tensor as the address of its first element, an int as `long long`, a
-float as `float`; a NumPy scalar as the type that it has. Nothing checks them against the kernel's
-parameters, as nothing does in CUDA.
+float as `float`; a NumPy scalar as the type that it has. On a GPU nothing checks them against the
+kernel's parameters; on a CPU their kinds and widths are.
 """
 
 from functools import cache
@@ -21,6 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+
+from lessons.toolbox.cuda_cpu import emulator
 
 MISSING = (
     "cuda.core is not installed, so no CUDA C++ kernel can run: pip install cuda-core "
@@ -31,7 +35,8 @@ MISSING = (
 
 class CudaKernel:
     """A kernel of a .cu file. `kernel[grid, block](*arguments)` launches it; grid, block: a number,
-    or a tuple of up to three.
+    or a tuple of up to three. `kernel[grid, block, shared_bytes]` gives each block so much of
+    `extern __shared__` memory.
 
     Compiled once for each device, at the first launch there.
     """
@@ -44,16 +49,24 @@ class CudaKernel:
         return f"CudaKernel({self.file.name}: {self.name})"
 
     def __getitem__(self, config: tuple):
-        grid, block = config
-        return lambda *arguments: self.launch(grid, block, arguments)
+        return lambda *arguments: self.launch(*config, arguments=arguments)
 
-    def launch(self, grid, block, arguments: tuple) -> None:
-        """Put the kernel on the current stream of the tensors' device.
+    def launch(self, grid, block, shared_bytes: int = 0, *, arguments: tuple) -> None:
+        """Run the kernel where the tensors are; on a GPU, put it on the current stream.
 
-        Raises ValueError for arguments that no kernel takes, RuntimeError without cuda.core or if
-        the file does not compile.
+        Raises ValueError for arguments that no kernel takes, RuntimeError without cuda.core or a
+        C++ compiler or if the file does not compile; on a CPU CudaError for what the kernel does
+        wrong.
         """
         device = common_device(self.name, arguments)
+        if device.type == "cpu":
+            given = typed(self.name, arguments)
+            emulator.launch(self.file, self.name, grid, block, shared_bytes, given)
+        else:
+            self.launch_on_gpu(device, grid, block, shared_bytes, arguments)
+
+    def launch_on_gpu(self, device, grid, block, shared_bytes, arguments: tuple) -> None:
+        """The launch on a CUDA device."""
         core = cuda_core()
         with torch.cuda.device(device):
             if device.index not in self.of_device:
@@ -64,7 +77,7 @@ class CudaKernel:
             stream = core.Stream.from_handle(torch.cuda.current_stream(device).cuda_stream)
             core.launch(
                 stream,
-                core.LaunchConfig(grid=grid, block=block),
+                core.LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes),
                 self.of_device[device.index],
                 *packed(self.name, arguments),
             )
@@ -80,29 +93,27 @@ def cuda_core():
 
 
 def common_device(name: str, arguments: tuple) -> torch.device:
-    """The CUDA device of the tensors among a kernel's arguments. Raises ValueError unless there is
-    exactly one.
+    """The device of the tensors among a kernel's arguments. Raises ValueError unless there is
+    exactly one, a CPU or a CUDA device.
     """
     devices = {x.device for x in arguments if isinstance(x, Tensor)}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+    if len(devices) != 1 or next(iter(devices)).type not in ("cuda", "cpu"):
         found = ", ".join(sorted(map(str, devices))) or "no tensor"
         raise ValueError(
-            f"{name}: got {found}; accepted: tensors on one CUDA device (without a GPU: "
-            f"compile_check.check_cuda)"
+            f"{name}: got {found}; accepted: tensors on one device, a GPU or the CPU, where the "
+            f"kernel runs in the emulator"
         )
     return devices.pop()
 
 
-def packed(name: str, arguments: tuple) -> list:
-    """The arguments as cuda.core passes them on: addresses, and numbers of a known width. Raises
-    ValueError for anything else.
+def typed(name: str, arguments: tuple) -> list[Tensor | np.generic]:
+    """The arguments as tensors, [...] each, and as numbers of a known width. Raises ValueError
+    for anything else.
     """
     found = []
     for index, value in enumerate(arguments):
-        if isinstance(value, Tensor):
-            found.append(value.data_ptr())
-        elif isinstance(value, np.generic):
-            # first, because a NumPy float64 is a Python float as well
+        if isinstance(value, (Tensor, np.generic)):
+            # before float, because a NumPy float64 is a Python float as well
             found.append(value)
         elif isinstance(value, float):
             found.append(np.float32(value))
@@ -114,6 +125,12 @@ def packed(name: str, arguments: tuple) -> list:
                 f"NumPy scalar"
             )
     return found
+
+
+def packed(name: str, arguments: tuple) -> list:
+    """The arguments as cuda.core passes them on: addresses, and numbers of a known width."""
+    given = typed(name, arguments)
+    return [value.data_ptr() if isinstance(value, Tensor) else value for value in given]
 
 
 @cache

@@ -39,7 +39,8 @@ def kernel_hash(kernel) -> str:
 
 def resolve(kernel):
     """The object behind a spec or a "package.module:function"; anything else as it is."""
-    path = getattr(kernel, "kernel", kernel)
+    # `or`, because a compiled jit function has an attribute `kernel` too, and it is None
+    path = getattr(kernel, "kernel", None) or kernel
     if not isinstance(path, str):
         return path
     module_name, _, name = path.partition(":")

@@ -15,8 +15,8 @@ It gives the real modules, and makes the file work on every machine:
 
 Rules for kernel files: this import instead of `import triton`; at module level nothing but
 decorators, `tl.constexpr` values and `triton.Config`s; wrappers take the device from their
-arguments. Gluon is never interpreted: keep it in a file of its own, and import that file only where
-`has_gpu()`; `compile_check` checks it everywhere.
+arguments. Gluon is never interpreted: without a GPU `lessons.toolbox.simulator` runs it, and
+`compile_check` checks it everywhere.
 """
 
 from lessons.toolbox.measure.device import has_triton, interpreting
@@ -67,6 +67,7 @@ if has_triton():
     import triton.language as tl
 
     if interpreting():
+        from lessons.toolbox.kernels import order  # noqa: F401  registers its patch
         from lessons.toolbox.kernels.interpreter import make_faithful
 
         make_faithful()

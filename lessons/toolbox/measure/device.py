@@ -16,6 +16,8 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
+from lessons.toolbox.cuda_cpu import compiling
+
 try:
     import torch
 except ImportError:  # the doctor still has to say so
@@ -35,6 +37,8 @@ NEEDS_CAPABILITY = {
     "float8 (E4M3)": (8, 9),
     "WGMMA, TMA, warp specialisation": (9, 0),
 }
+# In a process that pretends to have a GPU (proof.pretended), and in its children, this is set.
+REHEARSING = "LADDER_REHEARSES"
 TRITON_KNOWN = ("3.6", "3.7")  # the interpreter's patches were checked with these
 
 
@@ -54,6 +58,11 @@ def interpreting() -> bool:
     """
     # what Triton takes for true
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def rehearsing() -> bool:
+    """Whether the GPU of this process is pretended, so that nothing it records counts."""
+    return os.environ.get(REHEARSING) == "1"
 
 
 def default_device() -> torch.device:
@@ -125,8 +134,8 @@ def fingerprint() -> dict:
     """What a measurement depends on, for every recorded JSON. Holds no host name and no paths.
 
     Keys: device, cpu, cores, python, torch, triton, transformers, numpy, date (UTC), interpreted;
-    with a GPU also compute_capability, memory_gib, cuda, driver. A package that is not installed is
-    None.
+    with a GPU also compute_capability, memory_gib, cuda, driver; rehearsed, if the GPU is
+    pretended. A package that is not installed is None.
     """
     packages = ("torch", "triton", "transformers", "numpy")
     facts = {
@@ -138,6 +147,8 @@ def fingerprint() -> dict:
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "interpreted": interpreting(),
     }
+    if rehearsing():
+        facts["rehearsed"] = True
     if has_gpu():
         properties = torch.cuda.get_device_properties(0)
         facts |= {
@@ -200,9 +211,14 @@ def what_cannot_run_here() -> list[tuple[str, str]]:
             f"{why}; recorded GPU results are plotted instead",
         ),
         (
-            "Gluon and CUDA C++ kernels",
+            "Gluon kernels",
             not gpu,
             f"{why}; `python -m lessons.toolbox.kernels.compile_check` still compiles them",
+        ),
+        (
+            "CUDA C++ kernels",
+            not gpu and bool(compiling.why_not_here()),
+            f"{why}; {compiling.why_not_here()}",
         ),
         (
             "compiled kernels",

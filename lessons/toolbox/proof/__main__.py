@@ -1,8 +1,9 @@
 """What is proved, where, and how to prove it: the commands behind `make gpu` and `make proof`.
 
     python -m lessons.toolbox.proof gpu [--lesson 03] [--out DIR] [--budget-minutes 9]
-    python -m lessons.toolbox.proof cpu [...]    the tests of equivalence in the interpreter
-    python -m lessons.toolbox.proof table        each kernel: interpreter, compiler, GPU
+    python -m lessons.toolbox.proof gpu --rehearse [...]    the same steps on a pretended GPU
+    python -m lessons.toolbox.proof cpu [...]    the tests of equivalence without a GPU
+    python -m lessons.toolbox.proof table        each kernel: interpreter or emulator, compiler, GPU
     python -m lessons.toolbox.proof readme       the same, written into the READMEs
 
 A test of equivalence records its proof through the fixture of `record`. `run` runs all that needs a
@@ -11,6 +12,7 @@ as stale.
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import signal
 import sys
@@ -20,9 +22,12 @@ from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.measure.device import has_gpu, interpreting
 from lessons.toolbox.proof import machine, table
 from lessons.toolbox.proof.machine import ROOT
+from lessons.toolbox.proof.rehearsal import Rehearsal, folder
 from lessons.toolbox.proof.run import Run
 
-NEEDED = ("pytest", "triton", "transformers", "matplotlib")
+# what the lessons, their tests and the ladder import
+NEEDED = ("pytest", "hypothesis", "triton", "transformers", "tokenizers", "safetensors", "rich")
+NEEDED += ("numpy", "matplotlib")
 
 
 def prove(options: argparse.Namespace, here: machine.Machine, root: Path = ROOT) -> int:
@@ -38,10 +43,21 @@ def prove(options: argparse.Namespace, here: machine.Machine, root: Path = ROOT)
     return run.close()
 
 
+def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
+    """The steps of the command gpu on a pretended one; the exit code says whether all passed."""
+    here = machine.this_machine()
+    pretended = here.fingerprint | {"device": "pretended GPU", "rehearsed": True}
+    here = dataclasses.replace(here, fingerprint=pretended, interpreted=False)
+    lessons = machine.rooms(root, options.lesson)
+    run = Rehearsal(here, folder(options.out, root), lessons, 60 * options.budget_minutes, root)
+    run.everything()
+    return run.close()
+
+
 def why_not_here(interpreted: bool) -> str:
     """What keeps this machine from the run, in one line; "" if nothing does."""
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        return f"{', '.join(missing)} not installed: pip install {' '.join(missing)}"
+    if missing := not_installed():
+        return missing
     if interpreted and not interpreting():
         return "this runs kernels in the interpreter: set TRITON_INTERPRET=1"
     if not interpreted and interpreting():
@@ -49,6 +65,12 @@ def why_not_here(interpreted: bool) -> str:
     if not interpreted and not has_gpu():
         return "no CUDA device on this machine; `make proof` shows what is recorded of others"
     return ""
+
+
+def not_installed() -> str:
+    """Which modules are missing, in one line; "" if none is."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)} not installed: pip install {' '.join(missing)}" if missing else ""
 
 
 def readme(root: Path = ROOT) -> int:
@@ -78,12 +100,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, about in (
         ("gpu", "prove and measure everything on this machine's GPU"),
-        ("cpu", "prove every kernel in Triton's interpreter"),
+        ("cpu", "prove every kernel without one: interpreted, CUDA C++ emulated"),
     ):
         run = commands.add_parser(name, help=about)
         run.add_argument("--out", type=Path, help="folder of the results: results/<device>")
         run.add_argument("--lesson", help="only this lesson: number or name")
         run.add_argument("--budget-minutes", type=float, default=9, help="the run ends then")
+        run.set_defaults(rehearse=False)
+        if name == "gpu":
+            run.add_argument("--rehearse", action="store_true", help="pretend a GPU, prove nothing")
     commands.add_parser("table", help="what is proved, and where")
     commands.add_parser("readme", help="write it into the READMEs")
     return parser.parse_args(argv)
@@ -100,10 +125,13 @@ def run_proof(options: argparse.Namespace) -> int:
     if options.command in ("table", "readme"):
         return show() if options.command == "table" else readme()
     interpreted = options.command == "cpu"
-    if why := why_not_here(interpreted):
+    is_rehearsed = getattr(options, "rehearse", False)
+    if why := not_installed() if is_rehearsed else why_not_here(interpreted):
         raise ValueError(why)
     # a time limit from outside ends it like Ctrl-C
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if is_rehearsed:
+        return rehearse(options)
     return prove(options, machine.this_machine(interpreted))
 
 

@@ -22,7 +22,9 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the steps run. interpreted: on a CPU in Triton's interpreter."""
+    """Where the steps run. interpreted: on a CPU, in Triton's interpreter and in
+    the emulator for CUDA C++.
+    """
 
     fingerprint: dict
     interpreted: bool

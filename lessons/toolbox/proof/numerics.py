@@ -21,6 +21,7 @@ Use `prove(optimized, naive, inputs)`; the pieces below it serve tests that need
 """
 
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lessons.toolbox.kernels.order import program_order
 from lessons.toolbox.proof.inputs import (
     ATTENTION_INPUTS,
     DISTRIBUTIONS,
@@ -292,7 +294,7 @@ def prove(
     Every run gets its own clones, with the strides of the originals. Checked: shape and dtype,
     rules E0 to E4, that no byte of an input's storage changed, the gaps of a non-contiguous input
     included, that nothing of an output was left unwritten (`torch.empty` returns poison), and that
-    two calls give the same bits.
+    two calls give the same bits, the second with the kernel's programs in the opposite order.
 
     inputs: tensors, lists and dicts of them, and anything else, which is passed as it is (and not protected).
     arithmetic:    "float32", "tf32", "float16", "bfloat16", "float64": sets the floor; default: the dtype of the output.
@@ -304,8 +306,8 @@ def prove(
     ref64 = _run(naive, wide, mutates)
     with _matmul_precision("high" if arithmetic == "tf32" else "highest"):
         eager = _run(naive, _clone(inputs), mutates)
-    given = _clone(inputs)
-    with poisoned_empty():
+    given, seed = _clone(inputs), random.getrandbits(31)
+    with poisoned_empty(), program_order(seed):
         outputs = _run(optimized, given, mutates)
     _assert_unchanged(inputs, given, mutates)
     if len(outputs) != len(ref64):
@@ -321,7 +323,8 @@ def prove(
         for index, (out, plain, exact) in enumerate(zip(outputs, eager, ref64))
     )
     if deterministic:
-        again = _run(optimized, _clone(inputs), mutates)
+        with program_order(seed, backwards=True):
+            again = _run(optimized, _clone(inputs), mutates)
         for index, (first, second) in enumerate(zip(outputs, again)):
             assert_same_bits(
                 first, second, label=f"output {index} of two calls with the same inputs"

@@ -4,8 +4,8 @@ wrote.
     def test_softmax(proof, dtype):
         proof.record(softmax_kernel, prove(fused_softmax, softmax, inputs))
 
-The same test proves the kernel in the interpreter on a CPU and for real on a GPU; the record says
-which. A test that passes leaves its kernels as properties of its case in pytest's JUnit file
+The same test proves the kernel on a CPU (Triton in its interpreter, CUDA C++ in the emulator) and
+for real on a GPU; the record says which. A test that passes leaves its kernels as properties of its case in pytest's JUnit file
 (`--junitxml FILE`). A test that asks for `proof` and records nothing fails, because a proof that
 names no kernel proves none.
 """
@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -59,17 +60,33 @@ def hash_of(kernel) -> str:
 
     kernel: the function, "package.module:function", or the path of a .cu file.
     """
-    if str(kernel).endswith(".cu"):
+    if is_cuda_cpp(kernel):
         return hashlib.sha256(Path(kernel).read_text(encoding="utf-8").encode()).hexdigest()[:16]
     return kernel_hash(kernel)
 
 
-def where() -> str:
-    """ "interpreter" or "cuda": where this process runs its kernels."""
-    # here, because it imports PyTorch, which the reading of records does without
-    from lessons.toolbox.measure.device import has_gpu, interpreting
+WITHOUT_GPU = ("interpreter", "simulator", "emulator")
 
-    return "cuda" if has_gpu() and not interpreting() else "interpreter"
+
+def is_cuda_cpp(kernel) -> bool:
+    """Whether a kernel, or its name in a record, is a .cu file."""
+    return str(kernel).endswith(".cu")
+
+
+def where(kernel) -> str:
+    """Where this process runs a kernel: "cuda", or without a GPU "interpreter", for Gluon
+    "simulator", for CUDA C++ "emulator"; "rehearsal" on a pretended GPU, which proves nothing.
+    """
+    # here, because it imports PyTorch, which the reading of records does without
+    from lessons.toolbox.measure.device import has_gpu, interpreting, rehearsing
+
+    if rehearsing():
+        return "rehearsal"
+    if has_gpu() and not interpreting():
+        return "cuda"
+    if is_cuda_cpp(kernel):
+        return "emulator"
+    return "simulator" if getattr(kernel, "is_gluon", bool)() else "interpreter"
 
 
 # ---------------------------------------------------------------- what a test records
@@ -89,7 +106,7 @@ class Proof:
         them, or None for a bitwise proof. Of all that one test records for a kernel, the errors
         nearest to their limit (rule E1) are kept.
         """
-        entry = {"hash": hash_of(kernel), "errors": None, "where": where()}
+        entry = {"hash": hash_of(kernel), "errors": None, "where": where(kernel)}
         entry = self.kernels.setdefault(kernel_name(kernel), entry)
         for measured in errors if isinstance(errors, (list, tuple)) else [errors]:
             if measured is not None:
@@ -161,23 +178,23 @@ def _case(element: ElementTree.Element) -> Case:
     return Case(test, status, float(element.get("time")), kernels)
 
 
-def gathered(cases: list[Case], where: str) -> dict:
-    """{tests: how many ran, failed: [test], kernels: {kernel: {hash, cases, errors, quick}}}.
+def gathered(cases: list[Case], places: Collection[str]) -> dict:
+    """{tests: how many ran, failed: [test], kernels: {kernel: {hash, where, cases, errors, quick}}}.
 
     errors: of all cases the nearest to their limit; quick: the quickest case and a middling one.
-    Kernels that ran elsewhere than `where` ("cuda" or "interpreter") are left out: they prove
-    nothing here.
+    Kernels that ran in none of `places` are left out: they prove nothing here.
     """
     proved: dict[str, list] = {}
     for case in sorted(cases, key=lambda case: case.seconds):
         for kernel, found in case.kernels.items():
-            if found["where"] == where:
+            if found["where"] in places:
                 proved.setdefault(kernel, []).append((case.test, found))
     kernels = {}
     for kernel, found in sorted(proved.items()):
         tests = [test for test, _ in found]
         kernels[kernel] = {
             "hash": found[0][1]["hash"],
+            "where": found[0][1]["where"],
             "cases": len(tests),
             "errors": nearest_to_limit([entry["errors"] for _, entry in found]),
             # never the slowest: it may fill the memory on purpose

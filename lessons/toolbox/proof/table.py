@@ -1,5 +1,5 @@
-"""Which kernels there are, and what is known of each: proved in the interpreter, compiled for which
-chips, proved on which GPU.
+"""Which kernels there are, and what is known of each: proved on a CPU (in Triton's interpreter or in
+the emulator for CUDA C++), compiled for which chips, proved on which GPU.
 
 Everything is made from files alone (sources, results/compiled/, results/<device>/proof.json), so
 that it is the same on every machine.
@@ -14,10 +14,12 @@ from pathlib import Path
 from lessons.toolbox.kernels import compile_check
 from lessons.toolbox.kernels.compile_report import CHIPS, Job, Report
 from lessons.toolbox.proof.machine import ROOT, rooms
+from lessons.toolbox.proof.record import is_cuda_cpp
 
 COMMAND = "`python -m lessons.toolbox.proof readme` writes it"
 BEGIN, END = f"<!-- proofs: {COMMAND} -->", "<!-- end of proofs -->"
-PROVED, INTERPRETED, NOT_YET = "proved", "interpreter only", "not yet"
+PROVED, NOT_YET = "proved", "not yet"
+INTERPRETED, SIMULATED, EMULATED = "interpreter only", "simulator only", "emulator only"
 STALE, NOT_FOR_IT = "stale", "–"
 MEANING = (
     "A cell holds registers a thread, bytes spilled and KiB of shared memory, the most over all "
@@ -98,14 +100,18 @@ def compiled_cell(reports: list[Report | None]) -> str:
 
 
 def proofs(root: Path = ROOT) -> list[dict]:
-    """The proof.json of each device in results/."""
+    """The proof.json of each device in results/. One of a pretended GPU (proof.rehearsal) is none,
+    wherever it came from.
+    """
     files = sorted((root / "results").glob("*/proof.json"))
-    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return [proof for proof in found if not proof.get("rehearsed")]
 
 
 def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     """ "proved on NVIDIA H200", "stale on ..." for each GPU that has seen the kernel; else
-    "interpreter only", "stale in the interpreter" or "not yet".
+    "interpreter only", "stale in the interpreter", for Gluon the same of the simulator, for CUDA C++
+    of the emulator, or "not yet".
 
     Proved: a lesson's whole test_equivalence.py passed there, and in it the kernel with the source
     that it has now.
@@ -113,12 +119,14 @@ def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     on_gpu, without = [], NOT_YET
     for proof in proofs:
         passed = [step for step in proof["steps"].values() if step["status"] == "passed"]
-        hashes = {step["kernels"][key]["hash"] for step in passed if key in step.get("kernels", ())}
-        if not hashes:
+        found = [step["kernels"][key] for step in passed if key in step.get("kernels", ())]
+        if not found:
             continue
-        is_current = current_hash in hashes
+        is_current = current_hash in {entry["hash"] for entry in found}
         if proof["interpreted"]:
-            without = INTERPRETED if is_current else f"{STALE} in the interpreter"
+            default = "emulator" if is_cuda_cpp(key) else "interpreter"
+            place = found[0].get("where", default)
+            without = f"{place} only" if is_current else f"{STALE} in the {place}"
         else:
             on_gpu.append(f"{PROVED if is_current else STALE} on {proof['device']}")
     return ", ".join(on_gpu) or without
@@ -157,11 +165,15 @@ def sentence(rows: list[list[str]]) -> str:
     for chip, cells in zip(CHIPS, zip(*(row[2:-1] for row in rows))):
         fit = sum(cell[0].isdigit() and not cell.endswith("!") for cell in cells)
         compiled.append(f"{fit} for sm_{chip}")
-    interpreted = sum(row[-1] == INTERPRETED for row in rows)
+    interpreted, simulated, emulated = (
+        sum(row[-1] == where for row in rows) for where in (INTERPRETED, SIMULATED, EMULATED)
+    )
     on_gpu = sum(PROVED in row[-1] for row in rows)
     return (
         f"Of the {len(rows)} kernels, {interpreted} are proved equal to the naive code in Triton's "
-        f"interpreter alone and {on_gpu or 'none'} on a GPU, and the compiler takes "
+        f"interpreter alone, {simulated or 'none'} in our simulator of Gluon alone, "
+        f"{emulated or 'none'} in the emulator for CUDA C++ alone and "
+        f"{on_gpu or 'none'} on a GPU, and the compiler takes "
         f"{', '.join(compiled[:-1])} and {compiled[-1]} without spills "
         f"([the table](results/README.md))."
     )
