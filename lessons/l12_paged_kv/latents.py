@@ -141,7 +141,7 @@ def paged_mla_decode(
     num_splits = plan_splits(programs, longest, tiles.block_n, slots, num_splits, split_size)
     shape, kind = (num_sequences, num_heads, num_splits), dict(dtype=torch.float32, device=q.device)
     partial_out = torch.empty(*shape, kv_lora_rank, **kind)
-    partial_lse = torch.empty(shape, **kind)
+    partial_lse = torch.empty(*shape, **kind)
     if partial_out.numel():
         paged_mla_kernel[head_blocks, num_splits, num_sequences](
             q,

@@ -4,8 +4,11 @@ generations, and tests assert.
     python -m lessons.toolbox.kernels.compile_check lessons.l12_paged_kv.lab.specs
 """
 
+from dataclasses import replace
+
 from lessons.l05_gqa.optimized import warps_for
 from lessons.l09_flash_attention.tiles import tiles_for
+from lessons.l10_flash_decoding.lab import specs as splits
 from lessons.l12_paged_kv.hooks import causal, contiguous_row, in_window, paged_row, plain_load
 from lessons.l12_paged_kv.optimized import sizes_of
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
@@ -149,4 +152,26 @@ KERNELS += [
     prefill_spec("bf16", 128, 90, page_size=48),
     prefill_spec("bf16", 128, 90, row_of=contiguous_row),
     prefill_spec("bf16", 128, 90, sees=in_window),
+]
+# DeepSeek's latents, with lesson 10's tiles.
+KERNELS += [
+    replace(
+        spec,
+        kernel=f"{ROOM}.latents:paged_mla_kernel",
+        name=spec.name.replace("mla_split", "paged_mla"),
+        signature={
+            ("scale_log2e" if name == "softmax_scale" else name).replace(
+                "stride_kb", "stride_kblock"
+            ): kind
+            for name, kind in spec.signature.items()
+            if name != "capacity"
+        }
+        | {"block_table_ptr": "*i32", "stride_table": "i32"},
+        constexprs=spec.constexprs | {"PAGE_SIZE": 16, "ROW_OF": paged_row},
+        divisible_by_16=tuple(
+            name.replace("stride_kb", "stride_kblock") for name in spec.divisible_by_16
+        ),
+    )
+    for spec in splits.KERNELS
+    if "mla_split_kernel" in spec.kernel
 ]
