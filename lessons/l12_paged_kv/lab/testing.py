@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lessons.l06_mla.deepseek import DeepseekDecoder
 from lessons.l11_cuda_graphs.lab.testing import CONFIG, new_model, new_prompts
+from lessons.l12_paged_kv.naive import gathered_attention
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import MLAConfig, ModelConfig
 from lessons.toolbox.proof.numerics import attention_inputs, poisoned
@@ -92,6 +93,19 @@ def paged(
     context_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     q = torch.cat(queries).to(DEVICE)
     return PagedInputs(q, k_cache, v_cache, table.to(DEVICE), cu_seqlens_q, context_lens)
+
+
+def decoded(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    **options,
+) -> Tensor:
+    """The definition of paged_decode: gather, then lesson 2's attention. Shapes as there."""
+    starts = torch.arange(len(q) + 1)
+    return gathered_attention(q, k_cache, v_cache, block_table, starts, context_lens, **options)
 
 
 def new_deepseek() -> DeepseekDecoder:
