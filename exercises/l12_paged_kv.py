@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=12
-# Generated from solutions/l12_paged_kv.py, checksum 7fe18ffcf9fa. Generating again never overwrites your edits.
+# Generated from solutions/l12_paged_kv.py, checksum 1f42c002cdbb. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 12: what blocks leave empty, who owns which block, and attention that reads
 the block table.
@@ -87,6 +87,7 @@ class BlockManager:
         return -(-tokens // self.block_size)
 
     def can_grow(self, sequence: int, held: int, tokens: int) -> bool:
+        """Whether `grow` with the same arguments would succeed."""
         return self.needs(sequence, held, tokens) <= self.num_free
 
     def needs(self, sequence: int, held: int, tokens: int) -> int:

@@ -92,6 +92,7 @@ class BlockManager:
         return -(-tokens // self.block_size)
 
     def can_grow(self, sequence: int, held: int, tokens: int) -> bool:
+        """Whether `grow` with the same arguments would succeed."""
         return self.needs(sequence, held, tokens) <= self.num_free
 
     def needs(self, sequence: int, held: int, tokens: int) -> int:

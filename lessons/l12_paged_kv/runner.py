@@ -116,6 +116,7 @@ class PagedRunner:
         return paged_batch(chunks, block_size, tables, device)
 
     def copy(self, copies: list[Copy]) -> None:
+        """`copy_blocks` in this pool, counted."""
         self.copied_blocks += len(copies)
         copy_blocks(self.pool, copies)
 

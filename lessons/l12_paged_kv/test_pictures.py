@@ -8,9 +8,12 @@ import pytest
 
 from lessons.l12_paged_kv.lab import pictures
 from lessons.l12_paged_kv.lab.pictures import counted_share
+from lessons.l12_paged_kv.lab.testing import paged
+from lessons.l12_paged_kv.lab.walk import draw_walk, loads_of_program
 from lessons.l12_paged_kv.lab.workload import ALPACA, MAX_TOKENS, SHAREGPT, Mix, reports
 from lessons.l12_paged_kv.waste import expected_empty_share, more_requests
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
+from lessons.toolbox.measure.device import interpreting
 
 README = Path(__file__).parent / "README.md"
 DRAW = [pictures.draw_tables, pictures.draw_waste, pictures.draw_block_size]
@@ -63,3 +66,16 @@ def test_the_excerpts_stand_in_the_sources():
     for excerpt in excerpts:
         code = excerpt.split("```")[0]
         assert any(code in source for source in sources), code
+
+
+def test_each_program_loads_its_own_rows_once():
+    if not interpreting():
+        pytest.skip("NOT RUN: accesses are counted in the interpreter")
+    inputs = paged([10, 7], block_size=4, heads=(1, 1, 16, 16), seed=3)
+    for sequence, length in enumerate((10, 7)):
+        loads = loads_of_program(inputs, sequence)
+        blocks = inputs.block_table[sequence].tolist()
+        rows = {(blocks[i // 4], i % 4) for i in range(length)}
+        assert {tuple(x) for x in loads.nonzero().tolist()} == rows and loads.max() == 1
+    figure = draw_walk([10, 7, 13])
+    assert not texts_outside(figure) and not overlapping_texts(figure)

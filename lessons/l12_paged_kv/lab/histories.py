@@ -81,6 +81,7 @@ class History:
         self.tokens[sequence] = old + new
 
     def free(self, sequence: int) -> None:
+        """End a sequence."""
         self.manager.free(sequence)
         del self.tokens[sequence]
 

@@ -42,7 +42,7 @@ class PagedInputs(NamedTuple):
 
     @property
     def decode(self) -> tuple[Tensor, ...]:
-        """The arguments of paged_decode, for one new token a sequence."""
+        """The arguments of paged_decode, for one new token a sequence: q: [B, Hq, D] and the rest."""
         return self[:4] + self[5:]
 
 

@@ -88,6 +88,7 @@ class Report:
 
     @classmethod
     def of(cls, found: list[tuple[Waste, int]]) -> "Report":
+        """found: waste and running requests, step by step."""
         total = sum(found[0][0])
         shares = {
             name: fmean(getattr(waste, name) / total for waste, _ in found)
