@@ -1,0 +1,192 @@
+# Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=12
+# Generated from solutions/l12_paged_kv.py, checksum 1f42c002cdbb. Generating again never overwrites your edits.
+# ruff: noqa
+"""Exercises of lesson 12: what blocks leave empty, who owns which block, and attention that reads
+the block table.
+"""
+
+from torch import Tensor
+
+from lessons.l12_paged_kv.blocks import BlockPool
+from lessons.toolbox.exercises.exercise import exercise
+from lessons.toolbox.kernels.triton_ import tl, triton
+
+
+@exercise("12.1", "Predict: what stays empty", minutes=15, difficulty=1)
+def memory_plan(
+    lengths: list[int],
+    reserved_tokens: int,
+    block_size: int,
+    num_blocks: int,
+    kv_bytes_per_token: int,
+) -> tuple[list[int], float, float, int, int]:
+    """How sequences that hold `lengths` tokens lie in a pool of num_blocks blocks of block_size
+    tokens, and in reservations of reserved_tokens each.
+
+    Returns, in this order:
+        how many blocks each sequence owns
+        the share of the reserved slots that holds no token, 0 to 1
+        the share of the slots in owned blocks that holds no token, 0 to 1
+        how many sequences of reserved_tokens tokens the pool's blocks would hold at once
+        the bytes of the whole pool, free blocks included
+    Nothing is shared. All sequences fit. Errors: none to raise.
+
+    Example: lengths [5, 8], 16 tokens reserved each, 10 blocks of 4 tokens, 100 bytes a token
+        blocks [2, 2]; reserved 32 slots for 13 tokens: 19/32; owned 16 slots: 3/16
+        16 tokens take 4 blocks, so 2 at once; 40 slots are 4000 bytes
+        -> ([2, 2], 0.59375, 0.1875, 2, 4000)
+    Write down your guess first: prompts of 200, 500 and 100 tokens, 2048 reserved each, 1000 blocks
+    of 16, Llama-2-7B (32 layers of 32 KV heads, 128 values each, 16 bits).
+    """
+    raise NotImplementedError("Exercise 12.1: Predict: what stays empty")
+
+
+@exercise(
+    "12.2",
+    "The block manager: grow, fork, free",
+    minutes=50,
+    difficulty=3,
+    replaces="lessons.l12_paged_kv.blocks:BlockManager",
+)
+class BlockManager:
+    """Which blocks belong to which sequence. This lesson's rung runs on yours.
+
+    self.pool is a BlockPool, which is done:
+        pool.num_free            free blocks
+        pool.owners[block]       how many owners a block has
+        pool.take(count)         a list of free blocks, each with one owner now; OutOfBlocks if
+                                 there are fewer, and then it takes none
+        pool.share(blocks)       each gets one owner more
+        pool.release(blocks)     each loses one; a block without an owner is free
+    self.tables[sequence] is the list of a sequence's blocks, in the order of its tokens.
+
+    A sequence that holds n tokens owns ceil(n / block_size) blocks, never one more. Forked
+    sequences share their blocks. Before one of them writes a token into a block that others own
+    too, it must get a copy of its own: copy on write.
+
+    Example: blocks of 4, sequence 0 holds 6 tokens in blocks [0, 1]
+        fork(0, 1)          tables {0: [0, 1], 1: [0, 1]}
+        needs(1, 6, 7)   -> 1, for the copy
+        grow(1, 6, 7)    -> [(1, 2)]: copy block 1 to block 2; tables[1] is [0, 2]
+        grow(0, 6, 7)    -> []: nobody else owns block 1 now
+        grow(0, 7, 9)    -> []: token 9 is the first of a new block; tables[0] is [0, 1, 3]
+    """
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.pool = BlockPool(num_blocks)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.tables: dict[int, list[int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks hold so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def can_grow(self, sequence: int, held: int, tokens: int) -> bool:
+        """Whether `grow` with the same arguments would succeed."""
+        return self.needs(sequence, held, tokens) <= self.num_free
+
+    def needs(self, sequence: int, held: int, tokens: int) -> int:
+        """How many free blocks grow(sequence, held, tokens) would take. Changes nothing.
+
+        A sequence without a table is new, and holds 0 tokens.
+        """
+        raise NotImplementedError("Exercise 12.2: The block manager: grow, fork, free")
+
+    def grow(self, sequence: int, held: int, tokens: int) -> list[tuple[int, int]]:
+        """Give a sequence that holds `held` tokens room for `tokens` in all, at least as many.
+
+        Returns the copies to make, (from block, to block), before anything is written: an empty
+        list, or one pair. Raises OutOfBlocks if there are too few free blocks, and then changes
+        nothing.
+        """
+        raise NotImplementedError("Exercise 12.2: The block manager: grow, fork, free")
+
+    def fork(self, parent: int, child: int) -> None:
+        """A new sequence `child` that holds what `parent` holds. Takes no block."""
+        raise NotImplementedError("Exercise 12.2: The block manager: grow, fork, free")
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence. Blocks that nobody else owns are free."""
+        raise NotImplementedError("Exercise 12.2: The block manager: grow, fork, free")
+
+
+@triton.jit
+def paged_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    block_table_ptr,
+    context_lens_ptr,
+    softmax_scale,
+    max_blocks,
+    stride_kblock,
+    stride_kn,
+    stride_kh,
+    stride_vblock,
+    stride_vn,
+    stride_vh,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program per sequence and query head. q, out: [B, Hq, HEAD_DIM] and block_table: [B,
+    max_blocks], all dense; head h reads KV head h // GROUP.
+
+    BLOCK_N keys at a time, whatever PAGE_SIZE is, so a tile may lie in several pages. BLOCK_D is
+    the power of two that holds HEAD_DIM values.
+    """
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK_D)
+    row = (sequence * tl.num_programs(1) + head) * HEAD_DIM
+    q = tl.load(q_ptr + row + column, mask=column < HEAD_DIM, other=0.0) * softmax_scale
+    length = tl.load(context_lens_ptr + sequence)
+    raise NotImplementedError("Exercise 12.3: A decode kernel that reads the block table")
+
+
+@exercise("12.3", "A decode kernel that reads the block table", minutes=50, difficulty=3)
+def paged_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor
+) -> Tensor:
+    """One query per sequence over its blocks, by `paged_kernel` above, which is yours to write;
+    this wrapper is done. q: [B, Hq, D] float32 -> [B, Hq, D].
+
+    k_cache, v_cache: [num_blocks, block_size, Hkv, D] float32, dense in the last dimension, with
+    strides of their own. block_table: [B, max_blocks] int32: key i of sequence b lies in row i mod
+    block_size of block block_table[b, i // block_size]. context_lens: [B] int32, keys of each
+    sequence, its own included; 0 gives zeros. block_size is any number from 1 on. Rows behind a
+    sequence's keys hold NaN, and what stands in the table behind its blocks is not its own. Scores
+    are scaled by 1 / √D; keep a running maximum, sum and weighted values, as lesson 3. Every load
+    has a mask and `other=`. Page numbers times strides need int64. Aim: no copy of K or V. Errors:
+    none to raise.
+
+    Example, one head, D = 1, blocks of 2, q = [0], table [[3, 1]], length 3: all scores are 0, so
+    the result is the mean of v_cache[3, 0], v_cache[3, 1] and v_cache[1, 0].
+    """
+    (num_sequences, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
+    out = q.new_full(q.shape, float("nan"))
+    paged_kernel[num_sequences, num_heads](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        block_table,
+        context_lens,
+        head_dim**-0.5,
+        block_table.shape[1],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=k_cache.shape[1],
+        BLOCK_N=16,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+    )
+    return out
