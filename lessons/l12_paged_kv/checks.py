@@ -5,9 +5,9 @@ the table's entries) is not read: whoever makes them answers for them.
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.optimized import check_one_device
-from lessons.l05_gqa.optimized import DTYPES, MAX_GROUP, MAX_HEAD_DIM, MAX_QUERY_TILE, tiles
-from lessons.l10_flash_decoding.checks import MAX_GRID
+from lessons.l03_kv_cache.checks import MAX_GRID, check_one_device
+from lessons.l05_gqa.checks import DTYPES, MAX_GROUP, MAX_HEAD_DIM, MAX_QUERY_TILE
+from lessons.l05_gqa.tiles import tiles_for
 
 MAX_PAGE_SIZE = 256  # tokens of a block
 
@@ -28,7 +28,7 @@ def check_decode(
             f"q, context_lens: got {len(q)} and {len(context_lens)}; accepted: one query a sequence"
         )
     group, widest = q.shape[1] // k_cache.shape[2], max(q.shape[2], v_cache.shape[3])
-    size = tiles(group, widest, True)
+    size = tiles_for(group, widest, True)
     if size["BLOCK_M"] > (most := min(MAX_GROUP, MAX_QUERY_TILE // size["BLOCK_D"])):
         raise ValueError(
             f"q, k_cache: got {group} query heads a KV head; accepted: at most {most} at head size "

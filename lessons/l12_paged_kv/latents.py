@@ -12,8 +12,13 @@ from torch import Tensor
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l06_mla.deepseek import MLAttention
 from lessons.l06_mla.naive import LATENTS_TORCH
-from lessons.l06_mla.optimized import AbsorbedPool, Tiles, kernel_fits, tiles_for
-from lessons.l06_mla.optimized import check_decode_inputs as check_latents
+from lessons.l06_mla.optimized import (
+    AbsorbedPool,
+    Tiles,
+    check_latent_inputs,
+    kernel_fits,
+    tiles_for,
+)
 from lessons.l10_flash_decoding.mla import LATENTS_10
 from lessons.l10_flash_decoding.optimized import combine, keys_of_split
 from lessons.l10_flash_decoding.splits import plan_splits, sms_of
@@ -125,10 +130,11 @@ def paged_mla_decode(
     block_table, context_lens: as in `paged_decode`; the rest as in lesson 10's `mla_flash_decode`.
     Raises ValueError.
     """
-    # Lesson 6's check wants a block a sequence; a view with as many passes on dtypes and widths.
-    check_latents(q, latents[:1].expand(len(q), -1, -1), context_lens, kv_lora_rank)
     check_sequences(q, block_table, context_lens, latents.shape[1])
     capacity = block_table.shape[1] * latents.shape[1]
+    # Lesson 6's check wants a block a sequence; a view of that shape passes on dtype and width.
+    as_if_contiguous = latents[:1, :1].expand(len(q), capacity, -1)
+    check_latent_inputs(q, as_if_contiguous, context_lens, kv_lora_rank)
     check_splits(len(q), capacity, num_splits, split_size, max_context_len)
     num_sequences, num_heads, dim = q.shape
     shared = LARGEST_SHARED

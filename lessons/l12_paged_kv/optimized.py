@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l04_positions.optimized import LESSON_04
-from lessons.l05_gqa.optimized import LOG2_E, has_matrix_units, warps_for
-from lessons.l05_gqa.optimized import tiles as decode_tiles
-from lessons.l09_flash_attention.tiles import Tiles, tiles_on
+from lessons.l05_gqa.optimized import LOG2_E
+from lessons.l05_gqa.tiles import has_matrix_units, warps_for
+from lessons.l05_gqa.tiles import tiles_for as decode_tiles
+from lessons.l09_flash_attention.tiles import Tiles, capability, tiles_for
 from lessons.l10_flash_decoding.optimized import combine
 from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, plan_splits, sms_of
 from lessons.l12_paged_kv.checks import check_decode, check_prefill, check_splits
@@ -27,9 +28,11 @@ def sizes_of(group: int, head_dim: int, v_head_dim: int, matrix_units: bool) -> 
     size = decode_tiles(group, max(head_dim, v_head_dim), matrix_units)
     # Two more, because the table is loaded before K and V, and the compiler counts that load's wait
     # as stages. With 5 it keeps two tiles of each under way, as in lesson 10 with 3.
-    size["NUM_STAGES"] += 2
+    stages = {"NUM_STAGES": size["NUM_STAGES"] + 2}
     widths = {"BLOCK_D": head_dim, "BLOCK_DV": v_head_dim}
-    return size | {name: triton.next_power_of_2(max(dim, 16)) for name, dim in widths.items()}
+    return (
+        size | stages | {name: triton.next_power_of_2(max(dim, 16)) for name, dim in widths.items()}
+    )
 
 
 def paged_decode(
@@ -128,7 +131,7 @@ def paged_prefill(
         return out
     if max_seqlen_q is None:
         max_seqlen_q = int(cu_seqlens_q.diff().max())
-    tiles = tiles or tiles_on(q.device, max(head_dim, v_head_dim), q.itemsize)
+    tiles = tiles or tiles_for(capability(q.device), max(head_dim, v_head_dim), q.itemsize)
     prefill_kernel[num_heads, triton.cdiv(max_seqlen_q, tiles.block_m), len(context_lens)](
         q,
         k_cache,

@@ -6,7 +6,7 @@ generations, and tests assert.
 
 from dataclasses import replace
 
-from lessons.l05_gqa.optimized import warps_for
+from lessons.l05_gqa.tiles import warps_for
 from lessons.l09_flash_attention.tiles import tiles_for
 from lessons.l10_flash_decoding.lab import specs as splits
 from lessons.l12_paged_kv.hooks import causal, contiguous_row, in_window, paged_row, plain_load
