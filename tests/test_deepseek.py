@@ -480,8 +480,8 @@ def test_each_decoder_names_the_other(tmp_path):
 @pytest.mark.parametrize(
     "changes, named",
     [
-        (dict(scoring_func="tanh"), "scoring_func 'tanh'"),
-        (dict(topk_method="best"), "topk_method 'best'"),
+        (dict(scoring_func="tanh"), "scoring_func: got 'tanh'"),
+        (dict(topk_method="best"), "topk_method: got 'best'"),
         (dict(num_experts_per_tok=0), "num_experts_per_tok"),
         (dict(n_group=3), "n_group"),
         (dict(topk_group=0), "topk_group"),

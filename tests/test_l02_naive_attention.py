@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lessons.l02_naive_attention import naive, optimized
+from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.lab import pictures as picture
 from lessons.l02_naive_attention.lab import traffic
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities
@@ -173,9 +174,12 @@ def test_readme_worked_example():
 def test_readme_counts_the_recomputed_tokens():
     """Each step of naive.generate runs the whole sequence; counted on a model that only counts."""
 
-    class Counter:
-        config = ModelConfig("llama", 9, 8, 1, 1, 1, 4, 4, 999)
-        device, dtype, tokens = torch.device("cpu"), torch.float32, 0
+    class Counter(Decoder):
+        device, dtype = torch.device("cpu"), torch.float32
+
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.config, self.tokens = ModelConfig("llama", 9, 8, 1, 1, 1, 4, 4, 999), 0
 
         def __call__(self, tokens, attend):
             self.tokens += len(tokens)
