@@ -13,6 +13,8 @@ Sources: Kwon et al. 2023, PagedAttention, sections 4.3 and 4.5.
 from collections import deque
 from collections.abc import Iterator
 
+import torch
+
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.request import (
     OnToken,
@@ -30,6 +32,7 @@ BLOCK_SIZE = 16  # tokens
 MAX_NUM_SEQS = 256  # requests of a wave
 
 
+@torch.inference_mode()
 def generate(
     model: Decoder,
     prompts: list[list[int]],

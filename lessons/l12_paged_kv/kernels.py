@@ -127,7 +127,7 @@ def decode_kernel(
 
     length = tl.load(context_lens_ptr + sequence).to(tl.int32)
     newest = length - 1  # where the query stands; so many were held before it
-    # Whole tiles from the cache's beginning, so that a tile of 16 keys is a page of 16.
+    # Tiles begin at multiples of BLOCK_N, so that none cuts a page of that size in two.
     first = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
     begin, end = keys_of_split(split, num_splits, split_size, length, length - first, BLOCK_N)
 

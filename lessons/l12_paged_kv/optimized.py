@@ -6,13 +6,15 @@ wherever they lie. checks.py says what the wrappers accept.
 Source: Kwon et al. 2023, PagedAttention, section 4.1.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l04_positions.optimized import LESSON_04
 from lessons.l05_gqa.optimized import LOG2_E
-from lessons.l05_gqa.tiles import has_matrix_units, warps_for
+from lessons.l05_gqa.tiles import SMALLEST_TILE, has_matrix_units, warps_for
 from lessons.l05_gqa.tiles import tiles_for as decode_tiles
 from lessons.l09_flash_attention.tiles import Tiles, capability, tiles_for
 from lessons.l10_flash_decoding.optimized import combine
@@ -33,6 +35,13 @@ def sizes_of(group: int, head_dim: int, v_head_dim: int, matrix_units: bool) -> 
     return (
         size | stages | {name: triton.next_power_of_2(max(dim, 16)) for name, dim in widths.items()}
     )
+
+
+def narrower(tiles: Tiles, itemsize: int) -> Tiles:
+    """Lesson 9's tiles; in float32 with half the keys, because pages' addresses take registers."""
+    if itemsize < 4:
+        return tiles
+    return replace(tiles, block_n=max(SMALLEST_TILE, tiles.block_n // 2))
 
 
 def paged_decode(
@@ -131,7 +140,8 @@ def paged_prefill(
         return out
     if max_seqlen_q is None:
         max_seqlen_q = int(cu_seqlens_q.diff().max())
-    tiles = tiles or tiles_for(capability(q.device), max(head_dim, v_head_dim), q.itemsize)
+    widest = max(head_dim, v_head_dim)
+    tiles = tiles or narrower(tiles_for(capability(q.device), widest, q.itemsize), q.itemsize)
     prefill_kernel[num_heads, triton.cdiv(max_seqlen_q, tiles.block_m), len(context_lens)](
         q,
         k_cache,

@@ -90,7 +90,7 @@ def test_hard_inputs(kind, seed, proof):
         proof.record(prefill_kernel, prove(fast, gathered_attention, inputs, floor=floor))
 
 
-@pytest.mark.parametrize("window", [1, 5, 16, 33, 100])
+@pytest.mark.parametrize("window", [1, 16, 33])
 @pytest.mark.parametrize("options", [dict(num_splits=2), dict(split_size=3)])
 def test_a_window_hides_whole_splits(window, options, seed, proof):
     """A split may hold nothing but keys that the window hides; it weighs nothing."""

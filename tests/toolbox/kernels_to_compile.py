@@ -19,6 +19,18 @@ def copy_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def halve_and_add(x):
+    return halve(x) + 1.0
+
+
+@triton.jit
+def hook_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, HOOK: tl.constexpr = halve):
+    """Calls a function that it is given."""
+    i = tl.arange(0, BLOCK)
+    tl.store(out_ptr + i, HOOK(tl.load(x_ptr + i)))
+
+
+@triton.jit
 def matmul_kernel(
     a_ptr, b_ptr, out_ptr, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):

@@ -216,6 +216,23 @@ def test_hash_sees_the_kernel_what_it_calls_and_its_constants(old, new, tmp_path
     assert hash_of(MODULE.replace(old, new), tmp_path) != hash_of(MODULE, tmp_path)
 
 
+@needs_triton
+def test_a_function_among_the_constexprs_counts_and_compiles():
+    """As a default of the kernel, and as a spec names it."""
+    plain = KernelSpec(
+        "tests.toolbox.kernels_to_compile:hook_kernel",
+        {"x_ptr": "*fp32", "out_ptr": "*fp32"},
+        {"BLOCK": 128},
+    )
+    given = dataclasses.replace(plain, constexprs={"BLOCK": 128, "HOOK": kernels.halve_and_add})
+    same = dataclasses.replace(plain, constexprs={"BLOCK": 128, "HOOK": kernels.halve})
+    assert kernel_hash(kernels.hook_kernel) == kernel_hash(plain) == kernel_hash(same)
+    assert kernel_hash(given) != kernel_hash(plain)
+    one, two = check_all([plain, given], chips=(90,))
+    assert one.error is None and two.error is None
+    assert "FFMA" in two.census and "FFMA" not in one.census
+
+
 def test_hash_is_the_same_everywhere():
     # Recorded once: Python versions, Triton versions and machines must agree, or every proof would
     # look stale.

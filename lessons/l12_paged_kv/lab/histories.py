@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from lessons.l12_paged_kv.blocks import BlockManager, OutOfBlocks
 
-OPERATIONS = ("grow", "grow", "grow", "step", "step", "fork", "free")
+OPERATIONS = ("grow", "grow", "step", "step", "step", "fork", "fork", "free", "free")
 
 
 class History:

@@ -10,7 +10,7 @@ from lessons.l05_gqa.tiles import warps_for
 from lessons.l09_flash_attention.tiles import tiles_for
 from lessons.l10_flash_decoding.lab import specs as splits
 from lessons.l12_paged_kv.hooks import causal, contiguous_row, in_window, paged_row, plain_load
-from lessons.l12_paged_kv.optimized import sizes_of
+from lessons.l12_paged_kv.optimized import narrower, sizes_of
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 from lessons.toolbox.kernels.triton_ import triton
 
@@ -92,7 +92,8 @@ def prefill_spec(
 ) -> KernelSpec:
     """prefill_kernel for one chip with the tiles that lesson 9 gives it."""
     v_head_dim = v_head_dim or head_dim
-    tiles = tiles_for(chip, max(head_dim, v_head_dim), ITEMSIZE[dtype])
+    itemsize = ITEMSIZE[dtype]
+    tiles = narrower(tiles_for(chip, max(head_dim, v_head_dim), itemsize), itemsize)
     parts = common(dtype, ("stride_qm", "stride_qh"), page_size, row_of, sees)
     sizes = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}_{v_head_dim}"
     return KernelSpec(
