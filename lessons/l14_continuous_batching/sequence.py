@@ -23,6 +23,10 @@ class Sequence(Request):
     preemptions: int = 0
     all_tokens: list[int] = field(init=False)
 
+    # Requests are compared by their fields, but two sequences are one only if they are the same.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def __post_init__(self):
         self.all_tokens = self.prompt + self.output
 

@@ -3,6 +3,7 @@ run of any scheduler without a model.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from lessons.l02_naive_attention.sampling import GREEDY
 from lessons.l12_paged_kv.blocks import BlockManager
@@ -44,6 +45,75 @@ def run(
             sequence.append(STOP if len(sequence.output) + 1 == ends[sequence.row] else 0)
         scheduler.leave()
     raise AssertionError(f"not done after {STEPS_AT_MOST} steps")
+
+
+# ---------------------------------------------------------------- the rules of a history
+
+
+class Limits(NamedTuple):
+    """What a scheduler of a history has: blocks, tokens of a block, places, tokens of a step."""
+
+    num_blocks: int = 12
+    block_size: int = 4
+    max_num_seqs: int = 3
+    max_num_batched_tokens: int = 20
+
+
+LIMITS = Limits()
+
+
+def check_history(kind: type, requests, limits: Limits = LIMITS) -> None:
+    """Serve the requests of `run` by a scheduler of this class, and hold it to every rule after
+    every schedule. Raises AssertionError that names the rule.
+    """
+    scheduler, admitted = new_scheduler(kind, *limits), []
+
+    def look(step):
+        check_step(scheduler, step, limits)
+        new = [chunk.sequence.row for chunk in step.chunks if not chunk.sequence.output]
+        admitted.extend(row for row in new if row not in admitted)
+
+    sequences = run(scheduler, requests, look)
+    for sequence, (_, _, limit, until_stop) in zip(sequences, requests):
+        count, want = len(sequence.output), min(limit, until_stop)
+        assert count == want, f"request {sequence.row} has {count} tokens, expected {want}"
+    by_arrival = sorted(range(len(requests)), key=lambda row: (requests[row][0], row))
+    assert admitted == by_arrival, f"somebody overtook: {admitted}, expected {by_arrival}"
+    free = scheduler.blocks.num_free
+    assert free == limits.num_blocks, f"{limits.num_blocks - free} blocks are never given back"
+
+
+def check_step(scheduler, step: Step, limits: Limits) -> None:
+    """The rules that hold between schedule and finish. Raises AssertionError."""
+    rows = [chunk.sequence.row for chunk in step.chunks]
+    assert len(rows) == len(set(rows)), f"a sequence stands twice in a step: {rows}"
+    places = limits.max_num_seqs
+    assert len(rows) <= places, f"{len(rows)} sequences run, there are {places} places"
+    check_blocks(scheduler, step, limits)
+    for chunk in step.chunks:
+        row, to_compute = chunk.sequence.row, chunk.sequence.to_compute
+        assert not chunk.sequence.finished, f"request {row} has finished, and is still computed"
+        assert chunk.count == to_compute, f"request {row} runs {chunk.count} of {to_compute} tokens"
+    budget = limits.max_num_batched_tokens
+    fits = step.num_tokens <= budget or len(step.chunks) == 1
+    assert fits, f"a step of {step.num_tokens} tokens; max_num_batched_tokens is {budget}"
+    if scheduler.waiting and len(rows) < places:
+        first = scheduler.waiting[0]
+        has_blocks = scheduler.blocks.can_grow(first.row, 0, first.most_cached)
+        has_room = step.num_tokens + first.to_compute <= budget or not rows
+        assert not (has_blocks and has_room), f"request {first.row} waits although it could run"
+
+
+def check_blocks(scheduler, step: Step, limits: Limits) -> None:
+    """Who runs owns the blocks for its longest answer, alone; nobody else owns any."""
+    tables, running = scheduler.blocks.tables, {chunk.sequence.row for chunk in step.chunks}
+    assert running <= set(tables), f"requests {running - set(tables)} run without blocks"
+    others = set(tables) - running
+    assert not others, f"requests {others} do not run, and own blocks"
+    for chunk in step.chunks:
+        row, most = chunk.sequence.row, chunk.sequence.most_cached
+        room = len(tables[row]) * limits.block_size
+        assert room >= most, f"request {row} may need {most} tokens, its blocks hold {room}"
 
 
 # ---------------------------------------------------------------- planted slips
