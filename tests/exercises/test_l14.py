@@ -2,6 +2,7 @@
 (wrong/l14.py).
 """
 
+import itertools
 import random
 
 import pytest
@@ -137,10 +138,10 @@ def test_wave(impl, case, seed):
 @check("14.2", seconds=10)
 def test_token_2_is_a_token_like_others(impl, seed):
     """Greedy answers in which token 2 occurs, and ends nothing."""
-    for attempt in range(seed, seed + 40):
-        _, inputs, want = wave_of(attempt, [3, 3], [12, 12])
-        if all(2 in answer[:-1] for answer in want[0]):
-            assert_equal(impl(**inputs), want, atol=1e-9)
+    waves = (wave_of(attempt, [3, 3], [12, 12]) for attempt in itertools.count(seed))
+    in_question = (wave for wave in waves if all(2 in answer[:-1] for answer in wave[2][0]))
+    for _, inputs, want in itertools.islice(in_question, 3):
+        assert_equal(impl(**inputs), want, atol=1e-9)
 
 
 @check("14.2", seconds=10)

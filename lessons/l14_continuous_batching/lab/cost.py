@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lessons.l01_roofline.calculators import kv_bytes_per_token
+from lessons.l01_roofline.models import find_model
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l14_continuous_batching.lab.testing import new_request
@@ -25,8 +27,10 @@ from lessons.l14_continuous_batching.loop import BLOCK_SIZE, PagedRunner
 from lessons.l14_continuous_batching.naive import PaddedStep
 from lessons.l14_continuous_batching.sequence import Chunk, Step
 from lessons.toolbox.measure.device import fingerprint
+from lessons.toolbox.measure.hardware import CHIPS, Chip
 from lessons.toolbox.measure.timing import interleave
 
+H200 = CHIPS["h200"]
 MEASURED = Path(__file__).with_name("step_cost.json")
 # (sequences, new tokens of each, tokens that each holds already)
 DECODES = [(b, 1, held) for b in (1, 4, 8, 16, 32) for held in (31, 255, 767)]
@@ -71,6 +75,18 @@ def fit(samples: Sequence[Sample]) -> StepCost:
     unknowns = np.stack([np.ones_like(tokens), tokens, context], axis=1) / seconds[:, None]
     a, b, c = np.linalg.lstsq(unknowns, np.ones_like(seconds), rcond=None)[0]
     return StepCost(float(a), float(b), float(c))
+
+
+def predicted(model: str = "llama-3-8b", chip: Chip = H200) -> StepCost:
+    """What data sheets say of a model in 16 bits: weights read once a step, two operations a weight
+    and token, K and V read once. A lower bound: no launch gaps, no scheduling.
+    """
+    shape = find_model(model)
+    return StepCost(
+        a_s=2 * shape.params_read(batch=1) / chip.memory_bytes_per_s,
+        b_s=2 * shape.active_params / chip.peak_flops_per_s(torch.bfloat16),
+        c_s=kv_bytes_per_token(shape) / chip.memory_bytes_per_s,
+    )
 
 
 def new_step(

@@ -105,12 +105,12 @@ def families() -> dict[str, tuple[str, list[Lengths]]]:
 
 
 @lru_cache
-def gains(places: int = PLACES, requests: int = REQUESTS, seed: int = 14) -> dict:
+def gains(seed: int = 14) -> dict:
     """{family: (role, [(coefficient of variation, gain in steps)])}."""
     found = {}
     for name, (role, distributions) in families().items():
-        drawn = [draw(lengths, requests, seed) for lengths in distributions]
-        found[name] = role, [(variation(lens), gain(lens, places)) for lens in drawn]
+        drawn = [draw(lengths, REQUESTS, seed) for lengths in distributions]
+        found[name] = role, [(variation(lens), gain(lens, PLACES)) for lens in drawn]
     return found
 
 
@@ -178,14 +178,12 @@ def offered_tokens_per_s(trace: list[Arrival]) -> float:
     return sum(arrival.output_len for arrival in trace) / trace[-1].arrival_s
 
 
-def load_curves(
-    cost: StepCost, count: int = LOAD_REQUESTS, loads=LOADS
-) -> tuple[list[float], list[float], dict]:
+def load_curves(cost: StepCost) -> tuple[list[float], list[float], dict]:
     """(requests/s that arrive, tokens/s that they ask for, {way: (tokens/s, median latencies in
     seconds)}).
     """
-    rates = [load * capacity_per_s(cost) for load in loads]
-    traces = [load_trace(rate, count) for rate in rates]
+    rates = [load * capacity_per_s(cost) for load in LOADS]
+    traces = [load_trace(rate, LOAD_REQUESTS) for rate in rates]
     found = {}
     for name in WAYS:
         logs = [simulate(name, trace, LOAD_PLACES, cost, WINDOW_S) for trace in traces]

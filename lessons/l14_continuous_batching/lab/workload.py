@@ -75,22 +75,22 @@ TEMPLATE = 'def {name}({args}):\n    """{task}"""\n'
 
 # (name, arguments, what it does, tokens that its body may have)
 TASKS = (
-    ("read_lines", "path", "Return all lines of the file as a list.", 24),
-    ("is_empty", "items", "Return True if there are no items.", 8),
-    ("join_paths", "base, *parts", "Join the parts to the base path.", 16),
-    ("merge_sorted", "left, right", "Merge two sorted lists into one sorted list.", 96),
-    ("first", "items, default=None", "Return the first item, or the default.", 16),
-    ("count_words", "text", "Count how often each word occurs in the text.", 48),
-    ("parse_header", "line", "Split a header line into its name and its value.", 32),
-    ("close_all", "files", "Close every file, and ignore errors.", 32),
-    ("flatten", "lists", "Return one list with the items of all lists.", 24),
-    ("clamp", "value, low, high", "Return the value, but not below low or above high.", 12),
-    ("quote", "text", "Return the text in double quotes, with quotes escaped.", 24),
-    ("binary_search", "items, wanted", "Return the position of wanted in sorted items.", 80),
-    ("is_leap", "year", "Return True for a leap year.", 16),
-    ("write_rows", "file, rows", "Write the rows as comma separated values.", 64),
-    ("gcd", "a, b", "Return the greatest common divisor of a and b.", 24),
-    ("fold", "text, width", "Wrap the text to lines of the given width.", 56),
+    ("read_lines", "path", "Return all lines of the file as a list.", 12),
+    ("is_empty", "items", "Return True if there are no items.", 4),
+    ("join_paths", "base, *parts", "Join the parts to the base path.", 8),
+    ("merge_sorted", "left, right", "Merge two sorted lists into one sorted list.", 48),
+    ("first", "items, default=None", "Return the first item, or the default.", 8),
+    ("count_words", "text", "Count how often each word occurs in the text.", 24),
+    ("parse_header", "line", "Split a header line into its name and its value.", 16),
+    ("close_all", "files", "Close every file, and ignore errors.", 16),
+    ("flatten", "lists", "Return one list with the items of all lists.", 12),
+    ("clamp", "value, low, high", "Return the value, but not below low or above high.", 6),
+    ("quote", "text", "Return the text in double quotes, with quotes escaped.", 12),
+    ("binary_search", "items, wanted", "Return the position of wanted in sorted items.", 40),
+    ("is_leap", "year", "Return True for a leap year.", 8),
+    ("write_rows", "file, rows", "Write the rows as comma separated values.", 32),
+    ("gcd", "a, b", "Return the greatest common divisor of a and b.", 12),
+    ("fold", "text, width", "Wrap the text to lines of the given width.", 28),
 )
 
 
