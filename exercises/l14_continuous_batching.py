@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=14
-# Generated from solutions/l14_continuous_batching.py, checksum 9fbe24679acc. Generating again never overwrites your edits.
+# Generated from solutions/l14_continuous_batching.py, checksum b11b81e7aa76. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 14: places counted, a static wave with bugs, the continuous scheduler."""
 
@@ -30,7 +30,7 @@ def count_places(lengths: list[int], num_places: int) -> tuple[int, int, float, 
         static: 8 steps for the first four, 3 for the last  -> 11
         continuous: the third place is free after step 5, and takes the 3 tokens in steps 6 to 8 -> 8
         busy: 29 of 44 places -> 0.659, and no schedule gains more than 44 / 29 = 1.517
-    Write down your guess first: the well-known figure, lengths = [6, 8, 5, 7] on 4 places.
+    Write down your guess first: lengths = [9, 1, 1, 1, 1, 9] on 2 places.
     """
     raise NotImplementedError("Exercise 14.1: Predict: what is a place worth?")
 

@@ -27,7 +27,7 @@ def count_places(lengths: list[int], num_places: int) -> tuple[int, int, float, 
         static: 8 steps for the first four, 3 for the last  -> 11
         continuous: the third place is free after step 5, and takes the 3 tokens in steps 6 to 8 -> 8
         busy: 29 of 44 places -> 0.659, and no schedule gains more than 44 / 29 = 1.517
-    Write down your guess first: the well-known figure, lengths = [6, 8, 5, 7] on 4 places.
+    Write down your guess first: lengths = [9, 1, 1, 1, 1, 9] on 2 places.
     """
     # SOLUTION
     starts = range(0, len(lengths), num_places)

@@ -165,11 +165,12 @@ class PaddedRunner:
         So padding on the right needs no mask. But the logits stand at each prompt's own last token,
         not in the last column.
         """
-        padded = [
-            (chunk.tokens + [PAD_TOKEN] * (step.width - chunk.count), 0) for chunk in step.chunks
-        ]
+        padded, last = [], []
+        for row, chunk in enumerate(step.chunks):
+            padding = [PAD_TOKEN] * (step.width - chunk.count)
+            padded.append((chunk.tokens + padding, 0))
+            last.append(row * step.width + chunk.count - 1)
         batch = new_batch(padded, self.pool.block_size, self.model.device)
-        last = [row * step.width + chunk.count - 1 for row, chunk in enumerate(step.chunks)]
         hidden = self.model(batch.tokens, self.pool.attending(batch))
         return self.model.logits(hidden[last])
 
@@ -201,9 +202,8 @@ def generate(
     sequences = new_sequences(model.config, prompts, max_new_tokens, sampling)
     waiting = [sequence for sequence in sequences if not sequence.finished]
     if waiting:
-        longest_prompt = max(len(sequence.prompt) for sequence in waiting)
-        room = max(longest_prompt, *(sequence.most_cached for sequence in waiting))
-        runner = PaddedRunner(model, min(max_num_seqs, len(waiting)), room)
+        longest = max(sequence.most_cached for sequence in waiting)
+        runner = PaddedRunner(model, min(max_num_seqs, len(waiting)), longest)
         scheduler = StaticScheduler(max_num_seqs)
         for sequence in waiting:
             scheduler.add(sequence)

@@ -92,8 +92,8 @@ def predicted(model: str = "llama-3-8b", chip: Chip = H200) -> StepCost:
 def new_step(
     runner: PagedRunner, num_seqs: int, new: int, held: int
 ) -> tuple[Callable[[], torch.Tensor], int, int]:
-    """(a function that runs the step, its tokens, its context) of sequences that hold `held` tokens
-    each and run `new` more. What they hold is zeros, which take as long as other numbers.
+    """(a function that runs the step and returns logits: [S, V], its tokens, its context) of
+    sequences that hold `held` tokens each and run `new` more. What they hold is zeros, which take as long as other numbers.
     """
     for row in list(runner.blocks.tables):
         runner.blocks.free(row)
