@@ -1,6 +1,7 @@
 """Proves the workload, the fitted cost, the numbers of the README, and the pictures."""
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -37,7 +38,7 @@ def test_arrivals_are_independent_and_repeat():
     times = workload.poisson(4.0, 20_000, seed=3)
     assert times == workload.poisson(4.0, 20_000, seed=3) == sorted(times)
     assert len(times) / times[-1] == pytest.approx(4.0, rel=0.05)
-    gaps = [b - a for a, b in zip(times, times[1:])]
+    gaps = [b - a for a, b in pairwise(times)]
     assert workload.variation(gaps) == pytest.approx(1, rel=0.05)
 
 
@@ -102,6 +103,17 @@ def test_the_table_of_the_readme():
 
 
 # ---------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize("long, share_long", [(200, 0.05), (10, 0.5), (1000, 0.01)])
+def test_the_slider_draws_the_formula(long, share_long):
+    figure = figures.draw_gain_by_places(long, share_long)
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+
+
+def test_a_text_film_shows_idle_places():
+    assert figures.text_film("static", [1, 3, 2], 2) == "A··CC\nBBB··"
+    assert figures.text_film("continuous", [1, 3, 2], 2) == "ACC\nBBB"
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)

@@ -115,7 +115,7 @@ BENCHMARKS = [
         "padded waves",
         x_name="places (batch size)",
         x_values=[1, 2, 4, 8, 16, 32],
-        quick_x_values=[4, 16],
+        quick_x_values=[8, 32],
         inputs=job,
         providers={
             "static, padded": ("naive", static),

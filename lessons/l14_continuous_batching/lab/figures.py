@@ -7,7 +7,13 @@ from statistics import fmean, median, quantiles
 
 from lessons.l14_continuous_batching.clock import Arrival, Log
 from lessons.l14_continuous_batching.lab.cost import StepCost, predicted
-from lessons.l14_continuous_batching.lab.occupancy import gain, occupancy, offline, simulate
+from lessons.l14_continuous_batching.lab.occupancy import (
+    gain,
+    occupancy,
+    offline,
+    place_rows,
+    simulate,
+)
 from lessons.l14_continuous_batching.lab.workload import (
     draw,
     geometric,
@@ -15,6 +21,8 @@ from lessons.l14_continuous_batching.lab.workload import (
     poisson,
     uniform,
 )
+from lessons.toolbox.draw.figure import ClassFigure
+from lessons.toolbox.draw.plotting import class_plot
 
 DRAWS = 40  # jobs over which a mean is taken
 PLACES, REQUESTS, WINDOW_S = 32, 256, 0.5
@@ -73,6 +81,37 @@ def lone_latency_s(way: str, output_len: int = 100, cost: StepCost | None = None
     trace = new_trace([0.0, 3600.0], [100, 100], [output_len, output_len])
     log = simulate(way, trace, PLACES, cost or predicted(), WINDOW_S)
     return log.left_s[0]
+
+
+def draw_gain_by_places(long: int = 200, share_long: float = 0.05, short: int = 10) -> ClassFigure:
+    """The gain's formula, E[max of B] / E[length], over B, where the share `share_long` of the
+    answers has `long` tokens and the others `short`.
+    """
+    places = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    mean = share_long * long + (1 - share_long) * short
+    longest = [long - (long - short) * (1 - share_long) ** count for count in places]
+    found = [value / mean for value in longest]
+    return class_plot(
+        places,
+        {"longest over mean": ("optimized", [(value,) * 3 for value in found])},
+        floor=[float(min(count, max(long, short) / mean)) for count in places],
+        floor_label="no more than B, or than the longest over the mean",
+        better="higher",
+        title=f"With {share_long:.0%} of the answers at {long} tokens and the others at {short}, 32 "
+        f"places gain {found[places.index(32)]:.1f}×",
+        xlabel="places B",
+        ylabel="gain in steps over static waves",
+        caption="computed for many requests · gain = E[longest of B] / E[length]",
+    )
+
+
+def text_film(way: str, lengths: list[int], places: int) -> str:
+    """Who sits where, a line a place and a letter a step; a dot is an idle place."""
+    table = place_rows(offline(way, lengths, places), places)
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    return "\n".join(
+        "".join("·" if row is None else letters[row % 26] for row in lane) for lane in table
+    )
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ LOADS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)  # of what full places could answer
 PROMPT_LENS, OUTPUT_LENS = uniform(16, 128), geometric(48)
 WAYS = {
     "static": ("naive", "static, padded"),
-    "dynamic": ("naive", f"dynamic, window {WINDOW_S:g} s"),
+    "dynamic": ("naive", f"dynamic, {WINDOW_S:g} s wait"),
     "continuous": ("optimized", "continuous"),
 }
 

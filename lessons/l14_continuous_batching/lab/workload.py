@@ -75,22 +75,22 @@ TEMPLATE = 'def {name}({args}):\n    """{task}"""\n'
 
 # (name, arguments, what it does, tokens that its body may have)
 TASKS = (
-    ("read_lines", "path", "Return all lines of the file as a list.", 12),
+    ("read_lines", "path", "Return all lines of the file as a list.", 6),
     ("is_empty", "items", "Return True if there are no items.", 4),
-    ("join_paths", "base, *parts", "Join the parts to the base path.", 8),
-    ("merge_sorted", "left, right", "Merge two sorted lists into one sorted list.", 48),
-    ("first", "items, default=None", "Return the first item, or the default.", 8),
-    ("count_words", "text", "Count how often each word occurs in the text.", 24),
-    ("parse_header", "line", "Split a header line into its name and its value.", 16),
-    ("close_all", "files", "Close every file, and ignore errors.", 16),
-    ("flatten", "lists", "Return one list with the items of all lists.", 12),
-    ("clamp", "value, low, high", "Return the value, but not below low or above high.", 6),
-    ("quote", "text", "Return the text in double quotes, with quotes escaped.", 12),
-    ("binary_search", "items, wanted", "Return the position of wanted in sorted items.", 40),
-    ("is_leap", "year", "Return True for a leap year.", 8),
-    ("write_rows", "file, rows", "Write the rows as comma separated values.", 32),
-    ("gcd", "a, b", "Return the greatest common divisor of a and b.", 12),
-    ("fold", "text, width", "Wrap the text to lines of the given width.", 28),
+    ("join_paths", "base, *parts", "Join the parts to the base path.", 4),
+    ("merge_sorted", "left, right", "Merge two sorted lists into one sorted list.", 24),
+    ("first", "items, default=None", "Return the first item, or the default.", 4),
+    ("count_words", "text", "Count how often each word occurs in the text.", 12),
+    ("parse_header", "line", "Split a header line into its name and its value.", 8),
+    ("close_all", "files", "Close every file, and ignore errors.", 8),
+    ("flatten", "lists", "Return one list with the items of all lists.", 6),
+    ("clamp", "value, low, high", "Return the value, but not below low or above high.", 4),
+    ("quote", "text", "Return the text in double quotes, with quotes escaped.", 6),
+    ("binary_search", "items, wanted", "Return the position of wanted in sorted items.", 20),
+    ("is_leap", "year", "Return True for a leap year.", 4),
+    ("write_rows", "file, rows", "Write the rows as comma separated values.", 16),
+    ("gcd", "a, b", "Return the greatest common divisor of a and b.", 6),
+    ("fold", "text, width", "Wrap the text to lines of the given width.", 14),
 )
 
 
