@@ -82,7 +82,7 @@ def run_until_idle(
 # ---------------------------------------------------------------- the model
 
 
-class PagedRunner:
+class StepRunner:
     """One pass of the model over what a scheduler chose, over a pool of blocks."""
 
     def __init__(self, model: Decoder, blocks: BlockManager, max_context_len: int):
@@ -167,7 +167,7 @@ def generate(
     if waiting:
         blocks = BlockManager(blocks_of(waiting, max_num_seqs, BLOCK_SIZE), BLOCK_SIZE)
         scheduler = ContinuousScheduler(blocks, max_num_seqs)
-        runner = PagedRunner(model, blocks, max(s.most_cached for s in waiting))
+        runner = StepRunner(model, blocks, max(s.most_cached for s in waiting))
         for sequence in waiting:
             scheduler.add(sequence)
         run_until_idle(scheduler, ModelExecutor(runner), on_token)

@@ -10,8 +10,8 @@ from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l14_continuous_batching.clock import Arrival, Timed, VirtualClock, serve
 from lessons.l14_continuous_batching.lab.occupancy import occupancy, offline, one_second, simulate
 from lessons.l14_continuous_batching.lab.workload import FIGURE, NEXT_IN_FIGURE, all_at_once
-from lessons.l14_continuous_batching.loop import ModelExecutor, PagedRunner, run_until_idle
-from lessons.l14_continuous_batching.naive import PaddedRunner, StaticScheduler
+from lessons.l14_continuous_batching.loop import ModelExecutor, StepRunner, run_until_idle
+from lessons.l14_continuous_batching.naive import DynamicScheduler, PaddedRunner, StaticScheduler
 from lessons.l14_continuous_batching.optimized import ContinuousScheduler
 
 
@@ -83,19 +83,20 @@ def test_a_loop_that_would_never_end_says_so():
         run_until_idle(scheduler, lambda step: [])
 
 
-@pytest.mark.parametrize("way", ["static", "continuous"])
+@pytest.mark.parametrize("way", ["static", "dynamic", "continuous"])
 def test_the_real_model_moves_the_clock(way, seed):
     """The same tokens as one at a time, whenever requests arrive; each step took some time."""
     model, prompts, limits = new_model(), new_prompts(3, 6, 2, 5), [4, 7, 2, 3]
     expected = one_at_a_time.generate(model, prompts, limits)
     times = [0.0, 0.0, 0.001, 50.0]
     trace = [Arrival(*request) for request in zip(times, prompts, limits)]
-    if way == "static":
-        scheduler, runner = StaticScheduler(2), PaddedRunner(model, 2, 20)
-    else:
-        blocks = BlockManager(16, 4)
-        scheduler, runner = ContinuousScheduler(blocks, 2), PagedRunner(model, blocks, 20)
     clock, said = VirtualClock(), [[] for _ in prompts]
+    blocks = BlockManager(16, 4)
+    scheduler, runner = {
+        "static": (StaticScheduler(2), PaddedRunner(model, 2, 20)),
+        "dynamic": (DynamicScheduler(2, 0.01, clock), PaddedRunner(model, 2, 20)),
+        "continuous": (ContinuousScheduler(blocks, 2), StepRunner(model, blocks, 20)),
+    }[way]
     executor = ModelExecutor(runner)
 
     def execute(step):

@@ -17,7 +17,7 @@ from lessons.l06_mla.deepseek import DeepseekDecoder
 from lessons.l11_cuda_graphs.lab.testing import CONFIG, new_model, new_prompts
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l14_continuous_batching import loop, naive
-from lessons.l14_continuous_batching.loop import ModelExecutor, PagedRunner, run_until_idle
+from lessons.l14_continuous_batching.loop import ModelExecutor, StepRunner, run_until_idle
 from lessons.l14_continuous_batching.naive import PaddedRunner
 from lessons.l14_continuous_batching.optimized import ContinuousScheduler
 from lessons.l14_continuous_batching.sequence import Sequence
@@ -131,7 +131,7 @@ def test_who_finds_no_blocks_waits_and_gets_the_same_tokens(seed):
         sequences = loop.new_sequences(model.config, prompts, limits)
         for sequence in sequences:
             scheduler.add(sequence)
-        run_until_idle(scheduler, ModelExecutor(PagedRunner(model, blocks, 24)))
+        run_until_idle(scheduler, ModelExecutor(StepRunner(model, blocks, 24)))
         assert [sequence.output for sequence in sequences] == expected
         assert blocks.num_free == blocks.num_blocks and not blocks.tables
 

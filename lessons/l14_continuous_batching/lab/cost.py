@@ -23,7 +23,7 @@ from lessons.l01_roofline.models import find_model
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l14_continuous_batching.lab.testing import new_request
-from lessons.l14_continuous_batching.loop import BLOCK_SIZE, PagedRunner
+from lessons.l14_continuous_batching.loop import BLOCK_SIZE, StepRunner
 from lessons.l14_continuous_batching.naive import PaddedStep
 from lessons.l14_continuous_batching.sequence import Chunk, Step
 from lessons.toolbox.measure.device import fingerprint
@@ -90,7 +90,7 @@ def predicted(model: str = "llama-3-8b", chip: Chip = H200) -> StepCost:
 
 
 def new_step(
-    runner: PagedRunner, num_seqs: int, new: int, held: int
+    runner: StepRunner, num_seqs: int, new: int, held: int
 ) -> tuple[Callable[[], torch.Tensor], int, int]:
     """(a function that runs the step and returns logits: [S, V], its tokens, its context) of
     sequences that hold `held` tokens each and run `new` more. What they hold is zeros, which take as long as other numbers.
@@ -117,7 +117,7 @@ def measured_steps(model: Decoder, shapes=tuple(DECODES + PROMPTS), budget_s=0.3
     longest = max(held + new for _, new, held in shapes)
     num_blocks = max(b * -(-(held + new) // BLOCK_SIZE) for b, new, held in shapes)
     samples = []
-    runner = PagedRunner(model, BlockManager(num_blocks, BLOCK_SIZE), longest)
+    runner = StepRunner(model, BlockManager(num_blocks, BLOCK_SIZE), longest)
     steps = [new_step(runner, *shape) for shape in shapes]
     functions = {str(index): run for index, (run, _, _) in enumerate(steps)}
     timings = interleave(functions, device=model.device, budget_s=budget_s)
