@@ -6,7 +6,8 @@ second, and a measurement under a trace of arrivals without the waiting.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
@@ -34,6 +35,13 @@ class VirtualClock:
 
     def __call__(self) -> float:
         return self.now_s
+
+    @contextmanager
+    def at(self, seconds: float) -> Iterator[None]:
+        """Within it, the clock shows `seconds`."""
+        before, self.now_s = self.now_s, seconds
+        yield
+        self.now_s = before
 
 
 @dataclass
@@ -116,7 +124,9 @@ def serve(
         while coming and coming[0][1].arrival_s <= clock():
             row, arrival = coming.popleft()
             log.arrived_s[row] = arrival.arrival_s
-            scheduler.add(new_sequence(row, arrival))
+            # A server is told at the arrival itself, although a step was running then.
+            with clock.at(arrival.arrival_s):
+                scheduler.add(new_sequence(row, arrival))
         if not coming and isinstance(scheduler, StaticScheduler):
             scheduler.close()
         start_s = clock()
