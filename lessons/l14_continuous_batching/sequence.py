@@ -23,8 +23,17 @@ class Sequence(Request):
     preemptions: int = 0
     all_tokens: list[int] = field(init=False)
 
+    # Requests are compared by their fields, but two sequences are one only if they are the same.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def __post_init__(self):
         self.all_tokens = self.prompt + self.output
+
+    @classmethod
+    def of(cls, request: Request) -> "Sequence":
+        """The same request, ready for a scheduler."""
+        return cls(**vars(request))
 
     @property
     def tokens(self) -> list[int]:
@@ -71,4 +80,10 @@ class Step(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the pass computes."""
         return sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens whose K and V the pass reads, those that it writes itself included."""
+        return sum(chunk.sequence.computed + chunk.count for chunk in self.chunks)
