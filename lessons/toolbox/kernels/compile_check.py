@@ -132,8 +132,8 @@ def triton_job(spec: KernelSpec, chip: int) -> Job:
     if chip not in CHIPS:
         raise ValueError(f"chip {chip!r} is unknown; known: {list(CHIPS)}")
     _check_arguments(spec)
-    source = dataclasses.asdict(spec)
-    source["constexprs"] = {k: _as_json(v) for k, v in spec.constexprs.items()}
+    constexprs = {k: _as_json(v) for k, v in spec.constexprs.items()}
+    source = dataclasses.asdict(dataclasses.replace(spec, constexprs=constexprs))
     return Job(spec.label, chip, source, kernel_hash(spec), triton_version())
 
 
@@ -162,13 +162,16 @@ def _check_arguments(spec: KernelSpec) -> None:
 
 
 def _as_json(value: object) -> object:
-    """A constexpr as the worker can read it. Triton's types travel by name."""
+    """A constexpr as the worker can read it. Triton's types and jit functions travel by name."""
+    if (function := python_function(value)) is not None:
+        return {"function": f"{function.__module__}:{function.__name__}"}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if type(value).__name__ == "dtype" and hasattr(value, "name"):
         return {"dtype": value.name}
     raise ValueError(
-        f"a constexpr must be a number, a string, None or a Triton type, not {value!r}"
+        f"a constexpr must be a number, a string, None, a Triton type or a jit function, not "
+        f"{value!r}"
     )
 
 

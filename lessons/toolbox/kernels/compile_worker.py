@@ -55,7 +55,6 @@ def compile_triton(spec: dict, chip: int, stderr: Path) -> dict:
 
 def _source_of(kernel, spec: dict):
     """What triton.compile takes: types by argument, constexprs and alignment by position."""
-    import triton.language as tl
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
@@ -64,10 +63,7 @@ def _source_of(kernel, spec: dict):
         for name, p in kernel.signature.parameters.items()
         if p.default is not p.empty
     }
-    values |= {
-        name: tl.dtype(value["dtype"]) if isinstance(value, dict) else value
-        for name, value in spec["constexprs"].items()
-    }
+    values |= {name: _constexpr(value) for name, value in spec["constexprs"].items()}
     values = {name: value for name, value in values.items() if name not in spec["signature"]}
     signature = {name: spec["signature"].get(name, "constexpr") for name in names}
     aligned = [
@@ -83,6 +79,17 @@ def _source_of(kernel, spec: dict):
         constexprs={(names.index(name),): value for name, value in values.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
+
+
+def _constexpr(value: object) -> object:
+    """What compile_check._as_json made of a constexpr, as it was."""
+    import triton.language as tl
+
+    from lessons.toolbox.kernels.kernel_hash import resolve
+
+    if not isinstance(value, dict):
+        return value
+    return tl.dtype(value["dtype"]) if "dtype" in value else resolve(value["function"])
 
 
 def nvrtc_version() -> str:

@@ -12,21 +12,27 @@ import tokenize
 import types
 from collections.abc import Iterable
 
+from lessons.toolbox.kernels.compile_report import KernelSpec
+
 
 def kernel_hash(kernel) -> str:
     """16 hex digits for a kernel's source, that of the jit functions it calls and the constants it
-    reads.
+    reads. Functions that it takes as constexprs count: its defaults, and those that a spec names.
 
     kernel: a jit function, a KernelSpec or "package.module:function". Comments, docstrings and
     layout do not count, nor does the line where the kernel stands, nor the Python version.
     """
+    given = kernel.constexprs.values() if isinstance(kernel, KernelSpec) else ()
     digest, seen, waiting = hashlib.sha256(), set(), [python_function(resolve(kernel))]
+    waiting += [function for value in given if (function := python_function(value))]
     while waiting:
         function = waiting.pop(0)
         if function in seen:
             continue
         seen.add(function)
         digest.update(_source(function).encode())
+        defaults = map(python_function, function.__defaults__ or ())
+        waiting += [default for default in defaults if default is not None]
         for name, value in _globals_read(function):
             called = python_function(value)
             if called is not None:

@@ -1,0 +1,59 @@
+"""What the two kernels of this lesson leave open: where a key lies, how a tile is loaded, who sees
+whom.
+
+Each is a small Triton function that is handed to a kernel as a `tl.constexpr`. The compiler puts its
+lines into the kernel, so a hook costs nothing at run time, and there is one body to read, to prove
+and to tune. This lesson has two functions for ROW_OF and two for SEES. Lesson 17 (a tree of tokens)
+and lesson 19 (a cache of 8 or 4 bits) bring others.
+
+    ROW_OF(table_ptr, sequence, key, is_used, PAGE_SIZE) -> block, row    int64, where a key lies
+    LOAD(ptr, offset, column, mask, scale_ptr, slot) -> [N, D]            rows of K or V
+    SEES(query, key, held, window, token, tree_ptr, stride_tree) -> bool  [M, N]
+"""
+
+from lessons.toolbox.kernels.triton_ import tl, triton
+
+NO_WINDOW = 2**30  # keys: more than any context has
+
+
+@triton.jit
+def paged_row(table_ptr, sequence, key, is_used, PAGE_SIZE: tl.constexpr):
+    """Key i of a sequence lies in row i mod PAGE_SIZE of block table[i // PAGE_SIZE].
+
+    table_ptr: the sequence's own row of the block table. key: [N] int32. is_used: [N], because what
+    lies behind a sequence's blocks is no block's number.
+    """
+    block = tl.load(table_ptr + key // PAGE_SIZE, mask=is_used, other=0)
+    # int64, because block · stride passes 2^31 in a pool of some gigabytes
+    return block.to(tl.int64), key % PAGE_SIZE
+
+
+@triton.jit
+def contiguous_row(table_ptr, sequence, key, is_used, PAGE_SIZE: tl.constexpr):
+    """Lessons 3 to 11: sequence b owns block b, which holds all of its keys. sequence: int64."""
+    return sequence, key
+
+
+@triton.jit
+def plain_load(ptr, offset, column, mask, scale_ptr, slot):
+    """Rows as they lie in the cache. offset: [N, 1] and column: [1, D], in elements; mask: [N, D].
+
+    scale_ptr and slot: [N] (which slot of the pool) are for caches that store scales.
+    """
+    return tl.load(ptr + offset + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def causal(query, key, held, window, token, tree_ptr, stride_tree):
+    """A query sees every key up to its own. query: [M, 1] and key: [1, N], positions.
+
+    held: tokens that the sequence held before this step; token: [M, 1], which new token of the
+    batch a query is; tree_ptr, stride_tree: which of these sees which. They are for trees.
+    """
+    return key <= query
+
+
+@triton.jit
+def in_window(query, key, held, window, token, tree_ptr, stride_tree):
+    """A query sees the last `window` keys up to its own."""
+    return (key <= query) & (key > query - window)

@@ -1,0 +1,152 @@
+"""Every kernel of the lesson as it is launched: what `compile_check` compiles for five GPU
+generations, and tests assert.
+
+    python -m lessons.toolbox.kernels.compile_check lessons.l12_paged_kv.lab.specs
+"""
+
+from lessons.l05_gqa.optimized import warps_for
+from lessons.l09_flash_attention.tiles import tiles_for
+from lessons.l12_paged_kv.hooks import causal, contiguous_row, in_window, paged_row, plain_load
+from lessons.l12_paged_kv.optimized import sizes_of
+from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
+from lessons.toolbox.kernels.triton_ import triton
+
+ROOM = "lessons.l12_paged_kv"
+CACHE_STRIDES = (
+    "stride_kblock",
+    "stride_kn",
+    "stride_kh",
+    "stride_vblock",
+    "stride_vn",
+    "stride_vh",
+)
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+WITH_MATRIX_UNITS = (80, 89, 90, 100)
+
+
+def common(dtype: str, strides: tuple[str, ...], page_size: int, row_of, sees) -> dict:
+    """What the specs of both kernels share: the arguments of `KernelSpec`, in part."""
+    return {
+        "signature": {
+            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}"),
+            "context_lens_ptr": "*i32",
+            "block_table_ptr": "*i32",
+            "scale_log2e": "fp32",
+            "window": "i32",
+            **dict.fromkeys((*strides, *CACHE_STRIDES, "stride_table"), "i32"),
+        },
+        "constexprs": {
+            "k_scale_ptr": None,
+            "v_scale_ptr": None,
+            "PAGE_SIZE": page_size,
+            "ROW_OF": row_of,
+            "LOAD": plain_load,
+            "SEES": sees,
+        },
+        "divisible_by_16": (*strides, *CACHE_STRIDES),
+    }
+
+
+def decode_spec(
+    dtype: str,
+    group: int,
+    head_dim: int,
+    chips: tuple[int, ...] = WITH_MATRIX_UNITS,
+    v_head_dim: int | None = None,
+    page_size: int = 16,
+    row_of=paged_row,
+    sees=causal,
+) -> KernelSpec:
+    """decode_kernel as paged_decode launches it on these chips, with a single split."""
+    v_head_dim = v_head_dim or head_dim
+    parts = common(dtype, ("stride_qb", "stride_qh"), page_size, row_of, sees)
+    sizes = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}_{v_head_dim}"
+    return KernelSpec(
+        f"{ROOM}.kernels:decode_kernel",
+        name=f"decode_{dtype}_{group}x{sizes}_{hooks(row_of, sees)}{page_size}",
+        signature=parts["signature"] | {"lse_ptr": "*fp32", "split_size": "i32"},
+        constexprs={
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "V_HEAD_DIM": v_head_dim,
+            **sizes_of(group, head_dim, v_head_dim, dtype != "fp32" and 75 not in chips),
+            **parts["constexprs"],
+        },
+        num_warps=warps_for(group, max(head_dim, v_head_dim)),
+        divisible_by_16=parts["divisible_by_16"],
+        chips=chips,
+    )
+
+
+def prefill_spec(
+    dtype: str,
+    head_dim: int,
+    chip: int,
+    v_head_dim: int | None = None,
+    page_size: int = 16,
+    row_of=paged_row,
+    sees=causal,
+) -> KernelSpec:
+    """prefill_kernel for one chip with the tiles that lesson 9 gives it."""
+    v_head_dim = v_head_dim or head_dim
+    tiles = tiles_for(chip, max(head_dim, v_head_dim), ITEMSIZE[dtype])
+    parts = common(dtype, ("stride_qm", "stride_qh"), page_size, row_of, sees)
+    sizes = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}_{v_head_dim}"
+    return KernelSpec(
+        f"{ROOM}.kernels:prefill_kernel",
+        name=f"prefill_{dtype}_{sizes}_{hooks(row_of, sees)}{page_size}",
+        signature=parts["signature"] | {"cu_seqlens_q_ptr": "*i32", "stride_tree": "i32"},
+        constexprs={
+            "tree_ptr": None,
+            "GROUP": 4,
+            "HEAD_DIM": head_dim,
+            "V_HEAD_DIM": v_head_dim,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_D": triton.next_power_of_2(head_dim),
+            "BLOCK_DV": triton.next_power_of_2(v_head_dim),
+            **parts["constexprs"],
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        divisible_by_16=parts["divisible_by_16"],
+        chips=(chip,),
+    )
+
+
+def hooks(row_of, sees) -> str:
+    """The hooks in a spec's name."""
+    where = "paged" if row_of is paged_row else "contiguous"
+    return f"{where}_window_" if sees is in_window else f"{where}_"
+
+
+# (query heads a KV head, head_dim) of Llama-3-8B, Llama-3-70B, the embedded model, odd heads.
+SHAPES = {"bf16": ((4, 128), (8, 128), (3, 64), (4, 80), (4, 256)), "fp32": ((4, 128), (3, 64))}
+KERNELS = [
+    decode_spec(dtype, group, dim, chips)
+    for dtype, shapes in SHAPES.items()
+    for group, dim in shapes
+    for chips in ((75,), WITH_MATRIX_UNITS)
+    if not (chips == (75,) and dtype == "bf16")
+]
+KERNELS += [decode_spec("fp16", 4, 128, (75,))]
+# DeepSeek's expanded heads; pages of another size; what lessons 3 to 11 have; a window.
+KERNELS += [
+    decode_spec("bf16", 1, 192, v_head_dim=128),
+    decode_spec("bf16", 4, 128, page_size=48),
+    decode_spec("bf16", 4, 128, page_size=256),
+    decode_spec("bf16", 4, 128, row_of=contiguous_row),
+    decode_spec("bf16", 4, 128, sees=in_window),
+]
+KERNELS += [
+    prefill_spec(dtype, head_dim, chip)
+    for chip in CHIPS
+    for dtype in ("fp16" if chip == 75 else "bf16", "fp32")
+    for head_dim in (64, 128, 256)
+]
+KERNELS += [
+    prefill_spec("bf16", 192, 90, 128),
+    prefill_spec("bf16", 128, 90, page_size=48),
+    prefill_spec("bf16", 128, 90, row_of=contiguous_row),
+    prefill_spec("bf16", 128, 90, sees=in_window),
+]

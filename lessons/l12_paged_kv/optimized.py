@@ -1,0 +1,209 @@
+"""Paged attention: the wrappers of the two kernels in kernels.py, and this lesson's rung.
+
+The kernels read the block table themselves, so nothing is gathered: K and V are read once, from
+wherever they lie. checks.py says what the wrappers accept.
+
+Source: Kwon et al. 2023, PagedAttention, section 4.1.
+"""
+
+import torch
+from torch import Tensor
+
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l04_positions.optimized import LESSON_04
+from lessons.l05_gqa.optimized import LOG2_E, has_matrix_units, warps_for
+from lessons.l05_gqa.optimized import tiles as decode_tiles
+from lessons.l09_flash_attention.tiles import Tiles, tiles_on
+from lessons.l10_flash_decoding.optimized import combine
+from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, plan_splits, sms_of
+from lessons.l12_paged_kv.checks import check_decode, check_prefill, check_splits
+from lessons.l12_paged_kv.hooks import NO_WINDOW, causal, in_window, paged_row
+from lessons.l12_paged_kv.kernels import decode_kernel, prefill_kernel
+from lessons.toolbox.kernels.triton_ import triton
+
+
+def sizes_of(group: int, head_dim: int, v_head_dim: int, matrix_units: bool) -> dict[str, int]:
+    """The constexprs that size decode_kernel's tiles: lesson 5's, with a width for each of K and V."""
+    size = decode_tiles(group, max(head_dim, v_head_dim), matrix_units)
+    widths = {"BLOCK_D": head_dim, "BLOCK_DV": v_head_dim}
+    return size | {name: triton.next_power_of_2(max(dim, 16)) for name, dim in widths.items()}
+
+
+def paged_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    max_context_len: int | None = None,
+    row_of=paged_row,
+) -> Tensor:
+    """One query per sequence over its blocks. q: [B, Hq, D]; k_cache: [num_blocks, block_size, Hkv,
+    D]; v_cache: [num_blocks, block_size, Hkv, Dv] -> [B, Hq, Dv].
+
+    block_table: [B, max_blocks] int32; entries behind a sequence's last block are not read.
+    context_lens: [B] int32 or int64, tokens with the query's own; 0 gives zeros. num_splits,
+    split_size, max_context_len: as in lesson 10's `flash_decode`. row_of: `contiguous_row` for a
+    cache in which sequence b owns block b. float32 inside. Raises ValueError.
+    """
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window)
+    (num_sequences, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
+    capacity = block_table.shape[1] * k_cache.shape[1]
+    check_splits(num_sequences, capacity, num_splits, split_size, max_context_len)
+    v_head_dim, group = v_cache.shape[3], num_heads // num_kv_heads
+    size = sizes_of(group, head_dim, v_head_dim, has_matrix_units(q))
+    longest = min(x for x in (capacity, max_context_len, window) if x is not None)
+    slots = sms_of(q.device) * PROGRAMS_PER_SM
+    programs = num_sequences * num_kv_heads
+    num_splits = plan_splits(programs, longest, size["BLOCK_N"], slots, num_splits, split_size)
+    # Partial results stay in float32; a single split is the result.
+    dtype = q.dtype if num_splits == 1 else torch.float32
+    shape = (num_sequences, num_heads, num_splits)
+    partial_out = torch.empty(*shape, v_head_dim, dtype=dtype, device=q.device)
+    partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    if partial_out.numel():
+        decode_kernel[num_kv_heads, num_splits, num_sequences](
+            q,
+            k_cache,
+            v_cache,
+            partial_out,
+            partial_lse,
+            context_lens,
+            block_table,
+            None,
+            None,
+            (head_dim**-0.5 if softmax_scale is None else softmax_scale) * LOG2_E,
+            NO_WINDOW if window is None else window,
+            split_size or 0,
+            *q.stride()[:2],
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            block_table.stride(0),
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            V_HEAD_DIM=v_head_dim,
+            PAGE_SIZE=k_cache.shape[1],
+            **size,
+            ROW_OF=row_of,
+            SEES=causal if window is None else in_window,
+            num_warps=warps_for(group, max(head_dim, v_head_dim)),
+        )
+    if num_splits == 1:
+        return partial_out[:, :, 0]
+    return combine(partial_out, partial_lse, q.dtype)[0]
+
+
+def paged_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    max_seqlen_q: int | None = None,
+    tiles: Tiles | None = None,
+    row_of=paged_row,
+) -> Tensor:
+    """The newest tokens of each sequence over all of it. q: [T, Hq, D] -> [T, Hq, Dv]; caches,
+    block_table, context_lens and row_of as in `paged_decode`.
+
+    cu_seqlens_q: [B + 1] int32, where each sequence's new tokens begin, and the end. max_seqlen_q:
+    of the sequence that has most; None: read from cu_seqlens_q, for which the CPU waits. tiles:
+    None takes lesson 9's for this chip. Raises ValueError.
+    """
+    check_prefill(q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window)
+    (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
+    v_head_dim = v_cache.shape[3]
+    out = torch.empty(num_tokens, num_heads, v_head_dim, dtype=q.dtype, device=q.device)
+    if not out.numel():
+        return out
+    if max_seqlen_q is None:
+        max_seqlen_q = int(cu_seqlens_q.diff().max())
+    tiles = tiles or tiles_on(q.device, max(head_dim, v_head_dim), q.itemsize)
+    prefill_kernel[num_heads, triton.cdiv(max_seqlen_q, tiles.block_m), len(context_lens)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        cu_seqlens_q,
+        context_lens,
+        block_table,
+        None,
+        None,
+        None,
+        (head_dim**-0.5 if softmax_scale is None else softmax_scale) * LOG2_E,
+        NO_WINDOW if window is None else window,
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_table.stride(0),
+        0,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
+        PAGE_SIZE=k_cache.shape[1],
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=triton.next_power_of_2(max(head_dim, 16)),
+        BLOCK_DV=triton.next_power_of_2(max(v_head_dim, 16)),
+        ROW_OF=row_of,
+        SEES=causal if window is None else in_window,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out
+
+
+# ---------------------------------------------------------------- the rung
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """One new token of each sequence. q: [B, Hq, D] -> [B, Hq, Dv]."""
+    return paged_decode(
+        q,
+        k_cache,
+        v_cache,
+        batch.block_table,
+        batch.context_lens,
+        softmax_scale,
+        window,
+        max_context_len=batch.max_context_len,
+    )
+
+
+def prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """Any number of new tokens of each sequence. q: [T, Hq, D] -> [T, Hq, Dv]."""
+    return paged_prefill(
+        q,
+        k_cache,
+        v_cache,
+        batch.block_table,
+        batch.cu_seqlens_q,
+        batch.context_lens,
+        softmax_scale,
+        window,
+        batch.max_seqlen_q,
+    )
+
+
+LESSON_12 = LESSON_04._replace(prefill=prefill, decode=decode)

@@ -1,0 +1,130 @@
+"""A model over one pool of blocks: what a step does besides the model.
+
+    runner = PagedRunner.for_model(model, num_blocks=64, block_size=16, max_context_len=512)
+    logits = runner.step({0: prompt, 1: another})    # each sequence by its number
+    logits = runner.step({0: [token]})               # the blocks for it are found on the way
+    runner.fork(0, 2)                                # 2 goes on from where 0 stands
+    runner.free(0)
+
+Read `step`: grow the tables, make the copies that growing asks for, run the model.
+"""
+
+import torch
+from torch import Tensor
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l03_kv_cache.batch import Batch, new_batch
+from lessons.l03_kv_cache.cache import KVPool
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l11_cuda_graphs.naive import fused_latents
+from lessons.l12_paged_kv.blocks import BlockManager, Copy
+from lessons.l12_paged_kv.latents import LATENTS_12, LATENTS_12_TORCH, PagedLatentPool
+from lessons.l12_paged_kv.optimized import LESSON_12
+from lessons.l12_paged_kv.stand_ins import LESSON_12_TORCH, paged_batch
+
+PAGED = Rung("paged cache", LESSON_12, LESSON_12_TORCH, prepare=fused)
+PAGED_LATENTS = Rung(
+    "paged cache", LATENTS_12, LATENTS_12_TORCH, prepare=fused_latents, cache=PagedLatentPool
+)
+
+
+def paged_rung_of(model: Decoder) -> Rung:
+    """Which of the two serves this model."""
+    return PAGED if model.config.mla is None else PAGED_LATENTS
+
+
+def new_pool(model: Decoder, num_blocks: int, block_size: int, max_context_len: int) -> KVPool:
+    """An empty pool of blocks on the model's device. model: prepared by its rung."""
+    rung = paged_rung_of(model)
+    pool = rung.cache(
+        model.config,
+        num_blocks,
+        block_size,
+        rung.ops(model.device),
+        model.dtype,
+        model.device,
+        max_context_len=max_context_len,
+    )
+    if isinstance(pool, PagedLatentPool):
+        pool.layer_of = [layer.self_attn.expanded for layer in model.layers]
+    return pool
+
+
+def copy_blocks(pool: KVPool, copies: list[Copy]) -> None:
+    """Copy whole blocks of all layers, before anything is written into them."""
+    if not copies:
+        return
+    source, target = torch.tensor(copies, device=pool.k_slots.device).unbind(1)
+    for slots in (pool.k_slots, pool.v_slots):
+        blocks = pool.blocks(slots)
+        blocks[:, target] = blocks[:, source]
+
+
+class PagedRunner:
+    """Sequences, known by numbers, that share a model and a pool of blocks.
+
+    held: tokens of each sequence whose K and V are stored. model: prepared by its rung.
+    """
+
+    def __init__(self, model: Decoder, pool: KVPool):
+        self.model = model
+        self.pool = pool
+        self.blocks = BlockManager(pool.num_blocks, pool.block_size)
+        self.held: dict[int, int] = {}
+        self.copied_blocks = 0
+
+    @classmethod
+    def for_model(
+        cls, model: Decoder, num_blocks: int, block_size: int, max_context_len: int
+    ) -> "PagedRunner":
+        """A runner over a new pool. max_context_len: the longest that a sequence may become."""
+        model = paged_rung_of(model).prepare(model)
+        return cls(model, new_pool(model, num_blocks, block_size, max_context_len))
+
+    def can_step(self, new: dict[int, list[int]]) -> bool:
+        """Whether `step` with the same tokens would find enough free blocks."""
+        needed = 0
+        for sequence, tokens in new.items():
+            held = self.held.get(sequence, 0)
+            needed += self.blocks.needs(sequence, held, held + len(tokens))
+        return needed <= self.blocks.num_free
+
+    @torch.inference_mode()
+    def step(self, new: dict[int, list[int]]) -> Tensor:
+        """Run the new tokens of some sequences, one at least of each. Returns the logits behind the
+        last of each: [B, V], in the order of `new`.
+
+        Raises OutOfBlocks; then the sequences before the one that found none have grown.
+        """
+        chunks = []
+        for sequence, tokens in new.items():
+            held = self.held.get(sequence, 0)
+            # Made at once, because a block that one sequence leaves here another may write into.
+            self.copy(self.blocks.grow(sequence, held, held + len(tokens)))
+            chunks.append((tokens, held))
+            self.held[sequence] = held + len(tokens)
+        batch = self.batch(chunks, [self.blocks.tables[sequence] for sequence in new])
+        hidden = self.model(batch.tokens, self.pool.attending(batch))
+        return self.model.logits(hidden[batch.logits_at])
+
+    def batch(self, chunks: list[tuple[list[int], int]], tables: list[list[int]]) -> Batch:
+        """The step's batch; on a CPU with the list of work, which kernels have no use for."""
+        block_size, device = self.pool.block_size, self.model.device
+        if device.type == "cuda":
+            return new_batch(chunks, block_size, device, tables)
+        return paged_batch(chunks, block_size, tables, device)
+
+    def copy(self, copies: list[Copy]) -> None:
+        self.copied_blocks += len(copies)
+        copy_blocks(self.pool, copies)
+
+    def fork(self, parent: int, child: int) -> None:
+        """`child` goes on from where `parent` stands, on the same blocks. Nothing is copied now."""
+        self.blocks.fork(parent, child)
+        self.held[child] = self.held[parent]
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence; blocks that nobody else owns are free."""
+        self.blocks.free(sequence)
+        del self.held[sequence]

@@ -1,0 +1,59 @@
+"""Blocks that wait in host memory: a sequence gives up its blocks and gets others later.
+
+Whoever decodes needs a new block now and then. If none is free, somebody has to make room. His K
+and V can be thrown away and computed again (lesson 15), or be copied to the host and back. The copy
+is cheaper for a long sequence on a fast link, because it costs bytes and no FLOPs.
+
+Source: Kwon et al. 2023, PagedAttention, section 4.5.
+"""
+
+import torch
+from torch import Tensor
+
+from lessons.l12_paged_kv.runner import PagedRunner
+
+
+class HostSwap:
+    """K and V of sequences that have no blocks now: {sequence: (tokens, [K, V])} on the host.
+
+    K: [layers, blocks, block_size, Hkv, D]. swapped_bytes counts both directions.
+    """
+
+    def __init__(self, runner: PagedRunner):
+        self.runner = runner
+        self.away: dict[int, tuple[int, list[Tensor]]] = {}
+        self.swapped_bytes = 0
+
+    @torch.inference_mode()
+    def swap_out(self, sequence: int) -> None:
+        """Copy a sequence's blocks to the host, then free them."""
+        runner = self.runner
+        table = torch.tensor(runner.blocks.tables[sequence], device=runner.pool.k_slots.device)
+        kept = [runner.pool.blocks(slots)[:, table].cpu() for slots in self.slots]
+        self.away[sequence] = runner.held[sequence], kept
+        self.swapped_bytes += sum(x.nbytes for x in kept)
+        runner.free(sequence)
+
+    @torch.inference_mode()
+    def swap_in(self, sequence: int) -> None:
+        """Give a sequence blocks again, whichever are free, and what it had in the old ones.
+
+        Raises OutOfBlocks; then it is still away.
+        """
+        runner = self.runner
+        held, kept = self.away[sequence]
+        runner.blocks.grow(sequence, 0, held)
+        del self.away[sequence]
+        runner.held[sequence] = held
+        table = torch.tensor(runner.blocks.tables[sequence], device=runner.pool.k_slots.device)
+        for slots, x in zip(self.slots, kept):
+            runner.pool.blocks(slots)[:, table] = x.to(slots.device)
+        self.swapped_bytes += sum(x.nbytes for x in kept)
+
+    def blocks_of(self, sequence: int) -> int:
+        """How many blocks it takes to bring a sequence back."""
+        return self.runner.blocks.blocks_for(self.away[sequence][0])
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        return self.runner.pool.k_slots, self.runner.pool.v_slots
