@@ -26,6 +26,11 @@ class Sequence(Request):
     def __post_init__(self):
         self.all_tokens = self.prompt + self.output
 
+    @classmethod
+    def of(cls, request: Request) -> "Sequence":
+        """The same request, ready for a scheduler."""
+        return cls(**vars(request))
+
     @property
     def tokens(self) -> list[int]:
         """Prompt and output. One list that grows, because a step must not copy a long prompt."""
@@ -71,4 +76,10 @@ class Step(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the pass computes."""
         return sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens whose K and V the pass reads, those that it writes itself included."""
+        return sum(chunk.sequence.computed + chunk.count for chunk in self.chunks)

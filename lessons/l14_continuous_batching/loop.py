@@ -1,0 +1,174 @@
+"""The loop of a server: schedule, run, sample, tell. It is the same for every scheduler.
+
+Read `run_step`, then `generate`, which is this lesson's rung: a ContinuousScheduler, and one ragged
+forward a step over lesson 12's pool.
+
+A scheduler says what runs next. An executor runs it and returns a token for each sequence that
+wants one: `ModelExecutor` by a model, clock.py's `CostExecutor` by a formula for the time.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lessons.l02_naive_attention.batch_sampling import SamplingBatch, read_tokens, sample_batch
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.request import OnToken, read_requests, sampling_batch
+from lessons.l02_naive_attention.sampling import SamplingParams
+from lessons.l03_kv_cache.cache import KVPool
+from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l12_paged_kv.blocks import BlockManager
+from lessons.l12_paged_kv.stand_ins import LESSON_12_TORCH, paged_batch
+from lessons.l14_continuous_batching.optimized import ContinuousScheduler
+from lessons.l14_continuous_batching.sequence import Sequence, Step
+from lessons.toolbox.model.config import ModelConfig
+
+MAX_NUM_SEQS = 32
+BLOCK_SIZE = 16  # tokens
+
+
+class Scheduler(Protocol):
+    """What the loop asks of a scheduler. The order of a step: schedule, finish, leave."""
+
+    is_idle: bool
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a request into the queue."""
+
+    def schedule(self) -> Step:
+        """What runs next."""
+
+    def finish(self, step: Step) -> list[Sequence]:
+        """Count what has run. Returns the sequences that want a token, in the chunks' order."""
+
+    def leave(self) -> list[Sequence]:
+        """Who has finished gives back its place. Returns them."""
+
+
+Executor = Callable[[Step], list[int]]  # a token for each sequence that is sampled
+
+
+def run_step(
+    scheduler: Scheduler, execute: Executor, on_token: OnToken | None = None
+) -> tuple[Step, list[Sequence]]:
+    """One turn of the loop. Returns what has run, and who has left. A step without chunks: nothing
+    could run.
+    """
+    step = scheduler.schedule()
+    if not step.chunks:
+        return step, []
+    tokens = execute(step)
+    for sequence, token in zip(scheduler.finish(step), tokens):
+        sequence.append(token)
+        if on_token is not None:
+            on_token(sequence.row, token)
+    return step, scheduler.leave()
+
+
+def run_until_idle(
+    scheduler: Scheduler, execute: Executor, on_token: OnToken | None = None
+) -> None:
+    """Serve all that are in the queue. Raises RuntimeError if the scheduler has requests and runs
+    none, because the loop would never end.
+    """
+    while not scheduler.is_idle:
+        step, _ = run_step(scheduler, execute, on_token)
+        if not step.chunks:
+            raise RuntimeError("schedule() returned an empty step while requests were waiting")
+
+
+# ---------------------------------------------------------------- the model
+
+
+class PagedRunner:
+    """One pass of the model over what a scheduler chose, over a pool of blocks."""
+
+    def __init__(self, model: Decoder, blocks: BlockManager, max_context_len: int):
+        self.model = fused(model)
+        self.blocks = blocks
+        self.pool = KVPool(
+            model.config,
+            blocks.num_blocks,
+            blocks.block_size,
+            LESSON_12_TORCH,
+            model.dtype,
+            model.device,
+            max_context_len=max_context_len,
+        )
+
+    @torch.inference_mode()
+    def __call__(self, step: Step) -> Tensor:
+        """logits: [S, V] of the S chunks that are sampled, in their order."""
+        chunks = [(chunk.tokens, chunk.sequence.computed) for chunk in step.chunks]
+        tables = [self.blocks.tables[chunk.sequence.row] for chunk in step.chunks]
+        batch = paged_batch(chunks, self.pool.block_size, tables, self.model.device)
+        hidden = self.model(batch.tokens, self.pool.attending(batch))
+        sampled = [index for index, chunk in enumerate(step.chunks) if chunk.is_sampled]
+        return self.model.logits(hidden[batch.logits_at[sampled]])
+
+
+class ModelExecutor:
+    """Runs a step and samples it. run(step) -> logits: [S, V] of the chunks that are sampled."""
+
+    def __init__(self, run: Callable[[Step], Tensor]):
+        self.run = run
+        self.rows: list[int] = []
+        self.batch: SamplingBatch | None = None
+
+    @torch.inference_mode()
+    def __call__(self, step: Step) -> list[int]:
+        logits = self.run(step)
+        sequences = [chunk.sequence for chunk in step.chunks if chunk.is_sampled]
+        rows = [sequence.row for sequence in sequences]
+        if rows != self.rows:
+            # Made anew, because somebody came or went. In most steps the same sequences come again.
+            self.rows, self.batch = rows, sampling_batch(sequences, logits.device)
+        tokens = sample_batch(logits, self.batch)
+        self.batch.append(tokens)
+        return read_tokens(tokens)
+
+
+# ---------------------------------------------------------------- this lesson's rung
+
+
+def new_sequences(
+    config: ModelConfig,
+    prompts: list[list[int]],
+    max_new_tokens: int | list[int],
+    sampling: SamplingParams | list[SamplingParams] | None = None,
+) -> list[Sequence]:
+    """The arguments of `generate` as sequences. Raises ValueError, as lesson 2's read_requests."""
+    requests = read_requests(config, prompts, max_new_tokens, sampling)
+    return [Sequence.of(request) for request in requests]
+
+
+def blocks_of(sequences: list[Sequence], max_num_seqs: int, block_size: int) -> int:
+    """How many blocks let any `max_num_seqs` of these sequences run side by side."""
+    needs = sorted(-(-sequence.most_cached // block_size) for sequence in sequences)
+    return sum(needs[-max_num_seqs:])
+
+
+@torch.inference_mode()
+def generate(
+    model: Decoder,
+    prompts: list[list[int]],
+    max_new_tokens: int | list[int],
+    sampling: SamplingParams | list[SamplingParams] | None = None,
+    on_token: OnToken | None = None,
+    max_num_seqs: int = MAX_NUM_SEQS,
+) -> list[list[int]]:
+    """Whoever finishes leaves, whoever waits comes in, after every step. Arguments, result and
+    errors as in lesson 2's `generate`; max_num_seqs: places.
+    """
+    sequences = new_sequences(model.config, prompts, max_new_tokens, sampling)
+    waiting = [sequence for sequence in sequences if not sequence.finished]
+    if waiting:
+        blocks = BlockManager(blocks_of(waiting, max_num_seqs, BLOCK_SIZE), BLOCK_SIZE)
+        scheduler = ContinuousScheduler(blocks, max_num_seqs)
+        runner = PagedRunner(model, blocks, max(s.most_cached for s in waiting))
+        for sequence in waiting:
+            scheduler.add(sequence)
+        run_until_idle(scheduler, ModelExecutor(runner), on_token)
+    return [sequence.output for sequence in sequences]
