@@ -1,0 +1,208 @@
+"""Histories for a scheduler: who comes when, with what, and who gives up; and the rules that hold
+after every step of each of them.
+
+    Trial(scheduler, requests).run()     # AssertionError at the first broken rule
+
+The rules are in `Rules`. test_schedule.py draws the histories at random.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lessons.l13_prefix_caching.cache import CachingBlockManager
+from lessons.l14_continuous_batching.sequence import Sequence, Step
+from lessons.l15_chunked_prefill.lab.virtual import VirtualModel, answer, new_request
+from lessons.l15_chunked_prefill.preemption import PreemptiveScheduler
+
+COMMON = [(7 * i) % 89 for i in range(12)]  # how the prompts of some requests begin
+ROWS_EACH = 8  # numbers that belong to a request: its own, and those of its other answers
+
+
+class Asked(NamedTuple):
+    """A request of a history. Steps are counted from 0.
+
+    answers: so many fork from one prompt. aborts: the step in which its client gives up; after_pass:
+    between the pass of that step and `finish`, else before `schedule`.
+    """
+
+    arrives: int
+    prompt_len: int
+    limit: int
+    answers: int = 1
+    priority: int = 0
+    begins_as_others: bool = False
+    aborts: int | None = None
+    after_pass: bool = False
+
+    def prompt(self, index: int) -> list[int]:
+        own = [(31 * index + 5 * i) % 91 for i in range(self.prompt_len)]
+        return (COMMON + own)[: self.prompt_len] if self.begins_as_others else own
+
+
+def order_of(requests: list[Asked]) -> Callable[[Sequence], tuple]:
+    """By priority, then by arrival."""
+    return lambda sequence: (requests[sequence.row // ROWS_EACH].priority, sequence.row)
+
+
+class Trial:
+    """A history under way. waiting_to_fork: {row of a request: the
+    answers that begin with its first token}."""
+
+    def __init__(self, scheduler: PreemptiveScheduler, requests: list[Asked], model=None):
+        self.scheduler = scheduler
+        self.requests = requests
+        self.model = VirtualModel(scheduler.blocks) if model is None else model
+        self.rules = Rules(scheduler)
+        self.sequences: dict[int, list[Sequence]] = {}
+        self.waiting_to_fork: dict[int, list[Sequence]] = {}
+        self.refused: set[int] = set()
+        self.steps = 0
+
+    def run(self) -> list[Sequence]:
+        """All of it. Returns the sequences that were served to their end."""
+        coming = sorted(range(len(self.requests)), key=lambda i: self.requests[i].arrives)
+        while coming or not self.scheduler.is_idle:
+            while coming and self.requests[coming[0]].arrives <= self.steps:
+                self.arrive(coming.pop(0))
+            self.abort_those(after_pass=False)
+            self.step()
+            self.steps += 1
+            assert self.steps <= self.most_steps(), "somebody starves"
+        self.rules.check_end()
+        return self.check_answers()
+
+    def arrive(self, index: int) -> None:
+        asked = self.requests[index]
+        prompt, row = asked.prompt(index), index * ROWS_EACH
+        parent = new_request(row, prompt, asked.limit, places=asked.answers)
+        children = [new_request(row + n, prompt, asked.limit) for n in range(1, asked.answers)]
+        try:
+            self.scheduler.add(parent)
+        except ValueError:
+            self.refused.add(index)  # it can never fit
+            return
+        self.sequences[index] = [parent, *children]
+        self.waiting_to_fork[row] = children
+
+    def abort_those(self, after_pass: bool) -> None:
+        for index, sequences in self.sequences.items():
+            asked = self.requests[index]
+            if asked.aborts == self.steps and asked.after_pass == after_pass:
+                for sequence in sequences:
+                    self.scheduler.abort(sequence)
+                self.waiting_to_fork[sequences[0].row] = []
+                self.rules.departures += 1
+
+    def step(self) -> None:
+        step = self.scheduler.schedule()
+        self.rules.check(step)
+        tokens = self.model(step)
+        self.abort_those(after_pass=True)
+        for parent, token in zip(self.scheduler.finish(step), tokens):
+            for child in self.waiting_to_fork.pop(parent.row, ()):
+                self.scheduler.fork(parent, child)
+                child.append(answer(child.row, child.prompt, 1)[0])
+            parent.append(token)
+        self.rules.departures += len(self.scheduler.leave())
+
+    def most_steps(self) -> int:
+        """Each step the first of the running gets a token at least, and only one that goes before
+        it can take that place.
+        """
+        work = sum(s.most_cached + 1 for group in self.sequences.values() for s in group)
+        newcomers = len({asked.priority for asked in self.requests})
+        last = max((asked.arrives for asked in self.requests), default=0)
+        return last + 1 + newcomers * work
+
+    def check_answers(self) -> list[Sequence]:
+        served = []
+        for index, sequences in self.sequences.items():
+            for sequence in sequences:
+                alone = answer(sequence.row, sequence.prompt, sequence.max_new_tokens)
+                assert sequence.output == alone[: len(sequence.output)], "tokens of another request"
+                if self.requests[index].aborts is None:
+                    assert sequence.output == alone, "an answer is not complete"
+                if sequence.finished:
+                    served.append(sequence)
+        return served
+
+
+class Rules:
+    """What must hold after `schedule`, in each step."""
+
+    def __init__(self, scheduler: PreemptiveScheduler):
+        self.scheduler = scheduler
+        self.departures = 0  # of who has finished, or was aborted
+        # {row: (how often it was preempted, departures until then)}
+        self.sent_away: dict[int, tuple[int, int]] = {}
+
+    def check(self, step: Step) -> None:
+        scheduler = self.scheduler
+        assert step.chunks or scheduler.is_idle, "somebody is here, and nothing runs"
+        assert step.num_tokens <= scheduler.max_num_batched_tokens, "more tokens than the budget"
+        in_step = [chunk.sequence.row for chunk in step.chunks]
+        assert len(in_step) == len(set(in_step)), "a sequence twice in a step"
+        running = [sequence.row for sequence in scheduler.running]
+        assert set(in_step) <= set(running), "a chunk of who does not run"
+        places = sum(sequence.places for sequence in scheduler.running)
+        assert places <= scheduler.max_num_seqs, "more sequences than places"
+        for queue in (scheduler.waiting, scheduler.running):
+            assert queue == sorted(queue, key=scheduler.order), "out of order"
+        for sequence, count in step.chunks:
+            assert 1 <= count <= sequence.to_compute and not sequence.finished
+        self.check_blocks(step)
+        self.check_preempted()
+        if running:
+            assert running[0] in in_step, "the first makes no progress"
+
+    def check_blocks(self, step: Step) -> None:
+        """Each block has as many owners as tables name it, and without one it is free."""
+        blocks, running = self.scheduler.blocks, self.scheduler.running
+        assert set(blocks.tables) == {s.row for s in running}, "blocks of who does not run"
+        owners = Counter(block for table in blocks.tables.values() for block in table)
+        assert blocks.pool.owners == [owners[block] for block in range(blocks.num_blocks)]
+        assert set(blocks.pool.free) == set(range(blocks.num_blocks)) - set(owners)
+        for sequence, count in step.chunks:
+            end, table = sequence.computed + count, blocks.tables[sequence.row]
+            assert len(table) == blocks.blocks_for(end), "not the blocks that its tokens need"
+            written = table[sequence.computed // blocks.block_size :]
+            assert all(owners[block] == 1 for block in written), "writes what others read"
+
+    def check_preempted(self) -> None:
+        """Who was sent away comes back only when somebody has left since."""
+        for sequence in self.scheduler.waiting:
+            if sequence.preemptions > self.sent_away.get(sequence.row, (0, 0))[0]:
+                self.sent_away[sequence.row] = sequence.preemptions, self.departures
+        for sequence in self.scheduler.running:
+            if sequence.row in self.sent_away:
+                _, departures = self.sent_away.pop(sequence.row)
+                assert self.departures > departures, "sent away, and back before anybody left"
+
+    def check_end(self) -> None:
+        blocks = self.scheduler.blocks
+        assert not blocks.tables and blocks.num_free == blocks.num_blocks, "blocks leak"
+
+
+class ChunkedRules(Rules):
+    """Also: decodes never wait, and neither does a prompt without reason."""
+
+    def check(self, step: Step) -> None:
+        super().check(step)
+        scheduler = self.scheduler
+        in_step = {chunk.sequence.row for chunk in step.chunks}
+        for sequence in scheduler.running:
+            assert sequence.row in in_step or not sequence.is_decoding, "a decode waits"
+        room = scheduler.room(step)
+        waits = [s for s in scheduler.running if s.row not in in_step]
+        assert not (waits and room), "a prompt waits, and the step has room"
+        if scheduler.waiting and not isinstance(scheduler.blocks, CachingBlockManager):
+            self.check_head(scheduler.waiting[0], room)
+
+    def check_head(self, head: Sequence, room: int) -> None:
+        """The first who waits lacks a place, room in the step, or blocks."""
+        scheduler = self.scheduler
+        lacks_room = not room or not scheduler.has_place(head)
+        needed = scheduler.blocks.blocks_for(len(head.tokens))
+        lacks_blocks = needed > scheduler.num_available or head.row in self.sent_away
+        assert lacks_room or lacks_blocks, "somebody waits without a reason"
