@@ -147,18 +147,19 @@ class PreemptiveScheduler:
         """Find out whether there are blocks for all tokens of the first who waits, and take those
         that a prefix cache knows.
 
-        For all tokens, although a step may run only some of them: if each prompt took blocks for a
-        chunk, two long ones could stop half-way, and one would have to begin again.
+        For all tokens, although a step may run only some of them: with blocks for a chunk it would
+        come in, compute, find no more of them, and be sent away, again and again. Nobody who runs
+        has a claim to the free blocks, because only the last prompt of a step is cut.
         """
         refused, too_few = self.refused
-        if refused is sequence and self.num_available <= too_few:
+        if refused is sequence and self.blocks.num_free <= too_few:
             return False  # because a search in the cache is as long as the prompt
         if isinstance(self.blocks, CachingBlockManager) and sequence.reuses_prefix:
             sequence.computed = self.blocks.reuse(sequence.row, sequence.tokens)
         held, tokens = sequence.computed, len(sequence.tokens)
-        if self.blocks.needs(sequence.row, held, tokens) > self.num_available:
+        if self.blocks.needs(sequence.row, held, tokens) > self.blocks.num_free:
             self.give_back(sequence)
-            self.refused = (sequence, self.num_available)
+            self.refused = (sequence, self.blocks.num_free)
             return False
         return True
 
@@ -172,14 +173,6 @@ class PreemptiveScheduler:
         """Whether the places that it takes are free."""
         taken = sum(running.places for running in self.running)
         return taken + sequence.places <= self.max_num_seqs
-
-    @property
-    def num_available(self) -> int:
-        """Free blocks that the running do not need for tokens that they already have."""
-        return self.blocks.num_free - sum(
-            self.blocks.needs(running.row, running.computed, len(running.tokens))
-            for running in self.running
-        )
 
     def preempt(self, sequence: Sequence, step: Step) -> None:
         """Take back a running sequence's blocks; it waits, and computes its tokens again."""

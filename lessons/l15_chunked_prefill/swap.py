@@ -60,7 +60,7 @@ class SwappingScheduler(ChunkedScheduler):
         """As in preemption.py, but who is on the host comes back from there."""
         if sequence.row not in self.swap.away:
             return super().take_blocks(sequence)
-        if self.blocks.blocks_for(len(sequence.tokens)) > self.num_available:
+        if self.blocks.blocks_for(len(sequence.tokens)) > self.blocks.num_free:
             return False
         self.swap.swap_in(sequence.row)
         sequence.computed = self.swap.runner.held.pop(sequence.row)

@@ -99,7 +99,12 @@ class Trial:
         self.rules.check(step)
         tokens = self.model(step)
         self.abort_those(after_pass=True)
-        for parent, token in zip(self.scheduler.finish(step), tokens):
+        newest_ran = [
+            sequence.row for sequence, count in step.chunks if count == sequence.to_compute
+        ]
+        sampled = self.scheduler.finish(step)
+        assert [s.row for s in sampled] == newest_ran, "sampled without its newest token, or not"
+        for parent, token in zip(sampled, tokens):
             for child in self.waiting_to_fork.pop(parent.row, ()):
                 self.scheduler.fork(parent, child)
                 child.append(answer(child.row, child.prompt, 1)[0])
@@ -134,6 +139,7 @@ class Rules:
     def __init__(self, scheduler: PreemptiveScheduler):
         self.scheduler = scheduler
         self.departures = 0  # of who has finished, or was aborted
+        self.has_preempted = False  # in this step
         # {row: (how often it was preempted, departures until then)}
         self.sent_away: dict[int, tuple[int, int]] = {}
 
@@ -153,8 +159,13 @@ class Rules:
             assert 1 <= count <= sequence.to_compute and not sequence.finished
         self.check_blocks(step)
         self.check_preempted()
-        if running:
-            assert running[0] in in_step, "the first makes no progress"
+        self.check_progress(step)
+
+    def check_progress(self, step: Step) -> None:
+        """The first of the running is in every step."""
+        first = self.scheduler.running[:1]
+        in_step = [chunk.sequence.row for chunk in step.chunks]
+        assert not first or first[0].row in in_step, "the first makes no progress"
 
     def check_blocks(self, step: Step) -> None:
         """Each block has as many owners as tables name it, and without one it is free."""
@@ -163,17 +174,22 @@ class Rules:
         owners = Counter(block for table in blocks.tables.values() for block in table)
         assert blocks.pool.owners == [owners[block] for block in range(blocks.num_blocks)]
         assert set(blocks.pool.free) == set(range(blocks.num_blocks)) - set(owners)
+        copied = set()
         for sequence, count in step.chunks:
             end, table = sequence.computed + count, blocks.tables[sequence.row]
             assert len(table) == blocks.blocks_for(end), "not the blocks that its tokens need"
             written = table[sequence.computed // blocks.block_size :]
             assert all(owners[block] == 1 for block in written), "writes what others read"
+            copied.add(written[0])
+        assert {target for _, target in step.copies} <= copied, "a copy that nobody needs"
 
     def check_preempted(self) -> None:
         """Who was sent away comes back only when somebody has left since."""
+        self.has_preempted = False
         for sequence in self.scheduler.waiting:
             if sequence.preemptions > self.sent_away.get(sequence.row, (0, 0))[0]:
                 self.sent_away[sequence.row] = sequence.preemptions, self.departures
+                self.has_preempted = True
         for sequence in self.scheduler.running:
             if sequence.row in self.sent_away:
                 _, departures = self.sent_away.pop(sequence.row)
@@ -182,6 +198,16 @@ class Rules:
     def check_end(self) -> None:
         blocks = self.scheduler.blocks
         assert not blocks.tables and blocks.num_free == blocks.num_blocks, "blocks leak"
+
+
+class PrefillFirstRules(Rules):
+    """A step is prompts or decodes. The first may have to wait while prompts run."""
+
+    def check_progress(self, step: Step) -> None:
+        decodes = [chunk.sequence.is_decoding for chunk in step.chunks]
+        assert all(decodes) or not any(decodes), "prompts and decodes in one step"
+        if any(decodes):
+            super().check_progress(step)
 
 
 class ChunkedRules(Rules):
@@ -196,7 +222,8 @@ class ChunkedRules(Rules):
         room = scheduler.room(step)
         waits = [s for s in scheduler.running if s.row not in in_step]
         assert not (waits and room), "a prompt waits, and the step has room"
-        if scheduler.waiting and not isinstance(scheduler.blocks, CachingBlockManager):
+        has_cache = isinstance(scheduler.blocks, CachingBlockManager)
+        if scheduler.waiting and not self.has_preempted and not has_cache:
             self.check_head(scheduler.waiting[0], room)
 
     def check_head(self, head: Sequence, room: int) -> None:
@@ -204,5 +231,5 @@ class ChunkedRules(Rules):
         scheduler = self.scheduler
         lacks_room = not room or not scheduler.has_place(head)
         needed = scheduler.blocks.blocks_for(len(head.tokens))
-        lacks_blocks = needed > scheduler.num_available or head.row in self.sent_away
+        lacks_blocks = needed > scheduler.blocks.num_free
         assert lacks_room or lacks_blocks, "somebody waits without a reason"
