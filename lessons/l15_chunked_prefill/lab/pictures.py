@@ -70,7 +70,9 @@ def draw_spike() -> ClassFigure:
         role, label = WAYS[budget]
         colour, markers = ROLES[role][:2]
         times, gaps = zip(*gaps_over_time(log))
-        ax.plot(times, gaps, color=colour, marker=markers[0], ms=4, lw=1.2, ls=ROLES[role].dash)
+        # The value at a token holds back to the token before it.
+        look = {"drawstyle": "steps-pre", "marker": markers[0], "ms": 4, "lw": 1.2}
+        ax.plot(times, gaps, color=colour, ls=ROLES[role].dash, **look)
         labels.append((times[-1], gaps[-1], label, colour))
     ax.axvline(LONG_AT_S, color=GREY, lw=1, ls=":")
     ax.text(LONG_AT_S, worst[None] * 1.25, " the long prompt arrives", color=GREY, va="bottom")
@@ -99,7 +101,8 @@ def draw_trade_off() -> ClassFigure:
     gaps, firsts = [1e3 * gap for *_, gap in points], [1e3 * first for _, first, _ in points]
     ax.plot(gaps, firsts, color=colour, marker=markers[0])
     for (budget, *_), x, y in zip(points, gaps, firsts):
-        ax.annotate(str(budget), (x, y), (6, 8), textcoords="offset points", color=colour)
+        place = (6, 8) if budget < most else (6, -18)
+        ax.annotate(str(budget), (x, y), place, textcoords="offset points", color=colour)
     ax.set_xlim(0, max(gaps) * 1.15)
     ax.set_ylim(0, max(firsts) * 1.2)
     for axis in (ax.xaxis, ax.yaxis):
