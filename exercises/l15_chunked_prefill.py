@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=15
-# Generated from solutions/l15_chunked_prefill.py, checksum 013ccf13a0da. Generating again never overwrites your edits.
+# Generated from solutions/l15_chunked_prefill.py, checksum 426c786d69dc. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 15: a long prompt in chunks counted, a step with bugs, preemption."""
 
@@ -23,7 +23,7 @@ def count_chunks(prompt_len: int, num_decodes: int, budget: int) -> tuple[int, i
 
     Example: 10 tokens beside 2 decodes, budget 6: chunks of 4, 4 and 2
         pairs 1 + 2 + … + 10 = 55, read 4 + 8 + 10 = 22       -> (4, 3, 55, 22)
-    Write down your guess first: 32768 tokens beside 8 decodes, budget 2048.
+    Write down your guess first: 16384 tokens beside 64 decodes, budget 1024.
     """
     raise NotImplementedError("Exercise 15.1: Predict: a prompt in chunks")
 

@@ -20,7 +20,7 @@ def count_chunks(prompt_len: int, num_decodes: int, budget: int) -> tuple[int, i
 
     Example: 10 tokens beside 2 decodes, budget 6: chunks of 4, 4 and 2
         pairs 1 + 2 + … + 10 = 55, read 4 + 8 + 10 = 22       -> (4, 3, 55, 22)
-    Write down your guess first: 32768 tokens beside 8 decodes, budget 2048.
+    Write down your guess first: 16384 tokens beside 64 decodes, budget 1024.
     """
     # SOLUTION
     chunk = budget - num_decodes
