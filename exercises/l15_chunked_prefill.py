@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=15
-# Generated from solutions/l15_chunked_prefill.py, checksum 426c786d69dc. Generating again never overwrites your edits.
+# Generated from solutions/l15_chunked_prefill.py, checksum 2032487f267b. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 15: a long prompt in chunks counted, a step with bugs, preemption."""
 
@@ -105,11 +105,13 @@ class PreemptingScheduler:
         return sequence.row
 
     def add(self, sequence: Sequence) -> None:
+        """Put a request into the queue. Raises ValueError for one that can never fit."""
         if self.blocks.blocks_for(sequence.most_cached) > self.blocks.num_blocks:
             raise ValueError(f"request {sequence.row}; accepted: what fits the whole pool")
         insort(self.waiting, sequence, key=self.order)
 
     def schedule(self) -> Step:
+        """What runs next: decodes, prompts that have begun, then those who wait."""
         step, waited = Step([], []), len(self.waiting)
         for sequence in sorted(self.running, key=lambda s: not s.is_decoding):
             room = self.max_num_batched_tokens - step.num_tokens
@@ -143,12 +145,14 @@ class PreemptingScheduler:
         raise NotImplementedError("Exercise 15.3: Preemption")
 
     def finish(self, step: Step) -> list[Sequence]:
+        """Count what has run. Returns the sequences that get a token now."""
         sampled = [chunk.sequence for chunk in step.chunks if chunk.is_sampled]
         for sequence, count in step.chunks:
             sequence.computed += count
         return sampled
 
     def leave(self) -> list[Sequence]:
+        """Who has finished gives back place and blocks."""
         done = [sequence for sequence in self.running if sequence.finished]
         for sequence in done:
             self.running.remove(sequence)

@@ -118,11 +118,13 @@ class PreemptingScheduler:
         return sequence.row
 
     def add(self, sequence: Sequence) -> None:
+        """Put a request into the queue. Raises ValueError for one that can never fit."""
         if self.blocks.blocks_for(sequence.most_cached) > self.blocks.num_blocks:
             raise ValueError(f"request {sequence.row}; accepted: what fits the whole pool")
         insort(self.waiting, sequence, key=self.order)
 
     def schedule(self) -> Step:
+        """What runs next: decodes, prompts that have begun, then those who wait."""
         step, waited = Step([], []), len(self.waiting)
         for sequence in sorted(self.running, key=lambda s: not s.is_decoding):
             room = self.max_num_batched_tokens - step.num_tokens
@@ -172,12 +174,14 @@ class PreemptingScheduler:
         # END
 
     def finish(self, step: Step) -> list[Sequence]:
+        """Count what has run. Returns the sequences that get a token now."""
         sampled = [chunk.sequence for chunk in step.chunks if chunk.is_sampled]
         for sequence, count in step.chunks:
             sequence.computed += count
         return sampled
 
     def leave(self) -> list[Sequence]:
+        """Who has finished gives back place and blocks."""
         done = [sequence for sequence in self.running if sequence.finished]
         for sequence in done:
             self.running.remove(sequence)

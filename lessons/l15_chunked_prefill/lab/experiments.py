@@ -52,6 +52,7 @@ def gaps_s(log: Log, rows: Sequence[int] | None = None) -> list[float]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
+    """The value below which `percent` percent of the values lie."""
     return quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
@@ -78,6 +79,7 @@ def long_prompt_steps(log: Log) -> int:
 
 
 def long_ttft_s(log: Log) -> float:
+    """From the arrival of the long prompt to its first token."""
     return log.ttfts_s()[LONG_ROW]
 
 

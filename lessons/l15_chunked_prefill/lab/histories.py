@@ -73,6 +73,7 @@ class Trial:
         return self.check_answers()
 
     def arrive(self, index: int) -> None:
+        """Hand a request to the scheduler, with its children if it has several answers."""
         asked = self.requests[index]
         prompt, row = asked.prompt(index), index * ROWS_EACH
         parent = new_request(row, prompt, asked.limit, places=asked.answers)
@@ -86,6 +87,7 @@ class Trial:
         self.waiting_to_fork[row] = children
 
     def abort_those(self, after_pass: bool) -> None:
+        """The clients that give up at this point of this step."""
         for index, sequences in self.sequences.items():
             asked = self.requests[index]
             if asked.aborts == self.steps and asked.after_pass == after_pass:
@@ -95,6 +97,7 @@ class Trial:
                 self.rules.departures += 1
 
     def step(self) -> None:
+        """Schedule, hold to the rules, run, count, fork, leave: the engine's step without it."""
         step = self.scheduler.schedule()
         self.rules.check(step)
         tokens = self.model(step)
@@ -121,6 +124,7 @@ class Trial:
         return last + 1 + newcomers * work
 
     def check_answers(self) -> list[Sequence]:
+        """Everybody has the tokens of running alone, as many as asked for unless aborted."""
         served = []
         for index, sequences in self.sequences.items():
             for sequence in sequences:
@@ -144,6 +148,7 @@ class Rules:
         self.sent_away: dict[int, tuple[int, int]] = {}
 
     def check(self, step: Step) -> None:
+        """Raises AssertionError, which says what is wrong with the step or the blocks."""
         scheduler = self.scheduler
         assert step.chunks or scheduler.is_idle, "somebody is here, and nothing runs"
         assert step.num_tokens <= scheduler.max_num_batched_tokens, "more tokens than the budget"
@@ -196,6 +201,7 @@ class Rules:
                 assert self.departures > departures, "sent away, and back before anybody left"
 
     def check_end(self) -> None:
+        """When all have gone, nobody owns a block."""
         blocks = self.scheduler.blocks
         assert not blocks.tables and blocks.num_free == blocks.num_blocks, "blocks leak"
 

@@ -50,6 +50,7 @@ class TokenMemory:
         self.v_slots = torch.full(shape, NEVER_WRITTEN)
 
     def blocks(self, slots: Tensor) -> Tensor:
+        """slots: [1, num_blocks, block_size] -> the same, which are blocks already."""
         return slots
 
 
@@ -82,6 +83,7 @@ class VirtualModel:
                 slots[:, target] = slots[:, source]
 
     def write(self, sequence: Sequence, count: int) -> None:
+        """Store the sequence's next `count` tokens through its block table."""
         start, size = sequence.computed, self.blocks.block_size
         table = self.blocks.tables[sequence.row]
         places = torch.arange(start, start + count)
