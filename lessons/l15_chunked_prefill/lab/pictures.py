@@ -35,7 +35,7 @@ from lessons.toolbox.draw.figure import (
 
 HERE = Path(__file__).parent
 SPIKE_SVG, TRADE_OFF_SVG = HERE / "spike.svg", HERE / "trade_off.svg"
-WAYS = {None: ("naive", "prompts first"), 2048: ("optimized", "chunks, budget 2048")}
+BUDGET = 2048
 MODEL = "predicted, not measured: Llama-3-8B on an H100, 60 % of its rates and 3 ms a step"
 SPIKE_ALT = (
     "Inter-token latency of a running request over time. With prompts first it is 11 ms, then once "
@@ -53,21 +53,24 @@ def gaps_over_time(log: Log, row: int = 0) -> list[tuple[float, float]]:
 
 
 @style()
-def draw_spike() -> ClassFigure:
-    """Inter-token latency of one of the eight while a prompt of 32k tokens comes."""
-    logs = {budget: long_prompt(budget) for budget in WAYS}
+def draw_spike(chunked: int = BUDGET) -> ClassFigure:
+    """Inter-token latency of one of the eight while a prompt of 32k tokens comes: prompts first, and
+    in chunks with this budget.
+    """
+    ways = {None: ("naive", "prompts first"), chunked: ("optimized", f"chunks, budget {chunked}")}
+    logs = {budget: long_prompt(budget) for budget in ways}
     worst = {budget: 1e3 * max(gaps_s(log, range(8))) for budget, log in logs.items()}
     fig, ax = frame(
         f"A prompt of {LONG_PROMPT // 1024}k tokens stops eight running answers for "
-        f"{worst[None]:.0f} ms; in {long_prompt_steps(logs[2048])} chunks for "
-        f"{worst[2048]:.0f} ms at most",
+        f"{worst[None]:.0f} ms; in {long_prompt_steps(logs[chunked])} chunks for "
+        f"{worst[chunked]:.0f} ms at most",
         f"{MODEL} · the long prompt's first token after {long_ttft_s(logs[None]):.2f} s, in chunks "
-        f"after {long_ttft_s(logs[2048]):.2f} s",
+        f"after {long_ttft_s(logs[chunked]):.2f} s",
         (10, 5.0),
     )
     labels = []
     for budget, log in logs.items():
-        role, label = WAYS[budget]
+        role, label = ways[budget]
         colour, markers = ROLES[role][:2]
         times, gaps = zip(*gaps_over_time(log))
         # The value at a token holds back to the token before it.
