@@ -1,0 +1,121 @@
+"""The lesson's two pictures, both predicted on a virtual clock: what a long prompt does to eight
+running requests, and what the budget trades.
+
+    python -m lessons.l15_chunked_prefill.lab.pictures
+
+writes spike.svg and trade_off.svg beside this file.
+"""
+
+from itertools import pairwise
+from pathlib import Path
+
+from matplotlib.ticker import FuncFormatter
+
+from lessons.l14_continuous_batching.clock import Log
+from lessons.l15_chunked_prefill.lab.experiments import (
+    LONG_AT_S,
+    LONG_PROMPT,
+    gaps_s,
+    long_prompt,
+    long_prompt_steps,
+    long_ttft_s,
+    trade_off,
+)
+from lessons.toolbox.draw.figure import (
+    GREY,
+    ROLES,
+    ClassFigure,
+    frame,
+    label_column,
+    log_axis,
+    number,
+    save_svg,
+    style,
+)
+
+HERE = Path(__file__).parent
+SPIKE_SVG, TRADE_OFF_SVG = HERE / "spike.svg", HERE / "trade_off.svg"
+BUDGET = 2048
+MODEL = "predicted, not measured: Llama-3-8B on an H100, 60 % of its rates and 3 ms a step"
+SPIKE_ALT = (
+    "Inter-token latency of a running request over time. With prompts first it is 11 ms, then once "
+    "over a second. With a budget of 2048 tokens it is about 100 ms during the 17 chunks."
+)
+TRADE_OFF_ALT = (
+    "Median time to first token over the 99th percentile of the inter-token latency, one point for "
+    "each budget from 512 to 8192: the first falls while the second grows."
+)
+
+
+def gaps_over_time(log: Log, row: int = 0) -> list[tuple[float, float]]:
+    """(when a token came, milliseconds since the token before) of one answer."""
+    return [(after, 1e3 * (after - before)) for before, after in pairwise(log.token_s[row])]
+
+
+@style()
+def draw_spike(chunked: int = BUDGET) -> ClassFigure:
+    """Inter-token latency of one of the eight while a prompt of 32k tokens comes: prompts first, and
+    in chunks with this budget.
+    """
+    ways = {None: ("naive", "prompts first"), chunked: ("optimized", f"chunks, budget {chunked}")}
+    logs = {budget: long_prompt(budget) for budget in ways}
+    worst = {budget: 1e3 * max(gaps_s(log, range(8))) for budget, log in logs.items()}
+    fig, ax = frame(
+        f"A prompt of {LONG_PROMPT // 1024}k tokens stops eight running answers for "
+        f"{worst[None]:.0f} ms; in {long_prompt_steps(logs[chunked])} chunks for "
+        f"{worst[chunked]:.0f} ms at most",
+        f"{MODEL} · the long prompt's first token after {long_ttft_s(logs[None]):.2f} s, in chunks "
+        f"after {long_ttft_s(logs[chunked]):.2f} s",
+        (10, 5.0),
+    )
+    labels = []
+    for budget, log in logs.items():
+        role, label = ways[budget]
+        colour, markers = ROLES[role][:2]
+        times, gaps = zip(*gaps_over_time(log))
+        # The value at a token holds back to the token before it.
+        look = {"drawstyle": "steps-pre", "marker": markers[0], "ms": 4, "lw": 1.2}
+        ax.plot(times, gaps, color=colour, ls=ROLES[role].dash, **look)
+        labels.append((times[-1], gaps[-1], label, colour))
+    ax.axvline(LONG_AT_S, color=GREY, lw=1, ls=":")
+    ax.text(LONG_AT_S, worst[None] * 1.25, " the long prompt arrives", color=GREY, va="bottom")
+    log_axis(ax.yaxis, 5, worst[None] * 2)
+    ax.set_ylim(5, worst[None] * 2.4)
+    ax.grid(True, axis="y")
+    ax.set_xlabel("seconds since the begin")
+    ax.set_ylabel("ms between two tokens\n(lower is better)")
+    label_column(ax, labels)
+    return fig
+
+
+@style()
+def draw_trade_off() -> ClassFigure:
+    """A curve of budgets: first tokens against next tokens."""
+    points = trade_off()
+    (least, *_, (most, first_s, gap_s)) = points
+    fig, ax = frame(
+        f"From a budget of {least[0]} to {most} tokens the median first token comes "
+        f"{1e3 * (least[1] - first_s):.0f} ms earlier, and the slow next tokens "
+        f"{gap_s / least[2]:.0f}x later",
+        f"{MODEL} · 120 requests at 6 a second, prompts of 256 to 4096 tokens, answers of 200",
+        (10, 5.2),
+    )
+    colour, markers = ROLES["optimized"][:2]
+    gaps, firsts = [1e3 * gap for *_, gap in points], [1e3 * first for _, first, _ in points]
+    ax.plot(gaps, firsts, color=colour, marker=markers[0])
+    for (budget, *_), x, y in zip(points, gaps, firsts):
+        place = (6, 8) if budget < most else (6, -18)
+        ax.annotate(str(budget), (x, y), place, textcoords="offset points", color=colour)
+    ax.set_xlim(0, max(gaps) * 1.15)
+    ax.set_ylim(0, max(firsts) * 1.2)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(FuncFormatter(number))
+    ax.grid(True)
+    ax.set_xlabel("99th percentile of the inter-token latency, ms (lower is better)")
+    ax.set_ylabel("median time to first token, ms\n(lower is better)")
+    return fig
+
+
+if __name__ == "__main__":
+    save_svg(draw_spike(), SPIKE_SVG, alt=SPIKE_ALT)
+    save_svg(draw_trade_off(), TRADE_OFF_SVG, alt=TRADE_OFF_ALT)

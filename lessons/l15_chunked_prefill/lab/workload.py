@@ -1,0 +1,42 @@
+"""What the benchmark runs: the shape of models/tiny with random weights, eight requests that decode,
+and a prompt's chunk beside them.
+"""
+
+import torch
+
+from lessons.l03_kv_cache.lab.workload import DTYPE, ON_GPU
+from lessons.l11_cuda_graphs.lab.pictures import TINY
+from lessons.l11_cuda_graphs.lab.workload import LLAMA_8B, model_of, shape_of, step_floor_s
+from lessons.l12_paged_kv.blocks import BlockManager
+from lessons.l14_continuous_batching.loop import PagedRunner
+from lessons.l14_continuous_batching.sequence import Chunk, Step
+from lessons.l15_chunked_prefill.lab.virtual import new_request
+
+CONFIG = LLAMA_8B if ON_GPU else TINY
+DECODES, CONTEXT, BLOCK_SIZE = 8, 256, 16  # tokens of context of each decode
+CHUNKS = [128, 256, 512, 1024, 2048, 4096] if ON_GPU else [8, 32, 64, 128, 256]
+SHAPE = shape_of(CONFIG, decodes=DECODES, context=CONTEXT)
+DTYPE_NAME = str(DTYPE).removeprefix("torch.")
+
+
+def mixed_step(chunk: int) -> tuple[PagedRunner, Step, Step]:
+    """(a runner over random K and V, a step of eight decodes, a step of a new prompt's chunk)."""
+    model, longest = model_of(CONFIG), max(CONTEXT, chunk)
+    blocks = BlockManager((DECODES + 1) * -(-longest // BLOCK_SIZE), BLOCK_SIZE)
+    runner = PagedRunner(model, blocks, longest)
+    runner.pool.k_slots.normal_()
+    runner.pool.v_slots.normal_()
+    decodes = []
+    for row in range(DECODES):
+        sequence = new_request(row, torch.randint(CONFIG.vocab_size, (CONTEXT,)).tolist(), 2)
+        sequence.computed = CONTEXT - 1
+        blocks.grow(row, 0, CONTEXT)
+        decodes.append(Chunk(sequence, 1))
+    prompt = new_request(DECODES, torch.randint(CONFIG.vocab_size, (chunk,)).tolist(), 2)
+    blocks.grow(DECODES, 0, chunk)
+    return runner, Step(decodes, []), Step([Chunk(prompt, chunk)], [])
+
+
+def floor_s(chunk: int) -> float:
+    """Seconds to read the weights and the decodes' cache once."""
+    return step_floor_s(CONFIG, DECODES, CONTEXT)

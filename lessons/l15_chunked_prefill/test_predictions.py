@@ -1,0 +1,88 @@
+"""Proves that the numbers and excerpts of the README are those of the code, and that the cost model
+counts what a step reads and computes.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from lessons.l12_paged_kv.blocks import BlockManager
+from lessons.l15_chunked_prefill.lab import pictures
+from lessons.l15_chunked_prefill.lab.costs import LLAMA_3_8B, StepCost
+from lessons.l15_chunked_prefill.lab.experiments import (
+    BUDGETS,
+    gaps_s,
+    long_prompt,
+    long_prompt_steps,
+    long_ttft_s,
+    trade_off,
+    two_pools,
+)
+from lessons.l15_chunked_prefill.lab.virtual import new_request
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+
+ROOM = Path(__file__).parent
+README = (ROOM / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("budget", [None, *BUDGETS])
+def test_the_predictions_of_the_readme(budget):
+    log = long_prompt(budget)
+    label = "prompts first" if budget is None else str(budget)
+    steps, worst_ms = long_prompt_steps(log), 1e3 * max(gaps_s(log, range(8)))
+    assert f"| {label} | {steps} | {long_ttft_s(log):.2f} | {worst_ms:.0f} |" in README
+
+
+def test_the_pools_and_the_swap_of_the_readme():
+    for name, way in two_pools().items():
+        label = name.replace("together", "both do both").replace("apart, ", "apart, over ")
+        row = " | ".join(f"{1e3 * seconds:.0f}" for seconds in way)
+        assert f"| {label} | {row} |" in README
+    cost = StepCost()
+    assert f"{1e3 * cost.recompute_s(4096):.0f} ms to compute" in README
+    assert f"{1e3 * cost.swap_s(4096):.0f} ms to copy" in README
+
+
+def test_a_larger_budget_trades_next_tokens_for_first_ones():
+    points = trade_off((512, 2048, 8192))
+    firsts, gaps = [first for _, first, _ in points], [gap for *_, gap in points]
+    assert firsts == sorted(firsts, reverse=True) and gaps == sorted(gaps)
+
+
+def test_the_excerpts_of_the_readme_are_the_code():
+    code = "".join((ROOM / name).read_text() for name in ("naive.py", "optimized.py"))
+    code += (ROOM / "preemption.py").read_text()
+    for excerpt in README.split("```python\n")[1:]:
+        assert excerpt.split("```")[0] in code
+
+
+def test_a_step_reads_weights_once_and_sees_causal_pairs():
+    """Chunks of a prompt have the pairs and products of the whole, and read weights more often."""
+    cost = StepCost()
+
+    def floors(budget):
+        scheduler = ChunkedScheduler(BlockManager(100, 16), 1, budget)
+        scheduler.add(new_request(0, [1] * 100, 1))
+        found = []
+        while not scheduler.is_idle:
+            step = scheduler.schedule()
+            found.append(cost.step_floor(step))
+            for sequence in scheduler.finish(step):
+                sequence.append(0)
+            scheduler.leave()
+        return found
+
+    (whole,), chunks = floors(100), floors(30)
+    assert sum(floor.flops for floor in chunks) == pytest.approx(whole.flops, rel=1e-12)
+    kv = 131072  # 128 KiB a token
+    weights = 2 * LLAMA_3_8B.params_read(1)
+    assert whole.bytes_moved == weights + 100 * kv
+    assert sum(floor.bytes_moved for floor in chunks) == 4 * weights + (30 + 60 + 90 + 100) * kv
+
+
+@pytest.mark.parametrize("name", ["spike", "trade_off"])
+def test_pictures_fit_their_frame(name):
+    from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
+
+    figure = getattr(pictures, f"draw_{name}")()
+    assert not texts_outside(figure) and not overlapping_texts(figure)
