@@ -37,6 +37,9 @@ class HashBlocks:
         if block in self.hash_of:
             del self.block_of[self.hash_of.pop(block)]
 
+    def __contains__(self, block: int) -> bool:
+        return block in self.hash_of
+
     def hashes(self, tokens: Sequence[int], count: int) -> Iterator[bytes]:
         """One for each of the first `count` blocks, of all tokens up to the block's end.
 

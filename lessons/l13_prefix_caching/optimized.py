@@ -64,6 +64,9 @@ class RadixTree:
         if not node.blocks:
             del node.parent.children[first]
 
+    def __contains__(self, block: int) -> bool:
+        return block in self.node_of
+
     def keys(self, tokens: Sequence[int], count: int) -> list[Tokens]:
         """The tokens of each of the first `count` blocks."""
         size = self.block_size
