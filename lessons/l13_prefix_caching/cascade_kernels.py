@@ -71,7 +71,9 @@ def prefix_splits(
 def sequences_in_a_tile(group: int, head_dim: int) -> int:
     """How many sequences' queries fit into a program's tile of rows, which lie in its registers."""
     block_d = tiles(group, head_dim, True)["BLOCK_D"]
-    return max(1, min(MAX_GROUP, MAX_QUERY_TILE // block_d) // group)
+    # Narrow heads run on 4 warps (`warps_for`), whose registers spill at 64 rows.
+    most = 32 if block_d <= 64 else min(MAX_GROUP, MAX_QUERY_TILE // block_d)
+    return max(1, most // group)
 
 
 def splits_for(q: Tensor, keys: Tensor, num_sequences: int) -> int:
