@@ -57,8 +57,7 @@ def draw() -> ClassFigure:
     computed = sum(len(prompt) - SIZE * known for prompt, (_, known) in zip(EXAMPLE, rows))
     total = sum(map(len, EXAMPLE))
     fig, ax = frame(
-        f"Three prompts of {total} tokens: {computed} are computed, because blocks that a prompt "
-        "begins with are known",
+        f"Three prompts of {total} tokens: {computed} are computed, {total - computed} were known",
         f"blocks of {SIZE} tokens; the number in a block is its place in the pool · counted",
         (11, 4.2),
     )
@@ -69,9 +68,9 @@ def draw() -> ClassFigure:
             whole = len(letters) == SIZE
             colour = KNOWN if index < known else COMPUTED if whole else PARTIAL
             box(ax, index * 1.1, row, f"{letters}\n{block}", colour)
-    ax.text(7.1, -0.35, "the radix tree", ha="left", va="center", fontweight="bold")
-    draw_tree(ax, tree.root, 6.2, iter(range(9)))
-    ax.set_xlim(-1.2, 12)
+    ax.text(6.6, -0.35, "the radix tree", ha="left", va="center", fontweight="bold")
+    draw_tree(ax, tree.root, 5.7, iter(range(9)))
+    ax.set_xlim(-1.2, 12.2)
     ax.set_ylim(3.1, -0.7)
     ax.axis("off")
     looks = {"known": KNOWN, "computed": COMPUTED, "never full: not shared": PARTIAL}
@@ -90,7 +89,7 @@ def draw_tree(ax, node: Node, left: float, rows) -> float:
             box(ax, left + 0.9 + 1.1 * index, at, text, COMPUTED)
         heights.append(at)
     for at in heights:
-        ax.plot([left, left + 0.35, left + 0.9], [heights[0] + 0.4, at + 0.4, at + 0.4], color="k")
+        ax.plot([left, left + 0.4, left + 0.9], [heights[0] + 0.4, at + 0.4, at + 0.4], color="k")
     return heights[0]
 
 
