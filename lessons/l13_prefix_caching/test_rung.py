@@ -254,3 +254,12 @@ def test_five_ways_to_ask_four_questions(seed):
 def test_pictures_are_legible(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)
+
+
+def test_the_numbers_of_the_bottleneck():
+    """README.md's agent: eight prompts that repeat what was said, and what is new in them."""
+    session, sent = traffic.agent(random.Random(13))[0], []
+    traffic.play([session], lambda prompts, limits: [sent.extend(prompts)] and [[5] * limits[0]])
+    assert len(session.opening) == 344 and len(sent) == 8
+    new = len(sent[-1])  # the last prompt holds all others
+    assert (sum(map(len, sent)), new) == (4640, 776)
