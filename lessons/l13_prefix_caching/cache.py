@@ -36,7 +36,7 @@ class PrefixCache(Protocol):
         """Whether it remembers what the block holds."""
 
 
-class NoCache:
+class NoCache(PrefixCache):
     """Remembers nothing, so every prompt is computed in full: what the others are held against."""
 
     def __init__(self, block_size: int):

@@ -53,7 +53,9 @@ def cascade_attention(
     suffix_lens: Tensor,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """The same with the prefix read once. Arguments and result as in `attend_separately`."""
+    """The same with the prefix read once. q: [B, Hq, D] -> [B, Hq, Dv]; the rest as in
+    `attend_separately`.
+    """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     shared = prefix_partial(q, k_prefix, v_prefix, scale)
     own = suffix_partial(q, k_suffix, v_suffix, suffix_lens, scale)
