@@ -27,7 +27,7 @@ from lessons.l13_prefix_caching.cascade_kernels import (
     sequences_in_a_tile,
 )
 from lessons.l13_prefix_caching.lab.cascade_traffic import Shared, cascade_bytes, separate_bytes
-from lessons.l13_prefix_caching.lab.specs import KERNELS
+from lessons.l13_prefix_caching.lab.launches import KERNELS
 from lessons.toolbox.kernels.accesses import Accesses
 from lessons.toolbox.kernels.compile_check import check_all
 from lessons.toolbox.measure.device import interpreting

@@ -3,6 +3,8 @@ that can be followed on paper.
 """
 
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ import torch
 from lessons.l02_naive_attention import naive as lesson2
 from lessons.l02_naive_attention.request import read_requests
 from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l11_cuda_graphs.lab.testing import new_model, new_prompts
+from lessons.l06_mla.deepseek import DeepseekDecoder
+from lessons.l11_cuda_graphs.lab.testing import CONFIG, new_model, new_prompts
 from lessons.l12_paged_kv.blocks import BlockPool
 from lessons.l13_prefix_caching import cascade
 from lessons.l13_prefix_caching import generate as loop
@@ -21,6 +24,7 @@ from lessons.l13_prefix_caching.lab.cold_and_warm import five_ways
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l13_prefix_caching.optimized import RadixTree
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
+from lessons.toolbox.model.config import MLAConfig
 
 CACHES = {"hash blocks": HashBlocks, "radix tree": RadixTree}
 both_caches = pytest.mark.parametrize("new_cache", CACHES.values(), ids=CACHES)
@@ -167,6 +171,16 @@ def test_tokens_do_not_depend_on_the_cache(new_cache, shortest_shared, seed, mon
     assert runner.blocks.num_free == 40
 
 
+def test_a_model_with_latent_attention(seed, monkeypatch):
+    """DeepSeek's expanded heads, whose K and V have other widths."""
+    monkeypatch.setattr(cascade, "SHORTEST_SHARED", 1)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=24, v_head_dim=12)
+    config = replace(CONFIG, **heads, sliding_windows=(), mla=MLAConfig(None, 32, 8, 16, 12))
+    model = DeepseekDecoder(config).eval().requires_grad_(False)
+    prompts = prompts_that_share(4)
+    assert generate(model, prompts, 6) == lesson2.generate(model, prompts, 6)
+
+
 def test_a_small_pool_takes_blocks_back_and_tokens_stay(seed):
     """Nine blocks for prompts of up to six: each wave is one or two requests."""
     model, runner = new_model(torch.float32), None
@@ -224,6 +238,8 @@ def test_the_rates_of_the_readme():
         "documents": (95.8, 7.0),
         "random": (0.0, 0.0),
     }
+    tight = traffic.replay(traffic.agent(random.Random(13)), num_blocks=96)
+    assert round(100 * tight.rate_per_token, 1) == 73.0
 
 
 @both_caches
@@ -263,3 +279,12 @@ def test_the_numbers_of_the_bottleneck():
     assert len(session.opening) == 344 and len(sent) == 8
     new = len(sent[-1])  # the last prompt holds all others
     assert (sum(map(len, sent)), new) == (4640, 776)
+
+
+def test_the_excerpts_of_the_readme_are_the_code():
+    room = Path(traffic.__file__).parents[1]
+    source = "".join((room / name).read_text() for name in ("naive.py", "optimized.py"))
+    known = {line.strip() for line in source.splitlines()}
+    blocks = (room / "README.md").read_text().split("```python\n")[1:]
+    lines = [line for block in blocks for line in block.split("```")[0].splitlines()]
+    assert len(lines) > 5 and {line.strip() for line in lines} <= known

@@ -9,7 +9,7 @@ warm. It is too warm: now the questions are known as well, which no server can h
 
 import argparse
 import random
-import time
+from time import process_time
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,8 @@ NUM_BLOCKS = 512
 
 class Way(NamedTuple):
     """One way to run four questions. computed: prompt tokens that ran. ttft_s: mean over the four.
-    total_s: all four, one after the other, with their answers.
+    total_s: all four, one after the other, with their answers. Seconds of one processor, so that
+    other work on the machine does not count.
     """
 
     computed: int
@@ -39,14 +40,14 @@ class Way(NamedTuple):
 
 def ask(runners: list[WaveRunner], prompts: list[list[int]]) -> Way:
     """Send prompt n to runner n, one after the other."""
-    hits, firsts, answers, start = Hits(), [], [], time.perf_counter()
+    hits, firsts, answers, start = Hits(), [], [], process_time()
     for runner, prompt in zip(runners, prompts):
-        runner.hits, sent, seen = hits, time.perf_counter(), []
+        runner.hits, sent, seen = hits, process_time(), []
         (request,) = read_requests(runner.model.config, [prompt], ANSWER)
-        runner.serve([request], lambda row, token, seen=seen: seen.append(time.perf_counter()))
+        runner.serve([request], lambda row, token, seen=seen: seen.append(process_time()))
         firsts.append(seen[0] - sent)
         answers.append(request.output)
-    total_s = time.perf_counter() - start
+    total_s = process_time() - start
     computed = hits.tokens - hits.hit_tokens
     return Way(computed, hits.hit_tokens, sum(firsts) / len(firsts), total_s, answers)
 

@@ -3,7 +3,7 @@
     python -m lessons.l13_prefix_caching.lab.measured [--model models/tiny] [--out results/cpu]
 
 With --out it writes l13_traces.json and l13_cold_warm.json there. Each run is repeated, without and
-with a cache in turns, and the median counts.
+with a cache in turns, and the median counts. Seconds are of one processor, on which one thread runs.
 """
 
 import argparse
@@ -23,18 +23,16 @@ from lessons.l13_prefix_caching.optimized import RadixTree
 from lessons.toolbox.measure.device import fingerprint
 from lessons.toolbox.measure.records import write_json
 
-REPEATS, NUM_BLOCKS = 3, 2048
+NUM_BLOCKS = 2048
 CACHES = {"no cache": NoCache, "hash blocks": HashBlocks, "radix tree": RadixTree}
 
 
-def traces(model: Decoder) -> dict:
-    """{trace: {cache: seconds and rates}}, and a factor of each over no cache. Raises
-    AssertionError where a cache changes an answer.
-    """
+def traces(model: Decoder, repeats: int) -> dict:
+    """{trace: {cache: seconds and rates}}. Raises AssertionError where a cache changes an answer."""
     found = {}
     for name, trace in TRACES.items():
         runs = {label: [] for label in CACHES}
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             for label, new_cache in CACHES.items():
                 runner = WaveRunner(model, NUM_BLOCKS, new_cache=new_cache)
                 runs[label].append(serve_trace(runner, trace(random.Random(13))))
@@ -52,10 +50,10 @@ def traces(model: Decoder) -> dict:
     return found
 
 
-def cold_and_warm(model: Decoder) -> dict:
+def cold_and_warm(model: Decoder, repeats: int) -> dict:
     """{way: tokens computed, and seconds}."""
     five_ways(model)  # warms the processor's caches up
-    runs = [five_ways(model, seed) for seed in range(REPEATS)]
+    runs = [five_ways(model, seed) for seed in range(repeats)]
     return {
         name: {
             "computed": way.computed,
@@ -70,17 +68,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="models/tiny")
     parser.add_argument("--out", type=Path, default=None, help="folder for the two records")
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = Decoder.from_pretrained(options.model)
     for name, measure in {"l13_traces": traces, "l13_cold_warm": cold_and_warm}.items():
-        series = measure(model)
+        series = measure(model, options.repeats)
         print(name)
         for label, found in series.items():
-            print(f"  {label}: {found}")
+            print(f"  {label}: {found}", flush=True)
         if options.out:
             # a record like those of the harness, but its series have no x
-            facts = {"schema": 1, "name": name, "fingerprint": fingerprint(), "repeats": REPEATS}
+            facts = {"schema": 1, "name": name, "fingerprint": fingerprint()}
+            facts |= {"repeats": options.repeats, "clock": "processor time, one thread"}
             write_json(options.out / f"{name}.json", facts | {"series": series})
 
 

@@ -8,10 +8,10 @@ model; `serve_trace` runs a model and measures.
 """
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
+from time import process_time
 
 from lessons.l02_naive_attention.request import read_requests
 from lessons.l13_prefix_caching.cache import CachingBlockManager, Hits
@@ -129,7 +129,9 @@ def replay(
 
 @dataclass
 class Served:
-    """What a model's run over a trace took. ttft_s: of each request, from its turn's arrival."""
+    """What a model's run over a trace took, in seconds of one processor, so that other work on the
+    machine does not count. ttft_s: of each request, from its turn's arrival.
+    """
 
     hits: Hits
     ttft_s: list[float] = field(default_factory=list)
@@ -148,9 +150,9 @@ def serve_trace(runner: WaveRunner, sessions: list[Session], stamp_at: int | Non
 
     def serve(prompts: list[list[int]], limits: list[int]) -> list[list[int]]:
         requests = read_requests(runner.model.config, prompts, limits)
-        first, start = {}, time.perf_counter()
-        runner.serve(requests, lambda row, _: first.setdefault(row, time.perf_counter() - start))
-        served.total_s += time.perf_counter() - start
+        first, start = {}, process_time()
+        runner.serve(requests, lambda row, _: first.setdefault(row, process_time() - start))
+        served.total_s += process_time() - start
         served.ttft_s += [first[request.row] for request in requests]
         answers = [request.output for request in requests]
         served.answers += answers
