@@ -17,7 +17,7 @@ from lessons.l08_online_softmax.naive import Partial, finish, from_scores, merge
 from lessons.l10_flash_decoding.naive import attend_to_split
 from lessons.l12_paged_kv.stand_ins import LESSON_12_TORCH
 
-SHORTEST_SHARED = 64  # tokens; below, the second product and the merge cost what they save
+SHORTEST_SHARED = 64  # tokens, not tuned: below, a second product and a merge hardly pay
 
 
 def attend_separately(
