@@ -10,7 +10,9 @@ blocks that stand in front of it: the free list is the order of eviction, least 
 and leaves before their parents.
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from lessons.l12_paged_kv.blocks import BlockManager, BlockPool
@@ -30,6 +32,45 @@ class PrefixCache(Protocol):
     def forget(self, block: int) -> None:
         """The block is given to somebody else; it may never have been remembered."""
 
+    def __contains__(self, block: int) -> bool:
+        """Whether it remembers what the block holds."""
+
+
+class NoCache(PrefixCache):
+    """Remembers nothing, so every prompt is computed in full: what the others are held against."""
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        return []
+
+    def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
+        return list(blocks[: len(tokens) // self.block_size])
+
+    def forget(self, block: int) -> None:
+        pass
+
+    def __contains__(self, block: int) -> bool:
+        return False
+
+
+class CachingPool(BlockPool):
+    """A pool whose free blocks are the cache. Those that it does not remember are taken first."""
+
+    def __init__(self, num_blocks: int, cache: PrefixCache):
+        super().__init__(num_blocks, cache.forget)
+        self.cache = cache
+        self.free = OrderedDict(self.free)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            super().release([block])
+            # A block that was never full is of use to nobody. At the end of the list it would
+            # outlive older blocks that somebody may ask for.
+            if block in self.free and block not in self.cache:
+                self.free.move_to_end(block, last=False)
+
 
 class CachingBlockManager(BlockManager):
     """A BlockManager whose new sequences begin with the blocks that a cache knows."""
@@ -37,13 +78,14 @@ class CachingBlockManager(BlockManager):
     def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache):
         super().__init__(num_blocks, block_size)
         self.cache = cache
-        self.pool = BlockPool(num_blocks, cache.forget)
+        self.pool = CachingPool(num_blocks, cache)
 
     def reuse(self, sequence: int, tokens: Sequence[int]) -> int:
         """Let a new sequence begin with the blocks of a known prefix. Returns how many of its tokens
         need not be computed: less than all, because the last one's logits are wanted.
         """
         blocks = self.cache.match(tokens)
+        # Before anything is taken, because whoever takes a free block makes the cache forget it.
         self.pool.share(blocks)
         self.tables[sequence] = blocks
         return len(blocks) * self.block_size
@@ -62,3 +104,32 @@ class CachingBlockManager(BlockManager):
                 self.pool.share([other])
                 self.pool.release([mine])
                 table[index] = other
+
+
+@dataclass
+class Hits:
+    """How much of the prompts was known. The two rates answer different questions: how often did
+    anything help, and how much work was saved?
+    """
+
+    requests: int = 0
+    hit_requests: int = 0
+    tokens: int = 0
+    hit_tokens: int = 0
+
+    def count(self, tokens: int, known: int) -> None:
+        """A prompt of so many tokens came, and so many of them were known."""
+        self.requests += 1
+        self.hit_requests += known > 0
+        self.tokens += tokens
+        self.hit_tokens += known
+
+    @property
+    def rate_per_request(self) -> float:
+        """The share of requests of which anything was known."""
+        return self.hit_requests / self.requests if self.requests else 0.0
+
+    @property
+    def rate_per_token(self) -> float:
+        """The share of prompt tokens that was not computed."""
+        return self.hit_tokens / self.tokens if self.tokens else 0.0

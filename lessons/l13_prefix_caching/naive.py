@@ -7,8 +7,10 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 
+from lessons.l13_prefix_caching.cache import PrefixCache
 
-class HashBlocks:
+
+class HashBlocks(PrefixCache):
     """{hash of a prefix of whole blocks: the block that ends it}."""
 
     def __init__(self, block_size: int):
@@ -17,25 +19,32 @@ class HashBlocks:
         self.hash_of: dict[int, bytes] = {}
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        blocks = []
         # - 1, because the last token has to be computed: nobody stored its logits
-        for key in self.hashes(tokens, (len(tokens) - 1) // self.block_size):
+        whole_blocks = (len(tokens) - 1) // self.block_size
+        blocks = []
+        for key in self.hashes(tokens, whole_blocks):
             if key not in self.block_of:
                 break
             blocks.append(self.block_of[key])
         return blocks
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
+        whole_blocks = len(tokens) // self.block_size
         known = []
-        for key, block in zip(self.hashes(tokens, len(tokens) // self.block_size), blocks):
+        for key, block in zip(self.hashes(tokens, whole_blocks), blocks):
             if key not in self.block_of:
-                self.block_of[key], self.hash_of[block] = block, key
+                self.block_of[key] = block
+                self.hash_of[block] = key
             known.append(self.block_of[key])
         return known
 
     def forget(self, block: int) -> None:
-        if block in self.hash_of:
-            del self.block_of[self.hash_of.pop(block)]
+        if block in self:
+            key = self.hash_of.pop(block)
+            del self.block_of[key]
+
+    def __contains__(self, block: int) -> bool:
+        return block in self.hash_of
 
     def hashes(self, tokens: Sequence[int], count: int) -> Iterator[bytes]:
         """One for each of the first `count` blocks, of all tokens up to the block's end.
@@ -44,7 +53,8 @@ class HashBlocks:
         because two prompts with the same hash would read each other's K and V.
         """
         key = b""
-        for start in range(0, count * self.block_size, self.block_size):
-            block = array("q", tokens[start : start + self.block_size])
-            key = hashlib.sha256(key + block.tobytes()).digest()
+        for index in range(count):
+            start = index * self.block_size
+            own = array("q", tokens[start : start + self.block_size])
+            key = hashlib.sha256(key + own.tobytes()).digest()
             yield key

@@ -1,0 +1,121 @@
+# Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=13
+# Generated from solutions/l13_prefix_caching.py, checksum 20a4b7448ec7. Generating again never overwrites your edits.
+# ruff: noqa
+"""Exercises of lesson 13: tokens that still run, a cache of hashed blocks, a radix tree that parts
+an edge.
+"""
+
+from collections.abc import Sequence
+
+from lessons.l13_prefix_caching.optimized import Node, Tokens
+from lessons.toolbox.exercises.exercise import exercise
+
+
+@exercise(
+    "13.1", "Predict: which tokens still run, and two rates of hits", minutes=15, difficulty=1
+)
+def hits_of(requests: list[tuple[int, int]], block_size: int) -> tuple[int, float, float]:
+    """(prompt tokens that run, rate of hits per request, rate of hits per token).
+
+    requests: (tokens of the prompt, how many of them, from the first on, an earlier prompt began
+    with as well), one pair for each request, one request at least. Everything computed earlier is
+    still in the cache, in whole blocks of block_size tokens. A request whose prompt is known to the
+    end still runs its last token, because nobody stored its logits; and it runs the whole block
+    around it, because only whole blocks are reused. A request has a hit if at least one of its
+    blocks is reused. The rate per token is the share of all prompt tokens that do not run. Errors:
+    none to raise.
+
+    Example, blocks of 16: [(40, 0), (40, 20), (40, 40), (10, 8)]
+        the four run 40, 40 - 16 = 24, 40 - 32 = 8 and 10 tokens        -> 82
+        the second and third have a hit: 2 of 4 requests, 0.5; and 16 + 32 of 130 tokens, 0.369
+    Write down your guess first: a prompt of 1000 tokens comes twice. How many run the second time?
+    And how many if it has 1008 tokens, 63 blocks?
+    """
+    raise NotImplementedError("Exercise 13.1: Predict: which tokens still run, and two rates of hits")
+
+
+@exercise(
+    "13.2",
+    "A prefix cache of hashed blocks",
+    minutes=35,
+    difficulty=2,
+    replaces="lessons.l13_prefix_caching.naive:HashBlocks",
+)
+class HashBlocks:
+    """Remembers which block holds which tokens behind which prefix. It owns no block.
+
+    A block of block_size tokens is known by its tokens and all tokens before them. Blocks are
+    numbers. The caller sees to it that a block is forgotten before it is given to somebody else,
+    and that the blocks behind a block are forgotten before it.
+
+    match(tokens): the blocks of the longest known beginning, in order. Whole blocks only, and at
+        least one token must be left over. tokens: one or more ids of any size. Remembers nothing.
+    insert(tokens, blocks): remember that blocks[i] holds the i-th whole block of tokens. What is
+        known already stays as it is. A part of a block at the end is ignored; so are blocks that
+        lie behind the last whole one. Returns the blocks that are remembered for the whole blocks,
+        in order: the earlier one where somebody was first.
+    forget(block): the block is somebody else's now. It may never have been remembered.
+    block in cache: whether it is remembered.
+
+    Two different beginnings must never be taken for one another: that would be another user's text.
+    The arguments stay as they were. Errors: none to raise. Aim: each call reads each token at most
+    four times, however long the prompt is. So a block's name cannot be made from all tokens before
+    it; make it from the name before it.
+
+    Example, block_size 2:
+        insert([1, 2, 3, 4, 5], [7, 8, 9])   -> [7, 8]     token 5 fills no block
+        insert([1, 2, 6, 6], [4, 5])         -> [7, 5]     [1, 2] was known
+        match([1, 2, 3, 4])                  -> [7]        [7, 8] would leave no token
+        match([1, 2, 3, 4, 0])               -> [7, 8]
+        match([3, 4, 0])                     -> []         [3, 4] was known behind [1, 2] only
+        forget(8);  match([1, 2, 3, 4, 0])   -> [7]
+    """
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        raise NotImplementedError("Exercise 13.2: A prefix cache of hashed blocks")
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """The blocks of the longest known beginning that leaves a token over."""
+        raise NotImplementedError("Exercise 13.2: A prefix cache of hashed blocks")
+
+    def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
+        """Remember whole blocks. Returns the blocks that are remembered for them."""
+        raise NotImplementedError("Exercise 13.2: A prefix cache of hashed blocks")
+
+    def forget(self, block: int) -> None:
+        """The block is somebody else's now."""
+        raise NotImplementedError("Exercise 13.2: A prefix cache of hashed blocks")
+
+    def __contains__(self, block: int) -> bool:
+        raise NotImplementedError("Exercise 13.2: A prefix cache of hashed blocks")
+
+
+@exercise("13.3", "A radix tree parts an edge", minutes=45, difficulty=3)
+def insert(root: Node, keys: list[Tokens], blocks: list[int]) -> list[int]:
+    """Remember that blocks[i] holds the tokens keys[i] behind keys[:i]. Returns the blocks that are
+    remembered for all keys, in order: an earlier one where somebody was first.
+
+    A Node has `keys` and `blocks`, lists of equal length: the edge that leads into it, keys[i] being
+    the tokens of blocks[i]; `children`: {first key of a child's edge: child}; `parent`. The root has
+    no edge and no parent. Change the tree in place. keys and blocks: equal lengths, 0 or more; they
+    stay as they were. Errors: none to raise.
+
+    The tree is a radix tree: an edge is as long as it can be. So a node other than the root has no
+    child or at least two. A prompt that ends inside an edge changes nothing. One that goes on where
+    a leaf ends makes the leaf's edge longer. Only one that parts from an edge cuts it: the node
+    keeps what is common, and two children get what differs.
+
+    Example, each letter a key of one block:
+        insert(root, [a, b, c], [0, 1, 2])     root - (a b c: 0 1 2)
+        insert(root, [a, b], [5, 6])           -> [0, 1], and nothing changes
+        insert(root, [a, x], [7, 8])           -> [0, 8]: root - (a: 0) - (b c: 1 2)
+                                                                       - (x: 8)
+        insert(root, [a, x, y], [0, 8, 9])     -> [0, 8, 9]: the leaf is (x y: 8 9) now
+    """
+    raise NotImplementedError("Exercise 13.3: A radix tree parts an edge")
+
+
+def cut(node: Node, at: int) -> None:
+    """The node keeps the first `at` keys of its edge; a new child gets the rest, and the children."""
+    raise NotImplementedError("Exercise 13.3: A radix tree parts an edge")
