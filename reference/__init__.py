@@ -7,6 +7,8 @@ Names are imported when they are asked for, because PyTorch takes seconds and `-
 
 import importlib
 
+import lessons  # noqa: F401  (before transformers, which imports Triton)
+
 HOME = {
     "LLM": "llm",
     "SamplingParams": "sampling_params",

@@ -7,7 +7,6 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
@@ -31,7 +30,7 @@ def by_priority(sequence: Sequence) -> tuple:
 def new_engine(args: EngineArgs) -> Engine:
     """An engine with its model, tokenizer, cache and scheduler. Raises ValueError."""
     dtype = None if args.dtype == "auto" else args.dtype
-    model = fused(load_model(args.model, args.device, dtype))
+    model = load_model(args.model, args.device, dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
     most = model.config.max_position_embeddings
     max_model_len = args.max_model_len or most

@@ -51,6 +51,17 @@ def new_pool(model: Decoder, num_blocks: int, block_size: int, max_context_len: 
     return pool
 
 
+def step_batch(pool: KVPool, chunks: list[tuple[list[int], int]], tables: list[list[int]]) -> Batch:
+    """The batch of a step; on a CPU with the list of work, which kernels have no use for.
+
+    chunks: of each sequence its new tokens, and how many it holds; tables: its blocks.
+    """
+    device = pool.k_slots.device
+    if device.type == "cuda":
+        return new_batch(chunks, pool.block_size, device, tables)
+    return paged_batch(chunks, pool.block_size, tables, device)
+
+
 def copy_blocks(pool: KVPool, copies: list[Copy]) -> None:
     """Copy whole blocks of all layers, before anything is written into them."""
     if not copies:
@@ -104,16 +115,9 @@ class PagedRunner:
             self.copy(self.blocks.grow(sequence, held, held + len(tokens)))
             chunks.append((tokens, held))
             self.held[sequence] = held + len(tokens)
-        batch = self.batch(chunks, [self.blocks.tables[sequence] for sequence in new])
+        batch = step_batch(self.pool, chunks, [self.blocks.tables[sequence] for sequence in new])
         hidden = self.model(batch.tokens, self.pool.attending(batch))
         return self.model.logits(hidden[batch.logits_at])
-
-    def batch(self, chunks: list[tuple[list[int], int]], tables: list[list[int]]) -> Batch:
-        """The step's batch; on a CPU with the list of work, which kernels have no use for."""
-        block_size, device = self.pool.block_size, self.model.device
-        if device.type == "cuda":
-            return new_batch(chunks, block_size, device, tables)
-        return paged_batch(chunks, block_size, tables, device)
 
     def copy(self, copies: list[Copy]) -> None:
         """`copy_blocks` in this pool, counted."""

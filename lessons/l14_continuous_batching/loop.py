@@ -17,10 +17,8 @@ from lessons.l02_naive_attention.batch_sampling import SamplingBatch, read_token
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.request import OnToken, read_requests, sampling_batch
 from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import KVPool
-from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l12_paged_kv.blocks import BlockManager
-from lessons.l12_paged_kv.stand_ins import LESSON_12_TORCH, paged_batch
+from lessons.l12_paged_kv.runner import new_pool, paged_rung_of, step_batch
 from lessons.l14_continuous_batching.optimized import ContinuousScheduler
 from lessons.l14_continuous_batching.sequence import Sequence, Step
 from lessons.toolbox.model.config import ModelConfig
@@ -86,24 +84,16 @@ class StepRunner:
     """One pass of the model over what a scheduler chose, over a pool of blocks."""
 
     def __init__(self, model: Decoder, blocks: BlockManager, max_context_len: int):
-        self.model = fused(model)
+        self.model = paged_rung_of(model).prepare(model)
         self.blocks = blocks
-        self.pool = KVPool(
-            model.config,
-            blocks.num_blocks,
-            blocks.block_size,
-            LESSON_12_TORCH,
-            model.dtype,
-            model.device,
-            max_context_len=max_context_len,
-        )
+        self.pool = new_pool(self.model, blocks.num_blocks, blocks.block_size, max_context_len)
 
     @torch.inference_mode()
     def __call__(self, step: Step) -> Tensor:
         """logits: [S, V] of the S chunks that are sampled, in their order."""
         chunks = [(chunk.tokens, chunk.sequence.computed) for chunk in step.chunks]
         tables = [self.blocks.tables[chunk.sequence.row] for chunk in step.chunks]
-        batch = paged_batch(chunks, self.pool.block_size, tables, self.model.device)
+        batch = step_batch(self.pool, chunks, tables)
         hidden = self.model(batch.tokens, self.pool.attending(batch))
         sampled = [index for index, chunk in enumerate(step.chunks) if chunk.is_sampled]
         return self.model.logits(hidden[batch.logits_at[sampled]])
