@@ -12,7 +12,7 @@ from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l14_continuous_batching.loop import (
     BLOCK_SIZE,
     ModelExecutor,
-    PagedRunner,
+    StepRunner,
     blocks_of,
     new_sequences,
     run_until_idle,
@@ -67,6 +67,6 @@ def generate(
         )
         for sequence in waiting:
             scheduler.add(sequence)
-        runner = PagedRunner(model, blocks, max(s.most_cached for s in waiting))
+        runner = StepRunner(model, blocks, max(s.most_cached for s in waiting))
         run_until_idle(scheduler, ChunkExecutor(runner), on_token)
     return [sequence.output for sequence in sequences]

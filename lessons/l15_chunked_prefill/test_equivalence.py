@@ -13,7 +13,7 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l12_paged_kv.swap import HostSwap
-from lessons.l14_continuous_batching.loop import PagedRunner, new_sequences, run_until_idle
+from lessons.l14_continuous_batching.loop import StepRunner, new_sequences, run_until_idle
 from lessons.l15_chunked_prefill import generate as rung
 from lessons.l15_chunked_prefill.generate import ChunkExecutor, generate
 from lessons.l15_chunked_prefill.lab.testing import ForgetsOutput
@@ -68,7 +68,7 @@ def test_swapped_requests_go_on_with_the_same_tokens(seed):
     """K and V of a real model leave for the host and come back into other blocks."""
     model, prompts, limits = new_model(), new_prompts(), [20] * 6
     blocks = BlockManager(14, 3)
-    runner = PagedRunner(model, blocks, 40)
+    runner = StepRunner(model, blocks, 40)
     for slots in (runner.pool.k_slots, runner.pool.v_slots):
         slots.fill_(torch.nan)  # nobody may see what nobody wrote
     swap = HostSwap(Lender(runner.pool, blocks))

@@ -5,7 +5,7 @@ virtual clock.
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l14_continuous_batching.clock import Arrival, Log, Timed, VirtualClock, serve
-from lessons.l14_continuous_batching.loop import PagedRunner
+from lessons.l14_continuous_batching.loop import StepRunner
 from lessons.l15_chunked_prefill.generate import ChunkExecutor
 from lessons.l15_chunked_prefill.preemption import PreemptiveScheduler
 
@@ -28,5 +28,5 @@ def long_prompt_here(
     blocks = BlockManager(total // BLOCK_SIZE + len(trace), BLOCK_SIZE)
     scheduler = kind(blocks, max_num_seqs=len(trace), max_num_batched_tokens=max_num_batched_tokens)
     clock = VirtualClock()
-    runner = PagedRunner(model, blocks, len(tokens) + OUTPUTS)
+    runner = StepRunner(model, blocks, len(tokens) + OUTPUTS)
     return serve(scheduler, trace, Timed(clock, ChunkExecutor(runner)), clock)

@@ -8,7 +8,7 @@ from lessons.l03_kv_cache.lab.workload import DTYPE, ON_GPU
 from lessons.l11_cuda_graphs.lab.pictures import TINY
 from lessons.l11_cuda_graphs.lab.workload import LLAMA_8B, model_of, shape_of, step_floor_s
 from lessons.l12_paged_kv.blocks import BlockManager
-from lessons.l14_continuous_batching.loop import PagedRunner
+from lessons.l14_continuous_batching.loop import StepRunner
 from lessons.l14_continuous_batching.sequence import Chunk, Step
 from lessons.l15_chunked_prefill.lab.virtual import new_request
 
@@ -19,11 +19,11 @@ SHAPE = shape_of(CONFIG, decodes=DECODES, context=CONTEXT)
 DTYPE_NAME = str(DTYPE).removeprefix("torch.")
 
 
-def mixed_step(chunk: int) -> tuple[PagedRunner, Step, Step]:
+def mixed_step(chunk: int) -> tuple[StepRunner, Step, Step]:
     """(a runner over random K and V, a step of eight decodes, a step of a new prompt's chunk)."""
     model, longest = model_of(CONFIG), max(CONTEXT, chunk)
     blocks = BlockManager((DECODES + 1) * -(-longest // BLOCK_SIZE), BLOCK_SIZE)
-    runner = PagedRunner(model, blocks, longest)
+    runner = StepRunner(model, blocks, longest)
     runner.pool.k_slots.normal_()
     runner.pool.v_slots.normal_()
     decodes = []
