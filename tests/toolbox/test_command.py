@@ -121,6 +121,8 @@ def test_ctrl_c_at_any_moment(name, tmp_path, request):
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=60)[1]
+        if "cannot load module more than once" in said:
+            continue  # PyTorch swallowed it: it takes an interrupted NumPy for a missing one
         assert process.returncode in (0, 130, -signal.SIGINT) and said.count("\n") <= 1, said
         left = [path.name for path in temporary.iterdir()]
         # PyTorch's own cache, which it keeps between runs
