@@ -198,7 +198,10 @@ class Rules:
         for sequence in self.scheduler.running:
             if sequence.row in self.sent_away:
                 _, departures = self.sent_away.pop(sequence.row)
-                assert self.departures > departures, "sent away, and back before anybody left"
+                # A prefix cache also frees blocks when two have computed the same tokens.
+                has_cache = isinstance(self.scheduler.blocks, CachingBlockManager)
+                is_allowed = has_cache or self.departures > departures
+                assert is_allowed, "sent away, and back before anybody left"
 
     def check_end(self) -> None:
         """When all have gone, nobody owns a block."""
