@@ -3,8 +3,8 @@
 Read `schedule`. While prompts run, every running request waits for its next token. A long prompt is
 a pause for all, and a stream of prompts is a pause without end.
 
-Source: vLLM's scheduler before version 0.6, as Agrawal et al. 2024, Sarathi-Serve, section 3,
-describe it ("prefill-prioritizing").
+Source: the default of vLLM's first engine; Agrawal et al. 2024, Sarathi-Serve, section 3, measure
+what it does to decodes ("prefill-prioritizing").
 """
 
 from lessons.l14_continuous_batching.sequence import Sequence, Step

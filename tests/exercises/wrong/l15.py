@@ -393,3 +393,17 @@ class FirstCountsThenPreempts(PreemptingScheduler):
         self.running = [other for other in self.running if other is not sequence]
         self.waiting = sorted([*self.waiting, sequence], key=self.order)
         sequence.computed, sequence.preemptions = 0, sequence.preemptions + 1
+
+
+@answers.alternative("15.3")
+class CallsItselfAgain(PreemptingScheduler):
+    def run(self, sequence, most, step):
+        count, held = min(sequence.to_compute, most), sequence.computed
+        if self.blocks.can_grow(sequence.row, held, held + count):
+            self.blocks.grow(sequence.row, held, held + count)
+            step.chunks.append(Chunk(sequence, count))
+            return
+        last = self.running[-1]
+        self.preempt(last, step)
+        if last is not sequence:
+            self.run(sequence, most, step)
