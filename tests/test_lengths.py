@@ -42,6 +42,8 @@ LONG_FUNCTIONS = (
     "lessons/l09_flash_attention/fp8.py:flash_fp8_kernel",
     "lessons/l09_flash_attention/optimized.py:flash_kernel",
     "lessons/l10_flash_decoding/optimized.py:split_decode_kernel",
+    "lessons/l12_paged_kv/kernels.py:decode_kernel",
+    "lessons/l12_paged_kv/kernels.py:prefill_kernel",
     "lessons/toolbox/proof/numerics.py:assert_close_to_oracle",
     "solutions/l05_gqa.py:group_kernel",
 )

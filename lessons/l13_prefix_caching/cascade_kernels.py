@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lessons.l05_gqa.optimized import MAX_GROUP, MAX_QUERY_TILE, tiles
+from lessons.l05_gqa.checks import MAX_GROUP, MAX_QUERY_TILE
+from lessons.l05_gqa.tiles import tiles_for
 from lessons.l10_flash_decoding.optimized import combine, split_decode, tiles_of
 from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, cdiv, plan_splits, sms_of
 from lessons.l13_prefix_caching.cascade import rows_of_kv_heads, rows_of_sequences
@@ -70,7 +71,7 @@ def prefix_splits(
 
 def sequences_in_a_tile(group: int, head_dim: int) -> int:
     """How many sequences' queries fit into a program's tile of rows, which lie in its registers."""
-    block_d = tiles(group, head_dim, True)["BLOCK_D"]
+    block_d = tiles_for(group, head_dim, True)["BLOCK_D"]
     # Narrow heads run on 4 warps (`warps_for`), whose registers spill at 64 rows.
     most = 32 if block_d <= 64 else min(MAX_GROUP, MAX_QUERY_TILE // block_d)
     return max(1, most // group)
