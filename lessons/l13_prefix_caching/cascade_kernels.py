@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lessons.l05_gqa.checks import MAX_GROUP, MAX_QUERY_TILE
-from lessons.l05_gqa.tiles import tiles_for
-from lessons.l10_flash_decoding.optimized import combine, split_decode, tiles_of
+from lessons.l05_gqa.tiles import has_matrix_units, tiles_for
+from lessons.l10_flash_decoding.optimized import combine, split_decode
 from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, cdiv, plan_splits, sms_of
 from lessons.l13_prefix_caching.cascade import rows_of_kv_heads, rows_of_sequences
 
@@ -80,7 +80,7 @@ def sequences_in_a_tile(group: int, head_dim: int) -> int:
 def splits_for(q: Tensor, keys: Tensor, num_sequences: int) -> int:
     """Enough splits to fill the GPU. q: [B, Hq, D]; keys: [B, capacity, Hkv, D]."""
     slots = sms_of(q.device) * PROGRAMS_PER_SM
-    block_n = tiles_of(q, keys)["BLOCK_N"]
+    block_n = tiles_for(q.shape[1] // keys.shape[2], q.shape[2], has_matrix_units(q))["BLOCK_N"]
     return plan_splits(num_sequences * keys.shape[2], keys.shape[1], block_n, slots)
 
 
