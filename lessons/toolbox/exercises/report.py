@@ -161,7 +161,8 @@ def status_now(entry: Exercise) -> str:
 
 def print_progress() -> None:
     """Every lesson, its exercises and the minutes left, as `make check` last found them."""
-    table, console = Table("lesson", "exercises", "done", "minutes left"), Console()
+    table, console = Table("lesson", "exercises", "done", "minutes"), Console()
+    table.columns[1].no_wrap = True  # or a sign and its number part at the end of a line
     statuses = {entry: status_now(entry) for entry in all_exercises()}
     for file in [*dict.fromkeys(entry.file for entry in statuses), ""]:
         entries = [entry for entry in statuses if file in (entry.file, "")]
