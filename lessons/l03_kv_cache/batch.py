@@ -100,7 +100,7 @@ def check_chunks(
         if not isinstance(table, (list, tuple)):
             refuse(f"block_tables[{b}]", table, "a list of block numbers")
         new, held = chunk if isinstance(chunk, (list, tuple)) and len(chunk) == 2 else (None, None)
-        if not isinstance(new, (list, tuple)) or type(held) is not int:
+        if not isinstance(new, (list, tuple, range)) or type(held) is not int:
             refuse(f"chunks[{b}]", chunk, "(a list of new tokens, how many are held)")
         room = len(table) * block_size
         if not new or held < 0 or held + len(new) > room:

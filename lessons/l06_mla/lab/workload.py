@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l06_mla.deepseek import MLAttention, latent
 from lessons.l06_mla.lab.counts import decode_bytes
@@ -39,11 +40,11 @@ THREADS = "" if ON_GPU else f" · threads {torch.get_num_threads()}"
 SHAPE = f"one layer: hidden 2048, 16 heads, latent 512 + 64{THREADS}"
 
 
-class OneLayer(torch.nn.Module):
+class OneLayer(Decoder):
     """As much of a DeepseekDecoder as a cache of latents needs: the attention of one layer."""
 
     def __init__(self):
-        super().__init__()
+        torch.nn.Module.__init__(self)  # not Decoder's, because one layer is enough
         self.config = CONFIG
         layer = torch.nn.Module()
         layer.self_attn = MLAttention(CONFIG)
