@@ -461,7 +461,6 @@ def test_fp8_scales_belong_to_heads(seed):
     assert x8.float().abs().amax((0, 2)).tolist() == [448, 448] and scale[0] > 1e5 * scale[1]
 
 
-@pytest.mark.gpu
 @pytest.mark.cuda_cpp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_queries, num_keys", [(1, 1), (17, 40), (40, 17), (129, 129)])
