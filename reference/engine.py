@@ -1,6 +1,6 @@
 """The engine: requests come in, every `step` runs one pass of the model, answers go out.
 
-    engine = Engine(model, tokenizer, scheduler, runner)
+    engine = new_engine(EngineArgs(model="models/tiny"))  # of reference.llm
     engine.add_request("a", "def f(", SamplingParams(max_tokens=20))
     while engine.has_unfinished_requests:
         for output in engine.step(): ...
@@ -176,9 +176,9 @@ class Engine:
         """A token for every sequence that wants one, and a first one for each that forks now."""
         if not sampled:
             return []
-        rows, sequences, forks = [], [], []
+        rows, sequences, forks, wanted = [], [], [], set(sampled)
         for row, chunk in ends(step):
-            if chunk.sequence not in sampled:
+            if chunk.sequence not in wanted:
                 continue
             request = chunk.sequence.request
             children, request.waiting_to_fork = request.waiting_to_fork, []

@@ -3,8 +3,7 @@ lesson brings what they ask for.
 """
 
 import difflib
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64", "half", "float")
 # argument -> (values that ask for nothing new, the lesson that brings the rest)
@@ -58,7 +57,6 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
     enforce_eager: bool = False
-    later: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self):
         for name in ("max_num_seqs", "block_size"):
@@ -97,7 +95,7 @@ class EngineArgs:
         """From keyword arguments as guides pass them. Raises ValueError for one that is unknown, or
         that a later lesson brings.
         """
-        known = [f.name for f in fields(cls) if f.name != "later"]
+        known = [field.name for field in fields(cls)]
         own = {}
         for name, value in arguments.items():
             if name in known:

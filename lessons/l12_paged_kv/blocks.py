@@ -4,9 +4,9 @@ Nothing here touches a tensor. A block is a number; where its K and V lie is the
 and all layers use the same number. Read `BlockPool`, then `BlockManager.grow`.
 
     manager = BlockManager(num_blocks=8, block_size=4)
-    manager.grow(0, 6)       # sequence 0 gets room for 6 tokens: two blocks
+    manager.grow(0, 0, 6)    # sequence 0 holds nothing and gets room for 6 tokens: two blocks
     manager.fork(0, 1)       # sequence 1 shares them
-    manager.grow(1, 7)       # … and gets a copy of the second one before it writes there
+    manager.grow(1, 6, 7)    # it holds 6, and gets a copy of the second before it writes there
 
 Source: Kwon et al. 2023, Efficient Memory Management for Large Language Model Serving with
 PagedAttention, sections 4.2 to 4.4.
@@ -19,7 +19,7 @@ Copy = tuple[int, int]  # (from block, to block)
 
 
 class OutOfBlocks(Exception):
-    """The pool has fewer free blocks than somebody asked for. Who asks first should ask `can`."""
+    """The pool has fewer free blocks than somebody asked for. `can_grow` tells beforehand."""
 
 
 class BlockPool:
