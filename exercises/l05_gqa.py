@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=05
-# Generated from solutions/l05_gqa.py, checksum b58a5fd614f0. Generating again never overwrites your edits.
+# Generated from solutions/l05_gqa.py, checksum e0a688d5b7ce. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 05: attention that repeats nothing, a kernel for a group, a conversion with
 bugs, the bytes of it all.
@@ -143,8 +143,9 @@ def convert_to_gqa(
 
     weights: the decoder's state dict: "layers.0.self_attn.k_proj.weight" [Hkv · D, hidden_size],
     "….k_proj.bias" [Hkv · D] if the model has biases, v_proj likewise; the rows of KV head h are h
-    · D to (h + 1) · D. num_kv_heads divides config.num_key_value_heads. All other weights come back
-    as they are. `weights` and its tensors stay as they were. Errors: none to raise.
+    · D to (h + 1) · D. num_kv_heads divides config.num_key_value_heads. A mean has its heads' dtype.
+    All other weights come back as they are. `weights` and its tensors stay as they were. Errors:
+    none to raise.
 
     Example: 4 KV heads of D = 1, k_proj.weight = [[1], [3], [10], [20]], to 2 heads -> [[2], [15]]; the config says 2 KV heads.
         With 4 query heads, heads 0 and 1 then read 2 in the place of 1 and 3; heads 2 and 3 read 15.

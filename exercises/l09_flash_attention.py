@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=09
-# Generated from solutions/l09_flash_attention.py, checksum b96589d4d223. Generating again never overwrites your edits.
+# Generated from solutions/l09_flash_attention.py, checksum 1ea426a08e72. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 09: tiles in PyTorch, a kernel with a sink, the traffic of both orders, a key
 range with bugs.
@@ -91,8 +91,9 @@ def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, block: int = 
     key and no value: its weight goes nowhere. out = Σ exp(s_j) v_j / (exp(sink) + Σ exp(s_j)), with
     s = q · k / √D. Tk may be 0: then the sink takes all. D: 1 to 128, not only powers of two.
     block: queries and keys a tile, a power of two, 16 or more. The launch stands below; the kernel
-    above is yours: `sink_kernel` computes one tile of queries of one head. Aim: no score beyond its
-    tile; masked loads with `other`; float32 sums; nothing written beside `out`.
+    above is yours: `sink_kernel` computes one tile of queries of one head. Give each tl.dot
+    input_precision="ieee", because Triton's default rounds float32 inputs to 10 bits (TF32). Aim:
+    no score beyond its tile; masked loads with `other`; float32 sums; nothing written beside `out`.
 
     Example, D = 1, one query, sink = ln 2: q = [1], k = [0, 0], v = [4, 8]
         weights 1 and 1, denominator 1 + 1 + 2 = 4    -> (4 + 8) / 4 = 3

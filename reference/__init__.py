@@ -12,6 +12,7 @@ import lessons  # noqa: F401  (before transformers, which imports Triton)
 HOME = {
     "LLM": "llm",
     "SamplingParams": "sampling_params",
+    "BeamSearchParams": "beam_search",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "EngineArgs": "engine_args",

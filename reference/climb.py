@@ -17,7 +17,7 @@ from reference.contest import (
 )
 from reference.judging import floor_bytes, judge
 from reference.peers import PEERS, load_peer_model
-from reference.rungs import Step, call_rung, rungs_of
+from reference.rungs import Step, call_rung, left_out, rungs_of
 
 
 @torch.inference_mode()
@@ -28,6 +28,8 @@ def climb(
     roofline.
     """
     steps = rungs_of(model.config)
+    if line := left_out(model.config):
+        console.print(line, markup=False)
     rungs = [new_contender(step, model, prompts, limits) for step in steps]
     peers = new_guests(path, model, prompts, limits)
     everybody = rungs + peers

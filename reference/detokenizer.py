@@ -1,6 +1,15 @@
-"""Token ids to text, one at a time: a character is never split, and a stop string ends the text."""
+"""Text to token ids, and back one token at a time: a character is never split, and a stop string ends
+the text.
+"""
 
 from tokenizers.decoders import DecodeStream
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    """The token ids of a prompt, opened by the tokenizer's start token if it has one."""
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    # not verbose, because whoever asked says better that a prompt is too long
+    return start + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 class Detokenizer:

@@ -8,12 +8,16 @@
 Read `step`: schedule, run, sample, tell. Each line is a lesson.
 """
 
+import re
 import time
+from collections.abc import Iterable
 from itertools import count
+from random import Random
 
 from lessons.l14_continuous_batching.sequence import Chunk, Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from reference.detokenizer import Detokenizer
+from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown
+from reference.detokenizer import Detokenizer, encode
 from reference.model_runner import ModelRunner
 from reference.outputs import Logprobs, RequestOutput
 from reference.request import EngineRequest, EngineSequence, bias_of
@@ -22,9 +26,19 @@ from reference.sampling_params import SamplingParams
 
 
 class Engine:
-    """What is running, and the loop's body. One thread at a time may call it."""
+    """What is running, and the loop's body. One thread at a time may call it.
 
-    def __init__(self, runner: ModelRunner, scheduler: ChunkedScheduler, tokenizer, max_model_len):
+    seed: of the requests that bring none; None: a fresh one each time.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: ChunkedScheduler,
+        tokenizer,
+        max_model_len: int,
+        seed: int | None = None,
+    ):
         self.runner = runner
         self.scheduler = scheduler
         self.tokenizer = tokenizer
@@ -32,6 +46,7 @@ class Engine:
         self.sampler = Sampler()
         self.requests: dict[str, EngineRequest] = {}
         self.ids = count()  # of sequences
+        self.seeds = Random(seed)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -51,9 +66,13 @@ class Engine:
         Raises ValueError, in one line, for a request that cannot be served; nothing is queued then.
         """
         if not isinstance(request_id, str) or request_id in self.requests:
-            raise ValueError(f"request_id: got {request_id!r}; accepted: a string not in use")
+            refuse("request_id", request_id, "a string not in use")
         params = SamplingParams() if params is None else params
+        check_kind(SamplingParams, "SamplingParams", sampling_params=params)
+        if not is_whole(priority, -(2**31)):
+            refuse("priority", priority, "a whole number")
         text, ids = self.read_prompt(prompt)
+        self.check_tokens(logit_bias=params.logit_bias or (), stop_token_ids=params.stop_token_ids)
         request = EngineRequest(request_id, text, ids, params)
         sequences = self.new_sequences(request, priority)
         self.scheduler.add(sequences[0])
@@ -62,26 +81,28 @@ class Engine:
             request.prompt_logprobs = [None]  # nothing stands before the first token
         self.requests[request_id] = request
 
-    def read_prompt(self, prompt: str | list[int]) -> tuple[str | None, list[int]]:
-        """A prompt as text, if it was one, and as token ids. Raises ValueError."""
+    def read_prompt(self, prompt: str | list[int] | dict) -> tuple[str | None, list[int]]:
+        """A prompt as text, if it was one, and as token ids. Raises ValueError.
+
+        A dict is vLLM's {"prompt": text} or {"prompt_token_ids": token ids}.
+        """
+        if isinstance(prompt, dict) and len(prompt) == 1:
+            prompt = prompt.get("prompt", prompt.get("prompt_token_ids", prompt))
         if isinstance(prompt, str):
-            return prompt, self.checked(self.encode(prompt))
+            if re.search("[\ud800-\udfff]", prompt):
+                refuse("prompt", prompt, "text without halves of surrogate pairs")
+            return prompt, self.checked(encode(self.tokenizer, prompt))
         return None, self.checked(prompt)
 
-    def encode(self, text: str) -> list[int]:
-        ids = self.tokenizer(text, add_special_tokens=True)["input_ids"]
-        bos = self.tokenizer.bos_token_id
-        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
-
     def checked(self, ids: list[int]) -> list[int]:
+        """A prompt that the model can run. Raises ValueError for any other."""
         vocab_size = self.runner.model.config.vocab_size
         if not isinstance(ids, (list, tuple)) or not ids:
-            raise ValueError(f"prompt: got {ids!r:.80}; accepted: text or token ids, one at least")
+            refuse("prompt", ids, "text or token ids, one at least")
         for at, token in enumerate(ids):
-            if not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"prompt: got {token!r} at {at}; accepted: token ids from 0 to {vocab_size - 1}"
-                )
+            if not is_whole(token, 0, vocab_size - 1):
+                accepted = f"token ids from 0 to {vocab_size - 1}"
+                raise ValueError(f"prompt: got {shown(token)} at {at}; accepted: {accepted}")
         if len(ids) >= self.max_model_len:
             raise ValueError(
                 f"prompt: got {len(ids)} tokens; accepted: at most {self.max_model_len - 1}, so "
@@ -89,18 +110,22 @@ class Engine:
             )
         return list(ids)
 
+    def check_tokens(self, **wishes: Iterable[int]) -> None:
+        """Raise ValueError for a token that the model does not have."""
+        vocab_size = self.runner.model.config.vocab_size
+        for name, tokens in wishes.items():
+            for token in tokens:
+                if token >= vocab_size:
+                    refuse(name, token, f"token ids below {vocab_size}")
+
     def new_sequences(self, request: EngineRequest, priority: int) -> list[EngineSequence]:
         """The answers of a request. The first runs the prompt, the others fork from it."""
         params, config = request.params, self.runner.model.config
         room = self.max_model_len - len(request.prompt_token_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         eos = () if params.ignore_eos else config.eos_token_ids
-        for token in params.logit_bias or ():
-            if token >= config.vocab_size:
-                accepted = f"token ids below {config.vocab_size}"
-                raise ValueError(f"logit_bias: got token {token}; accepted: {accepted}")
         sequences = []
-        for index, row in enumerate(params.rows()):
+        for index, row in enumerate(params.rows(self.seeds)):
             detokenizer = None
             if params.detokenize and self.tokenizer is not None:
                 detokenizer = Detokenizer(
@@ -131,6 +156,7 @@ class Engine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request where it stands; returns what it has so far. None: nobody of that name."""
+        check_kind(str, "a string", request_id=request_id)
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
@@ -143,7 +169,11 @@ class Engine:
     # ------------------------------------------------------------ a step
 
     def step(self) -> list[RequestOutput]:
-        """One pass of the model. Returns the requests that got a token, as they stand now.
+        """One pass of the model. Returns the requests that got a token, as they stand now."""
+        return [request.output() for request in self.advance()]
+
+    def advance(self) -> list[EngineRequest]:
+        """One pass of the model. Returns the requests that got a token.
 
         If the pass raises, the requests in it are aborted, because nobody knows what was written;
         the others go on.
@@ -161,7 +191,7 @@ class Engine:
         for request in touched:
             if request.finished:
                 del self.requests[request.request_id]
-        return [request.output() for request in touched]
+        return touched
 
     def run(self, step: Step) -> list[EngineRequest]:
         """Run, score, sample, tidy up. Returns the requests that got a token."""
@@ -197,6 +227,7 @@ class Engine:
         return list(dict.fromkeys(sequence.request for sequence in sequences))
 
     def note_scheduled(self, step: Step) -> None:
+        """For its metrics: when a request first ran, and how much of it a prefix cache knew."""
         for chunk in step.chunks:
             request = chunk.sequence.request
             if request.metrics.first_scheduled is None:
@@ -208,10 +239,13 @@ class Engine:
         for last, chunk in ends(step):
             request, first = chunk.sequence.request, chunk.sequence.computed
             wanted = request.params.prompt_logprobs
-            if wanted is None or len(request.prompt_logprobs) > first + 1:
-                continue  # not asked for, or computed before a preemption
-            targets = request.prompt_token_ids[first + 1 : first + chunk.count + 1]
-            start = last + 1 - chunk.count
+            if wanted is None:
+                continue
+            # Not the chunk's first: before a preemption another chunk may have scored some of it.
+            scored = len(request.prompt_logprobs)
+            targets = request.prompt_token_ids[scored : first + chunk.count + 1]
+            # The token before a target gives its score.
+            start = last + 1 - chunk.count + (scored - 1 - first)
             rows = list(range(start, start + len(targets)))
             if rows:
                 logprobs = self.runner.logits(hidden, rows).float().log_softmax(-1)

@@ -5,6 +5,12 @@ lesson brings what they ask for.
 import difflib
 from dataclasses import dataclass, fields
 
+from lessons.toolbox.model.arguments import check_kind, is_number, is_whole, refuse
+
+CHOICES = {
+    "scheduling_policy": ("fcfs", "priority"),
+    "preemption_mode": ("recompute", "swap"),
+}
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64", "half", "float")
 # argument -> (values that ask for nothing new, the lesson that brings the rest)
 LATER: dict[str, tuple[tuple, str]] = {
@@ -35,17 +41,22 @@ WITHOUT_EFFECT = {
 class EngineArgs:
     """What an engine is made of. Raises ValueError, in one line, for a value that cannot work.
 
-    max_model_len: None takes the model's own. max_num_batched_tokens: of one step; None takes 2048,
-    or max_num_seqs if that is more. num_gpu_blocks_override: blocks of the cache; None takes what
-    memory gives. kv_cache_memory_bytes: of the cache; None: on a GPU what gpu_memory_utilization
-    leaves, on a CPU at most 1 GiB. scheduling_policy: "fcfs" or "priority".
+    seed: of the requests that bring none: an engine with this seed gives the same calls the same
+    tokens. None: others each time. max_model_len: None takes the model's own.
+    max_num_batched_tokens: of one step; None takes 2048, or max_num_seqs if that is more.
+    num_gpu_blocks_override: blocks of the cache; None takes what memory gives.
+    kv_cache_memory_bytes: of the cache; None: on a GPU what gpu_memory_utilization leaves, on a CPU
+    at most 1 GiB. preemption_mode: what becomes of the K and V of a request whose blocks another one
+    needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's memory.
+    scheduling_policy: "fcfs" or "priority". enforce_eager: no CUDA graphs of decode steps; on a CPU
+    there are none.
     """
 
     model: str = "models/tiny"
     tokenizer: str | None = None
     dtype: str = "auto"
     device: str | None = None
-    seed: int = 0
+    seed: int | None = 0
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
@@ -53,36 +64,40 @@ class EngineArgs:
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
+    preemption_mode: str = "recompute"
+    swap_space: float = 4.0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
     enforce_eager: bool = False
 
     def __post_init__(self):
-        for name in ("max_num_seqs", "block_size"):
-            self._require_count(name)
-        for name in (
+        check_counts(
+            self,
             "max_model_len",
             "max_num_batched_tokens",
             "num_gpu_blocks_override",
-            "kv_cache_memory_bytes",
-        ):
-            self._require_count(name, optional=True)
-        self._require("block_size", self.block_size <= 256, "1 to 256")
-        share = self.gpu_memory_utilization
-        is_share = (
-            isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= 1
+            optional=True,
         )
+        check_counts(self, "max_num_seqs", "block_size")
+        switches = ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager")
+        for name in switches:
+            check_kind(bool, "True or False", **{name: getattr(self, name)})
+        self._require("block_size", self.block_size <= 256, "1 to 256")
+        memory = self.kv_cache_memory_bytes
+        is_memory = memory is None or is_whole(memory, high=2**63 - 1)
+        self._require("kv_cache_memory_bytes", is_memory, "None, or a whole number, 1 or more")
+        share = self.gpu_memory_utilization
+        is_share = is_number(share, 0, 1) and share > 0
         self._require("gpu_memory_utilization", is_share, "above 0, at most 1")
+        self._require("swap_space", is_number(self.swap_space, 0), "a finite number of GiB")
+        is_seed = self.seed is None or is_whole(self.seed, 0, 2**63 - 1)
+        self._require("seed", is_seed, "None, or an integer with 0 <= seed < 2**63")
         dtype = str(self.dtype).removeprefix("torch.")
         self._require("dtype", dtype in DTYPES, ", ".join(DTYPES))
         self.dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
-        policies = ("fcfs", "priority")
-        self._require(
-            "scheduling_policy", self.scheduling_policy in policies, " or ".join(policies)
-        )
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"):
-            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        for name, values in CHOICES.items():
+            self._require(name, getattr(self, name) in values, " or ".join(values))
         if self.max_num_batched_tokens is None:
             self.max_num_batched_tokens = max(2048, self.max_num_seqs)
         least = f"{self.max_num_seqs} or more, a token for each of max_num_seqs"
@@ -110,12 +125,17 @@ class EngineArgs:
                 raise ValueError(f"{name}: unknown argument; {hint}")
         return cls(**own)
 
-    def _require_count(self, name: str, optional: bool = False) -> None:
-        value = getattr(self, name)
-        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        accepted = f"{'None, or ' if optional else ''}an integer of 1 or more"
-        self._require(name, fits or (optional and value is None), accepted)
-
     def _require(self, name: str, fits: bool, accepted: str) -> None:
         if not fits:
-            raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: {accepted}")
+            refuse(name, getattr(self, name), accepted)
+
+
+def check_counts(arguments, *names: str, low: int = 1, optional: bool = False) -> None:
+    """Raise ValueError that names the first of these attributes that is no whole number from `low`
+    on. optional: it may be None.
+    """
+    accepted = f"{'None, or ' if optional else ''}a whole number, {low} or more and below 2**31"
+    for name in names:
+        value = getattr(arguments, name)
+        if not is_whole(value, low) and not (optional and value is None):
+            refuse(name, value, accepted)

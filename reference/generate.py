@@ -6,6 +6,7 @@ python -m reference.generate "import" -n 3 --temperature 0.8 --max-tokens 60
 
 import argparse
 import sys
+from contextlib import nullcontext
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -21,6 +22,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("-n", type=int, default=1, help="answers to each prompt")
     add("--seed", type=int)
     add("--stop", action="append", default=[], help="end the answer here; may be given again")
+    add(
+        "--trace", help="write the engine's steps to this file (python -m reference.trace shows it)"
+    )
     return parser.parse_args(argv)
 
 
@@ -29,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         # here, because they take seconds, and --help should not
         from reference import LLM, SamplingParams
+        from reference.trace import traced
 
         params = SamplingParams(
             n=options.n,
@@ -39,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
             stop=tuple(options.stop),
         )
         llm = LLM(options.model)
-        for output in llm.generate(options.prompts, params, use_tqdm=sys.stderr.isatty()):
+        with traced(llm.engine, options.trace) if options.trace else nullcontext():
+            outputs = llm.generate(options.prompts, params, use_tqdm=sys.stderr.isatty())
+        for output in outputs:
             for answer in output.outputs:
                 print(output.prompt + answer.text, flush=True)
     except ValueError as error:

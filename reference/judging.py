@@ -9,8 +9,15 @@ from reference.contest import Contender
 MARGIN = 1e-3  # in logits; float32 sums in another order move logits by about 1e-5
 
 
-def judge(contender: Contender, rungs: list[Contender], model: Decoder, prompts) -> None:
-    """Compare every output with the lowest rung that served the same request.
+def judge(
+    contender: Contender,
+    rungs: list[Contender],
+    model: Decoder,
+    prompts,
+    reference: str = "the first rung",
+) -> None:
+    """Compare every output with the lowest rung that served the same request. reference: what a
+    verdict calls it.
 
     A difference is excused only within MARGIN: both tokens must be the model's two best there, and
     their logits that close.
@@ -26,13 +33,13 @@ def judge(contender: Contender, rungs: list[Contender], model: Decoder, prompts)
         # one ended early, or took a token that nothing excuses
         if {*tokens[at : at + 1], *wanted[at : at + 1]} != best:
             contender.verdict = (
-                f"differs from the first rung: {where}, where the tokens are not the two of the "
+                f"differs from {reference}: {where}, where the tokens are not the two of the "
                 f"best logits"
             )
             return
         if margin > MARGIN:
             contender.verdict = (
-                f"differs from the first rung: {where}, where the two best logits are "
+                f"differs from {reference}: {where}, where the two best logits are "
                 f"{margin:.4g} apart (tolerance {MARGIN:g})"
             )
             return

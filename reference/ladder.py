@@ -13,7 +13,6 @@ import argparse
 import json
 import re
 import sys
-from functools import partial
 from pathlib import Path
 
 from lessons.toolbox.command import OneLineParser, check_writable, run_command
@@ -30,7 +29,8 @@ def load_requests(
 
     Raises ValueError for a file that holds no such requests.
     """
-    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    from reference.detokenizer import encode
+
     accepted = '; accepted: a JSON list of {"prompt": text, "max_new_tokens": count}'
     try:
         requests = json.loads(path.read_text(encoding="utf-8"))
@@ -49,9 +49,7 @@ def load_requests(
             f"--prompts {path}: max_new_tokens is 0 everywhere; accepted: at least one request "
             f"that asks for a token"
         )
-    # not verbose, because `generate` says better which prompt is too long
-    as_tokens = partial(tokenizer, add_special_tokens=False, verbose=False)
-    return [start + as_tokens(request["prompt"])["input_ids"] for request in requests], limits
+    return [encode(tokenizer, request["prompt"]) for request in requests], limits
 
 
 def is_request(request) -> bool:

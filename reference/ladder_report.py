@@ -19,6 +19,7 @@ from lessons.toolbox.measure import device as devices
 from reference.regimes import regime_of
 
 SCHEMA = 2  # of ladder.json
+NOISE = 0.1  # of a rung's speed: its passes differ by as much
 STAND_INS = "PyTorch stands in for kernels and graphs"  # on a CPU
 
 
@@ -131,7 +132,8 @@ def print_table(data: dict, console: Console) -> None:
     for peer in data["peers"]:
         speed, first = peer["tokens_per_s"], data["rungs"][0]["tokens_per_s"]
         gain = f"{speed / first:.2f}" if speed else ""
-        table.add_row(peer["name"], speed_cell(peer), "", gain, "", "", same_cell(peer), "")
+        name = starred(peer, model["requests"])
+        table.add_row(name, speed_cell(peer), "", gain, "", "", same_cell(peer), "")
     console.print(table)
     for note in notes(data):
         console.print(note, style="dim", markup=False, highlight=False)
@@ -144,7 +146,6 @@ def print_table(data: dict, console: Console) -> None:
 
 def rung_cells(rung: dict, requests: int) -> list[str]:
     """A rung's row. A rung that stands in for another device has no gains to show."""
-    star = "" if rung["requests"] == requests else " *"
     step, speedup = rung["step"], rung["speedup"]
     if rung["stand_in"]:
         gains = ["tokens only", ""]
@@ -153,7 +154,7 @@ def rung_cells(rung: dict, requests: int) -> list[str]:
     regime = rung["regime"]
     about = "" if regime is None or regime["measured"] else "~"
     return [
-        f"{rung['lesson']} {rung['name']}{star}",
+        f"{rung['lesson']} {starred(rung, requests)}",
         speed_cell(rung),
         *gains,
         number(rung["kv_bytes_per_token"]),
@@ -161,6 +162,12 @@ def rung_cells(rung: dict, requests: int) -> list[str]:
         same_cell(rung),
         f"{about}{number(regime['gain'])}× {regime['label']}" if regime else "",
     ]
+
+
+def starred(entry: dict, requests: int) -> str:
+    """The name, with a star if it ran and served fewer requests than there are."""
+    is_subset = entry["tokens_per_s"] is not None and entry["requests"] < requests
+    return f"{entry['name']} *" if is_subset else entry["name"]
 
 
 def speed_cell(entry: dict) -> str:
@@ -192,9 +199,9 @@ def notes(data: dict) -> list[str]:
             f"and its speed says nothing. The kernels are proved in the interpreter."
         )
     total = data["model"]["requests"]
-    served = sorted({rung["requests"] for rung in data["rungs"]} - {total})
-    for count in served:
-        names = [rung["name"] for rung in data["rungs"] if rung["requests"] == count]
+    ran = [entry for entry in data["rungs"] + data["peers"] if entry["tokens_per_s"] is not None]
+    for count in sorted({entry["requests"] for entry in ran} - {total}):
+        names = [entry["name"] for entry in ran if entry["requests"] == count]
         found.append(
             f"* served {count} of {total} requests, as long as all of them on average: "
             f"{', '.join(names)}"
@@ -222,11 +229,13 @@ def print_sample(tokenizer, prompts, rungs, console: Console) -> None:
 def headline(rungs: list[dict]) -> str:
     """The figure's title: the fastest rung, whether the tokens are the same, and the largest step.
 
-    A rung that stands in for another device is never the fastest, and no step is counted to it.
+    A rung that stands in for another device is never the fastest, and no step is counted to it. Of
+    rungs that are equal but for noise, the lowest is named, because what it does made them fast.
     """
     ran = [rung for rung in rungs if rung["tokens_per_s"] is not None]
     solid = [rung for rung in ran if not rung["stand_in"]]
-    best = max(solid, key=lambda rung: rung["tokens_per_s"])
+    fastest = max(rung["tokens_per_s"] for rung in solid)
+    best = next(rung for rung in solid if rung["tokens_per_s"] >= (1 - NOISE) * fastest)
     step = max(solid, key=lambda rung: rung["step"])
     same = "the same tokens"
     if any(rung["identical"] is False for rung in ran):

@@ -1,25 +1,33 @@
 """The offline interface: `LLM(model).generate(prompts, params)`, as users of vLLM know it."""
 
 import itertools
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import torch
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer
 
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets
 from lessons.l12_paged_kv.blocks import BlockManager
+from lessons.l12_paged_kv.swap import HostSwap
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l14_continuous_batching.sequence import Sequence
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler, by_arrival
+from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
+from lessons.toolbox.model.arguments import refuse
+from lessons.toolbox.model.checkpoint import load_tokenizer
+from reference.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from reference.cache_memory import blocks_that_fit
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
 from reference.model import load_model
 from reference.model_runner import ModelRunner
 from reference.outputs import RequestOutput
+from reference.request import EngineRequest
 from reference.sampling_params import SamplingParams
-
-CPU_CACHE_BYTES = 2**30
 
 
 def by_priority(sequence: Sequence) -> tuple:
@@ -31,7 +39,14 @@ def new_engine(args: EngineArgs) -> Engine:
     """An engine with its model, tokenizer, cache and scheduler. Raises ValueError."""
     dtype = None if args.dtype == "auto" else args.dtype
     model = load_model(args.model, args.device, dtype)
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    return engine_over(model, tokenizer, args)
+
+
+def engine_over(model: Decoder, tokenizer, args: EngineArgs) -> Engine:
+    """An engine over a model that is there already. tokenizer: None, if all prompts are token ids
+    and nobody wants text. Raises ValueError.
+    """
     most = model.config.max_position_embeddings
     max_model_len = args.max_model_len or most
     if max_model_len > most:
@@ -44,40 +59,35 @@ def new_engine(args: EngineArgs) -> Engine:
         blocks = CachingBlockManager(num_blocks, args.block_size, cache)
     else:
         blocks = BlockManager(num_blocks, args.block_size)
-    scheduler = ChunkedScheduler(
-        blocks,
-        args.max_num_seqs,
-        args.max_num_batched_tokens,
-        args.enable_chunked_prefill,
-        by_priority if args.scheduling_policy == "priority" else by_arrival,
-    )
     runner = ModelRunner(model, num_blocks, args.block_size, max_model_len)
-    return Engine(runner, scheduler, tokenizer, max_model_len)
+    if replays(args, model):
+        most = min(args.max_num_seqs, num_blocks)  # because everybody who decodes owns a block
+        runner.capture(CudaGraphs(model.device), batch_buckets(most))
+    scheduler = new_scheduler(args, runner, blocks)
+    return Engine(runner, scheduler, tokenizer, max_model_len, args.seed)
 
 
-def blocks_that_fit(args: EngineArgs, model: Decoder, max_model_len: int) -> int:
-    """How many blocks the cache gets: as many as asked for, or as memory holds, but no more than
-    max_num_seqs of the longest sequences can fill.
+def replays(args: EngineArgs, model: Decoder) -> bool:
+    """Whether decode steps become CUDA graphs. On a CPU nothing is launched; a mixture of experts
+    stays eager, because Python asks its router which experts to run, and so does Gemma 2.
     """
-    if args.num_gpu_blocks_override:
-        return args.num_gpu_blocks_override
-    block_bytes = args.block_size * model.config.kv_bytes_per_token(model.dtype.itemsize)
-    memory = args.kv_cache_memory_bytes or cache_memory(args, model.device)
-    useful = args.max_num_seqs * -(-max_model_len // args.block_size)
-    if (num_blocks := min(useful, int(memory // block_bytes))) < 1:
-        raise ValueError(
-            f"kv_cache_memory_bytes: {memory:.0f} bytes hold no block of {block_bytes}; accepted: "
-            f"more, or a smaller block_size or gpu_memory_utilization nearer to 1"
-        )
-    return num_blocks
+    can_replay = model.device.type == "cuda" and model.config.can_be_captured
+    return can_replay and not args.enforce_eager
 
 
-def cache_memory(args: EngineArgs, device: torch.device) -> float:
-    """Bytes for the cache: of a GPU's memory the share that may be used, less what is used."""
-    if device.type != "cuda":
-        return CPU_CACHE_BYTES
-    free, total = torch.cuda.mem_get_info(device)
-    return free - (1 - args.gpu_memory_utilization) * total
+def new_scheduler(args: EngineArgs, runner: ModelRunner, blocks: BlockManager) -> ChunkedScheduler:
+    """Who decides what runs in each step, and whose K and V wait on the host."""
+    limits = dict(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        order=by_priority if args.scheduling_policy == "priority" else by_arrival,
+    )
+    if args.preemption_mode == "recompute":
+        return ChunkedScheduler(blocks, **limits)
+    block_bytes = runner.pool.bytes_per_token * args.block_size
+    host_blocks = int(args.swap_space * 2**30 // block_bytes)
+    return SwappingScheduler(HostSwap(Lender(runner.pool, blocks)), host_blocks, **limits)
 
 
 class LLM:
@@ -89,6 +99,7 @@ class LLM:
         self.counter = itertools.count()
 
     def get_tokenizer(self):
+        """The checkpoint's, as transformers' AutoTokenizer."""
         return self.engine.tokenizer
 
     def generate(
@@ -102,38 +113,67 @@ class LLM:
         """The answers, in the order of the prompts. Interrupted by Ctrl-C, it returns what it has;
         what has not ended is marked "abort".
         """
+        if prompts is not None and prompt_token_ids is not None:
+            refuse("prompts, prompt_token_ids", (prompts, prompt_token_ids), "one of them")
         prompts = as_list(prompts if prompt_token_ids is None else prompt_token_ids)
-        params = one_each("sampling_params", sampling_params or SamplingParams(), len(prompts))
+        params = one_each("sampling_params", sampling_params, len(prompts))
         priorities = one_each("priority", 0 if priority is None else priority, len(prompts))
-        ids = [str(next(self.counter)) for _ in prompts]
-        queued = []
+        ids, requests = [str(next(self.counter)) for _ in prompts], []
         try:
             for id, prompt, wishes, rank in zip(ids, prompts, params, priorities):
                 self.engine.add_request(id, prompt, wishes, rank)
-                queued.append(id)
+                requests.append(self.engine.requests[id])
         except ValueError as error:
-            for id in queued:
-                self.engine.abort_request(id)
-            raise ValueError(f"prompts[{len(queued)}]: {error}") from None
-        outputs = self.run(ids, use_tqdm)
-        return [outputs[id] for id in ids]
+            self.abort(requests)
+            raise ValueError(f"prompts[{len(requests)}]: {error}") from None
+        self.run(requests, use_tqdm)
+        return [request.output() for request in requests]
 
-    def run(self, ids: list[str], use_tqdm: bool) -> dict[str, RequestOutput]:
-        """Step until these requests have ended."""
-        outputs: dict[str, RequestOutput] = {}
-        waiting = set(ids)
-        with tqdm(total=len(ids), desc="requests", disable=not use_tqdm) as bar:
-            try:
-                while waiting:
-                    for output in self.engine.step():
-                        if output.finished and output.request_id in waiting:
-                            waiting.remove(output.request_id)
-                            outputs[output.request_id] = output
+    def run(self, requests: list[EngineRequest], use_tqdm: bool) -> None:
+        """Step until these requests have ended; Ctrl-C, or a step that raises, ends them sooner."""
+        waiting = {request.request_id for request in requests}
+        try:
+            with (
+                interrupts_noted() as interrupts,
+                tqdm(total=len(requests), desc="requests", disable=not use_tqdm) as bar,
+            ):
+                while waiting and not interrupts:
+                    # not `step`, because nobody looks at an answer before it has ended
+                    for request in self.engine.advance():
+                        if request.finished and request.request_id in waiting:
+                            waiting.remove(request.request_id)
                             bar.update()
-            except KeyboardInterrupt:
-                for id in waiting:
-                    outputs[id] = self.engine.abort_request(id)
-        return outputs
+        except KeyboardInterrupt:
+            pass  # as if it had been noted
+        finally:
+            self.abort(requests)
+
+    def abort(self, requests: list[EngineRequest]) -> None:
+        """End those that have not ended."""
+        for request in requests:
+            self.engine.abort_request(request.request_id)
+
+    def beam_search(
+        self, prompts: str | list, params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers that a search of this width finds, in the order of the prompts.
+
+        Raises ValueError for a prompt that cannot be served, or while requests are unfinished.
+        """
+        prompts, searching = as_list(prompts), BeamSearch(self.engine, params)
+        searches = []
+        for prompt in prompts:
+            try:
+                searches.append(searching.new_search(prompt))
+            except ValueError as error:
+                raise ValueError(f"prompts[{len(searches)}]: {error}") from None
+        waiting = searches
+        with tqdm(total=len(searches), desc="searches", disable=not use_tqdm) as bar:
+            while group := searching.next_group(waiting):
+                searching.run(group)
+                waiting = waiting[len(group) :]
+                bar.update(len(group))
+        return [search.output(self.engine.tokenizer) for search in searches]
 
     def chat(
         self,
@@ -142,10 +182,12 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer conversations by the tokenizer's own template. Raises ValueError without one."""
+        if not isinstance(messages, (list, tuple)) or not messages:
+            refuse("messages", messages, "a conversation, or a list of them")
         tokenizer = self.engine.tokenizer
         if not tokenizer.chat_template:
             raise ValueError("messages: this tokenizer has no chat template; accepted: generate()")
-        many = messages if messages and isinstance(messages[0], list) else [messages]
+        many = messages if isinstance(messages[0], list) else [messages]
         prompts = [
             tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)
             for m in many
@@ -153,14 +195,37 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
 
+@contextmanager
+def interrupts_noted() -> Iterator[list]:
+    """Inside it, the first Ctrl-C only fills the list, because half a step leaves blocks that nobody
+    owns. A second one raises KeyboardInterrupt.
+    """
+    noted = []
+
+    def note(number, frame):
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    # Python delivers signals to its main thread only. Another handler belongs to somebody else.
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield noted
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def as_list(prompts) -> list:
     """One prompt, or a list of them. Raises ValueError for nothing."""
-    if isinstance(prompts, str) or (
-        isinstance(prompts, list) and prompts and type(prompts[0]) is int
-    ):
+    is_list = isinstance(prompts, (list, tuple))
+    if isinstance(prompts, (str, dict)) or (is_list and prompts and type(prompts[0]) is int):
         return [prompts]
-    if not isinstance(prompts, (list, tuple)) or not prompts:
-        raise ValueError(f"prompts: got {prompts!r:.80}; accepted: a prompt, or a list of them")
+    if not is_list or not prompts:
+        refuse("prompts", prompts, "a prompt, or a list of them")
     return list(prompts)
 
 

@@ -21,8 +21,8 @@ def load_model(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> Decoder:
-    """A checkpoint as a decoder, ready to generate: Llama, Mistral, Qwen, DeepSeek-V2 and V3, by
-    folder or hub name.
+    """A checkpoint as a decoder, ready to generate: Llama, Mistral, Mixtral, Qwen, Qwen3-MoE, gpt-oss,
+    Phi-3, Gemma 2 and 3, DeepSeek-V2 and V3, by folder or hub name.
 
     device: default the GPU if there is one. dtype: a torch.dtype or its name; default the GPU's
     16-bit type, float32 on a CPU. On a GPU the result is lesson 7's fused twin. Raises ValueError

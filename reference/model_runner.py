@@ -1,11 +1,15 @@
 """One pass of the model over what a scheduler chose: tensors in, hidden states and logits out."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l12_paged_kv.runner import copy_blocks, new_pool, paged_rung_of, step_batch
 from lessons.l14_continuous_batching.sequence import Step
+from reference.decode_graphs import DecodeGraphs
+from reference.packed import packed
 
 
 class ModelRunner:
@@ -14,8 +18,14 @@ class ModelRunner:
     """
 
     def __init__(self, model: Decoder, num_blocks: int, block_size: int, max_model_len: int):
-        self.model = paged_rung_of(model).prepare(model)
+        self.model = packed(paged_rung_of(model).prepare(model))
         self.pool = new_pool(self.model, num_blocks, block_size, max_model_len)
+        self.max_model_len = max_model_len
+        self.captured: DecodeGraphs | None = None
+
+    def capture(self, graphs, buckets: Sequence[int]) -> None:
+        """From now on steps that only decode are replayed. Arguments: DecodeGraphs."""
+        self.captured = DecodeGraphs(self.model, self.pool, graphs, buckets, self.max_model_len)
 
     @torch.inference_mode()
     def __call__(self, step: Step, tables: dict[int, list[int]]) -> Tensor:
@@ -23,10 +33,14 @@ class ModelRunner:
         copy_blocks(self.pool, step.copies)
         chunks = [(chunk.tokens, chunk.sequence.computed) for chunk in step.chunks]
         owned = [tables[chunk.sequence.row] for chunk in step.chunks]
+        if self.captured is not None and self.captured.fits(chunks):
+            return self.captured(chunks, owned)
         batch = step_batch(self.pool, chunks, owned)
         return self.model(batch.tokens, self.pool.attending(batch))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """hidden: [T, hidden_size] -> [len(rows), V]. Only of these rows, because V is large."""
-        return self.model.logits(hidden[rows])
+        if rows != list(range(len(hidden))):  # a list of indices makes Python wait for the GPU
+            hidden = hidden[rows]
+        return self.model.logits(hidden)

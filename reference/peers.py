@@ -21,6 +21,8 @@ from transformers.utils import logging as transformers_logging
 
 from lessons.toolbox.model.checkpoint import load_tokenizer
 
+PLACES = 32  # requests side by side, as many as the rungs from lesson 11 on have
+
 
 def load_peer_model(path: str, device: torch.device, dtype: torch.dtype):
     """The same checkpoint as a transformers model, with its fused attention (SDPA)."""
@@ -81,9 +83,9 @@ def left_padded_batch(model, prompts, max_new_tokens, on_token=None):
     return rows
 
 
-def continuous_batching(model, prompts, max_new_tokens, on_token=None):
+def continuous_batching(model, prompts, max_new_tokens, on_token=None, slots=PLACES):
     """transformers' own continuous batching over a paged cache. Each request ends at its own
-    limit.
+    limit. slots: requests side by side.
     """
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -93,6 +95,7 @@ def continuous_batching(model, prompts, max_new_tokens, on_token=None):
         block_size=block_size,
         num_blocks=tokens // block_size + 2 * len(prompts) + 1,
         max_batch_tokens=512,
+        max_requests_per_batch=slots,
         use_cuda_graph=model.device.type == "cuda",
     )
     config = _greedy(model, max(max_new_tokens))
@@ -167,7 +170,7 @@ def _vllm_engine(path: str, dtype: str):
     """The engine, started once. Less memory than it would take, because others run beside it."""
     from vllm import LLM
 
-    return LLM(model=path, dtype=dtype, max_num_seqs=32, gpu_memory_utilization=0.3)
+    return LLM(model=path, dtype=dtype, max_num_seqs=PLACES, gpu_memory_utilization=0.3)
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ class Peer:
 
 
 PEERS = (
-    Peer("transformers pipeline", text_pipeline, in_batches=False),
+    Peer("transformers pipeline, one by one", text_pipeline, in_batches=False),
     Peer("transformers generate, one by one", one_by_one, in_batches=False),
     Peer("transformers generate, padded batch", left_padded_batch),
     Peer("transformers continuous batching", continuous_batching),

@@ -3,7 +3,8 @@ there.
 
 A gain is measured where a benchmark recorded it: results/ is read, a GPU's records first. Where
 nothing was recorded that speaks for a GPU, it is predicted for an H200 by the models of the
-lessons, and marked so. No gain is written down here.
+lessons, and marked so. No gain is written down here. A gain is a ratio of times, of bytes (lesson
+2) or of requests at once (lesson 12), as its label says.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,9 @@ CHIP = CHIPS["h200"]  # of the predictions
 PROMPT = 8192  # tokens of a prompt whose scores are many
 LONG_CONTEXT = 65536  # tokens of one sequence, too few heads for a GPU
 SMALL_MODEL, LAUNCH_CONTEXT = "Llama-3.2-1B", 4096  # a step of it waits for launches
+LONG_PROMPT, BUDGET = 32768, 2048  # tokens that arrive; tokens of a step
+# one answer in PLACES is long, and the others wait for it in static waves; tokens
+PLACES, JOB, LONG_ANSWER, SHORT_ANSWER, TASK = 8, 32, 128, 8, 32
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a lesson's model says of an H200. source: the module of the model."""
+    """What a lesson's model says of an H200, or counts on any device. source: the module of the
+    model.
+    """
 
     label: str
     gain: Callable[[], float]
     source: str
+    device: str = CHIP.name
 
     def regime(self, results: Path) -> dict | None:
         """What regime_of returns. `results` does not matter to a prediction."""
@@ -77,7 +84,7 @@ class Predicted:
             "label": self.label,
             "gain": round(gain, 3),
             "measured": False,
-            "device": CHIP.name,
+            "device": self.device,
             "source": self.source,
         }
 
@@ -148,10 +155,49 @@ def graph_gain() -> float:
     return eager[-1].end / timeline.graph_spans(graph.launches, cost)[-1].end
 
 
+def requests_gain() -> float:
+    """How many more chats run at once in the same memory: in blocks as they grow, and reserved for
+    the longest answer.
+    """
+    from lessons.l12_paged_kv.lab.workload import (
+        SHAREGPT,
+        longest,
+        simulate_blocks,
+        simulate_pieces,
+    )
+
+    return simulate_blocks(SHAREGPT).at_once / simulate_pieces(SHAREGPT, longest).at_once
+
+
+def mix_gain() -> float:
+    """Seconds of a job in static waves and with continuous batching, for Llama-3-8B."""
+    from lessons.l14_continuous_batching.lab.cost import predicted
+    from lessons.l14_continuous_batching.lab.occupancy import simulate
+    from lessons.l14_continuous_batching.lab.workload import all_at_once
+
+    answers = [SHORT_ANSWER if i % PLACES else LONG_ANSWER for i in range(JOB)]
+    trace, cost = all_at_once(answers, TASK), predicted()
+    logs = [simulate(way, trace, PLACES, cost) for way in ("static", "continuous")]
+    return logs[0].makespan_s / logs[1].makespan_s
+
+
+def chunks_gain() -> float:
+    """The longest that eight requests wait for a token while a long prompt arrives: prompts first,
+    and in chunks, for Llama-3-8B.
+    """
+    from lessons.l15_chunked_prefill.lab import experiments as lab
+    from lessons.l15_chunked_prefill.lab.costs import StepCost
+
+    trace, cost, others = lab.long_prompt_trace(), StepCost(chip=CHIP), range(lab.LONG_ROW)
+    first = lab.simulate(trace, lab.PrefillFirstScheduler, lab.WHOLE, cost)
+    chunked = lab.simulate(trace, lab.ChunkedScheduler, BUDGET, cost)
+    return max(lab.gaps_s(first, others)) / max(lab.gaps_s(chunked, others))
+
+
 # ---------------------------------------------------------------- the table
 
-# (lesson, rung): the candidates, of which the first that is known counts. The first rung and the
-# naive side of a lesson have none.
+# (lesson, rung): the candidates, of which the first that is known counts. The first rung, the naive
+# side of a lesson and the engine, which is all of them, have none.
 REGIMES: dict[tuple[str, str], tuple[Measured | Predicted, ...]] = {
     ("02", "no cache, fused softmax"): (
         Measured("l02_softmax", PROMPT, "prompt of {x}", after="one pass: Triton kernel"),
@@ -193,6 +239,31 @@ REGIMES: dict[tuple[str, str], tuple[Measured | Predicted, ...]] = {
     ("11", "in lockstep, CUDA graphs"): (
         Measured("l11_width", 512, "hidden size {x}", "eager", "graph", gpu_only=True),
         Predicted("models/tiny, batch 1", graph_gain, "lessons.l11_cuda_graphs.lab.timeline"),
+    ),
+    # Counted, not timed: more requests at once is what blocks are for.
+    ("12", "paged cache"): (
+        Predicted(
+            "chats in one memory", requests_gain, "lessons.l12_paged_kv.lab.workload", "any device"
+        ),
+    ),
+    ("13", "prefix cache"): (
+        Measured("l13_first_token", 1024, "TTFT, {x} known", "full prefill", "radix tree"),
+    ),
+    ("14", "continuous batching"): (
+        Measured("l14_mix", LONG_ANSWER, f"{{x}} tokens in 1 of {PLACES}", "static, padded"),
+        Predicted(
+            f"{LONG_ANSWER} tokens in 1 of {PLACES}",
+            mix_gain,
+            "lessons.l14_continuous_batching.lab.occupancy",
+        ),
+    ),
+    ("15", "chunked prefill"): (
+        Measured("l15_worst_gap", PROMPT, "worst ITL, {x} prompt"),
+        Predicted(
+            f"worst ITL, {size_number(LONG_PROMPT)} prompt",
+            chunks_gain,
+            "lessons.l15_chunked_prefill.lab.experiments",
+        ),
     ),
 }
 

@@ -111,6 +111,7 @@ class EngineRequest:
 
 
 def mean_logprob(sequence: EngineSequence) -> float:
+    """By which `best_of` ranks answers."""
     return sequence.cumulative_logprob / max(1, len(sequence.output))
 
 

@@ -24,7 +24,12 @@ from lessons.l10_flash_decoding.naive import LESSON_10_TORCH
 from lessons.l10_flash_decoding.optimized import IN_SPLITS
 from lessons.l11_cuda_graphs import naive as lockstep
 from lessons.l11_cuda_graphs import optimized as graphs
+from lessons.l12_paged_kv import generate as paged
+from lessons.l13_prefix_caching import generate as prefixes
+from lessons.l14_continuous_batching import loop as continuous
+from lessons.l15_chunked_prefill import generate as chunked
 from lessons.toolbox.model.config import ModelConfig
+from reference import engine_rung
 from reference.contest import first_line
 
 
@@ -82,6 +87,11 @@ IN_BATCHES = (
         in_batches=True,
         stand_in="eager steps for a graph",
     ),
+    Step("12", "paged cache", paged.generate, in_batches=True),
+    Step("13", "prefix cache", prefixes.generate, in_batches=True),
+    Step("14", "continuous batching", continuous.generate, in_batches=True),
+    Step("15", "chunked prefill", chunked.generate, in_batches=True),
+    Step("12-15", "the engine", engine_rung.generate, in_batches=True),
 )
 FUSED, FLASH, SPLITS = "the fused kernels", "the flash kernel", "programs that wait for SMs"
 WITH_HEADS = (
@@ -105,9 +115,29 @@ WITH_LATENTS = (
 )
 
 
+# The lessons whose subject is a kernel of attention. It neither caps scores nor adds sinks, so on a
+# model that asks for these PyTorch would run in its place, and the rung show nothing of its lesson.
+ATTENTION_KERNELS = ("no cache, fused softmax", REPEATED.name, IN_GROUPS.name)
+ATTENTION_KERNELS += (FLASH_PROMPTS.name, IN_SPLITS.name)
+
+
 def rungs_of(config: ModelConfig) -> tuple[Step, ...]:
-    """The ladder of a model: from lesson 6 on, one with latents has rungs of its own."""
+    """The ladder of a model: from lesson 6 on, one with latents has rungs of its own, and one that
+    caps its scores lacks some.
+    """
+    if config.has_score_rules:
+        return tuple(step for step in WITH_HEADS if step.name not in ATTENTION_KERNELS)
     return WITH_HEADS if config.mla is None else WITH_LATENTS
+
+
+def left_out(config: ModelConfig) -> str | None:
+    """Which rungs the ladder of this model lacks, and why, in one line."""
+    if not config.has_score_rules:
+        return None
+    return (
+        f"not run, because their kernels do not cap scores or add sinks as {config.model_type} does: "
+        f"{', '.join(ATTENTION_KERNELS)}; all others attend in PyTorch"
+    )
 
 
 class RungFailed(ValueError):

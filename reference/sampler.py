@@ -1,20 +1,24 @@
-"""Logits to tokens for the sequences of a step: lesson 2's batched sampler, kept while they stay."""
+"""Logits to tokens for the sequences of a step, as each of their requests asks for them."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.batch_sampling import SamplingBatch, read_tokens, sample_batch
+from lessons.l02_naive_attention.batch_cuts import lowest_kept
+from lessons.l02_naive_attention.batch_sampling import SamplingBatch
 from lessons.l02_naive_attention.request import sampling_batch
+from lessons.l14_continuous_batching.loop import StepSampler
 from reference.outputs import Logprob, Logprobs
 from reference.request import EngineSequence
 
+LIKELY = 512  # entries among which a row's top-p nearly always ends
+
 
 class Sampler:
-    """Remembers the batch of the last step: in most steps the same sequences come again."""
+    """Lesson 14's sampler behind what only the engine knows: biases, least lengths, logprobs."""
 
     def __init__(self):
-        self.ids: list[int] = []
-        self.batch: SamplingBatch | None = None
+        self.sample = StepSampler(searching_batch)
 
     @torch.inference_mode()
     def __call__(
@@ -25,13 +29,8 @@ class Sampler:
         """
         raw = logits.float().log_softmax(-1) if any(s.wants_logprobs for s in sequences) else None
         for row, sequence in enumerate(sequences):
-            adjust(logits[row], sequence)
-        ids = [sequence.row for sequence in sequences]
-        if ids != self.ids:
-            self.ids, self.batch = ids, sampling_batch(sequences, logits.device)
-        tokens = sample_batch(logits, self.batch)
-        self.batch.append(tokens)
-        chosen = read_tokens(tokens)
+            adjust(logits, row, sequence)
+        chosen = self.sample(logits, sequences)
         found = [
             top_logprobs(raw[row], token, sequence.params.logprobs or 0)
             if sequence.wants_logprobs
@@ -41,13 +40,48 @@ class Sampler:
         return chosen, found
 
 
-def adjust(logits: Tensor, sequence: EngineSequence) -> None:
-    """logit_bias and min_tokens, in place. logits: [V]."""
+def searching_batch(sequences: list[EngineSequence], device: torch.device) -> SamplingBatch:
+    """A sampling batch that on a CPU finds top-p by selecting."""
+    batch = sampling_batch(sequences, device)
+    if device.type == "cpu":
+        batch.search = lowest_reaching
+    return batch
+
+
+def adjust(logits: Tensor, row: int, sequence: EngineSequence) -> None:
+    """logit_bias and min_tokens of one row, in place. logits: [B, V]."""
     if sequence.bias is not None:
         tokens, values = sequence.bias
-        logits[tokens] += values.to(logits.dtype)
+        logits[row, tokens] += values.to(logits.dtype)
     if len(sequence.output) < sequence.params.min_tokens and sequence.stop_token_ids:
-        logits[list(sequence.stop_token_ids)] = -torch.inf
+        logits[row, list(sequence.stop_token_ids)] = -torch.inf
+
+
+def lowest_reaching(p: Tensor, wanted: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
+    """Lesson 2's lowest_kept for a CPU, where a step may read values: NumPy's selection is vectorized,
+    and a row's largest entries nearly always weigh enough. p, kept, weights (which is p): [B, blocks,
+    BLOCK]; wanted: [B, 1, 1] -> [B, 1, 1].
+    """
+    lowest, is_found = among_largest(p, wanted)
+    if bool(is_found.all()):
+        return lowest
+    # Row by row, because a row's token must not depend on who shares its batch.
+    return torch.where(is_found, lowest, lowest_kept(p, wanted, kept, weights=weights))
+
+
+def among_largest(p: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The entry with which a row's largest reach `wanted`, 0 for a wanted of inf; and whether LIKELY
+    entries are enough to know it. p: [B, blocks, BLOCK], wanted: [B, 1, 1] -> [B, 1, 1] twice.
+    """
+    row = p.flatten(1).numpy()
+    count = min(LIKELY, row.shape[1])
+    few = np.sort(np.partition(row, -count, axis=1)[:, -count:], axis=1)
+    entries = torch.from_numpy(few).flip(1)
+    is_before = entries.cumsum(dim=1, dtype=torch.float64) < wanted.view(-1, 1)
+    place = is_before.sum(dim=1, keepdim=True)
+    entry = entries.gather(1, place.clamp(max=count - 1))[:, :, None]
+    asks_nothing = wanted == torch.inf
+    return entry.masked_fill(asks_nothing, 0), (place < count)[:, :, None] | asks_nothing
 
 
 def top_logprobs(logprobs: Tensor, token: int, count: int) -> Logprobs:

@@ -1,8 +1,11 @@
 """How a request is answered, under vLLM's names. What lesson 2 samples with is a part of it."""
 
 from dataclasses import dataclass, fields, replace
+from random import Random
 
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
+from lessons.toolbox.model.arguments import check_kind, is_number, is_whole, refuse
+from reference.engine_args import check_counts
 
 # Of lesson 2: how one token is drawn.
 DRAWN_BY = tuple(field.name for field in fields(RowParams))
@@ -40,17 +43,17 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
-        stop = self.stop or ()
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        self._require("stop", all(isinstance(s, str) and s for s in stop), "strings, none empty")
-        self._require_count("n", 1)
-        for name in ("best_of", "max_tokens"):
-            self._require_count(name, 1, optional=True)
-        for name in ("logprobs", "prompt_logprobs"):
-            self._require_count(name, 0, optional=True)
-        self._require_count("min_tokens", 0)
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            value = (value,) if isinstance(value, str) else () if value is None else value
+            check_kind((list, tuple, set, frozenset), "None, or a list", **{name: value})
+            object.__setattr__(self, name, tuple(value))
+        is_text = all(isinstance(stop, str) and stop for stop in self.stop)
+        self._require("stop", is_text, "strings, none empty")
+        check_counts(self, "n")
+        check_counts(self, "best_of", "max_tokens", optional=True)
+        check_counts(self, "logprobs", "prompt_logprobs", low=0, optional=True)
+        check_counts(self, "min_tokens", low=0)
         if self.best_of is not None:
             self._require("best_of", self.best_of >= self.n, f"n ({self.n}) or more")
         if self.max_tokens is not None:
@@ -59,7 +62,7 @@ class SamplingParams:
         if self.drawn > 1 and self.temperature == 0:
             self._require("n", False, "1 with temperature 0, because all answers would be equal")
         for name in ("include_stop_str_in_output", "detokenize", "skip_special_tokens"):
-            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+            check_kind(bool, "True or False", **{name: getattr(self, name)})
         if self.stop and not self.detokenize:
             self._require("stop", False, "none with detokenize=False, because text is searched")
         self._check_bias()
@@ -71,20 +74,12 @@ class SamplingParams:
         accepted = "{token id: a number from -100 to 100}"
         self._require("logit_bias", isinstance(bias, dict), accepted)
         for token, value in bias.items():
-            is_token = isinstance(token, int) and token >= 0 and not isinstance(token, bool)
-            is_value = isinstance(value, (int, float)) and -100 <= value <= 100
-            self._require("logit_bias", is_token and is_value, accepted)
-
-    def _require_count(self, name: str, least: int, optional: bool = False) -> None:
-        value = getattr(self, name)
-        fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        accepted = f"{'None, or ' if optional else ''}an integer of {least} or more"
-        self._require(name, fits or (optional and value is None), accepted)
+            fits = is_whole(token, 0) and is_number(value, -100, 100)
+            self._require("logit_bias", fits, accepted)
 
     def _require(self, name: str, fits: bool, accepted: str) -> None:
         if not fits:
-            value = repr(getattr(self, name))[:80]
-            raise ValueError(f"{name}: got {value}; accepted: {accepted}")
+            refuse(name, getattr(self, name), accepted)
 
     @property
     def drawn(self) -> int:
@@ -95,7 +90,10 @@ class SamplingParams:
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None or self.drawn > self.n
 
-    def rows(self) -> list[RowParams]:
-        """Lesson 2's parameters of each answer. With a seed the answers take the numbers after it."""
-        row = RowParams(**{name: getattr(self, name) for name in DRAWN_BY}).seeded()
-        return [replace(row, seed=(row.seed + index) % 2**63) for index in range(self.drawn)]
+    def rows(self, fresh: Random) -> list[RowParams]:
+        """Lesson 2's parameters of each answer. The first takes the seed, the others the numbers
+        after it. fresh: where a request without a seed gets one.
+        """
+        row = RowParams(**{name: getattr(self, name) for name in DRAWN_BY})
+        seed = fresh.randrange(2**63) if self.seed is None else self.seed
+        return [replace(row, seed=(seed + index) % 2**63) for index in range(self.drawn)]

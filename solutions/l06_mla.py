@@ -161,7 +161,7 @@ def mla_numbers(
     and weight · latent, a multiply and an add are two; the products with W_UK and W_UV are not
     counted; 5. from how many new tokens on absorbing costs more FLOPs than expanding the whole
     context, for a context without end (each new token then sees as good as all of it; a fraction is
-    fine). Errors: none to raise.
+    fine, and so is the next whole number). Errors: none to raise.
 
     Example: 2 layers, 4 heads, rank 6, nope 2, rope 2, v_dim 2, 2 bytes, gqa_head_dim 2
         1: 2·(6 + 2)·2 = 32 B = 0.03125 KiB     2: 2·4·(4 + 2)·2 = 96 B = 0.09375 KiB     3: (6 + 2) / (2·2) = 2

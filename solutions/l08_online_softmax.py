@@ -60,7 +60,8 @@ def attention_in_splits(
     read in tiles of `block` columns (the last one shorter), each once. lse2 = log2 Σ exp(score):
     the unit in which FlashInfer keeps it, because a GPU computes exp2 and log2 and gets the others
     from them. A masked score is −inf. A row that sees nothing gives 0 and −inf; scores may be far
-    above or far below 0. The arguments stay as they were. Errors: none to raise.
+    above or far below 0. The arguments stay as they were. Errors: none to raise. Aim: never hold
+    more than one tile of scores, [M, block].
 
     Example: scores [[log 1, log 2, log 4, log 1]], v [[8], [5], [2], [0]], splits [(0, 2), (2, 2), (2, 4)], block 2
         split 0: out 6, lse2 log2 3 · split 1: nothing seen, lse2 −inf · split 2: out 1.6, lse2 log2 5

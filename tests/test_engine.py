@@ -4,6 +4,7 @@ gives back every block.
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,77 +13,18 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import generate as alone
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
-from lessons.l07_kernel_fusion.fused_decoder import fused
-from lessons.l12_paged_kv.blocks import BlockManager
-from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l13_prefix_caching.optimized import RadixTree
-from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.toolbox.model.config import ModelConfig
-from reference.engine import Engine
 from reference.llm import by_priority
-from reference.model_runner import ModelRunner
 from reference.sampling_params import SamplingParams
+from tests.engine_cases import assert_clean, greedy, new_engine, new_model, random_prompts, run
 
 pytestmark = pytest.mark.usefixtures("seed")
-
-CONFIG = ModelConfig("llama", 61, 48, 2, 6, 2, 8, 64, 96, eos_token_ids=(60,))
-LONGEST = 64
 
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    torch.manual_seed(0)
-    model = Decoder(CONFIG).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3)
-    for layer in model.layers:
-        layer.input_layernorm.weight.add_(1)
-    return model
-
-
-def new_engine(model, num_blocks, block_size, cache=None, **how) -> Engine:
-    if cache is None:
-        blocks = BlockManager(num_blocks, block_size)
-    else:
-        blocks = CachingBlockManager(num_blocks, block_size, cache(block_size))
-    runner = ModelRunner(fused(model), num_blocks, block_size, LONGEST)
-    for slots in (runner.pool.k_slots, runner.pool.v_slots):
-        slots.fill_(torch.nan)  # nobody may see what nobody wrote
-    return Engine(runner, ChunkedScheduler(blocks, **how), None, LONGEST)
-
-
-def run(engine: Engine, prompts, params, arrivals=None) -> dict[str, list]:
-    """All requests, each added before the step that `arrivals` names: {id: its answers}."""
-    arrivals = arrivals or [0] * len(prompts)
-    answers, step = {}, 0
-    while len(answers) < len(prompts):
-        for at, when in enumerate(arrivals):
-            if when == step:
-                engine.add_request(str(at), prompts[at], params[at])
-        for output in engine.step():
-            if output.finished:
-                answers[output.request_id] = [answer.token_ids for answer in output.outputs]
-        step += 1
-        assert step < 10_000, "the engine makes no progress"
-    assert_clean(engine)
-    return answers
-
-
-def assert_clean(engine: Engine) -> None:
-    blocks = engine.scheduler.blocks
-    assert not engine.requests and engine.scheduler.is_idle
-    assert not blocks.tables and blocks.num_free == blocks.num_blocks
-    assert not any(blocks.pool.owners)
-
-
-def random_prompts(count: int, shared: int = 0) -> list[list[int]]:
-    head = random.choices(range(60), k=shared)
-    return [head + random.choices(range(60), k=random.randint(1, 20)) for _ in range(count)]
-
-
-def greedy(limit: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=limit, detokenize=False)
+    return new_model()
 
 
 WAYS = {
@@ -98,6 +40,11 @@ WAYS = {
     "few blocks": dict(num_blocks=16, block_size=4, max_num_seqs=8),
     "few blocks, hashes": dict(num_blocks=16, block_size=4, cache=HashBlocks, max_num_seqs=8),
     "few blocks, tree": dict(num_blocks=16, block_size=4, cache=RadixTree, max_num_seqs=8),
+    "swapping": dict(num_blocks=16, block_size=4, host_blocks=1000, max_num_seqs=8),
+    "swapping, hashes": dict(
+        num_blocks=16, block_size=4, cache=HashBlocks, host_blocks=1000, max_num_seqs=8
+    ),
+    "swapping, a small host": dict(num_blocks=64, block_size=1, host_blocks=20, max_num_seqs=8),
 }
 
 
@@ -191,7 +138,7 @@ def test_logprobs_are_the_models(model):
         while engine.has_unfinished_requests:
             outputs = engine.step()
         output, answer = outputs[-1], outputs[-1].outputs[0]
-        whole = torch.tensor(prompt + answer.token_ids)
+        whole = torch.tensor(prompt + answer.token_ids, device=model.device)
         hidden = model(whole, whole_sequence(model, len(whole)))
         want = model.logits(hidden).log_softmax(-1)
         assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
@@ -227,7 +174,46 @@ def test_priority(model):
     assert order == ["high", "middle", "low"]
 
 
-@pytest.mark.parametrize("way", ["few blocks, hashes", "few blocks"])
+def test_swapped_tokens_come_back_and_are_not_computed_again(model):
+    """Preempted either way, and the same tokens: the pass runs fewer when K and V wait outside."""
+    prompts, computed = random_prompts(8), {}
+    for way in ("few blocks", "swapping"):
+        engine = new_engine(model, **WAYS[way])
+        runner, counts = engine.runner, []
+        engine.runner = Counting(runner, counts)
+        got = run(engine, prompts, [greedy(30)] * 8)
+        assert [got[str(at)][0] for at in range(8)] == alone(model, prompts, 30)
+        computed[way] = sum(counts)
+    assert engine.scheduler.swap.swapped_bytes > 0
+    assert computed["swapping"] < computed["few blocks"]
+
+
+class Counting:
+    """A runner that notes how many tokens each of its steps runs."""
+
+    def __init__(self, runner, counts):
+        self.runner, self.counts = runner, counts
+
+    def __call__(self, step, tables):
+        self.counts.append(step.num_tokens)
+        return self.runner(step, tables)
+
+    def __getattr__(self, name):
+        return getattr(self.runner, name)
+
+
+def test_an_aborted_request_leaves_the_host(model):
+    engine = new_engine(model, **WAYS["swapping"])
+    for at, prompt in enumerate(random_prompts(8)):
+        engine.add_request(str(at), prompt, greedy(30))
+    while not engine.scheduler.swap.away:
+        engine.step()
+    for id in list(engine.requests):
+        engine.abort_request(id)
+    assert_clean(engine)
+
+
+@pytest.mark.parametrize("way", ["few blocks, hashes", "few blocks", "swapping, hashes"])
 def test_aborts_at_every_state(model, way):
     """Whoever is left gets the same tokens, and nothing leaks."""
     prompts = random_prompts(8)
@@ -274,10 +260,18 @@ def test_a_pass_that_raises_costs_only_its_own_requests(model):
         ([], greedy(1), "prompt: got []"),
         ([61], greedy(1), "token ids from 0 to 60"),
         ([1.5], greedy(1), "got 1.5 at 0"),
+        ([0, True], greedy(1), "got True at 1"),
+        ([-1], greedy(1), "got -1 at 0"),
+        (5, greedy(1), "prompt: got 5; accepted: text or token ids"),
+        ({"prompt_token_ids": []}, greedy(1), "prompt: got []"),
+        ({"prompt_token_ids": [1], "prompt": "x"}, greedy(1), "prompt: got {"),
+        ("a\ud800", greedy(1), "without halves of surrogate pairs"),
         ([1] * 64, greedy(1), "accepted: at most 63"),
         ([1] * 40, greedy(20), "the whole pool"),
         ([1], SamplingParams(n=9, detokenize=False), "9 answers at once; accepted: at most 8"),
-        ([1], SamplingParams(logit_bias={61: 1.0}, detokenize=False), "token ids below 61"),
+        ([1], SamplingParams(logit_bias={61: 1.0}, detokenize=False), "logit_bias: got 61; acc"),
+        ([1], SamplingParams(stop_token_ids=[61], min_tokens=2), "token ids below 61"),
+        ([1], "greedy", "sampling_params: got 'greedy'; accepted: SamplingParams"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(model, prompt, params, said):
@@ -295,3 +289,42 @@ def test_a_request_id_in_use_is_refused(model):
         engine.add_request("a", [1], greedy(3))
     with pytest.raises(ValueError, match="request_id: got 5"):
         engine.add_request(5, [1], greedy(3))
+    with pytest.raises(ValueError, match="priority: got 'high'; accepted: a whole number"):
+        engine.add_request("b", [1], greedy(3), "high")
+    with pytest.raises(ValueError, match="request_id: got \\['a'\\]; accepted: a string"):
+        engine.abort_request(["a"])
+    assert engine.abort_request("b") is None, "one that nobody knows"
+    assert list(engine.requests) == ["a"]
+
+
+def test_a_prompt_that_is_preempted_in_its_middle_is_scored_once(model):
+    """Its first chunk had 25 of 31 tokens; alone again, it runs them all in one."""
+    engine = new_engine(model, num_blocks=45, block_size=1, max_num_batched_tokens=33)
+    for at in range(8):
+        engine.add_request(str(at), [at + 1], replace(greedy(8), ignore_eos=True))
+    prompt = random.choices(range(60), k=31)
+    scored = replace(greedy(1), prompt_logprobs=0)
+    engine.add_request("scored", prompt, scored)
+    preemptions = 0
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            if output.request_id == "scored":
+                preemptions = output.metrics.preemptions
+                assert len(output.prompt_logprobs) == len(prompt)
+    assert preemptions
+
+
+def test_two_engines_on_one_model(model):
+    """Step by step beside each other, with one set of weights and a pool each."""
+    prompts, got = random_prompts(6), [{}, {}]
+    engines = [new_engine(model, **WAYS[way]) for way in ("few blocks, hashes", "swapping")]
+    for engine in engines:
+        for at, prompt in enumerate(prompts):
+            engine.add_request(str(at), prompt, greedy(20))
+    while any(engine.has_unfinished_requests for engine in engines):
+        for engine, answers in zip(engines, got):
+            answers |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+    want = dict(zip("012345", alone(model, prompts, 20)))
+    assert got == [want, want]
+    for engine in engines:
+        assert_clean(engine)

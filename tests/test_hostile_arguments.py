@@ -23,8 +23,21 @@ from lessons.l03_kv_cache.optimized import PREALLOCATED
 from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH
 from lessons.l11_cuda_graphs import naive as lockstep
 from lessons.l11_cuda_graphs import optimized as graphs
+from lessons.l12_paged_kv import generate as paged
+from lessons.l12_paged_kv import naive as reserved
+from lessons.l13_prefix_caching import generate as prefixes
+from lessons.l14_continuous_batching import loop as continuous
+from lessons.l14_continuous_batching import naive as static
+from lessons.l15_chunked_prefill import generate as chunked
 from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
-from lessons.toolbox.model.config import FLAGS, MLAConfig, ModelConfig, MoEConfig, RopeScaling
+from lessons.toolbox.model.config import (
+    FLAGS,
+    GEMMA_NUMBERS,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeScaling,
+)
 from reference.model import load_model
 from tests.test_generate import CONFIG, new_model
 
@@ -104,8 +117,6 @@ ENTRIES = {
             ignore_eos="True|False",
         ),
     ),
-    "generate, lesson 2 naive": Entry(recompute.generate, CALL, CALL_ACCEPTS),
-    "generate, lesson 2 optimized": Entry(fused_softmax.generate, CALL, CALL_ACCEPTS),
     "generate": Entry(generate, CALL | dict(rung=PREALLOCATED), CALL_ACCEPTS),
     "read_requests": Entry(partial(read_requests, CONFIG), PROMPTS, CALL_ACCEPTS),
     "new_batch": Entry(
@@ -139,6 +150,7 @@ ENTRIES = {
         SHAPE,
         dict.fromkeys(FLAGS.split(), "True|False")
         | dict.fromkeys(["rms_norm_eps", "rope_theta"], "1.5|2**63")
+        | dict.fromkeys(GEMMA_NUMBERS.split(), "None|1.5|2**63")
         | dict(rope_scaling="None", mla="None", moe="None", v_head_dim="0", sliding_windows="None"),
     ),
     "RopeScaling": Entry(
@@ -156,13 +168,24 @@ ENTRIES = {
         MoEConfig,
         vars(EXPERTS),
         dict(n_shared_experts="0", first_k_dense_replace="0", norm_topk_prob="True|False")
+        | dict(are_stacked="True|False")
         | dict(routed_scaling_factor="1.5|2**63"),
     ),
 }
-LOCKSTEP = {"lockstep": lockstep.generate, "graphs": graphs.generate}
+GENERATES = {
+    "lesson 2 naive": recompute.generate,
+    "lesson 2 optimized": fused_softmax.generate,
+    "lesson 11 naive": lockstep.generate,
+    "lesson 11 optimized": graphs.generate,
+    "lesson 12 naive": partial(reserved.generate, memory_tokens=8),
+    "lesson 12 optimized": paged.generate,
+    "lesson 13": prefixes.generate,
+    "lesson 14 naive": static.generate,
+    "lesson 14 optimized": continuous.generate,
+    "lesson 15": chunked.generate,
+}
 ENTRIES |= {
-    f"generate, {name}": Entry(partial(function, new_model()), PROMPTS, CALL_ACCEPTS)
-    for name, function in LOCKSTEP.items()
+    f"generate, {name}": Entry(function, CALL, CALL_ACCEPTS) for name, function in GENERATES.items()
 }
 # A checkpoint's refusals speak of the model.
 CALLED = {"name_or_path": "model"}

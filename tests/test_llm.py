@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,8 +14,8 @@ import pytest
 from lessons.l02_naive_attention.naive import generate as alone
 from reference import LLM, AsyncEngineArgs, AsyncLLMEngine, SamplingParams
 from reference.detokenizer import Detokenizer
-from reference.engine_args import LATER, WITHOUT_EFFECT, EngineArgs
 from reference.llm import one_each
+from tests.engine_cases import assert_clean
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL = str(REPOSITORY / "models/tiny")
@@ -80,7 +82,7 @@ def test_best_of_keeps_the_likeliest(llm):
 
 
 def test_ctrl_c_returns_what_there_is(llm, monkeypatch):
-    step, calls = llm.engine.step, []
+    step, calls = llm.engine.advance, []
 
     def interrupted():
         calls.append(1)
@@ -88,7 +90,7 @@ def test_ctrl_c_returns_what_there_is(llm, monkeypatch):
             raise KeyboardInterrupt
         return step()
 
-    monkeypatch.setattr(llm.engine, "step", interrupted)
+    monkeypatch.setattr(llm.engine, "advance", interrupted)
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (2, 50, 50)]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "abort", "abort"]
@@ -97,80 +99,147 @@ def test_ctrl_c_returns_what_there_is(llm, monkeypatch):
     assert texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False)), "and it goes on answering"
 
 
-def test_a_prompt_that_cannot_be_served_costs_nobody_else(llm):
-    with pytest.raises(ValueError, match=r"prompts\[1\]: prompt: got 99999 at 0"):
-        llm.generate([[1, 2], [99999]], GREEDY, use_tqdm=False)
-    assert not llm.engine.requests and llm.engine.scheduler.is_idle
+def press(llm, monkeypatch, at: list[int]) -> None:
+    """Press Ctrl-C in the middle of these passes of the model."""
+    runner, passes = llm.engine.runner, []
+
+    class Pressed:
+        def __call__(self, *step):
+            passes.append(1)
+            hidden = runner(*step)
+            for _ in range(at.count(len(passes))):
+                signal.raise_signal(signal.SIGINT)
+            return hidden
+
+        def __getattr__(self, name):
+            return getattr(runner, name)
+
+    monkeypatch.setattr(llm.engine, "runner", Pressed())
+
+
+@pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(),
+    reason="NOT RUN: signals reach only the main thread",
+)
+@pytest.mark.parametrize("at, tokens", [([4], 4), ([4, 4], 3)])
+def test_ctrl_c_in_the_middle_of_a_pass(llm, monkeypatch, at, tokens):
+    """The step under way is ended; if Ctrl-C comes again in it, its token is lost."""
+    press(llm, monkeypatch, at)
+    # because a shell starts what runs in the background deaf to SIGINT
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (2, 50, 50)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert signal.signal(signal.SIGINT, inherited) is signal.default_int_handler
+    monkeypatch.undo()
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "abort", "abort"]
+    assert len(outputs[1].outputs[0].token_ids) == tokens
+    assert_clean(llm.engine)
+    assert texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False)), "and it goes on answering"
+
+
+def test_a_step_that_raises_leaves_no_request_behind(llm, monkeypatch):
+    def fails(*step):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(llm.engine, "runner", Failing(llm.engine.runner, fails))
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        llm.generate(PROMPTS * 3, GREEDY, use_tqdm=False)  # more than there are places
+    assert_clean(llm.engine)
+
+
+class Failing:
+    """A runner whose pass is `run`."""
+
+    def __init__(self, runner, run):
+        self.runner, self.run = runner, run
+
+    def __call__(self, *step):
+        return self.run(*step)
+
+    def __getattr__(self, name):
+        return getattr(self.runner, name)
+
+
+@pytest.mark.parametrize(
+    "call, said",
+    [
+        (dict(prompts=[[1, 2], [99999]]), "prompts[1]: prompt: got 99999 at 0"),
+        (dict(prompts=["a", 5]), "prompts[1]: prompt: got 5"),
+        (dict(prompts=["a", []]), "prompts[1]: prompt: got []"),
+        (dict(prompts="a " * 5000), "prompts[0]: prompt: got 5002 tokens; accepted: at most 2047"),
+        (dict(prompts=None), "prompts: got None"),
+        (dict(prompts=[]), "prompts: got []"),
+        (dict(prompts=5), "prompts: got 5"),
+        (dict(prompts="a", prompt_token_ids=[[1]]), "prompts, prompt_token_ids: got ('a', [[1]])"),
+        (dict(prompts="a", sampling_params={"n": 1}), "sampling_params: got {'n': 1}; accepted"),
+        (dict(prompts="a", sampling_params=[]), "sampling_params: got 0 for 1 prompts"),
+        (dict(prompts=["a", "b"], priority=[1]), "priority: got 1 for 2 prompts"),
+        (dict(prompts="a", priority=0.5), "prompts[0]: priority: got 0.5"),
+    ],
+)
+def test_calls_that_cannot_work_cost_nobody_else(llm, call, said):
+    with pytest.raises(ValueError) as error:
+        llm.generate(**call, use_tqdm=False)
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert_clean(llm.engine)
+
+
+def test_an_empty_text_is_the_start_token(llm):
+    [output] = llm.generate("", GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == [llm.get_tokenizer().bos_token_id]
 
 
 def test_no_chat_template_is_said(llm):
     with pytest.raises(ValueError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hello"}])
+    for messages in (5, []):
+        with pytest.raises(ValueError, match=r"messages: got .{1,2}; accepted: a conversation, or"):
+            llm.chat(messages)
+
+
+@pytest.mark.parametrize("swap_space, is_swapped", [(1, True), (0, False)])
+def test_a_pool_that_preempts_gives_the_same_answers(llm, swap_space, is_swapped):
+    params = SamplingParams(temperature=0, max_tokens=40)
+    want = texts(llm.generate(PROMPTS, params, use_tqdm=False))
+    small = LLM(
+        MODEL,
+        dtype="float32",
+        num_gpu_blocks_override=6,
+        preemption_mode="swap",
+        swap_space=swap_space,
+    )
+    outputs = small.generate(PROMPTS, params, use_tqdm=False)
+    assert texts(outputs) == want
+    assert sum(output.metrics.preemptions for output in outputs) > 0
+    assert bool(small.engine.scheduler.swap.swapped_bytes) is is_swapped
+
+
+def test_an_engines_seed_is_that_of_requests_without_one(llm):
+    """Two engines with one seed draw the same, another seed something else."""
+    hot = SamplingParams(temperature=1.5, max_tokens=12, n=2)
+    small = dict(
+        max_num_seqs=4, max_model_len=256, kv_cache_memory_bytes=5_000_000, dtype="float32"
+    )
+
+    def drawn(engine) -> list[list[str]]:
+        calls = [engine.generate(PROMPTS, hot, use_tqdm=False) for _ in range(2)]
+        return [[a.text for a in output.outputs] for outputs in calls for output in outputs]
+
+    first, same, other = (drawn(LLM(MODEL, seed=seed, **small)) for seed in (7, 7, 8))
+    assert first == same != other
+    assert first[:3] != first[3:], "the second call draws on"
+    assert all(a != b for a, b in first), "and so does the second answer"
+    fresh = [drawn(LLM(MODEL, seed=None, **small)) for _ in range(2)]
+    assert fresh[0] != fresh[1]
 
 
 def test_two_engines_on_one_model(llm):
-    other = LLM(MODEL, max_num_seqs=2, kv_cache_memory_bytes=5_000_000, dtype="float32")
+    other = LLM(
+        MODEL, max_num_seqs=2, max_model_len=256, kv_cache_memory_bytes=5_000_000, dtype="float32"
+    )
     assert texts(other.generate(PROMPTS, GREEDY, use_tqdm=False)) == texts(
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     )
-
-
-# ---------------------------------------------------------------- arguments
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (dict(max_num_seqs=0), "max_num_seqs: got 0"),
-        (dict(max_num_seqs=True), "max_num_seqs: got True"),
-        (dict(block_size=257), "block_size: got 257; accepted: 1 to 256"),
-        (dict(max_model_len=10**6), "accepted: at most 2048, the model's"),
-        (dict(max_num_seqs=8, max_num_batched_tokens=4), "a token for each of max_num_seqs"),
-        (dict(gpu_memory_utilization=1.5), "gpu_memory_utilization: got 1.5"),
-        (dict(dtype="int7"), "dtype: got 'int7'"),
-        (dict(scheduling_policy="best"), "fcfs or priority"),
-        (dict(enable_prefix_caching=1), "True or False"),
-        (dict(kv_cache_memory_bytes=10), "hold no block"),
-        (dict(quantization="awq"), "lesson 18"),
-        (dict(tensor_parallel_size=2), "lesson 20"),
-        (dict(max_num_seq=3), "unknown argument; did you mean max_num_seqs?"),
-        (dict(zzz=3), "unknown argument; accepted: model"),
-        (dict(device="cuda:7"), "device: got 'cuda:7'"),
-    ],
-)
-def test_arguments_that_cannot_work(arguments, said):
-    with pytest.raises(ValueError) as error:
-        LLM(MODEL, **arguments)
-    assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_arguments_of_guides_are_accepted():
-    harmless = {name: values[0] for name, (values, _) in LATER.items()}
-    EngineArgs.read(model=MODEL, **harmless, **dict.fromkeys(WITHOUT_EFFECT, True))
-
-
-@pytest.mark.parametrize(
-    "wishes, said",
-    [
-        (dict(n=0), "n: got 0"),
-        (dict(n=3, best_of=2), "best_of: got 2; accepted: n (3) or more"),
-        (dict(n=2, temperature=0), "all answers would be equal"),
-        (dict(max_tokens=0), "max_tokens: got 0; accepted: None, or"),
-        (dict(min_tokens=9, max_tokens=3), "at most max_tokens (3)"),
-        (dict(stop=["a", ""]), "none empty"),
-        (dict(stop="a", detokenize=False), "text is searched"),
-        (dict(logprobs=-1), "logprobs: got -1"),
-        (dict(logit_bias={1: 1000}), "from -100 to 100"),
-        (dict(temperature=-1), "temperature: got -1"),
-        (dict(top_p=0), "top_p: got 0"),
-        (dict(seed=-1), "seed: got -1"),
-        (dict(detokenize=1), "True or False"),
-    ],
-)
-def test_wishes_that_cannot_work(wishes, said):
-    with pytest.raises(ValueError) as error:
-        SamplingParams(**wishes)
-    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_one_wish_each():
@@ -210,7 +279,13 @@ def test_text_that_may_become_a_stop_string_is_held_back(llm):
 
 def test_the_engine_of_an_event_loop():
     engine = AsyncLLMEngine.from_engine_args(
-        AsyncEngineArgs(MODEL, max_num_seqs=4, kv_cache_memory_bytes=10_000_000, dtype="float32")
+        AsyncEngineArgs(
+            MODEL,
+            max_num_seqs=4,
+            max_model_len=256,
+            kv_cache_memory_bytes=10_000_000,
+            dtype="float32",
+        )
     )
 
     async def stream(id, prompt, leave_after=None):

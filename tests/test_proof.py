@@ -291,6 +291,17 @@ def test_a_whole_run_and_its_resumption(course, capsys):
     assert "memcheck             not run    compute-sanitizer is not installed" in said
 
 
+def test_the_engine_is_tested_too_and_proves_no_kernel(course, capsys):
+    for name in ("engine", "llm"):
+        write(course, f"tests/test_{name}.py", "def test_serves(): pass\n")
+    code, _, steps = gpu(course, capsys, tool=False)
+    assert code == 0 and steps["engine"]["tests"] == 2 and "kernels" not in steps["engine"]
+    write(course, "tests/test_llm.py", "def test_serves(): assert False\n")
+    code, said, steps = gpu(course, capsys, tool=False)
+    assert code == 1 and steps["engine"]["failed"] == ["tests/test_llm.py::test_serves"]
+    assert "engine: failed" in said
+
+
 def test_a_failure_is_recorded_and_stops_nothing(course, capsys):
     wrong = TESTS.format(room="l01_copy") + "def test_wrong(): assert 0\n"
     write(course, "lessons/l01_copy/test_equivalence.py", wrong)

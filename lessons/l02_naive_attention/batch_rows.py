@@ -82,6 +82,7 @@ class SamplingBatch:
     seen: SeenTokens | None  # None: no row has a penalty
     kinds: list[tuple[list[int], Rows]]  # rows that are sampled together, as numbers and as Rows
     workspace: Workspace
+    search: Callable | None = None  # what finds top-p in the place of batch_cuts.lowest_kept
 
     @classmethod
     def of(

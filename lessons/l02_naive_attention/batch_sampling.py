@@ -205,5 +205,6 @@ def _kept(
         lowest = torch.maximum(lowest, reaching(candidates, batch.top_k, wanted))
     if batch.any(lambda params: has_top_p(params) and not has_few(params)):
         searched = torch.where(batch.top_k <= FEW, math.inf, wanted)
-        lowest = torch.maximum(lowest, lowest_kept(p, searched, kept, weights=p))
+        search = batch.search or lowest_kept
+        lowest = torch.maximum(lowest, search(p, searched, kept, weights=p))
     return keep_down_to(p, lowest, wanted, kept, ties)

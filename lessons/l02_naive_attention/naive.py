@@ -22,6 +22,7 @@ from lessons.l02_naive_attention.request import (
 )
 from lessons.l02_naive_attention.rope import rotation
 from lessons.l02_naive_attention.sampling import SamplingParams
+from lessons.l02_naive_attention.score_rules import attention_for, sinks_of
 
 
 def causal_mask(
@@ -211,11 +212,17 @@ def whole_sequence(model: Decoder, num_tokens: int, attention: Callable = attent
     It rotates q and k to their positions and remembers nothing.
     """
     config = model.config
+    sinks = sinks_of(model)
     positions = torch.arange(num_tokens, device=model.device)
-    rotate = rotation(config, positions, model.dtype)
+    everywhere = rotation(config, positions, model.dtype)
+    local = everywhere
+    if config.rope_local_base_freq is not None:
+        local = rotation(config.local_rope, positions, model.dtype)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rotate = local if config.has_local_rope(layer) else everywhere
         q, k = rotate(q), rotate(k)
-        return attention(q, k, v, config.softmax_scale, window=config.sliding_window(layer))
+        attend_to = attention_for(config, attention, sinks[layer])
+        return attend_to(q, k, v, config.softmax_scale, window=config.sliding_window(layer))
 
     return attend

@@ -5,7 +5,8 @@ Attention needs it from the first rung on. Lesson 4 derives it, and shows why a 
 on the distance only.
 
 Sources: RoFormer (Su et al. 2021); position interpolation (Chen et al. 2023); YaRN (Peng et al.
-2023, sections 3.2 to 3.4); the "llama3" rule: the configuration that Llama 3.1 was published with.
+2023, sections 3.2 to 3.4); LongRoPE (Ding et al. 2024, section 3); the "llama3" rule: the
+configuration that Llama 3.1 was published with.
 """
 
 import math
@@ -15,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lessons.toolbox.model.config import ModelConfig, RopeScaling, yarn_mscale
+from lessons.toolbox.model.config import ModelConfig, RopeScaling
 
 Rotate = Callable[[Tensor], Tensor]  # [T, H, D] -> [T, H, D]
 
@@ -29,8 +30,8 @@ def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rota
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate coordinate i together with coordinate i + rope_dim / 2. x: [T, H, D] -> [T, H, D].
 
-    cos, sin: [T, 1, rope_dim]. Where heads are wider than rope_dim (DeepSeek's), only their last
-    coordinates turn.
+    cos, sin: [T, 1, rope_dim]. Where heads are wider than rope_dim (DeepSeek's, Phi-3's), only their
+    last coordinates turn.
     """
     rope_dim = cos.shape[-1]
     if x.shape[-1] > rope_dim:
@@ -41,15 +42,25 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_tables(
-    config: ModelConfig, positions: Tensor, dtype: torch.dtype
+    config: ModelConfig,
+    positions: Tensor,
+    dtype: torch.dtype,
+    context_len: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of every rotation, each [T, 1, rope_dim]: the angles stand twice, once per half
     (Hugging Face layout).
+
+    context_len: of how many tokens; None: the last of `positions` is the context's last. LongRoPE
+    alone asks: it slows a context that is longer than the original one by other factors.
     """
+    scaling, is_long = config.rope_scaling, False
+    if scaling is not None and scaling.rope_type == "longrope":
+        # not in other models, because a GPU's largest position is known only after a wait
+        is_long = scaling.is_long(int(positions.max()) + 1 if context_len is None else context_len)
     # float32 at least, because position 100 000 times a frequency has no precision left in bfloat16
-    angles = positions[:, None].float() * rope_inv_freq(config, positions.device)
+    angles = positions[:, None].float() * rope_inv_freq(config, positions.device, is_long)
     angles = torch.cat([angles, angles], dim=-1)[:, None, :]  # [T, 1, rope_dim]
-    stretch = rope_magnitude(config.rope_scaling)
+    stretch = 1.0 if scaling is None else scaling.magnitude
     return (angles.cos() * stretch).to(dtype), (angles.sin() * stretch).to(dtype)
 
 
@@ -62,11 +73,23 @@ def new_cos_sin_cache(
     """The table of all rotations: [num_positions, rope_dim] float32.
 
     Row p holds cos(p · f) and then sin(p · f) of each frequency f, the name and layout of vLLM's.
+    LongRoPE's factors are chosen once, by the longest context that the table serves, as vLLM
+    chooses them: keys in a cache cannot be turned again. transformers chooses them in each pass by
+    its last position, so the two differ for a context that grows beyond the original one.
     """
     positions = torch.arange(num_positions, device=device)
-    cos, sin = rope_tables(config, positions, torch.float32)
+    cos, sin = rope_tables(config, positions, torch.float32, num_positions)
     half = config.rope_dim // 2  # the other half is the same
     return torch.cat([cos[:, 0, :half], sin[:, 0, :half]], dim=-1)
+
+
+def new_local_cos_sin_cache(
+    config: ModelConfig, num_positions: int, device: torch.device | str = "cpu"
+) -> Tensor | None:
+    """The table of the layers that have a window, where these rotate otherwise (Gemma 3)."""
+    if config.rope_local_base_freq is None:
+        return None
+    return new_cos_sin_cache(config.local_rope, num_positions, device)
 
 
 def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
@@ -88,15 +111,20 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def rope_inv_freq(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
+def rope_inv_freq(
+    config: ModelConfig, device: torch.device | str = "cpu", is_long: bool = False
+) -> Tensor:
     """Angle per position of each pair: theta^(-2i / rope_dim), stretched as the checkpoint asks.
 
-    [rope_dim / 2] float32.
+    is_long: with LongRoPE's factors for a context beyond the original one. [rope_dim / 2] float32.
     """
     dim, scaling = config.rope_dim, config.rope_scaling
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     inv_freq = 1.0 / config.rope_theta**exponent
-    if scaling is not None:
+    if scaling is not None and scaling.rope_type == "longrope":
+        factors = scaling.long_factor if is_long else scaling.short_factor
+        inv_freq = inv_freq / torch.tensor(factors)
+    elif scaling is not None:
         keep = _kept_share(inv_freq, config.rope_theta, dim, scaling)
         inv_freq = (1 - keep) * inv_freq / scaling.factor + keep * inv_freq
     return inv_freq.to(device)
@@ -130,19 +158,3 @@ def _kept_share(inv_freq: Tensor, theta: float, dim: int, scaling: RopeScaling) 
 def _pair_of(turns: float, context: int, theta: float, dim: int) -> float:
     """The index of the pair that makes `turns` turns within `context` positions."""
     return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-
-def rope_magnitude(scaling: RopeScaling | None) -> float:
-    """What cos and sin are multiplied with: 1, but for YaRN, which sharpens the softmax as the
-    context grows (section 3.4).
-    """
-    if scaling is None or scaling.rope_type != "yarn":
-        return 1.0
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-    whole = yarn_mscale(scaling.factor)
-    if scaling.mscale and scaling.mscale_all_dim:
-        # DeepSeek scales all of q · k by mscale_all_dim, and only the rest here
-        all_dim = yarn_mscale(scaling.factor, scaling.mscale_all_dim)
-        return yarn_mscale(scaling.factor, scaling.mscale) / all_dim
-    return whole

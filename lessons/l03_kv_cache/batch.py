@@ -4,7 +4,7 @@ A step may hold anything: whole prompts, single new tokens, or both. The tokens 
 packed one after the other, because everything in the decoder but `attend` takes each token alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -31,7 +31,7 @@ class Batch:
     max_seqlen_q: int  # new tokens of the sequence that has most
     max_context_len: int
     block_table: Tensor | None = None  # [B, max_blocks] int32, from lesson 12 on
-    work_list: tuple[Tensor, ...] | None = None  # what lesson 12's decode reads, made once a step
+    work_list: object | None = None  # what lesson 12's decode reads on a CPU, made once a step
     tree: Tensor | None = None  # [T, T] bool: which new token sees which, from lesson 17 on
 
 
@@ -122,3 +122,13 @@ def _padded(tables: Sequence[Sequence[int]]) -> Tensor:
     width = max(map(len, tables))
     rows = [[*table, *[2**30] * (width - len(table))] for table in tables]
     return torch.tensor(rows, dtype=torch.int32)
+
+
+def sequences(batch: Batch) -> Iterator[tuple[slice, int]]:
+    """For each sequence the rows of its new tokens, and how many tokens it has with them."""
+    if len(batch.context_lens) == 1:  # known to Python, so nothing is read back from the device
+        yield slice(0, batch.max_seqlen_q), batch.max_context_len
+        return
+    starts = batch.cu_seqlens_q.tolist()
+    for start, end, length in zip(starts, starts[1:], batch.context_lens.tolist()):
+        yield slice(start, end), length

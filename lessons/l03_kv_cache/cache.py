@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
-from lessons.l02_naive_attention.rope import new_cos_sin_cache
+from lessons.l02_naive_attention.rope import new_cos_sin_cache, new_local_cos_sin_cache
+from lessons.l02_naive_attention.score_rules import sinks_of
 from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.score_rules import with_rules
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.placement import read_device, read_dtype
@@ -72,13 +74,16 @@ class KVPool:
             check_layers(layers, config.num_hidden_layers)
         dtype, device = read_dtype(dtype), read_device(device, "meta")
         self.config = config
-        self.ops = ops
+        self.ops = with_rules(ops, config)
+        self.sinks: list[Tensor | None] = []  # of each layer, in a model whose scores have rules
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers = range(config.num_hidden_layers) if layers is None else layers
         self.written_bytes = 0  # K and V of new tokens
         self.growth_copy_bytes = 0  # K and V that were copied only to make room
-        self.cos_sin_cache = new_cos_sin_cache(config, max_context_len or block_size, device)
+        longest = max_context_len or block_size
+        self.cos_sin_cache = new_cos_sin_cache(config, longest, device)
+        self.local_cos_sin_cache = new_local_cos_sin_cache(config, longest, device)
         k_row, v_row = self.rows(config)
         self.k_slots = self._new_slots(k_row, dtype, device)
         self.v_slots = self._new_slots(v_row, dtype, device)
@@ -93,7 +98,9 @@ class KVPool:
     ) -> "KVPool":
         """An empty pool on the model's device, in its dtype. Raises ValueError."""
         check_kind(Decoder, "a decoder", model=model)
-        return cls(model.config, num_blocks, block_size, ops, model.dtype, model.device)
+        pool = cls(model.config, num_blocks, block_size, ops, model.dtype, model.device)
+        pool.sinks = sinks_of(model)
+        return pool
 
     @staticmethod
     def rows(config: ModelConfig) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -129,19 +136,26 @@ class KVPool:
         first_block: the block of the batch's first sequence.
         """
         ops, config = self.ops, self.config
+        has_rules = config.has_score_rules
         read = ops.decode if batch.max_seqlen_q == 1 else ops.prefill
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             index = layer - self.layers.start
             k_slots, v_slots = self.k_slots[index], self.v_slots[index]
-            q = ops.write(q, k, v, k_slots, v_slots, batch, self.cos_sin_cache)
+            q = ops.write(q, k, v, k_slots, v_slots, batch, self.cos_sin_cache_of(layer))
             self.written_bytes += k.nbytes + v.nbytes
             k_cache = self.blocks(k_slots)[first_block:]
             v_cache = self.blocks(v_slots)[first_block:]
             window = config.sliding_window(layer)
-            return read(q, k_cache, v_cache, batch, config.softmax_scale, window)
+            rules = dict(sinks=self.sinks[layer]) if has_rules else {}
+            return read(q, k_cache, v_cache, batch, config.softmax_scale, window, **rules)
 
         return attend
+
+    def cos_sin_cache_of(self, layer: int) -> Tensor:
+        """The table by which `layer` rotates: [positions, rope_dim]."""
+        is_local = self.config.has_local_rope(layer)
+        return self.local_cos_sin_cache if is_local else self.cos_sin_cache
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` in each block. Blocks that are too small move to larger buffers.
@@ -152,14 +166,16 @@ class KVPool:
         check_at_least_one(tokens=tokens)
         if tokens <= self.block_size:
             return
+        # A table for several blocks a sequence may be longer already.
+        num_positions = max(bucket(tokens), len(self.cos_sin_cache))
+        check_same_rotation(self.config, len(self.cos_sin_cache), num_positions)
         old_k, old_v = self.blocks(self.k_slots), self.blocks(self.v_slots)
         self.block_size = bucket(tokens)
         self.k_slots = self._in_larger_buffer(old_k)
         self.v_slots = self._in_larger_buffer(old_v)
-        # A table for several blocks a sequence may be longer already.
-        num_positions = max(self.block_size, len(self.cos_sin_cache))
         device = self.cos_sin_cache.device
         self.cos_sin_cache = new_cos_sin_cache(self.config, num_positions, device)
+        self.local_cos_sin_cache = new_local_cos_sin_cache(self.config, num_positions, device)
 
     def _in_larger_buffer(self, old: Tensor) -> Tensor:
         """Slots for blocks of the new size that begin with the old blocks: [layers, num_blocks, old
@@ -200,6 +216,17 @@ def check_layers(layers: range, num_layers: int) -> None:
     fits = isinstance(layers, range) and layers.step == 1 and layers
     if not fits or layers.start < 0 or layers.stop > num_layers:
         refuse("layers", layers, f"None, or a range of layers within 0 to {num_layers}")
+
+
+def check_same_rotation(config: ModelConfig, held: int, wanted: int) -> None:
+    """Raise ValueError if a context of `wanted` tokens is rotated otherwise than one of `held`."""
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.is_long(held) != scaling.is_long(wanted):
+        limit = scaling.original_max_position_embeddings
+        raise ValueError(
+            f"tokens: got a context of {wanted}; accepted: at most {limit}, because longrope rotates "
+            f"a longer one otherwise from its first token on; make a cache of that size at once"
+        )
 
 
 def bucket(tokens: int) -> int:

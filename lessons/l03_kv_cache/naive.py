@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.naive import attention
-from lessons.l02_naive_attention.rope import new_cos_sin_cache, rotate
+from lessons.l02_naive_attention.rope import new_cos_sin_cache, new_local_cos_sin_cache, rotate
+from lessons.l02_naive_attention.score_rules import attention_for, sinks_of
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.cache import AttentionOps, check_at_least_one
 from lessons.l03_kv_cache.generate import Rung
@@ -41,9 +42,11 @@ class ConcatCache:
         self.config = config
         self.block_size = max_tokens
         self.cos_sin_cache = new_cos_sin_cache(config, max_tokens, device)
+        self.local_cos_sin_cache = new_local_cos_sin_cache(config, max_tokens, device)
         # layer -> K or V of its tokens so far
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self.sinks: list[Tensor | None] = [None] * config.num_hidden_layers  # `for_model` has them
         self.written_bytes = 0
         self.growth_copy_bytes = 0
 
@@ -56,7 +59,9 @@ class ConcatCache:
         ops: AttentionOps,
     ) -> "ConcatCache":
         """An empty cache for one sequence of at most `block_size` tokens; it has no use for ops."""
-        return cls(model.config, block_size, model.device)
+        cache = cls(model.config, block_size, model.device)
+        cache.sinks = sinks_of(model)
+        return cache
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Add new tokens behind the old ones. k: [T, Hkv, D]; v: [T, Hkv, Dv]."""
@@ -74,12 +79,15 @@ class ConcatCache:
         config = self.config
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q = rotate(q, batch.positions, self.cos_sin_cache)
-            k = rotate(k, batch.positions, self.cos_sin_cache)
+            is_local = config.has_local_rope(layer)
+            cos_sin_cache = self.local_cos_sin_cache if is_local else self.cos_sin_cache
+            q = rotate(q, batch.positions, cos_sin_cache)
+            k = rotate(k, batch.positions, cos_sin_cache)
             self.append(layer, k, v)
             keys, values = self.keys[layer], self.values[layer]
             window = config.sliding_window(layer)
-            return attention(q, keys, values, config.softmax_scale, window=window)
+            attend_to = attention_for(config, attention, self.sinks[layer])
+            return attend_to(q, keys, values, config.softmax_scale, window=window)
 
         return attend
 

@@ -3,14 +3,14 @@
 An interpreted kernel takes seconds a token. These functions do the same, sequence by sequence.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.optimized import attention_torch
 from lessons.l02_naive_attention.rope import rotate
-from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.batch import Batch, sequences
 from lessons.l03_kv_cache.cache import AttentionOps
 
 
@@ -80,16 +80,6 @@ def attend_each(
         k, v = k_cache[b, :length], v_cache[b, :length]
         outs.append(attention(q[rows], k, v, softmax_scale, window=window))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def sequences(batch: Batch) -> Iterator[tuple[slice, int]]:
-    """For each sequence the rows of its new tokens, and how many tokens it has with them."""
-    if len(batch.context_lens) == 1:  # known to Python, so nothing is read back from the device
-        yield slice(0, batch.max_seqlen_q), batch.max_context_len
-        return
-    starts = batch.cu_seqlens_q.tolist()
-    for start, end, length in zip(starts, starts[1:], batch.context_lens.tolist()):
-        yield slice(start, end), length
 
 
 def decode_attention_torch(

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP, Decoder, DecoderLayer, RMSNorm, swap
-from lessons.l06_mla.moe import MoE
+from lessons.l02_naive_attention.gemma import GemmaDecoder
+from lessons.l06_mla.gpt_oss import GptOssDecoder
+from lessons.l06_mla.moe import MoE, MoEDecoder
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 
@@ -205,8 +207,17 @@ class DeepseekDecoder(Decoder):
 def load_decoder(
     name_or_path: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """The checkpoint in the class that its config asks for: DeepseekDecoder or Decoder. Raises
-    CheckpointError.
-    """
-    kind = DeepseekDecoder if load_config(name_or_path).mla else Decoder
+    """The checkpoint in the class that its config asks for. Raises CheckpointError."""
+    kind = decoder_class(load_config(name_or_path))
     return kind.from_pretrained(name_or_path, device, dtype)
+
+
+def decoder_class(config: ModelConfig) -> type[Decoder]:
+    """The decoder that has this shape's parts."""
+    if config.norms_after:
+        return GemmaDecoder
+    if config.mla is not None:
+        return DeepseekDecoder
+    if config.attention_sinks:
+        return GptOssDecoder
+    return Decoder if config.moe is None else MoEDecoder

@@ -1,19 +1,19 @@
 """A mixture of experts in place of an MLP: a router chooses a few MLPs for each token, and only
 those run.
 
-Nothing here depends on attention; DeepSeek needs it to be loaded at all. Lesson 20 spreads experts
-over devices. A readable loop over experts, not a fast one: each expert gathers its tokens, runs,
+Nothing here depends on attention; DeepSeek, Mixtral and Qwen3-MoE need it to be loaded at all.
+Lesson 20 spreads experts over devices. A readable loop over experts, not a fast one: each expert gathers its tokens, runs,
 and adds its share.
 
 Sources: DeepSeekMoE (Dai et al. 2024, section 3): shared experts; DeepSeek-V2 (2024, section
 2.2.2): choice limited to groups; DeepSeek-V3 (2024, section 2.1.2): sigmoid scores, and a bias that
-balances the load without an auxiliary loss.
+balances the load without an auxiliary loss; Mixtral of Experts (Jiang et al. 2024, section 2.1).
 """
 
 import torch
 from torch import Tensor, nn
 
-from lessons.l02_naive_attention.decoder import MLP
+from lessons.l02_naive_attention.decoder import MLP, Decoder, DecoderLayer
 from lessons.toolbox.model.config import ModelConfig, MoEConfig
 
 
@@ -32,10 +32,8 @@ class Router(nn.Module):
             self.e_score_correction_bias = nn.Parameter(torch.zeros(config.n_routed_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        config = self.config
-        # 16 bits would tie experts whose scores lie close together
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = x.to(wide) @ self.weight.to(wide).T
+        config, logits = self.config, self.logits(x)
+        wide = logits.dtype
         # [T, E]
         scores = logits.sigmoid() if config.scoring_func == "sigmoid" else logits.softmax(-1)
         # The bias decides who is chosen and never enters the weights: it moves load between
@@ -52,6 +50,13 @@ class Router(nn.Module):
         if config.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * config.routed_scaling_factor, chosen
+
+    def logits(self, x: Tensor) -> Tensor:
+        """How well each expert suits each token: [T, hidden_size] -> [T, E], float32 at least,
+        because 16 bits would tie experts whose scores lie close together.
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return x.to(wide) @ self.weight.to(wide).T
 
     def in_best_groups(self, merit: Tensor) -> Tensor:
         """Which experts belong to a token's best topk_group groups: [T, E] -> [T, E] bool.
@@ -98,3 +103,16 @@ class MoE(nn.Module):
                 (self.experts[index](x[token]) * weights[token, place, None]).to(out.dtype),
             )
         return out
+
+
+class MoEDecoder(Decoder):
+    """Mixtral or Qwen3-MoE: lesson 2's decoder, with experts in place of the MLP of most layers."""
+
+    def new_layer(self, index: int) -> DecoderLayer:
+        config = self.config
+        if config.moe is None or config.mla is not None or config.attention_sinks:
+            raise ValueError(
+                f"config: got model_type {config.model_type!r}; accepted: one with moe, without "
+                "mla and attention_sinks (others: load_decoder of lessons.l06_mla.deepseek)"
+            )
+        return DecoderLayer(config, mlp=MoE(config) if config.moe.has_experts(index) else None)

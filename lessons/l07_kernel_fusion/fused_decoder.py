@@ -19,10 +19,13 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP, Attend, Attention, Decoder, RMSNorm, swap
+from lessons.l02_naive_attention.gemma import GemmaRMSNorm
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l05_gqa.optimized import LESSON_05, LESSON_05_TORCH
 from lessons.l07_kernel_fusion import optimized, stand_ins
 from lessons.l07_kernel_fusion.rows import DTYPES
+
+NORMS = (RMSNorm, GemmaRMSNorm)
 
 
 class Ops(NamedTuple):
@@ -66,6 +69,23 @@ class FusedRMSNorm(nn.Module):
         -> [T, hidden_size].
         """
         return self.ops.add_rms_norm(branch, residual, self.weight, self.eps)
+
+
+class AddedNorm(nn.Module):
+    """A norm that the kernels do not compute (Gemma's), in the place of a FusedRMSNorm: it adds,
+    then norms.
+    """
+
+    def __init__(self, norm: GemmaRMSNorm):
+        super().__init__()
+        self.norm, self.weight, self.eps = norm, norm.weight, norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., size] -> [..., size]
+        return self.norm(x)
+
+    def after_adding(self, branch: Tensor, residual: Tensor) -> Tensor:
+        """residual += branch, in place; returns the norm of it. Both: [T, hidden_size]."""
+        return self.norm(residual.add_(branch))
 
 
 class FusedMLP(nn.Module):
@@ -156,7 +176,7 @@ def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
     """A twin of `model`, for inference: the same weights (shared, not copied), fewer and shorter
     passes between them.
 
-    ops: default `ops_for(model)`. A fused model is returned as it is. Raises ValueError for a
+    ops: default `ops_for(model)`. A fused model is returned as it is; Gemma's norms and MLP stay. Raises ValueError for a
     decoder whose layers have other norms than lesson 2's, because a junction of the residual stream
     is an addition and an RMSNorm.
     """
@@ -165,14 +185,15 @@ def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
     norms = [model.norm]
     for layer in model.layers:
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
-    if strange := [type(norm).__name__ for norm in norms if type(norm) is not RMSNorm]:
+    if strange := [type(norm).__name__ for norm in norms if type(norm) not in NORMS]:
         raise ValueError(
             f"model: got {type(model).__name__} with {strange[0]}; accepted: a decoder whose "
-            "layers have the RMSNorm of lessons.l02_naive_attention.decoder"
+            "layers have the norms of lessons.l02_naive_attention (decoder.py, gemma.py)"
         )
     ops = ops or ops_for(model)
     parts = {
         RMSNorm: partial(FusedRMSNorm, ops=ops),
+        GemmaRMSNorm: AddedNorm,
         MLP: partial(FusedMLP, ops=ops),
         Attention: partial(FusedAttention, ops=ops),
     }

@@ -22,6 +22,7 @@ from lessons.l06_mla.optimized import (
     tiles_for,
 )
 from lessons.l09_flash_attention.optimized import LESSON_09
+from lessons.l09_flash_attention.tiles import capability
 from lessons.l10_flash_decoding.checks import check_splits
 from lessons.l10_flash_decoding.optimized import combine, keys_of_split
 from lessons.l10_flash_decoding.splits import plan_splits, sms_of
@@ -92,6 +93,17 @@ def mla_split_kernel(
     tl.store(lse_ptr + partial, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=is_head)  # ln 2
 
 
+def split_tiles(num_heads: int, itemsize: int, shared_bytes: int, chip: int | None) -> Tiles:
+    """Lesson 6's tiles; chip: compute capability, as 90.
+
+    On 9.0 many heads take twice the keys. Both warpgroups multiply the same 64 heads by all keys of
+    a tile, in products of half the tile's keys: 76 wgmma for 64 keys, 74 for 32. On 10.0 that does
+    not fit.
+    """
+    tiles = tiles_for(num_heads, itemsize, shared_bytes)
+    return tiles._replace(block_n=64) if chip == 90 and tiles.block_h == 64 else tiles
+
+
 def mla_flash_decode(
     q: Tensor,
     kv_cache: Tensor,
@@ -113,11 +125,11 @@ def mla_flash_decode(
     check_splits(num_splits, split_size, max_context_len, kv_cache)
     (num_sequences, num_heads, dim), capacity = q.shape, kv_cache.shape[1]
     shared = shared_bytes_of(q)
-    tiles = tiles or tiles_for(num_heads, q.element_size(), shared)
+    tiles = tiles or split_tiles(num_heads, q.element_size(), shared, capability(q.device))
     check_powers_of_two(SMALLEST_TILE, block_h=tiles.block_h, block_n=tiles.block_n)
     head_blocks = triton.cdiv(num_heads, tiles.block_h)
     # Two slots an SM where the tiles of 16 heads (KERNELS: 91 KiB) fit twice. At 128 heads they take
-    # 112 to 208 KiB, so there is room for one.
+    # 112 to 216 KiB, so there is room for one.
     slots = sms_of(q.device) * (2 if num_heads <= 16 and shared >= 2 * 91 * 1024 else 1)
     num_splits = plan_splits(
         num_sequences * head_blocks,

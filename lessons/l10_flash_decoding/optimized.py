@@ -187,29 +187,15 @@ def flash_decode(
     check_grouped_inputs(q, k_cache, v_cache, context_lens, window)
     check_splits(num_splits, split_size, max_context_len, k_cache)
     longest = min(x for x in (k_cache.shape[1], max_context_len, window) if x is not None)
-    group = q.shape[1] // k_cache.shape[2]
-    num_splits = plan_splits(
-        len(q) * k_cache.shape[2],
-        longest,
-        tiles_for(group, q.shape[2], has_matrix_units(q))["BLOCK_N"],
-        sms_of(q.device) * PROGRAMS_PER_SM,
-        num_splits,
-        split_size,
-    )
-    partial_out, partial_lse = split_decode(
-        q,
-        k_cache,
-        v_cache,
-        context_lens,
-        softmax_scale,
-        window,
-        num_splits,
-        split_size or 0,
-        out_dtype=q.dtype if num_splits == 1 else torch.float32,
-    )
-    return (
-        partial_out[:, :, 0] if num_splits == 1 else combine(partial_out, partial_lse, q.dtype)[0]
-    )
+    slots, programs = sms_of(q.device) * PROGRAMS_PER_SM, len(q) * k_cache.shape[2]
+    size = size_of(q, k_cache)
+    num_splits = plan_splits(programs, longest, size["BLOCK_N"], slots, num_splits, split_size)
+    dtype = q.dtype if num_splits == 1 else torch.float32
+    given = q, k_cache, v_cache, context_lens, softmax_scale, window
+    partial_out, partial_lse = launch_splits(*given, num_splits, split_size or 0, size, dtype)
+    if num_splits == 1:
+        return partial_out[:, :, 0]
+    return combine(partial_out, partial_lse, q.dtype)[0]
 
 
 def split_decode(
@@ -231,17 +217,40 @@ def split_decode(
     """
     check_grouped_inputs(q, k_cache, v_cache, context_lens, window)
     check_splits(num_splits, None, None, k_cache)
-    (num_sequences, num_heads, head_dim), (_, capacity, num_kv_heads, _) = q.shape, k_cache.shape
-    out = torch.empty(
-        num_sequences, num_heads, num_splits, head_dim, dtype=out_dtype, device=q.device
-    )
-    lse = torch.empty(num_sequences, num_heads, num_splits, dtype=torch.float32, device=q.device)
-    group = num_heads // num_kv_heads
-    # by heads, dtype and chip, never by batch or length
-    size = tiles_for(group, head_dim, has_matrix_units(q))
+    size = size_of(q, k_cache)
     if block_n is not None:
         check_powers_of_two(SMALLEST_TILE, block_n=block_n)
         size["BLOCK_N"] = block_n
+    given = q, k_cache, v_cache, context_lens, softmax_scale, window
+    return launch_splits(*given, num_splits, split_size, size, out_dtype)
+
+
+def size_of(q: Tensor, k_cache: Tensor) -> dict[str, int]:
+    """The constexprs that size the kernel's tiles: by heads, dtype and chip, never by batch or
+    length. q: [B, Hq, D]; k_cache: [B, capacity, Hkv, D].
+    """
+    return tiles_for(q.shape[1] // k_cache.shape[2], q.shape[2], has_matrix_units(q))
+
+
+def launch_splits(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float | None,
+    window: int | None,
+    num_splits: int,
+    split_size: int,
+    size: dict[str, int],
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`split_decode` of arguments that are checked: q: [B, Hq, D] and the rest; size: as from
+    `size_of`.
+    """
+    (num_sequences, num_heads, head_dim), (_, capacity, num_kv_heads, _) = q.shape, k_cache.shape
+    shape, group = (num_sequences, num_heads, num_splits), num_heads // num_kv_heads
+    out = torch.empty(*shape, head_dim, dtype=out_dtype, device=q.device)
+    lse = torch.empty(*shape, dtype=torch.float32, device=q.device)
     if out.numel():
         split_decode_kernel[num_kv_heads, num_splits, num_sequences](
             q,

@@ -702,6 +702,31 @@ def test_the_compiler_spills_nothing_and_uses_matrix_units():
         assert bool(report.matrix_instruction) == matrix, report
 
 
+def test_twice_the_keys_on_hopper_alone():
+    """Of many heads, in 16 bits, where 216 KiB are there for a program."""
+    wide = {chip: mla.split_tiles(128, 2, 227 * 1024, chip) for chip in (None, 80, 90, 100)}
+    assert [tiles.block_n for tiles in wide.values()] == [32, 32, 64, 32]
+    for heads, itemsize in ((16, 2), (128, 4)):
+        assert mla.split_tiles(heads, itemsize, 227 * 1024, 90) == mla.tiles_for(heads, itemsize)
+
+
+@pytest.mark.compiler
+def test_twice_the_keys_take_two_more_products():
+    """What `split_tiles` and README.md say of 128 heads on compute capability 9.0: 36 products of
+    16 values for the scores of each half of a tile, because both warpgroups compute all of them,
+    and one for each 16 keys of the output.
+    """
+    (wide,) = [spec for spec in KERNELS if spec.name == "mla_split_bf16_128_sm90"]
+    assert wide.constexprs["BLOCK_N"] == 64
+    half = dataclasses.replace(wide, constexprs=wide.constexprs | {"BLOCK_N": 32})
+    reports = check_all([wide, half])
+    if not all(report.was_run for report in reports):
+        pytest.skip(reports[0].error)
+    assert [report.census["HGMMA"] for report in reports] == [2 * 36 + 4, 2 * 36 + 2]
+    assert [report.shared_bytes for report in reports] == [221184, 147456]
+    assert not any(report.spill_bytes or report.serialized_wgmma for report in reports)
+
+
 @pytest.mark.compiler
 def test_two_programs_of_a_split_fit_beside_each_other():
     """What PROGRAMS_PER_SM counts on, and what README.md says of registers and shared memory."""

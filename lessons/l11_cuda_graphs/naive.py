@@ -21,6 +21,7 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.request import (
     OnToken,
     Request,
+    check_call,
     read_requests,
     sampling_batch,
     take_batch_tokens,
@@ -118,6 +119,7 @@ def batch_loop(
     max_batch: int = MAX_BATCH,
 ) -> list[list[int]]:
     """`generate` in waves of at most `max_batch` requests, each step by new_step(model, pool)."""
+    check_call(model, on_token)
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
     if waiting := unfinished(requests):
         setup = set_up(new_step, model, *room_for(waiting, max_batch))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken, read_requests
+from lessons.l02_naive_attention.request import OnToken, check_call, read_requests
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l11_cuda_graphs.naive import (
@@ -179,10 +179,9 @@ class CudaGraphs:
 def graph_step(model: Decoder, pool: KVPool) -> Step:
     """The fastest step of this model: captured on a GPU; eager on a CPU, where nothing is launched.
 
-    A mixture of experts stays eager, because Python asks its router which experts to run.
+    Some models stay eager: a mixture of experts, because Python asks its router which to run.
     """
-    has_experts = model.config.moe is not None
-    if has_experts or model.device.type != "cuda":
+    if not model.config.can_be_captured or model.device.type != "cuda":
         return eager_step(model, pool)
     return GraphRunner(model, pool, CudaGraphs(model.device))
 
@@ -206,6 +205,7 @@ def generate(
     Pool and graphs stay for the next call with this model, until the model is deleted or a call
     needs more room.
     """
+    check_call(model, on_token)
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
     if waiting := unfinished(requests):
         setup = kept_setup(model, *room_for(waiting))

@@ -129,7 +129,6 @@ def check_sequences(q: Tensor, block_table: Tensor, context_lens: Tensor, block_
 
 
 def check_splits(
-    num_sequences: int,
     capacity: int,
     num_splits: int | None,
     split_size: int | None,

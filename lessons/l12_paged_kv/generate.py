@@ -19,6 +19,7 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.request import (
     OnToken,
     Request,
+    check_call,
     read_requests,
     sampling_batch,
     take_batch_tokens,
@@ -50,6 +51,7 @@ def generate(
     longest. Other arguments, result and errors as in lesson 2's `generate`; also ValueError for a
     request that is longer than all blocks together.
     """
+    check_call(model, on_token)
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
     if waiting := unfinished(requests):
         longest = max(request.most_cached for request in waiting)

@@ -17,17 +17,16 @@ from lessons.l06_mla.optimized import (
     Tiles,
     check_latent_inputs,
     kernel_fits,
-    tiles_for,
+    shared_bytes_of,
 )
-from lessons.l10_flash_decoding.mla import LATENTS_10
+from lessons.l09_flash_attention.tiles import capability
+from lessons.l10_flash_decoding.mla import LATENTS_10, split_tiles
 from lessons.l10_flash_decoding.optimized import combine, keys_of_split
 from lessons.l10_flash_decoding.splits import plan_splits, sms_of
 from lessons.l12_paged_kv import naive, stand_ins
 from lessons.l12_paged_kv.checks import check_sequences, check_splits
 from lessons.l12_paged_kv.hooks import paged_row
 from lessons.toolbox.kernels.triton_ import tl, triton
-
-LARGEST_SHARED = 227 * 1024  # bytes of shared memory, where no GPU says how many it has
 
 
 class PagedLatentPool(AbsorbedPool):
@@ -135,12 +134,10 @@ def paged_mla_decode(
     # Lesson 6's check wants a block a sequence; a view of that shape passes on dtype and width.
     as_if_contiguous = latents[:1, :1].expand(len(q), capacity, -1)
     check_latent_inputs(q, as_if_contiguous, context_lens, kv_lora_rank)
-    check_splits(len(q), capacity, num_splits, split_size, max_context_len)
+    check_splits(capacity, num_splits, split_size, max_context_len)
     num_sequences, num_heads, dim = q.shape
-    shared = LARGEST_SHARED
-    if q.is_cuda:
-        shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-    tiles = tiles or tiles_for(num_heads, q.element_size(), shared)
+    chip = capability(q.device)
+    tiles = tiles or split_tiles(num_heads, q.element_size(), shared_bytes_of(q), chip)
     head_blocks = triton.cdiv(num_heads, tiles.block_h)
     longest = capacity if max_context_len is None else max_context_len
     slots, programs = sms_of(q.device), num_sequences * head_blocks

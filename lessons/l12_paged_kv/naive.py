@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import attention
-from lessons.l02_naive_attention.request import OnToken, read_requests
+from lessons.l02_naive_attention.request import OnToken, check_call, read_requests
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH
@@ -37,6 +37,7 @@ def generate(
     memory_tokens: how many tokens the cache may hold. Other arguments, result and errors as in
     lesson 2's `generate`; also ValueError if the longest request does not fit.
     """
+    check_call(model, on_token)
     waiting = unfinished(read_requests(model.config, prompts, max_new_tokens, sampling))
     longest = max((request.most_cached for request in waiting), default=1)
     if longest > memory_tokens:

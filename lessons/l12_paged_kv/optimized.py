@@ -67,19 +67,14 @@ def paged_decode(
     """
     check_decode(q, k_cache, v_cache, block_table, context_lens, window)
     (num_sequences, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
-    capacity = block_table.shape[1] * k_cache.shape[1]
-    check_splits(num_sequences, capacity, num_splits, split_size, max_context_len)
     v_head_dim, group = v_cache.shape[3], num_heads // num_kv_heads
     size = sizes_of(group, head_dim, v_head_dim, has_matrix_units(q))
-    longest = min(x for x in (capacity, max_context_len, window) if x is not None)
-    slots = sms_of(q.device) * PROGRAMS_PER_SM
-    programs = num_sequences * num_kv_heads
-    num_splits = plan_splits(programs, longest, size["BLOCK_N"], slots, num_splits, split_size)
+    num_splits = splits_for(
+        q, k_cache, block_table, size["BLOCK_N"], window, num_splits, split_size, max_context_len
+    )
     # Partial results stay in float32; a single split is the result.
     dtype = q.dtype if num_splits == 1 else torch.float32
-    shape = (num_sequences, num_heads, num_splits)
-    partial_out = torch.empty(*shape, v_head_dim, dtype=dtype, device=q.device)
-    partial_lse = torch.empty(*shape, dtype=torch.float32, device=q.device)
+    partial_out, partial_lse = empty_partials(q, num_splits, v_head_dim, dtype)
     if partial_out.numel():
         decode_kernel[num_kv_heads, num_splits, num_sequences](
             q,
@@ -110,6 +105,37 @@ def paged_decode(
     if num_splits == 1:
         return partial_out[:, :, 0]
     return combine(partial_out, partial_lse, q.dtype)[0]
+
+
+def splits_for(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    block_n: int,
+    window: int | None,
+    num_splits: int | None,
+    split_size: int | None,
+    max_context_len: int | None,
+) -> int:
+    """How many splits a step launches. q: [B, Hq, D] and the rest as in `paged_decode`; block_n:
+    keys of a tile. Raises ValueError.
+    """
+    capacity = block_table.shape[1] * k_cache.shape[1]
+    check_splits(capacity, num_splits, split_size, max_context_len)
+    longest = min(x for x in (capacity, max_context_len, window) if x is not None)
+    slots, programs = sms_of(q.device) * PROGRAMS_PER_SM, len(q) * k_cache.shape[2]
+    return plan_splits(programs, longest, block_n, slots, num_splits, split_size)
+
+
+def empty_partials(
+    q: Tensor, num_splits: int, v_head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Room for what S splits find. q: [B, Hq, D] -> partial_out: [B, Hq, S, Dv] of dtype,
+    partial_lse: [B, Hq, S] float32.
+    """
+    shape = (*q.shape[:2], num_splits)
+    partial_out = torch.empty(*shape, v_head_dim, dtype=dtype, device=q.device)
+    return partial_out, torch.empty(*shape, dtype=torch.float32, device=q.device)
 
 
 def paged_prefill(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.score_rules import sinks_of
 from lessons.l03_kv_cache.batch import Batch, new_batch
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.generate import Rung
@@ -34,9 +35,17 @@ def paged_rung_of(model: Decoder) -> Rung:
     return PAGED if model.config.mla is None else PAGED_LATENTS
 
 
-def new_pool(model: Decoder, num_blocks: int, block_size: int, max_context_len: int) -> KVPool:
-    """An empty pool of blocks on the model's device. model: prepared by its rung."""
-    rung = paged_rung_of(model)
+def new_pool(
+    model: Decoder,
+    num_blocks: int,
+    block_size: int,
+    max_context_len: int,
+    rung: Rung | None = None,
+) -> KVPool:
+    """An empty pool of blocks on the model's device. model: prepared by `rung`; None: by this
+    lesson's.
+    """
+    rung = rung or paged_rung_of(model)
     pool = rung.cache(
         model.config,
         num_blocks,
@@ -46,6 +55,7 @@ def new_pool(model: Decoder, num_blocks: int, block_size: int, max_context_len: 
         model.device,
         max_context_len=max_context_len,
     )
+    pool.sinks = sinks_of(model)
     if isinstance(pool, PagedLatentPool):
         pool.layer_of = [layer.self_attn.expanded for layer in model.layers]
     return pool
@@ -75,13 +85,14 @@ def copy_blocks(pool: KVPool, copies: list[Copy]) -> None:
 class PagedRunner:
     """Sequences, known by numbers, that share a model and a pool of blocks.
 
-    held: tokens of each sequence whose K and V are stored. model: prepared by its rung.
+    held: tokens of each sequence whose K and V are stored. model: prepared by its rung. blocks: who
+    owns which block of the pool; None: nobody yet.
     """
 
-    def __init__(self, model: Decoder, pool: KVPool):
+    def __init__(self, model: Decoder, pool: KVPool, blocks: BlockManager | None = None):
         self.model = model
         self.pool = pool
-        self.blocks = BlockManager(pool.num_blocks, pool.block_size)
+        self.blocks = blocks or BlockManager(pool.num_blocks, pool.block_size)
         self.held: dict[int, int] = {}
         self.copied_blocks = 0
 
@@ -108,6 +119,11 @@ class PagedRunner:
 
         Raises OutOfBlocks; then the sequences before the one that found none have grown.
         """
+        hidden, batch = self.run(new)
+        return self.model.logits(hidden[batch.logits_at])
+
+    def run(self, new: dict[int, list[int]]) -> tuple[Tensor, Batch]:
+        """`step` up to the hidden state of every new token: [T, hidden_size], and their batch."""
         chunks = []
         for sequence, tokens in new.items():
             held = self.held.get(sequence, 0)
@@ -116,8 +132,7 @@ class PagedRunner:
             chunks.append((tokens, held))
             self.held[sequence] = held + len(tokens)
         batch = step_batch(self.pool, chunks, [self.blocks.tables[sequence] for sequence in new])
-        hidden = self.model(batch.tokens, self.pool.attending(batch))
-        return self.model.logits(hidden[batch.logits_at])
+        return self.model(batch.tokens, self.pool.attending(batch)), batch
 
     def copy(self, copies: list[Copy]) -> None:
         """`copy_blocks` in this pool, counted."""

@@ -1,34 +1,90 @@
 """Attention over pages in PyTorch: what generates where kernels would be interpreted.
 
-Read `work_list`, then `decode`. A decode step is a list of work, (block, reader) pairs, so that
-sequences of all lengths go together and nothing is padded. Each pair gives partial sums, and partial
-sums merge (lesson 8). Prompts gather their blocks, sequence by sequence.
+Read `Reads`, then `read_blocks`. For single queries a block table is a sparse matrix: a row for each
+query head, and in it a column for each key that this head reads. So attention over pages is three
+operations on sparse matrices, and none of them copies K or V:
+
+    scores = Q Kᵀ, only where the matrix has entries
+    p = softmax(scores), row by row
+    out = p V
+
+Sequences of all lengths go together. Prompts gather their blocks, sequence by sequence.
 """
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
-from lessons.l03_kv_cache.batch import Batch, new_batch
-from lessons.l03_kv_cache.stand_ins import sequences
+from lessons.l03_kv_cache.batch import Batch, new_batch, sequences
 from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 
 
-class WorkList(NamedTuple):
-    """W pairs of a block and the one query that reads it. A block with several readers stands in
-    several pairs.
+class Reads(NamedTuple):
+    """Which keys the query heads read, as a sparse matrix of N entries in H = R · Hq rows.
+
+    The columns are the rows of a cache seen as [num_blocks · block_size · Hkv, D]: a row a key.
     """
 
-    block: Tensor  # [W] int64
-    reader: Tensor  # [W] int64: which of the single queries, in the order of `rows`
-    first: Tensor  # [W] int64: the position of the block's first key in the reader's sequence
-    rows: Tensor  # [R] int64: the rows of q that belong to sequences with one new token
-    length: Tensor  # [R] int64: the context of each of these sequences
-    last: Tensor  # [R] int64: the pair with the reader's newest block, which may be filled in part
+    columns: Tensor  # [N] int64, row after row
+    starts: Tensor  # [H + 1] int64: where each row begins in `columns`, and the end
+    places: Tensor  # [N] int64: where each entry stands if all rows are padded to the longest
+    longest: int  # entries of the longest row
+
+
+@dataclass
+class WorkList:
+    """The single queries of a step, R of them, and the blocks that they read. A block may have
+    several readers.
+    """
+
+    blocks: Tensor  # [W] int64: the blocks of all readers, one reader after the other
+    begins: list[int]  # of each reader: where its blocks begin in `blocks`
+    lengths: list[int]  # of each reader: tokens of its sequence, with the new one
+    rows: Tensor  # [R] int64: the rows of q that belong to them
+    block_size: int
+    known: dict[tuple, Reads] = field(default_factory=dict)
+
+    def reads(self, num_heads: int, num_kv_heads: int, window: int | None) -> Reads:
+        """What the heads read. Made once a step, because all layers with one window share it."""
+        key = (num_heads, num_kv_heads, window)
+        if key not in self.known:
+            self.known[key] = new_reads(self, *key)
+        return self.known[key]
+
+
+def new_reads(work: WorkList, num_heads: int, num_kv_heads: int, window: int | None) -> Reads:
+    """The sparse matrix of these queries. Each of its rows is contiguous in `slots` below, so an
+    entry's number differs from its slot's place by one number a row.
+    """
+    slots = (work.blocks[:, None] * work.block_size + torch.arange(work.block_size)).flatten()
+    num_readers = len(work.lengths)
+    length = torch.tensor(work.lengths)
+    seen = length if window is None else length.clamp(max=window)
+    first = torch.tensor(work.begins) * work.block_size + length - seen  # key, in `slots`
+
+    counts = seen.repeat_interleave(num_heads)
+    ends = counts.cumsum(0)
+    starts = ends - counts
+    num_entries, longest = int(ends[-1]), int(seen.max())
+    head = torch.arange(num_heads) // (num_heads // num_kv_heads)
+
+    def of_each_entry(of_row: Tensor) -> Tensor:
+        return of_row.repeat_interleave(counts, output_size=num_entries)
+
+    entry = torch.arange(num_entries)
+    slot = slots[entry + of_each_entry(first.repeat_interleave(num_heads) - starts)]
+    return Reads(
+        columns=slot * num_kv_heads + of_each_entry(head.repeat(num_readers)),
+        starts=torch.cat([starts, ends[-1:]]),
+        places=entry + of_each_entry(torch.arange(len(counts)) * longest - starts),
+        longest=longest,
+    )
 
 
 def paged_batch(
@@ -39,7 +95,8 @@ def paged_batch(
 ) -> Batch:
     """`new_batch` with the list of what its single queries read. Arguments and errors as there."""
     batch = new_batch(chunks, block_size, device, block_tables)
-    return replace(batch, work_list=work_list(chunks, block_size, block_tables))
+    work = work_list(chunks, block_size, block_tables)
+    return replace(batch, work_list=work)
 
 
 def work_list(
@@ -47,19 +104,16 @@ def work_list(
     block_size: int,
     block_tables: Sequence[Sequence[int]],
 ) -> WorkList:
-    """The work of the sequences that run one token. Made once a step, because all layers share it."""
-    block, reader, first, rows, lengths, last, row = [], [], [], [], [], [], 0
+    """The work of the sequences that run one token."""
+    blocks, begins, lengths, rows, row = [], [], [], [], 0
     for (new, held), table in zip(chunks, block_tables):
         if len(new) == 1:
-            in_use = held // block_size + 1
-            block += table[:in_use]
-            reader += [len(rows)] * in_use
-            first += range(0, in_use * block_size, block_size)
-            rows.append(row)
+            begins.append(len(blocks))
             lengths.append(held + 1)
-            last.append(len(block) - 1)
+            blocks += table[: held // block_size + 1]
+            rows.append(row)
         row += len(new)
-    return WorkList(*map(torch.tensor, (block, reader, first, rows, lengths, last)))
+    return WorkList(torch.tensor(blocks), begins, lengths, torch.tensor(rows), block_size)
 
 
 def decode(
@@ -73,7 +127,7 @@ def decode(
     """One new token of each sequence. q: [B, Hq, D] -> [B, Hq, Dv]; k_cache, v_cache: [num_blocks,
     block_size, Hkv, …].
     """
-    return read_blocks(q, k_cache, v_cache, WorkList(*batch.work_list), softmax_scale, window)
+    return read_blocks(q, k_cache, v_cache, batch.work_list, softmax_scale, window)
 
 
 def read_blocks(
@@ -85,36 +139,72 @@ def read_blocks(
     window: int | None = None,
 ) -> Tensor:
     """Each query over its blocks. q: [R, Hq, D] -> [R, Hq, Dv]; caches as in `decode`."""
-    (num_queries, num_heads, head_dim), (_, block_size, num_kv_heads, v_dim) = (
-        q.shape,
-        v_cache.shape,
+    num_queries, num_heads, head_dim = q.shape
+    reads = work.reads(num_heads, k_cache.shape[2], window)
+    keys = cache_rows(k_cache)[:, :head_dim]
+    scores = products(q.flatten(0, 1), keys, reads) * softmax_scale
+    # Padded for the softmax only, because PyTorch has none for rows of different lengths.
+    padded = scores.new_full((num_queries * num_heads, reads.longest), -torch.inf)
+    padded.view(-1).scatter_(0, reads.places, scores)
+    p = padded.softmax(-1).view(-1).index_select(0, reads.places).to(v_cache.dtype)
+    out = embedding_bag(
+        reads.columns,
+        cache_rows(v_cache),
+        reads.starts,
+        mode="sum",
+        per_sample_weights=p,
+        include_last_offset=True,
     )
-    group, pairs = num_heads // num_kv_heads, len(work.block)
-    # [pairs · Hkv, block_size, D]: one copy of what is read, heads outside, for the products below.
-    k, v = (
-        cache.transpose(1, 2).index_select(0, work.block).view(pairs * num_kv_heads, block_size, -1)
-        for cache in (k_cache, v_cache)
-    )
-    queries = q.view(num_queries, num_kv_heads, group, head_dim)[work.reader]
-    scores = torch.bmm(queries.flatten(0, 1), k.transpose(1, 2)).mul_(softmax_scale)
-    scores = scores.view(pairs, num_kv_heads, group, block_size)
-    key = work.first[:, None] + torch.arange(block_size)  # [pairs, block_size], positions
-    length = work.length[work.reader][:, None]
-    hidden = key >= length if window is None else (key >= length) | (key < length - window)
-    scores.masked_fill_(hidden[:, None, None], -torch.inf)
-    # What was left in a block by others may be NaN, and 0 · NaN is NaN.
-    v = v.view(pairs, num_kv_heads, block_size, v_dim)
-    v[work.last] = v[work.last].masked_fill(hidden[work.last][:, None, :, None], 0)
+    return out[:, : v_cache.shape[-1]].unflatten(0, (num_queries, num_heads))
 
-    # The merge of lesson 8, over all pairs at once: one maximum a query, then plain sums.
-    owner = work.reader[:, None, None].expand(pairs, num_kv_heads, group)
-    m = scores.new_full((num_queries, num_kv_heads, group), -torch.inf)
-    m = m.scatter_reduce_(0, owner, scores.amax(-1), "amax")
-    p = scores.sub_(m[work.reader][..., None]).exp_()
-    l = torch.zeros_like(m).index_add_(0, work.reader, p.sum(-1))
-    part = torch.bmm(p.flatten(0, 1), v.flatten(0, 1)).view(pairs, num_kv_heads, group, v_dim)
-    acc = q.new_zeros(num_queries, num_kv_heads, group, v_dim).index_add_(0, work.reader, part)
-    return (acc / l[..., None]).view(num_queries, num_heads, v_dim)
+
+def cache_rows(slots: Tensor) -> Tensor:
+    """A cache as one row a key, not copied. slots: [num_blocks, block_size, Hkv, D] ->
+    [num_blocks · block_size · Hkv, D or wider].
+
+    Wider where a row is the front of a wider one: a value of lesson 6 is the front of its latent.
+    Then the whole row is returned, because a dense cache need not be copied.
+    """
+    num_blocks, block_size, num_kv_heads, _ = slots.shape
+    width = slots.stride(2)
+    if slots.stride() != (block_size * num_kv_heads * width, num_kv_heads * width, width, 1):
+        return slots.reshape(-1, slots.shape[-1])
+    return slots.as_strided((num_blocks * block_size * num_kv_heads, width), (width, 1))
+
+
+def products(q: Tensor, keys: Tensor, reads: Reads) -> Tensor:
+    """The entries of Q Kᵀ. q: [H, D]; keys: [slots, D] -> [N], float32 at least."""
+    if not can_sample(q.dtype):
+        rows = q.repeat_interleave(reads.starts.diff(), dim=0).float()
+        return (rows * keys[reads.columns]).sum(-1)
+    return chosen_products(q, keys, reads.starts, reads.columns)
+
+
+def chosen_products(q: Tensor, keys: Tensor, starts: Tensor, columns: Tensor) -> Tensor:
+    """`products` by PyTorch's product for sparse results. q: [H, D]; keys: [slots, D]; starts and
+    columns as in Reads -> [N].
+    """
+    entries = q.new_zeros(len(columns))
+    wanted = torch.sparse_csr_tensor(
+        starts, columns, entries, (len(q), len(keys)), check_invariants=False
+    )
+    return torch.sparse.sampled_addmm(wanted, q, keys.T, beta=0).values()
+
+
+@cache
+def can_sample(dtype: torch.dtype) -> bool:
+    """Whether this PyTorch computes chosen entries of a product in the dtype. Tried, because no list
+    says so.
+    """
+    with warnings.catch_warnings():
+        # PyTorch says once that its sparse matrices are new, and once that it does not check them.
+        warnings.simplefilter("ignore")
+        try:
+            one = torch.ones(1, 1, dtype=dtype)
+            chosen_products(one, one, torch.tensor([0, 1]), torch.tensor([0]))
+        except (RuntimeError, NotImplementedError):
+            return False
+    return True
 
 
 def prefill(
@@ -129,7 +219,7 @@ def prefill(
     `decode`.
     """
     out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
-    work = WorkList(*batch.work_list)
+    work = batch.work_list
     if len(work.rows):
         singles = read_blocks(q[work.rows], k_cache, v_cache, work, softmax_scale, window)
         out[work.rows] = singles
@@ -157,7 +247,8 @@ def chunk_attention(
     held = len(k) - len(q)
     sees = None
     if held or window is not None:
-        distance = torch.arange(held, len(k))[:, None] - torch.arange(len(k))
+        position = torch.arange(len(k), device=q.device)
+        distance = position[held:, None] - position
         sees = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = scaled_dot_product_attention(

@@ -10,10 +10,10 @@ from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l02_naive_attention.request import read_requests
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.batch import new_batch
-from lessons.l12_paged_kv import latents, naive, optimized, runner
+from lessons.l12_paged_kv import latents, naive, optimized, runner, stand_ins
 from lessons.l12_paged_kv.blocks import BlockManager, OutOfBlocks
 from lessons.l12_paged_kv.generate import Waves, blocks_of_lesson_11, generate
-from lessons.l12_paged_kv.lab.testing import CONFIG, MODELS, new_model, new_prompts
+from lessons.l12_paged_kv.lab.testing import CONFIG, DEVICE, MODELS, new_model, new_prompts
 from lessons.l12_paged_kv.naive import LESSON_12_GATHERED
 from lessons.l12_paged_kv.optimized import LESSON_12
 from lessons.l12_paged_kv.runner import PagedRunner, new_pool, paged_rung_of
@@ -209,17 +209,21 @@ KERNELS = LESSON_12_TORCH._replace(prefill=optimized.prefill, decode=optimized.d
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_steps_over_poisoned_pages(ops, seed):
     """A mixed step (decode, chunk, fresh prompt), then single tokens, over pages full of NaN."""
-    model = new_model(torch.float32)
+    device = DEVICE if ops in (KERNELS, LESSON_12) else "cpu"
+    model = new_model(torch.float32).to(device)
     a, b, c = new_prompts(9, 11, 4)
-    whole = [model.logits(model(torch.tensor(x), whole_sequence(model, len(x)))) for x in (a, b, c)]
-    pool = runner.KVPool(CONFIG, 20, 3, ops, max_context_len=64)
+    whole = [
+        model.logits(model(torch.tensor(x, device=device), whole_sequence(model, len(x))))
+        for x in (a, b, c)
+    ]
+    pool = runner.KVPool(CONFIG, 20, 3, ops, device=device, max_context_len=64)
     for slots in (pool.k_slots, pool.v_slots):
         slots.fill_(float("nan"))
     tables = [[7, 2, 19], [0, 11, 5, 6], [3, 18]]
 
     def run(chunks, tables):
         # The work list is made on the CPU, and only LESSON_12_TORCH reads it.
-        batch = paged_batch(chunks, 3, tables)
+        batch = paged_batch(chunks, 3, tables, device)
         return model.logits(model(batch.tokens, pool.attending(batch)))
 
     run([(a[:8], 0), (b[:4], 0)], tables[:2])
@@ -235,9 +239,10 @@ def test_steps_over_poisoned_pages(ops, seed):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_latents_over_pages_in_any_order(by_kernel, seed, monkeypatch):
     """A pool of latents through a table beside the model that expands everything."""
-    model = MODELS["latents"]().float()
+    device = DEVICE if by_kernel else "cpu"
+    model = MODELS["latents"]().float().to(device)
     tokens = torch.randint(0, CONFIG.vocab_size, (23,)).tolist()
-    want = model.logits(model(torch.tensor(tokens), whole_sequence(model, 23)))
+    want = model.logits(model(torch.tensor(tokens, device=device), whole_sequence(model, 23)))
     if by_kernel:
         monkeypatch.setattr(latents, "kernel_fits", lambda q: True)
     prepared = paged_rung_of(model).prepare(model)
@@ -247,7 +252,7 @@ def test_latents_over_pages_in_any_order(by_kernel, seed, monkeypatch):
     pool.k_slots.fill_(float("nan"))
     table, held = [[9, 2, 11, 0, 7, 4]], 0
     for new in (20, 1, 1, 1):
-        batch = new_batch([(tokens[held : held + new], held)], 4, "cpu", table)
+        batch = new_batch([(tokens[held : held + new], held)], 4, device, table)
         got = prepared.logits(prepared(batch.tokens, pool.attending(batch)))
         rows = slice(held, held + new)
         torch.testing.assert_close(got, want[rows], atol=1e-4, rtol=1e-4)
@@ -255,6 +260,12 @@ def test_latents_over_pages_in_any_order(by_kernel, seed, monkeypatch):
 
 
 # ---------------------------------------------------------------- bad input
+
+
+def test_prompts_run_on_the_device_of_their_tensors():
+    """PyTorch's "meta" refuses a tensor of the CPU, as a GPU does."""
+    q, seven = torch.empty(3, 4, 16, device="meta"), torch.empty(7, 2, 16, device="meta")
+    assert stand_ins.chunk_attention(q, seven, seven, 0.25, None).is_meta
 
 
 def test_a_request_longer_than_the_pool_is_refused(seed):

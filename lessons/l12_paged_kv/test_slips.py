@@ -14,7 +14,7 @@ from lessons.l12_paged_kv.lab.testing import DEVICE, NO_BLOCK, decoded, paged
 from lessons.l12_paged_kv.latents import paged_mla_decode, paged_mla_kernel
 from lessons.l12_paged_kv.naive import gathered, gathered_attention
 from lessons.l12_paged_kv.optimized import paged_decode, paged_prefill
-from lessons.l12_paged_kv.stand_ins import WorkList, read_blocks
+from lessons.l12_paged_kv.stand_ins import read_blocks, work_list
 from lessons.toolbox.proof.numerics import NotEquivalent, prove
 from lessons.toolbox.proof.refusals import KINDS, assert_refused
 
@@ -51,24 +51,21 @@ def test_paged_mla_kernel(block_size, options, seed, proof):
 # ---------------------------------------------------------------- the PyTorch that stands in
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 6])
-def test_the_work_list_reads_what_gathering_reads(window, seed):
+def test_the_work_list_reads_what_gathering_reads(window, dtype, seed):
     """Blocks of all sequences together, a shared one twice."""
     inputs = [x.cpu() for x in paged([9, 30, 1], block_size=4, seed=seed).decode]
-    q, k_cache, v_cache, table, lens = inputs
+    inputs[:3] = [x.to(dtype) for x in inputs[:3]]
+    q, k_cache, v_cache, table, _ = inputs
     table[0, :2] = table[1, :2]  # two sequences that share their first blocks
-    pairs = [(b, i) for b, n in enumerate([9, 30, 1]) for i in range(-(-n // 4))]
-    last = [max(w for w, (b, _) in enumerate(pairs) if b == reader) for reader in range(3)]
-    work = WorkList(
-        block=torch.tensor([int(table[b, i]) for b, i in pairs]),
-        reader=torch.tensor([b for b, _ in pairs]),
-        first=torch.tensor([4 * i for _, i in pairs]),
-        rows=torch.arange(3),
-        length=lens.long(),
-        last=torch.tensor(last),
-    )
+    chunks = [([7], length - 1) for length in (9, 30, 1)]
+    work = work_list(chunks, 4, table.tolist())
     out = read_blocks(q, k_cache, v_cache, work, 16**-0.5, window)
-    torch.testing.assert_close(out, decoded(*inputs, window=window), atol=1e-5, rtol=1e-5)
+    assert out.dtype == dtype
+    truth = decoded(*(x.double() for x in inputs[:3]), *inputs[3:], window=window)
+    allowed = max(1e-5, 4 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(out.double(), truth, atol=allowed, rtol=allowed)
 
 
 # ---------------------------------------------------------------- wrong versions

@@ -10,6 +10,7 @@ fills the places that fall free, lesson 15 takes blocks back where a wave reserv
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,20 +19,22 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.request import (
     OnToken,
     Request,
+    check_call,
     read_requests,
     sampling_batch,
     take_batch_tokens,
 )
 from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l03_kv_cache.cache import KVPool
-from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l03_kv_cache.generate import Rung
 from lessons.l11_cuda_graphs.naive import MAX_BATCH, MAX_PREFILL_TOKENS, unfinished
-from lessons.l12_paged_kv.stand_ins import paged_batch
+from lessons.l12_paged_kv.runner import PAGED, PAGED_LATENTS, new_pool, step_batch
 from lessons.l13_prefix_caching.cache import CachingBlockManager, Hits, PrefixCache
 from lessons.l13_prefix_caching.cascade import LESSON_13_TORCH
 from lessons.l13_prefix_caching.optimized import RadixTree
 
 BLOCK_SIZE = 16  # tokens
+WITH_PREFIXES = replace(PAGED, name="prefix cache", stand_ins=LESSON_13_TORCH)
+LATENTS_WITH_PREFIXES = replace(PAGED_LATENTS, name="prefix cache")
 NewCache = Callable[[int], PrefixCache]  # block_size -> an empty cache
 
 
@@ -47,11 +50,20 @@ def generate(
     """Up to MAX_BATCH prompts at a time, what they share computed once. Arguments, result and errors
     as in lesson 2's `generate`.
     """
+    check_call(model, on_token)
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
     if waiting := unfinished(requests):
-        runner = WaveRunner(model, blocks_of_waves(waiting), new_cache=new_cache)
+        longest = max(request.most_cached for request in waiting)
+        runner = WaveRunner(
+            model, blocks_of_waves(waiting), new_cache=new_cache, max_context_len=longest
+        )
         runner.serve(waiting, on_token)
     return [request.output for request in requests]
+
+
+def prefix_rung_of(model: Decoder) -> Rung:
+    """Which of the two serves this model. Cascade attention is for K and V of heads."""
+    return WITH_PREFIXES if model.config.mla is None else LATENTS_WITH_PREFIXES
 
 
 def blocks_of_waves(waiting: list[Request], block_size: int = BLOCK_SIZE) -> int:
@@ -63,6 +75,7 @@ def blocks_of_waves(waiting: list[Request], block_size: int = BLOCK_SIZE) -> int
 class WaveRunner:
     """A model, a pool of blocks, and what these still hold from one call to the next.
 
+    max_context_len: the longest that a sequence may become; None: as long as the model allows.
     hits: of all prompts so far. Raises ValueError for a request that the pool can never hold.
     """
 
@@ -72,20 +85,16 @@ class WaveRunner:
         num_blocks: int,
         block_size: int = BLOCK_SIZE,
         new_cache: NewCache = RadixTree,
+        max_context_len: int | None = None,
     ):
-        self.model = fused(model)
+        rung = prefix_rung_of(model)
+        self.model = rung.prepare(model)
         self.blocks = CachingBlockManager(num_blocks, block_size, new_cache(block_size))
         self.hits = Hits()
-        longest = min(num_blocks * block_size, model.config.max_position_embeddings)
-        self.pool = KVPool(
-            model.config,
-            num_blocks,
-            block_size,
-            LESSON_13_TORCH,
-            model.dtype,
-            model.device,
-            max_context_len=longest,
+        longest = max_context_len or min(
+            num_blocks * block_size, model.config.max_position_embeddings
         )
+        self.pool = new_pool(self.model, num_blocks, block_size, longest, rung)
 
     @torch.inference_mode()
     def serve(self, requests: list[Request], on_token: OnToken | None = None) -> None:
@@ -163,7 +172,7 @@ class WaveRunner:
             self.blocks.grow(request.row, computed, len(tokens))
             chunks.append((tokens[computed:], computed))
         tables = [self.blocks.tables[request.row] for request in requests]
-        batch = paged_batch(chunks, self.blocks.block_size, tables, self.model.device)
+        batch = step_batch(self.pool, chunks, tables)
         hidden = self.model(batch.tokens, self.pool.attending(batch))
         for request, (new, computed) in zip(requests, chunks):
             self.remember(request, computed, computed + len(new))

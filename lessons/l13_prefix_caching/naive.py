@@ -6,8 +6,11 @@ Source: vLLM's design document "Automatic Prefix Caching".
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from lessons.l13_prefix_caching.cache import PrefixCache
+
+FIRST = b""  # stands for the hash in front of the first block
 
 
 class HashBlocks(PrefixCache):
@@ -30,8 +33,14 @@ class HashBlocks(PrefixCache):
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
         whole_blocks = len(tokens) // self.block_size
-        known = []
-        for key, block in zip(self.hashes(tokens, whole_blocks), blocks):
+        # A sequence that grows comes again with the same beginning, whose names stand here already.
+        known = list(takewhile(self.__contains__, blocks[:whole_blocks]))
+        start = len(known)
+        before = FIRST
+        if known:
+            before = self.hash_of[known[-1]]
+        keys = self.hashes(tokens, whole_blocks, start, before)
+        for key, block in zip(keys, blocks[start:]):
             if key not in self.block_of:
                 self.block_of[key] = block
                 self.hash_of[block] = key
@@ -46,15 +55,18 @@ class HashBlocks(PrefixCache):
     def __contains__(self, block: int) -> bool:
         return block in self.hash_of
 
-    def hashes(self, tokens: Sequence[int], count: int) -> Iterator[bytes]:
-        """One for each of the first `count` blocks, of all tokens up to the block's end.
+    def hashes(
+        self, tokens: Sequence[int], count: int, start: int = 0, before: bytes = FIRST
+    ) -> Iterator[bytes]:
+        """One for each of the blocks from `start` to `count`, of all tokens up to the block's end.
+        before: the hash of the block in front of `start`.
 
         Chained: each is made from the hash before it, so n blocks cost n, and not n². SHA-256,
         because two prompts with the same hash would read each other's K and V.
         """
-        key = b""
-        for index in range(count):
-            start = index * self.block_size
-            own = array("q", tokens[start : start + self.block_size])
+        key = before
+        for index in range(start, count):
+            first = index * self.block_size
+            own = array("q", tokens[first : first + self.block_size])
             key = hashlib.sha256(key + own.tobytes()).digest()
             yield key

@@ -2,6 +2,8 @@
 invents, and that wrong caches do not.
 """
 
+import hashlib
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -171,9 +173,9 @@ class MatchesAll(HashBlocks):
 class Unchained(HashBlocks):
     """A block by its own tokens, whatever stands before it."""
 
-    def hashes(self, tokens, count):
-        for start in range(0, count * self.block_size, self.block_size):
-            yield bytes(tokens[start : start + self.block_size])
+    def hashes(self, tokens, count, start=0, before=b""):
+        for index in range(start, count):
+            yield bytes(tokens[index * self.block_size : (index + 1) * self.block_size])
 
 
 class KnowsForever(HashBlocks):
@@ -256,3 +258,28 @@ def test_a_wrong_cache_is_rejected(make, kind):
     with pytest.raises((AssertionError, LookupError, ValueError)):
         # One failure is enough here, so none is looked for that would be shorter.
         play(Planted, 2000, phases=[Phase.generate], report_multiple_bugs=False)
+
+
+# ---------------------------------------------------------------- how often a token is hashed
+
+
+def test_a_sequence_that_grows_hashes_each_block_once(monkeypatch):
+    """Ten blocks, remembered one by one as they fill; then a second sequence with the same tokens."""
+    hashed, sha256 = [], hashlib.sha256
+    monkeypatch.setattr(hashlib, "sha256", lambda data: hashed.append(data) or sha256(data))
+    manager, tokens = manager_of(HashBlocks, 30, 4), list(range(40))
+    for sequence in range(2):
+        for end in range(4, 41, 4):
+            manager.grow(sequence, end - 4, end)
+            manager.remember(sequence, tokens[:end])
+    assert hashed[:10] == hashed[10:] and len(set(hashed)) == 10
+    assert manager.tables[0] == manager.tables[1] == manager.cache.match([*tokens, 0])
+
+
+def test_who_keeps_an_equal_block_of_its_own_is_not_taken_for_known():
+    """Block 4 holds what block 7 is remembered for, so 4 has no name, though 5 behind it has."""
+    cache = HashBlocks(2)
+    cache.insert([1, 2, 3, 4], [7, 8])
+    assert cache.insert([1, 2, 6, 6], [4, 5]) == [7, 5]
+    assert cache.insert([1, 2, 6, 6, 9, 9], [4, 5, 6]) == [7, 5, 6]
+    assert cache.match([1, 2, 6, 6, 9, 9, 0]) == [7, 5, 6]

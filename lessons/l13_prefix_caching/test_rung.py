@@ -15,6 +15,7 @@ from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l06_mla.deepseek import DeepseekDecoder
 from lessons.l11_cuda_graphs.lab.testing import CONFIG, new_model, new_prompts
 from lessons.l12_paged_kv.blocks import BlockPool
+from lessons.l12_paged_kv.latents import PagedLatentPool
 from lessons.l13_prefix_caching import cascade
 from lessons.l13_prefix_caching import generate as loop
 from lessons.l13_prefix_caching.cache import CachingBlockManager, Hits, NoCache
@@ -171,13 +172,17 @@ def test_tokens_do_not_depend_on_the_cache(new_cache, shortest_shared, seed, mon
     assert runner.blocks.num_free == 40
 
 
-def test_a_model_with_latent_attention(seed, monkeypatch):
-    """DeepSeek's expanded heads, whose K and V have other widths."""
+@pytest.mark.parametrize("keeps", ["latents", "heads"])
+def test_a_model_with_latent_attention(keeps, seed, monkeypatch):
+    """DeepSeek's latents; and its expanded heads, whose K and V have other widths, in a cascade."""
     monkeypatch.setattr(cascade, "SHORTEST_SHARED", 1)
+    if keeps == "heads":
+        monkeypatch.setattr(loop, "LATENTS_WITH_PREFIXES", loop.WITH_PREFIXES)
     heads = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=24, v_head_dim=12)
     config = replace(CONFIG, **heads, sliding_windows=(), mla=MLAConfig(None, 32, 8, 16, 12))
     model = DeepseekDecoder(config).eval().requires_grad_(False)
     prompts = prompts_that_share(4)
+    assert isinstance(WaveRunner(model, 8).pool, PagedLatentPool) == (keeps == "latents")
     assert generate(model, prompts, 6) == lesson2.generate(model, prompts, 6)
 
 
@@ -213,12 +218,13 @@ def test_positions_that_begin_anew_are_rejected(seed, monkeypatch):
     """A planted slip: the tokens behind a known prefix run as if they stood at the beginning."""
     model, stem = new_model(torch.float32), new_prompts(20)[0]
     prompts = [stem, [*stem[:16], 3, 5, 7, 9]]
-    right, paged_batch = lesson2.generate(model, prompts, 8), loop.paged_batch
+    right, step_batch = lesson2.generate(model, prompts, 8), loop.step_batch
 
-    def slipped(chunks, *rest):
-        return paged_batch([(new, 0 if len(new) > 1 else held) for new, held in chunks], *rest)
+    def slipped(pool, chunks, *rest):
+        moved = [(new, 0 if len(new) > 1 else held) for new, held in chunks]
+        return step_batch(pool, moved, *rest)
 
-    monkeypatch.setattr(loop, "paged_batch", slipped)
+    monkeypatch.setattr(loop, "step_batch", slipped)
     assert generate(model, prompts, 8) != right
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.batch_sampling import SamplingBatch, read_tokens, sample_batch
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken, read_requests, sampling_batch
+from lessons.l02_naive_attention.request import OnToken, check_call, read_requests, sampling_batch
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l12_paged_kv.runner import new_pool, paged_rung_of, step_batch
@@ -94,9 +94,32 @@ class StepRunner:
         chunks = [(chunk.tokens, chunk.sequence.computed) for chunk in step.chunks]
         tables = [self.blocks.tables[chunk.sequence.row] for chunk in step.chunks]
         batch = step_batch(self.pool, chunks, tables)
-        hidden = self.model(batch.tokens, self.pool.attending(batch))
         sampled = [index for index, chunk in enumerate(step.chunks) if chunk.is_sampled]
-        return self.model.logits(hidden[batch.logits_at[sampled]])
+        # Before the model runs, because a list becomes a copy to the GPU, and the copy waits for it.
+        rows = batch.logits_at[sampled]
+        hidden = self.model(batch.tokens, self.pool.attending(batch))
+        return self.model.logits(hidden[rows])
+
+
+class StepSampler:
+    """Logits to tokens for the sequences of a step. Their sampling batch is kept while they stay,
+    because in most steps the same sequences come again. new_batch: makes it, of them and a device.
+    """
+
+    def __init__(self, new_batch: Callable[..., SamplingBatch] = sampling_batch):
+        self.new_batch = new_batch
+        self.rows: list[int] = []
+        self.batch: SamplingBatch | None = None
+
+    @torch.inference_mode()
+    def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
+        """A token for each row of logits: [S, V]."""
+        rows = [sequence.row for sequence in sequences]
+        if rows != self.rows:
+            self.rows, self.batch = rows, self.new_batch(sequences, logits.device)
+        tokens = sample_batch(logits, self.batch)
+        self.batch.append(tokens)
+        return read_tokens(tokens)
 
 
 class ModelExecutor:
@@ -104,20 +127,11 @@ class ModelExecutor:
 
     def __init__(self, run: Callable[[Step], Tensor]):
         self.run = run
-        self.rows: list[int] = []
-        self.batch: SamplingBatch | None = None
+        self.sample = StepSampler()
 
-    @torch.inference_mode()
     def __call__(self, step: Step) -> list[int]:
         logits = self.run(step)
-        sequences = [chunk.sequence for chunk in step.chunks if chunk.is_sampled]
-        rows = [sequence.row for sequence in sequences]
-        if rows != self.rows:
-            # Made anew, because somebody came or went. In most steps the same sequences come again.
-            self.rows, self.batch = rows, sampling_batch(sequences, logits.device)
-        tokens = sample_batch(logits, self.batch)
-        self.batch.append(tokens)
-        return read_tokens(tokens)
+        return self.sample(logits, [chunk.sequence for chunk in step.chunks if chunk.is_sampled])
 
 
 # ---------------------------------------------------------------- this lesson's rung
@@ -152,6 +166,7 @@ def generate(
     """Whoever finishes leaves, whoever waits comes in, after every step. Arguments, result and
     errors as in lesson 2's `generate`; max_num_seqs: places.
     """
+    check_call(model, on_token)
     sequences = new_sequences(model.config, prompts, max_new_tokens, sampling)
     waiting = [sequence for sequence in sequences if not sequence.finished]
     if waiting:

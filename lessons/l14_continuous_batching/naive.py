@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken
+from lessons.l02_naive_attention.request import OnToken, check_call
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.batch import new_batch
 from lessons.l11_cuda_graphs.naive import eager_step, set_up
@@ -199,6 +199,7 @@ def generate(
     """In static waves. Arguments, result and errors as in lesson 2's `generate`; max_num_seqs:
     requests of a wave.
     """
+    check_call(model, on_token)
     sequences = new_sequences(model.config, prompts, max_new_tokens, sampling)
     waiting = [sequence for sequence in sequences if not sequence.finished]
     if waiting:

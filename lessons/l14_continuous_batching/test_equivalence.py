@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lessons.l02_naive_attention import naive as one_at_a_time
 from lessons.l02_naive_attention.decoder import Decoder
@@ -43,6 +44,16 @@ def test_the_tokens_of_one_at_a_time(generate, max_num_seqs, seed):
 
     got = generate(model, prompts, LIMITS, None, on_token, max_num_seqs)
     assert got == seen == expected
+
+
+@pytest.mark.gpu
+@each_way
+def test_the_tokens_of_a_gpu(generate, seed):
+    """With lesson 12's kernels, which float32 is for."""
+    model = new_model(torch.float32, head_dim=16, hidden_size=64).cuda()
+    prompts = new_prompts(3, 1, 18, 7, 5)
+    expected = one_at_a_time.generate(model, prompts, LIMITS)
+    assert generate(model, prompts, LIMITS, max_num_seqs=3) == expected
 
 
 @each_way

@@ -6,7 +6,7 @@ generate(model, prompts, max_new_tokens)
 import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken
+from lessons.l02_naive_attention.request import OnToken, check_call
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l14_continuous_batching.loop import (
@@ -56,6 +56,7 @@ def generate(
     num_blocks: None takes what the max_num_seqs longest requests may need. kind: the scheduler.
     Other arguments, result and errors as in lesson 2's `generate`; also the scheduler's ValueError.
     """
+    check_call(model, on_token)
     sequences = new_sequences(model.config, prompts, max_new_tokens, sampling)
     waiting = [sequence for sequence in sequences if not sequence.finished]
     if waiting:

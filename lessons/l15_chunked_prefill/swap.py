@@ -35,26 +35,34 @@ class Lender:
 class SwappingScheduler(ChunkedScheduler):
     """A ChunkedScheduler that keeps what a preempted request has computed. Other arguments are its.
 
-    While `schedule` runs, blocks are copied to and from the host: the pass before must have ended.
+    host_blocks: how many the host has room for; who finds no room there computes again. None: as
+    many as come. While `schedule` runs, blocks are copied to and from the host: the pass before must
+    have ended.
     """
 
-    def __init__(self, swap: HostSwap, **arguments):
+    def __init__(self, swap: HostSwap, host_blocks: int | None = None, **arguments):
         super().__init__(swap.runner.blocks, **arguments)
         self.swap = swap
+        self.host_blocks = host_blocks
 
     def preempt(self, sequence: Sequence, step: Step) -> None:
         """Copy a sequence's blocks to the host, then take them back; it waits."""
         table = self.blocks.tables[sequence.row]
         # A block that this step has yet to copy holds nothing: then it is computed again.
         is_complete = not any(target in table for _, target in step.copies)
-        if sequence.computed and is_complete:
+        used = self.blocks.blocks_for(sequence.computed)
+        if sequence.computed and is_complete and self.host_has_room(used):
             # Those that it got in this step hold nothing yet.
-            used = self.blocks.blocks_for(sequence.computed)
             self.blocks.pool.release(reversed(table[used:]))
             del table[used:]
             self.swap.runner.held[sequence.row] = sequence.computed
             self.swap.swap_out(sequence.row)
         super().preempt(sequence, step)
+
+    def host_has_room(self, blocks: int) -> bool:
+        """Whether so many blocks more may wait on the host."""
+        taken = sum(map(self.swap.blocks_of, self.swap.away))
+        return self.host_blocks is None or taken + blocks <= self.host_blocks
 
     def take_blocks(self, sequence: Sequence) -> bool:
         """As in preemption.py, but who is on the host comes back from there."""

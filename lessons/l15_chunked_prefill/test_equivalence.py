@@ -19,6 +19,7 @@ from lessons.l15_chunked_prefill.generate import ChunkExecutor, generate
 from lessons.l15_chunked_prefill.lab.testing import ForgetsOutput
 from lessons.l15_chunked_prefill.naive import PrefillFirstScheduler
 from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
+from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig
 
 CONFIG = ModelConfig("llama", 61, 48, 2, 6, 2, 8, 64, 96, eos_token_ids=(60,))
@@ -35,7 +36,7 @@ WAYS = {
 
 
 def new_model() -> Decoder:
-    model = Decoder(CONFIG).eval().requires_grad_(False)
+    model = Decoder(CONFIG).to(default_device()).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3)
     for layer in model.layers:

@@ -5,9 +5,14 @@ counts what a step reads and computes.
 from pathlib import Path
 
 import pytest
+import torch
 
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l15_chunked_prefill.lab import pictures
+from lessons.l15_chunked_prefill.lab.benchmark import (
+    behind_the_whole_prompt,
+    beside_the_last_chunk,
+)
 from lessons.l15_chunked_prefill.lab.costs import LLAMA_3_8B, StepCost
 from lessons.l15_chunked_prefill.lab.experiments import (
     BUDGETS,
@@ -19,6 +24,7 @@ from lessons.l15_chunked_prefill.lab.experiments import (
     two_pools,
 )
 from lessons.l15_chunked_prefill.lab.virtual import new_request
+from lessons.l15_chunked_prefill.lab.workload import BUDGET, DECODES, arriving_prompt
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 
 ROOM = Path(__file__).parent
@@ -78,6 +84,16 @@ def test_a_step_reads_weights_once_and_sees_causal_pairs():
     weights = 2 * LLAMA_3_8B.params_read(1)
     assert whole.bytes_moved == weights + 100 * kv
     assert sum(floor.bytes_moved for floor in chunks) == 4 * weights + (30 + 60 + 90 + 100) * kv
+
+
+def test_the_last_chunk_of_a_prompt_ends_as_the_whole_prompt_does(seed):
+    """What the benchmark of the worst wait compares."""
+    runner, decodes, whole, last = arriving_prompt(BUDGET + 30)
+    expected = behind_the_whole_prompt(runner, decodes, whole, last)()
+    got = beside_the_last_chunk(runner, decodes, whole, last)()
+    assert [chunk.count for chunk in last.chunks] == [BUDGET - DECODES]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert len(got) == DECODES + 1
 
 
 @pytest.mark.parametrize("name", ["spike", "trade_off"])

@@ -52,6 +52,7 @@ POOLS = st.sampled_from([(8, 4), (12, 4), (14, 3), (45, 1), (60, 4), (3, 16)])
 # (max_num_seqs, max_num_batched_tokens)
 STEPS = st.sampled_from([(1, 1), (3, 3), (3, 7), (4, 16), (8, 64)])
 CACHES = st.sampled_from([None, HashBlocks, RadixTree])
+HOSTS = st.sampled_from([None, None, 0, 2, 6])  # blocks
 KINDS = {
     "chunked": (ChunkedScheduler, ChunkedRules),
     "prompts first": (PrefillFirstScheduler, PrefillFirstRules),
@@ -95,9 +96,13 @@ def test_random_histories(name, request):
     check()
 
 
-def run_swapping_trial(kind, requests, pool, step, cache) -> None:
+def run_swapping_trial(kind, requests, pool, step, cache, host_blocks=None) -> None:
     scheduler, model = new_swapping(
-        new_blocks(pool, cache), kind, max_num_seqs=step[0], max_num_batched_tokens=step[1]
+        new_blocks(pool, cache),
+        kind,
+        host_blocks=host_blocks,
+        max_num_seqs=step[0],
+        max_num_batched_tokens=step[1],
     )
     trial = Trial(scheduler, requests, model)
     trial.rules = ChunkedRules(scheduler)
@@ -107,9 +112,9 @@ def run_swapping_trial(kind, requests, pool, step, cache) -> None:
 
 def test_random_histories_with_swapping(request):
     @histories(examples(request))
-    @given(HISTORY, POOLS, STEPS, CACHES)
-    def check(requests, pool, step, cache):
-        run_swapping_trial(SwappingScheduler, requests, pool, step, cache)
+    @given(HISTORY, POOLS, STEPS, CACHES, HOSTS)
+    def check(requests, pool, step, cache, host_blocks):
+        run_swapping_trial(SwappingScheduler, requests, pool, step, cache, host_blocks)
 
     check()
 
@@ -226,6 +231,20 @@ def test_swapped_tokens_are_not_computed_again():
         run(scheduler, model)
     assert model.computed_tokens == 2 * 6 and last.preemptions == 1
     assert scheduler.swap.swapped_bytes == 2 * (2 * 2) * 2 * 8  # out and in, K and V, int64
+
+
+@pytest.mark.parametrize("host_blocks, swapped", [(1, False), (2, True)])
+def test_who_finds_no_room_on_the_host_computes_again(host_blocks, swapped):
+    """As above: the last has 4 tokens in 2 blocks when it is sent away."""
+    scheduler, model = new_swapping(
+        BlockManager(4, 2), host_blocks=host_blocks, max_num_seqs=2, max_num_batched_tokens=8
+    )
+    for row in range(2):
+        scheduler.add(new_request(row, [1, 2, 3], 4))
+    while not scheduler.is_idle:
+        run(scheduler, model)
+    assert model.computed_tokens == 2 * 6 + (0 if swapped else 4)
+    assert bool(scheduler.swap.swapped_bytes) is swapped
 
 
 def test_a_search_in_the_cache_is_not_repeated_until_blocks_come_free():

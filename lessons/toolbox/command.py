@@ -39,6 +39,8 @@ def say_interrupted(kind: type, error: BaseException, trace) -> None:
     """An excepthook: one line for Ctrl-C, everything for any other error."""
     if was_interrupted(error):
         print("interrupted", file=sys.stderr)
+        if not isinstance(error, KeyboardInterrupt):
+            raise SystemExit(130)  # Python would exit with 1
     else:
         sys.__excepthook__(kind, error, trace)
 

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lessons.toolbox.proof.traps import Allocations
+from lessons.toolbox.proof.traps import Allocations, poisoned
 
 TIME_LIMIT_S = 20.0
 
@@ -241,6 +242,36 @@ def assert_largest_tensor(elements: int, because: str, function: Callable, *args
         f"fewer than {elements} are enough: {because}"
     )
     return result
+
+
+def assert_same_work(because: str, few: Callable[[], Any], many: Callable[[], Any]) -> None:
+    """Fail if `many` takes more torch operations than `few`: a Python loop over the elements."""
+    counts = []
+    for function in (few, many):
+        with _Operations() as operations:
+            function()
+        counts.append(operations.count)
+    assert counts[1] <= counts[0], (
+        f"your function runs {counts[0]} torch operations, and {counts[1]} {because}: is there a "
+        "Python loop?"
+    )
+
+
+class _Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def in_wider_memory(x: Tensor) -> Tensor:
+    """The same values as a slice of a wider tensor, NaN (or 2^30) around it; a vector is a column."""
+    if x.dim() == 1:
+        return poisoned((len(x), 3), x.dtype, x.device)[:, 1].copy_(x)
+    *outer, rows, columns = x.shape
+    wide = poisoned((*outer, rows + 3, columns + 3), x.dtype, x.device)
+    return wide[..., 1:-2, 1:-2].copy_(x)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import torch
 
 from lessons.l02_naive_attention import naive
 from lessons.toolbox.proof.traps import poison_
-from tests.exercises.checking import check, compare
+from tests.exercises.checking import assert_same_work, call, check, compare, in_wider_memory
 
 
 def chunk_inputs(
@@ -37,6 +37,7 @@ def very_negative(seed):
     inputs = chunk_inputs(seed, softmax_scale=1.0)
     g = torch.Generator().manual_seed(seed)
     inputs["q"] = -torch.ones_like(inputs["q"])
+    inputs["q"][:, :, -1] = 0  # the last head's scores are 0: each row has its own maximum
     shape = inputs["k_cache"].shape
     inputs["k_cache"] = 3750 + torch.randint(0, 2, shape, generator=g).float()
     return inputs
@@ -90,10 +91,25 @@ def test_unused_rows_hold_anything(impl, case, seed):
     want = one_by_one(**inputs)
     for b, n in enumerate(inputs["context_lens"].tolist()):
         if case == "infinite":
-            inputs["v_cache"][b, n:] = torch.inf
+            inputs["k_cache"][b, n:, :, 0] = inputs["v_cache"][b, n:] = torch.inf
         else:
             poison_(inputs[case][b, n:])
     compare(impl, inputs, want=want, atol=1e-5, dtype=torch.float32)
+
+
+@check("3.1")
+def test_slices(impl, seed):
+    """Every argument is a slice of a wider tensor. Its strides say where its rows lie."""
+    inputs = {name: in_wider_memory(x) for name, x in chunk_inputs(seed).items()}
+    compare(impl, inputs, want=one_by_one(**inputs), atol=1e-5, dtype=torch.float32)
+
+
+@check("3.1")
+def test_no_loop_over_sequences(impl, seed):
+    few, many = (chunk_inputs(seed, lengths=(5,) * count) for count in (2, 8))
+    assert_same_work(
+        "for four times as many sequences", lambda: call(impl, few), lambda: call(impl, many)
+    )
 
 
 @check("3.1")

@@ -120,6 +120,7 @@ COUNTED = {
     "one_more": ([64, 1], 64, (128, 65, 64), "the 65th token moves 64 slots"),
     "twice": ([1] * 130, 64, (256, 130, 64 + 128), "two moves"),
     "small_start": ([3, 2], 3, (64, 5, 3), "a block that grows has 64 slots at least"),
+    "power_of_two": ([40, 88], 40, (128, 128, 40), "128 tokens fit into 128 slots"),
     "long_prompt": ([300], 64, (512, 300, 64), "a pool does not know which slots are in use"),
 }
 
@@ -140,8 +141,11 @@ def test_counts(impl, case, seed):
 
 @check("3.2")
 def test_growth_moves_every_block(impl, seed):
-    """Three blocks move; what is new holds zeros, whatever memory held before."""
-    pool = impl(CONFIG, 3, 5, LESSON_03_TORCH)
+    """Three blocks move; what is new holds zeros, whatever memory held before. In bfloat16, which
+    they keep.
+    """
+    dtype = torch.bfloat16
+    pool = impl(CONFIG, 3, 5, LESSON_03_TORCH, dtype)
     g = torch.Generator().manual_seed(seed)
     old = {}
     for name in ("k_slots", "v_slots"):
@@ -152,12 +156,14 @@ def test_growth_moves_every_block(impl, seed):
         pool.reserve(6)
     for name, blocks in old.items():
         slots = getattr(pool, name)
-        assert_equal(list(slots.shape), [2, 3 * 64 + 1, 2, 8], label=f"the shape of your {name}")
-        want = torch.zeros(2, 3, 64, 2, 8)
+        shape = [2, 3 * 64 + 1, 2, 8]
+        assert_equal(list(slots.shape), shape, label=f"the shape of your {name}")
+        want = torch.zeros(2, 3, 64, 2, 8, dtype=dtype)
         want[:, :, :5] = blocks
         got = slots[:, :-1].unflatten(1, (3, 64))
         assert_equal(got, want, label=f"your {name} after reserve(6), block by block")
-    assert_equal(pool.growth_copy_bytes, 15 * BYTES_PER_TOKEN, label="growth_copy_bytes")
+    copied = sum(blocks.nbytes for blocks in old.values())
+    assert_equal(pool.growth_copy_bytes, copied, label="growth_copy_bytes")
     assert len(pool.cos_sin_cache) >= 64, "your cos_sin_cache has too few rows for 64 positions"
 
 
@@ -218,14 +224,17 @@ def test_what_the_ops_are_given(impl, case, seed):
         return read
 
     ops = AttentionOps(write, read_by("prefill"), read_by("decode"))
-    pool = impl(CONFIG, 2, 4, ops, layers=range(1, 2))
+    pool = impl(CONFIG, 2, 4, ops, torch.bfloat16, layers=range(1, 2))
+    assert_equal(list(pool.k_slots.shape), [1, 2 * 4 + 1, 2, 8], label="the shape of your k_slots")
     batch = new_batch([([5], 0), ([6] if case == "decode" else [6, 7], 0)], 4)
     count = len(batch.tokens)
-    out = pool.attending(batch)(1, torch.zeros(count, 6, 8), *torch.zeros(2, count, 2, 8))
+    k, v = torch.zeros(2, count, 2, 8, dtype=torch.bfloat16)
+    out = pool.attending(batch)(1, torch.zeros(count, 6, 8), k, v)
     places = pool.k_slots.data_ptr(), pool.v_slots.data_ptr()
     want = [("write", *places, 4), (case, *places, [2, 4, 2, 8], CONFIG.softmax_scale, 5)]
     assert_equal(calls, want, label="the calls of write, then decode or prefill")
     assert_equal(out, torch.full((count, 6, 8), 2.0), label="what attend returns")
+    assert_equal(pool.written_bytes, k.nbytes + v.nbytes, label="written_bytes")
 
 
 REWINDS = {  # tokens fed first, tokens forgotten, block size
@@ -254,6 +263,7 @@ FORGOTTEN = {  # block, tokens held before, what the others hold, why
     "first": (0, [5, 3, 4], [4, 3], "the last sequence takes block 0"),
     "middle": (1, [5, 3, 4], [5, 4], "it may be longer than the one that ended"),
     "last": (2, [5, 3, 4], [5, 3], "nobody has to move"),
+    "fewer": (0, [5, 4], [4], "the last sequence need not lie in the last block"),
     "only": (0, [5], [], "nobody is left"),
 }
 
@@ -261,7 +271,7 @@ FORGOTTEN = {  # block, tokens held before, what the others hold, why
 @check("3.2", {case: why for case, (*_, why) in FORGOTTEN.items()})
 def test_forgetting_a_sequence(impl, case, seed):
     block, before, want, _ = FORGOTTEN[case]
-    held = list(before)
+    held, last = list(before), len(before) - 1
     pool = impl(CONFIG, 3, 8, LESSON_03_TORCH)
     g = torch.Generator().manual_seed(seed)
     expected = {}
@@ -269,8 +279,8 @@ def test_forgetting_a_sequence(impl, case, seed):
         slots = getattr(pool, name)
         slots.copy_(torch.randn(slots.shape, generator=g))
         expected[name] = slots.clone()
-        if block < len(held) - 1:  # the third sequence's four tokens
-            expected[name][:, block * 8 : block * 8 + 4] = slots[:, 16:20]
+        if block < last:  # the last sequence's four tokens
+            expected[name][:, block * 8 : block * 8 + 4] = slots[:, last * 8 : last * 8 + 4]
     assert_equal(pool.forget(block, held), want, label="what forget returned")
     assert_equal(held, before, label="your argument `held`")
     for name, slots in expected.items():

@@ -8,7 +8,14 @@ import torch
 
 from lessons.l02_naive_attention import naive
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities
-from tests.exercises.checking import assert_equal, call, check, compare
+from tests.exercises.checking import (
+    assert_equal,
+    assert_same_work,
+    call,
+    check,
+    compare,
+    in_wider_memory,
+)
 
 # ---------------------------------------------------------------- 2.1 attention
 
@@ -40,6 +47,7 @@ ATTENTION_CASES = {
     "window_of_one": (dict(window=1), "each query sees itself alone"),
     "not_causal": (dict(queries=3, keys=5, causal=False), "every query sees every key"),
     "given_scale": (dict(softmax_scale=0.5), "softmax_scale comes from the caller"),
+    "scale_of_zero": (dict(softmax_scale=0.0), "0 is a scale too: all weights are equal"),
     "one_dim": (dict(dim=1), "√D is 1: only the mask and the softmax are left"),
 }
 
@@ -68,6 +76,23 @@ def test_large_scores(impl, seed):
     inputs = attention_inputs(seed)
     inputs["q"], inputs["k"] = 20 * inputs["q"], 20 * inputs["k"]
     compare(impl, inputs, want=oracle(**inputs), atol=1e-3, dtype=torch.float32)
+
+
+@check("2.1")
+def test_very_negative_scores(impl, seed):
+    """All scores lie near -32768: a mask or a first maximum of -10000 is larger than all of them."""
+    inputs = attention_inputs(seed, queries=3, keys=6, softmax_scale=0.5)
+    for x, first in ((inputs["q"], 256), (inputs["k"], -256)):
+        x.copy_((8 * x).round() / 8)[..., 0] = first  # every product is exact in float32
+    compare(impl, inputs, want=oracle(**inputs), dtype=torch.float32)
+
+
+@check("2.1")
+def test_slices(impl, seed):
+    """q, k and v are slices of wider tensors, as of the result of one large projection."""
+    inputs = attention_inputs(seed, queries=3, keys=6)
+    inputs = {name: in_wider_memory(x) for name, x in inputs.items()}
+    compare(impl, inputs, want=oracle(**inputs), dtype=torch.float32)
 
 
 # with the tolerance of each
@@ -131,6 +156,10 @@ SAMPLING_CASES = {
         "p is a share of the mass after the temperature",
     ),
     "top_k_and_top_p": ([(1, 3, 0.6), (2, 5, 0.8), (1, 4, 0.9)], "p is a share of what top-k left"),
+    "low_temperature": (
+        [(0.001, 0, 1.0), (1, 0, 1.0)],
+        "exp(4000) overflows float64: subtract each row's own maximum",
+    ),
     "all_at_once": (
         [(1, 0, 1.0), (0.7, 4, 0.9), (1.5, 0, 0.5), (1, 2, 1.0)],
         "a batch as a server sees it",
@@ -149,14 +178,37 @@ def test_distribution(impl, case, seed):
     {
         "top_k": "every token as likely as the k-th stays",
         "top_p": "among equals the smallest ids stay",
+        "almost": "a token 0.00001 % less likely than the k-th goes",
+        "exact_top_p": "two of four equal tokens reach p = 0.5: no third one",
     },
 )
 def test_ties(impl, case, seed):
-    inputs = sampling_inputs(seed, [(1, 2, 1.0)] if case == "top_k" else [(1, 0, 0.6)])
+    setting = {"top_p": (1, 0, 0.6), "exact_top_p": (1, 0, 0.5)}.get(case, (1, 2, 1.0))
+    inputs = sampling_inputs(seed, [setting])
     inputs["logits"] = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log()
-    want = [[5, 2, 2, 0]] if case == "top_k" else [[5, 2, 0, 0]]
-    want = torch.tensor(want, dtype=torch.float64)
+    if case == "almost":
+        inputs["logits"][0, 2] = inputs["logits"][0, 1].nextafter(torch.tensor(-2.0))
+    if case == "exact_top_p":
+        inputs["logits"] = torch.zeros(1, 4)
+    want = {"top_k": [5, 2, 2, 0], "exact_top_p": [1, 1, 0, 0]}.get(case, [5, 2, 0, 0])
+    want = torch.tensor([want], dtype=torch.float64)
     compare(impl, inputs, want=want / want.sum(), atol=1e-6)
+
+
+@check("2.2")
+def test_padded_vocabulary(impl, seed):
+    """The logits are a slice of a wider matrix, because a vocabulary is often padded."""
+    inputs = sampling_inputs(seed, [(1, 3, 1.0), (2, 0, 0.6)])
+    inputs["logits"] = in_wider_memory(inputs["logits"])
+    compare(impl, inputs, want=row_by_row(inputs), atol=1e-12)
+
+
+@check("2.2")
+def test_no_loop_over_rows(impl, seed):
+    few, many = (sampling_inputs(seed, [(1, 3, 0.9)] * rows) for rows in (2, 20))
+    assert_same_work(
+        "for ten times as many rows", lambda: call(impl, few), lambda: call(impl, many)
+    )
 
 
 @check("2.2")
@@ -181,15 +233,23 @@ class ToyModel:
 
     def attending(self, positions):
         """Its `attend` knows nothing but the positions."""
+        assert positions.dtype == torch.int64, (
+            f"attending() takes positions: [T] int64, yours are {positions.dtype}"
+        )
         return positions
 
     def __call__(self, tokens, attend):
+        assert tokens.dtype == torch.int64, (
+            f"model() takes tokens: [T] int64, yours are {tokens.dtype}"
+        )
         positions = attend
         weighted = (tokens + 1) * (2 * positions + 1)
         return weighted.cumsum(0)[:, None]  # [T, 1]
 
     def logits(self, hidden):
-        return torch.nn.functional.one_hot(hidden[:, 0] % self.vocab_size, self.vocab_size).float()
+        logits = torch.nn.functional.one_hot(hidden[:, 0] % self.vocab_size, self.vocab_size)
+        # the largest logit of all lies neither in the first row nor in the last
+        return logits * torch.tensor([1.0, 2.0, 1.0]).repeat(len(hidden))[: len(hidden), None]
 
     def greedy(self, prompt, max_new_tokens, stop_token_ids):
         """The same numbers without tensors or a loop around a model."""
@@ -209,7 +269,7 @@ class ToyModel:
         "second_token": "its logits come from a longer sequence",
         "many_tokens": "positions go on counting behind the prompt",
         "none": "max_new_tokens=0",
-        "stop_token": "it ends the row and is returned",
+        "stop_token": "any one of several ends the row and is returned",
         "stop_token_in_prompt": "only a generated one ends the row",
         "stop_token_first": "the very first token may end the row",
     },
@@ -223,7 +283,7 @@ def test_tokens(impl, case, seed):
     count = {"first_token": 1, "second_token": 2, "none": 0}.get(case, 12)
     free = model.greedy(prompt, 12, set())
     stop = {
-        "stop_token": {free[4], free[7]},
+        "stop_token": {-1, free[4], free[7], 500},
         "stop_token_first": {free[0]},
         "stop_token_in_prompt": {*prompt} - {*free},
     }.get(case, set())

@@ -15,7 +15,13 @@ from lessons.toolbox.kernels.accesses import Accesses
 from lessons.toolbox.measure.device import default_device, has_triton, interpreting
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.proof.traps import Canaries
-from tests.exercises.checking import assert_equal, assert_largest_tensor, call, check
+from tests.exercises.checking import (
+    assert_equal,
+    assert_largest_tensor,
+    call,
+    check,
+    in_wider_memory,
+)
 
 # ---------------------------------------------------------------- 5.1 nothing is repeated
 
@@ -67,6 +73,34 @@ def test_keeps_bfloat16(impl, seed):
     q, k, v = attention_inputs(3, 4, 6, 2, seed, torch.bfloat16)
     want = naive.attention(q.double(), k.double(), v.double(), 0.25)
     assert_equal(attended(impl, q, k, v), want, atol=6e-2, dtype=torch.bfloat16)
+
+
+def lowered_scores(q, k, by):
+    """Change q: [..., Hq, D] and k: [..., Hkv, D] so that scores lie near -by, and those of the
+    last query head near 0; no product is rounded.
+    """
+    for x, first in ((q, by / 64), (k, -64)):
+        x.copy_((8 * x).round() / 8)[..., 0] = first
+    q[..., -1, :] = 0
+
+
+@check("5.1")
+def test_very_negative_scores(impl, seed):
+    """One head's scores lie near -65536, another's near 0: each row has its own maximum, and a mask
+    of -10000 hides nothing.
+    """
+    q, k, v = attention_inputs(3, 7, 6, 2, seed)
+    lowered_scores(q, k, 65536)
+    want = naive.attention(q.double(), k.double(), v.double(), 0.5)
+    assert_equal(attended(impl, q, k, v, None, 0.5), want, atol=1e-5, dtype=torch.float32)
+
+
+@check("5.1")
+def test_slices(impl, seed):
+    """q, k and v are slices of wider tensors. Their strides say where their rows lie."""
+    q, k, v = map(in_wider_memory, attention_inputs(3, 7, 6, 2, seed))
+    want = naive.attention(q.double(), k.double(), v.double(), 0.25)
+    assert_equal(attended(impl, q, k, v), want, atol=1e-5, dtype=torch.float32)
 
 
 @check("5.1")
@@ -128,19 +162,19 @@ def kernel_inputs(
     seed, lengths=(9, 0, 40), heads=6, kv_heads=2, dim=16, dtype=torch.float32, **options
 ):
     """Ragged sequences; unused rows are NaN and go on for two tiles, so that what reads them reads
-    NaN and nothing else.
+    NaN and nothing else. q, K and V have strides of their own, with NaN beside each row.
     """
     g = torch.Generator().manual_seed(seed)
     capacity = max(lengths) + 40
-    q = torch.randn(len(lengths) + 8, heads, dim, generator=g)[: len(lengths)]
+    q = torch.randn(len(lengths), heads, dim, generator=g)
     k, v = (torch.randn(len(lengths), capacity, kv_heads, dim, generator=g) for _ in range(2))
     for b, n in enumerate(lengths):
         k[b, n:] = v[b, n:] = torch.nan
     q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
     return dict(
-        q=q,
+        q=in_wider_memory(q),
         k_cache=k,
-        v_cache=v,
+        v_cache=in_wider_memory(v),
         context_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         **options,
     )
@@ -188,9 +222,9 @@ KERNEL_CASES = {
         "without the running maximum 2^x overflows",
     ),
     "bfloat16": (
-        dict(dtype=torch.bfloat16, lengths=(40,)),
+        dict(dtype=torch.bfloat16, lengths=(40,), softmax_scale=3.0),
         6e-2,
-        "the dots take bfloat16, the sums are float32",
+        "the dots take bfloat16, the scores are float32",
     ),
 }
 
@@ -200,6 +234,29 @@ def test_values(impl, case, seed):
     options, atol, _ = KERNEL_CASES[case]
     inputs = kernel_inputs(seed, **options)
     assert_equal(launch(impl, inputs), by_definition(**inputs), atol=atol, dtype=inputs["q"].dtype)
+
+
+@check("5.2")
+def test_very_negative_scores_in_the_kernel(impl, seed):
+    """One head's scores lie near -16384, another's near 0: a maximum that starts at -10000, or is
+    one for the whole tile, leaves no weight.
+    """
+    inputs = kernel_inputs(seed, lengths=(20,), softmax_scale=1.0)
+    lowered_scores(inputs["q"], inputs["k_cache"][:, :20], 16384)
+    want = by_definition(**inputs)
+    assert_equal(launch(impl, inputs), want, atol=2e-2, dtype=torch.float32)
+
+
+@check("5.2")
+def test_sums_in_float32(impl, seed):
+    """All weights are equal, and the first tile's values cancel the second's but for a 1, which is
+    lost where 3841 is kept in bfloat16. A softmax_scale of 0 is a scale.
+    """
+    inputs = kernel_inputs(seed, lengths=(32,), dtype=torch.bfloat16, softmax_scale=0.0)
+    values = torch.tensor([1.0] + 15 * [256.0] + [0.0] + 15 * [-256.0])
+    inputs["v_cache"][0, :32] = values[:, None, None]
+    want = torch.full(inputs["q"].shape, 1 / 32, device=DEVICE)
+    assert_equal(launch(impl, inputs), want, atol=1e-3, dtype=torch.bfloat16)
 
 
 @check("5.2")
@@ -250,13 +307,16 @@ def model_of(seed, heads=12, kv_heads=6, bias=True):
         "to_2": "threes",
         "to_1": "MQA: the mean of all",
         "to_6": "nothing to merge",
+        "in_bfloat16": "the dtype of a checkpoint stays",
         "without_biases": "Llama has none",
     },
 )
 def test_conversion(impl, case, seed):
     """Each new head's rows are the mean of its group's; everything else is as it was."""
     model, config = model_of(seed, bias=case != "without_biases")
-    weights, new = dict(model.state_dict()), int(case[-1]) if case.startswith("to_") else 2
+    dtype, atol = (torch.bfloat16, 6e-2) if case == "in_bfloat16" else (torch.float32, 1e-5)
+    weights, new = dict(model.to(dtype).state_dict()), int(case[-1]) if case[:3] == "to_" else 2
+    weights["layers.0.self_attn.k_norm.weight"] = torch.ones(4)  # Qwen3 has it
     got = call(impl, dict(weights=weights, config=config, num_kv_heads=new))
     assert isinstance(got, tuple) and len(got) == 2, (
         f"your result is a {type(got).__name__}, expected (weights, config)"
@@ -270,7 +330,7 @@ def test_conversion(impl, case, seed):
             want = torch.cat(
                 [torch.stack(heads[at : at + merge]).mean(0) for at in range(0, 6, merge)]
             )
-        assert_equal(got[0][name], want, atol=1e-5, label=name)
+        assert_equal(got[0][name], want, atol=atol, label=name)
     assert_equal(
         (got[1].num_key_value_heads, got[1].num_attention_heads, got[1].head_dim),
         (new, 12, 4),

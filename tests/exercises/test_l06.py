@@ -109,8 +109,9 @@ def test_layer(impl, case, seed):
 
 @check("6.1")
 def test_layer_in_float64(impl, seed):
+    """The result is float64. Norm and rotation may be computed in float32, as many models do."""
     inputs = layer_inputs(seed, dtype=torch.float64)
-    compare(impl, inputs, want=by_the_lesson(**inputs), atol=1e-10)
+    compare(impl, inputs, want=by_the_lesson(**inputs), atol=2e-5, rtol=2e-5)
 
 
 @check("6.1")
@@ -241,6 +242,7 @@ def test_what_a_row_holds(impl, seed):
     latents = Latents(seed, 4)
     cache = impl(latents.model, 6)
     poison_(cache.rows)
+    rows = cache.rows  # kept, or a new buffer may take its place in memory
     _, k_pe, c_kv = latents.streams[0]
     assert_equal(cache.append(0, k_pe, c_kv), 4, label="what append returned for layer 0")
     assert_equal(cache.length, 0, label="the length before the last layer has appended")
@@ -249,6 +251,9 @@ def test_what_a_row_holds(impl, seed):
     )
     assert_equal(cache.length, 4, label="the length once all layers have appended")
     assert_equal(cache.rows[0, :4], torch.cat([c_kv, k_pe], -1)[:, 0], label="the rows of layer 0")
+    assert cache.rows.data_ptr() == rows.data_ptr(), (
+        "append built `rows` anew: write into the rows there are"
+    )
 
 
 @check("6.2", {"one": "a decode step", "four": "a short chunk"})
@@ -323,6 +328,8 @@ def test_numbers(impl, case, seed):
         f"your result is {got!r}, expected a tuple of five numbers"
     )
     for number, (mine, right) in enumerate(zip(got, want), 1):
+        if number == 5 and mine in (math.ceil(right), math.floor(right) + 1):
+            continue  # the first whole number of tokens from there on
         assert_equal(mine, right, rtol=1e-6, atol=1e-9, label=f"number {number}")
 
 

@@ -223,10 +223,10 @@ SWIGLU = {
         torch.tensor([[0.0, 7.046377]]),
         "the docstring's",
     ),
-    "gate_first": (
-        torch.tensor([[-1.0, 5.0]]),
-        torch.tensor([[-1.3447071]]),
-        "the first half is the gate",
+    "large_gate": (
+        torch.tensor([[-1.0, 100.0, 5.0, 2.0]]),
+        torch.tensor([[-1.3447071, 200.0]]),
+        "exp(100) does not fit float32",
     ),
 }
 
@@ -290,8 +290,8 @@ SOFTMAX = {
     ),
     "rows_apart": (torch.tensor([[0.0, 1.0], [500.0, 501.0]]), "each row has its own maximum"),
     "all_small": (
-        torch.tensor([[-300.0, -301.0, -302.0]]),
-        "without a shift every exp is 0, and 0 over 0 is NaN",
+        torch.tensor([[-30000.0, -30001.0, -30002.0]]),
+        "without a shift, or with a maximum of -10000, every exp is 0, and 0 over 0 is NaN",
     ),
     "ascending": (torch.tensor([[0.0, 100.0, 200.0]]), "the largest value comes last"),
     "wide": (torch.linspace(-4, 4, 12).view(2, 2, 3), "the last dimension of three"),
@@ -310,17 +310,34 @@ def test_softmax(impl, case, seed):
     )
 
 
-@check("7.3")
-def test_keeps_float16(impl, seed):
-    x = torch.randn(3, 50, generator=torch.Generator().manual_seed(seed)).half()
-    compare(
-        lambda x: impl().softmax(x),
-        dict(x=x),
-        torch.softmax(x.double(), -1),
-        atol=1e-6,
-        rtol=4e-3,
-        dtype=torch.float16,
-    )
+@check(
+    "7.3",
+    {
+        "softmax": "computed in float32, rounded once",
+        "swiglu": "float16 in, float16 out",
+        "qk_norm": "the square of 300 does not fit float16; rounded before the weight",
+    },
+)
+def test_keeps_float16(impl, case, seed):
+    g = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(9, 4, 32, generator=g).half(), torch.randn(32, generator=g).half()
+    ops = impl()
+    if case == "softmax":
+        got, want = ops.softmax(x), torch.softmax(x.double(), -1)
+        assert_equal(got, want, atol=1e-6, rtol=2**-10, dtype=torch.float16)
+    elif case == "swiglu":
+        got, (gate, up) = ops.swiglu(x[0]), x[0].double().chunk(2, -1)
+        want = gate / (1 + torch.exp(-gate)) * up
+        assert_equal(got, want, atol=1e-4, rtol=4e-3, dtype=torch.float16)
+    else:
+        got, _ = ops.qk_norm(300 * x, x[:, :2], weight, weight, 1e-5)
+        want = naive.rms_norm(300 * x, weight, 1e-5)
+        assert_equal(got, want.double(), atol=1e-3, rtol=4e-3, dtype=torch.float16, label="q")
+        share = float((got == want).double().mean())
+        assert share > 0.99, (
+            f"q: {1 - share:.1%} of your values are rounded to a neighbour: round the norm before "
+            "the weight"
+        )
 
 
 # ---------------------------------------------------------------- 7.4 predict

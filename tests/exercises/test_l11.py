@@ -206,6 +206,7 @@ def test_replayed_tokens(impl, case, seed):
     assert isinstance(out, torch.Tensor) and out.shape == mine.tokens.shape, (
         f"your step returned {out!r}, expected a tensor [B]"
     )
+    assert out.dtype == torch.int64, f"your step returned {out.dtype}, expected torch.int64"
     for turn, lengths in enumerate(schedule):
         tokens = torch.tensor([draw.randrange(50) for _ in lengths])
         for state in (mine, reference):

@@ -52,7 +52,7 @@ PLACE_CASES = {  # name: (lengths, places, why)
 @check("14.1", {case: why for case, (*_, why) in PLACE_CASES.items()}, seconds=5)
 def test_places(impl, case, seed):
     lengths, num_places, _ = PLACE_CASES[case]
-    inputs = dict(lengths=lengths, num_places=num_places)
+    inputs = dict(lengths=list(lengths), num_places=num_places)
     compare(impl, inputs, want=played(lengths, num_places), atol=1e-9)
 
 

@@ -82,7 +82,9 @@ STEP_CASES = {  # name: (running, waiting, budget, places, why)
 @check("15.2", {case: why for case, (*_, why) in STEP_CASES.items()}, seconds=5)
 def test_step(impl, case, seed):
     running, waiting, budget, max_num_seqs, _ = STEP_CASES[case]
-    inputs = dict(running=running, waiting=waiting, budget=budget, max_num_seqs=max_num_seqs)
+    inputs = dict(
+        running=list(running), waiting=list(waiting), budget=budget, max_num_seqs=max_num_seqs
+    )
     compare(impl, inputs, want=planned(**inputs))
 
 
@@ -183,3 +185,20 @@ def test_an_urgent_prompt_takes_what_is_in_the_step_already(impl, seed):
     """
     urgent, others = Asked(1, 20, 2), [Asked(0, 1, 9)] * 6
     check_history(impl, [urgent, *others], 32, 1, 8, 16)
+
+
+@check("15.3", seconds=5)
+def test_a_chunk_is_not_cut_by_the_blocks(impl, seed):
+    """In the third step the second half of the urgent prompt lacks 6 of 10 blocks: two of those who
+    decode give back 3 each.
+    """
+    scheduler = impl(BlockManager(32, 1), 8, 16)
+    for row in range(1, 7):
+        scheduler.add(new_request(row, [0], 9))
+    model, seen = VirtualModel(scheduler.blocks), []
+    for turn in range(3):
+        run(scheduler, model, lambda step: seen.append({s.row: n for s, n in step.chunks}))
+        if not turn:
+            scheduler.add(new_request(0, list(range(20)), 2))
+    want = {0: 10, 1: 1, 2: 1, 3: 1, 4: 1}
+    assert seen[2] == want, f"the third step runs {seen[2]}, expected {want}"

@@ -229,6 +229,26 @@ def test_a_file_that_does_not_load(mine, change, message):
     assert outcome.status == FAIL and message in outcome.message and "\n" not in outcome.message
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from lessons.l02_naive_attention.naive import attention as theirs",
+        "import solutions.l02_naive_attention",
+        "from reference.engine import llm",
+    ],
+)
+def test_a_file_that_imports_the_answer(mine, line):
+    folder = mine(("import math\n", f"import math\n{line}\n"))
+    outcome = outcome_of(folder)
+    assert outcome.status == FAIL
+    assert re.search(r"imports (lessons|solutions|reference)\..*2.1 without it", outcome.message)
+
+
+def test_what_an_earlier_lesson_built_may_be_imported(mine):
+    line = "from lessons.l01_roofline.naive import *  # noqa"
+    assert outcome_of(mine(("import math\n", f"import math\n{line}\n"))).status == PASS
+
+
 def test_a_missing_file(tmp_path):
     outcome = outcome_of(tmp_path)
     assert outcome.status == FAIL

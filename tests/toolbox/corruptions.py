@@ -19,8 +19,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
-from lessons.l06_mla.deepseek import DeepseekDecoder, load_decoder
-from lessons.toolbox.model.checkpoint import CheckpointError, load_config
+from lessons.l06_mla.deepseek import decoder_class, load_decoder
+from lessons.toolbox.model.checkpoint import CheckpointError, load_config, stored_name
 from lessons.toolbox.model.config import ModelConfig
 from tests.test_deepseek import random_model
 from tests.test_families import assert_same_logits, theirs_of
@@ -62,6 +62,7 @@ YARN = dict(
     mscale=0.7,
     mscale_all_dim=0.9,
 )
+LONGROPE = dict(type="longrope", short_factor=[1.0, 1.5], long_factor=[2.0, 4.0])
 DEEPSEEK = BASE | dict(
     num_key_value_heads=6,
     moe_intermediate_size=8,
@@ -87,6 +88,48 @@ CONFIGS = {
     "ministral": BASE | dict(head_dim=4, sliding_window=5, layer_types=LAYER_TYPES),
     "qwen2": BASE | dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
     "qwen3": BASE | dict(head_dim=8, layer_types=["full_attention"] * 2, rope_parameters={}),
+    "mixtral": BASE | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "qwen3_moe": BASE
+    | dict(
+        head_dim=8,
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
+    "phi3": BASE
+    | dict(
+        rope_scaling=LONGROPE, original_max_position_embeddings=8, sliding_window=7, pad_token_id=0
+    ),
+    "gpt_oss": BASE
+    | dict(
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        attention_bias=True,
+        rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=16),
+    ),
+    "gemma2": {key: BASE[key] for key in BASE if key not in ("hidden_act", "eos_token_id")}
+    | dict(
+        head_dim=8,
+        query_pre_attn_scalar=5,
+        sliding_window=4,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3_text": {key: BASE[key] for key in BASE if key not in ("hidden_act", "eos_token_id")}
+    | dict(
+        head_dim=8,
+        query_pre_attn_scalar=5,
+        sliding_window=4,
+        sliding_window_pattern=2,
+        rope_local_base_freq=100.0,
+        final_logit_softcapping=3.0,
+        rope_scaling=dict(rope_type="linear", factor=2.0),
+    ),
     "deepseek_v2": DEEPSEEK | dict(topk_method="greedy", norm_topk_prob=False),
     "deepseek_v3": DEEPSEEK | dict(scoring_func="sigmoid", norm_topk_prob=True, q_lora_rank=8),
 }
@@ -178,9 +221,12 @@ def logits_of(model: Decoder) -> torch.Tensor:
 
 def save_weights(config: ModelConfig, folder: Path) -> None:
     """Random weights of the shape that the course's decoder has."""
-    model = (DeepseekDecoder if config.mla else Decoder)(config)
-    prefixed = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    prefixed["lm_head.weight"] = prefixed.pop("model.lm_head.weight").clone()
+    state = decoder_class(config)(config).state_dict()
+    parts: dict[str, list] = {}  # those that lie in one stored tensor, one below the other
+    for name, tensor in state.items():
+        parts.setdefault(stored_name(name, config), []).append(tensor)
+    prefixed = {f"model.{name}": torch.cat(tensors) for name, tensors in parts.items()}
+    prefixed["lm_head.weight"] = prefixed.pop("model.lm_head.weight")
     save_file(prefixed, folder / "model.safetensors")
 
 
@@ -191,7 +237,8 @@ def is_small(config: ModelConfig) -> bool:
     experts = 1
     if config.mla:
         widths += [config.mla.kv_lora_rank, config.mla.q_lora_rank or 1]
-        widths += [config.moe.moe_intermediate_size * config.moe.n_shared_experts]
+    if config.moe:
+        widths += [config.moe.moe_intermediate_size * max(1, config.moe.n_shared_experts)]
         experts = config.moe.n_routed_experts
     return max(widths) <= 1024 and config.num_hidden_layers * experts <= 128
 

@@ -4,6 +4,7 @@ pretends one.
 
 import copy
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,11 +21,14 @@ from lessons.toolbox.measure.device import (
 from lessons.toolbox.measure.timing import measure
 from lessons.toolbox.proof import record
 from lessons.toolbox.proof.numerics import clone_with_strides
+from lessons.toolbox.proof.pretended.hosts import Hosts
 from lessons.toolbox.proof.pretended.launches import LAUNCHES
 from lessons.toolbox.proof.pretended.refusals import CaptureError, NotRehearsed
 from lessons.toolbox.proof.traps import poisoned_empty
+from reference import LLM, SamplingParams
 
-CUDA = default_device()
+CUDA, CUDA0 = default_device(), torch.device("cuda", 0)
+MODELS = Path(__file__).resolve().parents[2] / "models"
 
 
 @triton.jit
@@ -105,6 +109,65 @@ def test_views_share_their_numbers_and_copies_do_not():
         assert x.view(2, 2).add_(1).sum().item() == 4
     with poisoned_empty():
         assert torch.empty(2, device=CUDA).isnan().all()
+
+
+def test_what_pytorch_makes_in_cpp_lies_on_the_gpu():
+    q, sees = torch.ones(1, 2, 3, 4, device=CUDA), torch.ones(3, 3, device=CUDA) > 0
+    attention = nn.functional.scaled_dot_product_attention
+    assert attention(q, q, q, attn_mask=sees).is_cuda
+    assert attention(q, q, q, is_causal=True).is_cuda
+    with pytest.raises(RuntimeError, match="same device"):
+        attention(q, q, q, attn_mask=sees.cpu())
+    padded = nn.utils.rnn.pad_sequence([q[0, 0], q[0, 0, :1]], batch_first=True)
+    assert padded.is_cuda and padded[1, 1:].sum() == 0
+
+
+def test_numbers_that_are_not_kept(monkeypatch):
+    """They are finite, and may be probabilities; what depends on them may be an index."""
+    monkeypatch.setattr(Hosts, "keep_values", False)
+    x = torch.randn(2, 3, device=CUDA)
+    assert x.isfinite().all() and not x.isnan().any()
+    assert x.softmax(-1).nonzero().shape == (6, 2)
+    assert x.argmax(-1).tolist() == [0, 0] and x.sum().item() == 1.0
+    assert x.cpu().tolist() == [[1.0] * 3] * 2 and x[x > 0].shape == (6,)
+
+
+def test_operations_are_counted():
+    x, before = on_gpu(), Hosts.operations
+    (x.view(3, 1) + 1).mul_(2)
+    assert Hosts.operations == before + 2, "a view is none"
+
+
+def test_waits_are_counted():
+    x, before = on_gpu(), Hosts.waits
+    x.copy_(x + 1)
+    x.copy_(torch.ones(3), non_blocking=True)
+    assert Hosts.waits == before
+    x.copy_(torch.ones(3))
+    x.sum().item()
+    x.tolist()
+    assert x[x > 0].shape == (3,) and Hosts.waits >= before + 4
+
+
+def test_a_step_of_the_engine_waits_for_its_tokens(monkeypatch):
+    """For its tokens, which the copies of the next step's inputs follow: nothing runs then. The
+    rows that are sampled are the one copy between. The cache is as large as its longest sequences.
+    """
+    monkeypatch.setattr(Hosts, "keep_values", False)
+    llm = LLM(str(MODELS / "tiny"), max_num_seqs=4)
+    assert llm.engine.runner.model.device == llm.engine.runner.pool.k_slots.device == CUDA0
+    longest = llm.engine.max_model_len
+    assert llm.engine.runner.pool.num_blocks == 4 * longest // 16, "four of the longest"
+    for seed in range(3):
+        params = SamplingParams(top_p=0.9, seed=seed, ignore_eos=True)
+        llm.engine.add_request(str(seed), "def f(", params)
+    waits = []
+    for _ in range(6):
+        before = Hosts.waits
+        llm.engine.step()
+        waits.append(Hosts.waits - before)
+    inputs, rows, tokens = 3, 1, 1
+    assert max(waits[2:]) <= inputs + rows + tokens, waits
 
 
 # ---------------------------------------------------------------- what a GPU refuses
@@ -221,6 +284,7 @@ def test_a_graph_runs_when_it_is_replayed():
         lambda x: x.nonzero(),
         lambda x: bool((x > 0).any()),
         lambda x: x[x > 0],
+        lambda x: x[[0, 2]],
         lambda x: add(x, num_warps=2),  # compiles
     ],
 )

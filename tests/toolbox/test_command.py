@@ -1,5 +1,6 @@
 """What every command says of a mistake and of Ctrl-C: one line, and the right exit code."""
 
+import importlib
 import os
 import random
 import signal
@@ -21,6 +22,13 @@ COMMANDS = {
     "bench": ("lessons.toolbox.measure.bench", "01", "--quick", "--out", "OUT"),
     "ladder": ("reference.ladder", "--requests", "2", "--out", "OUT"),
 }
+LABS = (
+    "l13_prefix_caching.lab.measured",
+    "l13_prefix_caching.lab.pictures",
+    "l14_continuous_batching.lab.cost",
+    "l14_continuous_batching.lab.pictures",
+    "l15_chunked_prefill.lab.pictures",
+)
 
 
 def raises(error: BaseException):
@@ -51,6 +59,21 @@ def test_ctrl_c_is_one_line_and_130(capsys):
         run_command("try", raises(RuntimeError("a bug")))
 
 
+def test_ctrl_c_behind_another_error_ends_the_process_alike():
+    """As it may come while a module is imported."""
+    program = """
+import sys
+from lessons.toolbox.command import say_interrupted
+sys.excepthook = say_interrupted
+try: raise KeyboardInterrupt
+except BaseException as error: raise RuntimeError from error
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 def test_arguments_are_refused_in_one_line(capsys):
     parser = OneLineParser(prog="python -m lessons.thing")
     parser.add_argument("--count", type=int)
@@ -59,6 +82,24 @@ def test_arguments_are_refused_in_one_line(capsys):
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and said.count("\n") == 1 and len(said) <= 301
     assert said.startswith("lessons.thing: argument --count: invalid int value: '999")
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_a_lab_refuses_what_it_does_not_know_and_writes_nothing(lab, capsys):
+    for arguments, code in ((["--bogus"], 2), (["--help"], 0)):
+        with pytest.raises(SystemExit) as stopped:
+            importlib.import_module(f"lessons.{lab}").main(arguments)
+        assert stopped.value.code == code
+    assert capsys.readouterr().err == f"lessons.{lab}: unrecognized arguments: --bogus\n"
+
+
+@pytest.mark.parametrize(
+    "lab", ["l13_prefix_caching.lab.measured", "l14_continuous_batching.lab.cost"]
+)
+def test_a_lab_that_cannot_write_says_so_before_it_measures(lab, capsys):
+    assert importlib.import_module(f"lessons.{lab}").main(["--out", __file__]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "--out: " in said
 
 
 def test_one_line_keeps_both_ends():
@@ -101,6 +142,11 @@ def test_a_figure_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def hear_interrupts() -> None:
+    """A shell starts what runs in the background deaf to SIGINT, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_at_any_moment(name, tmp_path, request):
     """Also while libraries are imported. Killed by SIGINT is what a shell shows as 130."""
@@ -114,6 +160,7 @@ def test_ctrl_c_at_any_moment(name, tmp_path, request):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=hear_interrupts,
         )
         # not sooner, because until Python has found the command it has no say
         delay = random.uniform(0.5, 6.0)

@@ -26,6 +26,8 @@ pytestmark = [
 SOME = {  # plausible values of keys whose kind does not suggest any
     "layer_types": [["sliding_attention"] * 2, ["full_attention"] * 2],
     "topk_method": ["greedy", "group_limited_greedy", "noaux_tc"],
+    # not 1, because transformers saves such a matrix of an expert as a vector
+    "moe_intermediate_size": [2, 7, 16],
     "hidden_act": ["gelu", "relu", "silu"],
     "rope_parameters": [{"rope_type": "linear", "factor": 3.0, "rope_theta": 100.0}, {}],
     "short_factor": [[1.5, 2.0]],
@@ -38,9 +40,8 @@ def top_keys(model_type: str) -> dict:
     """The keys that may stand in a config.json: key -> transformers' default."""
     kind = type(AutoConfig.for_model(model_type))
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    source = inspect.getsource(
-        importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    )
+    modeling = kind.__module__.replace("configuration_", "modeling_")
+    source = inspect.getsource(importlib.import_module(modeling))
     read = re.findall(r"""\bconfig\.([a-z]\w*)|getattr\((?:self\.)?config, ["'](\w+)""", source)
     named = {*kind.attribute_map, *("".join(pair) for pair in read)}
     return dict.fromkeys(sorted(named)) | defaults
@@ -88,9 +89,11 @@ def test_a_changed_key_changes_what_transformers_changes(model_type, tmp_path, r
     save_weights(config_json.read_config(tmp_path), tmp_path)
     assert outcome(CONFIGS[model_type], tmp_path) == "equal"
     cases, found = changed_configs(model_type), Counter()
-    if not request.config.getoption("--all"):
-        cases = random.sample(cases, 20)
-    for key, raw in cases:
+    random.shuffle(cases)
+    at_least = len(cases) if request.config.getoption("--all") else 20
+    for tried, (key, raw) in enumerate(cases):
+        if tried >= at_least and found["equal"] and found["refused"]:
+            break
         print(key, raw.get(key), raw.get("rope_scaling"))
         found[outcome(raw, tmp_path)] += 1
     assert found["equal"] and found["refused"], "both must happen, or nothing was tried"
@@ -113,4 +116,5 @@ def test_a_key_that_is_ignored_is_noticed(model_type, changes, tmp_path, monkeyp
 
     monkeypatch.setattr(config_json, "_model_config", forgetful)
     with pytest.raises(AssertionError):
-        outcome(CONFIGS[model_type] | changes, tmp_path)
+        for _ in range(10):  # because groups of experts do not matter to every random input
+            outcome(CONFIGS[model_type] | changes, tmp_path)

@@ -283,22 +283,38 @@ def test_published_configs_load_with_all_that_they_hold(name, tmp_path):
         assert config.rope_theta == published["rope_theta"]
         assert config.rms_norm_eps == published["rms_norm_eps"]
         assert (config.rope_scaling is None) == (not published.get("rope_scaling"))
-        assert config.sliding_windows == ((4096,) * 32 if name == "Mistral-7B" else ())
-        assert config.qkv_bias == (name == "Qwen2.5") and config.qk_norm == (name == "Qwen3")
+        window = {"Mistral-7B": 4096, "Phi-3-mini": 2047}.get(name)
+        windows = (window,) * 32 if window else ()
+        if name == "Gemma-3-1B":  # every sixth layer has none
+            windows = (*((512,) * 5 + (None,)) * 4, 512, 512)
+        if name == "Gemma-2-2B":
+            windows = (4096, None) * 13
+        assert config.sliding_windows == windows
+        assert config.qkv_bias == (name == "Qwen2.5") and config.qk_norm == name.startswith(
+            ("Qwen3", "Gemma-3")
+        )
+    if config.moe and not config.mla:
+        assert config.moe.has_experts(0) and config.moe.norm_topk_prob
+        assert config.moe.moe_intermediate_size == (768 if "Qwen" in name else 14336)
     if config.mla:
         assert config.moe.n_group == (8 if name == "DeepSeek-V3" else 1)
         assert config.rope_scaling.mscale_all_dim == 0.707 and config.mla.latent_dim == 576
 
 
 # Keys that may say anything, listed here again so that a key becomes harmless only on purpose.
-TRAINING = """architectures attention_dropout bos_token_id dtype id2label initializer_range label2id
-    num_mtp_layers output_hidden_states pad_token_id pretraining_tp problem_type return_dict
+TRAINING = """architectures attention_dropout bos_token_id dtype embd_pdrop id2label initializer_range label2id
+    num_mtp_layers output_hidden_states output_router_logits pad_token_id pretraining_tp
+    problem_type resid_pdrop return_dict router_aux_loss_coef
     transformers_version use_cache"""
 NOT_IN_USE = {
     # max_window_layers counts all layers, so no layer would have the window
     "Qwen2.5": "use_sliding_window sliding_window max_window_layers",
     "Qwen3": "use_sliding_window sliding_window max_window_layers",
     "DeepSeek-V2-Lite": "n_group topk_group",
+    # LongRoPE would read it
+    "Phi-3-mini": "original_max_position_embeddings",
+    # a window takes both
+    "Qwen3-30B-A3B": "use_sliding_window sliding_window",
 }
 
 

@@ -100,18 +100,24 @@ def step_of(tmp_path, launched) -> dict:
     (tmp_path / "lessons" / "l01_copy").mkdir(parents=True)
     (tmp_path / "lessons" / "l01_copy" / "test_equivalence.py").touch()
     run = rehearsal.Rehearsal(here, tmp_path / "out", machine.rooms(tmp_path), 60, tmp_path)
+    assert run.key("source") != run.key("source"), "nothing is resumed"
     (step,) = run.equivalence()
     run.report(step).write_text(json.dumps(launched))
     return run.facts(step, "passed", "")
 
 
 def test_a_lesson_that_would_compile_beyond_its_limit_fails(tmp_path, capsys):
-    launched = {"launches": 9, "variants": {"a": 400, "b": 300}, "left_out": {"x.cu": 1}}
-    assert step_of(tmp_path, launched)["status"] == "compiles too long"
+    launched = {"launches": 9, "operations": 9, "variants": {"a": 400, "b": 300}}
+    assert step_of(tmp_path, launched | {"left_out": {"x.cu": 1}})["status"] == "takes too long"
     said = capsys.readouterr().out
     assert "NOT REHEARSED: x.cu" in said and "700 variants" in said
 
 
-def test_a_lesson_that_compiles_in_time_passes(tmp_path):
-    launched = {"launches": 9, "variants": {"a": 40}, "left_out": {}}
+def test_a_lesson_that_would_launch_beyond_its_limit_fails(tmp_path):
+    launched = {"launches": 9, "operations": 10**8, "variants": {"a": 40}, "left_out": {}}
+    assert step_of(tmp_path, launched)["status"] == "takes too long"
+
+
+def test_a_lesson_that_runs_in_time_passes(tmp_path):
+    launched = {"launches": 9, "operations": 10**6, "variants": {"a": 40}, "left_out": {}}
     assert "status" not in step_of(tmp_path, launched)

@@ -4,13 +4,15 @@ generations, and tests assert.
     python -m lessons.toolbox.kernels.compile_check lessons.l10_flash_decoding.lab.specs
 """
 
+import re
 from dataclasses import replace
 
 from lessons.l05_gqa.lab import specs as gqa
 from lessons.l06_mla.lab import specs as mla
 from lessons.l08_online_softmax.partials import STAGES
+from lessons.l10_flash_decoding.mla import split_tiles
 from lessons.l10_flash_decoding.optimized import BLOCK_S
-from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 
 ROOM = "lessons.l10_flash_decoding"
 
@@ -39,12 +41,20 @@ KERNELS += [
     )
     for dtype, dim in (("bf16", 128), ("bf16", 512), ("fp32", 64))
 ]
-KERNELS += [
-    replace(
+
+
+def latent_spec(spec: KernelSpec, chip: int) -> KernelSpec:
+    """A spec of lesson 6 as `mla_flash_decode` launches it on one chip."""
+    itemsize, shared_bytes = 4 if "fp32" in spec.name else 2, CHIPS[chip].shared_limit_bytes
+    tiles = split_tiles(spec.constexprs["BLOCK_H"], itemsize, shared_bytes, chip)
+    return replace(
         spec,
         kernel=f"{ROOM}.mla:mla_split_kernel",
-        name=spec.name.replace("decode", "split"),
+        name=re.sub(r"decode_(.*_sm).*", rf"split_\g<1>{chip}", spec.name),
         signature=spec.signature | {"out_ptr": "*fp32", "capacity": "i32", "split_size": "i32"},
+        constexprs=spec.constexprs | {"BLOCK_N": tiles.block_n},
+        chips=(chip,),
     )
-    for spec in mla.KERNELS
-]
+
+
+KERNELS += [latent_spec(spec, chip) for spec in mla.KERNELS for chip in spec.chips]

@@ -42,10 +42,10 @@ def widened(hidden_size: int) -> ModelConfig:
 
 
 @lru_cache(maxsize=1)
-def model_of(config: ModelConfig) -> Decoder:
+def model_of(config: ModelConfig, dtype: torch.dtype = DTYPE) -> Decoder:
     """A decoder with random weights on the default device; one at a time is kept."""
     with torch.device(default_device()):
-        return Decoder(config).to(DTYPE).eval().requires_grad_(False)
+        return Decoder(config).to(dtype).eval().requires_grad_(False)
 
 
 def step_of(config: ModelConfig, batch: int, context: int) -> tuple[Decoder, KVPool, Tensor]:
@@ -74,9 +74,11 @@ def step_bytes(config: ModelConfig, batch: int, context: int, dtype: torch.dtype
     return dtype.itemsize * weights + batch * context * config.kv_bytes_per_token(dtype.itemsize)
 
 
-def step_floor_s(config: ModelConfig, batch: int, context: int) -> float:
+def step_floor_s(
+    config: ModelConfig, batch: int, context: int, dtype: torch.dtype = DTYPE
+) -> float:
     """Seconds to read weights and caches once, at this machine's bandwidth."""
-    return read_floor_s(step_bytes(config, batch, context))
+    return read_floor_s(step_bytes(config, batch, context, dtype))
 
 
 def shape_of(config: ModelConfig, **facts: int) -> str:

@@ -17,6 +17,7 @@ from lessons.l03_kv_cache.batch import new_batch
 from lessons.l03_kv_cache.lab.workload import CONFIG, DTYPE, ON_GPU, THREADS, read_floor_s
 from lessons.l11_cuda_graphs.lab.workload import TINY, model_of, step_floor_s
 from lessons.l12_paged_kv import naive, stand_ins
+from lessons.l12_paged_kv.cuda_paged import paged_decode_cuda
 from lessons.l12_paged_kv.generate import generate
 from lessons.l12_paged_kv.naive import gathered_attention
 from lessons.l12_paged_kv.optimized import paged_decode
@@ -30,7 +31,7 @@ SIXTEEN = 16  # tokens of a block
 SCALE = HEAD_DIM**-0.5
 TOLERANCE = 3e-2 if ON_GPU else 1e-4
 DTYPE_NAME = str(DTYPE).removeprefix("torch.")
-REQUESTS, LONGEST_ANSWER = (128, 512) if ON_GPU else (24, 64)
+REQUESTS, LONGEST_ANSWER = (64, 128) if ON_GPU else (24, 64)
 
 # ---------------------------------------------------------------- a step
 
@@ -71,6 +72,17 @@ def through_the_table(q, k_cache, v_cache, batch):
         table, lens, most = batch.block_table, batch.context_lens, batch.max_context_len
         return lambda: paged_decode(q, k_cache, v_cache, table, lens, max_context_len=most)
     return lambda: stand_ins.decode(q, k_cache, v_cache, batch, SCALE, None)
+
+
+@on_gpu
+def cuda_twin(q, k_cache, v_cache, batch):
+    """optimized.cu."""
+    table, lens, most = batch.block_table, batch.context_lens, batch.max_context_len
+    try:
+        paged_decode_cuda(q[:1], k_cache, v_cache, table[:1], lens[:1], max_context_len=most)
+    except (RuntimeError, ValueError) as error:
+        raise Unavailable(str(error)) from None
+    return lambda: paged_decode_cuda(q, k_cache, v_cache, table, lens, max_context_len=most)
 
 
 def contiguous(q, k_cache, v_cache, batch):
@@ -120,6 +132,7 @@ def kv_bytes(count: int) -> int:
 STEP = {
     "gather, then attend": ("naive", gather),
     "through the table": ("optimized", through_the_table),
+    "CUDA C++ twin": ("optimized", cuda_twin),
     "PyTorch SDPA, contiguous, padded": ("library", contiguous),
     "FlashInfer": ("library", flashinfer),
 }
@@ -132,7 +145,8 @@ SHAPE = f"heads {HEADS}/{KV_HEADS}, head_dim {HEAD_DIM}{THREADS}"
 def load_of(places: int, device: torch.device) -> tuple:
     """A model, prompts, how long each answer becomes, and a memory of `places` reservations."""
     rng = random.Random(7)
-    model = model_of(TINY)
+    # float32 everywhere, so that rounding changes no token
+    model = model_of(TINY, torch.float32)
     prompts = [rng.choices(range(TINY.vocab_size), k=rng.randint(8, 32)) for _ in range(REQUESTS)]
     # Many short answers and few long ones.
     limits = [round(LONGEST_ANSWER ** rng.uniform(0.3, 1)) for _ in prompts]
@@ -158,7 +172,7 @@ def in_blocks(model, prompts, limits, memory_tokens):
 def load_floor_s(places: int) -> float:
     """The longest answer alone, a step a token: nobody can be faster than that."""
     *_, limits, _ = load_of(places, torch.device("cpu"))
-    return max(limits) * step_floor_s(TINY, 1, 1)
+    return max(limits) * step_floor_s(TINY, 1, 1, torch.float32)
 
 
 BENCHMARKS = [
@@ -199,8 +213,8 @@ BENCHMARKS = [
         title="In a memory of {x} reservations, blocks serve the same requests {speedup:.2f}x as "
         "fast",
         x_name="reservations that the memory holds",
-        x_values=[1, 2, 4, 8, 16] if not ON_GPU else [2, 4, 8, 16, 32, 64],
-        quick_x_values=[2, 4],
+        x_values=[1, 2, 4, 8, 16] if not ON_GPU else [2, 4, 8, 16, 32],
+        quick_x_values=[8, 16],
         inputs=load_of,
         providers={
             "reservations": ("naive", in_reservations),
@@ -209,7 +223,7 @@ BENCHMARKS = [
         ylabel=f"time of {REQUESTS} requests",
         floor_s=load_floor_s,
         floor_label="the longest answer alone",
-        dtype=DTYPE_NAME,
+        dtype="float32",
         shape=f"{CONFIG.num_hidden_layers} layers, prompts of 8 to 32, answers up to "
         f"{LONGEST_ANSWER}{THREADS}",
         tolerance=0,

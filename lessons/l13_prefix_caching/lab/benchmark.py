@@ -2,8 +2,8 @@
 
     python -m lessons.toolbox.measure.bench 13
 
-The loop of generate.py runs on PyTorch's operations, so the first two are measured on a CPU. On a
-GPU the engine of lesson 15 is measured, and here the kernels of cascade attention.
+The first two are measured on a CPU, where a prompt of this small model takes its time. On a GPU the
+engine of lesson 15 is measured, and here the kernels of cascade attention.
 """
 
 import itertools
@@ -43,7 +43,7 @@ LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
 def prefix_of(count: int, device: torch.device) -> tuple[list[int]]:
     """A prefix of so many tokens. Raises Unavailable on a GPU."""
     if device.type == "cuda":
-        raise Unavailable("runs on PyTorch's operations of a CPU; lesson 15 measures the engine")
+        raise Unavailable("measured on a CPU; on a GPU lesson 15 measures the engine")
     return (tokens(random.Random(count), count),)
 
 

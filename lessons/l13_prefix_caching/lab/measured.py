@@ -8,6 +8,7 @@ with a cache in turns, and the median counts. Seconds are of one processor, on w
 
 import argparse
 import random
+import sys
 from pathlib import Path
 from statistics import median
 
@@ -20,6 +21,7 @@ from lessons.l13_prefix_caching.lab.cold_and_warm import five_ways
 from lessons.l13_prefix_caching.lab.traffic import TRACES, serve_trace
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l13_prefix_caching.optimized import RadixTree
+from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from lessons.toolbox.measure.device import fingerprint
 from lessons.toolbox.measure.records import write_json
 
@@ -64,12 +66,24 @@ def cold_and_warm(model: Decoder, repeats: int) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = OneLineParser(
+        "python -m lessons.l13_prefix_caching.lab.measured", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--model", default="models/tiny")
     parser.add_argument("--out", type=Path, default=None, help="folder for the two records")
     parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    return run_command("measured", lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and record. Raises ValueError for options that cannot work."""
+    if options.repeats < 1:
+        raise ValueError(f"--repeats: got {options.repeats}; accepted: 1 or more")
+    if options.out:
+        check_writable(options.out)
     torch.set_num_threads(1)
     model = Decoder.from_pretrained(options.model)
     for name, measure in {"l13_traces": traces, "l13_cold_warm": cold_and_warm}.items():
@@ -82,7 +96,8 @@ def main() -> None:
             facts = {"schema": 1, "name": name, "fingerprint": fingerprint()}
             facts |= {"repeats": options.repeats, "clock": "processor time, one thread"}
             write_json(options.out / f"{name}.json", facts | {"series": series})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,6 +6,7 @@ cascade attention saves. All are counted, none is measured.
 """
 
 import random
+import sys
 from pathlib import Path
 
 from matplotlib.patches import Patch, Rectangle
@@ -14,6 +15,7 @@ from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.lab.cascade_traffic import Shared, cascade_bytes, separate_bytes
 from lessons.l13_prefix_caching.lab.traffic import TRACES, replay
 from lessons.l13_prefix_caching.optimized import Node, RadixTree
+from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.draw.figure import PALETTE, ClassFigure, frame, key, save_svg, style
 from lessons.toolbox.draw.plotting import bars, class_plot
 
@@ -144,7 +146,20 @@ def draw_cascade() -> ClassFigure:
     )
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> int:
+    """The command line, which takes no arguments; returns the exit code."""
+    prog = "python -m lessons.l13_prefix_caching.lab.pictures"
+    OneLineParser(prog, description=__doc__.split("\n\n")[0]).parse_args(argv)
+    return run_command("pictures", draw_all)
+
+
+def draw_all() -> int:
+    """Draw every picture again, beside this file."""
     save_svg(draw(), BLOCKS_SVG, alt=BLOCKS_ALT)
     save_svg(draw_rates(), RATES_SVG, alt=RATES_ALT)
     save_svg(draw_cascade(), CASCADE_SVG, alt=CASCADE_ALT)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

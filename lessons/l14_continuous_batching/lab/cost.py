@@ -1,6 +1,6 @@
 """How long a step takes: a + b · tokens + c · context, fitted to measured steps of the model.
 
-    python -m lessons.l14_continuous_batching.lab.cost
+    python -m lessons.l14_continuous_batching.lab.cost [--out DIR]
 
 measures steps of the embedded model and writes step_cost.json beside this file, from which the
 pictures are drawn.
@@ -10,6 +10,7 @@ computed, c for every token whose K and V are read.
 """
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from lessons.l14_continuous_batching.lab.testing import new_request
 from lessons.l14_continuous_batching.loop import BLOCK_SIZE, StepRunner
 from lessons.l14_continuous_batching.naive import PaddedStep
 from lessons.l14_continuous_batching.sequence import Chunk, Step
+from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from lessons.toolbox.measure.device import fingerprint
 from lessons.toolbox.measure.hardware import CHIPS, Chip
 from lessons.toolbox.measure.timing import interleave
@@ -138,14 +140,30 @@ def embedded() -> Decoder:
     return Decoder.from_pretrained(str(Path(__file__).parents[3] / "models" / "tiny"))
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = OneLineParser(
+        "python -m lessons.l14_continuous_batching.lab.cost", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--out", type=Path, default=MEASURED.parent, help="folder of step_cost.json: beside this"
+    )
+    options = parser.parse_args(argv)
+    return run_command("cost", lambda: record(options.out))
+
+
+def record(out: Path) -> int:
+    """Measure steps of the embedded model, and write out/step_cost.json. Raises ValueError."""
+    check_writable(out)
     torch.set_num_threads(1)
     samples = measured_steps(embedded())
-    record = {"fingerprint": fingerprint(), "threads": 1, "samples": samples}
-    MEASURED.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    facts = {"fingerprint": fingerprint(), "threads": 1, "samples": samples}
+    text = json.dumps(facts, indent=1) + "\n"
+    (out / MEASURED.name).write_text(text, encoding="utf-8")
     cost = fit(samples)
     print(f"{cost}, worst error {cost.worst_error(samples):.0%}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,6 +6,7 @@ lengths is worth, and what happens when requests arrive faster.
 writes slots.svg, gain.svg and load.svg beside this file.
 """
 
+import sys
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, median
@@ -34,6 +35,7 @@ from lessons.l14_continuous_batching.lab.workload import (
     uniform,
     variation,
 )
+from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.draw.figure import (
     GREY,
     ROLES,
@@ -263,6 +265,19 @@ PICTURES = {
 }
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> int:
+    """The command line, which takes no arguments; returns the exit code."""
+    prog = "python -m lessons.l14_continuous_batching.lab.pictures"
+    OneLineParser(prog, description=__doc__.split("\n\n")[0]).parse_args(argv)
+    return run_command("pictures", draw_all)
+
+
+def draw_all() -> int:
+    """Draw every picture again, beside this file."""
     for name, (draw_picture, alt) in PICTURES.items():
         save_svg(draw_picture(), HERE / f"{name}.svg", alt=alt)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

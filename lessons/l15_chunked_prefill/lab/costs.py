@@ -1,10 +1,11 @@
 """What a step costs on a GPU, as a formula: bytes and FLOPs of lesson 1, and a fixed part for each
 step. Everything that follows from it is predicted, not measured.
 
-Read `step_floor`. A step with long prompts is bound by FLOPs, a step with decodes alone by bytes.
+Read `floor`. A step with long prompts is bound by FLOPs, a step with decodes alone by bytes.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lessons.l01_roofline.calculators import (
     Floor,
@@ -23,6 +24,29 @@ PCIE_BYTES_PER_S = 64e9  # PCIe 5.0, 16 lanes, one direction
 LINKS_BYTES_PER_S = {"NVLink": 450e9, "InfiniBand": 50e9, "10 Gbit/s Ethernet": 1.25e9}
 
 
+class Work(NamedTuple):
+    """What a pass has to do: tokens to compute, (query, key) pairs, tokens of context whose K and V
+    are read, sequences that are sampled.
+    """
+
+    tokens: int
+    pairs: int
+    context: int
+    sampled: int
+
+
+def work_of(step: Step) -> Work:
+    """The work of a step, counted from its chunks."""
+    tokens, pairs, context, sampled = 0, 0, 0, 0
+    for chunk in step.chunks:
+        held, count = chunk.sequence.computed, chunk.count
+        tokens += count
+        pairs += count * held + count * (count + 1) // 2  # token t sees t keys
+        context += held + count
+        sampled += chunk.is_sampled
+    return Work(tokens, pairs, context, sampled)
+
+
 @dataclass(frozen=True)
 class StepCost:
     """Seconds of a step of this model on this chip."""
@@ -36,21 +60,18 @@ class StepCost:
         return self.overhead_s + self.step_floor(step).seconds / self.efficiency
 
     def step_floor(self, step: Step) -> Floor:
-        """Bytes and FLOPs of a pass: weights once, the cache of each sequence once, the output head
-        for the sequences that are sampled.
+        """Bytes and FLOPs of a pass."""
+        return self.floor(work_of(step))
+
+    def floor(self, work: Work) -> Floor:
+        """Weights once, the cache of each sequence once, the output head for the sequences that are
+        sampled.
         """
         model, kv_bytes = self.model, kv_bytes_per_token(self.model)
-        tokens, pairs, context, sampled = 0, 0, 0, 0
-        for chunk in step.chunks:
-            held, count = chunk.sequence.computed, chunk.count
-            tokens += count
-            pairs += count * held + count * (count + 1) // 2  # token t sees t keys
-            context += held + count
-            sampled += chunk.is_sampled
-        body = 2 * tokens * (model.active_params - model.embedding_params)
-        head = 2 * sampled * model.embedding_params
-        moved = model.params_read(tokens) * 2 + context * kv_bytes
-        flops = body + head + attention_flops(model, pairs)
+        body = 2 * work.tokens * (model.active_params - model.embedding_params)
+        head = 2 * work.sampled * model.embedding_params
+        moved = model.params_read(work.tokens) * 2 + work.context * kv_bytes
+        flops = body + head + attention_flops(model, work.pairs)
         return Floor(moved, flops, self.chip.memory_bytes_per_s, self.chip.bf16_flops_per_s)
 
     def recompute_s(self, tokens: int) -> float:

@@ -6,6 +6,7 @@ running requests, and what the budget trades.
 writes spike.svg and trade_off.svg beside this file.
 """
 
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from lessons.l15_chunked_prefill.lab.experiments import (
     long_ttft_s,
     trade_off,
 )
+from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.draw.figure import (
     GREY,
     ROLES,
@@ -116,6 +118,19 @@ def draw_trade_off() -> ClassFigure:
     return fig
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> int:
+    """The command line, which takes no arguments; returns the exit code."""
+    prog = "python -m lessons.l15_chunked_prefill.lab.pictures"
+    OneLineParser(prog, description=__doc__.split("\n\n")[0]).parse_args(argv)
+    return run_command("pictures", draw_all)
+
+
+def draw_all() -> int:
+    """Draw every picture again, beside this file."""
     save_svg(draw_spike(), SPIKE_SVG, alt=SPIKE_ALT)
     save_svg(draw_trade_off(), TRADE_OFF_SVG, alt=TRADE_OFF_ALT)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

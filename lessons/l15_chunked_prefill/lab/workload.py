@@ -1,5 +1,5 @@
-"""What the benchmark runs: the shape of models/tiny with random weights, eight requests that decode,
-and a prompt's chunk beside them.
+"""What the benchmarks run: the shape of models/tiny with random weights, eight requests that decode,
+and a prompt or a chunk of it beside them.
 """
 
 import torch
@@ -15,6 +15,8 @@ from lessons.l15_chunked_prefill.lab.virtual import new_request
 CONFIG = LLAMA_8B if ON_GPU else TINY
 DECODES, CONTEXT, BLOCK_SIZE = 8, 256, 16  # tokens of context of each decode
 CHUNKS = [128, 256, 512, 1024, 2048, 4096] if ON_GPU else [8, 32, 64, 128, 256]
+PROMPTS = [1024, 2048, 4096, 8192] if ON_GPU else [64, 128, 256, 512, 1024]
+BUDGET = 512 if ON_GPU else 72  # tokens of a step: the decodes' and a chunk's
 SHAPE = shape_of(CONFIG, decodes=DECODES, context=CONTEXT)
 DTYPE_NAME = str(DTYPE).removeprefix("torch.")
 
@@ -35,6 +37,16 @@ def mixed_step(chunk: int) -> tuple[StepRunner, Step, Step]:
     prompt = new_request(DECODES, torch.randint(CONFIG.vocab_size, (chunk,)).tolist(), 2)
     blocks.grow(DECODES, 0, chunk)
     return runner, Step(decodes, []), Step([Chunk(prompt, chunk)], [])
+
+
+def arriving_prompt(tokens: int) -> tuple[StepRunner, Step, Step, Step]:
+    """mixed_step of a whole prompt, and a step of its last chunk, which sees what stands before it."""
+    runner, decodes, whole = mixed_step(tokens)
+    ((prompt, _),) = whole.chunks
+    chunk = min(tokens, BUDGET - DECODES)
+    last = new_request(DECODES, prompt.prompt, 2)
+    last.computed = tokens - chunk
+    return runner, decodes, whole, Step([Chunk(last, chunk)], [])
 
 
 def floor_s(chunk: int) -> float:

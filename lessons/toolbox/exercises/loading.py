@@ -2,6 +2,7 @@
 lessons' functions.
 """
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -12,6 +13,7 @@ from types import ModuleType
 
 from lessons.toolbox.exercises.exercise import (
     ROOT,
+    SOLUTIONS,
     Exercise,
     ExerciseError,
     all_exercises,
@@ -78,10 +80,38 @@ def load_exercise(folder: Path, entry: Exercise):
         raise NotImplementedError(
             f"Exercise {entry.id}: {entry.title} ({_short(path)}, line {line})"
         )
+    if borrowed := _borrowed(source, entry):
+        raise ExerciseError(
+            f"{_short(path)} imports {borrowed}, which holds the answer: write exercise {entry.id} "
+            "without it"
+        )
     found = getattr(load_file(path), entry.name, None)
     if found is None:
         raise ExerciseError(f"{_short(path)} has no `{entry.name}` any more (exercise {entry.id})")
     return found
+
+
+def _borrowed(source: str, entry: Exercise) -> str | None:
+    """The first name that a file imports and its solution does not, if the answer may lie there:
+    the solutions, the reference, the exercise's own lesson, what the exercise replaces.
+    """
+    places = ["solutions", "reference", f"lessons.{Path(entry.file).stem}"]
+    if entry.replaces:
+        places.append(entry.replaces.replace(":", "."))
+
+    def imported(text: str) -> list[str]:
+        try:
+            nodes = list(ast.walk(ast.parse(text)))
+        except (SyntaxError, ValueError):
+            return []  # load_file() says what is wrong
+        plain = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
+        wholes = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
+        return plain + [f"{n.module}.{alias.name}" for n in wholes for alias in n.names]
+
+    given = imported((SOLUTIONS / entry.file).read_text(encoding="utf-8"))
+    inside = tuple(f"{place}." for place in places)
+    new = (name for name in imported(source) if name not in given)
+    return next((name for name in new if f"{name}.".startswith(inside)), None)
 
 
 def describe(error: BaseException, path: Path) -> str:

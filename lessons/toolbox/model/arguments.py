@@ -30,6 +30,14 @@ def is_whole(value, low: int = 1, high: int = 2**31 - 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
+def is_number(value, low: float = -sys.float_info.max, high: float = sys.float_info.max) -> bool:
+    """Whether it is an int or a float from `low` to `high`. NaN is not; by default neither is
+    infinity.
+    """
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and low <= value <= high
+
+
 def check_whole(low: int = 1, **values: int) -> None:
     """Raise ValueError that names the first value that is no int from `low` to 2³¹ - 1."""
     for name, value in values.items():
@@ -40,8 +48,7 @@ def check_whole(low: int = 1, **values: int) -> None:
 def check_positive(**values: float) -> None:
     """Raise ValueError that names the first value that is no positive, finite number."""
     for name, value in values.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= sys.float_info.max:
+        if not is_number(value, 0) or value == 0:
             refuse(name, value, "a positive, finite number")
 
 
@@ -50,3 +57,8 @@ def check_kind(kind: type | tuple[type, ...], what: str, **values) -> None:
     for name, value in values.items():
         if not isinstance(value, kind):
             refuse(name, value, what)
+
+
+def named(config, names: str) -> dict:
+    """{name: value} of some fields, their names between blanks, for a check that names the wrong one."""
+    return {name: getattr(config, name) for name in names.split()}

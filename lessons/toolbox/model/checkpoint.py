@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of the Llama family and of DeepSeek, into the course's decoders.
+"""Hugging Face checkpoints of the families that the course reads, into its decoders.
 
     config = load_config("models/tiny")            # a folder, an embedded model, or a hub name
     load_weights(model, "models/tiny", device="cuda", dtype=torch.bfloat16)
@@ -12,20 +12,21 @@ Source of the format: huggingface.co/docs/safetensors.
 """
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lessons.toolbox.model.arguments import shown
 from lessons.toolbox.model.config import ModelConfig
-from lessons.toolbox.model.config_json import CheckpointError, read_config, read_json
+from lessons.toolbox.model.config_json import CheckpointError, read_config
+from lessons.toolbox.model.families import FAMILIES
 from lessons.toolbox.model.placement import read_device, read_dtype
+from lessons.toolbox.model.stored import Stored, catalog, open_file
 
 EMBEDDED_MODELS = ("models/tiny", "models/tiny-draft")
-STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 # added to scores that lie close together: rounded to 16 bits it would choose other experts
 KEPT_WIDE = "e_score_correction_bias"
 HUB_TIMEOUT_S = 5
@@ -107,8 +108,8 @@ def find_weights(name_or_path: str | os.PathLike, config: ModelConfig) -> Path:
     folder = find_folder(name_or_path, SMALL_FILES + WEIGHT_FILES)
     moe, num_layers = config.moe, config.num_hidden_layers
     expert_layers = sum(moe.has_experts(layer) for layer in range(num_layers)) if moe else 0
-    num_experts = expert_layers * moe.n_routed_experts if moe else 0
-    num_tensors = len(_catalog(folder))
+    num_experts = expert_layers * moe.n_routed_experts if moe and not moe.are_stacked else 0
+    num_tensors = len(catalog(folder))
     if num_layers + num_experts > num_tensors:  # each has at least one
         raise CheckpointError(
             f"{folder} holds {num_tensors} tensors, too few for the {num_layers} layers "
@@ -118,12 +119,6 @@ def find_weights(name_or_path: str | os.PathLike, config: ModelConfig) -> Path:
 
 
 # ---------------------------------------------------------------- safetensors
-
-
-class _Stored(NamedTuple):
-    file: Path
-    name: str  # in the file
-    shape: list[int]
 
 
 def load_weights(
@@ -141,7 +136,7 @@ def load_weights(
     """
     device, dtype = read_device(device), read_dtype(dtype)
     folder = find_folder(name_or_path, SMALL_FILES + WEIGHT_FILES)
-    stored = _catalog(folder)
+    stored = catalog(folder)
     tied = model.config.tie_word_embeddings
     if tied and "embed_tokens.weight" not in stored and "lm_head.weight" in stored:
         # of two tensors that share memory a writer keeps one
@@ -149,20 +144,21 @@ def load_weights(
     stored = {
         key: entry for key, entry in stored.items() if not _predicts_further(key, model.config)
     }
-    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    _check(stored, expected, tied, folder)
+    places = _places(model)
+    _check(stored, places, tied, folder)
 
     weights: dict[str, Tensor] = {}
     for file in dict.fromkeys(entry.file for entry in stored.values()):
-        with _open(file) as tensors:
-            for key, entry in stored.items():
-                if entry.file == file:
-                    wide = key.endswith(KEPT_WIDE)
+        with open_file(file) as tensors:
+            for name, (key, first, shape) in places.items():
+                if key in stored and stored[key].file == file:
+                    wide = name.endswith(KEPT_WIDE)
                     kept = torch.promote_types(dtype, torch.float32) if wide else dtype
                     # copy, because an uncast tensor would stay a view of the file, and change or
                     # crash with it
-                    tensor = tensors.get_tensor(entry.name)
-                    weights[key] = tensor.to(device=device, dtype=kept, copy=True)
+                    tensor = tensors.get_tensor(stored[key].name)[first : first + shape[0]]
+                    tensor = tensor.to(device=device, dtype=kept, copy=True)
+                    weights[name] = _turning_last(name, tensor, model.config)
     if tied:
         embedding = weights["embed_tokens.weight"]
         if not torch.equal(weights.get("lm_head.weight", embedding), embedding):
@@ -177,62 +173,49 @@ def load_weights(
         model.lm_head.weight = model.embed_tokens.weight
 
 
-def _shards(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: one, or those that its index names."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        files = sorted(folder.iterdir())
-        pickles = [file.name for file in files if file.suffix in (".bin", ".pt", ".pth")]
-        why = ""
-        if pickles:
-            why = f"; {pickles[0]} is a pickle, which may run any code when read, and stays closed"
-        raise CheckpointError(
-            f"{folder} holds neither model.safetensors nor model.safetensors.index.json{why}"
-        )
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} lacks the key 'weight_map' (an object: tensor to file)")
-    shards, files = [], os.listdir(folder)
-    for name in dict.fromkeys(map(str, weight_map.values())):
-        if name not in files:
-            raise CheckpointError(f"{index} names the shard {shown(name)}, not a file of {folder}")
-        shards.append(folder / name)
-    return shards
+def _turning_last(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    """A matrix of q or k whose heads' rotary coordinates come last, as `attend` wants them.
+
+    In Phi-3's checkpoints they come first. That moves q and k alike, and no product of the two
+    depends on their order.
+    """
+    turns = name.endswith(("q_proj.weight", "k_proj.weight"))
+    if not turns or config.mla is not None or config.rope_dim == config.head_dim:
+        return tensor
+    heads = tensor.unflatten(0, (-1, config.head_dim))  # [H, D, hidden_size]
+    return heads.roll(-config.rope_dim, dims=1).flatten(0, 1)
 
 
-def _open(file: Path) -> safe_open:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        said = f"{file} is not a complete safetensors file ({error}); fetch it again"
-        raise CheckpointError(said) from error
+class _Place(NamedTuple):
+    """Where a tensor of the decoder lies: in the stored tensor `key`, from row `first` on."""
+
+    key: str
+    first: int
+    shape: list[int]  # of the decoder's tensor
 
 
-def _catalog(folder: Path) -> dict[str, _Stored]:
-    """Every stored tensor under the decoder's name for it, from the headers alone."""
-    stored: dict[str, _Stored] = {}
-    for file in _shards(folder):
-        with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
-                key = name.removeprefix("model.")
-                if key.endswith("rotary_emb.inv_freq"):
-                    # a buffer that old checkpoints hold; the decoder computes it from the config
-                    continue
-                header = tensors.get_slice(name)
-                dtype = header.get_dtype()
-                if dtype not in STORED_DTYPES:
-                    raise CheckpointError(
-                        f"tensor {name} in {file} is {dtype}; supported: {', '.join(STORED_DTYPES)}"
-                    )
-                if key in stored:
-                    raise CheckpointError(
-                        f"tensor {name} is in {stored[key].file.name} and in {file.name} of "
-                        f"{folder}"
-                    )
-                stored[key] = _Stored(file, name, header.get_shape())
-    return stored
+def _places(model: nn.Module) -> dict[str, _Place]:
+    """Where each tensor of the decoder lies in a checkpoint of its family.
+
+    Tensors that share a stored name (Phi-3's q_proj, k_proj and v_proj are its qkv_proj) lie in it
+    one below the other, in the decoder's order.
+    """
+    places: dict[str, _Place] = {}
+    rows = Counter()
+    for name, tensor in model.state_dict().items():
+        key = stored_name(name, model.config)
+        places[name] = _Place(key, rows[key], list(tensor.shape))
+        rows[key] += tensor.shape[0]
+    return places
+
+
+def stored_name(name: str, config: ModelConfig) -> str:
+    """What checkpoints of the model's family call a tensor of the decoder, without "model."."""
+    # between dots, because a part of a name may be a part of another: v_proj, qkv_proj
+    key = f".{name}."
+    for part, theirs in (FAMILIES[config.model_type].stored_as or {}).items():
+        key = key.replace(f".{part}.", f".{theirs}.")
+    return key[1:-1]
 
 
 def _predicts_further(key: str, config: ModelConfig) -> bool:
@@ -248,10 +231,10 @@ def _predicts_further(key: str, config: ModelConfig) -> bool:
     return int(index) >= config.num_hidden_layers
 
 
-def _check(
-    stored: dict[str, _Stored], expected: dict[str, list[int]], tied: bool, folder: Path
-) -> None:
+def _check(stored: dict[str, Stored], places: dict[str, _Place], tied: bool, folder: Path) -> None:
     """Stored and expected tensors must be the same, but for a tied lm_head, which may be absent."""
+    # of the tensors that share a stored one, the last names all of its rows
+    expected = {key: [first + shape[0], *shape[1:]] for key, first, shape in places.values()}
     optional = {"lm_head.weight"} if tied else set()
     missing = [name for name in expected if name not in stored and name not in optional]
     unexpected = [entry.name for name, entry in stored.items() if name not in expected]

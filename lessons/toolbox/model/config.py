@@ -1,77 +1,16 @@
 """The shape of a model, under the names that its config.json uses."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lessons.toolbox.model.arguments import check_kind, check_positive, check_whole, refuse
+from lessons.toolbox.model.arguments import check_kind, check_positive, check_whole, named, refuse
+from lessons.toolbox.model.rope_scaling import RopeScaling, yarn_mscale
 
-ROPE_TYPES = ("linear", "llama3", "yarn")
 TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 SIZES = """vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
     intermediate_size max_position_embeddings"""
-FLAGS = "tie_word_embeddings qkv_bias o_bias mlp_bias qk_norm"
-
-
-def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 · mscale · ln(factor) + 1 (YaRN, equation 22); 1 where the context is not stretched."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _named(config, names: str) -> dict:
-    """{name: value} of some fields, for a check that names the wrong one."""
-    return {name: getattr(config, name) for name in names.split()}
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How a checkpoint stretches RoPE beyond the context it was trained on.
-
-    rope_type: "linear" (every wavelength times `factor`), "llama3" (only the long ones, smoothly;
-    Llama 3.1) or "yarn" (a ramp over the coordinates, and q · k grow a little; Qwen, DeepSeek).
-    None of the optional fields: as the published code has it. Raises ValueError for another type, a
-    factor that is not positive, or factors that leave no band to blend.
-    """
-
-    rope_type: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    # yarn: a pair that turns more often than this within the original context stays
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0  # yarn: one that turns less often is slowed by `factor`
-    # yarn: round the ends of the ramp outwards to whole pairs
-    truncate: bool = True
-    attention_factor: float | None = None  # yarn: what cos and sin are multiplied with
-    # yarn: DeepSeek's two factors, where it departs from the paper
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-
-    def __post_init__(self):
-        if self.rope_type not in ROPE_TYPES:
-            refuse("rope_type", self.rope_type, ", ".join(ROPE_TYPES))
-        check_positive(
-            **_named(self, "factor low_freq_factor high_freq_factor beta_fast beta_slow")
-        )
-        check_positive(**_named(self, "original_max_position_embeddings"))
-        if self.attention_factor is not None:
-            check_positive(attention_factor=self.attention_factor)
-        for name, value in _named(self, "mscale mscale_all_dim").items():
-            # because the published code takes an mscale of 0 for none
-            if value is not None and not (isinstance(value, (int, float)) and value == 0):
-                check_positive(**{name: value})
-        check_kind(bool, "True or False", truncate=self.truncate)
-        # because the blend divides by their difference
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor ({self.high_freq_factor}) must exceed low_freq_factor "
-                f"({self.low_freq_factor})"
-            )
-        # because the ramp runs from the fast pairs to the slow ones
-        if self.beta_fast <= self.beta_slow:
-            raise ValueError(
-                f"beta_fast ({self.beta_fast}) must exceed beta_slow ({self.beta_slow})"
-            )
+FLAGS = "tie_word_embeddings qkv_bias o_bias mlp_bias qk_norm norms_after attention_sinks"
+GEMMA_NUMBERS = """query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
+    rope_local_base_freq"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +33,7 @@ class MLAConfig:
     def __post_init__(self):
         if self.q_lora_rank is not None:
             check_whole(q_lora_rank=self.q_lora_rank)
-        check_whole(**_named(self, "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"))
+        check_whole(**named(self, "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"))
         check_kind(bool, "True or False", rope_interleave=self.rope_interleave)
         if self.qk_rope_head_dim % 2:  # because RoPE rotates pairs of coordinates
             raise ValueError(f"qk_rope_head_dim must be even, not {self.qk_rope_head_dim}")
@@ -131,14 +70,18 @@ class MoEConfig:
     n_group: int = 1
     topk_group: int = 1  # how many groups a token may choose experts from
     norm_topk_prob: bool = False  # make the chosen experts' weights sum to one
+    are_stacked: bool = False  # gpt-oss: one tensor holds all experts of a layer
+    # layers of Qwen3-MoE that have an ordinary MLP, wherever they stand
+    dense_layers: tuple[int, ...] = ()
     routed_scaling_factor: float = 1.0
 
     def __post_init__(self):
-        check_whole(**_named(self, "n_routed_experts num_experts_per_tok moe_intermediate_size"))
-        check_whole(**_named(self, "moe_layer_freq n_group topk_group"))
-        check_whole(0, **_named(self, "n_shared_experts first_k_dense_replace"))
+        check_whole(**named(self, "n_routed_experts num_experts_per_tok moe_intermediate_size"))
+        check_whole(**named(self, "moe_layer_freq n_group topk_group"))
+        check_whole(0, **named(self, "n_shared_experts first_k_dense_replace"))
         check_positive(routed_scaling_factor=self.routed_scaling_factor)
-        check_kind(bool, "True or False", norm_topk_prob=self.norm_topk_prob)
+        check_kind(tuple, "a tuple", dense_layers=self.dense_layers)
+        check_kind(bool, "True or False", **named(self, "norm_topk_prob are_stacked"))
         if self.scoring_func not in ("softmax", "sigmoid"):
             refuse("scoring_func", self.scoring_func, "softmax, sigmoid")
         if self.topk_method not in TOPK_METHODS:
@@ -169,13 +112,14 @@ class MoEConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Whether `layer` has experts rather than one MLP."""
-        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+        is_dense = layer < self.first_k_dense_replace or layer in self.dense_layers
+        return not is_dense and layer % self.moe_layer_freq == 0
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: Llama 2/3, Qwen2/2.5, Qwen3, Mistral; DeepSeek-V2 and V3, which
-    have `mla` and `moe`.
+    """A decoder-only transformer: Llama 2/3, Qwen2/2.5, Qwen3, Mistral, Phi-3, Gemma 2/3; Mixtral
+    and Qwen3-MoE, which have `moe`; gpt-oss, which has `moe` and `attention_sinks`; DeepSeek-V2 and V3, which have `mla` and `moe`.
 
     Every field carries the name under which config.json files hold it; `load_config` reads them.
     Raises ValueError for sizes that do not fit together.
@@ -193,11 +137,19 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0  # the share of a head's coordinates that turn (Phi-3)
     tie_word_embeddings: bool = False
     qkv_bias: bool = False  # Qwen2: yes
     o_bias: bool = False  # Llama with attention_bias
     mlp_bias: bool = False
     qk_norm: bool = False  # Qwen3: RMSNorm over each head of q and k, before RoPE
+    norms_after: bool = False  # Gemma: the parts of lesson 2's gemma.py
+    query_pre_attn_scalar: float | None = None  # Gemma: scores are divided by √ of it, not √D
+    attn_logit_softcapping: float | None = None  # Gemma 2: scores stay between -cap and cap
+    attention_sinks: bool = False  # gpt-oss: a learnt score a head takes its share of the softmax
+    final_logit_softcapping: float | None = None  # Gemma: and so do logits
+    # Gemma 3: the layers that have a window rotate by this, and are not stretched
+    rope_local_base_freq: float | None = None
     # per layer: how many keys a query sees, itself included; None: all
     sliding_windows: tuple[int | None, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
@@ -225,9 +177,12 @@ class ModelConfig:
         # because RoPE rotates pairs of coordinates
         if self.mla is None and self.head_dim % 2:
             raise ValueError(f"head_dim must be even, not {self.head_dim}")
+        self._check_rope()
         # because wavelengths are its powers, and YaRN divides by its logarithm
         if not self.rope_theta > 1:
             raise ValueError(f"rope_theta must be above 1, not {self.rope_theta}")
+        if self.rope_local_base_freq is not None and not self.rope_local_base_freq > 1:
+            refuse("rope_local_base_freq", self.rope_local_base_freq, "a number above 1")
         if self.sliding_windows and len(self.sliding_windows) != self.num_hidden_layers:
             raise ValueError(
                 f"sliding_windows names {len(self.sliding_windows)} layers, "
@@ -236,30 +191,49 @@ class ModelConfig:
 
     def _check_kinds(self) -> None:
         """Raise ValueError for a field of another type, or a size below 1."""
-        check_whole(**_named(self, SIZES))
+        check_whole(**named(self, SIZES))
         check_whole(0, v_head_dim=self.v_head_dim)
-        check_positive(**_named(self, "rms_norm_eps rope_theta"))
-        check_kind(bool, "True or False", **_named(self, FLAGS))
+        check_positive(**named(self, "rms_norm_eps rope_theta partial_rotary_factor"))
+        check_kind(bool, "True or False", **named(self, FLAGS))
+        for name, value in named(self, GEMMA_NUMBERS).items():
+            if value is not None:
+                check_positive(**{name: value})
         for name, kind in dict(rope_scaling=RopeScaling, mla=MLAConfig, moe=MoEConfig).items():
-            check_kind((kind, type(None)), f"None or {kind.__name__}", **_named(self, name))
+            check_kind((kind, type(None)), f"None or {kind.__name__}", **named(self, name))
         check_kind(tuple, "a tuple", eos_token_ids=self.eos_token_ids)
         check_kind((tuple, type(None)), "a tuple", sliding_windows=self.sliding_windows)
         for window in self.sliding_windows or ():
             if window is not None:
                 check_whole(sliding_windows=window)
 
+    def _check_rope(self) -> None:
+        """Raise ValueError where the rotary coordinates and their factors do not fit."""
+        factor, dim = self.partial_rotary_factor, self.rope_dim
+        if factor > 1 or dim < 2 or dim % 2:
+            refuse("partial_rotary_factor", factor, f"an even share of head_dim {self.head_dim}")
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.rope_type == "longrope":
+            for name, factors in named(scaling, "short_factor long_factor").items():
+                if len(factors) != dim // 2:
+                    raise ValueError(
+                        f"{name}: got {len(factors)} factors; accepted: {dim // 2}, one for each "
+                        f"pair of rotary coordinates"
+                    )
+
     @property
     def rope_dim(self) -> int:
-        """How many coordinates of a head turn with the position."""
-        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+        """How many coordinates of a head turn with the position, its last ones."""
+        if self.mla is not None:
+            return self.mla.qk_rope_head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def softmax_scale(self) -> float:
         """1 / √D of the q and k that are projected, whatever form of them attention reads; times m²
-        in a stretched DeepSeek.
+        in a stretched DeepSeek. Gemma's config names what stands for D.
         """
         if self.mla is None:
-            return self.head_dim**-0.5
+            return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
         rope = self.rope_scaling
         # Squared, because the published code scales q and k by m each, and m = 1 where
         # mscale_all_dim is absent.
@@ -271,6 +245,27 @@ class ModelConfig:
     def sliding_window(self, layer: int) -> int | None:
         """How many keys (itself included) a query of `layer` sees, or None for all of them."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a step can become a CUDA graph. Not where Python asks the device what to run: a
+        router for its experts, capped attention for the lengths of its sequences.
+        """
+        return self.moe is None and not self.has_score_rules
+
+    @property
+    def has_score_rules(self) -> bool:
+        """Whether attention does more to its scores than scale and mask them."""
+        return self.attn_logit_softcapping is not None or self.attention_sinks
+
+    def has_local_rope(self, layer: int) -> bool:
+        """Whether `layer` rotates as `local_rope` says."""
+        return self.rope_local_base_freq is not None and self.sliding_window(layer) is not None
+
+    @property
+    def local_rope(self) -> "ModelConfig":
+        """This config with the rotation of the layers that have a window."""
+        return replace(self, rope_theta=self.rope_local_base_freq, rope_scaling=None)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """The fewest bytes that a token adds to a cache, over all layers: layers · KV heads ·

@@ -13,7 +13,7 @@ from typing import Any
 from lessons.toolbox.command import one_line
 from lessons.toolbox.model.arguments import shown
 from lessons.toolbox.model.config import ModelConfig, RopeScaling
-from lessons.toolbox.model.families import FAMILIES
+from lessons.toolbox.model.families import FAMILIES, Family
 
 # Fields of ModelConfig that every config.json must hold. transformers has a default for each, but
 # the default of another checkpoint gives a model that runs and answers wrongly. Lists of keys are
@@ -25,7 +25,12 @@ ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
 # The largest number that a key may hold, and that of keys that are not named here. No published
 # model comes near, and larger ones would fill the memory before config and weights are compared.
-LARGEST = {"rope_theta": 2**53, "max_position_embeddings": 2**24, "sliding_window": 2**24}
+LARGEST = {
+    "rope_theta": 2**53,
+    "rope_local_base_freq": 2**53,
+    "max_position_embeddings": 2**24,
+    "sliding_window": 2**24,
+}
 LARGEST |= {"original_max_position_embeddings": 2**24, "num_hidden_layers": 10_000}
 LARGEST_SIZE = 2**19
 # DeepSeek's mscale 0 means that there is none
@@ -35,7 +40,9 @@ MAY_BE_ZERO = ("first_k_dense_replace", "max_window_layers", "mscale", "mscale_a
 LLAMA3 = "factor original_max_position_embeddings low_freq_factor high_freq_factor"
 YARN = """factor original_max_position_embeddings beta_fast beta_slow attention_factor
     mscale mscale_all_dim"""
+LONGROPE = "factor original_max_position_embeddings attention_factor short_factor long_factor"
 ROPE_KEYS = {"default": "", "linear": "factor", "llama3": LLAMA3, "yarn": f"{YARN} truncate"}
+ROPE_KEYS["longrope"] = LONGROPE
 # Numbers whose type transformers does not check.
 UNTYPED = f"head_dim rope_theta {LLAMA3} {YARN}".split()
 
@@ -113,12 +120,18 @@ def _model_config(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelC
         raise ValueError(
             f"'model_type' {shown(model_type)} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    if raw.get("quantization_config"):
+    if quantization := raw.get("quantization_config"):
+        if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+            raise ValueError(
+                "the weights are quantized in MXFP4, which lesson 18 reads; give a checkpoint in 16 "
+                "bits"
+            )
         raise ValueError(
             f"the weights are quantized ('quantization_config' is "
-            f"{shown(raw['quantization_config'])}); give a checkpoint in 16 bits"
+            f"{shown(quantization)}); give a checkpoint in 16 bits"
         )
     family = FAMILIES[model_type]
+    raw = _with_one_name(raw, family.also_called or {})
     needed = f"{NEEDED} {family.needs}".split()
     for key in needed:
         if key not in raw:
@@ -129,7 +142,7 @@ def _model_config(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelC
         if known.get(name) is None:
             known.pop(name, None)
         elif name != "rope_theta":
-            known[name] = _checked_rope(name, known[name])
+            known[name] = _checked_ropes(name, known[name], family)
     _check_numbers(known)
     config = _transformers_config(family.read_as or model_type, known)
     _refuse_unread(raw, read, vars(config), NEUTRAL | (family.fixed or {}))
@@ -145,12 +158,23 @@ def _model_config(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelC
         model_type=model_type,
         num_key_value_heads=config.num_key_value_heads,
         head_dim=head_dim or config.hidden_size // config.num_attention_heads,
-        rope_theta=config.rope_parameters["rope_theta"],
+        rope_theta=_rope_of(config)["rope_theta"],
         rope_scaling=_rope_scaling(config),
         tie_word_embeddings=config.tie_word_embeddings,
         eos_token_ids=eos_token_ids,
     )
     return ModelConfig(**fields | family.fields(config))
+
+
+def _with_one_name(raw: dict[str, Any], also_called: dict[str, str]) -> dict[str, Any]:
+    """The file with one name for each key that has two. Raises ValueError where the two differ."""
+    raw = dict(raw)
+    for other, key in also_called.items():
+        value = raw.pop(other, None)
+        if value is not None and raw.setdefault(key, value) != value:
+            given = shown(raw[key])
+            raise ValueError(f"'{other}' ({shown(value)}) must be '{key}' ({given}), or be absent")
+    return raw
 
 
 def _transformers_config(model_type: str, known: dict[str, Any]):
@@ -184,18 +208,32 @@ def _check_numbers(content: dict[str, Any], within: str = "") -> None:
             )
 
 
-def _checked_rope(name: str, rope: Any) -> dict[str, Any]:
+def _checked_ropes(name: str, rope: Any, family: Family) -> dict[str, Any]:
+    """The RoPE object `name`, or its objects for both kinds of layers. Refuses as `_checked_rope`."""
+    # the older key holds what the layers without a window do
+    if not family.rope_by_layer or name == "rope_scaling":
+        return _checked_rope(name, rope, family)
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(rope, dict) or not set(rope) <= set(kinds):
+        raise ValueError(f"'{name}' must hold {' and '.join(kinds)}, not {shown(rope)}")
+    checked = {kind: _checked_rope(f"{name}.{kind}", rope[kind], family) for kind in rope}
+    return {kind: value for kind, value in checked.items() if value}
+
+
+def _checked_rope(name: str, rope: Any, family: Family) -> dict[str, Any]:
     """The RoPE object `name` without nulls. Refuses what its type does not read."""
     if not isinstance(rope, dict):
         raise ValueError(f"'{name}' must be an object or null, not {shown(rope)}")
     rope = {key: value for key, value in rope.items() if value is not None}
     rope_type = rope.get("rope_type", rope.get("type", "default"))  # `type` until 4.43
-    if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
+    supported = family.rope_types.split()
+    if not isinstance(rope_type, str) or rope_type not in supported:
         raise ValueError(
             f"'{name}.rope_type' {shown(rope_type)} is not supported; "
-            f"supported: {', '.join(ROPE_KEYS)}"
+            f"supported: {', '.join(supported)}"
         )
     read = {"rope_theta", "rope_type", "type", *ROPE_KEYS[rope_type].split()}
+    read |= {"partial_rotary_factor"} & {*family.reads.split()}
     _refuse_unread(rope, read, {}, NEUTRAL, f"{name}.")
     _check_numbers(rope, f"{name}.")
     if type(rope.get("truncate", True)) is not bool:
@@ -239,10 +277,19 @@ def _eos_token_ids(file: Path, content: dict[str, Any]) -> list[int]:
     return ids
 
 
+def _rope_of(config) -> dict[str, Any]:
+    """What the layers rotate by; where they differ, those without a window."""
+    return config.rope_parameters.get("full_attention", config.rope_parameters)
+
+
 def _rope_scaling(config) -> RopeScaling | None:
-    rope = config.rope_parameters
+    rope = _rope_of(config)
     rope_type = rope["rope_type"]
     if rope_type == "default":
         return None
     fields = {key: rope[key] for key in ROPE_KEYS[rope_type].split() if key in rope}
+    if rope_type == "longrope":
+        original = rope["original_max_position_embeddings"]
+        fields.setdefault("factor", config.max_position_embeddings / original)
+        fields |= {key: tuple(fields[key]) for key in ("short_factor", "long_factor")}
     return RopeScaling(rope_type, **fields)

@@ -21,7 +21,9 @@ class Family(NamedTuple):
     fields: from transformers' config, the fields of ModelConfig that are the family's own. needs
     and reads: keys that the file must and may hold, beside those of every family. fixed: the one
     supported value of keys that transformers does not know. read_as: the model_type whose class
-    reads the file, if it is another one.
+    reads the file, if it is another one. rope_types: those that its RoPE object may have. also_called: {another name of a key: the key}. stored_as:
+    {part of a tensor's name in the decoder: the same part in the checkpoints}. rope_by_layer: whether
+    its rope_parameters hold one object for the layers with a window, and one for the others.
     """
 
     fields: Callable[[Any], dict[str, Any]]
@@ -29,6 +31,10 @@ class Family(NamedTuple):
     reads: str = ""
     fixed: dict[str, Any] | None = None
     read_as: str = ""
+    rope_types: str = "default linear llama3 yarn"
+    also_called: dict[str, str] | None = None
+    stored_as: dict[str, str] | None = None
+    rope_by_layer: bool = False
 
 
 def _llama(config) -> dict[str, Any]:
@@ -47,6 +53,87 @@ def _qwen2(config) -> dict[str, Any]:
 def _qwen3(config) -> dict[str, Any]:
     bias = config.attention_bias
     return dict(qkv_bias=bias, o_bias=bias, qk_norm=True, sliding_windows=_windows(config))
+
+
+def _mixtral(config) -> dict[str, Any]:
+    moe = MoEConfig(
+        n_routed_experts=config.num_local_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        moe_intermediate_size=config.intermediate_size,
+        norm_topk_prob=True,
+    )
+    return dict(moe=moe, sliding_windows=_same_windows(config))
+
+
+def _qwen3_moe(config) -> dict[str, Any]:
+    layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
+    mlp_only = set(config.mlp_only_layers)
+    moe = MoEConfig(
+        n_routed_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        moe_intermediate_size=config.moe_intermediate_size,
+        norm_topk_prob=config.norm_topk_prob,
+        # + 1, because every step-th layer has experts, and layer 0 is the first
+        dense_layers=tuple(i for i in layers if i in mlp_only or (i + 1) % step),
+    )
+    bias, windows = config.attention_bias, _same_windows(config)
+    if windows and getattr(config, "max_window_layers", 0):
+        raise ValueError(
+            f"'max_window_layers' must be 0 where qwen3_moe has a window, because versions of "
+            f"transformers differ in what it means there, not {shown(config.max_window_layers)}"
+        )
+    own = dict(moe=moe, qk_norm=True, sliding_windows=windows)
+    return own | dict(qkv_bias=bias, o_bias=bias)
+
+
+def _phi3(config) -> dict[str, Any]:
+    share = config.rope_parameters["partial_rotary_factor"]
+    return dict(sliding_windows=_same_windows(config), partial_rotary_factor=share)
+
+
+def _gpt_oss(config) -> dict[str, Any]:
+    moe = MoEConfig(
+        n_routed_experts=config.num_local_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        moe_intermediate_size=config.intermediate_size,
+        norm_topk_prob=True,
+        are_stacked=True,
+    )
+    initial = getattr(config, "initial_context_length", None)
+    original = config.rope_parameters.get("original_max_position_embeddings", initial)
+    if initial is not None and initial != original:
+        raise ValueError(f"'initial_context_length' must be {original}, not {shown(initial)}")
+    bias, windows = config.attention_bias, _windows(config)
+    own = dict(moe=moe, attention_sinks=True, sliding_windows=windows)
+    return own | dict(qkv_bias=bias, o_bias=bias)
+
+
+def _gemma2(config) -> dict[str, Any]:
+    bias, windows = config.attention_bias, _windows(config)
+    numbers = {key: getattr(config, key) for key in GEMMA2_NUMBERS.split()}
+    return numbers | dict(norms_after=True, qkv_bias=bias, o_bias=bias, sliding_windows=windows)
+
+
+def _gemma3(config) -> dict[str, Any]:
+    rope = config.rope_parameters["sliding_attention"]
+    if rope["rope_type"] != "default":
+        given = shown(rope["rope_type"])
+        raise ValueError(f"'rope_parameters.sliding_attention' must be default, not {given}")
+    bias = config.attention_bias
+    own = dict(
+        norms_after=True,
+        query_pre_attn_scalar=config.query_pre_attn_scalar,
+        final_logit_softcapping=config.final_logit_softcapping,
+        rope_local_base_freq=rope["rope_theta"],
+        sliding_windows=_windows(config),
+    )
+    return own | dict(qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
+def _same_windows(config) -> tuple[int | None, ...]:
+    """As `_windows`, for a family whose window is that of every layer."""
+    window = config.sliding_window
+    return () if window is None else (window,) * config.num_hidden_layers
 
 
 def _windows(config) -> tuple[int | None, ...]:
@@ -112,6 +199,20 @@ def _deepseek(config, groups: str, interleave: bool, **router: str) -> dict[str,
 
 WINDOWS = "use_sliding_window sliding_window max_window_layers layer_types"
 MISTRAL = "head_dim sliding_window layer_types"
+GEMMA2_NUMBERS = "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"
+# in this order, because the first name is that of another norm in the checkpoints
+GEMMA_NORMS = {
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "self_attn.norm_after": "post_attention_layernorm",
+    "mlp.norm_after": "post_feedforward_layernorm",
+}
+# q, k and v are one matrix, and so are gate and up
+PHI3_MERGED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+PHI3_MERGED |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+EXPERTS = "num_key_value_heads num_experts_per_tok"
+QWEN3_DENSE = "decoder_sparse_step mlp_only_layers"
+QWEN3_WINDOW = "use_sliding_window sliding_window max_window_layers"
+QWEN3_EXPERTS = f"{EXPERTS} num_experts moe_intermediate_size"
 DEEPSEEK = f"q_lora_rank {MLA_SIZES} {MOE_SIZES}"
 
 FAMILIES = {
@@ -121,6 +222,51 @@ FAMILIES = {
     "ministral": Family(_mistral, "num_key_value_heads", MISTRAL),
     "qwen2": Family(_qwen2, "num_key_value_heads", f"head_dim {WINDOWS}"),
     "qwen3": Family(_qwen3, "num_key_value_heads head_dim", f"attention_bias {WINDOWS}"),
+    "mixtral": Family(
+        _mixtral,
+        f"{EXPERTS} num_local_experts",
+        "head_dim sliding_window",
+        fixed=dict(router_jitter_noise=0.0),
+        also_called=dict(num_experts="num_local_experts"),
+        stored_as=dict(mlp="block_sparse_moe", gate_proj="w1", down_proj="w2", up_proj="w3"),
+    ),
+    "qwen3_moe": Family(
+        _qwen3_moe,
+        QWEN3_EXPERTS,
+        f"head_dim attention_bias norm_topk_prob {QWEN3_DENSE} {QWEN3_WINDOW}",
+        also_called=dict(num_local_experts="num_experts"),
+    ),
+    "phi3": Family(
+        _phi3,
+        "num_key_value_heads",
+        "sliding_window partial_rotary_factor original_max_position_embeddings",
+        rope_types="default longrope",
+        fixed=dict(full_attn_mod=1, interpolate_factor=1, lm_head_bias=False),  # Phi-4's
+        stored_as=PHI3_MERGED,
+    ),
+    "gpt_oss": Family(
+        _gpt_oss,
+        f"{EXPERTS} num_local_experts head_dim sliding_window",
+        "attention_bias layer_types initial_context_length",
+        fixed=dict(swiglu_limit=7.0),
+        also_called=dict(num_experts="num_local_experts", experts_per_token="num_experts_per_tok"),
+    ),
+    "gemma2": Family(
+        _gemma2,
+        f"num_key_value_heads head_dim sliding_window {GEMMA2_NUMBERS}",
+        "attention_bias layer_types",
+        fixed=dict(hidden_act="gelu_pytorch_tanh"),
+        stored_as=GEMMA_NORMS,
+    ),
+    "gemma3_text": Family(
+        _gemma3,
+        "num_key_value_heads head_dim query_pre_attn_scalar sliding_window",
+        "attention_bias final_logit_softcapping rope_local_base_freq sliding_window_pattern "
+        "layer_types",
+        rope_types="default linear",
+        stored_as=GEMMA_NORMS,
+        rope_by_layer=True,
+    ),
     "deepseek_v2": Family(
         _deepseek_v2,
         DEEPSEEK,

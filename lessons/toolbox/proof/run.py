@@ -2,7 +2,7 @@
 step.
 
 Steps, in this order: equivalence tests of every lesson (several at once, since nothing is timed
-there), the ladder, benchmarks (one at a time), compute-sanitizer. A step that fails or takes too
+there), the engine's tests, the ladder, benchmarks (one at a time), compute-sanitizer. A step that fails or takes too
 long is recorded, and the next one runs. After every step the files of the output folder are whole,
 so a run that is cut loses only the step under way; the next run skips what is finished.
 
@@ -27,8 +27,16 @@ from lessons.toolbox.proof import record, sanitizer
 from lessons.toolbox.proof.machine import ROOT, Command, Machine, rooms, source_hash
 
 # on a GPU, where a kernel may hang
-LIMIT_S = {"equivalence": 420, "ladder": 240, "benchmark": 300, "memcheck": 240, "racecheck": 240}
+LIMIT_S = {
+    "equivalence": 420,
+    "engine": 240,
+    "ladder": 240,
+    "benchmark": 300,
+    "memcheck": 240,
+    "racecheck": 240,
+}
 HANGS_S = 120  # after so long in one test pytest prints where it stands
+ENGINE_TESTS = ("tests/test_engine.py", "tests/test_llm.py")
 SHORTEST_S = 5  # a step with less time left than this is not started
 
 
@@ -80,6 +88,7 @@ class Run:
 
     def everything(self) -> None:
         self.go(self.equivalence(), self.machine.jobs)
+        self.go(self.engine())
         self.go(self.ladder())
         self.go(self.benchmarks())
         for tool in sanitizer.CLEAN:
@@ -164,6 +173,8 @@ class Run:
         if step.junit is None:
             return {}
         found = record.gathered(record.read(step.junit), self.places)
+        if step.kind == "engine":
+            return {"tests": found["tests"], "failed": found["failed"]}
         if step.kind == "equivalence":
             has_kernels = (self.lessons[step.name[:2]] / "lab" / "specs.py").exists()
             silent = status == "passed" and has_kernels and not found["kernels"]
@@ -205,6 +216,13 @@ class Run:
         command += ["-m", "not compiler", "--junitxml", str(junit)]
         command += ["-o", f"faulthandler_timeout={HANGS_S}", *tests]
         return Step(name, command, source, junit)
+
+    def engine(self) -> Iterable[Step]:
+        """The engine's tests: whole requests through the kernels of all lessons."""
+        if all((self.root / test).exists() for test in ENGINE_TESTS):
+            folders = [self.root / "reference", self.root / "tests", *rooms(self.root).values()]
+            source = source_hash(*folders)
+            yield self.testing("engine", [], list(ENGINE_TESTS), source)
 
     def ladder(self) -> Iterable[Step]:
         """reference.ladder on the embedded model."""

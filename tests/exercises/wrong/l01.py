@@ -31,18 +31,21 @@ def slipped_kv_bytes(
     experts=False,
     always_16=False,
     latent_twice=False,
+    whole=False,
+    latent_by="kv_lora_rank",
 ):
     """KV bytes with one slip. The keyword switches exist only here, to spell the wrong answers
     briefly.
     """
     width = model.head_dim if head_dim == "own" else model.hidden_size // model.num_attention_heads
     values = both * getattr(model, heads) * width
-    if model.kv_lora_rank and latent != "none":
+    if getattr(model, latent_by) and latent != "none":
         values = model.kv_lora_rank + (model.qk_rope_head_dim if latent == "both" else 0)
         values *= 2 if latent_twice else 1
     values *= model.num_hidden_layers if layers else 1
     values *= max(1, model.num_experts) if experts else 1
-    return values * (16 if always_16 else bits_per_value) / bits
+    bytes_ = values * (16 if always_16 else bits_per_value) / bits
+    return float(math.floor(bytes_)) if whole else bytes_
 
 
 for name, slip, hint in [
@@ -50,6 +53,12 @@ for name, slip, hint in [
         "query_heads",
         dict(heads="num_attention_heads"),
         "You count query heads. Only k and v are cached: which heads have them?",
+    ),
+    ("rounded_down", dict(whole=True), "You round to whole bytes. 4.25 bits may leave a fraction."),
+    (
+        "latent_by_its_rotary_part",
+        dict(latent_by="qk_rope_head_dim"),
+        "A model has MLA if kv_lora_rank is above 0. Others may name a rotary part too.",
     ),
     ("only_k", dict(both=1), "You count k or v, not both: a factor 2 is missing."),
     (

@@ -28,6 +28,8 @@ def slipped_attention(
     extra_key=0,
     axis=-1,
     fill=-torch.inf,
+    first_max=-torch.inf,
+    own_strides=True,
     heads="interleave",
     keep_zeros=True,
     subtract_max=True,
@@ -42,12 +44,17 @@ def slipped_attention(
     briefly.
     """
     (tq, hq, dim), (tk, hkv, _) = q.shape, k.shape
+    if not own_strides:
+        k = k.as_strided(k.shape, (hkv * dim, dim, 1))
     spread = {
         "interleave": lambda x: x.repeat_interleave(hq // hkv, 1),
         "tile": lambda x: x.repeat(1, hq // hkv, 1),
     }[heads]
     scale = {"D": dim**-0.5, "none": 1.0, "1/D": 1 / dim, "H": hq**-0.5}[scale_by]
-    scale = softmax_scale if softmax_scale is not None and own_scale else scale
+    if own_scale == "or":
+        scale = softmax_scale or scale
+    elif own_scale and softmax_scale is not None:
+        scale = softmax_scale
     if in_place:
         q *= scale
         scale = 1.0
@@ -62,6 +69,10 @@ def slipped_attention(
         weights = torch.softmax(scores, -1) * sees
     elif subtract_max:
         weights = torch.softmax(scores.masked_fill(~sees, fill), dim=axis)
+        if first_max > -torch.inf:
+            m = scores.amax(-1, keepdim=True).clamp(min=first_max)
+            weights = (scores - m).exp() * sees
+            weights = weights / weights.sum(-1, keepdim=True)
     else:
         weights = scores.exp() * sees
         weights = weights / weights.sum(-1, keepdim=True)
@@ -92,6 +103,26 @@ for name, slip, hint in [
         "ignores_scale",
         dict(own_scale=False),
         "softmax_scale is given, and you use 1 / √D all the same.",
+    ),
+    (
+        "scale_or_default",
+        dict(own_scale="or"),
+        "`softmax_scale or …` takes 0.0 for None. Ask whether it is None.",
+    ),
+    (
+        "finite_mask",
+        dict(fill=-1e4),
+        "You mask with -10000. Scores may be smaller; nothing is smaller than -inf.",
+    ),
+    (
+        "finite_first_max",
+        dict(first_max=-1e4),
+        "Your maximum cannot fall below a number of yours. Scores may: start at -inf.",
+    ),
+    (
+        "strides_ignored",
+        dict(own_strides=False),
+        "You read q, k or v as if its rows lay one behind the other. Its strides say where they lie.",
     ),
     (
         "softmax_over_queries",
@@ -172,9 +203,15 @@ def slipped_batch(
     off="exact",
     in_place=False,
     clamp=True,
+    at_equality="enough",
+    slack=0.0,
+    maximum="row",
+    own_strides=True,
 ):
     """Batch sampling with one slip, spelled by a switch."""
     vocab_size = logits.shape[1]
+    if not own_strides:
+        logits = logits.as_strided(logits.shape, (vocab_size, 1))
     if in_place:
         logits /= temperature[:, None]
         p = torch.softmax(logits.double(), -1)
@@ -183,16 +220,20 @@ def slipped_batch(
             logits.double() / (1 if late_temperature or no_temperature else temperature[:, None]),
             -1,
         )
+    if maximum != "row":
+        logits = logits.double() / temperature[:, None]
+        p = (logits - (logits.max() if maximum == "batch" else 0)).exp()
+        p = p / p.sum(-1, keepdim=True)
     if first_row_only:
         top_k, top_p = top_k[:1].expand(len(p)), top_p[:1].expand(len(p))
     sorted_p, ids = p.sort(dim=-1, descending=True, stable=True)
     k = torch.where(top_k > 0, top_k, vocab_size)[:, None]
     k = k.clamp(max=vocab_size) if clamp else k
     kth = sorted_p.gather(1, k - 1)
-    stays = sorted_p >= kth if ties == "kept" else torch.arange(vocab_size)[None] < k
+    stays = sorted_p >= kth - slack if ties == "kept" else torch.arange(vocab_size)[None] < k
     mass = sorted_p * stays
     mass = mass / mass.sum(-1, keepdim=True) if renormalise_k else mass
-    short = mass.cumsum(-1) < top_p[:, None]
+    short = mass.cumsum(-1) < top_p[:, None] + 1e-12 * (at_equality == "one_more")
     if crossing == "kept":
         short = torch.cat([torch.ones_like(short[:, :1]), short[:, :-1]], 1)
     elif crossing == "cut_but_first":
@@ -243,7 +284,28 @@ for name, slip, hint in [
         dict(late_temperature=True),
         "You choose the tokens before the temperature. It comes first.",
     ),
-    ("no_temperature", dict(no_temperature=True), "The temperature is never used."),
+    (
+        "no_temperature",
+        dict(no_temperature=True),
+        "The temperature changes nothing in your result: divide the logits before the softmax.",
+    ),
+    (
+        "one_more_at_equality",
+        dict(at_equality="one_more"),
+        "Tokens that reach p exactly are enough; you keep one more.",
+    ),
+    ("about_as_likely", dict(slack=1e-6), "Of two tokens almost as likely you keep both."),
+    ("raw_exp", dict(maximum="none"), "You exponentiate raw logits: exp overflows above 709."),
+    (
+        "maximum_of_batch",
+        dict(maximum="batch"),
+        "You subtract the largest logit of the whole batch. Each row has its own maximum.",
+    ),
+    (
+        "strides_ignored",
+        dict(own_strides=False),
+        "You read the logits as if their rows lay one behind the other.",
+    ),
     (
         "cuts_ties",
         dict(ties="cut"),
@@ -271,12 +333,27 @@ def zero_keeps_none(logits, temperature, top_k, top_p):
     return p.masked_fill((top_k == 0)[:, None], 0)
 
 
-@answers.alternative("2.2")
+@answers.wrong("2.2", "A loop over rows: a server samples hundreds of them at each step.")
 def row_by_row(logits, temperature, top_k, top_p):
     params = [
         SamplingParams(float(t), int(k), float(p)) for t, k, p in zip(temperature, top_k, top_p)
     ]
     return torch.stack([probabilities(row, each, [], []) for row, each in zip(logits, params)])
+
+
+@answers.alternative("2.2")
+def by_rank(logits, temperature, top_k, top_p):
+    """Sorts anew after top-k, and compares each token's rank with the number that stay."""
+    vocab_size = logits.shape[1]
+    p = torch.log_softmax(logits.double() / temperature[:, None], -1).exp()
+    k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
+    p = p.masked_fill(p < p.sort(descending=True)[0].gather(1, k[:, None] - 1), 0)
+    p = p / p.sum(-1, keepdim=True)
+    order = p.argsort(dim=-1, descending=True, stable=True)
+    stay = (p.gather(1, order).cumsum(-1) < top_p[:, None]).sum(-1) + 1
+    stay = torch.where(top_p == 1, vocab_size, stay)
+    p = p.masked_fill(order.argsort() >= stay[:, None], 0)
+    return p / p.sum(-1, keepdim=True)
 
 
 # ---------------------------------------------------------------- 2.3 the generation loop
@@ -298,6 +375,9 @@ def slipped_loop(
     echo=False,
     stops_at_prompt=False,
     extend=False,
+    stops_at="any",
+    flat=False,
+    index=torch.int64,
 ):
     """The greedy loop with some slips, spelled by switches."""
     output, given = [], prompt if extend else list(prompt)
@@ -307,15 +387,17 @@ def slipped_loop(
         tokens = torch.tensor(list(prompt) if extend else given + output)
         new = torch.arange(len(output)) if restart else torch.arange(len(prompt), len(tokens))
         positions = torch.cat([torch.arange(len(tokens) - len(new)), new])
-        hidden = model(tokens, attending(positions))
+        hidden = model(tokens.to(index), attending(positions.to(index)))
         row = len(prompt) - 1 if stale_row else 0 if first_row else -1
-        token = int(model.logits(hidden)[row].argmax())
+        logits = model.logits(hidden)
+        token = int((logits if flat else logits[row]).argmax())
         if drop_stop and token in stop_token_ids:
             break
         output.append(token)
         if extend:
             prompt.append(token)
-        if token in stop_token_ids and not never_stops:
+        stop = stop_token_ids if stops_at == "any" else sorted(stop_token_ids)[:1]
+        if token in stop and not never_stops:
             break
     return list(prompt) + output if echo else output
 
@@ -347,6 +429,17 @@ for name, slip, hint in [
         "The stop token belongs to the answer: append it, then break.",
     ),
     ("one_too_many", dict(one_more=True), "You return one token more than max_new_tokens."),
+    (
+        "first_stop_token",
+        dict(stops_at="first"),
+        "Only one of stop_token_ids ends your row. Any of them does.",
+    ),
+    (
+        "argmax_of_all_rows",
+        dict(flat=True),
+        "argmax over all rows at once. Which row predicts the next token?",
+    ),
+    ("int32", dict(index=torch.int32), "Tokens and positions are int64."),
     ("never_stops", dict(never_stops=True), "A stop token does not stop your loop."),
     (
         "stops_at_prompt",

@@ -44,11 +44,16 @@ def slipped_chunk(
     out_dtype=None,
     in_place=False,
     default_scale="if none",
+    maximum="row",
+    own_strides=True,
 ):
     """Chunk attention with one slip. The keyword switches exist only here, to spell the wrong
     answers briefly.
     """
     (_, tq, hq, dim), (_, capacity, hkv, _) = q.shape, k_cache.shape
+    if not own_strides:
+        strides = capacity * hkv * dim, hkv * dim, dim, 1
+        k_cache = k_cache.as_strided(k_cache.shape, strides)
     n = {
         "own": context_lens,
         "first": context_lens[:1].expand(len(q)),
@@ -80,6 +85,10 @@ def slipped_chunk(
     else:
         least = {"inf": -torch.inf, "minus 10000": -1e4}[hide_scores]
         scores = scores.masked_fill(hidden, least)
+    if maximum == "of all":
+        weights = (scores - scores.max()).exp()
+        weights = weights / weights.sum(-1, keepdim=True)
+        return torch.einsum("bhtn,bnhd->bthd", weights, v)
     out = torch.einsum("bhtn,bnhd->bthd", torch.softmax(scores, -1), v)
     return out.to(out_dtype or q.dtype)
 
@@ -108,6 +117,18 @@ for name, slip, hint in [
         "no_causal_mask",
         dict(causal=False),
         "Your queries see each other's future: the chunk is causal inside.",
+    ),
+    (
+        "maximum_of_all",
+        dict(maximum="of all"),
+        "What you subtract is not each row's largest score: far below it every exp is 0, and "
+        "0 / 0 is NaN.",
+    ),
+    (
+        "strides_ignored",
+        dict(own_strides=False),
+        "You read an argument as if its rows lay one behind the other. Its strides say where they "
+        "lie.",
     ),
     ("strict_mask", dict(strict=True), "Your queries do not see their own row."),
     (
@@ -183,6 +204,20 @@ for name, slip, hint in [
 
 
 @answers.alternative("3.1")
+def by_pytorch(q, k_cache, v_cache, context_lens, softmax_scale=None, window=None):
+    """PyTorch's attention under a mask that is spelled out."""
+    row = torch.arange(k_cache.shape[1])
+    own = context_lens[:, None, None] + torch.arange(-q.shape[1], 0)[:, None]
+    sees = (row <= own) & (row > own - (window or len(row)))
+    in_use = (row < context_lens[:, None])[:, :, None, None]
+    k, v = (torch.where(in_use, x, 0).transpose(1, 2) for x in (k_cache, v_cache))
+    mask = sees[:, None]
+    attention = torch.nn.functional.scaled_dot_product_attention
+    out = attention(q.transpose(1, 2), k, v, mask, scale=softmax_scale, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+@answers.wrong("3.1", "A loop over sequences: a server extends hundreds of them in a step.")
 def sequence_by_sequence(q, k_cache, v_cache, context_lens, softmax_scale=None, window=None):
     return torch.stack(
         [

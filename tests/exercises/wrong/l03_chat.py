@@ -21,6 +21,8 @@ def slipped_chat(
     twice=False,
     drop_stop=False,
     never_stops=False,
+    stops_at="any",
+    flat=False,
     one_more=False,
     first_row=False,
     flush=False,
@@ -37,12 +39,14 @@ def slipped_chat(
             batch = new_batch([(new, held + late)], cache.block_size)
             hidden = model(batch.tokens, cache.attending(batch))
             held += len(new)
-            token = int(model.logits(hidden[:1] if first_row else hidden[-1:]).argmax())
+            row = hidden if flat else hidden[:1] if first_row else hidden[-1:]
+            token = int(model.logits(row).argmax())
             if drop_stop and token in stop_token_ids:
                 break
             answer.append(token)
             new = list(answer) if again else [new[-1], token] if twice else [token]
-            if token in stop_token_ids and not never_stops:
+            stop = stop_token_ids if stops_at == "any" else sorted(stop_token_ids)[:1]
+            if token in stop and not never_stops:
                 break
         if flush:
             batch = new_batch([(new, held)], cache.block_size)
@@ -55,6 +59,16 @@ def slipped_chat(
 
 # One slip before several, because a hint for several would be wrong where only one shows.
 SLIPS = [
+    (
+        "first_stop_token",
+        dict(stops_at="first"),
+        "Only one of stop_token_ids ends your answer. Any of them does.",
+    ),
+    (
+        "argmax_of_all_rows",
+        dict(flat=True),
+        "argmax over all rows at once. Which row predicts the next token?",
+    ),
     (
         "positions_restart",
         dict(restart=True),

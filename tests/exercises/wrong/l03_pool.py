@@ -35,6 +35,9 @@ class SlippedPool(KVPool):
     moves = "held"  # how much of it is copied
     refuses = "both"
     shortens = True
+    dtype_on_growth = None  # what the new buffers hold, default what the old ones did
+    over = False  # at an exact power of two grows to the next one
+    stores_all = False  # buffers for every layer, stored here or not
 
     def __init__(self, *args, slips, **kwargs):
         vars(self).update(slips)
@@ -44,7 +47,8 @@ class SlippedPool(KVPool):
     def new_slots(self, row, dtype, device):
         num_slots = self.num_blocks * self.block_size + self.spare_slot
         make = torch.zeros if self.zeros else torch.empty
-        return make(len(self.layers), num_slots, *row, dtype=dtype, device=device)
+        layers = self.config.num_hidden_layers if self.stores_all else len(self.layers)
+        return make(layers, num_slots, *row, dtype=dtype, device=device)
 
     def reserve(self, tokens):
         if tokens + self.early <= self.block_size + self.late:
@@ -52,10 +56,11 @@ class SlippedPool(KVPool):
         old = self.k_slots, self.v_slots
         old_k, old_v = self.blocks(self.k_slots), self.blocks(self.v_slots)
         held = self.block_size
-        power = max(self.smallest, 1 << (tokens - 1).bit_length())
+        power = max(self.smallest, 1 << (tokens - (not self.over)).bit_length())
         self.block_size = tokens if self.exact else max(64, 2 * held) if self.doubles else power
-        self.k_slots = self.new_slots(old_k.shape[-2:], old_k.dtype, old_k.device)
-        self.v_slots = self.new_slots(old_v.shape[-2:], old_v.dtype, old_v.device)
+        dtype = self.dtype_on_growth or old_k.dtype
+        self.k_slots = self.new_slots(old_k.shape[-2:], dtype, old_k.device)
+        self.v_slots = self.new_slots(old_v.shape[-2:], dtype, old_v.device)
         if self.growth == "flat":
             self.k_slots[:, : old[0].shape[1]] = old[0]
             self.v_slots[:, : old[1].shape[1]] = old[1]
@@ -97,7 +102,8 @@ class SlippedPool(KVPool):
             if self.swap:
                 k_slots, v_slots = v_slots, k_slots
             rotated = self.ops.write(q, k, v, k_slots, v_slots, batch, self.cos_sin_cache)
-            self.written_bytes += k.nbytes + (v.nbytes if self.both else 0)
+            size = 4 if self.both == "float32" else k.itemsize
+            self.written_bytes += size * (k.numel() + (v.numel() if self.both else 0))
             if self.swap:
                 k_slots, v_slots = v_slots, k_slots
             k_cache, v_cache = self.blocks(k_slots)[first:], self.blocks(v_slots)[first:]
@@ -118,6 +124,7 @@ class SlippedPool(KVPool):
             raise ValueError(f"block: got {block}")
         held = list(held)
         last = len(held) - 1
+        source = self.num_blocks - 1 if self.takes == "last block" else last
         if block >= len(held):
             return held
         if self.takes == "all move up":
@@ -129,8 +136,8 @@ class SlippedPool(KVPool):
             "of the one that ended": held[block],
             "whole block": self.block_size,
         }[self.moves]
-        if block != last and self.takes == "last":
-            self.move(last, block, count)
+        if block != last and self.takes in ("last", "last block"):
+            self.move(source, block, count)
         elif block != last and self.takes == "the other way":
             self.move(block, last, count)
         if self.takes == "erased":
@@ -249,6 +256,31 @@ SLIPS = [
         "all_move_up",
         dict(takes="all move up"),
         "In your list everyone moves up. Only the last sequence has to move, into the free block.",
+    ),
+    (
+        "takes_the_last_block",
+        dict(takes="last block"),
+        "You copy the pool's last block. The last sequence may lie before it.",
+    ),
+    (
+        "float32_after_growth",
+        dict(dtype_on_growth=torch.float32),
+        "Your new buffers have another dtype than the old ones.",
+    ),
+    (
+        "grows_past_a_power_of_two",
+        dict(over=True),
+        "128 tokens fit into 128 slots; your block grows to 256.",
+    ),
+    (
+        "written_float32",
+        dict(both="float32"),
+        "written_bytes counts 4 bytes a number whatever the dtype.",
+    ),
+    (
+        "stores_all_layers",
+        dict(stores_all=True),
+        "The pool stores `layers` alone, and you make room for all of the model's.",
     ),
     ("moves_the_wrong_way", dict(takes="the other way"), "You copy the ended sequence."),
     (

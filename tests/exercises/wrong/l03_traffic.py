@@ -47,12 +47,15 @@ def slipped_traffic(
     capacity, moved = max(first, 1 << (prompt_tokens - 1).bit_length()), 0
     if doubling == "prompt_too":
         capacity = first
+    if doubling == "full_prompt":
+        capacity = max(first, 1 << prompt_tokens.bit_length())
     while capacity < held or (doubling == "early" and capacity == held):
         moved += 2 * capacity if doubling == "new_capacity" else capacity
         capacity *= 2
         if doubling == "last_alone" and capacity < held:
             moved = 0
-    return held * size, sum(concat) * size, moved * size
+    copied = (concat[0] + concat[-1]) * len(concat) // 2 if concat else 0
+    return held * size, copied * size, moved * size
 
 
 SLIPS = [
@@ -104,15 +107,23 @@ SLIPS = [
         dict(doubling="last_alone"),
         "You count the last move alone. Sum all of them.",
     ),
+    (
+        "doubles_a_full_prompt",
+        dict(doubling="full_prompt"),
+        "A prompt that is a power of two fills its block; yours starts twice as large.",
+    ),
     ("smallest_bucket_one", dict(first=1), "The first bucket has 64 tokens: no moves below that."),
 ]
 
 
 def add_to(answers):
     """Register the wrong answers and another right one."""
+    answers.wrong("3.3", "A loop over the tokens. The sum of n numbers in a row has a formula.")(
+        step_by_step
+    )
     for name, slip, hint in SLIPS:
         answers.wrong("3.3", hint, name)(partial(slipped_traffic, **slip))
-    answers.alternative("3.3")(step_by_step)
+    answers.alternative("3.3")(by_differences)
 
 
 def step_by_step(
@@ -132,3 +143,19 @@ def step_by_step(
             doubling, capacity = doubling + held, 2 * capacity
         held += 1
     return held * size, concat * size, doubling * size
+
+
+def by_differences(
+    num_hidden_layers,
+    num_attention_heads,
+    num_key_value_heads,
+    head_dim,
+    dtype,
+    prompt_tokens,
+    new_tokens,
+):
+    """Whatever is copied, from sums of which one is the beginning of the other."""
+    size = 2 * num_hidden_layers * num_key_value_heads * head_dim * dtype.itemsize / 1024
+    held = prompt_tokens + new_tokens - 1
+    concat = (held * (held - 1) - prompt_tokens * (prompt_tokens - 1)) / 2
+    return held * size, concat * size, (bucket(held) - bucket(prompt_tokens)) * size

@@ -36,6 +36,8 @@ def slipped_rotation(
     by_index=False,
     refuses=True,
     late=0,
+    own_strides=True,
+    table_rows=None,
 ):
     """RoPE with one slip. The keyword switches exist only here, to spell the wrong answers briefly."""
     dim, s = config.head_dim, config.rope_scaling
@@ -66,10 +68,16 @@ def slipped_rotation(
             else share * frequency + (1 - share) * slowed
         )
     at = torch.arange(len(positions)) if restart else positions + late
+    if not own_strides:
+        at = at.as_strided(at.shape, (1,))
+    if table_rows is not None:
+        at = at.clamp(max=table_rows - 1)
     angles = at[:, None, None].to(precision) * frequency.to(precision)
     cos, sin = (angles.sin(), angles.cos()) if swapped else (angles.cos(), angles.sin())
 
     def rotate(x):
+        if not own_strides:
+            x = x.as_strided(x.shape, (x.shape[1] * dim, dim, 1))
         if layout == "interleaved":
             return naive.rotate_interleaved(x, cos.to(torch.float32), sign * sin.to(torch.float32))
         first, second = x.chunk(2, -1)
@@ -82,6 +90,16 @@ def slipped_rotation(
 
 
 for name, slip, hint in [
+    (
+        "strides_ignored",
+        dict(own_strides=False),
+        "You read x or positions as if their values lay one behind the other.",
+    ),
+    (
+        "end_of_a_table",
+        dict(table_rows=4096),
+        "Your angles end with a table. The formula knows no last position.",
+    ),
     (
         "d_in_the_exponent",
         dict(exponent=1),
@@ -564,7 +582,7 @@ for name, slip, hint in [
     (
         "three_left_slot",
         AS_GIVEN | dict(UNSKIPPED=False),
-        "Three bugs are left: the position, the second half, v.",
+        "The position and the second half are left. Once q is right, look at v again.",
     ),
     (
         "three_left_half",
@@ -574,15 +592,73 @@ for name, slip, hint in [
     (
         "three_left_position",
         AS_GIVEN | dict(POSITION="own"),
-        "Three bugs are left: the second half, v, the slot of -1.",
+        "The second half and the slot of -1 are left. Once q is right, look at v again.",
     ),
 ]:
     answers.wrong("4.4", hint, name)(partial(slipped_write, **slip))
 
 
-@answers.alternative("4.4")
+@answers.wrong("4.4", "PyTorch does it all. Write the kernel.")
 def in_pytorch(q, k, v, k_cache, v_cache, positions, slot_mapping, cos_sin_cache):
     q.copy_(naive.rotate(q, positions, cos_sin_cache))
     kept = slot_mapping >= 0
     k_cache[slot_mapping[kept]] = naive.rotate(k, positions, cos_sin_cache)[kept]
     v_cache[slot_mapping[kept]] = v[kept]
+
+
+@triton.jit
+def token_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    positions_ptr,
+    slot_mapping_ptr,
+    cos_sin_ptr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIRS)
+    inside, other = pair < HEAD_DIM // 2, pair + HEAD_DIM // 2
+    table = cos_sin_ptr + tl.load(positions_ptr + token) * HEAD_DIM
+    cos, sin = tl.load(table + pair, mask=inside), tl.load(table + other, mask=inside)
+    slot = tl.load(slot_mapping_ptr + token)
+    kept = inside & (slot >= 0)
+    for head in range(NUM_HEADS):
+        x = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM
+        first = tl.load(x + pair, mask=inside).to(tl.float32)
+        second = tl.load(x + other, mask=inside).to(tl.float32)
+        tl.store(x + pair, (first * cos - second * sin).to(q_ptr.dtype.element_ty), mask=inside)
+        tl.store(x + other, (first * sin + second * cos).to(q_ptr.dtype.element_ty), mask=inside)
+    for head in range(NUM_KV_HEADS):
+        row, place = (token * NUM_KV_HEADS + head), (slot * NUM_KV_HEADS + head) * HEAD_DIM
+        k, v = k_ptr + row * HEAD_DIM, v_ptr + row * HEAD_DIM
+        first = tl.load(k + pair, mask=kept).to(tl.float32)
+        second = tl.load(k + other, mask=kept).to(tl.float32)
+        out = k_cache_ptr + place
+        tl.store(out + pair, (first * cos - second * sin).to(k_ptr.dtype.element_ty), mask=kept)
+        tl.store(out + other, (first * sin + second * cos).to(k_ptr.dtype.element_ty), mask=kept)
+        tl.store(v_cache_ptr + place + pair, tl.load(v + pair, mask=kept), mask=kept)
+        tl.store(v_cache_ptr + place + other, tl.load(v + other, mask=kept), mask=kept)
+
+
+@answers.alternative("4.4")
+def one_program_per_token(q, k, v, k_cache, v_cache, positions, slot_mapping, cos_sin_cache):
+    token_kernel[(len(q),)](
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        positions,
+        slot_mapping,
+        cos_sin_cache,
+        NUM_HEADS=q.shape[1],
+        NUM_KV_HEADS=k.shape[1],
+        HEAD_DIM=q.shape[2],
+        PAIRS=triton.next_power_of_2(q.shape[2] // 2),
+    )

@@ -32,12 +32,17 @@ def slipped_attention(
     minor=False,
     wide=False,
     in_place=False,
+    least=-torch.inf,
+    maximum="own",
+    own_strides=True,
 ):
     """Grouped attention with one slip. The keywords exist only here, to spell the slips briefly."""
     if swapped:
         k, v = v, k
     if in_place:
         q = q.mul_(softmax_scale)
+    if not own_strides:
+        k = k.as_strided(k.shape, (k.shape[1] * k.shape[2], k.shape[2], 1))
     group, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
     read = torch.arange(q.shape[1])
     read = {"in groups": read // group, "modulo": read % kv_heads, "first": read * 0}[heads]
@@ -55,7 +60,12 @@ def slipped_attention(
     outs = []
     for head, kv_head in enumerate(read):
         scores = (q[:, head] @ k[:, kv_head].T).float() * factor
-        p = torch.softmax(scores.masked_fill(~sees, -torch.inf), -1)
+        scores = scores.masked_fill(~sees, least)
+        p = torch.softmax(scores, -1)
+        if maximum != "own":
+            m = scores.amax(-1, keepdim=True).clamp(min=-1e4) if maximum == "finite" else 0
+            p = (scores - m).exp()
+            p = p / p.sum(-1, keepdim=True)
         outs.append(p.to(v.dtype) @ v[:, kv_head])
     out = torch.stack(outs, dim=1)
     if minor:
@@ -70,6 +80,28 @@ for name, slip, hint in [
         "Query head h reads KV head h % Hkv. Neighbours share a KV head: h // group.",
     ),
     ("one_kv_head_for_all", dict(heads="first"), "All your query heads read KV head 0."),
+    (
+        "finite_mask",
+        dict(least=-1e4),
+        "You mask with -10000. Scores may be smaller; nothing is smaller than -inf.",
+    ),
+    (
+        "no_maximum",
+        dict(maximum="none"),
+        "What you subtract is not each row's largest score: far below it every exp is 0, and "
+        "0 / 0 is NaN.",
+    ),
+    (
+        "finite_first_maximum",
+        dict(maximum="finite"),
+        "What you subtract is not each row's largest score: far below it every exp is 0, and "
+        "0 / 0 is NaN.",
+    ),
+    (
+        "strides_ignored",
+        dict(own_strides=False),
+        "You read q, k or v as if its rows lay one behind the other. Its strides say where they lie.",
+    ),
     ("scale_twice", dict(scale="twice"), "softmax_scale is applied twice."),
     ("no_scale", dict(scale="never"), "The scores are not scaled."),
     (
@@ -183,6 +215,10 @@ def slipped_kernel(
         sequence * stride_vb + (0 if SLIP == "every_group_reads_kv_head_0" else kv_head) * stride_vh
     )
     m_i = tl.full((BLOCK_M,), 0.0 if SLIP == "no_running_maximum" else float("-inf"), tl.float32)
+    if SLIP == "maximum_from_minus_10000":
+        m_i = tl.full((BLOCK_M,), -1e4, tl.float32)
+    if SLIP == "v_with_the_strides_of_k":
+        stride_vn = stride_kn
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     first = tl.maximum(length - window, 0)
@@ -217,6 +253,8 @@ def slipped_kernel(
             shrink = tl.full((BLOCK_M,), 1.0, tl.float32)
         l_i = l_i * shrink + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        if SLIP == "sums_in_16_bits":
+            acc = acc.to(v.dtype).to(tl.float32)
         m_i = m_new
     out = acc / l_i[:, None]
     if SLIP != "an_empty_sequence_is_nan":
@@ -281,6 +319,10 @@ for slip, hint in {
     "reduce over axis 1 alone.",
     "sums_not_rescaled": "The maximum moves from tile to tile; l_i and acc have to be multiplied "
     "with 2^(old - new).",
+    "maximum_from_minus_10000": "Your maximum starts too high. Scores may be smaller: start at "
+    "-inf.",
+    "sums_in_16_bits": "Your sums are kept in 16 bits from tile to tile. Keep them in float32.",
+    "v_with_the_strides_of_k": "You step through v with a stride of k. Each has its own.",
     "no_window": "You ignore `window`.",
     "window_one_row_long": "Your window holds one row too many: it counts the query's own.",
     "window_by_whole_tiles": "The window begins in the middle of a tile, and you take the whole "
@@ -315,6 +357,7 @@ def slipped_conversion(
     config_says="kv_heads",
     in_place=False,
     queries=False,
+    widens=False,
 ):
     """The conversion with some slips, spelled by switches."""
     converted, dim, have = dict(weights), config.head_dim, config.num_key_value_heads
@@ -358,6 +401,8 @@ def slipped_conversion(
             num_attention_heads=config.num_attention_heads * num_kv_heads // have,
         ),
     }[config_says]
+    if widens:
+        converted = {name: weight.float() for name, weight in converted.items()}
     return converted, replace(config, **says)
 
 
@@ -381,6 +426,16 @@ for name, slip, hint in [
         "two_bugs_left_sum",
         dict(groups="strided", biases=False),
         "Two bugs are left: which heads form a group, and the biases.",
+    ),
+    (
+        "float32_means",
+        dict(widens=True),
+        "Your means are float32. The checkpoint's dtype stays.",
+    ),
+    (
+        "every_name_with_k",
+        dict(names=("k_", "v_")),
+        "You change every weight whose name has k_ in it. k_norm is shared by all heads.",
     ),
     (
         "heads_by_modulo",

@@ -252,6 +252,7 @@ class SlippedCache(AbsorbedCache):
     v_from_k = False
     expand = None  # None, or from how many new tokens on k and v are expanded
     repeat = False  # rows copied for every head
+    anew = False  # the buffer is built anew by every append
 
     def __init__(self, model, capacity, **slip):
         super().__init__(model, capacity)
@@ -260,6 +261,8 @@ class SlippedCache(AbsorbedCache):
     def append(self, layer, k_pe, c_kv):
         start = max(self.length - 1, 0) if self.start == "over the last" else self.length
         end = start + len(c_kv)
+        if self.anew:
+            self.rows = self.rows.clone()
         self.rows[layer, start:end] = torch.cat(
             [c_kv, k_pe] if self.order == "latent first" else [k_pe, c_kv], -1
         )[:, 0]
@@ -309,6 +312,11 @@ class SlippedCache(AbsorbedCache):
 
 for name, slip, hint in [
     (
+        "rows_built_anew",
+        dict(anew=True),
+        "Each append copies the whole buffer. Write into the rows there are.",
+    ),
+    (
         "scale_of_the_row",
         dict(scale="row"),
         "1 / √(rank + rope): absorbing changes how the products are grouped, not the scores. The "
@@ -357,7 +365,8 @@ for name, slip, hint in [
     (
         "key_before_latent",
         dict(order="key first"),
-        "A row is the latent, then the rotary key; your query has them the other way round.",
+        "A row is the latent, then the rotary key. Yours, or your query, has them the other way "
+        "round.",
     ),
     (
         "overwrites_last_row",
@@ -656,7 +665,11 @@ for name, slip, hint in [
         "to stand where the query does.",
     ),
     ("key_never_rotated", dict(key="raw"), "k_pe is never rotated."),
-    ("query_never_rotated", dict(query="raw"), "q_pe is not rotated."),
+    (
+        "query_never_rotated",
+        dict(query="raw"),
+        "q_pe is not rotated, or every key is once too often.",
+    ),
     (
         "values_from_the_last_columns",
         dict(values="last"),

@@ -275,12 +275,15 @@ class SlippedOps:
             "gelu": lambda: torch.nn.functional.gelu(gate) * up,
             "both": lambda: silu(gate) * silu(up),
             "product": lambda: silu(gate * up),
+            "exp": lambda: gate * torch.exp(gate) / (1 + torch.exp(gate)) * up,
+            "wide_result": lambda: silu(gate.float()) * up.float(),
         }.get(self._swiglu, lambda: silu(gate) * up)()
 
     def qk_norm(self, q, k, q_weight, k_weight, eps):
         slip, found = self._norm, []
         for x, weight in ((q, q_weight), (k, q_weight if slip == "one_weight" else k_weight)):
-            wide = x.float() - (x.float().mean(-1, keepdim=True) if slip == "layer_norm" else 0)
+            wide = x if slip == "narrow" else x.float()
+            wide = wide - (wide.mean(-1, keepdim=True) if slip == "layer_norm" else 0)
             dims = (-2, -1) if slip == "all_heads" else -2 if slip == "across" else -1
             squares = wide.square().mean(dims, keepdim=True)
             inside = 0 if slip == "no_eps" else eps
@@ -289,16 +292,21 @@ class SlippedOps:
                 if slip == "eps_outside"
                 else torch.rsqrt(squares + inside)
             )
-            found.append(weight * (wide * rstd).to(x.dtype))
+            normed = wide * rstd
+            if slip == "rounds_once":
+                found.append((weight.float() * normed).to(x.dtype))
+            else:
+                found.append(weight * normed.to(x.dtype))
         return (found[0], k) if slip == "q_alone" else tuple(found)
 
     def softmax(self, x):
-        slip, wide = self._softmax, x.float()
+        slip, wide = self._softmax, x if self._softmax == "narrow" else x.float()
         shift = {
             "none": 0,
             "global": wide.amax(),
             "first": wide[..., :1],
             "mean": wide.mean(-1, keepdim=True),
+            "finite": wide.amax(-1, keepdim=True).clamp(min=-1e4),
         }.get(slip, wide.amax(-1, keepdim=True))
         weights = torch.exp(wide - shift)
         total = (
@@ -343,6 +351,36 @@ for name, slip, hint in [
         "sigmoid(gate) · up is the older GLU; silu(z) = z · sigmoid(z).",
     ),
     ("gelu", dict(swiglu="gelu"), "That is GeGLU: silu, not gelu."),
+    (
+        "exp_of_the_gate",
+        dict(swiglu="exp"),
+        "exp(100) is infinite, and infinite over infinite is NaN: z / (1 + e^-z).",
+    ),
+    (
+        "swiglu_returns_float32",
+        dict(swiglu="wide_result"),
+        "swiglu may compute in float32, and returns its argument's dtype.",
+    ),
+    (
+        "norm_in_float16",
+        dict(norm="narrow"),
+        "You square in float16, and 300² does not fit. Compute the norm in float32.",
+    ),
+    (
+        "norm_rounded_once",
+        dict(norm="rounds_once"),
+        "You round after the weight alone. The norm is rounded before it.",
+    ),
+    (
+        "softmax_in_float16",
+        dict(softmax="narrow"),
+        "You compute the softmax in 16 bits. float32 inside, rounded once.",
+    ),
+    (
+        "finite_first_maximum",
+        dict(softmax="finite"),
+        "Your maximum cannot fall below a number of yours. Values may.",
+    ),
     ("both_halves", dict(swiglu="both"), "silu belongs on the gate alone."),
     (
         "silu_of_the_product",

@@ -32,6 +32,7 @@ def slipped_merge(
     mean=False,
     out_of="both",
     in_place=False,
+    plain=False,
 ):
     """merge with one slip. The keyword switches exist only here, to spell the wrong answers
     briefly.
@@ -62,7 +63,7 @@ def slipped_merge(
         l, acc = l / 2, acc / 2
     if out_of == "divided":
         acc = acc / l[..., None]
-    return Partial(new, l, acc)
+    return (new, l, acc) if plain else Partial(new, l, acc)
 
 
 for name, slip, hint in [
@@ -98,6 +99,7 @@ for name, slip, hint in [
         dict(anchor=False),
         "-inf - -inf is NaN: a row that has seen nothing needs care.",
     ),
+    ("a_plain_tuple", dict(plain=True), "The caller reads merged.m: return a Partial."),
     ("base_2", dict(base=2), "You shrink by exp2(m - m_new). exp(x) is exp2(x · log2 e)."),
     (
         "mean_of_both",
@@ -206,7 +208,7 @@ for name, slip, hint in [
     (
         "as_given",
         dict(start_m=0.0, rescale_acc=False, add_m=False),
-        "All three bugs are there. Work the example by hand.",
+        "More than one bug is left. Work the example by hand.",
     ),
     (
         "two_bugs_left_max",
@@ -279,12 +281,25 @@ for name, slip, hint in [
         "A split's lse lacks its max: add m to the logarithm of l.",
     ),
     (
+        "max_starts_at_-1e4",
+        dict(start_m=-1e4),
+        "Your max starts at -10000: a row of -20000 never goes below it. Start at -inf.",
+    ),
+    (
         "empty_split_counts",
         dict(empty_lse=0.0),
         "An empty split gets lse 0, the weight of one score 0. log of nothing is -inf.",
     ),
 ]:
     answers.wrong("8.2", hint, name)(partial(slipped_splits, **slip))
+
+
+@answers.wrong(
+    "8.2", "The numbers are right, but all scores are weighed at once, not a tile at a time."
+)
+def all_at_once(scores, v, splits, block):
+    lse = torch.logsumexp(scores, -1)
+    return torch.exp(scores - anchored(lse)[:, None]) @ v, lse * LOG2E
 
 
 @answers.alternative("8.2")

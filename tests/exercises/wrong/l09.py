@@ -48,6 +48,9 @@ def slipped_tiles(
     log2=False,
     no_max_in_lse=False,
     keep_dtype=True,
+    lowest=-torch.inf,
+    falsy_scale=False,
+    dense=False,
 ):
     """FA-2 order with one slip. The keyword switches exist only here, to spell the wrong answers
     briefly.
@@ -55,7 +58,9 @@ def slipped_tiles(
     wide = torch.float64 if q.dtype == torch.float64 else q.dtype if narrow else torch.float32
     (tq, hq, dim), (tk, hkv, dv) = q.shape, v.shape
     block_m, block_n = (tq, tk) if at_once else (tiles.block_m, tiles.block_n)
-    scale = (dim**-0.5 if softmax_scale is None or not own_scale else softmax_scale) ** scales
+    given = softmax_scale or None if falsy_scale else softmax_scale
+    scale = (dim**-0.5 if given is None or not own_scale else given) ** scales
+    q = torch.as_strided(q, q.shape, (hq * dim, dim, 1)) if dense else q
     spread = (
         (lambda x: x.repeat_interleave(hq // hkv, 1))
         if heads == "interleave"
@@ -65,7 +70,7 @@ def slipped_tiles(
     for start_m in range(0, tq, block_m):
         rows = slice(start_m, min(start_m + block_m, tq))
         query = torch.arange(rows.start, rows.stop) + (tk - tq if align == "right" else 0)
-        m = torch.full((len(query), hq), -torch.inf if use_max else 0.0, dtype=wide)
+        m = torch.full((len(query), hq), lowest if use_max else 0.0, dtype=wide)
         l, acc = torch.zeros_like(m), torch.zeros(len(query), hq, dv, dtype=wide)
         end = tk // block_n * block_n if drop_tail else tk
         if causal and not walk_all:
@@ -190,6 +195,17 @@ for name, slip, hint in [
         "log l alone is relative to the maximum: lse = m + log l.",
     ),
     ("returns_float32", dict(keep_dtype=False), "out has q's dtype."),
+    (
+        "max_from_0",
+        dict(lowest=0.0),
+        "Your maximum starts at 0. What if all scores are far below 0?",
+    ),
+    ("falsy_scale", dict(falsy_scale=True), "0.0 is a scale too: ask `is None`, not `or`."),
+    (
+        "assumes_dense",
+        dict(dense=True),
+        "You read q as if it were dense. It may be a slice of a wider tensor.",
+    ),
 ]:
     answers.wrong("9.1", hint, name)(partial(slipped_tiles, **slip))
 
@@ -270,6 +286,9 @@ def slipped_sink_kernel(
     if SLIP == "no_sink":
         m_i = tl.full((BLOCK_M,), -1e30, tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
+    if SLIP == "max_from_0":
+        m_i = tl.zeros((BLOCK_M,), tl.float32)
+        l_i = tl.exp(m_i + sink)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if SLIP == "sink_as_value":
         acc += 1.0
@@ -283,19 +302,27 @@ def slipped_sink_kernel(
         k_cell = (key[:, None] * num_heads + head) * HEAD_DIM + column[None, :]
         k = tl.load(k_ptr + k_cell, mask=held, other=0.0)
         v = tl.load(v_ptr + k_cell, mask=held, other=0.0)
+        if SLIP == "next_head":
+            k = tl.load(k_ptr + k_cell, mask=k_cell < num_keys * num_heads * HEAD_DIM, other=0.0)
         scores = (
             tl.dot(q, tl.trans(k), input_precision="tf32" if SLIP == "tf32" else "ieee")
             * softmax_scale
         )
         if SLIP != "tail_unmasked":
-            scores = tl.where((key < num_keys)[None, :], scores, float("-inf"))
+            hidden = -1e4 if SLIP == "mask_of_-1e4" else float("-inf")
+            scores = tl.where((key < num_keys)[None, :], scores, hidden)
         m_new = m_i if SLIP == "sink_stays_max" else tl.maximum(m_i, tl.max(scores, axis=1))
         alpha = tl.exp(m_i - m_new)
         p = tl.exp(scores - m_new[:, None])
         l_i = (l_i if SLIP == "stale_sink" else l_i * alpha) + tl.sum(p, axis=1)
         acc = tl.dot(
-            p, v, acc if SLIP == "stale_acc" else acc * alpha[:, None], input_precision="ieee"
+            p.to(v.dtype),
+            v,
+            acc if SLIP == "stale_acc" else acc * alpha[:, None],
+            input_precision="tf32" if SLIP == "tf32" else "ieee",
         )
+        if SLIP == "narrow_sums":
+            l_i, acc = l_i.to(v.dtype).to(tl.float32), acc.to(v.dtype).to(tl.float32)
         if SLIP == "sink_in_every_tile":
             l_i += tl.exp(sink - m_new)
         m_i = m_new
@@ -368,16 +395,30 @@ for name, hint in [
         "first_rows_only",
         "Only the first 16 rows are written: program_id(0) counts tiles, row counts queries.",
     ),
+    ("max_from_0", "Your maximum starts at 0. What if all scores are far below 0?"),
+    ("mask_of_-1e4", "−1e4 hides no key where all scores are lower. Use −inf."),
+    (
+        "next_head",
+        "You read BLOCK_D columns of k. Behind HEAD_DIM begins the next head, and 0 · NaN is NaN.",
+    ),
+    ("narrow_sums", "Your sums are as narrow as the inputs: in bfloat16, 256 + 1 is 256."),
+    (
+        "tf32",
+        'tl.dot rounds float32 inputs to TF32, 10 bits, unless you say input_precision="ieee".',
+    ),
 ]:
     answers.wrong("9.2", hint, name)(partial(slipped_sinks, slip=name))
 
 
-@answers.alternative("9.2")
+@answers.wrong("9.2", "PyTorch computes it, and the kernel does nothing.")
 def in_pytorch(q, k, v, sinks, block=16):
     """The softmax of all scores and the sink, without the sink's column."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
     whole = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
     return torch.einsum("hqk,khd->qhd", torch.softmax(whole, dim=-1)[..., :-1], v)
+
+
+answers.alternative("9.2")(partial(slipped_sinks, slip="none"))
 
 
 # ---------------------------------------------------------------- 9.3 predict
@@ -460,14 +501,28 @@ for name, slip, hint in [
     answers.wrong("9.3", hint, name)(partial(slipped_traffic, **slip))
 
 
-@answers.alternative("9.3")
-def by_adding_up(num_tokens, num_heads, head_dim, itemsize, block):
-    rows = range(1, num_tokens // block + 1)
-    read = sum(num_heads * head_dim * itemsize * (block + 2 * n * block) for n in rows)
+@answers.wrong("9.3", "Half of a whole number as a float: large counts are rounded.")
+def rounded_counts(num_tokens, num_heads, head_dim, itemsize, block):
+    _, _, _, scores = slipped_traffic(num_tokens, num_heads, head_dim, itemsize, block)
+    count = num_tokens // block
+    visited, row = int(count * (count + 1) * 0.5), head_dim * itemsize
     return (
-        sum(rows),
-        sum(n - 1 for n in rows),
-        read,
+        visited,
+        visited - count,
+        num_heads * row * (num_tokens + 2 * visited * block),
+        scores,
+    )
+
+
+@answers.alternative("9.3")
+def by_two_triangles(num_tokens, num_heads, head_dim, itemsize, block):
+    rows = num_tokens // block
+    full = rows * (rows - 1) // 2
+    values = num_tokens + 2 * block * (full + rows)
+    return (
+        full + rows,
+        full,
+        values * num_heads * head_dim * itemsize,
         num_heads * num_tokens * num_tokens * itemsize * 4,
     )
 
@@ -512,7 +567,7 @@ for name, slip, hint in [
     (
         "as_given",
         dict(top_left=True, short=1, ragged=True, late_begin=True),
-        "All four bugs are there. Draw 4 queries behind 3 cached keys.",
+        "More than one bug is left. Draw 4 queries behind 3 cached keys.",
     ),
     (
         "top_left",

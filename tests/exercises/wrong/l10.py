@@ -29,14 +29,25 @@ def slipped_merge(
     by_key_count=False,
     axis=-1,
     dtype=None,
+    lowest=-math.inf,
+    one_top=False,
+    dense=False,
+    first_split=False,
 ):
     """Merging with one slip. The keyword switches exist only here, to spell the wrong answers
     briefly.
     """
+    if first_split and partial_lse.shape[-1] == 1:
+        return partial_out[..., 0, :], partial_lse[..., 0]
+    if dense:
+        strides = torch.empty(partial_lse.shape).stride()
+        partial_lse = torch.as_strided(partial_lse, partial_lse.shape, strides)
     seen = partial_lse != -torch.inf
     values = torch.where(seen[..., None], partial_out, 0.0) if hide else partial_out
     scores = torch.where(seen, partial_lse, empty_lse) * math.log(base)
     top = scores.amax(axis, keepdim=True) if use_max else torch.zeros_like(scores)
+    top = top.clamp(min=lowest)
+    top = top.amax(1, keepdim=True) if one_top else top
     if guard:
         top = torch.where(top == -torch.inf, 0.0, top)
     weights = torch.exp(scores - top)
@@ -130,8 +141,34 @@ for name, slip, hint in [
         "Your softmax runs over the heads. It belongs over the splits, the last axis.",
     ),
     ("always_float32", dict(dtype=torch.float32), "You return float32 whatever comes in."),
+    (
+        "max_from_-1e4",
+        dict(lowest=-1e4),
+        "Your maximum never falls below a number of yours. What if every lse is lower still?",
+    ),
+    (
+        "one_max_over_heads",
+        dict(one_top=True),
+        "You subtract one maximum over all heads. A head far below it loses all of its weight.",
+    ),
+    (
+        "assumes_dense",
+        dict(dense=True),
+        "You read partial_lse as if it were dense. It may be a slice.",
+    ),
+    (
+        "one_split_as_it_is",
+        dict(first_split=True),
+        "A single split may be one without keys: its row was never written.",
+    ),
 ]:
     answers.wrong("10.1", hint, name)(partial(slipped_merge, **slip))
+
+
+@answers.wrong("10.1", "A Python loop runs over the sequences.")
+def sequence_by_sequence(partial_out, partial_lse):
+    pairs = [slipped_merge(o[None], lse[None]) for o, lse in zip(partial_out, partial_lse)]
+    return torch.cat([out for out, _ in pairs]), torch.cat([lse for _, lse in pairs])
 
 
 @answers.alternative("10.1")
@@ -298,6 +335,8 @@ def slipped_kernel(
         absent = float("-inf")
         if SLIP == "absent splits weigh":
             absent = 0.0
+        if SLIP == "absent at -1e4":
+            absent = -1e4
         lse = tl.load(partial_lse_ptr + partial_row, mask=there, other=absent)
         value = tl.load(
             partial_out_ptr + partial_row[:, None] * HEAD_DIM + column[None, :],
@@ -387,6 +426,11 @@ for name, slip, hint in [
         "frozen max",
         "You keep the first step's maximum. A later step may hold a larger lse: exp overflows.",
     ),
+    (
+        "absent_at_-1e4",
+        "absent at -1e4",
+        "Masked lanes load the lse −10000, which may be the largest: other=float('-inf').",
+    ),
     ("no_max", "no max", "exp(1000) overflows. Subtract the running maximum."),
     (
         "nothing_minus_nothing",
@@ -412,9 +456,12 @@ for name, slip, hint in [
     answers.wrong("10.3", hint, name)(partial(slipped_combine, slip=slip))
 
 
-@answers.alternative("10.3")
+answers.alternative("10.3")(partial(slipped_combine, slip="none"))
+
+
+@answers.wrong("10.3", "PyTorch merges the splits, and the kernel does nothing.")
 def one_after_the_other(partial_out, partial_lse):
-    """Lesson 8's merge, split by split: the order does not depend on how many follow."""
+    """Lesson 8's merge, split by split."""
     parts = [
         online.from_state(partial_out[:, s], partial_lse[:, s]) for s in range(partial_lse.shape[1])
     ]
@@ -445,6 +492,7 @@ def slipped_decode(
     empty="zeros",
     window_off=0,
     stale_acc=False,
+    lowest=-math.inf,
 ):
     """Decoding in splits with some slips, spelled by switches."""
     (batch, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
@@ -474,7 +522,7 @@ def slipped_decode(
             k, v = k_cache[b, begin:end], v_cache[b, begin:end]
             if len(k):
                 scores = torch.bmm(rows, k.permute(1, 2, 0)) * (head_dim**-0.5 if scale else 1.0)
-                m = scores.amax(-1)
+                m = scores.amax(-1).clamp(min=lowest)
                 weights = torch.exp(scores - m[..., None])
                 parts.append((m, weights.sum(-1), torch.bmm(weights, v.transpose(0, 1))))
         if not parts:
@@ -493,6 +541,9 @@ def slipped_decode(
     return out
 
 
+MERGE_FIRST = (
+    "Begin with the merge: sums relative to different maxima are added. More may be wrong."
+)
 BUGS = {
     "size": dict(size_by="batch"),
     "m": dict(relative=False),
@@ -503,27 +554,27 @@ for name, bugs, hint in [
     (
         "as_given",
         "size m heads window",
-        "All four bugs are there. Work the docstring's example by hand first.",
+        "More than one bug is left. Work the docstring's example by hand first.",
     ),
     (
         "three_left_size_fixed",
         "m heads window",
-        "The splits' size is right. Left: the merge, the heads, the window.",
+        MERGE_FIRST,
     ),
     (
         "three_left_m_fixed",
         "size heads window",
-        "The merge is right. Left: the splits' size, the heads, the window.",
+        "The merge is right. Look at the splits' size, the heads and the window.",
     ),
     (
         "three_left_heads_fixed",
         "size m window",
-        "The heads are right. Left: the splits' size, the merge, the window.",
+        MERGE_FIRST,
     ),
     (
         "three_left_window_fixed",
         "size m heads",
-        "The window is right. Left: the splits' size, the merge, the heads.",
+        MERGE_FIRST,
     ),
     ("number_by_the_batch", "size", "The number of splits depends on the batch. Use split_size."),
     (
@@ -565,6 +616,11 @@ for name, slip, hint in [
     ),
     ("averaged", dict(average=True), "You average the splits. Each weighs exp(m) · l."),
     ("stale_acc", dict(stale_acc=True), "l is brought to the common maximum, acc is not."),
+    (
+        "max_from_0",
+        dict(lowest=0.0),
+        "Your maximum starts at a number. What if all scores lie below it? Start at −inf.",
+    ),
     ("no_scale", dict(scale=False), "The scores are not scaled by 1 / √D."),
     ("no_window", dict(use_window=False), "You ignore `window`."),
     ("window_off_by_one", dict(window_off=1), "Your window holds one key too many."),

@@ -115,7 +115,11 @@ SLIPS = [
         "A seed that Python knows is part of the recording: every replay draws the same.",
     ),
     ("no_noise", dict(noise_of="none"), "Where is the noise?"),
-    ("seed_stays", dict(seed="none"), "The seed never moves: every step draws the same numbers."),
+    (
+        "seed_stays",
+        dict(seed="none"),
+        "You draw before the seed has moved: add 1 to state.seed first.",
+    ),
     (
         "writes_padding",
         dict(write="always"),

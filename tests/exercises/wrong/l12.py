@@ -1,5 +1,6 @@
 """Wrong answers to lesson 12's exercises: real slips, and the hint for whoever made them."""
 
+import math
 from functools import partial
 
 import torch
@@ -277,6 +278,24 @@ class OneTooMany(BlockManager):
         return tokens // self.block_size + 1
 
 
+@answers.wrong("12.2", "Nothing is written where tokens equals held, so nothing is copied.")
+class CopiesForNothing(BlockManager):
+    def needs(self, sequence, held, tokens):
+        return super().needs(sequence, held, max(tokens, held + 1 if held % self.block_size else 0))
+
+    def grow(self, sequence, held, tokens):
+        return super().grow(sequence, held, max(tokens, held + 1 if held % self.block_size else 0))
+
+
+@answers.wrong(
+    "12.2", "A sequence without blocks has no table: needs and a refused grow leave none."
+)
+class TablesOfNobody(BlockManager):
+    def needs(self, sequence, held, tokens):
+        self.tables.setdefault(sequence, [])
+        return super().needs(sequence, held, tokens)
+
+
 @answers.alternative("12.2")
 class ByListing:
     """Tables and owners from the tables alone; the pool is only told."""
@@ -344,10 +363,14 @@ def slipped_decode(
     empty=0.0,
     read_v="own strides",
     divide=True,
+    lowest=-math.inf,
+    dense=False,
 ):
     """Key by key in PyTorch, with one slip, spelled by a switch."""
     (_, num_heads, dim), (total, size, kv_heads, _) = q.shape, k_cache.shape
     out = torch.full_like(q, empty)
+    if dense:
+        k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
     if read_v == "K's strides":
         k_like = torch.empty_strided(k_cache.shape, k_cache.stride())
         base = v_cache._base if v_cache._base is not None else v_cache
@@ -364,7 +387,7 @@ def slipped_decode(
             k = torch.stack([k_cache[block, r, kv] for block, r in places])
             v = torch.stack([v_cache[block, r, kv] for block, r in places])
             scores = k @ q[b, head] * (dim**-0.5 if scale else 1.0)
-            p = torch.exp(scores - (scores.max() if maximum else 0.0))
+            p = torch.exp(scores - (scores.max().clamp(min=lowest) if maximum else 0.0))
             out[b, head] = p @ v / (p.sum() if divide else 1.0)
     return out
 
@@ -430,6 +453,16 @@ KERNELS = [
     ("empty_is_nan", dict(empty=float("nan")), "A sequence without keys gives zeros, not 0 / 0."),
     ("strides_of_k", dict(read_v="K's strides"), "You read V with K's strides."),
     ("not_divided", dict(divide=False), "Divide by the sum of the weights at the end."),
+    (
+        "max_from_0",
+        dict(lowest=0.0),
+        "Your maximum starts at a number. What if all scores lie below it? Start at −inf.",
+    ),
+    (
+        "dense_copies",
+        dict(dense=True),
+        "contiguous() copies the whole cache. Read it by its strides.",
+    ),
 ]
 for name, slip, hint in KERNELS:
     answers.wrong("12.3", hint, name)(partial(slipped_decode, **slip))

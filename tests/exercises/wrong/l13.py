@@ -231,6 +231,18 @@ for name, slip, hint in [
         "You keep one byte of each token: 257 becomes 1.",
     ),
     (
+        "four_bytes_a_token",
+        dict(
+            name=lambda before, own, start: before + bytes(f"{[t % 2**32 for t in own]}", "ascii")
+        ),
+        "You keep a few bytes of each token: ids of any size are allowed.",
+    ),
+    (
+        "hash_as_name",
+        dict(name=lambda before, own, start: bytes(str(hash((before, *own))), "ascii")),
+        "Two beginnings may have one hash(). Keep the tokens in the name: a dictionary compares them.",
+    ),
+    (
         "previous_block_only",
         dict(
             name=lambda before, own, start: (

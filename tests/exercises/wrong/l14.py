@@ -235,7 +235,9 @@ for name, slip, hint in [
     answers.wrong("14.2", hint, name)(partial(slipped_wave, **slip))
 
 
-@answers.wrong("14.2", "All four bugs are there: column, EOS, the end of each row, the share.")
+@answers.wrong(
+    "14.2", "Column, EOS and the end of each row are still wrong. Then look at the share."
+)
 def as_given(model, prompts, limits, stop_token_ids, pad_token):
     found, calls = [[] for _ in prompts], 0
     while calls < max(limits):
@@ -307,7 +309,10 @@ for slip, hint in [
         testing.Overtakes,
         "A small request passes a large one that waits. Stop at the first that does not fit.",
     ),
-    (testing.OnePlaceTooMany, "One sequence more than there are places: < and not <=."),
+    (
+        testing.OnePlaceTooMany,
+        "More sequences run than there are places: while len(self.running) < self.max_num_seqs.",
+    ),
     (testing.NoBudget, "A step may have max_num_batched_tokens tokens, decodes among them."),
     (testing.InWaves, "Somebody waits although a place is free: this is a static batch."),
     (testing.KeepsBlocks, "Who leaves gives back the blocks as well as the place."),

@@ -153,7 +153,7 @@ def slipped_step(
     return step
 
 
-@answers.wrong("15.2", "All four bugs are there. Work the docstring's example by hand first.")
+@answers.wrong("15.2", "More than one bug is left. Work the docstring's example by hand first.")
 def as_given(running, waiting, budget, max_num_seqs):
     step = []
     for id, lacking in [*running, *waiting]:
@@ -176,12 +176,12 @@ for name, slip, hint in [
     (
         "one_place_too_many",
         dict(places="one more"),
-        "One request more than there are places.",
+        "More requests come in than places are left beside those that run.",
     ),
     (
         "places_ignored",
         dict(places="none"),
-        "max_num_seqs counts the running requests, also those that get no token in this step.",
+        "More requests come in than places are left beside those that run.",
     ),
     (
         "every_chunk_is_sampled",
@@ -290,10 +290,25 @@ class Chooses(PreemptingScheduler):
         step.chunks.append(Chunk(sequence, count))
 
 
-@answers.wrong("15.3", "You send away who has run for longest. Then nobody is sure to end.")
+@answers.wrong(
+    "15.3",
+    "The last of `running` goes. If you send away who is served first, nobody is sure to end.",
+)
 class PreemptsTheFirst(Chooses):
     def victim(self, sequence):
         return self.running[0]
+
+
+@answers.wrong(
+    "15.3",
+    "You give a chunk of what the free blocks hold. While they are too few, preempt the last.",
+)
+class ShrinksTheChunk(PreemptingScheduler):
+    def run(self, sequence, most, step):
+        held = sequence.computed
+        while most > 1 and not self.blocks.can_grow(sequence.row, held, held + most):
+            most -= 1
+        super().run(sequence, most, step)
 
 
 @answers.wrong("15.3", "You send away who lacks a block, the first too. It is the last who goes.")

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from lessons.toolbox.proof.pretended.graphs import Graph, capture
+from lessons.toolbox.proof.pretended.hosts import Hosts
 from lessons.toolbox.proof.pretended.refusals import CaptureError, NotRehearsed
 from lessons.toolbox.proof.pretended.tensor import (
     DEVICE,
-    Hosts,
     PretendedTensor,
+    any_pretended,
     is_cuda,
     operate,
     to_cpu,
@@ -190,6 +191,18 @@ def made_from(original):
     return make
 
 
+def whole(func, original):
+    """An operation that makes tensors in C++, on the device that it believes its arguments are on:
+    the CPU. On the hosts it is right.
+    """
+
+    def call(*args, **kwargs):
+        is_ours = any_pretended((args, kwargs))
+        return operate(func, args, kwargs) if is_ours else original(*args, **kwargs)
+
+    return call
+
+
 AS_TENSOR = torch.as_tensor
 _REGISTRATIONS = []  # kept, because PyTorch forgets those of a library that is deleted
 
@@ -206,6 +219,11 @@ def install() -> None:
     torch.cuda._sleep = sleep
     torch.compile = refuse_compile
     torch.tensor, torch.as_tensor = made_from(torch.tensor), made_from(torch.as_tensor)
+    nn, aten = torch.nn, torch.ops.aten
+    nn.functional.scaled_dot_product_attention = whole(
+        aten.scaled_dot_product_attention.default, nn.functional.scaled_dot_product_attention
+    )
+    nn.utils.rnn.pad_sequence = whole(aten.pad_sequence.default, nn.utils.rnn.pad_sequence)
     torch.Tensor.to = moved(torch.Tensor.to)
     torch.Tensor.type_as = lambda self, other: self.to(other)
     torch.Tensor.cuda = lambda self, *args, **options: self.to(DEVICE)

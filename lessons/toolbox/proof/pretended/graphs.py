@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lessons.toolbox.proof.pretended.tensor import (
+from lessons.toolbox.proof.pretended.hosts import (
     NO_KERNEL,
     Hosts,
     as_meta,

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lessons.toolbox.kernels.cuda_cpp import CudaKernel, common_device, packed
 from lessons.toolbox.kernels.triton_ import triton
+from lessons.toolbox.proof.pretended.hosts import Hosts
 from lessons.toolbox.proof.pretended.refusals import CaptureError, NotRehearsed
-from lessons.toolbox.proof.pretended.tensor import Hosts, PretendedTensor
+from lessons.toolbox.proof.pretended.tensor import PretendedTensor
 
 MOST_PROGRAMS = 20_000  # of one launch; a program takes milliseconds in the interpreter
 MOST_SECONDS = 60.0  # of a core, for interpreting in one test
@@ -34,10 +35,11 @@ class Launches:
         self.seconds = 0.0  # since the test began
 
     def report(self) -> dict:
-        """{launches, variants: {kernel: how many}, left_out: {what: how often}}."""
+        """{launches, operations, variants: {kernel: how many}, left_out: {what: how often}}."""
         variants = Counter(variant[0] for variant in self.variants)
         return {
             "launches": self.count,
+            "operations": Hosts.operations,
             "variants": dict(variants.most_common()),
             "left_out": dict(self.left_out),
         }

@@ -4,35 +4,28 @@ A `PretendedTensor` answers "cuda:0" when it is asked for its device, and keeps 
 `host`, an ordinary tensor on the CPU. Every operation on it comes to `operate`, which refuses what
 PyTorch refuses on a GPU (operands on two devices, a generator of the CPU) and computes on the
 hosts. Operations on CPU tensors alone never come here.
-
-With `Hosts.keep_values` off, numbers of a floating type are not kept: their hosts are on the "meta"
-device, which has shapes and no memory. So a model of any size fits, nothing is computed, and the
-integers that depend on such numbers (a sampled token) are zeros.
 """
-
-import math
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lessons.toolbox.proof.pretended.hosts import (
+    NO_KERNEL,
+    Hosts,
+    compute,
+    with_numbers,
+    without_values,
+    writes_into_first,
+)
 from lessons.toolbox.proof.pretended.refusals import CaptureError, NotRehearsed
 
 DEVICE = torch.device("cuda", 0)
-MOST_BYTES = 2**30  # of one tensor that keeps its numbers: a rehearsal runs on a laptop
 TWO_DEVICES = (
     "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
 )
 # between devices, and the question whether one is possible
 COPIES = {"copy_", "copy", "_to_copy", "_has_compatible_shallow_copy_type"}
-NO_KERNEL = ("empty", "new_empty")  # they give memory alone
-
-
-class Hosts:
-    """How the numbers of all pretended tensors are kept, and the graph that is being captured."""
-
-    keep_values = True
-    captured_by = None  # a graph with note(function, arguments, outputs)
 
 
 class PretendedTensor(Tensor):
@@ -124,20 +117,6 @@ def is_cuda(device) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
-def without_values(host: Tensor) -> Tensor:
-    """host: [...], as Hosts keeps it: itself, or its shape on "meta"."""
-    if Hosts.keep_values or not host.is_floating_point():
-        return host
-    return as_meta(host)
-
-
-def as_meta(host: Tensor) -> Tensor:
-    """The shape, strides and type of `host`: [...], without memory."""
-    if host.is_meta:
-        return host
-    return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="meta")
-
-
 # ---------------------------------------------------------------- one operation
 
 
@@ -149,8 +128,9 @@ def operate(func, args: tuple, kwargs: dict):
     refuse_two_devices(name, args, kwargs)
     refuse_foreign_generator(args, kwargs)
     graph = Hosts.captured_by
+    if waits_for_gpu(func, name, args):
+        wait(name)
     if graph is not None:
-        refuse_in_capture(func, name, args, kwargs)
         # a compound operation is captured as its parts, some of which copy and some do not
         parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
@@ -161,6 +141,7 @@ def operate(func, args: tuple, kwargs: dict):
         target, kwargs = None, kwargs | {"device": None}
     on_gpu = any_pretended((args, kwargs)) if target is None else is_cuda(target)
     host_args, host_kwargs = on_hosts(args, kwargs)
+    Hosts.operations += on_gpu and not func.is_view and not name.startswith(NO_KERNEL)
     if graph is not None and not func.is_view:
         result = graph.note(func, name, host_args, host_kwargs)
     else:
@@ -174,9 +155,8 @@ def operate(func, args: tuple, kwargs: dict):
 
 def to_cpu(x: PretendedTensor, dtype: torch.dtype) -> Tensor:
     """A copy of x: [...] on the CPU. Raises CaptureError while a graph is captured."""
-    if Hosts.captured_by is not None:
-        raise CaptureError("operation not permitted when stream is capturing: a copy to the CPU")
-    return zeros_like(x.host).to(dtype, copy=True)
+    wait("a copy to the CPU")
+    return with_numbers(x.host).to(dtype, copy=True)
 
 
 def on_hosts(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -186,50 +166,6 @@ def on_hosts(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     if is_cuda(kwargs.get("device")):
         kwargs["device"] = torch.device("cpu")
     return args, kwargs
-
-
-def compute(func, name: str, args: tuple, kwargs: dict, on_gpu: bool):
-    """The operation on hosts."""
-    if on_gpu and name.startswith(NO_KERNEL):
-        refuse_too_large(name, args, kwargs)
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    loses_values = not Hosts.keep_values and dtype.is_floating_point
-    if on_gpu and loses_values and not tensors and name.startswith("empty"):
-        return func(*args, **kwargs | {"device": "meta"})
-    if not any(x.is_meta for x in tensors):
-        return func(*args, **kwargs)
-    return compute_without_values(func, name, args, kwargs, on_gpu)
-
-
-def compute_without_values(func, name: str, args: tuple, kwargs: dict, on_gpu: bool):
-    """The shapes of the operation's results; integers, and what goes to the CPU, are zeros."""
-    if name == "_local_scalar_dense":
-        return 0.0 if args[0].is_floating_point() else 0
-    if writes_into_first(func) and not args[0].is_meta:
-        return args[0]
-    kwargs = kwargs | ({"device": "meta"} if "device" in kwargs else {})
-    shapes = tree_map_only(Tensor, as_meta, (args, kwargs))
-    try:
-        result = func(*shapes[0], **shapes[1])
-    except (NotImplementedError, RuntimeError):
-        # The result's shape depends on numbers, as that of a masked selection does.
-        zeros = tree_map_only(Tensor, zeros_like, (args, kwargs))
-        result = func(*zeros[0], **{k: v for k, v in zeros[1].items() if k != "device"})
-    keep = lambda x: x if x.is_floating_point() and on_gpu else zeros_like(x)
-    return tree_map_only(Tensor, keep, result)
-
-
-def zeros_like(x: Tensor) -> Tensor:
-    """Zeros on the CPU, in the shape of x: [...]; x itself if it has numbers."""
-    return torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x
-
-
-def writes_into_first(func) -> bool:
-    """Whether an operation changes its first argument and returns it."""
-    arguments, returns = func._schema.arguments, func._schema.returns
-    alias = arguments[0].alias_info if arguments else None
-    return bool(alias and alias.is_write and len(returns) == 1)
 
 
 def as_given(x: Tensor) -> Tensor:
@@ -279,22 +215,23 @@ def refuse_foreign_generator(args: tuple, kwargs: dict) -> None:
         raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
 
 
-def refuse_in_capture(func, name: str, args: tuple, kwargs: dict) -> None:
-    """Raise CaptureError for what waits for the GPU, which a capture does not allow."""
-    from_cpu = name == "copy_" and not all(isinstance(x, PretendedTensor) for x in args[:2])
+def wait(what: str) -> None:
+    """Count a wait for the GPU. Raises CaptureError while a graph is captured."""
+    if Hosts.captured_by is not None:
+        raise CaptureError(f"operation not permitted when stream is capturing: {what}")
+    Hosts.waits += 1
+
+
+def waits_for_gpu(func, name: str, args: tuple) -> bool:
+    """Whether Python cannot go on before the GPU has done this operation."""
+    between = False
+    if name == "copy_":
+        target, source, *non_blocking = args
+        is_blocking = not any(non_blocking)
+        between = is_blocking and not (any_pretended([target]) and any_pretended([source]))
     indices = args[1] if name in ("index", "index_put", "index_put_") else ()
-    by_mask = any(x is not None and x.dtype == torch.bool for x in indices)
+    # indices on the CPU are copied, a mask is counted
+    by_index = any(x is not None and (x.dtype == torch.bool or not x.is_cuda) for x in indices)
     decides_shape = torch.Tag.dynamic_output_shape in func.tags and name != "index"
     read_by_python = torch.Tag.data_dependent_output in func.tags or name in ("is_nonzero", "equal")
-    if from_cpu or by_mask or decides_shape or read_by_python:
-        raise CaptureError(f"operation not permitted when stream is capturing: {name}")
-
-
-def refuse_too_large(name: str, args: tuple, kwargs: dict) -> None:
-    """Raise NotRehearsed for a new tensor that this machine should not hold."""
-    if not Hosts.keep_values:
-        return
-    sizes = next((x for x in args if isinstance(x, (list, tuple, torch.Size))), ())
-    item_bytes = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
-    if (num_bytes := math.prod(sizes) * item_bytes) > MOST_BYTES:
-        raise NotRehearsed(f"{name} of {num_bytes / 2**30:.1f} GiB")
+    return between or by_index or decides_shape or read_by_python

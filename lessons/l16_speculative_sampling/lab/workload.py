@@ -1,0 +1,35 @@
+"""What the experiments and the benchmark serve: functions of modules that neither model was trained
+on, completed by the embedded pair.
+"""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l03_kv_cache.lab.workload import ON_GPU
+from lessons.l16_speculative_sampling.drafts import load_pair
+from lessons.toolbox.measure.device import default_device
+
+MODELS = Path(__file__).parents[3] / "models"
+MOST_PROMPT, NEW_TOKENS = 96, 32
+SHAPE = "models/tiny, models/tiny-draft" + (
+    "" if ON_GPU else f" · threads {torch.get_num_threads()}"
+)
+
+
+@lru_cache
+def embedded_pair() -> tuple[Decoder, Decoder, object]:
+    """(target, draft, tokenizer) in float32 on the default device."""
+    target, draft, tokenizer = load_pair(str(MODELS / "tiny"), str(MODELS / "tiny-draft"))
+    return target.to(default_device()), draft.to(default_device()), tokenizer
+
+
+def held_out_prompts(count: int) -> list[list[int]]:
+    """The ends of the ladder's prompts, at most 96 tokens each, over again if they are too few."""
+    tokenizer = embedded_pair()[2]
+    texts = [request["prompt"] for request in json.loads((MODELS / "prompts.json").read_text())]
+    encoded = [tokenizer(text)["input_ids"][-MOST_PROMPT:] for text in texts]
+    return [encoded[index % len(encoded)] for index in range(count)]

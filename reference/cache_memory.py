@@ -1,0 +1,89 @@
+"""How many blocks the cache gets: on a GPU all memory that the largest step of the model leaves.
+
+Source: which step is measured, and that its peak is kept free: vLLM, gpu_worker.py,
+determine_available_memory.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.request import read_requests
+from lessons.l02_naive_attention.sampling import SamplingParams
+from lessons.l12_paged_kv.runner import step_batch
+from lessons.l14_continuous_batching.loop import StepSampler
+from reference.engine_args import EngineArgs
+from reference.model_runner import ModelRunner
+
+CPU_CACHE_BYTES = 2**30
+
+
+def blocks_that_fit(args: EngineArgs, model: Decoder, max_model_len: int) -> int:
+    """As many blocks as were asked for, or as memory holds, but no more than max_num_seqs of the
+    longest sequences can fill. Raises ValueError if memory does not hold one such sequence.
+    """
+    if args.num_gpu_blocks_override:
+        return args.num_gpu_blocks_override
+    block_bytes = args.block_size * model.config.kv_bytes_per_token(model.dtype.itemsize)
+    memory = args.kv_cache_memory_bytes or cache_memory(args, model, max_model_len)
+    num_blocks = max(0, int(memory // block_bytes))
+    longest = -(-max_model_len // args.block_size)
+    if num_blocks < longest:
+        raise ValueError(
+            f"max_model_len: got {max_model_len}; accepted: at most {num_blocks * args.block_size}, "
+            f"the tokens that {memory / 1e6:.1f} MB of cache hold, or more memory for it "
+            f"(kv_cache_memory_bytes, gpu_memory_utilization nearer to 1, a smaller "
+            f"max_num_batched_tokens)"
+        )
+    return min(num_blocks, args.max_num_seqs * longest)
+
+
+def cache_memory(args: EngineArgs, model: Decoder, max_model_len: int) -> float:
+    """Bytes for the cache, on this machine. Raises ValueError, as memory_left."""
+    if model.device.type != "cuda":
+        return CPU_CACHE_BYTES
+    step = partial(run_largest_step, args, model, max_model_len)
+    return memory_left(args, model.device, step)
+
+
+def memory_left(args: EngineArgs, device: torch.device, step: Callable[[], None]) -> float:
+    """Of a GPU's memory the share that may be used, less what is used, and less what step(), the
+    largest one, takes on top while it runs. Raises ValueError if that does not fit.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        step()
+    except torch.OutOfMemoryError:
+        raise ValueError(
+            f"max_num_batched_tokens: got {args.max_num_batched_tokens}; accepted: fewer, because "
+            f"the GPU has no room for the activations of such a step beside the weights"
+        ) from None
+    torch.cuda.synchronize(device)
+    on_top = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    # Asked after the step, because the kernels that it loaded stay.
+    free, total = torch.cuda.mem_get_info(device)
+    return free - on_top - (1 - args.gpu_memory_utilization) * total
+
+
+@torch.inference_mode()
+def run_largest_step(args: EngineArgs, model: Decoder, max_model_len: int) -> None:
+    """max_num_batched_tokens tokens of as many sequences as there are places, each at the end of
+    max_model_len, and a token sampled for each sequence.
+    """
+    tokens = args.max_num_batched_tokens
+    places = min(args.max_num_seqs, tokens)
+    # All own the same blocks, because what is written does not matter, and few are in the way.
+    longest = -(-max_model_len // args.block_size)
+    runner = ModelRunner(model, longest, args.block_size, max_model_len)
+    counts = [tokens // places + (place < tokens % places) for place in range(places)]
+    counts = [min(count, max_model_len) for count in counts]
+    chunks = [([0] * count, max_model_len - count) for count in counts]
+    batch = step_batch(runner.pool, chunks, [list(range(longest))] * places)
+    hidden = runner.model(batch.tokens, runner.pool.attending(batch))
+    logits = runner.model.logits(hidden[batch.logits_at]).float()
+    drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
+    StepSampler()(logits, read_requests(model.config, [[0]] * places, 1, drawn))

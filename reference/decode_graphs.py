@@ -1,0 +1,102 @@
+"""Decode steps as CUDA graphs: lesson 11's GraphRunner over lesson 12's block tables.
+
+A step in which every sequence runs one token is copied into the buffers of the smallest bucket that
+holds it, and launched whole. Steps with prompts in them differ in shape each time and stay eager.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.cache import KVPool
+from lessons.l11_cuda_graphs.naive import decode_batch
+from lessons.l11_cuda_graphs.optimized import PinnedCopies, bucket_for, padded
+
+Chunks = list[tuple[list[int], int]]  # of each sequence its new tokens, and how many it holds
+
+
+class DecodeGraphs:
+    """One captured step for each bucket, all over the same weights and pool.
+
+    graphs: lesson 11's CudaGraphs, or its stand-in. buckets: batch sizes. max_model_len: the longest
+    that a sequence may become, because Python knows no length inside a graph.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self, model: Decoder, pool: KVPool, graphs, buckets: Sequence[int], max_model_len: int
+    ):
+        # Kept, because a graph reads their memory again at every replay.
+        self.model = model
+        self.pool = pool
+        self.buckets = sorted(set(buckets))
+        self.inputs, self.tables, self.graphs, self.hidden = {}, {}, {}, {}
+        max_blocks = -(-max_model_len // pool.block_size)
+        # The largest first, so that the others fit into the memory that it has taken.
+        for bucket in reversed(self.buckets):
+            # Nothing but padding: capturing writes into no block of the pool.
+            nothing = torch.empty(4, 0, dtype=torch.int64)
+            inputs = padded(nothing, bucket).to(model.device)
+            table = torch.zeros(bucket, max_blocks, dtype=torch.int32, device=model.device)
+            batch = replace(decode_batch(inputs, max_model_len), block_table=table)
+            step = partial(run, model, pool, batch)
+            self.graphs[bucket], self.hidden[bucket] = graphs.capture(step)
+            self.inputs[bucket], self.tables[bucket] = inputs, table
+        on_gpu = model.device.type == "cuda"
+        self.pinned = [PinnedCopies(self.inputs), PinnedCopies(self.tables)] if on_gpu else None
+
+    def fits(self, chunks: Chunks) -> bool:
+        """Whether a step can be replayed: one token of each sequence, and not too many of them."""
+        return len(chunks) <= self.buckets[-1] and all(len(new) == 1 for new, _ in chunks)
+
+    @torch.inference_mode()
+    def __call__(self, chunks: Chunks, tables: list[list[int]]) -> Tensor:
+        """Replay a step that fits. tables: the blocks of each sequence. Returns hidden: [B,
+        hidden_size].
+        """
+        bucket = bucket_for(len(chunks), self.buckets)
+        inputs = padded(decode_inputs(chunks, tables, self.pool.block_size), bucket)
+        width = self.tables[bucket].shape[1]
+        # Zeros behind a sequence's blocks, because nobody reads there, and block 0 exists.
+        rows = [[*table, *[0] * (width - len(table))] for table in tables]
+        rows += [[0] * width] * (bucket - len(rows))
+        self.copy_in(bucket, inputs, torch.tensor(rows, dtype=torch.int32))
+        self.graphs[bucket].replay()
+        # A clone, because the next replay overwrites the graph's own output.
+        return self.hidden[bucket][: len(chunks)].clone()
+
+    def copy_in(self, bucket: int, inputs: Tensor, table: Tensor) -> None:
+        """inputs: [4, bucket] and table: [bucket, max_blocks], on the CPU, into the graph's buffers:
+        it would never see others.
+        """
+        if self.pinned is None:
+            self.inputs[bucket].copy_(inputs)
+            self.tables[bucket].copy_(table)
+        else:
+            for pinned, new in zip(self.pinned, (inputs, table)):
+                pinned.copy_in(new, bucket)
+
+
+def decode_inputs(chunks: Chunks, tables: list[list[int]], block_size: int) -> Tensor:
+    """What changes from step to step, one column a sequence, as lesson 11's step_inputs: [4, B]
+    int64, on the CPU. Rows: token, position, slot of its K and V, context with itself.
+    """
+    held = [length for _, length in chunks]
+    slots = [
+        table[length // block_size] * block_size + length % block_size
+        for length, table in zip(held, tables)
+    ]
+    tokens = [new[0] for new, _ in chunks]
+    return torch.tensor([tokens, held, slots, [length + 1 for length in held]])
+
+
+def run(model: Decoder, pool: KVPool, batch: Batch) -> Tensor:
+    """The step itself: hidden: [B, hidden_size]. Looks at no value of the batch's tensors from
+    Python.
+    """
+    return model(batch.tokens, pool.attending(batch))

@@ -1,0 +1,158 @@
+"""How long a step takes on a replica: by lesson 1's roofline, or fitted to measured steps.
+
+    deployment = new_deployment("llama-3-70b", "h100")  # 4 GPUs a replica, because the weights need them
+    deployment.cost(step)                               # seconds
+
+Two ways that other simulators use, too: data-sheet rates with an assumed efficiency (lesson 15's
+StepCost), or a formula fitted to measured steps (lesson 14's). Vidur (Agrawal et al. 2024) fits each
+operator by itself, which needs the GPU that is to be predicted.
+
+A replica of several GPUs splits weights, cache and work evenly, without any communication. That is
+too good; lesson 20 measures what is missing.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from lessons.l01_roofline.calculators import gpus_needed, kv_bytes_per_token, weight_bytes
+from lessons.l01_roofline.models import ModelShape, find_model
+from lessons.l01_roofline.plan import peak_flops
+from lessons.l14_continuous_batching.lab import cost as measured
+from lessons.l14_continuous_batching.naive import PaddedStep
+from lessons.l14_continuous_batching.sequence import Step
+from lessons.l15_chunked_prefill.lab import costs as roofline
+from lessons.l15_chunked_prefill.lab.costs import LINKS_BYTES_PER_S, Work
+from lessons.toolbox.measure.hardware import Chip, lookup
+
+BLOCK_SIZE = 16  # tokens
+MOST_GPUS = 8  # of one replica: a node
+
+
+def work_of(step: Step | PaddedStep) -> Work:
+    """The work of a step. Of a padded one every row counts, as far as the longest goes."""
+    if isinstance(step, Step):
+        return roofline.work_of(step)
+    rows, width, held = len(step.wave), step.width, step.context - step.width
+    pairs = rows * (width * held + width * (width + 1) // 2)
+    return Work(step.num_tokens, pairs, step.num_context_tokens, sampled=rows)
+
+
+@dataclass(frozen=True)
+class RooflineCost:
+    """Lesson 15's cost of a step. Its numbers may be arrays, so that many steps cost one call."""
+
+    step: roofline.StepCost
+
+    def seconds(self, work: Work):
+        """Seconds of a step, or [N] of N steps."""
+        floor = self.step.floor(work)
+        busy_s = np.maximum(floor.memory_s, floor.compute_s)
+        return self.step.overhead_s + busy_s / self.step.efficiency
+
+
+@dataclass(frozen=True)
+class FittedCost:
+    """Lesson 14's cost: a + b · tokens + c · context, fitted to measured steps."""
+
+    step: measured.StepCost
+
+    def seconds(self, work: Work):
+        """Seconds of a step, or [N] of N steps."""
+        return self.step.seconds(work.tokens, work.context)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What one replica is made of, and what a step on it costs.
+
+    gpus: of one replica. num_blocks: of its cache. kv_bytes_per_token: what travels where prompts and
+    answers are computed apart. link_bytes_per_s: between replicas.
+    """
+
+    name: str
+    cost: RooflineCost | FittedCost
+    num_blocks: int
+    gpus: int = 1
+    kv_bytes_per_token: float = 0.0
+    link_bytes_per_s: float = LINKS_BYTES_PER_S["NVLink"]
+    block_size: int = BLOCK_SIZE
+
+    def __call__(self, step: Step | PaddedStep) -> float:
+        """Seconds of a step."""
+        return float(self.cost.seconds(work_of(step)))
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def transfer_s(self, tokens: int) -> float:
+        """Seconds to send the K and V of so many tokens to another replica."""
+        return tokens * self.kv_bytes_per_token / self.link_bytes_per_s
+
+
+def new_deployment(
+    model: str = "llama-3-8b",
+    gpu: str = "h100",
+    gpus: int | None = None,
+    step_cost: Path | None = None,
+) -> Deployment:
+    """A model of lesson 1 on GPUs of lesson 1, in 16 bits.
+
+    gpus: of a replica; None takes the fewest that hold the weights in 90 % of their memory.
+    step_cost: a file of measured steps as lesson 14's lab/cost.py writes it, instead of the roofline.
+    Raises ValueError for unknown names, and for a model that does not fit.
+    """
+    shape, chip = find_model(model), lookup(gpu)
+    gpus = checked_gpus(shape, chip, gpus)
+    whole = replace(
+        chip,
+        memory_bytes=gpus * chip.memory_bytes,
+        memory_bytes_per_s=gpus * chip.memory_bytes_per_s,
+        bf16_flops_per_s=gpus * peak_flops(chip),
+    )
+    predicted = roofline.StepCost(shape, whole)
+    if step_cost is None:
+        cost, source = RooflineCost(predicted), "predicted from data sheets"
+    else:
+        fitted, worst, machine = read_step_cost(step_cost)
+        cost = FittedCost(fitted)
+        source = f"its steps simulated as fitted to {machine}, each within {worst:.0%}"
+    many = f"{gpus} x " if gpus > 1 else ""
+    return Deployment(
+        f"{shape.name} on {many}{chip.name}, {source}",
+        cost,
+        predicted.kv_blocks(BLOCK_SIZE),
+        gpus,
+        kv_bytes_per_token(shape),
+    )
+
+
+def checked_gpus(shape: ModelShape, chip: Chip, gpus: int | None) -> int:
+    """GPUs of a replica. Raises ValueError if they do not hold the weights and one block."""
+    block = BLOCK_SIZE * kv_bytes_per_token(shape)
+    needed, usable = weight_bytes(shape) + block, 0.9 * chip.memory_bytes
+    fewest = gpus_needed(needed, usable)
+    if gpus is None and fewest <= MOST_GPUS:
+        return fewest
+    if gpus is None or gpus * usable < needed:
+        raise ValueError(
+            f"--model {shape.name}: {needed / 1e9:.0f} GB in 16 bits need {fewest} x {chip.name} "
+            f"({usable / 1e9:.0f} GB usable of each); accepted without --gpus-per-replica: at most "
+            f"{MOST_GPUS} of them, a node; with it: {fewest} or more"
+        )
+    return gpus
+
+
+def read_step_cost(path: Path) -> tuple[measured.StepCost, float, str]:
+    """(the fitted cost, its worst error over the measured steps, the machine) of a file of measured
+    steps. Raises ValueError, in one line, for a file that holds none.
+    """
+    accepted = "accepted: a file that lessons.l14_continuous_batching.lab.cost wrote"
+    try:
+        samples, machine = measured.recorded_samples(path)
+        cost = measured.fit(samples)
+        return cost, cost.worst_error(samples), str(machine["device"])
+    except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as error:
+        raise ValueError(f"--step-cost {path}: {error}; {accepted}") from None

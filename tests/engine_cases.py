@@ -1,0 +1,83 @@
+"""A small model and an engine on it, for the tests of the engine."""
+
+import random
+
+import torch
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l12_paged_kv.blocks import BlockManager
+from lessons.l12_paged_kv.swap import HostSwap
+from lessons.l13_prefix_caching.cache import CachingBlockManager
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
+from lessons.toolbox.measure.device import default_device
+from lessons.toolbox.model.config import ModelConfig
+from reference.engine import Engine
+from reference.model_runner import ModelRunner
+from reference.sampling_params import SamplingParams
+
+CONFIG = ModelConfig("llama", 61, 48, 2, 6, 2, 8, 64, 96, eos_token_ids=(60,))
+LONGEST = 64
+
+
+def new_model() -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(CONFIG).to(default_device()).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3)
+    for layer in model.layers:
+        layer.input_layernorm.weight.add_(1)
+    return model
+
+
+def new_engine(model, num_blocks, block_size, cache=None, host_blocks=None, **how) -> Engine:
+    """host_blocks: how many the host holds of requests that are swapped out; None: none are."""
+    if cache is None:
+        blocks = BlockManager(num_blocks, block_size)
+    else:
+        blocks = CachingBlockManager(num_blocks, block_size, cache(block_size))
+    runner = ModelRunner(fused(model), num_blocks, block_size, LONGEST)
+    for slots in (runner.pool.k_slots, runner.pool.v_slots):
+        slots.fill_(torch.nan)  # nobody may see what nobody wrote
+    if host_blocks is None:
+        scheduler = ChunkedScheduler(blocks, **how)
+    else:
+        scheduler = SwappingScheduler(HostSwap(Lender(runner.pool, blocks)), host_blocks, **how)
+    return Engine(runner, scheduler, None, LONGEST)
+
+
+def run(engine: Engine, prompts, params, arrivals=None) -> dict[str, list]:
+    """All requests, each added before the step that `arrivals` names: {id: its answers}."""
+    arrivals = arrivals or [0] * len(prompts)
+    answers, step = {}, 0
+    while len(answers) < len(prompts):
+        for at, when in enumerate(arrivals):
+            if when == step:
+                engine.add_request(str(at), prompts[at], params[at])
+        for output in engine.step():
+            if output.finished:
+                answers[output.request_id] = [answer.token_ids for answer in output.outputs]
+        step += 1
+        assert step < 10_000, "the engine makes no progress"
+    assert_clean(engine)
+    return answers
+
+
+def assert_clean(engine: Engine) -> None:
+    blocks = engine.scheduler.blocks
+    assert not engine.requests and engine.scheduler.is_idle
+    assert not blocks.tables and blocks.num_free == blocks.num_blocks
+    assert not any(blocks.pool.owners)
+    if isinstance(engine.scheduler, SwappingScheduler):
+        swap = engine.scheduler.swap
+        assert not swap.away and not swap.runner.held, "left on the host"
+
+
+def random_prompts(count: int, shared: int = 0) -> list[list[int]]:
+    head = random.choices(range(60), k=shared)
+    return [head + random.choices(range(60), k=random.randint(1, 20)) for _ in range(count)]
+
+
+def greedy(limit: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=limit, detokenize=False)

@@ -1,0 +1,85 @@
+"""What holds of the engine on a GPU. test_engine_graphs.py runs these in a process of their own,
+which pretends to have one where there is none.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lessons.l02_naive_attention.naive import generate as alone
+from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
+from lessons.l11_cuda_graphs.optimized import CudaGraphs
+from lessons.toolbox.measure.device import default_device
+from reference.engine_args import EngineArgs
+from reference.llm import engine_over
+from tests.engine_cases import assert_clean, greedy, new_model, random_prompts, run
+
+pytestmark = pytest.mark.usefixtures("seed")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return new_model().to(default_device())
+
+
+def new_engine(model, **arguments):
+    small = dict(max_num_seqs=4, block_size=4, num_gpu_blocks_override=40, max_model_len=40)
+    engine = engine_over(model, None, EngineArgs(**small | arguments))
+    for slots in (engine.runner.pool.k_slots, engine.runner.pool.v_slots):
+        slots.fill_(torch.nan)  # nobody may see what nobody wrote
+    return engine
+
+
+def count_replays(engine) -> list[int]:
+    """Fills with the bucket of each replay from now on."""
+    captured, buckets = engine.runner.captured, []
+
+    class Noted:
+        def __init__(self, bucket, graph):
+            self.bucket, self.graph = bucket, graph
+
+        def replay(self):
+            buckets.append(self.bucket)
+            self.graph.replay()
+
+    captured.graphs = {size: Noted(size, graph) for size, graph in captured.graphs.items()}
+    return buckets
+
+
+def test_decode_steps_are_replayed_and_everybody_gets_the_same_tokens(model):
+    engine = new_engine(model)
+    buckets = count_replays(engine)
+    prompts, limits = random_prompts(6), [random.randint(2, 7) for _ in range(6)]
+    got = run(engine, prompts, [greedy(limit) for limit in limits], [0, 0, 0, 0, 3, 4])
+    assert [got[str(at)][0] for at in range(6)] == alone(model, prompts, limits)
+    assert buckets and set(buckets) <= {1, 2, 4}
+    assert_clean(engine)
+
+
+def test_an_eager_engine_captures_nothing(model, monkeypatch):
+    monkeypatch.setattr(CudaGraphs, "capture", lambda *_: 1 / 0)
+    engine = new_engine(model, enforce_eager=True)
+    assert engine.runner.captured is None
+    got = run(engine, [[1, 2, 3]], [greedy(4)])
+    assert got["0"] == alone(model, [[1, 2, 3]], 4)
+
+
+def test_swapped_blocks_come_back_from_the_host(model):
+    engine = new_engine(model, num_gpu_blocks_override=6, preemption_mode="swap", max_model_len=16)
+    buckets = count_replays(engine)
+    prompts = [random.choices(range(60), k=7) for _ in range(2)]
+    got = run(engine, prompts, [replace(greedy(7), ignore_eos=True)] * 2)
+    rows = RowParams(temperature=0, ignore_eos=True)
+    assert [got[str(at)][0] for at in range(2)] == alone(model, prompts, 7, rows)
+    assert engine.scheduler.swap.swapped_bytes > 0 and buckets
+
+
+def test_the_largest_step_is_run_before_the_cache_is_made(model, monkeypatch):
+    asked = []
+    info = torch.cuda.mem_get_info
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(1) or info(device))
+    how = dict(num_gpu_blocks_override=None, max_num_batched_tokens=9, enforce_eager=True)
+    engine = new_engine(model, max_model_len=16, **how)
+    assert asked and engine.scheduler.blocks.num_blocks == 4 * 4  # places · blocks of the longest

@@ -1,0 +1,256 @@
+"""Random models of odd shapes, one function a family, and what is asked of each: transformers'
+logits, as loaded, on every rung of the ladder and from the engine.
+"""
+
+import lessons  # isort: skip  # noqa: F401 (before transformers, which imports triton)
+
+import random
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.naive import whole_sequence
+from lessons.l06_mla.deepseek import load_decoder
+from reference.rungs import rungs_of
+from tests.test_deepseek import PLAIN, random_model
+from tests.test_families import theirs_of
+
+TOLERANCE = 2e-4  # of the logits' spread, float32
+LENGTHS = (1, 7, 33, 65)
+NEW_TOKENS = 3
+
+
+def random_shape(**changes) -> dict:
+    """What every family's config has: 2 or 3 layers, odd sizes."""
+    kv_heads, group = random.choice([1, 2, 3]), random.choice([1, 2, 3])
+    head_dim = 2 * random.randint(3, 9)
+    return (
+        dict(
+            vocab_size=random.randint(50, 99),
+            hidden_size=kv_heads * group * head_dim,
+            intermediate_size=random.randint(17, 70),
+            num_hidden_layers=random.choice([2, 2, 3]),
+            num_attention_heads=kv_heads * group,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=128,
+            rms_norm_eps=random.choice([1e-6, 1e-5, 1e-3]),
+            rope_parameters=dict(rope_type="default", rope_theta=random.choice([500.0, 1e4, 1e6])),
+            tie_word_embeddings=random.random() < 0.3,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=None,
+        )
+        | changes
+    )
+
+
+def random_experts(chosen: int | None = None) -> tuple[int, int]:
+    """How many experts there are, and how many a token goes to."""
+    experts = random.randint(3, 9)
+    return experts, chosen or random.randint(1, 3)
+
+
+def mixtral(chosen: int | None = None) -> MixtralConfig:
+    experts, chosen = random_experts(chosen)
+    return MixtralConfig(
+        **random_shape(),
+        head_dim=random.choice([None, 12]),
+        num_local_experts=experts,
+        num_experts_per_tok=chosen,
+        sliding_window=random.choice([None, None, 5]),
+    )
+
+
+def qwen3_moe(chosen: int | None = None) -> Qwen3MoeConfig:
+    experts, chosen = random_experts(chosen)
+    return Qwen3MoeConfig(
+        **random_shape(),
+        head_dim=random.choice([10, 16]),
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        moe_intermediate_size=random.randint(5, 30),
+        norm_topk_prob=random.random() < 0.5,
+        attention_bias=random.random() < 0.3,
+        decoder_sparse_step=random.choice([1, 1, 2]),
+        mlp_only_layers=random.choice([None, [0], [1]]),
+        use_sliding_window=random.random() < 0.3,
+        sliding_window=6,
+    )
+
+
+def phi3() -> Phi3Config:
+    share, original = random.choice([1.0, 0.5, 0.75]), random.choice([6, 20, 100])
+    shape = random_shape()
+    shape["hidden_size"] = shape["num_attention_heads"] * random.choice([8, 16, 24])
+    head_dim = shape["hidden_size"] // shape["num_attention_heads"]
+    rope = shape.pop("rope_parameters") | dict(partial_rotary_factor=share)
+    if random.random() < 0.6:
+        short, long = (
+            [random.uniform(low, high) for _ in range(int(head_dim * share) // 2)]
+            for low, high in ((0.7, 1.3), (1.0, 9.0))
+        )
+        rope |= dict(rope_type="longrope", short_factor=short, long_factor=long)
+        rope |= random.choice([{}, {}, dict(factor=3.0), dict(attention_factor=1.3)])
+    return Phi3Config(
+        **shape,
+        rope_parameters=rope,
+        original_max_position_embeddings=original,
+        sliding_window=random.choice([None, None, 5]),
+    )
+
+
+def gpt_oss(chosen: int | None = None) -> GptOssConfig:
+    experts, chosen = random_experts(chosen)
+    kinds = ["sliding_attention", "full_attention"]
+    shape = random_shape()
+    yarn = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16, truncate=False)
+    theta = dict(rope_theta=random.choice([500.0, 150000.0]))
+    shape["rope_parameters"] = theta | random.choice([dict(rope_type="default"), yarn])
+    return GptOssConfig(
+        **shape,
+        head_dim=2 * random.randint(3, 9),
+        num_local_experts=experts,
+        num_experts_per_tok=chosen,
+        attention_bias=random.random() < 0.7,
+        sliding_window=random.choice([3, 6, 40]),
+        layer_types=random.choice([None, random.choices(kinds, k=shape["num_hidden_layers"])]),
+    )
+
+
+def gemma2() -> Gemma2Config:
+    kinds = ["sliding_attention", "full_attention"]
+    shape = random_shape()
+    layers = shape["num_hidden_layers"]
+    return Gemma2Config(
+        **shape,
+        head_dim=2 * random.randint(3, 9),
+        query_pre_attn_scalar=random.randint(3, 40),
+        sliding_window=random.choice([3, 6, 40]),
+        layer_types=random.choice([None, random.choices(kinds, k=layers)]),
+        attention_bias=random.random() < 0.3,
+        attn_logit_softcapping=random.choice([None, 1.0, 5.0]),
+        final_logit_softcapping=random.choice([None, 5.0]),
+    )
+
+
+def gemma3_text() -> Gemma3TextConfig:
+    shape = random_shape()
+    theta = shape.pop("rope_parameters")["rope_theta"]
+    stretched = random.choice([{}, dict(rope_type="linear", factor=3.0)])
+    return Gemma3TextConfig(
+        **shape,
+        head_dim=2 * random.randint(3, 9),
+        query_pre_attn_scalar=random.randint(3, 40),
+        sliding_window=random.choice([3, 6, 40]),
+        sliding_window_pattern=random.choice([1, 2, 3]),
+        attention_bias=random.random() < 0.3,
+        final_logit_softcapping=random.choice([None, 5.0]),
+        rope_parameters=dict(
+            full_attention=dict(rope_type="default", rope_theta=theta) | stretched,
+            sliding_attention=dict(rope_type="default", rope_theta=random.choice([100.0, 1e4])),
+        ),
+    )
+
+
+FAMILIES = {
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "phi3": phi3,
+    "gpt_oss": gpt_oss,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3_text,
+}
+
+
+# ---------------------------------------------------------------- the two models
+
+
+def saved_and_loaded(config: PreTrainedConfig, folder: Path) -> tuple[PreTrainedModel, Decoder]:
+    """A random model of transformers, and ours, loaded from what it saved: in one file or in
+    shards, in 32 or 16 bits.
+    """
+    theirs, shards = random_model(config), dict(max_shard_size=random.choice(["20KB", "1GB"]))
+    if random.random() < 0.3:
+        theirs.bfloat16().save_pretrained(folder, **shards)
+        # read again, because the model's frequencies were rounded with its weights
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **PLAIN).eval()
+    else:
+        theirs.save_pretrained(folder, **shards)
+    return theirs, load_decoder(folder)
+
+
+def prompts_of(model: Decoder, lengths=LENGTHS) -> list[list[int]]:
+    return [torch.randint(model.config.vocab_size, (length,)).tolist() for length in lengths]
+
+
+def on_one_side(model: Decoder, prompts: list[list[int]]) -> list[list[int]]:
+    """The prompts whose answers do not cross the context at which LongRoPE takes other factors."""
+    scaling = model.config.rope_scaling
+    if scaling is None:
+        return prompts
+    sides = {False: [], True: []}
+    for prompt in prompts:
+        begin, end = (scaling.is_long(len(prompt) + more) for more in (0, NEW_TOKENS))
+        if begin == end:
+            sides[end].append(prompt)
+    return max(sides.values(), key=len)
+
+
+def check_logits(theirs: PreTrainedModel, ours: Decoder, prompts: list[list[int]]) -> None:
+    """The logits of whole prompts."""
+    for prompt in prompts:
+        tokens = torch.tensor(prompt)
+        expected = theirs_of(theirs, tokens)
+        with torch.inference_mode():
+            got = ours.logits(ours(tokens, whole_sequence(ours, len(tokens))))
+        assert 0.1 < expected.std() < 30, "the model under test must say something"
+        torch.testing.assert_close(got, expected, atol=allowed(expected), rtol=0)
+
+
+def allowed(expected: Tensor) -> float:
+    return TOLERANCE * float(expected.std())
+
+
+# ---------------------------------------------------------------- the rungs
+
+
+def check_rungs(theirs: PreTrainedModel, ours: Decoder, prompts: list[list[int]], patch) -> None:
+    """Every rung computes transformers' logits for each token that it generates, from its cache and
+    in its batch.
+
+    Rows that were computed are recorded where hidden states become logits: each row of transformers
+    must be one of them.
+    """
+    computed: list[Tensor] = []
+    to_logits = Decoder.logits
+
+    def recording(model: Decoder, hidden: Tensor) -> Tensor:
+        logits = to_logits(model, hidden)
+        computed.append(logits.float().clone())
+        return logits
+
+    patch.setattr(Decoder, "logits", recording)
+    for step in rungs_of(ours.config):
+        computed.clear()
+        answers = step.run(ours, prompts, NEW_TOKENS)
+        rows = torch.cat([logits.flatten(0, -2) for logits in computed])
+        for prompt, answer in zip(prompts, answers):
+            assert 1 <= len(answer) <= NEW_TOKENS  # fewer where a stop token was generated
+            expected = theirs_of(theirs, torch.tensor(prompt + answer[:-1]))
+            for row in expected[len(prompt) - 1 :]:
+                nearest = (rows - row).abs().amax(-1).min()
+                assert nearest <= allowed(expected), f"{step.lesson} {step.name}: {nearest}"
+    patch.undo()

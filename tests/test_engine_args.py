@@ -1,0 +1,127 @@
+"""What the engine's arguments and a request's wishes may be, and what is said of all others."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from reference import LLM, SamplingParams
+from reference.engine_args import LATER, WITHOUT_EFFECT, EngineArgs
+
+MODEL = str(Path(__file__).resolve().parents[1] / "models/tiny")
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (dict(max_num_seqs=0), "max_num_seqs: got 0"),
+        (dict(max_num_seqs=True), "max_num_seqs: got True"),
+        (dict(block_size=257), "block_size: got 257; accepted: 1 to 256"),
+        (dict(max_model_len=10**6), "accepted: at most 2048, the model's"),
+        (dict(max_num_seqs=8, max_num_batched_tokens=4), "a token for each of max_num_seqs"),
+        (dict(gpu_memory_utilization=1.5), "gpu_memory_utilization: got 1.5"),
+        (dict(dtype="int7"), "dtype: got 'int7'"),
+        (dict(scheduling_policy="best"), "fcfs or priority"),
+        (dict(enable_prefix_caching=1), "True or False"),
+        (
+            dict(kv_cache_memory_bytes=10),
+            "max_model_len: got 2048; accepted: at most 0, the tokens",
+        ),
+        (dict(quantization="awq"), "lesson 18"),
+        (dict(tensor_parallel_size=2), "lesson 20"),
+        (dict(max_num_seq=3), "unknown argument; did you mean max_num_seqs?"),
+        (dict(zzz=3), "unknown argument; accepted: model"),
+        (dict(device="cuda:7"), "device: got 'cuda:7'"),
+        (dict(device=7), "device: got 7"),
+        (dict(tokenizer="no/such/folder"), "unknown model 'no/such/folder'"),
+    ],
+)
+def test_arguments_that_cannot_work(arguments, said):
+    with pytest.raises(ValueError) as error:
+        LLM(MODEL, **arguments)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+A_LIST = [1]
+STRANGE = (-1, 1.5, float("nan"), "x", A_LIST, True, 10**400, object(), None)
+# What of STRANGE an argument takes. model, tokenizer and device are checked where they are used.
+TAKES = {
+    EngineArgs: dict(
+        dict.fromkeys(("model", "tokenizer", "device"), STRANGE),
+        seed=(None,),
+        max_model_len=(None,),
+        max_num_batched_tokens=(None,),
+        num_gpu_blocks_override=(None,),
+        kv_cache_memory_bytes=(None,),
+        swap_space=(1.5,),
+        enable_prefix_caching=(True,),
+        enable_chunked_prefill=(True,),
+        enforce_eager=(True,),
+    ),
+    SamplingParams: dict(
+        best_of=(None,),
+        temperature=(1.5,),
+        top_k=(-1,),
+        presence_penalty=(-1, 1.5),
+        frequency_penalty=(-1, 1.5),
+        repetition_penalty=(1.5,),
+        seed=(None,),
+        stop=(None, "x"),
+        stop_token_ids=(None, A_LIST),
+        include_stop_str_in_output=(True,),
+        ignore_eos=(True,),
+        max_tokens=(None,),
+        logprobs=(None,),
+        prompt_logprobs=(None,),
+        logit_bias=(None,),
+        detokenize=(True,),
+        skip_special_tokens=(True,),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TAKES)
+def test_strange_values_of_every_argument_are_refused_in_one_line(kind):
+    for field in fields(kind):
+        for value in STRANGE:
+            if any(value is taken for taken in TAKES[kind].get(field.name, ())):
+                kind(**{field.name: value})
+                continue
+            with pytest.raises(ValueError) as error:
+                kind(**{field.name: value})
+            assert str(error.value).startswith(f"{field.name}: got "), field.name
+            assert "\n" not in str(error.value) and len(str(error.value)) < 250
+
+
+def test_an_unknown_wish_is_named():
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1)
+
+
+def test_arguments_of_guides_are_accepted():
+    harmless = {name: values[0] for name, (values, _) in LATER.items()}
+    EngineArgs.read(model=MODEL, **harmless, **dict.fromkeys(WITHOUT_EFFECT, True))
+
+
+@pytest.mark.parametrize(
+    "wishes, said",
+    [
+        (dict(n=0), "n: got 0"),
+        (dict(n=3, best_of=2), "best_of: got 2; accepted: n (3) or more"),
+        (dict(n=2, temperature=0), "all answers would be equal"),
+        (dict(max_tokens=0), "max_tokens: got 0; accepted: None, or"),
+        (dict(min_tokens=9, max_tokens=3), "at most max_tokens (3)"),
+        (dict(stop=["a", ""]), "none empty"),
+        (dict(stop="a", detokenize=False), "text is searched"),
+        (dict(logprobs=-1), "logprobs: got -1"),
+        (dict(logit_bias={1: 1000}), "from -100 to 100"),
+        (dict(temperature=-1), "temperature: got -1"),
+        (dict(top_p=0), "top_p: got 0"),
+        (dict(seed=-1), "seed: got -1"),
+        (dict(detokenize=1), "True or False"),
+    ],
+)
+def test_wishes_that_cannot_work(wishes, said):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**wishes)
+    assert said in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,94 @@
+"""Decode steps as CUDA graphs: what is replayed, and that it changes nobody's tokens. Without a GPU on
+simulated graphs, and on a pretended GPU.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lessons.l02_naive_attention.naive import generate as alone
+from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l11_cuda_graphs.simulator import SimulatedGraphs
+from lessons.l12_paged_kv.optimized import LESSON_12
+from lessons.toolbox.measure.device import has_gpu, has_triton
+from reference.decode_graphs import DecodeGraphs
+from tests.engine_cases import greedy, new_engine, new_model, run
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("seed")
+needs_triton = pytest.mark.skipif(not has_triton(), reason="NOT RUN: needs Triton")
+
+
+def simulated_engine(kind=DecodeGraphs):
+    """An engine on the CPU whose kernels are interpreted, and whose decode steps are recorded."""
+    model = new_model()
+    engine = new_engine(fused(model), num_blocks=30, block_size=4, max_num_seqs=3)
+    runner = engine.runner
+    runner.pool.ops = LESSON_12
+    runner.captured = kind(runner.model, runner.pool, SimulatedGraphs(1), [1, 3], 24)
+    return model, engine
+
+
+def serve(model, engine):
+    prompts = [random.choices(range(60), k=k) for k in (3, 9, 5)]
+    limits = [5, 3, 6]
+    got = run(engine, prompts, [greedy(limit) for limit in limits])
+    return [got[str(at)][0] for at in range(3)], alone(model, prompts, limits)
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+def test_replayed_steps_give_the_same_tokens_and_write_no_padding():
+    """The unused slots hold NaN, so a table, a length or a padded row that is wrong shows."""
+    model, engine = simulated_engine()
+    got, want = serve(model, engine)
+    assert got == want
+    assert engine.runner.pool.k_slots[:, -1].isnan().all(), "a row of padding was written"
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_table_that_is_not_copied_in_is_found():
+    class Stale(DecodeGraphs):
+        def copy_in(self, bucket, inputs, table):
+            super().copy_in(bucket, inputs, self.tables[bucket])
+
+    for _ in range(3):  # one history may by chance sit in the right blocks
+        try:
+            got, want = serve(*simulated_engine(Stale))
+        except ValueError as error:
+            assert "finite" in str(error)
+            return
+        if got != want:
+            return
+    pytest.fail("tokens of other blocks went unseen")
+
+
+def test_only_small_decode_steps_are_replayed():
+    graphs = DecodeGraphs.__new__(DecodeGraphs)
+    graphs.buckets = [1, 2]
+    assert graphs.fits([([5], 3)]) and graphs.fits([([5], 3), ([6], 0)])
+    assert not graphs.fits([([5, 6], 3)]) and not graphs.fits([([5], 3)] * 3)
+
+
+@needs_triton
+def test_the_engine_on_a_gpu():
+    """The cases of engine_gpu_cases.py, where there is no GPU on a pretended one."""
+    pretended = [] if has_gpu() else ["lessons.toolbox.proof.pretended"]
+    pytest_of = ["pytest", "-q", "-p", "no:cacheprovider", "tests/engine_gpu_cases.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", *pretended, *pytest_of],
+        cwd=ROOT,
+        env=dict(os.environ) | ({} if has_gpu() else {"TRITON_INTERPRET": "1"}),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout, done.stdout
+    assert torch.cuda.is_available() is has_gpu(), "only that process pretends"
