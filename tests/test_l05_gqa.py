@@ -186,10 +186,7 @@ def test_uptraining_learns_and_leaves_the_model_alone(seed):
         (tokens, quality.held_out_loss(better, train[:4]))
         for tokens, better in quality.uptrained(small, train, [4, 12])
     ]
-    assert [tokens for tokens, _ in losses] == [
-        4 * quality.ROWS * quality.WINDOW,
-        12 * quality.ROWS * quality.WINDOW,
-    ]
+    assert [tokens for tokens, _ in losses] == [4 * quality.ROWS * 32, 12 * quality.ROWS * 32]
     assert losses[1][1] < quality.held_out_loss(small, train[:4])
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
