@@ -7,8 +7,9 @@ rotations stretched, and with ALiBi's bias in the rotations' place.
 Held-out modules of Python's library, read as one text, in windows of FACTOR times the trained
 context. For the first three lines no weight is changed: stretching alone decides what a far token
 looks like. A bias means nothing to a model that has never seen one, so for ALiBi the model is
-trained on, for SHARE of the tokens that it was trained on before. A control gets the same training
-and keeps its rotations. Loss is in nats per token, averaged over each stretch of STEP positions.
+trained on, for SHARE of the tokens that it was trained on before, in windows of 512. A control gets
+the same training and keeps its rotations. Loss is in nats per token, averaged over each stretch of
+STEP positions.
 """
 
 import argparse
@@ -47,7 +48,15 @@ FACTOR, STEP = 4, 512
 SCALINGS = {"as trained": None, "linear": "linear", "YaRN": "yarn"}
 SHARE = 0.02  # of the tokens that the model was trained on
 BIASED = Rung("ALiBi", ALIBI, ALIBI)
-ROLES = {"as trained": "naive", "linear": "library", "YaRN": "optimized", "ALiBi": "library"}
+# how the model attends while it is trained on, and when it is measured
+TRAINED_ON = {"ALiBi": (biased, BIASED), "RoPE": (rotated, LESSON_3)}
+ROLES = {
+    "as trained": "naive",
+    "linear": "library",
+    "YaRN": "optimized",
+    "ALiBi": "library",
+    "RoPE": "naive",
+}
 
 
 def held_out_tokens() -> Tensor:
@@ -101,7 +110,7 @@ def losses(model: Decoder, tokens: Tensor, rung: Rung = LESSON_3) -> Tensor:
 def trained_on(model: Decoder, share: float, attend_over: AttendOver) -> Decoder:
     """A copy of the embedded model, trained on `share` of the tokens that it has seen before."""
     training = json.loads((ROOT / "models" / "tiny" / "training.json").read_text(encoding="utf-8"))
-    train = training_windows(int(share * training["tokens_seen"]) // WINDOW)
+    train = training_windows(int(share * training["tokens_seen"]) // WINDOW).to(model.device)
     [(_, better)] = uptrained(model, train, [len(train) // ROWS], attend_over)
     return better.requires_grad_(False)
 
@@ -131,9 +140,9 @@ def measure(
         label: by_position(stretched(model, rope_type, factor), rows, step)
         for label, rope_type in SCALINGS.items()
     }
-    learned = stretched(trained_on(model, share, biased), None, factor)
-    points["ALiBi"] = by_position(learned, rows, step, BIASED)
-    control = stretched(trained_on(model, share, rotated), None, factor)
+    for label, (attend_over, rung) in TRAINED_ON.items():
+        twin = stretched(trained_on(model, share, attend_over), None, factor)
+        points[label] = by_position(twin, rows, step, rung)
     return {
         "schema": 1,
         "name": "l04_extrapolation",
@@ -144,10 +153,6 @@ def measure(
         "windows": windows,
         "share": share,
         "series": {label: {"role": ROLES[label], "points": points[label]} for label in points},
-        "control": {
-            "label": "rotations, trained as long",
-            "points": by_position(control, rows, step),
-        },
     }
 
 

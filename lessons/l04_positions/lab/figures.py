@@ -246,30 +246,30 @@ def stretch_plot(config: ModelConfig = LLAMA_3) -> ClassFigure:
 
 def extrapolation_plot(record: dict) -> ClassFigure:
     """The loss by position of `extrapolation.measure`, its record, with a line where the trained
-    context ends. ALiBi's label says that its model was trained on.
+    context ends. Two labels say that their models were trained on.
     """
-    names = {"ALiBi": f"ALiBi, learned in {record.get('share', 0):.0%} more training"}
-    series = {
-        names.get(label, label): (s["role"], [(p["loss"],) * 3 for p in s["points"]])
-        for label, s in record["series"].items()
-    }
+    share = f"{record['share']:.0%}"
+    names = {"ALiBi": f"ALiBi, {share} more training", "RoPE": f"RoPE, the same {share}"}
+    series, within, beyond = {}, {}, {}
     context = record["trained_context"]
-    beyond = {
-        label: np.mean([loss for x, (loss, *_) in zip(record["x"], points) if x > context])
-        for label, (_, points) in series.items()
-    }
+    for label, found in record["series"].items():
+        points = found["points"]
+        series[names.get(label, label)] = found["role"], [(p["loss"],) * 3 for p in points]
+        within[label] = np.mean([p["loss"] for p in points if p["x"] <= context])
+        beyond[label] = np.mean([p["loss"] for p in points if p["x"] > context])
     fig = class_plot(
         record["x"],
         series,
         xlabel="position in the text (tokens)",
         ylabel="loss (nats per token)",
         title=f"Beyond {context} tokens the loss is {beyond['as trained']:.2f} as trained, "
-        f"{beyond['YaRN']:.2f} with YaRN",
+        f"{beyond['YaRN']:.2f} with YaRN; ALiBi's was {within['ALiBi']:.2f} and is "
+        f"{beyond['ALiBi']:.2f}",
         caption=caption(
             record["fingerprint"],
             windows=f"of held-out text: {record['windows']}",
             model="models/tiny",
-            stretch=f"{record['factor']}×, no weight changed but for ALiBi",
+            stretch=f"{record['factor']}×, no weight changed but where it says training",
         ),
     )
     ax = fig.axes[0]
