@@ -139,6 +139,10 @@ def test_the_record_beyond_the_trained_context():
         rise[label] = sum(beyond[label]) / len(beyond[label]) - sum(within) / len(within)
     # trained on the same windows of 512 tokens: one stays where it was, the other climbs
     assert rise["ALiBi"] < 0 and rise["RoPE"] > 1
+    assert (
+        extrapolation.ALT in README and f"`{record['share'] * 100:.0f} %` of the tokens" in README
+    )
+    assert extrapolation.ALT in RECORD.with_suffix(".svg").read_text(encoding="utf-8")
     assert set(record["series"]) == {*extrapolation.SCALINGS, *extrapolation.TRAINED_ON}
 
 

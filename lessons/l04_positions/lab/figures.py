@@ -262,8 +262,8 @@ def extrapolation_plot(record: dict) -> ClassFigure:
         series,
         xlabel="position in the text (tokens)",
         ylabel="loss (nats per token)",
-        title=f"Beyond {context} tokens the loss is {beyond['as trained']:.2f} as trained, "
-        f"{beyond['YaRN']:.2f} with YaRN; ALiBi's was {within['ALiBi']:.2f} and is "
+        title=f"Beyond {context} tokens: loss {beyond['as trained']:.2f} as trained, "
+        f"{beyond['YaRN']:.2f} with YaRN; ALiBi from {within['ALiBi']:.2f} to "
         f"{beyond['ALiBi']:.2f}",
         caption=caption(
             record["fingerprint"],
