@@ -17,7 +17,7 @@ MOST_DOTS = 2  # "·" between words in a line of prose; between numbers it multi
 DOT = re.compile(r"[A-Za-z`*)\]]{2} · ")
 TERM = re.compile(r"^### (.*)\n.*\*\[?Lesson (\d+)", re.MULTILINE)
 # what is no running text: headings, tables, formulas and diagrams, images, the line of times
-NO_PROSE = re.compile(r"^(?:#+ .*|\|.*|    .*|!\[.*|Read .*)$", re.MULTILINE)
+NO_PROSE = re.compile(r"^(?:#+ .*|\|.*|    .*|!\[.*|Read \d.*)$", re.MULTILINE)
 
 
 def hard_to_read(root: Path) -> Complaints:
