@@ -18,7 +18,7 @@ from lessons.toolbox.exercises import report as exercise_report
 from lessons.toolbox.exercises.__main__ import main
 from lessons.toolbox.exercises.exercise import ROOT, SOLUTIONS, ExerciseError, all_exercises
 from lessons.toolbox.exercises.loading import load_exercise
-from lessons.toolbox.kernels.triton_ import tl, triton
+from lessons.toolbox.kernels.triton_ import _Absent, tl, triton
 from lessons.toolbox.measure.device import interpreting
 from tests.exercises.checking import assert_equal, assert_largest_tensor, call, check, compare
 from tests.exercises.running import FAIL, NOT_RUN, PASS, checks_of, hint_for, run_check
@@ -296,6 +296,18 @@ def test_not_run_is_not_passed():
     (this,) = checks_from(skips)
     outcome = run_check(this, lambda: None, 0)
     assert (outcome.status, outcome.message) == (NOT_RUN, "needs a CUDA device")
+
+
+def test_a_kernel_without_triton_is_not_run_and_not_wrong():
+    """As on macOS, where nobody can tell whether a kernel is right."""
+
+    def launches(impl, seed):
+        impl()[(1,)]()
+
+    (this,) = checks_from(launches)
+    outcome = run_check(this, lambda: lambda: _Absent("my_kernel"), 0)
+    assert outcome.status == NOT_RUN
+    assert "Triton is not installed, so kernel 'my_kernel' cannot run" in outcome.message
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_kernel_file_imports_without_triton_and_says_so_at_the_launch():
     assert done.stdout.split() == ["4", "64"]
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(
-        "RuntimeError: Triton is not installed, so kernel 'kernel' cannot run: on Linux `pip "
+        "lessons.toolbox.kernels.triton_.TritonMissing: Triton is not installed, so kernel 'kernel' cannot run: on Linux `pip "
         "install triton`"
     )
 
@@ -176,12 +176,13 @@ def test_what_cannot_run_is_told_without_triton_or_with_an_unknown_one(monkeypat
     monkeypatch.setattr(device.compiling, "compiler", lambda: None)
     missing = dict(device.what_cannot_run_here())
     assert "pip install triton" in missing["Triton kernels, in any form"]
-    assert "still compiles them" in missing["Gluon kernels"]
+    assert "they are not compiled either" in missing["Gluon kernels"]
     assert "no C++ compiler" in missing["CUDA C++ kernels"] and len(missing) == 4
     monkeypatch.setattr(device, "has_triton", lambda: True)
     monkeypatch.setattr(device, "version_of", lambda package: "9.9.0")
     missing = dict(device.what_cannot_run_here())
     assert "triton 9.9.0 is not among 3.6, 3.7" in missing["a faithful interpreter, perhaps"]
+    assert "still compiles them" in missing["Gluon kernels"]
 
 
 def test_doctor_survives_without_torch():

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lessons.toolbox.measure.device import interpreting
+from lessons.toolbox.kernels.triton_ import TritonMissing
+from lessons.toolbox.measure.device import has_triton, interpreting
 
 
 class Accesses:
@@ -35,7 +36,8 @@ class Accesses:
         self.loaded = self.stored = self.read_bytes = self.written_bytes = 0
 
     def __enter__(self) -> "Accesses":
-        # here, because Triton may not be installed
+        if not has_triton():
+            raise TritonMissing("Triton is not installed, so no accesses can be counted")
         from triton.runtime.interpreter import InterpreterBuilder as builder
 
         load, store = builder.create_masked_load, builder.create_masked_store

@@ -22,6 +22,10 @@ arguments. Gluon is never interpreted: without a GPU `lessons.toolbox.simulator`
 from lessons.toolbox.measure.device import has_triton, interpreting
 
 
+class TritonMissing(RuntimeError):
+    """A kernel was launched where Triton is not installed."""
+
+
 class _Absent:
     """Stands for anything of Triton where it is not installed: may be named, called and used to
     decorate, never launched.
@@ -47,7 +51,7 @@ class _Absent:
         return self
 
     def __getitem__(self, grid):
-        raise RuntimeError(
+        raise TritonMissing(
             f"Triton is not installed, so kernel {self.__name__!r} cannot run: "
             "on Linux `pip install triton`, elsewhere use the lesson's naive.py"
         )
