@@ -57,7 +57,7 @@ def draw() -> ClassFigure:
         f"heads {WORK.num_heads}/"
         f"{WORK.num_kv_heads}, head_dim {WORK.head_dim}, 16 bits · {CHIP.sm_count} SMs with 2 "
         f"slots each",
-        (11, 4.8),
+        (11, 5.2),
     )
     for n, (splits, ran) in enumerate(pieces.items()):
         left = n * (SHOWN_US + gap)
@@ -77,11 +77,11 @@ def draw() -> ClassFigure:
                 )
             )
         title = f"{splits} split{'s' if splits > 1 else ''}: {len(ran)} programs"
-        ax.text(left, -22, title, fontweight="bold", va="bottom")
+        ax.text(left, -32, title, fontweight="bold", va="bottom")
         end = f"ends at {end_us[splits]:.0f} µs" + (" →" if end_us[splits] > SHOWN_US else "")
         ax.text(left, -6, f"{end}, busy {busy_share(ran, height):.0%}", va="bottom")
     ax.set_xlim(-2, len(SHOWN) * (SHOWN_US + gap))
-    ax.set_ylim(height + 2, -42)
+    ax.set_ylim(height + 2, -56)
     ax.set_yticks([0.5, height - 0.5], ["slot 1", f"slot {height}"])
     ticks = [0, 50, 100]
     ax.set_xticks(
