@@ -89,16 +89,23 @@ def draw_pictures(room: Path, out: Path) -> int:
 
 
 def draw_record(path: Path, out: Path) -> int:
-    """The figure of a benchmark's record, or of the ladder's. Raises ValueError, KeyError or
-    TypeError for a record of another shape.
+    """The figure of a record. Raises ValueError, KeyError or TypeError for a record that has none
+    of a kind which is known here.
     """
+    from lessons.l04_positions.lab.figures import extrapolation_plot
+    from lessons.l05_gqa.lab.figures import quality_figure
     from lessons.toolbox.measure import records
     from reference import ladder_report
 
+    data = json.loads(path.read_text(encoding="utf-8"))
     if path.stem == "ladder":
         figure = ladder_report.figure_of(ladder_report.load(path))
+    elif path.stem == "l04_extrapolation":
+        figure = extrapolation_plot(data)
+    elif path.stem == "l05_quality":
+        figure = quality_figure(data, records.read_json(path.with_name("l05_step.json")))
     else:
-        figure = records.figure_of(json.loads(path.read_text(encoding="utf-8")))
+        figure = records.figure_of(data)
     save_slide(figure, out / f"{path.parent.name}_{path.stem}.png")
     return 1
 
