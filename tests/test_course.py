@@ -172,7 +172,7 @@ def test_numbers_with_a_wrong_source_or_none_are_seen(tmp_path):
     room.mkdir(parents=True)
     (room / "README.md").write_text(
         "## Measured\nIt runs at 4.25 TB/s<!-- results/r.json#y -->, **4.3 ×**<!--\n"
-        "results/r.json#y -->, in 3 ms, or in `3 ms` of code.\n"
+        "results/r.json#y -->, in 3 ms, or in `3 ms` of code, as `7<!-- results/r.json#y -->`.\n"
     )
     (wrong,) = number_rules.wrong_numbers(tmp_path)
     assert "4.3 is not the recorded 4.2499" in wrong
