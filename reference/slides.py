@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from lessons.toolbox.command import OneLineParser, check_writable, run_command
-from lessons.toolbox.draw.figure import pictures_to, save_slide
+from lessons.toolbox.draw.figure import foot, pictures_to, style
 
 ROOT = Path(__file__).parents[1]
+SLIDE_PIXELS = 1920  # the width of most projectors
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,6 +111,14 @@ def draw_record(path: Path, out: Path) -> int:
         figure = records.figure_of(data)
     save_slide(figure, out / f"{path.parent.name}_{path.stem}.png")
     return 1
+
+
+def save_slide(fig: Figure, path: Path) -> None:
+    """Write a figure as a PNG of a projector's width, without the line under it."""
+    foot(fig, "")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with style():
+        fig.savefig(path, dpi=SLIDE_PIXELS / fig.get_figwidth())
 
 
 if __name__ == "__main__":

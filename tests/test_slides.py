@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lessons.toolbox.draw.figure import SLIDE_PIXELS, overlapping_texts, pictures_to, save_slide
+from lessons.toolbox.draw.figure import overlapping_texts, pictures_to
 from lessons.toolbox.draw.plotting import class_plot
 from reference import slides
+from reference.slides import SLIDE_PIXELS, save_slide
 
 ROOT = Path(slides.__file__).parents[1]
 

@@ -139,11 +139,11 @@ HIDDEN = """
 from importlib.machinery import PathFinder
 found = PathFinder.find_spec
 
-def find_spec(name, path=None, target=None):
+def find_spec(cls, name, path=None, target=None):
     hidden = name.partition(".")[0] in ("triton", "cuda")
     return None if hidden else found(name, path, target)
 
-PathFinder.find_spec = staticmethod(find_spec)
+PathFinder.find_spec = classmethod(find_spec)
 """
 COURSE = """
 import importlib

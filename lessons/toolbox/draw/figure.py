@@ -42,7 +42,6 @@ HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
 FLAG, GREY, SMALL = "#CC79A7", "#555555", 11
 HALO = [withStroke(linewidth=3, foreground="white")]  # letters stay legible on a line
 STYLE = Path(__file__).with_name("class.mplstyle")
-SLIDE_PIXELS = 1920  # the width of most projectors
 _taker: ContextVar[Callable[[Figure, Path], None] | None] = ContextVar("taker", default=None)
 
 
@@ -250,14 +249,6 @@ def pictures_to(take: Callable[[Figure, Path], None]):
         yield
     finally:
         _taker.reset(token)
-
-
-def save_slide(fig: Figure, path: Path) -> None:
-    """Write a figure as a PNG of a projector's width, without the line under it."""
-    foot(fig, "")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with style():
-        fig.savefig(path, dpi=SLIDE_PIXELS / fig.get_figwidth())
 
 
 def _write(fig: Figure, path: Path, alt: str) -> Path:
