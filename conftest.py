@@ -11,11 +11,11 @@ import torch
 # first, because it decides how Triton runs before any test imports Triton
 import lessons  # noqa: F401
 from lessons.toolbox.cuda_cpu import compiling as cuda_cpu
-
-# mends the interpreter for kernels that tests declare themselves
-from lessons.toolbox.kernels import triton_  # noqa: F401
 from lessons.toolbox.kernels.order import program_order
-from lessons.toolbox.measure.device import has_gpu
+
+# also mends the interpreter for kernels that tests declare themselves
+from lessons.toolbox.kernels.triton_ import TritonMissing
+from lessons.toolbox.measure.device import has_gpu, has_triton
 
 # the `proof` fixture, through which a test of equivalence records its proof; --since REVISION
 pytest_plugins = ["lessons.toolbox.proof.record", "tests.since"]
@@ -54,6 +54,21 @@ def pytest_collection_modifyitems(items):
         for marker, why in missing.items():
             if why and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f"NOT RUN: {why}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Without Triton, as on macOS, a test that needs it is NOT RUN, which is neither a failure nor
+    a pass.
+    """
+    try:
+        return (yield)
+    except TritonMissing:
+        pytest.skip("NOT RUN: needs Triton")
+    except ModuleNotFoundError as error:
+        if has_triton() or (error.name or "").partition(".")[0] != "triton":
+            raise
+        pytest.skip("NOT RUN: needs Triton")
 
 
 def pytest_terminal_summary(terminalreporter):

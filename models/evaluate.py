@@ -7,15 +7,18 @@ Every figure on the page is measured by this command or recorded by the training
 """
 
 import ast
+import codeop
 import json
 import math
+import textwrap
+from collections import Counter
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 from lessons.toolbox.model.checkpoint import load_tokenizer
-from lessons.toolbox.model.corpus import END, HELD_OUT, corpus, token_stream
+from lessons.toolbox.model.corpus import END, HELD_OUT, LIBRARIES, corpus, token_stream
 from models.tokenizer import FOLDERS, HERE, VOCAB_SIZE
 from models.train import SHAPES, held_out_loss
 
@@ -90,6 +93,45 @@ def parses(source: str) -> bool:
         return False
 
 
+@torch.no_grad()
+def greedy_answers(model, tokenizer, device: str, length: int = 200) -> list[str]:
+    """The prompts of the ladder with `length` greedy tokens behind each: code that the model has
+    never seen, and how it goes on.
+    """
+    answers = []
+    for request in json.loads((HERE / "prompts.json").read_text()):
+        ids = torch.tensor([[0, *tokenizer(request["prompt"])["input_ids"]]], device=device)
+        row = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=length,
+            do_sample=False,
+            pad_token_id=0,
+        )[0]
+        answers.append(tokenizer.decode(row[1:], skip_special_tokens=True))
+    return answers
+
+
+def parses_so_far(source: str) -> bool:
+    """Whether it is Python, or would be if it went on. The last line may have been cut anywhere, so
+    it does not count.
+    """
+    whole_lines = textwrap.dedent(source).rpartition("\n")[0] + "\n"
+    try:
+        codeop.compile_command(whole_lines, symbol="exec")  # None: incomplete
+        return True
+    except (SyntaxError, ValueError, OverflowError):
+        return False
+
+
+def repeats_a_line(answer: str, times: int = 3, shortest: int = 12) -> bool:
+    """Whether a line of `shortest` characters or more stands in it `times` times. Shorter ones,
+    such as `return None`, may.
+    """
+    lines = Counter(line.strip() for line in answer.splitlines())
+    return any(count >= times for line, count in lines.items() if len(line) >= shortest)
+
+
 def evaluate(samples: int = 60) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(FOLDERS["tiny"])
@@ -110,9 +152,10 @@ def evaluate(samples: int = 60) -> None:
         }
     functions = sampled_functions(loaded["tiny"], tokenizer, samples, device)
     figures["tiny"]["sampled_functions"] = samples
-    figures["tiny"]["sampled_functions_that_parse"] = round(
-        sum(map(parses, functions)) / samples, 3
-    )
+    figures["tiny"]["sampled_functions_that_parse"] = share(parses, functions)
+    greedy = greedy_answers(loaded["tiny"], tokenizer, device)
+    figures["tiny"]["greedy_answers_that_parse"] = share(parses_so_far, greedy)
+    figures["tiny"]["greedy_answers_that_repeat_a_line"] = share(repeats_a_line, greedy)
     figures["draft"]["greedy_agreement_with_tiny"] = round(
         greedy_agreement(loaded["tiny"], loaded["draft"], stream, device), 4
     )
@@ -125,6 +168,11 @@ def evaluate(samples: int = 60) -> None:
     (HERE / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
     (HERE / "README.md").write_text(model_card(figures))
     print(model_card(figures))
+
+
+def share(holds, texts: list[str]) -> float:
+    """The share of texts for which it holds."""
+    return round(sum(map(holds, texts)) / len(texts), 3)
 
 
 def table_of(figures: dict) -> str:
@@ -153,11 +201,32 @@ MEASURED = (
         lambda share: f"{share:.0%}",
     ),
     (
+        "greedy answers of 200 tokens that are Python",
+        "greedy_answers_that_parse",
+        lambda share: f"{share:.0%}",
+    ),
+    (
+        "greedy answers that repeat a line three times",
+        "greedy_answers_that_repeat_a_line",
+        lambda share: f"{share:.0%}",
+    ),
+    (
         "greedy agreement with the target, held-out code",
         "greedy_agreement_with_tiny",
         lambda share: f"{share:.1%}",
     ),
 )
+
+
+def training_text(tiny: dict) -> str:
+    """What the weights that are here were trained on, from their training.json."""
+    tokens, python = tiny["training_tokens"] / 1e6, f"Python {tiny['python_source']} (PSF licence)"
+    if "own_tokens" in tiny:
+        own = tiny["own_tokens"] / 1e6
+        return f"""{tokens:.1f} M tokens: {own:.1f} M of the standard library of
+  {python}, the rest of the libraries named below."""
+    return f"""{tokens:.1f} M tokens of the standard library of {python},
+  tests included, tables of encodings and the like left out."""
 
 
 def model_card(figures: dict) -> str:
@@ -173,8 +242,7 @@ our loader. `python -m models.evaluate` writes this page and measures every figu
 
 {table_of(figures)}
 
-- **Data**: {tiny["training_tokens"] / 1e6:.1f} M tokens of the standard library of Python
-  {tiny["python_source"]} (PSF licence), tests included, tables of encodings and the like left out.
+- **Data**: {training_text(tiny)}
   Held out, with their tests ({held["tokens"]} tokens, {held["bytes_per_token"]} bytes each):
   {", ".join(f"`{m}`" for m in held["modules"])}.
 - **Tokenizer**: byte-level BPE with {VOCAB_SIZE} entries. A newline and the indentation after it
@@ -187,13 +255,19 @@ our loader. `python -m models.evaluate` writes this page and measures every figu
   the text.
 - **Sampling**: temperature 0.8, top-p 0.95, {tiny["sampled_functions"]} functions of at most
   160 tokens. One that this limit cuts off counts as a failure unless it parses.
+- **Greedy answers**: 200 tokens behind each of the 32 prompts of the ladder, which are held-out
+  code. One is Python if it parses up to its last whole line, or would if it went on. Only lines of
+  12 characters or more count as repeated.
 
 How far the training went is said by the tokens seen, not by the minutes, because the machine may
 have been busy with other work too.
 
-Train them again: `python -m models.train tokenizer`, then `tiny --minutes N` and
-`draft --minutes N`, then `python -m models.evaluate`. More minutes or a GPU give better models of
-the same shape. Nothing else in the course depends on the weights.
+Train them again: `python -m models.train tokenizer`, then `tiny --tokens 150` and
+`draft --tokens 150` (millions), then `python -m models.evaluate`. That recipe also reads the
+libraries that the course installs ({", ".join(f"{name}, {to}" for name, to in LIBRARIES.items())}),
+without what they copied from held-out modules. More tokens give better models of the same shape.
+Nothing else in the course depends on the weights, but what is recorded under `results/` was
+recorded with those that are here.
 
 ## Samples
 

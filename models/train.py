@@ -1,13 +1,16 @@
-"""Train the course's two embedded models on the source of Python's own standard library.
+"""Train the course's two embedded models on Python source.
 
-    python -m models.train tokenizer            # byte-level BPE, seconds
-    python -m models.train tiny  --minutes 70   # the target: next-token cross-entropy
-    python -m models.train draft --minutes 15   # the draft: distilled from it, same tokenizer
-    python -m models.evaluate                   # held-out figures -> figures.json and README.md
+    python -m models.train tokenizer             # byte-level BPE, seconds
+    python -m models.train tiny  --tokens 150    # the target: next-token cross-entropy
+    python -m models.train draft --tokens 150    # the draft: distilled from it, same tokenizer
+    python -m models.evaluate                    # held-out figures -> figures.json and README.md
 
-The budget is wall-clock minutes, because the same recipe runs on a laptop and on a GPU: the
-learning rate follows the share of the budget that is spent. Results are ordinary Hugging Face Llama
-checkpoints; a directory under models/ is replaced only when its training has finished.
+The budget is millions of tokens, because the same recipe runs on a laptop and on a GPU: the
+learning rate follows the share of the budget that is spent. The first part of a training reads the
+standard library and the libraries that the course installs, the second part the standard library
+alone. A training that was interrupted goes on where it last saved: give the same command again.
+Results are ordinary Hugging Face Llama checkpoints; a directory under models/ is replaced only when
+its training has finished.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +32,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from lessons.toolbox.model.corpus import corpus, token_stream
+from lessons.toolbox.model.corpus import corpus, libraries, token_stream
 from models.tokenizer import FOLDERS, HERE, VOCAB_SIZE, train_tokenizer
 
 SHAPES = {  # ratio of query to KV heads: 3 (no power of two, as in Qwen2's 6 and 7) and 2
@@ -71,17 +75,20 @@ def new_model(name: str) -> LlamaForCausalLM:
     )
 
 
-def windows(stream: np.ndarray, rng: np.random.Generator, rows: int, length: int):
-    """Endless [rows, length + 1] batches: each epoch cuts the stream at a new offset and shuffles
-    the pieces.
+def windows(stream: np.ndarray, rows: int, length: int, seen: int):
+    """Endless [rows, length + 1] batches, from the one after `seen` tokens on: each epoch cuts the
+    stream at a new offset and shuffles the pieces.
     """
+    epoch, skipped = 0, seen // (rows * length)
     while True:
+        rng = np.random.default_rng(epoch)  # of its own, so that a training can go on in any epoch
         starts = np.arange(rng.integers(length), len(stream) - length - 1, length)
         rng.shuffle(starts)
-        for i in range(0, len(starts) - rows + 1, rows):
-            yield torch.from_numpy(
-                np.stack([stream[s : s + length + 1] for s in starts[i : i + rows]])
-            )
+        batches = len(starts) // rows
+        for i in range(min(skipped, batches), batches):
+            pieces = [stream[s : s + length + 1] for s in starts[i * rows : (i + 1) * rows]]
+            yield torch.from_numpy(np.stack(pieces).astype(np.int64))
+        epoch, skipped = epoch + 1, max(0, skipped - batches)
 
 
 def next_token_loss(model, batch, teacher=None):
@@ -130,16 +137,39 @@ def schedule(spent: float) -> float:
     return min(spent / 0.02 + 0.01, 1.0, (1 - spent) / 0.45)
 
 
-# from, to (shares of the budget), window: RoPE sees every position in the end
-PHASES = ((0.0, 0.88, 512), (0.88, 1.0, 2048))
+class Phase(NamedTuple):
+    """A part of a training, until a share of its tokens has been seen."""
+
+    until: float
+    text: str  # "wide": the libraries too; "own": the standard library
+    length: int  # of a window: RoPE sees every position in the end
 
 
-def train(name: str, minutes: float, tokens_per_step: int, compile_model: bool) -> None:
-    """Train one model for a wall-clock budget and save it with what the training was
+PHASES = (Phase(0.6, "wide", 512), Phase(0.88, "own", 512), Phase(1.0, "own", 2048))
+
+
+def streams() -> dict[str, np.ndarray]:
+    """Tokens to train on, by Phase.text, and "held_out". Kept in build/, because encoding the
+    libraries takes minutes.
+    """
+    kept = HERE.parent / "build" / "training-tokens.npz"
+    if not kept.exists():
+        print("encoding the text, once", flush=True)
+        own, held_out = corpus()
+        texts = {"own": own, "wide": own + libraries(), "held_out": held_out}
+        kept.parent.mkdir(exist_ok=True)
+        np.savez(
+            kept, **{name: token_stream(part).astype(np.uint16) for name, part in texts.items()}
+        )
+    return dict(np.load(kept))
+
+
+def train(name: str, million_tokens: float, tokens_per_step: int, compile_model: bool) -> None:
+    """Train one model on a number of tokens and save it with what the training was
     (training.json).
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    stream, held_out = (token_stream(texts) for texts in corpus())
+    text, budget = streams(), million_tokens * 1e6
     model, teacher, loss_of = new_model(name).to(device), None, next_token_loss
     if name == "draft":
         teacher = (
@@ -150,45 +180,77 @@ def train(name: str, minutes: float, tokens_per_step: int, compile_model: bool) 
         loss_of = distillation_loss
     step_loss = torch.compile(loss_of) if compile_model else loss_of
     print(
-        f"{name}: {model.num_parameters() / 1e6:.2f}M parameters, {len(stream) / 1e6:.2f}M "
-        f"training tokens, {len(held_out)} held-out tokens, on {device}",
+        f"{name}: {model.num_parameters() / 1e6:.2f}M parameters, {len(text['wide']) / 1e6:.2f}M "
+        f"training tokens, {len(text['held_out'])} held-out tokens, on {device}",
         flush=True,
     )
-    opts, rng = optimizers(model), np.random.default_rng(0)
-    start, seen, step = time.monotonic(), 0, 0
+    opts = optimizers(model)
+    unfinished = HERE.parent / "build" / f"{name}-unfinished.pt"
+    facts = go_on(unfinished, model, opts, budget)
     bar_columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*bar_columns, disable=not sys.stderr.isatty()) as progress:
-        bar = progress.add_task(name, total=1.0)
-        for _, until, length in PHASES:
-            for batch in windows(stream, rng, tokens_per_step // length, length):
-                spent = (time.monotonic() - start) / (60 * minutes)
-                if spent >= until:
+        bar = progress.add_task(name, total=budget, completed=facts["tokens_seen"])
+        saved = time.monotonic()
+        for phase in PHASES:
+            rows, seen = tokens_per_step // phase.length, facts["tokens_seen"]
+            for batch in windows(text[phase.text], rows, phase.length, seen):
+                started, spent = time.monotonic(), facts["tokens_seen"] / budget
+                if spent >= phase.until:
                     break
                 with torch.autocast(device, torch.bfloat16):
                     loss = step_loss(model, batch.to(device), teacher)
                 loss.backward()
                 update(model, opts, factor=schedule(spent))
-                seen, step = seen + batch[:, 1:].numel(), step + 1
-                progress.update(bar, completed=spent, description=f"{name} loss {loss.item():.3f}")
-                if step % 100 == 0 or step == 10:
+                facts["tokens_seen"] += batch[:, 1:].numel()
+                facts["steps"] += 1
+                shown = loss.item()  # waits for a GPU, so the minutes are true
+                facts["minutes"] += (time.monotonic() - started) / 60
+                label = f"{name} loss {shown:.3f}"
+                progress.update(bar, completed=facts["tokens_seen"], description=label)
+                if facts["steps"] % 200 == 0 or facts["steps"] == 10:
                     print(
-                        f"step {step} spent {spent:.3f} tokens {seen / 1e6:.2f}M loss {loss:.4f} "
-                        f"held-out {held_out_loss(model, held_out[:16385], device):.4f}",
+                        f"step {facts['steps']} spent {spent:.3f} loss {shown:.4f} held-out "
+                        f"{held_out_loss(model, text['held_out'][:16385], device):.4f}",
                         flush=True,
                     )
-                if step % 500 == 0:
-                    save(model, HERE.parent / "build" / f"{name}-unfinished")
+                if time.monotonic() - saved > SAVED_EVERY_S:
+                    keep(unfinished, model, opts, facts, budget)
+                    saved = time.monotonic()
     save(model, FOLDERS[name])
-    facts = {
-        "minutes": round((time.monotonic() - start) / 60, 1),
-        "steps": step,
-        "tokens_seen": seen,
-        "training_tokens": len(stream),
+    facts |= {
+        "minutes": round(facts["minutes"], 1),
+        "training_tokens": len(text["wide"]),
+        "own_tokens": len(text["own"]),
         "torch": torch.__version__,
         "python_source": sys.version.split()[0],
         "device": name_of(device),
     }
     (FOLDERS[name] / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+    unfinished.unlink(missing_ok=True)
+
+
+SAVED_EVERY_S = 300
+
+
+def keep(place: Path, model, opts, facts: dict, budget: float) -> None:
+    """Write all that a training needs to go on."""
+    state = {"model": model.state_dict(), "opts": [opt.state_dict() for opt in opts]}
+    scratch = place.with_suffix(".part")
+    torch.save(state | {"facts": facts, "budget": budget}, scratch)
+    scratch.replace(place)
+
+
+def go_on(place: Path, model, opts, budget: float) -> dict:
+    """Load what `keep` wrote for this budget, if anything; returns the training's facts so far."""
+    if place.exists():
+        state = torch.load(place, weights_only=True)
+        if state["budget"] == budget:
+            model.load_state_dict(state["model"])
+            for opt, held in zip(opts, state["opts"]):
+                opt.load_state_dict(held)
+            print(f"going on after {state['facts']['tokens_seen'] / 1e6:.1f}M tokens", flush=True)
+            return state["facts"]
+    return {"minutes": 0.0, "steps": 0, "tokens_seen": 0}
 
 
 def name_of(device: str) -> str:
@@ -227,7 +289,9 @@ def save(model, folder: Path) -> None:
 def held_out_loss(model, stream: np.ndarray, device: str, length: int = 512) -> float:
     """Mean next-token loss in nats over consecutive windows of `length` tokens."""
     rows = torch.from_numpy(
-        np.stack([stream[i : i + length + 1] for i in range(0, len(stream) - length, length)])
+        np.stack(
+            [stream[i : i + length + 1] for i in range(0, len(stream) - length, length)]
+        ).astype(np.int64)
     ).to(device)
     total = [
         F.cross_entropy(
@@ -242,7 +306,9 @@ def held_out_loss(model, stream: np.ndarray, device: str, length: int = 512) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["tokenizer", "tiny", "draft"])
-    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument(
+        "--tokens", type=float, default=150, help="to train on, in millions (%(default)s)"
+    )
     parser.add_argument("--tokens-per-step", type=int, default=8192)
     parser.add_argument(
         "--no-compile",
@@ -251,12 +317,12 @@ def main() -> None:
         help="run the training step without torch.compile",
     )
     args = parser.parse_args()
-    if args.minutes <= 0:
-        parser.error(f"--minutes must be positive, got {args.minutes}")
+    if not 0 < args.tokens < 1e6:
+        parser.error(f"--tokens: got {args.tokens}; accepted: millions of tokens, above 0")
     if args.what == "tokenizer":
         train_tokenizer()
     else:
-        train(args.what, args.minutes, args.tokens_per_step, args.compile)
+        train(args.what, args.tokens, args.tokens_per_step, args.compile)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The course keeps its rules: what is false is a failure, what a lesson lacks in form a warning."""
 
+import json
 import warnings
 from pathlib import Path
 
@@ -75,6 +76,64 @@ def test_hard_texts_are_seen(tmp_path):
     assert "'slot' is used before it is linked" in unlinked
 
 
+# ---------------------------------------------------------------- notebooks
+
+# Their lessons are being written anew, so they will be run again.
+TO_RUN_AGAIN = (
+    "notebooks/02_naive_attention.ipynb",
+    "notebooks/03_kv_cache.ipynb",
+    "notebooks/08_online_softmax.ipynb",
+    "notebooks/09_flash_attention.ipynb",
+    "notebooks/13_prefix_caching.ipynb",
+)
+
+
+def test_source_that_a_notebook_shows_is_that_of_today():
+    found = notebook_rules.stale_sources(REPOSITORY)
+    stale = [complaint for complaint in found if not complaint.startswith(TO_RUN_AGAIN)]
+    assert not stale, "\n".join(["", *stale])
+    for path in TO_RUN_AGAIN:
+        if not any(complaint.startswith(path) for complaint in found):
+            warnings.warn(f"take {path} out of TO_RUN_AGAIN", AnatomyWarning, stacklevel=1)
+
+
+def test_old_source_in_a_notebook_is_seen(tmp_path):
+    """Whole and cut off, decorated, as an excerpt; and text that only looks like a function."""
+    (tmp_path / "lessons").mkdir()
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "lessons/naive.py").write_text(
+        "@jit\ndef double(x):\n    # twice\n    y = 2 * x\n    return y\n\n\n"
+        "class Cache:\n    def read(self):\n        return self.rows\n"
+    )
+    whole = "@jit\ndef double(x):\n    # twice\n    y = 2 * x\n    return y\n"
+    cells = {
+        "print(getsource(double))": (whole, whole.replace("twice", "two times")),
+        "print(getsource(double).split('return')[0])": (
+            whole.replace("return y", ""),
+            whole.replace("2 * x\n    return y", "x + x\n    "),
+        ),
+        "print(getsource(Cache.read)); print(generate(model))": (
+            "    def read(self):\n        return self.rows\n\ndef made_up():\n    return 1\n",
+            "    def read(self):\n        return self.columns\n",
+        ),
+        "excerpt(naive.double, 'y =', 'return')": (
+            "y = 2 * x\nreturn y\n",
+            "y = x + x\nreturn y\n",
+        ),
+        "excerpt(naive.double, 'y =')": ("y = 2 * x\nreturn y\n", "y = 2 * x\n"),
+    }
+
+    def complaints(cell: str, shown: str) -> list[str]:
+        output = {"output_type": "stream", "name": "stdout", "text": [shown]}
+        code = {"cell_type": "code", "source": [cell], "outputs": [output]}
+        (tmp_path / "notebooks/01.ipynb").write_text(json.dumps({"cells": [code]}))
+        return notebook_rules.stale_sources(tmp_path)
+
+    for cell, (today, before) in cells.items():
+        assert complaints(cell, today) == [], cell
+        assert "no file holds" in complaints(cell, before)[0], cell
+
+
 # ---------------------------------------------------------------- numbers
 
 
@@ -113,7 +172,7 @@ def test_numbers_with_a_wrong_source_or_none_are_seen(tmp_path):
     room.mkdir(parents=True)
     (room / "README.md").write_text(
         "## Measured\nIt runs at 4.25 TB/s<!-- results/r.json#y -->, **4.3 ×**<!--\n"
-        "results/r.json#y -->, in 3 ms, or in `3 ms` of code.\n"
+        "results/r.json#y -->, in 3 ms, or in `3 ms` of code, as `7<!-- results/r.json#y -->`.\n"
     )
     (wrong,) = number_rules.wrong_numbers(tmp_path)
     assert "4.3 is not the recorded 4.2499" in wrong

@@ -1,16 +1,22 @@
 """The embedded models are what models/README.md says they are."""
 
+import itertools
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
-from lessons.toolbox.model.corpus import corpus
-from models.evaluate import model_card
+from lessons.toolbox.model.corpus import copies, corpus, long_lines
+from models import train as training
+from models.evaluate import model_card, parses_so_far, repeats_a_line
+from models.train import windows
 
 MODELS = Path(__file__).parents[1] / "models"
 
@@ -103,3 +109,78 @@ def test_held_out_modules_are_not_trained_on():
     train, held_out = corpus()
     assert len(held_out) >= 15 and not {hash(t) for t in held_out} & {hash(t) for t in train}
     assert not any("def heappushpop(heap, item):" in text for text in train)
+
+
+# ---------------------------------------------------------------- the next training
+
+
+def test_a_training_goes_on_where_it_was_interrupted():
+    stream = np.arange(2000)
+    whole = itertools.islice(windows(stream, rows=4, length=16, seen=0), 100)
+    resumed = itertools.islice(windows(stream, rows=4, length=16, seen=40 * 4 * 16), 60)
+    assert all(torch.equal(a, b) for a, b in zip(itertools.islice(whole, 40, None), resumed))
+
+
+def test_an_interrupted_training_ends_with_the_weights_of_one_that_was_not(tmp_path, monkeypatch):
+    def seconds():
+        if next(ticks) == stop_at:
+            raise KeyboardInterrupt
+        return 0.0
+
+    def weights(folder):
+        return load_file(tmp_path / folder / "model.safetensors")
+
+    stream = np.random.default_rng(0).integers(0, 4096, 6000).astype(np.uint16)
+    text = {"wide": stream, "own": stream[:3000], "held_out": stream[:600]}
+    small = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    small |= dict(num_key_value_heads=1, intermediate_size=16)
+    monkeypatch.setattr(training, "streams", lambda: text)
+    monkeypatch.setattr(training, "HERE", tmp_path / "models")
+    monkeypatch.setitem(training.SHAPES, "tiny", small)
+    monkeypatch.setattr(training, "SAVED_EVERY_S", -1)
+    monkeypatch.setattr(training.time, "monotonic", seconds)
+    (tmp_path / "build").mkdir()
+    for folder, stops in (("whole", [-1]), ("in_parts", [11, 20, -1])):
+        monkeypatch.setitem(training.FOLDERS, "tiny", tmp_path / folder)
+        for stop_at in stops:
+            ticks = itertools.count()
+            with nullcontext() if stop_at < 0 else pytest.raises(KeyboardInterrupt):
+                training.train("tiny", 0.03, tokens_per_step=2048, compile_model=False)
+    assert not list((tmp_path / "build").iterdir()), "what it kept to go on is gone"
+    for name, whole in weights("whole").items():
+        assert torch.equal(whole, weights("in_parts")[name]), name
+
+
+def test_an_epoch_reads_each_token_once_and_the_next_one_cuts_elsewhere():
+    stream, rows, length = np.arange(1601), 5, 16
+    batches = list(itertools.islice(windows(stream, rows, length, seen=0), 40))
+    first, second = torch.cat(batches[:19]), torch.cat(batches[19:38])
+    for epoch in (first, second):
+        assert len(epoch[:, :-1].unique()) == epoch[:, :-1].numel()
+    assert {int(n) % length for n in first[:, 0]} != {int(n) % length for n in second[:, 0]}
+
+
+def test_a_copy_of_a_held_out_module_is_not_trained_on():
+    held_out = corpus()[1]
+    secret = {line for text in held_out for line in long_lines(text)}
+    assert all(copies("import os\n" + text.replace("\n", "  \n"), secret) for text in held_out)
+    # A module about sound files tells the same as one that is held out, so a few may go.
+    assert sum(copies(text, secret) for text in corpus()[0][:50]) < 5
+
+
+@pytest.mark.parametrize(
+    ("source", "is_python"),
+    [
+        ("def f(x):\n    if x:\n        return [x,\n    and cut of", True),
+        ('def f():\n    """A text that goes\n    on and', True),
+        ("    def method(self):\n        return self.x\n\n    def", True),
+        ("def f(x:\n    return x)\n\ny = 1\n", False),
+        ("def f(x):\nreturn x\n\n", False),
+    ],
+)
+def test_python_as_far_as_it_goes(source, is_python):
+    assert parses_so_far(source) == is_python
+
+
+def test_a_repeated_line_is_one_that_says_something():
+    assert repeats_a_line("self.file.close()\n" * 3) and not repeats_a_line("return x\n" * 9)

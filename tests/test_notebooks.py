@@ -8,12 +8,10 @@ import hashlib
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from traitlets.config import Config
 
 from tests.notebook_kernels import preloaded_kernels
 from tests.notebook_rules import notebooks
@@ -63,19 +61,14 @@ def execute(
                 r"^check\(.*\);?$", "assert callable(check)", cell.source, flags=re.M
             )
     environment.pop("PYTHONPATH", None)
-    with tempfile.TemporaryDirectory() as sockets:
-        # Not TCP, because two test processes may choose the same free port, and then wait for ever.
-        # A short path, because a socket's name may have 107 characters.
-        own_sockets = {"transport": "ipc", "ip": os.path.join(sockets, "kernel")}
-        client = nbclient.NotebookClient(
-            notebook,
-            config=Config({"KernelManager": own_sockets}),
-            timeout=hangs_s,
-            shutdown_kernel="immediate",
-            resources={"metadata": {"path": str(folder)}},
-        )
-        before_s = seconds_used()
-        client.execute(env=environment)
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=hangs_s,
+        shutdown_kernel="immediate",
+        resources={"metadata": {"path": str(folder)}},
+    )
+    before_s = seconds_used()
+    client.execute(env=environment)
     seconds = seconds_used() - before_s
     assert 0 < seconds < limit_s, (
         f"{path.name} took {seconds:.0f} s of a core, more than {limit_s:.0f} s"

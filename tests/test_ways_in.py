@@ -159,16 +159,33 @@ assert doctor()
 """
 
 
-def test_the_course_loads_without_triton_and_says_what_it_cannot_run(tmp_path):
-    """As on macOS: every room and the ladder are imported."""
+@pytest.fixture
+def without_triton(tmp_path):
+    """Run Python with these arguments where Triton is hidden, as on macOS."""
     (tmp_path / "sitecustomize.py").write_text(HIDDEN)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "-c", COURSE], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+
+    def run(*arguments) -> subprocess.CompletedProcess:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    return run
+
+
+def test_the_course_loads_without_triton_and_says_what_it_cannot_run(without_triton):
+    """Every room and the ladder are imported."""
+    done = without_triton("-c", COURSE)
     assert done.returncode == 0, done.stderr
     said = re.sub(" +", " ", done.stdout)
     assert "kernels none: Triton is not installed" in said
     assert "Triton kernels, in any form: Triton is not installed" in said
     assert "compile_check` still compiles" not in said
     assert done.stdout.rstrip().endswith("ready")
+
+
+def test_tests_that_need_triton_are_not_run_without_it(without_triton):
+    file = "lessons/l08_online_softmax/test_equivalence.py"
+    options = ("-p", "no:cacheprovider", "-k", "test_probes_with_known_answers")
+    done = without_triton("-m", "pytest", file, *options)
+    assert done.returncode == 0, done.stdout
+    assert "NOT RUN: needs Triton" in done.stdout and "F" not in done.stdout.splitlines()[0]

@@ -680,7 +680,7 @@ def test_the_readme_quotes_the_model():
     ).kv_bytes == pytest.approx(0.016, rel=0.02)
 
 
-@pytest.mark.parametrize("draw", [picture.draw, picture.draw_predicted])
+@pytest.mark.parametrize("draw", [picture.draw, picture.draw_predicted, picture.draw_waves])
 def test_the_pictures(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)

@@ -124,6 +124,7 @@ def test_the_predictions_of_the_readme():
     assert f"{timeline.peak_bytes(step) / 1e6:.1f} MB live at once" in text
 
 
-def test_the_picture_fits():
-    figure = pictures.draw()
+@pytest.mark.parametrize("draw", [pictures.draw, pictures.draw_launch_cost])
+def test_the_pictures_fit(draw):
+    figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)

@@ -121,3 +121,19 @@ def test_bad_input_is_one_clear_line(call, words):
     with pytest.raises(ValueError, match=words) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_a_step_that_shows_nothing_points_to_its_regime():
+    regime = {"label": "long context", "gain": 5.0, "measured": True}
+    flat = RUNG | {"step": 0.97, "regime": regime}
+    rungs = [
+        flat | {"name": "flat"},
+        flat | {"name": "nowhere", "tokens_per_s": 301.0, "regime": None},
+        flat | {"name": "steep", "tokens_per_s": 302.0, "step": 1.2},
+        flat | {"name": "hollow", "tokens_per_s": 303.0, "stand_in": True},
+        flat | {"name": "wrong", "tokens_per_s": 304.0, "identical": False},
+    ]
+    figure = plotting.ladder_plot(rungs, title="t", caption="c")
+    texts = {t.get_text() for t in figure.findobj(Text)}
+    assert {"300 ✓ pays there →", "301 ✓", "302 ✓", "303 ✓ tokens only"} <= texts
+    assert "304 ✗ tokens differ" in texts

@@ -1,13 +1,16 @@
-"""The lesson's two pictures, both from the model in occupancy.py: which slots of a GPU have work,
-and what that costs.
+"""The lesson's pictures, all from the model in occupancy.py: which slots of a GPU have work, and
+what that costs.
 
     python -m lessons.l10_flash_decoding.lab.pictures
         writes occupancy.svg and predicted.svg beside this file
 """
 
+from functools import cache
 from pathlib import Path
 
+from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from lessons.l10_flash_decoding.lab.occupancy import (
     BLOCK_N,
@@ -17,6 +20,7 @@ from lessons.l10_flash_decoding.lab.occupancy import (
     slots,
     split_pieces,
 )
+from lessons.l10_flash_decoding.splits import cdiv, wave_efficiency
 from lessons.toolbox.draw.figure import PALETTE, ClassFigure, frame, key, save_svg, style
 from lessons.toolbox.draw.plotting import class_plot
 from lessons.toolbox.measure.hardware import CHIPS
@@ -27,6 +31,8 @@ SHOWN = (1, 4, 32, 36)  # splits
 SHOWN_US = 130  # microseconds of each panel
 CONTEXTS = [2**n for n in range(10, 18)]
 SPLIT_SIZE = 512  # keys
+MOST_SPLITS = 48  # of the slider
+IDLE = "#F4F4F4"
 HERE = Path(__file__).parent
 SVG, PREDICTED_SVG = HERE / "occupancy.svg", HERE / "predicted.svg"
 ALT = (
@@ -57,31 +63,17 @@ def draw() -> ClassFigure:
         f"heads {WORK.num_heads}/"
         f"{WORK.num_kv_heads}, head_dim {WORK.head_dim}, 16 bits · {CHIP.sm_count} SMs with 2 "
         f"slots each",
-        (11, 4.8),
+        (11, 5.2),
     )
     for n, (splits, ran) in enumerate(pieces.items()):
         left = n * (SHOWN_US + gap)
-        ax.add_patch(
-            Rectangle((left, 0), SHOWN_US, height, facecolor="#F4F4F4", edgecolor="#BBBBBB", lw=1)
-        )
-        for piece in ran:
-            start_us, width_us = 1e6 * piece.start_s, 1e6 * (piece.end_s - piece.start_s)
-            colour = waves["second wave" if piece.start_s else "first wave"]
-            ax.add_patch(
-                Rectangle(
-                    (left + start_us, piece.slot),
-                    min(width_us, SHOWN_US - start_us),
-                    1,
-                    facecolor=colour,
-                    lw=0,
-                )
-            )
+        _panel(ax, left, ran, SHOWN_US, lambda piece: PALETTE[1 if piece.start_s else 0])
         title = f"{splits} split{'s' if splits > 1 else ''}: {len(ran)} programs"
-        ax.text(left, -22, title, fontweight="bold", va="bottom")
+        ax.text(left, -32, title, fontweight="bold", va="bottom")
         end = f"ends at {end_us[splits]:.0f} µs" + (" →" if end_us[splits] > SHOWN_US else "")
         ax.text(left, -6, f"{end}, busy {busy_share(ran, height):.0%}", va="bottom")
     ax.set_xlim(-2, len(SHOWN) * (SHOWN_US + gap))
-    ax.set_ylim(height + 2, -42)
+    ax.set_ylim(height + 2, -56)
     ax.set_yticks([0.5, height - 0.5], ["slot 1", f"slot {height}"])
     ticks = [0, 50, 100]
     ax.set_xticks(
@@ -93,8 +85,66 @@ def draw() -> ClassFigure:
     key(
         ax,
         [Patch(facecolor=colour, label=name) for name, colour in waves.items()]
-        + [Patch(facecolor="#F4F4F4", edgecolor="#BBBBBB", label="idle")],
+        + [Patch(facecolor=IDLE, edgecolor="#BBBBBB", label="idle")],
     )
+    return fig
+
+
+def _panel(ax, left, ran, shown_us, colour_of) -> None:
+    """One row a slot, a bar for each program that ran, from `left` on."""
+    look = {"facecolor": IDLE, "edgecolor": "#BBBBBB", "lw": 1}
+    ax.add_patch(Rectangle((left, 0), shown_us, slots(CHIP), **look))
+    bars = []
+    for piece in ran:
+        start, end = (left + min(1e6 * s, shown_us) for s in (piece.start_s, piece.end_s))
+        top, bottom = piece.slot, piece.slot + 1
+        bars.append([(start, top), (end, top), (end, bottom), (start, bottom)])
+    ax.add_collection(PolyCollection(bars, facecolors=[colour_of(piece) for piece in ran], lw=0))
+
+
+@cache
+def predicted_by_splits(batch: int) -> list[float]:
+    """Predicted µs of `batch` sequences of 64k keys in 1 to MOST_SPLITS splits."""
+    work = Decode(WORK.context, batch)
+    return [1e6 * predicted_s(work, splits, chip=CHIP) for splits in range(1, MOST_SPLITS + 1)]
+
+
+@style()
+def draw_waves(splits: int = 36, batch: int = 1) -> ClassFigure:
+    """For a slider: which slots have work, and beside it the time over the number of splits."""
+    work, height = Decode(WORK.context, batch), slots(CHIP)
+    ran = split_pieces(work, splits, chip=CHIP)
+    waves, share = cdiv(len(ran), height), wave_efficiency(len(ran), height)
+    end_us, times_us = 1e6 * max(piece.end_s for piece in ran), predicted_by_splits(batch)
+    fig, (left, right) = frame(
+        f"{len(ran)} programs on {height} slots: {waves} wave{'s' * (waves > 1)}, {share:.0%} full, "
+        f"{times_us[splits - 1]:.0f} µs",
+        f"predicted by occupancy.py, not measured · batch {batch}, context {WORK.context // 1024}k, "
+        f"heads {work.num_heads}/{work.num_kv_heads}, head_dim {work.head_dim}, 16 bits · "
+        f"{CHIP.name}",
+        (11, 4.8),
+        (1, 1),
+    )
+    _panel(left, 0, ran, end_us, lambda piece: PALETTE[int(2 * piece.start_s > piece.end_s)])
+    left.set(xlim=(0, end_us), ylim=(height + 2, -2), xlabel="time (µs)")
+    left.set_yticks([0.5, height - 0.5], ["slot 1", f"slot {height}"])
+    left.xaxis.set_major_locator(MaxNLocator(4))
+    counts = range(1, MOST_SPLITS + 1)
+    right.plot(counts, times_us, color=PALETTE[0])
+    right.plot(splits, times_us[splits - 1], "o", ms=12, mfc="none", mec=PALETTE[1], mew=3)
+    chosen = work.num_splits(CHIP)
+    right.axvline(chosen, color="#444444", ls="--", lw=1.6)
+    after = chosen < MOST_SPLITS / 2
+    right.annotate(
+        f"chosen: {chosen}",
+        (chosen, 0),
+        (6 if after else -6, 8),
+        textcoords="offset points",
+        ha="left" if after else "right",
+    )
+    right.set(xlabel="splits", ylabel="µs of one layer\n(lower is better)")
+    right.set_ylim(0, 1.1 * max(times_us))
+    right.grid(True, axis="y")
     return fig
 
 

@@ -134,8 +134,9 @@ def decode_step(name: str, title: str, config, context: int) -> Benchmark:
         providers={
             "eager": ("naive", eager),
             "eager, fused kernels": ("naive", fused_eager),
-            "graph, fused kernels": ("optimized", fused_captured),
+            # First, because a title compares it with "eager": the same kernels, launched otherwise.
             "graph": ("optimized", captured),
+            "graph, fused kernels": ("optimized", fused_captured),
             "torch.compile reduce-overhead": ("library", library("compiled_step")),
             "transformers, static cache, compiled": ("library", library("transformers_step")),
         },
@@ -211,14 +212,14 @@ if ON_GPU:
     BENCHMARKS += [
         decode_step(
             "l11_step_8b",
-            "A captured step reaches {floor_percent:.0f}% of the floor at batch {x}, "
-            "{speedup:.2f}x eager",
+            "Capturing alone makes a step {speedup:.2f}x faster at batch {x}, "
+            "{floor_percent:.0f}% of the floor",
             LLAMA_8B,
             LLAMA_CONTEXT,
         ),
         decode_step(
             "l11_step_tiny",
-            "Where launches are all, a captured step is {speedup:.1f}x faster, even at batch {x}",
+            "Where launches are all, capturing alone gains {speedup:.1f}x, even at batch {x}",
             TINY,
             TINY_CONTEXT,
         ),

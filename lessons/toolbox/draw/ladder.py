@@ -22,6 +22,7 @@ from lessons.toolbox.draw.figure import (
 RUNGS, PEERS = 24, 6  # what fits a page at 11 pt
 LETTER = 0.075  # inches: the mean width of a letter of 11 pt
 LEVEL = 0.9  # rows from one peer's label to the next
+FLAT = 1.1  # a step of less is noise
 HEADS = ("rung, lesson", "tokens/s, ✓ identical", "in its own regime", "gain there")
 NAIVE, OPTIMIZED, LIBRARY = (ROLES[role].colour for role in ("naive", "optimized", "library"))
 
@@ -39,8 +40,9 @@ def ladder_plot(
     in its own regime.
 
     rungs: [{"name", "lesson", "tokens_per_s": float or None, "identical": bool or None, "stand_in":
-    bool or the reason, "not_run": the reason or None, "regime": {"label", "gain", "measured", "device"}
-    or None}]. "device", which may be left out, is where the gain was measured or for which it is
+    bool or the reason, "not_run": the reason or None, "step": over the rung below, or left out,
+    "regime": {"label", "gain", "measured", "device"} or None}]. A rung whose step shows nothing says
+    that its idea pays in its regime. "device", which may be left out, is where the gain was measured or for which it is
     predicted. "stand_in" marks a rung that exists for its tokens' sake on this device: its bar is
     hollow and says "tokens only". A rung that did not run has no bar but its reason.
     peers: [{"name", "tokens_per_s": float or None, "not_run"}], vertical lines; those that did not
@@ -85,6 +87,9 @@ def _cells(rung, predicted_for):
         same = "✓ tokens only" if rung.get("stand_in") else "✓"
         ticks = {True: same, False: "✗ tokens differ", None: "tokens not checked"}
         result = f"{number(speed)} {ticks[rung.get('identical')]}"
+        is_flat = (rung.get("step") or FLAT) < FLAT and not rung.get("stand_in")
+        if is_flat and regime and rung.get("identical"):
+            result += " pays there →"
     if regime:
         device = regime.get("device")
         measured = f"measured, {device}" if device else "measured here"
@@ -136,7 +141,7 @@ def _draw_speeds(ax, rungs, peers):
     # The fastest peer's label is lowest: each label runs to the right, above every line that it
     # passes.
     for level, peer in enumerate(sorted(peers, key=lambda peer: -peer["tokens_per_s"])):
-        speed, top = peer["tokens_per_s"], len(rungs) + 0.6 + LEVEL * level
+        speed, top = peer["tokens_per_s"], len(rungs) + 0.85 + LEVEL * level
         line = {"color": LIBRARY, "ls": ":", "path_effects": HALO, "zorder": 3}
         ax.plot([speed, speed], [-0.6, top + 0.4], **line)
         text, look = f" {peer['name']}: {number(speed)}", {"color": LIBRARY, "fontweight": "bold"}

@@ -1,9 +1,12 @@
-"""The text that the embedded models learned: the modules of Python's own standard library.
+"""The text that the embedded models learn: the modules of Python's own standard library.
 
 It comes with every Python, so a lesson can train on it or measure a loss without a download. Some
-modules are held out: no model of the course was trained on them, nor on their tests.
+modules are held out: no model of the course was trained on them, nor on their tests. A longer
+training also reads the sources of libraries that the course installs, whose licences allow it.
 """
 
+import importlib.util
+import random
 import sysconfig
 from pathlib import Path
 
@@ -49,6 +52,35 @@ SKIPPED = (
 )
 
 
+# Libraries that the course installs, by the name that is imported -> licence, which is permissive.
+LIBRARIES = {
+    "torch": "BSD-3-Clause",
+    "transformers": "Apache-2.0",
+    "sympy": "BSD-3-Clause",
+    "scipy": "BSD-3-Clause",
+    "numpy": "BSD-3-Clause",
+    "matplotlib": "PSF-2.0",
+    "networkx": "BSD-3-Clause",
+    "pip": "MIT",
+    "fontTools": "MIT",
+    "huggingface_hub": "Apache-2.0",
+    "setuptools": "MIT",
+    "IPython": "BSD-3-Clause",
+    "mpmath": "BSD-3-Clause",
+    "tornado": "Apache-2.0",
+    "accelerate": "Apache-2.0",
+    "prompt_toolkit": "BSD-3-Clause",
+    "rich": "MIT",
+    "triton": "MIT",
+    "jedi": "MIT",
+    "fsspec": "BSD-3-Clause",
+}
+LONGEST = 100_000  # characters; what is longer was generated, or is a table
+LONG_LINE = 30  # characters; shorter lines stand in any module
+# A file is a copy if more than this share of its long lines, and no fewer than so many, are held out.
+COPIED, FEWEST_COPIED = 0.1, 5
+
+
 def corpus() -> tuple[list[str], list[str]]:
     """The standard library's modules as (train, held_out) lists of source texts, in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -72,11 +104,43 @@ def corpus() -> tuple[list[str], list[str]]:
     return train, held_out
 
 
+def libraries() -> list[str]:
+    """The sources of LIBRARIES, as many as are installed, in an order drawn once: texts that hold
+    nothing of the held-out modules, not even under another name.
+    """
+    secret = {line for text in corpus()[1] for line in long_lines(text)}
+    texts = {}
+    for name in LIBRARIES:
+        found = importlib.util.find_spec(name)
+        if found is None or not found.submodule_search_locations:
+            continue
+        for path in sorted(Path(found.submodule_search_locations[0]).rglob("*.py")):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if 200 <= len(text) <= LONGEST and "\ufffd" not in text and not copies(text, secret):
+                texts[text] = name
+    order = list(texts)
+    random.Random(0).shuffle(order)  # or a model would learn one library after the other
+    return order
+
+
+def long_lines(text: str) -> list[str]:
+    """Its lines of LONG_LINE characters or more, without what stands around them."""
+    return [line.strip() for line in text.splitlines() if len(line.strip()) >= LONG_LINE]
+
+
+def copies(text: str, secret: set[str]) -> bool:
+    """Whether too many of its long lines are in `secret`."""
+    lines = long_lines(text)
+    copied = sum(line in secret for line in lines)
+    return copied >= FEWEST_COPIED and copied > COPIED * len(lines)
+
+
 def token_stream(texts: list[str]) -> np.ndarray:
     """Every text, each preceded by the end-of-text token, as one array of ids: [tokens] int64."""
     tokenizer = load_tokenizer("models/tiny")
     end = tokenizer.convert_tokens_to_ids(END)
-    stream = []
-    for encoded in tokenizer.backend_tokenizer.encode_batch(texts):
-        stream += [end, *encoded.ids]
-    return np.array(stream, dtype=np.int64)
+    parts = [np.empty(0, np.int64)]
+    for first in range(0, len(texts), 256):  # some at a time, because an encoding holds much beside
+        for encoded in tokenizer.backend_tokenizer.encode_batch(texts[first : first + 256]):
+            parts.append(np.array([end, *encoded.ids], dtype=np.int64))
+    return np.concatenate(parts)

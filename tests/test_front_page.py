@@ -1,0 +1,50 @@
+"""The front page agrees with the lessons and with what the demo recorded."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.course_rules import complete_rooms
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+FRONT = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+ROW = re.compile(
+    r"^\| \[\d\d .*\]\(lessons/(l\d\d_\w+)/README\.md\) \|[^|]*\| (\d+) \|", re.MULTILINE
+)
+TIMES = re.compile(r"^Read (\d+) min · code (\d+) min · plot (\d+) min", re.MULTILINE)
+
+
+def test_minutes_are_those_of_the_lessons():
+    rows = dict(ROW.findall(FRONT))
+    assert len(rows) >= 16
+    wanted = {}
+    for room in complete_rooms(REPOSITORY):
+        if room.name in rows:
+            times = TIMES.search((room / "README.md").read_text(encoding="utf-8"))
+            wanted[room.name] = str(sum(map(int, times.groups())))
+    assert rows == wanted
+
+
+def test_the_length_of_the_demos_prompts():
+    tokenizers = pytest.importorskip("tokenizers", reason="NOT RUN: tokenizers is not installed")
+    tokenizer = tokenizers.Tokenizer.from_file(str(REPOSITORY / "models/tiny/tokenizer.json"))
+    requests = json.loads((REPOSITORY / "models/prompts.json").read_text(encoding="utf-8"))
+    lengths = [len(tokenizer.encode(request["prompt"]).ids) for request in requests]
+    assert f"{len(lengths)} requests" in FRONT
+    assert f"{sum(lengths) / len(lengths):.0f} tokens of prompt in the mean" in FRONT
+
+
+def test_every_recorded_step_without_a_gain_is_explained():
+    """Of the rungs beyond lesson 3, by a word of their names in the fold under the figure."""
+    (fold,) = re.findall(r"<summary>Why some rungs gain.*?</details>", FRONT, re.DOTALL)
+    words = {"rotated": "rotation", "repeated": "groups", "groups": "groups", "layers": "layers"}
+    words |= {"FlashAttention": "FlashAttention", "splits": "splits", "graphs": "graphs"}
+    words |= {"softmax": "softmax", "paged": "paged", "prefix": "prefix", "chunked": "chunked"}
+    ladder = json.loads((REPOSITORY / "results/cpu/ladder.json").read_text(encoding="utf-8"))
+    flat = [rung["name"] for rung in ladder["rungs"][1:] if rung["step"] < 1.1]
+    assert len(flat) > 5
+    for name in flat:
+        found = [known for word, known in words.items() if word in name]
+        assert found and found[0] in fold, f"{name}: why does it gain nothing?"
