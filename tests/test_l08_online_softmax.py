@@ -4,7 +4,6 @@ learner's drop-in.
 
 import math
 import re
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from lessons.l08_online_softmax.lab import pictures as picture
 from lessons.l08_online_softmax.lab import traffic
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import lookup
+from tests.excerpts import excerpts, stray_excerpts
 
 ROOM = Path(traffic.__file__).parents[1]
 README = (ROOM / "README.md").read_text(encoding="utf-8")
@@ -98,20 +98,7 @@ def said(text):
 
 
 def test_the_excerpts_of_the_readme_are_the_code():
-    sources = [file.read_text(encoding="utf-8") for file in ROOM.glob("*.py")]
-    excerpts = [block.split("```")[0] for block in README.split("```python\n")[1:]]
-    assert len(excerpts) == 3
-    for excerpt in excerpts:
-        assert any(excerpt in textwrap.dedent(lines) for lines in runs_of_lines(sources, excerpt))
-
-
-def runs_of_lines(sources, excerpt):
-    """Every run of lines of the sources that is as long as the excerpt."""
-    count = len(excerpt.splitlines())
-    for source in sources:
-        lines = source.splitlines(keepends=True)
-        for start in range(len(lines) - count + 1):
-            yield "".join(lines[start : start + count])
+    assert len(excerpts(README)) == 3 and not stray_excerpts(ROOM)
 
 
 def test_the_derivation_on_paper():
