@@ -1,7 +1,16 @@
-"""Excerpts of source code in a README: whether each stands in a file of its room, line by line."""
+"""What a README says: its words without links to the glossary, and whether its excerpts of source
+code stand in a file of its room, line by line.
+"""
 
+import re
 import textwrap
 from pathlib import Path
+
+
+def plain_readme(room: Path) -> str:
+    """A room's README, in which a term that is linked to the glossary is a word like any other."""
+    text = (room / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"\[([^\]]*)\]\([./]*GLOSSARY\.md#[^)]*\)", r"\1", text)
 
 
 def excerpts(text: str, language: str = "python") -> list[str]:

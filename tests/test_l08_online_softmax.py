@@ -15,10 +15,10 @@ from lessons.l08_online_softmax.lab import pictures as picture
 from lessons.l08_online_softmax.lab import traffic
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import lookup
-from tests.excerpts import excerpts, stray_excerpts
+from tests.excerpts import excerpts, plain_readme, stray_excerpts
 
 ROOM = Path(traffic.__file__).parents[1]
-README = (ROOM / "README.md").read_text(encoding="utf-8")
+README = plain_readme(ROOM)
 
 
 @pytest.mark.parametrize(

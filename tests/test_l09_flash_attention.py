@@ -14,10 +14,10 @@ from lessons.l09_flash_attention.lab import backends, pictures, traffic
 from lessons.l09_flash_attention.tiles import SKIPPED, UNMASKED, VISITED, Tiles, tile_map
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import lookup
-from tests.excerpts import excerpts, stray_excerpts
+from tests.excerpts import excerpts, plain_readme, stray_excerpts
 
 ROOM = Path(traffic.__file__).parents[1]
-README = (ROOM / "README.md").read_text(encoding="utf-8")
+README = plain_readme(ROOM)
 LLAMA = traffic.Shape(8192, 8192, 32, 8, 128)  # the README's layer
 H200 = lookup("h200")
 
