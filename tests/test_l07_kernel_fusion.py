@@ -16,7 +16,7 @@ from lessons.l03_kv_cache.generate import generate
 from lessons.l05_gqa.optimized import IN_GROUPS
 from lessons.l07_kernel_fusion import naive, optimized
 from lessons.l07_kernel_fusion.fused_decoder import FUSED_LAYERS
-from lessons.l07_kernel_fusion.lab import launches, traffic
+from lessons.l07_kernel_fusion.lab import launches, layer_profile, traffic
 from lessons.l07_kernel_fusion.lab import pictures as picture
 from lessons.l07_kernel_fusion.lab.launches import MODELS, STEPS, schedule
 from lessons.l07_kernel_fusion.lab.traffic import Traffic, chains, passes_of
@@ -260,6 +260,24 @@ def test_generates_the_tokens_of_the_rung_below(seed):
     want = generate(model, prompts, 12, rung=IN_GROUPS)
     assert generate(model, prompts, 12, rung=FUSED_LAYERS) == want
     assert len({token for row in want for token in row}) > 1, "the model must say something"
+
+
+@pytest.mark.parametrize("launch_us, size", [(0.5, 1024), (5.0, 4096), (10.0, 16384)])
+def test_the_slider_of_launches_and_bytes(launch_us, size):
+    """For one row launches decide, for many the bytes: their ratios stand in the title."""
+    figure = picture.draw_fusing(launch_us, size)
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+    assert figure.get_suptitle().startswith("add + RMSNorm: 9x at one row, 5.")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NOT RUN: it shows a CPU's operations")
+def test_the_profile_of_a_layer():
+    model = Decoder(replace(TINY, max_position_embeddings=256)).eval().requires_grad_(False)
+    spans = layer_profile.second_layer(model)
+    kinds = [kind for *_, kind in spans]
+    assert kinds.count("matrix product") == 7 and kinds.count(layer_profile.SMALL_OPERATIONS) > 15
+    assert all(start < end for start, end, _ in spans)
+    assert not overlapping_texts(layer_profile.draw_layer({"plain": model}))
 
 
 # ---------------------------------------------------------------- the README

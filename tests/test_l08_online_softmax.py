@@ -29,6 +29,15 @@ def test_figures_are_readable(draw):
     assert not texts_outside(figure) and not overlapping_texts(figure)
 
 
+@pytest.mark.parametrize("seen", range(1, 9))
+def test_the_slider_along_the_row(seen):
+    figure = picture.draw_online(seen)
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+    scores = torch.tensor([0, 1, -1, 3, 2, 3.5, 0.5, 2.5])[:seen]
+    _, l = naive.online_sums(scores)
+    assert f"m = {scores.max():g} and l = {l:.3f};" in figure.get_suptitle()
+
+
 def test_the_picture_shows_the_passes_that_are_counted():
     for way, (reads, writes) in traffic.PASSES.items():
         sweeps = [what for _, what in picture.SWEEPS[way]]

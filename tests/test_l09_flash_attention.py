@@ -33,6 +33,14 @@ def test_figures_are_readable(draw):
     assert not texts_outside(figure) and not overlapping_texts(figure)
 
 
+@pytest.mark.parametrize("block_m, block_n", [(16, 128), (128, 64), (256, 16)])
+def test_the_slider_of_tile_sizes(block_m, block_n):
+    figure = pictures.draw_tile_size(block_m, block_n)
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+    moved = sum(traffic.fa2_bytes(LLAMA, Tiles(block_m, block_n))) / 1e9
+    assert f"{block_m} x {block_n}: {moved:.3g} GB" in figure.get_suptitle()
+
+
 def test_the_excerpts_of_the_readme_are_the_code():
     assert len(excerpts(README)) == 5 and not stray_excerpts(ROOM)
 
