@@ -16,8 +16,8 @@ MEAN_WORDS = (12, 22)  # of a sentence
 MOST_DOTS = 2  # "·" between words in a line of prose; between numbers it multiplies
 DOT = re.compile(r"[A-Za-z`*)\]]{2} · ")
 TERM = re.compile(r"^### (.*)\n.*\*\[?Lesson (\d+)", re.MULTILINE)
-# what is no running text: headings, tables, formulas and diagrams, images
-NO_PROSE = re.compile(r"^(?:#+ .*|\|.*|    .*|!\[.*)$", re.MULTILINE)
+# what is no running text: headings, tables, formulas and diagrams, images, the line of times
+NO_PROSE = re.compile(r"^(?:#+ .*|\|.*|    .*|!\[.*|Read \d.*)$", re.MULTILINE)
 
 
 def hard_to_read(root: Path) -> Complaints:
@@ -54,12 +54,14 @@ def _sentences(text: str) -> Iterator[str]:
 
 def _fragments(text: str) -> Iterator[str]:
     for line in prose(text.partition("\nSources: ")[0]).splitlines():
-        if len(DOT.findall(line)) > MOST_DOTS and not line.startswith("Read "):
+        if len(DOT.findall(line)) > MOST_DOTS:
             yield f"a row of fragments: {line[:60]!r}"
 
 
 def _unlinked(text: str, terms: list[str]) -> Iterator[str]:
-    plain = prose(text)
+    # the goals promise terms, the text behind them defines them
+    plain = prose(re.sub(r"## You will be able to\n.*?(?=\n## |\Z)", "", text, flags=re.DOTALL))
+    plain = re.sub(r"^\*\*Step [^*\[]*\*\*", "", plain, flags=re.MULTILINE)  # a heading, too
     for term in terms:
         link = plain.find(f"GLOSSARY.md#{slug(term)})")
         used = re.search(rf"(?i)\b{re.escape(term)}s?\b", plain)
