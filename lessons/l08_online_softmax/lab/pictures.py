@@ -161,12 +161,12 @@ def draw_online(seen: int = 4, scores: tuple[float, ...] = (0, 1, -1, 3, 2, 3.5,
     whenever the maximum grows. Returns a ClassFigure.
     """
     row = torch.tensor(scores)
-    maxima = row.cummax(0).values
-    m = maxima[seen - 1].item()
-    alpha = math.exp((maxima[seen - 2].item() if seen > 1 else -math.inf) - m)
-    terms = torch.exp(row[:seen] - m)
+    maxima = row.cummax(0).values.tolist()
+    m = maxima[seen - 1]
+    alpha = math.exp((maxima[seen - 2] if seen > 1 else -math.inf) - m)
+    terms = torch.exp(row[:seen] - m).tolist()
     fig, (above, below) = frame(
-        f"After {seen} scores m = {m:g} and l = {terms.sum():.3f}; the last one cost alpha = {alpha:.3f}",
+        f"After {seen} scores m = {m:g} and l = {sum(terms):.3f}; the last one cost alpha = {alpha:.3f}",
         "left: scores, and the largest so far · right: exp(score − m) of each, whose sum is l · "
         "computed",
         (11, 4),
@@ -181,7 +181,7 @@ def draw_online(seen: int = 4, scores: tuple[float, ...] = (0, 1, -1, 3, 2, 3.5,
     above.step(at[:seen], maxima[:seen], where="post", color=ROLES["floor"].colour, ls="--")
     above.text(seen - 0.4, m + 0.1, f"m = {m:g}", fontweight="bold", va="bottom")
     below.bar(at[:seen], terms, color=colours, hatch=hatches, edgecolor="white")
-    for n, term in enumerate(terms.tolist()):
+    for n, term in enumerate(terms):
         below.text(n, term + 0.02, f"{term:.2f}", ha="center", va="bottom", fontsize=SMALL)
     for ax, label in ((above, "score"), (below, "exp(score − m)")):
         ax.set(xlim=(-0.7, len(scores) + 0.4), xticks=at, xlabel="score number", ylabel=label)
