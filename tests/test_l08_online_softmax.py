@@ -107,7 +107,7 @@ def said(text):
 
 
 def test_the_excerpts_of_the_readme_are_the_code():
-    assert len(excerpts(README)) == 3 and not stray_excerpts(ROOM)
+    assert len(excerpts(README)) == 2 and not stray_excerpts(ROOM)
 
 
 def test_the_derivation_on_paper():
