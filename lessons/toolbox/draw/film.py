@@ -161,8 +161,9 @@ def _panel(axis, panel: Panel) -> None:
             axis.add_collection(
                 PolyCollection(_boxes(panel.cells == state, lined), **_look(state, lined))
             )
-    axis.set(xlim=(-0.1, columns + 0.1), ylim=(rows + 0.1, -0.1))
-    axis.set_aspect("equal" if 0.1 < rows / columns < 3 else "auto")
+    room = 0.02 * max(rows, columns)  # for the outer lines
+    axis.set(xlim=(-room, columns + room), ylim=(rows + room, -room))
+    axis.set_aspect("equal" if 0.05 < rows / columns < 3 else "auto")
     colour = WRONG if panel.outside else LOADED if panel.access.kind == "load" else STORED
     axis.set_title(panel.title, fontsize=11, color=colour, fontweight="bold")
 
