@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lessons.toolbox.draw.film import film_text
+from lessons.toolbox.draw.film_panels import name_of
 from lessons.toolbox.kernels.film import Access, Film, why_no_film
 from lessons.toolbox.proof.traps import poisoned_empty
 from tests.exercises.checking import assert_equal, call, compare
@@ -67,7 +68,7 @@ def _assert_inside(film: Film, tensors: dict[str, Tensor]) -> None:
         return
     worst = min(wild, key=lambda access: access.program)
     raise AssertionError(
-        f"program {worst.program[0]} {VERBS[worst.kind]} {len(worst.outside)} "
+        f"program {name_of(worst.program, film.dimensions())} {VERBS[worst.kind]} {len(worst.outside)} "
         f"{'element' if len(worst.outside) == 1 else 'elements'} outside the tensors: which places "
         f"does its mask have to exclude?{_picture(film, tensors, worst.program)}"
     )

@@ -390,8 +390,6 @@ def slipped_softmax_kernel(x_ptr, out_ptr, columns, SLIP: tl.constexpr, BLOCK: t
     total = tl.sum(weights, axis=0)
     if SLIP == "not_divided":
         total = 1.0
-    if SLIP == "divided_by_the_maximum":
-        total = tl.max(weights, axis=0)
     if SLIP == "loads_twice":
         weights = tl.exp(tl.load(x_ptr + at, mask=inside, other=0.0) - largest)
     tl.store(out_ptr + at, weights / total, mask=inside)
@@ -412,7 +410,6 @@ slips(
         "other_0": "Padding of 0 counts as exp(0 − max). Which value has an exponential of 0?",
         "no_maximum": "exp(1000) is infinite. Subtract the row's maximum first.",
         "not_divided": "The weights are not divided by their sum.",
-        "divided_by_the_maximum": "Divide by the sum of the weights, not by the largest.",
         "loads_twice": "The row is in a variable already: do not load it a second time.",
     },
 )
