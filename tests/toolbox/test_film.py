@@ -171,7 +171,7 @@ def test_tiles_make_a_readable_figure(shape):
     assert not texts_outside(figure) and not overlapping_texts(figure)
     texts = [t.get_text() for t in figure.findobj() if hasattr(t, "get_text")]
     assert "2. store\nout" in texts, "what the launch returns is drawn under its name"
-    assert "program (1, 0)" in texts and "program (0, 0)" in texts
+    assert ("program (1, 0)" if columns > 8 else "program 1") in texts
 
 
 def test_loads_and_stores_differ_in_greyscale():

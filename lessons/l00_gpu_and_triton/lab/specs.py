@@ -50,7 +50,6 @@ KERNELS = [
     every_nth(1),
     every_nth(None),
     tile_product("ieee", 16),
-    tile_product("ieee", 64),  # more than the registers hold: the README reads its report
     tile_product("tf32", 64),
     KernelSpec(
         f"{ROOM}:row_max_kernel",
@@ -68,3 +67,5 @@ KERNELS = [
         divisible_by_16=("columns",),
     ),
 ]
+# A tile that the registers do not hold. Nobody launches it: the README reads its report.
+SPILLING = tile_product("ieee", 64)
