@@ -114,12 +114,12 @@ def test_each_element_is_loaded_once(seed):
     [
         ('other=-float("inf")', "other=0.0", "row_max", (-torch.rand(3, 17) - 1,)),
         (
-            "row * stride_row + column * stride_column",
-            "row * columns + column",
+            "at = start + column * stride_column",
+            "at = row * columns + column",
             "row_max",
             (torch.randn(8, 4).T,),
         ),
-        ("+= tl.sum(tile", "= tl.sum(tile", "column_sums", (torch.randn(70, 9),)),
+        ("+= tl.sum(wide", "= tl.sum(wide", "column_sums", (torch.randn(70, 9),)),
         (
             "tl.dot(a, b, input_precision=INPUT_PRECISION)\n",
             "tl.dot(a, b)\n",

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
 
 from lessons.l00_gpu_and_triton import optimized
 from lessons.l00_gpu_and_triton.coalescing import (
@@ -16,7 +17,10 @@ from lessons.l00_gpu_and_triton.coalescing import (
     sectors_of_stride,
 )
 from lessons.l00_gpu_and_triton.lab import pictures
+from lessons.l00_gpu_and_triton.lab.fun import mandelbrot
+from lessons.l00_gpu_and_triton.lab.puzzles import show
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
+from lessons.toolbox.exercises.exercise import SOLUTIONS, generate
 from lessons.toolbox.measure.device import interpreting
 from lessons.toolbox.measure.hardware import lookup
 
@@ -89,3 +93,47 @@ def test_the_readme_says_what_its_pictures_show(name):
     alt = getattr(pictures, f"{name.upper()}_ALT")
     assert f"![{alt}](lab/{name}.svg)" in README
     assert alt in getattr(pictures, f"{name.upper()}_SVG").read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------- pictures of puzzles
+
+
+def test_a_puzzle_is_drawn_as_it_stands_in_the_file(tmp_path, capsys):
+    """To do, then solved, then wrong, then unreadable: each time the file is read anew."""
+    if not interpreting():
+        pytest.skip("NOT RUN: addresses are seen in the interpreter")
+    file = tmp_path / "l00_gpu_and_triton.py"
+    solved = (SOLUTIONS / file.name).read_text(encoding="utf-8")
+    titles = []
+    for text in (
+        generate(SOLUTIONS / file.name),
+        solved,
+        solved.replace("inside = at < n", "inside = at >= 0"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        figure = show("0.1", impl=str(tmp_path))
+        texts = [t.get_text() for t in figure.findobj(Text)]
+        titles.append((figure.get_suptitle(), sum("14 outside" in t for t in texts)))
+    assert [title.split(":")[0] for title, _ in titles] == [
+        "0.1, to do",
+        "0.1, yours",
+        "0.1, yours",
+    ]
+    assert [outside for _, outside in titles] == [0, 0, 2]
+    file.write_text("def copy(x):\n    return x.nothing\n")
+    assert show("0.1", impl=str(tmp_path)) is None
+    assert "'Tensor' object has no attribute 'nothing'" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"exercise_id is '0\.11'; accepted: 0\.1, "):
+        show("0.11")
+
+
+@pytest.mark.skipif(not interpreting(), reason="NOT RUN: addresses are seen in the interpreter")
+@pytest.mark.parametrize("exercise_id", ["0.2", "0.6", "0.9"])
+def test_a_puzzles_picture_is_readable(exercise_id):
+    figure = show(exercise_id, impl="solutions")
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+
+
+def test_the_mandelbrot_set_does_not_depend_on_the_tile():
+    views = [mandelbrot(tile=tile, shade=False, most=6) for tile in (64, 128)]
+    assert torch.equal(*views) and views[0].max() == 6 and views[0].min() < 3

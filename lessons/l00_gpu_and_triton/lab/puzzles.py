@@ -4,8 +4,11 @@ reads and writes there.
     show("0.3")        in a notebook: the film of your kernel, or, while it is to do, of a right one
 """
 
+import linecache
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
@@ -27,7 +30,7 @@ class Puzzle:
     view: Callable[[Tensor], Tensor] = lambda x: x
 
     def tensors(self) -> dict[str, Tensor]:
-        """Inputs as a kernel gets them: 0, 1, 2, … in each."""
+        """{argument: [...]} as a kernel gets them: 0, 1, 2, … in each."""
         device = default_device()
         return {
             name: self.view(
@@ -71,6 +74,7 @@ def show(exercise_id: str, impl: str = "exercises") -> Figure | None:
         raise ValueError(f"exercise_id is {exercise_id!r}; accepted: {', '.join(PUZZLES)}")
     puzzle = PUZZLES[exercise_id]
     (entry,) = all_exercises(exercise_id)
+    _forget(folder_of(impl) / entry.file)
     try:
         function, whose = load_exercise(folder_of(impl), entry), "yours"
     except NotImplementedError:
@@ -85,3 +89,9 @@ def show(exercise_id: str, impl: str = "exercises") -> Figure | None:
     except Exception as error:  # whatever a learner's kernel raises
         print(f"{exercise_id}: {describe(error, folder_of(impl) / entry.file)}")
         return None
+
+
+def _forget(path: Path) -> None:
+    """Let the next load read the file anew: it may have been edited since the notebook began."""
+    sys.modules.pop(f"{path.parent.name}.{path.stem}", None)
+    linecache.checkcache(str(path))  # Triton reads a kernel's source through it
