@@ -37,7 +37,7 @@ def assert_solves(
         tensors["out"] = got
     _assert_inside(film, tensors)
     if isinstance(got, Tensor) and got.shape == want.shape:
-        _assert_stored(film, got)
+        _assert_stored(film, got, tensors)
     try:
         assert_equal(got, want, atol=atol, label="out")
     except AssertionError as error:
@@ -74,12 +74,11 @@ def _assert_inside(film: Film, tensors: dict[str, Tensor]) -> None:
     )
 
 
-def _assert_stored(film: Film, out: Tensor) -> None:
-    stored = torch.zeros(out.shape, dtype=torch.int64)
-    for access in _stores(film):
-        stored += access.elements(out)
+def _assert_stored(film: Film, out: Tensor, tensors: dict[str, Tensor]) -> None:
+    shown = _picture(film, tensors, film.programs()[0]) if film.accesses else ""
+    assert _stores(film), f"your kernel stores nothing: a result leaves it by tl.store alone{shown}"
+    stored = sum(access.elements(out) for access in _stores(film))
     missing = (stored == 0).nonzero().tolist()
-    shown = _picture(film, {"out": out}, film.programs()[0]) if film.accesses else ""
     assert not missing, (
         f"no program stores {len(missing)} of the {out.numel()} elements of out; the first one is "
         f"out{missing[0]}{shown}"

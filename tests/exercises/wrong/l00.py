@@ -60,7 +60,7 @@ slips(
 )
 
 
-@answers.wrong("0.1", "PyTorch copies here, and no kernel runs.")
+@answers.wrong("0.1", "PyTorch copies here, and no kernel stores anything.")
 def copied_by_pytorch(x):
     return x.clone()
 
@@ -90,7 +90,8 @@ def slipped_add_kernel(x_ptr, y_ptr, out_ptr, n, SLIP: tl.constexpr, BLOCK: tl.c
     y = tl.load((x_ptr if SLIP == "x_twice" else y_ptr) + at, mask=inside)
     if SLIP == "no_mask_for_y":
         y = tl.load(y_ptr + at)
-    tl.store(out_ptr + at, x + y, mask=inside)
+    if SLIP != "no_store":
+        tl.store(out_ptr + at, x + y, mask=inside)
 
 
 def slipped_add(x, y, *, slip):
@@ -105,6 +106,7 @@ slips(
     {
         "no_program_id": "All programs work on the first block. Where does program p begin?",
         "program_not_times_block": "Program p begins at p · BLOCK, not at p.",
+        "no_store": "A kernel returns nothing. Write the sum to out_ptr with tl.store.",
         "x_twice": "You load x twice, and y not at all.",
         "no_mask_for_y": "The load of y needs the mask too.",
     },
@@ -241,7 +243,7 @@ slips(
 )
 
 
-@answers.wrong("0.4", "PyTorch makes the copy here, and no kernel runs.")
+@answers.wrong("0.4", "PyTorch makes the copy here, and no kernel stores anything.")
 def contiguous_by_pytorch(x):
     return x.contiguous()
 
@@ -406,7 +408,7 @@ slips(
     "0.7",
     slipped_softmax,
     {
-        "no_other": "Without `other` the padding is garbage, and the maximum sees it.",
+        "no_other": "Without `other` the padding is garbage, and whatever you do over the row sees it.",
         "other_0": "Padding of 0 counts as exp(0 − max). Which value has an exponential of 0?",
         "no_maximum": "exp(1000) is infinite. Subtract the row's maximum first.",
         "not_divided": "The weights are not divided by their sum.",
