@@ -22,6 +22,7 @@ from lessons.l00_gpu_and_triton.coalescing import (
 from lessons.toolbox.draw import plotting
 from lessons.toolbox.draw.figure import HALO, PALETTE, ClassFigure, frame, save_svg, style
 from lessons.toolbox.draw.film import film
+from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.measure.hardware import GB, KIB, MIB, REGISTER_BYTES, Chip, lookup
 
 HERE = Path(__file__).parent
@@ -128,7 +129,7 @@ def _box(ax, x, y, width, height, colour, text) -> None:
 
 def draw_program() -> Figure | None:
     """The film of `scale_kernel` on 50 elements."""
-    x = torch.arange(50.0)
+    x = torch.arange(50.0, device=default_device())
     return film(
         lambda: optimized.scale(x, 2.0, block=16),
         {"x": x},
