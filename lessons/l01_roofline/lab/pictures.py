@@ -6,8 +6,10 @@ from how many tokens on rented hardware is cheaper than an API.
 What they show is predicted from data sheets.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from lessons.l01_roofline.calculators import (
 )
 from lessons.l01_roofline.hierarchy import levels
 from lessons.l01_roofline.models import find_model
+from lessons.l01_roofline.naive import QueueDevice
 from lessons.l01_roofline.plan import Plan, make_plan, peak_flops
 from lessons.toolbox.draw.figure import (
     GREY,
@@ -30,7 +33,7 @@ from lessons.toolbox.draw.figure import (
     save_svg,
     style,
 )
-from lessons.toolbox.draw.plotting import class_plot, roofline
+from lessons.toolbox.draw.plotting import class_plot, gantt, roofline
 from lessons.toolbox.measure.hardware import attainable_flops, lookup, ridge_point
 
 MODEL, GPU, CONTEXT, BATCHES = "llama-3-8b", "h200", 2048, (1, 8, 64, 256)
@@ -170,6 +173,37 @@ def draw_break_even(
 def break_even_tokens_per_month(dollars_per_hour: float, api_dollars: float) -> float:
     """Tokens a month from which the hardware is cheaper, if it can serve so many."""
     return DAYS * break_even_tokens_per_day(dollars_per_hour, api_dollars)
+
+
+def draw_queue(setup_s: float = 0.12, work_s: float = 0.03, calls: int = 4) -> ClassFigure:
+    """The first calls of a `QueueDevice`, as they happen: what the host does, and what the device
+    does meanwhile. Measured while it is drawn.
+    """
+    device, zero = QueueDevice(setup=lambda: time.sleep(setup_s)), time.perf_counter()
+    host, worker = [], []
+
+    def timed(rows: list, kind: str, action: Callable[[], object], *text: str) -> None:
+        start = time.perf_counter()
+        action()
+        rows.append(((start - zero) * 1e3, (time.perf_counter() - zero) * 1e3, kind, *text))
+
+    def work() -> None:
+        timed(worker, "work", lambda: time.sleep(work_s), f"call {len(worker) + 1}")
+
+    for _ in range(calls):
+        timed(host, "launch", lambda: device.launch(work))
+        timed(host, "wait", device.synchronize)
+    launches = [end - start for start, end, kind, *_ in host if kind == "launch"]
+    works = [end - start for start, end, *_ in worker]
+    return gantt(
+        {"host": host, "device": worker},
+        xlabel="time (ms)",
+        kinds=["launch", "wait", "work"],
+        title=f"The stopwatch sees the launch, {median(launches):.3f} ms; the work takes "
+        f"{median(works):.0f} ms",
+        caption=f"A thread plays the device; its first call pays {setup_s * 1e3:.0f} ms of set-up, "
+        "which warm-up keeps out of the median",
+    )
 
 
 # file name -> what draws it, and what a blind reader is told
