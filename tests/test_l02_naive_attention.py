@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lessons.l01_roofline.models import find_model
 from lessons.l02_naive_attention import naive, optimized
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.lab import pictures as picture
@@ -191,6 +192,43 @@ def test_readme_counts_the_recomputed_tokens():
     model = Counter()
     naive.generate(model, [[1] * 100], 100)
     assert f"{model.tokens} tokens pass the model" in README and f"only {100 + 100 - 1}" in README
+
+
+def test_the_claims_of_the_museum():
+    llama = find_model("llama-3-8b")
+    weights = (llama.layer_params(0)) / llama.num_hidden_layers
+    assert f"has {weights / 1e6:.0f} million weights, so {2 * weights / 1e6:.0f} MFLOPs" in README
+    per_key = 4 * llama.head_dim * llama.num_attention_heads / 2
+    assert f"= {per_key:.0f} · N" in README
+    assert f"equal at N = {2 * weights / per_key:,.0f}" in README
+    share = per_key * 8192 / (per_key * 8192 + 2 * weights)
+    assert f"attention is {share * 100:.0f} % of" in README
+    # top-p as printed: the token that reaches p is cut
+    for probs, p, kept in (([0.5, 0.25, 0.25], 0.6, 1), ([0.95, 0.05], 0.9, 0)):
+        assert int((torch.tensor(probs).cumsum(0) < p).sum()) == kept
+    right = probabilities(torch.tensor([0.5, 0.25, 0.25]).log(), SamplingParams(top_p=0.6), [], [])
+    assert int((right > 0).sum()) == 2
+    # a negative logit that is divided
+    assert f"{np.exp(-1) / np.exp(-2):.1f} times as likely" in README
+
+
+def test_the_answers_of_the_quiz():
+    assert 2 * 16 * 4096**2 / 2**30 == 0.5
+    wide = traffic.versions(4096, 32, 8, 128, torch.float32)["naive.attention"]
+    assert traffic.total_bytes(wide) == 40 * 32 * 4096**2
+    assert 2 * 32 * 4096 == 256 * 1024 and 2 * 2 * 4096 * 8 * 128 == 64 * 256 * 1024
+    logits = torch.tensor([0.6, 0.2, 0.2 - 1e-6, 1e-6]).log()
+    kept = probabilities(logits, SamplingParams(top_k=2, top_p=0.9), [], [])
+    assert kept.tolist() == pytest.approx([0.75, 0.25, 0, 0], abs=1e-6)
+
+
+def test_the_excerpts_of_the_readme_are_the_code():
+    room = Path(traffic.__file__).parents[1]
+    code = "".join((room / name).read_text("utf-8") for name in ("naive.py", "optimized.py"))
+    excerpts = README.split("```python\n")[1:]
+    assert len(excerpts) == 2
+    for excerpt in excerpts:
+        assert excerpt.split("```")[0] in code
 
 
 def test_picture_is_drawn_from_the_counted_passes():
