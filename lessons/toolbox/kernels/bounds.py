@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
-import torch
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
+from lessons.toolbox.kernels.launches import watching_launches
 from lessons.toolbox.measure.device import has_triton, interpreting
 
 # the interpreter's function -> what it does, and where its pointers, values and mask stand
@@ -42,28 +42,19 @@ def in_bounds() -> Iterator[None]:
     # here, because Triton may not be installed
     from triton.runtime import interpreter
 
-    memory, executor = interpreter._interpreter, interpreter.GridExecutor
-    init_args = executor._init_args_hst
+    memory = interpreter._interpreter
     given: dict[str, tuple[int, int]] = {}  # argument -> its first address, the one behind its last
 
-    def launch(this, args, options):
-        on_host = init_args(this, args, options)
+    def launch(kernel: str, tensors: dict[str, Tensor]) -> None:
         given.clear()
-        for name, arg in [*zip(this.arg_names, on_host[0]), *on_host[1].items()]:
-            for leaf in tree_leaves(arg):
-                x = getattr(leaf, "base", leaf)  # of a tensor descriptor
-                if isinstance(x, torch.Tensor):
-                    storage = x.untyped_storage()
-                    given[name] = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        return on_host
+        for name, x in tensors.items():
+            storage = x.untyped_storage()
+            given[name] = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
     guarded = {
         name: _guard(getattr(memory, name), given, *where) for name, where in ACCESSES.items()
     }
-    with (
-        mock.patch.multiple(memory, **guarded),
-        mock.patch.object(executor, "_init_args_hst", launch),
-    ):
+    with watching_launches(launch), mock.patch.multiple(memory, **guarded):
         yield
 
 
@@ -77,12 +68,22 @@ def _guard(original: Callable, given: dict, verb: str, at: int, value: int, mask
     return access
 
 
-def _check(touched: np.ndarray, itemsize: int, verb: str, given: dict) -> None:
-    inside = np.zeros(touched.shape, bool)
+def is_inside(
+    addresses: np.ndarray, itemsize: int, given: dict[str, tuple[int, int]]
+) -> np.ndarray:
+    """Which elements lie in the memory that was given, as bool. addresses: [...] int64, of their
+    first bytes; given: {argument: its first address, the one behind its last}.
+    """
+    inside = np.zeros(addresses.shape, bool)
     for start, end in given.values():
-        inside |= (touched >= start) & (touched <= end - itemsize)
-        if inside.all():
-            return
+        inside |= (addresses >= start) & (addresses <= end - itemsize)
+    return inside
+
+
+def _check(touched: np.ndarray, itemsize: int, verb: str, given: dict) -> None:
+    inside = is_inside(touched, itemsize, given)
+    if inside.all():
+        return
     outside = touched[~inside]
     beside = []  # (bytes between the tensor and the first address, in words)
     for name, (start, end) in given.items():
