@@ -7,7 +7,9 @@ from lessons.l14_continuous_batching.lab.cost import StepCost
 from reference.simulator.costs import Deployment, FittedCost
 from reference.simulator.traces import TracedRequest
 
-COST = StepCost(a_s=1.0, b_s=0.25, c_s=2**-6)  # sums of these are exact, so that times are equal
+COST = StepCost(
+    fixed_s=1.0, token_s=0.25, context_s=2**-6
+)  # sums of these are exact, so that times are equal
 SIZE = 4  # tokens of a block
 # (seconds since the one before, prompt tokens, answer tokens, prefix, prefix tokens)
 LINES = st.tuples(

@@ -12,6 +12,7 @@ from tests import (
     link_rules,
     notebook_rules,
     number_rules,
+    text_rules,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -48,6 +49,30 @@ def test_anatomy_is_reported(rule):
     complaints = ANATOMY[rule](REPOSITORY)
     if complaints:
         warnings.warn("\n".join([f"{rule}:", *complaints]), AnatomyWarning, stacklevel=1)
+
+
+def test_how_the_texts_read_is_reported(request):
+    """A warning of `make test-all`. The test itself fails only if a file cannot be read."""
+    complaints = text_rules.hard_to_read(REPOSITORY)
+    if complaints and request.config.getoption("--all"):
+        warnings.warn("\n".join(["texts:", *complaints]), AnatomyWarning, stacklevel=1)
+
+
+def test_hard_texts_are_seen(tmp_path):
+    """The three measures on a text that breaks them all, because a pattern that matches nothing is
+    silent.
+    """
+    room = tmp_path / "lessons/l03_cache"
+    room.mkdir(parents=True)
+    (room.parent / "GLOSSARY.md").write_text("### slot\nA row. *[Lesson 3](l03_cache/README.md)*\n")
+    (room / "README.md").write_text(
+        "# A title\n\nRead 5 min · code 5 min · plot 5 min · CPU ok\n\n## Code\nSlots are rows. "
+        "They are few · they are small · they are [slots](../GLOSSARY.md#slot) · they are kept.\n"
+    )
+    sentences, fragments, unlinked = text_rules.hard_to_read(tmp_path)
+    assert "words in the mean" in sentences
+    assert "a row of fragments" in fragments
+    assert "'slot' is used before it is linked" in unlinked
 
 
 # ---------------------------------------------------------------- numbers

@@ -112,4 +112,6 @@ def test_a_symbol_names_the_code_and_the_lesson():
 
 def is_in_code(name: str) -> bool:
     """Whether the code has such a name, or one with such an ending (`_ms`)."""
-    return any(known == name or name[0] == "_" and known.endswith(name) for known in identifiers())
+    return any(
+        known == name or (name[0] == "_" and known.endswith(name)) for known in identifiers()
+    )

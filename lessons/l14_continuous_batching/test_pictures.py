@@ -63,7 +63,9 @@ def test_a_fit_finds_the_cost_that_made_the_steps():
     shapes = [(1, 10), (8, 400), (32, 9000), (512, 512), (64, 64)]
     samples = [Sample(t, n, truth.seconds(t, n)) for t, n in shapes]
     found = fit(samples)
-    assert (found.a_s, found.b_s, found.c_s) == pytest.approx((2e-3, 3e-5, 4e-8), rel=1e-6)
+    assert (found.fixed_s, found.token_s, found.context_s) == pytest.approx(
+        (2e-3, 3e-5, 4e-8), rel=1e-6
+    )
     assert found.worst_error(samples) < 1e-6
     with pytest.raises(ValueError, match="3 or more"):
         fit(samples[:2])
@@ -78,7 +80,7 @@ def test_steps_of_a_model_are_measured(seed):
 def test_the_recorded_steps_have_a_cost():
     samples, machine = cost.recorded_samples()
     found = fit(samples)
-    assert min(found.a_s, found.b_s, found.c_s) > 0 and machine["torch"]
+    assert min(found.fixed_s, found.token_s, found.context_s) > 0 and machine["torch"]
 
 
 # ---------------------------------------------------------------- what the text says

@@ -3,9 +3,8 @@
     python -m reference.simulator.check
 
 The engine serves a trace on a clock that is moved by the CPU seconds of each step, so nobody waits and
-nothing else on the machine counts. One trace calibrates the cost of a step (lesson 14's a + b · tokens
-+ c · context). For another trace the simulator then predicts all times from its arrivals and lengths
-alone.
+nothing else on the machine counts. One trace calibrates the three numbers of lesson 14's cost of a
+step. For another trace the simulator then predicts all times from its arrivals and lengths alone.
 """
 
 import argparse

@@ -54,7 +54,7 @@ class RooflineCost:
 
 @dataclass(frozen=True)
 class FittedCost:
-    """Lesson 14's cost: a + b · tokens + c · context, fitted to measured steps."""
+    """Lesson 14's cost: a fixed part, one for each token and one for each token of context, fitted to measured steps."""
 
     step: measured.StepCost
 

@@ -1,12 +1,12 @@
-"""How long a step takes: a + b · tokens + c · context, fitted to measured steps of the model.
+"""How long a step takes: t_fixed + t_token · tokens + t_context · context, fitted to measured steps.
 
     python -m lessons.l14_continuous_batching.lab.cost [--out DIR]
 
 measures steps of the embedded model and writes step_cost.json beside this file, from which the
 pictures are drawn.
 
-a is paid once a step: reading the weights, and Python's work. b is paid for every token that is
-computed, c for every token whose K and V are read.
+t_fixed is paid once a step: reading the weights, and Python's work. t_token is paid for every token
+that is computed, t_context for every token whose K and V are read.
 """
 
 import json
@@ -49,18 +49,20 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step. a_s: of any step; b_s: of a token; c_s: of a token of context."""
+    """Seconds of a step. fixed_s: of any step; token_s: of a token that is computed; context_s: of a
+    token of context.
+    """
 
-    a_s: float
-    b_s: float
-    c_s: float
+    fixed_s: float
+    token_s: float
+    context_s: float
 
     def __call__(self, step: Step | PaddedStep) -> float:
         return self.seconds(step.num_tokens, step.num_context_tokens)
 
     def seconds(self, tokens: int, context: int) -> float:
         """Seconds of a step of so many tokens that reads so many tokens of context."""
-        return self.a_s + self.b_s * tokens + self.c_s * context
+        return self.fixed_s + self.token_s * tokens + self.context_s * context
 
     def worst_error(self, samples: Sequence[Sample]) -> float:
         """The largest relative error over measured steps."""
@@ -68,15 +70,15 @@ class StepCost:
 
 
 def fit(samples: Sequence[Sample]) -> StepCost:
-    """The a, b, c of least squared relative error, because a short step counts as much as a long
+    """The cost of least squared relative error, because a short step counts as much as a long
     one. Raises ValueError for fewer than three samples.
     """
     if len(samples) < 3:
         raise ValueError(f"samples: got {len(samples)}; accepted: 3 or more, one for each unknown")
     tokens, context, seconds = np.array(samples, dtype=float).T
     unknowns = np.stack([np.ones_like(tokens), tokens, context], axis=1) / seconds[:, None]
-    a, b, c = np.linalg.lstsq(unknowns, np.ones_like(seconds), rcond=None)[0]
-    return StepCost(float(a), float(b), float(c))
+    fixed_s, token_s, context_s = np.linalg.lstsq(unknowns, np.ones_like(seconds), rcond=None)[0]
+    return StepCost(float(fixed_s), float(token_s), float(context_s))
 
 
 def predicted(model: str = "llama-3-8b", chip: Chip = H200) -> StepCost:
@@ -85,9 +87,9 @@ def predicted(model: str = "llama-3-8b", chip: Chip = H200) -> StepCost:
     """
     shape = find_model(model)
     return StepCost(
-        a_s=2 * shape.params_read(batch=1) / chip.memory_bytes_per_s,
-        b_s=2 * shape.active_params / chip.peak_flops_per_s(torch.bfloat16),
-        c_s=kv_bytes_per_token(shape) / chip.memory_bytes_per_s,
+        fixed_s=2 * shape.params_read(batch=1) / chip.memory_bytes_per_s,
+        token_s=2 * shape.active_params / chip.peak_flops_per_s(torch.bfloat16),
+        context_s=kv_bytes_per_token(shape) / chip.memory_bytes_per_s,
     )
 
 

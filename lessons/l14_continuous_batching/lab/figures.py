@@ -116,7 +116,9 @@ def text_film(way: str, lengths: list[int], places: int) -> str:
 
 def main() -> None:
     cost = predicted()
-    print(f"predicted: {cost.a_s * 1e3:.2f} ms + {cost.b_s * 1e6:.1f} µs + {cost.c_s * 1e9:.0f} ns")
+    print(
+        f"predicted: {cost.fixed_s * 1e3:.2f} ms + {cost.token_s * 1e6:.1f} µs + {cost.context_s * 1e9:.0f} ns"
+    )
     print(f"20 answers of U(50, 500) on 4 places: {job_gain():.2f}x, idle {idle_shares()}")
     for (way, load), numbers in offline_against_online().items():
         print(way, load, *(f"{value:.3g}" for value in numbers))

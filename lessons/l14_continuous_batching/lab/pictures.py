@@ -163,7 +163,9 @@ def capacity_per_s(cost: StepCost, places: int = LOAD_PLACES) -> float:
     steps_per_request = output / places
     context = output * (prompt + output / 2)
     return 1 / (
-        cost.a_s * steps_per_request + cost.b_s * (prompt + output - 1) + cost.c_s * context
+        cost.fixed_s * steps_per_request
+        + cost.token_s * (prompt + output - 1)
+        + cost.context_s * context
     )
 
 
@@ -215,8 +217,8 @@ def draw_load(cost: StepCost | None = None, source: str = "") -> ClassFigure:
     foot(
         fig,
         f"simulated · {LOAD_PLACES} places · Poisson arrivals of {LOAD_REQUESTS} requests, prompts "
-        f"16-128 tokens, answers geometric, mean 48 · a step takes {cost.a_s * 1e3:.3g} ms + "
-        f"{cost.b_s * 1e6:.3g} µs a token + {cost.c_s * 1e6:.2g} µs a token of context, fitted to "
+        f"16-128 tokens, answers geometric, mean 48 · a step takes {cost.fixed_s * 1e3:.3g} ms + "
+        f"{cost.token_s * 1e6:.3g} µs a token + {cost.context_s * 1e6:.2g} µs a token of context, fitted to "
         f"steps of models/tiny ({source})",
     )
     looks = marks({label: (role,) for role, label in WAYS.values()})

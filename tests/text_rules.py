@@ -1,0 +1,70 @@
+"""How a lesson's text reads, measured: sentences of a length that one takes in at once, no rows of
+fragments, and the glossary linked where a lesson introduces a term.
+
+A measure is no proof: a good text may break one for a reason. So the course warns, in the long form
+of the tests (`make test-all`).
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.course_rules import Complaints, complete_rooms
+from tests.link_rules import HIDDEN, slug
+
+MEAN_WORDS = (12, 22)  # of a sentence
+MOST_DOTS = 2  # "·" between words in a line of prose; between numbers it multiplies
+DOT = re.compile(r"[A-Za-z`*)\]]{2} · ")
+TERM = re.compile(r"^### (.*)\n.*\*\[?Lesson (\d+)", re.MULTILINE)
+# what is no running text: headings, tables, formulas and diagrams, images, the line of times
+NO_PROSE = re.compile(r"^(?:#+ .*|\|.*|    .*|!\[.*|Read \d.*)$", re.MULTILINE)
+
+
+def hard_to_read(root: Path) -> Complaints:
+    """Lessons whose measures are out of range."""
+    terms = TERM.findall((root / "lessons/GLOSSARY.md").read_text(encoding="utf-8"))
+    complaints = []
+    for room in complete_rooms(root):
+        text = (room / "README.md").read_text(encoding="utf-8")
+        own = [term for term, lesson in terms if int(lesson) == int(room.name[1:3])]
+        found = [*_sentences(text), *_fragments(text), *_unlinked(text, own)]
+        complaints += [f"{room.name}/README.md: {why}" for why in found]
+    return complaints
+
+
+def prose(text: str) -> str:
+    """The running text of a README: no code, formula, table, heading or image."""
+    text = re.sub(r"<[^>]+>", " ", re.sub(HIDDEN, "x", text))
+    return re.sub(NO_PROSE, "", text)
+
+
+def mean_words(text: str) -> float:
+    """Words of a sentence in the mean. A link counts by its label."""
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose(text))
+    sentences = [s.split() for s in re.split(r"(?<=[.?!:])\s+|\n\s*\n", plain)]
+    lengths = [len(words) for words in sentences if len(words) > 2]
+    return sum(lengths) / max(1, len(lengths))
+
+
+def _sentences(text: str) -> Iterator[str]:
+    mean, (least, most) = mean_words(text), MEAN_WORDS
+    if not least <= mean <= most:
+        yield f"a sentence has {mean:.1f} words in the mean, not {least} to {most}"
+
+
+def _fragments(text: str) -> Iterator[str]:
+    for line in prose(text.partition("\nSources: ")[0]).splitlines():
+        if len(DOT.findall(line)) > MOST_DOTS:
+            yield f"a row of fragments: {line[:60]!r}"
+
+
+def _unlinked(text: str, terms: list[str]) -> Iterator[str]:
+    # the goals promise terms, the text behind them defines them
+    plain = prose(re.sub(r"## You will be able to\n.*?(?=\n## |\Z)", "", text, flags=re.DOTALL))
+    for term in terms:
+        link = plain.find(f"GLOSSARY.md#{slug(term)})")
+        used = re.search(rf"(?i)\b{re.escape(term)}s?\b", plain)
+        if used and link < 0:
+            yield f"{term!r} is not linked to the glossary"
+        elif used and used.start() < plain.rfind("[", 0, link):
+            yield f"{term!r} is used before it is linked to the glossary"
