@@ -12,8 +12,8 @@ import torch
 from lessons.l01_roofline.models import find_model
 from lessons.l02_naive_attention import naive, optimized
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.lab import inside, traffic
 from lessons.l02_naive_attention.lab import pictures as picture
-from lessons.l02_naive_attention.lab import traffic
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.kernels.accesses import Accesses
@@ -239,3 +239,37 @@ def test_picture_is_drawn_from_the_counted_passes():
         f"{traffic.total_bytes(versions(8192)[name]) / (32 * 8192**2):.0f}"
         for name in ("naive.attention", "optimized.attention")
     )
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 2.0}, {"top_p": 0.5, "top_k": 3}, {"temperature": 0.1}]
+)
+def test_the_figure_of_sampling_can_be_read(settings):
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
+    figure = picture.draw_sampling(logits, list("ABCDEF"), likeliest=5, **settings)
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+    params = SamplingParams(**settings)
+    kept = int((probabilities(logits, params, [], []) > 0).sum())
+    assert f"{kept} of 6 tokens" in figure.get_suptitle()
+
+
+def test_the_figure_of_growth_is_counted():
+    figure = picture.draw_growth([1024, 2048])
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+    moved = traffic.total_bytes(versions(2048)["optimized.attention"])
+    assert f"{moved / (4 * 2048 * 40 * 128):.0f} times" in figure.get_suptitle()
+
+
+def test_the_weights_inside_a_model_are_those_it_uses():
+    torch.manual_seed(0)
+    config = ModelConfig("llama", 11, 16, 2, 4, 2, 4, 8, 64)
+    weights = inside.weights_of(Decoder(config).eval(), [1, 2, 3, 4, 5]).clone()
+    assert weights.shape == (2, 4, 5, 5)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 5))
+    assert not weights.triu(1).any()
+    weights[1, 3] = torch.eye(5).roll(1, 0)  # a head that looks one token back
+    assert inside.one_back(weights)[:2] == (1, 3)
+    weights[0, 2] = torch.full((5, 5), 0.2)
+    assert inside.most_spread(weights) == (0, 2)
+    figure = inside.draw_head(weights, 0, 2, list("abcde"), "a head")
+    assert not texts_outside(figure)
