@@ -11,7 +11,7 @@ LAB ?=
 REHEARSE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check progress lab bench doctor gpu proof clean
+.PHONY: help setup demo test test-all check progress lab bench doctor gpu proof slides clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ gpu: ## prove and measure everything that needs a GPU, 9 minutes a run, the next
 
 proof: setup ## which kernels are proved: in the interpreter, by the compiler, on which GPU
 	@$(RUN) -m lessons.toolbox.proof table
+
+slides: setup ## every figure as a PNG without its caption, for a projector (LESSON=03 for one; OUT=build/slides)
+	@$(RUN) -m reference.slides $(if $(LESSON),--lesson $(LESSON)) $(if $(filter-out file,$(origin OUT)),--out $(OUT))
 
 clean: ## remove what was built (not .venv)
 	@rm -rf build .pytest_cache .ruff_cache .hypothesis

@@ -2,12 +2,15 @@
 them.
 """
 
+import math
 import re
 from functools import lru_cache
 from pathlib import Path
 
+from lessons.l01_roofline import calculators
 from lessons.l01_roofline.calculators import kv_bytes_per_token
 from lessons.l01_roofline.models import find_model
+from lessons.l16_speculative_sampling.speed import speedup
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.link_rules import slug
 
@@ -115,3 +118,89 @@ def is_in_code(name: str) -> bool:
     return any(
         known == name or (name[0] == "_" and known.endswith(name)) for known in identifiers()
     )
+
+
+# ---------------------------------------------------------------- GUIDES.md
+
+
+def test_every_correction_says_where_it_is_derived():
+    corrections = rows("GUIDES.md", columns=3)
+    assert len(corrections) > 40
+    for printed, true, place in corrections:
+        number, room = re.fullmatch(
+            r"\[lesson (\d+)\]\(l(\d\d)_\w+/README\.md#[\w-]+\)", place
+        ).groups()
+        assert int(number) == int(room) and printed and true, printed
+
+
+def guide(printed: str) -> str:
+    """What is true instead of the first text on the left that contains `printed`."""
+    return next(true for left, true, _ in rows("GUIDES.md", columns=3) if printed in left)
+
+
+def most_tokens_per_s(chip: str, bits: float, context: int) -> tuple[int, float]:
+    """Sequences of Llama-3-70B that fit into 90 % of one GPU, and tokens/s by the floor."""
+    gpu, model = CHIPS[chip], find_model("llama-3-70b")
+    weights = calculators.weight_bytes(model, bits)
+    kept = kv_bytes_per_token(model)
+    count = calculators.sequences_that_fit(0.9 * gpu.memory_bytes, weights, kept, context)
+    floor = calculators.decode_floor(
+        model, count, context, gpu.memory_bytes_per_s, gpu.bf16_flops_per_s, bits
+    )
+    return count, count / max(floor.bytes_moved / floor.bandwidth, floor.flops / floor.peak)
+
+
+def test_the_hardware_of_the_guides():
+    ridges = {
+        name: round(CHIPS[name].bf16_flops_per_s / CHIPS[name].memory_bytes_per_s)
+        for name in ("a100", "h100", "h200")
+    }
+    said = guide("ridge of an A100")
+    assert said.startswith(f"{ridges['a100']},")
+    assert f"H100: {ridges['h100']}, H200: {ridges['h200']}." in said
+    a100, model = CHIPS["a100"], find_model("llama-3-70b")
+    weights = calculators.weight_bytes(model)
+    memory_ms = 1e3 * weights / a100.memory_bytes_per_s
+    compute_ms = 1e3 * 2 * model.params / a100.bf16_flops_per_s
+    said = guide("on one A100")
+    assert f"{memory_ms:.1f} ms against {compute_ms:.2f} ms, {memory_ms / compute_ms:.0f}×" in said
+    assert f"{weights / 1e9:.0f} GB of weights need two" in said
+    assert calculators.gpus_needed(weights, a100.memory_bytes) == 2
+    for chip, bits, context, fit in (
+        ("h100", 8, 4096, 1),
+        ("h100", 8, 512, 8),
+        ("l40s", 4.5, 2048, 5),
+    ):
+        count, rate = most_tokens_per_s(chip, bits, context)
+        said = guide("one H100" if chip == "h100" else "one L40S")
+        assert count == fit and f"at most {rate:.0f}" in said
+    assert f"{calculators.weight_bytes(model, 4) / 1e9:.1f} GB" in guide("RTX 4090")
+    assert f"{4 * 4.5 * 24 * 365 / 12:,.0f} dollars a month" in guide("10 billion")
+    assert f"{calculators.cost_per_million_tokens(3, 100):.2f}" == "8.33"
+
+
+def test_the_caches_of_the_guides():
+    for printed, name in (
+        ("Llama-2-7B:", "llama-2-7b"),
+        ("Mixtral", "mixtral-8x7b"),
+        ("405B", "llama-3-405b"),
+    ):
+        assert guide(printed).startswith(f"{kv_bytes_per_token(find_model(name)) / 1024:.0f} KiB")
+    both = [math.exp(x) / (1 + math.exp(3)) for x in (0, 3)]
+    assert f"({both[0]:.3f}, {both[1]:.3f})" in guide("softmax of two parts")
+    falcon, llama = find_model("falcon-40b"), find_model("llama-2-70b")
+    assert f"{falcon.num_key_value_heads} KV heads for {falcon.num_attention_heads}" in guide(
+        "Falcon"
+    )
+    assert guide("as MHA").startswith(f"{llama.num_attention_heads},")
+
+
+def test_the_formulas_of_the_guides():
+    """Those of the paging, batching and speculating rows that fit on a line."""
+    harmonic = sum(1 / n for n in range(1, 33))
+    assert f"{harmonic:.2f} for geometric" in guide("23×") and f"{32 / 26:.2f}×" in guide("23×")
+    assert f"{7.5 / 187.5:.1%} at 180 tokens" in guide("eliminates")
+    assert f"{2048 / 86.5:.1f}×" in guide("20×") and f"{0.8**32:.4f}" in guide("accept_mask")
+    assert f"{1e-9 / (1e-9 + 1e-8):.2f} instead" in guide("1e-8")
+    assert f"{1000 // 16} whole blocks" in guide("prefix_hash")
+    assert f"{speedup(0.8, 4, 0.1):.2f}×" in guide("2–3×")

@@ -4,12 +4,14 @@ Colours are Okabe and Ito's, safe for colour-blind readers (jfly.uni-koeln.de/co
 dashes and hatches differ as well, so a figure survives greyscale.
 """
 
+import contextlib
 import io
 import itertools
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +42,8 @@ HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
 FLAG, GREY, SMALL = "#CC79A7", "#555555", 11
 HALO = [withStroke(linewidth=3, foreground="white")]  # letters stay legible on a line
 STYLE = Path(__file__).with_name("class.mplstyle")
+SLIDE_PIXELS = 1920  # the width of most projectors
+_taker: ContextVar[Callable[[Figure, Path], None] | None] = ContextVar("taker", default=None)
 
 
 class ClassFigure(Figure):
@@ -229,8 +233,31 @@ def save(fig: Figure, path_without_suffix: str | os.PathLike, *, alt: str) -> tu
 
 
 def save_svg(fig: Figure, path: Path, *, alt: str) -> None:
-    """Write a lesson's own picture, an SVG that its README shows, and say so."""
-    print(_write(fig, path, alt).name)
+    """Write a lesson's own picture, an SVG that its README shows, and say so. Within
+    `pictures_to(take)` it is handed to take(fig, path) instead.
+    """
+    if take := _taker.get():
+        take(fig, path)
+    else:
+        print(_write(fig, path, alt).name)
+
+
+@contextlib.contextmanager
+def pictures_to(take: Callable[[Figure, Path], None]):
+    """Hand every picture that is saved as an SVG within the block to `take` instead of the disk."""
+    token = _taker.set(take)
+    try:
+        yield
+    finally:
+        _taker.reset(token)
+
+
+def save_slide(fig: Figure, path: Path) -> None:
+    """Write a figure as a PNG of a projector's width, without the line under it."""
+    foot(fig, "")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with style():
+        fig.savefig(path, dpi=SLIDE_PIXELS / fig.get_figwidth())
 
 
 def _write(fig: Figure, path: Path, alt: str) -> Path:

@@ -1,0 +1,63 @@
+"""Slides are the figures without the line under them, at a projector's width."""
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from lessons.toolbox.draw.figure import SLIDE_PIXELS, overlapping_texts, pictures_to, save_slide
+from lessons.toolbox.draw.plotting import class_plot
+from reference import slides
+
+ROOT = Path(slides.__file__).parents[1]
+
+
+def width_of(png: Path) -> int:
+    """Pixels, from the header of a PNG."""
+    return struct.unpack(">I", png.read_bytes()[16:20])[0]
+
+
+def test_a_slide_has_no_caption_and_fills_the_projector(tmp_path):
+    points = [(x, x, x) for x in (1.0, 2.0, 4.0)]
+    words = {"title": "t", "xlabel": "x", "ylabel": "y", "caption": "a CPU, 2026"}
+    figure = class_plot([1, 2, 4], {"naive": ("naive", points)}, **words)
+    assert figure.get_supxlabel() == words["caption"]
+    save_slide(figure, tmp_path / "s.png")
+    assert figure.get_supxlabel() == "" and width_of(tmp_path / "s.png") == SLIDE_PIXELS
+    assert not overlapping_texts(figure)
+
+
+def test_one_lesson_gives_its_pictures_and_its_records(tmp_path, capsys):
+    committed = ROOT / "lessons/l10_flash_decoding/lab/occupancy.svg"
+    before = committed.stat().st_mtime_ns
+    assert slides.main(["--lesson", "10", "--out", str(tmp_path)]) == 0
+    written = {path.stem for path in tmp_path.glob("*.png")}
+    pictures = {f"l10_flash_decoding_{name}" for name in ("occupancy", "predicted")}
+    records = {f"cpu_{path.stem}" for path in (ROOT / "results/cpu").glob("l10_*.json")}
+    assert written >= pictures | records
+    assert f"{len(written)} slides in" in capsys.readouterr().out
+    assert committed.stat().st_mtime_ns == before, "a slide is no picture of the lesson"
+
+
+def test_every_room_and_every_record_is_tried():
+    names = {name for name, _ in slides.works_of(None)}
+    assert {room.name for room in slides.rooms()} < names
+    assert {"cpu/ladder", "cpu/l04_extrapolation", "cpu/l05_quality"} < names
+
+
+@pytest.mark.parametrize("stem", ["ladder", "l04_extrapolation", "l05_quality"])
+def test_records_of_other_shapes_are_drawn_too(stem, tmp_path):
+    assert slides.draw_record(ROOT / f"results/cpu/{stem}.json", tmp_path) == 1
+
+
+def test_an_unknown_lesson_is_refused_in_one_line(tmp_path, capsys):
+    assert slides.main(["--lesson", "99", "--out", str(tmp_path)]) == 2
+    assert "got '99'; accepted: 01, 02" in capsys.readouterr().err
+
+
+def test_pictures_go_to_the_disk_again_behind_the_block():
+    from lessons.toolbox.draw import figure
+
+    with pictures_to(lambda fig, path: None):
+        assert figure._taker.get()
+    assert figure._taker.get() is None
