@@ -22,6 +22,7 @@ from lessons.toolbox.measure.hardware import lookup
 from lessons.toolbox.model.config import ModelConfig
 
 README = (Path(traffic.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+README = re.sub(r"\[([^\]]*)\]\(\.\./GLOSSARY[^)]*\)", r"\1", README)  # terms as they are read
 
 
 # ---------------------------------------------------------------- counting
