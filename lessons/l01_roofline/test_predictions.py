@@ -83,12 +83,15 @@ def test_the_numbers_of_the_readme():
 
 def test_the_speeds_of_the_museum():
     h100, l40s = CHIPS["h100"], CHIPS["l40s"]
+    one, many = (pictures.floors()[f"decode, batch {batch}"].seconds for batch in (1, 64))
     for quoted in (
         f"at most {most_tokens_per_s(h100, 4096, 8):.0f} tokens/s",
         f"at most {most_tokens_per_s(h100, 512, 8):.0f}.",
         f"at most {most_tokens_per_s(l40s, 2048, 4.5):.0f} tokens/s",
         f"{calc.weight_bytes(LARGE, 4) / 1e9:.1f} GB of weights alone do not fit",
         f"= {4 * 4.5 * 730:,.0f} dollars",
+        f"takes {many / one:.1f} times as long as one of a single sequence and gives 64 tokens, so "
+        f"the price falls {64 * one / many:.0f}-fold",
         f"cost {calc.cost_per_million_tokens(3, 100):.2f} dollars",
     ):
         assert quoted in README, quoted
