@@ -213,7 +213,9 @@ def what_cannot_run_here() -> list[tuple[str, str]]:
         (
             "Gluon kernels",
             not gpu,
-            f"{why}; `python -m lessons.toolbox.kernels.compile_check` still compiles them",
+            f"{why}; without Triton they are not compiled either"
+            if not has_triton()
+            else f"{why}; `python -m lessons.toolbox.kernels.compile_check` still compiles them",
         ),
         (
             "CUDA C++ kernels",
@@ -251,7 +253,8 @@ def doctor() -> bool:
     if problems:
         return False
     facts = fingerprint()
-    facts["kernels"] = "interpreted on the CPU" if interpreting() else "compiled for the GPU"
+    where = "interpreted on the CPU" if interpreting() else "compiled for the GPU"
+    facts["kernels"] = where if has_triton() else "none: Triton is not installed"
     facts["default device"], facts["default dtype"] = default_device(), default_dtype()
     print("This machine")
     for key, value in facts.items():
