@@ -145,6 +145,12 @@ def test_the_table_of_memories(name):
     assert f"| {name.upper()} | {' | '.join(cells)} |" in README
 
 
+def test_the_command_prints_every_chip(capsys):
+    hierarchy.main()
+    printed = capsys.readouterr().out
+    assert all(chip.name in printed for chip in CHIPS.values()) and "7.22 TB/s" in printed
+
+
 def test_a_measured_chip_has_no_memories():
     chip = dataclasses.replace(CHIPS["a100"], name="mine", compute_capability=None)
     with pytest.raises(ValueError, match="'mine', measured; accepted: one of a100"):
