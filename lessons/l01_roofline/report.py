@@ -156,14 +156,15 @@ def print_all(plans: list[Plan], dollars_per_gpu_hour: float, console: Console) 
         Column("model", no_wrap=True),
         "params",
         "weights",
-        "KV/token",
+        "KV KiB",
         "GPUs",
         "fit",
         "TTFT ≥",
         "TPOT ≥",
         "tokens/s ≤",
         "$/10⁶ ≥",
-        title=f"{first.chip.name}, {first.batch} sequences of {first.context} tokens",
+        title=f"{first.chip.name}, {first.batch} sequences of {first.context} tokens; KV KiB: cache "
+        "of one token",
         title_justify="left",
     )
     for plan in plans:
@@ -172,7 +173,7 @@ def print_all(plans: list[Plan], dollars_per_gpu_hour: float, console: Console) 
             plan.model.name,
             f"{plan.model.params / 1e9:.3g} bn",
             amount(plan.weight_bytes, "B"),
-            f"{plan.kv_bytes_per_token / 1024:.4g} KiB",
+            f"{plan.kv_bytes_per_token / 1024:.4g}",
             str(plan.gpus),
             str(plan.sequences),
             duration(plan.prefill.seconds),
