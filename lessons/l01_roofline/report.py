@@ -154,30 +154,30 @@ def print_all(plans: list[Plan], dollars_per_gpu_hour: float, console: Console) 
     first = plans[0]
     table = Table(
         Column("model", no_wrap=True),
-        "params",
+        "10⁹ params",
         "weights",
         "KV KiB",
         "GPUs",
         "fit",
-        "TTFT ≥",
-        "TPOT ≥",
-        "tokens/s ≤",
-        "$/10⁶ ≥",
-        title=f"{first.chip.name}, {first.batch} sequences of {first.context} tokens; KV KiB: cache "
-        "of one token",
+        "TTFT ms",
+        "TPOT ms",
+        Column("tokens/s", min_width=8),
+        "$/10⁶",
+        title=f"{first.chip.name}, {first.batch} sequences of {first.context} tokens; times and "
+        "prices at least, tokens/s at most",
         title_justify="left",
     )
     for plan in plans:
         cost = cost_per_million_tokens(plan.gpus * dollars_per_gpu_hour, plan.tokens_per_s)
         table.add_row(
             plan.model.name,
-            f"{plan.model.params / 1e9:.3g} bn",
+            f"{plan.model.params / 1e9:.3g}",
             amount(plan.weight_bytes, "B"),
             f"{plan.kv_bytes_per_token / 1024:.4g}",
             str(plan.gpus),
             str(plan.sequences),
-            duration(plan.prefill.seconds),
-            duration(plan.decode.seconds),
+            f"{plan.prefill.seconds * 1e3:.0f}",
+            f"{plan.decode.seconds * 1e3:.1f}",
             f"{plan.tokens_per_s:.0f}",
             f"{cost:.2f}",
         )
