@@ -38,7 +38,7 @@ from lessons.toolbox.measure.hardware import attainable_flops, lookup, ridge_poi
 
 MODEL, GPU, CONTEXT, BATCHES = "llama-3-8b", "h200", 2048, (1, 8, 64, 256)
 RIDGES = {"a100": "naive", "h100": "library", "h200": "optimized"}
-DAYS = 30.4  # of a month
+DAYS = 365 / 12  # of a month
 HERE = Path(__file__).parent
 SVG = HERE / "roofline.svg"
 ALT = (
@@ -222,9 +222,9 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
     ),
     "break_even": (
         draw_break_even,
-        "Dollars a month over million tokens a month. Rented GPUs cost the same up to their "
-        "capacity and double beyond it; three lines of API prices climb steadily. The cheapest API "
-        "stays below the GPUs everywhere.",
+        "Dollars a month over tokens a month. Rented GPUs cost the same up to their "
+        "capacity and double beyond it; three lines of API prices climb steadily. The two cheaper "
+        "APIs stay below the GPUs everywhere.",
     ),
 }
 
