@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=03
-# Generated from solutions/l03_kv_cache.py, checksum 489dcf4517c8. Generating again never overwrites your edits.
+# Generated from solutions/l03_kv_cache.py, checksum 27a6d70fb58f. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 03: chunks, a pool that grows and forgets, its bytes, a chat with bugs."""
 
@@ -134,9 +134,9 @@ class KVPool:
 
         First ops.write(q, k, v, k_slots, v_slots, batch, cos_sin_cache), with the slots of this
         layer alone: [slots, Hkv, D]. It returns q, rotated. Then ops.decode if no sequence has more
-        than one new token, else ops.prefill: (q, k_cache, v_cache, batch, config.softmax_scale,
-        config.sliding_window(layer)), with the layer's blocks from first_block on: [num_blocks,
-        block_size, Hkv, D]. written_bytes counts k and v.
+        than one new token (batch.max_seqlen_q), else ops.prefill: (q, k_cache, v_cache, batch,
+        config.softmax_scale, config.sliding_window(layer)), with the layer's blocks from
+        first_block on: [num_blocks, block_size, Hkv, D]. written_bytes counts k and v.
         """
         raise NotImplementedError("Exercise 3.2: A pool of preallocated blocks that grows and forgets")
 

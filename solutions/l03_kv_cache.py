@@ -162,9 +162,9 @@ class KVPool:
 
         First ops.write(q, k, v, k_slots, v_slots, batch, cos_sin_cache), with the slots of this
         layer alone: [slots, Hkv, D]. It returns q, rotated. Then ops.decode if no sequence has more
-        than one new token, else ops.prefill: (q, k_cache, v_cache, batch, config.softmax_scale,
-        config.sliding_window(layer)), with the layer's blocks from first_block on: [num_blocks,
-        block_size, Hkv, D]. written_bytes counts k and v.
+        than one new token (batch.max_seqlen_q), else ops.prefill: (q, k_cache, v_cache, batch,
+        config.softmax_scale, config.sliding_window(layer)), with the layer's blocks from
+        first_block on: [num_blocks, block_size, Hkv, D]. written_bytes counts k and v.
         """
         # SOLUTION
         read = self.ops.decode if batch.max_seqlen_q == 1 else self.ops.prefill

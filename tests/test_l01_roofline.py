@@ -3,9 +3,12 @@ models, arithmetic by hand.
 """
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lessons.l01_roofline import calculators as calc
 from lessons.l01_roofline.models import MODELS, ModelShape, find_model
@@ -158,6 +161,47 @@ def test_kv_bytes_by_hand(name, kib):
     assert calc.kv_bytes_per_token(MODELS[name], bits_per_value=8) == kib * 512
 
 
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made within it held at one time; works on the meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self.seen = 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self._hold(x.untyped_storage())
+        return out
+
+    def _hold(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key, size):
+        self.seen.discard(key)
+        self.live -= size
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b", "qwen3-32b"])
+def test_activations_are_what_a_layer_of_transformers_holds(name):
+    """An eager library frees a little later, or earlier, than we count: within a quarter."""
+    shape, tokens = dataclasses.replace(MODELS[name], num_hidden_layers=1, vocab_size=8), 2048
+    layer = transformers_model(shape).model.layers[0]
+    rotation = [torch.empty(1, tokens, shape.head_dim, device="meta", dtype=torch.bfloat16)] * 2
+    with torch.inference_mode(), LiveBytes() as live:
+        x = torch.empty(1, tokens, shape.hidden_size, device="meta", dtype=torch.bfloat16)
+        layer(x, attention_mask=None, position_embeddings=rotation)
+    counted = calc.activation_bytes(shape, tokens, batch=1)
+    assert 0.75 < live.peak / counted < 1.25
+
+
 def test_sequences_that_fit():
     # 80 GB, 16 GB of weights, 128 KiB a token, 4096 tokens: 64e9 / 2^29 = 119.2
     assert calc.sequences_that_fit(80e9, 16e9, 2**17, 4096) == 119
@@ -264,6 +308,9 @@ def test_break_even_is_where_both_cost_the_same():
         lambda bad: calc.decode_floor(TOY, bad, 5, 1e12, 1e12),
         lambda bad: calc.decode_floor(TOY, 5, bad, 1e12, 1e12),
         lambda bad: calc.prefill_floor(TOY, bad, 1e12, 1e12),
+        lambda bad: calc.activation_bytes(TOY, bad, 5),
+        lambda bad: calc.activation_bytes(TOY, 5, bad),
+        lambda bad: calc.tokens_per_dollar(bad, 100),
         lambda bad: calc.cost_per_million_tokens(bad, 100),
         lambda bad: calc.cost_per_million_tokens(1, bad),
         lambda bad: calc.cost_per_million_tokens(1, 100, bad),

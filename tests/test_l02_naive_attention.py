@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from lessons.l01_roofline.models import find_model
 from lessons.l02_naive_attention import naive, optimized
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.lab import inside, traffic
 from lessons.l02_naive_attention.lab import pictures as picture
-from lessons.l02_naive_attention.lab import traffic
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.kernels.accesses import Accesses
@@ -21,6 +22,7 @@ from lessons.toolbox.measure.hardware import lookup
 from lessons.toolbox.model.config import ModelConfig
 
 README = (Path(traffic.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+README = re.sub(r"\[([^\]]*)\]\(\.\./GLOSSARY[^)]*\)", r"\1", README)  # terms as they are read
 
 
 # ---------------------------------------------------------------- counting
@@ -193,6 +195,43 @@ def test_readme_counts_the_recomputed_tokens():
     assert f"{model.tokens} tokens pass the model" in README and f"only {100 + 100 - 1}" in README
 
 
+def test_the_claims_of_the_museum():
+    llama = find_model("llama-3-8b")
+    weights = (llama.layer_params(0)) / llama.num_hidden_layers
+    assert f"has {weights / 1e6:.0f} million weights, so {2 * weights / 1e6:.0f} MFLOPs" in README
+    per_key = 4 * llama.head_dim * llama.num_attention_heads / 2
+    assert f"= {per_key:.0f} · N" in README
+    assert f"equal at N = {2 * weights / per_key:,.0f}" in README
+    share = per_key * 8192 / (per_key * 8192 + 2 * weights)
+    assert f"attention is {share * 100:.0f} % of" in README
+    # top-p as printed: the token that reaches p is cut
+    for probs, p, kept in (([0.5, 0.25, 0.25], 0.6, 1), ([0.95, 0.05], 0.9, 0)):
+        assert int((torch.tensor(probs).cumsum(0) < p).sum()) == kept
+    right = probabilities(torch.tensor([0.5, 0.25, 0.25]).log(), SamplingParams(top_p=0.6), [], [])
+    assert int((right > 0).sum()) == 2
+    # a negative logit that is divided
+    assert f"{np.exp(-1) / np.exp(-2):.1f} times as likely" in README
+
+
+def test_the_answers_of_the_quiz():
+    assert 2 * 16 * 4096**2 / 2**30 == 0.5
+    wide = traffic.versions(4096, 32, 8, 128, torch.float32)["naive.attention"]
+    assert traffic.total_bytes(wide) == 40 * 32 * 4096**2
+    assert 2 * 32 * 4096 == 256 * 1024 and 2 * 2 * 4096 * 8 * 128 == 64 * 256 * 1024
+    logits = torch.tensor([0.6, 0.2, 0.2 - 1e-6, 1e-6]).log()
+    kept = probabilities(logits, SamplingParams(top_k=2, top_p=0.9), [], [])
+    assert kept.tolist() == pytest.approx([0.75, 0.25, 0, 0], abs=1e-6)
+
+
+def test_the_excerpts_of_the_readme_are_the_code():
+    room = Path(traffic.__file__).parents[1]
+    code = "".join((room / name).read_text("utf-8") for name in ("naive.py", "optimized.py"))
+    excerpts = README.split("```python\n")[1:]
+    assert len(excerpts) == 2
+    for excerpt in excerpts:
+        assert excerpt.split("```")[0] in code
+
+
 def test_picture_is_drawn_from_the_counted_passes():
     figure = picture.draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)
@@ -201,3 +240,37 @@ def test_picture_is_drawn_from_the_counted_passes():
         f"{traffic.total_bytes(versions(8192)[name]) / (32 * 8192**2):.0f}"
         for name in ("naive.attention", "optimized.attention")
     )
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 2.0}, {"top_p": 0.5, "top_k": 3}, {"temperature": 0.1}]
+)
+def test_the_figure_of_sampling_can_be_read(settings):
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
+    figure = picture.draw_sampling(logits, list("ABCDEF"), likeliest=5, **settings)
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+    params = SamplingParams(**settings)
+    kept = int((probabilities(logits, params, [], []) > 0).sum())
+    assert f"{kept} of 6 tokens" in figure.get_suptitle()
+
+
+def test_the_figure_of_growth_is_counted():
+    figure = picture.draw_growth([1024, 2048])
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+    moved = traffic.total_bytes(versions(2048)["optimized.attention"])
+    assert f"{moved / (4 * 2048 * 40 * 128):.0f} times" in figure.get_suptitle()
+
+
+def test_the_weights_inside_a_model_are_those_it_uses():
+    torch.manual_seed(0)
+    config = ModelConfig("llama", 11, 16, 2, 4, 2, 4, 8, 64)
+    weights = inside.weights_of(Decoder(config).eval(), [1, 2, 3, 4, 5]).clone()
+    assert weights.shape == (2, 4, 5, 5)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 5))
+    assert not weights.triu(1).any()
+    weights[1, 3] = torch.eye(5).roll(1, 0)  # a head that looks one token back
+    assert inside.one_back(weights)[:2] == (1, 3)
+    weights[0, 2] = torch.full((5, 5), 0.2)
+    assert inside.most_spread(weights) == (0, 2)
+    figure = inside.draw_head(weights, 0, 2, list("abcde"), "a head")
+    assert not texts_outside(figure)

@@ -59,6 +59,7 @@ def new_parser() -> OneLineParser:
     option("--bits-per-weight", 16, "of the weights", number)
     option("--bits-per-kv", 16, "of the cache", number)
     option("--memory-share", 0.9, "of each GPU", number)
+    option("--batched-tokens", 2048, "new tokens of one pass", count)
     option("--dollars-per-hour", 3.0, "of one GPU; an assumption", number)
     option("--api-dollars", 0.5, "of 10⁶ tokens; an assumption", number)
     return parser
@@ -74,7 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
         chip = lookup(args.gpu)
         sizes = args.batch, args.context, args.gpus
         bits = args.bits_per_weight, args.bits_per_kv
-        plans = [make_plan(model, chip, *sizes, *bits, args.memory_share) for model in models]
+        tokens = args.batched_tokens
+        plans = [
+            make_plan(model, chip, *sizes, *bits, args.memory_share, tokens) for model in models
+        ]
     except ValueError as error:
         parser.error(str(error))
     if len(plans) == 1:

@@ -49,6 +49,28 @@ def sequences_that_fit(
     return max(0, int((positive("memory_bytes", memory_bytes) - weights_bytes) // per_sequence))
 
 
+def activation_bytes(
+    model: ModelShape, tokens: int, batch: int, bits_per_value: float = 16
+) -> float:
+    """The most bytes that one pass over `tokens` new tokens holds beside weights and cache, on one
+    GPU. `batch` of the tokens get logits, and probabilities beside them, both in float32.
+
+    Layers run one after the other, so one layer counts: the residual stream and what goes into the
+    layer, and the wider of attention (q, k, v and output) and MLP (gate, up and their product). It
+    assumes kernels that write no N×N scores (lesson 9).
+    """
+    attention = model.num_attention_heads * (model.head_dim + model.value_dim)
+    attention += model.num_key_value_heads * (model.head_dim + model.value_dim)
+    mlp = model.mlp_matrices * model.intermediate_size
+    if model.num_experts:
+        experts = model.num_experts_per_tok + model.num_shared_experts
+        mixture = experts * (model.mlp_matrices * model.moe_intermediate_size + model.hidden_size)
+        mlp = max(mixture, mlp if model.num_dense_layers else 0)
+    values = positive("tokens", tokens) * (2 * model.hidden_size + max(attention, mlp))
+    logits = 2 * 4 * positive("batch", batch) * model.vocab_size
+    return values * positive("bits_per_value", bits_per_value) / 8 + logits
+
+
 def gpus_needed(total_bytes: float, memory_bytes_per_gpu: float) -> int:
     """Fewest GPUs that hold `total_bytes`, as a power of two, because tensor parallelism splits
     heads and widths evenly.
@@ -165,6 +187,11 @@ def cost_per_million_tokens(
         raise ValueError(f"utilisation is {utilisation!r}; accepted: above 0 and at most 1")
     tokens_per_hour = 3600 * positive("tokens_per_s", tokens_per_s) * utilisation
     return positive("dollars_per_hour", dollars_per_hour) / tokens_per_hour * 1e6
+
+
+def tokens_per_dollar(dollars_per_hour: float, tokens_per_s: float) -> float:
+    """The same the other way round, for busy hardware: how many tokens a dollar pays for."""
+    return 1e6 / cost_per_million_tokens(dollars_per_hour, tokens_per_s)
 
 
 def break_even_tokens_per_day(dollars_per_hour: float, api_dollars_per_million: float) -> float:

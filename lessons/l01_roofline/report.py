@@ -3,13 +3,17 @@
 from rich.console import Console
 from rich.table import Column, Table
 
-from lessons.l01_roofline.calculators import break_even_tokens_per_day, cost_per_million_tokens
-from lessons.l01_roofline.plan import Plan, peak_flops
+from lessons.l01_roofline.calculators import (
+    break_even_tokens_per_day,
+    cost_per_million_tokens,
+    tokens_per_dollar,
+)
+from lessons.l01_roofline.plan import Plan, peak_flops, ways_out
 from lessons.toolbox.measure.hardware import ridge_point
 
 ASSUMPTIONS = (
     "Predictions, not measurements: weights and KV cache split evenly over the GPUs, no "
-    "communication, no activations, no copies of KV heads, experts chosen evenly; prices are "
+    "communication, no copies of KV heads, experts chosen evenly; prices are "
     "assumptions."
 )
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -48,6 +52,8 @@ def print_report(
             f"[red]Only {plan.running} of {plan.batch} sequences fit at once; below, "
             f"{plan.running} run.[/]"
         )
+        for way in ways_out(plan):
+            console.print(f"  would do: {way}")
     console.print(floor_table(plan))
     console.print(speed_table(plan, plan.gpus * dollars_per_gpu_hour, api_dollars))
     chip = plan.chip
@@ -71,8 +77,12 @@ def memory_table(plan: Plan) -> Table:
     table.add_row("weights", amount(plan.weight_bytes, "B"), params)
     table.add_row("KV cache of a token", f"{plan.kv_bytes_per_token / 1024:.4g} KiB", values)
     table.add_row("KV cache of a sequence", amount(sequence_bytes, "B"), f"x {plan.context} tokens")
+    pass_of = f"one pass of {plan.batched_tokens} tokens, logits of {plan.batch}, on each GPU"
+    table.add_row("activations", amount(plan.activation_bytes, "B"), pass_of)
+    kept = "CUDA context, graphs, communication, gaps"
+    table.add_row("system reserve", amount(plan.reserve_bytes, "B"), kept)
     table.add_row("usable", amount(plan.usable_bytes, "B"), usable)
-    fit = "(usable - weights) / KV cache of a sequence"
+    fit = "(usable - weights - activations) / KV cache of a sequence"
     table.add_row("sequences that fit", str(plan.sequences), fit)
     return table
 
@@ -118,7 +128,12 @@ def speed_table(plan: Plan, dollars_per_hour: float, api_dollars: float) -> Tabl
             f"{plan.running} sequences, decode steps only",
         ),
         ("10⁶ generated tokens", f"${at_best:.2f}", busy),
-        ("the same, busy half the day", f"${2 * at_best:.2f}", "utilisation decides"),
+        (
+            "tokens for a dollar",
+            amount(tokens_per_dollar(dollars_per_hour, rate)),
+            "the same the other way round",
+        ),
+        ("10⁶ tokens, busy half the day", f"${2 * at_best:.2f}", "utilisation decides"),
         (
             "break-even with an API",
             f"{amount(break_even)} tokens/day",
@@ -139,29 +154,30 @@ def print_all(plans: list[Plan], dollars_per_gpu_hour: float, console: Console) 
     first = plans[0]
     table = Table(
         Column("model", no_wrap=True),
-        "params",
+        "10⁹ params",
         "weights",
-        "KV/token",
+        "KV KiB",
         "GPUs",
         "fit",
-        "TTFT ≥",
-        "TPOT ≥",
-        "tokens/s ≤",
-        "$/10⁶ ≥",
-        title=f"{first.chip.name}, {first.batch} sequences of {first.context} tokens",
+        "TTFT ms",
+        "TPOT ms",
+        Column("tokens/s", min_width=8),
+        "$/10⁶",
+        title=f"{first.chip.name}, {first.batch} sequences of {first.context} tokens; times and "
+        "prices at least, tokens/s at most",
         title_justify="left",
     )
     for plan in plans:
         cost = cost_per_million_tokens(plan.gpus * dollars_per_gpu_hour, plan.tokens_per_s)
         table.add_row(
             plan.model.name,
-            f"{plan.model.params / 1e9:.3g} bn",
+            f"{plan.model.params / 1e9:.3g}",
             amount(plan.weight_bytes, "B"),
-            f"{plan.kv_bytes_per_token / 1024:.4g} KiB",
+            f"{plan.kv_bytes_per_token / 1024:.4g}",
             str(plan.gpus),
             str(plan.sequences),
-            duration(plan.prefill.seconds),
-            duration(plan.decode.seconds),
+            f"{plan.prefill.seconds * 1e3:.0f}",
+            f"{plan.decode.seconds * 1e3:.1f}",
             f"{plan.tokens_per_s:.0f}",
             f"{cost:.2f}",
         )

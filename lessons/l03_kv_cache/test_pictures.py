@@ -5,9 +5,12 @@ import pytest
 from lessons.l03_kv_cache.lab.pictures import (
     PROMPT,
     SVG,
+    WORK_SVG,
     draw,
     draw_bytes,
     draw_reserved,
+    draw_step_bytes,
+    draw_work,
     passes,
 )
 from lessons.l03_kv_cache.lab.testing import CONFIG
@@ -18,6 +21,9 @@ PICTURES = {
     "passes": draw,
     "bytes": lambda: draw_bytes(CONFIG, [64, 128, 256]),
     "reserved": lambda: draw_reserved([(20, 30), (100, 60), (7, 200)], 1024),
+    "work": draw_work,
+    "one step": draw_step_bytes,
+    "one sequence": lambda: draw_step_bytes(1, 128, bits=4),
 }
 
 
@@ -25,7 +31,7 @@ PICTURES = {
 def test_the_pictures_can_be_read(name):
     figure = PICTURES[name]()
     assert not texts_outside(figure) and not overlapping_texts(figure)
-    assert SVG.exists()
+    assert SVG.exists() and WORK_SVG.exists()
 
 
 def test_the_bytes_of_the_picture():

@@ -86,7 +86,8 @@ def run_check(
         if isinstance(error, TimeUp):
             message = f"stopped after {check.seconds:g} s. Is there an endless loop?"
         elif isinstance(error, (AssertionError, pytest.fail.Exception)) and str(error):
-            message = str(error)
+            # What pytest appends to the message of an assert is about the check, not the answer.
+            message = str(error).split("\nassert ")[0]
         else:
             message = describe(error, path)
         return Outcome(FAIL, f"{check.label}: {message}", type(error).__name__, tuple(seen))

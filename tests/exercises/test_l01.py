@@ -148,7 +148,8 @@ def test_linear_ridge(impl, seed):
         for tokens in (math.floor(crossing), math.ceil(crossing) + 1)
     )
     assert (below, above) == ("memory", "compute"), (
-        f"around {crossing:.0f} tokens yours says {below}, then {above}"
+        f"below {crossing:.0f} tokens your layer is bound by {below}, above by {above}; expected "
+        "memory, then compute"
     )
 
 

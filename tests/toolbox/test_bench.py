@@ -347,6 +347,13 @@ def test_ratios_on_a_cpu_absolute_on_a_gpu_and_both_from_the_record_alone(script
     assert "NVIDIA H200" in caption_of(record)
 
 
+def test_what_is_not_drawn_is_still_recorded(scripted_clock):
+    scripted_clock[0].update(slow=0.006, fast=0.002)
+    record = measured({"slow": rows, "fast": rows}, not_drawn=["slow"])
+    shown = [text.get_text() for text in records.figure_of(record).axes[0].texts]
+    assert "slow" in record["series"] and "fast" in shown and "slow" not in shown
+
+
 def test_bandwidth_is_drawn_under_its_roof_and_a_time_below_the_floor_is_flagged(scripted_clock):
     scripted_clock[0].update(slow=2.0, fast=0.5)
     limits = {"bytes_moved": lambda n: 8e9, "floor_s": lambda n: 1.0}

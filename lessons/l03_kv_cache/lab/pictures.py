@@ -9,21 +9,30 @@ from pathlib import Path
 
 from matplotlib.patches import Patch, Rectangle
 
+from lessons.l01_roofline.calculators import kv_bytes_per_token
+from lessons.l01_roofline.models import find_model
 from lessons.l03_kv_cache.cache import bucket
 from lessons.l03_kv_cache.lab.traffic import MIB, mib_written
+from lessons.l03_kv_cache.lab.work import flops
 from lessons.toolbox.draw.figure import PALETTE, ROLES, ClassFigure, frame, key, save_svg, style
-from lessons.toolbox.draw.plotting import class_plot, gantt
+from lessons.toolbox.draw.plotting import bars, class_plot, gantt
 from lessons.toolbox.model.config import ModelConfig
 
 PROMPT, ANSWER = 3, 4
 SVG = Path(__file__).parent / "passes.svg"
+WORK_SVG = Path(__file__).parent / "work.svg"
 ALT = (
     "Three grids, one row per pass, one column per token. Recomputing runs 3, 4, 5 and 6 tokens "
     "through the model; concatenating runs 3, 1, 1 and 1, and copies the 3, 4 and 5 tokens before; "
     "preallocating runs the same and copies none."
 )
+WORK_ALT = (
+    "FLOPs of a whole answer over its length, both axes logarithmic. Without a cache the weights' "
+    "work grows like the square and attention's like the cube; with one, the weights' work grows "
+    "like the length and attention's like the square."
+)
 RUN, COPY, READ = "runs through the model", "copied to make room, then read", "read where it is"
-LOOK = {RUN: (ROLES["naive"].colour, ""), COPY: (PALETTE[1], "//"), READ: (PALETTE[4], "")}
+LOOK = {RUN: (ROLES["naive"].colour, ""), COPY: (PALETTE[1], "//"), READ: ("#CFE8F7", "")}
 
 
 def passes(way: str) -> list[list[str]]:
@@ -130,5 +139,45 @@ def draw_reserved(requests: list[tuple[int, int]], longest: int) -> ClassFigure:
     )
 
 
+def draw_work(model_name: str = "llama-3-8b") -> ClassFigure:
+    """FLOPs of an answer over its length, behind a prompt of one token."""
+    model, answers = find_model(model_name), [2**n for n in range(7, 18)]
+    series = {}
+    for cached, role in ((False, "naive"), (True, "optimized")):
+        counted = [flops(model, 1, answer, cached) for answer in answers]
+        way = "cached" if cached else "recomputed"
+        for part, name in enumerate(("weights", "attention")):
+            series[f"{name}, {way}"] = (role, [(work[part],) * 3 for work in counted])
+    growth = {label: values[-1][0] / values[-2][0] for label, (_, values) in series.items()}
+    return class_plot(
+        answers,
+        series,
+        title="Twice the answer with a cache: "
+        f"{growth['weights, cached']:.1f}x the weights' work, still "
+        f"{growth['attention, cached']:.1f}x attention's",
+        xlabel="tokens of the answer",
+        ylabel="FLOPs of the whole answer",
+        caption=f"Counted, not timed · layers of {model_name}, one sequence",
+    )
+
+
+def draw_step_bytes(
+    batch: int = 8, context: int = 4096, model_name: str = "llama-3-8b", bits: int = 16
+) -> ClassFigure:
+    """What a decode step reads: weights once, and the cache of every sequence."""
+    model = find_model(model_name)
+    weights = 2 * model.params_read(batch) / 1e9
+    cache = batch * context * kv_bytes_per_token(model, bits) / 1e9
+    return bars(
+        ["weights, once for all", f"cache of {batch} sequence{'s' * (batch > 1)}"],
+        {"read": ("optimized", [weights, cache])},
+        ylabel="GB read by one decode step",
+        title=f"{batch} x {context} tokens: {cache / (weights + cache):.0%} of a step's bytes are "
+        "cache",
+        caption=f"Counted · {model_name}: weights in 16 bits, cache in {bits} bits",
+    )
+
+
 if __name__ == "__main__":
     save_svg(draw(), SVG, alt=ALT)
+    save_svg(draw_work(), WORK_SVG, alt=WORK_ALT)

@@ -73,6 +73,7 @@ class Benchmark:
     metric: "time", "bandwidth" (bytes_moved over time) or "flops" (flops over time)
     tolerance: largest relative error (Frobenius) against the first provider that runs; 0 means
         equal in every element
+    not_drawn: labels of providers that are measured and recorded, but left out of the figure
     """
 
     name: str
@@ -91,6 +92,7 @@ class Benchmark:
     dtype: str = "float32"
     shape: str = ""
     tolerance: float = 1e-4
+    not_drawn: Sequence[str] = ()
 
     def __post_init__(self):
         if not self.name.isidentifier():
@@ -107,6 +109,8 @@ class Benchmark:
             raise ValueError(
                 f"title quotes {unknown}; accepted: {', '.join(TITLE_FACTS)}"
             ) from None
+        if strange := set(self.not_drawn) - set(self.providers):
+            raise ValueError(f"not_drawn {sorted(strange)}; accepted: {', '.join(self.providers)}")
         if wrong := {role for role, _ in self.providers.values()} - set(ROLES):
             raise ValueError(f"roles {sorted(wrong)}; accepted: {', '.join(ROLES)}")
 
@@ -181,6 +185,7 @@ def _empty_record(benchmark: Benchmark, device: torch.device, quick: bool) -> di
         "bytes": at_each_x(benchmark.bytes_moved),
         "flops": at_each_x(benchmark.flops),
         "floor_s": at_each_x(benchmark.floor_s),
+        "not_drawn": list(benchmark.not_drawn),
         "series": {
             label: {"role": role, "points": []} for label, (role, _) in benchmark.providers.items()
         },

@@ -133,7 +133,10 @@ def figure_of(record: dict) -> plotting.ClassFigure:
         return seconds if amounts is None else (np.array(amounts) / seconds.T).T
 
     lines = {}
-    for label, series in record["series"].items():
+    left_out = record.get("not_drawn", ())  # a figure with more than five lines is not read
+    drawn = {label: s for label, s in record["series"].items() if label not in left_out}
+    record = record | {"series": drawn}
+    for label, series in drawn.items():
         seconds = np.array([[p.get(key, np.nan) for key in BAND] for p in series["points"]])
         full = [p["x"] for p in series["points"] if p["status"] == "out of memory"]
         stopped = f" (out of memory at {plotting.size_number(full[0])})" if full else ""

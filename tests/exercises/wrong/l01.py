@@ -333,11 +333,13 @@ def slipped_cost(
     tb=1e12,
     weights_fit=True,
     none=math.inf,
+    least=None,
 ):
     """The cost with one slip, spelled by a switch."""
     per_sequence = context * kv_kib_per_token * kib
     n = whole((memory_gb - (weights_gb if weights_fit else 0)) * gb / per_sequence)
-    if n <= 0 or (n < 1 and whole is math.floor):
+    least = least or (1 if whole is math.floor else 0)
+    if n <= 0 or n < least:
         return none
     moved = weights_gb * gb * (n if weights_each else 1) + (n * per_sequence if cache else 0)
     step_s = moved / (bandwidth_tb_per_s * tb)
@@ -354,6 +356,11 @@ for name, slip, hint in [
     (
         "a_part_of_a_sequence",
         dict(whole=float),
+        "Half a sequence generates nothing: round the number of sequences down.",
+    ),
+    (
+        "a_part_of_a_sequence_beyond_one",
+        dict(whole=float, least=1),
         "Half a sequence generates nothing: round the number of sequences down.",
     ),
     (

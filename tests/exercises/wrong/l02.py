@@ -270,6 +270,12 @@ for name, slip, hint in [
         "If the likeliest token alone exceeds p, you keep none: 0 / 0 is NaN.",
     ),
     (
+        "below_p_as_printed",
+        dict(crossing="cut", off="rounded"),
+        "You keep tokens whose running sum is below p. The one that reaches p stays too: compare "
+        "the mass before a token.",
+    ),
+    (
         "not_renormalised",
         dict(renormalise=False),
         "What you return no longer sums to 1: divide by the mass that stayed.",

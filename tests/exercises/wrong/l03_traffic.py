@@ -20,6 +20,7 @@ def slipped_traffic(
     itemsize=None,
     kib=1024,
     last=0,
+    last_held=0,
     copies="held_before",
     doubling="in_use",
     first=64,
@@ -55,7 +56,7 @@ def slipped_traffic(
         if doubling == "last_alone" and capacity < held:
             moved = 0
     copied = (concat[0] + concat[-1]) * len(concat) // 2 if concat else 0
-    return held * size, copied * size, moved * size
+    return (held + last_held) * size, copied * size, moved * size
 
 
 SLIPS = [
@@ -68,6 +69,11 @@ SLIPS = [
     (
         "last_token_enters",
         dict(last=1),
+        "Nothing is computed from the last generated token: it never enters the cache.",
+    ),
+    (
+        "last_token_held",
+        dict(last_held=1),
         "Nothing is computed from the last generated token: it never enters the cache.",
     ),
     (
