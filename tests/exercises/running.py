@@ -83,11 +83,19 @@ def run_check(
         if isinstance(error, TimeUp):
             message = f"stopped after {check.seconds:g} s. Is there an endless loop?"
         elif isinstance(error, (AssertionError, pytest.fail.Exception)) and str(error):
-            message = str(error)
+            message = _without_long_comparison(str(error))
         else:
             message = describe(error, path)
         return Outcome(FAIL, f"{check.label}: {message}", type(error).__name__, tuple(seen))
     return Outcome(PASS)
+
+
+def _without_long_comparison(message: str) -> str:
+    """A check's own words, without pytest's comparison if that is longer than a line: a tree printed
+    in full hides what was said.
+    """
+    words, _, comparison = message.partition("\nassert ")
+    return message if len(comparison) <= 100 else words
 
 
 def _untouched(error: BaseException | None) -> str | None:
