@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=12
-# Generated from solutions/l12_paged_kv.py, checksum 1f42c002cdbb. Generating again never overwrites your edits.
+# Generated from solutions/l12_paged_kv.py, checksum 7ea67d7ea033. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 12: what blocks leave empty, who owns which block, and attention that reads
 the block table.
@@ -163,7 +163,7 @@ def paged_decode(
     block_size of block block_table[b, i // block_size]. context_lens: [B] int32, keys of each
     sequence, its own included; 0 gives zeros. block_size is any number from 1 on. Rows behind a
     sequence's keys hold NaN, and what stands in the table behind its blocks is not its own. Scores
-    are scaled by 1 / √D; keep a running maximum, sum and weighted values, as lesson 3. Every load
+    are scaled by 1 / √D; keep a running maximum, sum and weighted values, as lesson 8. Every load
     has a mask and `other=`. Page numbers times strides need int64. Aim: no copy of K or V. Errors:
     none to raise.
 

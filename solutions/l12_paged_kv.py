@@ -216,7 +216,7 @@ def paged_decode(
     block_size of block block_table[b, i // block_size]. context_lens: [B] int32, keys of each
     sequence, its own included; 0 gives zeros. block_size is any number from 1 on. Rows behind a
     sequence's keys hold NaN, and what stands in the table behind its blocks is not its own. Scores
-    are scaled by 1 / √D; keep a running maximum, sum and weighted values, as lesson 3. Every load
+    are scaled by 1 / √D; keep a running maximum, sum and weighted values, as lesson 8. Every load
     has a mask and `other=`. Page numbers times strides need int64. Aim: no copy of K or V. Errors:
     none to raise.
 

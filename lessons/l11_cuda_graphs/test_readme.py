@@ -35,6 +35,11 @@ def test_the_examples_on_paper():
     assert max(launches_us, weights_us + 10 * cache_us) == 6000
     assert max(LaunchCost().graph_us, weights_us + 10 * cache_us) == 3000
     assert (launches_us - weights_us) / cache_us == 40
+    cost = LaunchCost()
+    small_us = 81 * (cost.kernel_us + cost.gap_us)
+    assert f"81 · ({cost.kernel_us:g} + {cost.gap_us:g}) = {small_us:g} µs" in README
+    first_us = cost.graph_us + cost.latency_us
+    assert f"{(first_us + small_us) / 1e3:.2f} ms in all" in README
     assert bucket_for(9, [1, 2, 4, 8, 16]) - 9 == 7
 
     x, factor = torch.tensor([1.0, 2.0, 3.0]), 10

@@ -174,11 +174,11 @@ BENCHMARKS = [
         x_name="hidden size",
         x_values=WIDTHS,
         quick_x_values=WIDTHS[:3],
-        title="The same operations, ever wider: a narrow model pays for launching them"
+        title="The same operations, ever wider: a narrow model pays for "
         + (
-            ", {speedup:.1f}x faster as a graph at {x}"
+            "launching them, {speedup:.1f}x faster as a graph at {x}"
             if ON_GPU
-            else ", a wide one for its weights"
+            else "each of them, a wide one for its weights"
         ),
         inputs=lambda width, device: step_of(widened(width), 1, WIDE_CONTEXT),
         providers={"eager": ("naive", eager), "graph": ("optimized", captured)},

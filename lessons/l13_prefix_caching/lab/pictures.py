@@ -59,7 +59,7 @@ def draw() -> ClassFigure:
     computed = sum(len(prompt) - SIZE * known for prompt, (_, known) in zip(EXAMPLE, rows))
     total = sum(map(len, EXAMPLE))
     fig, ax = frame(
-        f"Three prompts of {total} tokens: {computed} are computed, {total - computed} were known",
+        f"Of {total} tokens in three prompts {computed} are computed, {total - computed} were known",
         f"blocks of {SIZE} tokens; the number in a block is its place in the pool · counted",
         (11, 4.2),
     )
