@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=07
-# Generated from solutions/l07_kernel_fusion.py, checksum 89811d5e205f. Generating again never overwrites your edits.
+# Generated from solutions/l07_kernel_fusion.py, checksum f09625de8cce. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 07: a kernel that adds and norms in one pass, the loop that uses it, three
 operations with bugs, bytes.
@@ -157,8 +157,8 @@ def predict(
         one kernel:       x and residual read, residual and the norm written
     A step launches one kernel for each operation. A layer has 7 matrix products, 2 for the cache and attention, 10 for RoPE,
     2 additions to the residual, 2 norms of 8 launches each, silu, and silu · up; fused, an addition with the norm behind it is
-    one, and silu · up is one. Beside the layers: embedding, RoPE's tables (9), the first norm or the last one, whichever has no
-    addition inside a layer (8 launches, fused 1), the output head.
+    one, and silu · up is one. Beside the layers: embedding, RoPE's tables (9), the one norm that has no
+    addition before it (8 launches, fused 1), the output head.
     A step takes as long as its launches, or as long as moving step_gb bytes, whichever is longer. Errors: none to raise.
 
     Example: 1 row of 1000 values, itemsize 2, 1 layer, 0 GB, 5 µs: eager 42 bytes a value, fused 8      -> 0.042, 0.008 MB

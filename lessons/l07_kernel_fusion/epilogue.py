@@ -6,7 +6,8 @@ finished value, and what stood between, one or two tensors as wide as the MLP, n
 
 Read `relu_linear_kernel`, then `swiglu_kernel`: the same loop with two sums, because a tile of x is
 loaded once for both weights. This is a product to read, not one to ship: it has no TMA, no split of
-the long dimension and tiles that nobody has timed. cuBLAS's own is faster.
+the long dimension, no order of tiles for an x that exceeds the L2 cache (tutorial 03 walks in
+groups for that), and tiles that nobody has timed. Expect cuBLAS's own to be faster.
 
 Sources: the tiled product of Triton's tutorial 03; fused epilogues: NVIDIA CUTLASS, "Efficient GEMM
 in CUDA", section Epilogue; SwiGLU: Shazeer 2020, section 2.
@@ -88,8 +89,9 @@ def relu_linear_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """One program: a tile of relu(x · weightᵀ). x: [R, K], weight: [I, K] -> out: [R, I]."""
-    start_m, start_n = tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
+    start_m, start_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # "ieee", because Triton's default rounds float32 to tf32; 16-bit inputs are not changed by it
     for k in range(0, size, BLOCK_K):
         x = load_tile(x_ptr, start_m, num_rows, stride_x, k, size, BLOCK_M, BLOCK_K)
         w = load_tile(weight_ptr, start_n, num_columns, stride_weight, k, size, BLOCK_N, BLOCK_K)
@@ -116,7 +118,7 @@ def swiglu_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """One program: a tile of silu(x · gateᵀ) · (x · upᵀ). x: [R, K], weights: [I, K] -> out: [R, I]."""
-    start_m, start_n = tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
+    start_m, start_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, size, BLOCK_K):
@@ -154,9 +156,11 @@ def _launch(kernel, x: Tensor, *weights: Tensor) -> Tensor:
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
     tiles = tiles_for(x)
     if out.numel():
-        # Columns first, because programs that run together then share rows of x; a grid's second
-        # axis holds 65535 programs, and there are fewer tiles of rows than that in any batch.
-        grid = triton.cdiv(num_columns, tiles.block_n), triton.cdiv(num_rows, tiles.block_m)
+        # Rows first: programs that run together then share a few tiles of the weights, which are
+        # the larger operand, so each weight leaves memory about once. Each of these programs reads
+        # rows of x of its own, which come from the L2 cache while x fits there. The second axis
+        # holds 65535 programs: two million columns, more than any weight has.
+        grid = triton.cdiv(num_rows, tiles.block_m), triton.cdiv(num_columns, tiles.block_n)
         kernel[grid](
             x,
             *weights,

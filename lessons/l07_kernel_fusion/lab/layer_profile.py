@@ -76,7 +76,8 @@ def draw_layer(models: dict[str, Decoder]) -> ClassFigure:
     return gantt(
         lanes,
         xlabel="µs since the layer's first product",
-        kinds=["matrix product", "attention", SMALL_OPERATIONS],
+        # the order of `pictures.draw_launches`, so that both have the same colours
+        kinds=[SMALL_OPERATIONS, "matrix product", "attention"],
         title=f"Products and attention are {large / first[-1][1]:.0%} of a layer ({label}); the "
         "rest is small operations and gaps",
         caption="measured here, with the profiler's own overhead · "

@@ -179,7 +179,8 @@ def draw_online(seen: int = 4, scores: tuple[float, ...] = (0, 1, -1, 3, 2, 3.5,
     above.bar(at, scores, color="#EEEEEE")
     above.bar(at[:seen], scores[:seen], color=colours, hatch=hatches, edgecolor="white")
     above.step(at[:seen], maxima[:seen], where="post", color=ROLES["floor"].colour, ls="--")
-    above.text(seen - 0.4, m + 0.1, f"m = {m:g}", fontweight="bold", va="bottom")
+    # at the left edge, because a later score beside it could be higher than m and touch it
+    above.text(-0.6, m + 0.1, f"m = {m:g}", fontweight="bold", va="bottom")
     below.bar(at[:seen], terms, color=colours, hatch=hatches, edgecolor="white")
     for n, term in enumerate(terms):
         below.text(n, term + 0.02, f"{term:.2f}", ha="center", va="bottom", fontsize=SMALL)
