@@ -7,6 +7,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
+from lessons.l00_gpu_and_triton.coalescing import sectors_of_stride
 from lessons.l01_roofline import calculators
 from lessons.l01_roofline.calculators import kv_bytes_per_token
 from lessons.l01_roofline.models import find_model
@@ -204,3 +205,8 @@ def test_the_formulas_of_the_guides():
     assert f"{1e-9 / (1e-9 + 1e-8):.2f} instead" in guide("1e-8")
     assert f"{1000 // 16} whole blocks" in guide("prefix_hash")
     assert f"{speedup(0.8, 4, 0.1):.2f}×" in guide("2–3×")
+    head_gb = 128_256 * 4096 * 2 / 1e9
+    assert f"is {head_gb:.2f} GB, so four are {4 * head_gb:.1f} GB" in guide("Medusa needs")
+    said = guide("`mask` makes")
+    assert f"{sectors_of_stride(8)} for a distance of 8 float32" in said
+    assert f"{sectors_of_stride(1)} for neighbours" in said

@@ -34,8 +34,9 @@ def hard_to_read(root: Path) -> Complaints:
 
 def prose(text: str) -> str:
     """The running text of a README: no code, formula, table, heading or image."""
-    text = re.sub(r"<[^>]+>", " ", re.sub(HIDDEN, "x", text))
-    return re.sub(NO_PROSE, "", text)
+    text = re.sub(NO_PROSE, "", re.sub(HIDDEN, "x", text))
+    # a tag begins with a letter: `at < n` does not
+    return re.sub(r"</?[a-z][^>\n]*>", " ", text)
 
 
 def mean_words(text: str) -> float:

@@ -128,10 +128,17 @@ def test_a_puzzle_is_drawn_as_it_stands_in_the_file(tmp_path, capsys):
 
 
 @pytest.mark.skipif(not interpreting(), reason="NOT RUN: addresses are seen in the interpreter")
-@pytest.mark.parametrize("exercise_id", ["0.2", "0.6", "0.9"])
+@pytest.mark.parametrize("exercise_id", ["0.2", "0.4", "0.6", "0.9"])
 def test_a_puzzles_picture_is_readable(exercise_id):
     figure = show(exercise_id, impl="solutions")
     assert not texts_outside(figure) and not overlapping_texts(figure)
+
+
+@pytest.mark.skipif(not interpreting(), reason="NOT RUN: addresses are seen in the interpreter")
+def test_the_gaps_of_a_view_are_drawn():
+    figure = show("0.4", impl="solutions")
+    caption = " ".join(t.get_text() for t in figure.findobj(Text))
+    assert "x [4, 12], out [4, 6]" in " ".join(caption.split())
 
 
 def test_the_mandelbrot_set_does_not_depend_on_the_tile():

@@ -38,6 +38,15 @@ def histogram(x_ptr, counts_ptr):
     tl.atomic_add(counts_ptr + tl.load(x_ptr + tl.program_id(0)), 1)
 
 
+@triton.jit
+def walk(x_ptr, out_ptr, size, wrong_step):
+    total = tl.zeros([4], tl.float32)
+    for step in range(6):
+        shift = tl.where(step == wrong_step, size, 0)
+        total += tl.load(x_ptr + step * 4 + shift + tl.arange(0, 4))
+    tl.store(out_ptr + tl.arange(0, 4), total)
+
+
 def copied(size, block, masked=True):
     x, out = torch.arange(float(size)), torch.full((size,), -7.0)
     grid = (triton.cdiv(size, block),)
@@ -121,6 +130,30 @@ def test_text_shows_a_wrong_mask():
     assert lines[5] == "  2. store out, 12 OUTSIDE" and lines[-1].strip() == "W" * 4 + "!" * 12
     good = film_text(copied(20, 16)[2], programs=[1])
     assert "!" not in good and "OUTSIDE" not in good
+
+
+def test_text_names_a_load_whose_mask_excludes_everything():
+    x, out = torch.randn(16), torch.zeros(16)
+    text = film_text(lambda: copy[(2,)](x, out, 8, 8, True), {"x": x, "out": out}, programs=[1])
+    assert text.count("no element, because its mask is False everywhere") == 2
+    assert "a load of no element" in text and "a store of no element" in text
+    assert "no element" not in film_text(copied(20, 16)[2], programs=[1])
+
+
+def test_text_shows_the_last_access_and_those_outside():
+    """Seven accesses, of which the fourth is wrong: the strip may be cut, but not there."""
+    x, out = torch.zeros(24), torch.zeros(4)
+    full = film_text(lambda: walk[(1,)](x, out, 24, 3), {"x": x, "out": out}, most=7)
+    assert "more" not in full and full.count(" load x") == 6
+    cut = film_text(lambda: walk[(1,)](x, out, 24, 3), {"x": x, "out": out}, most=2)
+    steps = [line.strip() for line in cut.split("\n") if line[:3] == "  ." or line[2:3].isdigit()]
+    assert steps == [
+        "1. load x",
+        "... 2 more",
+        "4. load x, 4 OUTSIDE",
+        "... 2 more",
+        "7. store out",
+    ]
 
 
 def test_text_puts_equal_rows_together():

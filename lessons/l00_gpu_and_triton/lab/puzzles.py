@@ -22,7 +22,9 @@ from lessons.toolbox.measure.device import default_device
 
 @dataclass(frozen=True)
 class Puzzle:
-    """inputs: {argument: its shape}; programs: those that are drawn; message: what one should see."""
+    """inputs: {argument: its shape}; programs: those that are drawn; message: what one should see;
+    view: what of each input the kernel gets. All of the input is drawn, so gaps are seen.
+    """
 
     inputs: dict[str, tuple[int, ...]]
     programs: tuple
@@ -30,13 +32,11 @@ class Puzzle:
     view: Callable[[Tensor], Tensor] = lambda x: x
 
     def tensors(self) -> dict[str, Tensor]:
-        """{argument: [...]} as a kernel gets them: 0, 1, 2, … in each."""
+        """{argument: [...]}, with 0, 1, 2, … in each. A kernel gets a view of them."""
         device = default_device()
         return {
-            name: self.view(
-                torch.arange(torch.Size(shape).numel(), dtype=torch.float32, device=device).view(
-                    shape
-                )
+            name: torch.arange(torch.Size(shape).numel(), dtype=torch.float32, device=device).view(
+                shape
             )
             for name, shape in self.inputs.items()
         }
@@ -83,9 +83,10 @@ def show(exercise_id: str, impl: str = "exercises") -> Figure | None:
         print(error)
         return None
     inputs = puzzle.tensors()
+    given = {name: puzzle.view(x) for name, x in inputs.items()}
     title = f"{exercise_id}, {whose}: {puzzle.message}"
     try:
-        return film(lambda: function(**inputs), inputs, programs=puzzle.programs, title=title)
+        return film(lambda: function(**given), inputs, programs=puzzle.programs, title=title)
     except Exception as error:  # whatever a learner's kernel raises
         print(f"{exercise_id}: {describe(error, folder_of(impl) / entry.file)}")
         return None

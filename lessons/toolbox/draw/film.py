@@ -231,16 +231,34 @@ def film_text(
     lines = []
     for program in chosen(recording, programs, kernel):
         lines.append(f"program {name_of(program, recording.dimensions())}")
+        lines += _masked_away(recording, program, kernel)
         strip = panels(recording, named, program, kernel)
-        for panel in strip[:most]:
+        # the last access, and what is wrong, are worth more than the middle of a loop
+        first = most if len(strip) <= most else most - 1
+        shown = [p for p in strip if p.number <= first or p.outside or p is strip[-1]]
+        for before, panel in zip([None, *shown], shown):
+            if before and (left_out := panel.number - before.number - 1):
+                lines.append(f"  ... {left_out} more")
             outside = f", {panel.outside} OUTSIDE" if panel.outside else ""
             lines.append(f"  {panel.number}. {panel.access.kind} {panel.name}{outside}")
             if panel.access.line:
                 lines.append(f"     {panel.access.line}")
             lines += [f"     {row}" for row in _letters(panel.cells, max_rows)]
-        if len(strip) > most:
-            lines.append(f"  ... and {len(strip) - most} more")
     return "\n".join(lines)
+
+
+def _masked_away(recording: Film, program: tuple[int, int, int], kernel: str | None) -> list[str]:
+    """A line for each place of a kernel where this program touches nothing, however often."""
+    counts: dict[tuple[str, str], int] = {}
+    for access in recording.accesses:
+        if access.program == program and kernel in (None, access.kernel):
+            key = access.kind, access.line
+            counts[key] = counts.get(key, 0) + len(access.addresses) + len(access.outside)
+    return [
+        f"  a {kind} of no element, because its mask is False everywhere\n     {line}"
+        for (kind, line), count in counts.items()
+        if not count
+    ]
 
 
 def _letters(cells: np.ndarray, max_rows: int) -> list[str]:
