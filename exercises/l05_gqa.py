@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=05
-# Generated from solutions/l05_gqa.py, checksum e0a688d5b7ce. Generating again never overwrites your edits.
+# Generated from solutions/l05_gqa.py, checksum fabceff53043. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 05: attention that repeats nothing, a kernel for a group, a conversion with
 bugs, the bytes of it all.
@@ -150,8 +150,8 @@ def convert_to_gqa(
     Example: 4 KV heads of D = 1, k_proj.weight = [[1], [3], [10], [20]], to 2 heads -> [[2], [15]]; the config says 2 KV heads.
         With 4 query heads, heads 0 and 1 then read 2 in the place of 1 and 3; heads 2 and 3 read 15.
 
-    The code below runs, and its shapes are right. It has three bugs. Delete the first line and find
-    them.
+    The code below runs, and its shapes are right. It has three bugs. Delete the line with
+    `raise` and find them.
     """
     raise NotImplementedError("Exercise 5.3: Find the bugs: a conversion to fewer KV heads")
     converted = dict(weights)

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=06
-# Generated from solutions/l06_mla.py, checksum 64b07dc98ef0. Generating again never overwrites your edits.
+# Generated from solutions/l06_mla.py, checksum 9e177931459e. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 06: latent attention from its weights, a cache with absorbed weights, its
 numbers, three bugs.
@@ -153,8 +153,8 @@ def decode_tokens(
     Example: T = 2, H = 1, nope = v_dim = rank = 1, rope = 2, all weights 1, q = 0, c_kv = [2, 4]: token 0 sees 2, token 1 sees
         2 and 4 with equal weights  -> [[[2]], [[3]]]
 
-    The code below runs, and every shape in it is right. It has three bugs. Delete the first line
-    and find them.
+    The code below runs, and every shape in it is right. It has three bugs. Delete the line with
+    `raise` and find them.
     """
 
     def turn(pe: Tensor, t: int) -> Tensor:  # [..., rope] at position t

@@ -24,7 +24,7 @@ def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rota
     """A function that turns x: [T, H, D] to positions: [T] int64 and returns a new [T, H, D] of x's
     dtype; x stays as it was.
 
-    Half-rotated layout: coordinate i turns together with i + D/2, for i = 0 … D/2 - 1, by angle(i) = position · frequency(i):
+    Half layout: coordinate i turns together with i + D/2, for i = 0 … D/2 - 1, by angle(i) = position · frequency(i):
         out[i]       = x[i] · cos - x[i + D/2] · sin
         out[i + D/2] = x[i + D/2] · cos + x[i] · sin
     frequency(i) = config.rope_theta ^ (-2i / D), D = config.head_dim (even). config.rope_scaling, `s` for short:
@@ -130,7 +130,7 @@ def rotate_and_write(
     """Turn q: [T, Hq, D] in place; write k, turned, and v: [T, Hkv, D] to slot_mapping: [T] int64
     of the caches: [slots, Hkv, D].
 
-    Half-rotated layout, by the rows positions: [T] int64 of cos_sin_cache: [num_positions, D]
+    Half layout, by the rows positions: [T] int64 of cos_sin_cache: [num_positions, D]
     float32, cos in the first half of a row and sin in the second. A slot of -1: that token's k and
     v are written nowhere; its q turns all the same. Nothing else of the caches changes, nor k and
     v. All contiguous; q, k, v and the caches have one dtype; float32 inside. Errors: none to raise.
@@ -139,8 +139,8 @@ def rotate_and_write(
     0], in its slot; v stays.
 
     This launch is right. `rotate_and_write_kernel` below runs, and the first token of a sequence
-    even comes out right. It has four bugs. Delete its first line and find them; the names and the
-    launch may stay as they are.
+    even comes out right. It has four bugs. Delete its line with `raise` and find them; the names
+    and the launch may stay as they are.
     """
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     rotate_and_write_kernel[num_tokens, num_heads + 2 * num_kv_heads](

@@ -185,8 +185,8 @@ def convert_to_gqa(
     Example: 4 KV heads of D = 1, k_proj.weight = [[1], [3], [10], [20]], to 2 heads -> [[2], [15]]; the config says 2 KV heads.
         With 4 query heads, heads 0 and 1 then read 2 in the place of 1 and 3; heads 2 and 3 read 15.
 
-    The code below runs, and its shapes are right. It has three bugs. Delete the first line and find
-    them.
+    The code below runs, and its shapes are right. It has three bugs. Delete the line with
+    `raise` and find them.
     """
     # SOLUTION
     converted = dict(weights)

@@ -197,8 +197,8 @@ def decode_tokens(
     Example: T = 2, H = 1, nope = v_dim = rank = 1, rope = 2, all weights 1, q = 0, c_kv = [2, 4]: token 0 sees 2, token 1 sees
         2 and 4 with equal weights  -> [[[2]], [[3]]]
 
-    The code below runs, and every shape in it is right. It has three bugs. Delete the first line
-    and find them.
+    The code below runs, and every shape in it is right. It has three bugs. Delete the line with
+    `raise` and find them.
     """
 
     def turn(pe: Tensor, t: int) -> Tensor:  # [..., rope] at position t

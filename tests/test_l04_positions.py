@@ -24,7 +24,7 @@ from lessons.l04_positions.naive import (
     new_cos_sin_cache,
 )
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
-from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.model.config import ModelConfig, RopeScaling
 from solutions.l04_positions import rotation_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +59,18 @@ def test_readme_example_of_a_stretch():
     stretched = replace(config, rope_scaling=figures.SCALINGS["Llama 3.1, 8×"])
     plain, slowed = (rope_inv_freq(c, torch.device("cpu"))[1] for c in (config, stretched))
     assert float(slowed / plain) == pytest.approx(kept, rel=1e-4)
+
+
+def test_readme_example_of_yarn():
+    """Pairs 20, 33 and 46 keep all, 0.625 and a quarter of their frequencies; scores are sharper."""
+    yarn = RopeScaling("yarn", 4.0, original_max_position_embeddings=4096)
+    config = replace(figures.LLAMA_3, rope_theta=10000.0, head_dim=128, rope_scaling=None)
+    device = torch.device("cpu")
+    plain, slowed = (rope_inv_freq(c, device) for c in (config, replace(config, rope_scaling=yarn)))
+    kept = [round(float(share), 4) for share in (slowed / plain)[[20, 21, 33, 45, 46]]]
+    assert kept[0] == 1 > kept[1] > kept[2] == 0.625 > kept[3] > kept[4] == 0.25
+    assert "it keeps 0.5 + 0.5 / 4 = 0.625" in README
+    assert f"which is {0.1 * math.log(4) + 1:.3f} for a factor of 4" in README
 
 
 def mixed_layouts(x: torch.Tensor, position: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config
 
 from lessons.l01_roofline import calculators
 from lessons.l02_naive_attention.optimized import attention_torch
-from lessons.l06_mla.lab import counts, workload
+from lessons.l06_mla.lab import benchmark, counts, workload
 from lessons.l06_mla.lab import pictures as picture
 from lessons.l06_mla.lab.counts import (
     V3,
@@ -20,6 +20,7 @@ from lessons.l06_mla.lab.counts import (
     crossover_tokens,
     expanded_flops,
 )
+from lessons.l06_mla.naive import EXPANDED
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.model.config import MLAConfig
 
@@ -107,6 +108,15 @@ def test_flops_are_those_that_pytorch_counts(new, context):
     assert counter.get_total_flops() == absorbed_flops(new, context, heads) + 2 * heads * masked * (
         576 + 512
     )
+
+
+def test_the_library_takes_the_same_step(seed):
+    """A time of another result would be the time of another model: transformers' step and ours
+    agree over the same cached latents, rotary coordinates in our order included.
+    """
+    inputs = workload.layer_inputs(1, 40, torch.device("cpu"))
+    expected = benchmark.step_with(EXPANDED)(*inputs)()
+    torch.testing.assert_close(benchmark.library(*inputs)(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_where_the_forms_cross():

@@ -222,7 +222,7 @@ DTYPE_NAME = str(DTYPE).removeprefix("torch.")
 BENCHMARKS = [
     Benchmark(
         name="l04_rope_cache",
-        title="At {x} tokens one pass rotates and writes {speedup:.1f}x as fast as step by step",
+        title="At {x} tokens in place is {speedup:.1f}x as fast as step by step",
         x_name="new tokens",
         x_values=TOKENS,
         quick_x_values=[64, 1024],

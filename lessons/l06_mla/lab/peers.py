@@ -29,7 +29,7 @@ def step(model: OneLayer, x: Tensor, c_kv: Tensor, k_pe: Tensor) -> Callable[[],
         qk_rope_head_dim=mla.qk_rope_head_dim,
         qk_nope_head_dim=mla.qk_nope_head_dim,
         v_head_dim=mla.v_head_dim,
-        rope_interleave=False,
+        rope_interleave=mla.rope_interleave,  # the cached k_pe lie as `latents` leaves them
         attn_implementation="sdpa",
     )
     layer = (
