@@ -266,8 +266,8 @@ Train them again: `python -m models.train tokenizer`, then `tiny --tokens 150` a
 `draft --tokens 150` (millions), then `python -m models.evaluate`. That recipe also reads the
 libraries that the course installs ({", ".join(f"{name}, {to}" for name, to in LIBRARIES.items())}),
 without what they copied from held-out modules. More tokens give better models of the same shape.
-Nothing else in the course depends on the weights, but what is recorded under `results/` was
-recorded with those that are here.
+The heads of lesson 17 belong to these weights and have to be trained again as well
+([HEADS.md](HEADS.md)), and what is recorded under `results/` was recorded with them.
 
 ## Samples
 

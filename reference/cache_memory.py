@@ -9,24 +9,32 @@ from functools import partial
 
 import torch
 
+from lessons.l02_naive_attention.batch_sampling import batch_probabilities
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import read_requests
+from lessons.l02_naive_attention.request import read_requests, sampling_batch
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l12_paged_kv.runner import step_batch
 from lessons.l14_continuous_batching.loop import StepSampler
+from lessons.toolbox.model.config import ModelConfig
 from reference.engine_args import EngineArgs
 from reference.model_runner import ModelRunner
 
 CPU_CACHE_BYTES = 2**30
 
 
-def blocks_that_fit(args: EngineArgs, model: Decoder, max_model_len: int) -> int:
+def blocks_that_fit(
+    args: EngineArgs, model: Decoder, max_model_len: int, draft: ModelConfig | None = None
+) -> int:
     """As many blocks as were asked for, or as memory holds, but no more than max_num_seqs of the
-    longest sequences can fill. Raises ValueError if memory does not hold one such sequence.
+    longest sequences can fill. draft: the shape of what has K and V in blocks of the same numbers.
+    Raises ValueError if memory does not hold one such sequence.
     """
     if args.num_gpu_blocks_override:
         return args.num_gpu_blocks_override
-    block_bytes = args.block_size * model.config.kv_bytes_per_token(model.dtype.itemsize)
+    configs = [model.config] if draft is None else [model.config, draft]
+    block_bytes = args.block_size * sum(
+        config.kv_bytes_per_token(model.dtype.itemsize) for config in configs
+    )
     memory = args.kv_cache_memory_bytes or cache_memory(args, model, max_model_len)
     num_blocks = max(0, int(memory // block_bytes))
     longest = -(-max_model_len // args.block_size)
@@ -84,6 +92,12 @@ def run_largest_step(args: EngineArgs, model: Decoder, max_model_len: int) -> No
     chunks = [([0] * count, max_model_len - count) for count in counts]
     batch = step_batch(runner.pool, chunks, [list(range(longest))] * places)
     hidden = runner.model(batch.tokens, runner.pool.attending(batch))
-    logits = runner.model.logits(hidden[batch.logits_at]).float()
+    # A row for each place, or with speculation several: those of the newest and the drafted tokens.
+    rows = min(places * args.rows_each, tokens)
+    logits = runner.model.logits(hidden[-rows:]).float()
     drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
-    StepSampler()(logits, read_requests(model.config, [[0]] * places, 1, drawn))
+    requests = read_requests(model.config, [[0]] * rows, 1, drawn)
+    StepSampler()(logits, requests)
+    if args.rows_each > 1:
+        p = batch_probabilities(logits, sampling_batch(requests, logits.device))
+        p - torch.empty_like(p)  # beside p lie q and what is left of p

@@ -1,7 +1,13 @@
 """Decode steps as CUDA graphs: lesson 11's GraphRunner over lesson 12's block tables.
 
-A step in which every sequence runs one token is copied into the buffers of the smallest bucket that
-holds it, and launched whole. Steps with prompts in them differ in shape each time and stay eager.
+A step in which every sequence runs one token, or its newest and a few drafted ones, is copied into
+the buffers of the smallest bucket that holds it, and launched whole. Steps with prompts in them
+differ in shape each time and stay eager.
+
+Drafted tokens need no graphs of their own. Inside a graph each token is a sequence of its own with one
+new token: the K + 1 tokens of a sequence share its block table, and see contexts that grow by one. All
+K and V of a layer are written before anybody reads, so each sees those in front of it. So one bucket
+serves any mix of draft lengths. The price: K and V are read by each of them, from the L2 cache mostly.
 """
 
 from collections.abc import Sequence
@@ -23,14 +29,22 @@ Chunks = list[tuple[list[int], int]]  # of each sequence its new tokens, and how
 class DecodeGraphs:
     """One captured step for each bucket, all over the same weights and pool.
 
-    graphs: lesson 11's CudaGraphs, or its stand-in. buckets: batch sizes. max_model_len: the longest
-    that a sequence may become, because Python knows no length inside a graph.
+    graphs: lesson 11's CudaGraphs, or its stand-in. buckets: tokens of a step. max_model_len: the
+    longest that a sequence may become, because Python knows no length inside a graph. most_each:
+    tokens of a sequence that are launched so; one with more is a prompt.
     """
 
     @torch.inference_mode()
     def __init__(
-        self, model: Decoder, pool: KVPool, graphs, buckets: Sequence[int], max_model_len: int
+        self,
+        model: Decoder,
+        pool: KVPool,
+        graphs,
+        buckets: Sequence[int],
+        max_model_len: int,
+        most_each: int = 1,
     ):
+        self.most_each = most_each
         # Kept, because a graph reads their memory again at every replay.
         self.model = model
         self.pool = pool
@@ -51,16 +65,18 @@ class DecodeGraphs:
         self.pinned = [PinnedCopies(self.inputs), PinnedCopies(self.tables)] if on_gpu else None
 
     def fits(self, chunks: Chunks) -> bool:
-        """Whether a step can be replayed: one token of each sequence, and not too many of them."""
-        return len(chunks) <= self.buckets[-1] and all(len(new) == 1 for new, _ in chunks)
+        """Whether a step can be replayed: few tokens of each sequence, and not too many in all."""
+        counts = [len(new) for new, _ in chunks]
+        return max(counts) <= self.most_each and sum(counts) <= self.buckets[-1]
 
     @torch.inference_mode()
     def __call__(self, chunks: Chunks, tables: list[list[int]]) -> Tensor:
-        """Replay a step that fits. tables: the blocks of each sequence. Returns hidden: [B,
+        """Replay a step that fits. tables: the blocks of each sequence. Returns hidden: [T,
         hidden_size].
         """
-        bucket = bucket_for(len(chunks), self.buckets)
-        inputs = padded(decode_inputs(chunks, tables, self.pool.block_size), bucket)
+        singles, tables = one_by_one(chunks, tables)
+        bucket = bucket_for(len(singles), self.buckets)
+        inputs = padded(decode_inputs(singles, tables, self.pool.block_size), bucket)
         width = self.tables[bucket].shape[1]
         # Zeros behind a sequence's blocks, because nobody reads there, and block 0 exists.
         rows = [[*table, *[0] * (width - len(table))] for table in tables]
@@ -68,7 +84,7 @@ class DecodeGraphs:
         self.copy_in(bucket, inputs, torch.tensor(rows, dtype=torch.int32))
         self.graphs[bucket].replay()
         # A clone, because the next replay overwrites the graph's own output.
-        return self.hidden[bucket][: len(chunks)].clone()
+        return self.hidden[bucket][: len(singles)].clone()
 
     def copy_in(self, bucket: int, inputs: Tensor, table: Tensor) -> None:
         """inputs: [4, bucket] and table: [bucket, max_blocks], on the CPU, into the graph's buffers:
@@ -80,6 +96,15 @@ class DecodeGraphs:
         else:
             for pinned, new in zip(self.pinned, (inputs, table)):
                 pinned.copy_in(new, bucket)
+
+
+def one_by_one(chunks: Chunks, tables: list[list[int]]) -> tuple[Chunks, list[list[int]]]:
+    """Each token as a sequence of its own, behind those in front of it, and whose blocks it reads."""
+    if all(len(new) == 1 for new, _ in chunks):
+        return chunks, tables
+    singles = [([token], held + at) for new, held in chunks for at, token in enumerate(new)]
+    owned = [table for (new, _), table in zip(chunks, tables) for _ in new]
+    return singles, owned
 
 
 def decode_inputs(chunks: Chunks, tables: list[list[int]], block_size: int) -> Tensor:

@@ -31,6 +31,8 @@ class Engine:
     seed: of the requests that bring none; None: a fresh one each time.
     """
 
+    sequence_kind = EngineSequence
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -47,6 +49,8 @@ class Engine:
         self.requests: dict[str, EngineRequest] = {}
         self.ids = count()  # of sequences
         self.seeds = Random(seed)
+        # What speculation did in the last step: {row of a sequence: (drafted, accepted)}.
+        self.drafts: dict[int, tuple[int, int]] = {}
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -136,7 +140,7 @@ class Engine:
                     params.skip_special_tokens,
                 )
             sequences.append(
-                EngineSequence(
+                self.sequence_kind(
                     row=next(self.ids),
                     prompt=request.prompt_token_ids,
                     max_new_tokens=limit,

@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass, fields
 
 from lessons.toolbox.model.arguments import check_kind, is_number, is_whole, refuse
+from reference.speculative_config import OLDER, SpeculativeConfig, from_older
 
 CHOICES = {
     "scheduling_policy": ("fcfs", "priority"),
@@ -21,9 +22,6 @@ LATER: dict[str, tuple[tuple, str]] = {
     "data_parallel_size": ((1,), "lesson 20 brings several devices"),
     "enable_expert_parallel": ((False,), "lesson 20 brings several devices"),
     "enable_lora": ((False,), "lesson 21 brings adapters"),
-    "speculative_model": ((None,), "lesson 16 brings drafts"),
-    "speculative_config": ((None,), "lesson 16 brings drafts"),
-    "num_speculative_tokens": ((None,), "lesson 16 brings drafts"),
 }
 # accepted, because guides pass them; they change nothing here
 WITHOUT_EFFECT = {
@@ -43,13 +41,13 @@ class EngineArgs:
 
     seed: of the requests that bring none: an engine with this seed gives the same calls the same
     tokens. None: others each time. max_model_len: None takes the model's own.
-    max_num_batched_tokens: of one step; None takes 2048, or max_num_seqs if that is more.
+    max_num_batched_tokens: of one step; None takes 2048, or more if max_num_seqs asks for it.
     num_gpu_blocks_override: blocks of the cache; None takes what memory gives.
     kv_cache_memory_bytes: of the cache; None: on a GPU what gpu_memory_utilization leaves, on a CPU
     at most 1 GiB. preemption_mode: what becomes of the K and V of a request whose blocks another one
     needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's memory.
     scheduling_policy: "fcfs" or "priority". enforce_eager: no CUDA graphs of decode steps; on a CPU
-    there are none.
+    there are none. speculative_config: who drafts tokens and how many, a dict of vLLM's keys.
     """
 
     model: str = "models/tiny"
@@ -70,6 +68,7 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
     enforce_eager: bool = False
+    speculative_config: SpeculativeConfig | dict | None = None
 
     def __post_init__(self):
         check_counts(
@@ -98,12 +97,19 @@ class EngineArgs:
         self.dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
         for name, values in CHOICES.items():
             self._require(name, getattr(self, name) in values, " or ".join(values))
+        self.speculative_config = SpeculativeConfig.read(self.speculative_config)
+        least = self.max_num_seqs * self.rows_each
         if self.max_num_batched_tokens is None:
-            self.max_num_batched_tokens = max(2048, self.max_num_seqs)
-        least = f"{self.max_num_seqs} or more, a token for each of max_num_seqs"
-        self._require(
-            "max_num_batched_tokens", self.max_num_batched_tokens >= self.max_num_seqs, least
-        )
+            self.max_num_batched_tokens = max(2048, least)
+        wanted = "a token" if self.rows_each == 1 else f"{self.rows_each} tokens"
+        accepted = f"{least} or more, {wanted} for each of max_num_seqs"
+        self._require("max_num_batched_tokens", self.max_num_batched_tokens >= least, accepted)
+
+    @property
+    def rows_each(self) -> int:
+        """Tokens that a sequence runs in a step at most while it decodes: its newest and a draft."""
+        config = self.speculative_config
+        return 1 if config is None else 1 + config.num_speculative_tokens
 
     @classmethod
     def read(cls, **arguments) -> "EngineArgs":
@@ -112,7 +118,7 @@ class EngineArgs:
         """
         known = [field.name for field in fields(cls)]
         own = {}
-        for name, value in arguments.items():
+        for name, value in from_older(arguments).items():
             if name in known:
                 own[name] = value
             elif name in LATER:
@@ -120,7 +126,7 @@ class EngineArgs:
                 if value not in harmless:
                     raise ValueError(f"{name}: got {value!r}; accepted: {harmless[0]!r}; {lesson}")
             elif name not in WITHOUT_EFFECT:
-                near = difflib.get_close_matches(name, [*known, *LATER, *WITHOUT_EFFECT], 1)
+                near = difflib.get_close_matches(name, [*known, *LATER, *OLDER, *WITHOUT_EFFECT], 1)
                 hint = f"did you mean {near[0]}?" if near else f"accepted: {', '.join(known)}"
                 raise ValueError(f"{name}: unknown argument; {hint}")
         return cls(**own)

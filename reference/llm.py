@@ -5,13 +5,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from tqdm.auto import tqdm
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets
 from lessons.l12_paged_kv.blocks import BlockManager
-from lessons.l12_paged_kv.swap import HostSwap
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l14_continuous_batching.sequence import Sequence
@@ -21,13 +21,17 @@ from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.checkpoint import load_tokenizer
 from reference.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from reference.cache_memory import blocks_that_fit
+from reference.drafting import Drafter, config_of_pool, load_drafter, new_proposer
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
+from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler, PoolsSwap
 from reference.model import load_model
 from reference.model_runner import ModelRunner
 from reference.outputs import RequestOutput
 from reference.request import EngineRequest
 from reference.sampling_params import SamplingParams
+from reference.speculation import Proposer
+from reference.speculative_engine import SpeculativeEngine
 
 
 def by_priority(sequence: Sequence) -> tuple:
@@ -40,12 +44,13 @@ def new_engine(args: EngineArgs) -> Engine:
     dtype = None if args.dtype == "auto" else args.dtype
     model = load_model(args.model, args.device, dtype)
     tokenizer = load_tokenizer(args.tokenizer or args.model)
-    return engine_over(model, tokenizer, args)
+    drafter = load_drafter(args.speculative_config, model, tokenizer)
+    return engine_over(model, tokenizer, args, drafter)
 
 
-def engine_over(model: Decoder, tokenizer, args: EngineArgs) -> Engine:
-    """An engine over a model that is there already. tokenizer: None, if all prompts are token ids
-    and nobody wants text. Raises ValueError.
+def engine_over(model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter = None) -> Engine:
+    """An engine over models that are there already. tokenizer: None, if all prompts are token ids
+    and nobody wants text. drafter: what speculative_config names, loaded. Raises ValueError.
     """
     most = model.config.max_position_embeddings
     max_model_len = args.max_model_len or most
@@ -53,18 +58,35 @@ def engine_over(model: Decoder, tokenizer, args: EngineArgs) -> Engine:
         raise ValueError(
             f"max_model_len: got {max_model_len}; accepted: at most {most}, the model's"
         )
-    num_blocks = blocks_that_fit(args, model, max_model_len)
+    config = args.speculative_config
+    if config is not None:
+        config.check_context(max_model_len)
+    num_blocks = blocks_that_fit(args, model, max_model_len, config_of_pool(drafter))
     if args.enable_prefix_caching:
         cache = HashBlocks(args.block_size)
         blocks = CachingBlockManager(num_blocks, args.block_size, cache)
     else:
         blocks = BlockManager(num_blocks, args.block_size)
+    new = partial(new_runner, args, num_blocks)
+    runner = new(model, max_model_len)
+    if config is None:
+        scheduler = new_scheduler(args, runner, blocks)
+        return Engine(runner, scheduler, tokenizer, max_model_len, args.seed)
+    proposer = new_proposer(args, drafter, runner, new)
+    scheduler = new_scheduler(args, runner, blocks, proposer)
+    return SpeculativeEngine(runner, scheduler, tokenizer, max_model_len, args.seed)
+
+
+def new_runner(
+    args: EngineArgs, num_blocks: int, model: Decoder, max_model_len: int
+) -> ModelRunner:
+    """A model over a pool of its own, on a GPU with its decode steps as CUDA graphs."""
     runner = ModelRunner(model, num_blocks, args.block_size, max_model_len)
     if replays(args, model):
-        most = min(args.max_num_seqs, num_blocks)  # because everybody who decodes owns a block
-        runner.capture(CudaGraphs(model.device), batch_buckets(most))
-    scheduler = new_scheduler(args, runner, blocks)
-    return Engine(runner, scheduler, tokenizer, max_model_len, args.seed)
+        # because everybody who decodes owns a block
+        most = min(args.max_num_seqs, num_blocks) * args.rows_each
+        runner.capture(CudaGraphs(model.device), batch_buckets(most), args.rows_each)
+    return runner
 
 
 def replays(args: EngineArgs, model: Decoder) -> bool:
@@ -75,19 +97,29 @@ def replays(args: EngineArgs, model: Decoder) -> bool:
     return can_replay and not args.enforce_eager
 
 
-def new_scheduler(args: EngineArgs, runner: ModelRunner, blocks: BlockManager) -> ChunkedScheduler:
-    """Who decides what runs in each step, and whose K and V wait on the host."""
+def new_scheduler(
+    args: EngineArgs, runner: ModelRunner, blocks: BlockManager, proposer: Proposer | None = None
+) -> ChunkedScheduler:
+    """Who decides what runs in each step, and whose K and V wait on the host. proposer: None for an
+    engine that does not speculate.
+    """
     limits = dict(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         enable_chunked_prefill=args.enable_chunked_prefill,
         order=by_priority if args.scheduling_policy == "priority" else by_arrival,
     )
+    kinds, pools = (ChunkedScheduler, SwappingScheduler), [runner.pool]
+    if proposer is not None:
+        count = args.speculative_config.num_speculative_tokens
+        limits |= dict(proposer=proposer, num_speculative_tokens=count)
+        kinds, pools = (LookaheadScheduler, LookaheadSwappingScheduler), [*pools, *proposer.pools]
+    recomputing, swapping = kinds
     if args.preemption_mode == "recompute":
-        return ChunkedScheduler(blocks, **limits)
-    block_bytes = runner.pool.bytes_per_token * args.block_size
+        return recomputing(blocks, **limits)
+    block_bytes = sum(pool.bytes_per_token for pool in pools) * args.block_size
     host_blocks = int(args.swap_space * 2**30 // block_bytes)
-    return SwappingScheduler(HostSwap(Lender(runner.pool, blocks)), host_blocks, **limits)
+    return swapping(PoolsSwap(Lender(runner.pool, blocks), pools), host_blocks, **limits)
 
 
 class LLM:

@@ -8,7 +8,8 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l12_paged_kv.runner import copy_blocks, new_pool, paged_rung_of, step_batch
 from lessons.l14_continuous_batching.sequence import Step
-from reference.decode_graphs import DecodeGraphs
+from lessons.l17_tree_speculation.heads import tapped_features
+from reference.decode_graphs import Chunks, DecodeGraphs
 from reference.packed import packed
 
 
@@ -22,21 +23,33 @@ class ModelRunner:
         self.pool = new_pool(self.model, num_blocks, block_size, max_model_len)
         self.max_model_len = max_model_len
         self.captured: DecodeGraphs | None = None
+        # Where lesson 17's drafts read the model, and what they found in the last step: [T, F].
+        self.taps: tuple[int, ...] = ()
+        self.features: Tensor | None = None
 
-    def capture(self, graphs, buckets: Sequence[int]) -> None:
+    def capture(self, graphs, buckets: Sequence[int], most_each: int = 1) -> None:
         """From now on steps that only decode are replayed. Arguments: DecodeGraphs."""
-        self.captured = DecodeGraphs(self.model, self.pool, graphs, buckets, self.max_model_len)
+        self.captured = DecodeGraphs(
+            self.model, self.pool, graphs, buckets, self.max_model_len, most_each
+        )
 
     @torch.inference_mode()
     def __call__(self, step: Step, tables: dict[int, list[int]]) -> Tensor:
         """Run a step. Returns hidden: [T, hidden_size] of all its tokens, in the chunks' order."""
         copy_blocks(self.pool, step.copies)
         chunks = [(chunk.tokens, chunk.sequence.computed) for chunk in step.chunks]
-        owned = [tables[chunk.sequence.row] for chunk in step.chunks]
+        return self.run(chunks, [tables[chunk.sequence.row] for chunk in step.chunks])
+
+    @torch.inference_mode()
+    def run(self, chunks: Chunks, tables: list[list[int]]) -> Tensor:
+        """Run some tokens of each sequence. tables: its blocks. Returns hidden: [T, hidden_size]."""
         if self.captured is not None and self.captured.fits(chunks):
-            return self.captured(chunks, owned)
-        batch = step_batch(self.pool, chunks, owned)
-        return self.model(batch.tokens, self.pool.attending(batch))
+            self.features = self.captured(chunks, tables)
+            return self.features
+        batch = step_batch(self.pool, chunks, tables)
+        attend = self.pool.attending(batch)
+        hidden, self.features = tapped_features(self.model, batch.tokens, attend, self.taps)
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:

@@ -35,6 +35,37 @@ class CompletionOutput:
 
 
 @dataclass
+class SpeculationCounts:
+    """What speculation did for a request, or for all of an engine's. passes: of the target that gave
+    a sequence a token or more. drafted, accepted: tokens. emitted: tokens of the answers.
+    """
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+
+    def add(self, drafted: int, accepted: int, emitted: int) -> None:
+        """One sequence in one pass."""
+        self.passes += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.emitted += emitted
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of drafted tokens that stayed. As vLLM counts, those behind a rejected one are
+        drafted tokens, too.
+        """
+        return self.accepted / max(1, self.drafted)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """1 without speculation, at most K + 1 with it."""
+        return self.emitted / max(1, self.passes)
+
+
+@dataclass
 class RequestMetrics:
     """Seconds of the monotonic clock. queue_s: until it first ran; ttft_s: until its first token."""
 
@@ -43,6 +74,7 @@ class RequestMetrics:
     first_token: float | None = None
     last_token: float | None = None
     preemptions: int = 0
+    speculation: "SpeculationCounts | None" = None  # None: the engine does not speculate
 
     @property
     def queue_s(self) -> float | None:

@@ -1,4 +1,4 @@
-"""The libraries on the same weights, as reference lines of the ladder: transformers in its four
+"""The libraries on the same weights, as reference lines of the ladder: transformers in its six
 ways of generating, and vLLM where it is installed.
 
 Each peer: run(model, prompts: list[list[int]], max_new_tokens: list[int], on_token) ->
@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -21,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from lessons.toolbox.model.checkpoint import load_tokenizer
 
+DRAFTED = 4  # tokens of assisted generation in a step
 PLACES = 32  # requests side by side, as many as the rungs from lesson 11 on have
 
 
@@ -60,6 +62,47 @@ def one_by_one(model, prompts, max_new_tokens, on_token=None):
         for prompt, limit in zip(prompts, max_new_tokens)
         for row in left_padded_batch(model, [prompt], [limit], on_token)
     ]
+
+
+@torch.inference_mode()
+def with_prompt_lookup(model, prompts, max_new_tokens, on_token=None):
+    """generate(prompt_lookup_num_tokens=...): n-grams of the text draft, one request after the other."""
+    return _speculative(model, prompts, max_new_tokens, on_token, prompt_lookup_num_tokens=DRAFTED)
+
+
+@torch.inference_mode()
+def with_assistant(model, prompts, max_new_tokens, on_token=None):
+    """generate(assistant_model=...): the draft that is shipped beside the model, in the folder of its
+    name and "-draft", one request after the other.
+    """
+    folder = f"{model.config._name_or_path}-draft"
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"no draft beside this model: {folder}")
+    draft = _assistant(folder, model.device, model.dtype)
+    return _speculative(model, prompts, max_new_tokens, on_token, assistant_model=draft)
+
+
+@lru_cache(maxsize=1)
+def _assistant(folder: str, device: torch.device, dtype: torch.dtype):
+    """The draft, loaded once, because its loading is no part of a pass. It always drafts as much."""
+    draft = load_peer_model(folder, device, dtype)
+    draft.generation_config.num_assistant_tokens = DRAFTED
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    return draft
+
+
+def _speculative(model, prompts, max_new_tokens, on_token, **how):
+    """transformers' assisted generation, which serves one request at a time."""
+    rows = []
+    for row, (prompt, limit) in enumerate(zip(prompts, max_new_tokens)):
+        config = _greedy(model, limit)
+        ids = torch.tensor([prompt], device=model.device)
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, generation_config=config, **how)
+        rows.append(_until_stop(out[0, len(prompt) :].tolist(), limit, config.eos_token_id))
+        for token in rows[-1] if on_token else ():
+            on_token(row, token)
+    return rows
 
 
 @torch.inference_mode()
@@ -185,6 +228,8 @@ class Peer:
 PEERS = (
     Peer("transformers pipeline, one by one", text_pipeline, in_batches=False),
     Peer("transformers generate, one by one", one_by_one, in_batches=False),
+    Peer("transformers prompt lookup, one by one", with_prompt_lookup, in_batches=False),
+    Peer("transformers with a draft, one by one", with_assistant, in_batches=False),
     Peer("transformers generate, padded batch", left_padded_batch),
     Peer("transformers continuous batching", continuous_batching),
     Peer("vLLM", vllm),

@@ -28,6 +28,7 @@ from lessons.l12_paged_kv import generate as paged
 from lessons.l13_prefix_caching import generate as prefixes
 from lessons.l14_continuous_batching import loop as continuous
 from lessons.l15_chunked_prefill import generate as chunked
+from lessons.l16_speculative_sampling import generate as speculative
 from lessons.toolbox.model.config import ModelConfig
 from reference import engine_rung
 from reference.contest import first_line
@@ -91,6 +92,7 @@ IN_BATCHES = (
     Step("13", "prefix cache", prefixes.generate, in_batches=True),
     Step("14", "continuous batching", continuous.generate, in_batches=True),
     Step("15", "chunked prefill", chunked.generate, in_batches=True),
+    Step("16", "n-grams, verified", speculative.generate, in_batches=True),
     Step("12-15", "the engine", engine_rung.generate, in_batches=True),
 )
 FUSED, FLASH, SPLITS = "the fused kernels", "the flash kernel", "programs that wait for SMs"

@@ -40,7 +40,7 @@ class Sampler:
         return chosen, found
 
 
-def searching_batch(sequences: list[EngineSequence], device: torch.device) -> SamplingBatch:
+def searching_batch(sequences: list, device: torch.device) -> SamplingBatch:
     """A sampling batch that on a CPU finds top-p by selecting."""
     batch = sampling_batch(sequences, device)
     if device.type == "cpu":
@@ -48,12 +48,15 @@ def searching_batch(sequences: list[EngineSequence], device: torch.device) -> Sa
     return batch
 
 
-def adjust(logits: Tensor, row: int, sequence: EngineSequence) -> None:
-    """logit_bias and min_tokens of one row, in place. logits: [B, V]."""
+def adjust(logits: Tensor, row: int, sequence: EngineSequence, ahead: int = 0) -> None:
+    """logit_bias and min_tokens of one row, in place. logits: [B, V]. ahead: drafted tokens that
+    stand between the sequence's output and this row.
+    """
     if sequence.bias is not None:
         tokens, values = sequence.bias
         logits[row, tokens] += values.to(logits.dtype)
-    if len(sequence.output) < sequence.params.min_tokens and sequence.stop_token_ids:
+    so_far = len(sequence.output) + ahead
+    if so_far < sequence.params.min_tokens and sequence.stop_token_ids:
         logits[row, list(sequence.stop_token_ids)] = -torch.inf
 
 

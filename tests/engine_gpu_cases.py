@@ -66,6 +66,21 @@ def test_an_eager_engine_captures_nothing(model, monkeypatch):
     assert got["0"] == alone(model, [[1, 2, 3]], 4)
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_drafts_are_verified_in_replayed_steps(model, method):
+    name = None if method == "ngram" else "made here"
+    config = dict(method=method, model=name, num_speculative_tokens=2)
+    small = dict(max_num_seqs=2, block_size=4, num_gpu_blocks_override=24, max_model_len=32)
+    drafter = None if method == "ngram" else new_model().to(default_device())
+    args = EngineArgs(speculative_config=config, **small)
+    engine = engine_over(model, None, args, drafter)
+    buckets = count_replays(engine)
+    prompts, limits = [[7, 8, 9] * 3, [5, 6] * 3], [6, 5]
+    got = run(engine, prompts, [greedy(limit) for limit in limits])
+    assert [got[str(at)][0] for at in range(2)] == alone(model, prompts, limits)
+    assert engine.speculation.accepted and max(buckets) > 2
+
+
 def test_swapped_blocks_come_back_from_the_host(model):
     engine = new_engine(model, num_gpu_blocks_override=6, preemption_mode="swap", max_model_len=16)
     buckets = count_replays(engine)

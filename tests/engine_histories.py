@@ -85,7 +85,7 @@ class VirtualRunner:
         self.model = torch.nn.Identity()
         self.model.config, self.model.device = CONFIG, torch.device("cpu")
         self.virtual = VirtualModel(blocks)
-        self.rules, self.faults, self.steps = rules, faults, 0
+        self.rules, self.faults, self.steps, self.features = rules, faults, 0, None
 
     def __call__(self, step, tables) -> Tensor:
         self.rules.check(step)
@@ -156,8 +156,15 @@ def new_engine(house: House, faults: dict[int, str], kind: type[Engine]) -> Engi
 class History:
     """A history under way. What it has met is counted in `seen`, so that a test can ask for it."""
 
-    def __init__(self, house: House, requests: list[Asked], faults: dict[int, str], kind=Engine):
-        self.engine = new_engine(house, faults, kind)
+    def __init__(
+        self,
+        house: House,
+        requests: list[Asked],
+        faults: dict[int, str],
+        kind=Engine,
+        engine: Engine | None = None,
+    ):
+        self.engine = engine or new_engine(house, faults, kind)
         self.house, self.asked = house, requests
         self.requests: dict[int, EngineRequest] = {}
         self.ended: dict[int, str] = {}  # how: "finished", "aborted", "failed", or "refused"
@@ -183,7 +190,7 @@ class History:
         asked, engine = self.asked[index], self.engine
         prompt = asked.prompt(index)
         try:
-            engine.add_request(str(index), prompt, asked.params(index), asked.priority)
+            engine.add_request(str(index), prompt, self.params(index), asked.priority)
         except ValueError as error:
             assert self.can_never_fit(asked), f"refused without a reason: {error}"
             assert "\n" not in str(error) and str(index) not in engine.requests
@@ -191,6 +198,12 @@ class History:
             return
         assert not self.can_never_fit(asked), "accepted, although it can never fit"
         self.requests[index] = engine.requests[str(index)]
+
+    def params(self, index: int) -> SamplingParams:
+        return self.asked[index].params(index)
+
+    def alone(self, request: EngineRequest) -> list[list[int]]:
+        return alone(request)
 
     def can_never_fit(self, asked: Asked) -> bool:
         house = self.house
@@ -219,7 +232,7 @@ class History:
         assert_clean(self.engine)
         assert set(self.ended) == set(range(len(self.asked))), "somebody was forgotten"
         for index, request in self.requests.items():
-            for sequence, want in zip(request.sequences, alone(request)):
+            for sequence, want in zip(request.sequences, self.alone(request)):
                 assert sequence.finished
                 got, has_ended = sequence.output, self.ended[index] == "finished"
                 assert got == (want if has_ended else want[: len(got)]), "tokens of another request"

@@ -57,6 +57,7 @@ TAKES = {
         enable_prefix_caching=(True,),
         enable_chunked_prefill=(True,),
         enforce_eager=(True,),
+        speculative_config=(None,),
     ),
     SamplingParams: dict(
         best_of=(None,),

@@ -17,6 +17,8 @@ from lessons.l11_cuda_graphs.simulator import SimulatedGraphs
 from lessons.l12_paged_kv.optimized import LESSON_12
 from lessons.toolbox.measure.device import has_gpu, has_triton
 from reference.decode_graphs import DecodeGraphs
+from reference.engine_args import EngineArgs
+from reference.llm import engine_over
 from tests.engine_cases import greedy, new_engine, new_model, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,9 +74,33 @@ def test_a_table_that_is_not_copied_in_is_found():
 
 def test_only_small_decode_steps_are_replayed():
     graphs = DecodeGraphs.__new__(DecodeGraphs)
-    graphs.buckets = [1, 2]
+    graphs.buckets, graphs.most_each = [1, 2], 1
     assert graphs.fits([([5], 3)]) and graphs.fits([([5], 3), ([6], 0)])
     assert not graphs.fits([([5, 6], 3)]) and not graphs.fits([([5], 3)] * 3)
+    graphs.most_each = 2
+    assert graphs.fits([([5, 6], 3)]) and not graphs.fits([([5, 6], 3), ([5], 3)])
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_steps_with_drafts_are_replayed_and_give_the_same_tokens():
+    """Newest and drafted tokens, each a sequence of its own inside the graph."""
+    model, prompts, limits = new_model(), [[7, 8, 9] * 4, [3, 4] * 4], [9, 7]
+    config = dict(method="ngram", num_speculative_tokens=2)
+    small = dict(max_num_seqs=3, block_size=4, num_gpu_blocks_override=30, max_model_len=24)
+    engine = engine_over(fused(model), None, EngineArgs(speculative_config=config, **small))
+    runner, replays = engine.runner, []
+    runner.pool.ops = LESSON_12
+
+    class Noted(DecodeGraphs):
+        def __call__(self, chunks, tables):
+            replays.append([len(new) for new, _ in chunks])
+            return super().__call__(chunks, tables)
+
+    runner.captured = Noted(runner.model, runner.pool, SimulatedGraphs(1), [2, 9], 24, 3)
+    got = run(engine, prompts, [greedy(limit) for limit in limits])
+    assert [got[str(at)][0] for at in range(2)] == alone(model, prompts, limits)
+    assert any(max(counts) > 1 for counts in replays), "no draft was replayed"
 
 
 @needs_triton

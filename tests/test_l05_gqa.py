@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from lessons.l01_roofline.calculators import kv_bytes_per_token, sequences_that_fit, weight_bytes
 from lessons.l01_roofline.models import MODELS
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l05_gqa.checks import MAX_GROUP
-from lessons.l05_gqa.convert import mean_head, merged
+from lessons.l05_gqa.convert import first_head, mean_head, merged
 from lessons.l05_gqa.lab import figures, quality, traffic
 from lessons.l05_gqa.lab import pictures as picture
 from lessons.l05_gqa.lab.specs import KERNELS
@@ -69,10 +70,11 @@ def test_the_numbers_of_the_readme():
     for quoted in (
         f"read {batch_gb:.1f} GB of K and V a step",
         f"it would be {4 * batch_gb:.1f} GB",
-        f"= **{small[0]} bytes**. MHA: **{small[1]}**",
-        f"**{small[2]}**, {small[2] / small[0]:.0f} times GQA and "
+        f"= {small[0]} bytes. MHA with 6: {small[1]}",
+        f"= {small[2]} bytes, {small[2] / small[0]:.0f} times GQA and "
         f"{small[2] / small[1]:.1f} times MHA",
-        f"below {without:.0f} without, {with_cores:.0f} with tensor cores",
+        f"below {without:.0f} without and below {with_cores:.0f} with tensor cores",
+        f"below {without:.0f} FLOP/byte without, {with_cores:.0f} with tensor cores",
         f"once are `{floor_us:.0f} µs` on an H200",
         f"More than {MAX_GROUP} query heads",
         f"</summary>{big:.0f}: 2·8 + 1",
@@ -81,6 +83,49 @@ def test_the_numbers_of_the_readme():
         f"</summary>{read_ms:.2f}, and 9 times that: {9 * read_ms:.1f}.",
     ):
         assert quoted in README, quoted
+
+
+def test_the_museum_is_right():
+    big, falcon = MODELS["llama-2-70b"], MODELS["falcon-40b"]
+    rows = {row.model.name: row for row in traffic.rows(8192, CHIPS["h200"].memory_bytes)}
+    found = rows["llama-2-70b"]
+    as_mha, as_it_is = found.mha_bytes / 1024, found.kv_bytes / 1024
+    assert f"{as_mha:.0f} KiB a token instead of {as_it_is:.0f}, {as_mha / as_it_is:.0f}" in README
+    assert (big.num_attention_heads, MODELS["llama-2-7b"].num_key_value_heads) == (64, 32)
+    assert (falcon.num_attention_heads, falcon.num_key_value_heads) == (128, 8)
+    assert rows["falcon-40b"].kind == "GQA"
+    llama = MODELS["llama-3-8b"]
+    full = sequences_that_fit(
+        CHIPS["h200"].memory_bytes, weight_bytes(llama), kv_bytes_per_token(llama), 8192
+    )
+    planned = rows["llama-3-8b"].sequences
+    assert f"makes {planned} sequences of Llama-3-8B instead of `{full}`" in README
+
+
+def test_fitting_by_hand():
+    """100 bytes of memory are 90; weights of 100 need two GPUs, which leaves 80 for caches of 8."""
+    assert traffic.fitting(100, 100.0, 1.0, 8) == (2, 10)
+    assert traffic.fitting(100, 50.0, 1.0, 8) == (1, 5)
+    assert traffic.fitting(100, 85.0, 1.0, 8) == (2, 11)  # one would hold the weights alone
+
+
+def test_the_mean_of_the_example():
+    heads = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1)
+    distance = {
+        merge: float(((heads - merge(heads)[:, None]) ** 2).sum())
+        for merge in (mean_head, first_head)
+    }
+    assert distance == {mean_head: 2, first_head: 4}
+    assert "squared distances 1 + 1 = 2. First head 1: 0 + 4 = 4" in README
+
+
+def test_the_excerpts_stand_in_the_sources():
+    room = ROOT / "lessons" / "l05_gqa"
+    sources = ["".join((room / name).read_text().split()) for name in ("naive.py", "optimized.py")]
+    excerpts = (room / "README.md").read_text().split("```python\n")[1:]
+    assert len(excerpts) == 3
+    for excerpt in excerpts:
+        assert any("".join(excerpt.split("```")[0].split()) in source for source in sources)
 
 
 def test_what_the_compiler_is_said_to_say():
@@ -127,6 +172,8 @@ def test_the_figures_of_records_can_be_read():
     drawn = [
         figures.quality_figure(quality_record, steps),
         figures.models_figure(traffic.rows(8192, 141 * 10**9)),
+        figures.sharing_figure(),
+        figures.sharing_figure(64, 32768),
     ]
     for figure in drawn:
         assert not texts_outside(figure) and not overlapping_texts(figure)
@@ -136,6 +183,16 @@ def test_the_figures_of_records_can_be_read():
         quality_record["series"]["1 head, mean"]["points"][-1],
     ):
         assert f"{point['loss']:.2f}" in said
+
+
+def test_the_slider_says_what_the_table_says():
+    """8 KV heads are Llama-3-70B as it is, so the bar and the row of the table are the same."""
+    [row] = traffic.rows(8192, CHIPS["h200"].memory_bytes, ("llama-3-70b",))
+    said = figures.sharing_figure(8, 8192)._suptitle.get_text()
+    assert f"keeps {8192 * row.kv_bytes / 2**30:.3g} GiB" in said
+    assert said.endswith(f"room for {row.sequences}")
+    with pytest.raises(ValueError, match="kv_heads: got 3; accepted: 1, 2, 4"):
+        figures.sharing_figure(3)
 
 
 # ---------------------------------------------------------------- quality
@@ -186,10 +243,7 @@ def test_uptraining_learns_and_leaves_the_model_alone(seed):
         (tokens, quality.held_out_loss(better, train[:4]))
         for tokens, better in quality.uptrained(small, train, [4, 12])
     ]
-    assert [tokens for tokens, _ in losses] == [
-        4 * quality.ROWS * quality.WINDOW,
-        12 * quality.ROWS * quality.WINDOW,
-    ]
+    assert [tokens for tokens, _ in losses] == [4 * quality.ROWS * 32, 12 * quality.ROWS * 32]
     assert losses[1][1] < quality.held_out_loss(small, train[:4])
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])

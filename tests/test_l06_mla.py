@@ -161,7 +161,13 @@ def test_the_counted_numbers_of_the_readme():
     for quoted in (
         f"it keeps **{counts.cached_kib_per_token(v3):.1f}**",
         f"would keep {counts.expanded_kib_per_token(v3):.0f} KiB",
-        f"256 r / (1088 − 320) = {crossover_limit():.1f}",
+        f"they meet at {crossover_limit():.1f} new tokens",
+        f"= {2 * 128 * 4096 * 512 * 256 / 1e9:.0f} GFLOP for one token of one layer",
+        f"`{(576 / 192) ** 0.5:.2f}` times too small",
+        f"1536 · 128 + 128 · 512 = `{1536 * 128 + 128 * 512:,}` weights",
+        f"1536 · 512 = `{1536 * 512:,}`, {1536 * 512 // (1536 * 128 + 128 * 512)} times as many",
+        f"61 · 576 · 2 = `{v3.num_hidden_layers * 576 * 2:,}` bytes",
+        f"not `{2 * v3.num_hidden_layers * 512 * 2:,}`",
         f"the crossing is at `{behind}` tokens",
         f"read {small / 1e6:.0f} MB",
         f"{small / chip.memory_bytes_per_s * 1e6:.0f} µs",
@@ -176,6 +182,32 @@ def test_the_counted_numbers_of_the_readme():
         assert quoted in text, quoted
     mla = MLAConfig(None, 6, 2, 2, 2)
     assert (
-        f"= **{expanded_flops(1, 10, 2, mla)}** FLOPs" in text
-        and f"= **{absorbed_flops(1, 10, 2, mla)}**" in text
+        f"= {expanded_flops(1, 10, 2, mla)} FLOPs," in text
+        and f"= {absorbed_flops(1, 10, 2, mla)} With" in text
     )
+    kept, as_heads = 10 * (6 + 2), 10 * 2 * (4 + 2)
+    assert f"10 · 8 = {kept} values" in text and f"10 · 2 · 6 = {as_heads}" in text
+    assert "= 1.2, and (1.2, 0.4) · (1, 0) = 1.2" in text
+
+
+def test_the_excerpts_stand_in_the_sources():
+    room = picture.HERE.parent
+    sources = ["".join((room / name).read_text().split()) for name in ("naive.py", "optimized.py")]
+    excerpts = (room / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    assert len(excerpts) == 4
+    for excerpt in excerpts:
+        assert any("".join(excerpt.split("```")[0].split()) in source for source in sources)
+
+
+@pytest.mark.parametrize("new, context", [(1, 8192), (168, 8192), (169, 8192), (2048, 256)])
+def test_the_slider_says_which_form_is_cheaper(new, context):
+    figure = picture.draw_choice(new, context)
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+    costs = {
+        "expanded": expanded_flops(new, context + new, 128),
+        "absorbed": absorbed_flops(new, context + new, 128),
+    }
+    cheaper, dearer = sorted(costs, key=costs.get)
+    title = figure._suptitle.get_text()
+    assert f"{cheaper} takes {costs[dearer] / costs[cheaper]:.3g} times fewer" in title
+    assert (cheaper == "absorbed") == (new < 169)

@@ -5,6 +5,7 @@ its pictures.
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,15 +14,17 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.lab.traffic import Pass, total_bytes
 from lessons.l03_kv_cache.generate import generate
 from lessons.l05_gqa.optimized import IN_GROUPS
-from lessons.l07_kernel_fusion import optimized
+from lessons.l07_kernel_fusion import naive, optimized
 from lessons.l07_kernel_fusion.fused_decoder import FUSED_LAYERS
-from lessons.l07_kernel_fusion.lab import launches, traffic
+from lessons.l07_kernel_fusion.lab import launches, layer_profile, traffic
 from lessons.l07_kernel_fusion.lab import pictures as picture
 from lessons.l07_kernel_fusion.lab.launches import MODELS, STEPS, schedule
 from lessons.l07_kernel_fusion.lab.traffic import Traffic, chains, passes_of
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.kernels import accesses
+from lessons.toolbox.measure.hardware import lookup
 from lessons.toolbox.model.config import ModelConfig
+from tests.excerpts import excerpts, plain_readme, stray_excerpts
 
 R, N = 512, 1024
 VALUES = R * N
@@ -257,3 +260,98 @@ def test_generates_the_tokens_of_the_rung_below(seed):
     want = generate(model, prompts, 12, rung=IN_GROUPS)
     assert generate(model, prompts, 12, rung=FUSED_LAYERS) == want
     assert len({token for row in want for token in row}) > 1, "the model must say something"
+
+
+@pytest.mark.parametrize("launch_us, size", [(0.5, 1024), (5.0, 4096), (10.0, 16384)])
+def test_the_slider_of_launches_and_bytes(launch_us, size):
+    """For one row launches decide, for many the bytes: their ratios stand in the title."""
+    figure = picture.draw_fusing(launch_us, size)
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+    assert figure.get_suptitle().startswith("add + RMSNorm: 9x at one row, 5.")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NOT RUN: it shows a CPU's operations")
+def test_the_profile_of_a_layer():
+    model = Decoder(replace(TINY, max_position_embeddings=256)).eval().requires_grad_(False)
+    spans = layer_profile.second_layer(model)
+    kinds = [kind for *_, kind in spans]
+    assert kinds.count("matrix product") == 7 and kinds.count(layer_profile.SMALL_OPERATIONS) > 15
+    assert all(start < end for start, end, _ in spans)
+    assert not overlapping_texts(layer_profile.draw_layer({"plain": model}))
+
+
+# ---------------------------------------------------------------- the README
+
+ROOM = Path(traffic.__file__).parents[1]
+README = plain_readme(ROOM)
+H200 = lookup("h200")
+
+
+def said(text):
+    """The README says this, word by word."""
+    assert text in README, text
+
+
+def test_the_excerpts_of_the_readme_are_the_code():
+    assert len(excerpts(README)) == 3 and not stray_excerpts(ROOM)
+
+
+def mlp_passes(function, rows=4096, hidden=4096, inner=14336, dtype=torch.bfloat16):
+    """Bytes of the passes of an MLP's first half, without those of x and the weights."""
+    x, gate, up = (torch.empty(n, hidden, dtype=dtype, device="meta") for n in (rows, inner, inner))
+    passes = passes_of(lambda: function(x, gate, up))
+    products = [one for one in passes if one.name == "mm"]
+    assert len(products) == 2
+    return total_bytes(passes) - sum(one.read_bytes for one in products)
+
+
+def test_the_derivation_on_paper():
+    x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 10.0])
+    result = naive.rms_norm(x, weight, 0.0)[0].tolist()
+    said(f"root {12.5**0.5:.3f},   result ({result[0]:.3f}, {result[1]:.2f})")
+    assert 6 + 6 + 8 + 4 + 8 + 6 + 4 == 42 and 42 / 8 == 5.25
+    said(f"1 + 64 = {1 + 2 * 32} launches")
+    said(f"65 · 8 + 64 = {65 * 8 + 64}")
+    result_bytes = 4096 * 14336 * 2
+    eager = mlp_passes(naive.swiglu)
+    assert eager == 7 * result_bytes
+    sizes = [eager, 5 * result_bytes, result_bytes]
+    said("{:.0f}, {:.0f} and {:.0f} MB;".format(*(size / 1e6 for size in sizes)))
+    times_us = [1e6 * size / H200.memory_bytes_per_s for size in sizes]
+    said("at 4.8 TB/s {:.0f}, {:.0f} and {:.0f} µs".format(*times_us))
+    products_us = 1e6 * 4 * 4096 * 4096 * 14336 / H200.bf16_flops_per_s
+    said(f"take {products_us:.0f} µs at an H200's peak")
+    assert 0.09 < (products_us + times_us[1]) / (products_us + times_us[2]) - 1 < 0.1
+    said(f"643 launches of 5 µs are {643 * 5e-3:.1f} ms; 2.6 GB at 4.8 TB/s are")
+    said(f"{1e3 * 2.6e9 / 4.8e12:.2f} ms:   launches decide")
+
+
+def test_the_numbers_of_the_bottleneck():
+    passes = STEPS["eager"](MODELS["Llama-3.2-1B"], 4096)
+    names = [one.name for one in passes]
+    said(f"launches {len(names)} of them. Only {names.count('mm')} of these are matrix products")
+    said(f"and {names.count('attention')} are attention over the cache")
+
+
+def test_the_answers_of_the_quiz():
+    eager, kernel = chains(1000, 1000, torch.float32)["RMSNorm"]
+    said(f"{total_bytes(eager) / 1e6:.0f} and {total_bytes([kernel]) / 1e6:.0f}. Square 8")
+    said(f"{1 + 2 * 32}: two junctions a layer")
+    said(f"the mean is {100 * (1 - 1000 / 1024):.1f} % too small")
+    fused = chains(4096, 4096)["SwiGLU"][1]
+    megabytes = total_bytes([fused]) / 1e6
+    said(f"*Units.* {megabytes:.1f} MB at 4.8 TB/s")
+    said(f"{megabytes / 4.8:.0f}: {megabytes:.1f} · 10⁶ / 4.8 · 10¹² s")
+
+
+def test_what_the_museum_shows_is_wrong():
+    eager, _ = chains(1, 4096)["add + RMSNorm"]
+    whole = total_bytes(eager)
+    said(f"8 KB, and the whole chain moves {whole / 1e3:.0f} KB")
+    said(f"That is {1e6 * whole / 4.8e12:.2f} µs at 4.8 TB/s, beside {5 * len(eager)} µs")
+    x = torch.randn(64, 256).bfloat16()
+    weight = (1 + 0.3 * torch.randn(256)).bfloat16()
+    theirs = torch.nn.functional.rms_norm(x, (256,), weight, 1e-5)
+    differ = (theirs != naive.rms_norm(x, weight, 1e-5)).float().mean().item()
+    assert differ == pytest.approx(0.25, abs=0.1)
+    assert torch.relu(torch.tensor([3.0, -2])).sum() == 3 and torch.relu(torch.tensor(1.0)) == 1

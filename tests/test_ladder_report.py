@@ -45,9 +45,10 @@ ON_CPU = {
     "prefix cache": ("l13_first_token", "full prefill", "radix tree", 1024),
     "continuous batching": ("l14_mix", "static, padded", "continuous", 128),
     "chunked prefill": ("l15_worst_gap", "prompts first, whole", "beside the last chunk", 1024),
+    "n-grams, verified": ("l16_batch", "one token a pass", "n-grams, K = 4", 1),
 }
 # predicted until a benchmark of theirs is recorded
-MAYBE_RECORDED = ("continuous batching", "chunked prefill")
+MAYBE_RECORDED = ("continuous batching", "chunked prefill", "n-grams, verified")
 
 
 # ---------------------------------------------------------------- regimes
@@ -95,7 +96,7 @@ def test_measured_gains_are_those_of_their_records(cpu_results):
 
 def test_what_no_gpu_has_measured_is_predicted_for_an_h200(cpu_results):
     predicted = {}
-    for record in cpu_results.glob("cpu/l1[45]_*.json"):
+    for record in cpu_results.glob("cpu/l1[456]_*.json"):
         record.unlink()
     for lesson, name in RUNGS - WITHOUT:
         regime = regimes.regime_of(lesson, name, cpu_results)
@@ -116,6 +117,8 @@ def test_what_no_gpu_has_measured_is_predicted_for_an_h200(cpu_results):
     assert 32768 / 2048 / 2 < predicted.pop("chunked prefill") < 32768 / 2048
     # chats of 500 tokens on average, half of them there, where 2048 were reserved
     assert 2048 / 500 < predicted.pop("paged cache") < 2048 / 250
+    # 1 + 0.8 + 0.8² + 0.8³ + 0.8⁴ tokens in the time of one
+    assert predicted.pop("n-grams, verified") == pytest.approx((1 - 0.8**5) / 0.2, rel=1e-3)
     assert set(predicted) == {"in lockstep, CUDA graphs"}
 
 

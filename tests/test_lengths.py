@@ -44,6 +44,7 @@ LONG_FUNCTIONS = (
     "lessons/l10_flash_decoding/optimized.py:split_decode_kernel",
     "lessons/l12_paged_kv/kernels.py:decode_kernel",
     "lessons/l12_paged_kv/kernels.py:prefill_kernel",
+    "lessons/l17_tree_speculation/optimized.py:tree_kernel",
     "lessons/toolbox/proof/numerics.py:assert_close_to_oracle",
     "solutions/l05_gqa.py:group_kernel",
 )

@@ -21,6 +21,7 @@ from lessons.l03_kv_cache.stand_ins import write as rotate_and_store
 from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 from lessons.l06_mla.deepseek import DeepseekDecoder, absorbed
 from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l17_tree_speculation.tree import Tree
 from lessons.toolbox.model.config import MLAConfig, ModelConfig
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -82,7 +83,7 @@ def gather(
         if batch.tree is None:
             outs.append(attention(q[rows], k, v, softmax_scale, window=window))
         else:
-            outs.append(tree_attention(q[rows], k, v, softmax_scale, batch.tree[rows, rows]))
+            outs.append(tree_attention(q[rows], k, v, softmax_scale, batch.tree[rows] > 0))
     return torch.cat(outs)
 
 
@@ -165,12 +166,12 @@ def test_a_tree_of_tokens(model):
         pytest.skip("a window in a tree counts along a path: lesson 17's business")
     prefix, (root, left, right, leaf) = random_tokens(6), random_tokens(4)
     #  root -> left -> leaf, root -> right
-    tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]).bool()
-    depths = torch.tensor([0, 1, 1, 2])
+    shape = Tree((-1, 0, 0, 1))
+    depths = torch.tensor(shape.depths)
     tables, pool = pages_for(10), new_pool(model)
     run(model, pool, [(prefix, 0)], tables)
     batch = new_batch([([root, left, right, leaf], 6)], BLOCK_SIZE, block_tables=tables)
-    batch = replace(batch, positions=6 + depths, tree=tree)
+    batch = replace(batch, positions=6 + depths, tree=shape.table)
     logits = model.logits(model(batch.tokens, pool.attending(batch)))
     assert_close(logits[[0, 1, 3]], alone(model, [*prefix, root, left, leaf])[6:])
     assert_close(logits[2], alone(model, [*prefix, root, right])[-1])

@@ -32,7 +32,7 @@ class Batch:
     max_context_len: int
     block_table: Tensor | None = None  # [B, max_blocks] int32, from lesson 12 on
     work_list: object | None = None  # what lesson 12's decode reads on a CPU, made once a step
-    tree: Tensor | None = None  # [T, T] bool: which new token sees which, from lesson 17 on
+    tree: Tensor | None = None  # [T, W] int8: which new token sees which, from lesson 17 on
 
 
 def new_batch(

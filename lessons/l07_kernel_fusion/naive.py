@@ -3,7 +3,8 @@ over memory each.
 
 Every line that makes a tensor is one kernel launch: it reads its operands from memory and writes
 its result back. Read `rms_norm` with that in mind, then `add_rms_norm`, `silu_mul`, `qk_norm`,
-`softmax`. `traffic.py` counts the bytes.
+`softmax`; last `relu_linear` and `swiglu`, where the chain begins with a product. `traffic.py` counts
+the bytes.
 
 Sources: RMSNorm (Zhang & Sennrich 2019, equation 4); SwiGLU (Shazeer 2020, section 2); QK-norm
 (Henry et al. 2020, section 3.1, here with RMSNorm as in Qwen3 and OLMo 2); softmax with the maximum
@@ -61,6 +62,21 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     -> [..., I].
     """
     return torch.nn.functional.silu(gate) * up
+
+
+def relu_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """relu(x · weightᵀ): a product, then a pass over its result. x: [R, K], weight: [I, K], as
+    nn.Linear keeps it -> [R, I].
+    """
+    return torch.relu(x @ weight.T)
+
+
+def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
+    """The first half of an MLP: two products, then silu_mul over their results.
+
+    x: [R, K], gate_weight, up_weight: [I, K] -> [R, I].
+    """
+    return silu_mul(x @ gate_weight.T, x @ up_weight.T)
 
 
 def qk_norm(

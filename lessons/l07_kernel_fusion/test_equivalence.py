@@ -21,7 +21,7 @@ from lessons.l07_kernel_fusion.fused_decoder import (
     fused,
     ops_of,
 )
-from lessons.l07_kernel_fusion.lab.specs import KERNELS
+from lessons.l07_kernel_fusion.lab.specs import ROW_KERNELS
 from lessons.l07_kernel_fusion.optimized import (
     add_rms_norm_kernel,
     rms_norm_kernel,
@@ -326,7 +326,7 @@ def test_a_row_does_not_depend_on_the_others(seed):
 
 @pytest.mark.compiler
 def test_the_compiler_gives_wide_loads_without_spills():
-    for report in check_all(KERNELS):
+    for report in check_all(ROW_KERNELS):
         if (report.error or "").startswith("not run"):
             pytest.skip(report.error)
         assert report.fits, f"{report.name} on sm_{report.chip}: {report}"

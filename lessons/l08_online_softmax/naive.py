@@ -123,11 +123,11 @@ def merge(a: Partial, b: Partial) -> Partial:
     merged in any order.
     """
     m = torch.maximum(a.m, b.m)
-    shrink_a, shrink_b = exp_difference(a.m, m), exp_difference(b.m, m)
+    alpha_a, alpha_b = exp_difference(a.m, m), exp_difference(b.m, m)
     return Partial(
         m,
-        a.l * shrink_a + b.l * shrink_b,
-        a.acc * shrink_a[..., None] + b.acc * shrink_b[..., None],
+        a.l * alpha_a + b.l * alpha_b,
+        a.acc * alpha_a[..., None] + b.acc * alpha_b[..., None],
     )
 
 

@@ -124,6 +124,11 @@ class PagedRunner:
 
     def run(self, new: dict[int, list[int]]) -> tuple[Tensor, Batch]:
         """`step` up to the hidden state of every new token: [T, hidden_size], and their batch."""
+        batch = self.grown(new)
+        return self.model(batch.tokens, self.pool.attending(batch)), batch
+
+    def grown(self, new: dict[int, list[int]]) -> Batch:
+        """Find room for the new tokens. Returns the batch that computes them."""
         chunks = []
         for sequence, tokens in new.items():
             held = self.held.get(sequence, 0)
@@ -131,8 +136,7 @@ class PagedRunner:
             self.copy(self.blocks.grow(sequence, held, held + len(tokens)))
             chunks.append((tokens, held))
             self.held[sequence] = held + len(tokens)
-        batch = step_batch(self.pool, chunks, [self.blocks.tables[sequence] for sequence in new])
-        return self.model(batch.tokens, self.pool.attending(batch)), batch
+        return step_batch(self.pool, chunks, [self.blocks.tables[sequence] for sequence in new])
 
     def copy(self, copies: list[Copy]) -> None:
         """`copy_blocks` in this pool, counted."""

@@ -140,6 +140,19 @@ class NgramDrafter:
 # ---------------------------------------------------------------- which models fit together
 
 
+def check_tokenizers(tokenizer, draft: str) -> None:
+    """Raise ValueError unless the draft's folder or hub name has the same tokenizer: token 17 must be
+    the same text for both, or the rule would compare probabilities of different words.
+    """
+    ours, theirs = tokenizer.get_vocab(), load_tokenizer(draft).get_vocab()
+    if ours != theirs:
+        differing = len(set(ours.items()) ^ set(theirs.items()))
+        raise ValueError(
+            f"draft: got {draft}, whose tokenizer differs from the target's in {differing} entries; "
+            f"accepted: a draft with the same tokenizer"
+        )
+
+
 def check_vocabulary(target: Decoder, draft: Decoder) -> None:
     """Raise ValueError unless both have as many tokens."""
     ours, theirs = target.config.vocab_size, draft.config.vocab_size
@@ -150,17 +163,10 @@ def check_vocabulary(target: Decoder, draft: Decoder) -> None:
 def load_pair(target: str, draft: str) -> tuple[Decoder, Decoder, object]:
     """(target, draft, tokenizer) from two folders or hub names.
 
-    Raises ValueError if their tokenizers differ: token 17 must be the same text for both, or the
-    rule would compare probabilities of different words.
+    Raises ValueError if they do not fit together.
     """
-    tokenizer, other = load_tokenizer(target), load_tokenizer(draft)
-    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
-    if ours != theirs:
-        differing = len(set(ours.items()) ^ set(theirs.items()))
-        raise ValueError(
-            f"draft: got {draft}, whose tokenizer differs from that of {target} in {differing} "
-            f"entries; accepted: a draft with the same tokenizer"
-        )
+    tokenizer = load_tokenizer(target)
+    check_tokenizers(tokenizer, draft)
     models = Decoder.from_pretrained(target), Decoder.from_pretrained(draft)
     check_vocabulary(*models)
     return *models, tokenizer

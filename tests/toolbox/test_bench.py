@@ -354,7 +354,7 @@ def test_bandwidth_is_drawn_under_its_roof_and_a_time_below_the_floor_is_flagged
         {"slow": rows, "fast": rows}, metric="bandwidth", ylabel="bandwidth", **limits
     )
     label, values = axis_of(record)
-    assert "% of this machine's roof" in label and values == pytest.approx([50, 50])
+    assert "% of the dashed line's peak" in label and values == pytest.approx([50, 50])
     assert "CHECK" in caption_of(record)
     label, values = axis_of(record | {"device_type": "cuda"})
     assert "(GB/s)" in label and values == pytest.approx([4, 4])

@@ -217,3 +217,23 @@ def test_a_real_gpu_stays_below_its_data_sheet():
     assert properties.multi_processor_count == chip.sm_count
     assert properties.L2_cache_size == pytest.approx(chip.l2_bytes, rel=0.02)
     assert properties.total_memory >= 0.9 * chip.memory_bytes
+
+
+@pytest.mark.parametrize(
+    "name, megahertz",
+    [("a100", 1410), ("h100", 1980), ("l40s", 2520), ("rtx4090", 2520), ("t4", 1590)],
+)
+def test_clocks_behind_the_float32_rates(name, megahertz):
+    """The boost clocks that the data sheets and whitepapers print."""
+    chip = hardware.lookup(name)
+    assert chip.clock_hz == pytest.approx(megahertz * 1e6, rel=0.01)
+    # an SM's shared memory gives each of 32 lanes 4 bytes a clock
+    assert chip.shared_bytes_per_s == pytest.approx(chip.sm_count * 128 * chip.clock_hz)
+    assert chip.register_bytes == chip.sm_count * 65536 * 4
+
+
+def test_a_measured_chip_has_no_clock():
+    chip = hardware.Chip("here", 1e10, 1, None, None, None, 1e11)
+    for what in ("clock_hz", "shared_bytes_per_s", "register_bytes"):
+        with pytest.raises(ValueError, match="of here is not known; accepted: a chip of a100"):
+            getattr(chip, what)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from matplotlib.patches import Circle
+from matplotlib.patches import Circle, Wedge
 
 from lessons.l02_naive_attention.rope import rope_inv_freq
 from lessons.l04_positions.alibi import alibi_bias, alibi_slopes
@@ -96,6 +96,48 @@ def clock_hands(
     ax.tick_params(length=0)
     ax.xaxis.tick_top()
     ax.spines[:].set_visible(False)
+    return fig
+
+
+@style()
+def two_clocks(
+    query_position: int = 3,
+    distance: int = 2,
+    rotary_dim: int = 8,
+    theta: float = 10000.0,
+    shift: int = 100,
+) -> ClassFigure:
+    """A query's hand and a key's in one dial, one dial a pair; below them the same two tokens
+    `shift` positions later. The sector between the hands is what a score sees, and it is the same.
+    """
+    frequencies = inverse_frequencies(rotary_dim, theta).tolist()
+    score = sum(math.cos(distance * frequency) for frequency in frequencies) / len(frequencies)
+    fig, ax = frame(
+        f"{distance} tokens apart: score {score:.3f} of 1, wherever the two tokens stand",
+        f"thick: the query, dashed: the key, shaded: the angle between them · q = k, {rotary_dim} "
+        f"coordinates, θ = {theta:g} · score: the mean cosine of the shaded angles · computed",
+        (10, 5.4),
+    )
+    for row, later in enumerate((0, shift)):
+        at = query_position + later, query_position + later - distance
+        for pair, frequency in enumerate(frequencies):
+            colour = PALETTE[pair % len(PALETTE)]
+            query, key = (90 - math.degrees(position * frequency) for position in at)
+            ax.add_patch(Circle((pair, -row), 0.42, facecolor="white", edgecolor="#999999", lw=1.2))
+            if distance * frequency < 2 * math.pi:  # else the sector is a whole turn and more
+                ends = sorted((query, key))
+                ax.add_patch(Wedge((pair, -row), 0.4, *ends, facecolor=colour, alpha=0.25, lw=0))
+            for angle, dash, width in ((query, "-", 3.5), (key, (0, (2, 1.5)), 2.5)):
+                x, y = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+                ends = [pair, pair + 0.39 * x], [-row, -row + 0.39 * y]
+                ax.plot(*ends, ls=dash, lw=width, color=colour)
+        ax.text(-0.65, -row, f"query at {at[0]}\nkey at {at[1]}", ha="right", va="center")
+    for pair, frequency in enumerate(frequencies):
+        ax.text(pair, 0.6, f"pair {pair}: θ{chr(0x2080 + pair)} = {frequency:g}", ha="center")
+    ax.set_xlim(-1.9, len(frequencies) - 0.4)
+    ax.set_ylim(-1.6, 0.9)
+    ax.set_aspect("equal")
+    ax.axis("off")
     return fig
 
 
@@ -204,29 +246,30 @@ def stretch_plot(config: ModelConfig = LLAMA_3) -> ClassFigure:
 
 def extrapolation_plot(record: dict) -> ClassFigure:
     """The loss by position of `extrapolation.measure`, its record, with a line where the trained
-    context ends.
+    context ends. Two labels say that their models were trained on.
     """
-    series = {
-        label: (s["role"], [(p["loss"],) * 3 for p in s["points"]])
-        for label, s in record["series"].items()
-    }
+    share = f"{record['share']:.0%}"
+    names = {"ALiBi": f"ALiBi, {share} more training", "RoPE": f"RoPE, the same {share}"}
+    series, within, beyond = {}, {}, {}
     context = record["trained_context"]
-    beyond = {
-        label: np.mean([loss for x, (loss, *_) in zip(record["x"], points) if x > context])
-        for label, (_, points) in series.items()
-    }
+    for label, found in record["series"].items():
+        points = found["points"]
+        series[names.get(label, label)] = found["role"], [(p["loss"],) * 3 for p in points]
+        within[label] = np.mean([p["loss"] for p in points if p["x"] <= context])
+        beyond[label] = np.mean([p["loss"] for p in points if p["x"] > context])
     fig = class_plot(
         record["x"],
         series,
         xlabel="position in the text (tokens)",
         ylabel="loss (nats per token)",
-        title=f"Beyond {context} tokens the loss is {beyond['as trained']:.2f} as trained, "
-        f"{beyond['YaRN']:.2f} with YaRN",
+        title=f"Beyond {context} tokens: loss {beyond['as trained']:.2f} as trained, "
+        f"{beyond['YaRN']:.2f} with YaRN; ALiBi from {within['ALiBi']:.2f} to "
+        f"{beyond['ALiBi']:.2f}",
         caption=caption(
             record["fingerprint"],
             windows=f"of held-out text: {record['windows']}",
             model="models/tiny",
-            stretch=f"{record['factor']}×, no weight changed",
+            stretch=f"{record['factor']}×, no weight changed but where it says training",
         ),
     )
     ax = fig.axes[0]

@@ -8,9 +8,12 @@ real models.
 import sys
 from pathlib import Path
 
-from lessons.l05_gqa.lab.traffic import Row
+from lessons.l01_roofline.calculators import kv_bytes_per_token, sequences_that_fit, weight_bytes
+from lessons.l01_roofline.models import find_model
+from lessons.l05_gqa.lab.traffic import MEMORY_SHARE, Row, fitting
 from lessons.toolbox.draw import plotting
 from lessons.toolbox.draw.figure import ROLES, ClassFigure, frame, number, save_svg, style
+from lessons.toolbox.measure.hardware import lookup
 from lessons.toolbox.measure.records import medians, read_json
 from lessons.toolbox.model.checkpoint import REPOSITORY
 
@@ -74,6 +77,55 @@ def quality_figure(quality: dict, steps: dict) -> ClassFigure:
     ax.grid(True, axis="y", alpha=0.3)
     ax.set_xlabel("KV bytes a token, all layers, 16 bits (lower is better)")
     ax.set_ylabel("held-out loss, nats a token\n(lower is better)")
+    return fig
+
+
+@style()
+def sharing_figure(
+    kv_heads: int = 8, context: int = 8192, name: str = "llama-3-70b", gpu: str = "h200"
+) -> ClassFigure:
+    """What a model's cache would be with 1, 2, 4 … KV heads, bar by bar, and the sequences that
+    fit. kv_heads: the bar to mark. Raises ValueError for a number that does not share evenly.
+    """
+    model, chip = find_model(name), lookup(gpu)
+    most = model.num_attention_heads
+    counts = [1 << n for n in range(most.bit_length()) if most % (1 << n) == 0]
+    if kv_heads not in counts:
+        raise ValueError(f"kv_heads: got {kv_heads}; accepted: {', '.join(map(str, counts))}")
+    per_head = kv_bytes_per_token(model) / model.num_key_value_heads
+    # weights as they are, and the GPUs that the largest cache needs, so that only the cache changes
+    gpus, _ = fitting(chip.memory_bytes, weight_bytes(model), most * per_head, context)
+    usable, gib = gpus * MEMORY_SHARE * chip.memory_bytes, context * per_head / 2**30
+    fit = {
+        count: sequences_that_fit(usable, weight_bytes(model), count * per_head, context)
+        for count in counts
+    }
+    fig, ax = frame(
+        f"{kv_heads} KV heads: a sequence of {context} tokens keeps {kv_heads * gib:.3g} GiB, "
+        f"and there is room for {fit[kv_heads]}",
+        f"{name}, {most} query heads, 16 bits · on {gpus} {chip.name}, {MEMORY_SHARE:.0%} of their "
+        f"memory, beside the weights · computed",
+        (10, 4.6),
+    )
+    for y, count in enumerate(counts):
+        role = ROLES["optimized" if count == kv_heads else "floor"]
+        look = {"facecolor": role.colour if count == kv_heads else "#BBBBBB", "edgecolor": "white"}
+        ax.barh(y, count * gib, 0.8, **look)
+        ax.annotate(
+            f"{count * gib:.3g} GiB, room for {fit[count]}",
+            (count * gib, y),
+            (8, 0),
+            textcoords="offset points",
+            va="center",
+            color=role.colour,
+            fontweight="bold" if count == kv_heads else "normal",
+        )
+    kinds = {1: " (MQA)", most: " (MHA)", model.num_key_value_heads: " (as it is)"}
+    ax.set_yticks(range(len(counts)), [f"{count}{kinds.get(count, '')}" for count in counts])
+    ax.set_ylim(len(counts) - 0.4, -0.6)
+    ax.set_xlim(0, most * gib * 1.35)
+    ax.set_ylabel("KV heads")
+    ax.set_xlabel(f"GiB of K and V for {context} tokens, lower is better")
     return fig
 
 

@@ -12,10 +12,7 @@ Source: Ainslie et al. 2023, GQA, sections 2.1, 3.2 and 3.3.
 """
 
 import argparse
-import copy
 import json
-import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -23,59 +20,27 @@ from rich.progress import track
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.naive import whole_sequence
-from lessons.l02_naive_attention.optimized import attention_torch
+from lessons.l04_positions.lab.uptraining import (
+    ROWS,
+    WINDOW,
+    held_out_windows,
+    next_token_loss,
+    training_windows,
+    uptrained,
+)
 from lessons.l05_gqa.convert import first_head, mean_head, merged, repeated
 from lessons.toolbox.measure.device import fingerprint
 from lessons.toolbox.measure.records import write_json
 from lessons.toolbox.model.checkpoint import REPOSITORY
-from lessons.toolbox.model.corpus import corpus, token_stream
 
 TINY = REPOSITORY / "models" / "tiny"
-WINDOW = 512  # tokens of context, as in its training
-ROWS, LEARNING_RATE = 4, 1e-3
 SHARE = 0.01  # of the tokens that the model was trained on
-
-
-# ---------------------------------------------------------------- loss
-
-
-def windows(texts: list[str], count: int) -> Tensor:
-    """`count` windows, spread evenly over the tokens of the texts: [count, WINDOW + 1] int64."""
-    stream = torch.from_numpy(token_stream(texts))
-    starts = torch.linspace(0, len(stream) - WINDOW - 1, count).long()
-    return stream[starts[:, None] + torch.arange(WINDOW + 1)]
-
-
-def held_out_windows(count: int) -> Tensor:
-    """Windows of the modules of Python's library that models.train never trains on: [count,
-    WINDOW + 1] int64.
-    """
-    return windows(corpus()[1], count)
-
-
-def training_windows(count: int) -> Tensor:
-    """Windows of a random sample of the modules that models.train does train on: [count, WINDOW
-    + 1] int64.
-    """
-    texts = random.Random(0).sample(corpus()[0], 200)
-    return windows(texts, count)[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
-
-
-def next_token_loss(model: Decoder, window: Tensor) -> Tensor:
-    """Mean loss of predicting each next token, in nats: a scalar. window: [T + 1] int64."""
-    attend = whole_sequence(model, len(window) - 1, attention_torch)
-    hidden = model(window[:-1], attend)
-    return torch.nn.functional.cross_entropy(model.logits(hidden), window[1:])
 
 
 @torch.inference_mode()
 def held_out_loss(model: Decoder, held_out: Tensor) -> float:
     """Mean over windows, in nats per token. held_out: [N, T + 1] int64."""
     return float(torch.stack([next_token_loss(model, window) for window in held_out]).mean())
-
-
-# ---------------------------------------------------------------- variants and uptraining
 
 
 def variants(tiny: Decoder) -> dict[str, Decoder]:
@@ -88,29 +53,6 @@ def variants(tiny: Decoder) -> dict[str, Decoder]:
         "1 head, mean": merged(tiny, 1, mean_head),
         "1 head, first": merged(tiny, 1, first_head),
     }
-
-
-def uptrained(model: Decoder, train: Tensor, at: list[int]) -> Iterator[tuple[int, Decoder]]:
-    """Train all weights of a copy on train: [N, T + 1], ROWS windows a step; yields (tokens seen,
-    model) after the steps `at`.
-    """
-    model = copy.deepcopy(model).requires_grad_(True)  # because variants share most weights
-    steps = len(train) // ROWS
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / 5, (steps - step) / (0.5 * steps))
-    )
-    for step, rows in enumerate(train[: steps * ROWS].split(ROWS), 1):
-        for row in rows:
-            (next_token_loss(model, row) / ROWS).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step in at:
-            yield step * ROWS * WINDOW, model
 
 
 def measure(held_out: Tensor, train: Tensor) -> dict:

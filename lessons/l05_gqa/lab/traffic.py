@@ -13,7 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lessons.l01_roofline.calculators import kv_bytes_per_token, sequences_that_fit, weight_bytes
+from lessons.l01_roofline.calculators import (
+    gpus_needed,
+    kv_bytes_per_token,
+    sequences_that_fit,
+    weight_bytes,
+)
 from lessons.l01_roofline.models import MODELS, ModelShape, find_model
 from lessons.toolbox.measure.hardware import lookup
 
@@ -21,13 +26,16 @@ TABLE = (
     "gpt-j-6b",
     "llama-2-7b",
     "llama-2-13b",
+    "llama-2-70b",
     "mistral-7b",
     "llama-3-8b",
+    "llama-3-70b",
     "qwen3-8b",
     "qwen3-32b",
     "qwen3-30b-a3b",
     "falcon-40b",
 )
+MEMORY_SHARE = 0.9  # of each GPU: what lesson 1 plans with, the rest is for everything else
 
 
 # ---------------------------------------------------------------- a step, by formula
@@ -104,7 +112,8 @@ class Row:
     model: ModelShape
     kv_bytes: float  # a token, all layers
     mha_bytes: float  # the same with a KV head for every query head
-    sequences: int  # of the context asked for, beside the weights, on one GPU
+    gpus: int  # the fewest that hold the weights and one sequence
+    sequences: int  # of the context asked for, beside the weights, on these GPUs
 
     @property
     def kind(self) -> str:
@@ -120,24 +129,36 @@ def rows(context: int, memory_bytes: int, names: tuple[str, ...] = TABLE) -> lis
     found = []
     for shape in map(find_model, names):
         kv = kv_bytes_per_token(shape)
-        fit = sequences_that_fit(memory_bytes, weight_bytes(shape), kv, context)
+        as_mha = kv * shape.num_attention_heads / shape.num_key_value_heads
         found.append(
-            Row(shape, kv, kv * shape.num_attention_heads / shape.num_key_value_heads, fit)
+            Row(shape, kv, as_mha, *fitting(memory_bytes, weight_bytes(shape), kv, context))
         )
     return found
+
+
+def fitting(
+    memory_bytes: int, weights_bytes: float, kv_bytes: float, context: int
+) -> tuple[int, int]:
+    """(GPUs, sequences): the fewest GPUs that hold the weights and one sequence, and how many
+    sequences of `context` tokens they hold. memory_bytes: of one GPU, of which MEMORY_SHARE is
+    planned; kv_bytes: of a token.
+    """
+    usable = MEMORY_SHARE * memory_bytes
+    gpus = gpus_needed(weights_bytes + context * kv_bytes, usable)
+    return gpus, sequences_that_fit(gpus * usable, weights_bytes, kv_bytes, context)
 
 
 def table(context: int, gpu: str) -> list[str]:
     """The rows as Markdown. Raises ValueError for an unknown GPU."""
     lines = [
-        f"| model | query / KV heads | | KiB a token | as MHA | sequences of {context} on one "
-        f"{lookup(gpu).name} |",
-        "|---|---|---|---|---|---|",
+        f"| model | query / KV heads | | KiB a token | as MHA | {lookup(gpu).name} | sequences of "
+        f"{context} |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {row.model.name} | {row.model.num_attention_heads} / {row.model.num_key_value_heads} | "
         f"{row.kind} | "
-        f"{row.kv_bytes / 1024:.0f} | {row.mha_bytes / 1024:.0f} | {row.sequences} |"
+        f"{row.kv_bytes / 1024:.0f} | {row.mha_bytes / 1024:.0f} | {row.gpus} | {row.sequences} |"
         for row in rows(context, lookup(gpu).memory_bytes)
     ]
     return lines

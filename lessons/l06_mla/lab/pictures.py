@@ -18,6 +18,7 @@ from lessons.l06_mla.lab.counts import (
     decode_flops,
     expanded_flops,
     expanded_kib_per_token,
+    pairs,
 )
 from lessons.toolbox.draw.figure import GREY, PALETTE, ROLES, ClassFigure, frame, save_svg, style
 from lessons.toolbox.draw.plotting import bars, class_plot, roofline
@@ -84,7 +85,7 @@ def draw_flow() -> ClassFigure:
     fig, ax = frame(
         f"A token keeps {row} values; k and v of {HEADS} heads, {heads} values, are made from them "
         f"or never made",
-        "DeepSeek-V3, one layer · widths in numbers, H = 128 heads · W_UK and W_UV are the two "
+        "DeepSeek-V3, one layer · widths in numbers, Hq = 128 heads · W_UK and W_UV are the two "
         "halves of kv_b_proj, "
         "head by head · q comes from a latent of its own, 1536 wide (V2-Lite: directly)",
         (13, 6.6),
@@ -96,7 +97,7 @@ def draw_flow() -> ClassFigure:
         "#999999",
     )
     box(ax, 1.1, 4.0, "token x\n7168", plain, 1.5)
-    box(ax, 4.0, 4.9, "q_nope H × 128\nq_pe H × 64, rotated", plain, 2.9, 1.0)
+    box(ax, 4.0, 4.9, "q_nope Hq × 128\nq_pe Hq × 64, rotated", plain, 2.9, 1.0)
     box(ax, 4.0, 2.7, "c_kv 512, normed\nk_pe 64, rotated", kept, 2.9, 1.0)
     arrow(ax, (1.9, 4.2), (2.5, 4.8))
     arrow(ax, (1.9, 3.8), (2.5, 2.9))
@@ -111,20 +112,20 @@ def draw_flow() -> ClassFigure:
     )
 
     ax.text(6.3, 6.55, "absorbed: the query comes to the latents", color=fast, **bold)
-    box(ax, 7.9, 5.7, "q · W_UK ‖ q_pe\nH × 576", fast, 2.4, 1.0)
+    box(ax, 7.9, 5.7, "q · W_UK ‖ q_pe\nHq × 576", fast, 2.4, 1.0)
     box(ax, 11.3, 5.7, "attention, 1 KV head\nk 576, v = its first 512", fast, 3.0, 1.0)
-    box(ax, 14.9, 5.7, "out · W_UV\nH × 128", fast, 2.2, 1.0)
+    box(ax, 14.9, 5.7, "out · W_UV\nHq × 128", fast, 2.2, 1.0)
     arrow(ax, (5.5, 5.1), (6.65, 5.6), colour=fast)
     arrow(ax, (9.15, 5.7), (9.75, 5.7), colour=fast)
     arrow(ax, (5.5, 3.0), (11.1, 5.15), colour=fast)
     ax.text(9.35, 3.75, "rows as they lie: 576", ha="center", color=fast, **bold)
     arrow(ax, (12.85, 5.7), (13.75, 5.7), colour=fast)
-    ax.text(13.3, 6.32, "H × 512", ha="center", color=fast, **bold)
+    ax.text(13.3, 6.4, "Hq × 512", ha="center", color=fast, **bold)
 
     ax.text(6.3, 0.35, "expanded: the latents come to the query", color=naive, **bold)
     box(ax, 7.9, 1.4, "every cached row\n· W_UK, · W_UV", naive, 2.4, 1.0)
-    box(ax, 11.3, 1.4, "attention, H KV heads\nk H × 192, v H × 128", naive, 3.0, 1.0)
-    box(ax, 14.9, 1.4, "out\nH × 128", naive, 2.2, 1.0)
+    box(ax, 11.3, 1.4, "attention, Hq KV heads\nk Hq × 192, v Hq × 128", naive, 3.0, 1.0)
+    box(ax, 14.9, 1.4, "out\nHq × 128", naive, 2.2, 1.0)
     arrow(ax, (5.5, 2.4), (6.65, 1.6), colour=naive)
     arrow(ax, (9.15, 1.4), (9.75, 1.4), colour=naive)
     arrow(ax, (12.85, 1.4), (13.75, 1.4), colour=naive)
@@ -184,6 +185,45 @@ def draw_crossover() -> ClassFigure:
         f"crossing does not depend "
         "on the number of heads",
     )
+
+
+@style()
+def draw_choice(new_tokens: int = 1, context: int = 8192, heads: int = HEADS) -> ClassFigure:
+    """GFLOPs of one layer's attention for new_tokens behind `context` cached ones, in both forms,
+    each cut into what makes or moves rows and what the pairs cost.
+    """
+    total = context + new_tokens
+    rows = {
+        "expanded": (expanded_flops(new_tokens, total, heads), 192 + 128, "naive"),
+        "absorbed": (absorbed_flops(new_tokens, total, heads), 576 + 512, "optimized"),
+    }
+    cheaper, dearer = sorted(rows, key=lambda form: rows[form][0])
+    fig, ax = frame(
+        f"{new_tokens} new behind {context}: {cheaper} takes "
+        f"{rows[dearer][0] / rows[cheaper][0]:.3g} times fewer FLOPs",
+        f"DeepSeek-V3, one layer, {heads} heads · light: products with W_UK and W_UV, expanded for "
+        f"all {total} tokens, absorbed for the new ones · dark: attention · computed",
+        (10, 3.6),
+    )
+    for y, (flops, products, role) in enumerate(rows.values()):
+        attention = 2 * heads * pairs(new_tokens, total) * products
+        look = ROLES[role]
+        ax.barh(y, (flops - attention) / 1e9, 0.7, facecolor=look.colour, alpha=0.35)
+        ax.barh(y, attention / 1e9, 0.7, left=(flops - attention) / 1e9, facecolor=look.colour)
+        ax.annotate(
+            f"{flops / 1e9:.3g} GFLOP",
+            (flops / 1e9, y),
+            (8, 0),
+            textcoords="offset points",
+            va="center",
+            color=look.colour,
+            fontweight="bold",
+        )
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set_ylim(1.6, -0.6)
+    ax.set_xlim(0, 1.3 * rows[dearer][0] / 1e9)
+    ax.set_xlabel("GFLOP, lower is better")
+    return fig
 
 
 def draw_roofline() -> ClassFigure:

@@ -9,7 +9,7 @@ C++, stands in its place.
 
 import torch
 
-from lessons.l07_kernel_fusion import naive, optimized
+from lessons.l07_kernel_fusion import epilogue, naive, optimized
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l07_kernel_fusion.lab.peers import (
     CONTEXT,
@@ -38,6 +38,7 @@ from lessons.l07_kernel_fusion.lab.peers import (
     weight_bytes,
 )
 from lessons.toolbox.measure.bench import Benchmark, on_gpu
+from lessons.toolbox.measure.hardware import measured_ceilings, time_floor_s
 
 FUSED_ROLE = "library" if ON_GPU else "optimized"  # on a CPU the compiler stands for the kernel
 COMPILED = "torch.compile" if ON_GPU else "torch.compile, for the kernel"
@@ -64,6 +65,23 @@ def qk_inputs(tokens, device):
         for heads in (HEADS, KV_HEADS)
     )
     return q, k, weight(HEAD_DIM, device), weight(HEAD_DIM, device), EPS
+
+
+def product_then_kernel(x, gate_weight, up_weight):
+    """What most engines do: the library's products, then this lesson's kernel for silu · up."""
+    return optimized.silu_mul(x @ gate_weight.T, x @ up_weight.T)
+
+
+def mlp_inputs(count, device):
+    """x: [count, HIDDEN], gate and up: [INNER, HIDDEN], scaled so that products stay around 1."""
+    x, gate, up = (rows(n, HIDDEN, device) for n in (count, INNER, INNER))
+    return x, gate * HIDDEN**-0.5, up * HIDDEN**-0.5
+
+
+def mlp_floor_s(count):
+    """Seconds for both products at this machine's matrix rate, or for reading both weights."""
+    moved = bytes_of(1, count * (HIDDEN + INNER), 2 * INNER * HIDDEN)
+    return time_floor_s(moved, 4 * count * INNER * HIDDEN, measured_ceilings(), DTYPE)
 
 
 def first_of(make):
@@ -157,6 +175,29 @@ BENCHMARKS = [
         floor_label="a copy of as many bytes",
         dtype=DTYPE_NAME,
         shape=f"{HEADS} + {KV_HEADS} heads of {HEAD_DIM}{THREADS}",
+        tolerance=TOLERANCE,
+    ),
+    Benchmark(
+        name="l07_epilogue",
+        # on a CPU the compiler fuses silu · up behind the products, not into them
+        title=f"SwiGLU {'inside' if ON_GPU else 'fused behind'} its products: "
+        "{speedup:.2f}x as fast as eager at {x} rows",
+        x_name=f"rows, {HIDDEN} values in, {INNER} out",
+        x_values=[1, 16, 256, 4096] if ON_GPU else [1, 16, 128],
+        quick_x_values=[1, 16],
+        inputs=mlp_inputs,
+        providers={
+            "products, eager chain": ("naive", eager(naive.swiglu)),
+            "products, one kernel": ("library", on_gpu(eager(product_then_kernel))),
+            "epilogue": ("optimized", on_gpu(eager(epilogue.swiglu))),
+            COMPILED: (FUSED_ROLE, compiled(naive.swiglu)),
+        },
+        ylabel="time",
+        bytes_moved=lambda n: bytes_of(1, n * (HIDDEN + INNER), 2 * INNER * HIDDEN),
+        floor_s=mlp_floor_s,
+        floor_label="products alone",
+        dtype=DTYPE_NAME,
+        shape=f"{HIDDEN} to {INNER}, twice{THREADS}",
         tolerance=TOLERANCE,
     ),
     Benchmark(

@@ -11,7 +11,7 @@ from lessons.l02_naive_attention.lab.traffic import Pass, total_bytes
 from lessons.l07_kernel_fusion.lab.launches import LAUNCH_S, MODELS, SHORTEST_S, STEPS, schedule
 from lessons.l07_kernel_fusion.lab.traffic import chains
 from lessons.toolbox.draw.figure import ClassFigure, save_svg
-from lessons.toolbox.draw.plotting import gantt
+from lessons.toolbox.draw.plotting import class_plot, gantt
 from lessons.toolbox.measure.hardware import lookup
 
 ROWS, SIZE = 4096, 4096
@@ -139,6 +139,45 @@ def draw_launches(
         f"kernel assumed, bytes at {chip.name}'s data-sheet bandwidth · one token, 4096 of "
         f"context, bfloat16 · "
         "launches counted by lessons/l07_kernel_fusion/lab/launches.py",
+    )
+
+
+def draw_fusing(
+    launch_us: float = 5.0, size: int = 4096, chain: str = "add + RMSNorm", gpu: str = "h200"
+) -> ClassFigure:
+    """Time of a chain, eager and fused, over the rows: t ≈ max(launches · t_launch, bytes / W).
+
+    launch_us: µs that a launch takes; size: values in a row. Predicted for a GPU's data sheet.
+    """
+    chip, counts = lookup(gpu), [2**n for n in range(15)]
+    found = {rows: chains(rows, size)[chain] for rows in counts}
+
+    def time_us(passes: list[Pass]) -> float:
+        bytes_us = 1e6 * total_bytes(passes) / chip.memory_bytes_per_s
+        return max(len(passes) * launch_us, bytes_us)
+
+    eager = [time_us(passes) for passes, _ in found.values()]
+    fused = [time_us([kernel]) for _, kernel in found.values()]
+    floor = [1e6 * total_bytes([kernel]) / chip.memory_bytes_per_s for _, kernel in found.values()]
+    launches = len(found[1][0])
+    turn = next((n for n, f in zip(counts, floor) if f > launch_us), None)
+    where = (
+        f"the kernel's bytes count from {turn} rows on" if turn else "launches decide everywhere"
+    )
+    return class_plot(
+        counts,
+        {
+            f"eager, {launches} launches": ("naive", [(us,) * 3 for us in eager]),
+            "one kernel": ("optimized", [(us,) * 3 for us in fused]),
+        },
+        floor=floor,
+        floor_label="bytes of the kernel",
+        title=f"{chain}: {eager[0] / fused[0]:.0f}x at one row, {eager[-1] / fused[-1]:.1f}x at "
+        f"{counts[-1]}; {where}",
+        xlabel=f"rows of {size} values",
+        ylabel="µs",
+        caption=f"PREDICTED: {launch_us:g} µs a launch, bytes at {chip.name}'s data-sheet "
+        "bandwidth, bfloat16",
     )
 
 

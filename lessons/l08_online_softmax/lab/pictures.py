@@ -5,6 +5,7 @@ of merges, where exp overflows.
         writes passes.svg and butterfly.svg beside this file
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -152,6 +153,41 @@ def draw_trees(parts: int = 8) -> ClassFigure:
         xlabel="step",
         caption=f"{parts} parts; the number in a bar: parts that it holds · counted, not measured",
     )
+
+
+@style()
+def draw_online(seen: int = 4, scores: tuple[float, ...] = (0, 1, -1, 3, 2, 3.5, 0.5, 2.5)):
+    """The first `seen` scores, their running maximum, and below what each one adds to l: it shrinks
+    whenever the maximum grows. Returns a ClassFigure.
+    """
+    row = torch.tensor(scores)
+    maxima = row.cummax(0).values.tolist()
+    m = maxima[seen - 1]
+    alpha = math.exp((maxima[seen - 2] if seen > 1 else -math.inf) - m)
+    terms = torch.exp(row[:seen] - m).tolist()
+    fig, (above, below) = frame(
+        f"After {seen} scores m = {m:g} and l = {sum(terms):.3f}; the last one cost alpha = {alpha:.3f}",
+        "left: scores, and the largest so far · right: exp(score − m) of each, whose sum is l · "
+        "computed",
+        (11, 4),
+        (1, 1),
+    )
+    at = range(len(scores))
+    new = [n == seen - 1 for n in range(seen)]
+    looks = [ROLES["naive"] if last else ROLES["optimized"] for last in new]
+    colours, hatches = [look.colour for look in looks], [look.hatch for look in looks]
+    above.bar(at, scores, color="#EEEEEE")
+    above.bar(at[:seen], scores[:seen], color=colours, hatch=hatches, edgecolor="white")
+    above.step(at[:seen], maxima[:seen], where="post", color=ROLES["floor"].colour, ls="--")
+    above.text(seen - 0.4, m + 0.1, f"m = {m:g}", fontweight="bold", va="bottom")
+    below.bar(at[:seen], terms, color=colours, hatch=hatches, edgecolor="white")
+    for n, term in enumerate(terms):
+        below.text(n, term + 0.02, f"{term:.2f}", ha="center", va="bottom", fontsize=SMALL)
+    for ax, label in ((above, "score"), (below, "exp(score − m)")):
+        ax.set(xlim=(-0.7, len(scores) + 0.4), xticks=at, xlabel="score number", ylabel=label)
+    above.set_ylim(min(scores) - 0.3, max(scores) + 0.8)
+    below.set_ylim(0, 1.15)
+    return fig
 
 
 def draw_overflow(limit: float = 130.0) -> ClassFigure:

@@ -9,11 +9,17 @@ from pathlib import Path
 
 from matplotlib.patches import Patch, Rectangle
 
-from lessons.l09_flash_attention.lab.traffic import Shape, flash_memory_bytes, naive_memory_bytes
+from lessons.l09_flash_attention.lab.traffic import (
+    Shape,
+    fa2_bytes,
+    flash_memory_bytes,
+    naive_memory_bytes,
+)
 from lessons.l09_flash_attention.tiles import SKIPPED, UNMASKED, VISITED, Tiles, tile_map
 from lessons.toolbox.draw import plotting
 from lessons.toolbox.draw.figure import (
     PALETTE,
+    ROLES,
     ClassFigure,
     frame,
     key,
@@ -24,6 +30,7 @@ from lessons.toolbox.draw.figure import (
 from lessons.toolbox.measure.hardware import lookup
 
 TOKENS, BLOCK, WINDOW = 24, 4, 9
+REGISTERS_KIB = 256  # of an SM, on every chip from sm_70 on
 ROOM = Path(__file__).parent
 LOOK = {VISITED: (PALETTE[1], "//"), UNMASKED: (PALETTE[4], ""), SKIPPED: ("white", "")}
 TILES_ALT = (
@@ -115,6 +122,51 @@ def draw_tiles() -> ClassFigure:
             for what, (colour, hatch) in LOOK.items()
         ],
     )
+    return fig
+
+
+@style()
+def draw_tile_size(block_m: int = 128, block_n: int = 64, tokens: int = 8192) -> ClassFigure:
+    """Left: which tiles of 512 causal tokens are visited. Right: bytes of FA-2 order over block_m,
+    and what a program keeps in registers.
+    """
+    chip, shape = lookup("h200"), Shape(tokens, tokens, 32, 8, 128)
+    sizes = [16, 32, 64, 128, 256]
+    moved = {m: sum(fa2_bytes(shape, Tiles(m, block_n))) / 1e9 for m in {*sizes, block_m}}
+    kept_kib = 4 * block_m * (shape.head_dim + block_n) / 1024
+    fig, (grid, plot) = frame(
+        f"Tiles of {block_m} x {block_n}: {moved[block_m]:.3g} GB, and {kept_kib:.0f} KiB of "
+        "scores and acc to keep in registers",
+        f"left: 512 tokens · right: one layer, {size_number(tokens)} tokens, 32/8 heads of 128, "
+        f"bfloat16, causal, no L2 cache · an SM has {REGISTERS_KIB} KiB of registers · computed",
+        (11, 4.6),
+        (1, 1.3),
+    )
+    for m, row in enumerate(tile_map(512, 512, Tiles(block_m, block_n))):
+        for n, what in enumerate(row):
+            colour, hatch = LOOK[what]
+            grid.add_patch(
+                Rectangle(
+                    (n * block_n, m * block_m),
+                    block_n,
+                    block_m,
+                    facecolor=colour,
+                    hatch=hatch,
+                    edgecolor="#CCCCCC",
+                )
+            )
+    grid.set(xlim=(0, 512), ylim=(512, 0), aspect="equal", xlabel="keys", ylabel="queries")
+    grid.set(xticks=[0, 256, 512], yticks=[0, 256, 512])
+    look = ROLES["optimized"]
+    plot.plot(sizes, [moved[m] for m in sizes], color=look.colour, marker="s")
+    plot.plot(block_m, moved[block_m], "o", ms=16, mfc="none", mec=ROLES["naive"].colour, mew=3)
+    plot.axhline(shape.least_bytes / 1e9, color=ROLES["floor"].colour, ls="--")
+    plot.text(16, 1.15 * shape.least_bytes / 1e9, "q, k, v and output once", va="bottom")
+    plot.set(xscale="log", yscale="log", xlabel="block_m, queries a tile")
+    plot.set_ylabel(f"GB moved ({1e12 / chip.memory_bytes_per_s:.2g} ms each on {chip.name})")
+    plot.set_xticks(sizes, map(str, sizes))
+    plot.set_yticks([0.2, 1, 5, 20], ["0.2", "1", "5", "20"])
+    plot.minorticks_off()
     return fig
 
 

@@ -182,11 +182,15 @@ class Rules:
         copied = set()
         for sequence, count in step.chunks:
             end, table = sequence.computed + count, blocks.tables[sequence.row]
-            assert len(table) == blocks.blocks_for(end), "not the blocks that its tokens need"
+            assert self.is_right(sequence, end, len(table)), "not the blocks that its tokens need"
             written = table[sequence.computed // blocks.block_size :]
             assert all(owners[block] == 1 for block in written), "writes what others read"
             copied.add(written[0])
         assert {target for _, target in step.copies} <= copied, "a copy that nobody needs"
+
+    def is_right(self, sequence: Sequence, end: int, owned: int) -> bool:
+        """Whether a sequence that holds `end` tokens after the step may own so many blocks."""
+        return owned == self.scheduler.blocks.blocks_for(end)
 
     def check_preempted(self) -> None:
         """Who was sent away comes back only when somebody has left since."""

@@ -12,6 +12,7 @@ are compiled there are none: then the launch runs, one line says so, and the fig
 """
 
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -38,7 +39,7 @@ from lessons.toolbox.draw.film_panels import (
     record,
 )
 from lessons.toolbox.draw.slider import slider
-from lessons.toolbox.kernels.film import Film, Program
+from lessons.toolbox.kernels.film import Film
 
 MAX_LINES = 24  # with more rows or columns, lines between cells would be all that one sees
 WIDTH = 11  # inches
@@ -90,6 +91,7 @@ def film(
     words = _caption(recording, named, kernel)
     if drawn < total:
         words += f" · {drawn} of {total} accesses drawn"
+    strips = {name_of(p, recording.dimensions()): strip for p, strip in strips.items()}
     return _draw(strips, title or "What each program loads and stores", words, columns)
 
 
@@ -111,13 +113,14 @@ def _caption(recording: Film, named: Mapping[str, Tensor], kernel: str | None) -
 
 
 def _draw(
-    strips: Mapping[Program, list[Panel]], title: str, words: str, columns: int | None
+    strips: Mapping[str, list[Panel]], title: str, words: str, columns: int | None
 ) -> ClassFigure:
     every = [panel for strip in strips.values() for panel in strip]
     width = min(1.8, max(1.25, *(0.11 * panel.cells.shape[1] for panel in every)))
+    columns = min(columns or int(WIDTH / width), max(map(len, strips.values())))
+    width = max(width, min(3.4, 7.5 / columns))  # few panels have room
     height = min(1.6, max(0.45, *(width * _tallness(panel) for panel in every)))
     height += 0.25 + 0.2 * max(panel.title.count("\n") + 1 for panel in every)
-    columns = min(columns or int(WIDTH / width), max(map(len, strips.values())))
     lines = [-(-len(strip) // columns) for strip in strips.values()]
     sizes = [0.4, *(0.4 + height * count for count in lines)]
     fig = ClassFigure(figsize=(max(7.5, width * columns), sum(sizes) + 1.0))
@@ -129,7 +132,7 @@ def _draw(
     handles = [Patch(**_look(state), label=LOOKS[state][2]) for state in LOOKS if state in used]
     head.legend(handles=handles, loc="center left", ncols=len(handles))
     for (program, strip), box, count in zip(strips.items(), boxes, lines):
-        box.suptitle(f"program {name_of(program)}", x=0.015, ha="left", fontsize=13)
+        box.suptitle(f"program {program}", x=0.015, ha="left", fontsize=13)
         axes = box.subplots(count, columns, squeeze=False).flatten()
         for axis in axes:
             axis.set(xticks=[], yticks=[])
@@ -161,8 +164,9 @@ def _panel(axis, panel: Panel) -> None:
             axis.add_collection(
                 PolyCollection(_boxes(panel.cells == state, lined), **_look(state, lined))
             )
-    axis.set(xlim=(-0.1, columns + 0.1), ylim=(rows + 0.1, -0.1))
-    axis.set_aspect("equal" if 0.1 < rows / columns < 3 else "auto")
+    room = 0.02 * max(rows, columns)  # for the outer lines
+    axis.set(xlim=(-room, columns + room), ylim=(rows + room, -room))
+    axis.set_aspect("equal" if 0.05 < rows / columns < 3 else "auto")
     colour = WRONG if panel.outside else LOADED if panel.access.kind == "load" else STORED
     axis.set_title(panel.title, fontsize=11, color=colour, fontweight="bold")
 
@@ -226,7 +230,7 @@ def film_text(
     recording, named = recorded
     lines = []
     for program in chosen(recording, programs, kernel):
-        lines.append(f"program {name_of(program)}")
+        lines.append(f"program {name_of(program, recording.dimensions())}")
         strip = panels(recording, named, program, kernel)
         for panel in strip[:most]:
             outside = f", {panel.outside} OUTSIDE" if panel.outside else ""
@@ -240,9 +244,14 @@ def film_text(
 
 
 def _letters(cells: np.ndarray, max_rows: int) -> list[str]:
+    """A line for each row; equal rows below each other are one line with their number."""
     letters = {state: look[1] for state, look in LOOKS.items()} | {EMPTY: " ", UNTOUCHED: "·"}
     step = -(-cells.shape[1] // 64)
-    rows = ["".join(letters[int(cell)] for cell in row[::step]) for row in cells[:max_rows]]
-    if len(cells) > max_rows:
-        rows.append(f"... {len(cells) - max_rows} more rows")
-    return rows
+    rows = ["".join(letters[int(cell)] for cell in row[::step]).rstrip() for row in cells]
+    lines = []
+    for row, equal in groupby(rows):
+        count = len(list(equal))
+        lines += [row] * count if count < 3 else [f"{row}  ({count} rows)"]
+    if len(lines) > max_rows:
+        lines = [*lines[:max_rows], f"... {len(lines) - max_rows} more lines"]
+    return lines

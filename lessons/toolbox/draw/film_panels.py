@@ -141,14 +141,16 @@ def chosen(film: Film, programs: Iterable[int | tuple] | None, kernel: str | Non
     for program in programs:
         full = (program, 0, 0) if isinstance(program, int) else (*program, 0, 0)[:3]
         if full not in known:
-            names = ", ".join(map(name_of, known[:8])) + (", ..." if len(known) > 8 else "")
+            names = ", ".join(name_of(p, film.dimensions()) for p in known[:8]) + (
+                ", ..." if len(known) > 8 else ""
+            )
             raise ValueError(f"programs has {program}, which touches nothing; accepted: {names}")
         wanted.append(full)
     return wanted
 
 
-def name_of(program: Program) -> str:
-    """As short as the grid allows: 3, or (3, 1)."""
-    while len(program) > 1 and program[-1] == 0:
+def name_of(program: Program, dimensions: int = 1) -> str:
+    """As short as a grid of so many dimensions allows: 3, or (3, 1)."""
+    while len(program) > dimensions and program[-1] == 0:
         program = program[:-1]
     return str(program[0]) if len(program) == 1 else str(program)

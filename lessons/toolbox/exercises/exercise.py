@@ -81,7 +81,7 @@ def all_exercises(which: str | int | None = None) -> list[Exercise]:
         return entries
     name = str(which).removeprefix("l")
     chosen = [
-        entry for entry in entries if name in (entry.id, entry.lesson, entry.lesson.lstrip("0"))
+        entry for entry in entries if name in (entry.id, entry.lesson, str(int(entry.lesson)))
     ]
     if not chosen:
         known = ", ".join([path.name[1:3] for path in files] + [entry.id for entry in entries])

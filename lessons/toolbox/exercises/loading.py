@@ -95,7 +95,9 @@ def _borrowed(source: str, entry: Exercise) -> str | None:
     """The first name that a file imports and its solution does not, if the answer may lie there:
     the solutions, the reference, the exercise's own lesson, what the exercise replaces.
     """
-    places = ["solutions", "reference", f"lessons.{Path(entry.file).stem}"]
+    places = ["solutions", "reference"]
+    # a lesson may have more than one file of exercises, so its room is found by its number
+    places += [f"lessons.{room.name}" for room in (ROOT / "lessons").glob(f"l{entry.lesson}_*")]
     if entry.replaces:
         places.append(entry.replaces.replace(":", "."))
 

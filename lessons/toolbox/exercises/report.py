@@ -37,6 +37,8 @@ LOOKS = {
 # exercise id -> [status, fingerprint of the code that had it]
 PROGRESS_FILE = ROOT / "build" / "progress.json"
 
+IN_A_LINE = 4  # exercises of the map
+
 # ---------------------------------------------------------------- make check
 
 
@@ -170,7 +172,8 @@ def print_progress() -> None:
         marks = [f"{LOOKS[statuses[entry]]} {entry.id}[/]" for entry in entries if file]
         name = f"{file[1:3]}  {file[4:-3].replace('_', ' ')}" if file else "all"
         done = f"{len(entries) - len(left)} of {len(entries)}"
-        table.add_row(name, "  ".join(marks), done, str(sum(left)))
+        lines = ["  ".join(marks[at : at + IN_A_LINE]) for at in range(0, len(marks), IN_A_LINE)]
+        table.add_row(name, "\n".join(lines), done, str(sum(left)))
     console.print(table)
     console.print(
         "  ".join(f"{look} {status}[/]" for status, look in LOOKS.items()) + " since its last check"

@@ -104,6 +104,11 @@ class Film:
         found = {a.program for a in self.accesses if kernel in (None, a.kernel)}
         return sorted(found, key=lambda program: program[::-1])
 
+    def dimensions(self) -> int:
+        """How many of the grid's three are used, as far as accesses show it."""
+        used = [i for program in self.programs() for i, index in enumerate(program) if index]
+        return 1 + max(used, default=0)
+
     def kernels(self) -> list[str]:
         """The kernels that touched something, in the order of their first launch."""
         return list(dict.fromkeys(access.kernel for access in self.accesses))

@@ -21,6 +21,10 @@ from lessons.toolbox.measure import timing
 from lessons.toolbox.measure.device import cpu_name, default_device, default_dtype
 
 GB, MIB, KIB = 10**9, 2**20, 2**10
+# Of one SM. CUDA programming guide, appendix "Compute Capabilities": 64 Ki registers of 32 bits;
+# 32 banks of shared memory, each 4 bytes a clock; lanes that add and multiply float32.
+REGISTER_BYTES, SHARED_BYTES_PER_CLOCK = 256 * KIB, 128
+FP32_LANES = {(7, 5): 64, (8, 0): 64, (8, 9): 128, (9, 0): 128, (10, 0): 128}
 BUDGET_S = 0.25  # of one ceiling
 
 
@@ -62,6 +66,29 @@ class Chip:
             known = ", ".join(str(d).removeprefix("torch.") for d, rate in rates.items() if rate)
             raise ValueError(f"dtype is {dtype}, {self.name} has rates for {known}")
         return rates[dtype]
+
+    @property
+    def clock_hz(self) -> float:
+        """The clock behind the data sheet's float32 rate: every lane one multiply-add a clock."""
+        self._need("clock_hz")
+        lanes = self.sm_count * FP32_LANES[self.compute_capability]
+        return self.fp32_flops_per_s / (2 * lanes)
+
+    @property
+    def shared_bytes_per_s(self) -> float:
+        """Of all SMs' shared memories together, without bank conflicts, at that clock."""
+        return self.clock_hz * SHARED_BYTES_PER_CLOCK * self.sm_count
+
+    @property
+    def register_bytes(self) -> int:
+        """Of all SMs together."""
+        self._need("register_bytes")
+        return self.sm_count * REGISTER_BYTES
+
+    def _need(self, what: str) -> None:
+        if self.sm_count is None or self.compute_capability not in FP32_LANES:
+            known = ", ".join(CHIPS)
+            raise ValueError(f"{what} of {self.name} is not known; accepted: a chip of {known}")
 
 
 # SM counts, L2 sizes: whitepapers, and what the driver reports (H200, L40S, B200, whose sheets do

@@ -164,7 +164,7 @@ def _scale(record, lines, limit) -> tuple[float, str]:
         unit, factor = UNITS[metric]
         return factor, f"{ylabel} ({unit})"
     if metric != "time" and limit is not None:
-        return 100 / max(limit), f"{ylabel} (% of this machine's roof)"
+        return 100 / max(limit), f"{ylabel} (% of the dashed line's peak)"
     # in units of the first optimized line's first point
     optimized = [label for label, (role, _) in lines.items() if role == "optimized"]
     label = (optimized or list(lines))[0]

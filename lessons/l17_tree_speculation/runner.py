@@ -1,0 +1,127 @@
+"""A paged model that runs trees, keeps one path of each, and hands out hidden states.
+
+    run = runner.run_trees({0: [newest, *guesses]}, {0: tree})
+    runner.keep(0, begin, path)      # sequence 0 held `begin` tokens; now it holds the path as well
+
+A tree's nodes lie in the cache in the order of their numbers, but they are rotated to the position
+of their depth. So after the choice the path's K and V only move together: what they hold is right.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l12_paged_kv.runner import new_pool
+from lessons.l16_speculative_sampling.runner import RewindingRunner
+from lessons.l17_tree_speculation.heads import tapped_features
+from lessons.l17_tree_speculation.optimized import LESSON_17
+from lessons.l17_tree_speculation.stand_ins import LESSON_17_TORCH
+from lessons.l17_tree_speculation.tree import Tree
+
+TREES = Rung("token trees", LESSON_17, LESSON_17_TORCH, prepare=fused)
+
+
+class TreeRun(NamedTuple):
+    """What a step computed, for T new tokens packed one sequence after the other.
+
+    rows: of each sequence, where its new tokens lie among the T.
+    """
+
+    hidden: Tensor  # [T, hidden_size]
+    features: Tensor  # [T, F]
+    rows: dict[int, slice]
+
+
+class TreeRunner(RewindingRunner):
+    """Lesson 16's runner, with trees. taps: where the model is read for features, as in heads.py."""
+
+    taps: tuple[int, ...] = ()
+
+    @classmethod
+    def for_trees(
+        cls,
+        model: Decoder,
+        num_blocks: int,
+        block_size: int,
+        max_context_len: int,
+        taps: tuple[int, ...] = (),
+    ) -> "TreeRunner":
+        """A runner over a new pool. max_context_len: the longest that a sequence may become."""
+        model = TREES.prepare(model)
+        runner = cls(model, new_pool(model, num_blocks, block_size, max_context_len, TREES))
+        runner.taps = taps
+        return runner
+
+    @torch.inference_mode()
+    def run_trees(self, new: dict[int, list[int]], trees: dict[int, Tree]) -> TreeRun:
+        """Run new tokens of some sequences: where `trees` has a tree, those of its nodes, else the
+        next tokens of the text. Raises OutOfBlocks, as `step`.
+        """
+        batch = self.grown(new)
+        batch = with_trees(batch, [trees.get(sequence) for sequence in new])
+        hidden, features = self.compute(batch)
+        rows, end = {}, 0
+        for sequence, tokens in new.items():
+            rows[sequence] = slice(end, end + len(tokens))
+            end += len(tokens)
+        return TreeRun(hidden, features, rows)
+
+    def compute(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(hidden: [T, hidden_size], features: [T, F]) of a step."""
+        return tapped_features(self.model, batch.tokens, self.pool.attending(batch), self.taps)
+
+    def keep(self, sequence: int, begin: int, path: list[int]) -> None:
+        """Of a tree whose root lies at slot `begin`, keep the nodes on `path`, which starts with the
+        root, and forget the others.
+        """
+        moves = [(begin + node, begin + place) for place, node in enumerate(path) if node != place]
+        if moves:
+            compact(self, self.blocks.tables[sequence], moves)
+        self.rewind(sequence, begin + len(path))
+
+
+def compact(runner: TreeRunner, table: list[int], moves: list[tuple[int, int]]) -> None:
+    """Move K and V of all layers within one sequence. moves: (from, to), places in the sequence."""
+    size = runner.pool.block_size
+    slots = torch.tensor(
+        [[table[place // size] * size + place % size for place in move] for move in moves],
+        device=runner.pool.k_slots.device,
+    )
+    source, target = slots.unbind(1)
+    # All are read before one is written, because a path's slots may overlap with its new ones.
+    found = [kept[:, source] for kept in (runner.pool.k_slots, runner.pool.v_slots)]
+    for kept, moved in zip((runner.pool.k_slots, runner.pool.v_slots), found):
+        kept[:, target] = moved
+
+
+def with_trees(batch: Batch, trees: list[Tree | None]) -> Batch:
+    """The step of `new_batch` whose sequences run trees where they have one: positions by depth, and
+    the table of who sees whom. Slots stay in the order of the nodes.
+
+    Raises ValueError for a tree that has not as many nodes as its sequence has new tokens.
+    """
+    if all(tree is None for tree in trees):
+        return batch
+    width = max(len(tree) for tree in trees if tree is not None)
+    table = torch.zeros(len(batch.tokens), width, dtype=torch.int8)
+    back = torch.zeros(len(batch.tokens), dtype=torch.int64)  # from the order to the depth
+    starts = batch.cu_seqlens_q.tolist()
+    for tree, first, end in zip(trees, starts, starts[1:]):
+        if tree is None:
+            continue
+        if len(tree) != end - first:
+            raise ValueError(
+                f"trees: got one of {len(tree)} nodes for {end - first} new tokens; accepted: a "
+                "token for each node, the root's first"
+            )
+        table[first:end, : len(tree)] = tree.table
+        back[first:end] = torch.arange(len(tree)) - torch.tensor(tree.depths)
+    device = batch.tokens.device
+    positions = batch.positions - back.to(device)
+    return replace(batch, positions=positions, tree=table.to(device))

@@ -1,0 +1,127 @@
+"""Proves that heads read what they should, draft what their layers say, and belong to one target."""
+
+import json
+
+import pytest
+import torch
+
+from lessons.l02_naive_attention import naive as one_at_a_time
+from lessons.l02_naive_attention.naive import whole_sequence
+from lessons.l02_naive_attention.request import read_requests
+from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l12_paged_kv.lab.testing import CONFIG, new_model, new_prompts
+from lessons.l17_tree_speculation.drafts import new_drafter
+from lessons.l17_tree_speculation.generate import Counts, generate
+from lessons.l17_tree_speculation.guesses import Ranked
+from lessons.l17_tree_speculation.heads import (
+    KINDS,
+    REPOSITORY,
+    MedusaHeads,
+    fingerprint,
+    load_heads,
+    save_heads,
+    tapped_features,
+)
+from lessons.l17_tree_speculation.lab.testing import random_heads
+from lessons.l17_tree_speculation.lab.workload import embedded_heads, is_there
+from lessons.l17_tree_speculation.runner import TreeRunner
+from lessons.l17_tree_speculation.tree import chain, full_tree
+from lessons.toolbox.model.config_json import CheckpointError
+
+TREE = full_tree([3, 2, 1])
+
+
+def test_heads_do_not_share_a_module():
+    heads = MedusaHeads(8, 3)
+    assert len({id(head) for head in heads.heads}) == 3
+    assert sum(p.numel() for p in heads.parameters()) == 3 * (8 * 8 + 8)
+
+
+def test_new_heads_say_what_the_target_says(seed):
+    model = new_model()
+    hidden = torch.randn(2, CONFIG.hidden_size).double()
+    later = MedusaHeads(CONFIG.hidden_size, 3).double()(hidden)
+    assert later.shape == (3, 2, CONFIG.hidden_size)
+    for each in later:
+        torch.testing.assert_close(model.logits(each), model.logits(hidden))
+
+
+def test_features_of_several_depths(seed):
+    """Read on the way, and the hidden state is the same."""
+    model = new_model()
+    tokens = torch.tensor([3, 1, 4, 1, 5])
+    for twin in (model, fused(model)):
+        attend = whole_sequence(model, 5)
+        hidden, features = tapped_features(twin, tokens, attend, (1, 2))
+        torch.testing.assert_close(hidden, model(tokens, attend))
+        low, high = features.chunk(2, dim=-1)
+        x = model.embed_tokens(tokens)
+        torch.testing.assert_close(low, model.run_layers(x, attend, range(1)))
+        torch.testing.assert_close(high, model.run_layers(x, attend, range(2)))
+
+
+def test_eagle_drafts_what_its_layer_says(seed):
+    """Level by level over its own pages against one whole sequence of pairs, for a chain."""
+    model, (prompt,) = new_model(), new_prompts(5)
+    heads = random_heads(model, "eagle")
+    runner = TreeRunner.for_trees(model, 20, 4, 40)
+    run = runner.run_trees({0: prompt}, {})
+    (asked,) = read_requests(model.config, [prompt], 9)
+    asked.output.append(7)
+    drafter = new_drafter(model, heads, Ranked(), 20, 4, 40)
+    drafter.observe(asked, run.features)
+    (tokens,) = drafter.propose([asked], {0: chain(3)}).tokens
+
+    text, features, guesses = [*prompt, 7], run.features, []
+    for _ in range(3):
+        attend = whole_sequence(model, len(text) - 1)
+        pairs = model.embed_tokens(torch.tensor(text[1:]))
+        out = heads(pairs, features, lambda q, k, v, attend=attend: attend(0, q, k, v))
+        guesses.append(int(model.logits(out[-1:]).argmax()))
+        text.append(guesses[-1])
+        # The target's features where it has been, the draft's own behind them.
+        features = torch.cat([features, out[-1:]])
+    assert tokens == [7, *guesses]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_heads_belong_to_their_target(kind, seed, tmp_path):
+    model = new_model(torch.float32)
+    heads = random_heads(model, kind)
+    save_heads(tmp_path, heads, dict(target_fingerprint=fingerprint(model)))
+    again = load_heads(tmp_path, model)
+    assert again.sizes == heads.sizes
+    for ours, theirs in zip(again.parameters(), heads.parameters()):
+        torch.testing.assert_close(ours, theirs.bfloat16().float())
+    with pytest.raises(CheckpointError, match="accepted: heads of these very weights"):
+        load_heads(tmp_path, new_model(torch.float32))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(kind="hydra")))
+    with pytest.raises(CheckpointError, match=r"kind in .*: got 'hydra'; accepted: medusa"):
+        load_heads(tmp_path, model)
+    with pytest.raises(CheckpointError, match=r"heads: got .*accepted: a folder"):
+        load_heads(tmp_path / "nowhere", model)
+    with pytest.raises(ValueError, match="facts: got"):
+        save_heads(tmp_path, heads, {})
+
+
+def test_the_fingerprint_follows_the_weights_and_not_the_dtype(seed):
+    model = new_model(torch.float32)
+    before = fingerprint(model)
+    assert fingerprint(model.double()) == before
+    model.norm.weight[0] += 1
+    assert fingerprint(model) != before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_embedded_heads(kind):
+    """Real weights, real prompts: the same tokens, and more than one a pass."""
+    if not is_there(kind):
+        pytest.skip(f"NOT RUN: models/tiny-{kind} is not there")
+    target, heads, tokenizer = embedded_heads(kind)
+    requests = json.loads((REPOSITORY / "models/prompts.json").read_text())[:3]
+    prompts = [tokenizer(request["prompt"])["input_ids"][:60] for request in requests]
+    counts = Counts()
+    expected = one_at_a_time.generate(target, prompts, [14, 9, 1])
+    assert generate(target, prompts, [14, 9, 1], heads=heads, tree=TREE, counts=counts) == expected
+    assert counts.tokens_a_pass > 1

@@ -1,0 +1,179 @@
+"""A tree of guesses: who stands behind whom, who sees whom, and which tree is worth its nodes.
+
+    tree = Tree((-1, 0, 0, 1))        # 0: the newest token; 1 and 2 may follow it; 3 may follow 1
+    tree.depths                       # (0, 1, 1, 2)
+    tree.paths                        # ((0, 1, 3), (0, 2))
+
+Node 0 is the root: the newest token, which is certain. All others are drafted. A tree is a shape
+only; the tokens of its nodes are chosen in each step.
+
+Sources: Miao et al. 2024, SpecInfer, section 4.2 (tree attention); Cai et al. 2024, Medusa, sections
+2.1.2 and 2.3.3 (which tree).
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lessons.toolbox.model.arguments import refuse
+
+MOST_NODES = 64  # of a tree; a distance within it fits into int8
+
+
+@dataclass(frozen=True)
+class Tree:
+    """parents: of each node, the number of the one that it follows; -1 for the root.
+
+    A parent stands in front of its children. Children of one node are its guesses, best first.
+    Raises ValueError.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self):
+        parents = self.parents
+        fits = isinstance(parents, tuple) and 1 <= len(parents) <= MOST_NODES and parents[0] == -1
+        if not fits or not all(0 <= p < node for node, p in enumerate(parents) if node):
+            refuse(
+                "parents",
+                parents,
+                f"(-1, 0, …), at most {MOST_NODES} nodes, each parent in front of its children",
+            )
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """How many tokens each node stands behind the root."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """Tokens that can be accepted at most."""
+        return max(self.depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes behind each node."""
+        found = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents):
+            if node:
+                found[parent].append(node)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The way from the root to each leaf, both included."""
+        leaves = [node for node, children in enumerate(self.children) if not children]
+        return tuple(self.path_to(leaf) for leaf in leaves)
+
+    def path_to(self, node: int) -> tuple[int, ...]:
+        """The way from the root to a node, both included."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return tuple(reversed(path))
+
+    @cached_property
+    def table(self) -> Tensor:
+        """[N, N] int8: at [i, j] how many tokens lie from j to i, both counted, if j stands on the
+        way to i; otherwise 0. A node sees what is not 0. Its first column is its depth + 1.
+        """
+        table = torch.zeros(len(self), len(self), dtype=torch.int8)
+        for node in range(len(self)):
+            for distance, ancestor in enumerate(reversed(self.path_to(node)), 1):
+                table[node, ancestor] = distance
+        return table
+
+    def cut(self, depth: int) -> "Tree":
+        """The nodes down to this depth, 0 or more. Of a request that may emit few tokens more."""
+        if depth >= self.depth:
+            return self
+        kept = [node for node in range(len(self)) if self.depths[node] <= depth]
+        number = {node: index for index, node in enumerate(kept)} | {-1: -1}
+        return Tree(tuple(number[self.parents[node]] for node in kept))
+
+
+def chain(count: int) -> Tree:
+    """Lesson 16's shape: `count` tokens, one behind the other."""
+    return Tree(tuple(range(-1, count)))
+
+
+def full_tree(widths: Sequence[int]) -> Tree:
+    """Every node of depth d has widths[d] children."""
+    parents, level = [-1], [0]
+    for width in widths:
+        first = len(parents)
+        parents += [node for node in level for _ in range(width)]
+        level = list(range(first, len(parents)))
+    return Tree(tuple(parents))
+
+
+# ---------------------------------------------------------------- which tree
+
+
+def chances(tree: Tree, acceptance: Sequence[Sequence[float]]) -> list[float]:
+    """The probability that each node is accepted: the product along its path.
+
+    acceptance[d][r]: how often guess number r at depth d + 1 is right, if all in front of it were.
+    A node beyond the table is never accepted.
+    """
+    found = [1.0]
+    for node in range(1, len(tree)):
+        parent = tree.parents[node]
+        depth, rank = tree.depths[parent], tree.children[parent].index(node)
+        known = depth < len(acceptance) and rank < len(acceptance[depth])
+        found.append(found[parent] * acceptance[depth][rank] if known else 0.0)
+    return found
+
+
+def expected_tokens(tree: Tree, acceptance: Sequence[Sequence[float]]) -> float:
+    """Tokens that a pass emits on average: each node that may be accepted, and one that is sure."""
+    return sum(chances(tree, acceptance))
+
+
+def best_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> Tree:
+    """The tree of at most `nodes` nodes, the root among them, that emits most tokens on average.
+
+    Greedy, and best all the same: a node is worth the product along its path, which is never more
+    than its parent's or its better sibling's. So the most valuable nodes always form a tree.
+    acceptance: as in `chances`, each row falling. Raises ValueError.
+    """
+    check_acceptance(acceptance, nodes)
+    parents, ready = [-1], []  # ready: (-value, depth, rank, parent)
+    heapq.heappush(ready, (-acceptance[0][0], 0, 0, 0))
+    while ready and len(parents) < nodes:
+        worth, depth, rank, parent = heapq.heappop(ready)
+        if worth == 0:
+            break
+        node = len(parents)
+        parents.append(parent)
+        row = acceptance[depth]
+        if rank + 1 < len(row):  # its next sibling
+            value = worth / row[rank] * row[rank + 1]
+            heapq.heappush(ready, (value, depth, rank + 1, parent))
+        if depth + 1 < len(acceptance):  # its first child
+            heapq.heappush(ready, (worth * acceptance[depth + 1][0], depth + 1, 0, node))
+    return Tree(tuple(parents))
+
+
+def check_acceptance(acceptance: Sequence[Sequence[float]], nodes: int) -> None:
+    """Raise ValueError unless each row falls, is not empty and sums to 1 at most."""
+    if not isinstance(nodes, int) or not 1 <= nodes <= MOST_NODES:
+        refuse("nodes", nodes, f"1 to {MOST_NODES}")
+    if not acceptance:
+        refuse("acceptance", acceptance, "a row for each depth, one at least")
+    for depth, row in enumerate(acceptance):
+        falls = all(a >= b for a, b in pairwise(row))
+        if not len(row) or not falls or min(row) < 0 or sum(row) > 1 + 1e-9:
+            refuse(f"acceptance[{depth}]", row, "shares that fall, from 0 on, with a sum up to 1")

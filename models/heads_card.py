@@ -1,0 +1,57 @@
+"""Write models/HEADS.md, the card of the heads that draft for the embedded target.
+
+    python -m models.heads_card
+
+Every number in it is measured or recorded.
+"""
+
+import json
+
+from lessons.l17_tree_speculation.lab.experiments import DEPTH, recorded
+from models.tokenizer import HERE
+from models.train_heads import FEATURE_WEIGHT, FREQUENT, HEAD_DECAY, LOSSES, RARE, WINDOW
+
+
+def card() -> str:
+    """models/HEADS.md, every number in it from config.json or results/counted/l17_trees.json."""
+    counted = recorded()
+    rows = []
+    for kind in LOSSES:
+        folder = HERE / f"tiny-{kind}"
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        facts, found = config["training"], counted["kinds"][kind]
+        rows.append(
+            f"| `models/tiny-{kind}` | {found['parameters'] / 1e6:.2f} M "
+            f"| {(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB "
+            f"| {facts['minutes']} | {facts['tokens_seen'] / 1e6:.2f} M "
+            f"| {found['acceptance'][0][0]:.0%} | {found['greedy']['chain']:.2f} "
+            f"| {found['greedy']['tree']:.2f} |"
+        )
+    return f"""# Heads for the embedded target
+
+Drafts that read the hidden states of `models/tiny` (lesson 17). `python -m models.heads_card`
+writes this page. They belong to the target with the fingerprint `{config["target_fingerprint"]}`,
+and `load_heads` refuses every other one: whoever trains the target again trains them again.
+
+| folder | parameters | weights (bfloat16) | minutes | tokens seen | first guess right | tokens a pass, chain of {DEPTH} | tree of {counted["nodes"]} nodes |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+{chr(10).join(rows)}
+
+- **Data**: {facts["distinct_tokens"] / 1e6:.2f} M tokens of the text that the target was trained on
+  (models/README.md), in windows of {WINDOW}; the target ran over them once, in bfloat16.
+- **Loss**: cross-entropy under the target's own probabilities at the place that a head predicts, over
+  the {FREQUENT} tokens that are used most and {RARE} others, drawn anew in each step. Head i of
+  Medusa, and step i of EAGLE-3 on its own features, count {HEAD_DECAY}^i. EAGLE also learns the
+  target's features (smooth L1, weight {FEATURE_WEIGHT:g}), with noise on those that it reads.
+- **Optimizers**: Muon and AdamW as for the target, at half of its learning rate. Seed {facts["seed"]}.
+  {facts["device"]}, PyTorch {facts["torch"]}, one thread. The machine was busy with other work, so the
+  tokens seen say how far the training went, not the minutes.
+- **Figures**: greedy decoding of {counted["requests"]} held-out prompts, {counted["new_tokens"]} tokens
+  each, counted by `python -m lessons.l17_tree_speculation.lab.experiments`. *First guess right*: the
+  likeliest token directly behind the newest one.
+- No head has a vocabulary of its own: all end in the target's.
+"""
+
+
+if __name__ == "__main__":
+    (HERE / "HEADS.md").write_text(card(), encoding="utf-8")

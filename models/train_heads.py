@@ -1,0 +1,297 @@
+"""Train the heads that draft for the embedded target (lesson 17), and ship them beside it.
+
+    python -m models.train_heads features            # what the target computes, kept in build/
+    python -m models.train_heads medusa --minutes 8
+    python -m models.train_heads eagle  --minutes 8
+    python -m models.train_heads eagle3 --minutes 12
+    python -m lessons.l17_tree_speculation.lab.experiments     # what they are worth
+    python -m models.heads_card                                # models/HEADS.md
+
+The target is not trained. It runs once over some text, and its hidden states are kept, so each of
+the drafts learns from a file, in minutes and on one core. All of them learn to give the target's own
+probabilities (distillation), because those decide what is accepted.
+
+Heads of other target weights are useless, so config.json holds the target's fingerprint.
+"""
+
+import argparse
+import sys
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.rope import apply_rope, rope_tables
+from lessons.l17_tree_speculation.heads import (
+    KINDS,
+    fingerprint,
+    save_heads,
+    tap_depths,
+    tapped_features,
+)
+from lessons.toolbox.model.corpus import corpus, token_stream
+from models.tokenizer import HERE
+from models.train import name_of, optimizers, schedule, update
+
+TARGET = "models/tiny"
+FEATURES = HERE.parent / "build" / "tiny-features.pt"
+WINDOW = 256  # tokens of a piece of text
+SIZES = {
+    "medusa": dict(hidden_size=384, count=4),
+    "eagle": dict(intermediate_size=512),
+    "eagle3": dict(intermediate_size=512),
+}
+OWN_STEPS = 3  # EAGLE-3: passes over its own features in training
+FREQUENT, RARE = 768, 256  # columns of the vocabulary in a training step
+HEAD_DECAY = 0.8  # head i counts 0.8^i (Medusa, section 2.2.1)
+FEATURE_WEIGHT = 1.0  # EAGLE: of the distance to the target's feature, beside the cross-entropy
+
+
+# ---------------------------------------------------------------- the target's hidden states
+
+
+def windowed_attend(config, rows: int, length: int):
+    """`attend` for `rows` independent windows, packed: causal inside each, positions from 0."""
+    positions = torch.arange(length)
+
+    def attend(layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cos, sin = rope_tables(config, positions, q.dtype)
+        cos, sin = cos.repeat(rows, 1, 1), sin.repeat(rows, 1, 1)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k, v = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return attend
+
+
+@torch.inference_mode()
+def run_target(model: Decoder, tokens: Tensor) -> Tensor:
+    """tokens: [rows, length] -> taps and hidden state of each: [rows, length, 4 · hidden_size]."""
+    rows, length = tokens.shape
+    attend = windowed_attend(model.config, rows, length)
+    taps = tap_depths(model.config.num_hidden_layers)
+    hidden, tapped = tapped_features(model, tokens.flatten(), attend, taps)
+    return torch.cat([tapped, hidden], dim=-1).unflatten(0, (rows, length))
+
+
+def keep_features(num_tokens: int) -> None:
+    """Run the target over random windows of the training text and keep what it computes."""
+    model = Decoder.from_pretrained(TARGET, dtype=torch.bfloat16)
+    stream = token_stream(corpus()[0])
+    rng = np.random.default_rng(0)
+    starts = rng.permutation(np.arange(0, len(stream) - WINDOW, WINDOW))[: num_tokens // WINDOW]
+    tokens = torch.from_numpy(np.stack([stream[s : s + WINDOW] for s in np.sort(starts)]))
+    tokens = tokens[torch.from_numpy(rng.permutation(len(tokens)))]
+    features = torch.cat([run_target(model, rows) for rows in tokens.split(8)])
+    FEATURES.parent.mkdir(exist_ok=True)
+    kept = dict(tokens=tokens.int(), features=features, target=fingerprint(model))
+    torch.save(kept, FEATURES)
+    print(f"kept {features.nbytes / 1e6:.0f} MB of {tokens.numel()} tokens")
+
+
+# ---------------------------------------------------------------- losses
+#
+# embedded, hidden: [rows, length, hidden_size]; tapped: [rows, length, 3 · hidden_size]
+
+
+class Vocabulary(NamedTuple):
+    """The columns of the target's head that a training step looks at: [columns, hidden_size].
+
+    All 4096 would take most of the time. So each step takes those that are used most, and a random
+    part of the others, and compares the probabilities within them.
+    """
+
+    weight: Tensor
+
+    @classmethod
+    def of_step(cls, target: Decoder, by_use: Tensor) -> "Vocabulary":
+        """by_use: [V], all tokens, the ones used most first."""
+        rare = by_use[FREQUENT:]
+        some = rare[torch.randperm(len(rare))[:RARE]]
+        return cls(target.lm_head.weight[torch.cat([by_use[:FREQUENT], some])])
+
+    def log_probabilities(self, hidden: Tensor) -> Tensor:
+        """[..., hidden_size] -> [..., columns] float32."""
+        return F.linear(hidden, self.weight).float().log_softmax(-1)
+
+    def distance(self, student: Tensor, wanted: Tensor) -> Tensor:
+        """Cross-entropy of the student's probabilities under the wanted ones; up to a constant it is
+        the KL divergence. student: [..., hidden_size]; wanted: [..., columns].
+        """
+        return -(wanted * self.log_probabilities(student)).sum(-1).mean()
+
+    @torch.no_grad()
+    def probabilities(self, hidden: Tensor) -> Tensor:
+        """What the target itself predicts: [..., hidden_size] -> [..., columns]."""
+        return self.log_probabilities(hidden).exp()
+
+
+def medusa_loss(heads, vocabulary: Vocabulary, embedded, tapped, hidden: Tensor) -> Tensor:
+    """Head i at position t learns what the target says at position t + i + 1."""
+    size, loss = hidden.shape[1], 0.0
+    wanted = vocabulary.probabilities(hidden)
+    drafted = heads(hidden)  # [count, rows, length, hidden_size]
+    for index, ours in enumerate(drafted):
+        ahead = index + 1
+        here = vocabulary.distance(ours[:, : size - ahead], wanted[:, ahead:])
+        loss = loss + HEAD_DECAY**index * here
+    return loss
+
+
+def eagle_loss(draft, vocabulary: Vocabulary, embedded: Tensor, tapped, hidden: Tensor) -> Tensor:
+    """The next feature and its probabilities, from the target's features and the next token."""
+    rows, length = hidden.shape[0], hidden.shape[1] - 1
+    # noise of the paper's kind, because drafted features will be a little wrong, too
+    noise = (torch.rand_like(hidden) - 0.5) * 0.2
+    features = (hidden + noise * hidden.std())[:, :-1].flatten(0, 1)
+    embeddings = embedded[:, 1:].flatten(0, 1)
+    attend = windowed_attend(draft.config, rows, length)
+
+    def layer(q, k, v):
+        return attend(0, q, k, v)
+
+    out = draft(embeddings, features, layer).unflatten(0, (rows, length))
+    far = F.smooth_l1_loss(out.float(), hidden[:, 1:])
+    wanted = vocabulary.probabilities(hidden[:, 1:])
+    return vocabulary.distance(draft.hidden(out), wanted) + FEATURE_WEIGHT * far
+
+
+class OwnSteps:
+    """`attend` of EAGLE-3's training: step s runs on what step s - 1 made, all positions at once.
+
+    At step s position i stands at the end of a chain that left the target's features at position
+    i - s. So it sees the keys of step 0 up to i - s, then one key of each step: that of step j at
+    position i - s + j.
+    """
+
+    def __init__(self, config, rows: int, length: int):
+        self.config, self.rows, self.length = config, rows, length
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        cos, sin = rope_tables(config, torch.arange(length), torch.float32)
+        self.tables = cos.transpose(0, 1), sin.transpose(0, 1)  # [1, length, D]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        q, k, v = (x.unflatten(0, (self.rows, self.length)).transpose(1, 2) for x in (q, k, v))
+        cos, sin = self.tables
+        q, k = apply_rope(q, cos.to(q), sin.to(q)), apply_rope(k, cos.to(k), sin.to(k))
+        self.keys.append(k.repeat_interleave(group, dim=1))
+        self.values.append(v.repeat_interleave(group, dim=1))
+        step = len(self.keys) - 1
+        scale = self.config.softmax_scale
+        position = torch.arange(self.length)
+        sees = position <= position[:, None] - step
+        scores = [(q @ self.keys[0].transpose(-1, -2) * scale).masked_fill(~sees, -torch.inf)]
+        values = []
+        for index in range(1, step + 1):
+            back = step - index
+            # Rolled, so that row i holds what stands at i - back. Rows that wrap are not trained.
+            scores.append((q * self.keys[index].roll(back, dims=2)).sum(-1, keepdim=True) * scale)
+            values.append(self.values[index].roll(back, dims=2))
+        # A position before the chain's begin sees no key of step 0; its own key keeps it finite.
+        p = torch.cat(scores, dim=-1).float().softmax(-1).nan_to_num().to(q.dtype)
+        out = p[..., : self.length] @ self.values[0]
+        for index, value in enumerate(values):
+            out = out + p[..., self.length + index, None] * value
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def eagle3_loss(
+    draft, vocabulary: Vocabulary, embedded: Tensor, tapped: Tensor, hidden: Tensor
+) -> Tensor:
+    """Probabilities alone, first from the target's features, then from its own."""
+    rows, length = hidden.shape[0], hidden.shape[1] - 1
+    attend = OwnSteps(draft.config, rows, length)
+    embeddings = embedded[:, 1:].flatten(0, 1)
+    features = draft.features(tapped[:, :-1].flatten(0, 1))
+    wanted = vocabulary.probabilities(hidden[:, 1:])
+    loss = 0.0
+    for step in range(OWN_STEPS):
+        out = draft(embeddings, features, attend).unflatten(0, (rows, length))
+        # The first `step` positions have no chain of this length in front of them.
+        ours = draft.hidden(out[:, step:])
+        loss = loss + HEAD_DECAY**step * vocabulary.distance(ours, wanted[:, step:])
+        # What was made at position i is the feature that position i + 1 starts from.
+        features = out.roll(1, dims=1).flatten(0, 1)
+    return loss
+
+
+LOSSES = {"medusa": medusa_loss, "eagle": eagle_loss, "eagle3": eagle3_loss}
+
+
+# ---------------------------------------------------------------- training
+
+
+def train(kind: str, minutes: float, rows: int) -> None:
+    """Train one kind of heads for a wall-clock budget and ship them."""
+    torch.manual_seed(0)
+    target = Decoder.from_pretrained(TARGET)
+    kept = torch.load(FEATURES, mmap=True)
+    if kept["target"] != fingerprint(target):
+        raise SystemExit(f"{FEATURES} is of other weights: run `features` again")
+    tokens, features = kept["tokens"].long(), kept["features"]
+    heads = KINDS[kind].for_target(target.config, SIZES[kind])
+    opts, rng = optimizers(heads), np.random.default_rng(0)
+    size, start, step = target.config.hidden_size, time.monotonic(), 0
+    spent = 0.0
+    use = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size)
+    by_use = use.argsort(descending=True, stable=True)
+    while spent < 1:
+        for chosen in torch.from_numpy(rng.permutation(len(tokens))).split(rows):
+            spent = (time.monotonic() - start) / (60 * minutes)
+            if spent >= 1:
+                break
+            tapped, hidden = features[chosen].float().split([3 * size, size], dim=-1)
+            with torch.autocast("cpu", torch.bfloat16):
+                vocabulary = Vocabulary.of_step(target, by_use)
+                embedded = target.embed_tokens(tokens[chosen])
+                loss = LOSSES[kind](heads, vocabulary, embedded, tapped, hidden)
+            loss.backward()
+            update(heads, opts, factor=schedule(spent) * LEARNING_RATES[kind])
+            step += 1
+            if step % 25 == 0:
+                print(f"{kind} step {step} spent {spent:.3f} loss {loss.item():.4f}", flush=True)
+    facts = dict(
+        target=TARGET,
+        target_fingerprint=kept["target"],
+        training=dict(
+            minutes=round((time.monotonic() - start) / 60, 1),
+            steps=step,
+            tokens_seen=step * rows * WINDOW,
+            distinct_tokens=tokens.numel(),
+            seed=0,
+            device=name_of("cpu"),
+            torch=torch.__version__,
+            python_source=sys.version.split()[0],
+        ),
+    )
+    save_heads(HERE / f"tiny-{kind}", heads, facts)
+
+
+# of models/train.py's rate, because heads are small and begin near what they should become
+LEARNING_RATES = {"medusa": 0.5, "eagle": 0.5, "eagle3": 0.5}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["features", *LOSSES])
+    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--tokens", type=int, default=250_000, help="of text, for `features`")
+    parser.add_argument("--rows", type=int, default=4, help="windows of a training step")
+    args = parser.parse_args()
+    if args.minutes <= 0:
+        parser.error(f"--minutes must be positive, got {args.minutes}")
+    if args.what == "features":
+        keep_features(args.tokens)
+    else:
+        train(args.what, args.minutes, args.rows)
+
+
+if __name__ == "__main__":
+    main()

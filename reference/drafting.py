@@ -1,0 +1,64 @@
+"""From a speculative_config to a proposer: what drafts is loaded, held to the target, and given room."""
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l16_speculative_sampling.drafts import check_tokenizers, check_vocabulary
+from lessons.l17_tree_speculation.checks import check_model
+from lessons.l17_tree_speculation.heads import Heads, MedusaHeads, load_heads
+from lessons.toolbox.model.arguments import refuse
+from lessons.toolbox.model.config import ModelConfig
+from reference.engine_args import EngineArgs
+from reference.head_proposers import EagleProposer, MedusaProposer
+from reference.model import load_model
+from reference.model_runner import ModelRunner
+from reference.proposers import DraftModelProposer, NgramProposer
+from reference.speculation import Proposer
+from reference.speculative_config import DRAFT, EAGLE, MEDUSA, NGRAM, SpeculativeConfig
+
+Drafter = Decoder | Heads | None  # what drafts, as it was loaded; None for n-grams
+
+
+def load_drafter(config: SpeculativeConfig | None, target: Decoder, tokenizer) -> Drafter:
+    """What drafts, on the target's device and in its dtype. Raises ValueError, in one line, for what
+    does not fit the target.
+    """
+    if config is None or config.method == NGRAM:
+        return None
+    if config.method == DRAFT:
+        check_tokenizers(tokenizer, config.model)
+        draft = load_model(config.model, target.device, target.dtype)
+        check_vocabulary(target, draft)
+        return draft
+    check_model(target)
+    heads = load_heads(config.model, target)
+    kind = MEDUSA if isinstance(heads, MedusaHeads) else EAGLE
+    if kind != config.method:
+        refuse("speculative_config method", config.method, f"{kind!r} for {config.model}")
+    if kind == MEDUSA and config.num_speculative_tokens > len(heads.heads):
+        refuse(
+            "speculative_config num_speculative_tokens",
+            config.num_speculative_tokens,
+            f"at most {len(heads.heads)}, the heads of {config.model}",
+        )
+    return heads
+
+
+def config_of_pool(drafter: Drafter) -> ModelConfig | None:
+    """The shape of what has K and V of its own; None for who has none."""
+    return getattr(drafter, "config", None)
+
+
+def new_proposer(args: EngineArgs, drafter: Drafter, runner: ModelRunner, new_runner) -> Proposer:
+    """Who drafts for the target that `runner` runs. new_runner(model, max_model_len): a runner over a
+    pool with as many blocks as the target's.
+    """
+    config, pool = args.speculative_config, runner.pool
+    if config.method == NGRAM:
+        return NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min)
+    if config.method == MEDUSA:
+        return MedusaProposer(drafter, runner.model)
+    if config.method == EAGLE:
+        room = pool.num_blocks, pool.block_size, runner.max_model_len
+        return EagleProposer(drafter, runner.model, *room)
+    # Behind the draft's own context the target decodes plainly.
+    context = min(runner.max_model_len, drafter.config.max_position_embeddings)
+    return DraftModelProposer(new_runner(drafter, context))

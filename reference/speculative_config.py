@@ -1,0 +1,129 @@
+"""`speculative_config` under vLLM's names, and the spellings that it had before."""
+
+import difflib
+from dataclasses import dataclass, fields
+
+from lessons.toolbox.model.arguments import is_whole, refuse, shown
+
+DRAFT, NGRAM, MEDUSA, EAGLE = METHODS = ("draft", "ngram", "medusa", "eagle")
+# vLLM's other names for the same
+ALIASES = {"draft_model": DRAFT, "[ngram]": NGRAM, "eagle3": EAGLE}
+LONGEST_NGRAM, SHORTEST_NGRAM = 3, 1  # as lesson 16 looks them up
+# before vLLM 0.8: argument of the engine -> key of speculative_config
+OLDER = {
+    "speculative_model": "model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "ngram_prompt_lookup_max": "prompt_lookup_max",
+    "ngram_prompt_lookup_min": "prompt_lookup_min",
+}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Who drafts, and how much. Make it by `read`.
+
+    method: one of METHODS. model: folder or hub name of what drafts; None for n-grams.
+    num_speculative_tokens: drafted in a step for each sequence. prompt_lookup_max, prompt_lookup_min:
+    the longest and the shortest n-gram that is looked up.
+    """
+
+    method: str
+    model: str | None
+    num_speculative_tokens: int
+    prompt_lookup_max: int = LONGEST_NGRAM
+    prompt_lookup_min: int = SHORTEST_NGRAM
+
+    @classmethod
+    def read(cls, given) -> "SpeculativeConfig | None":
+        """From a dict of vLLM's keys; None stays None. Raises ValueError, in one line."""
+        if given is None or isinstance(given, cls):
+            return given
+        if not isinstance(given, dict):
+            refuse("speculative_config", given, "None, or a dict of method, model and so on")
+        known = [field.name for field in fields(cls)]
+        for key in given:
+            if key not in known:
+                raise ValueError(
+                    f"speculative_config: unknown key {shown(key)}; {nearest(key, known)}"
+                )
+        found = {key: value for key, value in given.items() if value is not None}
+        method, model = read_method(found.get("method"), found.get("model"))
+        config = cls(**found | dict(method=method, model=model, **the_count(found)))
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Raise ValueError for a value that cannot work with any model."""
+        if self.method != NGRAM and self.model is None:
+            accepted = f"a folder or hub name with method {self.method!r}"
+            refuse("speculative_config model", None, accepted)
+        if self.method == NGRAM and self.model is not None:
+            refuse("speculative_config model", self.model, "None with method 'ngram'")
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
+            if not is_whole(getattr(self, name)):
+                accepted = "a whole number, 1 or more and below 2**31"
+                refuse(f"speculative_config {name}", getattr(self, name), accepted)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            accepted = f"at most prompt_lookup_max ({self.prompt_lookup_max})"
+            refuse("speculative_config prompt_lookup_min", self.prompt_lookup_min, accepted)
+
+    def check_context(self, max_model_len: int) -> None:
+        """Raise ValueError for more drafted tokens than a sequence can hold."""
+        if self.num_speculative_tokens >= max_model_len:
+            refuse(
+                "speculative_config num_speculative_tokens",
+                self.num_speculative_tokens,
+                f"at most {max_model_len - 1}, below max_model_len",
+            )
+
+
+def the_count(found: dict) -> dict:
+    """num_speculative_tokens, which has no default. Raises ValueError without one."""
+    if "num_speculative_tokens" not in found:
+        accepted = "how many tokens to draft in a step, 1 or more"
+        refuse("speculative_config num_speculative_tokens", None, accepted)
+    return {"num_speculative_tokens": found["num_speculative_tokens"]}
+
+
+def read_method(method, model) -> tuple[str, str | None]:
+    """(method, model) of what was given; as in vLLM, a model alone is a draft, and "[ngram]" in its
+    place is none. Raises ValueError for an unknown method.
+    """
+    for name, value in (("method", method), ("model", model)):
+        if value is not None and not isinstance(value, str):
+            refuse(f"speculative_config {name}", value, "a string")
+    if model in (NGRAM, "[ngram]") and method in (None, NGRAM, "[ngram]"):
+        return NGRAM, None
+    if method is None:
+        if model is None:
+            refuse("speculative_config method", None, " or ".join(METHODS))
+        return DRAFT, model
+    method = ALIASES.get(method, method)
+    if method not in METHODS:
+        raise ValueError(
+            f"speculative_config method: got {shown(method)}; {nearest(method, METHODS)}"
+        )
+    return method, model
+
+
+def nearest(name, known) -> str:
+    """What was meant, perhaps, or everything that is known."""
+    near = difflib.get_close_matches(str(name), known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"accepted: {', '.join(known)}"
+
+
+def from_older(arguments: dict) -> dict:
+    """The engine's arguments with vLLM's older spellings gathered in speculative_config. Raises
+    ValueError if both are given.
+    """
+    older = {name: arguments[name] for name in OLDER if arguments.get(name) is not None}
+    rest = {name: value for name, value in arguments.items() if name not in OLDER}
+    if not older:
+        return rest
+    if rest.get("speculative_config") is not None:
+        names = ", ".join(older)
+        raise ValueError(f"speculative_config, {names}: got both; accepted: speculative_config")
+    if "speculative_model" not in older:
+        names = ", ".join(older)
+        raise ValueError(f"{names}: got no speculative_model; accepted: one, or '[ngram]'")
+    return rest | {"speculative_config": {OLDER[name]: value for name, value in older.items()}}

@@ -1,0 +1,207 @@
+"""How much faster does the engine get by speculation: the same requests on held-out code, greedy, in
+batches of 1 to 64, with each method and without any, all in one run.
+
+    python -m reference.speed_drafts --out build
+    python -m reference.speed_drafts --method ngram --batch 1 --rounds 5
+
+Everybody runs once a round, and a ratio compares two runs of one round. Prints a table of tokens per
+pass of the target, the share of drafted tokens that stay, and the ratios; writes speed_drafts.json.
+Exit code 1 if somebody's greedy tokens differ where the model was not in doubt.
+"""
+
+# Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from lessons.toolbox.command import OneLineParser, check_writable, run_command
+from reference.ladder import REPOSITORY, place_of
+
+SCHEMA = 1
+PLAIN = "no speculation"
+BATCHES = (1, 4, 16, 64)
+# method -> what is put behind the model's name to find what drafts, and how many tokens it drafts
+METHODS = {
+    "ngram": (None, 4),
+    "draft": ("-draft", 3),
+    "medusa": ("-medusa", 3),
+    "eagle": ("-eagle", 3),
+}
+
+
+def parse_args(argv) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="python -m reference.speed_drafts",
+        description=" ".join(__doc__.split("\n\n")[0].split()),
+    )
+    parser.add_argument("--model", default="models/tiny", help="folder or hub name of a checkpoint")
+    parser.add_argument("--prompts", type=Path, default=REPOSITORY / "models/prompts.json")
+    parser.add_argument("--method", choices=METHODS, default=None, help="only this one")
+    parser.add_argument("--batch", type=int, default=None, help="only this many requests at once")
+    parser.add_argument("--requests", type=int, default=8, help="served at least, batch by batch")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=3, help="of each batch")
+    parser.add_argument("--out", type=Path, default=Path("build"), help="folder for the record")
+    args = parser.parse_args(argv)
+    for name in ("batch", "requests", "tokens", "rounds"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, got {value}")
+    args.model = place_of(args.model)
+    args.prompts, args.out = args.prompts.expanduser(), args.out.expanduser()
+    return args
+
+
+def config_of(method: str, model: str) -> dict | None:
+    """The speculative_config of a method; None where its weights are not beside the model."""
+    behind, count = METHODS[method]
+    config = dict(method=method, num_speculative_tokens=count)
+    if behind is None:
+        return config
+    folder = Path(f"{model}{behind}")
+    return config | dict(model=str(folder)) if folder.is_dir() else None
+
+
+def measure_batch(args: argparse.Namespace, configs: dict, prompts: list, batch: int) -> dict:
+    """Everybody on all prompts, `batch` at once, once a round: seconds, tokens, counts."""
+    from reference.llm import LLM
+    from reference.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False
+    )
+    engines = {
+        # No prefix cache, because every round asks the same.
+        name: LLM(
+            args.model,
+            max_num_seqs=batch,
+            speculative_config=config,
+            enable_prefix_caching=False,
+        )
+        for name, config in configs.items()
+    }
+    found = {name: dict(wall_s=[], cpu_s=[]) for name in engines}
+    for round in range(args.rounds + 1):
+        for name, llm in engines.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            if round:  # the first warms up
+                found[name]["wall_s"].append(time.perf_counter() - wall)
+                found[name]["cpu_s"].append(time.process_time() - cpu)
+            found[name]["tokens"] = [output.outputs[0].token_ids for output in outputs]
+            found[name]["counts"] = getattr(llm.engine, "speculation", None)
+    return found
+
+
+def entries_of(found: dict, model, prompts: list[list[int]], batch: int) -> list[dict]:
+    """Rows of the record. A ratio above 1 says that the method is faster than no speculation."""
+    from reference.contest import Contender
+    from reference.judging import judge
+    from reference.speed_rows import band
+
+    entries, plain = [], found[PLAIN]
+    reference = Contender(PLAIN, None, [], outputs=dict(enumerate(plain["tokens"])), runs=[1.0])
+    for name, own in found.items():
+        contender = Contender(name, None, [], outputs=dict(enumerate(own["tokens"])), runs=[1.0])
+        judge(contender, [reference], model, prompts, reference=PLAIN)
+        ratios = {
+            kind: band([base / mine for base, mine in zip(plain[kind], own[kind])])
+            for kind in ("wall_s", "cpu_s")
+        }
+        counts = own["counts"]
+        entries.append(
+            {
+                "method": name,
+                "batch": batch,
+                "tokens_per_pass": 1.0 if counts is None else counts.tokens_per_pass,
+                "acceptance_rate": None if counts is None else counts.acceptance_rate,
+                "wall_s": band(own["wall_s"]),
+                "faster_by_wall": ratios["wall_s"],
+                "faster_by_cpu": ratios["cpu_s"],
+                "identical": contender.identical,
+                "verdict": contender.verdict,
+            }
+        )
+    return entries
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, judge, write, print; returns the exit code."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when PyTorch is imported
+    import torch
+    from rich.console import Console
+
+    from lessons.toolbox.measure import device as devices
+    from lessons.toolbox.measure.records import write_json
+    from lessons.toolbox.model.checkpoint import load_tokenizer
+    from reference.ladder import load_requests
+    from reference.model import load_model
+
+    check_writable(args.out)
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    methods = [args.method] if args.method else list(METHODS)
+    configs = {PLAIN: None}
+    for method in methods:
+        if (config := config_of(method, args.model)) is None:
+            console.print(f"{method}: not run, its weights are not beside {args.model}")
+        else:
+            configs[method] = config
+    model = load_model(args.model)
+    prompts, _ = load_requests(args.prompts, load_tokenizer(args.model))
+    entries = []
+    for batch in [args.batch] if args.batch else BATCHES:
+        count = max(args.requests, batch)
+        served = [prompts[index % len(prompts)] for index in range(count)]
+        entries += entries_of(measure_batch(args, configs, served, batch), model, served, batch)
+        print_table([entry for entry in entries if entry["batch"] == batch], console)
+    record = {
+        "schema": SCHEMA,
+        "fingerprint": devices.fingerprint(),
+        "threads": torch.get_num_threads(),
+        "model": args.model if args.model.count("/") == 1 else Path(args.model).name,
+        "tokens": args.tokens,
+        "rounds": args.rounds,
+        "configs": configs,
+        "entries": entries,
+    }
+    write_json(args.out / "speed_drafts.json", record)
+    console.print(f"data: {args.out / 'speed_drafts.json'}", markup=False)
+    wrong = [
+        f"{e['method']} at {e['batch']}: {e['verdict']}" for e in entries if not e["identical"]
+    ]
+    if wrong:
+        print(f"speed_drafts: FAILED, {'; '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def print_table(entries: list[dict], console) -> None:
+    """A batch's rows."""
+    from rich.table import Table
+
+    from reference.speed import shown
+
+    table = Table(title=f"Speculation in the engine, {entries[0]['batch']} requests at once")
+    for name in ("method", "tokens per pass", "accepted", "faster by (wall)", "by (cpu)", "tokens"):
+        table.add_column(name, justify="left" if name in ("method", "tokens") else "right")
+    for entry in entries:
+        rate = entry["acceptance_rate"]
+        table.add_row(
+            entry["method"],
+            f"{entry['tokens_per_pass']:.2f}",
+            "" if rate is None else f"{100 * rate:.0f} %",
+            shown(entry["faster_by_wall"], 2) + "x",
+            shown(entry["faster_by_cpu"], 2) + "x",
+            entry["verdict"] or "identical",
+        )
+    console.print(table)
+
+
+def main(argv=None) -> int:
+    """The command; every failure is one line."""
+    return run_command("speed_drafts", lambda: run(parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

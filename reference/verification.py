@@ -1,0 +1,180 @@
+"""Which drafted tokens stay, and which token comes behind them: logits in, tokens out.
+
+Read `Verifier.__call__`. A sequence with K drafted tokens has K + 1 rows of logits: row i says what
+the target makes of the text in front of drafted token i, and the last row what comes behind them all.
+
+Two rules, and both leave the distribution as it is:
+
+- Sure drafts (n-grams, greedy requests): each row is sampled as if nothing had been drafted, with
+  the random number of its position. A drafted token stays if it is the token that came out, and the
+  first one that differs takes its place. So the tokens are those of an engine without speculation,
+  whatever was drafted.
+- Drafts drawn from q: lesson 16's rule, which accepts more of them. Tokens follow the same
+  distribution as without speculation, with other random numbers.
+
+Source of the second: Leviathan et al. 2023, algorithm 1.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lessons.l02_naive_attention.batch_rows import SamplingBatch
+from lessons.l02_naive_attention.batch_sampling import (
+    batch_probabilities,
+    read_tokens,
+    sample_batch,
+)
+from lessons.l02_naive_attention.random_streams import uniform
+from lessons.l02_naive_attention.sampling import SamplingParams
+from lessons.l16_speculative_sampling.stand_ins import verify_for
+from reference.outputs import Logprobs
+from reference.request import EngineSequence
+from reference.sampler import adjust, searching_batch, top_logprobs
+from reference.speculation import Draft
+
+# Each position of an answer has three random numbers. The first of them is the one that draws its
+# token without speculation; the others stand where no answer's positions reach.
+DRAWS, ACCEPTS, DRAFTS = 0, 2**40, 2**41
+
+
+class Emitted(NamedTuple):
+    """What a sequence gets from a step: drafted tokens that stay, and one more. logprobs: of each."""
+
+    tokens: list[int]
+    logprobs: list[Logprobs | None]
+
+
+class Row(NamedTuple):
+    """A row of logits: what follows a sequence's output and `ahead`. It looks like a request."""
+
+    sequence: EngineSequence
+    ahead: list[int]
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.sequence.sampling
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.sequence.prompt
+
+    @property
+    def output(self) -> list[int]:
+        return self.sequence.output + self.ahead
+
+    @property
+    def position(self) -> int:
+        """Of the token that this row gives, in the answer."""
+        return len(self.sequence.output) + len(self.ahead)
+
+
+class RowBatches:
+    """The sampling batch of some rows. It is kept, because most steps have rows like the last's."""
+
+    def __init__(self):
+        self.shape: list[tuple[int, int]] = []
+        self.batch: SamplingBatch | None = None
+
+    def __call__(self, rows: list[Row], device: torch.device) -> SamplingBatch:
+        """Made anew for other sequences, and where penalties depend on the tokens in front."""
+        shape = [(row.sequence.row, len(row.ahead)) for row in rows]
+        if shape != self.shape or self.batch.seen is not None:
+            self.shape, self.batch = shape, searching_batch(rows, device)
+        else:
+            self.batch.drawn = torch.tensor([row.position for row in rows], device=device)
+        return self.batch
+
+
+class Verifier:
+    """The sampler of a speculative engine."""
+
+    def __init__(self):
+        self.sure, self.drawn = RowBatches(), RowBatches()
+        self.verify = None  # lesson 16's kernel, or PyTorch in its place
+
+    @torch.inference_mode()
+    def __call__(
+        self, logits: Tensor, sequences: list[EngineSequence], drafts: list[Draft]
+    ) -> list[Emitted]:
+        """What each sequence emits. logits: [R, V], which are changed: 1 + len(draft.tokens) rows of
+        each sequence, one sequence after the other. Raises ValueError for logits that are not finite.
+        """
+        raw = logits.float().log_softmax(-1) if any(s.wants_logprobs for s in sequences) else None
+        rows, first = [], []
+        for sequence, draft in zip(sequences, drafts):
+            first.append(len(rows))
+            rows += [Row(sequence, draft.tokens[:n]) for n in range(len(draft.tokens) + 1)]
+        adjust_rows(logits, rows)
+        sure = [b for b, draft in enumerate(drafts) if draft.q is None]
+        drawn = [b for b, draft in enumerate(drafts) if draft.q is not None]
+        emitted: dict[int, list[int]] = {}
+        for which, rule in ((sure, self.compare), (drawn, self.accept)):
+            if which:
+                some = [drafts[b] for b in which]
+                places = [first[b] + n for b in which for n in range(len(drafts[b].tokens) + 1)]
+                part = logits if len(places) == len(rows) else logits[places]
+                emitted |= zip(which, rule(part, [rows[at] for at in places], some))
+        return [
+            Emitted(emitted[b], logprobs_of(raw, first[b], emitted[b], sequence))
+            for b, sequence in enumerate(sequences)
+        ]
+
+    def compare(self, logits: Tensor, rows: list[Row], drafts: list[Draft]) -> list[list[int]]:
+        """For sure drafts. logits: [R, V], of all rows of all drafts."""
+        tokens = read_tokens(sample_batch(logits, self.sure(rows, logits.device)))
+        found, first = [], 0
+        for draft in drafts:
+            own = tokens[first : first + len(draft.tokens) + 1]
+            kept = 0
+            while kept < len(draft.tokens) and draft.tokens[kept] == own[kept]:
+                kept += 1
+            found.append(own[: kept + 1])
+            first += len(own)
+        return found
+
+    def accept(self, logits: Tensor, rows: list[Row], drafts: list[Draft]) -> list[list[int]]:
+        """For drafts that were drawn. logits: [R, V], as in `compare`."""
+        device = logits.device
+        self.verify = self.verify or verify_for(device)
+        counts = [len(draft.tokens) + 1 for draft in drafts]
+        starts = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+        batch = self.drawn(rows, device)
+        p = batch_probabilities(logits, batch).float()
+        # The last row of each is not read; any will do.
+        q = torch.cat([part for draft in drafts for part in (draft.q, draft.q[:1])])
+        drafted = [token for draft in drafts for token in (*draft.tokens, -1)]
+        u = torch.stack([numbers(batch, purpose) for purpose in (ACCEPTS, DRAWS)], dim=1)
+        tokens, kept = self.verify(
+            p, q, torch.tensor(drafted, device=device), u, starts, max(counts)
+        )
+        tokens, kept, found, first = tokens.tolist(), kept.tolist(), [], 0
+        for count, stays in zip(counts, kept):
+            own = tokens[first : first + stays + 1]
+            read_tokens(torch.tensor(own[-1:]))  # raises if the logits were not finite
+            found.append(own)
+            first += count
+        return found
+
+
+def numbers(batch: SamplingBatch, purpose: int) -> Tensor:
+    """The random number that each row has for this purpose: [R] float32, in [0, 1)."""
+    # A float64 just below 1 would become 1, and then even a perfect draft could be rejected.
+    return uniform(batch.stream, batch.drawn + purpose).float().clamp(max=1 - 2.0**-24)
+
+
+def adjust_rows(logits: Tensor, rows: list[Row]) -> None:
+    """Biases and least lengths, in place. logits: [R, V]."""
+    for at, row in enumerate(rows):
+        adjust(logits, at, row.sequence, len(row.ahead))
+
+
+def logprobs_of(
+    raw: Tensor | None, first: int, tokens: list[int], sequence: EngineSequence
+) -> list[Logprobs | None]:
+    """What the request wants to know of its tokens. raw: [R, V], the first of its rows at `first`."""
+    if not sequence.wants_logprobs:
+        return [None] * len(tokens)
+    count = sequence.params.logprobs or 0
+    return [top_logprobs(raw[first + n], token, count) for n, token in enumerate(tokens)]

@@ -1,0 +1,243 @@
+"""Histories for the speculative engine: those of engine_histories.py, with somebody who drafts.
+
+A draft model is played by a second hash over a second memory of tokens, in the same blocks. It reads
+its context back through the block table before each token, so a slot that it never wrote, or that
+belongs to somebody else now, is seen at once.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lessons.l02_naive_attention.batch_sampling import batch_probabilities
+from lessons.l02_naive_attention.request import Request, sampling_batch
+from lessons.l02_naive_attention.sampling import sample
+from lessons.l12_paged_kv.blocks import BlockManager
+from lessons.l13_prefix_caching.cache import CachingBlockManager
+from lessons.l15_chunked_prefill.lab.histories import Rules
+from lessons.l15_chunked_prefill.lab.virtual import TokenMemory
+from lessons.l15_chunked_prefill.swap import Lender
+from lessons.l16_speculative_sampling.naive import verify_sequence
+from lessons.l16_speculative_sampling.stand_ins import draw_rows
+from reference.llm import by_priority
+from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler, PoolsSwap
+from reference.proposers import DraftModelProposer, NgramProposer
+from reference.request import EngineRequest
+from reference.sampling_params import SamplingParams
+from reference.speculation import Draft
+from reference.speculative_engine import SpeculativeEngine
+from reference.verification import ACCEPTS, DRAFTS, DRAWS, numbers
+from tests.engine_histories import CONFIG, LOGITS, LONGEST, History, House, VirtualRunner, hashes
+
+# A draft agrees with the target now and then.
+OTHERS = LOGITS + torch.randn(LOGITS.shape, generator=torch.Generator().manual_seed(1))
+
+
+class Drafting(NamedTuple):
+    """Who drafts. kind: "ngram"; "sure": it keeps its distributions to itself; or "drawn"."""
+
+    kind: str
+    num_speculative_tokens: int
+    temperature: float = 1.0
+    context: int = LONGEST  # of the draft
+    min_tokens: int = 0
+
+
+class DraftMemory:
+    """In the place of a draft's ModelRunner: tokens in, hashes of their contexts out."""
+
+    def __init__(self, blocks: BlockManager, context: int):
+        self.pool = TokenMemory(blocks)
+        self.pool.block_size = blocks.block_size
+        self.max_model_len = context
+
+    def run(self, chunks, tables) -> Tensor:
+        hidden, size = [], self.pool.block_size
+        for (tokens, held), table in zip(chunks, tables):
+            places = torch.arange(held, held + len(tokens))
+            assert held + len(tokens) <= self.max_model_len, "beyond the draft's context"
+            at = torch.tensor(table)[places // size] * size + places % size
+            self.pool.k_slots.view(-1)[at] = torch.tensor(tokens)
+            self.pool.v_slots.view(-1)[at] = places
+        for (tokens, held), table in zip(chunks, tables):
+            context = self.pool.k_slots[0, table].flatten()[: held + len(tokens)].tolist()
+            assert min(context) >= 0, "the draft reads what it never wrote"
+            hidden += hashes(context)[held:]
+        return torch.tensor(hidden)
+
+    def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        return OTHERS[hidden[rows] % len(OTHERS)].clone()
+
+
+class VirtualDraft(DraftModelProposer):
+    """The proposer itself, over that memory."""
+
+
+class SureDraft(VirtualDraft):
+    """Tokens without the distributions that they come from: right only if the rule for sure drafts
+    is right for whatever is drafted.
+    """
+
+    def propose(self, sequences, counts, tables):
+        return [Draft(tokens) for tokens, _ in super().propose(sequences, counts, tables)]
+
+
+def new_proposer(drafting: Drafting, blocks: BlockManager, draft=VirtualDraft):
+    if drafting.kind == "ngram":
+        return NgramProposer(3)
+    return (SureDraft if drafting.kind == "sure" else draft)(DraftMemory(blocks, drafting.context))
+
+
+def new_engine(house: House, faults, drafting: Drafting, kind, draft) -> SpeculativeEngine:
+    size = house.num_blocks, house.block_size
+    if house.cache is None:
+        blocks = BlockManager(*size)
+    else:
+        blocks = CachingBlockManager(*size, house.cache(house.block_size))
+    runner = VirtualRunner(blocks, None, faults)
+    proposer = new_proposer(drafting, blocks, draft)
+    how = dict(
+        max_num_seqs=house.max_num_seqs,
+        max_num_batched_tokens=house.max_num_batched_tokens,
+        enable_chunked_prefill=house.enable_chunked_prefill,
+        order=by_priority,
+        proposer=proposer,
+        num_speculative_tokens=drafting.num_speculative_tokens,
+    )
+    if house.host_blocks is None:
+        scheduler = LookaheadScheduler(blocks, **how)
+    else:
+        pools = [runner.virtual.memory, *proposer.pools]
+        swap = PoolsSwap(Lender(runner.virtual.memory, blocks), pools)
+        scheduler = LookaheadSwappingScheduler(swap, house.host_blocks, **how)
+    runner.rules = LookaheadRules(scheduler)
+    return kind(runner, scheduler, None, LONGEST)
+
+
+class LookaheadRules(Rules):
+    """Lesson 15's rules. What is new: a sequence keeps the blocks that a rejected draft had, and one
+    that comes in with nothing but its newest token left may wait for the next step.
+    """
+
+    def __init__(self, scheduler):
+        super().__init__(scheduler)
+        self.ran_before: set[int] = set()
+
+    def check(self, step) -> None:
+        super().check(step)
+        in_step = {chunk.sequence.row for chunk in step.chunks}
+        for sequence in self.scheduler.running:
+            is_new = sequence.row not in self.ran_before
+            waits = sequence.row not in in_step
+            assert not (waits and sequence.is_decoding) or is_new, "a decode waits"
+        self.ran_before = {sequence.row for sequence in self.scheduler.running}
+
+    def check_progress(self, step) -> None:
+        if all(s.row in self.ran_before for s in self.scheduler.running[:1]):
+            super().check_progress(step)
+
+    def is_right(self, sequence, end: int, owned: int) -> bool:
+        blocks = self.scheduler.blocks
+        return blocks.blocks_for(end) <= owned <= blocks.blocks_for(sequence.most_cached)
+
+
+class DraftedHistory(History):
+    """A history of an engine that speculates."""
+
+    def __init__(
+        self,
+        house: House,
+        requests,
+        faults,
+        drafting: Drafting,
+        kind=SpeculativeEngine,
+        draft=VirtualDraft,
+    ):
+        least = house.max_num_seqs * (1 + drafting.num_speculative_tokens)
+        most = max(house.max_num_batched_tokens, least)
+        house = house._replace(max_num_batched_tokens=most)
+        engine = new_engine(house, faults, drafting, kind, draft)
+        super().__init__(house, requests, faults, engine=engine)
+        self.drafting = drafting
+        self.seen |= dict(accepted=0, rejected=0, stopped_inside=0)
+        self.hand_out, engine.hand_out = engine.hand_out, self.look_at
+
+    def look_at(self, emitted, drafts):
+        """Stands in front of the engine's hand_out."""
+        for sequence, (tokens, _) in emitted.items():
+            drafted = len(drafts[sequence].tokens) if sequence in drafts else 0
+            self.seen["accepted"] += len(tokens) - 1
+            self.seen["rejected"] += drafted - (len(tokens) - 1)
+            self.seen["stopped_inside"] += not sequence.stop_token_ids.isdisjoint(tokens[:-1])
+        self.hand_out(emitted, drafts)
+
+    def params(self, index: int) -> SamplingParams:
+        params = super().params(index)
+        temperature = self.drafting.temperature if params.n == 1 else 1.0
+        least = min(self.drafting.min_tokens, params.max_tokens)
+        return replace(params, temperature=temperature, min_tokens=least)
+
+    def alone(self, request: EngineRequest) -> list[list[int]]:
+        return [alone(sequence, self.drafting) for sequence in request.sequences]
+
+    def check_end(self) -> None:
+        super().check_end()
+        proposer = self.engine.proposer
+        kept = proposer.known if self.drafting.kind == "ngram" else proposer.held
+        assert not kept, "the proposer remembers who has gone"
+
+
+# ---------------------------------------------------------------- what everybody must get
+
+
+def alone(sequence, drafting: Drafting) -> list[int]:
+    """The answer of a sequence that is alone, one row of probabilities after the other. Where drafts
+    come without their distributions, it is that of plain sampling.
+    """
+    output, stops = [], frozenset(CONFIG.eos_token_ids)
+    is_drawn = drafting.kind == "drawn" and sequence.sampling.temperature > 0
+    while len(output) < sequence.max_new_tokens and not stops.intersection(output[-1:]):
+        left = sequence.max_new_tokens - len(output) - 1
+        room = drafting.context - (len(sequence.prompt) + len(output) - 1)
+        count = min(drafting.num_speculative_tokens, left, room) if output and is_drawn else 0
+        if count <= 0:
+            logits = logits_behind(LOGITS, sequence, output)
+            output += sample(logits, [sequence.sampling], [sequence.prompt], [output])
+            continue
+        for token in drafted_round(sequence, output, count):
+            output.append(token)
+            if token in stops:
+                break
+    return output
+
+
+def drafted_round(sequence, output: list[int], count: int) -> list[int]:
+    """A step of lesson 16's naive.py with the engine's random numbers."""
+    drafted, p, q, u = [], [], [], []
+    for _ in range(count + 1):
+        text = output + drafted
+        batch = sampling_batch([sequence_with(sequence, text)], "cpu")
+        for table, rows in ((LOGITS, p), (OTHERS, q)):
+            logits = logits_behind(table, sequence, text)
+            rows.append(batch_probabilities(logits, batch).float()[0])
+        u.append(torch.cat([numbers(batch, purpose) for purpose in (ACCEPTS, DRAWS)]))
+        drafted += draw_rows(q[-1][None], numbers(batch, DRAFTS)).tolist()
+    rows = torch.stack(p), torch.stack(q), torch.tensor(drafted), torch.stack(u)
+    return verify_sequence(*rows)
+
+
+def logits_behind(table: Tensor, sequence, output: list[int]) -> Tensor:
+    """[1, VOCAB], without the stop tokens that come too early."""
+    last = hashes(sequence.prompt + output)[-1]
+    logits = table[last % len(table)][None].clone()
+    if len(output) < sequence.params.min_tokens:
+        logits[:, list(sequence.stop_token_ids)] = -torch.inf
+    return logits
+
+
+def sequence_with(sequence, output: list[int]) -> Request:
+    """The sequence with another output."""
+    limit, stops = sequence.max_new_tokens, sequence.stop_token_ids
+    return Request(sequence.row, sequence.prompt, limit, sequence.sampling, stops, output)
