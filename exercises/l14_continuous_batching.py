@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=14
-# Generated from solutions/l14_continuous_batching.py, checksum b11b81e7aa76. Generating again never overwrites your edits.
+# Generated from solutions/l14_continuous_batching.py, checksum 5611ab292b66. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 14: places counted, a static wave with bugs, the continuous scheduler."""
 
@@ -46,14 +46,14 @@ def padded_wave(
     stop_token_ids: frozenset[int],
     pad_token: int,
 ) -> tuple[list[list[int]], float]:
-    """One static wave, greedy, without a cache: (the answers, the share of row-steps that was
-    wanted).
+    """One static wave, greedy, without a cache: (the answers, the share of the computed rows that
+    gave a token somebody wanted).
 
     model(tokens: [B, W] int64, mask: [B, W] bool) -> logits: [B, W, V]. In row b, column j sees
-    itself and those columns before it where the mask is True; positions count the columns that it
-    sees. All B prompts run in every call, padded with pad_token to one width. A row ends with a
-    token of stop_token_ids, which belongs to its answer, or after limits[b] tokens (1 or more). The
-    wave ends with its last row.
+    itself, and of the columns before it those where the mask is True. Its position is the number of
+    the latter. All B prompts run in every call, padded with pad_token to one width. A row ends with
+    a token of stop_token_ids, which belongs to its answer, or after limits[b] tokens (1 or more).
+    The wave ends with its last row.
 
     share: tokens of all answers, over B times the number of calls. It is what a throughput counts,
     because nobody pays for tokens that no one asked for. Call the model once a step, and not once

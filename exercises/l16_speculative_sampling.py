@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=16
-# Generated from solutions/l16_speculative_sampling.py, checksum 7b0f2ae194c6. Generating again never overwrites your edits.
+# Generated from solutions/l16_speculative_sampling.py, checksum 3392e9ca036d. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 16: the speed-up predicted, a verification with bugs, a batch verified."""
 
@@ -23,7 +23,7 @@ def predict_speculation(alpha: float, count: int, cost_ratio: float) -> tuple[fl
     Example: alpha 0.5, count 2, cost_ratio 0.25
         tokens 1 + 0.5 + 0.25 = 1.75, speed-up 1.75 / 1.5 = 1.1667, best count 1: 1.5 / 1.25 = 1.2
         -> (1.75, 1.1667, 1)
-    Write down your guess first: alpha 0.8, count 4, cost_ratio 0.1.
+    Write down your guess first: alpha 0.7, count 6, cost_ratio 0.2.
     """
 
     raise NotImplementedError("Exercise 16.1: Predict: the speed-up")

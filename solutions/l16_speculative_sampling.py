@@ -20,7 +20,7 @@ def predict_speculation(alpha: float, count: int, cost_ratio: float) -> tuple[fl
     Example: alpha 0.5, count 2, cost_ratio 0.25
         tokens 1 + 0.5 + 0.25 = 1.75, speed-up 1.75 / 1.5 = 1.1667, best count 1: 1.5 / 1.25 = 1.2
         -> (1.75, 1.1667, 1)
-    Write down your guess first: alpha 0.8, count 4, cost_ratio 0.1.
+    Write down your guess first: alpha 0.7, count 6, cost_ratio 0.2.
     """
 
     # SOLUTION

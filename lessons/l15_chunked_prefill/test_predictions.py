@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lessons.l01_roofline.calculators import attention_flops
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l15_chunked_prefill.lab import pictures
 from lessons.l15_chunked_prefill.lab.benchmark import (
@@ -16,6 +17,7 @@ from lessons.l15_chunked_prefill.lab.benchmark import (
 from lessons.l15_chunked_prefill.lab.costs import LLAMA_3_8B, StepCost
 from lessons.l15_chunked_prefill.lab.experiments import (
     BUDGETS,
+    LONG_PROMPT,
     gaps_s,
     long_prompt,
     long_prompt_steps,
@@ -47,6 +49,13 @@ def test_the_pools_and_the_swap_of_the_readme():
     cost = StepCost()
     assert f"{1e3 * cost.recompute_s(4096):.0f} ms to compute" in README
     assert f"{1e3 * cost.swap_s(4096):.0f} ms to copy" in README
+    # by pencil: attention, and the prompt of step 6 whole
+    prompts = {4096: "{:.1f} for attention", 32768: "Attention costs {:.0f} TFLOP more"}
+    for tokens, words in prompts.items():
+        flops = attention_flops(cost.model, tokens * (tokens + 1) / 2)
+        assert words.format(flops / 1e12) in README
+    whole_s = cost.recompute_s(LONG_PROMPT)
+    assert f"both take {whole_s:.3f} s" in README
 
 
 def test_a_larger_budget_trades_next_tokens_for_first_ones():

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from lessons.l01_roofline.calculators import kv_bytes_per_token
 from lessons.l16_speculative_sampling.adaptive import AdaptiveCount
 from lessons.l16_speculative_sampling.lab import pictures
 from lessons.l16_speculative_sampling.lab.experiments import (
     ALPHAS,
     COUNT,
+    TARGET,
     WAYS,
     counted,
     predicted_cost_ratio,
@@ -36,6 +38,14 @@ def test_the_predictions_of_the_readme(alpha):
     row = " | ".join(f"{predicted_speedup(alpha, batch):.2f}" for batch in batches)
     assert f"| α = {alpha} | {row} |" in README
     assert f"c is {predicted_cost_ratio():.3f}" in README
+
+
+def test_a_long_context_moves_the_batch_at_which_it_loses():
+    batch, context = 256, 8192
+    gains = [predicted_speedup(0.8, batch, context=context), predicted_speedup(0.8, batch)]
+    assert "predicts {:.2f} for α = 0.8, where it says {:.2f} above".format(*gains) in README
+    cache_bytes = batch * context * kv_bytes_per_token(TARGET)
+    assert f"such a cache holds {cache_bytes / 1e9:.0f} GB" in README
 
 
 @pytest.mark.parametrize("who", ["tiny-draft", "n-grams"])

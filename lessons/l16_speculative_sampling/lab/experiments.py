@@ -89,26 +89,28 @@ def pass_s(model, batch: int, new: int, context: int = 64, rounds: int = 9) -> f
 # ---------------------------------------------------------------- predicted
 
 
-def predicted_pass_s(model: ModelShape, batch: int, new: int) -> float:
+def predicted_pass_s(model: ModelShape, batch: int, new: int, context: int = CONTEXT) -> float:
     """Seconds that a pass must take at least on one H100, if the model fitted; only ratios of it are
     used, and in a ratio the number of GPUs cancels.
     """
     chip, tokens = CHIPS["h100"], batch * new
-    pairs = batch * (new * CONTEXT + new * (new + 1) / 2)
-    moved = 2 * model.params_read(tokens) + batch * (CONTEXT + new) * kv_bytes_per_token(model)
+    pairs = batch * (new * context + new * (new + 1) / 2)
+    moved = 2 * model.params_read(tokens) + batch * (context + new) * kv_bytes_per_token(model)
     flops = 2 * tokens * model.active_params + attention_flops(model, pairs)
     return Floor(moved, flops, chip.memory_bytes_per_s, chip.bf16_flops_per_s).seconds
 
 
-def predicted_cost_ratio(batch: int = 1) -> float:
+def predicted_cost_ratio(batch: int = 1, context: int = CONTEXT) -> float:
     """c: a pass of the 8B draft over a pass of the 70B target, one token of each sequence."""
-    return predicted_pass_s(DRAFT, batch, 1) / predicted_pass_s(TARGET, batch, 1)
+    return predicted_pass_s(DRAFT, batch, 1, context) / predicted_pass_s(TARGET, batch, 1, context)
 
 
-def predicted_speedup(alpha: float, batch: int, count: int = COUNT) -> float:
+def predicted_speedup(
+    alpha: float, batch: int, count: int = COUNT, context: int = CONTEXT
+) -> float:
     """With the draft's passes and a verification that is K + 1 times as much work."""
-    verify = predicted_pass_s(TARGET, batch, count + 1) / predicted_pass_s(TARGET, batch, 1)
-    return speedup(alpha, count, predicted_cost_ratio(batch), verify)
+    one, all_rows = (predicted_pass_s(TARGET, batch, new, context) for new in (1, count + 1))
+    return speedup(alpha, count, predicted_cost_ratio(batch, context), all_rows / one)
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def draw_rule(p=P, q=Q) -> ClassFigure:
     fig, ax = frame(
         f"What target and draft share is accepted: {alpha:.1f} of all drafts. The rest of the "
         "target comes from the residual",
-        "blue and orange together are the target's probabilities, blue and white the draft's",
+        "blue and hatched together are the target's probabilities, blue and dotted the draft's",
         (10, 4.8),
     )
     x = np.arange(len(p))
@@ -102,9 +102,11 @@ def draw_speed(cost_ratio: float = COST_RATIO) -> ClassFigure:
     """The formula over alpha, one line for each K."""
     alphas = np.linspace(0, 0.99, 100)
     best = speedup(0.8, COUNT, cost_ratio)
+    better = [a for a in alphas if speedup(a, 8, cost_ratio) > speedup(a, COUNT, cost_ratio)]
+    begins = f"only from α = {better[0]:.2f} on" if better else "for no α"
     fig, ax = frame(
-        f"At c = {cost_ratio:g}, K = {COUNT} drafted tokens give {best:.1f}x where 80 % stay; "
-        "with a poor draft more of them lose",
+        f"At c = {cost_ratio:g} and α = 0.8, K = {COUNT} gives {best:.1f}x; K = 8 gives more than "
+        f"K = {COUNT} {begins if not better or better[0] > alphas[1] else 'for every α'}",
         "computed: (1 + α + … + α^K) / (K c + 1), lesson 16's speed.py",
         (10, 4.8),
     )
@@ -115,7 +117,7 @@ def draw_speed(cost_ratio: float = COST_RATIO) -> ClassFigure:
         labels.append((alphas[-1], gains[-1], f"K = {count}", colour))
     ax.axhline(1, color=GREY, lw=1, ls=":")
     labels.append((alphas[-1], 1, "plain decoding", GREY))
-    ax.set_xlabel("α, the share of drafted tokens that stay")
+    ax.set_xlabel("α, the probability that a drafted token stays if all before it have stayed")
     ax.set_ylabel("speed-up (higher is better)")
     ax.set_xlim(0, 1)
     ax.set_ylim(0, None)
