@@ -1,18 +1,28 @@
 """From a speculative_config to a proposer: what drafts is loaded, held to the target, and given room."""
 
+from pathlib import Path
+
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l16_speculative_sampling.drafts import check_tokenizers, check_vocabulary
 from lessons.l17_tree_speculation.checks import check_model
-from lessons.l17_tree_speculation.heads import Heads, MedusaHeads, load_heads
+from lessons.l17_tree_speculation.heads import KINDS, Heads, MedusaHeads, find_heads, load_heads
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.model.config_json import CheckpointError, read_json
 from reference.engine_args import EngineArgs
 from reference.head_proposers import EagleProposer, MedusaProposer
 from reference.model import load_model
 from reference.model_runner import ModelRunner
 from reference.proposers import DraftModelProposer, NgramProposer
 from reference.speculation import Proposer
-from reference.speculative_config import DRAFT, EAGLE, MEDUSA, NGRAM, SpeculativeConfig
+from reference.speculative_config import (
+    ALIASES,
+    DRAFT,
+    EAGLE,
+    MEDUSA,
+    NGRAM,
+    SpeculativeConfig,
+)
 
 Drafter = Decoder | Heads | None  # what drafts, as it was loaded; None for n-grams
 
@@ -24,13 +34,17 @@ def load_drafter(config: SpeculativeConfig | None, target: Decoder, tokenizer) -
     if config is None or config.method == NGRAM:
         return None
     if config.method == DRAFT:
+        if (kind := kind_of_heads(config.model)) is not None:
+            refuse(
+                "speculative_config method", DRAFT, f"{kind!r} for {config.model}, which is heads"
+            )
         check_tokenizers(tokenizer, config.model)
         draft = load_model(config.model, target.device, target.dtype)
         check_vocabulary(target, draft)
         return draft
     check_model(target)
     heads = load_heads(config.model, target)
-    kind = MEDUSA if isinstance(heads, MedusaHeads) else EAGLE
+    kind = MEDUSA if isinstance(heads, MedusaHeads) else EAGLE  # of both generations
     if kind != config.method:
         refuse("speculative_config method", config.method, f"{kind!r} for {config.model}")
     if kind == MEDUSA and config.num_speculative_tokens > len(heads.heads):
@@ -40,6 +54,16 @@ def load_drafter(config: SpeculativeConfig | None, target: Decoder, tokenizer) -
             f"at most {len(heads.heads)}, the heads of {config.model}",
         )
     return heads
+
+
+def kind_of_heads(name_or_path: str) -> str | None:
+    """The method for a folder of heads; None for anything else. Raises CheckpointError."""
+    try:
+        folder = find_heads(name_or_path)
+    except CheckpointError:
+        return None  # a hub name, perhaps
+    kind = read_json(Path(folder, "config.json")).get("kind")
+    return ALIASES.get(kind, kind) if kind in tuple(KINDS) else None
 
 
 def config_of_pool(drafter: Drafter) -> ModelConfig | None:

@@ -49,8 +49,11 @@ class MedusaProposer(Proposer):
 
     def observe(self, ran: list[Ran], features: Tensor | None, tables: Tables) -> None:
         """Keep the last hidden state of each. features: [T, hidden_size]."""
-        for sequence, _, count, row in ran:
-            self.states[sequence.row] = features[row + count - 1]
+        # Copied, because the next replayed step writes over `features`, and a sequence that waits on
+        # the host does not take part in it.
+        last = torch.stack([features[one.row + one.count - 1] for one in ran])
+        for one, state in zip(ran, last):
+            self.states[one.sequence.row] = state
 
     def fork(self, parent: EngineSequence, child: EngineSequence) -> None:
         """Both go on from one hidden state."""
@@ -136,7 +139,9 @@ class EagleProposer(Proposer):
         return self.draft(self.target.embed_tokens(batch.tokens), inputs, layer)
 
     def fork(self, parent: EngineSequence, child: EngineSequence) -> None:
-        """Both go on from one feature."""
+        """Both go on from one feature, although the parent's first token is in it. This is a worse
+        guess for the child's first draft, but never another token.
+        """
         self.made[child.row] = self.made[parent.row]
 
     def forget(self, sequence: EngineSequence) -> None:

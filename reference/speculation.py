@@ -79,9 +79,9 @@ class Proposer(Protocol):
     def propose(
         self, sequences: list[EngineSequence], counts: list[int], tables: Tables
     ) -> list[Draft]:
-        """At most counts[b] tokens, one or more, that may follow sequences[b].
+        """At most counts[b] tokens that may follow sequences[b]; an empty draft says "no idea".
 
-        sequences[b].computed tokens of it have run, all but the newest; its table has room for
+        counts: 1 or more each. sequences[b].computed tokens of it have run, all but the newest; its table has room for
         counts[b] behind that. Block copies of the step have been made in `pools`.
         """
 

@@ -108,7 +108,7 @@ def read_method(method, model) -> tuple[str, str | None]:
 
 def nearest(name, known) -> str:
     """What was meant, perhaps, or everything that is known."""
-    near = difflib.get_close_matches(str(name), known, 1)
+    near = difflib.get_close_matches(str(name).lower(), known, 1)
     return f"did you mean {near[0]!r}?" if near else f"accepted: {', '.join(known)}"
 
 

@@ -19,6 +19,8 @@ from lessons.l17_tree_speculation.heads import EagleDraft, MedusaHeads
 from reference import LLM, SamplingParams
 from reference.engine_args import EngineArgs
 from reference.llm import engine_over
+from reference.request import EngineSequence
+from reference.speculation import Ran
 from reference.trace import read_trace, traced
 from reference.verification import Verifier
 from tests.engine_cases import CONFIG, LONGEST, assert_clean, new_model, random_prompts, run
@@ -145,6 +147,19 @@ def test_an_aborted_request_takes_nothing_with_it(model, drafters):
     assert not engine.proposer.held
 
 
+def test_medusa_keeps_a_state_that_the_next_step_does_not_write_over(model, drafters):
+    """A replayed step leaves its hidden states in one buffer, and a sequence that waits on the host
+    takes no part in the step that overwrites it.
+    """
+    proposer = new_engine(model, "medusa", drafters["medusa"]).proposer
+    (sequence,) = [EngineSequence(0, [1, 2, 3], 5, RowParams(), frozenset())]
+    features = torch.randn(3, CONFIG.hidden_size, device=model.device)
+    proposer.observe([Ran(sequence, 0, 3, 0)], features, {})
+    want = features[2].clone()
+    features.zero_()
+    assert torch.equal(proposer.states[0], want)
+
+
 # ---------------------------------------------------------------- the distribution
 
 
@@ -257,6 +272,8 @@ def test_an_engine_without_speculation_counts_none(model):
         (dict(method="ngram", num_speculative_tokens=True), "num_speculative_tokens: got True"),
         (dict(method="ngram", num_speculative_tokens=64), "at most 63, below max_model_len"),
         (dict(method="ngrams", num_speculative_tokens=2), "did you mean 'ngram'?"),
+        (dict(method="NGRAM", num_speculative_tokens=2), "did you mean 'ngram'?"),
+        (dict(model="models/tiny-eagle3", num_speculative_tokens=2), "'eagle' for models/tiny-eag"),
         (dict(method="magic", num_speculative_tokens=2), "accepted: draft, ngram, medusa, eagle"),
         (dict(method=3, num_speculative_tokens=2), "method: got 3"),
         (dict(method="ngram", num_speculative_tokens=2, num_tokens=3), "unknown key 'num_tokens'"),

@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from lessons.l02_naive_attention.decoder import MLP, Attention, Decoder, Decoder
 from lessons.toolbox.model.arguments import check_whole, refuse
 from lessons.toolbox.model.checkpoint import REPOSITORY
 from lessons.toolbox.model.config import ModelConfig
-from lessons.toolbox.model.config_json import CheckpointError
+from lessons.toolbox.model.config_json import CheckpointError, read_json
 
 SAMPLED_VALUES = 4096  # of each tensor, for the fingerprint
 
@@ -242,15 +243,14 @@ def find_heads(name_or_path: str | os.PathLike) -> str:
 def load_heads(name_or_path: str | os.PathLike, target: Decoder) -> Heads:
     """Heads from a folder, on the target's device and in its dtype.
 
-    Raises CheckpointError, one line, for heads of another kind, of another target, or whose tensors
-    do not fit.
+    Raises CheckpointError, one line, for files that cannot be read, heads of another kind, of another
+    target, or whose sizes or tensors do not fit.
     """
-    from safetensors.torch import load_file  # here, because training alone needs no file
+    from lessons.toolbox.model.stored import open_file  # here, because training alone needs no file
 
     folder = find_heads(name_or_path)
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-        config = json.load(file)
-    if config.get("kind") not in KINDS:
+    config = read_json(Path(folder, "config.json"))
+    if config.get("kind") not in tuple(KINDS):
         raise CheckpointError(
             f"kind in {folder}/config.json: got {config.get('kind')!r}; accepted: {', '.join(KINDS)}"
         )
@@ -260,8 +260,12 @@ def load_heads(name_or_path: str | os.PathLike, target: Decoder) -> Heads:
             f"heads: {folder} was trained for the target {config.get('target_fingerprint')}, and "
             f"this target is {ours}; accepted: heads of these very weights"
         )
-    heads = KINDS[config["kind"]].for_target(target.config, config["sizes"])
-    stored = load_file(os.path.join(folder, "model.safetensors"))
+    try:
+        heads = KINDS[config["kind"]].for_target(target.config, config.get("sizes"))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"sizes in {folder}/config.json: {error}") from error
+    with open_file(Path(folder, "model.safetensors")) as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     wanted = {name: tensor.shape for name, tensor in heads.state_dict().items()}
     if {name: tensor.shape for name, tensor in stored.items()} != wanted:
         raise CheckpointError(f"{folder}/model.safetensors: its tensors are not those of its sizes")

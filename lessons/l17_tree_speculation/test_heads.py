@@ -105,6 +105,33 @@ def test_saved_heads_belong_to_their_target(kind, seed, tmp_path):
         save_heads(tmp_path, heads, {})
 
 
+@pytest.mark.parametrize(
+    "file, content, said",
+    [
+        ("config.json", "{", "is not readable JSON"),
+        ("config.json", "[]", "must hold a JSON object"),
+        ("config.json", dict(kind=["eagle"]), "accepted: medusa, eagle, eagle3"),
+        ("config.json", dict(sizes=None), "sizes in .*config.json"),
+        ("config.json", dict(sizes=dict(hidden_size=48, count=-1)), "count: got -1"),
+        ("config.json", dict(sizes=dict(width=48)), "sizes in .*width"),
+        ("config.json", dict(sizes=dict(hidden_size=48, count=9)), "tensors are not those"),
+        ("model.safetensors", "no header", "not a complete safetensors file"),
+        ("model.safetensors", None, "not a complete safetensors file"),
+    ],
+)
+def test_damaged_files_are_refused_in_one_line(file, content, said, seed, tmp_path):
+    model = new_model(torch.float32)
+    save_heads(tmp_path, random_heads(model, "medusa"), dict(target_fingerprint=fingerprint(model)))
+    if isinstance(content, dict):
+        content = json.dumps(json.loads((tmp_path / file).read_text()) | content)
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_text(content)
+    with pytest.raises(CheckpointError, match=said) as error:
+        load_heads(tmp_path, model)
+    assert "\n" not in str(error.value)
+
+
 def test_the_fingerprint_follows_the_weights_and_not_the_dtype(seed):
     model = new_model(torch.float32)
     before = fingerprint(model)
