@@ -20,7 +20,6 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from lessons.toolbox.model.corpus import corpus, libraries, token_stream
+from models.text import PHASES, streams, windows
 from models.tokenizer import FOLDERS, HERE, VOCAB_SIZE, train_tokenizer
 
 SHAPES = {  # ratio of query to KV heads: 3 (no power of two, as in Qwen2's 6 and 7) and 2
@@ -73,22 +72,6 @@ def new_model(name: str) -> LlamaForCausalLM:
             initializer_range=0.02,
         )
     )
-
-
-def windows(stream: np.ndarray, rows: int, length: int, seen: int):
-    """Endless [rows, length + 1] batches, from the one after `seen` tokens on: each epoch cuts the
-    stream at a new offset and shuffles the pieces.
-    """
-    epoch, skipped = 0, seen // (rows * length)
-    while True:
-        rng = np.random.default_rng(epoch)  # of its own, so that a training can go on in any epoch
-        starts = np.arange(rng.integers(length), len(stream) - length - 1, length)
-        rng.shuffle(starts)
-        batches = len(starts) // rows
-        for i in range(min(skipped, batches), batches):
-            pieces = [stream[s : s + length + 1] for s in starts[i * rows : (i + 1) * rows]]
-            yield torch.from_numpy(np.stack(pieces).astype(np.int64))
-        epoch, skipped = epoch + 1, max(0, skipped - batches)
 
 
 def next_token_loss(model, batch, teacher=None):
@@ -135,33 +118,6 @@ def schedule(spent: float) -> float:
     zero over the last 45 %.
     """
     return min(spent / 0.02 + 0.01, 1.0, (1 - spent) / 0.45)
-
-
-class Phase(NamedTuple):
-    """A part of a training, until a share of its tokens has been seen."""
-
-    until: float
-    text: str  # "wide": the libraries too; "own": the standard library
-    length: int  # of a window: RoPE sees every position in the end
-
-
-PHASES = (Phase(0.6, "wide", 512), Phase(0.88, "own", 512), Phase(1.0, "own", 2048))
-
-
-def streams() -> dict[str, np.ndarray]:
-    """Tokens to train on, by Phase.text, and "held_out". Kept in build/, because encoding the
-    libraries takes minutes.
-    """
-    kept = HERE.parent / "build" / "training-tokens.npz"
-    if not kept.exists():
-        print("encoding the text, once", flush=True)
-        own, held_out = corpus()
-        texts = {"own": own, "wide": own + libraries(), "held_out": held_out}
-        kept.parent.mkdir(exist_ok=True)
-        np.savez(
-            kept, **{name: token_stream(part).astype(np.uint16) for name, part in texts.items()}
-        )
-    return dict(np.load(kept))
 
 
 def train(name: str, million_tokens: float, tokens_per_step: int, compile_model: bool) -> None:

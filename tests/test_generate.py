@@ -221,7 +221,11 @@ def test_one_prompt_at_a_time_gives_the_same(name):
     ]
 
 
-@pytest.mark.parametrize("name", RUNGS)
+# Lesson 16 has more than one random number for a token, so only its distribution is the same.
+WITH_THE_SAME_DRAWS = [name for name in RUNGS if name != "n-grams, verified"]
+
+
+@pytest.mark.parametrize("name", WITH_THE_SAME_DRAWS)
 def test_sampled_tokens_are_the_same_on_every_rung(name):
     """With a seed a rung draws the same tokens, alone and in a batch, whatever the other rows ask
     for and whenever they end.

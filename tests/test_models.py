@@ -16,7 +16,7 @@ from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
 from lessons.toolbox.model.corpus import copies, corpus, long_lines
 from models import train as training
 from models.evaluate import model_card, parses_so_far, repeats_a_line
-from models.train import windows
+from models.text import windows
 
 MODELS = Path(__file__).parents[1] / "models"
 

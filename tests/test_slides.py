@@ -53,7 +53,7 @@ def test_records_of_other_shapes_are_drawn_too(stem, tmp_path):
 
 def test_an_unknown_lesson_is_refused_in_one_line(tmp_path, capsys):
     assert slides.main(["--lesson", "99", "--out", str(tmp_path)]) == 2
-    assert "got '99'; accepted: 01, 02" in capsys.readouterr().err
+    assert "got '99'; accepted: 00, 01" in capsys.readouterr().err
 
 
 def test_pictures_go_to_the_disk_again_behind_the_block():

@@ -6,6 +6,13 @@ import pytest
 import torch
 
 from lessons.l00_gpu_and_triton import naive, optimized
+from lessons.l00_gpu_and_triton.optimized import (
+    column_sums_kernel,
+    every_nth_kernel,
+    row_max_kernel,
+    scale_kernel,
+    tile_product_kernel,
+)
 from lessons.toolbox.kernels.accesses import Accesses
 from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.measure.device import default_device, interpreting
@@ -16,11 +23,11 @@ from lessons.toolbox.proof.traps import poisoned, poisoned_empty
 DEVICE = default_device()
 SIZES = [1, 15, 16, 17, 50, 64]
 KERNELS = {
-    "scale": optimized.scale_kernel,
-    "row_max": optimized.row_max_kernel,
-    "column_sums": optimized.column_sums_kernel,
-    "every_nth": optimized.every_nth_kernel,
-    "tile_product": optimized.tile_product_kernel,
+    "scale": scale_kernel,
+    "row_max": row_max_kernel,
+    "column_sums": column_sums_kernel,
+    "every_nth": every_nth_kernel,
+    "tile_product": tile_product_kernel,
 }
 
 
@@ -49,7 +56,7 @@ def assert_equivalent(name, *arguments, atol=0.0, **options):
 def test_scale(n, dtype, seed, proof):
     x = torch.randn(n).to(dtype)
     assert_equivalent("scale", x, 2.0, block=16)
-    proof.record(optimized.scale_kernel)
+    proof.record(scale_kernel)
 
 
 @pytest.mark.parametrize("columns", SIZES)
@@ -59,7 +66,7 @@ def test_row_max(columns, seed, proof):
     assert_equivalent("row_max", x)
     assert_equivalent("row_max", x.T.contiguous().T)
     assert_equivalent("row_max", in_wider(x))
-    proof.record(optimized.row_max_kernel)
+    proof.record(row_max_kernel)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 33])
@@ -67,7 +74,7 @@ def test_row_max(columns, seed, proof):
 def test_column_sums(rows, columns, seed, proof):
     x = torch.randn(rows, columns)
     assert_equivalent("column_sums", x, atol=1e-5, block_rows=16, block_columns=16)
-    proof.record(optimized.column_sums_kernel)
+    proof.record(column_sums_kernel)
 
 
 @pytest.mark.parametrize("stride", [1, 3, 32])
@@ -75,7 +82,7 @@ def test_column_sums(rows, columns, seed, proof):
 def test_every_nth(stride, count, seed, proof):
     x = torch.randn((count - 1) * stride + 1)
     assert_equivalent("every_nth", x, stride, count, block=16)
-    proof.record(optimized.every_nth_kernel)
+    proof.record(every_nth_kernel)
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
@@ -83,7 +90,7 @@ def test_every_nth(stride, count, seed, proof):
 def test_tile_product(m, k, n, precision, seed, proof):
     a, b = torch.randn(m, k), torch.randn(k, n)
     assert_equivalent("tile_product", a, b, precision, atol=2e-5)
-    proof.record(optimized.tile_product_kernel)
+    proof.record(tile_product_kernel)
 
 
 def test_tf32_is_a_thousandth_off(seed):

@@ -1,0 +1,54 @@
+"""What the embedded models read in training: which text in which part of it, in windows of tokens."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lessons.toolbox.model.corpus import corpus, libraries, token_stream
+from models.tokenizer import HERE
+
+
+class Phase(NamedTuple):
+    """A part of a training, until a share of its tokens has been seen."""
+
+    until: float
+    text: str  # "wide": the libraries too; "own": the standard library
+    length: int  # of a window: RoPE sees every position in the end
+
+
+PHASES = (Phase(0.6, "wide", 512), Phase(0.88, "own", 512), Phase(1.0, "own", 2048))
+
+
+def streams() -> dict[str, np.ndarray]:
+    """Tokens to train on, by Phase.text, and "held_out". Kept in build/, because encoding the
+    libraries takes minutes.
+    """
+    kept = HERE.parent / "build" / "training-tokens.npz"
+    if not kept.exists():
+        print("encoding the text, once", flush=True)
+        own, held_out = corpus()
+        texts = {"own": own, "wide": own + libraries(), "held_out": held_out}
+        kept.parent.mkdir(exist_ok=True)
+        np.savez(
+            kept, **{name: token_stream(part).astype(np.uint16) for name, part in texts.items()}
+        )
+    return dict(np.load(kept))
+
+
+def windows(stream: np.ndarray, rows: int, length: int, seen: int) -> Iterator[Tensor]:
+    """Endless [rows, length + 1] batches, from the one after `seen` tokens on: each epoch cuts the
+    stream at a new offset and shuffles the pieces.
+    """
+    epoch, skipped = 0, seen // (rows * length)
+    while True:
+        rng = np.random.default_rng(epoch)  # of its own, so that a training can go on in any epoch
+        starts = np.arange(rng.integers(length), len(stream) - length - 1, length)
+        rng.shuffle(starts)
+        batches = len(starts) // rows
+        for i in range(min(skipped, batches), batches):
+            pieces = [stream[s : s + length + 1] for s in starts[i * rows : (i + 1) * rows]]
+            yield torch.from_numpy(np.stack(pieces).astype(np.int64))
+        epoch, skipped = epoch + 1, max(0, skipped - batches)
