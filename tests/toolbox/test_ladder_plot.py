@@ -108,7 +108,7 @@ def test_peers_are_lines_with_their_speed_and_those_that_did_not_run_are_named()
     "call, words",
     [
         (lambda: plotting.ladder_plot([], title="", caption=""), "0 rungs, 0 peers; accepted: 1 "),
-        (lambda: measured_ladder(25, 7), "25 rungs, 7 peers; accepted: 1 to 24 rungs, up to 6"),
+        (lambda: measured_ladder(25, 9), "25 rungs, 9 peers; accepted: 1 to 24 rungs, up to 8"),
         (
             lambda: plotting.ladder_plot(
                 [RUNG | {"name": "a", "tokens_per_s": None}], title="", caption=""

@@ -19,7 +19,7 @@ from lessons.toolbox.draw.figure import (
     style,
 )
 
-RUNGS, PEERS = 24, 6  # what fits a page at 11 pt
+RUNGS, PEERS = 24, 8  # what fits a page at 11 pt
 LETTER = 0.075  # inches: the mean width of a letter of 11 pt
 LEVEL = 0.9  # rows from one peer's label to the next
 FLAT = 1.1  # a step of less is noise
@@ -48,7 +48,7 @@ def ladder_plot(
     peers: [{"name", "tokens_per_s": float or None, "not_run"}], vertical lines; those that did not
     run are named in the caption. predicted_for: the device of predictions that name none.
 
-    Raises ValueError for no rungs, for more than 24 rungs or 6 peers, and for a rung that has
+    Raises ValueError for no rungs, for more than 24 rungs or 8 peers, and for a rung that has
     neither a speed nor a reason.
     """
     if not 0 < len(rungs) <= RUNGS or len(peers) > PEERS:
