@@ -241,17 +241,19 @@ def test_a_pass_that_raises_costs_only_its_own_requests(model):
     prompts = random_prompts(4)
     for at, prompt in enumerate(prompts):
         engine.add_request(str(at), prompt, greedy(5))
-    engine.step()
+    got = {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
     runner, engine.runner = engine.runner, lambda *step: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.step()
     engine.runner = runner
-    assert sorted(engine.requests) == ["2", "3"]
-    got = {}
+    # Usually 2 and 3. Who stops at its first token makes room for one that then was in the pass.
+    kept = set(engine.requests)
+    assert kept == {"2", "3"} if not got else kept < {"2", "3"}
     while engine.has_unfinished_requests:
         got |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
     assert_clean(engine)
-    assert [got["2"], got["3"]] == alone(model, prompts[2:], 5)
+    want = alone(model, prompts, 5)
+    assert kept <= set(got) and all(tokens == want[int(at)] for at, tokens in got.items())
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ SOME = {  # plausible values of keys whose kind does not suggest any
     "topk_method": ["greedy", "group_limited_greedy", "noaux_tc"],
     # not 1, because transformers saves such a matrix of an expert as a vector
     "moe_intermediate_size": [2, 7, 16],
+    "intermediate_size": [2, 7, 16],  # an expert's, in Mixtral
     "hidden_act": ["gelu", "relu", "silu"],
     "rope_parameters": [{"rope_type": "linear", "factor": 3.0, "rope_theta": 100.0}, {}],
     "short_factor": [[1.5, 2.0]],
