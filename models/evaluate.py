@@ -36,6 +36,21 @@ def greedy_agreement(tiny, draft, stream: np.ndarray, device: str, length: int =
     return float(torch.stack(same).mean())
 
 
+def texts_behind(model, tokenizer, prompt: str, length: int, device: str, **sampling) -> list[str]:
+    """The prompt and at most `length` new tokens, once for each sequence that `sampling`, arguments
+    of transformers' generate, asks for.
+    """
+    ids = torch.tensor([[0, *tokenizer(prompt)["input_ids"]]], device=device)
+    rows = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=length,
+        pad_token_id=0,
+        **sampling,
+    )
+    return [tokenizer.decode(row[1:], skip_special_tokens=True) for row in rows]
+
+
 @torch.no_grad()
 def sampled_functions(model, tokenizer, count: int, device: str) -> list[str]:
     """`count` functions sampled at temperature 0.8, top-p 0.95: cut where the next top-level
@@ -54,21 +69,10 @@ def sampled_functions(model, tokenizer, count: int, device: str) -> list[str]:
     )
     functions = []
     for prompt in prompts:
-        ids = torch.tensor([[0, *tokenizer(prompt)["input_ids"]]], device=device)
-        rows = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=160,
-            do_sample=True,
-            temperature=0.8,
-            top_p=0.95,
-            top_k=0,
-            pad_token_id=0,
-            num_return_sequences=count // len(prompts),
-        )
-        functions.append(
-            [_first_function(tokenizer.decode(row[1:], skip_special_tokens=True)) for row in rows]
-        )
+        sampling = dict(do_sample=True, temperature=0.8, top_p=0.95, top_k=0)
+        sampling["num_return_sequences"] = count // len(prompts)
+        texts = texts_behind(model, tokenizer, prompt, 160, device, **sampling)
+        functions.append([_first_function(text) for text in texts])
     # one of each prompt, then the next of each
     return [function for turn in zip(*functions) for function in turn]
 
@@ -98,18 +102,11 @@ def greedy_answers(model, tokenizer, device: str, length: int = 200) -> list[str
     """The prompts of the ladder with `length` greedy tokens behind each: code that the model has
     never seen, and how it goes on.
     """
-    answers = []
-    for request in json.loads((HERE / "prompts.json").read_text()):
-        ids = torch.tensor([[0, *tokenizer(request["prompt"])["input_ids"]]], device=device)
-        row = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=length,
-            do_sample=False,
-            pad_token_id=0,
-        )[0]
-        answers.append(tokenizer.decode(row[1:], skip_special_tokens=True))
-    return answers
+    prompts = [request["prompt"] for request in json.loads((HERE / "prompts.json").read_text())]
+    return [
+        texts_behind(model, tokenizer, prompt, length, device, do_sample=False)[0]
+        for prompt in prompts
+    ]
 
 
 def parses_so_far(source: str) -> bool:
