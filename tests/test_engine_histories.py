@@ -62,9 +62,11 @@ def test_random_histories(request):
 
     check()
     print(seen, ends)
-    for name in ("preempted", "swapped", "cached"):
-        assert seen[name], f"no history was {name}"
-    assert set(ends) == {"finished", "aborted", "failed", "refused"}
+    # Only of the long form, because a hundred random histories may miss what is rare.
+    if request.config.getoption("--all"):
+        for name in ("preempted", "swapped", "cached"):
+            assert seen[name], f"no history was {name}"
+        assert set(ends) == {"finished", "aborted", "failed", "refused"}
 
 
 # ---------------------------------------------------------------- planted slips
