@@ -23,7 +23,7 @@ demo: setup ## climb the ladder: the same prompts through every rung, the same t
 	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT) $(if $(IMPL),--impl $(IMPL))
 
 test: setup ## everything the course claims, tested (TESTS=path for a part, SINCE=main for what changed)
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto $(if $(SINCE),--since $(SINCE)) $(TESTS)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --quick $(if $(SINCE),--since $(SINCE)) $(TESTS)
 
 test-all: setup ## the same in the long forms: more seeds, every kernel compiled again
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --all $(if $(SINCE),--since $(SINCE)) $(TESTS)

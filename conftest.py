@@ -18,7 +18,7 @@ from lessons.toolbox.kernels.triton_ import TritonMissing
 from lessons.toolbox.measure.device import has_gpu, has_triton
 
 # the `proof` fixture, through which a test of equivalence records its proof; --since REVISION
-pytest_plugins = ["lessons.toolbox.proof.record", "tests.since"]
+pytest_plugins = ["lessons.toolbox.proof.record", "tests.since", "tests.sample"]
 
 
 @pytest.fixture

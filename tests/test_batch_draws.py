@@ -139,6 +139,7 @@ PARAMETERS = [
 
 @pytest.mark.parametrize("kind", ["one stream", "many seeds"])
 @pytest.mark.parametrize("parameters", PARAMETERS)
+@pytest.mark.sample(3)
 def test_draws_follow_the_distribution(parameters, kind):
     params = SamplingParams(**parameters, seed=random.randrange(2**40))
     case = Case(1, 23)

@@ -104,6 +104,7 @@ def test_steps_with_drafts_are_replayed_and_give_the_same_tokens():
 
 
 @needs_triton
+@pytest.mark.sample(1, of="rehearsals")
 def test_the_engine_on_a_gpu():
     """The cases of engine_gpu_cases.py, where there is no GPU on a pretended one."""
     pretended = [] if has_gpu() else ["lessons.toolbox.proof.pretended"]

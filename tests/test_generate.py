@@ -113,6 +113,7 @@ def assert_same_tokens(model: Decoder, prompts, expected, got) -> None:
 
 
 @pytest.mark.parametrize("family", THEIRS)
+@pytest.mark.sample(2)
 def test_the_tokens_of_transformers(family, tmp_path):
     theirs = AutoModelForCausalLM.from_config(THEIRS[family], attn_implementation="eager")
     theirs = randomise(theirs.float())
@@ -133,6 +134,7 @@ def test_the_tokens_of_transformers(family, tmp_path):
 
 
 @pytest.mark.parametrize("windows", [(), (1, 1, 1), (4, None, 7)])
+@pytest.mark.sample(1)
 def test_all_rungs_agree_in_float64(windows):
     """Where nothing ties, so that every token must be equal; sequences that fill the context to its
     last position.
@@ -146,6 +148,7 @@ def test_all_rungs_agree_in_float64(windows):
 
 
 @pytest.mark.parametrize("family", ["deepseek v2", "deepseek v3"])
+@pytest.mark.sample(1)
 def test_all_rungs_of_a_model_with_latents_agree_in_float64(family, tmp_path):
     """Caches that keep k and v of all heads, caches that keep latents, and batches."""
     theirs = randomise(AutoModelForCausalLM.from_config(THEIRS[family]).float())

@@ -440,6 +440,7 @@ def elsewhere(tmp_path, *command, **environment):
     )
 
 
+@pytest.mark.sample(5, of="processes")
 def test_a_missing_model_is_one_line_from_another_folder_too(tmp_path):
     done = elsewhere(tmp_path, "-m", "reference.ladder", "--model", "missing", "--requests", "1")
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
@@ -454,6 +455,7 @@ sys.exit(ladder.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.sample(5, of="processes")
 def test_home_folders_another_folder_and_a_terminal_of_ascii(model_folder, tmp_path):
     """A model and an output folder under ~, nothing left there but the three files."""
     shutil.copytree(model_folder, tmp_path / "home/model")

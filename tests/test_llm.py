@@ -324,6 +324,7 @@ def test_the_engine_of_an_event_loop():
         asyncio.run(stream("late", PROMPTS[0]))
 
 
+@pytest.mark.sample(5, of="processes")
 def test_the_command():
     def command(*arguments):
         return subprocess.run(

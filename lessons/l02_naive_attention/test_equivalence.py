@@ -141,6 +141,7 @@ def test_a_nan_stays_visible():
         (SHAPES[5], torch.bfloat16),
     ],
 )
+@pytest.mark.sample(3)
 def test_fused_attention(shape, dtype, seed, proof):
     inputs = attention_inputs("normal", *shape, dtype=dtype, seed=seed, device=DEVICE)
     for window in WINDOWS[::2]:
@@ -155,6 +156,7 @@ def test_fused_attention(shape, dtype, seed, proof):
 
 
 @pytest.mark.parametrize("name", ATTENTION_INPUTS)
+@pytest.mark.sample(3)
 def test_fused_attention_on_hard_inputs(name, seed, proof):
     inputs = attention_inputs(name, 9, 21, 4, 2, 16, seed=seed, device=DEVICE)
     proof.record(softmax_kernel, prove(fused_attention, attention, inputs))
@@ -179,6 +181,7 @@ def plain_softmax(scores, scale, causal=True, window=None):
 
 
 @pytest.mark.parametrize("num_keys", [*edge_lengths(16), 1000])
+@pytest.mark.sample(4)
 def test_softmax_kernel_rows(num_keys, seed, proof):
     """Row lengths around powers of two, where BLOCK_N jumps; fewer, as many and more queries than
     keys.

@@ -64,6 +64,7 @@ SHAPES = [  # Hq, Hkv, D, dtype
 
 
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim, dtype", SHAPES)
+@pytest.mark.sample(3)
 def test_decode_kernel(num_heads, num_kv_heads, head_dim, dtype, seed, proof):
     """A ragged batch with an empty sequence; lengths around the tile size; with and without a
     window.
@@ -76,6 +77,7 @@ def test_decode_kernel(num_heads, num_kv_heads, head_dim, dtype, seed, proof):
 
 
 @pytest.mark.parametrize("name", ATTENTION_INPUTS)
+@pytest.mark.sample(3)
 def test_decode_kernel_on_hard_inputs(name, seed, proof):
     inputs = decode_inputs(name, [2, 40, 65], 70, 4, 2, 16, seed)
     floor = floor_for(torch.float32, name)
@@ -101,6 +103,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("v_head_dim", [8, 16, 24])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sample(4)
 def test_decode_kernel_reads_v_by_its_own_strides(layout, v_head_dim, seed, proof):
     """K and V lie in different storage, in different order; V's heads may be narrower or wider."""
     lay_k, lay_v = LAYOUTS[layout]

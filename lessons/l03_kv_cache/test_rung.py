@@ -40,6 +40,7 @@ STEPS = [[1] * 8, [7, 1, 1], [5, 3, 1, 4, 1], [1, 70, 1]]
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", CACHES)
+@pytest.mark.sample(2)
 def test_cached_steps_equal_recomputing(name, steps, seed):
     """One by one, prefill then decode, chunks (fewer queries than keys), and across a growth; one
     layer has a window of 5.
@@ -180,6 +181,7 @@ def one_at_a_time(model, texts, batch):
 
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize("ops", OPS)
+@pytest.mark.sample(2)
 def test_a_mixed_batch_equals_one_at_a_time(ops, name, seed):
     dtype = torch.float64 if ops == "stand-ins" else torch.float32
     tolerance = 1e-10 if ops == "stand-ins" else 2e-4

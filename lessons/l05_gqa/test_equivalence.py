@@ -66,6 +66,7 @@ DEVICE = default_device()  # without a GPU the kernel runs in Triton's interpret
         (6, 2, 64, torch.float16),
     ],
 )
+@pytest.mark.sample(4)
 def test_gqa_decode_kernel(num_heads, num_kv_heads, head_dim, dtype, seed, proof):
     """MHA, GQA and MQA in a ragged batch with an empty sequence, its unused rows NaN; lengths
     around the tile; a window.
@@ -89,6 +90,7 @@ def test_gqa_decode_kernel(num_heads, num_kv_heads, head_dim, dtype, seed, proof
 
 
 @pytest.mark.parametrize("name", ATTENTION_INPUTS)
+@pytest.mark.sample(3)
 def test_gqa_decode_kernel_on_hard_inputs(name, seed, proof):
     inputs = decode_inputs(name, [2, 40, 65], 70, 6, 2, 64, seed)
     for scale in (None, 0.4):

@@ -292,6 +292,7 @@ def states(num_splits, shape, head_dim, seed, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 31, 32, 33, 133])
+@pytest.mark.sample(3)
 def test_merge_states(num_splits, seed, proof):
     for dtype in (torch.float32, torch.bfloat16):
         inputs = states(num_splits, (2, 3), 20, seed, dtype)
@@ -447,6 +448,7 @@ def test_the_compiler_on_cuda():
 @pytest.mark.cuda_cpp
 @pytest.mark.parametrize("num_columns", [1, 7, 8, 1000, 1024, 8191, 8192, 32000, 128256, 151936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.sample(6)
 def test_cuda_softmax(num_columns, dtype, seed, proof):
     """optimized.cu: fewer columns than threads, rows that start anywhere, vocabularies; a masked
     row; bits free of the batch.

@@ -73,6 +73,7 @@ def hopper_or_cpu():
 
 @pytest.mark.parametrize("length", LENGTHS + LONG)
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.sample(3)
 def test_hopper_kernel(length, head_dim, seed, proof, hopper_or_cpu):
     for causal in (True, False):
         given = inputs(length, length + 5, 4, 2, head_dim, seed=seed)
@@ -267,6 +268,7 @@ def module_with(bug, folder: Path):
 
 
 @pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.sample(4)
 def test_a_planted_bug_is_caught(bug, tmp_path, seed):
     kernel = module_with(bug, tmp_path).flash_attention_hopper
     shapes = [(200, 600, True), (300, 100, True), (70, 300, False)]

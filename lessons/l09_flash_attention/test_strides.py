@@ -68,6 +68,7 @@ def one_by_one(q, k, v):
 
 @pytest.mark.parametrize("v_head_dim", [8, 16, 24])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sample(5)
 def test_each_tensor_is_read_by_its_own_strides(layout, v_head_dim, seed, proof):
     inputs = laid_out(layout, seed, v_head_dim=v_head_dim)
     assert len({x.stride() for x in inputs}) == 3
@@ -113,6 +114,7 @@ def naive_out(*inputs):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sample(2)
 def test_fa1_reads_each_tensor_by_its_own_strides(layout, seed, proof):
     proof.record(fa1_kernel, prove(in_fa1_order(fa1), naive_out, laid_out(layout, seed)))
 

@@ -174,6 +174,7 @@ def test_number_of_splits():
         (2, 1, 256, torch.float32),
     ],
 )
+@pytest.mark.sample(3)
 def test_split_decode_kernel(num_heads, num_kv_heads, head_dim, dtype, seed, proof):
     """A ragged batch with an empty sequence, lengths around tiles and splits; with and without a
     window.
@@ -193,6 +194,7 @@ def test_split_decode_kernel(num_heads, num_kv_heads, head_dim, dtype, seed, pro
 
 
 @pytest.mark.parametrize("name", ATTENTION_INPUTS)
+@pytest.mark.sample(3)
 def test_hard_inputs(name, seed, proof):
     inputs = decode_inputs(name, [2, 40, 65], 70, 4, 2, 16, seed)
     floor = floor_for(torch.float32, name)
@@ -211,6 +213,7 @@ def test_hard_inputs(name, seed, proof):
 @pytest.mark.parametrize(
     "num_splits, split_size", [(1, 0), (2, 0), (5, 0), (5, 16), (7, 10), (2, 1)]
 )
+@pytest.mark.sample(3)
 def test_any_splits_give_the_same(num_splits, split_size, seed, proof):
     """Lengths at which a split ends, begins, or stays empty: k·size − 1, k·size, k·size + 1, for
     sizes of 16 and 32.
@@ -243,6 +246,7 @@ def test_many_splits_and_one_agree(seed):
         dict(split_size=16, window=33),
     ],
 )
+@pytest.mark.sample(2)
 def test_the_wrapper(options, seed, proof):
     """As it chooses tiles and splits itself, against the naive version with the same splits and
     against the definition.
@@ -595,6 +599,7 @@ def latent_by_slicing(q, kv_cache, lens):
         (5, torch.float32, dict(split_size=10)),
     ],
 )
+@pytest.mark.sample(2)
 def test_mla_split_kernel(num_heads, dtype, options, seed, proof):
     q, _, _, lens = decode_inputs("normal", [0, 16, 50], 60, num_heads, 1, 48, seed, dtype)
     kv_cache = decode_inputs("normal", lens.tolist(), 60, num_heads, 1, 48, seed + 9, dtype)[1][
@@ -711,6 +716,7 @@ def test_twice_the_keys_on_hopper_alone():
 
 
 @pytest.mark.compiler
+@pytest.mark.sample(2, of="compiler")
 def test_twice_the_keys_take_two_more_products():
     """What `split_tiles` and README.md say of 128 heads on compute capability 9.0: 36 products of
     16 values for the scores of each half of a tile, because both warpgroups compute all of them,

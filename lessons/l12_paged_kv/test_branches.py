@@ -46,6 +46,7 @@ def same_beams(got, want):
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("block_size", [1, 2, 3, 16])
+@pytest.mark.sample(3)
 def test_beam_search_is_the_search_without_a_cache(kind, block_size, seed):
     model = MODELS[kind]()
     for length in (1, 4, 7):

@@ -22,6 +22,7 @@ HEADS = (3, 1, 64, 64)
 @pytest.mark.cuda_cpp
 @pytest.mark.parametrize("block_size", [1, 3, 16, 256])
 @pytest.mark.parametrize("options", [dict(num_splits=3), dict(split_size=20)])
+@pytest.mark.sample(3)
 def test_cuda_kernel_for_any_block_size(block_size, options, seed, proof):
     """Lengths around a block and around the 16 keys of a round; an empty sequence. Blocks lie in
     random order; what no sequence owns is NaN, and so is what lies behind a context.
@@ -42,6 +43,7 @@ def test_cuda_kernel_for_any_block_size(block_size, options, seed, proof):
         ((5, 1, 128, 128), torch.float32),
     ],
 )
+@pytest.mark.sample(2)
 def test_cuda_kernel_for_any_heads(heads, dtype, seed, proof):
     """Groups of fewer and of more heads than a block serves; with and without a window."""
     inputs = paged([17, 50], block_size=16, heads=heads, dtype=dtype, seed=seed).decode

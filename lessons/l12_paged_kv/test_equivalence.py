@@ -50,6 +50,7 @@ def test_gathering_gives_the_rows_in_order(block_size, seed):
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.sample(2)
 def test_decode_kernel_for_any_block_size(block_size, seed, proof):
     """Lengths around a page; an empty sequence; splits whose ends are no page's."""
     around = {block_size - 1, block_size, block_size + 1}
@@ -70,6 +71,7 @@ def test_decode_kernel_for_any_block_size(block_size, seed, proof):
         ((2, 1, 192, 128), torch.bfloat16),
     ],
 )
+@pytest.mark.sample(2)
 def test_decode_kernel_for_any_heads(heads, dtype, seed, proof):
     """K and V of different widths and strides; with and without a window."""
     inputs = paged([17, 50], block_size=16, heads=heads, dtype=dtype, seed=seed).decode
@@ -79,6 +81,7 @@ def test_decode_kernel_for_any_heads(heads, dtype, seed, proof):
 
 
 @pytest.mark.parametrize("kind", ATTENTION_INPUTS)
+@pytest.mark.sample(2)
 def test_hard_inputs(kind, seed, proof):
     floor = floor_for(torch.float32, kind)
     inputs = paged([2, 40], block_size=7, kind=kind, seed=seed).decode
@@ -92,6 +95,7 @@ def test_hard_inputs(kind, seed, proof):
 
 @pytest.mark.parametrize("window", [1, 16, 33])
 @pytest.mark.parametrize("options", [dict(num_splits=2), dict(split_size=3)])
+@pytest.mark.sample(2)
 def test_a_window_hides_whole_splits(window, options, seed, proof):
     """A split may hold nothing but keys that the window hides; it weighs nothing."""
     inputs = paged([3, 50], block_size=4, seed=seed).decode
@@ -103,6 +107,7 @@ def test_a_window_hides_whole_splits(window, options, seed, proof):
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.sample(2)
 def test_prefill_kernel_for_any_block_size(block_size, seed, proof):
     """A fresh prompt, a chunk behind a context, a single token and a sequence that runs nothing."""
     lengths, new = [block_size + 1, 50, 33, 20], [block_size + 1, 17, 1, 0]
@@ -121,6 +126,7 @@ def test_prefill_kernel_for_any_block_size(block_size, seed, proof):
         ((2, 1, 192, 128), torch.bfloat16),
     ],
 )
+@pytest.mark.sample(2)
 def test_prefill_kernel_for_any_heads(heads, dtype, seed, proof):
     inputs = paged([17, 50], [17, 9], block_size=16, heads=heads, dtype=dtype, seed=seed)
     for window in (None, 12):
@@ -130,6 +136,7 @@ def test_prefill_kernel_for_any_heads(heads, dtype, seed, proof):
 
 
 @pytest.mark.parametrize("tiles", [Tiles(16, 16), Tiles(32, 16), Tiles(16, 64)])
+@pytest.mark.sample(1)
 def test_tiles_change_nothing(tiles, seed, proof):
     inputs = paged([40, 70], [40, 33], block_size=10, seed=seed)
     fast = partial(paged_prefill, tiles=tiles, max_seqlen_q=40)

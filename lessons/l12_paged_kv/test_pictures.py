@@ -20,6 +20,7 @@ DRAW = [pictures.draw_tables, pictures.draw_waste, pictures.draw_block_size]
 
 
 @pytest.mark.parametrize("draw", DRAW)
+@pytest.mark.sample(8, of="pictures")
 def test_the_pictures_fit(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)

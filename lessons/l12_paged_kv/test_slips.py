@@ -30,6 +30,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 64])
 @pytest.mark.parametrize("options", [dict(num_splits=1), dict(num_splits=3), dict(split_size=10)])
+@pytest.mark.sample(4)
 def test_paged_mla_kernel(block_size, options, seed, proof):
     inputs = paged([0, 16, 50], block_size=block_size, heads=(5, 1, 48, 1), seed=seed).decode
     q, rows, _, table, lens = inputs

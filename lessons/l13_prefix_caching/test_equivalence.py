@@ -116,6 +116,7 @@ def test_float64_agrees_to_rounding(prefix, lengths, seed):
         (2, (3, 1, 256), torch.float32),
     ],
 )
+@pytest.mark.sample(2)
 def test_cascade_decode(batch, heads, dtype, seed, proof):
     """Batches that fill a tile of rows, overflow it by one sequence, and leave most of it empty."""
     lengths = [random.randint(1, 20) for _ in range(batch)]
@@ -124,6 +125,7 @@ def test_cascade_decode(batch, heads, dtype, seed, proof):
 
 
 @pytest.mark.parametrize("name", ATTENTION_INPUTS)
+@pytest.mark.sample(2)
 def test_hard_inputs(name, seed, proof):
     inputs = shared_inputs(name, 70, [1, 40, 17], 40, (4, 2, 16), seed)
     proof.record(
@@ -138,6 +140,7 @@ def test_hard_inputs(name, seed, proof):
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 63, 64, 65, 200])
+@pytest.mark.sample(2)
 def test_prefixes_around_a_tile(prefix, seed, proof):
     inputs = shared_inputs("ascending", prefix, [3, 1], 5, (4, 2, 16), seed)
     proof.record(split_decode_kernel, prove(cascade_decode, by_slicing, inputs))
@@ -239,6 +242,7 @@ def test_who_shares_nothing_decodes_as_before(seed):
 
 
 @pytest.mark.compiler
+@pytest.mark.sample(2, of="compiler")
 def test_the_compiler_spills_nothing_and_uses_matrix_units(request, seed):
     """Two launches in any order of runs, all of them by `make test-all`: they take a minute."""
     is_all = request.config.getoption("--all")

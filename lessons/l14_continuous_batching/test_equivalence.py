@@ -57,6 +57,7 @@ def test_the_tokens_of_a_gpu(generate, seed):
 
 
 @each_way
+@pytest.mark.sample(1)
 def test_the_embedded_model_in_float32(generate):
     """Real prompts, real weights: the requests that all rungs of the ladder serve."""
     folder = ROOT / "models" / "tiny"
@@ -96,6 +97,7 @@ SAMPLED = [
 
 @each_way
 @each_size
+@pytest.mark.sample(3)
 def test_a_seeded_request_draws_the_same_in_any_batch(generate, max_num_seqs, seed):
     model, prompts, limits = new_model(), new_prompts(3, 1, 12, 7, 5), [12, 3, 9, 1, 11]
     expected = one_at_a_time.generate(model, prompts, limits, SAMPLED)

@@ -101,6 +101,7 @@ class CountsTheServed(DynamicScheduler):
 
 
 @pytest.mark.parametrize("kind", [StaticScheduler, DynamicScheduler])
+@pytest.mark.sample(1)
 def test_random_waves(kind, request):
     @settings(deadline=None, max_examples=10_000 if request.config.getoption("--all") else 300)
     @given(ARRIVALS)

@@ -49,6 +49,7 @@ def new_prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sample(3)
 def test_the_tokens_of_one_at_a_time(way, seed):
     """Greedy and in float32; told as they come, in each answer's order."""
     model, prompts = new_model(), new_prompts()

@@ -87,6 +87,7 @@ def examples(request) -> int:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.sample(2, of="histories of lesson 15")
 def test_random_histories(name, request):
     @histories(examples(request))
     @given(HISTORY, POOLS, STEPS, CACHES, st.booleans())
@@ -110,6 +111,7 @@ def run_swapping_trial(kind, requests, pool, step, cache, host_blocks=None) -> N
     assert not scheduler.swap.away and not scheduler.swap.runner.held, "left on the host"
 
 
+@pytest.mark.sample(2, of="histories of lesson 15")
 def test_random_histories_with_swapping(request):
     @histories(examples(request))
     @given(HISTORY, POOLS, STEPS, CACHES, HOSTS)
@@ -128,6 +130,7 @@ def is_planted(check_history) -> None:
 
 
 @pytest.mark.parametrize("slip", SLIPS)
+@pytest.mark.sample(3)
 def test_a_planted_slip_is_found(slip):
     @given(HISTORY, POOLS, STEPS, CACHES, st.booleans())
     def check(requests, pool, step, cache, by_priority):

@@ -31,6 +31,7 @@ def assert_decides(function, rows: Rows, q="rows.q", **options) -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 97, 1000, 4099])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(5)
 def test_kernel(kind, vocab_size, seed, proof):
     """Tiles that the vocabulary fills and does not fill; NaN in all that nobody may read."""
     rows = rows_of(COUNTS if vocab_size < 1000 else [3, 0, -1, 2], vocab_size, kind)
@@ -41,6 +42,7 @@ def test_kernel(kind, vocab_size, seed, proof):
 
 @pytest.mark.parametrize("vocab_size", [1, 97, 1000])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(4)
 def test_stand_in(kind, vocab_size, seed):
     rows = rows_of(COUNTS, vocab_size, kind)
     assert_decides(verify_torch, rows)
@@ -48,6 +50,7 @@ def test_stand_in(kind, vocab_size, seed):
 
 
 @pytest.mark.parametrize("count", range(9))
+@pytest.mark.sample(3)
 def test_any_number_of_drafted_tokens(count, seed, proof):
     rows = rows_of([count] * 5, 40)
     for function in (verify, verify_torch):
@@ -56,6 +59,7 @@ def test_any_number_of_drafted_tokens(count, seed, proof):
 
 
 @pytest.mark.parametrize("vocab_size", [50, 700])
+@pytest.mark.sample(1)
 def test_probabilities_of_a_softmax(vocab_size, seed, proof):
     """Sums that are not exact: where a random number lies 2e-6 from a boundary either side counts."""
     rows = rows_of([3] * 40, vocab_size)
@@ -113,6 +117,7 @@ BUGS = {
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("name", BUGS)
+@pytest.mark.sample(2)
 def test_a_planted_bug_is_found(name, seed, tmp_path):
     buggy = with_bug(optimized, tmp_path, *BUGS[name])
     with pytest.raises(AssertionError):

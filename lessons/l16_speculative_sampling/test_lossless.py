@@ -69,6 +69,7 @@ def test_the_distribution_is_the_targets(way, count):
 
 @pytest.mark.parametrize("verify", [optimized.verify, verify_torch], ids=["kernel", "stand-in"])
 @pytest.mark.parametrize("way", ["all tokens", "top-k"])
+@pytest.mark.sample(1)
 def test_the_distribution_of_the_batched_ones_is_the_same(way, verify):
     target, draft = pair(way, 2)
     steps = emitted(narrow(verify), target, draft, 3, 2)
@@ -143,6 +144,7 @@ def tables(models):
     return tables_of(target, draft, tokenizer(PROMPT)["input_ids"], PARAMS, 3)
 
 
+@pytest.mark.sample(1, of="the embedded pair")
 def test_the_embedded_pair(tables, seed):
     """200,000 steps with two drafted tokens, then the target alone: chi-squared and z-test."""
     steps = drawn_steps(tables, verify_torch, 200_000, seed)
@@ -152,6 +154,7 @@ def test_the_embedded_pair(tables, seed):
 
 
 @pytest.mark.parametrize("slip", slips.BATCHED)
+@pytest.mark.sample(1, of="the embedded pair")
 def test_a_slip_on_the_embedded_pair_is_found(slip, tables, seed):
     steps = drawn_steps(tables, slip, 200_000, seed)
     statistic, freedom = chi_squared(steps.counts, tables.expected * 200_000)

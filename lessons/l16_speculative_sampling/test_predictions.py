@@ -50,6 +50,7 @@ def test_a_long_context_moves_the_batch_at_which_it_loses():
 
 @pytest.mark.parametrize("who", ["tiny-draft", "n-grams"])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sample(2)
 def test_the_counted_acceptance_of_the_readme(way, who, request):
     """To the last digit with --all; else a quarter of the requests, near it."""
     if not (MODELS / "tiny" / "model.safetensors").exists():
@@ -94,6 +95,7 @@ def test_the_excerpts_of_the_readme_are_the_code():
 
 
 @pytest.mark.parametrize("name", ["rule", "speed", "batches"])
+@pytest.mark.sample(8, of="pictures")
 def test_pictures_fit_their_frame(name):
     from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 

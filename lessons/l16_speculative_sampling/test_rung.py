@@ -45,6 +45,7 @@ def teller(seen):
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.sample(3)
 def test_greedy_tokens_are_those_of_plain_decoding(kind, memory, seed):
     """In float64, where nothing ties. The draft: the target, a stranger, the request's own text."""
     model, prompts = MODELS[kind](), new_prompts(*LENGTHS)

@@ -37,6 +37,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("options", [dict(num_splits=1), dict(num_splits=3), dict(split_size=20)])
+@pytest.mark.sample(1, of="several tiles")
 def test_tree_kernel(options, seed, proof):
     """Trees of all shapes behind contexts around a block's end; splits whose ends are no block's."""
     trees = list(TREES.values())
@@ -46,6 +47,7 @@ def test_tree_kernel(options, seed, proof):
     proof.record(tree_kernel, prove(fast, path_attention, (*inputs, table)))
 
 
+@pytest.mark.sample(1, of="several tiles")
 def test_trees_beside_prompts(seed, proof):
     """Trees of different sizes, a fresh prompt, a chunk and a single token in one launch."""
     trees = [BRANCHES, None, full_tree([2, 2]), None, None, chain(2)]
@@ -66,6 +68,7 @@ def test_trees_beside_prompts(seed, proof):
         ((8, 1, 128, 64), torch.float16),
     ],
 )
+@pytest.mark.sample(1)
 def test_any_heads(heads, dtype, seed, proof):
     """K and V of different widths; with many query heads a KV head a tree takes several tiles."""
     inputs, table = tree_inputs(
@@ -82,6 +85,7 @@ def test_any_heads(heads, dtype, seed, proof):
 
 
 @pytest.mark.parametrize("kind", ATTENTION_INPUTS)
+@pytest.mark.sample(2)
 def test_hard_inputs(kind, seed, proof):
     floor = floor_for(torch.float32, kind)
     inputs, table = tree_inputs(
@@ -91,6 +95,7 @@ def test_hard_inputs(kind, seed, proof):
     proof.record(tree_kernel, prove(fast, path_attention, (*inputs, table), floor=floor))
 
 
+@pytest.mark.sample(1, of="several tiles")
 def test_the_largest_tree_takes_several_tiles(seed, proof):
     """64 nodes of 2 query heads are 128 rows, four tiles of 32."""
     tree = full_tree([3, 2, 3, 1, 1])

@@ -141,6 +141,7 @@ def test_the_fingerprint_follows_the_weights_and_not_the_dtype(seed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(1)
 def test_the_embedded_heads(kind):
     """Real weights, real prompts: the same tokens, and more than one a pass."""
     if not is_there(kind):

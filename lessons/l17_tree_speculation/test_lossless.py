@@ -142,6 +142,7 @@ def chance(tables, rule, kind: str, count: int) -> float:
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.sample(1)
 def test_the_rung_on_the_embedded_model(kind, tables, request):
     """The whole loop with drawn siblings, caches and compaction: three tokens of many requests."""
     is_thorough = request.config.getoption("--all")

@@ -36,6 +36,7 @@ def sampled(rows: int) -> list[SamplingParams]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
+@pytest.mark.sample(2)
 def test_tokens_are_those_of_plain_decoding(kind, way, seed):
     """In float64, where nothing ties. Sampled tokens too, because each place has its own number."""
     model, prompts = new_model(), new_prompts(*LENGTHS)

@@ -49,6 +49,7 @@ def mine(tmp_path):
     return write
 
 
+@pytest.mark.sample(5, of="processes")
 def test_a_learners_terminal(mine):
     """A known slip, an exception, a stub and an endless loop in one file: one message each, no
     traceback, exit code 1.
@@ -447,6 +448,7 @@ def test_check_runs_the_checks(mine, capsys):
 CRASH = "ctypes.memset(16, 1, 1)"
 
 
+@pytest.mark.sample(5, of="processes")
 def test_a_crash_is_named_and_hides_no_other_exercise(mine, capsys):
     """A write to an address that is nobody's ends the process."""
     later = f"    import ctypes\n    {CRASH}\n    budget_bytes ="

@@ -444,6 +444,7 @@ def test_ctrl_c_leaves_no_half_record(lessons, tmp_path, monkeypatch, capsys):
     assert list((tmp_path / "o").iterdir()) == [] and "interrupted" in capsys.readouterr().err
 
 
+@pytest.mark.sample(5, of="processes")
 def test_the_module_runs_as_a_command():
     done = subprocess.run(
         [sys.executable, "-m", "lessons.toolbox.measure.bench", "99"],

@@ -148,6 +148,7 @@ def hear_interrupts() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.sample(2)
 def test_ctrl_c_at_any_moment(name, tmp_path, request):
     """Also while libraries are imported. Killed by SIGINT is what a shell shows as 130."""
     for attempt in range(20 if request.config.getoption("--all") else 1):

@@ -104,6 +104,7 @@ WRONG = {  # name: (the kernel's third line and on, what the message says)
 
 
 @pytest.mark.parametrize("bug", WRONG)
+@pytest.mark.sample(7)
 def test_a_bug_is_named_with_thread_and_line(bug, run):
     body, message = WRONG[bug]
     x, y = torch.zeros(64), torch.zeros(64)

@@ -71,6 +71,7 @@ def test_to_numpy():
 # ---------------------------------------------------------------- a rehearsal
 
 
+@pytest.mark.sample(1, of="rehearsals")
 def test_lesson_1_rehearsed(tmp_path, capfd):
     """Its tests and its benchmark run, and nothing of it counts."""
     out = tmp_path / "rehearsal"

@@ -1,0 +1,50 @@
+"""`pytest --quick`, which `make test` calls: of the tests that take longest, some of their cases.
+
+A test marked `@pytest.mark.sample(3)` then runs three of its cases, drawn anew each time, so a few
+runs meet them all. Tests marked `@pytest.mark.sample(3, of="processes")` are cases of one such
+group, wherever they stand. Without the option every case runs: when a file is tried alone, when a proof is
+recorded, and in `make test-all`.
+"""
+
+import os
+import random
+from collections import defaultdict
+
+QUICK = "of the tests that take longest a sample of their cases (make test)"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help=QUICK)
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "sample(count, of=None): so many cases of it, or of a group, run with --quick"
+    )
+
+
+def pytest_report_header(config):
+    return f"--quick: {QUICK}; make test-all runs all" if config.getoption("--quick") else None
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--quick") and not config.getoption("--all"):
+        # the run's own number where it has one, because xdist's workers have to draw the same
+        left = left_out(items, os.environ.get("PYTEST_XDIST_TESTRUNUID") or os.urandom(8).hex())
+        config.hook.pytest_deselected(items=left)
+        gone = set(left)
+        items[:] = [item for item in items if item not in gone]
+
+
+def left_out(items: list, run: str) -> list:
+    """The cases that do not run, of each marked test all but as many as its marker says."""
+    cases = defaultdict(list)
+    for item in items:
+        if marker := item.get_closest_marker("sample"):
+            group = marker.kwargs.get("of") or item.nodeid.partition("[")[0]
+            cases[group, marker.args[0]].append(item)
+    left = []
+    for (group, count), of_group in cases.items():
+        drawn = random.Random(f"{run} {group}").sample(of_group, min(count, len(of_group)))
+        left += [item for item in of_group if item not in drawn]
+    return left
