@@ -22,10 +22,10 @@ setup: ## install into .venv, once (no GPU? TORCH_INDEX=https://download.pytorch
 demo: setup ## climb the ladder: the same prompts through every rung, the same tokens (IMPL=exercises: on your code)
 	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT) $(if $(IMPL),--impl $(IMPL))
 
-test: setup ## everything the course claims, tested (TESTS=path for a part, SINCE=main for what changed)
+test: setup ## what the course claims, tested; a sample of the longest tests (TESTS=path for a part, SINCE=main for what changed)
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --quick $(if $(SINCE),--since $(SINCE)) $(TESTS)
 
-test-all: setup ## the same in the long forms: more seeds, every kernel compiled again
+test-all: setup ## the same in the long forms: every case, more seeds, every kernel compiled again
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --all $(if $(SINCE),--since $(SINCE)) $(TESTS)
 
 check: setup ## your exercises, checked: make check LESSON=02 (or one: LESSON=2.1)
