@@ -59,6 +59,13 @@ class SpeculativeConfig:
             refuse("speculative_config model", None, accepted)
         if self.method == NGRAM and self.model is not None:
             refuse("speculative_config model", self.model, "None with method 'ngram'")
+        lookups = self.prompt_lookup_max, self.prompt_lookup_min
+        if self.method != NGRAM and lookups != (LONGEST_NGRAM, SHORTEST_NGRAM):
+            given = f"prompt_lookup_max {shown(lookups[0])}, prompt_lookup_min {shown(lookups[1])}"
+            raise ValueError(
+                f"speculative_config: got {given} with method {self.method!r}; accepted: "
+                f"method 'ngram', which alone looks up"
+            )
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
             if not is_whole(getattr(self, name)):
                 accepted = "a whole number, 1 or more and below 2**31"

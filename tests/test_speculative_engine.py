@@ -278,6 +278,7 @@ def test_an_engine_without_speculation_counts_none(model):
         (dict(method=3, num_speculative_tokens=2), "method: got 3"),
         (dict(method="ngram", num_speculative_tokens=2, num_tokens=3), "unknown key 'num_tokens'"),
         (dict(method="ngram", num_speculative_tokens=2, prompt_lookup_min=4), "at most prompt_loo"),
+        (dict(model="x", num_speculative_tokens=2, prompt_lookup_max=4), "which alone looks up"),
         (dict(method="ngram", num_speculative_tokens=2, model="models/tiny"), "None with method"),
         (dict(num_speculative_tokens=2), "method: got None"),
         ("ngram", "None, or a dict"),

@@ -17,7 +17,7 @@ from lessons.l14_continuous_batching.clock import VirtualClock
 from lessons.l14_continuous_batching.loop import Scheduler
 from lessons.l14_continuous_batching.naive import DynamicScheduler, StaticScheduler
 from lessons.l14_continuous_batching.optimized import ContinuousScheduler
-from lessons.l15_chunked_prefill.lab import experiments
+from lessons.l15_chunked_prefill.lab.experiments import ReceivingScheduler
 from lessons.l15_chunked_prefill.naive import PrefillFirstScheduler
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from reference.simulator.cluster import Cluster, Failure, Pool
@@ -49,19 +49,6 @@ class Policy:
     @property
     def least_replicas(self) -> int:
         return 2 if self.name == "disaggregated" else 1
-
-
-class ReceivingScheduler(experiments.ReceivingScheduler):
-    """Lesson 15's second pool, but a request that has to wait for blocks does not lose what another
-    replica has computed: its K and V wait there.
-    """
-
-    def take_blocks(self, sequence):
-        computed = sequence.computed
-        if super().take_blocks(sequence):
-            return True
-        sequence.computed = computed
-        return False
 
 
 def new_cluster(

@@ -113,6 +113,14 @@ class ReceivingScheduler(ChunkedScheduler):
         super().add(sequence)
         sequence.computed = len(sequence.prompt) - 1
 
+    def take_blocks(self, sequence):
+        """A request that has to wait for blocks loses nothing: its K and V wait where they are."""
+        computed = sequence.computed
+        if super().take_blocks(sequence):
+            return True
+        sequence.computed = computed
+        return False
+
 
 class TwoPools(NamedTuple):
     """Seconds: median TTFT, 99th percentile of the inter-token latency, and the median wait for the
