@@ -26,7 +26,7 @@ from lessons.toolbox.measure.hardware import CHIPS
 
 HERE, HEADS, CONTEXT = Path(__file__).parent, 128, 8192
 FLOW_ALT = (
-    "Two lanes behind the same cached row of 512 + 64 values. Expanded: W_UK and W_UV make k, 128 "
+    "Two ways behind the same cached row of 512 + 64 values. Expanded: W_UK and W_UV make k, 128 "
     "heads of 192, and v, "
     "128 heads of 128, for every cached token. Absorbed: W_UK goes into the query, attention has "
     "one KV head, W_UV "

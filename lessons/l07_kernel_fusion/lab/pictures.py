@@ -22,7 +22,7 @@ PASSES_ALT = (
     "and 8. SwiGLU: 10 and 6. QK-norm: 36 and 4. Softmax: 44 and 4."
 )
 LAUNCHES_ALT = (
-    "Four lanes over microseconds: CPU and GPU, eager and fused, for one decode layer of "
+    "Four rows over microseconds: CPU and GPU, eager and fused, for one decode layer of "
     "Llama-3.2-1B. Eager, the "
     "CPU issues 39 launches and the GPU waits between them; fused it issues 22."
 )
