@@ -248,8 +248,8 @@ def draw_load(cost: StepCost | None = None, source: str = "") -> ClassFigure:
 PICTURES = {
     "slots": (
         draw_slots,
-        "Eight lanes over steps. Four static lanes: short answers leave their place idle until the "
-        "longest of the wave ends, then three more start. Four continuous lanes: each place gets "
+        "Eight rows over steps. Four static rows: short answers leave their place idle until the "
+        "longest of the wave ends, then three more start. Four continuous rows: each place gets "
         "the next answer in the step after the last one ended, and none is idle.",
     ),
     "gain": (
