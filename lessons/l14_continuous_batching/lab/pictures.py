@@ -125,8 +125,7 @@ def draw_gain() -> ClassFigure:
     fig, ax = frame(
         f"Continuous batching gains by the variance of lengths: {exponential:.1f}× for geometric "
         f"answers, {highest:.0f}× where one in fifty is 400 times as long",
-        f"counted, not timed · {PLACES} places, {REQUESTS} answers, all there at the beginning · "
-        "steps of static waves over steps of continuous batching",
+        f"counted, not timed · {PLACES} places, {REQUESTS} answers, all there at the beginning",
         (10, 5.8),
     )
     looks, labels = marks(found), []
