@@ -263,11 +263,8 @@ def figure_of(data: dict) -> plotting.ClassFigure:
         rungs,
         peers,
         title=headline(data["rungs"]),
-        caption=plotting.caption(
-            {"device": data["device"], "date": data["versions"].get("date")},
-            dtype=model["dtype"],
-            model=f"{Path(model['path']).name}, {model['parameters'] / 1e6:.0f}M parameters",
-        ),
+        caption=f"{data['device']} · {model['dtype']} · {Path(model['path']).name}, "
+        f"{model['parameters'] / 1e6:.0f}M parameters",
     )
 
 

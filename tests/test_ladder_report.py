@@ -244,7 +244,7 @@ def test_the_figure_has_hollow_bars_no_bar_and_every_text_legible(data):
     assert plotting.texts_outside(fig) == [] and plotting.overlapping_texts(fig) == []
     assert len(fig.axes[0].patches) == 4, "no bar for what did not run"
     caption = fig.get_supxlabel()
-    assert "dtype float32 · model tiny, 0M parameters" in caption
+    assert "float32 · tiny, 0M parameters" in caption
     assert f"because {ladder_report.STAND_INS}: lesson 10" in caption
     assert "not run: vLLM (vLLM is not installed)" in caption
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lessons.toolbox.draw import plotting
 from lessons.toolbox.measure import bench, records, timing
 from lessons.toolbox.measure.bench import Benchmark, Unavailable
 
+RECORDED = Path(__file__).resolve().parents[2] / "results" / "cpu"
 LESSON = """
 import torch
 
@@ -153,7 +155,7 @@ def test_the_command_measures_records_and_draws(lessons, tmp_path, capsys):
     speedup = records.medians(record, "naive")[64] / records.medians(record, "optimized")[64]
     assert f"One call is {speedup:.0f}x faster than a loop at 64 rows" in text
     assert "hungry (out of memory at 32)" in text
-    assert "not run (peer" in text and "[rows, rows]" in text
+    assert figure.get_supxlabel() == f"{record['fingerprint']['device']} · float32 · [rows, rows]"
 
 
 def test_quick_takes_the_small_sizes(lessons, tmp_path):
@@ -345,6 +347,17 @@ def test_ratios_on_a_cpu_absolute_on_a_gpu_and_both_from_the_record_alone(script
     label, values = axis_of(record)
     assert "(ms)" in label and values == pytest.approx([6, 6])
     assert "NVIDIA H200" in caption_of(record)
+
+
+def test_the_line_under_a_recorded_figure_is_one_line():
+    """Of 120 characters at most, because about 130 fit the width."""
+    captions = {
+        path.name: records._caption(record)
+        for path in RECORDED.glob("l*_*.json")
+        if (record := json.loads(path.read_text())).get("metric")
+    }
+    assert len(captions) > 40
+    assert not {name: line for name, line in captions.items() if len(line) > 120}
 
 
 def test_what_is_not_drawn_is_still_recorded(scripted_clock):

@@ -74,8 +74,8 @@ def draw(batches: tuple[int, ...] = BATCHES, context: int = CONTEXT) -> ClassFig
         bandwidths={"memory": chip.memory_bytes_per_s},
         peaks={"16-bit matrix units": peak_flops(chip)},
         title=f"Decoding {who} can use {share:.1%} of the GPU's arithmetic",
-        caption=f"Predicted, not measured · {MODEL}, 16 bits, context {context} · {chip.name}: "
-        f"{chip.source}",
+        caption=f"Predicted, not measured · {MODEL}, 16 bits, context {context} · {chip.name} by its "
+        "data sheet",
     )
 
 

@@ -20,7 +20,6 @@ from lessons.toolbox.draw.figure import (
     PALETTE,
     ROLES,
     ClassFigure,
-    caption,
     frame,
     label_column,
     log_axis,
@@ -265,12 +264,8 @@ def extrapolation_plot(record: dict) -> ClassFigure:
         title=f"Beyond {context} tokens: loss {beyond['as trained']:.2f} as trained, "
         f"{beyond['YaRN']:.2f} with YaRN; ALiBi from {within['ALiBi']:.2f} to "
         f"{beyond['ALiBi']:.2f}",
-        caption=caption(
-            record["fingerprint"],
-            windows=f"of held-out text: {record['windows']}",
-            model="models/tiny",
-            stretch=f"{record['factor']}×, no weight changed but where it says training",
-        ),
+        caption=f"{record['fingerprint']['device']} · models/tiny · {record['windows']} windows of "
+        f"held-out text, stretched {record['factor']:g}×",
     )
     ax = fig.axes[0]
     ax.set_xscale("linear")  # positions are counted, not doubled

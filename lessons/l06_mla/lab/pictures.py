@@ -26,7 +26,7 @@ from lessons.toolbox.measure.hardware import CHIPS
 
 HERE, HEADS, CONTEXT = Path(__file__).parent, 128, 8192
 FLOW_ALT = (
-    "Two lanes behind the same cached row of 512 + 64 values. Expanded: W_UK and W_UV make k, 128 "
+    "Two ways behind the same cached row of 512 + 64 values. Expanded: W_UK and W_UV make k, 128 "
     "heads of 192, and v, "
     "128 heads of 128, for every cached token. Absorbed: W_UK goes into the query, attention has "
     "one KV head, W_UV "
@@ -87,7 +87,7 @@ def draw_flow() -> ClassFigure:
         f"or never made",
         "DeepSeek-V3, one layer · widths in numbers, Hq = 128 heads · W_UK and W_UV are the two "
         "halves of kv_b_proj, "
-        "head by head · q comes from a latent of its own, 1536 wide (V2-Lite: directly)",
+        "head by head",
         (13, 6.6),
     )
     naive, fast, kept, plain = (
@@ -153,9 +153,7 @@ def draw_bytes() -> ClassFigure:
         f"{v3.params / llama.params:.0f}th of its size, "
         f"{kept[3]:.0f}",
         ylabel="KiB per token, all layers, 16 bits",
-        caption="Counted: lessons/l06_mla/lab/counts.py, shapes of the published config.json files "
-        "· MLA keeps 576 values a "
-        "layer, these GQA models 2 · 8 · 128",
+        caption="Counted by lab/counts.py from the shapes of the published config.json files",
     )
 
 
@@ -240,9 +238,8 @@ def draw_roofline() -> ClassFigure:
         peaks={"bfloat16": chip.bf16_flops_per_s},
         title="A row read once serves all heads: 16 of them wait for memory, 128 for the matrix "
         "units",
-        caption=f"Predicted from the {chip.source} · absorbed decode attention, bfloat16 · the "
-        f"dots lie on the roof: "
-        "the most that any kernel could reach",
+        caption=f"Predicted, not measured · absorbed decode attention, bfloat16 · {chip.name} by its "
+        "data sheet",
     )
 
 

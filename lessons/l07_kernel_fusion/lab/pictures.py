@@ -22,7 +22,7 @@ PASSES_ALT = (
     "and 8. SwiGLU: 10 and 6. QK-norm: 36 and 4. Softmax: 44 and 4."
 )
 LAUNCHES_ALT = (
-    "Four lanes over microseconds: CPU and GPU, eager and fused, for one decode layer of "
+    "Four rows over microseconds: CPU and GPU, eager and fused, for one decode layer of "
     "Llama-3.2-1B. Eager, the "
     "CPU issues 39 launches and the GPU waits between them; fused it issues 22."
 )
@@ -134,11 +134,8 @@ def draw_launches(
         title=f"A layer of {model}: {ends_us[0]:.0f} µs eager, {ends_us[1]:.0f} µs fused; the GPU "
         f"still waits",
         xlabel="µs",
-        caption=f"PREDICTED, not measured: {launch_s * 1e6:g} µs a launch and {SHORTEST_S * 1e6:g} "
-        f"µs for the shortest "
-        f"kernel assumed, bytes at {chip.name}'s data-sheet bandwidth · one token, 4096 of "
-        f"context, bfloat16 · "
-        "launches counted by lessons/l07_kernel_fusion/lab/launches.py",
+        caption=f"PREDICTED, not measured · {chip.name} · one token, context 4096, bfloat16 · "
+        f"{launch_s * 1e6:g} µs a launch, {SHORTEST_S * 1e6:g} µs for the shortest kernel",
     )
 
 

@@ -142,7 +142,7 @@ def draw_cascade() -> ClassFigure:
         xlabel="sequences that share the prefix",
         ylabel="MB of one layer's decode attention",
         caption="counted by lab/cascade_traffic.py, not measured · heads 32/8, head_dim 128, 16 "
-        "bits, 256 own tokens each · an L2 cache may hide part of the upper line",
+        "bits, 256 own tokens each",
     )
 
 

@@ -125,8 +125,7 @@ def draw_gain() -> ClassFigure:
     fig, ax = frame(
         f"Continuous batching gains by the variance of lengths: {exponential:.1f}× for geometric "
         f"answers, {highest:.0f}× where one in fifty is 400 times as long",
-        f"counted, not timed · {PLACES} places, {REQUESTS} answers, all there at the beginning · "
-        "steps of static waves over steps of continuous batching",
+        f"counted, not timed · {PLACES} places, {REQUESTS} answers, all there at the beginning",
         (10, 5.8),
     )
     looks, labels = marks(found), []
@@ -248,8 +247,8 @@ def draw_load(cost: StepCost | None = None, source: str = "") -> ClassFigure:
 PICTURES = {
     "slots": (
         draw_slots,
-        "Eight lanes over steps. Four static lanes: short answers leave their place idle until the "
-        "longest of the wave ends, then three more start. Four continuous lanes: each place gets "
+        "Eight rows over steps. Four static rows: short answers leave their place idle until the "
+        "longest of the wave ends, then three more start. Four continuous rows: each place gets "
         "the next answer in the step after the last one ended, and none is idle.",
     ),
     "gain": (

@@ -87,8 +87,8 @@ def complaints(record: dict) -> list[str]:
 
 
 def _remarks(point: dict) -> list[str]:
-    """What happened to a point. Few runs show in the range of repetitions, and a time below the
-    floor is ringed in the plot.
+    """What happened to a point. Few runs stand in the record, and a time below the floor is ringed
+    in the plot.
     """
     status = point["status"]
     if status == "ok":
@@ -178,18 +178,17 @@ def _scale(record, lines, limit) -> tuple[float, str]:
 
 
 def _caption(record) -> str:
-    series = record["series"].values()
-    runs = [p["runs"] for s in series for p in s["points"] if p["status"] == "ok"]
-    facts = plotting.caption(
-        record["fingerprint"],
-        dtype=record["dtype"],
-        shape=record["shape"] or None,
-        repetitions=" to ".join(str(n) for n in sorted({min(runs), max(runs)})),
-        quick="run, fewer sizes" if record["quick"] else None,
-    )
-    # Where memory ran out stands on the line's own label.
-    rest = [line for line in complaints(record) if not line.startswith("out of memory")]
-    return " · ".join([facts, "band: 20-80 %", *rest])
+    """The line under the figure: device, dtype, shape, and what would make the picture untrue.
+
+    The rest stands in the record: versions, date, repetitions, what was not run and why. Noise shows
+    in the band, and where memory ran out stands on the line's own label.
+    """
+    device = record["fingerprint"].get("device", "unknown device")
+    quick = "quick run, fewer sizes" if record["quick"] else None
+    harmless = ("not run", "out of memory", "noisy", "launch not counted")
+    alarms = [line for line in complaints(record) if not line.startswith(harmless)]
+    facts = [device, record["dtype"], record["shape"], quick, *alarms]
+    return " · ".join(fact for fact in facts if fact)
 
 
 def draw(json_path: str | os.PathLike) -> tuple[Path, Path]:
