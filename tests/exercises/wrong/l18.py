@@ -664,7 +664,6 @@ def slipped_gptq(
             error = error / factor[j, j]
         reach = {
             "row of U": factor[j],
-            "column of U": factor[:, j],
             "the next column": factor[j] * (torch.arange(K) == j + 1),
             "the group": factor[j] * (torch.arange(K) // group_size == group),
             "U squared": factor[j] ** 2,
@@ -692,11 +691,6 @@ for name, slip, hint in [
         "not_divided_by_the_diagonal",
         dict(divide=False),
         "e is the error divided by U[j, j].",
-    ),
-    (
-        "a_column_of_the_factor",
-        dict(feedback="column of U"),
-        "U is upper triangular: what column j passes on stands in row j, right of the diagonal.",
     ),
     (
         "the_next_column_alone",
