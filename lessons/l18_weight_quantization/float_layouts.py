@@ -61,21 +61,30 @@ def float_quantized(scale: str = "weight_scale", tile: bool = False) -> Layout:
     def read(parts: Parts, shape: tuple[int, int]) -> Float8Weight:
         values = expect(parts, "weight", shape, *FLOAT8)
         if tile:
-            tiles = tuple(-(-size // TILE) for size in shape)
             kinds = (*FLOATS, torch.float8_e8m0fnu)
-            scales = expect(parts, scale, tiles, *kinds).float()
+            scales = expect(parts, scale, tiles_of(shape), *kinds).float()
         else:
             scales = row_scales(parts, scale, shape)
         return Float8Weight(values, scales)
 
     def write(weight: QuantizedWeight) -> Parts:
-        if not isinstance(weight, Float8Weight) or tile != is_tiled(weight):
-            accepted = f"Float8Weight with a scale for each {'tile' if tile else 'row'}"
-            raise ValueError(f"float-quantized: got {type(weight).__name__}; accepted: {accepted}")
+        if not isinstance(weight, Float8Weight):
+            got = type(weight).__name__
+            raise ValueError(f"float-quantized: got {got}; accepted: Float8Weight")
+        tiled = tuple(weight.scales.shape) == tiles_of(weight.shape)
+        if not (tiled if tile else not is_tiled(weight)):
+            accepted = "a scale for each tile" if tile else "a scale for each row, or one"
+            got = list(weight.scales.shape)
+            raise ValueError(f"float-quantized: got scales {got}; accepted: {accepted}")
         return {"weight": weight.values, scale: weight.scales}
 
     unread = ACTIVATION_SCALES
     return Layout("float-quantized", scale, ("weight", scale), read, write, unread)
+
+
+def tiles_of(shape: tuple[int, int]) -> tuple[int, int]:
+    """How many tiles of 128 × 128 numbers a matrix has, down and across."""
+    return -(-shape[0] // TILE), -(-shape[1] // TILE)
 
 
 def is_tiled(weight: Float8Weight) -> bool:

@@ -246,8 +246,10 @@ def awq(group_size: int) -> Layout:
 # ---------------------------------------------------------------- compressed-tensors, packed
 
 
-def pack_quantized(bits: int, group_size: int | None) -> Layout:
-    """compressed-tensors' "pack-quantized", 4 or 8 bits. group_size: None for one group a row."""
+def pack_quantized(bits: int, group_size: int | None, symmetric: bool = True) -> Layout:
+    """compressed-tensors' "pack-quantized", 4 or 8 bits. group_size: None for one group a row.
+    symmetric: whether to write no zeros; reading looks for them.
+    """
     each = 32 // bits
     ends = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
 
@@ -280,8 +282,9 @@ def pack_quantized(bits: int, group_size: int | None) -> Layout:
             "weight_scale": weight.scales,
             "weight_shape": torch.tensor([rows, columns]),
         }
-        if weight.zeros is not None:
-            parts["weight_zero_point"] = to_words(weight.zeros.T, bits).T.contiguous()
+        if not symmetric:
+            zeros = zeros_of(weight)  # [N, groups], packed along N
+            parts["weight_zero_point"] = to_words(zeros.T, bits).T.contiguous()
         return parts
 
     return Layout("pack-quantized", "weight_packed", ends, read, write, ("weight_shape",))
