@@ -22,7 +22,7 @@ from lessons.l18_weight_quantization.lab.examples import (
     weight_with_an_outlier,
 )
 from lessons.l18_weight_quantization.lab.floors import floor_s
-from lessons.l18_weight_quantization.lab.methods import recorded
+from lessons.l18_weight_quantization.lab.pareto import PARETO_ALT, draw_pareto
 from lessons.l18_weight_quantization.weights import E2M1_VALUES, NF4_VALUES
 from lessons.toolbox.draw.figure import (
     GREY,
@@ -55,11 +55,6 @@ FEEDBACK_ALT = (
 FLOOR_ALT = (
     "The least time of a decode step's matrix products over the batch on an H200: 4 bits win while "
     "the batch is small, 8-bit floats win where arithmetic is the limit."
-)
-
-PARETO_ALT = (
-    "Added loss over bits a weight for rounding, AWQ and GPTQ on the embedded model: 8 bits add next "
-    "to nothing, 4 bits in groups little, 4 bits with one scale for a matrix more than all others."
 )
 
 # ---------------------------------------------------------------- one matrix in every format
@@ -249,49 +244,6 @@ def draw_floor(chip: str = "h200") -> ClassFigure:
     ax.set_xlabel("sequences in the batch")
     ax.set_ylabel("ms a step, at least (lower is better)")
     ax.grid(True, axis="y")
-    label_column(ax, labels)
-    return fig
-
-
-# ---------------------------------------------------------------- bits against loss
-
-WAYS = {"rounding": ("o", PALETTE[5]), "AWQ": ("D", PALETTE[1]), "GPTQ": ("s", PALETTE[0])}
-NAMED = ("int4-tensor", "int4-row", "mxfp4", "nf4-double", "gptq-int4-g32", "int4-g32", "fp8-row")
-
-
-@style()
-def draw_pareto(found: dict | None = None) -> ClassFigure:
-    """Added loss over bits a weight, every method of the record, with 95 % intervals."""
-    found = (found or recorded())["methods"]
-    rows = {row["name"]: row for row in found["rows"]}
-    plain, best = (rows[name]["added_loss"]["mean"] for name in ("int4-g128", "gptq-int4-g128"))
-    fig, ax = frame(
-        f"At 4.2 bits GPTQ adds {best:.3f} nats to the loss and rounding to nearest {plain:.3f}",
-        f"counted on models/tiny: {found['held_out_tokens']:,} tokens of held-out code; bars: 95 % by "
-        "resampling windows; a method below and left of another one beats it",
-        (10.5, 6),
-    )
-    least = 0.3 * min(row["added_loss"]["mean"] for row in rows.values())
-    for way, (marker, colour) in WAYS.items():
-        chosen = [row for row in rows.values() if row["way"] == way]
-        bits = [row["bits"] for row in chosen]
-        mean, low, high = (
-            np.array([max(row["added_loss"][part], least) for row in chosen])
-            for part in ("mean", "low", "high")
-        )
-        look = {"fmt": marker, "color": colour, "ms": 8, "capsize": 3}
-        ax.errorbar(bits, mean, (mean - low, high - mean), label=way, **look)
-    labels = [
-        (rows[name]["bits"], rows[name]["added_loss"]["mean"], rows[name]["format"], GREY)
-        for name in NAMED
-        if name in rows
-    ]
-    ax.set_xlabel("bits a weight, scales included")
-    ax.set_ylabel("added loss, nats a token (lower is better)")
-    losses = [row["added_loss"]["mean"] for row in rows.values()]
-    log_axis(ax.yaxis, least, 3 * max(losses))
-    ax.grid(True)
-    ax.legend(loc="upper right")
     label_column(ax, labels)
     return fig
 
