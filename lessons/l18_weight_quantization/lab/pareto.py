@@ -27,6 +27,11 @@ POINTS = {
     "fp8-tensor": ("E4M3, tensor", (9, 2)),
     "fp8-row": ("E4M3, row", (9, -2)),
     "int8-row": ("INT8, row", (9, 0)),
+    "gguf-q4_k": ("Q4_K", (9, 0)),
+    "gguf-q5_k": ("Q5_K", (9, 0)),
+    "gguf-q6_k": ("Q6_K", (9, 0)),
+    "gguf-q2_k": ("Q2_K", (9, 0)),
+    "gguf-q8_0": ("Q8_0", (9, 0)),
 }
 LEAST = 1e-4  # nats; what is smaller is drawn here
 MANY_BITS = 7.5  # from here on the right panel
@@ -37,7 +42,7 @@ def draw_pareto(found: dict | None = None) -> ClassFigure:
     """Added loss over bits a weight, from the record, with 95 % intervals. INT4 with one scale for a
     row, for 128 and for 32 weights is a line for each way.
     """
-    found = (found or recorded())["methods"]
+    found = found or recorded()
     rows = {row["name"]: row for row in found["rows"]}
     loss = {
         row["way"]: row["added_loss"]["mean"]
