@@ -3,33 +3,48 @@ fused on a GPU.
 
     model = load_model("models/tiny")                      # the GPU if there is one, else the CPU
     model = load_model("Qwen/Qwen3-0.6B", dtype="bfloat16")
+    model = load_model("models/tiny", quantization="int4")  # reference.quantization lists the methods
 """
 
 import os
+from functools import partial
 
 import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l18_weight_quantization.quantized_checkpoint import load_quantized
 from lessons.toolbox.measure.device import default_device, default_dtype
+from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
 from lessons.toolbox.model.placement import read_device
+from reference.quantization import MULTIPLY, check_method, check_stored, quantize_model
 
 
 def load_model(
     name_or_path: str | os.PathLike,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
+    quantization: str | None = None,
 ) -> Decoder:
     """A checkpoint as a decoder, ready to generate: Llama, Mistral, Mixtral, Qwen, Qwen3-MoE, gpt-oss,
     Phi-3, Gemma 2 and 3, DeepSeek-V2 and V3, by folder or hub name.
 
     device: default the GPU if there is one. dtype: a torch.dtype or its name; default the GPU's
-    16-bit type, float32 on a CPU. On a GPU the result is lesson 7's fused twin. Raises ValueError
+    16-bit type, float32 on a CPU. quantization: weights in fewer bits; None: as the checkpoint has
+    them, quantized or not. On a GPU the result is lesson 7's fused twin. Raises ValueError
     (CheckpointError for the checkpoint) in one line.
     """
+    check_method(quantization)
     device = default_device() if device is None else read_device(device)
     if dtype is None:
         dtype = default_dtype() if device.type == "cuda" else torch.float32
-    model = load_decoder(name_or_path, device, dtype)
+    stored = load_config(name_or_path).quantization_config
+    if stored is not None:
+        check_stored(quantization, stored)
+        model = load_quantized(name_or_path, device, dtype, MULTIPLY)
+    else:
+        model = load_decoder(name_or_path, device, dtype)
+        if quantization is not None:
+            model = quantize_model(model, quantization, partial(load_tokenizer, name_or_path))
     return fused(model) if device.type == "cuda" else model

@@ -14,7 +14,7 @@ as its last matrix, too.
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -82,15 +82,23 @@ def packed(model: Decoder) -> Decoder:
     """A twin of a fused model with packed matrices; the model itself where none can be packed: on a
     GPU, in a dtype that oneDNN does not multiply, in a build of PyTorch without it.
 
-    The attention of models with latents stays as it is, because lesson 6 reads its matrices.
+    The attention of models with latents stays as it is, because lesson 6 reads its matrices. So does
+    a part with quantized layers.
     """
     if model.device.type != "cpu" or not can_pack(model.dtype):
         return model
-    twin = copy.copy(swap(model, {FusedAttention: PackedAttention, FusedMLP: PackedMLP}))
+    parts = {FusedAttention: PackedAttention, FusedMLP: PackedMLP}
+    twin = copy.copy(swap(model, {kind: partial(packed_part, new) for kind, new in parts.items()}))
     # A dictionary of its own, because a shallow copy shares it with the original.
     if type(model.lm_head) is nn.Linear:  # because Gemma's may cap what it computes
         twin._modules = {**twin._modules, "lm_head": PackedLinear(model.lm_head)}
     return twin
+
+
+def packed_part(new: Callable[[nn.Module], nn.Module], part: nn.Module) -> nn.Module:
+    """new(part), but a part with quantized layers as it is, because their codes are packed already."""
+    linears = [child for name, child in part.named_children() if name.endswith("_proj")]
+    return new(part) if all(type(linear) is nn.Linear for linear in linears) else part
 
 
 @cache
