@@ -17,8 +17,13 @@ from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l18_weight_quantization.quantized_checkpoint import load_quantized
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
-from lessons.toolbox.model.placement import read_device
-from reference.quantization import MULTIPLY, check_method, check_stored, quantize_model
+from lessons.toolbox.model.placement import read_device, read_dtype
+from reference.quantization import (
+    check_method,
+    check_stored,
+    multiply_for,
+    quantize_model,
+)
 
 
 def load_model(
@@ -39,10 +44,11 @@ def load_model(
     device = default_device() if device is None else read_device(device)
     if dtype is None:
         dtype = default_dtype() if device.type == "cuda" else torch.float32
+    dtype = read_dtype(dtype)
     stored = load_config(name_or_path).quantization_config
     if stored is not None:
         check_stored(quantization, stored)
-        model = load_quantized(name_or_path, device, dtype, MULTIPLY)
+        model = load_quantized(name_or_path, device, dtype, multiply_for(device, dtype))
     else:
         model = load_decoder(name_or_path, device, dtype)
         if quantization is not None:

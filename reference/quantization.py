@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from functools import partial
 from math import gcd
 
+import torch
 from torch import nn
 
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l03_kv_cache.checks import DECODE_DTYPES
+from lessons.l18_weight_quantization import optimized
 from lessons.l18_weight_quantization.awq import awq
 from lessons.l18_weight_quantization.calibration import WINDOW, WINDOWS, calibration_windows
 from lessons.l18_weight_quantization.gptq import gptq
-from lessons.l18_weight_quantization.linear import quantized
+from lessons.l18_weight_quantization.linear import Multiply, quantized
 from lessons.l18_weight_quantization.naive import (
     dequantize_matmul,
     round_to_nearest,
@@ -30,7 +33,6 @@ from lessons.l18_weight_quantization.quantized_checkpoint import KEPT_DENSE
 from lessons.l18_weight_quantization.weights import QuantizedWeight
 from lessons.toolbox.model.arguments import refuse
 
-MULTIPLY = dequantize_matmul  # the product of every quantized layer
 GROUP_SIZE = 128
 ROUNDED = ("int8", "int4", "fp8", "nf4", "mxfp4")  # look at the weights alone
 CALIBRATED = ("gptq", "awq")  # look at what the layers receive, too
@@ -60,6 +62,12 @@ class Settings:
     double_quantization: bool = True
 
 
+def multiply_for(device: torch.device, dtype: torch.dtype) -> Multiply:
+    """The product of every quantized layer: the kernels where they are compiled."""
+    is_fast = device.type == "cuda" and dtype in DECODE_DTYPES
+    return optimized.matmul if is_fast else dequantize_matmul
+
+
 def check_method(method: str | None, name: str = "quantization") -> None:
     """Raise ValueError for a name that neither a method nor a kind of checkpoint has."""
     if method is not None and (not isinstance(method, str) or method not in ACCEPTED):
@@ -86,7 +94,8 @@ def quantize_model(
     settings = settings or Settings()
     if method in ROUNDED:
         rounding = partial(rounded, method, settings, group_size_of(model, settings))
-        twin = quantized(model, lambda name, linear: named(name, rounding, linear), MULTIPLY)
+        multiply = multiply_for(model.device, model.dtype)
+        twin = quantized(model, lambda name, linear: named(name, rounding, linear), multiply)
     else:
         twin = calibrated(model, method, tokenizer(), settings)
     return with_dense_latents(twin, model)
@@ -122,7 +131,7 @@ def calibrated(model: Decoder, method: str, tokenizer, settings: Settings) -> De
         bits=settings.bits,
         group_size=group_size_of(model, settings),
         symmetric=settings.symmetric,
-        multiply=MULTIPLY,
+        multiply=multiply_for(model.device, model.dtype),
     )
     if method == "awq":
         return awq(model, windows, **shared)
