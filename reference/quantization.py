@@ -48,8 +48,8 @@ ACCEPTED = (*METHODS, *ALIASES, *(name for name in STORED_METHODS if name not in
 class Settings:
     """How to quantize. group_size: inputs that share a scale, for int4, awq and gptq (and int8, if it
     is given); None: 128, or what of it divides every layer; 0: one scale a row. bits: of awq and
-    gptq. symmetric: no zero points. act_order: GPTQ's desc_act. windows, window: tokens of the
-    built-in text, for awq and gptq. fp8_per: what shares a scale, "row", "tensor" or "block".
+    gptq. symmetric: no zero points. act_order: GPTQ's desc_act. windows: how many stretches of the
+    built-in text awq and gptq look at. fp8_per: what shares a scale, "row", "tensor" or "block".
     """
 
     bits: int = 4
@@ -57,7 +57,6 @@ class Settings:
     symmetric: bool = False
     act_order: bool = False
     windows: int = WINDOWS
-    window: int = WINDOW
     fp8_per: str = "row"
     double_quantization: bool = True
 
@@ -125,7 +124,7 @@ def named(name: str, rounding: Callable, linear: nn.Linear) -> QuantizedWeight:
 
 def calibrated(model: Decoder, method: str, tokenizer, settings: Settings) -> Decoder:
     """awq or gptq, with the built-in text."""
-    length = min(settings.window, model.config.max_position_embeddings)
+    length = min(WINDOW, model.config.max_position_embeddings)
     windows = calibration_windows(tokenizer, settings.windows, length)
     shared = dict(
         bits=settings.bits,

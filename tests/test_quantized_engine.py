@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import generate as alone
+from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l06_mla.deepseek import absorbed, load_decoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l13_prefix_caching.naive import HashBlocks
+from lessons.l18_weight_quantization.calibration import calibration_windows
 from lessons.l18_weight_quantization.linear import QuantizedLinear, quantized
 from lessons.l18_weight_quantization.naive import dequantize_matmul, round_to_nearest
 from lessons.l18_weight_quantization.weights import (
@@ -34,7 +36,6 @@ from reference.packed import can_pack, packed
 from reference.quantization import ACCEPTED, METHODS, Settings, check_stored, quantize_model
 from reference.quantize import main
 from tests.engine_cases import LONGEST, assert_clean, greedy, new_engine, new_model, run
-from tests.engine_cases import random_prompts as prompts_of
 
 pytestmark = pytest.mark.usefixtures("seed")
 
@@ -52,13 +53,13 @@ def folder(tmp_path_factory) -> Path:
     for file in (REPOSITORY / "models/tiny").glob("*.json"):
         shutil.copyfile(file, out / file.name)
     raw = json.loads((out / "config.json").read_text())
-    raw |= dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16)
+    raw |= dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, head_dim=16)
     raw |= dict(num_attention_heads=4, max_position_embeddings=128)
     (out / "config.json").write_text(json.dumps(raw))
     torch.manual_seed(0)
     tensors = {}
     with torch.device("meta"):
-        shapes = Decoder(ModelConfig("llama", 4096, 64, 2, 4, 2, 16, 128, 128)).state_dict()
+        shapes = Decoder(ModelConfig("llama", 4096, 64, 1, 4, 2, 16, 128, 128)).state_dict()
     for name, tensor in shapes.items():
         if name != "lm_head.weight":
             drawn = torch.randn(tensor.shape) * tensor.shape[-1] ** -0.5
@@ -73,36 +74,41 @@ WAYS = {
     "small chunks": dict(
         num_blocks=200, block_size=3, cache=HashBlocks, max_num_seqs=5, max_num_batched_tokens=7
     ),
-    "few blocks, hashes": dict(num_blocks=16, block_size=4, cache=HashBlocks, max_num_seqs=8),
-    "swapping": dict(num_blocks=16, block_size=4, host_blocks=1000, max_num_seqs=8),
+    "few blocks, hashes": dict(num_blocks=10, block_size=4, cache=HashBlocks, max_num_seqs=8),
+    "swapping": dict(num_blocks=10, block_size=4, host_blocks=1000, max_num_seqs=8),
 }
 
 
+@pytest.fixture(scope="module")
+def asked(model):
+    """Prompts, some of which begin alike, how many tokens each gets, and which they are."""
+    random.seed(0)
+    shared = torch.randint(60, (9,)).tolist()
+    prompts = [torch.randint(60, (n,)).tolist() for n in (2, 14)]
+    prompts += [shared + torch.randint(60, (n,)).tolist() for n in (3, 6, 9)]
+    limits = [12, 9, 11, 4, 10]
+    return prompts, limits, alone(model, prompts, limits)
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_everybody_gets_the_tokens_of_running_alone(model, way):
-    prompts = prompts_of(5) + prompts_of(3, shared=13)
-    limits = [random.randint(1, 20) for _ in prompts]
-    arrivals = sorted(random.choices(range(9), k=len(prompts)))
+def test_everybody_gets_the_tokens_of_running_alone(model, asked, way):
+    prompts, limits, want = asked
     engine = new_engine(model, **WAYS[way])
-    got = run(engine, prompts, [greedy(n) for n in limits], arrivals)
-    want = alone(model, prompts, limits)
+    got = run(engine, prompts, [greedy(n) for n in limits], [0, 0, 0, 2, 5])
     assert [got[str(at)] for at in range(len(prompts))] == [[tokens] for tokens in want]
     assert_clean(engine)
 
 
 def test_speculation_with_a_quantized_target_and_its_own_weights_as_the_draft(model):
     """What a quantized model drafts for itself is always accepted; what the model in full precision
-    drafts for it is right now and then; n-grams are found. Nobody's tokens change.
+    drafts for it is right now and then. Nobody's tokens change.
     """
-    prompts = [prompt[:12] * 2 for prompt in prompts_of(4)]
-    params = [SamplingParams(temperature=0, max_tokens=12, detokenize=False)] * 4
+    prompts = [torch.randint(60, (6,)).tolist() * 2 for _ in range(2)]
+    params = [SamplingParams(temperature=0, max_tokens=7, detokenize=False)] * 2
     small = dict(max_num_seqs=4, block_size=4, num_gpu_blocks_override=60, max_model_len=LONGEST)
-    want = {str(at): [x] for at, x in enumerate(alone(model, prompts, 12))}
-    drafters = {"ngram": None, "draft": new_model(), "itself": model}
-    for name, drafter in drafters.items():
-        config = dict(method="draft", model="made here", num_speculative_tokens=3)
-        if name == "ngram":
-            config = dict(method="ngram", num_speculative_tokens=3)
+    want = {str(at): [x] for at, x in enumerate(alone(model, prompts, 7))}
+    config = dict(method="draft", model="made here", num_speculative_tokens=3)
+    for name, drafter in {"in full precision": new_model(), "itself": model}.items():
         engine = engine_over(model, None, EngineArgs(speculative_config=config, **small), drafter)
         assert run(engine, prompts, params) == want, name
         speculation = engine.speculation
@@ -117,7 +123,6 @@ def test_packing_leaves_quantized_layers_alone_and_packs_the_rest():
     everything = quantize_model(plain, "int8", None)
     twin = packed(fused(everything))
     for part in ("layers.0.self_attn", "layers.1.mlp"):
-        assert twin.get_submodule(part) is not None
         linears = [x for x in twin.get_submodule(part).modules() if isinstance(x, QuantizedLinear)]
         assert len(linears) == (4 if part.endswith("attn") else 3)
     assert type(twin.lm_head).__name__ == "PackedLinear"
@@ -140,23 +145,17 @@ BITS |= dict(gptq=(4.3, 4.4), awq=(4.3, 4.4), bitsandbytes=(4.1, 4.2))
 
 @pytest.mark.parametrize("method", KINDS)
 def test_every_method_quantizes_while_loading(method, folder, monkeypatch):
-    monkeypatch.setattr("reference.quantization.Settings.windows", 2)
-    monkeypatch.setattr(Settings.__init__, "__defaults__", defaults(windows=2, window=64))
-    llm = LLM(str(folder), quantization=method, max_model_len=64, enforce_eager=True)
+    few = lambda tokenizer, count, length: calibration_windows(tokenizer, 2, 32)
+    monkeypatch.setattr("reference.quantization.calibration_windows", few)
+    llm = LLM(str(folder), quantization=method, max_model_len=64, num_gpu_blocks_override=8)
     layers = [x for x in llm.engine.runner.model.modules() if isinstance(x, QuantizedLinear)]
-    assert len(layers) == 14 and all(type(x.quantized) is KINDS[method] for x in layers)
+    assert len(layers) == 7 and all(type(x.quantized) is KINDS[method] for x in layers)
     low, high = BITS[method]
     assert all(low <= layer.quantized.bits_per_weight <= high for layer in layers)
-    prompts = [[5, 6, 7], [9] * 20]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+    prompts = [[5, 6, 7], [9] * 12]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
     got = [output.outputs[0].token_ids for output in outputs]
-    assert got == alone(llm.engine.runner.model, prompts, 6)
-
-
-def defaults(**changes) -> tuple:
-    """Settings' own defaults, some of them changed."""
-    fields = vars(Settings()) | changes
-    return tuple(fields.values())
+    assert got == alone(llm.engine.runner.model, prompts, 3)
 
 
 def test_the_argument_and_the_checkpoint():
@@ -171,7 +170,9 @@ def test_the_argument_and_the_checkpoint():
     with pytest.raises(ValueError, match=r"got 'compressed-tensors'; accepted: int8, int4, .* for"):
         load_model("models/tiny", "cpu", quantization="compressed-tensors")
     odd = Decoder(ModelConfig("llama", 37, 30, 1, 3, 1, 10, 19, 96))
-    with pytest.raises(ValueError, match="layers.0.self_attn.q_proj: weight: got .*multiple of 32"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.self_attn.q_proj: weight: got .*multiple of 32"
+    ):
         quantize_model(odd, "mxfp4", None)
 
 
@@ -181,8 +182,12 @@ def test_deepseek_keeps_the_matrix_that_absorption_reads(tmp_path):
     random_model(CASES["v3"]).save_pretrained(tmp_path)
     model = quantize_model(load_decoder(tmp_path), "int8", None)
     assert any(isinstance(part, QuantizedLinear) for part in model.modules())
-    prompts = [[1, 2, 3], [4] * 9]
-    assert alone(absorbed(model), prompts, 5) == alone(model, prompts, 5)
+    tokens = torch.tensor([1, 2, 3, 4])
+    logits = [
+        one.logits(one(tokens, whole_sequence(one, len(tokens))))
+        for one in (model, absorbed(model))
+    ]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
 # ---------------------------------------------------------------- the command
@@ -199,16 +204,20 @@ def test_deepseek_keeps_the_matrix_that_absorption_reads(tmp_path):
         ("--method awq --group-size 32 --windows 1", "awq"),
     ],
 )
-def test_the_command_writes_what_the_engine_runs(options, stored, folder, tmp_path, capsys):
+def test_the_command_writes_what_the_engine_runs(
+    options, stored, folder, tmp_path, capsys, request
+):
+    if "awq" in options and not request.config.getoption("--all"):
+        pytest.skip("NOT RUN: a search of several seconds; --all runs it")
     out = tmp_path / "out"
     arguments = ["--model", str(folder), "--out", str(out), "--device", "cpu", *options.split()]
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    assert "14 layers" in said and f"format {stored}" in said and said.count("\n") == 1
+    assert "7 layers" in said and f"format {stored}" in said and said.count("\n") == 1
     raw = json.loads((out / "config.json").read_text())
     assert raw["quantization_config"]["quant_method"] == stored
     ours = load_model(out, "cpu", quantization=stored)
-    assert sum(isinstance(part, QuantizedLinear) for part in ours.modules()) == 14
+    assert sum(isinstance(part, QuantizedLinear) for part in ours.modules()) == 7
     assert (
         load_tokenizer(out)("def f(")["input_ids"] == load_tokenizer(folder)("def f(")["input_ids"]
     )
