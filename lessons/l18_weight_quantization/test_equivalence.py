@@ -92,27 +92,30 @@ def test_every_code_becomes_its_number_exactly(hook, dtype, seed):
 # ---------------------------------------------------------------- products
 
 
-@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format(name, dtype, seed, proof):
-    """An odd number of rows and of outputs; more than a step of columns, the last one short."""
+def test_every_format(name, seed, proof, request):
+    """An odd number of rows and of outputs; more than a step of columns, the last one short. Each
+    format in one of the types in turn; in the long form in all.
+    """
     weight = matrix(name, 37, 192 if "128" not in name else 256, seed)
-    x = draw("normal", (3, weight.shape[1]), dtype=dtype, seed=seed + 1, device=DEVICE)
-    proved(proof, weight, x)
+    turn = list(FORMATS).index(name) % len(TYPES)
+    for dtype in TYPES if request.config.getoption("--all") else TYPES[turn : turn + 1]:
+        x = draw("normal", (3, weight.shape[1]), dtype=dtype, seed=seed + 1, device=DEVICE)
+        proved(proof, weight, x)
 
 
 @pytest.mark.parametrize("num_splits", [2, 3, 100])
-@pytest.mark.parametrize("name", ["int4, zeros", "int8, a scale a row", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4, zeros", "int8, a scale a row"])
 def test_splits_and_bias(name, num_splits, seed, proof):
     """Splits that do not divide the row, and more splits than there are steps."""
     weight = matrix(name, 21, 448, seed)
     x = draw("normal", (2, 448), dtype=torch.bfloat16, seed=seed + 1, device=DEVICE)
     bias = draw("normal", (21,), dtype=torch.bfloat16, seed=seed + 2, device=DEVICE)
-    for given in (None, bias):
-        proved(proof, weight, x, given, num_splits=num_splits)
+    proved(proof, weight, x, bias, num_splits=num_splits)
+    proved(proof, weight, x[:1], None, num_splits=num_splits)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 64), (16, 16, 64), (17, 33, 128), (15, 127, 320)])
+@pytest.mark.parametrize("shape", [(1, 1, 64), (16, 16, 64), (17, 33, 96)])
 @pytest.mark.parametrize("name", ["int4, a scale a row", "int8, zeros"])
 def test_shapes_around_a_tile(name, shape, seed, proof):
     rows, outputs, columns = shape
@@ -182,8 +185,8 @@ def test_nothing_is_written_beside_the_results(seed, monkeypatch):
         checks.append(check)
         return tensor
 
-    weight = matrix("int4, groups of 32", 45, 128, seed)
-    x = draw("normal", (19, 128), dtype=torch.float16, seed=seed, device=DEVICE)
+    weight = matrix("int4, groups of 32", 45, 256, seed)
+    x = draw("normal", (19, 256), dtype=torch.float16, seed=seed, device=DEVICE)
     monkeypatch.setattr(torch, "empty", guarded)
     results = [matmul(x, weight, tiles=SMALL, num_splits=n) for n in (1, 2)]
     monkeypatch.undo()

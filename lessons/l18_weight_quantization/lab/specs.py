@@ -6,6 +6,7 @@ generations, and tests assert.
 
 import torch
 
+from lessons.l18_weight_quantization import fp8
 from lessons.l18_weight_quantization.operands import operand_of
 from lessons.l18_weight_quantization.optimized import (
     FEW_ROWS,
@@ -132,5 +133,60 @@ KERNELS += [
         constexprs={"bias_ptr": None, "BLOCK": PARTIALS_BLOCK},
         divisible_by_16=("num_values", "num_outputs"),
         chips=tuple(chip for chip in CHIPS if chip != 75),
+    )
+]
+
+
+# ---------------------------------------------------------------- FP8 with FP8
+
+
+def scaled_spec(kind: str, tiled: bool, tiles, chips: tuple[int, ...]) -> KernelSpec:
+    """scaled_matmul_kernel as `scaled_matmul` launches it, for bfloat16 results."""
+    counts, strides = ("num_rows", "num_outputs", "size"), ("stride_x", "stride_w")
+    # scales of rows lie side by side, and all columns share them
+    fixed = {"stride_scales_n": 1} if not tiled else {"stride_scales_k": 1}
+    other = "stride_scales_k" if not tiled else "stride_scales_n"
+    return KernelSpec(
+        f"{ROOM}.fp8:scaled_matmul_kernel",
+        name=f"scaled_{kind}_{'tiles' if tiled else 'row'}_{tiles.block_m}x{tiles.block_n}",
+        signature={
+            **dict.fromkeys(("x_ptr", "w_ptr"), f"*{kind}"),
+            **dict.fromkeys(("x_scales_ptr", "w_scales_ptr"), "*fp32"),
+            "out_ptr": "*bf16",
+            **dict.fromkeys((*counts, *strides, other), "i32"),
+        },
+        constexprs={
+            "bias_ptr": None,
+            "SCALE_ROWS": fp8.TILE if tiled else 1,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": fp8.TILE,
+            "NUM_STAGES": tiles.num_stages,
+            **fixed,
+        },
+        num_warps=tiles.num_warps,
+        divisible_by_16=(*counts[1:], *strides),
+        chips=chips,
+    )
+
+
+KERNELS += [
+    scaled_spec(kind, kind == "fp8e4nv", tiles, chips)
+    for kind, chips in (("fp8e4nv", (89, 90, 100)), ("i8", WITH_MATRIX_UNITS))
+    for tiles in (fp8.FEW_ROWS, fp8.MORE_ROWS)
+]
+KERNELS += [
+    KernelSpec(
+        f"{ROOM}.fp8:quantize_rows_kernel",
+        signature={
+            "x_ptr": "*bf16",
+            "values_ptr": "*fp8e4nv",
+            "scales_ptr": "*fp32",
+            "size": "i32",
+            "stride_x": "i32",
+        },
+        constexprs={"LARGEST": fp8.LARGEST, "BLOCK": fp8.ROW_BLOCK},
+        divisible_by_16=("size", "stride_x"),
+        chips=(89, 90, 100),
     )
 ]
