@@ -14,13 +14,14 @@ as its last matrix, too.
 
 import copy
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import Decoder, swap
 from lessons.l07_kernel_fusion.fused_decoder import FusedAttention, FusedMLP
+from lessons.l18_weight_quantization.linear import QuantizedLinear
 
 ROWS = 32  # tokens of a step for which the blocks are chosen; they serve any number
 
@@ -82,23 +83,27 @@ def packed(model: Decoder) -> Decoder:
     """A twin of a fused model with packed matrices; the model itself where none can be packed: on a
     GPU, in a dtype that oneDNN does not multiply, in a build of PyTorch without it.
 
-    The attention of models with latents stays as it is, because lesson 6 reads its matrices. So does
-    a part with quantized layers.
+    The attention of models with latents stays as it is, because lesson 6 reads its matrices, and so
+    do parts with quantized matrices, which have a product of their own.
     """
     if model.device.type != "cpu" or not can_pack(model.dtype):
         return model
-    parts = {FusedAttention: PackedAttention, FusedMLP: PackedMLP}
-    twin = copy.copy(swap(model, {kind: partial(packed_part, new) for kind, new in parts.items()}))
+    factories = {FusedAttention: PackedAttention, FusedMLP: PackedMLP}
+    twin = copy.copy(swap(model, {kind: unless_quantized(new) for kind, new in factories.items()}))
     # A dictionary of its own, because a shallow copy shares it with the original.
     if type(model.lm_head) is nn.Linear:  # because Gemma's may cap what it computes
         twin._modules = {**twin._modules, "lm_head": PackedLinear(model.lm_head)}
     return twin
 
 
-def packed_part(new: Callable[[nn.Module], nn.Module], part: nn.Module) -> nn.Module:
-    """new(part), but a part with quantized layers as it is, because their codes are packed already."""
-    linears = [child for name, child in part.named_children() if name.endswith("_proj")]
-    return new(part) if all(type(linear) is nn.Linear for linear in linears) else part
+def unless_quantized(new: Callable) -> Callable:
+    """`new` of a part; the part itself where one of its matrices is quantized."""
+
+    def factory(part: nn.Module) -> nn.Module:
+        is_quantized = any(isinstance(child, QuantizedLinear) for child in part.children())
+        return part if is_quantized else new(part)
+
+    return factory
 
 
 @cache

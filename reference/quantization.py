@@ -16,7 +16,7 @@ from torch import nn
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache.checks import DECODE_DTYPES
-from lessons.l18_weight_quantization import optimized
+from lessons.l18_weight_quantization import optimized, stand_ins
 from lessons.l18_weight_quantization.awq import awq
 from lessons.l18_weight_quantization.calibration import WINDOW, WINDOWS, calibration_windows
 from lessons.l18_weight_quantization.gptq import gptq
@@ -41,7 +41,8 @@ METHODS = (*ROUNDED, *CALIBRATED)
 ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}
 # what vLLM's "bitsandbytes" makes of a model that is not quantized
 IN_FLIGHT = {"bitsandbytes": "nf4"}
-ACCEPTED = (*METHODS, *ALIASES, *(name for name in STORED_METHODS if name not in METHODS))
+STORED = (*STORED_METHODS, "gguf")  # what a checkpoint says of itself
+ACCEPTED = (*METHODS, *ALIASES, *(name for name in STORED if name not in METHODS))
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ class Settings:
 
 
 def multiply_for(device: torch.device, dtype: torch.dtype) -> Multiply:
-    """The product of every quantized layer: the kernels where they are compiled."""
-    is_fast = device.type == "cuda" and dtype in DECODE_DTYPES
-    return optimized.matmul if is_fast else dequantize_matmul
+    """The product of every quantized layer: the kernels on a GPU, what stands for them on a CPU."""
+    if dtype not in DECODE_DTYPES:
+        return dequantize_matmul
+    return optimized.matmul if device.type == "cuda" else stand_ins.matmul
 
 
 def check_method(method: str | None, name: str = "quantization") -> None:
@@ -73,9 +75,10 @@ def check_method(method: str | None, name: str = "quantization") -> None:
         refuse(name, method, f"None, {', '.join(ACCEPTED)}")
 
 
-def check_stored(method: str | None, quantization_config: dict) -> None:
-    """Raise ValueError where the argument names another method than the checkpoint does."""
-    stored = quantization_config["quant_method"]
+def check_stored(method: str | None, stored: str) -> None:
+    """Raise ValueError where the argument names another method than the checkpoint does. stored: its
+    quant_method, "gguf" for a .gguf file.
+    """
     if method is not None and ALIASES.get(method, method) != stored:
         refuse("quantization", method, f"None or {stored!r}, as the checkpoint is quantized")
 

@@ -2,6 +2,7 @@
 
 python -m reference.quantize --model models/tiny --method gptq --bits 4 --group-size 32 --out build/t
 python -m reference.quantize --model models/tiny --method fp8 --out build/tiny-fp8
+python -m reference.quantize --model models/tiny --method q4_k_m --out build/tiny-q4_k_m.gguf
 python -m reference.generate --model build/tiny-fp8 "def quicksort("
 """
 
@@ -17,6 +18,7 @@ METHODS = """methods:
   nf4    16 values that suit normally distributed weights, as QLoRA uses them
   awq    int4 after scaling the columns that meet large inputs (needs a text: a built-in one)
   gptq   int4 whose later columns make up for the error of earlier ones (the same text)
+  q4_k_m and the other names of GGUF: a mixture of llama.cpp's formats, in one .gguf file
 
 formats: who reads them
   gptq                AutoGPTQ, GPTQModel, vLLM, SGLang       of gptq, int4, int8
@@ -24,10 +26,14 @@ formats: who reads them
   compressed-tensors  transformers, vLLM, SGLang              of all but nf4 and --act-order
   fp8                 transformers, vLLM (DeepSeek-V3's form) of fp8
   bitsandbytes        transformers, vLLM                      of nf4
+  (a .gguf file)      llama.cpp, Ollama, transformers         of q2_k ... q8_0, f16, bf16, f32
 
-lm_head and the embedding stay in 16 bits. This project's engine reads every file that is written here:
+lm_head and the embedding stay in 16 bits, but not in a .gguf file. This project's engine reads every file that is written here:
 LLM("build/tiny-fp8"). To quantize a model only for a run, use LLM("models/tiny", quantization="int4").
 """
+SAFETENSORS = ("int8", "int4", "fp8", "nf4", "awq", "gptq")
+GGUF = """q2_k q3_k_s q3_k_m q4_0 q4_1 q4_k_s q4_k_m q5_0 q5_1 q5_k_s q5_k_m q6_k q8_0 f16 bf16
+    f32"""
 # method -> the format that is usual for it
 FORMAT = {"gptq": "gptq", "awq": "awq", "nf4": "bitsandbytes"}
 FORMATS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes")
@@ -42,8 +48,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="models/tiny", help="folder or hub name of a checkpoint in 16 bits")
-    add("--method", required=True, choices=("int8", "int4", "fp8", "nf4", "awq", "gptq"))
-    add("--out", required=True, help="folder to write; it must be empty or not exist yet")
+    add("--method", required=True, type=str.lower, choices=(*SAFETENSORS, *GGUF.split()))
+    add(
+        "--out",
+        required=True,
+        help="folder to write, empty or new; for GGUF a new file whose name ends in .gguf",
+    )
     add("--format", choices=FORMATS, help="default: the method's own, else compressed-tensors")
     add("--bits", type=int, choices=(4, 8), help="of awq and gptq; default 4")
     add(

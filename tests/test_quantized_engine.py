@@ -161,12 +161,12 @@ def test_every_method_quantizes_while_loading(method, folder, monkeypatch):
 def test_the_argument_and_the_checkpoint():
     for name in ACCEPTED:
         EngineArgs.read(model="models/tiny", quantization=name)
-    check_stored(None, dict(quant_method="gptq"))
-    check_stored("gptq_marlin", dict(quant_method="gptq"))
-    check_stored("compressed-tensors", dict(quant_method="compressed-tensors"))
+    check_stored(None, "gptq")
+    check_stored("gptq_marlin", "gptq")
+    check_stored("gguf", "gguf")
     for given in ("awq", "int4", "fp8"):
         with pytest.raises(ValueError, match=r"quantization: got .*; accepted: None or 'gptq'"):
-            check_stored(given, dict(quant_method="gptq"))
+            check_stored(given, "gptq")
     with pytest.raises(ValueError, match=r"got 'compressed-tensors'; accepted: int8, int4, .* for"):
         load_model("models/tiny", "cpu", quantization="compressed-tensors")
     odd = Decoder(ModelConfig("llama", 37, 30, 1, 3, 1, 10, 19, 96))
