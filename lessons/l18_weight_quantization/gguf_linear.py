@@ -1,8 +1,8 @@
 """Layers over llama.cpp's blocks, which stay as they are in memory.
 
-A product on a CPU decodes a few rows at a time: as float32 they fit into a core's cache, so the numbers
-are multiplied while they are there and never travel to memory. `dequantize_matmul` decodes the whole
-matrix first, writes it to memory and reads it back.
+A product on a CPU decodes a few rows at a time: as float32 they fit into a core's cache, so the
+numbers are multiplied while they are there and never travel to memory. `dequantize_matmul` decodes
+the whole matrix first, writes it to memory and reads it back.
 """
 
 import torch

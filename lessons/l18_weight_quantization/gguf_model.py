@@ -65,11 +65,11 @@ def stored_name(name: str) -> str:
 
 
 def row_order(name: str, config: ModelConfig) -> Tensor | None:
-    """Where the decoder's rows lie in a stored tensor: row r is stored row order[r]. [N] int64; None:
-    as they are.
+    """Where the decoder's rows lie in a stored tensor: row r is stored row order[r]. [N] int64;
+    None: as they are.
 
-    In a head of D rows the decoder's (i, i + D / 2) are llama.cpp's (2i, 2i + 1). Example: D = 4 gives
-    0, 2, 1, 3.
+    In a head of D rows the decoder's (i, i + D / 2) are llama.cpp's (2i, 2i + 1). Example: D = 4
+    gives 0, 2, 1, 3.
     """
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     part = name.split(".")[-2]
@@ -98,7 +98,8 @@ def load_gguf(
     config = config_of(file)
     if config.num_hidden_layers > len(file.tensors):  # before a decoder of so many layers is built
         raise CheckpointError(
-            f"{file.path} holds {len(file.tensors)} tensors, too few for {config.num_hidden_layers} layers"
+            f"{file.path} holds {len(file.tensors)} tensors, too few for "
+            f"{config.num_hidden_layers} layers"
         )
     with torch.device("meta"):  # no memory until the weights arrive
         model = Decoder(config)
@@ -136,8 +137,8 @@ def _set_ends(
 
 
 def _checked_names(model: Decoder, file: GgufFile) -> dict[str, str]:
-    """{the decoder's name: the stored one} of every tensor. Raises CheckpointError if the file's are
-    others or have other shapes.
+    """{the decoder's name: the stored one} of every tensor. Raises CheckpointError if the file's
+    are others or have other shapes.
     """
     wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
@@ -149,7 +150,8 @@ def _checked_names(model: Decoder, file: GgufFile) -> dict[str, str]:
         shape = file.tensors[stored].shape
         if shape != wanted[name]:
             raise CheckpointError(
-                f"the tensor {stored} in {file.path} has shape {shape}, its metadata ask for {wanted[name]}"
+                f"the tensor {stored} in {file.path} has shape {shape}, its metadata ask for "
+                f"{wanted[name]}"
             )
     unexpected = set(file.tensors) - {*names.values(), ROPE_FACTORS}
     if unexpected:
