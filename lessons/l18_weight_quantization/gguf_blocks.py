@@ -18,6 +18,7 @@ Source: ggml-common.h (block_q4_K, …) and ggml-quants.c (dequantize_row_q4_K, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -132,8 +133,12 @@ def decode_q5_1(blocks: Tensor) -> Tensor:
 def decode_iq4_nl(blocks: Tensor) -> Tensor:
     """[..., 18] uint8 -> [..., 32]: d · IQ4_NL_VALUES[q]. Bytes: d (2), q (16)."""
     d, codes = blocks.split([2, 16], dim=-1)
-    values = torch.tensor(IQ4_NL_VALUES, dtype=torch.float32, device=blocks.device)
-    return halves(d) * values[unpack_runs(codes, 16, 4).long()]
+    return halves(d) * _iq4_nl_values(blocks.device)[unpack_runs(codes, 16, 4).long()]
+
+
+@cache  # because a CUDA graph cannot capture a copy from the host
+def _iq4_nl_values(device: torch.device) -> Tensor:
+    return torch.tensor(IQ4_NL_VALUES, dtype=torch.float32, device=device)
 
 
 # ---------------------------------------------------------------- super-blocks of 256

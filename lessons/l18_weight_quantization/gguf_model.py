@@ -2,6 +2,7 @@
 
     model = load_gguf("model.gguf")                      its matrices stay quantized in memory
     save_gguf("model.gguf", model, tokenizer, "Q4_K_M")
+    twin = quantized(model, quantizer("Q4_K_M", model.config), gguf_matmul)        without a file
 
 Two things differ from a Hugging Face checkpoint, beside the names. A tied model stores one matrix,
 token_embd.weight, and no output.weight. And in the llama architecture the rows of q and k lie in
@@ -13,9 +14,10 @@ Source: convert_hf_to_gguf.py of llama.cpp (tensor names; LlamaModel.permute).
 """
 
 import os
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l18_weight_quantization.gguf_blocks import FLOATS, GgufWeight
@@ -197,6 +199,18 @@ def save_gguf(path: str | os.PathLike, model: Decoder, tokenizer, mixture: str =
         format = _format_for(mixture, stored, tensor, config)
         tensors[stored] = to_gguf(tensor.reshape(-1, tensor.shape[-1]), format), list(tensor.shape)
     write_gguf(path, metadata, tensors)
+
+
+def quantizer(mixture: str, config: ModelConfig) -> Callable[[str, nn.Linear], GgufWeight]:
+    """What `quantized` asks for: each linear layer in the format that a file of the mixture would
+    have, without a file in between.
+    """
+
+    def quantize(name: str, linear: nn.Linear) -> GgufWeight:
+        weight = linear.weight
+        return to_gguf(weight, _format_for(mixture, stored_name(f"{name}.weight"), weight, config))
+
+    return quantize
 
 
 def _format_for(mixture: str, stored: str, tensor: Tensor, config: ModelConfig) -> str:

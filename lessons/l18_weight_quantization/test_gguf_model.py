@@ -14,7 +14,12 @@ from lessons.l18_weight_quantization.gguf_config import ROPE_FACTORS
 from lessons.l18_weight_quantization.gguf_encode import to_gguf
 from lessons.l18_weight_quantization.gguf_file import read_gguf
 from lessons.l18_weight_quantization.gguf_linear import GgufEmbedding
-from lessons.l18_weight_quantization.gguf_model import load_gguf, row_order, save_gguf
+from lessons.l18_weight_quantization.gguf_model import (
+    load_gguf,
+    quantizer,
+    row_order,
+    save_gguf,
+)
 from lessons.l18_weight_quantization.lab.gguf_models import CONFIGS, logits_of, new_model, packed_of
 from lessons.l18_weight_quantization.linear import QuantizedLinear, quantized
 from lessons.l18_weight_quantization.naive import dequantize_matmul
@@ -108,10 +113,11 @@ def test_the_same_as_quantizing_in_place(tmp_path, seed):
     """A file changes nothing beyond its blocks: the model with the same matrices, never written."""
     config = CONFIGS["qwen3"]
     model, tokens = new_model(config), torch.randint(96, (9,))
-    save_gguf(tmp_path / "x.gguf", model, None, "Q8_0")
-    twin = quantized(model, lambda name, linear: to_gguf(linear.weight, "Q8_0"), dequantize_matmul)
-    twin.embed_tokens = GgufEmbedding(to_gguf(model.embed_tokens.weight, "Q8_0"), torch.float32)
-    twin.lm_head = QuantizedLinear(to_gguf(model.lm_head.weight, "Q8_0"), None, dequantize_matmul)
+    save_gguf(tmp_path / "x.gguf", model, None, "Q4_K_M")
+    twin = quantized(model, quantizer("Q4_K_M", config), dequantize_matmul)
+    assert {weight.format for weight in packed_of(twin).values()} == {"Q4_K", "Q6_K"}
+    twin.embed_tokens = GgufEmbedding(to_gguf(model.embed_tokens.weight, "Q4_K"), torch.float32)
+    twin.lm_head = QuantizedLinear(to_gguf(model.lm_head.weight, "Q6_K"), None, dequantize_matmul)
     found, expected = logits_of(load_gguf(tmp_path / "x.gguf"), tokens), logits_of(twin, tokens)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     half = load_gguf(tmp_path / "x.gguf", dtype="bfloat16")
