@@ -29,8 +29,8 @@ from lessons.l18_weight_quantization.gguf_linear import GgufEmbedding, gguf_matm
 from lessons.l18_weight_quantization.gguf_search import fit_with_minimum, half_flat
 
 K_FORMATS = [name for name in ENCODERS if name.endswith("_K")]
-# Of llama.cpp's own functions (quantize_row_q4_K_ref, …, of the version in llama-cpp-python 0.3.36),
-# compiled with -O2 -ffp-contract=off, on `numbers`: the first half of the bytes' SHA-256.
+# Of llama.cpp's own functions (quantize_row_q4_K_ref, …, as in llama-cpp-python 0.3.36), compiled
+# with -O2 -ffp-contract=off, on `numbers`: the first 16 digits of the bytes' SHA-256.
 WRITTEN_BY_LLAMA_CPP = {
     "Q2_K": "787bfc4d489d4bd0",
     "Q3_K": "399bed09d3617ea1",
@@ -41,7 +41,9 @@ WRITTEN_BY_LLAMA_CPP = {
 
 
 def numbers() -> Tensor:
-    """16 super-blocks, the same on every machine: zeros, constants, one sign, half zeros, many scales."""
+    """16 super-blocks, the same on every machine: zeros, constants, one sign, half zeros, many
+    scales.
+    """
     x = ((torch.arange(16 * 256) * 7919) % 2003 - 1001).float().reshape(16, 256) / 700
     x[0], x[1], x[2] = 0, 1, -1
     x[3], x[4] = x[3].abs(), -x[4].abs()
@@ -231,7 +233,9 @@ def test_the_error_is_that_of_the_bits(format, seed):
 
 
 def test_the_search_pays(seed):
-    """Against the scale that maps the extremes: never worse in any sub-block, and better on average."""
+    """Against the scale that maps the extremes: never worse in any sub-block, and better on
+    average.
+    """
     parts = torch.randn(200, 32)
     weights = half_flat(parts)
     errors = []
@@ -278,7 +282,7 @@ def test_refuses_what_is_not_finite():
 
 @pytest.mark.parametrize("format", ["Q8_0", "Q4_K", "Q6_K"])
 def test_products_and_look_ups(format, seed, monkeypatch):
-    """A product that decodes a few rows at a time; an embedding that decodes those it is asked for."""
+    """A product that decodes a few rows at a time; an embedding that decodes what is asked for."""
     monkeypatch.setattr("lessons.l18_weight_quantization.gguf_linear.SLICE", 3 * 256)
     weight = to_gguf(torch.randn(random.choice([1, 7, 9]), 256), format)
     numbers = weight.dequantize()
