@@ -194,7 +194,7 @@ def quantize_rows(
             LARGEST=LARGEST[name],
             IS_INT4=name == "int4",
             IS_FLOAT=name == "fp8",
-            num_warps=1,
+            num_warps=min(8, max(1, block_d // 1024)),
         )
 
 
