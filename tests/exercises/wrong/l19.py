@@ -129,9 +129,7 @@ for name, slip, hint in [
 
 
 @answers.alternative("19.1")
-def by_tokens(
-    num_layers, num_kv_heads, head_dim, context, bits, group, weight_bytes, memory_bytes
-):
+def by_tokens(num_layers, num_kv_heads, head_dim, context, bits, group, weight_bytes, memory_bytes):
     rows = 2 * num_layers * num_kv_heads * context
     sizes = [rows * head_dim * 2, rows * (head_dim // group) * (group * bits // 8 + 2)]
     counts = [(memory_bytes - weight_bytes) // size for size in sizes]
@@ -379,7 +377,9 @@ for name, slip, hint in SMOOTHS:
     answers.wrong("19.2", hint, name)(partial(slipped_smooth, **slip))
 
 
-@answers.wrong("19.2", "Your loop runs over tokens or outputs: the maximum of all rows is one call.")
+@answers.wrong(
+    "19.2", "Your loop runs over tokens or outputs: the maximum of all rows is one call."
+)
 def row_by_row(x, weight, act_max, alpha, dtype, x_scale=None):
     parts = [slipped_smooth(row[None], weight, act_max, alpha, dtype, x_scale) for row in x]
     s, _, _, w_codes, w_scale, _ = parts[0]
@@ -482,7 +482,7 @@ def slipped_write(
         "page": k.abs().max().expand_as(k),
         "over_heads": k.abs().amax(0, keepdim=True).expand_as(k),
     }[k_per]
-    new = largest / most if shrinks or row == 0 and fresh else torch.maximum(own, largest / most)
+    new = largest / most if shrinks or (row == 0 and fresh) else torch.maximum(own, largest / most)
     if not grows and row:
         new = own
     ratio = own / torch.where(new > 0, new, 1.0)
@@ -784,9 +784,7 @@ LOADS = [
     ),
     (
         "signed",
-        dict(
-            meaning=lambda code, scale, lowest: (code - 16 * (code > 7).float()) * scale + lowest
-        ),
+        dict(meaning=lambda code, scale, lowest: (code - 16 * (code > 7).float()) * scale + lowest),
         "You read the four bits as a signed number. Codes are 0 to 15.",
     ),
     (
