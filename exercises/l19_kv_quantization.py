@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=19
-# Generated from solutions/l19_kv_quantization.py, checksum 51b249c42a57. Generating again never overwrites your edits.
+# Generated from solutions/l19_kv_quantization.py, checksum d79cf05cc3ce. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 19: what a smaller cache buys, activations of 8 bits, pages whose scales must
 grow, and the hook that reads 4 bits inside the decode kernel.
@@ -135,7 +135,7 @@ def load_int4(ptr, offset, column, mask, scale_ptr, slot):
 
     ptr: the first byte of the cache for this head. offset: [N, 1], how many bytes behind it each
     row begins. column: [1, D] and mask: [N, D], which values are asked for. scale_ptr: the scales
-    of the cache, two float32 numbers for each slot. slot: [N] int64, the slot of each row.
+    of this head, two float32 numbers for each slot. slot: [N] int64, the slot of each row.
     """
     raise NotImplementedError("Exercise 19.4: The LOAD hook: four bits inside the decode kernel")
 
@@ -156,8 +156,8 @@ def int4_decode(
     hook, which is yours to write. The kernel calls it for a tile of K and for a tile of V.
 
     k_cache, v_cache: [num_blocks, block_size, Hkv, D / 2] uint8. Byte i of a row holds value 2i in
-    its low four bits and value 2i + 1 in its high four. k_scales, v_scales: [num_blocks, block_size,
-    2] float32, dense: for each slot (scale, lowest), which its heads share. A value is
+    its low four bits and value 2i + 1 in its high four. k_scales, v_scales: [Hkv, num_blocks,
+    block_size, 2] float32, dense: (scale, lowest) for each head and slot. A value is
         code · scale + lowest,    code: 0 to 15
     Slots that nobody uses have scales of NaN, so a load needs its mask and `other=`. Values that the
     mask leaves out must be 0. block_table: [B, max_blocks] int32, context_lens: [B] int32, as in
@@ -186,6 +186,7 @@ def int4_decode(
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         block_table.stride(0),
+        k_scales.stride(0),
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         V_HEAD_DIM=head_dim,
@@ -196,5 +197,6 @@ def int4_decode(
         BLOCK_DV=triton.next_power_of_2(max(head_dim, 16)),
         NUM_STAGES=2,
         LOAD=load_int4,
+        LOAD_V=load_int4,
     )
     return out

@@ -173,7 +173,7 @@ def load_int4(ptr, offset, column, mask, scale_ptr, slot):
 
     ptr: the first byte of the cache for this head. offset: [N, 1], how many bytes behind it each
     row begins. column: [1, D] and mask: [N, D], which values are asked for. scale_ptr: the scales
-    of the cache, two float32 numbers for each slot. slot: [N] int64, the slot of each row.
+    of this head, two float32 numbers for each slot. slot: [N] int64, the slot of each row.
     """
     # SOLUTION 19.4
     byte = tl.load(ptr + offset + column // 2, mask=mask, other=0)
@@ -202,8 +202,8 @@ def int4_decode(
     hook, which is yours to write. The kernel calls it for a tile of K and for a tile of V.
 
     k_cache, v_cache: [num_blocks, block_size, Hkv, D / 2] uint8. Byte i of a row holds value 2i in
-    its low four bits and value 2i + 1 in its high four. k_scales, v_scales: [num_blocks, block_size,
-    2] float32, dense: for each slot (scale, lowest), which its heads share. A value is
+    its low four bits and value 2i + 1 in its high four. k_scales, v_scales: [Hkv, num_blocks,
+    block_size, 2] float32, dense: (scale, lowest) for each head and slot. A value is
         code · scale + lowest,    code: 0 to 15
     Slots that nobody uses have scales of NaN, so a load needs its mask and `other=`. Values that the
     mask leaves out must be 0. block_table: [B, max_blocks] int32, context_lens: [B] int32, as in
@@ -232,6 +232,7 @@ def int4_decode(
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         block_table.stride(0),
+        k_scales.stride(0),
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         V_HEAD_DIM=head_dim,
@@ -242,5 +243,6 @@ def int4_decode(
         BLOCK_DV=triton.next_power_of_2(max(head_dim, 16)),
         NUM_STAGES=2,
         LOAD=load_int4,
+        LOAD_V=load_int4,
     )
     return out

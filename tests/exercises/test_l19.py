@@ -371,7 +371,7 @@ def test_pages_without_loops(impl, seed):
 # ---------------------------------------------------------------- 19.4 the hook
 
 
-def four_bits(seed, lengths, block_size, heads=(2, 1), head_dim=8, lowest=True, gaps=False):
+def four_bits(seed, lengths, block_size, heads=(2, 1), head_dim=8, gaps=False):
     """The arguments of int4_decode: blocks in random order, codes random, scales of unused slots
     NaN, a block that nobody owns in the table behind a sequence's blocks.
     """
@@ -388,15 +388,16 @@ def four_bits(seed, lengths, block_size, heads=(2, 1), head_dim=8, lowest=True, 
             wide = wide.to(torch.uint8)
             wide[:, :block_size, :, : head_dim // 2] = caches[at]
             caches[at] = wide[:, :block_size, :, : head_dim // 2]
-    scales = [torch.full((total, block_size, 2), float("nan")) for _ in range(2)]
+    scales = [torch.full((heads[1], total, block_size, 2), float("nan")) for _ in range(2)]
     table = torch.full((len(lengths), max(counts) + 1), nobody, dtype=torch.int32)
     for b, length in enumerate(lengths):
         for index in range(counts[b]):
             table[b, index] = block = order.pop()
             held = min(block_size, length - index * block_size)
             for scale in scales:
-                scale[block, :held, 0] = 0.05 + 0.3 * torch.rand(held, generator=g)
-                scale[block, :held, 1] = torch.randn(held, generator=g) * lowest - 1.0 * lowest
+                pairs = torch.rand(heads[1], held, 2, generator=g)
+                scale[:, block, :held, 0] = 0.05 + 0.3 * pairs[..., 0]
+                scale[:, block, :held, 1] = 1.0 - 4.0 * pairs[..., 1]
     return dict(
         q=torch.randn(len(lengths), heads[0], head_dim, generator=g),
         k_cache=caches[0],
@@ -420,7 +421,7 @@ def by_definition(q, k_cache, v_cache, k_scales, v_scales, block_table, context_
                 block, row = int(block_table[b, key // block_size]), key % block_size
                 halves = stored[block, row].int()
                 codes = torch.stack([halves % 16, halves // 16], -1).flatten(1).double()
-                scale, lowest = scales[block, row].double()
+                scale, lowest = scales[:, block, row, :, None].double().unbind(1)
                 held.append(codes * scale + lowest)
             rows.append(torch.stack(held) if held else q.new_zeros(0, k_cache.shape[2], 1).double())
         k, v = rows
@@ -462,7 +463,8 @@ def test_four_bits(impl, case, seed):
 def test_four_bits_example(impl, seed):
     inputs = four_bits(seed, [1], 1, heads=(1, 1), head_dim=2)
     block = int(inputs["block_table"][0, 0])
-    inputs["v_cache"][block], inputs["v_scales"][block] = 0x4F, torch.tensor([0.5, -1.0])
+    inputs["v_cache"][block] = 0x4F
+    inputs["v_scales"][:, block] = torch.tensor([0.5, -1.0])
     compare(impl, inputs, want=torch.tensor([[[6.5, 1.0]]]), atol=1e-5)
 
 

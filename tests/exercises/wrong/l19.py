@@ -740,7 +740,7 @@ def slipped_four_bits(
                 else:
                     codes = halves_of(bytes, order).float()
                 at, place = slot_of(key, block, row, size)
-                scale, lowest = scales[at % len(scales), place % size]
+                scale, lowest = scales[:, at % scales.shape[1], place % size, :, None].unbind(1)
                 if swap:
                     scale, lowest = lowest, scale
                 held.append(meaning(codes, scale, lowest))
@@ -863,11 +863,11 @@ def by_sums_of_codes(q, k_cache, v_cache, k_scales, v_scales, block_table, conte
         slots = block_table[b].long()[keys // size], keys % size
         for head in range(num_heads if length else 0):
             own = (*slots, torch.tensor(head // group))
-            scale, lowest = k_scales[slots].unbind(-1)
+            scale, lowest = k_scales[head // group][slots].unbind(-1)
             products = (q[b, head] * halves_of(k_cache[own]).float()).sum(-1)
             scores = (scale * products + lowest * q[b, head].sum()) * dim**-0.5
             p = torch.softmax(scores, 0)
-            scale, lowest = v_scales[slots].unbind(-1)
+            scale, lowest = v_scales[head // group][slots].unbind(-1)
             out[b, head] = (p * scale) @ halves_of(v_cache[own]).float() + (p * lowest).sum()
     return out
 
@@ -885,9 +885,9 @@ def by_a_table(q, k_cache, v_cache, k_scales, v_scales, block_table, context_len
             held = []
             for key in range(length):
                 block = block_table[b, key // size]
-                scale, lowest = scales[block, key % size]
+                tables = [steps * pair[0] + pair[1] for pair in scales[:, block, key % size]]
                 codes = halves_of(cache[block, key % size]).long()
-                held.append((steps * scale + lowest)[codes])
+                held.append([table[own] for table, own in zip(tables, codes)])
             rows.append(held)
         for head in range(q.shape[1] if length else 0):
             k, v = (torch.stack([row[head // group] for row in held]) for held in rows)
