@@ -81,7 +81,7 @@ def new_runner(
     args: EngineArgs, num_blocks: int, model: Decoder, max_model_len: int
 ) -> ModelRunner:
     """A model over a pool of its own, on a GPU with its decode steps as CUDA graphs."""
-    runner = ModelRunner(model, num_blocks, args.block_size, max_model_len)
+    runner = ModelRunner(model, num_blocks, args.block_size, max_model_len, args.kv_cache_dtype)
     if replays(args, model):
         # because everybody who decodes owns a block
         most = min(args.max_num_seqs, num_blocks) * args.rows_each
@@ -91,9 +91,11 @@ def new_runner(
 
 def replays(args: EngineArgs, model: Decoder) -> bool:
     """Whether decode steps become CUDA graphs. On a CPU nothing is launched; a mixture of experts
-    stays eager, because Python asks its router which experts to run, and so does Gemma 2.
+    stays eager, because Python asks its router which experts to run, and so does Gemma 2. So do
+    quantized latents, because no kernel reads them: they become numbers first.
     """
     can_replay = model.device.type == "cuda" and model.config.can_be_captured
+    can_replay = can_replay and (model.config.mla is None or args.kv_cache_dtype == "auto")
     return can_replay and not args.enforce_eager
 
 

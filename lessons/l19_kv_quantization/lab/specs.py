@@ -6,7 +6,7 @@ generations, and tests assert.
 
 from dataclasses import replace
 
-from lessons.l12_paged_kv.lab.specs import WITH_MATRIX_UNITS, decode_spec, prefill_spec
+from lessons.l12_paged_kv.lab.specs import WITH_MATRIX_UNITS, decode_spec
 from lessons.l19_kv_quantization import hooks
 from lessons.toolbox.kernels.compile_check import KernelSpec
 
