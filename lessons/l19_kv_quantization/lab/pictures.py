@@ -21,7 +21,10 @@ from lessons.l01_roofline.plan import Plan, make_plan
 from lessons.l02_naive_attention.naive import attention, whole_sequence
 from lessons.l16_speculative_sampling.lab.workload import embedded_pair, held_out_prompts
 from lessons.l19_kv_quantization.formats import FORMATS
+from lessons.l19_kv_quantization.kivi import dequantize_keys, quantize_keys
 from lessons.l19_kv_quantization.lab.ways_out import bits_per_value, way
+from lessons.l19_kv_quantization.smoothquant import smoothing_scales
+from lessons.l19_kv_quantization.w8a8 import to_eight_bits
 from lessons.toolbox.draw.figure import (
     GREY,
     PALETTE,
@@ -29,6 +32,7 @@ from lessons.toolbox.draw.figure import (
     ClassFigure,
     frame,
     label_column,
+    log_axis,
     save_svg,
     size_number,
     style,
@@ -66,14 +70,14 @@ LOUD_LAYER = 3  # whose down_proj receives the loudest channel
 
 @lru_cache
 def keys_of(layer: int) -> Tensor:
-    """K of one held-out prompt as the cache stores it, rotated: [T, Hkv, D]."""
+    """K of a held-out prompt of PAGE tokens or more, as the cache stores it: [T, Hkv, D], rotated."""
     target, kept = embedded_pair()[0], []
 
     def recorded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         kept.append(k)
         return attention(q, k, v, scale, window=window)
 
-    (prompt,) = held_out_prompts(1)
+    prompt = next(prompt for prompt in held_out_prompts(32) if len(prompt) >= PAGE)
     target(torch.tensor(prompt), whole_sequence(target, len(prompt), recorded))
     return kept[layer]
 
@@ -96,10 +100,10 @@ def received(layer: int, prompts: int = 12) -> tuple[Tensor, Tensor]:
 
 
 def errors_of(page: Tensor) -> tuple[Tensor, Tensor]:
-    """page: [tokens, D] -> |error| in INT4 with a scale for each token, and for each channel."""
+    """page: [32, D] -> |error| in INT4 with a scale for each token, and for each channel."""
     int4 = FORMATS["int4"]
     by_token = int4.dequantize(*int4.quantize(page))
-    by_channel = int4.dequantize(*int4.quantize(page.T)).T
+    by_channel = dequantize_keys(*quantize_keys(page[:, None]))[:, 0]
     return (page - by_token).abs(), (page - by_channel).abs()
 
 
@@ -166,7 +170,7 @@ def draw_fit(model: str = "llama-3-70b", gpus: int = 2, marked: int = 8192) -> C
         labels.append((CONTEXTS[-1], counts[-1], NAMES[cache], colour))
     ax.axvline(marked, color=GREY, lw=1, ls=":")
     _context_axis(ax)
-    ax.set_yscale("log")
+    log_axis(ax.yaxis, 1, 4096)
     ax.set_ylabel("sequences that fit (higher is better)")
     ax.grid(True)
     label_column(ax, labels)
@@ -197,12 +201,12 @@ def draw_loses(model: str = "llama-3-8b", batches: tuple[int, ...] = (32, 8, 1))
         ax.plot(CONTEXTS, gains, color=colour, marker=marker)
         labels.append((CONTEXTS[-1], gains[-1], f"batch {batch}", colour))
     most = 16 / bits_per_value("fp8", find_model(model).head_dim)
-    for height, text in ((1.0, "no gain"), (most, f"bytes of the cache, {most:.2f}×")):
-        ax.axhline(height, color=ROLES["floor"].colour, ls="--", lw=1.5)
-        ax.annotate(text, (CONTEXTS[0], height), (0, 5), textcoords="offset points", color=GREY)
+    ax.axhline(most, color=ROLES["floor"].colour, ls="--", lw=1.5)
+    words = f"roof: the cache alone, {most:.2f}×"
+    ax.annotate(words, (CONTEXTS[0], most), (0, 5), textcoords="offset points", color=GREY)
     _context_axis(ax)
     ax.set_ylim(0.95, 2.08)
-    ax.set_ylabel("decode step, 16 bits over FP8 (higher is better)")
+    ax.set_ylabel("16 bits over FP8 (higher is better)")
     ax.grid(True)
     label_column(ax, labels)
     return fig
@@ -218,23 +222,20 @@ def _context_axis(ax: plt.Axes) -> None:
 
 
 def smoothing(x: Tensor, weight: Tensor, alpha: float) -> Tensor:
-    """SmoothQuant's s of each channel, from the x themselves: [T, K], [N, K] -> [K]."""
-    return x.abs().amax(0) ** alpha / weight.abs().amax(0) ** (1 - alpha)
+    """s of each channel, from the x themselves: [T, K], [N, K] -> [K]."""
+    return smoothing_scales(x.abs().amax(0), [weight], alpha)
 
 
-def product_error(x: Tensor, weight: Tensor, s: Tensor) -> dict[str, float]:
-    """Relative error of x · weightᵀ in INT8 with the channels moved by s: with a scale for each token,
-    and with one for all. A scale for each row of the weight in both.
+def product_error(x: Tensor, weight: Tensor, s: Tensor) -> tuple[float, float]:
+    """Relative error of x · weightᵀ in INT8 after the channels were moved by s: [K], with one scale for
+    all tokens, and with one for each. The weight has one for each row.
     """
     int8, exact = FORMATS["int8"], x @ weight.T
-    rows = int8.dequantize(*int8.quantize(weight * s))
-    tokens = int8.dequantize(*int8.quantize(x / s))
-    tensor = int8.dequantize(*int8.quantize((x / s).flatten())).view_as(x)
-    found = {"a scale for each token": tokens, "one scale": tensor}
-    return {
-        name: float((values @ rows.T - exact).norm() / exact.norm())
-        for name, values in found.items()
-    }
+    rows = to_eight_bits(weight * s, "int8").dequantize()
+    one = int8.dequantize(*int8.quantize((x / s).flatten())).view_as(x)
+    each = int8.dequantize(*int8.quantize(x / s))
+    one, each = (float((x @ rows.T - exact).norm() / exact.norm()) for x in (one, each))
+    return one, each
 
 
 @style()
@@ -244,11 +245,12 @@ def draw_outliers(alpha: float = 0.5, layer: int = LOUD_LAYER) -> ClassFigure:
     s = smoothing(x, weight, alpha)
     before, after = (values.abs().amax(0) for values in (x, x / s))
     loud = [float(values.max() / values.median()) for values in (before, after)]
-    errors = [product_error(x, weight, by)["one scale"] for by in (torch.ones_like(before), s)]
+    errors = [product_error(x, weight, by) for by in (torch.ones_like(before), s)]
     fig, axes = frame(
         f"α = {alpha:g}: the loudest channel falls from {loud[0]:.0f} to {loud[1]:.1f} times the "
-        f"median, the INT8 error from {errors[0]:.1%} to {errors[1]:.1%}",
-        f"models/tiny, down_proj of layer {layer}, held-out code; one scale for all of x",
+        f"median, the INT8 error from {errors[0][0]:.1%} to {errors[1][0]:.1%}",
+        f"models/tiny, down_proj of layer {layer}, held-out code; one scale for all tokens (with one for "
+        f"each: {errors[0][1]:.1%} to {errors[1][1]:.1%})",
         (11, 4.8),
         (1, 1),
     )
@@ -261,7 +263,7 @@ def draw_outliers(alpha: float = 0.5, layer: int = LOUD_LAYER) -> ClassFigure:
         rank = np.arange(len(order))
         ax.plot(rank, first[order], color=ROLES["naive"].colour, lw=1.5, label="before")
         ax.plot(rank, second[order], color=ROLES["optimized"].colour, lw=1.5, ls=":", label="after")
-        ax.set_yscale("log")
+        log_axis(ax.yaxis, 0.05, 500)
         ax.set_title(title, loc="left")
         ax.set_xlabel("channel, from quiet to loud activations")
         ax.grid(True)
