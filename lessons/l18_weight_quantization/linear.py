@@ -8,9 +8,10 @@ The twin shares everything but the matrices that were quantized with the model t
 import copy
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
-from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.decoder import Decoder, swap
 from lessons.l18_weight_quantization.weights import QuantizedWeight
 
 Multiply = Callable[[Tensor, QuantizedWeight, Tensor | None], Tensor]
@@ -58,3 +59,20 @@ def quantized(
         return module
 
     return twin_of(model, "")
+
+
+def dequantized(model: Decoder) -> Decoder:
+    """A twin whose QuantizedLinears are plain nn.Linears with what the codes mean, in the model's
+    dtype: the same answers up to the rounding of sums, at the speed and in the memory of the model that was never
+    quantized. For measurements that run a model often.
+    """
+
+    def plain(part: QuantizedLinear) -> nn.Linear:
+        with torch.device("meta"):  # no memory, because the matrix is there already
+            linear = nn.Linear(part.in_features, part.out_features, bias=part.bias is not None)
+        matrix = part.quantized.dequantize().to(model.dtype)
+        linear.weight = nn.Parameter(matrix, requires_grad=False)
+        linear.bias = part.bias
+        return linear
+
+    return swap(model, {QuantizedLinear: plain})

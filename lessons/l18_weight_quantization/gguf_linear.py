@@ -1,0 +1,36 @@
+"""Layers over llama.cpp's blocks, which stay as they are in memory.
+
+A product on a CPU decodes a few rows at a time: as float32 they fit into a core's cache, so the numbers
+are multiplied while they are there and never travel to memory. `dequantize_matmul` decodes the whole
+matrix first, writes it to memory and reads it back.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lessons.l18_weight_quantization.gguf_blocks import GgufWeight
+
+SLICE = 2**16  # numbers that are decoded at a time: 256 KiB of float32, a part of a core's L2 cache
+
+
+def gguf_matmul(x: Tensor, weight: GgufWeight, bias: Tensor | None = None) -> Tensor:
+    """x: [T, K]; bias: [N] or None -> [T, N] in x's dtype."""
+    num_rows, columns = weight.shape
+    out = torch.empty(*x.shape[:-1], num_rows, dtype=x.dtype, device=x.device)
+    step = max(1, SLICE // columns)
+    for first in range(0, num_rows, step):
+        rows = slice(first, first + step)
+        out[..., rows] = x @ weight.rows(rows).dequantize().to(x.dtype).T
+    return out if bias is None else out + bias
+
+
+class GgufEmbedding(nn.Module):
+    """An embedding of quantized rows; a token's row is decoded when it is looked up."""
+
+    def __init__(self, weight: GgufWeight, dtype: torch.dtype):
+        super().__init__()
+        self.quantized, self.dtype = weight, dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [T] -> [T, hidden_size]
+        rows = self.quantized.rows(tokens.flatten()).dequantize().to(self.dtype)
+        return rows.unflatten(0, tokens.shape)
