@@ -39,24 +39,50 @@ def e4m3_bits_load(ptr, offset, column, mask, scale_ptr, slot):
 
 
 @triton.jit
-def nibbles(ptr, offset, column, mask):
-    """The codes of 4 bits of a tile, [N, D] int32. A byte is loaded once and gives two columns."""
+def split_bytes(bytes_of_row):
+    """The two codes of each byte, the low half first: [N, D / 2] uint8 -> [N, D] int32."""
+    ROWS: tl.constexpr = bytes_of_row.shape[0]
+    HALF: tl.constexpr = bytes_of_row.shape[1]
+    both = tl.join(bytes_of_row & 15, bytes_of_row >> 4)  # [N, D / 2, 2]
+    return tl.reshape(both, (ROWS, 2 * HALF)).to(tl.int32)
+
+
+@triton.jit
+def whole_rows(ptr, offset, mask):
+    """The codes of 4 bits of a tile whose rows are full, D = BLOCK_D: [N, D] int32.
+
+    Loaded without a mask. A mask made for D columns tells the compiler nothing about D / 2 bytes, and it
+    would load byte by byte. Behind a sequence's end the table lookup gives block 0, so these loads hit
+    memory that is there, and what they bring is masked when it has become numbers.
+    """
+    HALF: tl.constexpr = mask.shape[1] // 2
+    return split_bytes(tl.load(ptr + offset + tl.arange(0, HALF)[None, :]))
+
+
+@triton.jit
+def as_numbers(codes, mask, scale_ptr, slot):
+    """code · scale + low of each slot. codes: [N, D] int32 -> [N, D] in the dtype of the scales."""
+    scale = tl.load(scale_ptr + 2 * slot)[:, None].to(tl.float32)
+    low = tl.load(scale_ptr + 2 * slot + 1)[:, None].to(tl.float32)
+    return tl.where(mask, codes * scale + low, 0.0).to(scale_ptr.dtype.element_ty)
+
+
+@triton.jit
+def int4_load(ptr, offset, column, mask, scale_ptr, slot):
+    """Codes of 4 bits, two in a byte, in heads whose size is a power of two."""
+    return as_numbers(whole_rows(ptr, offset, mask), mask, scale_ptr, slot)
+
+
+@triton.jit
+def int4_any_load(ptr, offset, column, mask, scale_ptr, slot):
+    """`int4_load` for heads of any even size, byte by byte."""
     ROWS: tl.constexpr = mask.shape[0]
     HALF: tl.constexpr = mask.shape[1] // 2
     # Both columns of a byte exist or none, so the mask of the first is that of the byte.
     is_byte, _ = tl.split(tl.reshape(mask.to(tl.int8), (ROWS, HALF, 2)))
     byte = tl.arange(0, HALF)[None, :]
-    codes = tl.load(ptr + offset + byte, mask=is_byte != 0, other=0).to(tl.int32)
-    return tl.reshape(tl.join(codes & 15, codes >> 4), (ROWS, 2 * HALF))
-
-
-@triton.jit
-def int4_load(ptr, offset, column, mask, scale_ptr, slot):
-    """Codes of 4 bits, two in a byte: code · scale + low of their slot."""
-    codes = nibbles(ptr, offset, column, mask)
-    scale = tl.load(scale_ptr + 2 * slot)[:, None].to(tl.float32)
-    low = tl.load(scale_ptr + 2 * slot + 1)[:, None].to(tl.float32)
-    return tl.where(mask, codes * scale + low, 0.0).to(scale_ptr.dtype.element_ty)
+    codes = tl.load(ptr + offset + byte, mask=is_byte != 0, other=0)
+    return as_numbers(split_bytes(codes), mask, scale_ptr, slot)
 
 
 @triton.jit
@@ -66,7 +92,7 @@ def kivi_key_load(ptr, offset, column, mask, scale_ptr, slot):
     Scales: [groups, D, 2]; D is a power of two. A page is a whole number of groups.
     """
     WIDTH: tl.constexpr = mask.shape[1]
-    codes = nibbles(ptr, offset, column, mask)
+    codes = whole_rows(ptr, offset, mask)
     place = scale_ptr + 2 * ((slot // GROUP_TOKENS)[:, None] * WIDTH + column)
     scale = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     low = tl.load(place + 1, mask=mask, other=0.0).to(tl.float32)
@@ -80,7 +106,7 @@ def kivi_value_load(ptr, offset, column, mask, scale_ptr, slot):
     Scales: [slots, D / 32, 2], as many as K has.
     """
     PARTS: tl.constexpr = mask.shape[1] // GROUP_TOKENS
-    codes = nibbles(ptr, offset, column, mask)
+    codes = whole_rows(ptr, offset, mask)
     place = scale_ptr + 2 * (slot[:, None] * PARTS + column // GROUP_TOKENS)
     scale = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     low = tl.load(place + 1, mask=mask, other=0.0).to(tl.float32)

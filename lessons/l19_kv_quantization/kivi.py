@@ -18,7 +18,8 @@ token instead:
   see more in full precision than they did at first. The tokens may come out differently.
 - the prefix cache: who finds a page of codes reads codes where somebody else read full precision.
 - speculation: a rejected token can be taken back while it is in full precision. Afterwards it is in its
-  group's scales for good. So `residual` has to be as long as a draft, at least.
+  group's scales for good, so `residual` has to be as long as a draft, at least. And even then a draft
+  leaves a trace: it pushes older tokens over the border, and they stay codes.
 
 Source: Liu et al. 2024, KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, section 3 (the
 algorithm: appendix A). There with 2 bits, G = 32 and R = 32 to 128.

@@ -18,7 +18,7 @@ from lessons.l12_paged_kv.checks import check_decode, check_prefill
 from lessons.l12_paged_kv.launch import Stored, launch_decode, launch_prefill
 from lessons.l19_kv_quantization.checks import check_codes
 from lessons.l19_kv_quantization.formats import RowFormat
-from lessons.l19_kv_quantization.hooks import e4m3_bits_load, int4_load, scaled_load
+from lessons.l19_kv_quantization.hooks import e4m3_bits_load, int4_any_load, int4_load, scaled_load
 from lessons.l19_kv_quantization.naive import QuantizedPool
 from lessons.toolbox.kernels.triton_ import tl, triton
 
@@ -31,14 +31,18 @@ def stored(
     """Codes as the kernel's hook reads them, and where it finds the scales. Shapes as in
     `quantized_decode`.
     """
-    load = {"fp8": scaled_load, "int8": scaled_load, "int4": int4_load}[format.name]
+    v_head_dim = v_codes.shape[-1] * 8 // format.bits
+    load = scaled_load
     if format.name == "fp8" and has_e4m3(k_codes.device):
         k_codes, v_codes = (x.view(torch.float8_e4m3fn) for x in (k_codes, v_codes))
     elif format.name == "fp8":
         load = e4m3_bits_load
     elif format.name == "int8":
         k_codes, v_codes = (x.view(torch.int8) for x in (k_codes, v_codes))
-    v_head_dim = v_codes.shape[-1] * 8 // format.bits
+    else:
+        heads = k_codes.shape[-1] * 2, v_head_dim
+        are_whole = all(d >= 16 and d & (d - 1) == 0 for d in heads)
+        load = int4_load if are_whole else int4_any_load
     stride_sh = k_scales.stride(-2)  # from one head's scales to the next one's
     return k_codes, v_codes, Stored(load, load, k_scales, v_scales, stride_sh, v_head_dim)
 

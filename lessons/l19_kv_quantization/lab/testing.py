@@ -1,15 +1,18 @@
-"""What the tests of this lesson share: caches of codes whose pages lie in random order."""
+"""What the tests of this lesson share: caches of codes whose pages lie in random order, and generation
+over codes in its plainest form.
+"""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lessons.l12_paged_kv.lab.testing import DEVICE, PagedInputs, paged
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.naive import attention, whole_sequence
+from lessons.l12_paged_kv.lab.testing import PagedInputs
 from lessons.l12_paged_kv.naive import gathered_attention
 from lessons.l19_kv_quantization.formats import RowFormat
-
-__all__ = ["DEVICE", "CodedInputs", "coded", "dequantized_attention", "dequantized_decode", "paged"]
 
 NAN_CODE = 0x7F  # in E4M3
 
@@ -78,3 +81,32 @@ def dequantized_decode(*arguments, **options) -> Tensor:
     *before, context_lens, format = arguments
     starts = torch.arange(len(context_lens) + 1, device=context_lens.device)
     return dequantized_attention(*before, starts, context_lens, format, **options)
+
+
+def attention_over(format: RowFormat, q, k, v, *arguments, **options) -> Tensor:
+    """Lesson 2's attention to what is left of k and v after their codes: q: [T, Hq, D]; k, v: [T, Hkv,
+    D] -> [T, Hq, D].
+    """
+    k, v = (format.dequantize(*format.quantize(x)) for x in (k, v))
+    return attention(q, k, v, *arguments, **options)
+
+
+@torch.inference_mode()
+def naive_answers(
+    model: Decoder, prompts: list[list[int]], limits: list[int], format: RowFormat
+) -> list[list[int]]:
+    """The definition of generation over a quantized cache: one request at a time, everything computed
+    again for each token, and every K and V as its codes mean it. Greedy.
+    """
+    answers = []
+    over_codes = partial(attention_over, format)
+    for prompt, limit in zip(prompts, limits):
+        tokens = list(prompt)
+        for _ in range(limit):
+            attend = whole_sequence(model, len(tokens), over_codes)
+            hidden = model(torch.tensor(tokens, device=model.device), attend)
+            tokens.append(int(model.logits(hidden[-1:]).argmax()))
+            if tokens[-1] in model.config.eos_token_ids:
+                break
+        answers.append(tokens[len(prompt) :])
+    return answers
