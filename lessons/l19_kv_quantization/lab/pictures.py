@@ -78,19 +78,21 @@ def keys_of(layer: int) -> Tensor:
         return attention(q, k, v, scale, window=window)
 
     prompt = next(prompt for prompt in held_out_prompts(32) if len(prompt) >= PAGE)
-    target(torch.tensor(prompt), whole_sequence(target, len(prompt), recorded))
+    attend = whole_sequence(target, len(prompt), recorded)
+    target.run_layers(target.embed_tokens(torch.tensor(prompt)), attend, range(layer + 1))
     return kept[layer]
 
 
 @lru_cache
-def received(layer: int, prompts: int = 12) -> tuple[Tensor, Tensor]:
+def received(layer: int, prompts: int = 6) -> tuple[Tensor, Tensor]:
     """What a layer's down_proj receives on held-out prompts: [T, K], and its weight: [N, K]."""
     target, kept = embedded_pair()[0], []
     linear = target.layers[layer].mlp.down_proj
     hook = linear.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
     try:
         for prompt in held_out_prompts(prompts):
-            target(torch.tensor(prompt), whole_sequence(target, len(prompt)))
+            attend = whole_sequence(target, len(prompt))
+            target.run_layers(target.embed_tokens(torch.tensor(prompt)), attend, range(layer + 1))
     finally:
         hook.remove()
     return torch.cat(kept), linear.weight
@@ -127,7 +129,7 @@ def draw_page(layer: int = 1, head: int = 1) -> ClassFigure:
         ("|error|, a scale for each channel", by_channel, most),
     ]
     for ax, (title, values, top) in zip(axes, panels):
-        image = ax.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=top)
+        image = ax.imshow(values.numpy(), aspect="auto", cmap="Blues", vmin=0, vmax=top)
         ax.set_title(title, loc="left")
         ax.set_xlabel("channel")
         fig.colorbar(image, ax=ax, shrink=0.9)
