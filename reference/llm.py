@@ -18,14 +18,13 @@ from lessons.l14_continuous_batching.sequence import Sequence
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler, by_arrival
 from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
 from lessons.toolbox.model.arguments import refuse
-from lessons.toolbox.model.checkpoint import load_tokenizer
 from reference.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from reference.cache_memory import blocks_that_fit
 from reference.drafting import Drafter, config_of_pool, load_drafter, new_proposer
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
 from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler, PoolsSwap
-from reference.model import load_model
+from reference.model import load_model, load_tokenizer
 from reference.model_runner import ModelRunner
 from reference.outputs import RequestOutput
 from reference.request import EngineRequest

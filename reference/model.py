@@ -3,6 +3,8 @@ fused on a GPU.
 
     model = load_model("models/tiny")                      # the GPU if there is one, else the CPU
     model = load_model("Qwen/Qwen3-0.6B", dtype="bfloat16")
+    model = load_model("model-Q4_K_M.gguf")                # its matrices stay quantized in memory
+    tokenizer = load_tokenizer("model-Q4_K_M.gguf")        # a GGUF file carries its own
 """
 
 import os
@@ -12,7 +14,11 @@ import torch
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l18_weight_quantization.gguf_file import is_gguf, read_gguf
+from lessons.l18_weight_quantization.gguf_model import load_gguf
+from lessons.l18_weight_quantization.gguf_tokenizer import tokenizer_of
 from lessons.toolbox.measure.device import default_device, default_dtype
+from lessons.toolbox.model import checkpoint
 from lessons.toolbox.model.placement import read_device
 
 
@@ -22,7 +28,8 @@ def load_model(
     dtype: torch.dtype | str | None = None,
 ) -> Decoder:
     """A checkpoint as a decoder, ready to generate: Llama, Mistral, Mixtral, Qwen, Qwen3-MoE, gpt-oss,
-    Phi-3, Gemma 2 and 3, DeepSeek-V2 and V3, by folder or hub name.
+    Phi-3, Gemma 2 and 3, DeepSeek-V2 and V3, by folder or hub name; Llama, Mistral, Qwen2 and Qwen3
+    also by .gguf file.
 
     device: default the GPU if there is one. dtype: a torch.dtype or its name; default the GPU's
     16-bit type, float32 on a CPU. On a GPU the result is lesson 7's fused twin. Raises ValueError
@@ -31,5 +38,15 @@ def load_model(
     device = default_device() if device is None else read_device(device)
     if dtype is None:
         dtype = default_dtype() if device.type == "cuda" else torch.float32
-    model = load_decoder(name_or_path, device, dtype)
+    load = load_gguf if is_gguf(name_or_path) else load_decoder
+    model = load(name_or_path, device, dtype)
     return fused(model) if device.type == "cuda" else model
+
+
+def load_tokenizer(name_or_path: str | os.PathLike):
+    """The tokenizer of a checkpoint or of a .gguf file, as transformers' AutoTokenizer. Raises
+    CheckpointError.
+    """
+    if is_gguf(name_or_path):
+        return tokenizer_of(read_gguf(name_or_path))
+    return checkpoint.load_tokenizer(name_or_path)

@@ -50,9 +50,10 @@ def calibration_windows(tokenizer, count: int = WINDOWS, length: int = WINDOW) -
     quiet = dict(add_special_tokens=False, verbose=False)  # whole modules are longer than a context
     rows = [torch.tensor(tokenizer(text, **quiet)["input_ids"]) for text in calibration_text()]
     cut = [row[: len(row) // length * length].view(-1, length) for row in rows]
+    most = sum(map(len, cut))
+    if count > most:
+        refuse("count", count, f"at most {most} windows of {length} tokens")
     turns = [window[turn] for turn in range(count) for window in cut if turn < len(window)]
-    if len(turns) < count:
-        refuse("count", count, f"at most {len(turns)} windows of {length} tokens")
     return torch.stack(turns[:count])
 
 

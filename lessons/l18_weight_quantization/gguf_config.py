@@ -14,6 +14,7 @@ convert_hf_to_gguf.py of llama.cpp.
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,7 +70,8 @@ class _Settings:
         value = self._take(key, default)
         if not is_number(value, 0) or value == 0:
             raise CheckpointError(f"{self.prefix}{key} must be positive, not {shown(value)}")
-        return float(value)
+        # the shortest decimal of a float32 is what its writer meant: 1e-05, not 9.99999974e-06
+        return float(str(np.float32(value)))
 
     def text(self, key: str, default: str) -> str:
         return self._take(key, default)

@@ -50,6 +50,12 @@ UINT32, INT32, FLOAT32, BOOL, UINT64, INT64 = 4, 5, 6, 7, 10, 11
 FORMAT_OF = {kind.number: name for name, kind in FORMATS.items()}
 
 
+def is_gguf(name_or_path: Any) -> bool:
+    """Whether a model is named by a GGUF file, that is by a path that ends in .gguf."""
+    is_path = isinstance(name_or_path, (str, os.PathLike))
+    return is_path and os.fspath(name_or_path).lower().endswith(".gguf")
+
+
 class TensorInfo(NamedTuple):
     """shape: as PyTorch has it, the slowest dimension first. offset: in the file. size: bytes."""
 
@@ -242,17 +248,17 @@ def write_gguf(
     for key, value in metadata.items():
         kind, content = _typed(key, value)
         parts += [_string(key), struct.pack("<I", kind), content]
-    offset = 0
+    alignment, offset = metadata.get("general.alignment", ALIGNMENT), 0
     for name, (weight, shape) in tensors.items():
         dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
         place = struct.pack("<IQ", FORMATS[weight.format].number, offset)
         parts += [_string(name), dimensions, place]
-        offset += _padded(weight.nbytes, ALIGNMENT)
-    header = b"".join(parts)
+        offset += _padded(weight.nbytes, alignment)
     with open(path, "wb") as file:
-        file.write(_with_padding(header))
-        for weight, _ in tensors.values():
-            file.write(_with_padding(_bytes_of(weight.blocks)))
+        for content in (b"".join(parts), *(weight.blocks for weight, _ in tensors.values())):
+            if isinstance(content, Tensor):
+                content = content.cpu().contiguous().numpy().tobytes()
+            file.write(content.ljust(_padded(len(content), alignment), b"\0"))
 
 
 def _typed(key: str, value: Any) -> tuple[int, bytes]:
@@ -284,11 +290,3 @@ def _numbers(kind: int, values: list) -> bytes:
 def _string(text: str) -> bytes:
     encoded = text.encode("utf-8")
     return struct.pack("<Q", len(encoded)) + encoded
-
-
-def _bytes_of(blocks: Tensor) -> bytes:
-    return blocks.cpu().contiguous().numpy().tobytes()
-
-
-def _with_padding(content: bytes) -> bytes:
-    return content.ljust(_padded(len(content), ALIGNMENT), b"\0")

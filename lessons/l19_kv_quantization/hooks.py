@@ -89,25 +89,23 @@ def int4_any_load(ptr, offset, column, mask, scale_ptr, slot):
 def kivi_key_load(ptr, offset, column, mask, scale_ptr, slot):
     """KIVI's K, 4 bits: each channel of a group of 32 tokens has a scale and a low of its own.
 
-    Scales: [groups, D, 2]; D is a power of two. A page is a whole number of groups.
+    Scales: [groups, 2, D]; D is a power of two. A page is a whole number of groups.
     """
     WIDTH: tl.constexpr = mask.shape[1]
     codes = whole_rows(ptr, offset, mask)
-    place = scale_ptr + 2 * ((slot // GROUP_TOKENS)[:, None] * WIDTH + column)
-    scale = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    low = tl.load(place + 1, mask=mask, other=0.0).to(tl.float32)
-    return (codes * scale + low).to(scale_ptr.dtype.element_ty)
+    place = scale_ptr + (slot // GROUP_TOKENS)[:, None] * (2 * WIDTH) + column
+    numbers = codes * tl.load(place).to(tl.float32) + tl.load(place + WIDTH).to(tl.float32)
+    return tl.where(mask, numbers, 0.0).to(scale_ptr.dtype.element_ty)
 
 
 @triton.jit
 def kivi_value_load(ptr, offset, column, mask, scale_ptr, slot):
     """KIVI's V, 4 bits: each 32 channels of a token have a scale and a low of their own.
 
-    Scales: [slots, D / 32, 2], as many as K has.
+    Scales: [slots, 2, D / 32], as many as K has.
     """
     PARTS: tl.constexpr = mask.shape[1] // GROUP_TOKENS
     codes = whole_rows(ptr, offset, mask)
-    place = scale_ptr + 2 * (slot[:, None] * PARTS + column // GROUP_TOKENS)
-    scale = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    low = tl.load(place + 1, mask=mask, other=0.0).to(tl.float32)
-    return (codes * scale + low).to(scale_ptr.dtype.element_ty)
+    place = scale_ptr + slot[:, None] * (2 * PARTS) + column // GROUP_TOKENS
+    numbers = codes * tl.load(place).to(tl.float32) + tl.load(place + PARTS).to(tl.float32)
+    return tl.where(mask, numbers, 0.0).to(scale_ptr.dtype.element_ty)

@@ -22,8 +22,8 @@ from lessons.toolbox.model.arguments import refuse
 class KiviPages(NamedTuple):
     """What some sequences hold. A page is a group, 32 tokens.
 
-    k_codes, v_codes: [pages, 32, Hkv, D / 2] uint8; k_scales: [Hkv, pages, D, 2]; v_scales: [Hkv,
-    pages · 32, D / 32, 2]; block_table: [B, max_pages] int32; coded: [B] int32, tokens in pages;
+    k_codes, v_codes: [pages, 32, Hkv, D / 2] uint8; k_scales: [Hkv, pages, 2, D]; v_scales: [Hkv,
+    pages · 32, 2, D / 32]; block_table: [B, max_pages] int32; coded: [B] int32, tokens in pages;
     k, v: [B, most, Hkv, D], what is in full precision; rest: [B] int32, tokens there.
     """
 
@@ -57,8 +57,8 @@ class KiviPages(NamedTuple):
         return cls(
             k_codes,
             v_codes,
-            k_scales.flatten(0, 1).transpose(0, 1).contiguous(),
-            v_scales.flatten(0, 1).transpose(0, 1).contiguous(),
+            k_scales.flatten(0, 1).permute(1, 0, 3, 2).contiguous(),
+            v_scales.flatten(0, 1).permute(1, 0, 3, 2).contiguous(),
             torch.tensor(table, dtype=torch.int32, device=device),
             torch.tensor([c.coded for c in caches], dtype=torch.int32, device=device),
             pad([cache.k for cache in caches], batch_first=True),

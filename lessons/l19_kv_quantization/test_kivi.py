@@ -165,12 +165,12 @@ def test_the_kernel_reads_channels_of_k_and_tokens_of_v(seed, proof):
 @pytest.mark.parametrize(
     "hook, old, new",
     [
-        ("kivi_key_load", "(slot // GROUP_TOKENS)[:, None] * WIDTH + column",
-         "(slot // GROUP_TOKENS)[:, None] * WIDTH + 0 * column"),
-        ("kivi_key_load", "(slot // GROUP_TOKENS)[:, None] * WIDTH + column",
+        ("kivi_key_load", "(slot // GROUP_TOKENS)[:, None] * (2 * WIDTH) + column",
+         "(slot // GROUP_TOKENS)[:, None] * (2 * WIDTH) + 0 * column"),
+        ("kivi_key_load", "(slot // GROUP_TOKENS)[:, None] * (2 * WIDTH) + column",
          "slot[:, None] * 0 + column"),
-        ("kivi_value_load", "slot[:, None] * PARTS + column // GROUP_TOKENS",
-         "(slot // GROUP_TOKENS)[:, None] * PARTS + column // GROUP_TOKENS"),
+        ("kivi_value_load", "slot[:, None] * (2 * PARTS) + column // GROUP_TOKENS",
+         "(slot // GROUP_TOKENS)[:, None] * (2 * PARTS) + column // GROUP_TOKENS"),
     ],
 )  # fmt: skip
 def test_a_wrong_hook_is_found(hook, old, new, seed, tmp_path, monkeypatch):

@@ -57,7 +57,8 @@ def find_folder(name_or_path: str | os.PathLike, hub_patterns: list[str]) -> Pat
         return REPOSITORY / name
     if os.path.isfile(name):
         raise CheckpointError(
-            f"model {name!r} is a file; give the folder that holds config.json, model.safetensors"
+            f"model {name!r} is a file; give the folder that holds config.json, model.safetensors "
+            "(a .gguf file: give it to load_model or LLM of reference)"
         )
     return _fetch(name, hub_patterns)
 
