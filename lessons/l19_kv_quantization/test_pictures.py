@@ -9,8 +9,11 @@ import torch
 
 from lessons.l01_roofline.models import find_model
 from lessons.l01_roofline.plan import make_plan
+from lessons.l02_naive_attention.naive import attention
 from lessons.l19_kv_quantization.formats import FORMATS, row_bytes
+from lessons.l19_kv_quantization.kivi import KiviCache
 from lessons.l19_kv_quantization.lab import pictures, ways_out
+from lessons.l19_kv_quantization.lab.testing import attention_over
 from lessons.l19_kv_quantization.lab.ways_out import bits_per_value, five_ways, way
 from lessons.l19_kv_quantization.smoothquant import smoothing_scales
 from lessons.l19_kv_quantization.w8a8 import to_eight_bits
@@ -21,6 +24,13 @@ from tests.excerpts import plain_readme, stray_excerpts
 ROOM = Path(__file__).parent
 README = plain_readme(ROOM)
 GUIDES = (ROOM.parent / "GUIDES.md").read_text(encoding="utf-8")
+
+CACHES = {
+    "int8": "INT8, a scale a row",
+    "fp8": "FP8, a scale a row",
+    "int4": "INT4, a scale and a low a row",
+    "kivi": "KIVI, INT4, the last 32 tokens as they are",
+}
 
 
 @pytest.mark.parametrize("name", ["page", "fit", "loses", "outliers"])
@@ -35,12 +45,31 @@ def test_the_excerpts_stand_in_the_sources():
 
 def test_the_readme_quotes_the_page():
     """Step 5. A scale for each channel loses less than half of what one for each token does."""
-    page = pictures.keys_of(1)[: pictures.PAGE, 1]
+    page = pictures.seen(1)[1][: pictures.PAGE, 1]
     token, channel = (float(e.norm() / page.norm()) for e in pictures.errors_of(page))
     assert (
         f"one for each token loses {token:.1%} of K, one for each channel {channel:.1%}" in README
     )
     assert channel < token / 2
+
+
+def test_the_readme_quotes_the_errors_of_attention():
+    """The table of step 5."""
+    q, k, v = pictures.seen(1)
+    exact = attention(q, k, v)
+    kivi = KiviCache(residual=1)
+    kivi.append(k, v)
+    assert (len(k), kivi.coded) == (96, 64)
+    outs = {name: attention_over(format, q, k, v) for name, format in FORMATS.items()}
+    bits = {name: bits_per_value(name, 64) for name in FORMATS} | {"kivi": 4 + 2 * 16 / 32}
+    outs["kivi"] = attention(q, *kivi.numbers())
+    for name, out in outs.items():
+        (row,) = (line for line in README.splitlines() if line.startswith(f"| {CACHES[name]} |"))
+        assert row.endswith(f"| {bits[name]:.2f} | {relative(out, exact):.1%} |"), (name, row)
+
+
+def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((out - exact).norm() / exact.norm())
 
 
 def test_the_readme_quotes_the_smoothed_layer():

@@ -69,12 +69,14 @@ LOUD_LAYER = 3  # whose down_proj receives the loudest channel
 
 
 @lru_cache
-def keys_of(layer: int) -> Tensor:
-    """K of a held-out prompt of PAGE tokens or more, as the cache stores it: [T, Hkv, D], rotated."""
+def seen(layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a held-out prompt of PAGE tokens or more, rotated, as the cache stores them: [T,
+    heads, D] each.
+    """
     target, kept = embedded_pair()[0], []
 
     def recorded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        kept.append(k)
+        kept.append((q, k, v))
         return attention(q, k, v, scale, window=window)
 
     prompt = next(prompt for prompt in held_out_prompts(32) if len(prompt) >= PAGE)
@@ -112,7 +114,7 @@ def errors_of(page: Tensor) -> tuple[Tensor, Tensor]:
 @style()
 def draw_page(layer: int = 1, head: int = 1) -> ClassFigure:
     """A page of K as a map, and what two kinds of scales lose of it."""
-    page = keys_of(layer)[:PAGE, head]
+    page = seen(layer)[1][:PAGE, head]
     by_token, by_channel = errors_of(page)
     lost = [float(error.norm() / page.norm()) for error in (by_token, by_channel)]
     fig, axes = frame(
