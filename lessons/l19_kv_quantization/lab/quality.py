@@ -41,7 +41,7 @@ from lessons.toolbox.model.checkpoint import load_tokenizer
 ROOT = Path(__file__).parents[3]
 OUT = ROOT / "results" / "counted" / "l19_quality.json"
 MODEL = ROOT / "models" / "tiny"
-WINDOWS, WINDOW = 24, 512
+WINDOWS, WINDOW = 12, 512
 PAGE = 32  # tokens
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LOUD_KEYS, LOUD_ACTIVATIONS = [3], [17, 200]  # channels that become loud
@@ -117,3 +117,142 @@ def rounded(x: Tensor, bits: int, dims: tuple[int, ...]) -> Tensor:
 def in_parts(bits: int, x: Tensor) -> Tensor:
     """KIVI's V: a scale for each 32 channels of a token."""
     return rounded(x.unflatten(-1, (-1, PAGE)), bits, (-1,)).flatten(-2)
+
+
+# ---------------------------------------------------------------- the four questions
+
+
+def formats(measure: Callable, model: Decoder) -> dict:
+    """The engine's formats, and KIVI's scales. bits: of a stored number, scales of 16 bits and all."""
+    width, found = model.config.head_dim, {}
+    for name, format in FORMATS.items():
+        bits = 8 * row_bytes(format, width, 2) / width
+        row = partial(by_row, name)
+        found[name] = {"bits": bits, **measure(WithCache(model, row, row))}
+    for bits in (4, 2):
+        keys, values = partial(by_group, bits, "channel of a page"), partial(in_parts, bits)
+        stored = bits + 2 * 16 / PAGE
+        found[f"kivi {bits} bits"] = {"bits": stored, **measure(WithCache(model, keys, values))}
+    return found
+
+
+def scales(measure: Callable, model: Decoder, loud: Decoder) -> dict:
+    """One part of the cache in codes at a time, by what shares a scale. In "loud" a channel of K is
+    synthetically loud.
+    """
+    found = {}
+    for bits in (8, 4):
+        for over in SHARED:
+            change = partial(by_group, bits, over)
+            found[f"{over}, {bits} bits"] = {
+                "k": measure(WithCache(model, change, as_it_is)),
+                "v": measure(WithCache(model, as_it_is, change)),
+                "k, a loud channel": measure(WithCache(loud, change, as_it_is)),
+            }
+    return found
+
+
+@torch.inference_mode()
+def outliers(model: Decoder, windows: Tensor) -> dict:
+    """How uneven K, V and the inputs of linear layers are, by layer. channel: the loudest channel over the
+    one in the middle. first token, token: the norm of the first token, and of the loudest of the others,
+    over the one in the middle. channels: the largest magnitude of each channel of the first KV head.
+    """
+    count, seen = len(model.layers), {"k": [], "v": []}
+
+    def attention(q, k, v, *arguments, **options):
+        seen["k"].append(k)
+        seen["v"].append(v)
+        return attention_torch(q, k, v, *arguments, **options)
+
+    maxima = activation_maxima(model, partial(run_all, model, windows, attention))
+    found = {
+        part: [channel_ratio(maxima[f"layers.{layer}.{part}"]) for layer in range(count)]
+        for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+    }
+    # attention was called layer after layer, window after window
+    return found | {
+        part: [unevenness(x[i::count]) for i in range(count)] for part, x in seen.items()
+    }
+
+
+def unevenness(rows: list[Tensor]) -> dict:
+    """K or V of a layer: [T, Hkv, D] of each window."""
+    x = torch.stack(rows)
+    norms, loudest = x.norm(dim=-1), x.abs().amax((0, 1))  # [windows, T, Hkv], [Hkv, D]
+    return {
+        "channel": channel_ratio(loudest),
+        "first token": float(norms[:, 0].amax() / norms.median()),
+        "token": float(norms[:, 1:].amax() / norms.median()),
+        "channels": [round(y, 3) for y in loudest[0].tolist()],
+    }
+
+
+@torch.inference_mode()
+def run_all(model: Decoder, windows: Tensor, attention: Callable = attention_torch) -> None:
+    """The model over each window, [length] tokens."""
+    for window in windows:
+        model(window, whole_sequence(model, len(window), attention))
+
+
+def w8a8(measure: Callable, models: dict[str, Decoder], windows: Tensor) -> dict:
+    """Every linear layer but lm_head with codes on both sides. alpha None: not smoothed."""
+    found = {}
+    for kind, model in models.items():
+        maxima = activation_maxima(model, partial(run_all, model, windows))
+        for name in ("int8", "fp8"):
+            for alpha in (None, *ALPHAS):
+                if name == "fp8" and alpha not in (None, 0.5):
+                    continue
+                twin = model if alpha is None else smoothed(model, maxima, alpha)
+                twin = quantized(twin, partial(codes_of, name), w8a8_by_numbers)
+                label = f"{name}, {kind}, {'not smoothed' if alpha is None else f'alpha {alpha}'}"
+                found[label] = measure(twin)
+    return found
+
+
+def codes_of(name: str, layer: str, linear: torch.nn.Linear):
+    return to_eight_bits(linear.weight, name)
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    tokenizer, model = load_tokenizer(str(MODEL)), load_decoder(str(MODEL), "cpu").float()
+    windows = held_out_windows(tokenizer, WINDOWS, WINDOW)
+    calibration = calibration_windows(tokenizer, 8)
+    reference = list(predictions(model, windows))
+
+    def measure(changed) -> dict:
+        measures = asdict(quality(changed, windows, reference))
+        return {
+            name: {key: round(value, 6) for key, value in measures[name].items()}
+            for name in ("loss", "added_loss", "kl", "flips")
+        }
+
+    loud_keys = with_loud_keys(model, LOUD_KEYS, KEY_FACTOR)
+    loud = with_loud_activations(model, LOUD_ACTIVATIONS, ACTIVATION_FACTOR)
+    record = {
+        "model": "models/tiny",
+        "windows": WINDOWS,
+        "window": WINDOW,
+        "page": PAGE,
+        "key_factor": KEY_FACTOR,
+        "activation_factor": ACTIVATION_FACTOR,
+        "outliers": {
+            "as it is": outliers(model, calibration),
+            "a loud channel of K": outliers(loud_keys, calibration),
+            "loud activations": outliers(loud, calibration),
+        },
+        "formats": formats(measure, model),
+        "w8a8": w8a8(measure, {"as it is": model, "loud activations": loud}, calibration),
+        "scales": scales(measure, model, loud_keys),
+    }
+    record["reference"] = measure(model)
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {OUT.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
