@@ -196,7 +196,7 @@ def save_gguf(path: str | os.PathLike, model: Decoder, tokenizer, mixture: str =
             # the inverse of what `load_gguf` does: stored row order[r] is the decoder's row r
             tensor = tensor[order.argsort().to(tensor.device)]
         stored = stored_name(name)
-        format = _format_for(mixture, stored, tensor, config)
+        format = format_for(mixture, stored, tensor, config)
         tensors[stored] = to_gguf(tensor.reshape(-1, tensor.shape[-1]), format), list(tensor.shape)
     write_gguf(path, metadata, tensors)
 
@@ -208,12 +208,12 @@ def quantizer(mixture: str, config: ModelConfig) -> Callable[[str, nn.Linear], G
 
     def quantize(name: str, linear: nn.Linear) -> GgufWeight:
         weight = linear.weight
-        return to_gguf(weight, _format_for(mixture, stored_name(f"{name}.weight"), weight, config))
+        return to_gguf(weight, format_for(mixture, stored_name(f"{name}.weight"), weight, config))
 
     return quantize
 
 
-def _format_for(mixture: str, stored: str, tensor: Tensor, config: ModelConfig) -> str:
+def format_for(mixture: str, stored: str, tensor: Tensor, config: ModelConfig) -> str:
     """Norms and biases stay in 32 bits: they are small, and their errors are not averaged away."""
     if tensor.dim() == 1:
         return "F32"

@@ -2,6 +2,7 @@
 comes back as it went, and that a file that asks for something else is refused.
 """
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from lessons.l18_weight_quantization import gguf_model
 from lessons.l18_weight_quantization.gguf_config import ROPE_FACTORS
 from lessons.l18_weight_quantization.gguf_encode import to_gguf
 from lessons.l18_weight_quantization.gguf_file import read_gguf
-from lessons.l18_weight_quantization.gguf_linear import GgufEmbedding
+from lessons.l18_weight_quantization.gguf_linear import GgufEmbedding, gguf_matmul
 from lessons.l18_weight_quantization.gguf_model import (
     load_gguf,
     quantizer,
@@ -150,3 +151,21 @@ def without_scaling(model: Decoder) -> Decoder:
     twin = Decoder(replace(model.config, rope_scaling=None)).eval().requires_grad_(False)
     twin.load_state_dict(model.state_dict())
     return twin
+
+
+# ---------------------------------------------------------------- layers
+
+
+@pytest.mark.parametrize("format", ["Q8_0", "Q4_K", "Q6_K"])
+def test_products_and_look_ups(format, seed, monkeypatch):
+    """A product that decodes a few rows at a time; an embedding that decodes what is asked for."""
+    monkeypatch.setattr("lessons.l18_weight_quantization.gguf_linear.SLICE", 3 * 256)
+    weight = to_gguf(torch.randn(random.choice([1, 7, 9]), 256), format)
+    numbers = weight.dequantize()
+    x, bias = torch.randn(5, 256), torch.randn(len(numbers))
+    torch.testing.assert_close(gguf_matmul(x, weight, bias), x @ numbers.T + bias)
+    assert gguf_matmul(x.bfloat16(), weight).dtype == torch.bfloat16
+    tokens = torch.randint(len(numbers), (4,))
+    looked_up = GgufEmbedding(weight, torch.float32)(tokens)
+    assert torch.equal(looked_up, numbers[tokens])
+    assert torch.equal(weight.to("cpu").rows(slice(0, 1)).dequantize(), numbers[:1])
