@@ -83,6 +83,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--format",
         choices=tuple(FORMATS),
+        metavar="FORMAT",
         help="default: the method's own, else compressed-tensors",
     )
     add("--bits", type=int, choices=(4, 8), help="of awq and gptq; default 4")
