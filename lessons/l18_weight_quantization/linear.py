@@ -8,6 +8,7 @@ The twin shares everything but the matrices that were quantized with the model t
 import copy
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import Decoder
@@ -42,10 +43,23 @@ def quantized(
     embedding, and because an error there moves every logit at once.
     """
 
+    def replace(name: str, linear: nn.Linear) -> nn.Module:
+        weight = quantize(name, linear)
+        return linear if weight is None else QuantizedLinear(weight, linear.bias, multiply)
+
+    return with_linears(model, nn.Linear, replace)
+
+
+def with_linears(
+    model: nn.Module, kind: type, replace: Callable[[str, nn.Module], nn.Module]
+) -> nn.Module:
+    """A twin of `model` in which replace(name, part) stands for each part of exactly the type `kind`,
+    lm_head left out; everything else is shared.
+    """
+
     def twin_of(module: nn.Module, name: str) -> nn.Module:
-        if type(module) is nn.Linear:
-            weight = quantize(name, module)
-            return module if weight is None else QuantizedLinear(weight, module.bias, multiply)
+        if type(module) is kind:
+            return replace(name, module)
         children = {
             child: twin_of(part, f"{name}.{child}" if name else child)
             for child, part in module.named_children()
@@ -58,3 +72,24 @@ def quantized(
         return module
 
     return twin_of(model, "")
+
+
+def dequantized(model: Decoder) -> Decoder:
+    """A twin whose QuantizedLinears are plain nn.Linears with what the codes mean, in the model's
+    dtype. Its answers are the same up to the rounding of sums, and it runs like the model that was
+    never quantized. For measurements that run a model often.
+    """
+
+    def plain(_: str, part: QuantizedLinear) -> nn.Linear:
+        return linear_of(part.quantized.dequantize().to(model.dtype), part.bias)
+
+    return with_linears(model, QuantizedLinear, plain)
+
+
+def linear_of(matrix: Tensor, bias: Tensor | None) -> nn.Linear:
+    """The nn.Linear of a matrix that is there already: [N, K]."""
+    with torch.device("meta"):  # no memory for another one
+        linear = nn.Linear(*matrix.shape[::-1], bias=bias is not None)
+    linear.weight = nn.Parameter(matrix, requires_grad=False)
+    linear.bias = bias
+    return linear
