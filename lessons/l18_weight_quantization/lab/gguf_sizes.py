@@ -4,9 +4,11 @@ python -m lessons.l18_weight_quantization.lab.gguf_sizes    writes results/count
 """
 
 import math
+from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l18_weight_quantization.gguf_blocks import FORMATS
@@ -25,12 +27,8 @@ def count(mixture: str, config: ModelConfig) -> dict:
     """What a file of the mixture would hold of a model: bytes of all tensors, bits for each weight,
     and the share of the weights that each format has, in percent.
     """
-    with torch.device("meta"):  # shapes without memory
-        tensors = Decoder(config).state_dict()
-    if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight")
     total_bytes, weights = 0, dict.fromkeys(FORMATS, 0)
-    for name, tensor in tensors.items():
+    for name, tensor in tensors_of(config).items():
         format = format_for(mixture, stored_name(name), tensor, config)
         size = math.prod(tensor.shape)
         weights[format] += size
@@ -41,6 +39,16 @@ def count(mixture: str, config: ModelConfig) -> dict:
         "bits_per_weight": round(8 * total_bytes / total, 4),
         "percent": {name: round(100 * n / total, 2) for name, n in weights.items() if n},
     }
+
+
+@cache
+def tensors_of(config: ModelConfig) -> dict[str, Tensor]:
+    """The decoder's tensors by name, shapes without memory."""
+    with torch.device("meta"):
+        tensors = Decoder(config).state_dict()
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight")
+    return tensors
 
 
 def counted() -> dict:
