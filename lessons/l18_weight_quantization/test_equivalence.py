@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from lessons.l18_weight_quantization import unpack
-from lessons.l18_weight_quantization.kernels import add_partials_kernel, quantized_matmul_kernel
+from lessons.l18_weight_quantization.kernels import (
+    add_partials_kernel,
+    quantized_matmul_kernel,
+    scale_of,
+)
 from lessons.l18_weight_quantization.lab.testing import DEVICE, FORMATS, matrix, problem
 from lessons.l18_weight_quantization.operands import operand_of
 from lessons.l18_weight_quantization.optimized import Tiles, matmul
@@ -87,6 +91,23 @@ def test_every_code_becomes_its_number_exactly(hook, dtype, seed):
             want = want.to(dtype).double()
         real = want.isfinite()
         assert torch.equal(found[real], want[real]), (place, hook.__name__)
+
+
+@triton.jit
+def scales_kernel(stored_ptr, out_ptr):
+    """What the kernel makes of 256 stored scales: out: [256] float32."""
+    place = tl.arange(0, 256)
+    tl.store(out_ptr + place, scale_of(tl.load(stored_ptr + place)))
+
+
+def test_every_exponent_of_mxfp4_becomes_its_scale_exactly():
+    """From 2^−127, which is subnormal, to 2^127; 255 is NaN."""
+    stored = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    out = torch.empty(256, device=DEVICE)
+    scales_kernel[(1,)](stored, out)
+    want = torch.tensor([2.0 ** (e - 127) for e in range(255)] + [float("nan")])
+    assert_same_bits(out.cpu()[:255], want[:255])
+    assert out[255].isnan()
 
 
 # ---------------------------------------------------------------- products
