@@ -28,33 +28,64 @@ formats: who reads them
   bitsandbytes        transformers, vLLM                      of nf4
   (a .gguf file)      llama.cpp, Ollama, transformers         of q2_k ... q8_0, f16, bf16, f32
 
-lm_head and the embedding stay in 16 bits, but not in a .gguf file. This project's engine reads every file that is written here:
-LLM("build/tiny-fp8"). To quantize a model only for a run, use LLM("models/tiny", quantization="int4").
+lm_head and the embedding stay in 16 bits, but not in a .gguf file. This project's engine reads every
+file that is written here: LLM("build/tiny-fp8"). To quantize a model only for one run, there is
+LLM("models/tiny", quantization="int4").
+
 """
 SAFETENSORS = ("int8", "int4", "fp8", "nf4", "awq", "gptq")
-GGUF = """q2_k q3_k_s q3_k_m q4_0 q4_1 q4_k_s q4_k_m q5_0 q5_1 q5_k_s q5_k_m q6_k q8_0 f16 bf16
-    f32"""
+GGUF = ("q2_k", "q3_k_s", "q3_k_m", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_0", "q5_1", "q5_k_s")
+GGUF += ("q5_k_m", "q6_k", "q8_0", "f16", "bf16", "f32")
 # method -> the format that is usual for it
 FORMAT = {"gptq": "gptq", "awq": "awq", "nf4": "bitsandbytes"}
-FORMATS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes")
+# format -> the methods whose matrices it holds
+FORMATS = {
+    "gptq": ("gptq", "int4", "int8"),
+    "awq": ("awq", "int4", "gptq"),
+    "compressed-tensors": ("int8", "int4", "fp8", "awq", "gptq"),
+    "fp8": ("fp8",),
+    "bitsandbytes": ("nf4",),
+}
+# option -> the methods that have it
+TAKES = {
+    "bits": ("gptq", "awq"),
+    "windows": ("gptq", "awq"),
+    "group_size": ("int4", "int8", "gptq", "awq"),
+    "symmetric": ("int4", "gptq", "awq"),
+    "act_order": ("gptq",),
+    "no_double_quant": ("nf4",),
+    "format": SAFETENSORS,
+}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m reference.quantize",
         description=__doc__.split("\n")[0],
-        epilog=METHODS,
+        epilog=METHODS + "examples:\n" + __doc__.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model", default="models/tiny", help="folder or hub name of a checkpoint in 16 bits")
-    add("--method", required=True, type=str.lower, choices=(*SAFETENSORS, *GGUF.split()))
+    add(
+        "--method",
+        required=True,
+        type=str.lower,
+        choices=(*SAFETENSORS, *GGUF),
+        metavar="METHOD",
+        help="one of the list below",
+    )
     add(
         "--out",
         required=True,
         help="folder to write, empty or new; for GGUF a new file whose name ends in .gguf",
     )
-    add("--format", choices=FORMATS, help="default: the method's own, else compressed-tensors")
+    add(
+        "--format",
+        choices=tuple(FORMATS),
+        metavar="FORMAT",
+        help="default: the method's own, else compressed-tensors",
+    )
     add("--bits", type=int, choices=(4, 8), help="of awq and gptq; default 4")
     add(
         "--group-size",
@@ -76,38 +107,62 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def settings_of(options: argparse.Namespace):
     """The reference.quantization.Settings that were asked for. Raises ValueError for options that the
-    method does not have.
+    method or the format does not have.
     """
-    from reference.quantization import CALIBRATED, Settings
+    from reference.quantization import Settings
 
-    method, takes = (
-        options.method,
-        {
-            "bits": CALIBRATED,
-            "windows": CALIBRATED,
-            "group_size": ("int4", "int8", *CALIBRATED),
-            "symmetric": ("int4", *CALIBRATED),
-            "act_order": ("gptq",),
-            "no_double_quant": ("nf4",),
-        },
-    )
-    for name, methods in takes.items():
-        if getattr(options, name) not in (None, False) and method not in methods:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag}: got {method} as --method; accepted: {', '.join(methods)}")
+    for name, methods in TAKES.items():
+        value = getattr(options, name)
+        is_given = value is not None and value is not False  # 0 is a group size
+        if is_given and options.method not in methods:
+            flag, got = name.replace("_", "-"), options.method
+            raise ValueError(f"--{flag}: got {got} as --method; accepted: {', '.join(methods)}")
+    form = format_of(options)
+    if options.method not in FORMATS.get(form, GGUF):
+        fit = ", ".join(name for name, methods in FORMATS.items() if options.method in methods)
+        raise ValueError(f"--format: got {form} for {options.method}; accepted: {fit}")
+    if options.act_order and form != "gptq":
+        raise ValueError(f"--format: got {form} with --act-order; accepted: gptq")
+    if options.bits == 8 and form == "awq":
+        raise ValueError("--bits: got 8 for the format awq; accepted: 4")
     given = {name: getattr(options, name) for name in ("bits", "group_size", "windows")}
-    symmetric = method == "gptq" if options.symmetric is None else options.symmetric
+    symmetric = options.method == "gptq" if options.symmetric is None else options.symmetric
     return Settings(
         **{name: value for name, value in given.items() if value is not None},
         symmetric=symmetric,
         act_order=options.act_order,
         double_quantization=not options.no_double_quant,
-        fp8_per="block" if options.format == "fp8" else "row",
+        fp8_per="block" if form == "fp8" else "row",
     )
 
 
-def run(options: argparse.Namespace) -> None:
-    """Quantize and write. Raises ValueError, in one line."""
+def format_of(options: argparse.Namespace) -> str:
+    """The format that was asked for, or the method's own."""
+    if options.method not in SAFETENSORS:
+        return "gguf"
+    return options.format or FORMAT.get(options.method, "compressed-tensors")
+
+
+def write_gguf(options: argparse.Namespace) -> None:
+    """A .gguf file. Raises ValueError, in one line."""
+    from lessons.l06_mla.deepseek import load_decoder
+    from lessons.l18_weight_quantization.gguf_model import save_gguf
+    from lessons.toolbox.model.checkpoint import load_tokenizer
+
+    settings_of(options)  # no option is GGUF's
+    out = Path(options.out)
+    if out.suffix != ".gguf" or out.exists():
+        raise ValueError(f"--out: got {options.out}; accepted: a new file that ends in .gguf")
+    began = time.perf_counter()
+    model = load_decoder(options.model, options.device or "cpu")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_gguf(out, model, load_tokenizer(options.model), options.method.upper())
+    seconds = time.perf_counter() - began
+    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB, {options.method.upper()}, {seconds:.0f} s")
+
+
+def write_safetensors(options: argparse.Namespace) -> None:
+    """A folder with config.json and tokenizer. Raises ValueError, in one line."""
     # here, because they take seconds, and --help should not
     from lessons.l06_mla.deepseek import load_decoder
     from lessons.l18_weight_quantization.write_checkpoint import (
@@ -119,11 +174,11 @@ def run(options: argparse.Namespace) -> None:
     from lessons.toolbox.model.checkpoint import load_tokenizer
     from reference.quantization import quantize_model
 
-    settings, form = settings_of(options), options.format
-    form = form or FORMAT.get(options.method, "compressed-tensors")
+    settings, form = settings_of(options), format_of(options)
     check_new_folder(options.out)
     began = time.perf_counter()
-    model = load_decoder(options.model, options.device or default_device())
+    device = default_device() if options.device is None else options.device
+    model = load_decoder(options.model, device)
     twin = quantize_model(model, options.method, lambda: load_tokenizer(options.model), settings)
     save_quantized(twin, options.model, options.out, form)
     weights = quantized_layers(twin).values()
@@ -139,7 +194,8 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     try:
-        run(options)
+        write = write_safetensors if options.method in SAFETENSORS else write_gguf
+        write(options)
     except ValueError as error:
         print(f"quantize: {error}", file=sys.stderr)
         return 2

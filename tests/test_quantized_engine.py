@@ -18,6 +18,7 @@ from lessons.l06_mla.deepseek import absorbed, load_decoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l18_weight_quantization.calibration import calibration_windows
+from lessons.l18_weight_quantization.gguf_mixture import MIXTURES
 from lessons.l18_weight_quantization.linear import QuantizedLinear, quantized
 from lessons.l18_weight_quantization.naive import dequantize_matmul, round_to_nearest
 from lessons.l18_weight_quantization.weights import (
@@ -34,7 +35,7 @@ from reference.llm import engine_over
 from reference.model import load_model
 from reference.packed import can_pack, packed
 from reference.quantization import ACCEPTED, METHODS, Settings, check_stored, quantize_model
-from reference.quantize import main
+from reference.quantize import GGUF, main
 from tests.engine_cases import LONGEST, assert_clean, greedy, new_engine, new_model, run
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -228,19 +229,40 @@ def test_the_command_writes_what_the_engine_runs(
     assert "out: got" in capsys.readouterr().err
 
 
+def test_the_command_writes_a_gguf_file(folder, tmp_path, capsys):
+    out = tmp_path / "new" / "small.gguf"
+    arguments = ["--model", str(folder), "--out", str(out), "--device", "cpu"]
+    assert main([*arguments, "--method", "Q8_0"]) == 0
+    assert "Q8_0" in capsys.readouterr().out
+    ours, plain = load_model(out, "cpu", quantization="gguf"), load_model(folder, "cpu")
+    assert sum(isinstance(part, QuantizedLinear) for part in ours.modules()) >= 7
+    matrix = ours.layers[0].mlp.up_proj.quantized.dequantize()
+    torch.testing.assert_close(matrix, plain.layers[0].mlp.up_proj.weight, atol=0.01, rtol=0)
+    assert main([*arguments, "--method", "q8_0"]) == 2
+    assert "accepted: a new file that ends in .gguf" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="got 'gptq'; accepted: None or 'gguf'"):
+        load_model(out, "cpu", quantization="gptq")
+    assert {name.upper() for name in GGUF} == set(MIXTURES)
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
+        ("--method q4_k_m --bits 4", "--bits: got q4_k_m as --method; accepted: gptq, awq"),
+        ("--method q4_k_m", "accepted: a new file that ends in .gguf"),
         ("--method fp8 --bits 4", "--bits: got fp8 as --method; accepted: gptq, awq"),
         ("--method int8 --act-order", "--act-order: got int8 as --method; accepted: gptq"),
         (
             "--method int4 --group-size 48",
             "group_size: got 48; accepted: a divisor of the matrix's",
         ),
+        ("--method nf4 --format awq", "--format: got awq for nf4; accepted: bitsandbytes"),
+        ("--method fp8 --group-size 0", "--group-size: got fp8 as --method; accepted: int4, int8"),
         (
-            "--method nf4 --format awq",
-            "format awq: got Nf4Weight in model.layers.0.self_attn.q_proj",
+            "--method gptq --act-order --format compressed-tensors",
+            "--format: got compressed-tensors with --act-order; accepted: gptq",
         ),
+        ("--method awq --bits 8", "--bits: got 8 for the format awq; accepted: 4"),
         ("--method int8 --model no/such/folder", "unknown model 'no/such/folder'"),
     ],
 )

@@ -33,6 +33,7 @@ from lessons.l18_weight_quantization.gguf_linear import GgufEmbedding, gguf_matm
 from lessons.l18_weight_quantization.gguf_mixture import MIXTURES, format_of
 from lessons.l18_weight_quantization.gguf_tokenizer import tokenizer_metadata
 from lessons.l18_weight_quantization.linear import Multiply, QuantizedLinear, quantized
+from lessons.l18_weight_quantization.weights import QuantizedWeight
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError
@@ -89,8 +90,11 @@ def load_gguf(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str = torch.float32,
     multiply: Multiply = gguf_matmul,
+    prepare: Callable[[GgufWeight], QuantizedWeight] | None = None,
 ) -> Decoder:
     """The model in a file. dtype: of the activations, and of what the file holds unquantized.
+    prepare: what a layer holds of its matrix, for a `multiply` that wants it otherwise than as
+    blocks.
 
     The names and shapes in the header are checked before the first tensor is read. Raises
     CheckpointError in one line that names the file, ValueError for another device or dtype.
@@ -118,7 +122,12 @@ def load_gguf(
         numbers = numbers if order is None else numbers[order]
         dense[name] = numbers.to(device=device, dtype=dtype)
     model.load_state_dict(dense, strict=False, assign=True)
-    model = quantized(model, lambda name, linear: packed.get(f"{name}.weight"), multiply)
+
+    def matrix_of(name: str, linear: nn.Linear) -> QuantizedWeight | None:
+        weight = packed.get(f"{name}.weight")
+        return weight if weight is None or prepare is None else prepare(weight)
+
+    model = quantized(model, matrix_of, multiply)
     _set_ends(model, packed, dtype, multiply)
     return model.eval().requires_grad_(False)
 
@@ -196,7 +205,7 @@ def save_gguf(path: str | os.PathLike, model: Decoder, tokenizer, mixture: str =
             # the inverse of what `load_gguf` does: stored row order[r] is the decoder's row r
             tensor = tensor[order.argsort().to(tensor.device)]
         stored = stored_name(name)
-        format = _format_for(mixture, stored, tensor, config)
+        format = format_for(mixture, stored, tensor, config)
         tensors[stored] = to_gguf(tensor.reshape(-1, tensor.shape[-1]), format), list(tensor.shape)
     write_gguf(path, metadata, tensors)
 
@@ -208,12 +217,12 @@ def quantizer(mixture: str, config: ModelConfig) -> Callable[[str, nn.Linear], G
 
     def quantize(name: str, linear: nn.Linear) -> GgufWeight:
         weight = linear.weight
-        return to_gguf(weight, _format_for(mixture, stored_name(f"{name}.weight"), weight, config))
+        return to_gguf(weight, format_for(mixture, stored_name(f"{name}.weight"), weight, config))
 
     return quantize
 
 
-def _format_for(mixture: str, stored: str, tensor: Tensor, config: ModelConfig) -> str:
+def format_for(mixture: str, stored: str, tensor: Tensor, config: ModelConfig) -> str:
     """Norms and biases stay in 32 bits: they are small, and their errors are not averaged away."""
     if tensor.dim() == 1:
         return "F32"

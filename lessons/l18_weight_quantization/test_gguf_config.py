@@ -2,6 +2,7 @@
 something else than the decoder does is refused.
 """
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from lessons.l18_weight_quantization.gguf_config import config_of
 from lessons.l18_weight_quantization.gguf_file import read_gguf, write_gguf
 from lessons.l18_weight_quantization.gguf_mixture import MIXTURES, format_of, gets_more_bits
 from lessons.l18_weight_quantization.gguf_model import load_gguf, save_gguf
+from lessons.l18_weight_quantization.lab import gguf_sizes
 from lessons.l18_weight_quantization.lab.gguf_models import CONFIGS, logits_of, new_model, packed_of
 from lessons.toolbox.model.config_json import CheckpointError
 from lessons.toolbox.model.rope_scaling import RopeScaling
@@ -88,6 +90,20 @@ def test_mixtures_are_written_and_read(tmp_path, seed, request):
         found = again.layers[1].mlp.up_proj.weight if weight is None else weight.dequantize()
         error = float((found - wanted).square().mean().sqrt() / wanted.std())
         assert error < (0.35 if mixture == "Q2_K" else 0.2), mixture
+
+
+def test_the_record_is_what_is_counted():
+    """And what is known of the file that people download: Llama 3 8B in Q4_K_M has 4.92 GB."""
+    record = json.loads(gguf_sizes.RECORD.read_text())
+    assert record == gguf_sizes.counted()
+    assert record["mixtures"]["llama-3-8b"]["Q4_K_M"]["bytes"] == pytest.approx(4.92e9, rel=0.003)
+
+
+def test_a_file_has_the_bytes_that_are_counted(tmp_path, seed):
+    config = CONFIGS["llama, tied"]
+    save_gguf(tmp_path / "x.gguf", new_model(config), None, "Q4_K_M")
+    sizes = [info.size for info in read_gguf(tmp_path / "x.gguf").tensors.values()]
+    assert sum(sizes) == gguf_sizes.count("Q4_K_M", config)["bytes"]
 
 
 # ---------------------------------------------------------------- what is refused
