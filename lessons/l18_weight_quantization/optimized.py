@@ -13,9 +13,10 @@
 
       rows = (bits / 8) · peak FLOP/s / (2 · bytes/s) = 790e12 / 4.3e12 · bits / 16
 
-  184 rows for BF16, 92 for 8 bits and 47 for 4. Above its own number a format is bound by the tensor
-  cores, and BF16 is still bound by memory up to 184 rows. So the advantage shrinks from 16 / bits at
-  47 (92) rows to nothing at 184, and beyond that unpacking is only a cost.
+  184 rows for BF16, 92 for 8 bits and 47 for 4 (4.13 with the scales of groups of 128). Above its own
+  number a format is bound by the tensor cores, and BF16 is still bound by memory up to 184 rows. So the
+  advantage shrinks from 16 / bits at 47 (92) rows to nothing at 184, and beyond that unpacking is only a
+  cost.
 """
 
 from typing import NamedTuple
@@ -180,14 +181,19 @@ def tiles_for(x: Tensor, operand: Operand) -> Tiles:
     return next(tiles for rows, tiles in by_rows.items() if len(x) <= rows)
 
 
-def check_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
-    """Raise ValueError unless x: [M, K] and bias: [N] fit the matrix, [N, K], on one device."""
+def check_matmul(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    dtypes: tuple[torch.dtype, ...] = DECODE_DTYPES,
+) -> None:
+    """Raise ValueError unless x: [M, K], in one of dtypes, and bias: [N] fit the matrix, [N, K], on
+    one device.
+    """
     rows, columns = weight.shape
-    if x.ndim != 2 or x.shape[1] != columns or x.dtype not in DECODE_DTYPES:
-        raise ValueError(
-            f"x: got {x.dtype} {tuple(x.shape)}; accepted: [M, {columns}] in float32, float16 or "
-            f"bfloat16"
-        )
+    if x.ndim != 2 or x.shape[1] != columns or x.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"x: got {x.dtype} {tuple(x.shape)}; accepted: [M, {columns}] in {names}")
     if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype):
         raise ValueError(
             f"bias: got {bias.dtype} {tuple(bias.shape)}; accepted: None, or {x.dtype} [{rows}]"
