@@ -11,6 +11,7 @@ from lessons.l18_weight_quantization.lab import examples, floors
 from lessons.l18_weight_quantization.naive import round_to_nearest
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.excerpts import plain_readme, stray_excerpts
+from tests.markdown import section
 
 ROOM = Path(__file__).parents[1] / "lessons/l18_weight_quantization"
 README = plain_readme(ROOM)
@@ -90,7 +91,7 @@ TRUE_BITS = {
 
 
 def test_the_table_of_formats():
-    lines = [line for line in README.splitlines() if line.startswith("| ")]
+    lines = section(README, "Derivation").splitlines()
     tables = {
         line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in lines if line.count("|") == 7
     }
