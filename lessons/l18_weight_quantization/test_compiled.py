@@ -36,7 +36,7 @@ def test_codes_and_x_are_loaded_16_bytes_at_once():
     x two halves of 16 rows of 128 bytes, 1 load each; the prologue loads 3 steps, the loop one. A
     step of NF4 is half as long, too short for that.
     """
-    for report in reports_of("16x"):
+    for report in reports_of("bf16_16x") + reports_of("fp16_16x"):
         if report.chip >= 80 and "fp32" not in report.name:
             assert report.loads_128bit >= (8 if "nf4" in report.name else 4 * (4 + 2)), report
 
@@ -46,7 +46,7 @@ def test_few_rows_leave_room_for_four_programs_of_an_sm():
     """4-bit codes, 16 rows: 128 threads of at most 128 registers, four times in 65536; and four
     times the shared memory in an H200's 227 KiB.
     """
-    for report in reports_of("16x128"):
+    for report in reports_of("bf16_16x128"):
         if report.chip in (HOPPER, BLACKWELL):
             assert report.registers <= 128 and 4 * report.shared_bytes <= 227 * 1024, report
 
@@ -58,10 +58,10 @@ def test_more_rows_run_on_warpgroup_instructions():
     """
     expected = {HOPPER: "HGMMA", BLACKWELL: "UTCHMMA"}
     for rows in (64, 128):
-        for report in reports_of(f"_{rows}x64"):
+        for report in reports_of(f"bf16_{rows}x64"):
             if report.chip in expected:
                 assert report.matrix_instruction == expected[report.chip], report
-    for report in reports_of("_16x") + reports_of("_32x"):
+    for report in reports_of("bf16_16x") + reports_of("bf16_32x"):
         if report.chip in expected and "fp32" not in report.name:
             assert report.matrix_instruction == "HMMA", report
 
@@ -81,4 +81,22 @@ def test_a_zero_point_costs_no_round_through_shared_memory():
 @pytest.mark.compiler
 def test_the_sum_of_partials_compiles():
     for report in reports_of("add_partials"):
+        assert report.fits and report.loads_128bit, report
+
+
+@pytest.mark.compiler
+def test_fp8_is_multiplied_as_fp8():
+    """With 128 rows by the FP8 instruction of each generation. With 16 rows there is none on Hopper
+    and Blackwell: mma.sync converts to float16 first (HMMA), only WGMMA and tcgen05 multiply FP8.
+    """
+    tall = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA"}
+    for report in reports_of("scaled_fp8e4nv"):
+        expected = (
+            tall if report.name.endswith("128x128") else {89: "QMMA", 90: "HMMA", 100: "HMMA"}
+        )
+        assert report.fits and report.matrix_instruction == expected[report.chip], report
+    for report in reports_of("scaled_i8"):
+        expected = "IGMMA" if report.name.endswith("128x128") and report.chip == HOPPER else "IMMA"
+        assert report.fits and report.matrix_instruction == expected, report
+    for report in reports_of("quantize_rows"):
         assert report.fits and report.loads_128bit, report
