@@ -105,7 +105,8 @@ def per_tensor(
     group_size = check_groups(weight, bits, None)
     groups = grouped(weight, group_size)
     find_scales = absmax if symmetric else zero_point
-    scales, zeros = find_scales(groups.view(1, 1, -1), bits)
+    together = groups.view(1, 1, -1)
+    scales, zeros = find_scales(together, bits)
     rows = len(weight)
     scales = scales.expand(rows, 1)
     if zeros is not None:
@@ -139,7 +140,9 @@ def grouped_int(
 def to_codes(groups: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Tensor:
     """[N, groups, size] uint8: the nearest code of each number. scales, zeros: [N, groups]."""
     last = 2**bits - 1
-    middle = 2 ** (bits - 1) if zeros is None else zeros[..., None]
+    middle = 2 ** (bits - 1)
+    if zeros is not None:
+        middle = zeros[..., None]
     steps = torch.round(groups / scales[..., None])
     codes = (steps + middle).clamp(0, last)
     return codes.to(torch.uint8)
@@ -147,8 +150,7 @@ def to_codes(groups: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) ->
 
 def check_groups(weight: Tensor, bits: int, group_size: int | None) -> int:
     """The group size, K for None. Raises ValueError that names what does not fit."""
-    if weight.ndim != 2 or not weight.numel():
-        refuse("weight", tuple(weight.shape), "a matrix, [N, K]")
+    check_matrix(weight)
     if bits not in (4, 8):
         refuse("bits", bits, "4 or 8")
     columns = weight.shape[1]
@@ -161,6 +163,12 @@ def check_groups(weight: Tensor, bits: int, group_size: int | None) -> int:
             "group_size", group_size, "an even number with 4 bits, because a byte holds two codes"
         )
     return group_size
+
+
+def check_matrix(weight: Tensor) -> None:
+    """Raise ValueError unless it is a matrix with numbers in it."""
+    if weight.ndim != 2 or not weight.numel():
+        refuse("weight", tuple(weight.shape), "a matrix, [N, K]")
 
 
 # ---------------------------------------------------------------- floating numbers
@@ -180,8 +188,7 @@ def to_float8(
     """weight: [N, K] -> numbers of 8 bits. dtype: torch.float8_e4m3fn or torch.float8_e5m2. per: what
     shares a scale, "tensor", "row" or "block" (128 × 128).
     """
-    if weight.ndim != 2 or not weight.numel():
-        refuse("weight", tuple(weight.shape), "a matrix, [N, K]")
+    check_matrix(weight)
     if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         refuse("dtype", dtype, "torch.float8_e4m3fn or torch.float8_e5m2")
     weight = weight.detach().float()
@@ -221,38 +228,40 @@ def to_nf4(weight: Tensor, double_quantization: bool = True) -> Nf4Weight:
     """weight: [N, K] -> NF4, 64 values a block. double_quantization: the absmax of each block in 8
     bits too, which takes 4.13 bits a weight in place of 4.5.
     """
-    if weight.ndim != 2 or not weight.numel() or weight.numel() % NF4_BLOCK:
-        refuse(
-            "weight",
-            tuple(weight.shape),
-            f"a matrix, [N, K], with a multiple of {NF4_BLOCK} values",
-        )
+    check_matrix(weight)
     shape = tuple(weight.shape)
-    blocks = weight.detach().float().reshape(-1, NF4_BLOCK)
+    if weight.numel() % NF4_BLOCK:
+        refuse("weight", shape, f"a matrix, [N, K], with a multiple of {NF4_BLOCK} values")
+    blocks = weight.detach().float()
+    blocks = blocks.reshape(-1, NF4_BLOCK)
     largest = blocks.abs().amax(1)
     table = torch.tensor(NF4_VALUES, device=weight.device)
     scaled = blocks / nonzero(largest)[:, None]
     codes = nearest(scaled, table).to(torch.uint8)
-    first, second = codes.view(-1, 2).unbind(1)
+    pairs = codes.view(-1, 2)
+    first, second = pairs.unbind(1)
     packed = first << 4 | second
     if not double_quantization:
         return Nf4Weight(packed, largest, shape)
-    return Nf4Weight(packed, *nested(largest, shape))
+    absmax_codes, scales, offset = nested(largest)
+    return Nf4Weight(packed, absmax_codes, shape, scales, offset)
 
 
-def nested(largest: Tensor, shape: tuple[int, int]) -> tuple[Tensor, tuple, Tensor, Tensor]:
-    """largest: [blocks] float32 -> its codes, [blocks] uint8, the shape, the scale of each 256 of
-    them, and their mean.
+def nested(largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """largest: [blocks] float32 -> its codes, [blocks] uint8; the scale of each 256 of them; and
+    their mean, [1].
     """
     offset = largest.mean().view(1)
     around = largest - offset  # positive and negative, so all 256 codes are of use
     padding = (0, -len(around) % NESTED_BLOCK)
-    runs = torch.nn.functional.pad(around, padding).view(-1, NESTED_BLOCK)
+    padded = torch.nn.functional.pad(around, padding)
+    runs = padded.view(-1, NESTED_BLOCK)
     scales = runs.abs().amax(1)
+    scaled = runs / nonzero(scales)[:, None]
     table = DYNAMIC_VALUES.to(largest.device)
-    codes = nearest(runs / nonzero(scales)[:, None], table)
-    codes = codes.view(-1)[: len(largest)]
-    return codes.to(torch.uint8), shape, scales, offset
+    codes = nearest(scaled, table).view(-1)
+    codes = codes[: len(largest)]
+    return codes.to(torch.uint8), scales, offset
 
 
 def to_mxfp4(weight: Tensor) -> Mxfp4Weight:
@@ -260,11 +269,11 @@ def to_mxfp4(weight: Tensor) -> Mxfp4Weight:
     value, less 2, because the largest E2M1 number, 6, has the exponent 2. A value between 6 and 8 times
     that power saturates (OCP MX specification v1.0, section 6.3).
     """
-    if weight.ndim != 2 or not weight.numel() or weight.shape[1] % MXFP4_BLOCK:
-        refuse(
-            "weight", tuple(weight.shape), f"a matrix, [N, K], with K a multiple of {MXFP4_BLOCK}"
-        )
-    blocks = weight.detach().float().unflatten(1, (-1, MXFP4_BLOCK))
+    check_matrix(weight)
+    shape = tuple(weight.shape)
+    if shape[1] % MXFP4_BLOCK:
+        refuse("weight", shape, f"a matrix, [N, K], with K a multiple of {MXFP4_BLOCK}")
+    blocks = grouped(weight, MXFP4_BLOCK)
     largest = blocks.abs().amax(-1)
     # frexp's mantissa lies in [0.5, 1), so its exponent is one above floor(log2)
     exponents = torch.frexp(largest).exponent - 1 - 2
@@ -274,7 +283,8 @@ def to_mxfp4(weight: Tensor) -> Mxfp4Weight:
     codes = nearest(scaled.abs(), magnitudes)  # beyond 6 is the last one
     signs = torch.signbit(scaled).to(torch.uint8)
     codes = codes.to(torch.uint8) | signs << 3
-    pairs = codes.flatten(1).unflatten(1, (-1, 2))
+    codes = codes.flatten(1)
+    pairs = codes.unflatten(1, (-1, 2))
     first, second = pairs.unbind(-1)
     packed = first | second << 4
     stored = (exponents + E8M0_BIAS).to(torch.uint8)
