@@ -62,12 +62,12 @@ def zero_point(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def nonzero(scales: Tensor) -> Tensor:
-    """The scales, with 1 for 0: a group of zeros then has codes that mean zero."""
+    """scales: [...], with 1 for 0: a group of zeros then has codes that mean zero."""
     return torch.where(scales == 0, 1.0, scales)
 
 
 def stored_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales as they are stored. What is too small for dtype becomes its smallest number, because 0
+    """scales: [...] as they are stored. What is too small for dtype becomes its smallest number, because 0
     would divide by zero.
     """
     tiny = torch.finfo(dtype).tiny
@@ -149,7 +149,7 @@ def to_codes(groups: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) ->
 
 
 def check_groups(weight: Tensor, bits: int, group_size: int | None) -> int:
-    """The group size, K for None. Raises ValueError that names what does not fit."""
+    """The group size of weight: [N, K], which is K for None. Raises ValueError that names what does not fit."""
     check_matrix(weight)
     if bits not in (4, 8):
         refuse("bits", bits, "4 or 8")
@@ -166,7 +166,7 @@ def check_groups(weight: Tensor, bits: int, group_size: int | None) -> int:
 
 
 def check_matrix(weight: Tensor) -> None:
-    """Raise ValueError unless it is a matrix with numbers in it."""
+    """Raise ValueError unless weight is a matrix, [N, K], with numbers in it."""
     if weight.ndim != 2 or not weight.numel():
         refuse("weight", tuple(weight.shape), "a matrix, [N, K]")
 
@@ -175,7 +175,7 @@ def check_matrix(weight: Tensor) -> None:
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in an 8-bit float, and what is too large becomes the largest number: 448 for E4M3, 57344 for
+    """x: [...] in an 8-bit float, and what is too large becomes the largest number: 448 for E4M3, 57344 for
     E5M2. A plain cast may give NaN or infinity there, depending on the format and on the version.
     """
     most = torch.finfo(dtype).max
@@ -219,7 +219,7 @@ def largest_of_tiles(magnitudes: Tensor) -> Tensor:
 
 
 def nearest(x: Tensor, values: Tensor) -> Tensor:
-    """The index of the nearest of `values`, ascending, for each number of x. int64."""
+    """x: [...] -> the index of the nearest of `values`, [codes], ascending: [...] int64."""
     middles = (values[:-1] + values[1:]) / 2
     return torch.bucketize(x, middles)
 

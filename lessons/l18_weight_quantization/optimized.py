@@ -13,9 +13,10 @@
 
       rows = (bits / 8) · peak FLOP/s / (2 · bytes/s) = 790e12 / 4.3e12 · bits / 16
 
-  184 rows for BF16, 92 for 8 bits and 47 for 4. Above its own number a format is bound by the tensor
-  cores, and BF16 is still bound by memory up to 184 rows. So the advantage shrinks from 16 / bits at
-  47 (92) rows to nothing at 184, and beyond that unpacking is only a cost.
+  184 rows for BF16, 92 for 8 bits and 47 for 4 (4.13 with the scales of groups of 128). Above its own
+  number a format is bound by the tensor cores, and BF16 is still bound by memory up to 184 rows. So the
+  advantage shrinks from 16 / bits at 47 (92) rows to nothing at 184, and beyond that unpacking is only a
+  cost.
 """
 
 from typing import NamedTuple
@@ -83,38 +84,63 @@ def matmul(
         x = operand.arrange(x)
     if x.stride(1) != 1:
         x = x.contiguous()
-    tiles = tiles_for(x, operand) if tiles is None else tiles
-    block_bytes = step_bytes(operand, tiles.block_bytes)
-    (num_rows, _), (num_outputs, row_bytes) = x.shape, operand.codes.shape
-    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(len(x), len(operand.codes), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    steps = triton.cdiv(row_bytes, block_bytes)
-    tiles_m, tiles_n = (
-        triton.cdiv(num_rows, tiles.block_m),
-        triton.cdiv(num_outputs, tiles.block_n),
+    tiles = tiles_for(x, operand) if tiles is None else tiles
+    grid, steps_a_split = plan(len(x), operand, tiles, sms_of(x.device), num_splits)
+    num_splits = grid[2]
+    if num_splits == 1:
+        launch(x, operand, bias, out, tiles, grid, steps_a_split)
+        return out
+    partials = torch.empty(num_splits, *out.shape, dtype=torch.float32, device=x.device)
+    launch(x, operand, None, partials, tiles, grid, steps_a_split)
+    add_partials_kernel[(triton.cdiv(out.numel(), PARTIALS_BLOCK),)](
+        partials, bias, out, out.numel(), out.shape[1], num_splits, BLOCK=PARTIALS_BLOCK
     )
-    slots = sms_of(x.device) * PROGRAMS_PER_SM
-    most = max(1, steps // LEAST_STEPS)
-    splits = min(num_splits or choose_num_splits(tiles_m * tiles_n, most, slots), steps)
-    steps_a_split = triton.cdiv(steps, splits)
-    splits = triton.cdiv(steps, steps_a_split)  # none is empty
-    partials, late_bias = out, None
-    if splits > 1:
-        partials = torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
-        bias, late_bias = None, bias
-    table = None if operand.table is None else operand.table.to(x.dtype)
-    # Rows first, because programs that run together then share a few tiles of W, which is the larger
-    # operand.
-    quantized_matmul_kernel[tiles_m, tiles_n, splits](
+    return out
+
+
+def plan(
+    num_rows: int, operand: Operand, tiles: Tiles, num_sms: int, num_splits: int | None = None
+) -> tuple[tuple[int, int, int], int]:
+    """The grid (tiles of rows, tiles of outputs, splits) and how many steps a split has.
+
+    Rows first, because programs that run together then share a few tiles of the matrix, which is the
+    larger operand. Splits only where tiles alone leave processors idle, and none that is empty.
+    """
+    num_outputs, row_bytes = operand.codes.shape
+    grid = triton.cdiv(num_rows, tiles.block_m), triton.cdiv(num_outputs, tiles.block_n)
+    steps = triton.cdiv(row_bytes, step_bytes(operand, tiles.block_bytes))
+    if num_splits is None:
+        most = max(1, steps // LEAST_STEPS)
+        num_splits = choose_num_splits(grid[0] * grid[1], most, num_sms * PROGRAMS_PER_SM)
+    steps_a_split = triton.cdiv(steps, min(num_splits, steps))
+    return (*grid, triton.cdiv(steps, steps_a_split)), steps_a_split
+
+
+def launch(
+    x: Tensor,
+    operand: Operand,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Tiles,
+    grid: tuple[int, int, int],
+    steps_a_split: int,
+) -> None:
+    """quantized_matmul_kernel over a grid. x: [M, K], arranged; out: [M, N], or partials [splits, M,
+    N] float32.
+    """
+    num_outputs, row_bytes = operand.codes.shape
+    quantized_matmul_kernel[grid](
         x,
         operand.codes.view(torch.int32).view(torch.uint32),
         operand.scales,
         operand.zeros,
-        table,
+        None if operand.table is None else operand.table.to(x.dtype),
         bias,
-        partials,
-        num_rows,
+        out,
+        len(x),
         num_outputs,
         row_bytes,
         steps_a_split,
@@ -125,17 +151,6 @@ def matmul(
         num_warps=tiles.num_warps,
         **constexprs_of(operand, tiles),
     )
-    if splits > 1:
-        add_partials_kernel[(triton.cdiv(out.numel(), PARTIALS_BLOCK),)](
-            partials,
-            late_bias,
-            out,
-            out.numel(),
-            num_outputs,
-            splits,
-            BLOCK=PARTIALS_BLOCK,
-        )
-    return out
 
 
 def constexprs_of(operand: Operand, tiles: Tiles) -> dict:
@@ -166,14 +181,19 @@ def tiles_for(x: Tensor, operand: Operand) -> Tiles:
     return next(tiles for rows, tiles in by_rows.items() if len(x) <= rows)
 
 
-def check_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
-    """Raise ValueError unless x: [M, K] and bias: [N] fit the matrix, [N, K], on one device."""
+def check_matmul(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    dtypes: tuple[torch.dtype, ...] = DECODE_DTYPES,
+) -> None:
+    """Raise ValueError unless x: [M, K], in one of dtypes, and bias: [N] fit the matrix, [N, K], on
+    one device.
+    """
     rows, columns = weight.shape
-    if x.ndim != 2 or x.shape[1] != columns or x.dtype not in DECODE_DTYPES:
-        raise ValueError(
-            f"x: got {x.dtype} {tuple(x.shape)}; accepted: [M, {columns}] in float32, float16 or "
-            f"bfloat16"
-        )
+    if x.ndim != 2 or x.shape[1] != columns or x.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"x: got {x.dtype} {tuple(x.shape)}; accepted: [M, {columns}] in {names}")
     if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype):
         raise ValueError(
             f"bias: got {bias.dtype} {tuple(bias.shape)}; accepted: None, or {x.dtype} [{rows}]"

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lessons.l03_kv_cache.checks import DECODE_DTYPES
+from lessons.l18_weight_quantization import optimized
+from lessons.l18_weight_quantization.linear import Multiply
 from lessons.l18_weight_quantization.naive import dequantize_matmul
 from lessons.l18_weight_quantization.optimized import check_matmul
 from lessons.l18_weight_quantization.weights import GroupedInt, QuantizedWeight, unpack
 
+DTYPES = (*DECODE_DTYPES, torch.float64)  # naive's: a proof may want float64
 MOST_ROWS = 64  # beyond, dequantizing once costs less than unpacking for every few rows
 INT4_GROUPS = (32, 64, 128, 256)  # what PyTorch's kernel accepts
 OUTPUTS = 16  # of both: a matrix has a multiple of them
@@ -27,7 +31,7 @@ def matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Te
 
     In bfloat16 scales are rounded to it, because PyTorch's products take them so.
     """
-    check_matmul(x, weight, bias)
+    check_matmul(x, weight, bias, DTYPES)
     multiply = product_for(weight)
     if x.dtype != torch.bfloat16 or multiply is None or not 0 < len(x) <= MOST_ROWS:
         return dequantize_matmul(x, weight, bias)
@@ -37,6 +41,13 @@ def matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Te
         _packed[weight.codes] = multiply.pack(weight)
     out = multiply.run(x.contiguous(), *_packed[weight.codes])
     return out if bias is None else out + bias
+
+
+def matmul_for(device: torch.device) -> Multiply:
+    """What a QuantizedLinear multiplies by on a device: the kernels where they are compiled, PyTorch
+    where they would be interpreted.
+    """
+    return optimized.matmul if device.type == "cuda" else matmul
 
 
 class Int8:

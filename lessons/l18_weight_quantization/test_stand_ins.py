@@ -17,16 +17,21 @@ PACKED = {"int4, groups of 32", "int4, groups of 128", "int4, zeros", "int4, ord
 PACKED |= {"int8, a scale a row", "int4, a scale a row"}  # of 256 columns: one group of 256
 
 
+# PyTorch's products round three times more than the naive one: shifts and scales to bfloat16, 2^-9 of
+# them at most, and the sum before the bias is added.
+FLOORS = {torch.float32: None, torch.bfloat16: 1.5e-2}
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_stand_in_for_every_format(name, seed):
     weight = matrix(name, 48, 256, seed).to("cpu")
     assert (stand_ins.product_for(weight) is not None) == (name in PACKED)
     fast, plain, tensors = problem(weight, stand_ins.matmul)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, floor in FLOORS.items():
         bias = draw("normal", (48,), dtype=dtype, seed=seed + 2)
         for rows in (1, 5, stand_ins.MOST_ROWS + 1):
             x = draw("normal", (rows, 256), dtype=dtype, seed=seed + 1)
-            prove(fast, plain, (x, tensors, bias), tile_rows=16)
+            prove(fast, plain, (x, tensors, bias), tile_rows=16, floor=floor)
 
 
 def test_the_packed_copy_goes_with_the_matrix():

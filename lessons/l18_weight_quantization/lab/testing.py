@@ -55,12 +55,18 @@ FORMATS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
 }
 
 
-def matrix(name: str, rows: int, columns: int, seed: int = 0) -> QuantizedWeight:
+def matrix(
+    name: str, rows: int, columns: int, seed: int = 0, scale_dtype: torch.dtype | None = None
+) -> QuantizedWeight:
     """A quantized matrix, [rows, columns], whose rows differ in size, so that no scale can do for
-    another's.
+    another's. scale_dtype: of the scales of whole numbers, because a product that rounds them to
+    x's type is proved with scales that it need not round.
     """
     weight = draw("normal", (rows, columns), seed=seed) * torch.linspace(0.1, 2, rows)[:, None]
-    return FORMATS[name](weight).to(DEVICE)
+    weight = FORMATS[name](weight).to(DEVICE)
+    if scale_dtype is not None and isinstance(weight, GroupedInt):
+        return replace(weight, scales=weight.scales.to(scale_dtype))
+    return weight
 
 
 def numbers(weight: QuantizedWeight) -> Tensor:
