@@ -28,7 +28,6 @@ POINTS = {
     "fp8-tensor": ("E4M3, tensor", (9, 2)),
     "fp8-row": ("E4M3, row", (9, -2)),
     "int8-row": ("INT8, row", (9, 0)),
-    "gguf-q4_0": ("Q4_0", (9, 4)),
     "gguf-q4_k": ("Q4_K and Q5_0", (9, 0)),
     "gguf-q5_k": ("Q5_K and Q5_1", (9, 0)),
     "gguf-q8_0": ("Q8_0", (9, 0)),
