@@ -9,6 +9,7 @@ fused on a GPU.
 """
 
 import os
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l18_weight_quantization.gguf_file import is_gguf, read_gguf
+from lessons.l18_weight_quantization.gguf_linear import as_grouped, with_kernels
 from lessons.l18_weight_quantization.gguf_model import load_gguf
 from lessons.l18_weight_quantization.gguf_tokenizer import tokenizer_of
 from lessons.l18_weight_quantization.quantized_checkpoint import load_quantized
@@ -48,7 +50,7 @@ def load_model(
     dtype = read_dtype(dtype)
     if is_gguf(name_or_path):
         check_stored(quantization, "gguf")
-        model = load_gguf(name_or_path, device, dtype)
+        model = load_gguf(name_or_path, device, dtype, **gguf_products(device, dtype))
     elif (stored := checkpoint.load_config(name_or_path).quantization_config) is not None:
         check_stored(quantization, stored["quant_method"])
         model = load_quantized(name_or_path, device, dtype, multiply_for(device, dtype))
@@ -57,6 +59,13 @@ def load_model(
         if quantization is not None:
             model = quantize_model(model, quantization, partial(load_tokenizer, name_or_path))
     return fused(model) if device.type == "cuda" else model
+
+
+def gguf_products(device: torch.device, dtype: torch.dtype) -> dict[str, Callable]:
+    """How load_gguf's layers multiply: on a GPU with the kernels, for the formats that they read."""
+    if device.type == "cpu":
+        return {}
+    return dict(multiply=with_kernels(multiply_for(device, dtype)), prepare=as_grouped)
 
 
 def load_tokenizer(name_or_path: str | os.PathLike):

@@ -10,13 +10,13 @@ import torch
 from lessons.l02_naive_attention import naive
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
-from lessons.l18_weight_quantization.gguf_linear import GgufEmbedding
+from lessons.l18_weight_quantization.gguf_linear import GgufEmbedding, as_grouped
 from lessons.l18_weight_quantization.gguf_model import save_gguf
 from lessons.l18_weight_quantization.linear import QuantizedLinear
 from lessons.toolbox.model import checkpoint
 from lessons.toolbox.model.config_json import CheckpointError
 from reference import LLM, SamplingParams
-from reference.model import load_model, load_tokenizer
+from reference.model import gguf_products, load_model, load_tokenizer
 
 TEXT = "class Heap:\n    def push(self, item):\n        self.items.append(item)\n"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict:
-    """The embedded model as it is, and as a mixture of 4.5, 5.5, 6.6 and 8.5 bits."""
+    """The embedded model as it is, and in 4.5 bits, its embedding in 8.5."""
     folder = tmp_path_factory.mktemp("gguf")
     model = Decoder.from_pretrained("models/tiny")
     tokenizer = checkpoint.load_tokenizer("models/tiny")
@@ -60,6 +60,12 @@ def test_the_engine_serves_it(files):
     parts = [part for part in runner.modules() if isinstance(part, QuantizedLinear)]
     assert len(parts) == 7 * 6 + 1 and isinstance(runner.embed_tokens, GgufEmbedding)
     assert {part.quantized.format for part in parts} == {"Q4_0", "Q8_0"}
+
+
+def test_a_gpu_gets_the_kernels():
+    """test_gguf_model.py proves the product that this chooses."""
+    assert gguf_products(torch.device("cpu"), torch.float32) == {}
+    assert gguf_products(torch.device("cuda"), torch.bfloat16)["prepare"] is as_grouped
 
 
 @pytest.mark.parametrize("load", [load_model, load_tokenizer])

@@ -201,7 +201,7 @@ def read_state(text: bytes, shape: tuple[int, int]) -> dict:
 
 
 def check_table(parts: Parts, end: str, table: Tensor) -> None:
-    """Raise ValueError unless the code book is the known one, up to the last bits."""
+    """Raise ValueError unless the code book, [16] or [256], is the known one, up to the last bits."""
     given = expect(parts, end, tuple(table.shape), torch.float32)
     # one value of bitsandbytes' dynamic table differs in its last bit between versions of torch
     if not torch.allclose(given, table, rtol=1e-6, atol=0):

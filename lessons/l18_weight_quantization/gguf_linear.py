@@ -8,7 +8,9 @@ the whole matrix first, writes it to memory and reads it back.
 import torch
 from torch import Tensor, nn
 
-from lessons.l18_weight_quantization.gguf_blocks import GgufWeight
+from lessons.l18_weight_quantization.gguf_blocks import FORMATS, GgufWeight
+from lessons.l18_weight_quantization.linear import Multiply
+from lessons.l18_weight_quantization.weights import GroupedInt, QuantizedWeight
 
 SLICE = 2**18  # numbers that are decoded at a time: 1 MiB of float32, a part of a core's L2 cache
 
@@ -23,6 +25,35 @@ def gguf_matmul(x: Tensor, weight: GgufWeight, bias: Tensor | None = None) -> Te
         rows = slice(first, first + step)
         out[..., rows] = x @ weight.rows(rows).dequantize().to(x.dtype).T
     return out if bias is None else out + bias
+
+
+def as_grouped(weight: GgufWeight) -> QuantizedWeight:
+    """Q4_0 and Q8_0 with codes and scales in a tensor each, as the lesson's kernels read them:
+    groups of 32 without zero points, the same numbers. Other formats as they are.
+
+    Q4_0's halves of a byte are 16 columns apart, which is half a group: GroupedInt's own order.
+    """
+    if weight.format not in ("Q4_0", "Q8_0"):
+        return weight
+    bits = 4 if weight.format == "Q4_0" else 8
+    blocks = weight.blocks.unflatten(1, (-1, FORMATS[weight.format].bytes))
+    scales, codes = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
+    if bits == 8:
+        codes = codes ^ 128  # from −128 … 127 to 0 … 255
+    return GroupedInt(codes.flatten(1), scales, None, bits, 32)
+
+
+def with_kernels(kernels: Multiply) -> Multiply:
+    """The product of a model that was loaded with `as_grouped`: the kernels where they read the
+    format, `gguf_matmul` elsewhere.
+    """
+
+    def multiply(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, GgufWeight):
+            return gguf_matmul(x, weight, bias)
+        return kernels(x, weight, bias)
+
+    return multiply
 
 
 class GgufEmbedding(nn.Module):

@@ -33,6 +33,7 @@ from lessons.l18_weight_quantization.gguf_linear import GgufEmbedding, gguf_matm
 from lessons.l18_weight_quantization.gguf_mixture import MIXTURES, format_of
 from lessons.l18_weight_quantization.gguf_tokenizer import tokenizer_metadata
 from lessons.l18_weight_quantization.linear import Multiply, QuantizedLinear, quantized
+from lessons.l18_weight_quantization.weights import QuantizedWeight
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError
@@ -89,8 +90,11 @@ def load_gguf(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str = torch.float32,
     multiply: Multiply = gguf_matmul,
+    prepare: Callable[[GgufWeight], QuantizedWeight] | None = None,
 ) -> Decoder:
     """The model in a file. dtype: of the activations, and of what the file holds unquantized.
+    prepare: what a layer holds of its matrix, for a `multiply` that wants it otherwise than as
+    blocks.
 
     The names and shapes in the header are checked before the first tensor is read. Raises
     CheckpointError in one line that names the file, ValueError for another device or dtype.
@@ -118,7 +122,12 @@ def load_gguf(
         numbers = numbers if order is None else numbers[order]
         dense[name] = numbers.to(device=device, dtype=dtype)
     model.load_state_dict(dense, strict=False, assign=True)
-    model = quantized(model, lambda name, linear: packed.get(f"{name}.weight"), multiply)
+
+    def matrix_of(name: str, linear: nn.Linear) -> QuantizedWeight | None:
+        weight = packed.get(f"{name}.weight")
+        return weight if weight is None or prepare is None else prepare(weight)
+
+    model = quantized(model, matrix_of, multiply)
     _set_ends(model, packed, dtype, multiply)
     return model.eval().requires_grad_(False)
 

@@ -89,6 +89,7 @@ def group_size_of(config: dict[str, Any], key: str) -> int:
 
 
 def gptq_layouts(config: dict[str, Any]) -> list[Layout]:
+    """AutoGPTQ and GPTQModel. Raises ValueError for other bits, forms or group sizes."""
     form = config.get("checkpoint_format") or config.get("format")
     form = pick({"checkpoint_format": form}, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     bits = pick(config, "bits", (4, 8))
@@ -96,6 +97,7 @@ def gptq_layouts(config: dict[str, Any]) -> list[Layout]:
 
 
 def awq_layouts(config: dict[str, Any]) -> list[Layout]:
+    """AutoAWQ, which has written its keys in two ways. Raises ValueError for other versions."""
     pick(config, "bits", (4,), config.get("w_bit"))
     pick(config, "version", ("gemm",), config.get("format") or "gemm")
     size = "group_size" if "group_size" in config else "q_group_size"
@@ -103,6 +105,7 @@ def awq_layouts(config: dict[str, Any]) -> list[Layout]:
 
 
 def compressed_layouts(config: dict[str, Any]) -> list[Layout]:
+    """compressed-tensors: a layout for each scheme. Raises ValueError for one that is not read here."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         refuse("quantization_config.config_groups", groups, "an object of schemes")
@@ -150,6 +153,7 @@ def layout_of(weights: dict[str, Any], form: str) -> Layout:
 
 
 def fp8_layouts(config: dict[str, Any]) -> list[Layout]:
+    """Tiles as in DeepSeek-V3, or scales of whole matrices as in AutoFP8. Raises ValueError."""
     size = config.get("weight_block_size")
     if size is None:
         return [float_quantized(), float_quantized("weight_scale_inv")]
@@ -159,6 +163,7 @@ def fp8_layouts(config: dict[str, Any]) -> list[Layout]:
 
 
 def bnb_layouts(config: dict[str, Any]) -> list[Layout]:
+    """NF4 or LLM.int8(). Raises ValueError for FP4, which is bitsandbytes' other 4-bit format."""
     in_4 = config.get("load_in_4bit", config.get("_load_in_4bit"))
     in_8 = config.get("load_in_8bit", config.get("_load_in_8bit"))
     if in_8 is True and not in_4:

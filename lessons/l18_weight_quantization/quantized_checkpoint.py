@@ -120,7 +120,7 @@ def replace_linears(
     model: Decoder, codes: Codes, layouts: list[Layout], multiply: Multiply, device: torch.device
 ) -> dict[str, Tensor]:
     """Every nn.Linear of the model that is stored as codes becomes a QuantizedLinear. Returns what was
-    read as numbers instead, by its name in the model. Raises CheckpointError that names the layer.
+    read as numbers instead, [N, K] each, by its name in the model. Raises CheckpointError that names the layer.
     """
     places, given = places_of(model), {}
     rows = {}  # of each stored matrix; several of the decoder's may lie in one (Phi-3)

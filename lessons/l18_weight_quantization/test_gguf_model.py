@@ -11,10 +11,16 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l18_weight_quantization import gguf_model
+from lessons.l18_weight_quantization.gguf_blocks import FORMATS, GgufWeight
 from lessons.l18_weight_quantization.gguf_config import ROPE_FACTORS
 from lessons.l18_weight_quantization.gguf_encode import to_gguf
 from lessons.l18_weight_quantization.gguf_file import read_gguf
-from lessons.l18_weight_quantization.gguf_linear import GgufEmbedding, gguf_matmul
+from lessons.l18_weight_quantization.gguf_linear import (
+    GgufEmbedding,
+    as_grouped,
+    gguf_matmul,
+    with_kernels,
+)
 from lessons.l18_weight_quantization.gguf_model import (
     load_gguf,
     quantizer,
@@ -24,6 +30,8 @@ from lessons.l18_weight_quantization.gguf_model import (
 from lessons.l18_weight_quantization.lab.gguf_models import CONFIGS, logits_of, new_model, packed_of
 from lessons.l18_weight_quantization.linear import QuantizedLinear, quantized
 from lessons.l18_weight_quantization.naive import dequantize_matmul
+from lessons.l18_weight_quantization.weights import GroupedInt
+from lessons.toolbox.measure.device import default_device, has_triton
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.rope_scaling import RopeScaling
 
@@ -154,6 +162,47 @@ def without_scaling(model: Decoder) -> Decoder:
 
 
 # ---------------------------------------------------------------- layers
+
+
+@pytest.mark.parametrize("format", ["Q8_0", "Q4_0", "Q4_K"])
+def test_the_kernels_get_groups_with_the_same_numbers(format, seed):
+    """Of every code, and of scales of both signs. Other formats stay blocks."""
+    weight = GgufWeight(torch.randint(0, 256, (9, 5 * FORMATS[format].bytes)).byte(), format)
+    numbers = weight.dequantize()
+    grouped = as_grouped(weight)
+    assert torch.equal(grouped.dequantize().nan_to_num(), numbers.nan_to_num())
+    assert grouped.shape == weight.shape and grouped.nbytes == weight.nbytes
+    assert isinstance(grouped, GgufWeight) == (format == "Q4_K")
+
+
+def test_a_model_of_groups(tmp_path, seed):
+    """Loaded for kernels, here for the naive product, which refuses nothing."""
+    model, tokens = new_model(CONFIGS["llama"]), torch.randint(96, (9,))
+    save_gguf(tmp_path / "x.gguf", model, None, "Q4_0")
+    asked = []
+
+    def kernels(x, weight, bias):
+        asked.append(type(weight))
+        return dequantize_matmul(x, weight, bias)
+
+    options = dict(multiply=with_kernels(kernels), prepare=as_grouped)
+    found = logits_of(load_gguf(tmp_path / "x.gguf", **options), tokens)
+    expected = logits_of(load_gguf(tmp_path / "x.gguf"), tokens)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert asked == [GroupedInt] * 7 * 2  # the logits' matrix is Q6_K
+
+
+@pytest.mark.skipif(not has_triton(), reason="NOT RUN: needs Triton")
+@pytest.mark.parametrize("format", ["Q8_0", "Q4_0", "Q4_K"])
+def test_the_kernels_read_them(format, seed):
+    """One product, on a GPU or interpreted, beside the one of the decoded matrix."""
+    from lessons.l18_weight_quantization import optimized
+
+    device = default_device()
+    weight = to_gguf(torch.randn(16, 256), format).to(device)
+    x = torch.randn(2, 256, device=device)
+    found = with_kernels(optimized.matmul)(x, as_grouped(weight), None)
+    torch.testing.assert_close(found, x @ weight.dequantize().T, atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("format", ["Q8_0", "Q4_K", "Q6_K"])

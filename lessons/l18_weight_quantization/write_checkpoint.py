@@ -107,7 +107,7 @@ def tensor_names(model: Decoder) -> dict[str, str]:
 
 
 def plain_tensors(model: Decoder, names: dict[str, str]) -> dict[str, Tensor]:
-    """What is not quantized: in 16 bits where that loses nothing, so that a model that was read from
+    """What is not quantized, of the shapes [N, K] and [N] that it has in the decoder: in 16 bits where that loses nothing, so that a model that was read from
     16 bits is as small as before; scales that AWQ has folded into a norm stay as they are.
     """
     tensors = {}
@@ -161,6 +161,7 @@ def bits_and_group(weights: list[GroupedInt], form: str) -> tuple[int, int]:
 
 
 def as_gptq(weights: Weights) -> Plan:
+    """Whole numbers of 4 or 8 bits, in any order of columns. Raises ValueError."""
     matrices = one_kind(weights, GroupedInt, "gptq")
     bits, group_size = bits_and_group(matrices, "gptq")
     # Programs disagree on a zero of 0 in the older form, which stores zero − 1.
@@ -179,6 +180,7 @@ def as_gptq(weights: Weights) -> Plan:
 
 
 def as_awq(weights: Weights) -> Plan:
+    """Whole numbers of 4 bits. Raises ValueError for others."""
     matrices = one_kind(weights, GroupedInt, "awq")
     bits, group_size = bits_and_group(matrices, "awq")
     if bits != 4 or any(x.order is not None for x in matrices):
@@ -188,6 +190,7 @@ def as_awq(weights: Weights) -> Plan:
 
 
 def as_compressed(weights: Weights) -> Plan:
+    """FP8, or whole numbers of 4 or 8 bits. Raises ValueError for others."""
     is_float = isinstance(next(iter(weights.values())), Float8Weight)
     layout, scheme = (compressed_floats if is_float else compressed_integers)(weights)
     group = {"targets": ["Linear"], "weights": scheme | {"dynamic": False}}
@@ -220,6 +223,7 @@ def compressed_integers(weights: Weights) -> Plan:
 
 
 def as_fp8(weights: Weights) -> Plan:
+    """FP8 with scales for tiles of 128 × 128. Raises ValueError for others."""
     matrices = one_kind(weights, Float8Weight, "fp8")
     if not all(tuple(x.scales.shape) == tiles_of(x.shape) for x in matrices):
         refuse("format", "fp8", "scales for tiles of 128 × 128; compressed-tensors has one a row")
@@ -230,6 +234,7 @@ def as_fp8(weights: Weights) -> Plan:
 
 
 def as_bitsandbytes(weights: Weights) -> Plan:
+    """NF4. Raises ValueError for others."""
     matrices = one_kind(weights, Nf4Weight, "bitsandbytes")
     config = {
         "quant_method": "bitsandbytes",

@@ -163,7 +163,7 @@ def fill(
     dtype: torch.dtype,
 ) -> None:
     """As load_weights, from the tensors of a catalog. given: tensors of the decoder that somebody
-    else has read, by their names in it.
+    else has read, by their names in it and of its shapes, [N, K] for a matrix.
     """
     tied = model.config.tie_word_embeddings
     if tied and "embed_tokens.weight" not in stored and "lm_head.weight" in stored:
