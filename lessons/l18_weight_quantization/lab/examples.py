@@ -3,7 +3,7 @@ go together.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ class Row:
     error: float
 
 
+@lru_cache(maxsize=1)
 def formats_of(weight: Tensor) -> list[Row]:
     """A matrix, [N, K] float32, in the formats of the lesson, from many bits to few."""
     found = {
@@ -49,8 +50,8 @@ def formats_of(weight: Tensor) -> list[Row]:
         "MXFP4": to_mxfp4(weight),
         "INT4, groups of 128": round_to_nearest(weight, 4, 128),
         "NF4, double quantization": to_nf4(weight),
-        "INT4, one scale a row": round_to_nearest(weight, 4, None, symmetric=True),
-        "INT4, one scale in all": per_tensor(weight, 4),
+        "INT4, one scale a row": round_to_nearest(weight, 4, None),
+        "INT4, one scale in all": per_tensor(weight, 4, symmetric=False),
         "Q2_K": to_gguf(weight, "Q2_K"),
     }
     rows = [Row("BF16", 16, weight, 0.0)]

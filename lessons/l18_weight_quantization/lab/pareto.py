@@ -3,6 +3,7 @@
 import numpy as np
 
 from lessons.l18_weight_quantization.lab.methods import recorded
+from lessons.l18_weight_quantization.lab.quality import WINDOW, WINDOWS
 from lessons.toolbox.draw.figure import GREY, HALO, PALETTE, ClassFigure, frame, log_axis, style
 
 PARETO_ALT = (
@@ -27,10 +28,8 @@ POINTS = {
     "fp8-tensor": ("E4M3, tensor", (9, 2)),
     "fp8-row": ("E4M3, row", (9, -2)),
     "int8-row": ("INT8, row", (9, 0)),
-    "gguf-q4_k": ("Q4_K", (9, 0)),
-    "gguf-q5_k": ("Q5_K", (9, 0)),
-    "gguf-q6_k": ("Q6_K", (9, 0)),
-    "gguf-q2_k": ("Q2_K", (9, 0)),
+    "gguf-q4_k": ("Q4_K and Q5_0", (9, 0)),
+    "gguf-q5_k": ("Q5_K and Q5_1", (9, 0)),
     "gguf-q8_0": ("Q8_0", (9, 0)),
 }
 LEAST = 1e-4  # nats; what is smaller is drawn here
@@ -52,7 +51,7 @@ def draw_pareto(found: dict | None = None) -> ClassFigure:
     fig, (few, many) = frame(
         f"INT4, groups of 128: GPTQ adds {loss['GPTQ']:.3f} nats to the loss, AWQ "
         f"{loss['AWQ']:.3f}, rounding {loss['rounding']:.3f}",
-        f"counted on models/tiny: {found['held_out_tokens']:,} tokens of held-out code; bars: 95 % by "
+        f"counted on models/tiny: {WINDOWS * WINDOW:,} tokens of held-out code; bars: 95 % by "
         "resampling windows; on the upper line of INT4: how many weights share a scale",
         (11, 6),
         widths=(2.6, 1),
@@ -66,13 +65,13 @@ def draw_pareto(found: dict | None = None) -> ClassFigure:
         for row in line if way == "rounding" else ():
             place = row["bits"], row["added_loss"]["high"]
             _beside(few, place, SHARED[row["format"]], colour, (0, 9), ha="center")
-    for name, (label, offset) in POINTS.items():
-        row = rows[name]
+    for name in (name for name in POINTS if name in rows):
+        row, (label, offset) = rows[name], POINTS[name]
         ax = few if row["bits"] < MANY_BITS else many
         _draw_points(ax, [row], GREY, "D")
         place = row["bits"], max(row["added_loss"]["mean"], LEAST)
         _beside(ax, place, label, GREY, offset)
-    for ax, limits in ((few, (3.97, 5.25)), (many, (7.9, 8.7))):
+    for ax, limits in ((few, (3.95, 6.5)), (many, (7.9, 8.9))):
         log_axis(ax.yaxis, 0.8 * LEAST, 0.4)
         ax.set_xlim(*limits)
         ax.grid(True, axis="y")

@@ -42,7 +42,7 @@ MAGNIFIED, GAP = 4, 3
 DRAWN = ("BF16", "FP8", "INT4")
 FORMATS_ALT = (
     "A piece of one weight matrix in twelve formats, with what rounding changed, the bits of a weight "
-    "and the error: one scale for the whole matrix loses nearly everything at 4 bits."
+    "and the error: one scale for the whole matrix is wrong by half at 4 bits."
 )
 GRIDS_ALT = (
     "The numbers that INT4, NF4, E2M1, INT8, E4M3 and E5M2 can name between -1 and 1, below the "
