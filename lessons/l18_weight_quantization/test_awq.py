@@ -12,7 +12,7 @@ from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l18_weight_quantization import awq
 from lessons.l18_weight_quantization.calibration import output_error
 from lessons.l18_weight_quantization.gptq import gptq
-from lessons.l18_weight_quantization.lab.small_model import small_decoder
+from lessons.l18_weight_quantization.lab.cases import small_decoder
 from lessons.l18_weight_quantization.linear import QuantizedLinear, dequantized, quantized
 from lessons.l18_weight_quantization.naive import dequantize_matmul, round_to_nearest
 from lessons.toolbox.proof.planted import with_bug

@@ -17,7 +17,7 @@ from lessons.l18_weight_quantization.calibration import (
     layer_by_layer,
     output_error,
 )
-from lessons.l18_weight_quantization.lab.small_model import small_decoder
+from lessons.l18_weight_quantization.lab.cases import small_decoder
 from lessons.l18_weight_quantization.naive import round_to_nearest
 from lessons.toolbox.proof.planted import with_bug
 

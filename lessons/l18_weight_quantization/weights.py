@@ -121,9 +121,8 @@ class Float8Weight(QuantizedWeight):
         rows, columns = self.shape
         scales = self.scales.float()
         if scales.shape[1] > 1 or scales.shape[0] not in (1, rows):
-            scales = scales.repeat_interleave(TILE, 0)[:rows].repeat_interleave(TILE, 1)[
-                :, :columns
-            ]
+            scales = scales.repeat_interleave(TILE, 0)[:rows]
+            scales = scales.repeat_interleave(TILE, 1)[:, :columns]
         return self.values.float() * scales
 
 
@@ -140,24 +139,8 @@ NF4_BLOCK = 64  # values that share one absmax
 NESTED_BLOCK = 256  # absmax that share one nested absmax
 
 # E2M1: a sign, two bits of exponent, one of mantissa. Codes 8 to 15 are the negative ones.
-E2M1_VALUES = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-    -0.0,
-    -0.5,
-    -1.0,
-    -1.5,
-    -2.0,
-    -3.0,
-    -4.0,
-    -6.0,
-)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (*_E2M1, *(-value for value in _E2M1))
 MXFP4_BLOCK = 32  # values that share one exponent
 E8M0_BIAS = 127  # the stored exponent e stands for 2^(e − 127)
 

@@ -11,7 +11,6 @@ attention over pages: lesson 12.
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.checks import check_one_device
 from lessons.l09_flash_attention.tiles import Tiles, capability
 from lessons.l12_paged_kv.checks import check_decode, check_prefill
@@ -19,7 +18,6 @@ from lessons.l12_paged_kv.launch import Stored, launch_decode, launch_prefill
 from lessons.l19_kv_quantization.checks import check_codes
 from lessons.l19_kv_quantization.formats import RowFormat
 from lessons.l19_kv_quantization.hooks import e4m3_bits_load, int4_any_load, int4_load, scaled_load
-from lessons.l19_kv_quantization.naive import QuantizedPool
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 # ---------------------------------------------------------------- reading
@@ -200,37 +198,3 @@ def quantize_rows(
             IS_FLOAT=name == "fp8",
             num_warps=min(8, max(1, block_d // 1024)),
         )
-
-
-# ---------------------------------------------------------------- the pool
-
-
-class KernelPool(QuantizedPool):
-    """QuantizedPool whose codes the kernels write and read. For a GPU, and for models whose scores
-    have no rules of their own.
-    """
-
-    def store(self, codes: Tensor, scales: Tensor, x: Tensor, slot_mapping: Tensor) -> None:
-        """As in naive.py, without a copy of the codes."""
-        if self.format.name == "fp8" and not has_e4m3(x.device):
-            super().store(codes, scales, x, slot_mapping)  # PyTorch converts on every chip
-            return
-        quantize_rows(self.format, x, codes, scales, slot_mapping)
-        row = codes[0].nbytes + scales[0].nbytes
-        self.written_bytes += len(x) * row
-
-    def reading(self, batch: Batch):
-        """read(layer, q: [T, Hq, D], (codes, scales) of K, of V) -> [T, Hq, Dv] for this step."""
-        config, table, lens = self.config, batch.block_table, batch.context_lens
-
-        def read(layer: int, q: Tensor, keys: tuple, values: tuple) -> Tensor:
-            k_codes, k_scales, v_codes, v_scales = map(self.blocks, (*keys, *values))
-            pages = k_codes, v_codes, k_scales, v_scales, table
-            options = self.format, config.softmax_scale, config.sliding_window(layer)
-            if batch.max_seqlen_q == 1:
-                most = batch.max_context_len
-                return quantized_decode(q, *pages, lens, *options, max_context_len=most)
-            starts, most = batch.cu_seqlens_q, batch.max_seqlen_q
-            return quantized_prefill(q, *pages, starts, lens, *options, max_seqlen_q=most)
-
-        return read

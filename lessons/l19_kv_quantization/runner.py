@@ -13,8 +13,7 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l12_paged_kv.runner import PagedRunner, new_pool, paged_rung_of
 from lessons.l19_kv_quantization.formats import FORMATS
-from lessons.l19_kv_quantization.naive import QuantizedLatentPool, QuantizedPool
-from lessons.l19_kv_quantization.optimized import KernelPool
+from lessons.l19_kv_quantization.pool import KernelPool, QuantizedLatentPool, QuantizedPool
 from lessons.toolbox.model.arguments import refuse
 
 AUTO = "auto"  # the cache in the model's dtype

@@ -15,11 +15,8 @@ from lessons.l12_paged_kv.kernels import decode_kernel, prefill_kernel
 from lessons.l12_paged_kv.lab.testing import DEVICE, paged
 from lessons.l19_kv_quantization import hooks, optimized
 from lessons.l19_kv_quantization.formats import FORMATS
-from lessons.l19_kv_quantization.lab.testing import (
-    coded,
-    dequantized_attention,
-    dequantized_decode,
-)
+from lessons.l19_kv_quantization.lab.testing import coded
+from lessons.l19_kv_quantization.naive import dequantized_attention, dequantized_decode
 from lessons.l19_kv_quantization.optimized import (
     quantize_kernel,
     quantize_rows,

@@ -12,7 +12,7 @@ from lessons.l01_roofline.calculators import kv_bytes_per_token as kv_bytes_of_s
 from lessons.l01_roofline.models import find_model
 from lessons.l12_paged_kv.lab.testing import CONFIG, new_deepseek
 from lessons.l19_kv_quantization.formats import FORMATS, kv_bytes_per_token, row_bytes
-from lessons.l19_kv_quantization.naive import QuantizedLatentPool, QuantizedPool
+from lessons.l19_kv_quantization.pool import QuantizedLatentPool, QuantizedPool
 from lessons.l19_kv_quantization.runner import quantized_rung_of, quantized_runner
 from lessons.toolbox.proof.numerics import assert_same_bits
 

@@ -12,11 +12,10 @@ from lessons.l12_paged_kv.lab.testing import CONFIG, DEVICE, MODELS, new_model, 
 from lessons.l12_paged_kv.optimized import LESSON_12
 from lessons.l12_paged_kv.runner import PagedRunner, new_pool, paged_rung_of
 from lessons.l12_paged_kv.swap import HostSwap
-from lessons.l19_kv_quantization import naive
+from lessons.l19_kv_quantization import pool as pools
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.l19_kv_quantization.lab.testing import attention_over, naive_answers
-from lessons.l19_kv_quantization.naive import QuantizedLatentPool, QuantizedPool
-from lessons.l19_kv_quantization.optimized import KernelPool
+from lessons.l19_kv_quantization.pool import KernelPool, QuantizedLatentPool, QuantizedPool
 from lessons.l19_kv_quantization.runner import quantized_rung_of, quantized_runner
 from lessons.toolbox.proof.numerics import assert_same_bits
 
@@ -161,7 +160,7 @@ def scales_of_another_slot(codes, scales, x, slot_mapping, format):
     scales.index_put_((slot_mapping.roll(1),), new_scales)
 
 
-rotated = naive.rotated
+rotated = pools.rotated
 
 
 @pytest.mark.parametrize("wrong", ["rotation", "scales", "tables"])
@@ -170,16 +169,16 @@ def test_a_wrong_pool_is_found(wrong, monkeypatch):
     whole pool.
     """
     if wrong == "rotation":
-        monkeypatch.setattr(naive, "rotated", stores_before_it_rotates)
+        monkeypatch.setattr(pools, "rotated", stores_before_it_rotates)
     elif wrong == "scales":
         monkeypatch.setattr(
             QuantizedPool, "store", lambda self, *a: scales_of_another_slot(*a, self.format)
         )
     else:
         monkeypatch.setattr(
-            naive,
+            pools,
             "blocks_read",
-            lambda batch, size, right=naive.blocks_read: (
+            lambda batch, size, right=pools.blocks_read: (
                 right(batch, size)[0].flip(0),
                 right(batch, size)[1],
             ),

@@ -1,10 +1,10 @@
 """Every method and format on the embedded model: bits a weight beside what they cost in quality. Nothing
 is timed, so the counts are the same on every machine, up to the rounding of sums.
 
-    python -m lessons.l18_weight_quantization.lab.methods [PART …]
+    python -m lessons.l18_weight_quantization.lab.methods [NAME …]
 
-counts the parts again, "methods" (post-training, ten minutes on one core), "qat" and "qlora" (two
-minutes each), or all, and writes them to results/counted/l18_quality.json, which the README quotes.
+counts the methods of these names again, or all of METHODS and then "qat" and "qlora" (a quarter of an
+hour on one core), and writes each to results/counted/l18_quality.json, which the README quotes.
 """
 
 import json
@@ -19,8 +19,12 @@ from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l18_weight_quantization.awq import awq
-from lessons.l18_weight_quantization.calibration import MODULES, calibration_windows
+from lessons.l18_weight_quantization.calibration import MODULES, WINDOW, calibration_windows
+from lessons.l18_weight_quantization.gguf_blocks import FORMATS
+from lessons.l18_weight_quantization.gguf_encode import to_gguf
+from lessons.l18_weight_quantization.gguf_mixture import FALLBACKS
 from lessons.l18_weight_quantization.gptq import gptq
+from lessons.l18_weight_quantization.lab import training
 from lessons.l18_weight_quantization.lab.quality import (
     bits_per_weight,
     greedy_answers,
@@ -50,7 +54,7 @@ class Method(NamedTuple):
     """A row of the table. build: (model, calibration windows) -> the quantized twin."""
 
     name: str  # in the record
-    way: str  # "rounding", "AWQ" or "GPTQ"
+    way: str  # "rounding", "GGUF", "AWQ" or "GPTQ"
     format: str  # as a reader knows it
     build: Callable[[Decoder, Tensor], Decoder]
 
@@ -70,6 +74,19 @@ def rounded(name: str, format: str, quantize: Callable[[Tensor], QuantizedWeight
 def calibrated(name: str, way: str, format: str, method: Callable, **options) -> Method:
     """A method that reads the calibration text."""
     return Method(name, way, format, partial(method, **options))
+
+
+def gguf(format: str) -> Method:
+    """A format of llama.cpp, with its own choice for rows that its blocks do not fill: 384 columns are
+    no multiple of 256, so only down_proj has what the name says.
+    """
+
+    def quantize(weight: Tensor) -> QuantizedWeight:
+        fits = weight.shape[1] % FORMATS[format].values == 0
+        return to_gguf(weight, format if fits else FALLBACKS[format])
+
+    method = rounded(f"gguf-{format.lower()}", format, quantize)
+    return method._replace(way="GGUF")
 
 
 E5M2 = torch.float8_e5m2
@@ -93,6 +110,7 @@ METHODS = (
     rounded("nf4", "NF4", partial(to_nf4, double_quantization=False)),
     rounded("nf4-double", "NF4, double", to_nf4),
     rounded("mxfp4", "MXFP4", to_mxfp4),
+    *map(gguf, ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q2_K")),
     calibrated("awq-int4-row", "AWQ", "INT4, row", awq, group_size=None),
     calibrated("awq-int4-g128", "AWQ", "INT4 g128", awq),
     calibrated("awq-int4-g32", "AWQ", "INT4 g32", awq, group_size=32),
@@ -135,24 +153,22 @@ def weight_error(model: Decoder, original: Decoder) -> float:
     return (moved / size) ** 0.5
 
 
-def count_methods(yardstick: Yardstick, methods: tuple[Method, ...] = METHODS) -> dict:
-    """The record of all post-training methods."""
-    windows = calibration_windows(yardstick.tokenizer, CALIBRATION)
-    rows = []
-    for method in methods:
-        model = method.build(yardstick.model, windows)
-        row = {"name": method.name, "way": method.way, "format": method.format}
-        row["bits"] = bits_per_weight(model)
-        if method.way != "AWQ":  # whose matrices are scaled, so they cannot be compared
-            row["weight_error"] = weight_error(model, yardstick.model)
-        row |= yardstick.judge(model)
-        print(json.dumps(four_digits(row)), flush=True)
-        rows.append(row)
+def count(method: Method, yardstick: Yardstick) -> dict:
+    """One row of the record."""
+    model = method.build(yardstick.model, calibration_windows(yardstick.tokenizer, CALIBRATION))
+    row = {"name": method.name, "way": method.way, "format": method.format}
+    row["bits"] = bits_per_weight(model)
+    if method.way != "AWQ":  # whose matrices are scaled, so they cannot be compared
+        row["weight_error"] = weight_error(model, yardstick.model)
+    return row | yardstick.judge(model)
+
+
+def facts(yardstick: Yardstick) -> dict:
+    """What all rows have in common."""
     return {
-        "calibration": {"modules": list(MODULES), "tokens": windows.numel()},
+        "calibration": {"modules": list(MODULES), "tokens": CALIBRATION * WINDOW},
         "held_out_tokens": yardstick.windows[:, 1:].numel(),
         "reference": {"bits": 16, **yardstick.judge(yardstick.model)},
-        "rows": rows,
     }
 
 
@@ -165,19 +181,31 @@ def four_digits(found):
     return float(f"{found:.4g}") if isinstance(found, float) else found
 
 
-def main(parts: list[str]) -> int:
-    counters = {"methods": count_methods}
-    if unknown := set(parts) - set(counters):
-        print(
-            f"PART: got {', '.join(sorted(unknown))}; accepted: {', '.join(counters)}",
-            file=sys.stderr,
-        )
+def write(found: dict) -> None:
+    """Put these parts into the file, in place of their last counts. Rows stay in the order of METHODS."""
+    record = (recorded() if FILE.exists() else {"rows": []}) | four_digits(found)
+    order = [method.name for method in METHODS]
+    record["rows"] = sorted(record["rows"], key=lambda row: order.index(row["name"]))
+    write_json(FILE, record)
+
+
+def main(names: list[str]) -> int:
+    methods = {method.name: method for method in METHODS}
+    trainings = {"qat": training.count_qat, "qlora": training.count_qlora}
+    if unknown := set(names) - {*methods, *trainings}:
+        accepted = ", ".join([*methods, *trainings])
+        print(f"NAME: got {', '.join(sorted(unknown))}; accepted: {accepted}", file=sys.stderr)
         return 2
     yardstick = Yardstick()
-    found = recorded() if FILE.exists() else {}
-    for part in parts or counters:
-        found[part] = four_digits(counters[part](yardstick))
-        write_json(FILE, found)
+    if not names or not FILE.exists() or "reference" not in recorded():
+        write(facts(yardstick))
+    for name in names or [*methods, *trainings]:
+        print(name, flush=True)
+        if name in trainings:
+            write({name: trainings[name](yardstick)})
+            continue
+        row = count(methods[name], yardstick)  # first, because it takes a minute
+        write({"rows": [*(old for old in recorded()["rows"] if old["name"] != name), row]})
     return 0
 
 

@@ -1,9 +1,10 @@
 """QAT and QLoRA on the embedded model, each in about a minute of one core: what a little training gives
-back, or teaches, beside the same training without quantization.
+back, and what it teaches.
 """
 
 import copy
 import importlib
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 
@@ -12,30 +13,37 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.naive import whole_sequence
+from lessons.l02_naive_attention.optimized import attention_torch
 from lessons.l04_positions.lab.uptraining import next_token_loss, training_windows
-from lessons.l18_weight_quantization.lab.quality import interval, predictions
+from lessons.l18_weight_quantization.lab.quality import bits_per_weight, interval, predictions
 from lessons.l18_weight_quantization.linear import dequantized, quantized
 from lessons.l18_weight_quantization.naive import dequantize_matmul, round_to_nearest, to_nf4
-from lessons.l18_weight_quantization.qat import finished, prepared
+from lessons.l18_weight_quantization.qat import RoundedLinear, finished, prepared
 from lessons.l18_weight_quantization.qlora import adapters, merged, with_adapters
 
-STEPS, ROWS = 12, 4  # steps of 4 windows
+STEPS, ROWS = 20, 2  # steps of 2 windows
 COARSE = partial(
     round_to_nearest, group_size=None
 )  # INT4 with one scale a row: there is much to gain
-QAT_RATE, LORA_RATE, LORA_WINDOW = 3e-4, 3e-3, 256
+QAT_RATE, LORA_RATE, LORA_WINDOW = 1.5e-4, 2e-3, 256
 
 
-def trained(model: Decoder, weights: list[nn.Parameter], windows: Tensor, rate: float) -> None:
-    """Next-token training of `weights` in place, ROWS windows a step; the rate falls to zero. windows:
-    [N, T + 1] int64.
+def trained(
+    weights: list[nn.Parameter],
+    windows: Tensor,
+    rate: float,
+    loss_of: Callable[[Tensor], Tensor],
+) -> None:
+    """Train `weights` in place, ROWS windows a step, with AdamW at a rate that falls to zero. windows:
+    [N, T + 1] int64; loss_of: (window) -> a scalar.
     """
     optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     steps = len(windows) // ROWS
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     for rows in track(windows[: steps * ROWS].split(ROWS), "training", transient=True):
         for row in rows:
-            (next_token_loss(model, row) / ROWS).backward()
+            (loss_of(row) / ROWS).backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -46,37 +54,38 @@ def trained(model: Decoder, weights: list[nn.Parameter], windows: Tensor, rate: 
 
 
 def count_qat(yardstick) -> dict:
-    """INT4 with one scale a row: rounded at once, and rounded all through a short training. The same
-    training without rounding is there too, because it alone may change the loss.
+    """INT4 with one scale a row: rounded at once, and after the rounded model has learned to predict
+    what the model in full precision predicts. Learning from the model rather than from the text shows
+    what rounding costs alone: the model itself cannot get better by it.
+
+    Source: Liu et al. 2023, LLM-QAT, section 3.1 (the loss).
     """
     windows = training_windows(STEPS * ROWS)
-    found = {"tokens": windows[:, 1:].numel(), "bits": 4, "learning_rate": QAT_RATE}
+    teacher = yardstick.model
+    student = copy.deepcopy(prepared(teacher, COARSE)).requires_grad_(True)
 
-    def plainly_trained(model: Decoder) -> Decoder:
-        model = copy.deepcopy(model).requires_grad_(True)
-        trained(model, list(model.parameters()), windows, QAT_RATE)
-        return model.requires_grad_(False)
+    def loss_of(window: Tensor) -> Tensor:
+        [wanted] = [p.clone() for p in predictions(teacher, window[None])]  # no inference tensor
+        found = logits_of(student, window[:-1]).log_softmax(-1)
+        return (wanted.exp() * (wanted - found)).sum(-1).mean()
 
-    def trained_rounded(model: Decoder) -> Decoder:
-        student = copy.deepcopy(prepared(model, COARSE)).requires_grad_(True)
-        trained(student, list(student.parameters()), windows, QAT_RATE)
-        return finished(student.requires_grad_(False), dequantize_matmul)
-
-    after = plainly_trained(yardstick.model)
+    learned = [part.weight for part in student.modules() if isinstance(part, RoundedLinear)]
+    trained(learned, windows, QAT_RATE, loss_of)
     models = {
-        "trained": after,
-        "rounded": rounded(yardstick.model),
-        "trained_then_rounded": rounded(after),
-        "qat": trained_rounded(yardstick.model),
+        "rounded": quantized(teacher, lambda _, x: COARSE(x.weight), dequantize_matmul),
+        "qat": finished(student.requires_grad_(False), dequantize_matmul),
     }
+    found = {"tokens": windows[:, 1:].numel(), "learning_rate": QAT_RATE}
+    found["bits"] = bits_per_weight(models["qat"])
     for name, model in models.items():
         found[name] = yardstick.judge(model)
         print(name, found[name]["added_loss"], flush=True)
     return found
 
 
-def rounded(model: Decoder) -> Decoder:
-    return quantized(model, lambda _, linear: COARSE(linear.weight), dequantize_matmul)
+def logits_of(model: Decoder, tokens: Tensor) -> Tensor:
+    """tokens: [T] -> [T, V]."""
+    return model.logits(model(tokens, whole_sequence(model, len(tokens), attention_torch)))
 
 
 # ---------------------------------------------------------------- QLoRA
@@ -110,7 +119,7 @@ def count_qlora(yardstick) -> dict:
     base = quantized(yardstick.model, to_4_bits, dequantize_matmul)
     student = with_adapters(base)
     learned = adapters(student)
-    trained(student, learned, train, LORA_RATE)
+    trained(learned, train, LORA_RATE, lambda window: next_token_loss(student, window))
     student.requires_grad_(False)
     one = merged(student)
     models = {

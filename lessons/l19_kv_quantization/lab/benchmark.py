@@ -17,8 +17,8 @@ from lessons.l03_kv_cache.lab.workload import DTYPE, ON_GPU, THREADS, read_floor
 from lessons.l12_paged_kv import stand_ins
 from lessons.l12_paged_kv.optimized import paged_decode
 from lessons.l19_kv_quantization.formats import FORMATS, row_bytes
-from lessons.l19_kv_quantization.naive import blocks_read
 from lessons.l19_kv_quantization.optimized import quantized_decode
+from lessons.l19_kv_quantization.pool import blocks_read
 from lessons.l19_kv_quantization.w8a8 import to_eight_bits, w8a8_by_numbers, w8a8_matmul
 from lessons.toolbox.measure.bench import Benchmark, on_gpu
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import attention, whole_sequence
 from lessons.l12_paged_kv.lab.testing import PagedInputs
-from lessons.l12_paged_kv.naive import gathered_attention
 from lessons.l19_kv_quantization.formats import RowFormat
 
 NAN_CODE = 0x7F  # in E4M3
@@ -52,35 +51,6 @@ def coded_cache(format: RowFormat, cache: Tensor) -> tuple[Tensor, Tensor]:
     scales[~written[..., 0]] = torch.nan
     by_head = scales.permute(2, 0, 1, 3).contiguous()
     return codes, by_head.permute(1, 2, 0, 3)
-
-
-def dequantized_attention(
-    q: Tensor,
-    k_codes: Tensor,
-    v_codes: Tensor,
-    k_scales: Tensor,
-    v_scales: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    context_lens: Tensor,
-    format: RowFormat,
-    **options,
-) -> Tensor:
-    """The definition of quantized_prefill: numbers again, then lesson 12's attention."""
-    k_cache, v_cache = (
-        format.dequantize(codes, scales)
-        for codes, scales in ((k_codes, k_scales), (v_codes, v_scales))
-    )
-    return gathered_attention(
-        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, **options
-    )
-
-
-def dequantized_decode(*arguments, **options) -> Tensor:
-    """The definition of quantized_decode, for one new token a sequence: q: [B, Hq, D] and the rest."""
-    *before, context_lens, format = arguments
-    starts = torch.arange(len(context_lens) + 1, device=context_lens.device)
-    return dequantized_attention(*before, starts, context_lens, format, **options)
 
 
 def attention_over(format: RowFormat, q, k, v, *arguments, **options) -> Tensor:

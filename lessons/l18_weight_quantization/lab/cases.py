@@ -1,4 +1,4 @@
-"""A small random decoder for the tests of the methods."""
+"""Matrices and a small decoder for the tests of formats and methods."""
 
 import torch
 
@@ -16,3 +16,11 @@ def small_decoder() -> Decoder:
         if isinstance(part, RMSNorm):
             part.weight.uniform_(0.2, 3)
     return model
+
+
+def numbers(rows: int, columns: int) -> torch.Tensor:
+    """A matrix with a few large weights. The same in every run, because ties would be rare failures."""
+    generator = torch.Generator().manual_seed(rows * 1000 + columns)
+    matrix = torch.randn(rows, columns, generator=generator)
+    matrix[:, 3] *= 6
+    return matrix
