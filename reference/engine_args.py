@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.toolbox.model.arguments import check_kind, is_number, is_whole, refuse
+from reference.quantization import check_method
 from reference.speculative_config import OLDER, SpeculativeConfig, from_older
 
 CHOICES = {
@@ -18,7 +19,6 @@ LONGER_NAMES = {f"{name}_per_token_head": name for name in FORMATS} | {"fp8_e4m3
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64", "half", "float")
 # argument -> (values that ask for nothing new, the lesson that brings the rest)
 LATER: dict[str, tuple[tuple, str]] = {
-    "quantization": ((None,), "lesson 18 brings quantized weights"),
     "tensor_parallel_size": ((1,), "lesson 20 brings several devices"),
     "pipeline_parallel_size": ((1,), "lesson 20 brings several devices"),
     "data_parallel_size": ((1,), "lesson 20 brings several devices"),
@@ -49,9 +49,11 @@ class EngineArgs:
     at most 1 GiB. preemption_mode: what becomes of the K and V of a request whose blocks another one
     needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's memory.
     scheduling_policy: "fcfs" or "priority". enforce_eager: no CUDA graphs of decode steps; on a CPU
-    there are none. speculative_config: who drafts tokens and how many, a dict of vLLM's keys.
-    kv_cache_dtype: "auto", the model's own dtype, or "fp8" (E4M3), "int8" or "int4", with a scale for
-    each token and KV head; vLLM's longer names of these are read too.
+    there are none. quantization: weights in fewer bits while they are loaded, a name of
+    reference.quantization; None: as the checkpoint has them. kv_cache_dtype: "auto", the model's own
+    dtype, or "fp8" (E4M3), "int8" or "int4", with a scale for each token and KV head; vLLM's longer
+    names of these are read too. speculative_config: who drafts tokens and how many, a dict of vLLM's
+    keys.
     """
 
     model: str = "models/tiny"
@@ -72,6 +74,7 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
     enforce_eager: bool = False
+    quantization: str | None = None
     speculative_config: SpeculativeConfig | dict | None = None
     kv_cache_dtype: str = "auto"
 
@@ -104,6 +107,7 @@ class EngineArgs:
         self.kv_cache_dtype = LONGER_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
         for name, values in CHOICES.items():
             self._require(name, getattr(self, name) in values, " or ".join(values))
+        check_method(self.quantization)
         self.speculative_config = SpeculativeConfig.read(self.speculative_config)
         least = self.max_num_seqs * self.rows_each
         if self.max_num_batched_tokens is None:

@@ -41,7 +41,7 @@ def by_priority(sequence: Sequence) -> tuple:
 def new_engine(args: EngineArgs) -> Engine:
     """An engine with its model, tokenizer, cache and scheduler. Raises ValueError."""
     dtype = None if args.dtype == "auto" else args.dtype
-    model = load_model(args.model, args.device, dtype)
+    model = load_model(args.model, args.device, dtype, args.quantization)
     tokenizer = load_tokenizer(args.tokenizer or args.model)
     drafter = load_drafter(args.speculative_config, model, tokenizer)
     return engine_over(model, tokenizer, args, drafter)

@@ -1,14 +1,14 @@
 """llama.cpp's block formats: what the bytes of a GGUF tensor mean.
 
     weight = GgufWeight(blocks, "Q4_K")            blocks: [N, bytes of a row] uint8
-    weight.dequantize()                            [N, K] float32, the numbers that llama.cpp computes
+    weight.dequantize()                            [N, K] float32, as llama.cpp computes them
 
 A row of a matrix is cut into blocks of 32 values, or super-blocks of 256. Each is a record of its
 own: its scales stand beside its codes, so whoever has a block's bytes has all that it means.
 
 All these formats pack codes by one rule, `unpack_runs`: the lowest bits of a run of bytes are the
-first values, the next bits of the same bytes are the next values. So a mask or a shift of 32 bytes in
-a vector register gives 32 neighbouring values. Read it first, then `decode_q4_k`.
+first values, the next bits of the same bytes are the next values. So a mask or a shift of 32 bytes
+in a vector register gives 32 neighbouring values. Read it first, then `decode_q4_k`.
 
 Blocks lie inside a row. So rows may be taken, reordered or split without decoding anything.
 gguf_encode.py goes the other way.
@@ -18,6 +18,7 @@ Source: ggml-common.h (block_q4_K, …) and ggml-quants.c (dequantize_row_q4_K, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,8 @@ IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69
 
 
 def unpack_runs(packed: Tensor, width: int, bits: int) -> Tensor:
-    """Codes of `bits` bits out of bytes. packed: [..., bytes] uint8 -> [..., bytes · 8 / bits] uint8.
+    """Codes of `bits` bits out of bytes. packed: [..., bytes] uint8 -> [..., bytes · 8 / bits]
+    uint8.
 
     Each run of `width` bytes holds 8 / bits times as many codes: first the lowest bits of all its
     bytes, then the next. Example: width 2, bits 4, bytes 0x21 0x43 -> 1, 3, 2, 4.
@@ -45,7 +47,9 @@ def unpack_runs(packed: Tensor, width: int, bits: int) -> Tensor:
 
 
 def pack_runs(codes: Tensor, width: int, bits: int) -> Tensor:
-    """The inverse of `unpack_runs`; bits above the lowest `bits` of a code are ignored."""
+    """The inverse of `unpack_runs`: [..., codes] uint8 -> [..., codes · bits / 8] uint8. Bits above
+    the lowest `bits` of a code are ignored.
+    """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     runs = codes.unflatten(-1, (-1, 8 // bits, width)) & 2**bits - 1
     # a sum is an "or" here, because the shifted codes have no bit in common
@@ -81,7 +85,7 @@ def halves(field: Tensor) -> Tensor:
 
 
 def half_bytes(numbers: Tensor) -> Tensor:
-    """The inverse of `halves`, rounded to nearest: [..., count] float32 -> [..., 2 · count] uint8."""
+    """The inverse of `halves`, rounding: [..., count] float32 -> [..., 2 · count] uint8."""
     return numbers.to(torch.float16).contiguous().view(torch.uint8)
 
 
@@ -89,33 +93,37 @@ def half_bytes(numbers: Tensor) -> Tensor:
 
 
 def decode_q8_0(blocks: Tensor) -> Tensor:
-    """d · q. Bytes: d (2), q as int8 (32)."""
+    """[..., 34] uint8 -> [..., 32]: d · q. Bytes: d (2), q as int8 (32)."""
     d, codes = blocks.split([2, 32], dim=-1)
     return codes.contiguous().view(torch.int8) * halves(d)
 
 
 def decode_q4_0(blocks: Tensor) -> Tensor:
-    """d · (q − 8). Bytes: d (2), q (16)."""
+    """[..., 18] uint8 -> [..., 32]: d · (q − 8). Bytes: d (2), q (16)."""
     d, codes = blocks.split([2, 16], dim=-1)
     return halves(d) * (unpack_runs(codes, 16, 4).float() - 8)
 
 
 def decode_q4_1(blocks: Tensor) -> Tensor:
-    """d · q + m. Bytes: d (2), m (2), q (16)."""
+    """[..., 20] uint8 -> [..., 32]: d · q + m. Bytes: d (2), m (2), q (16)."""
     scale, codes = blocks.split([4, 16], dim=-1)
     d, m = halves(scale).split(1, dim=-1)
     return d * unpack_runs(codes, 16, 4).float() + m
 
 
 def decode_q5_0(blocks: Tensor) -> Tensor:
-    """d · (q − 16). Bytes: d (2), the fifth bits of q (4), its low bits (16)."""
+    """[..., 22] uint8 -> [..., 32]: d · (q − 16). Bytes: d (2), the fifth bits of q (4), its low
+    bits (16).
+    """
     d, high, low = blocks.split([2, 4, 16], dim=-1)
     codes = unpack_runs(low, 16, 4) | unpack_runs(high, 1, 1) << 4
     return halves(d) * (codes.float() - 16)
 
 
 def decode_q5_1(blocks: Tensor) -> Tensor:
-    """d · q + m. Bytes: d (2), m (2), the fifth bits of q (4), its low bits (16)."""
+    """[..., 24] uint8 -> [..., 32]: d · q + m. Bytes: d (2), m (2), the fifth bits of q (4), its
+    low bits (16).
+    """
     scale, high, low = blocks.split([4, 4, 16], dim=-1)
     d, m = halves(scale).split(1, dim=-1)
     codes = unpack_runs(low, 16, 4) | unpack_runs(high, 1, 1) << 4
@@ -123,26 +131,30 @@ def decode_q5_1(blocks: Tensor) -> Tensor:
 
 
 def decode_iq4_nl(blocks: Tensor) -> Tensor:
-    """d · IQ4_NL_VALUES[q]. Bytes: d (2), q (16)."""
+    """[..., 18] uint8 -> [..., 32]: d · IQ4_NL_VALUES[q]. Bytes: d (2), q (16)."""
     d, codes = blocks.split([2, 16], dim=-1)
-    values = torch.tensor(IQ4_NL_VALUES, dtype=torch.float32, device=blocks.device)
-    return halves(d) * values[unpack_runs(codes, 16, 4).long()]
+    return halves(d) * _iq4_nl_values(blocks.device)[unpack_runs(codes, 16, 4).long()]
+
+
+@cache  # because a CUDA graph cannot capture a copy from the host
+def _iq4_nl_values(device: torch.device) -> Tensor:
+    return torch.tensor(IQ4_NL_VALUES, dtype=torch.float32, device=device)
 
 
 # ---------------------------------------------------------------- super-blocks of 256
 
 
 def decode_q4_k(blocks: Tensor) -> Tensor:
-    """(d · scale) · q − (dmin · minimum), 8 sub-blocks of 32. Bytes: d (2), dmin (2), scales and
-    minima (12), q (128).
+    """[..., 144] uint8 -> [..., 256]: (d · scale) · q − (dmin · minimum), 8 sub-blocks of 32.
+    Bytes: d (2), dmin (2), scales and minima (12), q (128).
     """
     tops, packed, codes = blocks.split([4, 12, 128], dim=-1)
     return _from_minimum(tops, *unpack_scales(packed), unpack_runs(codes, 32, 4))
 
 
 def decode_q5_k(blocks: Tensor) -> Tensor:
-    """As Q4_K. Bytes: d (2), dmin (2), scales and minima (12), the fifth bits of q (32), its low bits
-    (128).
+    """[..., 176] uint8 -> [..., 256]: As Q4_K. Bytes: d (2), dmin (2), scales and minima (12), the
+    fifth bits of q (32), its low bits (128).
     """
     tops, packed, high, low = blocks.split([4, 12, 32, 128], dim=-1)
     codes = unpack_runs(low, 32, 4) | unpack_runs(high, 32, 1) << 4
@@ -150,16 +162,16 @@ def decode_q5_k(blocks: Tensor) -> Tensor:
 
 
 def decode_q2_k(blocks: Tensor) -> Tensor:
-    """As Q4_K, but 16 sub-blocks of 16. Bytes: scale and minimum of a sub-block (16), q (64), d (2),
-    dmin (2).
+    """[..., 84] uint8 -> [..., 256]: As Q4_K, but 16 sub-blocks of 16. Bytes: scale and minimum of
+    a sub-block (16), q (64), d (2), dmin (2).
     """
     packed, codes, tops = blocks.split([16, 64, 4], dim=-1)
     return _from_minimum(tops, packed & 15, packed >> 4, unpack_runs(codes, 32, 2))
 
 
 def decode_q6_k(blocks: Tensor) -> Tensor:
-    """(d · scale) · (q − 32), 16 sub-blocks of 16. Bytes: the low four bits of q (128), its high two
-    (64), scales as int8 (16), d (2).
+    """[..., 210] uint8 -> [..., 256]: (d · scale) · (q − 32), 16 sub-blocks of 16. Bytes: the low
+    four bits of q (128), its high two (64), scales as int8 (16), d (2).
     """
     low, high, scales, d = blocks.split([128, 64, 16, 2], dim=-1)
     codes = unpack_runs(low, 64, 4) | unpack_runs(high, 32, 2) << 4
@@ -167,8 +179,8 @@ def decode_q6_k(blocks: Tensor) -> Tensor:
 
 
 def decode_q3_k(blocks: Tensor) -> Tensor:
-    """(d · (scale − 32)) · (q − 4), 16 sub-blocks of 16. Bytes: the third bits of q (32), its low two
-    (64), 6-bit scales (12), d (2).
+    """[..., 110] uint8 -> [..., 256]: (d · (scale − 32)) · (q − 4), 16 sub-blocks of 16. Bytes: the
+    third bits of q (32), its low two (64), 6-bit scales (12), d (2).
     """
     high, low, packed, d = blocks.split([32, 64, 12, 2], dim=-1)
     codes = unpack_runs(low, 32, 2) | unpack_runs(high, 32, 1) << 2
@@ -196,7 +208,7 @@ def _symmetric(d: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
 
 
 class BlockFormat(NamedTuple):
-    """One type of tensor. number: its name in a file. decode: [..., bytes] uint8 -> [..., values]."""
+    """One type of tensor. number: in a file. decode: [..., bytes] uint8 -> [..., values]."""
 
     number: int
     values: int
@@ -255,5 +267,5 @@ class GgufWeight(QuantizedWeight):
         return kind.decode(self.blocks.unflatten(1, (-1, kind.bytes))).flatten(1)
 
     def rows(self, which: Tensor | slice) -> "GgufWeight":
-        """Some rows of the matrix, as indexing a tensor takes them; nothing is decoded."""
+        """Some rows of the matrix. which: their numbers [rows], or a slice. Nothing is decoded."""
         return GgufWeight(self.blocks[which], self.format)

@@ -3,12 +3,13 @@
     config = config_of(read_gguf("model.gguf"))
     metadata = metadata_of(config)
 
-llama.cpp reads a model's settings from the keys that begin with its architecture: "llama.block_count".
-So these are all read here, or known to change nothing, or refused by name. Keys of other beginnings
-(general, tokenizer, quantize) say where the file comes from and how it makes tokens.
+llama.cpp reads a model's settings from the keys that begin with its architecture:
+"llama.block_count". So these are all read here, or known to change nothing, or refused by name.
+Keys of other beginnings (general, tokenizer, quantize) say where the file comes from and how it
+makes tokens.
 
-Architectures: llama (Llama 1 to 3, Mistral without a window), qwen2, qwen3. Source: llama-arch.cpp and
-convert_hf_to_gguf.py of llama.cpp.
+Architectures: llama (Llama 1 to 3, Mistral without a window), qwen2, qwen3. Source: llama-arch.cpp
+and convert_hf_to_gguf.py of llama.cpp.
 """
 
 from dataclasses import replace
@@ -90,8 +91,8 @@ class _Settings:
 
 
 def config_of(file: GgufFile) -> ModelConfig:
-    """Shape of the model in a file. Raises CheckpointError, one line: another architecture, a key that
-    is missing, wrong, or unknown and might change the result, sizes that do not fit.
+    """Shape of the model in a file. Raises CheckpointError, one line: another architecture, a key
+    that is missing, wrong, or unknown and might change the result, sizes that do not fit.
     """
     try:
         return _config_of(file)
@@ -191,8 +192,8 @@ def _rope_scaling(file: GgufFile, own: _Settings, context: int) -> RopeScaling |
 
 
 def metadata_of(config: ModelConfig) -> dict[str, Any]:
-    """A model's shape under llama.cpp's keys. Raises ValueError for a model that its architectures do
-    not cover, or that this course writes no keys for.
+    """A model's shape under llama.cpp's keys. Raises ValueError for a model that its architectures
+    do not cover, or that this course writes no keys for.
     """
     architecture = WRITTEN_AS.get(config.model_type)
     if architecture is None:

@@ -3,8 +3,8 @@
     weight = to_gguf(linear.weight, "Q4_K")        [N, K] -> GgufWeight
 
 The formats with blocks of 32 take their one scale from the largest value. In a super-block of 256
-gguf_search.py finds a scale for each sub-block. These scales are then rounded themselves, to 4, 6 or
-8 bits, and the codes are chosen a last time for the scales as they are stored.
+gguf_search.py finds a scale for each sub-block. These scales are then rounded themselves, to 4, 6
+or 8 bits, and the codes are chosen a last time for the scales as they are stored.
 
 Source: ggml-quants.c of llama.cpp (quantize_row_q4_0_ref, quantize_row_q4_K_ref, …).
 """
@@ -156,8 +156,8 @@ def _stored_with_minimum(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scales and minima rounded to 0 … top_scale, and the codes chosen anew for them.
 
-    parts: [..., sub-blocks, n] -> d and dmin as bytes [..., 4], scales and minima [..., sub-blocks],
-    codes [..., 256], all uint8.
+    parts: [..., sub-blocks, n] -> d and dmin as bytes [..., 4], scales and minima [...,
+    sub-blocks], codes [..., 256], all uint8.
     """
     largest = torch.stack([fit.scale.amax(-1), fit.minimum.amax(-1)], dim=-1)
     largest = torch.where(largest > 0, largest, 0)  # not clamp, which keeps −0
@@ -176,8 +176,8 @@ def _stored_symmetric(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scales rounded to −top_scale … top_scale − 1, and the codes chosen anew for them.
 
-    parts: [..., 16, 16] -> d as bytes [..., 2], scales [..., 16] float32, and codes + levels [..., 256]
-    uint8. The scale with the largest magnitude becomes −top_scale, as in `_largest_to_lowest`.
+    parts: [..., 16, 16] -> d as bytes [..., 2], scales [..., 16] float32, and codes + levels [...,
+    256] uint8. The scale with the largest magnitude becomes −top_scale, as in `_largest_to_lowest`.
     """
     extreme = fit.scale.gather(-1, fit.scale.abs().argmax(-1, keepdim=True))
     inverse = torch.where(extreme == 0, 0, ratio(-top_scale, extreme))
@@ -189,8 +189,8 @@ def _stored_symmetric(
 
 
 def _codes_for(parts: Tensor, scale: Tensor, limits: tuple[int, int], fit: Fit) -> Tensor:
-    """The nearest codes, [..., 256] float32. Where the stored scale is 0 no code means anything, and
-    the search's stay, as in llama.cpp.
+    """The nearest codes, [..., 256] float32. Where the stored scale is 0 no code means anything,
+    and the search's stay, as in llama.cpp.
     """
     codes = (parts / torch.where(scale == 0, 1, scale)).round().clamp(*limits)
     return torch.where(scale == 0, fit.codes, codes).flatten(-2)

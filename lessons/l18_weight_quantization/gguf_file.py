@@ -11,14 +11,16 @@ Byte by byte, all numbers little-endian:
     "GGUF"  version u32  number of tensors u64  number of metadata entries u64
     metadata:   key string, type u32, value        string: length u64, UTF-8
                 an array is: type of its elements u32, length u64, elements
-    tensors:    name string, number of dimensions u32, dimensions u64 (the fastest first), format u32,
-                offset u64 from the start of the data
+    tensors:    name string, number of dimensions u32, dimensions u64 (the fastest first),
+                format u32, offset u64 from the start of the data
     padding to a multiple of general.alignment, then the data
 
-A file comes from the internet. So each length is compared with the bytes that are left before anything
-of that length is read or allocated. Nothing in the format is code, and nothing is unpickled.
+A file comes from the internet. So each length is compared with the bytes that are left before
+anything of that length is read or allocated. Nothing in the format is code, and nothing is
+unpickled.
 
-Source: ggml/docs/gguf.md; gguf.cpp of llama.cpp. Versions 2 and 3 are the same for little-endian files.
+Source: ggml/docs/gguf.md; gguf.cpp of llama.cpp. Versions 2 and 3 are the same for little-endian
+files.
 """
 
 import math
@@ -79,7 +81,8 @@ class GgufFile:
         return np.memmap(self.path, dtype=np.uint8, mode="r")
 
     def read(self, name: str) -> GgufWeight:
-        """A tensor of one or two dimensions, as its blocks: [N, bytes of a row]; a vector is one row.
+        """A tensor of one or two dimensions, as its blocks: [N, bytes of a row]; a vector is one
+        row.
 
         Copied, because a view would change or crash with the file.
         """
@@ -120,7 +123,9 @@ class _Cursor:
             raise CheckpointError(f"{what} is not UTF-8") from None
 
     def counted(self, least: int, what: str) -> int:
-        """A count of things that have at least so many bytes each. Refused if they cannot all follow."""
+        """A count of things that have at least so many bytes each. Refused if they cannot all
+        follow.
+        """
         count, left = self.number(UINT64, what), len(self.data) - self.at
         if count * least > left:
             raise CheckpointError(
@@ -196,11 +201,11 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
     for name, info in entries:
         if name in tensors:
             raise CheckpointError(f"the tensor {shown(name)} is there twice")
-        end, length = start + info.offset + info.size, len(cursor.data)
-        if info.offset % alignment or end > length:
+        room = max(len(cursor.data) - start, 0)
+        if info.offset % alignment or info.offset + info.size > room:
             raise CheckpointError(
                 f"the tensor {shown(name)} lies at offset {info.offset} and has {info.size} bytes; "
-                f"accepted: a multiple of {alignment}, within the {max(length - start, 0)} bytes of data"
+                f"accepted: a multiple of {alignment}, within the {room} bytes of data"
             )
         tensors[name] = info._replace(offset=start + info.offset)
     return GgufFile(path, version, metadata, tensors)
@@ -242,7 +247,8 @@ def write_gguf(
     """A file of version 3. tensors: {name: (blocks, shape)}, written in this order.
 
     Types follow from the values: int -> u32 (i64 if it is negative, u64 if it needs it), float ->
-    f32, bool, str, and a list -> an array of i32, f32, bool or strings. Raises ValueError for others.
+    f32, bool, str, and a list -> an array of i32, f32, bool or strings. Raises ValueError for
+    others.
     """
     parts = [MAGIC, struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(metadata))]
     for key, value in metadata.items():
@@ -278,8 +284,8 @@ def _typed(key: str, value: Any) -> tuple[int, bytes]:
         kind = INT64 if value < 0 else UINT32 if value < 2**32 else UINT64
         return kind, _numbers(kind, [value])
     raise ValueError(
-        f"metadata: got {shown(value)} for {shown(key)}; accepted: str, bool, float, an int of 64 bits, "
-        f"or a list of one of these types"
+        f"metadata: got {shown(value)} for {shown(key)}; accepted: str, bool, float, an int of 64 "
+        f"bits, or a list of one of these types"
     )
 
 

@@ -1,8 +1,8 @@
 """Layers over llama.cpp's blocks, which stay as they are in memory.
 
-A product on a CPU decodes a few rows at a time: as float32 they fit into a core's cache, so the numbers
-are multiplied while they are there and never travel to memory. `dequantize_matmul` decodes the whole
-matrix first, writes it to memory and reads it back.
+A product on a CPU decodes a few rows at a time: as float32 they fit into a core's cache, so the
+numbers are multiplied while they are there and never travel to memory. `dequantize_matmul` decodes
+the whole matrix first, writes it to memory and reads it back.
 """
 
 import torch
@@ -17,7 +17,8 @@ def gguf_matmul(x: Tensor, weight: GgufWeight, bias: Tensor | None = None) -> Te
     """x: [T, K]; bias: [N] or None -> [T, N] in x's dtype."""
     num_rows, columns = weight.shape
     out = torch.empty(*x.shape[:-1], num_rows, dtype=x.dtype, device=x.device)
-    step = max(1, SLICE // columns)
+    # a GPU decodes it all at once, because each slice would be a dozen launches
+    step = num_rows if x.is_cuda else max(1, SLICE // columns)
     for first in range(0, num_rows, step):
         rows = slice(first, first + step)
         out[..., rows] = x @ weight.rows(rows).dequantize().to(x.dtype).T

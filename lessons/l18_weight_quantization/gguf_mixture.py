@@ -1,12 +1,12 @@
 """Which tensor gets how many bits: the mixtures that file names speak of.
 
-"Q4_K_M" is no format. It is a rule that gives each tensor of a model a format: most get Q4_K, and the
-few where an error costs most get Q6_K. These are half of the value and down projections, and the
-matrix that makes the logits. A value projection is small and shared by several heads; the down
+"Q4_K_M" is no format. It is a rule that gives each tensor of a model a format: most get Q4_K, and
+the few where an error costs most get Q6_K. These are half of the value and down projections, and
+the matrix that makes the logits. A value projection is small and shared by several heads; the down
 projection adds to the residual stream that all later layers read.
 
-Source: llama_tensor_get_type_impl and tensor_type_fallback in llama-quant.cpp of llama.cpp, for models
-without experts. Its special case for models of 70B (attn_v in Q5_K) is left out.
+Source: llama_tensor_get_type_impl and tensor_type_fallback in llama-quant.cpp of llama.cpp, for
+models without experts. Its special case for models of 70B (attn_v in Q5_K) is left out.
 """
 
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from lessons.toolbox.model.arguments import refuse
 
 
 class Mixture(NamedTuple):
-    """number: in general.file_type. most: the format of most tensors. better: of attn_v and ffn_down in
-    the layers that `gets_more_bits` names, or in the first layers (_S).
+    """number: in general.file_type. most: the format of most tensors. better: of attn_v and
+    ffn_down in the layers that `gets_more_bits` names, or in the first layers (_S).
     """
 
     number: int
@@ -59,8 +59,9 @@ def gets_more_bits(layer: int, num_layers: int) -> bool:
 def format_of(
     mixture: str, name: str, columns: int, num_layers: int, kv_group: int, is_tied: bool
 ) -> str:
-    """The format of one matrix. name: llama.cpp's, without ".weight"; columns: K, its row. kv_group:
-    query heads that share a key head. is_tied: whether the embedding makes the logits, too.
+    """The format of one matrix. name: llama.cpp's, without ".weight"; columns: K, its row.
+    kv_group: query heads that share a key head. is_tied: whether the embedding makes the logits,
+    too.
 
     Raises ValueError for a mixture that is not known.
     """

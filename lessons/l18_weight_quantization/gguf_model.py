@@ -2,6 +2,7 @@
 
     model = load_gguf("model.gguf")                      its matrices stay quantized in memory
     save_gguf("model.gguf", model, tokenizer, "Q4_K_M")
+    twin = quantized(model, quantizer("Q4_K_M", model.config), gguf_matmul)        without a file
 
 Two things differ from a Hugging Face checkpoint, beside the names. A tied model stores one matrix,
 token_embd.weight, and no output.weight. And in the llama architecture the rows of q and k lie in
@@ -13,9 +14,10 @@ Source: convert_hf_to_gguf.py of llama.cpp (tensor names; LlamaModel.permute).
 """
 
 import os
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l18_weight_quantization.gguf_blocks import FLOATS, GgufWeight
@@ -65,11 +67,11 @@ def stored_name(name: str) -> str:
 
 
 def row_order(name: str, config: ModelConfig) -> Tensor | None:
-    """Where the decoder's rows lie in a stored tensor: row r is stored row order[r]. [N] int64; None:
-    as they are.
+    """Where the decoder's rows lie in a stored tensor: row r is stored row order[r]. [N] int64;
+    None: as they are.
 
-    In a head of D rows the decoder's (i, i + D / 2) are llama.cpp's (2i, 2i + 1). Example: D = 4 gives
-    0, 2, 1, 3.
+    In a head of D rows the decoder's (i, i + D / 2) are llama.cpp's (2i, 2i + 1). Example: D = 4
+    gives 0, 2, 1, 3.
     """
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     part = name.split(".")[-2]
@@ -98,7 +100,8 @@ def load_gguf(
     config = config_of(file)
     if config.num_hidden_layers > len(file.tensors):  # before a decoder of so many layers is built
         raise CheckpointError(
-            f"{file.path} holds {len(file.tensors)} tensors, too few for {config.num_hidden_layers} layers"
+            f"{file.path} holds {len(file.tensors)} tensors, too few for "
+            f"{config.num_hidden_layers} layers"
         )
     with torch.device("meta"):  # no memory until the weights arrive
         model = Decoder(config)
@@ -136,8 +139,8 @@ def _set_ends(
 
 
 def _checked_names(model: Decoder, file: GgufFile) -> dict[str, str]:
-    """{the decoder's name: the stored one} of every tensor. Raises CheckpointError if the file's are
-    others or have other shapes.
+    """{the decoder's name: the stored one} of every tensor. Raises CheckpointError if the file's
+    are others or have other shapes.
     """
     wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
@@ -149,7 +152,8 @@ def _checked_names(model: Decoder, file: GgufFile) -> dict[str, str]:
         shape = file.tensors[stored].shape
         if shape != wanted[name]:
             raise CheckpointError(
-                f"the tensor {stored} in {file.path} has shape {shape}, its metadata ask for {wanted[name]}"
+                f"the tensor {stored} in {file.path} has shape {shape}, its metadata ask for "
+                f"{wanted[name]}"
             )
     unexpected = set(file.tensors) - {*names.values(), ROPE_FACTORS}
     if unexpected:
@@ -192,12 +196,24 @@ def save_gguf(path: str | os.PathLike, model: Decoder, tokenizer, mixture: str =
             # the inverse of what `load_gguf` does: stored row order[r] is the decoder's row r
             tensor = tensor[order.argsort().to(tensor.device)]
         stored = stored_name(name)
-        format = _format_for(mixture, stored, tensor, config)
+        format = format_for(mixture, stored, tensor, config)
         tensors[stored] = to_gguf(tensor.reshape(-1, tensor.shape[-1]), format), list(tensor.shape)
     write_gguf(path, metadata, tensors)
 
 
-def _format_for(mixture: str, stored: str, tensor: Tensor, config: ModelConfig) -> str:
+def quantizer(mixture: str, config: ModelConfig) -> Callable[[str, nn.Linear], GgufWeight]:
+    """What `quantized` asks for: each linear layer in the format that a file of the mixture would
+    have, without a file in between.
+    """
+
+    def quantize(name: str, linear: nn.Linear) -> GgufWeight:
+        weight = linear.weight
+        return to_gguf(weight, format_for(mixture, stored_name(f"{name}.weight"), weight, config))
+
+    return quantize
+
+
+def format_for(mixture: str, stored: str, tensor: Tensor, config: ModelConfig) -> str:
     """Norms and biases stay in 32 bits: they are small, and their errors are not averaged away."""
     if tensor.dim() == 1:
         return "F32"

@@ -3,14 +3,14 @@
 Rounding to the nearest code is the easy half of quantization. The choice is the scale. The largest
 value does not have to become the largest code: a slightly smaller scale clips one value and serves
 all others better. So the K formats try some twenty scales for each sub-block, round with each, fit
-scale and minimum to the codes by least squares, and keep what has the smallest weighted error. Large
-values weigh more: without activations at hand, nothing better is known about what matters.
+scale and minimum to the codes by least squares, and keep what has the smallest weighted error.
+Large values weigh more: without activations at hand, nothing better is known about what matters.
 
-Every product, sum and quotient is rounded where llama.cpp's C rounds it, so the results are those of
-its functions, bit for bit, if they are compiled without fused multiply-add.
+Every product, sum and quotient is rounded where llama.cpp's C rounds it, so the results are those
+of its functions, bit for bit, if they are compiled without fused multiply-add.
 
-Source: ggml-quants.c of llama.cpp (make_qkx2_quants, make_qx_quants, make_q3_quants), as it quantizes
-without an importance matrix.
+Source: ggml-quants.c of llama.cpp (make_qkx2_quants, make_qx_quants, make_q3_quants), as it
+quantizes without an importance matrix.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ NOTHING = 1e-15  # sub-blocks whose values are all smaller get the scale 0
 
 
 class Fit(NamedTuple):
-    """What a search found for sub-blocks of n values: value ≈ scale · code − minimum. scale, minimum:
-    [...] float32; codes: [..., n] float32, whole.
+    """What a search found for sub-blocks of n values: value ≈ scale · code − minimum. scale,
+    minimum: [...] float32; codes: [..., n] float32, whole.
     """
 
     scale: Tensor
@@ -81,11 +81,12 @@ def fit_with_minimum(
 
 
 def fit_symmetric(values: Tensor, levels: int) -> Fit:
-    """The best scale of each sub-block for codes −levels to levels − 1, and minimum 0. values: [..., n].
+    """The best scale of each sub-block for codes −levels to levels − 1, and minimum 0. values:
+    [..., n].
 
     Candidates map the value with the largest magnitude to −levels · (1 ± 0.1 · step / levels). With
-    the scale fitted to the codes, the weighted error Σ w (x − scale · q)² is Σ w x² − (Σ w x q)² / Σ w
-    q², so the candidate with the largest quotient is the best. Values weigh as their squares.
+    the scale fitted to the codes, the weighted error Σ w (x − scale · q)² is Σ w x² − (Σ w x q)² /
+    Σ w q², so the candidate with the largest quotient is the best. Values weigh as their squares.
     """
     weights = values * values
     extreme = values.gather(-1, values.abs().argmax(-1, keepdim=True))
@@ -109,8 +110,8 @@ def fit_symmetric(values: Tensor, levels: int) -> Fit:
 
 
 def fit_one_by_one(values: Tensor, levels: int) -> Fit:
-    """As `fit_symmetric`, by coordinate descent: from the plain rounding, each code in turn becomes the
-    best one for the scale that the others want, in five rounds.
+    """As `fit_symmetric`, by coordinate descent: from the plain rounding, each code in turn becomes
+    the best one for the scale that the others want, in five rounds. values: [..., n].
     """
     weights = values * values
     extreme = values.gather(-1, values.abs().argmax(-1, keepdim=True))
@@ -142,7 +143,9 @@ def _choose(which: Tensor, one: Fit, other: Fit) -> Fit:
 
 
 def half_flat(parts: Tensor) -> Tensor:
-    """What an error at each value costs: its magnitude, plus the sub-block's root mean square."""
+    """What an error at each value costs: its magnitude, plus the sub-block's root mean square.
+    parts: [..., n] -> [..., n].
+    """
     # in float64, because PyTorch's float32 root may be off by a rounding
     root = (in_order_sum(parts.square()) / parts.shape[-1]).double().sqrt().float()
     return root[..., None] + parts.abs()
@@ -152,12 +155,14 @@ def half_flat(parts: Tensor) -> Tensor:
 
 
 def ratio(number: float, d: Tensor) -> Tensor:
-    """number / d, rounded once, because PyTorch computes a number over a tensor as 1 / d · number."""
+    """number / d, rounded once, because PyTorch computes a number over a tensor as 1 / d · number.
+    d: [...] -> [...].
+    """
     return torch.tensor(number, dtype=d.dtype, device=d.device) / d
 
 
 def steps(*limits: int) -> Tensor:
-    """Whole numbers as `range` gives them, times 0.1, in float32 as in C."""
+    """Whole numbers as `range` gives them, times 0.1, in float32 as in C. -> [count]."""
     return torch.tensor(range(*limits), dtype=torch.float32) * 0.1
 
 

@@ -3,10 +3,10 @@
     tokenizer = tokenizer_of(read_gguf("model.gguf"))
     metadata = tokenizer_metadata(tokenizer, vocab_size)
 
-A file lists its tokens by id, their types, and what joins them: merges (byte-level BPE, as in Llama 3
-and Qwen) or scores (SentencePiece, as in Llama 2). How text is cut into words before that is only
-named: "qwen2" stands for a regular expression that llama.cpp knows. RULES has the names that are known
-here, and another one is refused, because a wrong cut gives other tokens and no error.
+A file lists its tokens by id, their types, and what joins them: merges (byte-level BPE, as in Llama
+3 and Qwen) or scores (SentencePiece, as in Llama 2). How text is cut into words before that is only
+named: "qwen2" stands for a regular expression that llama.cpp knows. RULES has the names that are
+known here, and another one is refused, because a wrong cut gives other tokens and no error.
 
 The key tokenizer.huggingface.json may hold the whole tokenizer.json, and then nothing is left to a
 name. What this course writes has it, because the embedded models cut text by a rule of their own.
@@ -47,8 +47,8 @@ SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_
 
 
 def tokenizer_of(file: GgufFile):
-    """The file's tokenizer, as transformers' PreTrainedTokenizerFast. Raises CheckpointError, one line,
-    for a file without one, of another kind, or broken.
+    """The file's tokenizer, as transformers' PreTrainedTokenizerFast. Raises CheckpointError, one
+    line, for a file without one, of another kind, or broken.
     """
     from transformers import PreTrainedTokenizerFast  # here, because importing it takes seconds
 
@@ -96,7 +96,6 @@ def _backend_of(metadata: dict[str, Any], tokens: list[str], types: list[int]) -
     if kind not in makers:
         raise CheckpointError(f"tokenizer.ggml.model is {shown(kind)}; supported: gpt2, llama")
     backend = makers[kind](metadata, tokens)
-    # one call for each, because each takes the next free ids for those that are not in the vocabulary
     backend.add_special_tokens(_added(tokens, types, CONTROL))
     backend.add_tokens(_added(tokens, types, USER_DEFINED))
     return backend
@@ -130,7 +129,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
 
 
 def _sentence_piece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
-    """SentencePiece's BPE: of two neighbours, those whose union has the highest score join first."""
+    """SentencePiece's BPE: the neighbours whose union has the highest score join first."""
     scores = metadata.get("tokenizer.ggml.scores")
     if not _is_list_of(float, scores) or len(scores) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.scores must list {len(tokens)} numbers")
@@ -202,8 +201,8 @@ def _is_list_of(kind: type, values: Any) -> bool:
 
 
 def tokenizer_metadata(tokenizer, vocab_size: int) -> dict[str, Any]:
-    """A byte-level BPE tokenizer of transformers under llama.cpp's keys. vocab_size: of the model; ids
-    without a token become unused ones. Raises ValueError for another kind of tokenizer.
+    """A byte-level BPE tokenizer of transformers under llama.cpp's keys. vocab_size: of the model;
+    ids without a token become unused ones. Raises ValueError for another kind of tokenizer.
     """
     whole = tokenizer.backend_tokenizer.to_str()
     content = json.loads(whole)

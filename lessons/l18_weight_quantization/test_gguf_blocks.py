@@ -4,7 +4,6 @@ written into them are the bytes that llama.cpp writes.
 
 import ctypes
 import hashlib
-import random
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +24,11 @@ from lessons.l18_weight_quantization.gguf_blocks import (
     unpack_scales,
 )
 from lessons.l18_weight_quantization.gguf_encode import ENCODERS, to_gguf
-from lessons.l18_weight_quantization.gguf_linear import GgufEmbedding, gguf_matmul
 from lessons.l18_weight_quantization.gguf_search import fit_with_minimum, half_flat
 
 K_FORMATS = [name for name in ENCODERS if name.endswith("_K")]
-# Of llama.cpp's own functions (quantize_row_q4_K_ref, …, of the version in llama-cpp-python 0.3.36),
-# compiled with -O2 -ffp-contract=off, on `numbers`: the first half of the bytes' SHA-256.
+# Of llama.cpp's own functions (quantize_row_q4_K_ref, …, as in llama-cpp-python 0.3.36), compiled
+# with -O2 -ffp-contract=off, on `numbers`: the first 16 digits of the bytes' SHA-256.
 WRITTEN_BY_LLAMA_CPP = {
     "Q2_K": "787bfc4d489d4bd0",
     "Q3_K": "399bed09d3617ea1",
@@ -41,7 +39,9 @@ WRITTEN_BY_LLAMA_CPP = {
 
 
 def numbers() -> Tensor:
-    """16 super-blocks, the same on every machine: zeros, constants, one sign, half zeros, many scales."""
+    """16 super-blocks, the same on every machine: zeros, constants, one sign, half zeros, many
+    scales.
+    """
     x = ((torch.arange(16 * 256) * 7919) % 2003 - 1001).float().reshape(16, 256) / 700
     x[0], x[1], x[2] = 0, 1, -1
     x[3], x[4] = x[3].abs(), -x[4].abs()
@@ -230,8 +230,24 @@ def test_the_error_is_that_of_the_bits(format, seed):
     assert error < (1e-2 if format in FLOATS else 3 * 2**-bits)
 
 
+def test_the_search_by_hand():
+    """Four values and two bits. From 0 to 3.6 the scale is 1.2 and the squared error 0.2; the line
+    through the same codes, 1.18 · q − 0.12, has 0.108.
+    """
+    values = torch.tensor([[0.0, 1.0, 2.0, 3.6]])
+    for count, scale, minimum, error in ((0, 1.2, 0.0, 0.2), (16, 1.18, 0.12, 0.108)):
+        fit = fit_with_minimum(values, torch.ones(1, 4), 3, -0.5, count, torch.square)
+        assert fit.codes.tolist() == [[0, 1, 2, 3]]
+        assert float(fit.scale) == pytest.approx(scale, abs=1e-5)
+        assert float(fit.minimum) == pytest.approx(minimum, abs=1e-5)
+        decoded = fit.scale * fit.codes - fit.minimum
+        assert float((decoded - values).square().sum()) == pytest.approx(error, abs=1e-5)
+
+
 def test_the_search_pays(seed):
-    """Against the scale that maps the extremes: never worse in any sub-block, and better on average."""
+    """Against the scale that maps the extremes: never worse in any sub-block, and better on
+    average.
+    """
     parts = torch.randn(200, 32)
     weights = half_flat(parts)
     errors = []
@@ -271,21 +287,3 @@ def test_refuses_what_is_not_finite():
     for value in (torch.nan, torch.inf):
         with pytest.raises(ValueError, match="infinity or NaN"):
             to_gguf(torch.full((1, 32), value), "Q8_0")
-
-
-# ---------------------------------------------------------------- layers
-
-
-@pytest.mark.parametrize("format", ["Q8_0", "Q4_K", "Q6_K"])
-def test_products_and_look_ups(format, seed, monkeypatch):
-    """A product that decodes a few rows at a time; an embedding that decodes those it is asked for."""
-    monkeypatch.setattr("lessons.l18_weight_quantization.gguf_linear.SLICE", 3 * 256)
-    weight = to_gguf(torch.randn(random.choice([1, 7, 9]), 256), format)
-    numbers = weight.dequantize()
-    x, bias = torch.randn(5, 256), torch.randn(len(numbers))
-    torch.testing.assert_close(gguf_matmul(x, weight, bias), x @ numbers.T + bias)
-    assert gguf_matmul(x.bfloat16(), weight).dtype == torch.bfloat16
-    tokens = torch.randint(len(numbers), (4,))
-    looked_up = GgufEmbedding(weight, torch.float32)(tokens)
-    assert torch.equal(looked_up, numbers[tokens])
-    assert torch.equal(weight.to("cpu").rows(slice(0, 1)).dequantize(), numbers[:1])

@@ -221,7 +221,7 @@ def test_every_truncation_is_noticed(tmp_path, seed):
 
 
 def test_damage_raises_one_line_or_nothing(tmp_path, seed, request):
-    """Random bytes in the header: whatever they are taken for, nothing but CheckpointError leaves."""
+    """Random bytes in the header: whatever they are taken for, only CheckpointError leaves."""
     path = tmp_path / "x.gguf"
     written(path)
     content = path.read_bytes()

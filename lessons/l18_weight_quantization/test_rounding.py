@@ -167,39 +167,27 @@ BUGS = {
         "stored = stored_scales(scales, ",
         "stored = stored_scales(scales.amax(1, keepdim=True).expand_as(scales), ",
     ),
-    "one step too many": (
-        "scales = (high - low) / (2**bits - 1)",
-        "scales = (high - low) / 2**bits",
-    ),
+    "one step too many": ("scales = (high - low) / last", "scales = (high - low) / (last + 1)"),
     "a zero point that is one off": (
-        "torch.round(-low / nonzero(scales))",
-        "torch.round(-low / nonzero(scales) + 1)",
+        "zeros = torch.round(-low / nonzero(scales))",
+        "zeros = torch.round(-low / nonzero(scales)) + 1",
     ),
     "the range without zero": ("low = groups.amin(-1).clamp(max=0)", "low = groups.amin(-1)"),
-    "truncated, not rounded": ("codes = torch.round(groups", "codes = torch.trunc(groups"),
-    "codes that wrap around": (
-        "return codes.clamp(0, 2**bits - 1).to",
-        "return codes.remainder(2**bits).to",
-    ),
-    "infinity for what is too large": (
-        "return x.float().clamp(-most, most).to(dtype)",
-        "return x.float().to(dtype)",
-    ),
+    "truncated, not rounded": ("steps = torch.round(groups", "steps = torch.trunc(groups"),
+    "codes that wrap around": ("(steps + middle).clamp(0, last)", "(steps + middle) % (last + 1)"),
+    "infinity for what is too large": ("x.float().clamp(-most, most).to(dtype)", "x.to(dtype)"),
     "tiles that share one scale": (
-        "largest = tiles.abs().amax((1, 3))",
-        "largest = tiles.abs().amax().expand(tiles.shape[0], tiles.shape[2])",
+        "return tiles.amax((1, 3))",
+        "return tiles.amax((1, 3)).amax().expand(tiles.shape[::2])",
     ),
     "NF4 as sixteen even steps": (
         "table = torch.tensor(NF4_VALUES",
         "table = torch.tensor([i / 7.5 - 1 for i in range(16)]",
     ),
-    "NF4 with swapped nibbles": (
-        "packed = codes[:, 0] << 4 | codes[:, 1]",
-        "packed = codes[:, 1] << 4 | codes[:, 0]",
-    ),
+    "NF4 with swapped nibbles": ("packed = first << 4 | second", "packed = second << 4 | first"),
     "no offset before the second quantization": ("around = largest - offset", "around = largest"),
-    "an exponent one too small": (".exponent - 1 - 2)", ".exponent - 1 - 3)"),
-    "MXFP4 without signs": ("codes | (torch.signbit(scaled).to(torch.uint8) << 3)", "codes"),
+    "an exponent one too small": (".exponent - 1 - 2", ".exponent - 1 - 3"),
+    "MXFP4 without signs": ("| signs << 3", ""),
 }
 
 

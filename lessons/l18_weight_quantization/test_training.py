@@ -159,3 +159,19 @@ def test_bits_of_a_model_count_its_linear_layers():
     numbers = {"mlp": 3 * 32 * 64, "rest": 32 * (32 + 16 + 16 + 32)}
     expected = (9 * numbers["mlp"] + 32 * numbers["rest"]) / sum(numbers.values())
     assert lab.bits_per_weight(half) == pytest.approx(expected)
+
+
+def test_held_out_windows_are_spread_over_all_texts(monkeypatch):
+    class Letters:
+        bos_token_id, eos_token_id = None, 0
+
+        def __call__(self, text, **_):
+            return {"input_ids": list(text.encode())}
+
+    texts = ["ab", "cdefgh"]
+    monkeypatch.setattr(lab, "corpus", lambda: (["seen in training"], texts))
+    stream = [0, *b"ab", 0, *b"cdefgh"]
+    found = lab.held_out_windows(Letters(), 2, 4)
+    assert found.tolist() == [stream[:5], stream[5:]]
+    with pytest.raises(ValueError, match="count: got 3; accepted: at most 2 windows of 4 tokens"):
+        lab.held_out_windows(Letters(), 3, 4)

@@ -28,7 +28,7 @@ class QuantizedWeight:
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """The stored tensors by the names of their fields."""
+        """The stored tensors, [...], by the names of their fields."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 

@@ -49,9 +49,7 @@ def save_quantized(model: Decoder, source: str, folder: str | Path, form: str) -
     """
     if form not in FORMATS:
         refuse("format", form, ", ".join(FORMATS))
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        refuse("out", str(folder), "a folder that is empty or does not exist yet")
+    folder = check_new_folder(folder)
     weights = quantized_layers(model)
     names = tensor_names(model)
     tensors = plain_tensors(model, names)
@@ -71,6 +69,14 @@ def save_quantized(model: Decoder, source: str, folder: str | Path, form: str) -
     # "pt" because transformers reads only files that say so
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     copy_small_files(find_folder(source, SMALL_FILES), folder, config)
+
+
+def check_new_folder(folder: str | Path) -> Path:
+    """The folder. Raises ValueError for a file, or a folder with something in it."""
+    folder = Path(folder)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        refuse("out", str(folder), "a folder that is empty or does not exist yet")
+    return folder
 
 
 def quantized_layers(model: Decoder) -> Weights:

@@ -10,6 +10,7 @@ CONFIG = ModelConfig("qwen2", 50, 32, 2, 4, 2, 8, 64, 64, qkv_bias=True)
 
 
 def small_decoder() -> Decoder:
+    """Two layers in float64 with norms that are not 1. The same weights in every call."""
     torch.manual_seed(0)
     model = Decoder(CONFIG).requires_grad_(False).double()
     for part in model.modules():
@@ -19,7 +20,7 @@ def small_decoder() -> Decoder:
 
 
 def numbers(rows: int, columns: int) -> torch.Tensor:
-    """A matrix with a few large weights. The same in every run, because ties would be rare failures."""
+    """[rows, columns] float32 with a few large weights. The same in every run, because ties would be rare failures."""
     generator = torch.Generator().manual_seed(rows * 1000 + columns)
     matrix = torch.randn(rows, columns, generator=generator)
     matrix[:, 3] *= 6

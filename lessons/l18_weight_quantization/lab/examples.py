@@ -3,7 +3,7 @@ go together.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ class Row:
     error: float
 
 
+@lru_cache(maxsize=1)
 def formats_of(weight: Tensor) -> list[Row]:
     """A matrix, [N, K] float32, in the formats of the lesson, from many bits to few."""
     found = {

@@ -41,19 +41,23 @@ def floor_s(name: str, batch: int, chip: str = "h200", model: str = "llama-3-8b"
     """Seconds that the products of one decode step need at least."""
     kind, data_sheet, weights = FORMATS[name], CHIPS[chip], weights_of_layers(model)
     memory_s = weights * kind.bits / 8 / data_sheet.memory_bytes_per_s
-    compute_s = 2 * weights * batch / data_sheet.peak_flops_per_s(kind.arithmetic)
-    return max(memory_s, compute_s)
+    return max(memory_s, 2 * weights * batch / peak(name, chip))
+
+
+def peak(name: str, chip: str = "h200") -> float:
+    """FLOP/s of a format's products. A chip without units for FP8 multiplies in BF16."""
+    data_sheet, arithmetic = CHIPS[chip], FORMATS[name].arithmetic
+    if arithmetic == torch.float8_e4m3fn and data_sheet.fp8_flops_per_s is None:
+        arithmetic = torch.bfloat16
+    return data_sheet.peak_flops_per_s(arithmetic)
 
 
 def turning_batch(name: str, chip: str = "h200") -> float:
     """The batch from which a format's products are bound by arithmetic."""
-    kind, data_sheet = FORMATS[name], CHIPS[chip]
-    ridge = data_sheet.peak_flops_per_s(kind.arithmetic) / data_sheet.memory_bytes_per_s
-    return kind.bits / 16 * ridge
+    return FORMATS[name].bits / 16 * peak(name, chip) / CHIPS[chip].memory_bytes_per_s
 
 
 def meeting_batch(chip: str = "h200") -> float:
     """The batch at which INT4, bound by BF16's arithmetic, takes as long as FP8, bound by its bytes."""
-    data_sheet, bits = CHIPS[chip], FORMATS["FP8"].bits
-    peak = data_sheet.peak_flops_per_s(FORMATS["INT4"].arithmetic)
-    return bits / 16 * peak / data_sheet.memory_bytes_per_s
+    bits = FORMATS["FP8"].bits
+    return bits / 16 * peak("INT4", chip) / CHIPS[chip].memory_bytes_per_s

@@ -60,7 +60,7 @@ class Method(NamedTuple):
 
 
 def rounded(name: str, format: str, quantize: Callable[[Tensor], QuantizedWeight]) -> Method:
-    """A method that looks at nothing but the matrix."""
+    """A method that looks at nothing but each matrix, [N, K]."""
 
     def of_layer(_: str, linear: nn.Linear) -> QuantizedWeight:
         return quantize(linear.weight)

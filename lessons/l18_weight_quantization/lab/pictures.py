@@ -22,6 +22,7 @@ from lessons.l18_weight_quantization.lab.examples import (
     weight_with_an_outlier,
 )
 from lessons.l18_weight_quantization.lab.floors import floor_s
+from lessons.l18_weight_quantization.lab.pareto import PARETO_ALT, draw_pareto
 from lessons.l18_weight_quantization.weights import E2M1_VALUES, NF4_VALUES
 from lessons.toolbox.draw.figure import (
     GREY,
@@ -33,10 +34,11 @@ from lessons.toolbox.draw.figure import (
     save_svg,
     style,
 )
+from lessons.toolbox.measure.hardware import CHIPS
 
 HERE = Path(__file__).parent
 PATCH = (10, 96)  # rows and columns of the matrix that are drawn
-MAGNIFIED = 4
+MAGNIFIED, GAP = 4, 3
 DRAWN = ("BF16", "FP8", "INT4")
 FORMATS_ALT = (
     "A piece of one weight matrix in twelve formats, with what rounding changed, the bits of a weight "
@@ -54,7 +56,6 @@ FLOOR_ALT = (
     "The least time of a decode step's matrix products over the batch on an H200: 4 bits win while "
     "the batch is small, 8-bit floats win where arithmetic is the limit."
 )
-
 
 # ---------------------------------------------------------------- one matrix in every format
 
@@ -75,29 +76,33 @@ def draw_formats(weight: Tensor | None = None) -> ClassFigure:
         f"largest one, {WEIGHT_NAME} of models/tiny; error: ‖Ŵ − W‖ / ‖W‖ of the whole matrix",
         (11, 8),
     )
-    ax.set_axis_off()
     part = _around_the_largest(weight)
-    reach = 3 * float(weight.std())
-    left, width, top, height = (0.245, 0.29, 0.815, 0.06)
-    for text, x in (
-        ("what is stored", left),
-        (f"what rounding changed, × {MAGNIFIED}", left + 0.31),
-    ):
-        fig.text(x, 0.885, text, color=GREY)
-    for text, x in (("bits", 0.905), ("error", 0.975)):
-        fig.text(x, 0.885, text, color=GREY, ha="right")
+    high, wide = PATCH
+    # One image: a strip a format, its values, a gap, what rounding changed; NaN stays white.
+    image = np.full((len(rows) * (high + GAP), 2 * wide + 2 * GAP), np.nan)
     for index, row in enumerate(rows):
-        y = top - index * (height + 0.008)
-        fig.text(left - 0.01, y + height / 2, row.name, ha="right", va="center")
-        changed = (row.values - weight)[part]
-        for x, piece in ((left, row.values[part]), (left + 0.31, MAGNIFIED * changed)):
-            panel = fig.add_axes((x, y, width, height))
-            panel.imshow(piece, cmap="RdBu_r", norm=TwoSlopeNorm(0, -reach, reach), aspect="auto")
-            panel.set_xticks([])
-            panel.set_yticks([])
+        strip = image[index * (high + GAP) :][:high]
+        strip[:, :wide] = row.values[part]
+        strip[:, -wide:] = MAGNIFIED * (row.values - weight)[part]
+    reach = 3 * float(weight.std())
+    ax.imshow(image, cmap="RdBu_r", norm=TwoSlopeNorm(0, -reach, reach), aspect="auto")
+    middles = [index * (high + GAP) + high / 2 for index in range(len(rows))]
+    ax.set_yticks(middles, [row.name for row in rows])
+    ax.set_xticks([])
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    columns = {0: "what is stored", wide + 2 * GAP: f"what rounding changed, × {MAGNIFIED}"}
+    for x, text in columns.items():
+        ax.text(x, -3, text, color=GREY)
+    ends = {1.09: "bits", 1.2: "error"}
+    across = ax.get_yaxis_transform()  # x as a share of the axes, y in rows
+    for x, text in ends.items():
+        ax.text(x, -3, text, color=GREY, ha="right", transform=across)
+    for row, y in zip(rows, middles):
         error = f"{row.error:.1%}" if row.error else "–"
-        for text, x in ((f"{row.bits + 1e-9:.2f}", 0.905), (error, 0.975)):
-            fig.text(x, y + height / 2, text, ha="right", va="center", fontweight="bold")
+        for x, text in zip(ends, (f"{row.bits + 1e-9:.2f}", error)):
+            look = {"ha": "right", "va": "center", "fontweight": "bold"}
+            ax.text(x, y, text, transform=across, **look)
     return fig
 
 
@@ -218,12 +223,14 @@ def draw_floor(chip: str = "h200") -> ClassFigure:
     """The least time of Llama-3-8B's matrix products over the batch, format by format."""
     found = {name: [floor_s(name, batch, chip) for batch in BATCHES] for name in DRAWN}
     gains = [found["BF16"][n] / found["INT4"][n] for n in range(len(BATCHES))]
-    same = next((b for b, gain in zip(BATCHES, gains) if gain < 1.01), None)
+    same = next(b for b, gain in zip(BATCHES, gains) if gain < 1.01)
+    data_sheet = CHIPS[chip]
+    by = "FP8" if data_sheet.fp8_flops_per_s else "BF16, because it has no units for FP8"
     fig, ax = frame(
         f"INT4 weights can be {gains[0]:.1f} times as fast at batch 1, and no faster than BF16 from "
         f"batch {same} on",
-        "lower bounds from the data sheet of an H200, predicted, not measured: Llama-3-8B's layers, "
-        "INT4 of 4.16 bits multiplied in BF16, FP8 in FP8",
+        f"lower bounds from the data sheet of the {data_sheet.name}, predicted, not measured: "
+        f"Llama-3-8B's layers, INT4 of 4.16 bits multiplied in BF16, FP8 in {by}",
         (10, 5.6),
     )
     labels = []
@@ -247,6 +254,7 @@ def write_all() -> None:
     save_svg(draw_grids(), HERE / "grids.svg", alt=GRIDS_ALT)
     save_svg(draw_feedback(), HERE / "feedback.svg", alt=FEEDBACK_ALT)
     save_svg(draw_floor(), HERE / "floor.svg", alt=FLOOR_ALT)
+    save_svg(draw_pareto(), HERE / "pareto.svg", alt=PARETO_ALT)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,9 @@ def predictions(model: Decoder, windows: Tensor) -> Iterator[Tensor]:
 
 
 def greedy_answers(model: Decoder, windows: Tensor, rung: Rung = PREALLOCATED) -> list[list[int]]:
-    """NEW_TOKENS likeliest tokens behind the first PROMPT tokens of the first PROMPTS windows."""
+    """NEW_TOKENS likeliest tokens behind the first PROMPT tokens of the first PROMPTS windows.
+    windows: [count, length + 1] int64.
+    """
     prompts = windows[:PROMPTS, :PROMPT].tolist()
     greedy = SamplingParams(temperature=0, ignore_eos=True)
     return generate(model, prompts, NEW_TOKENS, greedy, rung=rung)
