@@ -37,10 +37,10 @@ SMALL = Tiles(16, 16)
 EXACT = Errors(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
-def test_decode_over_codes(name, dtype, seed, proof):
+def test_decode_over_codes(name, seed, proof):
     """Pages in any order, an empty sequence, splits; scales that nobody wrote are NaN."""
+    dtype = torch.float32 if name == "fp8" else torch.bfloat16  # the bits of E4M3: in 16 bits below
     pages = paged([16, 5, 0, 33], block_size=16, heads=(4, 2, 16, 16), dtype=dtype, seed=seed)
     inputs = coded(FORMATS[name], pages).decode
     fast = partial(quantized_decode, num_splits=2)
@@ -84,7 +84,7 @@ def test_every_e4m3_number_is_read_by_its_bits(monkeypatch):
     lens = torch.ones(count, dtype=torch.int32, device=DEVICE)
     want = FORMATS["fp8"].dequantize(v_codes, ones.float())[:, 0]
     monkeypatch.setattr(optimized, "has_e4m3", lambda device: False)
-    few = slice(0, None) if DEVICE == "cuda" else slice(0, None, 5)
+    few = slice(0, None) if DEVICE == "cuda" else slice(0, None, 9)
     arguments = (
         v_codes,
         v_codes,

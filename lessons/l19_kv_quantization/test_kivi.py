@@ -147,8 +147,8 @@ def attend_each(q, caches, **options):
 
 
 def inputs_of(seed):
-    """Sequences with no group, one, and three, in pages in random order."""
-    caches = [cache_of(tokens, seed + tokens, residual=16) for tokens in (30, 60, 125)]
+    """Sequences with no group, one, and two, in pages in random order."""
+    caches = [cache_of(tokens, seed + tokens, residual=16) for tokens in (30, 60, 90)]
     count = sum(len(cache.groups) for cache in caches)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     q = torch.randn(3, 4, 32, device=DEVICE)

@@ -2,7 +2,9 @@
 scores with rules; blocks that are shared, copied and swapped.
 """
 
+import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from lessons.l12_paged_kv.runner import PagedRunner, new_pool, paged_rung_of
 from lessons.l12_paged_kv.swap import HostSwap
 from lessons.l19_kv_quantization import pool as pools
 from lessons.l19_kv_quantization.formats import FORMATS
+from lessons.l19_kv_quantization.lab import quality
 from lessons.l19_kv_quantization.lab.testing import attention_over, naive_answers
 from lessons.l19_kv_quantization.pool import KernelPool, QuantizedLatentPool, QuantizedPool
 from lessons.l19_kv_quantization.runner import quantized_rung_of, quantized_runner
@@ -143,6 +146,22 @@ def test_auto_is_lesson_12(seed):
     model = new_model()
     assert quantized_rung_of(model, "auto") == paged_rung_of(model)
     assert type(new_pool(model, 2, 4, 8, quantized_rung_of(model, "int8"))) is QuantizedPool
+
+
+def test_what_is_counted_is_the_format_s_own_error():
+    """lab/quality.py's decoder over a cache, beside the definition; and its groups, by their scales."""
+    model, (prompt,) = new_model(), new_prompts(12)
+    row = partial(quality.by_row, "int8")
+    attend = whole_sequence(model, len(prompt))
+    got = quality.WithCache(model, row, row)(torch.tensor(prompt), attend)
+    torch.testing.assert_close(model.logits(got), whole(model, prompt, FORMATS["int8"]))
+    x = torch.randn(70, 2, 32)
+    for over, dims in quality.SHARED.items():
+        y = quality.by_group(4, over, x)
+        one = (y[:32] if over.endswith("page") else y).movedim(dims, tuple(range(len(dims))))
+        groups = one.reshape(math.prod(one.shape[: len(dims)]), -1).T
+        assert all(len(set(group.tolist())) <= 16 for group in groups) and not torch.equal(x, y)
+        assert torch.equal(y[64:], x[64:]) == over.endswith("page")
 
 
 # ---------------------------------------------------------------- wrong versions
