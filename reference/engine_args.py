@@ -50,10 +50,10 @@ class EngineArgs:
     needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's memory.
     scheduling_policy: "fcfs" or "priority". enforce_eager: no CUDA graphs of decode steps; on a CPU
     there are none. quantization: weights in fewer bits while they are loaded, a name of
-    reference.quantization; None: as the checkpoint has them. speculative_config: who drafts tokens
-    and how many, a dict of vLLM's keys. kv_cache_dtype: "auto", the model's own dtype, or "fp8"
-    (E4M3), "int8" or "int4", with a scale for each token and KV head; vLLM's longer names of these
-    are read too.
+    reference.quantization; None: as the checkpoint has them. kv_cache_dtype: "auto", the model's own
+    dtype, or "fp8" (E4M3), "int8" or "int4", with a scale for each token and KV head; vLLM's longer
+    names of these are read too. speculative_config: who drafts tokens and how many, a dict of vLLM's
+    keys.
     """
 
     model: str = "models/tiny"

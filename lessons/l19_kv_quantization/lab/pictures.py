@@ -1,32 +1,31 @@
 """The lesson's pictures: what scales of two kinds do to a page of K, how many sequences fit, where a
-smaller cache saves nothing, and the channels of an activation before and after SmoothQuant.
+smaller cache saves nothing, the channels of an activation before and after SmoothQuant, and what each
+cache loses.
 
     python -m lessons.l19_kv_quantization.lab.pictures
 
-writes page.svg, fit.svg, loses.svg and outliers.svg beside this file. Nothing is timed. K and the
-activations are those of models/tiny on held-out code; sequences and bytes are computed.
+writes page.svg, fit.svg, loses.svg, outliers.svg and quality.svg beside this file. Nothing is timed. K
+and the activations are those of models/tiny on held-out code; sequences and bytes are computed. The last
+picture reads results/counted/l19_quality.json.
 """
 
-from dataclasses import replace
+import json
 from functools import lru_cache
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from torch import Tensor
 
-from lessons.l01_roofline.models import find_model
-from lessons.l01_roofline.plan import Plan, make_plan
 from lessons.l02_naive_attention.naive import attention, whole_sequence
 from lessons.l16_speculative_sampling.lab.workload import embedded_pair, held_out_prompts
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.l19_kv_quantization.kivi import dequantize_keys, quantize_keys
-from lessons.l19_kv_quantization.lab.ways_out import bits_per_value, way
+from lessons.l19_kv_quantization.lab.quality import OUT
+from lessons.l19_kv_quantization.lab.savings import draw_fit, draw_loses, gain
 from lessons.l19_kv_quantization.smoothquant import smoothing_scales
 from lessons.l19_kv_quantization.w8a8 import to_eight_bits
 from lessons.toolbox.draw.figure import (
-    GREY,
     PALETTE,
     ROLES,
     ClassFigure,
@@ -34,14 +33,14 @@ from lessons.toolbox.draw.figure import (
     label_column,
     log_axis,
     save_svg,
-    size_number,
     style,
 )
-from lessons.toolbox.measure.hardware import CHIPS
+
+__all__ = ["draw_fit", "draw_loses", "draw_outliers", "draw_page", "draw_quality", "gain"]
 
 HERE = Path(__file__).parent
-PAGE_SVG, FIT_SVG, LOSES_SVG, OUTLIERS_SVG = (
-    HERE / f"{name}.svg" for name in ("page", "fit", "loses", "outliers")
+PAGE_SVG, FIT_SVG, LOSES_SVG, OUTLIERS_SVG, QUALITY_SVG = (
+    HERE / f"{name}.svg" for name in ("page", "fit", "loses", "outliers", "quality")
 )
 PAGE_ALT = (
     "Three maps of 32 tokens by 64 channels. The absolute values of K show upright stripes: a few "
@@ -60,6 +59,11 @@ OUTLIERS_ALT = (
     "Largest value of each channel, from quiet to loud, before and after SmoothQuant. For the "
     "activations the steep end of the curve becomes flatter, for the weights a flat curve becomes "
     "steeper."
+)
+QUALITY_ALT = (
+    "KL to the model as it is, by what has a scale of its own, for K, for V and for K with a loud channel. For K a scale for "
+    "each channel loses least, and a channel that was made loud changes nothing for it, while all other "
+    "scales lose far more."
 )
 
 # ---------------------------------------------------------------- what the embedded model computes
@@ -139,89 +143,6 @@ def draw_page(layer: int = 1, head: int = 1) -> ClassFigure:
     return fig
 
 
-# ---------------------------------------------------------------- bytes
-
-NAMES = {"bf16": "16 bits", "fp8": "FP8", "int4": "INT4"}
-LOOKS = (("naive", "o"), ("optimized", "s"), ("library", "^"))
-CONTEXTS = [2**n for n in range(9, 18)]
-
-
-def plan_for(model: str, gpus: int, context: int, cache: str) -> Plan:
-    """A deployment on H200s with one of NAMES as cache."""
-    shape = find_model(model)
-    bits = bits_per_value(cache, shape.head_dim)
-    return make_plan(shape, CHIPS["h200"], 1, context, gpus, bits_per_kv=bits)
-
-
-@style()
-def draw_fit(model: str = "llama-3-70b", gpus: int = 2, marked: int = 8192) -> ClassFigure:
-    """Sequences that fit over the context, for three caches."""
-    fits = {
-        cache: [way("", plan_for(model, gpus, context, cache)).sequences for context in CONTEXTS]
-        for cache in NAMES
-    }
-    here = {cache: counts[CONTEXTS.index(marked)] for cache, counts in fits.items()}
-    fig, ax = frame(
-        f"Contexts of {marked} tokens: {here['bf16']} sequences fit in 16 bits, {here['fp8']} in "
-        f"FP8, {here['int4']} in INT4",
-        f"computed · {model}, 16-bit weights, {gpus} x H200, 90 % of their memory; scales included",
-        (10, 5),
-    )
-    labels = []
-    for (cache, counts), (role, marker) in zip(fits.items(), LOOKS):
-        colour, dash = ROLES[role].colour, ROLES[role].dash
-        ax.plot(CONTEXTS, counts, color=colour, marker=marker, ls=dash)
-        labels.append((CONTEXTS[-1], counts[-1], NAMES[cache], colour))
-    ax.axvline(marked, color=GREY, lw=1, ls=":")
-    _context_axis(ax)
-    log_axis(ax.yaxis, 1, 4096)
-    ax.set_ylabel("sequences that fit (higher is better)")
-    ax.grid(True)
-    label_column(ax, labels)
-    return fig
-
-
-def gain(model: str, batch: int, context: int, cache: str = "fp8") -> float:
-    """How many times shorter a decode step can be with this cache, by the bytes that it reads."""
-    plans = [plan_for(model, 1, context, kind) for kind in ("bf16", cache)]
-    # Whether they fit does not matter here: `running` must be the batch.
-    steps = [replace(plan, batch=batch, gpus=64).decode.bytes_moved for plan in plans]
-    return steps[0] / steps[1]
-
-
-@style()
-def draw_loses(model: str = "llama-3-8b", batches: tuple[int, ...] = (32, 8, 1)) -> ClassFigure:
-    """What an FP8 cache can save of a decode step, over the context."""
-    low, high = gain(model, 1, CONTEXTS[0]), gain(model, batches[0], CONTEXTS[-1])
-    fig, ax = frame(
-        f"One sequence of {CONTEXTS[0]} tokens gains {low:.2f}×, {batches[0]} of "
-        f"{size_number(CONTEXTS[-1])} gain {high:.2f}×: the weights are read in any case",
-        f"predicted from bytes · {model}, 16-bit weights, FP8 cache with its scales",
-        (10, 5),
-    )
-    labels = []
-    for batch, colour, marker in zip(batches, PALETTE, "osD"):
-        gains = [gain(model, batch, context) for context in CONTEXTS]
-        ax.plot(CONTEXTS, gains, color=colour, marker=marker)
-        labels.append((CONTEXTS[-1], gains[-1], f"batch {batch}", colour))
-    most = 16 / bits_per_value("fp8", find_model(model).head_dim)
-    ax.axhline(most, color=ROLES["floor"].colour, ls="--", lw=1.5)
-    words = f"roof: the cache alone, {most:.2f}×"
-    ax.annotate(words, (CONTEXTS[0], most), (0, 5), textcoords="offset points", color=GREY)
-    _context_axis(ax)
-    ax.set_ylim(0.95, 2.08)
-    ax.set_ylabel("16 bits over FP8 (higher is better)")
-    ax.grid(True)
-    label_column(ax, labels)
-    return fig
-
-
-def _context_axis(ax: plt.Axes) -> None:
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(CONTEXTS, [size_number(context) for context in CONTEXTS])
-    ax.set_xlabel("context, tokens")
-
-
 # ---------------------------------------------------------------- outliers
 
 
@@ -276,8 +197,56 @@ def draw_outliers(alpha: float = 0.5, layer: int = LOUD_LAYER) -> ClassFigure:
     return fig
 
 
+# ---------------------------------------------------------------- quality
+
+SHOWN = {  # what shares a scale, in results/counted/l19_quality.json -> as the figure says it
+    "tensor": "one for all",
+    "page": "a page",
+    "token": "a token",
+    "head of a token": "a token and head",
+    "channel of a page": "a channel of a page",
+}
+
+
+def recorded() -> dict:
+    """What lab/quality.py has counted last."""
+    return json.loads(OUT.read_text(encoding="utf-8"))
+
+
+@style()
+def draw_quality(found: dict | None = None, bits: int = 4) -> ClassFigure:
+    """How far the predictions move if K or V alone becomes codes, by what has a scale."""
+    scales = (found or recorded())["scales"]
+    rows = [scales[f"{over}, {bits} bits"] for over in SHOWN]
+    row, channel = (scales[f"{over}, {bits} bits"] for over in list(SHOWN)[-2:])
+    parts = {"k": "K", "v": "V", "k, a loud channel": "K with a loud channel (made so)"}
+    loud = [entry["k, a loud channel"]["kl"]["mean"] for entry in (row, channel)]
+    fig, ax = frame(
+        f"A loud channel of K costs a scale a token {loud[0] / loud[1]:.0f} times as much as a scale a "
+        "channel",
+        f"counted · models/tiny, held-out code, {bits} bits with a scale and a low; K or V alone",
+        (11, 5),
+    )
+    at, marks = np.arange(len(SHOWN)), "osD"
+    labels = []
+    for (part, name), colour, marker in zip(parts.items(), PALETTE, marks):
+        values = [entry[part]["kl"]["mean"] for entry in rows]
+        ax.plot(at, values, color=colour, marker=marker, ls=":", lw=1.5)
+        labels.append((at[-1], values[-1], name, colour))
+    drawn = [entry[part]["kl"]["mean"] for entry in rows for part in parts]
+    log_axis(ax.yaxis, min(drawn) / 2, max(drawn) * 2)
+    ax.set_xticks(at, SHOWN.values())
+    ax.set_xlabel("what has a scale of its own")
+    ax.set_ylabel("KL to the model as it is, nats (lower is better)")
+    ax.grid(True)
+    label_column(ax, labels)
+    return fig
+
+
 if __name__ == "__main__":
     save_svg(draw_page(), PAGE_SVG, alt=PAGE_ALT)
     save_svg(draw_fit(), FIT_SVG, alt=FIT_ALT)
     save_svg(draw_loses(), LOSES_SVG, alt=LOSES_ALT)
     save_svg(draw_outliers(), OUTLIERS_SVG, alt=OUTLIERS_ALT)
+    if OUT.exists():
+        save_svg(draw_quality(), QUALITY_SVG, alt=QUALITY_ALT)
