@@ -48,7 +48,8 @@ class EngineArgs:
     needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's memory.
     scheduling_policy: "fcfs" or "priority". enforce_eager: no CUDA graphs of decode steps; on a CPU
     there are none. quantization: weights in fewer bits while they are loaded, a name of
-    reference.quantization; None: as the checkpoint has them. speculative_config: who drafts tokens and how many, a dict of vLLM's keys.
+    reference.quantization; None: as the checkpoint has them. speculative_config: who drafts tokens
+    and how many, a dict of vLLM's keys.
     """
 
     model: str = "models/tiny"

@@ -186,6 +186,23 @@ def test_a_quantized_checkpoint_is_the_model_of_its_numbers(family, folders, tmp
     assert not any(parameter.requires_grad for parameter in ours.parameters())
 
 
+def test_the_layer_of_deepseek_that_predicts_further_is_left_out(folders, tmp_path):
+    """Its codes lie behind the last layer, and no config names them."""
+    store(folders["deepseek_v3"], tmp_path, *STORED["deepseek_v3"])
+    file = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(file)
+    further = {
+        name.replace("layers.1.", "layers.2."): tensor.clone()
+        for name, tensor in tensors.items()
+        if "layers.1.self_attn" in name
+    }
+    assert any(tensor.dtype == torch.float8_e4m3fn for tensor in further.values())
+    tokens = torch.randint(97, (9,))
+    expected = logits_of(load_quantized(tmp_path / "quantized"), tokens)
+    save_file(tensors | further, file)
+    assert torch.equal(logits_of(load_quantized(tmp_path / "quantized"), tokens), expected)
+
+
 def test_gpt_oss_as_published(folders, tmp_path):
     """Its experts in MXFP4, under the names of the published files; transformers widens them."""
     tensors = load_file(folders["gpt_oss"] / "model.safetensors")

@@ -38,7 +38,13 @@ from lessons.toolbox.model.checkpoint import (
 )
 from lessons.toolbox.model.config_json import CheckpointError
 from lessons.toolbox.model.placement import read_device, read_dtype
-from lessons.toolbox.model.places import Place, places_of, stored_name, turning_last
+from lessons.toolbox.model.places import (
+    Place,
+    places_of,
+    predicts_further,
+    stored_name,
+    turning_last,
+)
 from lessons.toolbox.model.stored import CODE_DTYPES, STORED_DTYPES, Stored, catalog, open_file
 
 # Latent attention multiplies by the rows of this matrix, so it is read as numbers.
@@ -69,6 +75,7 @@ def load_quantized(
         raise CheckpointError(f"{name_or_path}: {error}") from error
     folder = find_folder(name_or_path, SMALL_FILES + WEIGHT_FILES)
     stored = catalog(folder, STORED_DTYPES + CODE_DTYPES)
+    stored = {key: entry for key, entry in stored.items() if not predicts_further(key, config)}
     check_room(folder, len(stored), config)
     with torch.device("meta"):  # no memory until the weights arrive
         model = decoder_class(config)(config)
