@@ -248,5 +248,4 @@ if __name__ == "__main__":
     save_svg(draw_fit(), FIT_SVG, alt=FIT_ALT)
     save_svg(draw_loses(), LOSES_SVG, alt=LOSES_ALT)
     save_svg(draw_outliers(), OUTLIERS_SVG, alt=OUTLIERS_ALT)
-    if OUT.exists():
-        save_svg(draw_quality(), QUALITY_SVG, alt=QUALITY_ALT)
+    save_svg(draw_quality(), QUALITY_SVG, alt=QUALITY_ALT)
