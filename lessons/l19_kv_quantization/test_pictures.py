@@ -35,7 +35,7 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("name", ["page", "fit", "loses", "outliers"])
+@pytest.mark.parametrize("name", ["page", "fit", "loses", "outliers", "quality"])
 def test_the_pictures_fit(name):
     figure = getattr(pictures, f"draw_{name}")()
     assert not texts_outside(figure) and not overlapping_texts(figure)
@@ -43,7 +43,7 @@ def test_the_pictures_fit(name):
 
 def test_the_excerpts_stand_in_the_sources():
     """Line by line, however far they are indented there."""
-    sources = [textwrap.dedent(file.read_text(encoding="utf-8")) for file in ROOM.glob("*.py")]
+    sources = [file.read_text(encoding="utf-8") for file in ROOM.glob("*.py")]
     found = TEXT.split("```python\n")[1:]
     assert len(found) == 3
     for block in found:
@@ -117,6 +117,30 @@ def test_the_readme_quotes_the_ways_out():
         f"goes from {few} to {cache} sequences of 4096 tokens, and 8-bit weights make them {eight}"
         in (GUIDES)
     )
+
+
+def test_what_the_readme_concludes_from_what_was_counted():
+    """In words, where a number stands behind a comment anyway."""
+    found = pictures.recorded()
+    for name in ("int8", "fp8"):  # "cannot be told from that of the model"
+        assert (
+            found["formats"][name]["added_loss"]["low"]
+            < 0
+            < found["formats"][name]["added_loss"]["high"]
+        )
+    added = {name: entry["added_loss"]["mean"] for name, entry in found["formats"].items()}
+    assert 0.4 < 1 - added["kivi 4 bits"] / added["int4"] < 0.5  # "nearly half of it"
+    four = {over: found["scales"][f"{over}, 4 bits"] for over in pictures.SHOWN}
+    channel = four.pop("channel of a page")
+    for part in ("k", "v"):
+        assert channel[part]["kl"]["mean"] < min(
+            entry[part]["kl"]["mean"] for entry in four.values()
+        )
+    quiet, loud = (channel[part]["kl"]["mean"] for part in ("k", "k, a loud channel"))
+    assert loud == pytest.approx(quiet, rel=0.01)
+    w8a8 = {name: entry["kl"]["mean"] for name, entry in found["w8a8"].items()}
+    broken = w8a8.pop("int8, loud activations, not smoothed")
+    assert broken > 50 * max(w8a8.values())
 
 
 def test_a_way_fits_and_one_sequence_more_does_not():

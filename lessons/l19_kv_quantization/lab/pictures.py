@@ -222,8 +222,8 @@ def draw_quality(found: dict | None = None, bits: int = 4) -> ClassFigure:
     parts = {"k": "K", "v": "V", "k, a loud channel": "K with a loud channel (made so)"}
     loud = [entry["k, a loud channel"]["kl"]["mean"] for entry in (row, channel)]
     fig, ax = frame(
-        f"A loud channel of K costs a scale a token {loud[0] / loud[1]:.0f} times as much as a scale a "
-        "channel",
+        f"With a loud channel in K, a scale a token and head loses {loud[0] / loud[1]:.0f} times as much "
+        "as a scale a channel",
         f"counted · models/tiny, held-out code, {bits} bits with a scale and a low; K or V alone",
         (11, 5),
     )
@@ -248,5 +248,4 @@ if __name__ == "__main__":
     save_svg(draw_fit(), FIT_SVG, alt=FIT_ALT)
     save_svg(draw_loses(), LOSES_SVG, alt=LOSES_ALT)
     save_svg(draw_outliers(), OUTLIERS_SVG, alt=OUTLIERS_ALT)
-    if OUT.exists():
-        save_svg(draw_quality(), QUALITY_SVG, alt=QUALITY_ALT)
+    save_svg(draw_quality(), QUALITY_SVG, alt=QUALITY_ALT)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lessons.l01_roofline.calculators import decode_floor, tokens_per_s
+from lessons.l01_roofline.formats import bits_of
 from lessons.l01_roofline.models import MODELS, find_model
 from lessons.l01_roofline.plan import Plan, make_plan, peak_flops
 from lessons.l19_kv_quantization.formats import FORMATS, row_bytes
@@ -19,7 +20,7 @@ from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.measure.hardware import CHIPS, lookup
 
 SCALE_BYTES = 2  # scales are stored in the model's dtype, of 16 bits
-WEIGHT_BITS = {"8-bit weights": 8.125, "4-bit weights": 4.5}  # groups of 128 and of 32, lesson 18
+WEIGHTS = {"8-bit weights": "int8", "4-bit weights": "int4"}  # lesson 18's names
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def way(name: str, plan: Plan, shared: int = 0) -> Way:
 def five_ways(plan: Plan, shared: int) -> list[Way]:
     """The plan as it is, then each way alone, in the order of the list in the README."""
     ways = [way("as it is", plan)]
-    for name, bits in WEIGHT_BITS.items():
+    for name, format in WEIGHTS.items():
+        bits = bits_of(plan.model, format)
         ways.append(way(name, replace(plan, bits_per_weight=bits)))
     for name in ("fp8", "int4"):
         bits = bits_per_value(name, plan.model.head_dim)
