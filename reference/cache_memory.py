@@ -15,6 +15,7 @@ from lessons.l02_naive_attention.request import read_requests, sampling_batch
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l12_paged_kv.runner import step_batch
 from lessons.l14_continuous_batching.loop import StepSampler
+from lessons.l19_kv_quantization.formats import FORMATS, kv_bytes_per_token
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine_args import EngineArgs
 from reference.model_runner import ModelRunner
@@ -32,8 +33,9 @@ def blocks_that_fit(
     if args.num_gpu_blocks_override:
         return args.num_gpu_blocks_override
     configs = [model.config] if draft is None else [model.config, draft]
+    format, itemsize = FORMATS.get(args.kv_cache_dtype), model.dtype.itemsize
     block_bytes = args.block_size * sum(
-        config.kv_bytes_per_token(model.dtype.itemsize) for config in configs
+        kv_bytes_per_token(config, format, itemsize) for config in configs
     )
     memory = args.kv_cache_memory_bytes or cache_memory(args, model, max_model_len)
     num_blocks = max(0, int(memory // block_bytes))
@@ -86,7 +88,7 @@ def run_largest_step(args: EngineArgs, model: Decoder, max_model_len: int) -> No
     places = min(args.max_num_seqs, tokens)
     # All own the same blocks, because what is written does not matter, and few are in the way.
     longest = -(-max_model_len // args.block_size)
-    runner = ModelRunner(model, longest, args.block_size, max_model_len)
+    runner = ModelRunner(model, longest, args.block_size, max_model_len, args.kv_cache_dtype)
     counts = [tokens // places + (place < tokens % places) for place in range(places)]
     counts = [min(count, max_model_len) for count in counts]
     chunks = [([0] * count, max_model_len - count) for count in counts]

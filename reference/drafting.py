@@ -82,7 +82,7 @@ def new_proposer(args: EngineArgs, drafter: Drafter, runner: ModelRunner, new_ru
         return MedusaProposer(drafter, runner.model)
     if config.method == EAGLE:
         room = pool.num_blocks, pool.block_size, runner.max_model_len
-        return EagleProposer(drafter, runner.model, *room)
+        return EagleProposer(drafter, runner.model, *room, args.kv_cache_dtype)
     # Behind the draft's own context the target decodes plainly.
     context = min(runner.max_model_len, drafter.config.max_position_embeddings)
     return DraftModelProposer(new_runner(drafter, context))

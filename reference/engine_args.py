@@ -5,18 +5,20 @@ lesson brings what they ask for.
 import difflib
 from dataclasses import dataclass, fields
 
+from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.toolbox.model.arguments import check_kind, is_number, is_whole, refuse
+from reference.quantization import check_method
 from reference.speculative_config import OLDER, SpeculativeConfig, from_older
 
 CHOICES = {
     "scheduling_policy": ("fcfs", "priority"),
     "preemption_mode": ("recompute", "swap"),
+    "kv_cache_dtype": ("auto", *FORMATS),
 }
+LONGER_NAMES = {f"{name}_per_token_head": name for name in FORMATS} | {"fp8_e4m3": "fp8"}
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64", "half", "float")
 # argument -> (values that ask for nothing new, the lesson that brings the rest)
 LATER: dict[str, tuple[tuple, str]] = {
-    "quantization": ((None,), "lesson 18 brings quantized weights"),
-    "kv_cache_dtype": (("auto",), "lesson 19 brings quantized caches"),
     "tensor_parallel_size": ((1,), "lesson 20 brings several devices"),
     "pipeline_parallel_size": ((1,), "lesson 20 brings several devices"),
     "data_parallel_size": ((1,), "lesson 20 brings several devices"),
@@ -47,7 +49,11 @@ class EngineArgs:
     at most 1 GiB. preemption_mode: what becomes of the K and V of a request whose blocks another one
     needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's memory.
     scheduling_policy: "fcfs" or "priority". enforce_eager: no CUDA graphs of decode steps; on a CPU
-    there are none. speculative_config: who drafts tokens and how many, a dict of vLLM's keys.
+    there are none. quantization: weights in fewer bits while they are loaded, a name of
+    reference.quantization; None: as the checkpoint has them. kv_cache_dtype: "auto", the model's own
+    dtype, or "fp8" (E4M3), "int8" or "int4", with a scale for each token and KV head; vLLM's longer
+    names of these are read too. speculative_config: who drafts tokens and how many, a dict of vLLM's
+    keys.
     """
 
     model: str = "models/tiny"
@@ -68,7 +74,9 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
     enforce_eager: bool = False
+    quantization: str | None = None
     speculative_config: SpeculativeConfig | dict | None = None
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self):
         check_counts(
@@ -95,8 +103,11 @@ class EngineArgs:
         dtype = str(self.dtype).removeprefix("torch.")
         self._require("dtype", dtype in DTYPES, ", ".join(DTYPES))
         self.dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
+        dtype = self.kv_cache_dtype
+        self.kv_cache_dtype = LONGER_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
         for name, values in CHOICES.items():
             self._require(name, getattr(self, name) in values, " or ".join(values))
+        check_method(self.quantization)
         self.speculative_config = SpeculativeConfig.read(self.speculative_config)
         least = self.max_num_seqs * self.rows_each
         if self.max_num_batched_tokens is None:

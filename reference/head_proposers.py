@@ -13,6 +13,7 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l12_paged_kv.runner import new_pool, step_batch
 from lessons.l17_tree_speculation.drafts import OneLayer
 from lessons.l17_tree_speculation.heads import FeatureDraft, MedusaHeads
+from lessons.l19_kv_quantization.runner import quantized_rung_of
 from reference.request import EngineSequence
 from reference.speculation import Draft, Proposer, Ran, Tables
 
@@ -79,11 +80,14 @@ class EagleProposer(Proposer):
         num_blocks: int,
         block_size: int,
         max_model_len: int,
+        kv_cache_dtype: str = "auto",
     ):
         self.draft = draft
         self.taps = draft.taps
         self.target = target
-        self.pool = new_pool(OneLayer(draft, target), num_blocks, block_size, max_model_len)
+        layer = OneLayer(draft, target)
+        rung = quantized_rung_of(layer, kv_cache_dtype)
+        self.pool = new_pool(layer, num_blocks, block_size, max_model_len, rung)
         self.pools = (self.pool,)
         # What the layer made of each sequence's last pair: [hidden_size].
         self.made: dict[int, Tensor] = {}

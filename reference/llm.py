@@ -18,14 +18,13 @@ from lessons.l14_continuous_batching.sequence import Sequence
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler, by_arrival
 from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
 from lessons.toolbox.model.arguments import refuse
-from lessons.toolbox.model.checkpoint import load_tokenizer
 from reference.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from reference.cache_memory import blocks_that_fit
 from reference.drafting import Drafter, config_of_pool, load_drafter, new_proposer
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
 from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler, PoolsSwap
-from reference.model import load_model
+from reference.model import load_model, load_tokenizer
 from reference.model_runner import ModelRunner
 from reference.outputs import RequestOutput
 from reference.request import EngineRequest
@@ -42,7 +41,7 @@ def by_priority(sequence: Sequence) -> tuple:
 def new_engine(args: EngineArgs) -> Engine:
     """An engine with its model, tokenizer, cache and scheduler. Raises ValueError."""
     dtype = None if args.dtype == "auto" else args.dtype
-    model = load_model(args.model, args.device, dtype)
+    model = load_model(args.model, args.device, dtype, args.quantization)
     tokenizer = load_tokenizer(args.tokenizer or args.model)
     drafter = load_drafter(args.speculative_config, model, tokenizer)
     return engine_over(model, tokenizer, args, drafter)
@@ -81,7 +80,7 @@ def new_runner(
     args: EngineArgs, num_blocks: int, model: Decoder, max_model_len: int
 ) -> ModelRunner:
     """A model over a pool of its own, on a GPU with its decode steps as CUDA graphs."""
-    runner = ModelRunner(model, num_blocks, args.block_size, max_model_len)
+    runner = ModelRunner(model, num_blocks, args.block_size, max_model_len, args.kv_cache_dtype)
     if replays(args, model):
         # because everybody who decodes owns a block
         most = min(args.max_num_seqs, num_blocks) * args.rows_each
@@ -91,9 +90,11 @@ def new_runner(
 
 def replays(args: EngineArgs, model: Decoder) -> bool:
     """Whether decode steps become CUDA graphs. On a CPU nothing is launched; a mixture of experts
-    stays eager, because Python asks its router which experts to run, and so does Gemma 2.
+    stays eager, because Python asks its router which experts to run, and so does Gemma 2. So do
+    quantized latents, because no kernel reads them: they become numbers first.
     """
     can_replay = model.device.type == "cuda" and model.config.can_be_captured
+    can_replay = can_replay and (model.config.mla is None or args.kv_cache_dtype == "auto")
     return can_replay and not args.enforce_eager
 
 

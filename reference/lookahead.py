@@ -59,7 +59,7 @@ class PoolsSwap(HostSwap):
 
     @property
     def slots(self) -> list[Tensor]:
-        return [slots for pool in self.pools for slots in (pool.k_slots, pool.v_slots)]
+        return [slots for pool in self.pools for slots in pool.tensors]
 
 
 class LookaheadScheduler(ChunkedScheduler):

@@ -9,18 +9,28 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l12_paged_kv.runner import copy_blocks, new_pool, paged_rung_of, step_batch
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.l17_tree_speculation.heads import tapped_features
+from lessons.l19_kv_quantization.runner import quantized_rung_of
 from reference.decode_graphs import Chunks, DecodeGraphs
 from reference.packed import packed
 
 
 class ModelRunner:
     """The model, its pool of blocks, and nothing that outlives a step. Any supported model: fused,
-    with lesson 12's kernels on a GPU and its PyTorch operations on a CPU.
+    with lesson 12's kernels on a GPU and its PyTorch operations on a CPU. kv_cache_dtype: "auto", or a
+    format of lesson 19.
     """
 
-    def __init__(self, model: Decoder, num_blocks: int, block_size: int, max_model_len: int):
+    def __init__(
+        self,
+        model: Decoder,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        kv_cache_dtype: str = "auto",
+    ):
         self.model = packed(paged_rung_of(model).prepare(model))
-        self.pool = new_pool(self.model, num_blocks, block_size, max_model_len)
+        rung = quantized_rung_of(self.model, kv_cache_dtype)
+        self.pool = new_pool(self.model, num_blocks, block_size, max_model_len, rung)
         self.max_model_len = max_model_len
         self.captured: DecodeGraphs | None = None
         # Where lesson 17's drafts read the model, and what they found in the last step: [T, F].

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import Decoder, swap
 from lessons.l07_kernel_fusion.fused_decoder import FusedAttention, FusedMLP
+from lessons.l18_weight_quantization.linear import QuantizedLinear
 
 ROWS = 32  # tokens of a step for which the blocks are chosen; they serve any number
 
@@ -82,15 +83,27 @@ def packed(model: Decoder) -> Decoder:
     """A twin of a fused model with packed matrices; the model itself where none can be packed: on a
     GPU, in a dtype that oneDNN does not multiply, in a build of PyTorch without it.
 
-    The attention of models with latents stays as it is, because lesson 6 reads its matrices.
+    The attention of models with latents stays as it is, because lesson 6 reads its matrices, and so
+    do parts with quantized matrices, which have a product of their own.
     """
     if model.device.type != "cpu" or not can_pack(model.dtype):
         return model
-    twin = copy.copy(swap(model, {FusedAttention: PackedAttention, FusedMLP: PackedMLP}))
+    factories = {FusedAttention: PackedAttention, FusedMLP: PackedMLP}
+    twin = copy.copy(swap(model, {kind: unless_quantized(new) for kind, new in factories.items()}))
     # A dictionary of its own, because a shallow copy shares it with the original.
     if type(model.lm_head) is nn.Linear:  # because Gemma's may cap what it computes
         twin._modules = {**twin._modules, "lm_head": PackedLinear(model.lm_head)}
     return twin
+
+
+def unless_quantized(new: Callable) -> Callable:
+    """`new` of a part; the part itself where one of its matrices is quantized."""
+
+    def factory(part: nn.Module) -> nn.Module:
+        is_quantized = any(isinstance(child, QuantizedLinear) for child in part.children())
+        return part if is_quantized else new(part)
+
+    return factory
 
 
 @cache

@@ -15,6 +15,8 @@ from lessons.l09_flash_attention import cuda_flash
 from lessons.l09_flash_attention.naive import attention
 from lessons.l12_paged_kv import cuda_paged
 from lessons.l12_paged_kv.lab.testing import decoded, paged
+from lessons.l18_weight_quantization import cuda_w4a16
+from lessons.l18_weight_quantization.lab.testing import matrix, problem
 from lessons.toolbox.cuda_cpu import compiling
 from lessons.toolbox.cuda_cpu.emulator import CudaError
 from lessons.toolbox.proof.numerics import NotEquivalent, draw, prove
@@ -282,13 +284,46 @@ def test_a_bug_in_paged_decode_is_caught(bug, tmp_path, monkeypatch, seed):
     assert_caught(by, check)
 
 
-@pytest.mark.parametrize("module", [cuda_softmax, cuda_flash, cuda_paged])
+# ---------------------------------------------------------------- lesson 18
+
+W4A16_BUGS = {
+    "no barrier": ("    __syncthreads();", "//", r":1\d\d: (data race|uninitialised)"),
+    "halves swapped": ("x_low[4 * w] * number<0>", "x_low[4 * w] * number<4>", WRONG),
+    "not shifted down": ("? word : word >> 12)", "? word : word)", WRONG),
+    "zero point of one more": ("number<28>(word, zero)", "number<28>(word, zero + 1)", WRONG),
+    "scale of the first group": ("stride_scales + group]", "stride_scales]", WRONG),
+    "a part of a warp left out": ("byte < row_bytes", "byte + BYTES < row_bytes", WRONG),
+    "rows behind the last output": (
+        "min(first + o, num_outputs - 1)",
+        "first + o",
+        "out of bounds",
+    ),
+    "stored behind the last output": ("OUTPUTS && n < num_outputs", "OUTPUTS", "data race|out of"),
+}
+
+
+@pytest.mark.parametrize("bug", W4A16_BUGS)
+def test_a_bug_in_w4a16_is_caught(bug, tmp_path, monkeypatch, seed):
+    """Two blocks of outputs, the second with one; a row of more columns than a block takes at once,
+    the rest a part of a warp; groups with zeros; a bias.
+    """
+    right, wrong, by = W4A16_BUGS[bug]
+    others = r"(?m)^W4A16\((?!w4a16_fp32).*$"
+    planted(right, wrong, cuda_w4a16, cuda_w4a16.W4A16, tmp_path, monkeypatch, others)
+    weight = matrix("int4, zeros", 5, 4096 + 192, seed).to("cpu")
+    fast, plain, tensors = problem(weight, cuda_w4a16.w4a16_cuda)
+    x, bias = (draw("normal", shape, seed=seed) for shape in ((1, 4096 + 192), (5,)))
+    assert_caught(by, lambda: prove(fast, plain, (x, tensors, bias)))
+
+
+@pytest.mark.parametrize("module", [cuda_softmax, cuda_flash, cuda_paged, cuda_w4a16])
 def test_without_a_bug_the_same_checks_pass(module, tmp_path, monkeypatch, seed):
     """Else a bug would be caught by a check that rejects everything."""
     tests, bugs = {
         cuda_softmax: (test_a_bug_in_the_softmax_is_caught, SOFTMAX_BUGS),
         cuda_flash: (test_a_bug_in_flash_attention_is_caught, FLASH_BUGS),
         cuda_paged: (test_a_bug_in_paged_decode_is_caught, PAGED_BUGS),
+        cuda_w4a16: (test_a_bug_in_w4a16_is_caught, W4A16_BUGS),
     }[module]
     monkeypatch.setitem(bugs, "none", ("long long", "long long", WRONG))
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):

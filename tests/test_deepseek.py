@@ -432,8 +432,8 @@ def test_needed_key_is_named(key, tmp_path):
         (dict(n_group=8, topk_group=4), "of two experts or more"),
         (dict(rope_interleave="yes"), "'rope_interleave'"),
         (
-            dict(quantization_config=dict(quant_method="fp8", fmt="e4m3")),
-            "quantized ('quantization_config' is {'fmt': 'e4m3', 'quant_method': 'fp8'})",
+            dict(quantization_config=dict(quant_method=8)),
+            "quantization_config: got {'quant_method': 8}; accepted: None, or an object with a quant",
         ),
     ],
 )

@@ -27,7 +27,8 @@ MODEL = str(Path(__file__).resolve().parents[1] / "models/tiny")
             dict(kv_cache_memory_bytes=10),
             "max_model_len: got 2048; accepted: at most 0, the tokens",
         ),
-        (dict(quantization="awq"), "lesson 18"),
+        (dict(quantization="int5"), "quantization: got 'int5'; accepted: None, int8, int4, fp8"),
+        (dict(quantization="fbgemm_fp8"), "quantization: got 'fbgemm_fp8'; accepted: int8, int4"),
         (dict(tensor_parallel_size=2), "lesson 20"),
         (dict(max_num_seq=3), "unknown argument; did you mean max_num_seqs?"),
         (dict(zzz=3), "unknown argument; accepted: model"),
@@ -57,6 +58,7 @@ TAKES = {
         enable_prefix_caching=(True,),
         enable_chunked_prefill=(True,),
         enforce_eager=(True,),
+        quantization=(None,),
         speculative_config=(None,),
     ),
     SamplingParams: dict(

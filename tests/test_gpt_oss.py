@@ -152,12 +152,13 @@ def test_each_decoder_names_the_other(tmp_path):
         GptOssDecoder(ModelConfig("llama", 11, 8, 1, 1, 1, 4, 4, 16))
 
 
-def test_published_weights_are_refused_and_name_the_lesson(tmp_path):
+def test_published_weights_are_refused_and_name_their_reader(tmp_path):
     """What is refused is how the weights are stored; the same model in 16 bits is read."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(PUBLISHED))
-    with pytest.raises(CheckpointError, match="quantized in MXFP4, which lesson 18 reads; give a"):
-        load_config(tmp_path)
+    assert load_config(tmp_path).quantization_config["quant_method"] == "mxfp4"
+    with pytest.raises(CheckpointError, match=r"quant_method 'mxfp4'\): load them with load_model"):
+        load_decoder(tmp_path)
     raw = PUBLISHED | dict(quantization_config=None)
     file.write_text(json.dumps(raw))
     config = load_config(tmp_path)

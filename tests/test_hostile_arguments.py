@@ -141,7 +141,11 @@ ENTRIES = {
     "ConcatCache": Entry(
         ConcatCache, dict(config=CONFIG, max_tokens=8, device="cpu"), dict(device="meta")
     ),
-    "load_model": Entry(load_model, MODEL, dict(device="None", dtype="None|float64")),
+    "load_model": Entry(
+        load_model,
+        MODEL | dict(quantization="int8"),
+        dict(device="None", dtype="None|float64", quantization="None"),
+    ),
     "Decoder.from_pretrained": Entry(Decoder.from_pretrained, MODEL, dict(dtype="float64")),
     "load_config": Entry(load_config, dict(name_or_path="models/tiny"), {}),
     "load_tokenizer": Entry(load_tokenizer, dict(name_or_path="models/tiny"), {}),
@@ -151,7 +155,8 @@ ENTRIES = {
         dict.fromkeys(FLAGS.split(), "True|False")
         | dict.fromkeys(["rms_norm_eps", "rope_theta"], "1.5|2**63")
         | dict.fromkeys(GEMMA_NUMBERS.split(), "None|1.5|2**63")
-        | dict(rope_scaling="None", mla="None", moe="None", v_head_dim="0", sliding_windows="None"),
+        | dict(rope_scaling="None", mla="None", moe="None", v_head_dim="0", sliding_windows="None")
+        | dict(quantization_config="None"),
     ),
     "RopeScaling": Entry(
         RopeScaling,

@@ -45,6 +45,7 @@ LONG_FUNCTIONS = (
     "lessons/l12_paged_kv/kernels.py:decode_kernel",
     "lessons/l12_paged_kv/kernels.py:prefill_kernel",
     "lessons/l17_tree_speculation/optimized.py:tree_kernel",
+    "lessons/l18_weight_quantization/kernels.py:quantized_matmul_kernel",
     "lessons/toolbox/proof/numerics.py:assert_close_to_oracle",
     "solutions/l05_gqa.py:group_kernel",
 )

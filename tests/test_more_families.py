@@ -102,7 +102,7 @@ LONG = [4.0, 2.0, 1.5, 8.0]
 PHI3 = random_shape(hidden_size=48, num_attention_heads=6, num_key_value_heads=2)
 PHI3 |= dict(original_max_position_embeddings=20)
 PHI3_LONG = dict(rope_type="longrope", rope_theta=500.0, short_factor=[1.0] * 4, long_factor=LONG)
-TURNED = "lessons.toolbox.model.checkpoint._turning_last"
+TURNED = "lessons.toolbox.model.checkpoint.turning_last"
 
 
 def in_their_order(name, tensor, config):

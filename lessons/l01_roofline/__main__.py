@@ -13,6 +13,7 @@ import sys
 from rich.console import Console
 
 from lessons.l01_roofline.calculators import positive
+from lessons.l01_roofline.formats import NAMES, bits_of
 from lessons.l01_roofline.models import MODELS, find_model
 from lessons.l01_roofline.plan import make_plan
 from lessons.l01_roofline.report import print_all, print_report
@@ -57,6 +58,10 @@ def new_parser() -> OneLineParser:
     option("--batch", 32, "sequences at once", count)
     option("--context", 4096, "tokens of each sequence", count)
     option("--bits-per-weight", 16, "of the weights", number)
+    parser.add_argument(
+        "--quantization",
+        help=f"the weights' format (lesson 18), in place of --bits-per-weight: {', '.join(NAMES)}",
+    )
     option("--bits-per-kv", 16, "of the cache", number)
     option("--memory-share", 0.9, "of each GPU", number)
     option("--batched-tokens", 2048, "new tokens of one pass", count)
@@ -74,10 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
         models = list(MODELS.values()) if args.model == "all" else [find_model(args.model)]
         chip = lookup(args.gpu)
         sizes = args.batch, args.context, args.gpus
-        bits = args.bits_per_weight, args.bits_per_kv
-        tokens = args.batched_tokens
+        rest = args.bits_per_kv, args.memory_share, args.batched_tokens
+        name, bits = args.quantization, args.bits_per_weight
         plans = [
-            make_plan(model, chip, *sizes, *bits, args.memory_share, tokens) for model in models
+            make_plan(model, chip, *sizes, bits if name is None else bits_of(model, name), *rest)
+            for model in models
         ]
     except ValueError as error:
         parser.error(str(error))

@@ -70,7 +70,7 @@ def memory_table(plan: Plan) -> Table:
     model, chip = plan.model, plan.chip
     title = f"{model.name} on {plan.gpus} x {chip.name}, {plan.batch} sequences of "
     table = Table("memory", "", "how", title=f"{title}{plan.context} tokens", title_justify="left")
-    params = f"{model.params / 1e9:.3g} billion parameters x {plan.bits_per_weight:g} bits"
+    params = f"{model.params / 1e9:.3g} billion parameters x {plan.bits_per_weight:.4g} bits"
     values = f"{model.kv_values_per_token} values x {plan.bits_per_kv:g} bits, all layers"
     usable = f"{plan.gpus} x {amount(chip.memory_bytes, 'B')}, {plan.memory_share:.0%} of it"
     sequence_bytes = plan.kv_bytes_per_token * plan.context

@@ -123,8 +123,15 @@ class KVPool:
         return used.unflatten(-3, (self.num_blocks, self.block_size))
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a block holds: [layers, slots + 1, Hkv, …] each. Whoever copies or swaps blocks
+        copies all of these; lesson 19 adds scales.
+        """
+        return self.k_slots, self.v_slots
+
+    @property
     def allocated_bytes(self) -> int:
-        return self.k_slots.nbytes + self.v_slots.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def bytes_per_token(self) -> int:
@@ -192,7 +199,7 @@ class KVPool:
         """
         check_below(self.num_blocks, source=source, target=target)
         check_below(self.block_size + 1, tokens=tokens)
-        for slots in (self.k_slots, self.v_slots):
+        for slots in self.tensors:
             blocks = self.blocks(slots)
             blocks[:, target, :tokens] = blocks[:, source, :tokens]
 

@@ -1,8 +1,8 @@
 """gpt-oss: lesson 2's decoder with sinks in its attention and experts of its own kind.
 
 All experts of a layer lie in one tensor. Gate and up stand in every other column, both are clamped,
-and both have biases. Its published files hold the experts in 4 bits (MXFP4), which lesson 18 reads;
-this decoder reads files in 16 or 32 bits.
+and both have biases. Its published files hold the experts in 4 bits (MXFP4), which lesson 18 reads
+(load_quantized); this decoder reads files in 16 or 32 bits.
 
 Sources: gpt-oss model card (2025), section 2; transformers' modeling_gpt_oss.
 """
@@ -39,11 +39,14 @@ class StackedExperts(nn.Module):
 
     def forward(self, x: Tensor, expert: int) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
         gate_up = x @ self.gate_up_proj[expert] + self.gate_up_proj_bias[expert]
-        gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
-        gate = gate.clamp(max=SWIGLU_LIMIT)
-        up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-        inner = (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
-        return inner @ self.down_proj[expert] + self.down_proj_bias[expert]
+        return gated(gate_up) @ self.down_proj[expert] + self.down_proj_bias[expert]
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """gate_up: [T, 2 · inner], gate and up in every other column -> [T, inner]."""
+    gate = gate_up[..., 0::2].clamp(max=SWIGLU_LIMIT)
+    up = gate_up[..., 1::2].clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
 
 
 class BiasedRouter(Router):

@@ -12,7 +12,7 @@ from lessons.l05_gqa.optimized import LOG2_E
 from lessons.l10_flash_decoding.optimized import combine
 from lessons.l12_paged_kv.checks import check_decode
 from lessons.l12_paged_kv.hooks import NO_WINDOW
-from lessons.l12_paged_kv.optimized import empty_partials, splits_for
+from lessons.l12_paged_kv.launch import empty_partials, splits_for
 from lessons.toolbox.kernels.cuda_cpp import CudaKernel
 
 SOURCE = Path(__file__).with_name("optimized.cu")

@@ -7,7 +7,8 @@ and to tune. This lesson has two functions for ROW_OF and two for SEES. Lesson 1
 and lesson 19 (a cache of 8 or 4 bits) bring others.
 
     ROW_OF(table_ptr, sequence, key, is_used, PAGE_SIZE) -> block, row    int64, where a key lies
-    LOAD(ptr, offset, column, mask, scale_ptr, slot) -> [N, D]            rows of K or V
+    LOAD(ptr, offset, column, mask, scale_ptr, slot) -> [N, D]            rows of K
+    LOAD_V                                                                rows of V, the same
     SEES(query, key, held, window, token, tree_ptr, stride_tree) -> bool  [M, N]
 """
 
@@ -38,7 +39,8 @@ def contiguous_row(table_ptr, sequence, key, is_used, PAGE_SIZE: tl.constexpr):
 def plain_load(ptr, offset, column, mask, scale_ptr, slot):
     """Rows as they lie in the cache. offset: [N, 1] and column: [1, D], in elements; mask: [N, D].
 
-    scale_ptr and slot: [N] (which slot of the pool) are for caches that store scales.
+    scale_ptr (at the scales of the KV head) and slot: [N] (which slot of the pool) are for caches that
+    store scales.
     """
     return tl.load(ptr + offset + column, mask=mask, other=0.0)
 

@@ -1,12 +1,10 @@
 """The two kernels of paged attention: one for steps, one for prompts, over one walk through the keys.
 
-`tile_step` is the walk: where do these keys lie (ROW_OF), load them (LOAD), mask what a query does
-not see (SEES), and take them into the running sums of lesson 8. `decode_kernel` is lesson 10's
-split_decode_kernel around it, `prefill_kernel` lesson 9's flash_kernel. All later lessons use these
-two, with hooks of their own.
+`tile_step` is the walk: where do these keys lie (ROW_OF), load them (LOAD, and LOAD_V for their
+values), mask what a query does not see (SEES), and take them into lesson 8's running sums.
+`decode_kernel` is lesson 10's split_decode_kernel around it, `prefill_kernel` lesson 9's flash_kernel.
 
-Sources: Kwon et al. 2023, PagedAttention, section 4.1; Dao et al. 2023, Flash-Decoding; Dao 2023,
-FlashAttention-2, section 3.1.
+Sources: Kwon et al. 2023, PagedAttention, section 4.1; Dao et al. 2023, Flash-Decoding; Dao 2023.
 """
 
 from lessons.l10_flash_decoding.optimized import keys_of_split
@@ -46,6 +44,7 @@ def tile_step(
     BLOCK_DV: tl.constexpr,
     ROW_OF: tl.constexpr,
     LOAD: tl.constexpr,
+    LOAD_V: tl.constexpr,
     SEES: tl.constexpr,
 ):
     """The running sums m_i, l_i: [M] and acc: [M, BLOCK_DV] of queries q: [M, BLOCK_D], after the
@@ -66,7 +65,7 @@ def tile_step(
     alpha = tl.exp2(m_i - m_safe)
     p = tl.exp2(scores - m_safe[:, None])
     l_i = l_i * alpha + tl.sum(p, axis=1)
-    v = LOAD(v_ptr, v_offset, v_column, is_v, v_scale_ptr, slot)
+    v = LOAD_V(v_ptr, v_offset, v_column, is_v, v_scale_ptr, slot)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return m_new, l_i, acc
 
@@ -94,6 +93,7 @@ def decode_kernel(
     stride_vn,
     stride_vh,
     stride_table,
+    stride_sh,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -105,11 +105,10 @@ def decode_kernel(
     NUM_STAGES: tl.constexpr,
     ROW_OF: tl.constexpr = paged_row,
     LOAD: tl.constexpr = plain_load,
+    LOAD_V: tl.constexpr = plain_load,
     SEES: tl.constexpr = causal,
 ):
-    """One program per KV head, split and sequence: its GROUP query heads, rows of one tile, walk
-    over the split's keys, wherever these lie.
-    """
+    """One program per KV head, split and sequence: its GROUP query heads walk over the split's keys."""
     kv_head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     num_splits = tl.num_programs(1)
     row, step = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -123,6 +122,9 @@ def decode_kernel(
     )
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
+    if k_scale_ptr is not None:  # known when it is compiled; lesson 19 has scales
+        k_scale_ptr += kv_head * stride_sh
+        v_scale_ptr += kv_head * stride_sh
     table_ptr = block_table_ptr + sequence * stride_table
 
     length = tl.load(context_lens_ptr + sequence).to(tl.int32)
@@ -167,13 +169,12 @@ def decode_kernel(
             BLOCK_DV,
             ROW_OF,
             LOAD,
+            LOAD_V,
             SEES,
         )
-
     # A split without a key that counts: 0, and by log2(0) the weight −inf.
     out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    # ln 2, because lesson 10's combine expects base e
-    lse = (m_i + tl.log2(l_i)) * 0.6931471805599453
+    lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # ln 2: lesson 10's combine expects base e
     partial = (sequence * tl.num_programs(0) * GROUP + head) * num_splits + split
     tl.store(
         out_ptr + partial[:, None] * V_HEAD_DIM + v_column,
@@ -207,6 +208,7 @@ def prefill_kernel(
     stride_vh,
     stride_table,
     stride_tree,
+    stride_sh,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -217,6 +219,7 @@ def prefill_kernel(
     BLOCK_DV: tl.constexpr,
     ROW_OF: tl.constexpr = paged_row,
     LOAD: tl.constexpr = plain_load,
+    LOAD_V: tl.constexpr = plain_load,
     SEES: tl.constexpr = causal,
 ):
     """One program: BLOCK_M new tokens of one head of one sequence over all that the sequence holds.
@@ -240,6 +243,9 @@ def prefill_kernel(
         )
         k_ptr += head // GROUP * stride_kh
         v_ptr += head // GROUP * stride_vh
+        if k_scale_ptr is not None:
+            k_scale_ptr += head // GROUP * stride_sh
+            v_scale_ptr += head // GROUP * stride_sh
         table_ptr = block_table_ptr + sequence * stride_table
         # Bottom-right aligned: the last new token stands at the last key.
         held = num_keys - num_queries
@@ -282,6 +288,7 @@ def prefill_kernel(
                 BLOCK_DV,
                 ROW_OF,
                 LOAD,
+                LOAD_V,
                 SEES,
             )
 

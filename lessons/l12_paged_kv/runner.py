@@ -77,7 +77,7 @@ def copy_blocks(pool: KVPool, copies: list[Copy]) -> None:
     if not copies:
         return
     source, target = torch.tensor(copies, device=pool.k_slots.device).unbind(1)
-    for slots in (pool.k_slots, pool.v_slots):
+    for slots in pool.tensors:
         blocks = pool.blocks(slots)
         blocks[:, target] = blocks[:, source]
 

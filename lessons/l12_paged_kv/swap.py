@@ -55,5 +55,5 @@ class HostSwap:
         return self.runner.blocks.blocks_for(self.away[sequence][0])
 
     @property
-    def slots(self) -> tuple[Tensor, Tensor]:
-        return self.runner.pool.k_slots, self.runner.pool.v_slots
+    def slots(self) -> tuple[Tensor, ...]:
+        return self.runner.pool.tensors

@@ -20,7 +20,9 @@ from lessons.l10_flash_decoding.optimized import combine, keys_of_split
 from lessons.l12_paged_kv import optimized as paged
 from lessons.l12_paged_kv.hooks import NO_WINDOW, paged_row, plain_load
 from lessons.l12_paged_kv.kernels import tile_step
-from lessons.l12_paged_kv.optimized import LESSON_12, empty_partials, splits_for
+from lessons.l12_paged_kv.launch import empty_partials, splits_for
+from lessons.l12_paged_kv.launch import sizes_of as tile_sizes_of
+from lessons.l12_paged_kv.optimized import LESSON_12
 from lessons.l17_tree_speculation.checks import check_tree
 from lessons.toolbox.kernels.triton_ import tl, triton
 
@@ -154,6 +156,7 @@ def tree_kernel(
                 BLOCK_DV,
                 ROW_OF,
                 LOAD,
+                LOAD,
                 SEES,
             )
 
@@ -173,7 +176,7 @@ def sizes_of(rows: int, head_dim: int, v_head_dim: int, matrix_units: bool) -> d
     """The constexprs that size a program's tiles. rows: new tokens times query heads of a KV head,
     of the sequence that has most.
     """
-    size = paged.sizes_of(1, head_dim, v_head_dim, matrix_units)
+    size = tile_sizes_of(1, head_dim, v_head_dim, matrix_units)
     # Wide heads always take 32 rows and 8 warps, because 4 warps have too few registers for them.
     least = SMALLEST_TILE if max(size["BLOCK_D"], size["BLOCK_DV"]) <= 128 else MOST_ROWS
     block_m = max(least, min(MOST_ROWS, triton.next_power_of_2(rows)))

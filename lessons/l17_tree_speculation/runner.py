@@ -95,8 +95,8 @@ def compact(runner: TreeRunner, table: list[int], moves: list[tuple[int, int]]) 
     )
     source, target = slots.unbind(1)
     # All are read before one is written, because a path's slots may overlap with its new ones.
-    found = [kept[:, source] for kept in (runner.pool.k_slots, runner.pool.v_slots)]
-    for kept, moved in zip((runner.pool.k_slots, runner.pool.v_slots), found):
+    found = [kept[:, source] for kept in runner.pool.tensors]
+    for kept, moved in zip(runner.pool.tensors, found):
         kept[:, target] = moved
 
 

@@ -481,6 +481,8 @@ def test_records_of_a_lesson_are_found_wherever_they_were_written(tmp_path):
     }.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(json.dumps(content))
+    (tmp_path / "counted").mkdir()
+    (tmp_path / "counted/l07_loss.json").write_text('{"rows": []}')  # no benchmark
     assert [r["name"] for r in records.recorded(tmp_path, "07")] == ["l07_gpu", "l07_norm"]
     assert [r["name"] for r in records.recorded(tmp_path, "07", "l07_norm")] == ["l07_norm"]
     assert records.recorded(tmp_path, "09") == []

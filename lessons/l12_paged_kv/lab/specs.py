@@ -10,7 +10,7 @@ from lessons.l05_gqa.tiles import warps_for
 from lessons.l09_flash_attention.tiles import tiles_for
 from lessons.l10_flash_decoding.lab import specs as splits
 from lessons.l12_paged_kv.hooks import causal, contiguous_row, in_window, paged_row, plain_load
-from lessons.l12_paged_kv.optimized import narrower, sizes_of
+from lessons.l12_paged_kv.launch import narrower, sizes_of
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 from lessons.toolbox.kernels.triton_ import triton
 
@@ -67,8 +67,10 @@ def decode_spec(
     return KernelSpec(
         f"{ROOM}.kernels:decode_kernel",
         name=f"decode_{dtype}_{group}x{sizes}_{hooks(row_of, sees)}{page_size}",
-        signature=parts["signature"] | {"lse_ptr": "*fp32", "split_size": "i32"},
+        signature=parts["signature"]
+        | {"lse_ptr": "*fp32", "split_size": "i32", "stride_sh": "i32"},
         constexprs={
+            "LOAD_V": plain_load,
             "GROUP": group,
             "HEAD_DIM": head_dim,
             "V_HEAD_DIM": v_head_dim,
@@ -99,9 +101,11 @@ def prefill_spec(
     return KernelSpec(
         f"{ROOM}.kernels:prefill_kernel",
         name=f"prefill_{dtype}_{sizes}_{hooks(row_of, sees)}{page_size}",
-        signature=parts["signature"] | {"cu_seqlens_q_ptr": "*i32", "stride_tree": "i32"},
+        signature=parts["signature"]
+        | {"cu_seqlens_q_ptr": "*i32", "stride_tree": "i32", "stride_sh": "i32"},
         constexprs={
             "tree_ptr": None,
+            "LOAD_V": plain_load,
             "GROUP": 4,
             "HEAD_DIM": head_dim,
             "V_HEAD_DIM": v_head_dim,

@@ -49,6 +49,11 @@ class TokenMemory:
         self.k_slots = torch.full(shape, NEVER_WRITTEN)
         self.v_slots = torch.full(shape, NEVER_WRITTEN)
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """What a block holds, as lesson 3's KVPool says it."""
+        return self.k_slots, self.v_slots
+
     def blocks(self, slots: Tensor) -> Tensor:
         """slots: [1, num_blocks, block_size] -> the same, which are blocks already."""
         return slots

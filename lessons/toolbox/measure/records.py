@@ -42,9 +42,10 @@ def read_json(path: str | os.PathLike) -> dict:
 
 def recorded(results: Path, lesson: str, name: str | None = None) -> list[dict]:
     """The records of a lesson ("03") under results/, or the one called `name`: those of GPUs first,
-    then those of the folder cpu/.
+    then those of the folder cpu/. What was counted and not timed, in counted/, is no such record.
     """
     paths = sorted(results.glob(f"*/l{lesson}_*.json"))
+    paths = [path for path in paths if path.parent.name != "counted"]
     paths.sort(key=lambda path: path.parent.name == "cpu")
     found = [read_json(path) for path in paths]
     return [record for record in found if name in (None, record["name"])]

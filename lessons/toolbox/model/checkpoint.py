@@ -12,9 +12,7 @@ Source of the format: huggingface.co/docs/safetensors.
 """
 
 import os
-from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +20,8 @@ from torch import Tensor, nn
 from lessons.toolbox.model.arguments import shown
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError, read_config
-from lessons.toolbox.model.families import FAMILIES
 from lessons.toolbox.model.placement import read_device, read_dtype
+from lessons.toolbox.model.places import Place, places_of, predicts_further, turning_last
 from lessons.toolbox.model.stored import Stored, catalog, open_file
 
 EMBEDDED_MODELS = ("models/tiny", "models/tiny-draft")
@@ -59,7 +57,8 @@ def find_folder(name_or_path: str | os.PathLike, hub_patterns: list[str]) -> Pat
         return REPOSITORY / name
     if os.path.isfile(name):
         raise CheckpointError(
-            f"model {name!r} is a file; give the folder that holds config.json, model.safetensors"
+            f"model {name!r} is a file; give the folder that holds config.json, model.safetensors "
+            "(a .gguf file: give it to load_model or LLM of reference)"
         )
     return _fetch(name, hub_patterns)
 
@@ -105,17 +104,32 @@ def find_weights(name_or_path: str | os.PathLike, config: ModelConfig) -> Path:
     Call it before a decoder is built: each layer takes time and memory even on the meta device, and
     a wrong config may name thousands. Reads only the files' headers. Raises CheckpointError.
     """
+    refuse_quantized(config)
     folder = find_folder(name_or_path, SMALL_FILES + WEIGHT_FILES)
+    check_room(folder, len(catalog(folder)), config)
+    return folder
+
+
+def check_room(folder: Path, num_tensors: int, config: ModelConfig) -> None:
+    """Raise CheckpointError where fewer tensors are stored than the config has layers and experts."""
     moe, num_layers = config.moe, config.num_hidden_layers
     expert_layers = sum(moe.has_experts(layer) for layer in range(num_layers)) if moe else 0
     num_experts = expert_layers * moe.n_routed_experts if moe and not moe.are_stacked else 0
-    num_tensors = len(catalog(folder))
     if num_layers + num_experts > num_tensors:  # each has at least one
         raise CheckpointError(
             f"{folder} holds {num_tensors} tensors, too few for the {num_layers} layers "
             f"(num_hidden_layers) and {num_experts} experts (n_routed_experts) of its config.json"
         )
-    return folder
+
+
+def refuse_quantized(config: ModelConfig) -> None:
+    """Raise CheckpointError for a checkpoint whose matrices are quantized."""
+    if config.quantization_config is not None:
+        method = shown(config.quantization_config["quant_method"])
+        raise CheckpointError(
+            f"the weights are quantized ('quantization_config', quant_method {method}): load them "
+            f"with load_model (reference), or give a checkpoint in 16 bits"
+        )
 
 
 # ---------------------------------------------------------------- safetensors
@@ -135,19 +149,33 @@ def load_weights(
     (with both shapes), ValueError for another device or dtype.
     """
     device, dtype = read_device(device), read_dtype(dtype)
+    refuse_quantized(model.config)
     folder = find_folder(name_or_path, SMALL_FILES + WEIGHT_FILES)
-    stored = catalog(folder)
+    fill(model, folder, catalog(folder), {}, device, dtype)
+
+
+def fill(
+    model: nn.Module,
+    folder: Path,
+    stored: dict[str, Stored],
+    given: dict[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """As load_weights, from the tensors of a catalog. given: tensors of the decoder that somebody
+    else has read, by their names in it and of its shapes, [N, K] for a matrix.
+    """
     tied = model.config.tie_word_embeddings
     if tied and "embed_tokens.weight" not in stored and "lm_head.weight" in stored:
         # of two tensors that share memory a writer keeps one
         stored["embed_tokens.weight"] = stored.pop("lm_head.weight")
     stored = {
-        key: entry for key, entry in stored.items() if not _predicts_further(key, model.config)
+        key: entry for key, entry in stored.items() if not predicts_further(key, model.config)
     }
-    places = _places(model)
+    places = {name: place for name, place in places_of(model).items() if name not in given}
     _check(stored, places, tied, folder)
 
-    weights: dict[str, Tensor] = {}
+    weights = dict(given)
     for file in dict.fromkeys(entry.file for entry in stored.values()):
         with open_file(file) as tensors:
             for name, (key, first, shape) in places.items():
@@ -158,7 +186,7 @@ def load_weights(
                     # crash with it
                     tensor = tensors.get_tensor(stored[key].name)[first : first + shape[0]]
                     tensor = tensor.to(device=device, dtype=kept, copy=True)
-                    weights[name] = _turning_last(name, tensor, model.config)
+                    weights[name] = turning_last(name, tensor, model.config)
     if tied:
         embedding = weights["embed_tokens.weight"]
         if not torch.equal(weights.get("lm_head.weight", embedding), embedding):
@@ -173,65 +201,7 @@ def load_weights(
         model.lm_head.weight = model.embed_tokens.weight
 
 
-def _turning_last(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    """A matrix of q or k whose heads' rotary coordinates come last, as `attend` wants them.
-
-    In Phi-3's checkpoints they come first. That moves q and k alike, and no product of the two
-    depends on their order.
-    """
-    turns = name.endswith(("q_proj.weight", "k_proj.weight"))
-    if not turns or config.mla is not None or config.rope_dim == config.head_dim:
-        return tensor
-    heads = tensor.unflatten(0, (-1, config.head_dim))  # [H, D, hidden_size]
-    return heads.roll(-config.rope_dim, dims=1).flatten(0, 1)
-
-
-class _Place(NamedTuple):
-    """Where a tensor of the decoder lies: in the stored tensor `key`, from row `first` on."""
-
-    key: str
-    first: int
-    shape: list[int]  # of the decoder's tensor
-
-
-def _places(model: nn.Module) -> dict[str, _Place]:
-    """Where each tensor of the decoder lies in a checkpoint of its family.
-
-    Tensors that share a stored name (Phi-3's q_proj, k_proj and v_proj are its qkv_proj) lie in it
-    one below the other, in the decoder's order.
-    """
-    places: dict[str, _Place] = {}
-    rows = Counter()
-    for name, tensor in model.state_dict().items():
-        key = stored_name(name, model.config)
-        places[name] = _Place(key, rows[key], list(tensor.shape))
-        rows[key] += tensor.shape[0]
-    return places
-
-
-def stored_name(name: str, config: ModelConfig) -> str:
-    """What checkpoints of the model's family call a tensor of the decoder, without "model."."""
-    # between dots, because a part of a name may be a part of another: v_proj, qkv_proj
-    key = f".{name}."
-    for part, theirs in (FAMILIES[config.model_type].stored_as or {}).items():
-        key = key.replace(f".{part}.", f".{theirs}.")
-    return key[1:-1]
-
-
-def _predicts_further(key: str, config: ModelConfig) -> bool:
-    """Whether a tensor belongs to DeepSeek-V3's layers behind the last one, which predict tokens
-    further ahead.
-
-    transformers leaves them out as well (it names layer 61). No other model may have such a layer.
-    """
-    part, _, rest = key.partition(".")
-    index = rest.partition(".")[0]
-    if config.mla is None or part != "layers" or not index.isdecimal():
-        return False
-    return int(index) >= config.num_hidden_layers
-
-
-def _check(stored: dict[str, Stored], places: dict[str, _Place], tied: bool, folder: Path) -> None:
+def _check(stored: dict[str, Stored], places: dict[str, Place], tied: bool, folder: Path) -> None:
     """Stored and expected tensors must be the same, but for a tied lm_head, which may be absent."""
     # of the tensors that share a stored one, the last names all of its rows
     expected = {key: [first + shape[0], *shape[1:]] for key, first, shape in places.values()}

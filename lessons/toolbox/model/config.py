@@ -1,6 +1,6 @@
 """The shape of a model, under the names that its config.json uses."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lessons.toolbox.model.arguments import check_kind, check_positive, check_whole, named, refuse
 from lessons.toolbox.model.rope_scaling import RopeScaling, yarn_mscale
@@ -157,6 +157,8 @@ class ModelConfig:
     v_head_dim: int = 0
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
+    # as config.json holds it; None: the weights are not quantized. Lesson 18 reads it.
+    quantization_config: dict | None = field(default=None, hash=False)
 
     def __post_init__(self):
         self._check_kinds()
@@ -200,6 +202,12 @@ class ModelConfig:
                 check_positive(**{name: value})
         for name, kind in dict(rope_scaling=RopeScaling, mla=MLAConfig, moe=MoEConfig).items():
             check_kind((kind, type(None)), f"None or {kind.__name__}", **named(self, name))
+        quantization = self.quantization_config
+        if quantization is not None and not (
+            isinstance(quantization, dict) and isinstance(quantization.get("quant_method"), str)
+        ):
+            accepted = "None, or an object with a quant_method"
+            refuse("quantization_config", quantization, accepted)
         check_kind(tuple, "a tuple", eos_token_ids=self.eos_token_ids)
         check_kind((tuple, type(None)), "a tuple", sliding_windows=self.sliding_windows)
         for window in self.sliding_windows or ():

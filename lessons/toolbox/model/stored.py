@@ -13,12 +13,15 @@ from lessons.toolbox.model.arguments import shown
 from lessons.toolbox.model.config_json import CheckpointError, read_json
 
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+# what the codes and the scales of quantized matrices are stored in, beside these
+CODE_DTYPES = ("U8", "I8", "I32", "I64", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
 
 class Stored(NamedTuple):
     file: Path
     name: str  # in the file
     shape: list[int]
+    dtype: str  # the file's name of it
 
 
 def shards_of(folder: Path) -> list[Path]:
@@ -55,8 +58,10 @@ def open_file(file: Path) -> safe_open:
         raise CheckpointError(said) from error
 
 
-def catalog(folder: Path) -> dict[str, Stored]:
-    """Every stored tensor by its name without the prefix "model.". Raises CheckpointError."""
+def catalog(folder: Path, dtypes: tuple[str, ...] = STORED_DTYPES) -> dict[str, Stored]:
+    """Every stored tensor by its name without the prefix "model.". Raises CheckpointError, for one
+    of another dtype, too.
+    """
     stored: dict[str, Stored] = {}
     for file in shards_of(folder):
         with open_file(file) as tensors:
@@ -67,14 +72,14 @@ def catalog(folder: Path) -> dict[str, Stored]:
                     continue
                 header = tensors.get_slice(name)
                 dtype = header.get_dtype()
-                if dtype not in STORED_DTYPES:
+                if dtype not in dtypes:
                     raise CheckpointError(
-                        f"tensor {name} in {file} is {dtype}; supported: {', '.join(STORED_DTYPES)}"
+                        f"tensor {name} in {file} is {dtype}; supported: {', '.join(dtypes)}"
                     )
                 if key in stored:
                     raise CheckpointError(
                         f"tensor {name} is in {stored[key].file.name} and in {file.name} of "
                         f"{folder}"
                     )
-                stored[key] = Stored(file, name, header.get_shape())
+                stored[key] = Stored(file, name, header.get_shape(), dtype)
     return stored

@@ -1,0 +1,111 @@
+"""Every kernel of the lesson as it is launched: what `compile_check` compiles for five GPU
+generations, and tests assert.
+
+    python -m lessons.toolbox.kernels.compile_check lessons.l19_kv_quantization.lab.specs
+"""
+
+from dataclasses import replace
+
+from lessons.l12_paged_kv.lab.specs import WITH_MATRIX_UNITS, decode_spec, prefill_spec
+from lessons.l19_kv_quantization import hooks
+from lessons.l19_kv_quantization.optimized import LARGEST
+from lessons.l19_kv_quantization.w8a8 import blocks_of
+from lessons.toolbox.kernels.compile_check import KernelSpec
+
+ROOM = "lessons.l19_kv_quantization"
+WITH_E4M3 = (89, 90, 100)
+# what a cache holds -> (LOAD, LOAD_V, Triton's type of its codes, the chips that it is for)
+FORMATS = {
+    "fp8": (hooks.scaled_load, hooks.scaled_load, "*fp8e4nv", WITH_E4M3),
+    "fp8bits": (hooks.e4m3_bits_load, hooks.e4m3_bits_load, "*u8", (80,)),
+    "int8": (hooks.scaled_load, hooks.scaled_load, "*i8", WITH_MATRIX_UNITS),
+    "int4": (hooks.int4_load, hooks.int4_load, "*u8", WITH_MATRIX_UNITS),
+    # not sm_89: three tiles of codes and of scales under way take 103 KiB of its 99
+    "kivi": (hooks.kivi_key_load, hooks.kivi_value_load, "*u8", (80, 90, 100)),
+}
+
+
+def quantized(spec: KernelSpec, name: str, scales: str = "*bf16") -> KernelSpec:
+    """One of lesson 12's specs over a cache that holds what `name` says."""
+    load, load_v, codes, _ = FORMATS[name]
+    pointers = {"k_ptr": codes, "v_ptr": codes, "k_scale_ptr": scales, "v_scale_ptr": scales}
+    constexprs = {key: x for key, x in spec.constexprs.items() if key not in pointers}
+    return replace(
+        spec,
+        name=f"{name}_{spec.name}",
+        signature=spec.signature | pointers,
+        constexprs=constexprs | {"LOAD": load, "LOAD_V": load_v},
+        divisible_by_16=(*spec.divisible_by_16, "stride_sh"),
+    )
+
+
+def quantize_spec(name: str, codes: str, x: str, head_dim: int, chips: tuple) -> KernelSpec:
+    """quantize_kernel for rows of this width. x: Triton's type of what comes in."""
+    block_d = 1 << (head_dim - 1).bit_length()
+    strides = ("stride_xt", "stride_xh", "stride_slot", "stride_head")
+    return KernelSpec(
+        f"{ROOM}.optimized:quantize_kernel",
+        name=f"quantize_{name}_{head_dim}",
+        signature={
+            "x_ptr": x,
+            "codes_ptr": codes,
+            "scales_ptr": x,
+            "slot_mapping_ptr": "*i64",
+            **dict.fromkeys((*strides, "stride_ss", "stride_sh"), "i32"),
+        },
+        constexprs={
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": block_d,
+            "LARGEST": LARGEST[name],
+            "IS_INT4": name == "int4",
+            "IS_FLOAT": name == "fp8",
+        },
+        num_warps=min(8, max(1, block_d // 1024)),
+        divisible_by_16=strides,
+        chips=chips,
+    )
+
+
+def product_spec(name: str, codes: str, num_tokens: int, chips: tuple) -> KernelSpec:
+    """w8a8_kernel for so many tokens."""
+    blocks = blocks_of(num_tokens)
+    strides = ("stride_xt", "stride_wn", "stride_ot")
+    counts = ("num_tokens", "num_outputs", "num_inputs")
+    return KernelSpec(
+        f"{ROOM}.w8a8:w8a8_kernel",
+        name=f"w8a8_{name}_{num_tokens}",
+        signature={
+            **dict.fromkeys(("x_ptr", "w_ptr"), codes),
+            "out_ptr": "*bf16",
+            **dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32"),
+            **dict.fromkeys((*counts, *strides), "i32"),
+        },
+        constexprs={"bias_ptr": None, **blocks, "IS_FLOAT": name == "fp8"},
+        num_warps=8 if blocks["BLOCK_M"] >= 64 else 4,
+        num_stages=3,
+        divisible_by_16=(*strides, "num_inputs", "num_outputs"),
+        chips=chips,
+    )
+
+
+# (query heads a KV head, head_dim) of Llama-3-8B and of the embedded model
+KERNELS = [
+    quantized(decode_spec("bf16", group, dim, chips, page_size=32 if name == "kivi" else 16), name)
+    for name, (*_, chips) in FORMATS.items()
+    for group, dim in ((4, 128), (3, 64))
+]
+KERNELS += [
+    quantized(prefill_spec("bf16", 128, chip), name)
+    for name, chip in (("fp8", 90), ("int8", 90), ("int4", 90), ("fp8bits", 80), ("int8", 80))
+]
+KERNELS += [
+    quantize_spec("fp8", "*fp8e4nv", "*bf16", 128, WITH_E4M3),
+    quantize_spec("int8", "*i8", "*bf16", 128, WITH_MATRIX_UNITS),
+    quantize_spec("int4", "*u8", "*bf16", 128, WITH_MATRIX_UNITS),
+    quantize_spec("fp8", "*fp8e4nv", "*bf16", 4096, (90,)),
+]
+KERNELS += [
+    product_spec(name, codes, tokens, chips)
+    for name, codes, chips in (("int8", "*i8", WITH_MATRIX_UNITS), ("fp8", "*fp8e4nv", WITH_E4M3))
+    for tokens in (16, 4096)
+]
