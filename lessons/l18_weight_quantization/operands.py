@@ -16,6 +16,7 @@ from lessons.l18_weight_quantization.weights import (
     Mxfp4Weight,
     Nf4Weight,
     QuantizedWeight,
+    code_book,
 )
 
 FLOAT8_HOOKS = {torch.float8_e4m3fn: unpack.e4m3, torch.float8_e5m2: unpack.e5m2}
@@ -93,7 +94,7 @@ def of_nf4(weight: Nf4Weight) -> Operand | None:
         scales=weight.block_absmax().view(rows, columns // NF4_BLOCK),
         group_bytes=NF4_BLOCK // 2,
         hook=unpack.nf4,
-        table=torch.tensor(NF4_VALUES, device=weight.codes.device),
+        table=code_book(NF4_VALUES, weight.codes.device),
         # the second of two neighbours is the low half of their byte
         arrange=lambda x: neighbours_apart(x, NF4_BLOCK).flip(2).flatten(1),
     )

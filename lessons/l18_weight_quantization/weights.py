@@ -13,6 +13,7 @@ A format stores what its kernel reads, so nothing is repacked when a model runs.
 """
 
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -161,6 +162,12 @@ def dynamic_values() -> Tensor:
 DYNAMIC_VALUES = dynamic_values()
 
 
+@cache  # because a CUDA graph cannot capture a copy from the host
+def code_book(values: tuple[float, ...] | Tensor, device: torch.device) -> Tensor:
+    """The numbers that codes stand for, on a device: [len(values)] float32. Not to be changed."""
+    return torch.as_tensor(values, dtype=torch.float32, device=device)
+
+
 @dataclass(frozen=True)
 class Nf4Weight(QuantizedWeight):
     """NF4, in the layout of bitsandbytes: 16 values that are quantiles of a normal distribution.
@@ -187,12 +194,12 @@ class Nf4Weight(QuantizedWeight):
         if self.nested_absmax is None:
             return self.absmax.float()
         nested = self.nested_absmax.repeat_interleave(NESTED_BLOCK)[: len(self.absmax)]
-        values = DYNAMIC_VALUES.to(self.absmax.device)[self.absmax.int()]
+        values = code_book(DYNAMIC_VALUES, self.absmax.device)[self.absmax.int()]
         return values * nested + self.offset
 
     def dequantize(self) -> Tensor:
         codes = torch.stack([self.codes >> 4, self.codes & 15], dim=-1).view(-1, NF4_BLOCK)
-        values = torch.tensor(NF4_VALUES, device=codes.device)[codes.int()]
+        values = code_book(NF4_VALUES, codes.device)[codes.int()]
         return (values * self.block_absmax()[:, None]).view(self.shape)
 
 
@@ -217,7 +224,7 @@ class Mxfp4Weight(QuantizedWeight):
     def dequantize(self) -> Tensor:
         codes = torch.stack([self.codes & 15, self.codes >> 4], dim=-1)
         codes = codes.view(len(self.codes), -1, MXFP4_BLOCK)
-        values = torch.tensor(E2M1_VALUES, device=codes.device)[codes.int()]
+        values = code_book(E2M1_VALUES, codes.device)[codes.int()]
         exponents = self.exponents.int()
         scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - E8M0_BIAS)
         scales = scales.masked_fill(exponents == 255, float("nan"))

@@ -4,6 +4,7 @@ pretends one.
 
 import copy
 import gc
+import importlib
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from lessons.toolbox.measure.device import (
 from lessons.toolbox.measure.timing import measure
 from lessons.toolbox.proof import record
 from lessons.toolbox.proof.numerics import clone_with_strides
+from lessons.toolbox.proof.pretended.cuda import MACHINE_CODE
 from lessons.toolbox.proof.pretended.hosts import Hosts
 from lessons.toolbox.proof.pretended.launches import LAUNCHES
 from lessons.toolbox.proof.pretended.refusals import CaptureError, NotRehearsed
@@ -44,6 +46,12 @@ def add(x, amount=2.0, out=None, grid=None, **options):
         x, out, x.numel(), amount, BLOCK=16, **options
     )
     return out
+
+
+@pytest.mark.parametrize("name", MACHINE_CODE)
+def test_packages_that_would_look_for_the_real_gpu_are_not_installed(name):
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(name)
 
 
 # ---------------------------------------------------------------- where tensors lie

@@ -3,6 +3,7 @@ done, graphs that record (graphs.py).
 """
 
 import contextlib
+import sys
 import time
 import warnings
 from functools import partial
@@ -65,6 +66,10 @@ ANSWERS = {
     "set_stream": None,
     "set_sync_debug_mode": None,
 }
+
+# Packages with machine code of their own, which would look for the real GPU behind torch.cuda. As on a
+# bare machine, they are not installed.
+MACHINE_CODE = ("bitsandbytes",)
 
 # What makes new tensors, all others call these. Some of them PyTorch would make empty and resize,
 # which a wrapper cannot follow.
@@ -216,6 +221,8 @@ def install() -> None:
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture
     torch.cuda.stream = torch.cuda.device = lambda *args: contextlib.nullcontext()
     torch.version.cuda = "pretended"
+    for name in MACHINE_CODE:
+        sys.modules[name] = None
     torch.cuda._sleep = sleep
     torch.compile = refuse_compile
     torch.tensor, torch.as_tensor = made_from(torch.tensor), made_from(torch.as_tensor)
