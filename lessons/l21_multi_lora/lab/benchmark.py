@@ -3,8 +3,9 @@ for each adapter.
 
     python -m lessons.toolbox.measure.bench 21
 
-One linear layer of Llama-3-8B's width, the base product within the time. On a CPU with a quarter of the
-width; there stand_ins.py stands for the kernels, which are interpreted and not timed.
+One linear layer of Llama-3-8B's width. l21_batch times the corrections alone, l21_adapters a whole layer,
+the base product within the time. On a CPU with a quarter of the width; there stand_ins.py stands for the
+kernels, which are interpreted and not timed.
 """
 
 from functools import lru_cache
@@ -98,6 +99,35 @@ PROVIDERS = {
 }
 
 
+def loop_alone(x: Tensor, layer: Layer, batch: AdapterBatch):
+    """The loop without the base product. What it is added to grows from call to call, so each call
+    begins with zeros.
+    """
+    return lambda: naive.add_lora(torch.zeros_like(x), x, layer.weights, batch)
+
+
+def all_alone(x: Tensor, layer: Layer, batch: AdapterBatch):
+    """Segments without the base product."""
+    return lambda: add_lora(torch.zeros_like(x), x, layer.weights, batch)
+
+
+CORRECTIONS = {
+    "adapter by adapter": ("naive", loop_alone),
+    "all adapters at once": ("optimized", all_alone),
+}
+
+
+def correction_bytes(num_rows: int) -> int:
+    """Each adapter once, x once, the result written and read and written again."""
+    adapters = min(num_rows, NUM_ADAPTERS) * RANK * 2 * WIDTH
+    return (adapters + 4 * num_rows * WIDTH) * DTYPE.itemsize
+
+
+def correction_flops(num_rows: int) -> int:
+    """Of the shrinks and the expands."""
+    return 2 * num_rows * WIDTH * 2 * RANK
+
+
 def layer_bytes(num_rows: int, num_adapters: int) -> int:
     """The base once, each adapter that is in use once, x and the result once."""
     adapters = min(num_rows, num_adapters) * RANK * 2 * WIDTH
@@ -116,9 +146,6 @@ def floor_s(num_rows: int, num_adapters: int) -> float:
 
 
 SHARED = dict(
-    providers=PROVIDERS,
-    ylabel="one linear layer with adapters",
-    floor_label="roofline of base and adapters",
     dtype=str(DTYPE).removeprefix("torch."),
     tolerance=2e-2 if ON_GPU else 1e-4,
 )
@@ -130,9 +157,14 @@ BENCHMARKS = [
         x_values=BATCHES,
         quick_x_values=BATCHES[:1],
         inputs=lambda rows, device: inputs_of(rows, NUM_ADAPTERS, device),
-        bytes_moved=lambda rows: layer_bytes(rows, NUM_ADAPTERS),
-        flops=layer_flops,
-        floor_s=lambda rows: floor_s(rows, NUM_ADAPTERS),
+        providers=CORRECTIONS,
+        ylabel="corrections of one layer",
+        bytes_moved=correction_bytes,
+        flops=correction_flops,
+        floor_s=lambda rows: time_floor_s(
+            correction_bytes(rows), correction_flops(rows), this_machine(), DTYPE
+        ),
+        floor_label="roofline of the adapters",
         shape=f"{WIDTH} → {WIDTH}, {NUM_ADAPTERS} adapters of rank {RANK}",
         **SHARED,
     ),
@@ -143,6 +175,9 @@ BENCHMARKS = [
         x_values=ADAPTER_COUNTS,
         quick_x_values=ADAPTER_COUNTS[-1:],
         inputs=lambda adapters, device: inputs_of(ROWS, adapters, device),
+        providers=PROVIDERS,
+        ylabel="one linear layer with adapters",
+        floor_label="roofline of base and adapters",
         bytes_moved=lambda adapters: layer_bytes(ROWS, adapters),
         flops=lambda adapters: layer_flops(ROWS),
         floor_s=lambda adapters: floor_s(ROWS, adapters),
