@@ -46,11 +46,13 @@ def quantize_rows_kernel(
     for start in range(0, size, BLOCK):
         x = tl.load(x_row + start + column, mask=start + column < size, other=0.0)
         largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
-    scale = tl.max(largest, axis=0) / LARGEST
+    # div_rn, because on a GPU / may be off by two units in the last place, and PyTorch's is not.
+    scale = tl.div_rn(tl.max(largest, axis=0), LARGEST)
     scale = tl.where(scale == 0.0, 1.0, scale)  # a row of zeros
     for start in range(0, size, BLOCK):
         is_x = start + column < size
-        x = tl.load(x_row + start + column, mask=is_x, other=0.0).to(tl.float32) / scale
+        x = tl.load(x_row + start + column, mask=is_x, other=0.0).to(tl.float32)
+        x = tl.div_rn(x, tl.zeros_like(x) + scale)
         # Clamped, because the division may round up, and beyond 448 E4M3 has only NaN. A NaN in x stays
         # one: plain minimum and maximum would turn it into a number, and the answer would look right.
         x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)

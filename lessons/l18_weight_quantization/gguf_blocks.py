@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.l18_weight_quantization.weights import QuantizedWeight, code_book
+from lessons.l18_weight_quantization.weights import QuantizedWeight, table_on
 
 SUPER = 256  # values of a super-block; the formats named _K have them
 # IQ4_NL's 16 numbers: close together near zero, where most weights are
@@ -132,7 +132,7 @@ def decode_q5_1(blocks: Tensor) -> Tensor:
 def decode_iq4_nl(blocks: Tensor) -> Tensor:
     """[..., 18] uint8 -> [..., 32]: d · IQ4_NL_VALUES[q]. Bytes: d (2), q (16)."""
     d, codes = blocks.split([2, 16], dim=-1)
-    return halves(d) * code_book(IQ4_NL_VALUES, blocks.device)[unpack_runs(codes, 16, 4).long()]
+    return halves(d) * table_on(IQ4_NL_VALUES, blocks.device)[unpack_runs(codes, 16, 4).long()]
 
 
 # ---------------------------------------------------------------- super-blocks of 256
