@@ -101,8 +101,11 @@ def train(style: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("styles", nargs="*", default=STYLES, choices=[*STYLES, []])
-    for style in parser.parse_args().styles:
+    parser.add_argument("styles", nargs="*", metavar="style", help=f"of {', '.join(STYLES)}")
+    styles = parser.parse_args().styles or STYLES
+    if strange := set(styles) - set(STYLES):
+        parser.error(f"style: got {strange.pop()!r}; accepted: {', '.join(STYLES)}")
+    for style in styles:
         print(train(style), flush=True)
 
 

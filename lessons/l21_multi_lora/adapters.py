@@ -8,7 +8,8 @@ Only safetensors are read. An adapter_model.bin is a pickle, which may run any c
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +52,7 @@ class Adapter:
 
     name: str
     layers: dict[str, LayerAdapter]  # by the decoder's names
+    serial: int = field(default_factory=count(1).__next__)  # no other one has it
 
     @property
     def rank(self) -> int:

@@ -27,7 +27,7 @@ class Segment(NamedTuple):
     count: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class AdapterBatch:
     """The rows of a step by their adapters.
 
@@ -100,11 +100,11 @@ class AdapterBatch:
         return slots.to(rows.device), rows, is_real.to(rows.device)
 
     def copy_in(self, other: "AdapterBatch") -> None:
-        """Another step's rows into these tensors, for a CUDA graph that reads them. Only tensors
-        are copied: the host's segments stay what they were, and no kernel asks for them.
-        """
+        """Another step's rows into these tensors, for a CUDA graph that reads them."""
         for mine, new in zip(self.tensors, other.tensors):
-            mine.copy_(new, non_blocking=True)
+            mine.copy_(new)
+        self.segments = other.segments
+        self.__dict__.pop("padded", None)  # it was made of the old ones
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
