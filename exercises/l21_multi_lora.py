@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=21
-# Generated from solutions/l21_multi_lora.py, checksum a45b90447597. Generating again never overwrites your edits.
+# Generated from solutions/l21_multi_lora.py, checksum 689162afe23d. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 21: what an adapter costs, a matrix that changes its adapter, the kernel of
 mixed batches, and slots that are shared.
@@ -39,8 +39,8 @@ def adapter_plan(
         a block has 2 · (6 + 4) + 2 · (2 + 4) = 32 numbers, an adapter 96 numbers: 192 bytes
         2500 bytes are left: 13 adapters; but merged only 3 models
         a step reads 1000 + 4 · 192 bytes                              -> (192, 13, 3, 1.768)
-    Write down your guess first: Llama-3-8B (16.06 GB) with adapters of rank 16 on all seven matrices
-    of its 32 blocks, in a GPU of 80 GB.
+    Write down your guess first: Llama-3-70B (141.1 GB) with adapters of rank 64 on all seven matrices
+    of its 80 blocks, in two GPUs of 80 GB.
     """
     raise NotImplementedError("Exercise 21.1: Predict: what an adapter costs")
 

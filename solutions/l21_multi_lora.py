@@ -36,8 +36,8 @@ def adapter_plan(
         a block has 2 · (6 + 4) + 2 · (2 + 4) = 32 numbers, an adapter 96 numbers: 192 bytes
         2500 bytes are left: 13 adapters; but merged only 3 models
         a step reads 1000 + 4 · 192 bytes                              -> (192, 13, 3, 1.768)
-    Write down your guess first: Llama-3-8B (16.06 GB) with adapters of rank 16 on all seven matrices
-    of its 32 blocks, in a GPU of 80 GB.
+    Write down your guess first: Llama-3-70B (141.1 GB) with adapters of rank 64 on all seven matrices
+    of its 80 blocks, in two GPUs of 80 GB.
     """
     # SOLUTION
     numbers = num_layers * sum(rank * (outputs + inputs) for outputs, inputs in shapes)

@@ -23,6 +23,9 @@ GB = 10**9
 QKVO = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
 LLAMA = [*QKVO, (14336, 4096), (14336, 4096), (4096, 14336)]  # of Llama-3-8B
 LLAMA_BYTES = 16_060_522_496
+LARGE = [(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192)]
+LARGE += [(28672, 8192), (28672, 8192), (8192, 28672)]  # of Llama-3-70B
+LARGE_BYTES = 141_107_412_992
 PLAN_NAMES = ("shapes", "num_layers", "rank", "num_adapters", "base_bytes", "memory_bytes")
 PLAN_CASES = {  # name: (arguments, the answer, why)
     "example": (([(6, 4), (2, 4)], 3, 2, 4, 1000, 3500), (192, 13, 3, 1.768), "the docstring's"),
@@ -30,6 +33,11 @@ PLAN_CASES = {  # name: (arguments, the answer, why)
         (LLAMA, 32, 16, 16, LLAMA_BYTES, 80 * GB),
         (83_886_080, 762, 4, 1 + 16 * 83_886_080 / LLAMA_BYTES),
         "84 MB beside 16 GB",
+    ),
+    "llama_3_70b": (
+        (LARGE, 80, 64, 1, LARGE_BYTES, 160 * GB),
+        (1_656_750_080, 11, 1, 1 + 1_656_750_080 / LARGE_BYTES),
+        "1.7 GB each, and little room beside 141 GB",
     ),
     "attention_alone": (
         ([QKVO[0], QKVO[1]], 32, 8, 1, LLAMA_BYTES, 24 * GB),
