@@ -123,26 +123,27 @@ def signature(node: ast.FunctionDef) -> str:
     return f"def {node.name}({ast.unparse(node.args)}):"
 
 
+COMPARED = {
+    "assertEqual": ast.Eq,
+    "assertNotEqual": ast.NotEq,
+    "assertIs": ast.Is,
+    "assertIn": ast.In,
+    "assertNotIn": ast.NotIn,
+    "assertGreater": ast.Gt,
+    "assertLess": ast.Lt,
+}
+
+
 class Asserts(ast.NodeTransformer):
     """self.assertEqual(a, b) -> assert a == b, and so on; other uses of self stay."""
-
-    COMPARED = {
-        "assertEqual": ast.Eq,
-        "assertNotEqual": ast.NotEq,
-        "assertIs": ast.Is,
-        "assertIn": ast.In,
-        "assertNotIn": ast.NotIn,
-        "assertGreater": ast.Gt,
-        "assertLess": ast.Lt,
-    }
 
     def visit_Expr(self, node: ast.Expr):
         call = node.value
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
             return node
         name, args = call.func.attr, call.args
-        if name in self.COMPARED and len(args) >= 2:
-            test = ast.Compare(args[0], [self.COMPARED[name]()], [args[1]])
+        if name in COMPARED and len(args) >= 2:
+            test = ast.Compare(args[0], [COMPARED[name]()], [args[1]])
         elif name == "assertTrue" and args:
             test = args[0]
         elif name == "assertFalse" and args:

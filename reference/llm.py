@@ -251,9 +251,7 @@ class LLM:
             tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)
             for m in many
         ]
-        return self.generate(
-            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request
-        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
 
 @contextmanager

@@ -22,8 +22,32 @@ PLAIN_VALUES: dict[str, tuple] = {
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 # what only training, other layers or the place of the base model need
-WITHOUT_EFFECT = ["auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "peft_version", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "layers_pattern"]
-READ = ["r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "layers_to_transform"]
+WITHOUT_EFFECT = [
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "peft_version",
+    "megatron_core",
+    "qalora_group_size",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "runtime_config",
+    "layers_pattern",
+]
+READ = [
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "exclude_modules",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+]
 WHY = {
     "use_dora": "DoRA also scales each output of the base matrix",
     "modules_to_save": "whole layers beside the adapter are not read",

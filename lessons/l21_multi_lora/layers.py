@@ -122,9 +122,7 @@ def with_deltas(model: Decoder, adapter: Adapter, factor: float) -> Decoder:
     return model
 
 
-def plus(
-    linear: nn.Module, layer: LayerAdapter, factor: float, dtype: torch.dtype
-) -> nn.Linear:
+def plus(linear: nn.Module, layer: LayerAdapter, factor: float, dtype: torch.dtype) -> nn.Linear:
     """A linear layer with its matrix and a multiple of an adapter's in one: added in float32."""
     if isinstance(linear, QuantizedLinear):
         matrix = linear.quantized.dequantize()

@@ -111,7 +111,7 @@ def tiles_for(x: Tensor) -> Tiles:
 
 def check_add_lora(out: Tensor, x: Tensor, weights: SlotWeights, batch: AdapterBatch) -> None:
     """Raise ValueError unless x: [T, K], out: [T, N] and the batch fit the slots, on one device."""
-    (_, max_rank, size), num_outputs = weights.a.shape, weights.b.shape[2]
+    size, num_outputs = weights.a.shape[2], weights.b.shape[2]
     num_rows = len(batch.row_slots)
     if x.shape != (num_rows, size) or x.dtype not in DECODE_DTYPES or x.dtype != weights.a.dtype:
         raise ValueError(

@@ -30,7 +30,9 @@ MOST_RANKS = 16  # in these tests, so that 20 ranks are two blocks
 ROWS = [2, 0, -1, 3, 0, 1, 2, -1, 3, 3]  # no slot side by side
 
 
-def problem(row_slots, ranks=RANKS, size=40, outputs=19, dtype=torch.float32, seed=0, kind="normal"):
+def problem(
+    row_slots, ranks=RANKS, size=40, outputs=19, dtype=torch.float32, seed=0, kind="normal"
+):
     """out, x, weights, batch."""
     out = draw("normal", (len(row_slots), outputs), dtype=dtype, seed=seed + 7, device=DEVICE)
     x = draw(kind, (len(row_slots), size), dtype=dtype, seed=seed + 8, device=DEVICE)
@@ -126,13 +128,15 @@ def test_a_row_has_the_same_bits_in_any_company(seed):
     together = optimized.add_lora(out.clone(), x, weights, batch, SMALL)
     for row, slot in enumerate(ROWS):
         alone = AdapterBatch.of([slot], DEVICE)
-        single = optimized.add_lora(out[row : row + 1].clone(), x[row : row + 1], weights, alone, SMALL)
+        single = optimized.add_lora(
+            out[row : row + 1].clone(), x[row : row + 1], weights, alone, SMALL
+        )
         assert_same_bits(together[row : row + 1], single)
 
 
 def test_padding_tiles_and_stale_order_change_nothing(seed):
     """A CUDA graph's buffers: more tiles than needed, filled by copy_in with one step after another."""
-    out, x, weights, batch = problem(ROWS, size=40, seed=seed)
+    out, x, weights, _ = problem(ROWS, size=40, seed=seed)
     num_tiles = most_tiles(len(ROWS), len(RANKS))
     buffers = AdapterBatch.of([3] * len(ROWS), DEVICE, num_tiles=num_tiles)
     for row_slots in (ROWS, [-1] * len(ROWS), ROWS[::-1]):

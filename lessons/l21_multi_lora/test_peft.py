@@ -89,7 +89,9 @@ def logits(model, num_sequences: int = 1):
 
     def attend(layer, q, k, v):
         parts = [x.unflatten(0, (num_sequences, -1)) for x in (q, k, v)]
-        return torch.cat([attends(layer, *(part[i] for part in parts)) for i in range(num_sequences)])
+        return torch.cat(
+            [attends(layer, *(part[i] for part in parts)) for i in range(num_sequences)]
+        )
 
     hidden = model(torch.tensor(TOKENS * num_sequences), attend)
     return model.logits(hidden).unflatten(0, (num_sequences, -1))

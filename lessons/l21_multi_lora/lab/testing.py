@@ -41,6 +41,7 @@ def slots_of(
 def tiny_config(**changes) -> ModelConfig:
     """Two layers of width 32."""
     shape = dict(
+        model_type="llama",
         vocab_size=96,
         hidden_size=32,
         intermediate_size=48,
