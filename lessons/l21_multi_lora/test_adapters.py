@@ -1,9 +1,5 @@
 """Folders of adapters that are refused in one line, merging, layers over quantized matrices, slots."""
 
-<<<<<<< HEAD
-
-
-=======
 import json
 import random
 from collections import Counter
@@ -253,4 +249,3 @@ def test_the_host_keeps_what_is_needed_and_the_most_recent(model, folder):
     (id,) = store.known
     assert store.remove(id) and not store.remove(id)
     assert store.take(requests[0]) is not taken[0]  # read anew
->>>>>>> k-h21

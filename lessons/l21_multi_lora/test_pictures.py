@@ -117,9 +117,10 @@ def test_the_readme_quotes_the_counts():
     assert f"in our test {changed:.1%} of the numbers" in README
     rows = torch.randn(16, 32, generator=g)
     weights = slots_of([8] * 16, 8, 32, 32, padding=0.0)
+    batch, out = AdapterBatch.of(range(16)), torch.zeros(16, 32)
     for form in (naive, stand_ins):
         with Operations() as operations:
-            form.add_lora(torch.zeros(16, 32), rows, weights, AdapterBatch.of(range(16)))
+            form.add_lora(out, rows, weights, batch)
         assert f"runs `{operations.count}`" in README, operations.count
 
 
