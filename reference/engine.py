@@ -192,9 +192,7 @@ class Engine:
             self.runner.adapters.store.give_back(adapter)
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Forget an adapter's id. Requests that run with the adapter end with it. Returns whether the
-        id was known.
-        """
+        """Forget an adapter's id; requests that have it keep it. Returns whether it was known."""
         adapters = self.runner.adapters
         return adapters is not None and adapters.store.remove(lora_int_id)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lessons.l21_multi_lora.adapter_config import AdapterConfig, read_adapter_config
 from lessons.toolbox.model.arguments import shown
+from lessons.toolbox.model.checkpoint import REPOSITORY
 from lessons.toolbox.model.config_json import CheckpointError
 from lessons.toolbox.model.stored import STORED_DTYPES, open_file
 
@@ -70,13 +71,22 @@ def load_adapter(folder: str | os.PathLike, name: str | None = None) -> Adapter:
     """An adapter by its folder. name: default the folder's. Raises CheckpointError, in one line, for
     one that cannot be read, or that does more than A and B.
     """
-    if not isinstance(folder, (str, os.PathLike)) or not Path(folder).expanduser().is_dir():
-        raise CheckpointError(f"lora_path: got {shown(folder)}; accepted: an adapter's folder")
-    folder = Path(folder).expanduser()
+    folder = find_adapter(folder)
     config = read_adapter_config(folder)
     pairs = read_pairs(folder)
     layers = {layer: read_layer(folder, layer, pair, config) for layer, pair in pairs.items()}
     return Adapter(name or folder.name, layers)
+
+
+def find_adapter(name_or_path: str | os.PathLike) -> Path:
+    """An adapter's folder; one of this repository's, "models/tiny-lora-sql", from any working
+    directory. Raises CheckpointError.
+    """
+    if isinstance(name_or_path, (str, os.PathLike)) and os.fspath(name_or_path):
+        for folder in (Path(name_or_path).expanduser(), REPOSITORY / name_or_path):
+            if folder.is_dir():
+                return folder
+    raise CheckpointError(f"lora_path: got {shown(name_or_path)}; accepted: an adapter's folder")
 
 
 def read_pairs(folder: Path) -> dict[str, dict[str, Tensor]]:
@@ -150,7 +160,7 @@ def check_complete(
                 f"adapter {adapter.name!r}: {name} is {list(got)}; accepted: "
                 f"{list(linears[name])}, as in the base model"
             )
-    config = read_adapter_config(Path(folder).expanduser())
+    config = read_adapter_config(find_adapter(folder))
     for name in linears:
         if config.targets(name) and name not in adapter.layers:
             raise CheckpointError(

@@ -20,10 +20,17 @@ def add_lora(out: Tensor, x: Tensor, weights: SlotWeights, batch: AdapterBatch) 
     stays as it is.
     """
     for slot in range(len(weights.ranks)):
-        rows = (batch.row_slots == slot).nonzero().flatten()  # on a GPU, Python waits for it here
+        # On a GPU, Python waits here, because it cannot know how many rows there are.
+        is_own = batch.row_slots == slot
+        rows = is_own.nonzero().flatten()
         rank = int(weights.ranks[slot])
-        if len(rows) and rank:
-            a, b = weights.a[slot, :rank], weights.b[slot, :rank]  # [r, K], [r, N]
-            delta = x[rows] @ a.T @ b
-            out[rows] += weights.scaling[slot].to(out.dtype) * delta
+        if len(rows) == 0 or rank == 0:
+            continue
+        a = weights.a[slot, :rank]  # [r, K]
+        b = weights.b[slot, :rank]  # [r, N]
+        scaling = weights.scaling[slot]
+        h = x[rows] @ a.T  # [rows, r]
+        delta = h @ b  # [rows, N]
+        delta *= scaling
+        out[rows] += delta
     return out
