@@ -149,8 +149,8 @@ def draw_loses(model: str = "llama-3-8b", batch: int = 64) -> ClassFigure:
     counts = [2**n for n in range(batch.bit_length())]
     most = {rank: 100 * (step_factor(shape, rank, batch) - 1) for rank in (8, 16, 64)}
     fig, ax = frame(
-        f"{batch} requests with {batch} adapters: rank 16 adds {most[16]:.0f} % to the bytes of a step, "
-        f"rank 64 adds {most[64]:.0f} %",
+        f"{batch} adapters in a batch add {most[16]:.0f}% to the bytes of a step at rank 16, "
+        f"{most[64]:.0f}% at rank 64",
         f"predicted from bytes · {model}, 16 bits, all seven matrices, weights only, no cache",
         (10, 5),
     )
