@@ -10,20 +10,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons.l01_roofline.models import find_model
-from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l21_multi_lora import naive, stand_ins
 from lessons.l21_multi_lora.adapters import LayerAdapter
 from lessons.l21_multi_lora.batch import AdapterBatch
 from lessons.l21_multi_lora.lab import pictures, sizes
-from lessons.l21_multi_lora.lab.testing import linears_of, random_adapter, slots_of
+from lessons.l21_multi_lora.lab.testing import linears_of, random_adapter, slots_of, tiny_model
 from lessons.l21_multi_lora.layers import plus
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
-from lessons.toolbox.model.config_json import read_config
 from tests.excerpts import plain_readme, stray_excerpts
 
 ROOM = Path(__file__).parent
-MODEL = ROOM.parents[1] / "models/tiny"
 README = plain_readme(ROOM)
 LLAMA = find_model("llama-3-8b")
 SIZES = [
@@ -48,11 +45,10 @@ def test_the_excerpts_stand_in_the_sources():
 
 
 def test_the_sizes_are_those_of_a_model():
-    """Shapes of a block, and the bytes of an adapter of every linear layer of models/tiny."""
-    config = read_config(MODEL)
-    shape = replace(LLAMA, **{name: getattr(config, name) for name in SIZES})
-    with torch.device("meta"):
-        linears = linears_of(Decoder(config))
+    """Shapes of a block, and the bytes of an adapter of every linear layer of a small model."""
+    model = tiny_model()
+    shape = replace(LLAMA, **{name: getattr(model.config, name) for name in SIZES})
+    linears = linears_of(model)
     block = {name.rpartition(".")[2]: size for name, size in linears.items()}
     assert sizes.linear_shapes(shape) == block
     assert 2 * sizes.adapter_bytes(shape, 3) == random_adapter(linears, rank=3).num_bytes
