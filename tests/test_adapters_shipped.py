@@ -10,6 +10,10 @@ from models.adapters_card import FIGURES, card, folder_of
 from models.tokenizer import HERE
 from reference import LLM, LoRARequest, SamplingParams
 
+pytestmark = pytest.mark.skipif(
+    not FIGURES.exists(), reason="NOT RUN: python -m models.adapters_card has not measured them"
+)
+
 
 @pytest.fixture(scope="module")
 def figures():

@@ -121,6 +121,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_everybody_gets_the_tokens_of_their_adapter(way, model, prompts, requests, expected):
     engine = new_engine(model, **WAYS[way])

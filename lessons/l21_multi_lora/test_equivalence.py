@@ -66,6 +66,7 @@ def test_each_row_gets_its_own_adapter(dtype, seed, proof):
     record(proof, proved(partial(optimized.add_lora, tiles=SMALL), inputs))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 33])
 def test_segments_around_a_tile(rows, seed, proof):
     row_slots = [2] * rows + [0]
@@ -196,6 +197,7 @@ BUGS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_seen(bug, tmp_path, monkeypatch):
     buggy = with_bug(kernels, tmp_path, *BUGS[bug])
