@@ -1,4 +1,4 @@
-"""Proves that the pictures fit, that excerpts stand in the sources, and that the README quotes what the
+"""Lesson 21: proves that the pictures fit, that excerpts stand in the sources, and that the README quotes what the
 code says.
 """
 
@@ -20,7 +20,7 @@ from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.excerpts import plain_readme, stray_excerpts
 
-ROOM = Path(__file__).parent
+ROOM = Path(__file__).parents[1] / "lessons/l21_multi_lora"
 README = plain_readme(ROOM)
 LLAMA = find_model("llama-3-8b")
 SIZES = [
