@@ -95,6 +95,13 @@ def test_tensors_on_the_gpu(make):
     assert not x.cpu().is_cuda and x.cpu().tolist() == x.tolist()
 
 
+def test_modules_that_share_a_parameter_share_it_on_the_gpu():
+    both = nn.ModuleList([nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)])
+    both[1].weight = both[0].weight
+    both.to(CUDA)
+    assert both[1].weight is both[0].weight and both[0].weight.is_cuda
+
+
 def test_new_tensors_under_a_device():
     with torch.device(CUDA):
         assert all(x.is_cuda for x in (torch.zeros(2), torch.tensor([1]), torch.arange(3)))

@@ -180,6 +180,24 @@ def moved(original):
     return to
 
 
+def keeping_ties(original):
+    """Module._apply, after which modules that shared a parameter share the new one, as on a GPU."""
+
+    def apply(self, *args, **options):
+        places = {}
+        for module in self.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(id(parameter), []).append((module._parameters, name))
+        moved_module = original(self, *args, **options)
+        for (first, first_name), *others in places.values():
+            for parameters, name in others:
+                parameters[name] = first[first_name]
+        return moved_module
+
+    return apply
+
+
 def made_from(original):
     """torch.tensor and torch.as_tensor: made on the CPU, and copied."""
 
@@ -236,6 +254,7 @@ def install() -> None:
     torch.Tensor.cuda = lambda self, *args, **options: self.to(DEVICE)
     # A module that moves gets new parameters, because the old ones cannot become pretended.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
+    nn.Module._apply = keeping_ties(nn.Module._apply)
     register_factories()
 
 
