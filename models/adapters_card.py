@@ -20,8 +20,8 @@ from models.tokenizer import HERE
 from models.train_adapters import ALPHA, LEARNING_RATE, RANK, ROWS, TARGETS, WINDOW, folder_of
 
 FIGURES = HERE / "adapters.json"
-HELD_OUT_EXAMPLES = 40  # of each style, for the loss
-ANSWERS, NEW_TOKENS = 12, 16  # of each style, for what an answer begins with
+HELD_OUT_EXAMPLES = 24  # of each style, for the loss
+ANSWERS, NEW_TOKENS = 8, 12  # of each style, for what an answer begins with
 # What an answer looks like in a style, behind the first line of an example.
 LOOKS = {
     "sql": lambda text: text.lstrip().startswith("SELECT"),
