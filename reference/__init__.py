@@ -19,6 +19,7 @@ HOME = {
     "AsyncLLMEngine": "async_engine",
     "AsyncEngineArgs": "async_engine",
     "load_model": "model",
+    "LoRARequest": "lora",
 }
 __all__ = list(HOME)
 

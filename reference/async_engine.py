@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
 from reference.llm import new_engine
+from reference.lora import LoRARequest
 from reference.outputs import RequestOutput
 from reference.sampling_params import SamplingParams
 
@@ -64,6 +65,7 @@ class AsyncLLMEngine:
         sampling_params: SamplingParams | None,
         request_id: str,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The request as it stands after each of its tokens. Leaving the loop early aborts it.
 
@@ -72,7 +74,7 @@ class AsyncLLMEngine:
         waiter = Waiter(asyncio.get_running_loop(), asyncio.Queue())
 
         def add() -> None:
-            self.engine.add_request(request_id, prompt, sampling_params, priority)
+            self.engine.add_request(request_id, prompt, sampling_params, priority, lora_request)
             self.waiters[request_id] = waiter
 
         finished = False

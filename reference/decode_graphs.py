@@ -10,7 +10,7 @@ K and V of a layer are written before anybody reads, so each sees those in front
 serves any mix of draft lengths. The price: K and V are read by each of them, from the L2 cache mostly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +22,8 @@ from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l11_cuda_graphs.naive import decode_batch
 from lessons.l11_cuda_graphs.optimized import PinnedCopies, bucket_for, padded
+from lessons.l21_multi_lora.batch import NO_ADAPTER, AdapterBatch, AdapterContext, most_tiles
+from reference.lora import Adapters
 
 Chunks = list[tuple[list[int], int]]  # of each sequence its new tokens, and how many it holds
 
@@ -31,7 +33,8 @@ class DecodeGraphs:
 
     graphs: lesson 11's CudaGraphs, or its stand-in. buckets: tokens of a step. max_model_len: the
     longest that a sequence may become, because Python knows no length inside a graph. most_each:
-    tokens of a sequence that are launched so; one with more is a prompt.
+    tokens of a sequence that are launched so; one with more is a prompt. adapters: of the model; then
+    a graph launches their kernels with the most tiles that its rows can fall into.
     """
 
     @torch.inference_mode()
@@ -43,7 +46,9 @@ class DecodeGraphs:
         buckets: Sequence[int],
         max_model_len: int,
         most_each: int = 1,
+        adapters: Adapters | None = None,
     ):
+        self.adapter_rows: dict[int, AdapterBatch] = {}  # empty for a model without adapters
         self.most_each = most_each
         # Kept, because a graph reads their memory again at every replay.
         self.model = model
@@ -59,6 +64,10 @@ class DecodeGraphs:
             table = torch.zeros(bucket, max_blocks, dtype=torch.int32, device=model.device)
             batch = replace(decode_batch(inputs, max_model_len), block_table=table)
             step = partial(run, model, pool, batch)
+            if adapters is not None:
+                self.num_slots = adapters.slots.num_slots
+                rows = self.adapter_rows[bucket] = self.rows_in(bucket, [], model.device)
+                step = partial(run_over, adapters.context, rows, step)
             self.graphs[bucket], self.hidden[bucket] = graphs.capture(step)
             self.inputs[bucket], self.tables[bucket] = inputs, table
         on_gpu = model.device.type == "cuda"
@@ -70,9 +79,11 @@ class DecodeGraphs:
         return max(counts) <= self.most_each and sum(counts) <= self.buckets[-1]
 
     @torch.inference_mode()
-    def __call__(self, chunks: Chunks, tables: list[list[int]]) -> Tensor:
-        """Replay a step that fits. tables: the blocks of each sequence. Returns hidden: [T,
-        hidden_size].
+    def __call__(
+        self, chunks: Chunks, tables: list[list[int]], row_slots: list[int] | None = None
+    ) -> Tensor:
+        """Replay a step that fits. tables: the blocks of each sequence. row_slots: the adapter of each
+        token, None for none. Returns hidden: [T, hidden_size].
         """
         singles, tables = one_by_one(chunks, tables)
         bucket = bucket_for(len(singles), self.buckets)
@@ -82,9 +93,18 @@ class DecodeGraphs:
         rows = [[*table, *[0] * (width - len(table))] for table in tables]
         rows += [[0] * width] * (bucket - len(rows))
         self.copy_in(bucket, inputs, torch.tensor(rows, dtype=torch.int32))
+        if (buffers := self.adapter_rows.get(bucket)) is not None:
+            buffers.copy_in(self.rows_in(bucket, row_slots or [], "cpu"))
         self.graphs[bucket].replay()
         # A clone, because the next replay overwrites the graph's own output.
         return self.hidden[bucket][: len(singles)].clone()
+
+    def rows_in(
+        self, bucket: int, row_slots: list[int], device: torch.device | str
+    ) -> AdapterBatch:
+        """These rows in a batch of the bucket's size. What fills it up has no adapter."""
+        filled = row_slots + [NO_ADAPTER] * (bucket - len(row_slots))
+        return AdapterBatch.of(filled, device, num_tiles=most_tiles(bucket, self.num_slots))
 
     def copy_in(self, bucket: int, inputs: Tensor, table: Tensor) -> None:
         """inputs: [4, bucket] and table: [bucket, max_blocks], on the CPU, into the graph's buffers:
@@ -125,3 +145,9 @@ def run(model: Decoder, pool: KVPool, batch: Batch) -> Tensor:
     Python.
     """
     return model(batch.tokens, pool.attending(batch))
+
+
+def run_over(context: AdapterContext, rows: AdapterBatch, step: Callable[[], Tensor]) -> Tensor:
+    """A step with the adapters of its rows, whose tensors change from replay to replay."""
+    with context.over(rows):
+        return step()

@@ -18,6 +18,7 @@ from lessons.l14_continuous_batching.sequence import Chunk, Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown
 from reference.detokenizer import Detokenizer, encode
+from reference.lora import LoRARequest, take_adapter
 from reference.model_runner import ModelRunner
 from reference.outputs import Logprobs, RequestOutput
 from reference.request import EngineRequest, EngineSequence, bias_of
@@ -64,8 +65,10 @@ class Engine:
         prompt: str | list[int],
         params: SamplingParams | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> None:
-        """Queue a request. prompt: text or token ids. priority: smaller runs first.
+        """Queue a request. prompt: text or token ids. priority: smaller runs first. lora_request: the
+        adapter that answers; None: the base model.
 
         Raises ValueError, in one line, for a request that cannot be served; nothing is queued then.
         """
@@ -77,10 +80,15 @@ class Engine:
             refuse("priority", priority, "a whole number")
         text, ids = self.read_prompt(prompt)
         self.check_tokens(logit_bias=params.logit_bias or (), stop_token_ids=params.stop_token_ids)
-        request = EngineRequest(request_id, text, ids, params)
-        sequences = self.new_sequences(request, priority)
-        self.scheduler.add(sequences[0])
-        request.sequences, request.waiting_to_fork = sequences, sequences[1:]
+        adapter = take_adapter(self.runner.adapters, lora_request)
+        request = EngineRequest(request_id, text, ids, params, lora_request, adapter)
+        try:
+            request.sequences = self.new_sequences(request, priority)
+            self.scheduler.add(request.sequences[0])
+        except ValueError:
+            self.let_go(request)
+            raise
+        request.waiting_to_fork = request.sequences[1:]
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]  # nothing stands before the first token
         self.requests[request_id] = request
@@ -148,6 +156,7 @@ class Engine:
                     stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
                     params=params,
                     request=request,
+                    adapter=request.adapter,
                     index=index,
                     priority=priority,
                     bias=bias_of(params, self.runner.model.device),
@@ -168,7 +177,29 @@ class Engine:
             if not sequence.finished:
                 self.scheduler.abort(sequence)
                 sequence.finish_reason = "abort"
+        self.let_go(request)
         return request.output()
+
+    def let_go(self, request: EngineRequest) -> None:
+        """A request has ended: it needs its adapter no more."""
+        if request.adapter is not None:
+            self.runner.adapters.store.give_back(request.adapter)
+
+    def add_lora(self, lora_request: LoRARequest) -> None:
+        """Read an adapter before somebody asks for it. Raises ValueError if it cannot be had."""
+        adapter = take_adapter(self.runner.adapters, lora_request)
+        if adapter is not None:
+            self.runner.adapters.store.give_back(adapter)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter's id; requests that have it keep it. Returns whether it was known."""
+        adapters = self.runner.adapters
+        return adapters is not None and adapters.store.remove(lora_int_id)
+
+    def list_loras(self) -> set[int]:
+        """The ids of the adapters on the host."""
+        adapters = self.runner.adapters
+        return set() if adapters is None else set(adapters.store.known)
 
     # ------------------------------------------------------------ a step
 
@@ -195,6 +226,7 @@ class Engine:
         for request in touched:
             if request.finished:
                 del self.requests[request.request_id]
+                self.let_go(request)
         return touched
 
     def run(self, step: Step) -> list[EngineRequest]:

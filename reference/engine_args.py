@@ -23,7 +23,6 @@ LATER: dict[str, tuple[tuple, str]] = {
     "pipeline_parallel_size": ((1,), "lesson 20 brings several devices"),
     "data_parallel_size": ((1,), "lesson 20 brings several devices"),
     "enable_expert_parallel": ((False,), "lesson 20 brings several devices"),
-    "enable_lora": ((False,), "lesson 21 brings adapters"),
 }
 # accepted, because guides pass them; they change nothing here
 WITHOUT_EFFECT = {
@@ -53,7 +52,8 @@ class EngineArgs:
     reference.quantization; None: as the checkpoint has them. kv_cache_dtype: "auto", the model's own
     dtype, or "fp8" (E4M3), "int8" or "int4", with a scale for each token and KV head; vLLM's longer
     names of these are read too. speculative_config: who drafts tokens and how many, a dict of vLLM's
-    keys.
+    keys. enable_lora: room for max_loras adapters of at most max_lora_rank on the device, so that a
+    step may need as many; max_cpu_loras: how many the host keeps, None: max_loras.
     """
 
     model: str = "models/tiny"
@@ -77,6 +77,10 @@ class EngineArgs:
     quantization: str | None = None
     speculative_config: SpeculativeConfig | dict | None = None
     kv_cache_dtype: str = "auto"
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
 
     def __post_init__(self):
         check_counts(
@@ -84,12 +88,21 @@ class EngineArgs:
             "max_model_len",
             "max_num_batched_tokens",
             "num_gpu_blocks_override",
+            "max_cpu_loras",
             optional=True,
         )
-        check_counts(self, "max_num_seqs", "block_size")
-        switches = ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager")
+        check_counts(self, "max_num_seqs", "block_size", "max_loras", "max_lora_rank")
+        switches = (
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "enforce_eager",
+            "enable_lora",
+        )
         for name in switches:
             check_kind(bool, "True or False", **{name: getattr(self, name)})
+        self._require("max_lora_rank", self.max_lora_rank <= 512, "1 to 512")
+        is_enough = self.max_cpu_loras is None or self.max_cpu_loras >= self.max_loras
+        self._require("max_cpu_loras", is_enough, f"None, or max_loras ({self.max_loras}) or more")
         self._require("block_size", self.block_size <= 256, "1 to 256")
         memory = self.kv_cache_memory_bytes
         is_memory = memory is None or is_whole(memory, high=2**63 - 1)
@@ -109,6 +122,9 @@ class EngineArgs:
             self._require(name, getattr(self, name) in values, " or ".join(values))
         check_method(self.quantization)
         self.speculative_config = SpeculativeConfig.read(self.speculative_config)
+        # because a draft follows the base model, and no adapter
+        speculates_with_lora = self.enable_lora and self.speculative_config is not None
+        self._require("enable_lora", not speculates_with_lora, "False with a speculative_config")
         least = self.max_num_seqs * self.rows_each
         if self.max_num_batched_tokens is None:
             self.max_num_batched_tokens = max(2048, least)

@@ -24,6 +24,13 @@ from reference.drafting import Drafter, config_of_pool, load_drafter, new_propos
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
 from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler, PoolsSwap
+from reference.lora import (
+    AdapterBlocks,
+    Adapters,
+    AdapterScheduler,
+    AdapterSwappingScheduler,
+    LoRARequest,
+)
 from reference.model import load_model, load_tokenizer
 from reference.model_runner import ModelRunner
 from reference.outputs import RequestOutput
@@ -60,14 +67,19 @@ def engine_over(model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter = 
     config = args.speculative_config
     if config is not None:
         config.check_context(max_model_len)
+    adapters = Adapters(model, args) if args.enable_lora else None
+    if adapters is not None:
+        model = adapters.model
     num_blocks = blocks_that_fit(args, model, max_model_len, config_of_pool(drafter))
-    if args.enable_prefix_caching:
+    if args.enable_prefix_caching and args.enable_lora:
+        blocks = AdapterBlocks(num_blocks, args.block_size)
+    elif args.enable_prefix_caching:
         cache = HashBlocks(args.block_size)
         blocks = CachingBlockManager(num_blocks, args.block_size, cache)
     else:
         blocks = BlockManager(num_blocks, args.block_size)
     new = partial(new_runner, args, num_blocks)
-    runner = new(model, max_model_len)
+    runner = new(model, max_model_len, adapters)
     if config is None:
         scheduler = new_scheduler(args, runner, blocks)
         return Engine(runner, scheduler, tokenizer, max_model_len, args.seed)
@@ -77,10 +89,15 @@ def engine_over(model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter = 
 
 
 def new_runner(
-    args: EngineArgs, num_blocks: int, model: Decoder, max_model_len: int
+    args: EngineArgs,
+    num_blocks: int,
+    model: Decoder,
+    max_model_len: int,
+    adapters: Adapters | None = None,
 ) -> ModelRunner:
     """A model over a pool of its own, on a GPU with its decode steps as CUDA graphs."""
-    runner = ModelRunner(model, num_blocks, args.block_size, max_model_len, args.kv_cache_dtype)
+    size = num_blocks, args.block_size, max_model_len
+    runner = ModelRunner(model, *size, args.kv_cache_dtype, adapters)
     if replays(args, model):
         # because everybody who decodes owns a block
         most = min(args.max_num_seqs, num_blocks) * args.rows_each
@@ -115,6 +132,9 @@ def new_scheduler(
         count = args.speculative_config.num_speculative_tokens
         limits |= dict(proposer=proposer, num_speculative_tokens=count)
         kinds, pools = (LookaheadScheduler, LookaheadSwappingScheduler), [*pools, *proposer.pools]
+    if args.enable_lora:
+        limits |= dict(max_loras=args.max_loras)
+        kinds = AdapterScheduler, AdapterSwappingScheduler
     recomputing, swapping = kinds
     if args.preemption_mode == "recompute":
         return recomputing(blocks, **limits)
@@ -142,19 +162,22 @@ class LLM:
         prompt_token_ids: list[list[int]] | None = None,
         use_tqdm: bool = True,
         priority: list[int] | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """The answers, in the order of the prompts. Interrupted by Ctrl-C, it returns what it has;
-        what has not ended is marked "abort".
+        what has not ended is marked "abort". lora_request: the adapter that answers, or one for each
+        prompt; None: the base model.
         """
         if prompts is not None and prompt_token_ids is not None:
             refuse("prompts, prompt_token_ids", (prompts, prompt_token_ids), "one of them")
         prompts = as_list(prompts if prompt_token_ids is None else prompt_token_ids)
         params = one_each("sampling_params", sampling_params, len(prompts))
         priorities = one_each("priority", 0 if priority is None else priority, len(prompts))
+        adapters = one_each("lora_request", lora_request, len(prompts))
         ids, requests = [str(next(self.counter)) for _ in prompts], []
         try:
-            for id, prompt, wishes, rank in zip(ids, prompts, params, priorities):
-                self.engine.add_request(id, prompt, wishes, rank)
+            for id, *wishes in zip(ids, prompts, params, priorities, adapters):
+                self.engine.add_request(id, *wishes)
                 requests.append(self.engine.requests[id])
         except ValueError as error:
             self.abort(requests)
@@ -213,8 +236,11 @@ class LLM:
         messages: list[dict] | list[list[dict]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations by the tokenizer's own template. Raises ValueError without one."""
+        """Answer conversations by the tokenizer's own template. lora_request: as in generate. Raises
+        ValueError without a template.
+        """
         if not isinstance(messages, (list, tuple)) or not messages:
             refuse("messages", messages, "a conversation, or a list of them")
         tokenizer = self.engine.tokenizer
@@ -225,7 +251,7 @@ class LLM:
             tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)
             for m in many
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
 
 @contextmanager

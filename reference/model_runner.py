@@ -1,6 +1,7 @@
 """One pass of the model over what a scheduler chose: tensors in, hidden states and logits out."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -11,13 +12,14 @@ from lessons.l14_continuous_batching.sequence import Step
 from lessons.l17_tree_speculation.heads import tapped_features
 from lessons.l19_kv_quantization.runner import quantized_rung_of
 from reference.decode_graphs import Chunks, DecodeGraphs
+from reference.lora import Adapters
 from reference.packed import packed
 
 
 class ModelRunner:
     """The model, its pool of blocks, and nothing that outlives a step. Any supported model: fused,
     with lesson 12's kernels on a GPU and its PyTorch operations on a CPU. kv_cache_dtype: "auto", or a
-    format of lesson 19.
+    format of lesson 19. adapters: None for a model without slots for them.
     """
 
     def __init__(
@@ -27,7 +29,9 @@ class ModelRunner:
         block_size: int,
         max_model_len: int,
         kv_cache_dtype: str = "auto",
+        adapters: Adapters | None = None,
     ):
+        self.adapters = adapters
         self.model = packed(paged_rung_of(model).prepare(model))
         rung = quantized_rung_of(self.model, kv_cache_dtype)
         self.pool = new_pool(self.model, num_blocks, block_size, max_model_len, rung)
@@ -40,7 +44,7 @@ class ModelRunner:
     def capture(self, graphs, buckets: Sequence[int], most_each: int = 1) -> None:
         """From now on steps that only decode are replayed. Arguments: DecodeGraphs."""
         self.captured = DecodeGraphs(
-            self.model, self.pool, graphs, buckets, self.max_model_len, most_each
+            self.model, self.pool, graphs, buckets, self.max_model_len, most_each, self.adapters
         )
 
     @torch.inference_mode()
@@ -48,18 +52,33 @@ class ModelRunner:
         """Run a step. Returns hidden: [T, hidden_size] of all its tokens, in the chunks' order."""
         copy_blocks(self.pool, step.copies)
         chunks = [(chunk.tokens, chunk.sequence.computed) for chunk in step.chunks]
-        return self.run(chunks, [tables[chunk.sequence.row] for chunk in step.chunks])
+        owned = [tables[chunk.sequence.row] for chunk in step.chunks]
+        if self.adapters is None:
+            return self.run(chunks, owned)
+        with self.adapters.rows_of(step) as row_slots:
+            return self.run(chunks, owned, row_slots)
 
     @torch.inference_mode()
-    def run(self, chunks: Chunks, tables: list[list[int]]) -> Tensor:
-        """Run some tokens of each sequence. tables: its blocks. Returns hidden: [T, hidden_size]."""
+    def run(
+        self, chunks: Chunks, tables: list[list[int]], row_slots: list[int] | None = None
+    ) -> Tensor:
+        """Run some tokens of each sequence. tables: its blocks. row_slots: the adapter of each token,
+        None for none. Returns hidden: [T, hidden_size].
+        """
         if self.captured is not None and self.captured.fits(chunks):
-            self.features = self.captured(chunks, tables)
+            self.features = self.captured(chunks, tables, row_slots)
             return self.features
         batch = step_batch(self.pool, chunks, tables)
         attend = self.pool.attending(batch)
-        hidden, self.features = tapped_features(self.model, batch.tokens, attend, self.taps)
+        with self.adapters_over(row_slots):
+            hidden, self.features = tapped_features(self.model, batch.tokens, attend, self.taps)
         return hidden
+
+    def adapters_over(self, row_slots: list[int] | None) -> AbstractContextManager:
+        """Inside it the model adds each row's adapter."""
+        if self.adapters is None:
+            return nullcontext()
+        return self.adapters.over(row_slots, self.model.device)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:

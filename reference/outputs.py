@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from lessons.l21_multi_lora.slots import LoRARequest
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -97,3 +99,4 @@ class RequestOutput:
     prompt_logprobs: list[Logprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, repr=False)
+    lora_request: LoRARequest | None = None

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lessons.l02_naive_attention.decoder import Decoder, swap
 from lessons.l07_kernel_fusion.fused_decoder import FusedAttention, FusedMLP
 from lessons.l18_weight_quantization.linear import QuantizedLinear
+from lessons.l21_multi_lora.layers import LoRALinear
 
 ROWS = 32  # tokens of a step for which the blocks are chosen; they serve any number
 
@@ -32,6 +33,7 @@ class PackedLinear(nn.Module):
     def __init__(self, *linears: nn.Linear):
         super().__init__()
         self.widths = [linear.out_features for linear in linears]
+        self.in_features, self.out_features = linears[0].in_features, sum(self.widths)
         # Outside of inference mode, because what is made in it can be used in it only.
         with torch.inference_mode(False), torch.no_grad():
             weight = torch.cat([linear.weight for linear in linears])
@@ -84,26 +86,35 @@ def packed(model: Decoder) -> Decoder:
     GPU, in a dtype that oneDNN does not multiply, in a build of PyTorch without it.
 
     The attention of models with latents stays as it is, because lesson 6 reads its matrices, and so
-    do parts with quantized matrices, which have a product of their own.
+    do parts with quantized matrices, which have a product of their own. Parts with room for adapters
+    keep their layers apart, because each has adapters of its own; below them the matrices are packed.
     """
     if model.device.type != "cpu" or not can_pack(model.dtype):
         return model
     factories = {FusedAttention: PackedAttention, FusedMLP: PackedMLP}
-    twin = copy.copy(swap(model, {kind: unless_quantized(new) for kind, new in factories.items()}))
+    factories = {kind: if_plain(new) for kind, new in factories.items()}
+    twin = copy.copy(swap(model, factories | {LoRALinear: over_packed}))
     # A dictionary of its own, because a shallow copy shares it with the original.
     if type(model.lm_head) is nn.Linear:  # because Gemma's may cap what it computes
         twin._modules = {**twin._modules, "lm_head": PackedLinear(model.lm_head)}
     return twin
 
 
-def unless_quantized(new: Callable) -> Callable:
-    """`new` of a part; the part itself where one of its matrices is quantized."""
+def if_plain(new: Callable) -> Callable:
+    """`new` of a part; the part itself where one of its matrices is quantized or has adapters."""
 
     def factory(part: nn.Module) -> nn.Module:
-        is_quantized = any(isinstance(child, QuantizedLinear) for child in part.children())
-        return part if is_quantized else new(part)
+        kept = (QuantizedLinear, LoRALinear)
+        return part if any(isinstance(child, kept) for child in part.children()) else new(part)
 
     return factory
+
+
+def over_packed(layer: LoRALinear) -> LoRALinear:
+    """A layer with the same adapters over a packed matrix; itself over one that is quantized."""
+    if type(layer.base) is not nn.Linear:
+        return layer
+    return LoRALinear(PackedLinear(layer.base), layer.weights, layer.context, layer.add_lora)
 
 
 @cache

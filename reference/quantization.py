@@ -3,7 +3,8 @@
     model = load_model("models/tiny", quantization="int4")
 
 A checkpoint that is quantized already says so itself; then the argument may repeat its quant_method,
-as guides do, and changes nothing.
+as guides do, and changes nothing. Weights alone get fewer bits. So "fp8" is W8A16 here; in vLLM it rounds
+the activations as well, on GPUs that multiply FP8.
 """
 
 from collections.abc import Callable

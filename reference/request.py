@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from lessons.l14_continuous_batching.sequence import Sequence
+from lessons.l21_multi_lora.adapters import Adapter
+from lessons.l21_multi_lora.slots import LoRARequest
 from reference.detokenizer import Detokenizer
 from reference.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from reference.sampling_params import SamplingParams
@@ -18,6 +20,7 @@ class EngineSequence(Sequence):
 
     params: SamplingParams = field(default_factory=SamplingParams)
     request: "EngineRequest | None" = None
+    adapter: Adapter | None = None
     index: int = 0  # among the answers to its prompt
     priority: int = 0
     bias: tuple[Tensor, Tensor] | None = None  # logit_bias: token ids, values
@@ -78,6 +81,8 @@ class EngineRequest:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    lora_request: LoRARequest | None = None
+    adapter: Adapter | None = None  # held on the host until the request ends
     sequences: list[EngineSequence] = field(default_factory=list)
     waiting_to_fork: list[EngineSequence] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
@@ -107,6 +112,7 @@ class EngineRequest:
             self.prompt_logprobs,
             self.num_cached_tokens,
             self.metrics,
+            self.lora_request,
         )
 
 

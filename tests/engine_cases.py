@@ -21,9 +21,9 @@ CONFIG = ModelConfig("llama", 61, 48, 2, 6, 2, 8, 64, 96, eos_token_ids=(60,))
 LONGEST = 64
 
 
-def new_model() -> Decoder:
+def new_model(config: ModelConfig = CONFIG) -> Decoder:
     torch.manual_seed(0)
-    model = Decoder(CONFIG).to(default_device()).eval().requires_grad_(False)
+    model = Decoder(config).to(default_device()).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3)
     for layer in model.layers:

@@ -11,9 +11,16 @@ import torch
 from lessons.l02_naive_attention.naive import generate as alone
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
 from lessons.l11_cuda_graphs.optimized import CudaGraphs
+from lessons.l18_weight_quantization.gguf_model import save_gguf
+from lessons.l18_weight_quantization.linear import dequantized
+from lessons.l19_kv_quantization.formats import FORMATS
+from lessons.l19_kv_quantization.lab.testing import naive_answers
 from lessons.toolbox.measure.device import default_device
+from lessons.toolbox.model.config import ModelConfig
 from reference.engine_args import EngineArgs
 from reference.llm import engine_over
+from reference.model import load_model
+from reference.quantization import quantize_model
 from tests.engine_cases import assert_clean, greedy, new_model, random_prompts, run
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -27,8 +34,9 @@ def model():
 def new_engine(model, **arguments):
     small = dict(max_num_seqs=4, block_size=4, num_gpu_blocks_override=40, max_model_len=40)
     engine = engine_over(model, None, EngineArgs(**small | arguments))
-    for slots in (engine.runner.pool.k_slots, engine.runner.pool.v_slots):
-        slots.fill_(torch.nan)  # nobody may see what nobody wrote
+    for slots in engine.runner.pool.tensors:
+        if slots.is_floating_point():
+            slots.fill_(torch.nan)  # nobody may see what nobody wrote
     return engine
 
 
@@ -98,3 +106,37 @@ def test_the_largest_step_is_run_before_the_cache_is_made(model, monkeypatch):
     how = dict(num_gpu_blocks_override=None, max_num_batched_tokens=9, enforce_eager=True)
     engine = new_engine(model, max_model_len=16, **how)
     assert asked and engine.scheduler.blocks.num_blocks == 4 * 4  # places · blocks of the longest
+
+
+# ---------------------------------------------------------------- fewer bits
+
+PROMPT = [[1, 2, 3]]
+# the inputs of q, k, v, gate and up are too few for NF4's kernel
+SMALL = ModelConfig("llama", 61, 32, 1, 2, 1, 16, 64, 96, eos_token_ids=(60,))
+
+
+def answered_in_replayed_steps(model, **arguments) -> list[int]:
+    """What one request gets from an engine whose only graph has one row: a token of the
+    prompt's step, and one of a replayed step.
+    """
+    few = dict(max_num_seqs=1, num_gpu_blocks_override=2, max_model_len=5)
+    engine = new_engine(model, **few | arguments)
+    buckets = count_replays(engine)
+    (got,) = run(engine, PROMPT, [greedy(2)])["0"]
+    assert buckets == [1]
+    return got
+
+
+@pytest.mark.parametrize("weights, cache", [("int4", "fp8"), ("fp8", "int8"), ("nf4", "fp8")])
+def test_quantized_weights_and_cache_in_replayed_steps(weights, cache):
+    model = quantize_model(new_model(SMALL), weights, None)
+    got = answered_in_replayed_steps(model, kv_cache_dtype=cache)
+    assert got == naive_answers(dequantized(model), PROMPT, [2], FORMATS[cache])[0]
+
+
+def test_a_gguf_file_in_replayed_steps(tmp_path):
+    file = tmp_path / "small.gguf"
+    save_gguf(file, new_model(SMALL), None, "Q4_0")
+    model = load_model(file, dtype="float32")
+    assert model.device.type == "cuda"
+    assert answered_in_replayed_steps(model) == alone(dequantized(model), PROMPT, 2)[0]

@@ -60,6 +60,8 @@ TAKES = {
         enforce_eager=(True,),
         quantization=(None,),
         speculative_config=(None,),
+        enable_lora=(True,),
+        max_cpu_loras=(None,),
     ),
     SamplingParams: dict(
         best_of=(None,),

@@ -93,9 +93,9 @@ def test_steps_with_drafts_are_replayed_and_give_the_same_tokens():
     runner.pool.ops = LESSON_12
 
     class Noted(DecodeGraphs):
-        def __call__(self, chunks, tables):
+        def __call__(self, chunks, tables, row_slots):
             replays.append([len(new) for new, _ in chunks])
-            return super().__call__(chunks, tables)
+            return super().__call__(chunks, tables, row_slots)
 
     runner.captured = Noted(runner.model, runner.pool, SimulatedGraphs(1), [2, 9], 24, 3)
     got = run(engine, prompts, [greedy(limit) for limit in limits])

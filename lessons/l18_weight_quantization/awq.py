@@ -7,7 +7,7 @@ make the format irregular. So it is multiplied by s > 1, and its input is divide
 
 Nothing changes until W · diag(s) is rounded. Then the error of column k, about half a step of its
 group, is divided by s[k] on its way to the output. The price is paid by its neighbours when the group's
-step grows, so s is searched: s = mean|x|^α, with α from 0 (round to nearest) to 1. Dividing the input
+step grows, so s is searched: s = mean|x|^α, with α from 0 (round to nearest) to 0.95. Dividing the input
 costs nothing at run time, because 1/s is folded into what comes before: into the norm's weight, or into
 the rows of the matrix before.
 

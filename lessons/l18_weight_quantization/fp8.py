@@ -11,7 +11,8 @@ row. Here every step of 128 columns starts from zero, and its sum is added to a 
 scales. So a scale for each 128 × 128 tile of the matrix costs nothing more.
 
 It needs sm_89: an A100 has no FP8 instruction at all, whatever a guide says, and reads FP8 weights by
-`matmul` only.
+`matmul` only. Hopper and Blackwell multiply FP8 only in their tall instructions (WGMMA and tcgen05), so
+the tile of 16 rows is converted to float16 there. It still reads half the bytes of BF16.
 
 Sources: DeepSeek-V3 technical report 2024, section 3.3.2 (fine-grained scales, promotion of sums);
 Micikevicius et al. 2022, FP8 Formats for Deep Learning.
@@ -45,13 +46,17 @@ def quantize_rows_kernel(
     for start in range(0, size, BLOCK):
         x = tl.load(x_row + start + column, mask=start + column < size, other=0.0)
         largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
-    scale = tl.max(largest, axis=0) / LARGEST
+    # div_rn, because on a GPU / may be off by two units in the last place, and PyTorch's is not.
+    scale = tl.div_rn(tl.max(largest, axis=0), LARGEST)
     scale = tl.where(scale == 0.0, 1.0, scale)  # a row of zeros
     for start in range(0, size, BLOCK):
         is_x = start + column < size
-        x = tl.load(x_row + start + column, mask=is_x, other=0.0).to(tl.float32) / scale
-        # Clamped, because the division may round up, and beyond 448 E4M3 has only NaN.
-        x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+        x = tl.load(x_row + start + column, mask=is_x, other=0.0).to(tl.float32)
+        x = tl.div_rn(x, tl.zeros_like(x) + scale)
+        # Clamped, because the division may round up, and beyond 448 E4M3 has only NaN. A NaN in x stays
+        # one: plain minimum and maximum would turn it into a number, and the answer would look right.
+        x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         tl.store(values_ptr + row * size + start + column, x.to(tl.float8e4nv), mask=is_x)
     tl.store(scales_ptr + row, scale)
 
@@ -128,7 +133,10 @@ def fp8_matmul(
     """
     check_matmul(x, weight, bias)
     if getattr(weight, "values", x).dtype != torch.float8_e4m3fn:
-        raise ValueError(f"weight: got {type(weight).__name__}; accepted: Float8Weight in E4M3")
+        got = type(weight).__name__
+        if isinstance(weight, Float8Weight):
+            got += f" in {weight.values.dtype}"
+        raise ValueError(f"weight: got {got}; accepted: Float8Weight in torch.float8_e4m3fn")
     values, x_scales = quantize_rows(x)
     return scaled_matmul(values, x_scales, weight.values, weight.scales, x.dtype, bias, tiles)
 

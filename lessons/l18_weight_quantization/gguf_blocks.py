@@ -18,13 +18,12 @@ Source: ggml-common.h (block_q4_K, …) and ggml-quants.c (dequantize_row_q4_K, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lessons.l18_weight_quantization.weights import QuantizedWeight
+from lessons.l18_weight_quantization.weights import QuantizedWeight, table_on
 
 SUPER = 256  # values of a super-block; the formats named _K have them
 # IQ4_NL's 16 numbers: close together near zero, where most weights are
@@ -133,12 +132,7 @@ def decode_q5_1(blocks: Tensor) -> Tensor:
 def decode_iq4_nl(blocks: Tensor) -> Tensor:
     """[..., 18] uint8 -> [..., 32]: d · IQ4_NL_VALUES[q]. Bytes: d (2), q (16)."""
     d, codes = blocks.split([2, 16], dim=-1)
-    return halves(d) * _iq4_nl_values(blocks.device)[unpack_runs(codes, 16, 4).long()]
-
-
-@cache  # because a CUDA graph cannot capture a copy from the host
-def _iq4_nl_values(device: torch.device) -> Tensor:
-    return torch.tensor(IQ4_NL_VALUES, dtype=torch.float32, device=device)
+    return halves(d) * table_on(IQ4_NL_VALUES, blocks.device)[unpack_runs(codes, 16, 4).long()]
 
 
 # ---------------------------------------------------------------- super-blocks of 256

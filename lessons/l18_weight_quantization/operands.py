@@ -16,6 +16,7 @@ from lessons.l18_weight_quantization.weights import (
     Mxfp4Weight,
     Nf4Weight,
     QuantizedWeight,
+    table_on,
 )
 
 FLOAT8_HOOKS = {torch.float8_e4m3fn: unpack.e4m3, torch.float8_e5m2: unpack.e5m2}
@@ -55,6 +56,7 @@ def operand_of(weight: QuantizedWeight) -> Operand | None:
 
 
 def of_grouped_int(weight: GroupedInt) -> Operand:
+    """[N, K] whole numbers: the bytes as they are, and act-order as an order of x's columns."""
     columns = weight.order
     return Operand(
         codes=weight.codes,
@@ -69,6 +71,7 @@ def of_grouped_int(weight: GroupedInt) -> Operand:
 
 
 def of_float8(weight: Float8Weight) -> Operand | None:
+    """[N, K] 8-bit floats: a group is a whole row, or the 128 columns of a tile."""
     (rows, columns), scales = weight.shape, weight.scales
     is_tiled = scales.shape[1] > 1 or scales.shape[0] not in (1, rows)
     if weight.values.dtype not in FLOAT8_HOOKS:
@@ -93,13 +96,14 @@ def of_nf4(weight: Nf4Weight) -> Operand | None:
         scales=weight.block_absmax().view(rows, columns // NF4_BLOCK),
         group_bytes=NF4_BLOCK // 2,
         hook=unpack.nf4,
-        table=torch.tensor(NF4_VALUES, device=weight.codes.device),
+        table=table_on(NF4_VALUES, weight.codes.device),
         # the second of two neighbours is the low half of their byte
         arrange=lambda x: neighbours_apart(x, NF4_BLOCK).flip(2).flatten(1),
     )
 
 
 def of_mxfp4(weight: Mxfp4Weight) -> Operand:
+    """[N, K] in MXFP4. Its bytes hold neighbours, so x's even columns come before its odd ones."""
     return Operand(
         codes=weight.codes,
         scales=weight.exponents,

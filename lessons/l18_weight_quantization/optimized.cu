@@ -68,7 +68,8 @@ __device__ void load_16(float (&numbers)[16], const T* from) {  // 16 neighbours
     }
 }
 
-// Code PLACE / 4 of a word, minus the zero point. Above bit 16 the mantissa ends, so the upper three codes are shifted down first.
+// Code PLACE / 4 of a word, minus the zero point. The mantissa ends at bit 22, and a code at bit 20 would reach beyond it. So the
+// upper three codes are shifted down first.
 template <int PLACE>
 __device__ float number(unsigned word, float zero) {
     constexpr int p = PLACE <= 16 ? PLACE : PLACE - 12;

@@ -4,19 +4,20 @@
 
 - **Few rows** (decode): memory decides. The time is the bytes of the codes over the bandwidth, as long
   as unpacking keeps up: an H200 has 132 processors, each starts 128 instructions of one thread a clock,
-  1.755 · 10⁹ times a second. At 4.3 TB/s that leaves 3.4 instructions for a weight of 4 bits and 6.9 for
-  one of 8. Tiles of 16 rows, because a matrix unit takes no fewer.
+  1.755 · 10⁹ times a second (assumed; its clock varies). At 4.3 TB/s that leaves 3.4 instructions for a
+  weight of 4 bits and 6.9 for one of 8. Tiles of 16 rows, because a matrix unit takes no fewer.
 - **More rows**: each weight is unpacked once for a tile of rows, so tiles are taller, up to 128. From
   64 rows on the product runs on Hopper's warpgroup instructions, which want W in shared memory.
 - **Where it stops paying**: codes of b bits are read in b / 16 of the time that BF16 takes, but every row
   costs the same 2 · N · K operations. The two are equal at
 
-      rows = (bits / 8) · peak FLOP/s / (2 · bytes/s) = 790e12 / 4.3e12 · bits / 16
+      rows = (bits / 8) · FLOP/s / (2 · bytes/s) = 790e12 / 4.3e12 · bits / 16
 
-  184 rows for BF16, 92 for 8 bits and 47 for 4 (4.13 with the scales of groups of 128). Above its own
-  number a format is bound by the tensor cores, and BF16 is still bound by memory up to 184 rows. So the
-  advantage shrinks from 16 / bits at 47 (92) rows to nothing at 184, and beyond that unpacking is only a
-  cost.
+  These are rates that one may hope to reach. The README takes those of the data sheet, 989e12 and
+  4.8e12, so its batches are a little larger. 184 rows for BF16, 92 for 8 bits and 47 for 4 (4.13 with
+  the scales of groups of 128). Above its own number a format is bound by the tensor cores, and BF16 is
+  still bound by memory up to 184 rows. So the advantage shrinks from 16 / bits at 47 (92) rows to nothing
+  at 184, and beyond that unpacking is only a cost.
 """
 
 from typing import NamedTuple

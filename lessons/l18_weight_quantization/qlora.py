@@ -6,8 +6,8 @@ Only A and B learn, so gradients and the optimizer's state exist for r · (N + K
 B starts at zero, so training starts from the quantized model.
 
 To serve it without the two extra products, the correction is merged into the matrix. The sum is no
-longer made of 4-bit codes. In 16 bits nothing is lost. Rounding the sum to 4 bits again loses something,
-because most entries of B A are smaller than a step.
+longer made of 4-bit codes. In 16 bits next to nothing is lost. Rounding the sum to 4 bits again loses
+something, because most entries of B A are smaller than a step.
 
 Sources: Hu et al. 2021, LoRA, section 4.1; Dettmers et al. 2023, QLoRA, section 3.
 """

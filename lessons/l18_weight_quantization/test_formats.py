@@ -5,6 +5,7 @@ import torch
 
 from lessons.l18_weight_quantization import naive, weights
 from lessons.l18_weight_quantization.lab.cases import numbers
+from lessons.l18_weight_quantization.operands import operand_of
 from lessons.l18_weight_quantization.weights import (
     DYNAMIC_VALUES,
     E2M1_VALUES,
@@ -160,3 +161,18 @@ def test_scales_of_one_row_and_of_tiles_are_told_apart():
     assert Float8Weight(values, scales).dequantize()[:, 0].tolist() == [1, 2, 4]
     tiles = Float8Weight(values, torch.tensor([[1.0, 2.0, 4.0]])).dequantize()
     assert tiles[0, [0, 127, 128, 256, 299]].tolist() == [1, 1, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "quantize",
+    [naive.to_nf4, lambda w: naive.to_nf4(w, double_quantization=False), naive.to_mxfp4],
+    ids=["nf4_double", "nf4", "mxfp4"],
+)
+def test_a_code_book_is_copied_to_a_device_once(quantize, monkeypatch):
+    """A product that copies from the CPU cannot be captured in a CUDA graph."""
+    weight = quantize(torch.randn(2, 128))
+    want = weight.dequantize()
+    operand_of(weight)
+    monkeypatch.setattr(torch, "tensor", None)
+    assert torch.equal(weight.dequantize(), want)
+    operand_of(weight)

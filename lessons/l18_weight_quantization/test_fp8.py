@@ -45,6 +45,16 @@ def test_rows_become_fp8_as_pytorch_rounds_them(dtype, seed, proof):
 
 
 @needs_fp8
+def test_a_nan_in_x_is_a_nan_in_the_product(seed):
+    """A clamp that ignores NaN would make it -448, and the row of the product would look right."""
+    weight = matrix("e4m3, a scale a row", 8, 64, seed)
+    x = draw("normal", (3, 64), dtype=torch.bfloat16, seed=seed, device=DEVICE)
+    x[1, 5] = float("nan")
+    is_nan = fp8_matmul(x, weight, tiles=SMALL).isnan()
+    assert is_nan[1].all() and not is_nan[[0, 2]].any()
+
+
+@needs_fp8
 @pytest.mark.parametrize("name", ["e4m3, a scale a row", "e4m3, one scale", "e4m3, tiles"])
 @pytest.mark.parametrize("shape", [(1, 20, 96), (17, 130, 160)])
 def test_product_of_fp8_with_fp8(name, shape, seed, proof):
@@ -99,7 +109,9 @@ def test_storing_in_fp8_is_more_exact_than_multiplying_in_it(seed):
 
 def test_fp8_matmul_refuses():
     weight, x = matrix("e5m2", 8, 64).to("cpu"), torch.zeros(1, 64)
-    message = "weight: got Float8Weight; accepted: Float8Weight in E4M3"
+    message = (
+        "weight: got Float8Weight in torch.float8_e5m2; accepted: Float8Weight in torch.float8_"
+    )
     assert_message(fp8_matmul, dict(x=x, weight=weight), message)
     whole = matrix("int4, zeros", 8, 64).to("cpu")
     assert_message(fp8_matmul, dict(x=x, weight=whole), "weight: got GroupedInt; accepted: Float8")

@@ -14,7 +14,9 @@ instructions a weight. Registers are 32 bits wide, so a mask or a shift of a wor
 once, and the result is already the pair of 16-bit numbers that a tensor core wants. The loop compiled for
 sm_90 has 3.2 instructions a weight of 4 bits, all included (3.9 with zero points, and 5.1 for 8 bits,
 which have time for 6.9). Unpacked byte by byte it had 5.6, and half of them moved bytes from place to
-place: no tuning of tiles would have reached more than 60 % of the memory's rate.
+place: no tuning of tiles would have reached more than 60 % of the memory's rate. By the same count zero
+points cost a little of that rate, MXFP4 more (4.6), and NF4 more than half of it (8.3): it looks each
+number up, and its step is half as long, because 64 weights share a scale.
 
 No hook converts an integer. A code is put into the bits of a float whose exponent is known:
 
@@ -74,7 +76,8 @@ def minifloat(
 
     The wider float's exponent counts from another bias, so the result is too small by a power of
     two, and a product mends that. It is exact for the smallest (subnormal) codes too. Codes that
-    stand for NaN or infinity are read as numbers: a quantizer that saturates never writes them.
+    stand for NaN or infinity are read as numbers, except those of E5M2 with a float16 x, which has the
+    same exponent: a quantizer that saturates never writes them.
     """
     HALF: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
     WIDE: tl.constexpr = 8 if dtype == tl.bfloat16 else 5  # bits of HALF's exponent

@@ -12,6 +12,7 @@ know which one it holds:
 A format stores what its kernel reads, so nothing is repacked when a model runs.
 """
 
+import functools
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -159,6 +160,15 @@ def dynamic_values() -> Tensor:
 
 
 DYNAMIC_VALUES = dynamic_values()
+DYNAMIC_BOOK = tuple(DYNAMIC_VALUES.tolist())
+
+
+@functools.cache
+def table_on(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """A code book on a device: [codes] float32. It is copied there once, because a copy from the CPU
+    waits for the GPU, and no CUDA graph can be captured over it (lesson 11).
+    """
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)
@@ -187,12 +197,12 @@ class Nf4Weight(QuantizedWeight):
         if self.nested_absmax is None:
             return self.absmax.float()
         nested = self.nested_absmax.repeat_interleave(NESTED_BLOCK)[: len(self.absmax)]
-        values = DYNAMIC_VALUES.to(self.absmax.device)[self.absmax.int()]
+        values = table_on(DYNAMIC_BOOK, self.absmax.device)[self.absmax.int()]
         return values * nested + self.offset
 
     def dequantize(self) -> Tensor:
         codes = torch.stack([self.codes >> 4, self.codes & 15], dim=-1).view(-1, NF4_BLOCK)
-        values = torch.tensor(NF4_VALUES, device=codes.device)[codes.int()]
+        values = table_on(NF4_VALUES, codes.device)[codes.int()]
         return (values * self.block_absmax()[:, None]).view(self.shape)
 
 
@@ -217,7 +227,7 @@ class Mxfp4Weight(QuantizedWeight):
     def dequantize(self) -> Tensor:
         codes = torch.stack([self.codes & 15, self.codes >> 4], dim=-1)
         codes = codes.view(len(self.codes), -1, MXFP4_BLOCK)
-        values = torch.tensor(E2M1_VALUES, device=codes.device)[codes.int()]
+        values = table_on(E2M1_VALUES, codes.device)[codes.int()]
         exponents = self.exponents.int()
         scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - E8M0_BIAS)
         scales = scales.masked_fill(exponents == 255, float("nan"))

@@ -151,7 +151,9 @@ def quantize_kernel(
         tl.store(scales_ptr, scale)
         ratio = tl.div_rn(x - low, tl.zeros_like(x) + scale.to(tl.float32))
         if IS_FLOAT:
-            ratio = tl.minimum(tl.maximum(ratio, -LARGEST), LARGEST)
+            # A NaN stays one: plain minimum and maximum would turn it into a number.
+            ratio = tl.maximum(ratio, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+            ratio = tl.minimum(ratio, LARGEST, propagate_nan=tl.PropagateNan.ALL)
             tl.store(codes_ptr + column, ratio.to(codes_ptr.dtype.element_ty), mask=inside)
         else:
             # 1.5 · 2^23 has no bits left behind the point, so adding it rounds to the nearest even.

@@ -157,7 +157,7 @@ def test_a_wrong_hook_is_found(name, hook, old, new, seed, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "name, old, new",
     [
-        ("fp8", "ratio = tl.minimum(tl.maximum(ratio, -LARGEST), LARGEST)", "ratio = ratio * 1.2"),
+        ("fp8", "ratio = tl.maximum(ratio, -LARGEST,", "ratio = tl.maximum(1.2 * ratio, -LARGEST,"),
         ("int8", "(ratio + 12582912.0) - 12582912.0", "tl.floor(ratio)"),
         ("int4", "low_half | (high_half << 4)", "high_half | (low_half << 4)"),
         ("int8", "scale = tl.div_rn(span, LARGEST)", "scale = tl.div_rn(span, LARGEST + 1)"),

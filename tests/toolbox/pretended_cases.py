@@ -4,6 +4,7 @@ pretends one.
 
 import copy
 import gc
+import importlib
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from lessons.toolbox.measure.device import (
 from lessons.toolbox.measure.timing import measure
 from lessons.toolbox.proof import record
 from lessons.toolbox.proof.numerics import clone_with_strides
+from lessons.toolbox.proof.pretended.cuda import MACHINE_CODE
 from lessons.toolbox.proof.pretended.hosts import Hosts
 from lessons.toolbox.proof.pretended.launches import LAUNCHES
 from lessons.toolbox.proof.pretended.refusals import CaptureError, NotRehearsed
@@ -44,6 +46,12 @@ def add(x, amount=2.0, out=None, grid=None, **options):
         x, out, x.numel(), amount, BLOCK=16, **options
     )
     return out
+
+
+@pytest.mark.parametrize("name", MACHINE_CODE)
+def test_packages_that_would_look_for_the_real_gpu_are_not_installed(name):
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(name)
 
 
 # ---------------------------------------------------------------- where tensors lie
@@ -85,6 +93,13 @@ def test_tensors_on_the_gpu(make):
     x = make()
     assert x.shape == (3,) and x.device == torch.device("cuda", 0) and x.is_cuda
     assert not x.cpu().is_cuda and x.cpu().tolist() == x.tolist()
+
+
+def test_modules_that_share_a_parameter_share_it_on_the_gpu():
+    both = nn.ModuleList([nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)])
+    both[1].weight = both[0].weight
+    both.to(CUDA)
+    assert both[1].weight is both[0].weight and both[0].weight.is_cuda
 
 
 def test_new_tensors_under_a_device():

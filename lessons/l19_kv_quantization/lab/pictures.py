@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import attention, whole_sequence
-from lessons.l16_speculative_sampling.lab.workload import embedded_pair, held_out_prompts
+from lessons.l16_speculative_sampling.lab.workload import MODELS, held_out_prompts
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.l19_kv_quantization.kivi import dequantize_keys, quantize_keys
 from lessons.l19_kv_quantization.lab.quality import OUT
@@ -73,11 +74,17 @@ LOUD_LAYER = 3  # whose down_proj receives the loudest channel
 
 
 @lru_cache
+def embedded_model() -> Decoder:
+    """models/tiny in float32 on the CPU, also where there is a GPU: the README quotes its numbers."""
+    return Decoder.from_pretrained(str(MODELS / "tiny"))
+
+
+@lru_cache
 def seen(layer: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of a held-out prompt of PAGE tokens or more, rotated, as the cache stores them: [T,
     heads, D] each.
     """
-    target, kept = embedded_pair()[0], []
+    target, kept = embedded_model(), []
 
     def recorded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         kept.append((q, k, v))
@@ -92,7 +99,7 @@ def seen(layer: int) -> tuple[Tensor, Tensor, Tensor]:
 @lru_cache
 def received(layer: int, prompts: int = 6) -> tuple[Tensor, Tensor]:
     """What a layer's down_proj receives on held-out prompts: [T, K], and its weight: [N, K]."""
-    target, kept = embedded_pair()[0], []
+    target, kept = embedded_model(), []
     linear = target.layers[layer].mlp.down_proj
     hook = linear.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
     try:

@@ -3,6 +3,7 @@ done, graphs that record (graphs.py).
 """
 
 import contextlib
+import sys
 import time
 import warnings
 from functools import partial
@@ -65,6 +66,10 @@ ANSWERS = {
     "set_stream": None,
     "set_sync_debug_mode": None,
 }
+
+# Packages with machine code of their own, which would look for the real GPU behind torch.cuda. As on a
+# bare machine, they are not installed.
+MACHINE_CODE = ("bitsandbytes",)
 
 # What makes new tensors, all others call these. Some of them PyTorch would make empty and resize,
 # which a wrapper cannot follow.
@@ -175,6 +180,24 @@ def moved(original):
     return to
 
 
+def keeping_ties(original):
+    """Module._apply, after which modules that shared a parameter share the new one, as on a GPU."""
+
+    def apply(self, *args, **options):
+        places = {}
+        for module in self.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(id(parameter), []).append((module._parameters, name))
+        moved_module = original(self, *args, **options)
+        for (first, first_name), *others in places.values():
+            for parameters, name in others:
+                parameters[name] = first[first_name]
+        return moved_module
+
+    return apply
+
+
 def made_from(original):
     """torch.tensor and torch.as_tensor: made on the CPU, and copied."""
 
@@ -216,6 +239,8 @@ def install() -> None:
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture
     torch.cuda.stream = torch.cuda.device = lambda *args: contextlib.nullcontext()
     torch.version.cuda = "pretended"
+    for name in MACHINE_CODE:
+        sys.modules[name] = None
     torch.cuda._sleep = sleep
     torch.compile = refuse_compile
     torch.tensor, torch.as_tensor = made_from(torch.tensor), made_from(torch.as_tensor)
@@ -229,6 +254,7 @@ def install() -> None:
     torch.Tensor.cuda = lambda self, *args, **options: self.to(DEVICE)
     # A module that moves gets new parameters, because the old ones cannot become pretended.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
+    nn.Module._apply = keeping_ties(nn.Module._apply)
     register_factories()
 
 
