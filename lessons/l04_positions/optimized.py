@@ -257,7 +257,7 @@ def write(
 ) -> Tensor:
     """Rotate q in place, k on its way into its slot. Shapes as in AttentionOps; returns q."""
     last = batch.max_context_len - 1
-    if batch.tree is not None:  # its nodes take more slots than positions, because siblings share one
+    if batch.tree is not None:  # siblings share a position, so its nodes take more slots
         last = min(last, len(cos_sin_cache) - 1)
     rope_dim = cos_sin_cache.shape[-1]
     if q.shape[-1] == v.shape[-1] == rope_dim:
