@@ -85,7 +85,8 @@ class VirtualRunner:
         self.model = torch.nn.Identity()
         self.model.config, self.model.device = CONFIG, torch.device("cpu")
         self.virtual = VirtualModel(blocks)
-        self.rules, self.faults, self.steps, self.features = rules, faults, 0, None
+        self.rules, self.faults, self.steps = rules, faults, 0
+        self.features, self.adapters = None, None
 
     def __call__(self, step, tables) -> Tensor:
         self.rules.check(step)

@@ -69,6 +69,7 @@ def possible(failures, name: str) -> list[Failure]:
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.sample(5)
 def test_no_request_is_lost_and_none_is_served_twice(name, router, request):
     """Whoever dies: every request gets exactly its tokens, in order, and after it arrived."""
 

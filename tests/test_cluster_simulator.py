@@ -86,6 +86,7 @@ def check_against_the_lesson(name: str, lines, num_blocks: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["static", "dynamic", "continuous", "chunked"])
+@pytest.mark.sample(2)
 def test_a_replica_makes_the_steps_of_the_lesson(name, request):
     """The same chunks in the same order at the same times: with preemption, prefixes and arrivals in
     the middle of steps.

@@ -103,7 +103,7 @@ SOFTMAX_BUGS = {
 
 
 @pytest.mark.parametrize("bug", SOFTMAX_BUGS)
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 def test_a_bug_in_the_softmax_is_caught(bug, tmp_path, monkeypatch, seed):
     """Rows apart, scores far below 0; 16 bytes at once for some threads alone, 4 for all twice."""
     right, wrong, by = SOFTMAX_BUGS[bug]
@@ -186,7 +186,7 @@ FLASH_BUGS = {
 
 
 @pytest.mark.parametrize("bug", FLASH_BUGS)
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 def test_a_bug_in_flash_attention_is_caught(bug, tmp_path, monkeypatch, seed):
     """21 queries of 4 heads on 45 keys of 2 heads: two tiles of each, and neither is full. The
     scores grow with the key and lie far below 0.
@@ -266,7 +266,7 @@ PAGED_BUGS = {
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where combine is interpreted
 @pytest.mark.parametrize("bug", PAGED_BUGS)
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 def test_a_bug_in_paged_decode_is_caught(bug, tmp_path, monkeypatch, seed):
     """Blocks of 3 in random order, in two splits: an empty sequence, a single key, a split of three
     rounds that ends in the middle of one. Three heads of each of two KV heads. What no sequence

@@ -111,6 +111,7 @@ def test_every_rung_gives_the_same_tokens_and_the_files_are_complete(model_folde
     assert (tmp_path / "ladder.png").stat().st_size > 10_000 and (tmp_path / "ladder.svg").exists()
 
 
+@pytest.mark.sample(5, of="processes")
 def test_deepseek_climbs_rungs_of_its_own(tmp_path, quick):
     """A cache of latents holds 16 + 8 values a layer, one of expanded heads 4 · (16 + 8 + 12)."""
     latent = dict(
@@ -226,6 +227,7 @@ def test_a_subset_asks_as_much_of_a_rung_as_all_requests_do():
     assert subset(prompts, limits, 32) == [i for i in range(32) if limits[i]]
 
 
+@pytest.mark.sample(5, of="processes")
 def test_requests_for_no_token_or_without_room_for_three(model_folder, tmp_path, quick):
     """One asks for nothing, one leaves room for a single token of the 1024 that the model knows."""
     text = "a " * 1021

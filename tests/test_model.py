@@ -81,6 +81,7 @@ def logits_of(model, tokens):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sample(3)
 def test_every_family_gives_the_logits_of_transformers(family, tmp_path):
     """As loaded, and fused: with PyTorch's operations and with the kernels, interpreted."""
     theirs, tokens = saved(family, tmp_path), torch.randint(97, (19,))

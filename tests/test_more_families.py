@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("seed")
 
 @pytest.mark.parametrize("number", range(MODELS))
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.sample(24)
+@pytest.mark.sample(14)
 def test_random_models_equal_transformers(family, number, tmp_path, monkeypatch):
     """At four lengths as loaded, and with a cache on every rung and in the engine."""
     config = FAMILIES[family]()

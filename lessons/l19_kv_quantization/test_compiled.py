@@ -20,6 +20,7 @@ def reports_of(part: str, specs=KERNELS):
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("kernel", ["_decode_", "_prefill_", "quantize_", "w8a8_"])
+@pytest.mark.sample(2, of="compiler")
 def test_every_configuration_compiles(kernel):
     """No spills, tensor cores, and loads of 16 bytes, although a number has 8 or 4 bits."""
     for report in reports_of(kernel):

@@ -434,6 +434,7 @@ def test_fingerprint_knows_whose_code_changed(mine, monkeypatch):
     assert fingerprints(mine(("import math", "import math as"), folder="y")) == ["", ""]
 
 
+@pytest.mark.sample(5, of="processes")
 def test_check_runs_the_checks(mine, capsys):
     folder = mine(("math.isqrt", "1 + math.isqrt"))
     assert main(["check", "2.4", "--impl", str(folder)]) == 1
