@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from lessons.toolbox.command import OneLineParser, check_writable, run_command
-from reference.ladder import REPOSITORY, place_of
+from lessons.toolbox.command import check_writable, run_command
+from reference.speed_args import read_args
 
 SCHEMA = 1
 PLAIN = "no speculation"
@@ -32,26 +32,7 @@ METHODS = {
 
 
 def parse_args(argv) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="python -m reference.speed_drafts",
-        description=" ".join(__doc__.split("\n\n")[0].split()),
-    )
-    parser.add_argument("--model", default="models/tiny", help="folder or hub name of a checkpoint")
-    parser.add_argument("--prompts", type=Path, default=REPOSITORY / "models/prompts.json")
-    parser.add_argument("--method", choices=METHODS, default=None, help="only this one")
-    parser.add_argument("--batch", type=int, default=None, help="only this many requests at once")
-    parser.add_argument("--requests", type=int, default=8, help="served at least, batch by batch")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=3, help="of each batch")
-    parser.add_argument("--out", type=Path, default=Path("build"), help="folder for the record")
-    args = parser.parse_args(argv)
-    for name in ("batch", "requests", "tokens", "rounds"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, got {value}")
-    args.model = place_of(args.model)
-    args.prompts, args.out = args.prompts.expanduser(), args.out.expanduser()
-    return args
+    return read_args(argv, "reference.speed_drafts", __doc__, "--method", METHODS, 8, 64)
 
 
 def config_of(method: str, model: str) -> dict | None:
