@@ -143,6 +143,7 @@ def forgets_one_token(model, prompts, max_new_tokens, sampling=None, on_token=No
     ]
 
 
+@pytest.mark.sample(2, of="ladders")
 def test_a_rung_with_other_tokens_fails_the_command(
     model_folder, tmp_path, quick, monkeypatch, capsys
 ):
@@ -203,6 +204,7 @@ def one_token(model, prompts, max_new_tokens, sampling=None, on_token=None):
     return [[1] for _ in prompts]
 
 
+@pytest.mark.sample(2, of="ladders")
 def test_a_slow_rung_takes_a_stated_subset(model_folder, tmp_path, quick, monkeypatch, capsys):
     monkeypatch.setattr(contest, "SLOW_BUDGET_S", 1e-9)
     use_rungs(monkeypatch, WITH_HEADS[0], WITH_HEADS[-1])
@@ -300,6 +302,7 @@ def test_a_pass_is_estimated_by_its_prompts_and_its_steps():
     assert contest.estimated_s(limits, [0, 1], in_batches=True, **times) == 2 * 10 + 8
 
 
+@pytest.mark.sample(2, of="ladders")
 def test_what_only_a_library_served_is_judged_too(model_folder, tmp_path, quick, monkeypatch):
     """On a slow machine every rung serves one request, and a library all of them."""
 
@@ -414,6 +417,7 @@ def test_options_out_of_range_are_refused(arguments, said, capsys):
     assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
+@pytest.mark.sample(2, of="ladders")
 def test_peers_give_the_same_tokens_and_no_more_than_asked_for(model_folder):
     tokenizer, limits = load_tokenizer(str(model_folder)), [6, 3, 9]
     texts = ["def f(x):", "import os", "class A:\n    def __init__(self, name):\n"]

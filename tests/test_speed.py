@@ -40,6 +40,7 @@ def measured(model_folder, out, *more) -> int:
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.sample(1, of="speed")
 def test_a_row_is_measured_judged_and_drawn(model_folder, tmp_path, capsys):
     assert measured(model_folder, tmp_path) == 0
     record = json.loads((tmp_path / "speed.json").read_text())
@@ -66,6 +67,7 @@ def test_a_row_is_measured_judged_and_drawn(model_folder, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.sample(1, of="speed")
 def test_other_tokens_are_named_and_fail(model_folder, tmp_path, monkeypatch, capsys):
     honest = speed_rows.EngineRun.__call__
 

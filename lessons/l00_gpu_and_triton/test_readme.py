@@ -83,6 +83,7 @@ def test_tf32_of_step_9():
 
 
 @pytest.mark.parametrize("draw", [pictures.draw_gpu, pictures.draw_gaps, pictures.draw_program])
+@pytest.mark.sample(8, of="pictures")
 def test_pictures_are_readable(draw):
     if (figure := draw()) is not None:
         assert not texts_outside(figure) and not overlapping_texts(figure)
@@ -129,6 +130,7 @@ def test_a_puzzle_is_drawn_as_it_stands_in_the_file(tmp_path, capsys):
 
 @pytest.mark.skipif(not interpreting(), reason="NOT RUN: addresses are seen in the interpreter")
 @pytest.mark.parametrize("exercise_id", ["0.2", "0.4", "0.6", "0.9"])
+@pytest.mark.sample(8, of="pictures")
 def test_a_puzzles_picture_is_readable(exercise_id):
     figure = show(exercise_id, impl="solutions")
     assert not texts_outside(figure) and not overlapping_texts(figure)

@@ -686,6 +686,7 @@ def test_the_readme_quotes_the_model():
 
 
 @pytest.mark.parametrize("draw", [picture.draw, picture.draw_predicted, picture.draw_waves])
+@pytest.mark.sample(8, of="pictures")
 def test_the_pictures(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)

@@ -83,7 +83,7 @@ def histories(count: int, **more):
 
 
 def examples(request) -> int:
-    return 10_000 if request.config.getoption("--all") else 300
+    return 10_000 if request.config.getoption("--all") else 150
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -36,6 +36,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("name", ["page", "fit", "loses", "outliers", "quality"])
+@pytest.mark.sample(8, of="pictures")
 def test_the_pictures_fit(name):
     figure = getattr(pictures, f"draw_{name}")()
     assert not texts_outside(figure) and not overlapping_texts(figure)

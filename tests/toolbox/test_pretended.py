@@ -29,6 +29,7 @@ def pretended(*arguments) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.sample(1, of="rehearsals")
 def test_the_pretended_device():
     done = pretended("pytest", "-q", "-p", "no:cacheprovider", "tests/toolbox/pretended_cases.py")
     assert done.returncode == 0, done.stdout + done.stderr
