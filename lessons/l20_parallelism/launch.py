@@ -1,0 +1,164 @@
+"""Start the ranks as processes on this machine, and end them together.
+
+    def rank_main(world: Group, x): ...            # at the top of a module, so that a process finds it
+    results = run_ranks(4, rank_main, x)           # what each rank returned, in order
+
+A rank that raises or dies ends all of them within a second or two, with one line that names it.
+torchrun works as well: it starts the processes itself, and `world_from_environment` joins them.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lessons.l20_parallelism.group import Group
+from lessons.toolbox.model.arguments import check_whole
+
+ROOT = str(Path(__file__).resolve().parents[2])
+PRELOAD = ["lessons.l20_parallelism.launch"]
+
+
+class RankError(RuntimeError):
+    """A rank raised or died; the others were ended. rank: which one."""
+
+    def __init__(self, rank: int, what: str):
+        super().__init__(f"rank {rank} {what}")
+        self.rank = rank
+
+
+def run_ranks(
+    size: int,
+    function: Callable,
+    *args,
+    backend: str = "gloo",
+    timeout_s: float = 120.0,
+) -> list:
+    """Call function(world, *args) in `size` new processes. Returns what each rank returned.
+
+    function and args have to be picklable: a function at the top of a module. backend: "gloo" on a
+    CPU, "nccl" on GPUs. Raises RankError if a rank raises, dies or is not done within timeout_s.
+    """
+    check_whole(size=size)
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"file://{folder}/ranks"
+        with started(
+            size, _rank_main, rendezvous, size, backend, timeout_s, function, args
+        ) as ranks:
+            return gather_results(ranks, timeout_s)
+
+
+def gather_results(ranks: list[tuple], timeout_s: float) -> list:
+    """What each rank sends through its pipe. Raises RankError."""
+    deadline = time.monotonic() + timeout_s
+    results, waiting = [None] * len(ranks), dict(enumerate(ranks))
+    while waiting:
+        pipes = {pipe: rank for rank, (_, pipe) in waiting.items()}
+        ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankError(min(waiting), f"was not done within {timeout_s:g} s")
+        failures = []
+        for pipe in ready:
+            rank = pipes[pipe]
+            process, _ = waiting.pop(rank)
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                process.join(5)
+                failures.append(RankError(rank, f"died ({exit_of(process)})"))
+                continue
+            if ok:
+                results[rank] = value
+            else:
+                failures.append(RankError(rank, f"raised {value}"))
+        if failures:
+            # a rank whose neighbour died complains about the wire: name the death, not the complaint
+            raise next((f for f in failures if "died" in str(f)), failures[0])
+    return results
+
+
+def exit_of(process) -> str:
+    """How a process ended, in words."""
+    code = process.exitcode
+    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+@contextlib.contextmanager
+def started(size: int, target: Callable, *args) -> Iterator[list[tuple]]:
+    """`size` processes that run target(rank, pipe, *args), each with our end of its pipe; ended when
+    the block is left, however it is left.
+    """
+    context, ranks = process_context(), []
+    try:
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=target, args=(rank, theirs, *args), daemon=True)
+            process.start()
+            theirs.close()  # so that we read the end of file when the rank dies
+            ranks.append((process, mine))
+        yield ranks
+    finally:
+        for process, pipe in ranks:
+            pipe.close()
+            process.kill()
+        for process, _ in ranks:
+            process.join()
+
+
+def process_context():
+    """How processes start: forked from a clean server that has imported PyTorch once. A fork of this
+    process would inherit its threads' locks and its CUDA state; a new interpreter takes seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if ROOT not in paths:  # because the server does not learn this process's sys.path
+        os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, paths)])
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _rank_main(
+    rank: int,
+    pipe: Connection,
+    rendezvous: str,
+    size: int,
+    backend: str,
+    timeout_s: float,
+    function: Callable,
+    args: tuple,
+) -> None:
+    """The body of a rank's process."""
+    try:
+        join_world(rank, size, rendezvous, backend, timeout_s)
+        value = True, function(Group.world(), *args)
+    except BaseException as error:
+        value = False, f"{type(error).__name__}: {error}"
+    pipe.send(value)
+    pipe.close()
+    os._exit(0)  # because gloo's threads may wait for ranks that have gone
+
+
+def join_world(rank: int, size: int, rendezvous: str, backend: str, timeout_s: float) -> None:
+    """Become a rank of the world. rendezvous: a file:// address that all ranks share."""
+    dist.init_process_group(
+        backend,
+        init_method=rendezvous,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def world_from_environment(backend: str = "gloo") -> Group:
+    """The world that torchrun started this process in; a group of one elsewhere."""
+    if "RANK" not in os.environ:
+        return Group.alone()
+    dist.init_process_group(backend)
+    return Group.world()
