@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=20
-# Generated from solutions/l20_spread_experts.py, checksum 72926dc89840. Generating again never overwrites your edits.
+# Generated from solutions/l20_spread_experts.py, checksum 6e9df0483556. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 20, second half: the kernel of many experts, and experts that live on other
 ranks, which are simulated as in l20_parallelism.py.
@@ -17,11 +17,11 @@ from lessons.toolbox.kernels.triton_ import tl, triton
 def expert_rows_kernel(
     x_ptr,
     weight_ptr,
-    order_ptr,
+    pairs_ptr,
     tile_experts_ptr,
     router_ptr,
     out_ptr,
-    num_slots,
+    num_pairs,
     size,
     num_outputs,
     TOP_K: tl.constexpr,
@@ -29,9 +29,9 @@ def expert_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile, block): BLOCK_M slots of one expert, BLOCK_N of its outputs.
+    """Program (tile, block): BLOCK_M pairs of one expert, BLOCK_N of its outputs.
 
-    Shapes and meaning as in `expert_rows` below; all tensors are contiguous, and num_slots is T · k.
+    Shapes and meaning as in `expert_rows` below; all tensors are contiguous, and num_pairs is T · k.
     BLOCK_M, BLOCK_N, BLOCK_K are at least 16, as `tl.dot` wants it. size and num_outputs need not be
     multiples of blocks. `tl.dot` needs input_precision="ieee".
     """
@@ -40,18 +40,18 @@ def expert_rows_kernel(
 
 @exercise("20.3", "The kernel: all experts in one launch", minutes=45, difficulty=3)
 def expert_rows(
-    x: Tensor, weight: Tensor, order: Tensor, tile_experts: Tensor, router: Tensor
+    x: Tensor, weight: Tensor, pairs: Tensor, tile_experts: Tensor, router: Tensor
 ) -> Tensor:
     """Each token through each of its k experts, times the router's weight: [T · k, N].
 
-    x: [T, K]; weight: [E, N, K], a matrix for each expert; router: [T, k]. Slot s stands for choice
-    s % k of token s // k, so its row is out[s] = router of that choice · x[s // k] weight[e]ᵀ, where e
-    is the expert of the choice. All are float32.
+    x: [T, K]; weight: [E, N, K], a matrix for each expert; router: [T, k]. Pair p is token
+    p // k with its choice p % k, so out[p] = router of that choice · x[p // k] weight[e]ᵀ, where e is the
+    expert of the choice. All are float32.
 
-    order: [tiles · 16] int32, the numbers of the slots, sorted by expert. Each expert begins a new
-    tile of 16 places, and places that are left in its last tile hold T · k, which is no slot.
+    pairs: [tiles · 16] int32, the numbers of the pairs, sorted by expert. Each expert begins a new
+    tile of 16 places, and places that are left in its last tile hold T · k, which is no pair.
     tile_experts: [tiles] int32, the expert of each tile, or −1 for a tile that is not used. The places
-    of such a tile hold numbers of an earlier step. A slot that stands in no used tile belongs to an
+    of such a tile hold numbers of an earlier step. A pair that stands in no used tile belongs to an
     expert of another rank: its row stays zero.
 
     The wrapper is done. It launches `expert_rows_kernel` above, which is yours to write. Aim: no copy
@@ -59,8 +59,8 @@ def expert_rows(
 
     Example: T = 2, k = 1, K = N = 1, x [[1], [2]], weight [[[10]], [[100]]], router [[0.5], [1]]
         token 0 goes to expert 1, token 1 to expert 0
-        order = [1, 2, 2, …, 2,   0, 2, …, 2], tile_experts = [0, 1]; the 2 is no slot
-        slot 0: 0.5 · 1 · 100 = 50; slot 1: 1 · 2 · 10 = 20                    -> [[50], [20]]
+        pairs = [1, 2, 2, …, 2,   0, 2, …, 2], tile_experts = [0, 1]; the 2 is no pair
+        pair 0: 0.5 · 1 · 100 = 50; pair 1: 1 · 2 · 10 = 20                    -> [[50], [20]]
     """
     (num_tokens, size), (_, num_outputs, _) = x.shape, weight.shape
     top_k = router.shape[1]
@@ -69,7 +69,7 @@ def expert_rows(
     expert_rows_kernel[(len(tile_experts), triton.cdiv(num_outputs, block_n))](
         x,
         weight,
-        order,
+        pairs,
         tile_experts,
         router,
         out,

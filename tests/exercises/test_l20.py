@@ -6,7 +6,7 @@ import math
 from functools import cache
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons.l20_parallelism.ranks import Ranks
 from solutions.l20_parallelism import AttentionWeights
@@ -104,13 +104,27 @@ def test_attention_work(impl, case, seed):
     tokens, hidden = x.shape
     projected = size * (2 * 8 // size + 2 * own_kv) * 4 * tokens * hidden
     attended = 2 * 8 * 4 * tokens * tokens
-    with FlopCounterMode(display=False) as counter:
+    with Products() as products:
         impl(x, weights, 4, Ranks(size))
-    used, most = counter.get_total_flops(), 2 * (projected + attended)
+    used, most = products.flops, 2 * (projected + attended)
     assert used <= most, (
         f"your ranks together compute {used} FLOPs, and {most} are enough: does a rank repeat what "
         "another one does?"
     )
+
+
+class Products(TorchDispatchMode):
+    """Counts the FLOPs of matrix products."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "bmm", "mv", "addmm", "baddbmm", "addmv"):
+            left = args[1] if "add" in name else args[0]
+            self.flops += 2 * out.numel() * left.shape[-1]
+        return out
 
 
 @check("20.1", {"3": "for 4 query heads", "8": "more ranks than heads"}, seconds=5)
@@ -225,20 +239,19 @@ TILE = 16
 
 
 def aligned(experts, num_experts, stale=0):
-    """order and tile_experts of a list with the expert of each slot; −1: of another rank. stale: so
-    many unused tiles at the end, with numbers of slots in them.
+    """pairs and tile_experts of a list with the expert of each pair; −1: of another rank. stale: so
+    many unused tiles at the end, with numbers of pairs in them.
     """
-    order, tiles = [], []
+    pairs, tiles = [], []
     for expert in range(num_experts):
-        slots = [slot for slot, wanted in enumerate(experts) if wanted == expert]
-        for start in range(0, len(slots), TILE):
-            tile = slots[start : start + TILE]
-            order += tile + [len(experts)] * (TILE - len(tile))
+        own = [pair for pair, wanted in enumerate(experts) if wanted == expert]
+        for start in range(0, len(own), TILE):
+            tile = own[start : start + TILE]
+            pairs += tile + [len(experts)] * (TILE - len(tile))
             tiles.append(expert)
-    order += [slot % len(experts) for slot in range(stale * TILE)]
-    return torch.tensor(order, dtype=torch.int32), torch.tensor(
-        tiles + [-1] * stale, dtype=torch.int32
-    )
+    pairs += [pair % len(experts) for pair in range(stale * TILE)]
+    tiles += [-1] * stale
+    return torch.tensor(pairs, dtype=torch.int32), torch.tensor(tiles, dtype=torch.int32)
 
 
 @cache
@@ -251,20 +264,20 @@ def _rows(seed, tokens, top_k, num_experts, size, outputs, held=None, stale=0, l
     experts = favour.topk(top_k, dim=-1).indices.flatten().tolist()
     if held is not None:
         experts = [expert if expert < held else -1 for expert in experts]
-    order, tile_experts = aligned(experts, num_experts, stale)
+    pairs, tile_experts = aligned(experts, num_experts, stale)
     inputs = dict(
         x=torch.randn(tokens, size, generator=g),
         weight=torch.randn(num_experts, outputs, size, generator=g),
-        order=order,
+        pairs=pairs,
         tile_experts=tile_experts,
         router=torch.rand(tokens, top_k, generator=g) + 0.1,
     )
     x, weight = inputs["x"].double(), inputs["weight"].double()
     want = torch.zeros(tokens * top_k, outputs, dtype=torch.float64)
-    for slot, expert in enumerate(experts):
+    for pair, expert in enumerate(experts):
         if expert >= 0:
-            token, place = divmod(slot, top_k)
-            want[slot] = inputs["router"][token, place].double() * (weight[expert] @ x[token])
+            token, place = divmod(pair, top_k)
+            want[pair] = inputs["router"][token, place].double() * (weight[expert] @ x[token])
     return inputs, want
 
 
@@ -299,11 +312,11 @@ def test_rows(impl, case, seed):
 
 @check("20.3", seconds=5)
 def test_rows_example(impl, seed):
-    order, tile_experts = aligned([1, 0], 2)
+    pairs, tile_experts = aligned([1, 0], 2)
     inputs = dict(
         x=torch.tensor([[1.0], [2.0]]),
         weight=torch.tensor([[[10.0]], [[100.0]]]),
-        order=order,
+        pairs=pairs,
         tile_experts=tile_experts,
         router=torch.tensor([[0.5], [1.0]]),
     )

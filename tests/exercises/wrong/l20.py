@@ -539,25 +539,25 @@ def row_by_row(local_logits, vocab_size, ranks):
 def slipped_rows(
     x,
     weight,
-    order,
+    pairs,
     tile_experts,
     router,
     *,
-    row_of=lambda slot, top_k: slot // top_k,
+    row_of=lambda pair, top_k: pair // top_k,
     expert_of=lambda tile, experts: experts[tile],
-    scale_of=lambda router, slot, place: router.flatten()[slot],
+    scale_of=lambda router, pair, place: router.flatten()[pair],
     unused="skipped",
     padding="masked",
     transposed=False,
     columns=None,
     outputs=None,
-    to=lambda slot, place: slot,
+    to=lambda pair, place: pair,
     add=False,
     tile_rows=16,
 ):
-    """Slot by slot in PyTorch, with one slip, spelled by a switch."""
-    num_slots, top_k = router.numel(), router.shape[1]
-    out = x.new_zeros(num_slots, weight.shape[1])
+    """Slot by pair in PyTorch, with one slip, spelled by a switch."""
+    num_pairs, top_k = router.numel(), router.shape[1]
+    out = x.new_zeros(num_pairs, weight.shape[1])
     experts = tile_experts.tolist()
     size, width = min(columns or x.shape[1], x.shape[1]), outputs or weight.shape[1]
     for tile in range(len(experts)):
@@ -568,17 +568,17 @@ def slipped_rows(
             expert = dict(last=len(weight) - 1, first=0)[unused]
         for at in range(tile_rows):
             place = tile * 16 + at
-            slot = int(order[place])
-            if slot >= num_slots:
+            pair = int(pairs[place])
+            if pair >= num_pairs:
                 if padding == "masked":
                     continue
-                slot = num_slots - 1 if padding == "last" else 0
-            row = row_of(slot, top_k) % len(x)
+                pair = num_pairs - 1 if padding == "last" else 0
+            row = row_of(pair, top_k) % len(x)
             own = weight[expert % len(weight)]
             if transposed and own.shape[0] == own.shape[1]:
                 own = own.T
-            value = own[:width, :size] @ x[row, :size] * scale_of(router, slot, place % num_slots)
-            target = to(slot, place) % num_slots
+            value = own[:width, :size] @ x[row, :size] * scale_of(router, pair, place % num_pairs)
+            target = to(pair, place) % num_pairs
             if add:
                 out[target, :width] += value
             else:
@@ -588,19 +588,19 @@ def slipped_rows(
 
 for name, slip, hint in [
     (
-        "slot_as_a_row",
-        dict(row_of=lambda slot, top_k: slot),
-        "A slot is a choice of a token: its row of x is slot // k.",
+        "pair_as_a_row",
+        dict(row_of=lambda pair, top_k: pair),
+        "Pair p is a choice of a token: its row of x is p // k.",
     ),
     (
-        "slot_modulo_k",
-        dict(row_of=lambda slot, top_k: slot % top_k),
-        "slot % k is which choice it is. The token is slot // k.",
+        "pair_modulo_k",
+        dict(row_of=lambda pair, top_k: pair % top_k),
+        "pair % k is which choice it is. The token is p // k.",
     ),
     (
         "choices_in_columns",
-        dict(row_of=lambda slot, top_k: slot + 1 - top_k if top_k > 1 else slot),
-        "The k choices of a token lie side by side: its row of x is slot // k.",
+        dict(row_of=lambda pair, top_k: pair + 1 - top_k if top_k > 1 else pair),
+        "The k choices of a token lie side by side: its row of x is p // k.",
     ),
     (
         "tile_as_an_expert",
@@ -630,47 +630,47 @@ for name, slip, hint in [
     (
         "padding_writes_the_last_row",
         dict(padding="last"),
-        "T · k is no slot: mask the loads and the store with slot < num_slots.",
+        "T · k is no pair: mask the loads and the store with pair < num_pairs.",
     ),
     (
         "padding_writes_row_0",
         dict(padding="first"),
-        "Padding of a tile was stored into row 0: mask the store with slot < num_slots.",
+        "Padding of a tile was stored into row 0: mask the store with pair < num_pairs.",
     ),
     (
         "router_forgotten",
-        dict(scale_of=lambda router, slot, place: 1.0),
-        "Each row counts as much as the router says: multiply by router of the slot.",
+        dict(scale_of=lambda router, pair, place: 1.0),
+        "Each row counts as much as the router says: multiply by router of the pair.",
     ),
     (
         "router_of_the_token",
-        dict(scale_of=lambda router, slot, place: router.flatten()[slot // router.shape[1]]),
-        "router has a number for each slot: load router + slot, not the one of its token.",
+        dict(scale_of=lambda router, pair, place: router.flatten()[pair // router.shape[1]]),
+        "router has a number for each pair: load router + pair, not the one of its token.",
     ),
     (
         "router_of_the_first_choice",
-        dict(scale_of=lambda router, slot, place: router[slot // router.shape[1], 0]),
+        dict(scale_of=lambda router, pair, place: router[pair // router.shape[1], 0]),
         "Both choices of a token got the weight of the first one.",
     ),
     (
         "router_by_place",
-        dict(scale_of=lambda router, slot, place: router.flatten()[place]),
-        "router stands in the order of the slots, not in that of the tiles.",
+        dict(scale_of=lambda router, pair, place: router.flatten()[place]),
+        "router stands in the order of the pairs, not in that of the tiles.",
     ),
     (
         "router_squared",
-        dict(scale_of=lambda router, slot, place: router.flatten()[slot] ** 2),
+        dict(scale_of=lambda router, pair, place: router.flatten()[pair] ** 2),
         "The router's weight counts once: on the way in or on the way out, not both.",
     ),
     (
         "rows_in_the_order_of_tiles",
-        dict(to=lambda slot, place: place),
-        "The row of a slot is out[slot]: store where the slot says, not where the tile lies.",
+        dict(to=lambda pair, place: place),
+        "The row of a pair is out[pair]: store where the pair says, not where the tile lies.",
     ),
     (
         "rows_added_to_tokens",
-        dict(to=lambda slot, place: slot // 2, add=True),
-        "out has a row for each slot. Adding up the choices of a token comes later.",
+        dict(to=lambda pair, place: pair // 2, add=True),
+        "out has a row for each pair. Adding up the choices of a token comes later.",
     ),
     (
         "transposed",
@@ -696,16 +696,16 @@ for name, slip, hint in [
     answers.wrong("20.3", hint, name)(partial(slipped_rows, **slip))
 
 
-@answers.wrong("20.3", "Rows of x are copied for each slot: read them where they lie.")
-def copies_rows(x, weight, order, tile_experts, router):
+@answers.wrong("20.3", "Rows of x are copied for each pair: read them where they lie.")
+def copies_rows(x, weight, pairs, tile_experts, router):
     copied = x.repeat_interleave(router.shape[1], 0)
-    right = slipped_rows(x, weight, order, tile_experts, router)
+    right = slipped_rows(x, weight, pairs, tile_experts, router)
     return right + 0 * copied[:, :1]
 
 
 @answers.wrong("20.3", "You copied an expert for each row. Read it where it lies.")
-def copies_experts(x, weight, order, tile_experts, router):
-    right = slipped_rows(x, weight, order, tile_experts, router)
+def copies_experts(x, weight, pairs, tile_experts, router):
+    right = slipped_rows(x, weight, pairs, tile_experts, router)
     return right + 0 * weight[torch.zeros(len(right), dtype=torch.long)][:, :, 0]
 
 
@@ -713,12 +713,12 @@ answers.alternative("20.3")(slipped_rows)
 
 
 @answers.alternative("20.3")
-def tile_by_tile(x, weight, order, tile_experts, router):
+def tile_by_tile(x, weight, pairs, tile_experts, router):
     """A product for each tile."""
-    num_slots, top_k = router.numel(), router.shape[1]
-    out = torch.zeros(num_slots, weight.shape[1])
-    for expert, slots in zip(tile_experts.tolist(), order.view(-1, 16)):
-        own = slots[slots < num_slots].long()
+    num_pairs, top_k = router.numel(), router.shape[1]
+    out = torch.zeros(num_pairs, weight.shape[1])
+    for expert, places in zip(tile_experts.tolist(), pairs.view(-1, 16)):
+        own = places[places < num_pairs].long()
         if expert >= 0:
             scales = router.view(-1)[own]
             out[own] = (x[own // top_k] * scales[:, None]) @ weight[expert].T
