@@ -10,6 +10,7 @@ torchrun works as well: it starts the processes itself, and `world_from_environm
 import contextlib
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ def gather_results(ranks: list[tuple], timeout_s: float) -> list:
             rank = pipes[pipe]
             process, _ = waiting.pop(rank)
             try:
-                ok, value = pipe.recv()
+                ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 process.join(5)
                 failures.append(RankError(rank, f"died ({exit_of(process)})"))
@@ -140,7 +141,8 @@ def _rank_main(
         value = True, function(Group.world(), *args)
     except BaseException as error:
         value = False, f"{type(error).__name__}: {error}"
-    pipe.send(value)
+    # Pickled here, because a pipe would send a tensor as shared memory, which ends with this process.
+    pipe.send_bytes(pickle.dumps(value))
     pipe.close()
     os._exit(0)  # because gloo's threads may wait for ranks that have gone
 
