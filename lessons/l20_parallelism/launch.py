@@ -18,13 +18,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from lessons.l20_parallelism.group import Group
 from lessons.toolbox.model.arguments import check_whole
 
 ROOT = str(Path(__file__).resolve().parents[2])
-PRELOAD = ["lessons.l20_parallelism.launch"]
+PRELOAD = ["lessons.l20_parallelism.warm"]
 
 
 class RankError(RuntimeError):
@@ -137,6 +138,8 @@ def _rank_main(
 ) -> None:
     """The body of a rank's process."""
     try:
+        # because the ranks share this machine's cores
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
         join_world(rank, size, rendezvous, backend, timeout_s)
         value = True, function(Group.world(), *args)
     except BaseException as error:
