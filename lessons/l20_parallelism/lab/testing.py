@@ -7,13 +7,13 @@ here and not in the tests.
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l06_mla.deepseek import decoder_class
 from lessons.l20_parallelism.group import Group
-from lessons.l20_parallelism.mesh import Links, Mesh, new_links
+from lessons.l20_parallelism.mesh import Mesh, new_links
 from lessons.l20_parallelism.parallel import shard
 from lessons.toolbox.model.config import MLAConfig, ModelConfig, MoEConfig
 
