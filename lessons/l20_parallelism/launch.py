@@ -17,6 +17,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from lessons.l20_parallelism.group import Group
@@ -135,8 +136,12 @@ def _rank_main(
     args: tuple,
 ) -> None:
     """The body of a rank's process."""
+    # because the ranks share this machine's cores, and threads that wait for a core cost more than
+    # they win; torchrun does the same by OMP_NUM_THREADS
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
     try:
         join_world(rank, size, rendezvous, backend, timeout_s)
+        dist.barrier()  # a rank that is done before another has met all would look like a death
         value = True, function(Group.world(), *args)
     except BaseException as error:
         value = False, f"{type(error).__name__}: {error}"
