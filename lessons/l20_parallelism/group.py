@@ -125,9 +125,10 @@ class Group:
             work.append(dist.P2POp(dist.isend, x.contiguous(), self.members[to], self.handle))
         for source, out in receives.items():
             work.append(dist.P2POp(dist.irecv, out, self.members[source], self.handle))
-        self.wire.calls["step"] += 1
-        for request in dist.batch_isend_irecv(work) if work else ():
-            request.wait()
+        if work:
+            self.wire.calls["step"] += 1
+            for request in dist.batch_isend_irecv(work):
+                request.wait()
 
     def send_later(self, x: Tensor, to: int) -> dist.Work:
         """Begin to send x to rank `to`. It may be changed once wait() of what is returned has come
