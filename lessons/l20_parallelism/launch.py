@@ -137,10 +137,14 @@ def _rank_main(
     args: tuple,
 ) -> None:
     """The body of a rank's process."""
+    # because the ranks share this machine's cores, and threads that wait for a core cost more than
+    # they win; torchrun does the same by OMP_NUM_THREADS
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
     try:
         # because the ranks share this machine's cores
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
         join_world(rank, size, rendezvous, backend, timeout_s)
+        dist.barrier()  # a rank that is done before another has met all would look like a death
         value = True, function(Group.world(), *args)
     except BaseException as error:
         value = False, f"{type(error).__name__}: {error}"
