@@ -18,27 +18,31 @@ from lessons.toolbox.kernels.triton_ import triton
 
 
 class Tiles(NamedTuple):
-    """Rows of an expert and outputs that a program owns, columns that it adds at a time, and launches."""
+    """Rows of an expert and outputs that a program owns, in gate_up_kernel and in down_kernel, columns
+    that it adds at a time, and how it is launched.
+    """
 
     block_m: int
     block_n: int
+    down_block_n: int
     block_k: int
     num_warps: int
     num_stages: int
 
 
 # By the most rows an expert has on average. An expert may have twice as many, so a tile is twice as tall:
-# a second tile of the same expert would read its weights again. Chosen by the compiler (no spills); none
-# of them has been timed.
+# a second tile of the same expert would read its weights again. gate_up holds two sums, so with many rows
+# `down` takes twice as many outputs; with few it needs the programs more. Chosen by the compiler (no
+# spills); none of them has been timed.
 TILES = {
-    8: Tiles(16, 64, 128, 4, 3),
-    32: Tiles(64, 64, 64, 4, 3),
-    2**31: Tiles(128, 64, 64, 8, 3),
+    8: Tiles(16, 64, 64, 128, 4, 3),
+    32: Tiles(64, 64, 128, 64, 4, 3),
+    2**31: Tiles(128, 64, 128, 64, 8, 3),
 }
 # Without matrix units, or for float32, whose products shall not be rounded to tf32.
-PLAIN = Tiles(16, 32, 32, 4, 2)
+PLAIN = Tiles(16, 32, 32, 32, 4, 2)
 ALIGN_BLOCK = 512  # pairs that a program looks at together
-SUM_BLOCK = 512  # columns of a program that sums
+SUM_BLOCK, SUM_WARPS = 512, 2  # columns of a program that sums; 8 a thread, 16 bytes in 16 bits
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -69,9 +73,8 @@ def expert_rows(
         return y
     tiles = tiles_for(x, num_pairs, num_experts) if tiles is None else tiles
     pairs, tile_experts, _ = align(chosen, num_experts, tiles.block_m)
-    blocks = dict(
+    options = dict(
         BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -90,9 +93,10 @@ def expert_rows(
         gate_up.stride(0),
         gate_up.stride(1),
         TOP_K=chosen.shape[1],
-        **blocks,
+        BLOCK_N=tiles.block_n,
+        **options,
     )
-    down_kernel[len(tile_experts), triton.cdiv(size, tiles.block_n)](
+    down_kernel[len(tile_experts), triton.cdiv(size, tiles.down_block_n)](
         h,
         down,
         y,
@@ -103,7 +107,8 @@ def expert_rows(
         inner,
         down.stride(0),
         down.stride(1),
-        **blocks,
+        BLOCK_N=tiles.down_block_n,
+        **options,
     )
     return y
 
@@ -125,7 +130,7 @@ def weighted_sum(y: Tensor, weights: Tensor, chosen: Tensor, num_experts: int) -
             size,
             TOP_K=top_k,
             BLOCK=SUM_BLOCK,
-            num_warps=4,
+            num_warps=SUM_WARPS,
         )
     return out
 

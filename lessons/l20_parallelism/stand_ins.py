@@ -6,6 +6,8 @@ There is no loop over tokens. Where the kernels run, nobody may ask how many row
 costs nothing.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def expert_rows(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Ten
     starts = torch.searchsorted(expert, torch.arange(num_experts + 1, device=x.device)).tolist()
     rows = x[pairs // top_k]
     results = torch.empty_like(rows)
-    for index, (start, end) in enumerate(zip(starts, starts[1:])):
+    for index, (start, end) in enumerate(pairwise(starts)):
         if start < end:
             gate, up = (rows[start:end] @ gate_up[index].T).chunk(2, dim=-1)
             torch.mm(silu_mul(gate, up), down[index].T, out=results[start:end])

@@ -3,7 +3,6 @@ weights, however uneven the load; and the planted bugs are seen.
 """
 
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -35,9 +34,11 @@ from lessons.toolbox.proof.numerics import (
 )
 from lessons.toolbox.proof.planted import with_bug
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # silu of large numbers
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered in exp"
+)  # silu of large numbers
 
-SMALL = Tiles(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=2)
+SMALL = Tiles(16, 16, 16, 16, num_warps=4, num_stages=2)
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 UNEVEN = [[1, 0], [1, 3], [3, 1], [1, 0], [3, 1], [0, 1], [1, 3]]  # nobody wants expert 2
 
@@ -154,15 +155,18 @@ def test_bad_operands_are_refused_in_one_line(seed):
 def test_pairs_of_other_ranks_are_left_out(seed, proof):
     """Experts 2 and 3 of 4 live here, as 0 and 1. The sum over both halves is the whole layer."""
     inputs = problem(routes(UNEVEN), 4, seed=seed)
-    x, weights, chosen, gate_up, down = inputs
-    for form in (small, stand_ins.experts):
+    record(proof, prove(in_halves(small), lesson_6, inputs))
+    prove(in_halves(stand_ins.experts), lesson_6, inputs)
 
-        def halves(x, weights, chosen, gate_up, down):
-            first = form(x, weights, chosen, gate_up[:2], down[:2])
-            return first + form(x, weights, chosen - 2, gate_up[2:], down[2:])
 
-        errors = prove(halves, lesson_6, inputs)
-    proof.record(sum_kernel, errors)
+def in_halves(experts):
+    """The layer as the sum of two ranks' shares."""
+
+    def halves(x, weights, chosen, gate_up, down):
+        first = experts(x, weights, chosen, gate_up[:2], down[:2])
+        return first + experts(x, weights, chosen - 2, gate_up[2:], down[2:])
+
+    return halves
 
 
 # ---------------------------------------------------------------- tiles

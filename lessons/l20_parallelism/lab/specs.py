@@ -4,7 +4,7 @@ generations, and tests assert.
     python -m lessons.toolbox.kernels.compile_check lessons.l20_parallelism.lab.specs
 """
 
-from lessons.l20_parallelism.optimized import ALIGN_BLOCK, PLAIN, SUM_BLOCK, TILES, Tiles
+from lessons.l20_parallelism.optimized import ALIGN_BLOCK, PLAIN, SUM_BLOCK, SUM_WARPS, TILES, Tiles
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 
 KERNELS_FILE = "lessons.l20_parallelism.kernels"
@@ -14,20 +14,23 @@ TOP_K = 2
 
 def product_spec(kernel: str, dtype: str, tiles: Tiles, chips: tuple[int, ...]) -> KernelSpec:
     """gate_up_kernel or down_kernel as `expert_rows` launches it."""
-    x, out, top_k = ("x_ptr", "h_ptr", TOP_K) if kernel == "gate_up" else ("h_ptr", "y_ptr", None)
     counts = ["inner", "size", "stride_expert", "stride_row"]
     if kernel == "gate_up":
+        pointers = "x_ptr", "weight_ptr", "h_ptr"
         counts.append("stride_x")
-    blocks = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
+        own = {"BLOCK_N": tiles.block_n, "TOP_K": TOP_K}
+    else:
+        pointers = "h_ptr", "weight_ptr", "y_ptr"
+        own = {"BLOCK_N": tiles.down_block_n}
     return KernelSpec(
         f"{KERNELS_FILE}:{kernel}_kernel",
         name=f"{kernel}_{dtype}_m{tiles.block_m}",
         signature={
-            **dict.fromkeys((x, "weight_ptr", out), f"*{dtype}"),
+            **dict.fromkeys(pointers, f"*{dtype}"),
             **dict.fromkeys(("pairs_ptr", "experts_ptr"), "*i32"),
             **dict.fromkeys(("num_pairs", *counts), "i32"),
         },
-        constexprs=blocks | ({} if top_k is None else {"TOP_K": top_k}),
+        constexprs={"BLOCK_M": tiles.block_m, "BLOCK_K": tiles.block_k, **own},
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         divisible_by_16=tuple(counts),
@@ -64,7 +67,7 @@ def sum_spec(dtype: str, chips: tuple[int, ...]) -> KernelSpec:
             **dict.fromkeys(("num_experts", "size"), "i32"),
         },
         constexprs={"TOP_K": 8, "BLOCK": SUM_BLOCK},
-        num_warps=4,
+        num_warps=SUM_WARPS,
         divisible_by_16=("size",),
         chips=chips,
     )
