@@ -1009,5 +1009,5 @@ def by_sorting(x, logits, experts, top_k, capacity, ranks):
     for own, order, share, back in zip(x, orders, shares, ranks.all_to_all(results)):
         whole = torch.empty(len(order), own.shape[1])
         whole[order] = torch.cat(back)
-        outs.append((whole * share[:, None]).view(len(own), top_k, -1).sum(1))
+        outs.append((whole * share[:, None]).unflatten(0, (-1, top_k)).sum(1))
     return outs, lost
