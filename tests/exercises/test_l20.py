@@ -240,7 +240,7 @@ TILE = 16
 
 def aligned(experts, num_experts, stale=0):
     """pairs and tile_experts of a list with the expert of each pair; −1: of another rank. stale: so
-    many unused tiles at the end, with numbers of pairs in them.
+    many unused tiles at the end, with numbers of other ranks' pairs in them.
     """
     pairs, tiles = [], []
     for expert in range(num_experts):
@@ -249,7 +249,8 @@ def aligned(experts, num_experts, stale=0):
             tile = own[start : start + TILE]
             pairs += tile + [len(experts)] * (TILE - len(tile))
             tiles.append(expert)
-    pairs += [pair % len(experts) for pair in range(stale * TILE)]
+    elsewhere = [pair for pair, wanted in enumerate(experts) if wanted < 0]
+    pairs += [elsewhere[place % len(elsewhere)] for place in range(stale * TILE)]
     tiles += [-1] * stale
     return torch.tensor(pairs, dtype=torch.int32), torch.tensor(tiles, dtype=torch.int32)
 

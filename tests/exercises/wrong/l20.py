@@ -52,7 +52,7 @@ def slipped_attention(
         }[heads_of]
         first = {
             "right": rank * kv_heads // size,
-            "modulo": rank % kv_heads // own_kv * own_kv if own_kv > 1 else rank % kv_heads,
+            "modulo": rank % kv_heads,
             "first": 0,
             "all": 0,
             "split": 0,
