@@ -141,8 +141,6 @@ def _rank_main(
     # they win; torchrun does the same by OMP_NUM_THREADS
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
     try:
-        # because the ranks share this machine's cores
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
         join_world(rank, size, rendezvous, backend, timeout_s)
         dist.barrier()  # a rank that is done before another has met all would look like a death
         value = True, function(Group.world(), *args)
