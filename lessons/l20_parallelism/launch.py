@@ -154,6 +154,7 @@ def _rank_main(
 
 def join_world(rank: int, size: int, rendezvous: str, backend: str, timeout_s: float) -> None:
     """Become a rank of the world. rendezvous: a file:// address that all ranks share."""
+    take_device(rank, backend)
     dist.init_process_group(
         backend,
         init_method=rendezvous,
@@ -167,5 +168,12 @@ def world_from_environment(backend: str = "gloo") -> Group:
     """The world that torchrun started this process in; a group of one elsewhere."""
     if "RANK" not in os.environ:
         return Group.alone()
+    take_device(int(os.environ.get("LOCAL_RANK", 0)), backend)
     dist.init_process_group(backend)
     return Group.world()
+
+
+def take_device(rank: int, backend: str) -> None:
+    """With "nccl", make one GPU this process's own. rank: among the ranks of this machine."""
+    if backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
