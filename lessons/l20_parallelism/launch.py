@@ -141,8 +141,6 @@ def _rank_main(
     # they win; torchrun does the same by OMP_NUM_THREADS
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
     try:
-        # because the ranks share this machine's cores
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
         join_world(rank, size, rendezvous, backend, timeout_s)
         dist.barrier()  # a rank that is done before another has met all would look like a death
         value = True, function(Group.world(), *args)
@@ -156,6 +154,7 @@ def _rank_main(
 
 def join_world(rank: int, size: int, rendezvous: str, backend: str, timeout_s: float) -> None:
     """Become a rank of the world. rendezvous: a file:// address that all ranks share."""
+    take_device(rank, backend)
     dist.init_process_group(
         backend,
         init_method=rendezvous,
@@ -169,5 +168,12 @@ def world_from_environment(backend: str = "gloo") -> Group:
     """The world that torchrun started this process in; a group of one elsewhere."""
     if "RANK" not in os.environ:
         return Group.alone()
+    take_device(int(os.environ.get("LOCAL_RANK", 0)), backend)
     dist.init_process_group(backend)
     return Group.world()
+
+
+def take_device(rank: int, backend: str) -> None:
+    """With "nccl", make one GPU this process's own. rank: among the ranks of this machine."""
+    if backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())

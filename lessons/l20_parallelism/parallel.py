@@ -33,11 +33,11 @@ from lessons.l20_parallelism.layers import (
     VocabParallelEmbedding,
 )
 from lessons.l20_parallelism.mesh import Links
+from lessons.l20_parallelism.pipeline import split_layers
 from lessons.l20_parallelism.sharding import (
     experts_of,
     local_config,
     slices_of,
-    stage_layers,
     vocabulary_rows,
 )
 from lessons.toolbox.model.config import ModelConfig
@@ -67,7 +67,7 @@ def new_part(config: ModelConfig, links: Links, expert_parallel: bool = False) -
     """
     place = links.tensor.rank, links.tensor.size
     local = local_config(config, *place, expert_parallel=expert_parallel)
-    layers = stage_layers(config.num_hidden_layers, links.pipeline.rank, links.pipeline.size)
+    stages = split_layers(config.num_hidden_layers, links.pipeline.size)
     num_tokens = len(vocabulary_rows(config.vocab_size, *place))
     with torch.device("meta"):
         part = decoder_class(config)(replace(local, vocab_size=num_tokens))
@@ -75,7 +75,7 @@ def new_part(config: ModelConfig, links: Links, expert_parallel: bool = False) -
             keep_own_experts(part, *place)
     part.config = local  # with the whole vocabulary, because prompts and logits are whole
     for index in range(config.num_hidden_layers):
-        if index not in layers:
+        if index not in stages[links.pipeline.rank]:
             part.layers[index] = Elsewhere()
     if not links.is_first_stage:
         part.embed_tokens = Elsewhere()

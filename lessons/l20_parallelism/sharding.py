@@ -1,8 +1,7 @@
-"""Which part of a model a rank keeps: rows or columns of each matrix, layers of the whole.
+"""Which part of each layer a rank keeps: rows or columns of its matrices.
 
     local_config(config, rank=1, size=4)           # the shape of rank 1's part of every layer
     slices_of(config, name, shape, rank=1, size=4) # what of a whole tensor rank 1 keeps
-    stage_layers(32, stage=1, num_stages=4)        # range(8, 16)
 
 A layer has two kinds of matrices. Those that read the residual stream (q, k, v, gate, up) are cut by
 rows of the stored [out, in] matrix, so each rank computes some heads, or some of the MLP's inner
@@ -15,7 +14,7 @@ Source: Megatron-LM (Shoeybi et al. 2019), section 3.
 
 from dataclasses import replace
 
-from lessons.toolbox.model.arguments import is_whole, refuse
+from lessons.toolbox.model.arguments import check_whole, is_whole, refuse
 from lessons.toolbox.model.config import ModelConfig
 
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
@@ -100,26 +99,17 @@ def experts_of(num_experts: int, rank: int, size: int) -> range:
     return range(rank * share, (rank + 1) * share)
 
 
-def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
-    """The layers of a stage: as equal as possible. Raises ValueError if a stage would be empty."""
-    check_rank(stage, num_stages, "stage", "num_stages")
-    if num_stages > num_layers:
-        refuse("num_stages", num_stages, f"at most one a layer, and there are {num_layers}")
-    return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
-
-
 def has_dense_layers(config: ModelConfig) -> bool:
     """Whether some layer has an ordinary MLP."""
     moe, layers = config.moe, range(config.num_hidden_layers)
     return moe is None or not all(moe.has_experts(layer) for layer in layers)
 
 
-def check_rank(rank: int, size: int, rank_name: str = "rank", size_name: str = "size") -> None:
+def check_rank(rank: int, size: int) -> None:
     """Raise ValueError unless 0 <= rank < size."""
-    if not is_whole(size):
-        refuse(size_name, size, "a whole number, 1 or more")
+    check_whole(size=size)
     if not is_whole(rank, 0, size - 1):
-        refuse(rank_name, rank, f"0 to {size - 1}")
+        refuse("rank", rank, f"0 to {size - 1}")
 
 
 def _share(name: str, whole: int, size: int) -> int:
