@@ -10,6 +10,8 @@ import torch
 
 from lessons.l03_kv_cache.batch import new_batch
 from lessons.l03_kv_cache.cache import KVPool
+from lessons.l03_kv_cache.generate import generate
+from lessons.l03_kv_cache.optimized import PREALLOCATED
 from lessons.l11_cuda_graphs.lab.testing import CONFIG, new_model, new_prompts
 from lessons.l11_cuda_graphs.naive import LOCKSTEP
 from lessons.l20_parallelism.launch import run_ranks
@@ -124,17 +126,10 @@ def decode_rank(world, model, prompts):
     return [[x.tolist() for x in step] for step in tokens], order
 
 
-def alone(model, prompts, num_steps=STEPS):
-    """Greedy tokens of one process: [step][sequence], and the hidden rows of the prompts."""
-    micro_batch = MicroBatch(prompts, pool_of(model, len(prompts)))
-    chosen = []
-    for _ in range(num_steps):
-        batch = micro_batch.next_pass("cpu")
-        hidden = model(batch.tokens, micro_batch.pool.attending(batch))
-        tokens = model.logits(hidden[batch.logits_at]).argmax(-1)
-        micro_batch.take(tokens)
-        chosen.append(tokens.tolist())
-    return chosen
+def alone(model, prompts):
+    """Greedy tokens by lesson 3's loop in this process: [step][sequence]."""
+    outputs = generate(model, prompts, STEPS, rung=PREALLOCATED)
+    return [list(tokens) for tokens in zip(*outputs)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
