@@ -140,6 +140,7 @@ def _rank_main(
     # because the ranks share this machine's cores, and threads that wait for a core cost more than
     # they win; torchrun does the same by OMP_NUM_THREADS
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    torch.seed()  # because forks of one server would all draw the same numbers
     try:
         join_world(rank, size, rendezvous, backend, timeout_s)
         dist.barrier()  # a rank that is done before another has met all would look like a death
