@@ -27,16 +27,23 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
 def expert_rows(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """As optimized.expert_rows."""
     check_experts(x, chosen, gate_up, down, DTYPES)
-    num_experts, top_k = len(gate_up), chosen.shape[1]
     expert, pairs = chosen.flatten().sort(stable=True)
-    starts = torch.searchsorted(expert, torch.arange(num_experts + 1, device=x.device)).tolist()
-    rows = x[pairs // top_k]
-    results = torch.empty_like(rows)
-    for index, (start, end) in enumerate(pairwise(starts)):
-        if start < end:
-            gate, up = (rows[start:end] @ gate_up[index].T).chunk(2, dim=-1)
-            torch.mm(silu_mul(gate, up), down[index].T, out=results[start:end])
-    return torch.empty_like(results).index_copy_(0, pairs, results)
+    numbers = torch.arange(len(down) + 1, device=x.device)
+    edges = torch.searchsorted(expert, numbers).tolist()  # where each expert's rows begin and end
+    gate, up = by_segment(x[pairs // chosen.shape[1]], gate_up, edges).chunk(2, dim=-1)
+    rows = by_segment(silu_mul(gate, up), down, edges)
+    return torch.empty_like(rows).index_copy_(0, pairs, rows)
+
+
+def by_segment(rows: Tensor, weights: Tensor, edges: list[int]) -> Tensor:
+    """rows[first : end] · weights[e]ᵀ of each expert e, one behind the other; rows of none are not
+    written. rows: [R, K]; weights: [E, N, K]; edges: E + 1 -> [R, N].
+    """
+    out = rows.new_empty(len(rows), weights.shape[1])
+    for weight, (first, end) in zip(weights, pairwise(edges)):
+        if first < end:
+            torch.mm(rows[first:end], weight.T, out=out[first:end])
+    return out
 
 
 def weighted_sum(y: Tensor, weights: Tensor, chosen: Tensor, num_experts: int) -> Tensor:

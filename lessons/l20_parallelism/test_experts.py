@@ -17,6 +17,7 @@ from lessons.l20_parallelism.experts import ExpertParallelMoE, own_experts
 from lessons.l20_parallelism.group import Group
 from lessons.l20_parallelism.grouped import GroupedMoE, grouped, stacked
 from lessons.l20_parallelism.kernels import down_kernel, gate_up_kernel
+from lessons.l20_parallelism.lab import imbalance
 from lessons.l20_parallelism.lab.moe_ranks import (
     CONFIGS,
     Case,
@@ -312,3 +313,23 @@ def test_experts_of_ranks():
     assert [len(experts_of(10, rank, 4)) for rank in range(4)] == [2, 3, 2, 3]
     with pytest.raises(ValueError, match=r"ranks: got 9; accepted: 1 to 8"):
         experts_of(8, 0, 9)
+
+
+def test_a_bias_balances_a_skewed_router(seed):
+    """DeepSeek-V3's: hardly anybody is dropped who was before, and no weight of the sum changed."""
+    even, skewed, balanced = imbalance.routers(16, 2).values()
+    rows = [imbalance.row_of(router, 2048, 4) for router in (even, skewed, balanced)]
+    assert rows[1].experts > 2 > 1.4 > rows[2].experts
+    assert rows[1].dropped[-1] > 0 == rows[2].dropped[-1] == rows[0].dropped[-1]
+    assert torch.equal(skewed.weight, balanced.weight)
+
+
+def test_the_table_of_loads(capsys):
+    assert imbalance.main(["--experts", "6", "--top-k", "2", "--ranks", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "6 experts on 3 ranks, 2 of them for each token"
+    assert sum(line.lstrip().startswith("4096") for line in lines) == 3
+    for wrong in (["--ranks", "7"], ["--top-k", "7"]):
+        with pytest.raises(SystemExit):
+            imbalance.main(["--experts", "6", *wrong])
+        assert len(capsys.readouterr().err.splitlines()) == 1

@@ -40,16 +40,22 @@ class GivenRoutes(nn.Module):
 
 def lesson_6(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Lesson 6's loop over experts on the arguments of optimized.experts, all experts being here."""
+    layer = lesson_6_layer(gate_up, down, chosen.shape[1])
+    layer.gate = GivenRoutes(weights, chosen)
+    return layer(x)
+
+
+def lesson_6_layer(gate_up: Tensor, down: Tensor, top_k: int) -> MoE:
+    """Lesson 6's layer over these weights, which it shares. gate_up: [E, 2I, H]; down: [E, H, I]."""
     num_experts, size, inner = down.shape
     with torch.device("meta"):  # its random weights are replaced
-        layer = MoE(layer_config(size, MoEConfig(num_experts, chosen.shape[1], inner)))
-    layer.gate = GivenRoutes(weights, chosen)
+        layer = MoE(layer_config(size, MoEConfig(num_experts, top_k, inner)))
     for index, expert in enumerate(layer.experts):
         gate, up = gate_up[index].chunk(2)
         linears = (expert.gate_proj, gate), (expert.up_proj, up), (expert.down_proj, down[index])
         for linear, weight in linears:
             linear.weight = nn.Parameter(weight, requires_grad=False)
-    return layer(x)
+    return layer
 
 
 def random_stacks(
