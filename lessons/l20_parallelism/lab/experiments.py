@@ -2,7 +2,7 @@
 
     python -m lessons.l20_parallelism.lab.experiments [--out results/cpu] [--repeats 9]
 
-A random model of 47 million weights runs on one rank, on two shards and on two stages, in turn, with
+A random model of 62 million weights runs on one rank, on two shards and on two stages, in turn, with
 one thread each. Counted: the bytes of the collectives. Timed: steps, what part of a step a rank spends
 in collectives (waiting for the other rank is in it), and what happens when a collective of one half of
 the tokens runs beside the products of the other half. With --out it writes l20_ranks.json there.
