@@ -16,14 +16,14 @@ from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l14_continuous_batching.sequence import Sequence
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler, by_arrival
-from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
+from lessons.l15_chunked_prefill.swap import SwappingScheduler
 from lessons.toolbox.model.arguments import refuse
 from reference.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from reference.cache_memory import blocks_that_fit
 from reference.drafting import Drafter, config_of_pool, load_drafter, new_proposer
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
-from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler, PoolsSwap
+from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler
 from reference.lora import (
     AdapterBlocks,
     Adapters,
@@ -140,7 +140,7 @@ def new_scheduler(
         return recomputing(blocks, **limits)
     block_bytes = sum(pool.bytes_per_token for pool in pools) * args.block_size
     host_blocks = int(args.swap_space * 2**30 // block_bytes)
-    return swapping(PoolsSwap(Lender(runner.pool, blocks), pools), host_blocks, **limits)
+    return swapping(runner.new_swap(blocks, pools[1:]), host_blocks, **limits)
 
 
 class LLM:
