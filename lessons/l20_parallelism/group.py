@@ -111,15 +111,31 @@ class Group:
 
     def exchange(self, x: Tensor, to: int, source: int) -> Tensor:
         """Send x to one rank while a tensor of the same shape comes from another: a step of a ring."""
-        self.wire.count("send", x)
         out = torch.empty_like(x)
-        work = [
-            dist.P2POp(dist.isend, x.contiguous(), self.members[to], self.handle),
-            dist.P2POp(dist.irecv, out, self.members[source], self.handle),
-        ]
-        for request in dist.batch_isend_irecv(work):
-            request.wait()
+        self.step({to: x}, {source: out})
         return out
+
+    def step(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+        """All of these at once: send each tensor to the rank of its key, and fill each tensor with
+        what the rank of its key sends.
+        """
+        work = []
+        for to, x in sends.items():
+            self.wire.count("send", x)
+            work.append(dist.P2POp(dist.isend, x.contiguous(), self.members[to], self.handle))
+        for source, out in receives.items():
+            work.append(dist.P2POp(dist.irecv, out, self.members[source], self.handle))
+        if work:
+            self.wire.calls["step"] += 1
+            for request in dist.batch_isend_irecv(work):
+                request.wait()
+
+    def send_later(self, x: Tensor, to: int) -> dist.Work:
+        """Begin to send x to rank `to`. It may be changed once wait() of what is returned has come
+        back. A plain `send` waits for the receiver, so a circle of ranks that send would stand still.
+        """
+        self.wire.count("send", x)
+        return dist.isend(x.contiguous(), self.members[to], group=self.handle)
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""

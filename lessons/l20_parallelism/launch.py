@@ -10,6 +10,7 @@ torchrun works as well: it starts the processes itself, and `world_from_environm
 import contextlib
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +18,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from lessons.l20_parallelism.group import Group
 from lessons.toolbox.model.arguments import check_whole
 
 ROOT = str(Path(__file__).resolve().parents[2])
-PRELOAD = ["lessons.l20_parallelism.launch"]
+PRELOAD = ["lessons.l20_parallelism.warm"]
 
 
 class RankError(RuntimeError):
@@ -69,7 +71,7 @@ def gather_results(ranks: list[tuple], timeout_s: float) -> list:
             rank = pipes[pipe]
             process, _ = waiting.pop(rank)
             try:
-                ok, value = pipe.recv()
+                ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 process.join(5)
                 failures.append(RankError(rank, f"died ({exit_of(process)})"))
@@ -135,12 +137,17 @@ def _rank_main(
     args: tuple,
 ) -> None:
     """The body of a rank's process."""
+    # because the ranks share this machine's cores, and threads that wait for a core cost more than
+    # they win; torchrun does the same by OMP_NUM_THREADS
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
     try:
         join_world(rank, size, rendezvous, backend, timeout_s)
+        dist.barrier()  # a rank that is done before another has met all would look like a death
         value = True, function(Group.world(), *args)
     except BaseException as error:
         value = False, f"{type(error).__name__}: {error}"
-    pipe.send(value)
+    # Pickled here, because a pipe would send a tensor as shared memory, which ends with this process.
+    pipe.send_bytes(pickle.dumps(value))
     pipe.close()
     os._exit(0)  # because gloo's threads may wait for ranks that have gone
 
