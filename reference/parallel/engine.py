@@ -77,7 +77,9 @@ def config_for(args: EngineArgs) -> ModelConfig:
         return config_of(read_gguf(args.model))
     config = checkpoint.load_config(args.model)
     if args.cuts_model and config.quantization_config is not None:
-        refuse("model", args.model, "weights that are not quantized, where a model is cut into parts")
+        refuse(
+            "model", args.model, "weights that are not quantized, where a model is cut into parts"
+        )
     if args.enable_expert_parallel and config.moe is None:
         refuse("enable_expert_parallel", True, f"False for {args.model}, which has no experts")
     named(

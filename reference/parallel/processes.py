@@ -46,7 +46,8 @@ class ProcessWorkers:
         folder = self.stack.enter_context(tempfile.TemporaryDirectory())
         told = f"file://{folder}/ranks", mesh, args, devices
         with without_main():
-            self.ranks = self.stack.enter_context(started(mesh.size, worker_main, *told))
+            ranks = started(mesh.size, worker_main, *told, preload=(__name__,))
+            self.ranks = self.stack.enter_context(ranks)
         self.pipes = [pipe for _, pipe in self.ranks]
         self.stop_waiting, self.end_of_wait = process_context().Pipe()
         self.watcher = threading.Thread(target=self.watch, name="workers", daemon=True)

@@ -32,7 +32,9 @@ class Router:
     def __init__(self, block_size: int):
         self.blocks = HashBlocks(block_size)
         self.block_size = block_size
-        self.home: OrderedDict[bytes, int] = OrderedDict()  # a prefix of whole blocks: who had it last
+        self.home: OrderedDict[bytes, int] = (
+            OrderedDict()
+        )  # a prefix of whole blocks: who had it last
 
     def choose(self, prompt: Sequence[int], loads: Sequence[int]) -> int:
         """The index of a replica. loads: requests on each."""
@@ -57,7 +59,9 @@ class Replica:
         self.lock = threading.Lock()
         self.steps: SimpleQueue[Future | None] = SimpleQueue()
         self.under_way: Future | None = None
-        thread = threading.Thread(target=run_steps, args=(engine, self.lock, self.steps), daemon=True)
+        thread = threading.Thread(
+            target=run_steps, args=(engine, self.lock, self.steps), daemon=True
+        )
         thread.start()
 
     def begin_step(self) -> Future:

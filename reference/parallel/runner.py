@@ -176,7 +176,9 @@ class DistributedRunner:
     def logits(self, hidden: RemoteHidden, rows: list[int]) -> Tensor:
         """Of rows of the last step: [len(rows), V] on the CPU, float32 or wider. Raises RankError."""
         if hidden.number != self.num_steps:
-            raise RuntimeError(f"hidden states of step {hidden.number} are gone, {self.num_steps} ran")
+            raise RuntimeError(
+                f"hidden states of step {hidden.number} are gone, {self.num_steps} ran"
+            )
         [logits] = [found for found in self.talk.ask("logits", rows) if found is not None]
         return torch.from_numpy(logits)
 
