@@ -16,8 +16,8 @@ from lessons.l15_chunked_prefill.swap import SwappingScheduler
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from reference.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from reference.calls import as_list, interrupts_noted, one_each
 from reference.cache_memory import blocks_that_fit
+from reference.calls import as_list, interrupts_noted, one_each
 from reference.drafting import Drafter, config_of_pool, load_drafter, new_proposer
 from reference.engine import Engine
 from reference.engine_args import EngineArgs

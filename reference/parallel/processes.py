@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
@@ -143,10 +143,8 @@ def worker_main(
     """The body of a worker's process."""
     # because Ctrl-C goes to all processes of a terminal, and the engine's decides what it means
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with suppress(EOFError, OSError):  # the engine's process has gone
         serve(pipe, partial(new_worker, rank, rendezvous, mesh, args, devices))
-    except (EOFError, OSError):
-        pass  # the engine's process has gone
     os._exit(0)  # because a backend's threads may wait for ranks that have gone
 
 

@@ -119,12 +119,13 @@ def raise_again(error: RankError) -> None:
     raise error.with_traceback(None)
 
 
-@dataclass
 class RemoteModel:
     """What the engine asks of a model that it does not hold. device: where logits arrive."""
 
-    config: ModelConfig
-    device: torch.device = torch.device("cpu")
+    device = torch.device("cpu")
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
 
 
 @dataclass
