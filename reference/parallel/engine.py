@@ -28,8 +28,13 @@ from reference.parallel.runner import DistributedRunner, RemotePool, Talk, Worke
 
 def new_parallel_engine(args: EngineArgs) -> Engine | ReplicatedEngine:
     """Raises ValueError, in one line, for arguments that cannot work; RankError if a worker fails."""
+    config_for(args), devices_for(args)  # before a tokenizer is looked for
+    return engine_over_parts(load_tokenizer(args.tokenizer or args.model), args)
+
+
+def engine_over_parts(tokenizer, args: EngineArgs) -> Engine | ReplicatedEngine:
+    """The same with a tokenizer that is there already; None, if nobody wants text."""
     config, devices = config_for(args), devices_for(args)
-    tokenizer = load_tokenizer(args.tokenizer or args.model)
     mesh = Mesh(args.tensor_parallel_size, args.pipeline_parallel_size)
     with ExitStack() as undo:
         talks = []

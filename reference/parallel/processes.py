@@ -21,9 +21,10 @@ import torch
 from lessons.l20_parallelism.launch import RankError, exit_of, join_world, process_context, started
 from lessons.l20_parallelism.mesh import Mesh, new_links
 from reference.engine_args import EngineArgs
-from reference.parallel.worker import Worker, share_cores
+from reference.parallel.worker import Worker
 
 COLLECTIVE_TIMEOUT_S = 600.0
+WARM = "reference.parallel.warm"
 DEATH_S = 1.0  # how long a complaint waits for the death that may be its cause
 
 
@@ -46,7 +47,7 @@ class ProcessWorkers:
         folder = self.stack.enter_context(tempfile.TemporaryDirectory())
         told = f"file://{folder}/ranks", mesh, args, devices
         with without_main():
-            ranks = started(mesh.size, worker_main, *told, preload=(__name__,))
+            ranks = started(mesh.size, worker_main, *told, preload=(WARM,))
             self.ranks = self.stack.enter_context(ranks)
         self.pipes = [pipe for _, pipe in self.ranks]
         self.stop_waiting, self.end_of_wait = process_context().Pipe()
@@ -156,7 +157,9 @@ def new_worker(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        share_cores(len(devices) * args.data_parallel_size)
+        # because threads that wait for a core cost more than they win
+        workers = mesh.size * args.data_parallel_size
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     if mesh.size > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
         join_world(rank, mesh.size, rendezvous, backend, COLLECTIVE_TIMEOUT_S)

@@ -51,6 +51,7 @@ class Talk:
 
     def __init__(self, workers: Workers):
         self.orders: SimpleQueue = SimpleQueue()
+        self.workers = workers
         self.ended: Future = Future()  # holds the error that has ended it
         told = workers, self.orders, self.ended
         thread = threading.Thread(target=talk, args=told, name="talk", daemon=True)

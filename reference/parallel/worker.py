@@ -5,7 +5,6 @@ It knows nothing of requests. What runs and who owns which block is decided in t
 every worker is told the same. So block tables are equal on all ranks, and one of them is enough.
 """
 
-import os
 from typing import NamedTuple
 
 import numpy as np
@@ -126,9 +125,3 @@ def load_part(args: EngineArgs, links: Links, device: str) -> Decoder:
         return load_model(args.model, device, dtype, args.quantization)
     expert_parallel = args.enable_expert_parallel
     return load_sharded(args.model, links, *default_place(device, dtype), expert_parallel)
-
-
-def share_cores(workers: int) -> None:
-    """On a CPU, let the workers of a machine divide its cores, unless the user has said otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
