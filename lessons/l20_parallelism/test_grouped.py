@@ -7,12 +7,13 @@ from torch import nn
 from lessons.l02_naive_attention.naive import generate
 from lessons.l06_mla.lab.testing import EVERY_TOKEN, new_model, random_prompts
 from lessons.l06_mla.moe import MoE
-from lessons.l11_cuda_graphs.optimized import can_be_captured
+from lessons.l11_cuda_graphs.optimized import CudaGraphs, can_be_captured
 from lessons.l11_cuda_graphs.simulator import CaptureError, SimulatedGraphs
 from lessons.l20_parallelism import grouped as grouped_module
 from lessons.l20_parallelism import optimized
 from lessons.l20_parallelism.grouped import GroupedMoE, grouped, stacked
 from lessons.l20_parallelism.kernels import down_kernel, gate_up_kernel
+from lessons.l20_parallelism.lab.moe_cases import DEVICE
 from lessons.l20_parallelism.lab.moe_ranks import (
     CONFIGS,
     Case,
@@ -43,9 +44,9 @@ def test_a_grouped_layer_with_the_kernels(config, seed, proof, monkeypatch):
 @torch.no_grad()
 def check_grouped(case):
     """In lesson 6's budgets, and in float64 equal."""
-    x, config = tokens_of(case), CONFIGS[case.config]
-    moe = new_moe(config, case.seed, case.dtype)
-    wide = new_moe(config, case.seed, case.dtype).double()
+    x, config = tokens_of(case).to(DEVICE), CONFIGS[case.config]
+    moe = new_moe(config, case.seed, case.dtype).to(DEVICE)
+    wide = new_moe(config, case.seed, case.dtype).to(DEVICE).double()
     eager, ref64 = moe(x), wide(x.double())
     # 16 bits: the routers of both dtypes agree, because float64 reads the rounded numbers, but for ties
     same = (moe.gate(x)[1] == wide.gate(x.double())[1]).all(-1)
@@ -78,18 +79,26 @@ def test_what_cannot_be_stacked_stays():
 
 @torch.inference_mode()
 def test_a_graph_records_a_grouped_layer(seed, monkeypatch):
-    """Its replays follow the router's new choices; lesson 6's layer is refused, and told apart."""
+    """Its replays follow the router's new choices."""
     monkeypatch.setattr(grouped_module, "ops_for", lambda x: optimized)
     case = Case("one", "deepseek_v3", seed, split=(3,))
-    moe, x = new_moe(CONFIGS[case.config], seed, case.dtype), tokens_of(case)
-    with pytest.raises(CaptureError, match="waits for the GPU"):
-        SimulatedGraphs(warm_ups=0).capture(lambda: moe(x))
-    layer = GroupedMoE(moe)
-    graph, out = SimulatedGraphs(warm_ups=0).capture(lambda: layer(x))
+    moe = new_moe(CONFIGS[case.config], seed, case.dtype).to(DEVICE)
+    layer, x = GroupedMoE(moe), tokens_of(case).to(DEVICE)
+    on_gpu = DEVICE.type == "cuda"
+    graphs = CudaGraphs(DEVICE) if on_gpu else SimulatedGraphs(warm_ups=0)
+    graph, out = graphs.capture(lambda: layer(x))
     for _ in range(2):
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert_equal(case, out, moe(x))
+
+
+@torch.inference_mode()
+def test_lesson_6s_layer_is_refused_by_a_graph(seed):
+    case = Case("one", "mixtral", seed)
+    moe, x = new_moe(CONFIGS[case.config], seed, case.dtype), tokens_of(case)
+    with pytest.raises(CaptureError, match="waits for the GPU"):
+        SimulatedGraphs(warm_ups=0).capture(lambda: moe(x))
 
 
 def test_which_models_can_be_captured():
