@@ -40,7 +40,7 @@ def most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
 
 
 def align_in_python(chosen: Tensor, num_experts: int, block_m: int) -> Alignment:
-    """The same as `align`, pair by pair. Python waits for the values of `chosen`."""
+    """The same as `align`, pair by pair; Python waits for the values. chosen: [T, k]."""
     pairs_of = [[] for _ in range(num_experts)]
     for pair, expert in enumerate(chosen.flatten().tolist()):
         if 0 <= expert < num_experts:

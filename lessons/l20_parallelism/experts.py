@@ -158,7 +158,7 @@ class CapacityMoE(SplitTokensMoE):
         self.dropped = torch.zeros((), dtype=torch.int64, device=device)
 
     def visit(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """As SplitTokensMoE.visit; rows of dropped pairs are 0."""
+        """As SplitTokensMoE.visit, [T, H] -> [T · k, H]; rows of dropped pairs are 0."""
         (num_tokens, top_k), num_pairs = chosen.shape, chosen.numel()
         capacity = capacity_of(num_tokens, top_k, self.num_experts, self.capacity_factor)
         pairs = first_pairs(chosen, self.num_experts, capacity)  # [E, capacity]
@@ -177,7 +177,7 @@ class CapacityMoE(SplitTokensMoE):
         return y.index_copy_(0, pairs.flatten(), results)[:num_pairs]
 
     def count(self, num_pairs: int, num_kept: Tensor) -> None:
-        """Add a pass to the counts, and tell of its drops where nobody has to wait for the number."""
+        """Add a pass to the counts, and tell of its drops where nobody has to wait for them. num_kept: []."""
         dropped = num_pairs - num_kept
         self.routed += num_pairs
         self.dropped += dropped

@@ -136,7 +136,7 @@ def weighted_sum(y: Tensor, weights: Tensor, chosen: Tensor, num_experts: int) -
 
 
 def align(chosen: Tensor, num_experts: int, block_m: int) -> Alignment:
-    """As align.align, in one launch; pairs of tiles that are not used are left as they are."""
+    """As align.align, in one launch; pairs of unused tiles are left as they are. chosen: [T, k]."""
     num_pairs = chosen.numel()
     num_tiles = most_tiles(num_pairs, num_experts, block_m)
     new = dict(dtype=torch.int32, device=chosen.device)

@@ -19,13 +19,13 @@ DTYPES = (*DECODE_DTYPES, torch.float64)  # a proof may want float64
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """As optimized.experts; x may be float64."""
+    """As optimized.experts, [T, H] -> [T, H]; x may be float64."""
     y = expert_rows(x, chosen, gate_up, down)
     return weighted_sum(y, weights, chosen, len(gate_up))
 
 
 def expert_rows(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """As optimized.expert_rows."""
+    """As optimized.expert_rows: [T, H] -> [T · k, H]."""
     check_experts(x, chosen, gate_up, down, DTYPES)
     expert, pairs = chosen.flatten().sort(stable=True)
     numbers = torch.arange(len(down) + 1, device=x.device)
@@ -47,7 +47,7 @@ def by_segment(rows: Tensor, weights: Tensor, edges: list[int]) -> Tensor:
 
 
 def weighted_sum(y: Tensor, weights: Tensor, chosen: Tensor, num_experts: int) -> Tensor:
-    """As optimized.weighted_sum."""
+    """As optimized.weighted_sum: [T · k, H] -> [T, H]."""
     check_sum(y, weights, chosen)
     y = y.unflatten(0, chosen.shape)  # [T, k, H]
     is_own = (chosen >= 0) & (chosen < num_experts)

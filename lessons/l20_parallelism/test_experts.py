@@ -1,113 +1,27 @@
-"""Layers of experts in other forms: in two tensors, on several ranks, with a limit. All equal lesson 6's
-loop in one process.
+"""Layers of experts on several ranks equal lesson 6's loop in one process. What a limit drops is counted
+and told.
 """
 
 import pytest
 import torch
 from torch import nn
 
-from lessons.l02_naive_attention.naive import generate
-from lessons.l06_mla.lab.testing import EVERY_TOKEN, new_model, random_prompts
-from lessons.l06_mla.moe import MoE
-from lessons.l11_cuda_graphs.optimized import can_be_captured
-from lessons.l11_cuda_graphs.simulator import CaptureError, SimulatedGraphs
-from lessons.l20_parallelism import grouped as grouped_module
-from lessons.l20_parallelism import optimized
 from lessons.l20_parallelism.experts import ExpertParallelMoE, own_experts
 from lessons.l20_parallelism.group import Group
-from lessons.l20_parallelism.grouped import GroupedMoE, grouped, stacked
-from lessons.l20_parallelism.kernels import down_kernel, gate_up_kernel
-from lessons.l20_parallelism.lab import imbalance
 from lessons.l20_parallelism.lab.moe_ranks import (
     CONFIGS,
     Case,
+    assert_equal,
     new_moe,
     run_case,
     run_cases,
     tokens_of,
 )
 from lessons.l20_parallelism.launch import run_ranks
-from lessons.l20_parallelism.load import Load, capacity_of, experts_of, load_of
-from lessons.toolbox.proof.numerics import assert_close_to_oracle
+from lessons.l20_parallelism.load import capacity_of, experts_of, load_of
 
 pytestmark = [pytest.mark.usefixtures("seed"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 FOUR = (5, 0, 7, 1)  # tokens of four ranks; one has none
-
-
-# ---------------------------------------------------------------- in two tensors
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_grouped_layer_is_lesson_6s(config, dtype, seed):
-    check_grouped(Case("one", config, seed, dtype))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_grouped_layer_with_the_kernels(config, seed, proof, monkeypatch):
-    monkeypatch.setattr(grouped_module, "ops_for", lambda x: optimized)
-    errors = check_grouped(Case("one", config, seed))
-    proof.record(gate_up_kernel, errors)
-    proof.record(down_kernel, errors)
-
-
-@torch.no_grad()
-def check_grouped(case):
-    """In lesson 6's budgets, and in float64 equal."""
-    x, config = tokens_of(case), CONFIGS[case.config]
-    moe = new_moe(config, case.seed, case.dtype)
-    wide = new_moe(config, case.seed, case.dtype).double()
-    eager, ref64 = moe(x), wide(x.double())
-    # 16 bits: the routers of both dtypes agree, because float64 reads the rounded numbers, but for ties
-    same = (moe.gate(x)[1] == wide.gate(x.double())[1]).all(-1)
-    assert same.float().mean() > 0.8
-    return assert_close_to_oracle(GroupedMoE(moe)(x)[same], eager[same], ref64[same])
-
-
-def test_a_model_and_its_twin_share_memory_and_tokens():
-    model = new_model()
-    prompts = random_prompts(3, 1, 9)
-    expected = generate(model, prompts, 5, EVERY_TOKEN)
-    twin = grouped(model)
-    assert generate(twin, prompts, 5, EVERY_TOKEN) == expected
-    assert generate(model, prompts, 5, EVERY_TOKEN) == expected
-    assert type(model.layers[1].mlp) is MoE and type(twin.layers[1].mlp) is GroupedMoE
-    places = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    assert {weight.untyped_storage().data_ptr() for weight in twin.parameters()} == places
-
-
-def test_what_cannot_be_stacked_stays():
-    """Quantized matrices, biases; a model without experts is returned as it is."""
-    model = new_model()
-    model.layers[1].mlp.experts[3].up_proj = nn.Linear(48, 24, bias=True)
-    assert grouped(model) is model
-    with pytest.raises(ValueError, match=r"experts: got 8 of Linear; accepted: [^\n]*$"):
-        stacked(model.layers[1].mlp.experts)
-    dense = new_model(moe=None)
-    assert grouped(dense) is dense
-
-
-@torch.inference_mode()
-def test_a_graph_records_a_grouped_layer(seed, monkeypatch):
-    """Its replays follow the router's new choices; lesson 6's layer is refused, and told apart."""
-    monkeypatch.setattr(grouped_module, "ops_for", lambda x: optimized)
-    case = Case("one", "deepseek_v3", seed, split=(3,))
-    moe, x = new_moe(CONFIGS[case.config], seed, case.dtype), tokens_of(case)
-    with pytest.raises(CaptureError, match="waits for the GPU"):
-        SimulatedGraphs(warm_ups=0).capture(lambda: moe(x))
-    layer = GroupedMoE(moe)
-    graph, out = SimulatedGraphs(warm_ups=0).capture(lambda: layer(x))
-    for _ in range(2):
-        x.copy_(torch.randn_like(x))
-        graph.replay()
-        assert_equal(case, out, moe(x))
-
-
-def test_which_models_can_be_captured():
-    model = new_model()
-    assert not can_be_captured(model) and can_be_captured(grouped(model))
-    assert can_be_captured(new_model(moe=None))
 
 
 # ---------------------------------------------------------------- on several ranks
@@ -126,11 +40,6 @@ def together(case, results):
         assert all(torch.equal(out, outs[0]) for out in outs)
         return outs[0]
     return torch.cat(outs)
-
-
-def assert_equal(case, out, expected):
-    tolerance = 1e-12 if case.dtype == torch.float64 else 2e-5
-    assert (out - expected).norm() <= tolerance * expected.norm(), case
 
 
 def right_cases(size, seed):
@@ -294,42 +203,3 @@ def test_silent_drops_are_seen(bug):
     assert right["dropped"] >= 56 and right["said"]
     wrong = run_case(Group.alone(), case._replace(bug=SILENT[bug]))
     assert not wrong["dropped"] or not wrong["said"]
-
-
-def test_load_by_hand():
-    """Eight experts on four ranks; the busiest expert has three times the mean, its rank twice."""
-    load = Load((6, 2, 1, 1, 2, 2, 1, 1))
-    assert (load.mean, load.imbalance) == (2.0, 3.0)
-    assert load.of_ranks(4).counts == (8, 2, 4, 2) and load.of_ranks(4).imbalance == 2.0
-    assert load.dropped(2) == 4 and load.dropped(6) == 0
-    chosen = torch.tensor([[0, 1], [0, 2]])
-    assert load_of(chosen, 4).counts == (2, 1, 1, 0)
-    assert Load((0, 0)).imbalance == 1.0
-    assert capacity_of(40, 2, 8, 1.0) == 10 and capacity_of(5, 2, 8, 1.25) == 2
-
-
-def test_experts_of_ranks():
-    assert [list(experts_of(8, rank, 4)) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [len(experts_of(10, rank, 4)) for rank in range(4)] == [2, 3, 2, 3]
-    with pytest.raises(ValueError, match=r"ranks: got 9; accepted: 1 to 8"):
-        experts_of(8, 0, 9)
-
-
-def test_a_bias_balances_a_skewed_router(seed):
-    """DeepSeek-V3's: hardly anybody is dropped who was before, and no weight of the sum changed."""
-    even, skewed, balanced = imbalance.routers(16, 2).values()
-    rows = [imbalance.row_of(router, 2048, 4) for router in (even, skewed, balanced)]
-    assert rows[1].experts > 2 > 1.4 > rows[2].experts
-    assert rows[1].dropped[-1] > 0 == rows[2].dropped[-1] == rows[0].dropped[-1]
-    assert torch.equal(skewed.weight, balanced.weight)
-
-
-def test_the_table_of_loads(capsys):
-    assert imbalance.main(["--experts", "6", "--top-k", "2", "--ranks", "3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "6 experts on 3 ranks, 2 of them for each token"
-    assert sum(line.lstrip().startswith("4096") for line in lines) == 3
-    for wrong in (["--ranks", "7"], ["--top-k", "7"]):
-        with pytest.raises(SystemExit):
-            imbalance.main(["--experts", "6", *wrong])
-        assert len(capsys.readouterr().err.splitlines()) == 1

@@ -39,7 +39,7 @@ class GivenRoutes(nn.Module):
 
 
 def lesson_6(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Lesson 6's loop over experts on the arguments of optimized.experts, all experts being here."""
+    """Lesson 6's loop over experts, as optimized.experts, all experts being here: [T, H] -> [T, H]."""
     layer = lesson_6_layer(gate_up, down, chosen.shape[1])
     layer.gate = GivenRoutes(weights, chosen)
     return layer(x)

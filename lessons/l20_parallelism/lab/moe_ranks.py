@@ -108,3 +108,9 @@ def run_case(world: Group, case: Case) -> dict:
         dropped=int(getattr(layer, "dropped", 0)),
         said=[str(warning.message) for warning in said],
     )
+
+
+def assert_equal(case: Case, out: Tensor, expected: Tensor) -> None:
+    """Raise AssertionError unless out and expected: [T, hidden_size] agree to the dtype's rounding."""
+    tolerance = 1e-12 if case.dtype == torch.float64 else 2e-5
+    assert (out - expected).norm() <= tolerance * expected.norm(), case

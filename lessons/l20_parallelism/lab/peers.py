@@ -25,8 +25,8 @@ def grouped_product() -> Callable:
 def grouped_mm(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor
 ) -> Callable[[], Tensor]:
-    """Rows sorted by expert, two of PyTorch's grouped products, silu and sum in eager mode. Nothing waits
-    for the GPU.
+    """Rows sorted by expert, two of PyTorch's grouped products, silu and sum in eager mode: [T, H] -> [T,
+    H]. Nothing waits for the GPU.
     """
     product, top_k = grouped_product(), chosen.shape[1]
     expert = torch.arange(len(down), device=x.device)
@@ -45,7 +45,7 @@ def grouped_mm(
 def transformers_mixtral(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor
 ) -> Callable[[], Tensor]:
-    """transformers' experts as it chooses to run them."""
+    """transformers' experts by its grouped product: [T, H] -> [T, H]."""
     try:
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -69,7 +69,7 @@ def transformers_mixtral(
 def vllm_fused_experts(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor
 ) -> Callable[[], Tensor]:
-    """vLLM's Triton kernel, with the tiles that it ships for this GPU if it has any."""
+    """vLLM's Triton kernel, with the tiles that it ships for this GPU if it has any: [T, H] -> [T, H]."""
     if not x.is_cuda:
         raise Unavailable("needs a GPU")
     try:
@@ -81,7 +81,9 @@ def vllm_fused_experts(
 
 
 def checked(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """`run`, if it runs. Raises Unavailable with its reason, but not for too little memory."""
+    """`run`, which gives [T, H], if it runs. Raises Unavailable with its reason, but not for too little
+    memory.
+    """
     try:
         with torch.inference_mode():
             run()
