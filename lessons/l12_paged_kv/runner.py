@@ -53,11 +53,12 @@ def new_pool(
         rung.ops(model.device),
         model.dtype,
         model.device,
+        layers=model.stage_layers,
         max_context_len=max_context_len,
     )
     pool.sinks = sinks_of(model)
     if isinstance(pool, PagedLatentPool):
-        pool.layer_of = [layer.self_attn.expanded for layer in model.layers]
+        pool.layer_of = {i: model.layers[i].self_attn.expanded for i in model.stage_layers}
     return pool
 
 

@@ -15,6 +15,7 @@ from lessons.l03_kv_cache.optimized import PREALLOCATED
 from lessons.l11_cuda_graphs.lab.testing import CONFIG, new_model, new_prompts
 from lessons.l11_cuda_graphs.naive import LOCKSTEP
 from lessons.l20_parallelism.launch import run_ranks
+from lessons.l20_parallelism.layers import Elsewhere
 from lessons.l20_parallelism.mesh import Mesh, new_links
 from lessons.l20_parallelism.pipeline import (
     MicroBatch,
@@ -79,9 +80,8 @@ def test_splits_that_cannot_be_are_refused(arguments, words):
 
 def stage_of(model, links):
     """The model with the layers of this rank alone; a layer of another stage would raise."""
-    model.stage_layers = split_layers(LAYERS, links.mesh.pp)[links.pipeline.rank]
-    for layer in set(range(LAYERS)) - set(model.stage_layers):
-        model.layers[layer] = None
+    for layer in set(range(LAYERS)) - set(split_layers(LAYERS, links.mesh.pp)[links.pipeline.rank]):
+        model.layers[layer] = Elsewhere()
     return model
 
 
