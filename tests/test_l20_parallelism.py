@@ -10,23 +10,27 @@ import torch
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token, weight_bytes
 from lessons.l01_roofline.models import find_model
-from lessons.l06_mla.deepseek import decoder_class
-from lessons.l15_chunked_prefill.lab.costs import LINKS_BYTES_PER_S, PCIE_BYTES_PER_S
 from lessons.l20_parallelism.collectives import WAYS, fewest_bytes
 from lessons.l20_parallelism.lab import cuts, experiments
+from lessons.l20_parallelism.links import LL, all_reduce_times, machine_of
 from lessons.l20_parallelism.load import load_of
 from lessons.l20_parallelism.pipeline import bubble, decode_bubble
+from lessons.l20_parallelism.planner import plan
+from lessons.l20_parallelism.scaling import decode_step, prefill
+from lessons.l20_parallelism.shares import Layout
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.excerpts import plain_readme, stray_excerpts
+from tests.test_pages import guide
 
 ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "lessons/l20_parallelism"
 README = plain_readme(ROOM)
 SMALL, LARGE = find_model("llama-3-8b"), find_model("llama-3-70b")
 HUGE, MIXTRAL = find_model("llama-3-405b"), find_model("mixtral-8x7b")
-H100, NVLINK = CHIPS["h100"], LINKS_BYTES_PER_S["NVLink"]
-ALPHA_S, VALUE_BYTES = 5e-6, 2
+H100, VALUE_BYTES = CHIPS["h100"], 2
+NVLINK, PCIE = machine_of(H100), machine_of(H100, inside="pcie5")
+TEACHING = (ROOT / "lessons/TEACHING.md").read_text(encoding="utf-8")
 
 
 def test_the_first_picture_fits():
@@ -46,9 +50,10 @@ def test_the_record_has_the_bytes_of_the_formula():
         wanted = experiments.bytes_of_a_step(experiments.CONFIG, length, 2, 4)
         assert found["bytes"] == found["formula_bytes"] == wanted
         assert found["collectives"] == sums_of(experiments.CONFIG) + 1
-    with torch.device("meta"):
-        model = decoder_class(experiments.CONFIG)(experiments.CONFIG)
-    weights = sum(parameter.numel() for parameter in model.parameters())
+    config = experiments.CONFIG
+    heads = 2 * (config.num_attention_heads + config.num_key_value_heads)  # q and o, k and v
+    width = heads * config.head_dim + 3 * config.intermediate_size
+    weights = config.hidden_size * (config.num_hidden_layers * width + 2 * config.vocab_size)
     assert f"a random model of {weights / 1e6:.0f} million weights" in README
 
 
@@ -62,15 +67,19 @@ def row_bytes(model, tokens: int = 1) -> int:
     return tokens * model.hidden_size * VALUE_BYTES
 
 
-def reading_s(model, size: int) -> float:
-    """A decode step of one row on `size` H100s, by its weights alone."""
-    return VALUE_BYTES * model.params_read(1) / size / H100.memory_bytes_per_s
+def way_s(way: str, n: float) -> float:
+    """A sum of n bytes over 8 H100s, with the better protocol."""
+    return min(seconds for seconds, name in all_reduce_times(n, 8, NVLINK) if name == way)
 
 
-def adding_s(model, size: int, way: str = "one_shot") -> float:
-    """The sums of a decode step of one row."""
-    steps, sent = WAYS[way].steps(size), WAYS[way].bytes_sent(size, row_bytes(model))
-    return sums_of(model) * (steps * ALPHA_S + sent / NVLINK)
+def one_user(model, size: int, machine=NVLINK):
+    """A decode step of one row with 1024 tokens of context."""
+    return decode_step(model, machine, Layout(tp=size), batch=1, context=1024)
+
+
+def per_gpu(model, size: int) -> float:
+    """The efficiency of that step."""
+    return one_user(model, 1).seconds / size / one_user(model, size).seconds
 
 
 def test_the_readme_quotes_the_examples():
@@ -87,56 +96,71 @@ def test_the_readme_quotes_the_examples():
 
 
 def test_the_readme_quotes_the_wire():
-    """Steps 5 to 9, where it loses, the museum and the quiz."""
+    """The bottleneck, steps 5 to 7 and the museum."""
+    alone = one_user(LARGE, 1)
+    moved = alone.floor_s * H100.memory_bytes_per_s
+    assert f"reads {moved / 1e9:.1f} GB, at 3.35 TB/s in {1e3 * alone.seconds:.1f} ms" in README
+    assert f"{1 / alone.seconds:.0f} tokens per second at most" in README
     assert f"P = 8: {fewest_bytes(8, 1):.2f} n" in README
-    assert f"n is {row_bytes(LARGE):,} bytes" in README
-    sent = sums_of(LARGE) * fewest_bytes(8, row_bytes(LARGE))
-    assert f"the {sums_of(LARGE)} sums send {sent / 1e6:.1f} MB on 8 ranks" in README
-    assert f"this is {1e3 * sent / NVLINK:.3f} ms" in README
-    assert f"PCIe (64 GB/s) {1e3 * sent / PCIE_BYTES_PER_S:.2f} ms" in README
-    assert (NVLINK, PCIE_BYTES_PER_S) == (450e9, 64e9)
-    read = VALUE_BYTES * LARGE.params_read(1)
-    assert f"decode step reads {read / 1e9:.1f} of them" in README
+    n = row_bytes(LARGE)
+    assert f"n is {n:,} bytes" in README and f"A pass has {sums_of(LARGE)} sums" in README
+    assert f"start {1e6 * LL.base_s:.1f} µs, hop {1e6 * NVLINK.inside.ll_hop_s:.1f} µs" in README
+    assert f"W_link {NVLINK.inside.bytes_per_s / 1e9:.0f} GB/s" in README
+    carried_s = WAYS["one_shot"].bytes_sent(8, n) / NVLINK.inside.bytes_per_s
+    assert f"takes {1e6 * way_s('one_shot', n):.1f} µs, of which the bytes are" in README
     assert (
-        f"in {1e3 * reading_s(LARGE, 1):.1f} ms. One user gets {1 / reading_s(LARGE, 1):.0f}"
-        in (README)
+        f"the bytes are {1e6 * carried_s:.2f}. A ring takes {1e6 * way_s('ring', n):.1f}" in README
     )
-    assert (
-        f"reads {read / 1e9:.1f} / 8 GB, which takes {1e3 * reading_s(LARGE, 8):.1f} ms" in README
-    )
-    for way, rounds in (("ring", 14), ("one_shot", 1)):
-        assert WAYS[way].steps(8) == rounds
-        assert f"which is {1e3 * sums_of(LARGE) * rounds * ALPHA_S:.1f} ms" in README
     for size in (2, 4, 8):
-        read_s, add_s = reading_s(LARGE, size), adding_s(LARGE, size)
-        times = reading_s(LARGE, 1) / (read_s + add_s)
-        row = f"| {size} | {1e3 * read_s:.1f} ms | {1e3 * add_s:.1f} ms | {1e3 * (read_s + add_s):.1f}"
-        assert f"{row} ms | {times:.2f} | {times / size:.0%} |" in README
-    ring = reading_s(LARGE, 8) / (reading_s(LARGE, 8) + adding_s(LARGE, 8, "ring"))
-    assert f"with one shot and {ring:.0%} with a ring" in README
-
-
-def test_the_readme_quotes_the_prefill_and_small_models():
-    n = row_bytes(LARGE, 4096)
-    sent = sums_of(LARGE) * fewest_bytes(8, n)
-    compute_s = 2 * LARGE.params_read(1) * 4096 / 8 / H100.bf16_flops_per_s
-    assert f"have n = {n / 1e6:.1f} MB. On 8 ranks {sent / 1e9:.1f} GB are sent" in README
-    over = f"{1e3 * sent / NVLINK:.0f} ms over NVLink, {1e3 * sent / PCIE_BYTES_PER_S:.0f} ms"
-    assert over in README and f"takes {1e3 * compute_s:.0f} ms at the peak" in README
-    slow = f"`{1e3 * sent / PCIE_BYTES_PER_S:.0f} ms` on PCIe, beside `{1e3 * compute_s:.0f} ms`"
-    assert slow in README
-    read_s, add_s = reading_s(SMALL, 8), adding_s(SMALL, 8)
-    assert f"reads for `{1e3 * read_s:.2f} ms` and adds up for `{1e3 * add_s:.2f} ms`" in README
-    assert f"efficiency is `{100 * read_s / (read_s + add_s):.0f} %`" in README
-    best = reading_s(LARGE, 4) / (reading_s(LARGE, 4) + adding_s(LARGE, 4))
-    assert f"at `{100 * best:.0f} %` efficiency at most" in README
-    quiz = sums_of(SMALL) * fewest_bytes(2, row_bytes(SMALL, 32))
+        step = one_user(LARGE, size)
+        times = [1e3 * x for x in (step.floor_s, step.communication_s, step.seconds)]
+        row = " | ".join(f"{ms:.1f} ms" for ms in times)
+        speedup = alone.seconds / step.seconds
+        assert f"| {size} | {row} | {speedup:.2f} | {speedup / size:.0%} |" in README
+    step = one_user(LARGE, 8)
+    more_s = sums_of(LARGE) * (way_s("ring", n) - way_s("one_shot", n))
+    ring = alone.seconds / 8 / (step.seconds + more_s)
+    said = f"{per_gpu(LARGE, 8):.0%} with one shot and {ring:.0%} with a ring"
+    assert said in README and guide("scales linearly").count(f"{ring:.0%} with a ring")
+    assert f"{per_gpu(LARGE, 8):.0%} by our model" in guide("scales linearly")
+    over_pcie = one_user(LARGE, 8, PCIE)
     assert (
-        f"{sums_of(SMALL)} sums of 32 · 4096 · 2 bytes" in README
-        and f"{quiz / 1e6:.1f} MB" in README
+        f"{1e3 * over_pcie.communication_s:.1f} ms instead of {1e3 * step.communication_s:.1f}"
+        in (guide("PCIe is too slow"))
     )
+
+
+def test_the_readme_quotes_the_prefill_and_where_it_loses():
+    n = row_bytes(LARGE, 4096)
+    fast, slow = (prefill(LARGE, machine, Layout(tp=8), 4096) for machine in (NVLINK, PCIE))
+    assert f"have n = {n / 1e6:.1f} MB" in README
+    assert f"would now take {1e6 * way_s('one_shot', n):.0f} µs" in README
+    assert f"one piece for all take {1e6 * way_s('two_shot', n):.0f} µs" in README
+    assert f"computes for {1e3 * fast.floor_s:.1f} ms on 8 GPUs" in README
+    assert f"talks for {1e3 * fast.communication_s:.1f} ms. Over PCIe" in README
+    assert f"(64 GB/s) it talks for {1e3 * slow.communication_s:.1f} ms" in README
+    assert PCIE.inside.bytes_per_s == 64e9
+    both = f"{1e3 * slow.communication_s:.0f} ms instead of {1e3 * fast.communication_s:.0f}"
+    assert both in guide("PCIe is too slow")
+    stages = prefill(LARGE, PCIE, Layout(pp=8), 4096, num_chunks=8)
+    assert f"`{1e3 * slow.seconds:.0f} ms` in shards, and `{1e3 * stages.seconds:.0f} ms`" in README
+    small = one_user(SMALL, 8)
+    both = (
+        f"for `{1e3 * small.floor_s:.2f} ms` and talks for `{1e3 * small.communication_s:.2f} ms`"
+    )
+    assert both in README
+    assert f"efficiency is `{100 * per_gpu(SMALL, 8):.0f} %`" in README
+    assert f"efficiency of `{100 * per_gpu(LARGE, 4):.0f} %` at most" in README
+    quiz = sums_of(SMALL) * fewest_bytes(2, row_bytes(SMALL, 32))
+    assert f"{sums_of(SMALL)} sums of 32 · 4096 · 2 bytes" in README
+    assert f"{quiz / 1e6:.1f} MB.</details>" in README
     assert f"{fewest_bytes(4, 8):.0f} MB in {WAYS['ring'].steps(4)} rounds" in README
     assert f"One shot: 3 · 8 = {WAYS['one_shot'].bytes_sent(4, 8):.0f} MB" in README
+    step = one_user(LARGE, 8)
+    asked = (
+        f"({1e3 * step.floor_s:.1f} ms to read, and {1e3 * step.communication_s:.1f} ms in which"
+    )
+    assert f"{asked} the GPUs talk {sums_of(LARGE)} times.)" in TEACHING
 
 
 def test_the_readme_quotes_stages_and_experts():
@@ -158,7 +182,6 @@ def test_the_readme_quotes_stages_and_experts():
 def test_the_readme_quotes_the_memory():
     """The bottleneck, steps 3 and 12, and the museum."""
     memory = H100.memory_bytes
-    planned = 0.9 * memory
     assert f"{weight_bytes(LARGE) / 1e9:.1f} GB in 16 bits, and an H100 has {memory / 1e9:.0f}" in (
         README
     )
@@ -167,13 +190,18 @@ def test_the_readme_quotes_the_memory():
     latents = kv_bytes_per_token(find_model("deepseek-v3"))
     assert f"all {latents / 1024:.1f} KiB" in README
     for model, bits, size, context in ((LARGE, 16, 2, 4096), (HUGE, 8, 8, 16_384)):
-        weights = weight_bytes(model, bits) / size
-        left = planned - weights
-        count = int(left / (kv_bytes_per_token(model) / size * context))
-        assert f"{weights / 1e9:.1f}" in README
-        assert f"{left / 1e9:.1f} GB are left: {count} sequences of {context:,}" in README.replace(
-            "4096 tokens", "4,096 tokens"
-        )
+        found = plan(model, H100, Layout(tp=size), 1, context, bits)
+        assert f"{weight_bytes(model, bits) / size / 1e9:.1f}" in README
+        tokens = context if context < 10_000 else f"{context:,}"
+        left = f"{found.left_bytes / 1e9:.1f} GB are left: {found.sequences_that_fit(False)}"
+        assert f"{left} sequences of {tokens} tokens" in README
+        assert found.sequences_that_fit() == found.sequences_that_fit(False) - 1
+        assert f"another {found.fullest.buffer_bytes / 1e9:.1f} GB" in README
+    for name, layout in {"tp = 8": Layout(tp=8), "tp = 4, pp = 2": Layout(tp=4, pp=2)}.items():
+        found = plan(HUGE, H100, layout, 16, 16_384, 8)
+        weights = f"{found.fullest.weight_bytes / 1e9:.1f} GB"
+        times = f"{found.prefill.seconds:.2f} s | {1e3 * found.decode.seconds:.1f} ms"
+        assert f"| {name} | {weights} | {times} | {found.tokens_per_s_per_gpu:.0f} |" in README
     assert weight_bytes(HUGE) / 8 > memory
     assert f"{weight_bytes(HUGE) / 8 / 1e9:.1f} GB a GPU, which does not fit" in README
     assert f"{weight_bytes(HUGE) / 1e9:.1f} GB of weights meet {8 * memory / 1e9:.0f} GB" in README
