@@ -19,13 +19,15 @@ class Ranks:
         self.calls: list[tuple[str, int]] = []
 
     def all_reduce(self, parts: list[Tensor]) -> list[Tensor]:
-        """Every rank gets the sum of all parts."""
+        """Every rank gets the sum of all parts, which have one shape: [...] each -> the same."""
         self._write_down("all_reduce", [part.numel() for part in parts])
         total = sum(parts[1:], parts[0])
         return [total.clone() for _ in parts]
 
     def all_gather(self, parts: list[Tensor], dim: int = -1) -> list[Tensor]:
-        """Every rank gets all parts side by side along `dim`, in the order of the ranks."""
+        """Every rank gets all parts side by side along `dim`, in the order of the ranks: by default
+        [..., C] each -> [..., size · C].
+        """
         self._write_down("all_gather", [part.numel() for part in parts])
         whole = torch.cat(parts, dim)
         return [whole.clone() for _ in parts]

@@ -35,7 +35,7 @@ def parts_of(x: Tensor, a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 @style()
 def draw_cuts(x: Tensor = X, a: Tensor = A, b: Tensor = B) -> ClassFigure:
-    """Who has what, and the one place where the ranks talk."""
+    """Who has what, and the one place where the ranks talk. x: [in]; a: [ranks, in]; b: [out, ranks]."""
     parts = parts_of(x, a, b)
     fig, ax = frame(
         "The first matrix is cut by outputs, the second by inputs: one sum is all that travels",
