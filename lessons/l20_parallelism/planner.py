@@ -98,6 +98,13 @@ class Plan:
         """The ceiling of decoding; 0 if nothing fits."""
         return self.running * self.layout.dp / (self.decode.seconds * self.layout.size)
 
+    @property
+    def prefill_tokens_per_s_per_gpu(self) -> float:
+        """The ceiling of prefill while prompts follow each other, so that no stage is idle."""
+        step = self.prefill
+        busy_s = step.floor_s + step.communication_s
+        return self.context / (busy_s * self.layout.tp * self.layout.pp)
+
 
 def plan(
     model: ModelShape,
@@ -153,19 +160,23 @@ def search(
     **rest,
 ) -> list[Plan]:
     """Plans in which `batch` sequences of each replica fit and a step takes at most slowest_step_s,
-    best first: by tokens/s of a GPU. Each runs as many sequences as fit, `most` over all replicas at
-    most. rest: as in `plan`.
+    best first: by tokens/s of a GPU. Each runs as many sequences as these limits allow, `most` over
+    all replicas at most. rest: as in `plan`.
     """
     found = []
     for layout in layouts(model, gpus):
-        fit = min(plan(model, chip, layout, batch, **rest).sequences_that_fit(), most // layout.dp)
-        if fit < batch:
+
+        def is_good(count: int, layout=layout) -> bool:
+            it = plan(model, chip, layout, count, **rest)
+            return it.sequences_that_fit() >= count and it.decode.seconds <= slowest_step_s
+
+        low, high = batch, most // layout.dp
+        if low > high or not is_good(low):
             continue
-        # logits of more sequences need more buffers, so a few less may fit
-        fit = min(fit, plan(model, chip, layout, fit, **rest).sequences_that_fit())
-        candidate = plan(model, chip, layout, max(batch, fit), **rest)
-        if candidate.running >= batch and candidate.decode.seconds <= slowest_step_s:
-            found.append(candidate)
+        while low < high:  # the largest count that is good: more sequences need more of everything
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if is_good(middle) else (low, middle - 1)
+        found.append(plan(model, chip, layout, low, **rest))
     return sorted(found, key=lambda found: found.tokens_per_s_per_gpu, reverse=True)
 
 

@@ -8,7 +8,8 @@ So lesson 1's formulas count it, with nothing added but what does *not* shrink:
 
 - KV heads: below one a GPU there is no less, so beyond Hkv GPUs they are copies.
 - MLA's latents and the matrices that make them are the same for all heads, so every GPU has them.
-- The router, and with expert parallelism the experts that all tokens use, are on every GPU.
+- The router is on every GPU. So are the experts that all tokens use, where tokens travel to the
+  others (ep = tp · dp); elsewhere they are cut like a dense MLP.
 - The vocabulary is rounded up, and so are experts that do not divide evenly.
 
 Lesson 1's plan.py shares everything evenly, without copies and without communication.
@@ -85,6 +86,8 @@ def part_of(model: ModelShape, layout: Layout, stage: range) -> ModelShape:
         num_key_value_heads=max(1, model.num_key_value_heads // tp),
         intermediate_size=model.intermediate_size // tp,
         moe_intermediate_size=model.moe_intermediate_size // (tp if layout.ep == 1 else 1),
+        # a strip of a whole expert, counted as a part of one
+        num_shared_experts=model.num_shared_experts / (tp if layout.ep == tp else 1),
         vocab_size=-(-model.vocab_size // tp),
     )
 

@@ -14,6 +14,7 @@ from lessons.l20_parallelism.planner import Plan, plan, search
 from lessons.l20_parallelism.shares import Layout
 from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.measure.hardware import CHIPS, lookup
+from lessons.toolbox.model.arguments import named
 
 NAME = "python -m lessons.l20_parallelism.planner"
 NOTE = (
@@ -51,6 +52,7 @@ def new_parser() -> OneLineParser:
     option("--between", "ndr", "the link between boxes")
     option("--gpus-per-box", 8, "how many the inner link joins", count)
     option("--most-ms", math.inf, "a search keeps layouts whose decode step is not longer", number)
+    option("--most-sequences", 256, "that a search runs on all GPUs together", count)
     option("--rows", 12, "of the table of a search", count)
     return parser
 
@@ -59,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit code."""
     parser = new_parser()
     args = parser.parse_args(arguments)
-    console = Console(highlight=False, width=max(100, Console().width))
+    console = Console(highlight=False, width=max(118, Console().width))
     try:
         _run(args, console)
     except ValueError as error:
@@ -70,10 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace, console: Console) -> None:
     model = find_model(args.model)
     machine = machine_of(lookup(args.chip), args.inside, args.between, args.gpus_per_box)
-    rest = {
-        name: getattr(args, name)
-        for name in "context bits_per_weight bits_per_kv memory_share batched_tokens".split()
-    }
+    rest = named(args, "context bits_per_weight bits_per_kv memory_share batched_tokens")
     sizes = {name: getattr(args, name) for name in ("tp", "pp", "dp", "ep")}
     if any(sizes.values()):
         layout = Layout(**{name: size or 1 for name, size in sizes.items()})
@@ -82,12 +81,14 @@ def _run(args: argparse.Namespace, console: Console) -> None:
         print_plan(plan(model, machine, layout, args.batch or 32, **rest), console)
         return
     gpus = args.gpus or 8
-    found = search(model, machine, gpus, args.most_ms / 1e3, args.batch or 1, **rest)
+    found = search(
+        model, machine, gpus, args.most_ms / 1e3, args.batch or 1, args.most_sequences, **rest
+    )
     if not found:
-        wanted = f"{args.batch or 1} sequences of {args.context} tokens"
+        wanted = f"{args.batch or 1} × {args.context} tokens"
         raise ValueError(
             f"--gpus: got {gpus}; {model.name} at {args.bits_per_weight:g} bits and {wanted} fit in "
-            f"no layout on {machine.chip.name}; accepted: more GPUs, fewer bits or a longer --most-ms"
+            f"no layout on {machine.chip.name}; accepted: more GPUs, fewer bits, a longer --most-ms"
         )
     print_search(found[: args.rows], console)
 
@@ -127,20 +128,9 @@ def print_search(plans: list[Plan], console: Console) -> None:
     """One row a layout."""
     it = plans[0]
     title = f"{it.model.name} on {it.layout.size} x {it.machine.chip.name}, context {it.context}"
-    names = (
-        "layout",
-        "weights",
-        "KiB/token",
-        "fit",
-        "run",
-        "step",
-        "messages",
-        "TTFT",
-        "tok/s/GPU",
-    )
-    table = Table(
-        *(Column(name, no_wrap=True) for name in names), title=title, title_justify="left"
-    )
+    names = ("weights", "KiB/token", "fit", "run", "step", "talk", "TTFT", "prefill", "decode")
+    columns = Column("layout", no_wrap=True), *names
+    table = Table(*columns, title=title, title_justify="left")
     for it in plans:
         table.add_row(
             str(it.layout),
@@ -151,7 +141,11 @@ def print_search(plans: list[Plan], console: Console) -> None:
             duration(it.decode.seconds),
             f"{it.decode.communication_s / it.decode.seconds:.0%}",
             duration(it.prefill.seconds),
+            f"{it.prefill_tokens_per_s_per_gpu:.0f}",
             f"{it.tokens_per_s_per_gpu:.0f}",
         )
     console.print(table)
-    console.print("fit, run: sequences of all replicas. " + NOTE, style="dim")
+    words = (
+        "fit, run: sequences of all replicas. talk: share of messages. prefill, decode: tokens/s"
+    )
+    console.print(f"{words} of a GPU, at most. {NOTE}", style="dim")
