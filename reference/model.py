@@ -45,10 +45,7 @@ def load_model(
     grouped as in lesson 20. Raises ValueError (CheckpointError for the checkpoint) in one line.
     """
     check_method(quantization)
-    device = default_device() if device is None else read_device(device)
-    if dtype is None:
-        dtype = default_dtype() if device.type == "cuda" else torch.float32
-    dtype = read_dtype(dtype)
+    device, dtype = default_place(device, dtype)
     if is_gguf(name_or_path):
         check_stored(quantization, "gguf")
         model = load_gguf(name_or_path, device, dtype, **gguf_products(device, dtype))
@@ -60,6 +57,16 @@ def load_model(
         if quantization is not None:
             model = quantize_model(model, quantization, partial(load_tokenizer, name_or_path))
     return grouped(fused(model)) if device.type == "cuda" else model
+
+
+def default_place(
+    device: torch.device | str | None, dtype: torch.dtype | str | None
+) -> tuple[torch.device, torch.dtype]:
+    """Both as load_model takes them for what is None. Raises ValueError."""
+    device = default_device() if device is None else read_device(device)
+    if dtype is None:
+        dtype = default_dtype() if device.type == "cuda" else torch.float32
+    return device, read_dtype(dtype)
 
 
 def gguf_products(device: torch.device, dtype: torch.dtype) -> dict[str, Callable]:
