@@ -25,24 +25,9 @@ from torch import Tensor, nn
 from lessons.l02_naive_attention.decoder import MLP
 from lessons.l06_mla.moe import MoE
 from lessons.l20_parallelism.group import Group
-from lessons.l20_parallelism.grouped import GroupedExperts, ops_for, stacked
+from lessons.l20_parallelism.grouped import GroupedMoE, ops_for, own_experts, stacked
 from lessons.l20_parallelism.load import capacity_of, experts_of
 from lessons.toolbox.model.arguments import check_positive
-
-
-def own_experts(moe: MoE, own: range) -> GroupedExperts:
-    """This rank's experts. moe: with all of its experts, or with these alone, as a loader that reads no
-    others leaves it. Raises ValueError.
-    """
-    found, num_experts = len(moe.experts), moe.gate.config.n_routed_experts
-    if found == num_experts:
-        return stacked(moe.experts[own.start : own.stop])
-    if found == len(own):
-        return stacked(moe.experts)
-    raise ValueError(
-        f"moe.experts: got {found}; accepted: all {num_experts}, or this rank's own {len(own)}"
-    )
-
 
 # ---------------------------------------------------------------- tokens on every rank
 
@@ -58,21 +43,14 @@ class ExpertParallelMoE(nn.Module):
     def __init__(self, moe: MoE, group: Group):
         super().__init__()
         config = moe.gate.config
-        self.group, self.gate = group, moe.gate
-        self.own = experts_of(config.n_routed_experts, group.rank, group.size)
-        self.experts = own_experts(moe, self.own)
-        self.shared_experts = moe.shared_experts
+        own = experts_of(config.n_routed_experts, group.rank, group.size)
+        self.group, self.part = group, GroupedMoE(moe, own)
         if config.n_shared_experts:
             whole = config.moe_intermediate_size * config.n_shared_experts
-            self.shared_experts = slice_of(moe.shared_experts, whole, group)
+            self.part.shared_experts = slice_of(moe.shared_experts, whole, group)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size], the same on all ranks -> the same
-        weights, chosen = self.gate(x)
-        # numbers of this rank's experts begin at 0; experts of other ranks add nothing
-        out = self.experts(x, weights, chosen - self.own.start)
-        if self.shared_experts is not None:
-            out.add_(self.shared_experts(x))
-        return self.group.all_reduce(out)
+        return self.group.all_reduce(self.part(x))
 
 
 def slice_of(mlp: MLP, whole: int, group: Group) -> MLP:
@@ -112,7 +90,7 @@ class SplitTokensMoE(nn.Module):
         places = [experts_of(num_experts, rank, group.size) for rank in range(group.size)]
         self.own, self.num_experts = places[group.rank], num_experts
         self.experts_of_each = [len(place) for place in places]
-        self.experts = own_experts(moe, self.own)
+        self.experts = stacked(own_experts(moe, self.own))
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size], of this rank -> the same
         weights, chosen = self.gate(x)

@@ -19,6 +19,7 @@ from lessons.l02_naive_attention.decoder import Decoder, swap
 from lessons.l03_kv_cache.checks import DECODE_DTYPES
 from lessons.l06_mla.moe import MoE
 from lessons.l20_parallelism import optimized, stand_ins
+from lessons.l20_parallelism.layers import OwnExperts
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -82,27 +83,50 @@ def described(experts: nn.ModuleList) -> str:
     return f"{len(experts)} of {', '.join(sorted(parts))}"
 
 
-class GroupedMoE(nn.Module):
-    """A MoE with its router, its shared experts and its weights."""
+def own_experts(moe: nn.Module, own: range) -> nn.ModuleList:
+    """Some neighbours of a layer's experts. moe: with all of its experts, or with these alone, as a loader
+    that reads no others leaves it. Raises ValueError.
+    """
+    found, num_experts = len(moe.experts), moe.gate.config.n_routed_experts
+    if found not in (num_experts, len(own)):
+        raise ValueError(
+            f"moe.experts: got {found}; accepted: all {num_experts}, or this rank's own {len(own)}"
+        )
+    return moe.experts[own.start : own.stop] if found == num_experts else moe.experts
 
-    def __init__(self, moe: MoE):
+
+class GroupedMoE(nn.Module):
+    """A layer of experts with its router, its shared experts and its weights.
+
+    own: the routed experts that are here, None for all. Others add nothing, so the result is then a
+    partial sum (experts.py adds those of all ranks).
+    """
+
+    def __init__(self, moe: MoE | OwnExperts, own: range | None = None):
         super().__init__()
         self.gate, self.shared_experts = moe.gate, moe.shared_experts
-        self.experts = stacked(moe.experts)
+        self.own = range(moe.gate.config.n_routed_experts) if own is None else own
+        self.experts = stacked(own_experts(moe, self.own))
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
         weights, chosen = self.gate(x)
+        if self.own.start:
+            chosen = chosen - self.own.start  # the first expert that is here is number 0
         out = self.experts(x, weights, chosen)
         return out if self.shared_experts is None else out.add_(self.shared_experts(x))
 
 
 def grouped(model: Decoder) -> Decoder:
-    """A twin of `model` whose layers of experts are GroupedMoEs, for inference. What cannot be stacked
-    (quantized experts, gpt-oss') stays as it is, and so does a model without experts.
+    """A twin of `model`, or of a rank's part of one, whose layers of experts are GroupedMoEs, for
+    inference. What cannot be stacked (quantized experts, gpt-oss') stays as it is, and so does a model
+    without experts.
     """
-    return swap(model, {MoE: group_where_possible})
+    return swap(model, {MoE: group_where_possible, OwnExperts: group_where_possible})
 
 
-def group_where_possible(moe: MoE) -> nn.Module:
-    """A GroupedMoE of experts that can be stacked, else the MoE itself."""
-    return GroupedMoE(moe) if can_be_stacked(moe.experts) else moe
+def group_where_possible(moe: MoE | OwnExperts) -> nn.Module:
+    """A GroupedMoE of experts that can be stacked, else the layer itself."""
+    own = getattr(moe, "own", range(moe.gate.config.n_routed_experts))
+    if isinstance(moe.experts, nn.ModuleList) and can_be_stacked(own_experts(moe, own)):
+        return GroupedMoE(moe, own)
+    return moe

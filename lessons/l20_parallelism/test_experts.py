@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lessons.l20_parallelism.experts import ExpertParallelMoE, own_experts
+from lessons.l20_parallelism import grouped
+from lessons.l20_parallelism.experts import ExpertParallelMoE
 from lessons.l20_parallelism.group import Group
 from lessons.l20_parallelism.lab.moe_ranks import (
     CONFIGS,
@@ -58,17 +59,21 @@ OWN = "(chosen >= self.own.start) & (chosen < self.own.stop)"
 BUGS = {
     "weights normed over a rank's own experts": (
         "replicated",
-        "        # numbers of this",
+        "        if self.own.start:\n",
         f"        weights = weights / (weights * ({OWN})).sum(-1, keepdim=True).clamp(min=1e-9)\n"
-        "        # numbers of this",
+        "        if self.own.start:\n",
     ),
-    "a rank's offset of experts is forgotten": ("replicated", "chosen - self.own.start", "chosen"),
+    "a rank's offset of experts is forgotten": (
+        "replicated",
+        "chosen = chosen - self.own.start",
+        "pass",
+    ),
     "the shared expert is added on every rank": (
         "replicated",
         "own = slice(whole * group.rank // group.size, whole * (group.rank + 1) // group.size)",
         "own = slice(0, whole)",
     ),
-    "no sum over the ranks": ("replicated", "self.group.all_reduce(out)", "out"),
+    "no sum over the ranks": ("replicated", "self.group.all_reduce(self.part(x))", "self.part(x)"),
     "received rows by expert, then by sender": (
         "split",
         "expert = expert.repeat_interleave(received.flatten())",
@@ -160,7 +165,7 @@ def test_a_loader_may_leave_other_ranks_experts_out(seed):
     assert_equal(case, outs[0] + outs[1], whole_layer(case))
     moe.experts = moe.experts[:3]
     with pytest.raises(ValueError, match=r"moe\.experts: got 3; accepted: all 16, or .* own 8"):
-        own_experts(moe, range(8))
+        grouped.own_experts(moe, range(8))
 
 
 # ---------------------------------------------------------------- load and limits

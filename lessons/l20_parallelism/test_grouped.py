@@ -21,6 +21,7 @@ from lessons.l20_parallelism.lab.moe_ranks import (
     new_moe,
     tokens_of,
 )
+from lessons.l20_parallelism.layers import Elsewhere, OwnExperts
 from lessons.toolbox.proof.numerics import assert_close_to_oracle
 
 pytestmark = [pytest.mark.usefixtures("seed"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -64,6 +65,21 @@ def test_a_model_and_its_twin_share_memory_and_tokens():
     assert type(model.layers[1].mlp) is MoE and type(twin.layers[1].mlp) is GroupedMoE
     places = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     assert {weight.untyped_storage().data_ptr() for weight in twin.parameters()} == places
+
+
+@torch.no_grad()
+def test_a_ranks_part_is_grouped_as_well(seed):
+    """What parallel.py leaves on a rank: its own experts, and others that are Elsewhere."""
+    case = Case("one", "deepseek_v3", seed, torch.float64)
+    x = tokens_of(case)
+    for rank in range(2):
+        moe = new_moe(CONFIGS[case.config], seed, case.dtype)
+        for index in range(8 * (1 - rank), 8 * (1 - rank) + 8):
+            moe.experts[index] = Elsewhere()
+        part = nn.Sequential(OwnExperts(moe, rank, 2))
+        expected, twin = part(x), grouped(part)
+        assert type(twin[0]) is GroupedMoE and type(part[0]) is OwnExperts
+        assert_equal(case, twin(x), expected)
 
 
 def test_what_cannot_be_stacked_stays():

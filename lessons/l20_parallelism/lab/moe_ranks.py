@@ -2,16 +2,21 @@
 ranks have, or that are split over them.
 """
 
+import contextlib
+import inspect
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lessons.l06_mla.moe import MoE
-from lessons.l20_parallelism import experts
+from lessons.l20_parallelism import experts, grouped
 from lessons.l20_parallelism.group import Group
 from lessons.l20_parallelism.lab.moe_cases import layer_config
 from lessons.toolbox.model.config import MoEConfig
@@ -41,7 +46,8 @@ CONFIGS = {
 
 class Case(NamedTuple):
     """A layer, its tokens, and what is wrong with it. form: "replicated", "split" or "capacity".
-    split: how many tokens each rank has, if they are split. bug: (old, new) in experts.py.
+    split: how many tokens each rank has, if they are split. bug: (old, new) in experts.py or
+    grouped.py.
     """
 
     form: str
@@ -83,23 +89,13 @@ def run_case(world: Group, case: Case) -> dict:
     """out: [T, hidden_size] of this rank; calls and bytes of its collectives; pairs that it dropped,
     and whether it said so.
     """
-    module = experts
-    if case.bug is not None:
-        folder = tempfile.mkdtemp()
-        module = with_bug(experts, Path(folder), *case.bug)
-    moe, x = new_moe(CONFIGS[case.config], case.seed, case.dtype), tokens_of(case)
-    if case.form == "replicated":
-        layer = module.ExpertParallelMoE(moe, world)
-    else:
+    x = tokens_of(case)
+    if case.split:
         x = x.split(case.split)[world.rank]
-        layer = (
-            module.SplitTokensMoE(moe, world)
-            if case.form == "split"
-            else module.CapacityMoE(moe, world, case.capacity_factor)
-        )
-    world.wire.clear()
-    with warnings.catch_warnings(record=True) as said:
+    with planted(case.bug) as module, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
+        layer = layer_of(module, case, world)
+        world.wire.clear()
         out = layer(x)
     return dict(
         out=out,
@@ -108,6 +104,31 @@ def run_case(world: Group, case: Case) -> dict:
         dropped=int(getattr(layer, "dropped", 0)),
         said=[str(warning.message) for warning in said],
     )
+
+
+def layer_of(module: ModuleType, case: Case, world: Group) -> nn.Module:
+    """The case's layer, as `module`, experts.py or a buggy copy of it, makes it."""
+    moe = new_moe(CONFIGS[case.config], case.seed, case.dtype)
+    if case.form == "replicated":
+        return module.ExpertParallelMoE(moe, world)
+    if case.form == "split":
+        return module.SplitTokensMoE(moe, world)
+    return module.CapacityMoE(moe, world, case.capacity_factor)
+
+
+@contextlib.contextmanager
+def planted(bug: tuple[str, str] | None) -> Iterator[ModuleType]:
+    """experts.py, or a copy of it with a bug, or itself over a copy of grouped.py with the bug."""
+    if bug is None:
+        yield experts
+        return
+    folder = Path(tempfile.mkdtemp())
+    if bug[0] in inspect.getsource(experts):
+        yield with_bug(experts, folder, *bug)
+        return
+    buggy = with_bug(grouped, folder, *bug)
+    with mock.patch.object(experts, "GroupedMoE", buggy.GroupedMoE):
+        yield experts
 
 
 def assert_equal(case: Case, out: Tensor, expected: Tensor) -> None:
