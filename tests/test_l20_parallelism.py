@@ -1,8 +1,9 @@
-"""Lesson 20: proves that the first picture fits, that excerpts stand in the sources, and that the README
+"""Lesson 20: proves that its own pictures fit, that excerpts stand in the sources, and that the README
 quotes what the code says.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from lessons.l01_roofline.calculators import kv_bytes_per_token, weight_bytes
 from lessons.l01_roofline.models import find_model
 from lessons.l20_parallelism.collectives import WAYS, fewest_bytes
-from lessons.l20_parallelism.lab import cuts, experiments
+from lessons.l20_parallelism.lab import cuts, experiments, price
 from lessons.l20_parallelism.links import LL, all_reduce_times, machine_of
 from lessons.l20_parallelism.load import load_of
 from lessons.l20_parallelism.pipeline import bubble, decode_bubble
@@ -33,8 +34,11 @@ NVLINK, PCIE = machine_of(H100), machine_of(H100, inside="pcie5")
 TEACHING = (ROOT / "lessons/TEACHING.md").read_text(encoding="utf-8")
 
 
-def test_the_first_picture_fits():
-    figure = cuts.draw_cuts()
+@pytest.mark.parametrize(
+    "draw", [cuts.draw_cuts, price.draw_price, partial(price.draw_price, 2, "pcie4", 64)]
+)
+def test_the_pictures_fit(draw):
+    figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)
 
 
