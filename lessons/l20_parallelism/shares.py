@@ -67,10 +67,8 @@ def check_layout(model: ModelShape, layout: Layout) -> None:
 
 
 def stages_of(model: ModelShape, layout: Layout) -> list[range]:
-    """The layers of each stage. Embedding and head are counted as the layers that they weigh."""
-    layer = model.layer_params(model.num_experts) / model.num_hidden_layers
-    ends = model.embedding_params / layer
-    return split_layers(model.num_hidden_layers, layout.pp, ends, ends)
+    """The layers of each stage, as parallel.py splits them: evenly, so the ends hold more."""
+    return split_layers(model.num_hidden_layers, layout.pp)
 
 
 def part_of(model: ModelShape, layout: Layout, stage: range) -> ModelShape:

@@ -22,12 +22,14 @@ from lessons.l20_parallelism.pipeline import schedule
 from lessons.l20_parallelism.scaling import (
     DEGREES,
     StageTime,
+    Work,
     all_reduce_s_for,
     best_tp,
     decode_step,
     efficiency,
     in_turn,
     prefill,
+    stage_time,
 )
 from lessons.l20_parallelism.shares import Layout
 from lessons.toolbox.measure.hardware import CHIPS
@@ -89,6 +91,8 @@ def test_large_messages_go_at_the_bandwidth_and_small_ones_at_the_latency():
     assert all_reduce_s(n, 16, NVLINK) == pytest.approx(2 * 15 / 16 * n / 400e9, rel=0.01)
     assert send_s(n, LINKS["pcie4"]) == pytest.approx(n / 32e9, rel=0.01)
     assert 6e-6 < all_reduce_s(8, 8, NVLINK) < 8e-6 < all_reduce_s(8, 8, PCIE)
+    # 30 steps, of which 2 are between the boxes
+    assert all_reduce_s(8, 16, NVLINK) == pytest.approx(6.6e-6 + 28 * 0.6e-6 + 2 * 2.7e-6, rel=0.01)
     assert all_reduce_s(n, 1, NVLINK) == all_gather_s(n, 1, PCIE) == all_to_all_s(n, 1, PCIE) == 0
 
 
@@ -165,6 +169,27 @@ def test_tokens_travel_to_experts_only_where_replicas_share_them():
     assert shared.communication_s == pytest.approx(32 * 2 * travel_s)
     # 32 tokens meet, so all 8 experts are read, but a GPU reads its 2 only
     assert shared.floor_s < 0.4 * apart.floor_s
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+def test_experts_do_the_same_work_wherever_they_are(ep):
+    """Per GPU as many FLOPs for experts that are cut as for whole ones, in the mean."""
+    work = Work.decode(8, 1024)
+    cut = stage_time(MIXTRAL, NVLINK, Layout(tp=4), 0, work).floor.flops
+    assert stage_time(MIXTRAL, NVLINK, Layout(tp=4, ep=ep), 0, work).floor.flops == pytest.approx(
+        cut
+    )
+    alone = stage_time(MIXTRAL, NVLINK, Layout(dp=4), 0, work).floor.flops
+    assert stage_time(MIXTRAL, NVLINK, Layout(dp=4, ep=ep), 0, work).floor.flops == pytest.approx(
+        alone
+    )
+
+
+def test_stages_share_the_cache_of_a_long_context():
+    """One stage reads all K and V of 32 sequences; four read a quarter each, at the same time."""
+    one, four = (decode_step(LARGE, NVLINK, Layout(pp=pp), 32, 32768) for pp in (1, 4))
+    assert four.seconds < 0.6 * one.seconds
+    assert four.idle_s < 0.2 * four.seconds
 
 
 def test_micro_batches_in_turn_take_what_the_schedule_says():

@@ -3,6 +3,7 @@ from elsewhere, and against deployments that others have published.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -58,11 +59,12 @@ def weights_of(config, mesh: Mesh, stage: int, expert_parallel: bool) -> int:
     return sum(weight.numel() for weight in part.parameters() if weight.dim() > 1)
 
 
-@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (4, 1), (2, 2), (1, 2)])
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (4, 1), (2, 2), (1, 3)])
 @pytest.mark.parametrize("name", ["llama", "deepseek", "deepseek, experts whole"])
 def test_a_share_is_what_a_real_part_has(name, tp, pp):
     """Llama: 2 KV heads, so 4 shards have copies. DeepSeek: latents on all, a shared expert."""
     config, is_whole = LLAMA if name == "llama" else DEEPSEEK, "whole" in name
+    config = replace(config, num_hidden_layers=5, sliding_windows=())
     model = shape_of(config)
     layout = Layout(tp, pp, ep=tp if is_whole else 1)
     counted = list(shares(model, layout, batch=1))
