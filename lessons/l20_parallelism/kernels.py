@@ -116,7 +116,7 @@ def gate_up_kernel(
     k = tl.arange(0, BLOCK_K)[None, :]
     first = tl.program_id(1) * BLOCK_N
     gate_ptr = weight_ptr + expert * stride_expert
-    up_ptr = gate_ptr + inner.to(tl.int64) * stride_row
+    up_ptr = gate_ptr + tl.cast(inner, tl.int64) * stride_row
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # "ieee", because Triton's default rounds float32 to tf32; 16-bit inputs are not changed by it
