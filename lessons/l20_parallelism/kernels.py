@@ -77,6 +77,17 @@ def align_kernel(
 
 
 @triton.jit
+def rows_of_tile(pairs_ptr, experts_ptr, num_pairs, BLOCK_M: tl.constexpr):
+    """The expert of this program's tile, below 0 if it is not used, and for each row its pair, and whether
+    there is one: [BLOCK_M, 1]. int64, because expert · stride may pass 2^31.
+    """
+    tile = tl.program_id(0)
+    expert = tl.load(experts_ptr + tile).to(tl.int64)
+    pair = tl.load(pairs_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None])
+    return expert, pair.to(tl.int64), pair < num_pairs
+
+
+@triton.jit
 def gate_up_kernel(
     x_ptr,
     weight_ptr,
@@ -98,17 +109,14 @@ def gate_up_kernel(
 
     x: [T, size]; weight: [E, 2 · inner, size], gate's rows and then up's; h: [num_pairs, inner].
     """
-    expert = tl.load(experts_ptr + tl.program_id(0)).to(tl.int64)
+    expert, pair, is_row = rows_of_tile(pairs_ptr, experts_ptr, num_pairs, BLOCK_M)
     if expert < 0:
         return
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    pair = tl.load(pairs_ptr + m)
-    is_row = pair < num_pairs
-    x_row = x_ptr + (pair // TOP_K).to(tl.int64) * stride_x
+    x_row = x_ptr + pair // TOP_K * stride_x
     k = tl.arange(0, BLOCK_K)[None, :]
     first = tl.program_id(1) * BLOCK_N
     gate_ptr = weight_ptr + expert * stride_expert
-    up_ptr = gate_ptr + inner.to(tl.int64) * stride_row
+    up_ptr = gate_ptr + tl.cast(inner, tl.int64) * stride_row
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # "ieee", because Triton's default rounds float32 to tf32; 16-bit inputs are not changed by it
@@ -120,7 +128,7 @@ def gate_up_kernel(
         up = tl.dot(x, tl.trans(w), up, input_precision="ieee")
     h = gate * tl.sigmoid(gate) * up
     n = first + tl.arange(0, BLOCK_N)[None, :]
-    h_row = h_ptr + pair.to(tl.int64) * inner
+    h_row = h_ptr + pair * inner
     tl.store(h_row + n, h.to(h_ptr.dtype.element_ty), mask=is_row & (n < inner))
 
 
@@ -144,13 +152,10 @@ def down_kernel(
 
     h: [num_pairs, inner]; weight: [E, size, inner]; y: [num_pairs, size].
     """
-    expert = tl.load(experts_ptr + tl.program_id(0)).to(tl.int64)
+    expert, pair, is_row = rows_of_tile(pairs_ptr, experts_ptr, num_pairs, BLOCK_M)
     if expert < 0:
         return
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    pair = tl.load(pairs_ptr + m)
-    is_row = pair < num_pairs
-    h_row = h_ptr + pair.to(tl.int64) * inner
+    h_row = h_ptr + pair * inner
     k = tl.arange(0, BLOCK_K)[None, :]
     first = tl.program_id(1) * BLOCK_N
     down_ptr = weight_ptr + expert * stride_expert
@@ -160,7 +165,7 @@ def down_kernel(
         w = load_tile(down_ptr, first, size, stride_row, start, inner, BLOCK_N, BLOCK_K)
         acc = tl.dot(h, tl.trans(w), acc, input_precision="ieee")
     n = first + tl.arange(0, BLOCK_N)[None, :]
-    y_row = y_ptr + pair.to(tl.int64) * size
+    y_row = y_ptr + pair * size
     tl.store(y_row + n, acc.to(y_ptr.dtype.element_ty), mask=is_row & (n < size))
 
 
