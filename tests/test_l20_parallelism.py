@@ -175,7 +175,7 @@ def test_the_readme_quotes_stages_and_experts():
     assert f"3 / (12 + 3) = {bubble(4, 12):.0%}" in README
     travels = 1024 * 2 * row_bytes(MIXTRAL) * 3 / 4
     assert f"1024 · 2 rows of {row_bytes(MIXTRAL)} bytes" in README
-    assert f"{travels / 1e6:.1f} MB, and as much back" in README
+    assert f"{travels / 1e6:.1f} MB, and gets as much back" in README
     torch.manual_seed(0)
     for tokens, digits in ((8, 1), (1024, 2)):
         draws = (torch.rand(tokens, 8).topk(2).indices for _ in range(1000))
@@ -206,6 +206,12 @@ def test_the_readme_quotes_the_memory():
         weights = f"{found.fullest.weight_bytes / 1e9:.1f} GB"
         times = f"{found.prefill.seconds:.2f} s | {1e3 * found.decode.seconds:.1f} ms"
         assert f"| {name} | {weights} | {times} | {found.tokens_per_s_per_gpu:.0f} |" in README
+    wide, staged = (plan(HUGE, H100, layout, 16, 16_384) for layout in (Layout(16), Layout(8, 2)))
+    steps = f"({1e3 * wide.decode.seconds:.1f} ms, and {1e3 * staged.decode.seconds:.1f} ms with"
+    assert f"{steps} tp = 8, pp = 2)" in README
+    assert f"takes {wide.prefill.seconds:.2f} s instead of {staged.prefill.seconds:.2f}" in README
+    fit = wide.sequences_that_fit(), staged.sequences_that_fit()
+    assert f"{fit[0]} sequences fit instead of {fit[1]}" in README
     assert weight_bytes(HUGE) / 8 > memory
     assert f"{weight_bytes(HUGE) / 8 / 1e9:.1f} GB a GPU, which does not fit" in README
     assert f"{weight_bytes(HUGE) / 1e9:.1f} GB of weights meet {8 * memory / 1e9:.0f} GB" in README
