@@ -6,6 +6,7 @@ answer does not depend on where it was computed.
 """
 
 import threading
+import weakref
 from collections import ChainMap, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -63,11 +64,15 @@ class Replica:
             target=run_steps, args=(engine, self.lock, self.steps), daemon=True
         )
         thread.start()
+        # Not a method, because that would keep this object alive. The thread keeps the engine alive.
+        self.close = weakref.finalize(self, self.steps.put, None)
 
     def begin_step(self) -> Future:
         """Let the thread run a step, if it runs none. Returns what will hold the requests that got a
-        token.
+        token. Raises RuntimeError after `close`.
         """
+        if not self.close.alive:
+            raise RuntimeError("the engine's workers were ended by shutdown()")
         if self.under_way is None:
             self.under_way = Future()
             self.steps.put(self.under_way)
@@ -149,5 +154,5 @@ class ReplicatedEngine:
     def close(self) -> None:
         """End the workers of all replicas."""
         for replica in self.replicas:
-            replica.steps.put(None)
+            replica.close()
             replica.engine.close()
