@@ -5,6 +5,7 @@ waits for another one's. Requests without a seed draw theirs here, in the order 
 answer does not depend on where it was computed.
 """
 
+import copy
 import threading
 import weakref
 from collections import ChainMap, OrderedDict
@@ -96,9 +97,13 @@ class ReplicatedEngine:
     """Engine's interface over several. seed: of the requests that bring none; None: a fresh one."""
 
     def __init__(self, engines: list[Engine], seed: int | None = None):
-        self.replicas = [Replica(engine) for engine in engines]
         self.engines = engines
         self.tokenizer = engines[0].tokenizer
+        # Bound to the first engine as it is now, because no thread may use another one's tokenizer.
+        self.read_prompt = copy.copy(engines[0]).read_prompt
+        for engine in engines:
+            engine.tokenizer = copy.deepcopy(self.tokenizer)
+        self.replicas = [Replica(engine) for engine in engines]
         self.max_model_len = engines[0].max_model_len
         self.router = Router(engines[0].scheduler.blocks.block_size)
         seeds = Random(seed)
@@ -118,11 +123,12 @@ class ReplicatedEngine:
         """As in Engine. Raises ValueError."""
         if not isinstance(request_id, str) or request_id in self.requests:
             refuse("request_id", request_id, "a string not in use")
-        _, ids = self.engines[0].read_prompt(prompt)
+        text, ids = self.read_prompt(prompt)
         loads = [len(engine.requests) for engine in self.engines]
         replica = self.replicas[self.router.choose(ids, loads)]
         with replica.lock:
-            replica.engine.add_request(request_id, prompt, *wishes)
+            replica.engine.add_request(request_id, ids, *wishes)
+            replica.engine.requests[request_id].prompt = text
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """As in Engine. Raises ValueError for a request_id that is no string."""
