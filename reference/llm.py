@@ -6,7 +6,7 @@ from functools import partial
 from tqdm.auto import tqdm
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets
+from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets, can_be_captured
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
@@ -122,11 +122,11 @@ def new_runner(
 
 
 def replays(args: EngineArgs, model: Decoder) -> bool:
-    """Whether decode steps become CUDA graphs. On a CPU nothing is launched; a mixture of experts
-    stays eager, because Python asks its router which experts to run, and so does Gemma 2. So do
+    """Whether decode steps become CUDA graphs. On a CPU nothing is launched. Gemma 2 stays eager, and
+    so do experts that cannot be grouped, because Python asks their router which ones to run. So do
     quantized latents, because no kernel reads them: they become numbers first.
     """
-    can_replay = model.device.type == "cuda" and model.config.can_be_captured
+    can_replay = model.device.type == "cuda" and can_be_captured(model)
     can_replay = can_replay and (model.config.mla is None or args.kv_cache_dtype == "auto")
     return can_replay and not args.enforce_eager
 

@@ -60,7 +60,9 @@ class Group:
         """The sum over the ranks, in place. x: any shape."""
         if self.size > 1:
             self.wire.count("all_reduce", x)
-            dist.all_reduce(x, group=self.handle)
+            dense = x.contiguous()
+            dist.all_reduce(dense, group=self.handle)
+            give_back(dense, x)
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
@@ -68,8 +70,9 @@ class Group:
         if self.size == 1:
             return x
         self.wire.count("all_gather", x)
+        x = x.contiguous()
         parts = [torch.empty_like(x) for _ in self.members]
-        dist.all_gather(parts, x.contiguous(), group=self.handle)
+        dist.all_gather(parts, x, group=self.handle)
         return torch.cat(parts, dim)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -77,8 +80,9 @@ class Group:
         if self.size == 1:
             return x
         self.wire.count("reduce_scatter", x)
+        x = x.contiguous()
         out = torch.empty_like(x[: len(x) // self.size])
-        dist.reduce_scatter(out, list(x.contiguous().chunk(self.size)), group=self.handle)
+        dist.reduce_scatter(out, list(x.chunk(self.size)), group=self.handle)
         return out
 
     def all_to_all(self, x: Tensor, to_each: list[int], from_each: list[int]) -> Tensor:
@@ -96,7 +100,9 @@ class Group:
         """The tensor of rank `source` of this group, in place."""
         if self.size > 1:
             self.wire.count("broadcast", x)
-            dist.broadcast(x, self.members[source], group=self.handle)
+            dense = x.contiguous()
+            dist.broadcast(dense, self.members[source], group=self.handle)
+            give_back(dense, x)
         return x
 
     def send(self, x: Tensor, to: int) -> None:
@@ -106,12 +112,14 @@ class Group:
 
     def receive(self, out: Tensor, source: int) -> Tensor:
         """Fill `out` with what rank `source` of this group sends."""
-        dist.recv(out, self.members[source], group=self.handle)
+        dense = out.contiguous()
+        dist.recv(dense, self.members[source], group=self.handle)
+        give_back(dense, out)
         return out
 
     def exchange(self, x: Tensor, to: int, source: int) -> Tensor:
         """Send x to one rank while a tensor of the same shape comes from another: a step of a ring."""
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self.step({to: x}, {source: out})
         return out
 
@@ -120,15 +128,18 @@ class Group:
         what the rank of its key sends.
         """
         work = []
+        dense = {source: out.contiguous() for source, out in receives.items()}
         for to, x in sends.items():
             self.wire.count("send", x)
             work.append(dist.P2POp(dist.isend, x.contiguous(), self.members[to], self.handle))
-        for source, out in receives.items():
+        for source, out in dense.items():
             work.append(dist.P2POp(dist.irecv, out, self.members[source], self.handle))
         if work:
             self.wire.calls["step"] += 1
             for request in dist.batch_isend_irecv(work):
                 request.wait()
+        for source, out in receives.items():
+            give_back(dense[source], out)
 
     def send_later(self, x: Tensor, to: int) -> dist.Work:
         """Begin to send x to rank `to`. It may be changed once wait() of what is returned has come
@@ -141,3 +152,12 @@ class Group:
         """Return when all ranks have come here."""
         if self.size > 1:
             dist.barrier(group=self.handle)
+
+
+def give_back(dense: Tensor, x: Tensor) -> None:
+    """Copy what a collective left in `dense`, x.contiguous(), into x, if that is another tensor.
+
+    Because gloo sends and fills memory as it lies. A slice of wider rows would send the gaps.
+    """
+    if dense is not x:
+        x.copy_(dense)

@@ -22,9 +22,14 @@ import torch
 import torch.distributed as dist
 
 from lessons.l20_parallelism.group import Group
+from lessons.toolbox.command import one_line
 from lessons.toolbox.model.arguments import check_whole
 
 ROOT = str(Path(__file__).resolve().parents[2])
+# A rank whose neighbour died or raised complains about the wire, perhaps before the neighbour's end
+# is known. So of several failures the first of these kinds counts, and an echo waits for its cause.
+DIED, RAISED, ECHO = range(3)
+ECHO_S = 1.0
 PRELOAD = ["lessons.l20_parallelism.warm"]
 
 
@@ -58,15 +63,14 @@ def run_ranks(
 
 
 def gather_results(ranks: list[tuple], timeout_s: float) -> list:
-    """What each rank sends through its pipe. Raises RankError."""
+    """What each rank sends through its pipe. Raises RankError, for the rank that was at fault."""
     deadline = time.monotonic() + timeout_s
-    results, waiting = [None] * len(ranks), dict(enumerate(ranks))
+    results, waiting, failures = [None] * len(ranks), dict(enumerate(ranks)), []
     while waiting:
         pipes = {pipe: rank for rank, (_, pipe) in waiting.items()}
         ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankError(min(waiting), f"was not done within {timeout_s:g} s")
-        failures = []
+            break
         for pipe in ready:
             rank = pipes[pipe]
             process, _ = waiting.pop(rank)
@@ -74,15 +78,22 @@ def gather_results(ranks: list[tuple], timeout_s: float) -> list:
                 ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 process.join(5)
-                failures.append(RankError(rank, f"died ({exit_of(process)})"))
+                failures.append((DIED, rank, f"died ({exit_of(process)})"))
                 continue
             if ok:
                 results[rank] = value
             else:
-                failures.append(RankError(rank, f"raised {value}"))
-        if failures:
-            # a rank whose neighbour died complains about the wire: name the death, not the complaint
-            raise next((f for f in failures if "died" in str(f)), failures[0])
+                is_echo, said = value
+                failures.append((ECHO if is_echo else RAISED, rank, f"raised {said}"))
+        if failures and min(failures)[0] != ECHO:
+            break
+        if failures:  # then the cause is about to be told
+            deadline = min(deadline, time.monotonic() + ECHO_S)
+    if failures:
+        _, rank, what = min(failures)
+        raise RankError(rank, what)
+    if waiting:
+        raise RankError(min(waiting), f"was not done within {timeout_s:g} s")
     return results
 
 
@@ -143,20 +154,24 @@ def _rank_main(
     # because the ranks share this machine's cores, and threads that wait for a core cost more than
     # they win; torchrun does the same by OMP_NUM_THREADS
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    torch.seed()  # because forks of one server would all draw the same numbers
     try:
         join_world(rank, size, rendezvous, backend, timeout_s)
         dist.barrier()  # a rank that is done before another has met all would look like a death
-        value = True, function(Group.world(), *args)
+        # Pickled here, because a pipe would send a tensor as shared memory, which ends with us.
+        message = pickle.dumps((True, function(Group.world(), *args)))
     except BaseException as error:
-        value = False, f"{type(error).__name__}: {error}"
-    # Pickled here, because a pipe would send a tensor as shared memory, which ends with this process.
-    pipe.send_bytes(pickle.dumps(value))
+        is_echo = isinstance(error, RuntimeError)  # what torch.distributed raises
+        said = one_line(f"{type(error).__name__}: {error}")
+        message = pickle.dumps((False, (is_echo, said)))
+    pipe.send_bytes(message)
     pipe.close()
     os._exit(0)  # because gloo's threads may wait for ranks that have gone
 
 
 def join_world(rank: int, size: int, rendezvous: str, backend: str, timeout_s: float) -> None:
     """Become a rank of the world. rendezvous: a file:// address that all ranks share."""
+    take_device(rank, backend)
     dist.init_process_group(
         backend,
         init_method=rendezvous,
@@ -170,5 +185,12 @@ def world_from_environment(backend: str = "gloo") -> Group:
     """The world that torchrun started this process in; a group of one elsewhere."""
     if "RANK" not in os.environ:
         return Group.alone()
+    take_device(int(os.environ.get("LOCAL_RANK", 0)), backend)
     dist.init_process_group(backend)
     return Group.world()
+
+
+def take_device(rank: int, backend: str) -> None:
+    """With "nccl", make one GPU this process's own. rank: among the ranks of this machine."""
+    if backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
