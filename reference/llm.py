@@ -236,7 +236,9 @@ class LLM:
 
         Raises ValueError for a prompt that cannot be served, or while requests are unfinished.
         """
-        prompts, searching = as_list(prompts), BeamSearch(self.engine, params)
+        # One of the replicas, if there are several, because beams share blocks.
+        engine = getattr(self.engine, "engines", [self.engine])[0]
+        prompts, searching = as_list(prompts), BeamSearch(engine, params)
         searches = []
         for prompt in prompts:
             try:

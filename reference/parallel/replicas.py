@@ -5,7 +5,9 @@ waits for another one's. Requests without a seed draw theirs here, in the order 
 answer does not depend on where it was computed.
 """
 
+import copy
 import threading
+import weakref
 from collections import ChainMap, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -63,11 +65,15 @@ class Replica:
             target=run_steps, args=(engine, self.lock, self.steps), daemon=True
         )
         thread.start()
+        # Not a method, because that would keep this object alive. The thread keeps the engine alive.
+        self.close = weakref.finalize(self, self.steps.put, None)
 
     def begin_step(self) -> Future:
         """Let the thread run a step, if it runs none. Returns what will hold the requests that got a
-        token.
+        token. Raises RuntimeError after `close`.
         """
+        if not self.close.alive:
+            raise RuntimeError("the engine's workers were ended by shutdown()")
         if self.under_way is None:
             self.under_way = Future()
             self.steps.put(self.under_way)
@@ -91,9 +97,13 @@ class ReplicatedEngine:
     """Engine's interface over several. seed: of the requests that bring none; None: a fresh one."""
 
     def __init__(self, engines: list[Engine], seed: int | None = None):
-        self.replicas = [Replica(engine) for engine in engines]
         self.engines = engines
         self.tokenizer = engines[0].tokenizer
+        # Bound to the first engine as it is now, because no thread may use another one's tokenizer.
+        self.read_prompt = copy.copy(engines[0]).read_prompt
+        for engine in engines:
+            engine.tokenizer = copy.deepcopy(self.tokenizer)
+        self.replicas = [Replica(engine) for engine in engines]
         self.max_model_len = engines[0].max_model_len
         self.router = Router(engines[0].scheduler.blocks.block_size)
         seeds = Random(seed)
@@ -113,11 +123,12 @@ class ReplicatedEngine:
         """As in Engine. Raises ValueError."""
         if not isinstance(request_id, str) or request_id in self.requests:
             refuse("request_id", request_id, "a string not in use")
-        _, ids = self.engines[0].read_prompt(prompt)
+        text, ids = self.read_prompt(prompt)
         loads = [len(engine.requests) for engine in self.engines]
         replica = self.replicas[self.router.choose(ids, loads)]
         with replica.lock:
-            replica.engine.add_request(request_id, prompt, *wishes)
+            replica.engine.add_request(request_id, ids, *wishes)
+            replica.engine.requests[request_id].prompt = text
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """As in Engine. Raises ValueError for a request_id that is no string."""
@@ -149,5 +160,5 @@ class ReplicatedEngine:
     def close(self) -> None:
         """End the workers of all replicas."""
         for replica in self.replicas:
-            replica.steps.put(None)
+            replica.close()
             replica.engine.close()

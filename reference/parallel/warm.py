@@ -2,6 +2,6 @@
 them seconds. lessons/l20_parallelism/warm.py does the same for a rank.
 """
 
-import transformers.models.auto.configuration_auto  # noqa: F401
+from transformers import AutoConfig  # noqa: F401  (reads a checkpoint's config.json)
 
 import reference.parallel.processes  # noqa: F401
