@@ -61,6 +61,11 @@ def test_the_record_has_the_bytes_of_the_formula():
     assert f"a random model of {weights / 1e6:.0f} million weights" in README
 
 
+def test_a_measurement_that_cannot_be_is_refused_in_one_line(capsys):
+    assert experiments.main(["--repeats", "0"]) == 2
+    assert capsys.readouterr().err == "experiments: --repeats: got 0; accepted: 1 or more\n"
+
+
 def sums_of(model) -> int:
     """All-reduces of a pass."""
     return 2 * model.num_hidden_layers + 1
