@@ -32,6 +32,13 @@ def test_what_sorts_and_sums_compiles():
 
 
 @pytest.mark.compiler
+def test_one_token_and_one_expert_compile():
+    """Triton makes constants of arguments that equal 1, and a constant can do less than a number."""
+    for report in reports_of("one"):
+        assert report.fits, report
+
+
+@pytest.mark.compiler
 def test_weights_are_loaded_16_bytes_at_once():
     """Rows lie along the sum's direction, so neighbouring threads read neighbouring numbers."""
     for report in reports_of("gate_up_bf16", "down_bf16", "sum_bf16"):

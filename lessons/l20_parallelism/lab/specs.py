@@ -4,6 +4,8 @@ generations, and tests assert.
     python -m lessons.toolbox.kernels.compile_check lessons.l20_parallelism.lab.specs
 """
 
+from dataclasses import replace
+
 from lessons.l20_parallelism.optimized import ALIGN_BLOCK, PLAIN, SUM_BLOCK, SUM_WARPS, TILES, Tiles
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 
@@ -73,6 +75,19 @@ def sum_spec(dtype: str, chips: tuple[int, ...]) -> KernelSpec:
     )
 
 
+def of_one(spec: KernelSpec, *names: str) -> KernelSpec:
+    """The same with arguments that equal 1, which Triton compiles as constants: one token, one expert."""
+    return replace(
+        spec,
+        name=f"one_{spec.label}",
+        signature={name: kind for name, kind in spec.signature.items() if name not in names},
+        constexprs=spec.constexprs | dict.fromkeys(names, 1),
+        divisible_by_16=tuple(name for name in spec.divisible_by_16 if name not in names),
+        chips=(90,),
+    )
+
+
+FEW_ROWS = next(iter(TILES.values()))
 # A T4 has no bfloat16 and no matrix unit that Triton uses.
 KERNELS = [
     *(
@@ -80,7 +95,7 @@ KERNELS = [
         for kernel in ("gate_up", "down")
         for dtype, of_dtype, chips in (
             ("bf16", TILES.values(), WITH_MATRIX_UNITS),
-            ("fp16", list(TILES.values())[:1], WITH_MATRIX_UNITS),
+            ("fp16", [FEW_ROWS], WITH_MATRIX_UNITS),
             ("fp16", [PLAIN], (75,)),
             ("fp32", [PLAIN], tuple(CHIPS)),
         )
@@ -89,4 +104,8 @@ KERNELS = [
     *(align_spec(num_experts) for num_experts in (8, 64, 256)),
     sum_spec("bf16", WITH_MATRIX_UNITS),
     sum_spec("fp32", tuple(CHIPS)),
+    of_one(product_spec("gate_up", "bf16", FEW_ROWS, (90,)), "num_pairs", "inner"),
+    of_one(product_spec("down", "bf16", FEW_ROWS, (90,)), "num_pairs", "inner"),
+    of_one(align_spec(1), "num_pairs", "num_experts", "num_tiles"),
+    of_one(sum_spec("bf16", (90,)), "num_experts", "size"),
 ]
