@@ -29,13 +29,14 @@ from lessons.l12_paged_kv import generate as lesson_12
 from lessons.l12_paged_kv.runner import PagedRunner, new_pool, paged_rung_of
 from lessons.l20_parallelism.group import Group
 from lessons.l20_parallelism.launch import RankError, run_ranks, world_from_environment
-from lessons.l20_parallelism.loading import load_sharded
+from lessons.l20_parallelism.loading import load_sharded, refuse_quantized_parts
 from lessons.l20_parallelism.mesh import Links, Mesh, new_links
-from lessons.l20_parallelism.pipeline import run_stage
+from lessons.l20_parallelism.pipeline import run_stage, split_layers
+from lessons.l20_parallelism.sharding import local_config
 from lessons.toolbox.command import OneLineParser, one_line, run_command
 from lessons.toolbox.measure.device import default_device
-from lessons.toolbox.model.arguments import refuse
-from lessons.toolbox.model.checkpoint import load_tokenizer
+from lessons.toolbox.model.arguments import check_whole, refuse
+from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
 from lessons.toolbox.model.placement import DTYPES, read_device
 
 
@@ -135,42 +136,69 @@ def main(argv: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Generate in the world of torchrun, or in processes that this one starts."""
     backend = "nccl" if read_device(options.device).type == "cuda" else "gloo"
-    if "RANK" in os.environ:
+    is_started = "RANK" in os.environ  # by torchrun
+    num_ranks = int(os.environ["WORLD_SIZE"]) if is_started else None
+    mesh = mesh_of(options.tp, options.pp, num_ranks)
+    check_options(options, mesh)  # in one place, and before processes are started
+    tokenizer = load_tokenizer(options.model)
+    prompts = [tokenizer(text)["input_ids"] for text in options.prompts]
+    if is_started:
         world = world_from_environment(backend)
-        texts = texts_of_rank(world, options)
+        answers = answers_of_rank(world, mesh, options, prompts)
         dist.destroy_process_group()
         if world.rank:  # all have the same, and one is enough to read
             return 0
     else:
-        options.tp = 1 if options.tp is None else options.tp
         try:
-            texts = run_ranks(Mesh(options.tp, options.pp).size, texts_of_rank, options)[0]
+            answers = run_ranks(
+                mesh.size, answers_of_rank, mesh, options, prompts, backend=backend, timeout_s=3600
+            )[0]
         except RankError as error:
             print(one_line(f"generate: {error}"), file=sys.stderr)
             return 2
-    for prompt, text in zip(options.prompts, texts):
-        print(prompt + text, flush=True)
+    for prompt, answer in zip(options.prompts, answers):
+        print(prompt + tokenizer.decode(answer, skip_special_tokens=True), flush=True)
     return 0
 
 
-def texts_of_rank(world: Group, options: argparse.Namespace) -> list[str]:
-    """What each prompt is continued by. Runs on every rank."""
-    tp = world.size // options.pp if options.tp is None else options.tp
-    mesh = Mesh(tp, options.pp)
-    if mesh.size != world.size:
+def mesh_of(tp: int | None, pp: int, num_ranks: int | None) -> Mesh:
+    """The mesh that is asked for. num_ranks: how many torchrun has started, or None. Raises
+    ValueError.
+    """
+    check_whole(**{"--pp": pp, "--tp": 1 if tp is None else tp})
+    if tp is None:
+        tp = 1 if num_ranks is None else max(1, num_ranks // pp)
+    if num_ranks not in (None, tp * pp):
         refuse(
-            "--tp, --pp", (tp, options.pp), f"two numbers whose product is the {world.size} ranks"
+            "--tp, --pp", (tp, pp), f"two numbers whose product is {num_ranks}, the ranks there are"
         )
+    return Mesh(tp, pp)
+
+
+def check_options(options: argparse.Namespace, mesh: Mesh) -> None:
+    """Raise ValueError for what no rank could do."""
+    config = load_config(options.model)
+    refuse_quantized_parts(config)
+    local_config(config, 0, mesh.tp, options.expert_parallel)
+    split_layers(config.num_hidden_layers, mesh.pp)
+    sampling_of(options)
+    check_whole(0, **{"--max-new-tokens": options.max_new_tokens})
+
+
+def sampling_of(options: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(temperature=options.temperature, seed=options.seed)
+
+
+def answers_of_rank(
+    world: Group, mesh: Mesh, options: argparse.Namespace, prompts: list[list[int]]
+) -> list[list[int]]:
+    """The tokens behind each prompt. Runs on every rank."""
     device = torch.device(options.device)
-    if device.type == "cuda":
+    if device.type == "cuda":  # the one that launch.py has given to this process
         device = torch.device("cuda", torch.cuda.current_device())
     links = new_links(mesh)
     part = load_sharded(options.model, links, device, options.dtype, options.expert_parallel)
-    tokenizer = load_tokenizer(options.model)
-    prompts = [tokenizer(text)["input_ids"] for text in options.prompts]
-    sampling = SamplingParams(temperature=options.temperature, seed=options.seed)
-    answers = generate(part, links, prompts, options.max_new_tokens, sampling)
-    return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+    return generate(part, links, prompts, options.max_new_tokens, sampling_of(options))
 
 
 if __name__ == "__main__":

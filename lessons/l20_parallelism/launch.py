@@ -104,11 +104,14 @@ def exit_of(process) -> str:
 
 
 @contextlib.contextmanager
-def started(size: int, target: Callable, *args) -> Iterator[list[tuple]]:
+def started(
+    size: int, target: Callable, *args, preload: tuple[str, ...] = ()
+) -> Iterator[list[tuple]]:
     """`size` processes that run target(rank, pipe, *args), each with our end of its pipe; ended when
-    the block is left, however it is left.
+    the block is left, however it is left. preload: modules that they import, too, if these are the
+    first processes of this program.
     """
-    context, ranks = process_context(), []
+    context, ranks = process_context(preload), []
     try:
         for rank in range(size):
             mine, theirs = context.Pipe()
@@ -125,7 +128,7 @@ def started(size: int, target: Callable, *args) -> Iterator[list[tuple]]:
             process.join()
 
 
-def process_context():
+def process_context(preload: tuple[str, ...] = ()):
     """How processes start: forked from a clean server that has imported PyTorch once. A fork of this
     process would inherit its threads' locks and its CUDA state; a new interpreter takes seconds.
     """
@@ -133,7 +136,7 @@ def process_context():
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if ROOT not in paths:  # because the server does not learn this process's sys.path
         os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, paths)])
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*PRELOAD, *preload])
     return context
 
 

@@ -83,6 +83,8 @@ class OwnExperts(nn.Module):
     moe: one of lesson 6 that has just these, or whose other experts are Elsewhere.
     """
 
+    waits_for_values = True  # as lesson 6's layer: Python asks which experts were chosen
+
     def __init__(self, moe: MoE | StackedMoE, rank: int, size: int):
         super().__init__()
         self.is_stacked = isinstance(moe, StackedMoE)

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import pad, silu
 
 from lessons.l02_naive_attention.decoder import MLP, Attention, Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
@@ -26,122 +26,177 @@ from lessons.l20_parallelism.ranks import Ranks
 from lessons.l20_parallelism.sharding import kv_heads_of, vocabulary_rows
 from lessons.toolbox.model.config import ModelConfig
 
+Shards = list[Tensor]  # what the ranks hold, in their order
+
 # ---------------------------------------------------------------- one matrix
 
 
-def column_parallel(xs: list[Tensor], layer: nn.Linear, rows: list[slice]) -> list[Tensor]:
+def column_parallel(
+    xs: Shards,
+    layer: nn.Linear,
+    rows: list[slice],
+) -> Shards:
     """Each rank has the whole input and computes some outputs. xs: [T, in] each -> [T, its rows].
 
     rows: of the stored matrix, [out, in]. They are columns of the W in y = x W, hence the name.
     """
-    bias = layer.bias
-    return [
-        linear(x, layer.weight[own], None if bias is None else bias[own])
-        for x, own in zip(xs, rows)
-    ]
+    outs = []
+    for x, own in zip(xs, rows):
+        out = x @ layer.weight[own].T
+        if layer.bias is not None:
+            out += layer.bias[own]
+        outs.append(out)
+    return outs
 
 
 def row_parallel(
-    xs: list[Tensor], layer: nn.Linear, columns: list[slice], ranks: Ranks
-) -> list[Tensor]:
+    xs: Shards,
+    layer: nn.Linear,
+    columns: list[slice],
+    ranks: Ranks,
+) -> Shards:
     """Each rank has some inputs, so its product is a part of every output's sum.
 
     xs: [T, its columns] each -> [T, out]; columns: of the stored matrix, [out, in].
     """
-    partial_sums = [x @ layer.weight[:, own].T for x, own in zip(xs, columns)]
-    outs = ranks.all_reduce(partial_sums)
+    parts = []
+    for x, own in zip(xs, columns):
+        parts.append(x @ layer.weight[:, own].T)
+    outs = ranks.all_reduce(parts)
+    if layer.bias is None:
+        return outs
     # behind the sum, because a bias in every part would be added once for each rank
-    return outs if layer.bias is None else [out + layer.bias for out in outs]
+    return [out + layer.bias for out in outs]
 
 
 def equal_slices(length: int, size: int) -> list[slice]:
     """0 … length cut into `size` equal pieces, in order."""
+    pieces = []
     share = length // size
-    return [slice(rank * share, (rank + 1) * share) for rank in range(size)]
+    for rank in range(size):
+        start = rank * share
+        pieces.append(slice(start, start + share))
+    return pieces
 
 
 # ---------------------------------------------------------------- the vocabulary
 
 
-def embed(tokens: Tensor, table: Tensor, ranks: Ranks) -> list[Tensor]:
+def embed(tokens: Tensor, table: Tensor, ranks: Ranks) -> Shards:
     """Each rank looks up the tokens that it holds; a token of another rank gives zeros, which the
     sum fills. tokens: [T]; table: [V, hidden_size] -> [T, hidden_size] each.
     """
     parts = []
-    for rank in range(ranks.size):
-        own = vocabulary_rows(len(table), rank, ranks.size)
+    for own in shares_of(table, ranks):
         is_mine = (tokens >= own.start) & (tokens < own.stop)
-        rows = table[torch.where(is_mine, tokens, own.start)]  # any own row stands for the others
-        parts.append(rows.masked_fill(~is_mine[:, None], 0))
+        # an own token stands for those of others
+        looked_up = torch.where(is_mine, tokens, own.start)
+        x = table[looked_up]
+        x[~is_mine] = 0
+        parts.append(x)
     return ranks.all_reduce(parts)
 
 
-def head(xs: list[Tensor], table: Tensor, ranks: Ranks) -> list[Tensor]:
+def head(xs: Shards, table: Tensor, ranks: Ranks) -> Shards:
     """Each rank computes the logits of its tokens, then all get all. xs: [T, hidden_size] each;
-    table: [V, hidden_size] -> [T, V] each. The likeliest token of one part may not be the
-    likeliest of all, so nobody can choose before this gather.
+    table: [V, hidden_size] -> [T, V] each.
+
+    Nobody can choose a token before this gather, because the largest logit of one rank may not be
+    the largest of all.
     """
-    share, parts = len(vocabulary_rows(len(table), 0, ranks.size)), []
-    for rank, x in enumerate(xs):
-        own = vocabulary_rows(len(table), rank, ranks.size)
+    parts = []
+    shares = shares_of(table, ranks)
+    for x, own in zip(xs, shares):
         local = x @ table[own.start : own.stop].T
-        parts.append(pad(local, (0, share - len(own))))  # a gather wants equal shapes
-    return [logits[:, : len(table)] for logits in ranks.all_gather(parts)]
+        # because a gather wants equal shapes, and the last rank may have fewer tokens
+        missing = len(shares[0]) - len(own)
+        parts.append(pad(local, (0, missing)))
+    gathered = ranks.all_gather(parts)
+    return [logits[:, : len(table)] for logits in gathered]
+
+
+def shares_of(table: Tensor, ranks: Ranks) -> list[range]:
+    """The tokens of each rank. table: [V, hidden_size]."""
+    size = ranks.size
+    return [vocabulary_rows(len(table), rank, size) for rank in range(size)]
 
 
 # ---------------------------------------------------------------- a layer
 
 
 def attention(
-    xs: list[Tensor], part: Attention, config: ModelConfig, attend: Callable, ranks: Ranks
-) -> list[Tensor]:
+    xs: Shards,
+    part: Attention,
+    config: ModelConfig,
+    attend: Callable,
+    ranks: Ranks,
+) -> Shards:
     """Each rank has some query heads and the KV heads that these read. xs: [T, hidden_size] each ->
     the same. attend: as the decoder's, for any number of heads.
     """
     dim = part.head_dim
-    q_rows = equal_slices(config.num_attention_heads * dim, ranks.size)
+    q_size = config.num_attention_heads * dim
+    q_rows = equal_slices(q_size, ranks.size)
     kv_rows = []
     for rank in range(ranks.size):
         heads = kv_heads_of(config, rank, ranks.size)
-        kv_rows.append(slice(heads.start * dim, heads.stop * dim))
+        first = heads.start * dim
+        last = heads.stop * dim
+        kv_rows.append(slice(first, last))
+
     queries = column_parallel(xs, part.q_proj, q_rows)
     keys = column_parallel(xs, part.k_proj, kv_rows)
     values = column_parallel(xs, part.v_proj, kv_rows)
+
     outs = []
-    for q, k, v in zip(queries, keys, values):  # no rank needs to know the others' heads
-        q, k, v = (x.unflatten(-1, (-1, dim)) for x in (q, k, v))
-        outs.append(attend(part.q_norm(q), part.k_norm(k), v).flatten(-2))
+    for q, k, v in zip(queries, keys, values):
+        # no rank needs to know the others' heads
+        q = q.unflatten(-1, (-1, dim))
+        k = k.unflatten(-1, (-1, dim))
+        v = v.unflatten(-1, (-1, dim))
+        out = attend(part.q_norm(q), part.k_norm(k), v)
+        outs.append(out.flatten(-2))
     return row_parallel(outs, part.o_proj, q_rows, ranks)
 
 
-def mlp(xs: list[Tensor], part: MLP, ranks: Ranks) -> list[Tensor]:
+def mlp(xs: Shards, part: MLP, ranks: Ranks) -> Shards:
     """Each rank has some of the inner values. silu and the product work on single values, so they
     need no others. xs: [T, hidden_size] each -> the same.
     """
     own = equal_slices(part.gate_proj.out_features, ranks.size)
     gates = column_parallel(xs, part.gate_proj, own)
     ups = column_parallel(xs, part.up_proj, own)
-    inner = [silu(gate) * up for gate, up in zip(gates, ups)]
+    inner = []
+    for gate, up in zip(gates, ups):
+        inner.append(silu(gate) * up)
     return row_parallel(inner, part.down_proj, own, ranks)
+
+
+def add(xs: Shards, branches: Shards) -> Shards:
+    """The residual stream, of which every rank has a copy: [T, hidden_size] each."""
+    return [x + branch for x, branch in zip(xs, branches)]
 
 
 # ---------------------------------------------------------------- the whole
 
 
 @torch.inference_mode()
-def forward(model: Decoder, tokens: Tensor, ranks: Ranks) -> list[Tensor]:
+def forward(model: Decoder, tokens: Tensor, ranks: Ranks) -> Shards:
     """One sequence from its first token on, on all ranks. tokens: [T] -> logits: [T, V] each.
 
-    Between its two sums a layer does the same work on every rank: the norms, and the addition to the
-    residual stream, of which every rank has a copy.
+    Between its two sums a layer does the same work on every rank: the norms and the additions.
     """
     attend = whole_sequence(model, len(tokens))
+    config = model.config
     xs = embed(tokens, model.embed_tokens.weight, ranks)
     for index, layer in enumerate(model.layers):
-        normed = [layer.input_layernorm(x) for x in xs]
         attend_here = partial(attend, index)
-        branches = attention(normed, layer.self_attn, model.config, attend_here, ranks)
-        xs = [x + branch for x, branch in zip(xs, branches)]
+        normed = [layer.input_layernorm(x) for x in xs]
+        branches = attention(normed, layer.self_attn, config, attend_here, ranks)
+        xs = add(xs, branches)
+
         normed = [layer.post_attention_layernorm(x) for x in xs]
-        xs = [x + branch for x, branch in zip(xs, mlp(normed, layer.mlp, ranks))]
-    return head([model.norm(x) for x in xs], model.lm_head.weight, ranks)
+        branches = mlp(normed, layer.mlp, ranks)
+        xs = add(xs, branches)
+    hidden = [model.norm(x) for x in xs]
+    return head(hidden, model.lm_head.weight, ranks)

@@ -14,6 +14,7 @@ Source: Megatron-LM (Shoeybi et al. 2019), section 3.
 
 from dataclasses import replace
 
+from lessons.l20_parallelism.load import experts_of
 from lessons.toolbox.model.arguments import check_whole, is_whole, refuse
 from lessons.toolbox.model.config import ModelConfig
 
@@ -91,12 +92,6 @@ def vocabulary_rows(vocab_size: int, rank: int, size: int) -> range:
     if share * (size - 1) >= vocab_size:
         refuse("vocab_size", vocab_size, f"enough tokens for each of {size} tensor ranks")
     return range(rank * share, min((rank + 1) * share, vocab_size))
-
-
-def experts_of(num_experts: int, rank: int, size: int) -> range:
-    """The routed experts of a rank, if experts are spread whole. Raises ValueError."""
-    share = _share("n_routed_experts", num_experts, size)
-    return range(rank * share, (rank + 1) * share)
 
 
 def has_dense_layers(config: ModelConfig) -> bool:

@@ -3,6 +3,7 @@ the server. That saves each rank a second or more.
 """
 
 import torch
+import transformers.models.auto.configuration_auto  # noqa: F401 (it reads config.json)
 
 import lessons.l12_paged_kv.runner
 import lessons.l20_parallelism.parallel  # noqa: F401

@@ -4,8 +4,12 @@ A rank is a process, which finds its function by the name of its module. So func
 here and not in the tests.
 """
 
-from contextlib import nullcontext
+import os
+import pickle
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
+from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor
@@ -14,7 +18,7 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l06_mla.deepseek import decoder_class
-from lessons.l20_parallelism.generate import generate
+from lessons.l20_parallelism.generate import generate, main
 from lessons.l20_parallelism.group import Group
 from lessons.l20_parallelism.lab.slips import SLIPS
 from lessons.l20_parallelism.mesh import Links, Mesh, new_links
@@ -153,3 +157,16 @@ def rank_wire(
             part.logits(hidden[-1:])
     tensor, pipeline = links.tensor.wire, links.pipeline.wire
     return dict(tensor.calls), dict(tensor.bytes), dict(pipeline.calls), dict(pipeline.bytes)
+
+
+def started_by_torchrun(rank: int, pipe: Connection, size: int, port: int, argv: list[str]) -> None:
+    """What torchrun does to a process: variables that name its place, then the command. Sends what
+    the command prints.
+    """
+    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_PORT=port)
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    printed = StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        main(argv)
+    pipe.send_bytes(pickle.dumps((True, printed.getvalue())))

@@ -212,7 +212,8 @@ def read_tensors(
                     tensor = tensor.to(device=device, dtype=kept, copy=True)
                     weights[name] = turning_last(name, tensor, model.config)
     embedding = weights.get("embed_tokens.weight")
-    if tied and embedding is not None and (parts is None or "lm_head.weight" in parts):
+    has_head = parts is None or "lm_head.weight" in parts  # not the first of several stages
+    if tied and embedding is not None and has_head:
         if not torch.equal(weights.get("lm_head.weight", embedding), embedding):
             raise CheckpointError(
                 f"{folder}: config.json says tie_word_embeddings, but lm_head.weight and "
