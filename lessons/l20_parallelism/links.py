@@ -6,7 +6,7 @@ Every figure is a prediction from published ones; nothing was measured for this 
 
 - Bandwidths are those of data sheets, halved, because these add both directions.
 - base and hop are those by which NCCL predicts its own times, to choose among its algorithms
-  (NVIDIA/nccl, src/graph/tuning.cc, baseLat and hwLat of rings, version 2.18). It has two protocols
+  (NVIDIA/nccl, src/graph/tuning.cc, baseLat and hwLat of rings, as of 2022). It has two protocols
   for our purpose. LL sends a flag with every 4 bytes, so nobody waits for a fence: short hops, but
   a quarter of the bandwidth in an all-reduce. Simple sends whole buffers: long hops, all of it.
 - one_shot and two_shot are not NCCL's. Their kernels read the other GPUs' memory directly, so we

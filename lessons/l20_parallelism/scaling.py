@@ -80,7 +80,7 @@ def stage_time(
     bits_per_weight: float = 16,
     bits_per_kv: float = 16,
 ) -> StageTime:
-    """One pass of stage `number`, with the message to the next one."""
+    """One pass of stage `number` in seconds, with the message to the next one."""
     stages = stages_of(model, layout)
     part = part_of(model, layout, stages[number])
     is_last = number == layout.pp - 1

@@ -133,7 +133,7 @@ def alone(model, prompts):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.sample(2, of="pipelines")
+@pytest.mark.sample(1, of="pipelines")
 def test_stages_give_the_hidden_states_of_one_process(size, seed):
     model, prompts = (
         new_model(num_hidden_layers=LAYERS, sliding_windows=WINDOWS),
@@ -153,7 +153,7 @@ def test_stages_give_the_hidden_states_of_one_process(size, seed):
 
 
 @pytest.mark.parametrize("size, in_flight", [(3, 4), (3, 3), (3, 2), (2, 1), (1, 2)])
-@pytest.mark.sample(2, of="pipelines")
+@pytest.mark.sample(1, of="pipelines")
 def test_decoding_in_flight_gives_the_tokens_of_one_process(size, in_flight, seed):
     """And every stage works in the order of the schedule."""
     model = new_model(num_hidden_layers=LAYERS, sliding_windows=WINDOWS)
