@@ -124,8 +124,8 @@ class Group:
         return out
 
     def step(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
-        """All of these at once: send each tensor to the rank of its key, and fill each tensor with
-        what the rank of its key sends.
+        """All of these at once: send each tensor, of any shape, to the rank of its key, and fill each
+        tensor with what the rank of its key sends.
         """
         work = []
         dense = {source: out.contiguous() for source, out in receives.items()}
@@ -142,7 +142,7 @@ class Group:
             give_back(dense[source], out)
 
     def send_later(self, x: Tensor, to: int) -> dist.Work:
-        """Begin to send x to rank `to`. It may be changed once wait() of what is returned has come
+        """Begin to send x, of any shape, to rank `to`. It may be changed once wait() of what is returned has come
         back. A plain `send` waits for the receiver, so a circle of ranks that send would stand still.
         """
         self.wire.count("send", x)

@@ -82,8 +82,9 @@ def run_stage(model: Decoder, links: Links, tokens: Tensor, attend: Attend) -> T
 def run_micro_batches(
     model: Decoder, links: Links, passes: Iterable[tuple[Tensor, Attend]]
 ) -> list[Tensor | None]:
-    """`run_stage` for one micro-batch after the other. While a stage runs the second, the next one
-    runs the first: nobody has to say so, because each waits only for what it needs.
+    """`run_stage` for one micro-batch after the other, each (tokens: [T], attend). While a stage runs
+    the second, the next one runs the first: nobody has to say so, because each waits only for what
+    it needs.
     """
     return [run_stage(model, links, tokens, attend) for tokens, attend in passes]
 

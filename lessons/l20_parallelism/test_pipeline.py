@@ -10,6 +10,8 @@ import torch
 
 from lessons.l03_kv_cache.batch import new_batch
 from lessons.l03_kv_cache.cache import KVPool
+from lessons.l03_kv_cache.generate import generate
+from lessons.l03_kv_cache.optimized import PREALLOCATED
 from lessons.l11_cuda_graphs.lab.testing import CONFIG, new_model, new_prompts
 from lessons.l11_cuda_graphs.naive import LOCKSTEP
 from lessons.l20_parallelism.launch import run_ranks
@@ -124,21 +126,14 @@ def decode_rank(world, model, prompts):
     return [[x.tolist() for x in step] for step in tokens], order
 
 
-def alone(model, prompts, num_steps=STEPS):
-    """Greedy tokens of one process: [step][sequence], and the hidden rows of the prompts."""
-    micro_batch = MicroBatch(prompts, pool_of(model, len(prompts)))
-    chosen = []
-    for _ in range(num_steps):
-        batch = micro_batch.next_pass("cpu")
-        hidden = model(batch.tokens, micro_batch.pool.attending(batch))
-        tokens = model.logits(hidden[batch.logits_at]).argmax(-1)
-        micro_batch.take(tokens)
-        chosen.append(tokens.tolist())
-    return chosen
+def alone(model, prompts):
+    """Greedy tokens by lesson 3's loop in this process: [step][sequence]."""
+    outputs = generate(model, prompts, STEPS, rung=PREALLOCATED)
+    return [list(tokens) for tokens in zip(*outputs)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.sample(2, of="pipelines")
+@pytest.mark.sample(1, of="pipelines")
 def test_stages_give_the_hidden_states_of_one_process(size, seed):
     model, prompts = (
         new_model(num_hidden_layers=LAYERS, sliding_windows=WINDOWS),
@@ -158,7 +153,7 @@ def test_stages_give_the_hidden_states_of_one_process(size, seed):
 
 
 @pytest.mark.parametrize("size, in_flight", [(3, 4), (3, 3), (3, 2), (2, 1), (1, 2)])
-@pytest.mark.sample(2, of="pipelines")
+@pytest.mark.sample(1, of="pipelines")
 def test_decoding_in_flight_gives_the_tokens_of_one_process(size, in_flight, seed):
     """And every stage works in the order of the schedule."""
     model = new_model(num_hidden_layers=LAYERS, sliding_windows=WINDOWS)
