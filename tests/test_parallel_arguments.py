@@ -17,10 +17,15 @@ import pytest
 import torch
 
 from lessons.l19_kv_quantization.formats import FORMATS, kv_bytes_per_token
+from lessons.l20_parallelism.group import Group
 from lessons.l20_parallelism.launch import RankError
-from lessons.l20_parallelism.pipeline import split_layers
+from lessons.l20_parallelism.mesh import Links, Mesh
+from lessons.l20_parallelism.parallel import new_part
 from lessons.l20_parallelism.sharding import local_config
+from lessons.l20_parallelism.shares import Layout, shares
+from lessons.l20_parallelism.test_planner import shape_of
 from lessons.toolbox.model.checkpoint import load_config
+from lessons.toolbox.model.config import ModelConfig
 from reference import LLM, BeamSearchParams, SamplingParams
 from reference.engine_args import EngineArgs
 from reference.llm import new_engine
@@ -187,46 +192,50 @@ def test_replicas_share_requests_and_a_prefix_cache_is_of_use(tmp_path, seed):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize(
     "family, tp, pp, spread",
-    [("llama", 2, 1, False), ("mixtral", 2, 3, True), ("deepseek_v3", 2, 2, True)],
+    [("llama", 4, 1, False), ("mixtral", 2, 3, True), ("deepseek_v3", 2, 2, True)],
 )
-def test_a_worker_holds_its_part_and_no_more(
+def test_a_worker_holds_what_the_planner_says(
     family, tp, pp, spread, kv_cache_dtype, tmp_path, seed
 ):
-    """Bytes of weights and of the pool, as the shapes of the parts say."""
+    """Bytes of weights and of the cache; and as many blocks as fit beside them."""
     model = write_checkpoint(tmp_path, family, seed)
-    sizes = dict(tensor_parallel_size=tp, pipeline_parallel_size=pp)
-    args = small_args(model, **sizes, enable_expert_parallel=spread, kv_cache_dtype=kv_cache_dtype)
+    args = small_args(
+        model,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        enable_expert_parallel=spread,
+        kv_cache_dtype=kv_cache_dtype,
+        num_gpu_blocks_override=None,
+        kv_cache_memory_bytes=20_000,
+    )
     engine = parallel_engine(args)
-    held, config = engine.runner.held, load_config(model)
+    held, pool, config = engine.runner.held, engine.runner.pool, load_config(model)
     engine.close()
-    stages = split_layers(config.num_hidden_layers, pp)
-    slots = args.num_gpu_blocks_override * args.block_size + 1  # one is nobody's
-    for rank, found in enumerate(held):
-        local = local_config(config, rank % tp, tp, spread)
+    layout = Layout(tp, pp, ep=tp if spread else 1)
+    planned = list(shares(shape_of(config), layout, 1, bits_per_weight=32, bits_per_kv=32))
+    mesh = Mesh(tp, pp)
+    for stage, share in enumerate(planned):
+        found = held[mesh.rank(0, stage, 0)]
+        # The planner counts matrices. Norms and biases of experts' scores are on every shard.
+        assert found.weight_bytes == share.weight_bytes + vector_bytes(config, mesh, stage, spread)
+        if kv_cache_dtype == "auto":
+            assert found.bytes_per_token == share.kv_bytes_per_token
+        local = local_config(config, 0, tp, spread)
         each = kv_bytes_per_token(local, FORMATS.get(kv_cache_dtype), 4) // local.num_hidden_layers
-        assert found.bytes_per_token == each * len(stages[rank // tp])
-        assert found.pool_bytes == found.bytes_per_token * slots
-    assert engine.runner.pool.bytes_per_token == sum(each.bytes_per_token for each in held)
-    parameters = whole_parameters(model)
-    # What every shard has a copy of: norms, routers, latents' projections, KV heads beyond the ranks.
-    copied = sum(size for name, size in parameters.items() if is_copied(name)) * (tp - 1)
-    # The last norm stands on every stage; a tied head is the embedding again, on the last stage.
-    norms = parameters["norm.weight"] * tp * (pp - 1)
-    total = sum(each.weight_bytes for each in held)
-    assert total == sum(parameters.values()) + copied + norms
+        assert found.bytes_per_token == each * len(share.stage)
+        # one slot is nobody's
+        assert found.pool_bytes == found.bytes_per_token * (pool.num_blocks * pool.block_size + 1)
+    assert pool.bytes_per_token == sum(each.bytes_per_token for each in held)
+    most = max(each.bytes_per_token for each in held) * args.block_size
+    assert pool.num_blocks == min(20_000 // most, args.max_num_seqs * 96 // args.block_size)
+    assert pool.num_blocks < args.max_num_seqs * 96 // args.block_size or kv_cache_dtype != "auto"
 
 
-def whole_parameters(model: str) -> dict[str, int]:
-    """Bytes of each tensor of the whole model in float32."""
-    from reference.model import load_model
-
-    whole = load_model(model, "cpu", "float32")
-    return {name: parameter.nbytes for name, parameter in whole.named_parameters()}
-
-
-def is_copied(name: str) -> bool:
-    parts = ("norm", "mlp.gate.", "q_a_proj", "kv_a_proj")
-    return any(part in name for part in parts)
+def vector_bytes(config: ModelConfig, mesh: Mesh, stage: int, spread: bool) -> int:
+    """Of the first shard of a stage."""
+    tensor, pipe = Group(list(range(mesh.tp)), 0), Group(list(range(mesh.pp)), stage)
+    part = new_part(config, Links(mesh, mesh.rank(0, stage, 0), tensor, pipe), spread)
+    return sum(4 * weight.numel() for weight in part.parameters() if weight.dim() == 1)
 
 
 # ---------------------------------------------------------------- what users call
