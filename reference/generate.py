@@ -9,7 +9,6 @@ import argparse
 import sys
 from contextlib import nullcontext
 
-
 PARALLEL = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -32,8 +31,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("-n", type=int, default=1, help="answers to each prompt")
     add("--seed", type=int)
     add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help="shards of a layer")
-    add("-pp", "--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of layers")
-    add("-dp", "--data-parallel-size", type=int, default=1, metavar="N", help="replicas of the model")
+    add(
+        "-pp", "--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of layers"
+    )
+    add(
+        "-dp",
+        "--data-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="replicas of the model",
+    )
     add("--enable-expert-parallel", action="store_true", help="whole experts on each shard")
     add("--distributed-executor-backend", choices=("mp", "ray"), help="who starts the workers")
     add("--stop", action="append", default=[], help="end the answer here; may be given again")

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -133,11 +134,28 @@ def process_context(preload: tuple[str, ...] = ()):
     process would inherit its threads' locks and its CUDA state; a new interpreter takes seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if ROOT not in paths:  # because the server does not learn this process's sys.path
-        os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, paths)])
+    tell_children_the_root()  # because the server does not learn this process's sys.path
     context.set_forkserver_preload([*PRELOAD, *preload])
     return context
+
+
+def tell_children_the_root() -> None:
+    """Let Python processes that this one starts find the course."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if ROOT not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, paths)])
+
+
+def end_with_parent() -> None:
+    """From now on this process ends when the program that started it does, whatever it is doing. It
+    may be waiting for a rank that was never started, and nothing else would wake it up.
+    """
+
+    def wait_for_end() -> None:
+        wait([multiprocessing.parent_process().sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, name="parent", daemon=True).start()
 
 
 def _rank_main(
@@ -151,6 +169,7 @@ def _rank_main(
     args: tuple,
 ) -> None:
     """The body of a rank's process."""
+    end_with_parent()
     # because the ranks share this machine's cores, and threads that wait for a core cost more than
     # they win; torchrun does the same by OMP_NUM_THREADS
     torch.set_num_threads(max(1, torch.get_num_threads() // size))

@@ -2,6 +2,7 @@
 an ordinary Engine is put on top.
 """
 
+import importlib.util
 from contextlib import ExitStack
 from functools import partial
 
@@ -28,7 +29,8 @@ from reference.parallel.runner import DistributedRunner, RemotePool, Talk, Worke
 
 def new_parallel_engine(args: EngineArgs) -> Engine | ReplicatedEngine:
     """Raises ValueError, in one line, for arguments that cannot work; RankError if a worker fails."""
-    config_for(args), devices_for(args)  # before a tokenizer is looked for
+    max_model_len_of(args, config_for(args))  # what is wrong is said before anything is loaded
+    devices_for(args)
     return engine_over_parts(load_tokenizer(args.tokenizer or args.model), args)
 
 
@@ -52,7 +54,10 @@ def engine_over_parts(tokenizer, args: EngineArgs) -> Engine | ReplicatedEngine:
 def new_workers(args: EngineArgs, mesh: Mesh, devices: list[str]) -> Workers:
     """The workers of a replica, not ready yet."""
     if args.distributed_executor_backend == "ray":
-        from reference.parallel.ray_workers import RayWorkers  # here, because ray may not be there
+        if importlib.util.find_spec("ray") is None:
+            accepted = "mp, because the package ray is not installed"
+            refuse("distributed_executor_backend", "ray", accepted)
+        from reference.parallel.ray_workers import RayWorkers  # here, because few have ray
 
         return RayWorkers(args, mesh, devices)
     return ProcessWorkers(args, mesh, devices)

@@ -18,8 +18,16 @@ from types import ModuleType
 
 import torch
 
-from lessons.l20_parallelism.launch import RankError, exit_of, join_world, process_context, started
+from lessons.l20_parallelism.launch import (
+    RankError,
+    end_with_parent,
+    exit_of,
+    join_world,
+    process_context,
+    started,
+)
 from lessons.l20_parallelism.mesh import Mesh, new_links
+from lessons.toolbox.command import one_line
 from reference.engine_args import EngineArgs
 from reference.parallel.worker import Worker
 
@@ -142,9 +150,10 @@ def worker_main(
     rank: int, pipe: Connection, rendezvous: str, mesh: Mesh, args: EngineArgs, devices: list[str]
 ) -> None:
     """The body of a worker's process."""
+    end_with_parent()
     # because Ctrl-C goes to all processes of a terminal, and the engine's decides what it means
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with suppress(EOFError, OSError):  # the engine's process has gone
+    with suppress(EOFError, OSError):  # nobody is at the other end
         serve(pipe, partial(new_worker, rank, rendezvous, mesh, args, devices))
     os._exit(0)  # because a backend's threads may wait for ranks that have gone
 
@@ -154,15 +163,15 @@ def new_worker(
 ) -> Worker:
     """Join the others, and load."""
     device = torch.device(devices[rank])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
+    if device.type == "cpu":
         # because threads that wait for a core cost more than they win
         workers = mesh.size * args.data_parallel_size
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     if mesh.size > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
         join_world(rank, mesh.size, rendezvous, backend, COLLECTIVE_TIMEOUT_S)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # not the one of this rank's number: there may be replicas
     return Worker(args, new_links(mesh), devices[rank])
 
 
@@ -188,10 +197,8 @@ def serve(pipe: Connection, new: Callable[[], Worker]) -> None:
 
 def complain(pipe: Connection, error: BaseException) -> None:
     """Tell the error in one line, then read what comes, so that nobody waits for a full pipe."""
-    said = next(iter(str(error).splitlines()), "")
-    if isinstance(error, ValueError):
-        kind = Refused
-    else:
+    kind, said = Refused, one_line(str(error))
+    if not isinstance(error, ValueError):
         kind, said = RankError, f"raised {type(error).__name__}: {said}"
     pipe.send_bytes(pickle.dumps((kind, said)))
     while True:

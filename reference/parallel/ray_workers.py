@@ -5,19 +5,17 @@ Tried with two workers on one machine without a GPU, and with nothing else.
 
 import pickle
 import socket
-from pathlib import Path
 
 import ray
 import torch
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
-from lessons.l20_parallelism.launch import RankError, join_world
+from lessons.l20_parallelism.launch import RankError, join_world, tell_children_the_root
 from lessons.l20_parallelism.mesh import Mesh, new_links
+from lessons.toolbox.command import one_line
 from reference.engine_args import EngineArgs
 from reference.parallel.processes import COLLECTIVE_TIMEOUT_S, DEATH_S, Refused
 from reference.parallel.worker import Worker
-
-ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class Actor:
@@ -54,12 +52,12 @@ class RayWorkers:
 
     def __init__(self, args: EngineArgs, mesh: Mesh, devices: list[str]):
         if not ray.is_initialized():
+            tell_children_the_root()
             ray.init(
                 address="local",
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="error",
-                runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
                 # because actors beyond the number of cores would wait for ever
                 num_cpus=max(len(devices) * args.data_parallel_size, torch.get_num_threads()),
             )
@@ -113,10 +111,10 @@ def error_of(rank: int, reply) -> RankError | None:
         ray.get(reply)
     except RayTaskError as error:
         cause = error.cause
-        said = next(iter(str(cause).splitlines()), "")
+        said = one_line(str(cause))
         if isinstance(cause, ValueError):
             return Refused(rank, said)
         return RankError(rank, f"raised {type(cause).__name__}: {said}")
-    except (ActorDiedError, RayActorError):
+    except RayActorError:
         return RankError(rank, "died (Ray has lost its process)")
     return None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -182,7 +183,7 @@ class DistributedRunner:
                 f"hidden states of step {hidden.number} are gone, {self.num_steps} ran"
             )
         [logits] = [found for found in self.talk.ask("logits", rows) if found is not None]
-        return torch.from_numpy(logits)
+        return torch.from_numpy(np.require(logits, requirements="W"))  # the sampler writes into it
 
     def new_swap(self, blocks: BlockManager, others: Sequence = ()) -> "RemoteSwap":
         """As in ModelRunner. There are no other pools."""

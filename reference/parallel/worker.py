@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
+from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l12_paged_kv.blocks import Copy
 from lessons.l12_paged_kv.swap import read_blocks, write_blocks
+from lessons.l20_parallelism.grouped import grouped
 from lessons.l20_parallelism.loading import load_sharded
 from lessons.l20_parallelism.mesh import Links
 from lessons.l20_parallelism.pipeline import run_stage
@@ -124,4 +126,5 @@ def load_part(args: EngineArgs, links: Links, device: str) -> Decoder:
     if not args.cuts_model:
         return load_model(args.model, device, dtype, args.quantization)
     expert_parallel = args.enable_expert_parallel
-    return load_sharded(args.model, links, *default_place(device, dtype), expert_parallel)
+    part = load_sharded(args.model, links, *default_place(device, dtype), expert_parallel)
+    return part if part.device.type == "cpu" else grouped(fused(part))  # as load_model
