@@ -95,9 +95,10 @@ class AsyncLLMEngine:
         await self._do(lambda: self._forget(request_id))
 
     def shutdown(self) -> None:
-        """End the thread after the step under way."""
+        """End the thread after the step under way, and what runs the model."""
         self._send(self._stop)
         self.thread.join()
+        self.engine.close()
 
     # ------------------------------------------------------------ commands
 

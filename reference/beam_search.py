@@ -12,14 +12,17 @@ beam, and its place goes to the next one, so `beam_width` beams run until the la
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from lessons.l12_paged_kv.blocks import BlockManager, Copy
 from lessons.l12_paged_kv.branches import Beam
 from lessons.l12_paged_kv.runner import PagedRunner
 from lessons.toolbox.model.arguments import check_kind, check_whole, is_number, refuse
 from reference.engine import Engine
+from reference.model_runner import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,26 @@ class Search:
         return BeamSearchSequence(tokens, beam.logprob, text, reason, stop)
 
 
+class SearchRunner(PagedRunner):
+    """Lesson 12's PagedRunner, whose steps the engine's runner runs, wherever its model lies."""
+
+    def __init__(self, runner: ModelRunner, blocks: BlockManager):
+        super().__init__(runner.model, runner.pool, blocks)
+        self.engine_runner = runner
+
+    def step(self, new: dict[int, list[int]]) -> Tensor:
+        """As in lesson 12."""
+        chunks, tables = self.grow(new)
+        hidden = self.engine_runner.run(chunks, tables)
+        ends = accumulate(len(tokens) for tokens, _ in chunks)
+        return self.engine_runner.logits(hidden, [end - 1 for end in ends])
+
+    def copy(self, copies: list[Copy]) -> None:
+        """As in lesson 12."""
+        self.copied_blocks += len(copies)
+        self.engine_runner.copy(copies)
+
+
 class BeamSearch:
     """Searches that share an engine's blocks. The engine must have nothing else to do."""
 
@@ -149,7 +172,7 @@ class BeamSearch:
         self.engine = engine
         self.params = params
         self.blocks = scheduler.blocks
-        self.runner = PagedRunner(engine.runner.model, engine.runner.pool, self.blocks)
+        self.runner = SearchRunner(engine.runner, self.blocks)
 
     def new_search(self, prompt: str | list[int]) -> Search:
         """Raises ValueError for a prompt that cannot be served."""

@@ -24,11 +24,16 @@ CPU_CACHE_BYTES = 2**30
 
 
 def blocks_that_fit(
-    args: EngineArgs, model: Decoder, max_model_len: int, draft: ModelConfig | None = None
+    args: EngineArgs,
+    model: Decoder,
+    max_model_len: int,
+    draft: ModelConfig | None = None,
+    new_runner: Callable[..., ModelRunner] = ModelRunner,
 ) -> int:
     """As many blocks as were asked for, or as memory holds, but no more than max_num_seqs of the
     longest sequences can fill. draft: the shape of what has K and V in blocks of the same numbers.
-    Raises ValueError if memory does not hold one such sequence.
+    new_runner: makes what runs the model, of ModelRunner's arguments. Of a model that is a stage of a
+    pipeline its layers count. Raises ValueError if memory does not hold one such sequence.
     """
     if args.num_gpu_blocks_override:
         return args.num_gpu_blocks_override
@@ -37,7 +42,9 @@ def blocks_that_fit(
     block_bytes = args.block_size * sum(
         kv_bytes_per_token(config, format, itemsize) for config in configs
     )
-    memory = args.kv_cache_memory_bytes or cache_memory(args, model, max_model_len)
+    # a layer is as large as another
+    block_bytes = block_bytes * len(model.stage_layers) // len(model.layers)
+    memory = args.kv_cache_memory_bytes or cache_memory(args, model, max_model_len, new_runner)
     num_blocks = max(0, int(memory // block_bytes))
     longest = -(-max_model_len // args.block_size)
     if num_blocks < longest:
@@ -50,11 +57,16 @@ def blocks_that_fit(
     return min(num_blocks, args.max_num_seqs * longest)
 
 
-def cache_memory(args: EngineArgs, model: Decoder, max_model_len: int) -> float:
+def cache_memory(
+    args: EngineArgs,
+    model: Decoder,
+    max_model_len: int,
+    new_runner: Callable[..., ModelRunner] = ModelRunner,
+) -> float:
     """Bytes for the cache, on this machine. Raises ValueError, as memory_left."""
     if model.device.type != "cuda":
         return CPU_CACHE_BYTES
-    step = partial(run_largest_step, args, model, max_model_len)
+    step = partial(run_largest_step, args, model, max_model_len, new_runner)
     return memory_left(args, model.device, step)
 
 
@@ -80,7 +92,12 @@ def memory_left(args: EngineArgs, device: torch.device, step: Callable[[], None]
 
 
 @torch.inference_mode()
-def run_largest_step(args: EngineArgs, model: Decoder, max_model_len: int) -> None:
+def run_largest_step(
+    args: EngineArgs,
+    model: Decoder,
+    max_model_len: int,
+    new_runner: Callable[..., ModelRunner] = ModelRunner,
+) -> None:
     """max_num_batched_tokens tokens of as many sequences as there are places, each at the end of
     max_model_len, and a token sampled for each sequence.
     """
@@ -88,12 +105,14 @@ def run_largest_step(args: EngineArgs, model: Decoder, max_model_len: int) -> No
     places = min(args.max_num_seqs, tokens)
     # All own the same blocks, because what is written does not matter, and few are in the way.
     longest = -(-max_model_len // args.block_size)
-    runner = ModelRunner(model, longest, args.block_size, max_model_len, args.kv_cache_dtype)
+    runner = new_runner(model, longest, args.block_size, max_model_len, args.kv_cache_dtype)
     counts = [tokens // places + (place < tokens % places) for place in range(places)]
     counts = [min(count, max_model_len) for count in counts]
     chunks = [([0] * count, max_model_len - count) for count in counts]
     batch = step_batch(runner.pool, chunks, [list(range(longest))] * places)
-    hidden = runner.model(batch.tokens, runner.pool.attending(batch))
+    hidden = runner.forward(batch.tokens, runner.pool.attending(batch))
+    if hidden is None:
+        return  # because only the last stage of a pipeline has logits
     # A row for each place, or with speculation several: those of the newest and the drafted tokens.
     rows = min(places * args.rows_each, tokens)
     logits = runner.model.logits(hidden[-rows:]).float()

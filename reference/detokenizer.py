@@ -4,6 +4,8 @@ the text.
 
 from tokenizers.decoders import DecodeStream
 
+from reference.sampling_params import SamplingParams
+
 
 def encode(tokenizer, text: str) -> list[int]:
     """The token ids of a prompt, opened by the tokenizer's start token if it has one."""
@@ -80,3 +82,11 @@ class Detokenizer:
                     held = size
                     break
         return len(self.text) - held
+
+
+def new_detokenizer(tokenizer, prompt: list[int], params: SamplingParams) -> Detokenizer | None:
+    """The one that a request asks for. None: nobody wants text, or there is no tokenizer."""
+    if tokenizer is None or not params.detokenize:
+        return None
+    kept = params.include_stop_str_in_output
+    return Detokenizer(tokenizer, prompt, params.stop, kept, params.skip_special_tokens)

@@ -17,7 +17,7 @@ from random import Random
 from lessons.l14_continuous_batching.sequence import Chunk, Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown
-from reference.detokenizer import Detokenizer, encode
+from reference.detokenizer import encode, new_detokenizer
 from reference.lora import LoRARequest, take_adapter
 from reference.model_runner import ModelRunner
 from reference.outputs import Logprobs, RequestOutput
@@ -56,6 +56,10 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
+
+    def close(self) -> None:
+        """End what runs the model, where that is processes of their own."""
+        self.runner.close()
 
     # ------------------------------------------------------------ in
 
@@ -138,15 +142,6 @@ class Engine:
         eos = () if params.ignore_eos else config.eos_token_ids
         sequences = []
         for index, row in enumerate(params.rows(self.seeds)):
-            detokenizer = None
-            if params.detokenize and self.tokenizer is not None:
-                detokenizer = Detokenizer(
-                    self.tokenizer,
-                    request.prompt_token_ids,
-                    params.stop,
-                    params.include_stop_str_in_output,
-                    params.skip_special_tokens,
-                )
             sequences.append(
                 self.sequence_kind(
                     row=next(self.ids),
@@ -160,7 +155,7 @@ class Engine:
                     index=index,
                     priority=priority,
                     bias=bias_of(params, self.runner.model.device),
-                    detokenizer=detokenizer,
+                    detokenizer=new_detokenizer(self.tokenizer, request.prompt_token_ids, params),
                     places=1 if index else params.drawn,
                     reuses_prefix=params.prompt_logprobs is None,
                 )

@@ -1,5 +1,5 @@
-"""The engine's arguments under vLLM's names: read, checked, and refused in one line where a later
-lesson brings what they ask for.
+"""The engine's arguments under vLLM's names: read, checked, and refused in one line where they cannot
+work.
 """
 
 import difflib
@@ -16,21 +16,16 @@ CHOICES = {
     "kv_cache_dtype": ("auto", *FORMATS),
 }
 LONGER_NAMES = {f"{name}_per_token_head": name for name in FORMATS} | {"fp8_e4m3": "fp8"}
+BACKENDS = ("mp", "ray")
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64", "half", "float")
-# argument -> (values that ask for nothing new, the lesson that brings the rest)
-LATER: dict[str, tuple[tuple, str]] = {
-    "tensor_parallel_size": ((1,), "lesson 20 brings several devices"),
-    "pipeline_parallel_size": ((1,), "lesson 20 brings several devices"),
-    "data_parallel_size": ((1,), "lesson 20 brings several devices"),
-    "enable_expert_parallel": ((False,), "lesson 20 brings several devices"),
-}
 # accepted, because guides pass them; they change nothing here
 WITHOUT_EFFECT = {
     "use_v2_block_manager": "there is one block manager",
     "disable_log_stats": "nothing is logged unless you ask",
     "trust_remote_code": "no code of a checkpoint is ever run",
     "download_dir": "the hub's own cache is used",
-    "worker_use_ray": "there is one process until lesson 20",
+    "worker_use_ray": "distributed_executor_backend names who starts the workers",
     "disable_log_requests": "requests are not logged",
     "load_format": "safetensors are found by themselves",
 }
@@ -54,6 +49,12 @@ class EngineArgs:
     names of these are read too. speculative_config: who drafts tokens and how many, a dict of vLLM's
     keys. enable_lora: room for max_loras adapters of at most max_lora_rank on the device, so that a
     step may need as many; max_cpu_loras: how many the host keeps, None: max_loras.
+
+    tensor_parallel_size, pipeline_parallel_size: shards of each layer, and stages of layers, each in a
+    process (and on a GPU) of its own. data_parallel_size: replicas of all of these, which share the
+    requests. enable_expert_parallel: a shard has some experts whole instead of a strip of each.
+    distributed_executor_backend: who starts the processes, "mp" (this program) or "ray"; None: "mp" if
+    there are several. Memory is that of one process: kv_cache_memory_bytes, gpu_memory_utilization.
     """
 
     model: str = "models/tiny"
@@ -81,6 +82,11 @@ class EngineArgs:
     max_loras: int = 1
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    distributed_executor_backend: str | None = None
 
     def __post_init__(self):
         check_counts(
@@ -91,12 +97,13 @@ class EngineArgs:
             "max_cpu_loras",
             optional=True,
         )
-        check_counts(self, "max_num_seqs", "block_size", "max_loras", "max_lora_rank")
+        check_counts(self, "max_num_seqs", "block_size", "max_loras", "max_lora_rank", *SIZES)
         switches = (
             "enable_prefix_caching",
             "enable_chunked_prefill",
             "enforce_eager",
             "enable_lora",
+            "enable_expert_parallel",
         )
         for name in switches:
             check_kind(bool, "True or False", **{name: getattr(self, name)})
@@ -125,6 +132,7 @@ class EngineArgs:
         # because a draft follows the base model, and no adapter
         speculates_with_lora = self.enable_lora and self.speculative_config is not None
         self._require("enable_lora", not speculates_with_lora, "False with a speculative_config")
+        self._check_workers()
         least = self.max_num_seqs * self.rows_each
         if self.max_num_batched_tokens is None:
             self.max_num_batched_tokens = max(2048, least)
@@ -138,22 +146,47 @@ class EngineArgs:
         config = self.speculative_config
         return 1 if config is None else 1 + config.num_speculative_tokens
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether the model lies in processes of its own."""
+        sizes = [getattr(self, name) for name in SIZES]
+        return max(sizes) > 1 or self.distributed_executor_backend is not None
+
+    @property
+    def cuts_model(self) -> bool:
+        """Whether a process has only a part of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size > 1
+
+    def _check_workers(self) -> None:
+        """What the model's processes cannot do yet."""
+        backend = self.distributed_executor_backend
+        self._require(
+            "distributed_executor_backend",
+            backend is None or backend in BACKENDS,
+            f"None, {', '.join(BACKENDS)}",
+        )
+        if not self.has_workers:
+            return
+        # because adapters and drafts stand beside the model, and here that is another process
+        why = (
+            "where the model is in other processes (…_parallel_size, distributed_executor_backend)"
+        )
+        self._require("enable_lora", not self.enable_lora, f"False {why}")
+        self._require("speculative_config", self.speculative_config is None, f"None {why}")
+        # because a group of quantized weights would be cut through
+        is_plain = self.quantization is None or not self.cuts_model
+        self._require("quantization", is_plain, "None where a model is cut into parts")
+
     @classmethod
     def read(cls, **arguments) -> "EngineArgs":
-        """From keyword arguments as guides pass them. Raises ValueError for one that is unknown, or
-        that a later lesson brings.
-        """
+        """From keyword arguments as guides pass them. Raises ValueError for one that is unknown."""
         known = [field.name for field in fields(cls)]
         own = {}
         for name, value in from_older(arguments).items():
             if name in known:
                 own[name] = value
-            elif name in LATER:
-                harmless, lesson = LATER[name]
-                if value not in harmless:
-                    raise ValueError(f"{name}: got {value!r}; accepted: {harmless[0]!r}; {lesson}")
             elif name not in WITHOUT_EFFECT:
-                near = difflib.get_close_matches(name, [*known, *LATER, *OLDER, *WITHOUT_EFFECT], 1)
+                near = difflib.get_close_matches(name, [*known, *OLDER, *WITHOUT_EFFECT], 1)
                 hint = f"did you mean {near[0]}?" if near else f"accepted: {', '.join(known)}"
                 raise ValueError(f"{name}: unknown argument; {hint}")
         return cls(**own)

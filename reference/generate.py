@@ -2,11 +2,20 @@
 
 python -m reference.generate "def quicksort("
 python -m reference.generate "import" -n 3 --temperature 0.8 --max-tokens 60
+python -m reference.generate "import" --tensor-parallel-size 2    # in two worker processes (lesson 20)
 """
 
 import argparse
 import sys
 from contextlib import nullcontext
+
+PARALLEL = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "distributed_executor_backend",
+)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -21,6 +30,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0)
     add("-n", type=int, default=1, help="answers to each prompt")
     add("--seed", type=int)
+    add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help="shards of a layer")
+    add(
+        "-pp", "--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of layers"
+    )
+    add(
+        "-dp",
+        "--data-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="replicas of the model",
+    )
+    add("--enable-expert-parallel", action="store_true", help="whole experts on each shard")
+    add("--distributed-executor-backend", choices=("mp", "ray"), help="who starts the workers")
     add("--stop", action="append", default=[], help="end the answer here; may be given again")
     add(
         "--trace", help="write the engine's steps to this file (python -m reference.trace shows it)"
@@ -43,7 +66,9 @@ def main(argv: list[str] | None = None) -> int:
             seed=options.seed,
             stop=tuple(options.stop),
         )
-        llm = LLM(options.model)
+        if options.trace and options.data_parallel_size > 1:
+            raise ValueError("trace: the steps of one engine; accepted: --data-parallel-size 1")
+        llm = LLM(options.model, **{name: getattr(options, name) for name in PARALLEL})
         with traced(llm.engine, options.trace) if options.trace else nullcontext():
             outputs = llm.generate(options.prompts, params, use_tqdm=sys.stderr.isatty())
         for output in outputs:
@@ -52,6 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"generate: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if type(error).__name__ != "RankError":
+            raise
+        print(f"generate: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("generate: interrupted", file=sys.stderr)
         return 130

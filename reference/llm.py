@@ -1,29 +1,27 @@
 """The offline interface: `LLM(model).generate(prompts, params)`, as users of vLLM know it."""
 
 import itertools
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 from tqdm.auto import tqdm
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets
+from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets, can_be_captured
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l14_continuous_batching.sequence import Sequence
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler, by_arrival
-from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
+from lessons.l15_chunked_prefill.swap import SwappingScheduler
 from lessons.toolbox.model.arguments import refuse
+from lessons.toolbox.model.config import ModelConfig
 from reference.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from reference.cache_memory import blocks_that_fit
+from reference.calls import as_list, interrupts_noted, one_each
 from reference.drafting import Drafter, config_of_pool, load_drafter, new_proposer
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
-from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler, PoolsSwap
+from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler
 from reference.lora import (
     AdapterBlocks,
     Adapters,
@@ -46,7 +44,13 @@ def by_priority(sequence: Sequence) -> tuple:
 
 
 def new_engine(args: EngineArgs) -> Engine:
-    """An engine with its model, tokenizer, cache and scheduler. Raises ValueError."""
+    """An engine with its model, tokenizer, cache and scheduler. Raises ValueError, and RankError for a
+    worker that fails.
+    """
+    if args.has_workers:
+        from reference.parallel.engine import new_parallel_engine  # here, because it builds on this
+
+        return new_parallel_engine(args)
     dtype = None if args.dtype == "auto" else args.dtype
     model = load_model(args.model, args.device, dtype, args.quantization)
     tokenizer = load_tokenizer(args.tokenizer or args.model)
@@ -58,12 +62,7 @@ def engine_over(model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter = 
     """An engine over models that are there already. tokenizer: None, if all prompts are token ids
     and nobody wants text. drafter: what speculative_config names, loaded. Raises ValueError.
     """
-    most = model.config.max_position_embeddings
-    max_model_len = args.max_model_len or most
-    if max_model_len > most:
-        raise ValueError(
-            f"max_model_len: got {max_model_len}; accepted: at most {most}, the model's"
-        )
+    max_model_len = max_model_len_of(args, model.config)
     config = args.speculative_config
     if config is not None:
         config.check_context(max_model_len)
@@ -71,21 +70,38 @@ def engine_over(model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter = 
     if adapters is not None:
         model = adapters.model
     num_blocks = blocks_that_fit(args, model, max_model_len, config_of_pool(drafter))
-    if args.enable_prefix_caching and args.enable_lora:
-        blocks = AdapterBlocks(num_blocks, args.block_size)
-    elif args.enable_prefix_caching:
-        cache = HashBlocks(args.block_size)
-        blocks = CachingBlockManager(num_blocks, args.block_size, cache)
-    else:
-        blocks = BlockManager(num_blocks, args.block_size)
     new = partial(new_runner, args, num_blocks)
     runner = new(model, max_model_len, adapters)
     if config is None:
-        scheduler = new_scheduler(args, runner, blocks)
-        return Engine(runner, scheduler, tokenizer, max_model_len, args.seed)
+        return engine_on(runner, tokenizer, args)
     proposer = new_proposer(args, drafter, runner, new)
-    scheduler = new_scheduler(args, runner, blocks, proposer)
+    scheduler = new_scheduler(args, runner, new_blocks(args, num_blocks), proposer)
     return SpeculativeEngine(runner, scheduler, tokenizer, max_model_len, args.seed)
+
+
+def engine_on(runner: ModelRunner, tokenizer, args: EngineArgs) -> Engine:
+    """An engine that does not speculate, on a runner or on what has its interface."""
+    scheduler = new_scheduler(args, runner, new_blocks(args, runner.pool.num_blocks))
+    return Engine(runner, scheduler, tokenizer, runner.max_model_len, args.seed)
+
+
+def max_model_len_of(args: EngineArgs, config: ModelConfig) -> int:
+    """As many tokens as were asked for, or as the model can. Raises ValueError for more."""
+    most = config.max_position_embeddings
+    if args.max_model_len is not None and args.max_model_len > most:
+        raise ValueError(
+            f"max_model_len: got {args.max_model_len}; accepted: at most {most}, the model's"
+        )
+    return args.max_model_len or most
+
+
+def new_blocks(args: EngineArgs, num_blocks: int) -> BlockManager:
+    """Who owns which block, and with a prefix cache which of them are known."""
+    if not args.enable_prefix_caching:
+        return BlockManager(num_blocks, args.block_size)
+    if args.enable_lora:
+        return AdapterBlocks(num_blocks, args.block_size)
+    return CachingBlockManager(num_blocks, args.block_size, HashBlocks(args.block_size))
 
 
 def new_runner(
@@ -106,11 +122,11 @@ def new_runner(
 
 
 def replays(args: EngineArgs, model: Decoder) -> bool:
-    """Whether decode steps become CUDA graphs. On a CPU nothing is launched; a mixture of experts
-    stays eager, because Python asks its router which experts to run, and so does Gemma 2. So do
+    """Whether decode steps become CUDA graphs. On a CPU nothing is launched. Gemma 2 stays eager, and
+    so do experts that cannot be grouped, because Python asks their router which ones to run. So do
     quantized latents, because no kernel reads them: they become numbers first.
     """
-    can_replay = model.device.type == "cuda" and model.config.can_be_captured
+    can_replay = model.device.type == "cuda" and can_be_captured(model)
     can_replay = can_replay and (model.config.mla is None or args.kv_cache_dtype == "auto")
     return can_replay and not args.enforce_eager
 
@@ -140,7 +156,7 @@ def new_scheduler(
         return recomputing(blocks, **limits)
     block_bytes = sum(pool.bytes_per_token for pool in pools) * args.block_size
     host_blocks = int(args.swap_space * 2**30 // block_bytes)
-    return swapping(PoolsSwap(Lender(runner.pool, blocks), pools), host_blocks, **limits)
+    return swapping(runner.new_swap(blocks, pools[1:]), host_blocks, **limits)
 
 
 class LLM:
@@ -150,6 +166,10 @@ class LLM:
         self.args = EngineArgs.read(model=model, **arguments)
         self.engine = new_engine(self.args)
         self.counter = itertools.count()
+
+    def shutdown(self) -> None:
+        """End the processes that hold the model, if there are any. They end with this object, too."""
+        self.engine.close()
 
     def get_tokenizer(self):
         """The checkpoint's, as transformers' AutoTokenizer."""
@@ -216,7 +236,9 @@ class LLM:
 
         Raises ValueError for a prompt that cannot be served, or while requests are unfinished.
         """
-        prompts, searching = as_list(prompts), BeamSearch(self.engine, params)
+        # One of the replicas, if there are several, because beams share blocks.
+        engine = getattr(self.engine, "engines", [self.engine])[0]
+        prompts, searching = as_list(prompts), BeamSearch(engine, params)
         searches = []
         for prompt in prompts:
             try:
@@ -252,47 +274,3 @@ class LLM:
             for m in many
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
-
-
-@contextmanager
-def interrupts_noted() -> Iterator[list]:
-    """Inside it, the first Ctrl-C only fills the list, because half a step leaves blocks that nobody
-    owns. A second one raises KeyboardInterrupt.
-    """
-    noted = []
-
-    def note(number, frame):
-        if noted:
-            raise KeyboardInterrupt
-        noted.append(number)
-
-    # Python delivers signals to its main thread only. Another handler belongs to somebody else.
-    is_ours = threading.current_thread() is threading.main_thread()
-    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield noted
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def as_list(prompts) -> list:
-    """One prompt, or a list of them. Raises ValueError for nothing."""
-    is_list = isinstance(prompts, (list, tuple))
-    if isinstance(prompts, (str, dict)) or (is_list and prompts and type(prompts[0]) is int):
-        return [prompts]
-    if not is_list or not prompts:
-        refuse("prompts", prompts, "a prompt, or a list of them")
-    return list(prompts)
-
-
-def one_each(name: str, value, count: int) -> list:
-    """`value` for each prompt, or the list as it is. Raises ValueError for another length."""
-    values = list(value) if isinstance(value, (list, tuple)) else [value] * count
-    if len(values) != count:
-        raise ValueError(
-            f"{name}: got {len(values)} for {count} prompts; accepted: one, or {count}"
-        )
-    return values

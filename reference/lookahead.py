@@ -11,13 +11,9 @@ everything in front of that token again, then goes on as before.
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from lessons.l03_kv_cache.cache import KVPool
-from lessons.l12_paged_kv.swap import HostSwap
 from lessons.l14_continuous_batching.sequence import Sequence, Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
+from lessons.l15_chunked_prefill.swap import SwappingScheduler
 from reference.request import EngineSequence
 from reference.speculation import Proposer
 
@@ -48,18 +44,6 @@ class DraftedSequence(EngineSequence):
     def look_ahead(self, tokens: list[int]) -> None:
         """Let these tokens stand behind the output, and no others."""
         self.all_tokens[self.num_own :] = tokens
-
-
-class PoolsSwap(HostSwap):
-    """Lesson 12's HostSwap for several pools whose blocks have the same numbers."""
-
-    def __init__(self, runner: Lender, pools: list[KVPool]):
-        super().__init__(runner)
-        self.pools = pools
-
-    @property
-    def slots(self) -> list[Tensor]:
-        return [slots for pool in self.pools for slots in pool.tensors]
 
 
 class LookaheadScheduler(ChunkedScheduler):

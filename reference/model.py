@@ -22,6 +22,7 @@ from lessons.l18_weight_quantization.gguf_linear import as_grouped, with_kernels
 from lessons.l18_weight_quantization.gguf_model import load_gguf
 from lessons.l18_weight_quantization.gguf_tokenizer import tokenizer_of
 from lessons.l18_weight_quantization.quantized_checkpoint import load_quantized
+from lessons.l20_parallelism.grouped import grouped
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.model import checkpoint
 from lessons.toolbox.model.placement import read_device, read_dtype
@@ -40,14 +41,11 @@ def load_model(
 
     device: default the GPU if there is one. dtype: a torch.dtype or its name; default the GPU's
     16-bit type, float32 on a CPU. quantization: weights in fewer bits; None: as the checkpoint has
-    them, quantized or not. On a GPU the result is lesson 7's fused twin. Raises ValueError
-    (CheckpointError for the checkpoint) in one line.
+    them, quantized or not. On a GPU the result is lesson 7's fused twin, its experts
+    grouped as in lesson 20. Raises ValueError (CheckpointError for the checkpoint) in one line.
     """
     check_method(quantization)
-    device = default_device() if device is None else read_device(device)
-    if dtype is None:
-        dtype = default_dtype() if device.type == "cuda" else torch.float32
-    dtype = read_dtype(dtype)
+    device, dtype = default_place(device, dtype)
     if is_gguf(name_or_path):
         check_stored(quantization, "gguf")
         model = load_gguf(name_or_path, device, dtype, **gguf_products(device, dtype))
@@ -58,7 +56,17 @@ def load_model(
         model = load_decoder(name_or_path, device, dtype)
         if quantization is not None:
             model = quantize_model(model, quantization, partial(load_tokenizer, name_or_path))
-    return fused(model) if device.type == "cuda" else model
+    return grouped(fused(model)) if device.type == "cuda" else model
+
+
+def default_place(
+    device: torch.device | str | None, dtype: torch.dtype | str | None
+) -> tuple[torch.device, torch.dtype]:
+    """Both as load_model takes them for what is None. Raises ValueError."""
+    device = default_device() if device is None else read_device(device)
+    if dtype is None:
+        dtype = default_dtype() if device.type == "cuda" else torch.float32
+    return device, read_dtype(dtype)
 
 
 def gguf_products(device: torch.device, dtype: torch.dtype) -> dict[str, Callable]:

@@ -6,9 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.decoder import Attend, Decoder
+from lessons.l03_kv_cache.cache import KVPool
+from lessons.l12_paged_kv.blocks import BlockManager, Copy
 from lessons.l12_paged_kv.runner import copy_blocks, new_pool, paged_rung_of, step_batch
+from lessons.l12_paged_kv.swap import HostSwap
 from lessons.l14_continuous_batching.sequence import Step
+from lessons.l15_chunked_prefill.swap import Lender
 from lessons.l17_tree_speculation.heads import tapped_features
 from lessons.l19_kv_quantization.runner import quantized_rung_of
 from reference.decode_graphs import Chunks, DecodeGraphs
@@ -50,7 +54,7 @@ class ModelRunner:
     @torch.inference_mode()
     def __call__(self, step: Step, tables: dict[int, list[int]]) -> Tensor:
         """Run a step. Returns hidden: [T, hidden_size] of all its tokens, in the chunks' order."""
-        copy_blocks(self.pool, step.copies)
+        self.copy(step.copies)
         chunks = [(chunk.tokens, chunk.sequence.computed) for chunk in step.chunks]
         owned = [tables[chunk.sequence.row] for chunk in step.chunks]
         if self.adapters is None:
@@ -71,8 +75,16 @@ class ModelRunner:
         batch = step_batch(self.pool, chunks, tables)
         attend = self.pool.attending(batch)
         with self.adapters_over(row_slots):
-            hidden, self.features = tapped_features(self.model, batch.tokens, attend, self.taps)
+            return self.forward(batch.tokens, attend)
+
+    def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
+        """The model itself. tokens: [T] -> hidden: [T, hidden_size]."""
+        hidden, self.features = tapped_features(self.model, tokens, attend, self.taps)
         return hidden
+
+    def copy(self, copies: list[Copy]) -> None:
+        """Copy whole blocks, before a step writes into them."""
+        copy_blocks(self.pool, copies)
 
     def adapters_over(self, row_slots: list[int] | None) -> AbstractContextManager:
         """Inside it the model adds each row's adapter."""
@@ -86,3 +98,24 @@ class ModelRunner:
         if rows != list(range(len(hidden))):  # a list of indices makes Python wait for the GPU
             hidden = hidden[rows]
         return self.model.logits(hidden)
+
+    def new_swap(self, blocks: BlockManager, others: Sequence[KVPool] = ()) -> HostSwap:
+        """Where K and V of this pool wait on the host. blocks: who owns which of its blocks. others:
+        pools whose blocks have the same numbers.
+        """
+        return PoolsSwap(Lender(self.pool, blocks), [self.pool, *others])
+
+    def close(self) -> None:
+        """Nothing has to be ended here; what the workers of `reference.parallel` hold does."""
+
+
+class PoolsSwap(HostSwap):
+    """Lesson 12's HostSwap for several pools whose blocks have the same numbers."""
+
+    def __init__(self, runner: Lender, pools: list[KVPool]):
+        super().__init__(runner)
+        self.pools = pools
+
+    @property
+    def slots(self) -> list[Tensor]:
+        return [slots for pool in self.pools for slots in pool.tensors]

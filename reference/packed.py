@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lessons.l02_naive_attention.decoder import Decoder, swap
 from lessons.l07_kernel_fusion.fused_decoder import FusedAttention, FusedMLP
 from lessons.l18_weight_quantization.linear import QuantizedLinear
+from lessons.l20_parallelism.layers import ParallelHead
 from lessons.l21_multi_lora.layers import LoRALinear
 
 ROWS = 32  # tokens of a step for which the blocks are chosen; they serve any number
@@ -54,7 +55,7 @@ class PackedAttention(nn.Module):
         self.head_dim, self.ops = attention.head_dim, attention.ops
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         self.qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o_proj = PackedLinear(attention.o_proj)
+        self.o_proj = over_packed(attention.o_proj)
         self.heads = [width // self.head_dim for width in self.qkv_proj.widths]
 
     def forward(self, x: Tensor, attend: Callable) -> Tensor:
@@ -74,7 +75,7 @@ class PackedMLP(nn.Module):
         super().__init__()
         self.ops = mlp.ops
         self.gate_up_proj = PackedLinear(mlp.gate_proj, mlp.up_proj)
-        self.down_proj = PackedLinear(mlp.down_proj)
+        self.down_proj = over_packed(mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
         gate, up = self.gate_up_proj(x).split(self.gate_up_proj.widths, dim=-1)
@@ -93,10 +94,11 @@ def packed(model: Decoder) -> Decoder:
         return model
     factories = {FusedAttention: PackedAttention, FusedMLP: PackedMLP}
     factories = {kind: if_plain(new) for kind, new in factories.items()}
-    twin = copy.copy(swap(model, factories | {LoRALinear: over_packed}))
+    twin = copy.copy(swap(model, factories | {LoRALinear: adapted_over_packed}))
     # A dictionary of its own, because a shallow copy shares it with the original.
-    if type(model.lm_head) is nn.Linear:  # because Gemma's may cap what it computes
-        twin._modules = {**twin._modules, "lm_head": PackedLinear(model.lm_head)}
+    # But Gemma's, which may cap what it computes, and one that another rank holds.
+    if type(model.lm_head) in (nn.Linear, ParallelHead):
+        twin._modules = {**twin._modules, "lm_head": over_packed(model.lm_head)}
     return twin
 
 
@@ -110,7 +112,12 @@ def if_plain(new: Callable) -> Callable:
     return factory
 
 
-def over_packed(layer: LoRALinear) -> LoRALinear:
+def over_packed(layer: nn.Module) -> nn.Module:
+    """A plain layer packed, or the plain layer inside of one that talks to other ranks (lesson 20)."""
+    return swap(layer, {nn.Linear: PackedLinear})
+
+
+def adapted_over_packed(layer: LoRALinear) -> LoRALinear:
     """A layer with the same adapters over a packed matrix; itself over one that is quantized."""
     if type(layer.base) is not nn.Linear:
         return layer

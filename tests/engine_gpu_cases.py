@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from lessons.l02_naive_attention.naive import generate as alone
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
+from lessons.l06_mla.deepseek import load_decoder
 from lessons.l11_cuda_graphs.optimized import CudaGraphs
 from lessons.l18_weight_quantization.gguf_model import save_gguf
 from lessons.l18_weight_quantization.linear import dequantized
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.l19_kv_quantization.lab.testing import naive_answers
+from lessons.l20_parallelism.grouped import GroupedMoE
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine_args import EngineArgs
@@ -108,7 +111,7 @@ def test_the_largest_step_is_run_before_the_cache_is_made(model, monkeypatch):
     assert asked and engine.scheduler.blocks.num_blocks == 4 * 4  # places · blocks of the longest
 
 
-# ---------------------------------------------------------------- fewer bits
+# ---------------------------------------------------------------- experts, fewer bits
 
 PROMPT = [[1, 2, 3]]
 # the inputs of q, k, v, gate and up are too few for NF4's kernel
@@ -125,6 +128,26 @@ def answered_in_replayed_steps(model, **arguments) -> list[int]:
     (got,) = run(engine, PROMPT, [greedy(2)])["0"]
     assert buckets == [1]
     return got
+
+
+def test_a_mixture_of_experts_in_replayed_steps(tmp_path):
+    """Loaded as a checkpoint is: its experts are grouped, so that nothing waits for the router."""
+    theirs = MixtralConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        max_position_embeddings=64,
+        pad_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(theirs).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), dtype="float32")
+    assert type(model.layers[0].mlp) is GroupedMoE
+    expected = alone(load_decoder(str(tmp_path)), PROMPT, 2)[0]
+    assert answered_in_replayed_steps(model) == expected
 
 
 @pytest.mark.parametrize("weights, cache", [("int4", "fp8"), ("fp8", "int8"), ("nf4", "fp8")])

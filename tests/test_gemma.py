@@ -139,9 +139,9 @@ def test_rungs_without_the_cap_are_left_out_in_one_line(tmp_path):
     line = left_out(config)
     assert "\n" not in line and all(name in line for name in ("FlashAttention", "fused softmax"))
     assert not set(names) & set(line.split(": ")[1].split("; ")[0].split(", "))
-    assert names[-1] == "the engine" and not config.can_be_captured
+    assert names[-1] == "the engine" and config.has_score_rules
     without = replace(config, attn_logit_softcapping=None)
-    assert without.can_be_captured and left_out(without) is None
+    assert not without.has_score_rules and left_out(without) is None
     assert len(rungs_of(without)) == len(names) + 5
 
 

@@ -158,14 +158,22 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 
+    @property
+    def stage_layers(self) -> range:
+        """The layers that are here: all, or those of a pipeline's stage (lesson 20), one behind the
+        other. In the place of the others stands an nn.Identity.
+        """
+        here = [i for i, layer in enumerate(self.layers) if not isinstance(layer, nn.Identity)]
+        return range(here[0], here[-1] + 1)
+
     def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
         """tokens: [T] int64 -> hidden: [T, hidden_size]."""
         x = self.embed_tokens(tokens)
         return self.norm(self.run_layers(x, attend))
 
     def run_layers(self, x: Tensor, attend: Attend, layers: Iterable[int] | None = None) -> Tensor:
-        """The layers whose numbers are given (a pipeline's stage), or all. x: [T, hidden_size]."""
-        for index in range(len(self.layers)) if layers is None else layers:
+        """The layers whose numbers are given, or all that are here. x: [T, hidden_size]."""
+        for index in self.stage_layers if layers is None else layers:
             x = self.layers[index](x, partial(attend, index))
         return x
 

@@ -60,7 +60,11 @@ def attention_for(config: ModelConfig, attention: Callable, sinks: Tensor | None
 
 
 def sinks_of(model: nn.Module) -> list[Tensor | None]:
-    """Of each layer the sinks: [Hq], or None in a model without them."""
-    if not model.config.attention_sinks:
-        return [None] * model.config.num_hidden_layers
-    return [layer.self_attn.sinks for layer in model.layers]
+    """Of each layer the sinks: [Hq], or None in a model without them and for layers that are not
+    here.
+    """
+    sinks: list[Tensor | None] = [None] * model.config.num_hidden_layers
+    if model.config.attention_sinks:
+        for index in model.stage_layers:
+            sinks[index] = model.layers[index].self_attn.sinks
+    return sinks

@@ -62,6 +62,8 @@ class BiasedRouter(Router):
 
 
 class StackedMoE(nn.Module):
+    waits_for_values = True  # as lesson 6's MoE
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         moe = config.moe

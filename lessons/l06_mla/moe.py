@@ -78,6 +78,8 @@ class MoE(nn.Module):
     checkpoints on the hub.
     """
 
+    waits_for_values = True  # Python asks which experts were chosen, so no CUDA graph records it
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         moe = config.moe

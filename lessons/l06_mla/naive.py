@@ -25,7 +25,7 @@ class LatentPool(KVPool):
     For a model of LatentAttention. Its V has no width: the first `rank` values of a row are c_kv.
     """
 
-    layer_of: list[MLAttention]
+    layer_of: dict[int, MLAttention]
 
     @classmethod
     def for_model(
@@ -33,7 +33,7 @@ class LatentPool(KVPool):
     ) -> "LatentPool":
         """An empty pool on the model's device, in its dtype. model: from `latent`."""
         pool = super().for_model(model, num_blocks, block_size, ops)
-        pool.layer_of = [layer.self_attn.expanded for layer in model.layers]
+        pool.layer_of = {i: model.layers[i].self_attn.expanded for i in model.stage_layers}
         return pool
 
     @staticmethod

@@ -162,8 +162,8 @@ class FusedDecoder(Decoder):
         return run_layers(self.layers, self.norm, self.embed_tokens(tokens), attend)
 
     def run_layers(self, x: Tensor, attend: Attend, layers: range | None = None) -> Tensor:
-        """The layers of a range (a pipeline's stage), or all. x: [T, hidden_size], overwritten."""
-        layers = range(len(self.layers)) if layers is None else layers
+        """The layers of a range, or all that are here. x: [T, hidden_size], overwritten."""
+        layers = self.stage_layers if layers is None else layers
         stage = self.layers[layers.start : layers.stop]
 
         def attend_in_stage(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -183,7 +183,8 @@ def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
     if isinstance(model, FusedDecoder):
         return model
     norms = [model.norm]
-    for layer in model.layers:
+    for index in model.stage_layers:
+        layer = model.layers[index]
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
     if strange := [type(norm).__name__ for norm in norms if type(norm) not in NORMS]:
         raise ValueError(

@@ -179,11 +179,19 @@ class CudaGraphs:
 def graph_step(model: Decoder, pool: KVPool) -> Step:
     """The fastest step of this model: captured on a GPU; eager on a CPU, where nothing is launched.
 
-    Some models stay eager: a mixture of experts, because Python asks its router which to run.
+    Some models stay eager (`can_be_captured`).
     """
-    if not model.config.can_be_captured or model.device.type != "cuda":
+    if not can_be_captured(model) or model.device.type != "cuda":
         return eager_step(model, pool)
     return GraphRunner(model, pool, CudaGraphs(model.device))
+
+
+def can_be_captured(model: Decoder) -> bool:
+    """Whether a step can become a CUDA graph. Not where Python asks the device what to run: a router
+    for its experts (lesson 20 has a layer that does not), capped attention for its sequences' lengths.
+    """
+    waits = any(getattr(part, "waits_for_values", False) for part in model.modules())
+    return not waits and not model.config.has_score_rules
 
 
 # ---------------------------------------------------------------- captured once, used by every call

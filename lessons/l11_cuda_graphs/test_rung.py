@@ -144,7 +144,9 @@ def test_a_mixture_of_experts_is_not_captured(seed):
     model, prompts = new_deepseek(EXPERTS), new_prompts(3, 1)
     with pytest.raises(CaptureError, match="waits for the GPU"):
         batch_loop(STEPS["captured"], model, prompts, 3)
-    on_a_gpu = SimpleNamespace(device=torch.device("cuda"), config=model.config)
+    on_a_gpu = SimpleNamespace(
+        device=torch.device("cuda"), config=model.config, modules=model.modules
+    )
     assert not isinstance(optimized.graph_step(on_a_gpu, None), GraphRunner)
 
 

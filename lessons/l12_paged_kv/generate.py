@@ -11,7 +11,7 @@ Sources: Kwon et al. 2023, PagedAttention, sections 4.3 and 4.5.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -44,11 +44,12 @@ def generate(
     num_blocks: int | None = None,
     block_size: int = BLOCK_SIZE,
     max_num_seqs: int = MAX_NUM_SEQS,
+    new_runner: Callable[[Decoder, int, int, int], PagedRunner] | None = None,
 ) -> list[list[int]]:
     """Waves of at most max_num_seqs requests over num_blocks blocks of block_size tokens.
 
     num_blocks: None takes the memory that lesson 11 takes for these requests, MAX_BATCH times the
-    longest. Other arguments, result and errors as in lesson 2's `generate`; also ValueError for a
+    longest. new_runner: with the arguments of PagedRunner.for_model; None: that one. Other arguments, result and errors as in lesson 2's `generate`; also ValueError for a
     request that is longer than all blocks together.
     """
     check_call(model, on_token)
@@ -57,7 +58,8 @@ def generate(
         longest = max(request.most_cached for request in waiting)
         if num_blocks is None:
             num_blocks = blocks_of_lesson_11(waiting, block_size)
-        runner = PagedRunner.for_model(model, num_blocks, block_size, longest)
+        new_runner = new_runner or PagedRunner.for_model
+        runner = new_runner(model, num_blocks, block_size, longest)
         if longest > num_blocks * block_size:
             raise ValueError(
                 f"num_blocks: got {num_blocks} of {block_size} tokens; accepted: enough for the "

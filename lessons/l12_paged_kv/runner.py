@@ -53,11 +53,12 @@ def new_pool(
         rung.ops(model.device),
         model.dtype,
         model.device,
+        layers=model.stage_layers,
         max_context_len=max_context_len,
     )
     pool.sinks = sinks_of(model)
     if isinstance(pool, PagedLatentPool):
-        pool.layer_of = [layer.self_attn.expanded for layer in model.layers]
+        pool.layer_of = {i: model.layers[i].self_attn.expanded for i in model.stage_layers}
     return pool
 
 
@@ -129,6 +130,10 @@ class PagedRunner:
 
     def grown(self, new: dict[int, list[int]]) -> Batch:
         """Find room for the new tokens. Returns the batch that computes them."""
+        return step_batch(self.pool, *self.grow(new))
+
+    def grow(self, new: dict[int, list[int]]) -> tuple[list[tuple[list[int], int]], list]:
+        """Find room for the new tokens. Returns the chunks and tables that `step_batch` asks for."""
         chunks = []
         for sequence, tokens in new.items():
             held = self.held.get(sequence, 0)
@@ -136,7 +141,7 @@ class PagedRunner:
             self.copy(self.blocks.grow(sequence, held, held + len(tokens)))
             chunks.append((tokens, held))
             self.held[sequence] = held + len(tokens)
-        return step_batch(self.pool, chunks, [self.blocks.tables[sequence] for sequence in new])
+        return chunks, [self.blocks.tables[sequence] for sequence in new]
 
     def copy(self, copies: list[Copy]) -> None:
         """`copy_blocks` in this pool, counted."""

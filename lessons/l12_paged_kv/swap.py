@@ -7,9 +7,12 @@ is cheaper for a long sequence on a fast link, because it costs bytes and no FLO
 Source: Kwon et al. 2023, PagedAttention, section 4.5.
 """
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
+from lessons.l03_kv_cache.cache import KVPool
 from lessons.l12_paged_kv.runner import PagedRunner
 
 
@@ -28,8 +31,7 @@ class HostSwap:
     def swap_out(self, sequence: int) -> None:
         """Copy a sequence's blocks to the host, then free them."""
         runner = self.runner
-        table = torch.tensor(runner.blocks.tables[sequence], device=runner.pool.k_slots.device)
-        kept = [runner.pool.blocks(slots)[:, table].cpu() for slots in self.slots]
+        kept = read_blocks(runner.pool, self.slots, runner.blocks.tables[sequence])
         self.away[sequence] = runner.held[sequence], kept
         self.swapped_bytes += sum(x.nbytes for x in kept)
         runner.free(sequence)
@@ -45,10 +47,12 @@ class HostSwap:
         runner.blocks.grow(sequence, 0, held)
         del self.away[sequence]
         runner.held[sequence] = held
-        table = torch.tensor(runner.blocks.tables[sequence], device=runner.pool.k_slots.device)
-        for slots, x in zip(self.slots, kept):
-            runner.pool.blocks(slots)[:, table] = x.to(slots.device)
+        write_blocks(runner.pool, self.slots, runner.blocks.tables[sequence], kept)
         self.swapped_bytes += sum(x.nbytes for x in kept)
+
+    def forget(self, sequence: int) -> None:
+        """A sequence will not come back. One that is not away: nothing."""
+        self.away.pop(sequence, None)
 
     def blocks_of(self, sequence: int) -> int:
         """How many blocks it takes to bring a sequence back."""
@@ -57,3 +61,20 @@ class HostSwap:
     @property
     def slots(self) -> tuple[Tensor, ...]:
         return self.runner.pool.tensors
+
+
+def read_blocks(pool: KVPool, tensors: Iterable[Tensor], table: Sequence[int]) -> list[Tensor]:
+    """Copies on the host of these blocks: [layers, len(table), block_size, Hkv, …] of each tensor:
+    [layers, slots + 1, Hkv, …].
+    """
+    blocks = torch.tensor(table, device=pool.k_slots.device)
+    return [pool.blocks(slots)[:, blocks].cpu() for slots in tensors]
+
+
+def write_blocks(
+    pool: KVPool, tensors: Iterable[Tensor], table: Sequence[int], kept: list[Tensor]
+) -> None:
+    """What `read_blocks` returned, into these blocks."""
+    blocks = torch.tensor(table, device=pool.k_slots.device)
+    for slots, x in zip(tensors, kept):
+        pool.blocks(slots)[:, blocks] = x.to(slots.device)

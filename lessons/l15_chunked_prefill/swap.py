@@ -76,5 +76,5 @@ class SwappingScheduler(ChunkedScheduler):
 
     def abort(self, sequence: Sequence) -> None:
         """Forget a request, on the host too."""
-        self.swap.away.pop(sequence.row, None)
+        self.swap.forget(sequence.row)
         super().abort(sequence)

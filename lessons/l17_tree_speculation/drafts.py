@@ -151,6 +151,7 @@ class OneLayer:
     """What `new_pool` asks of a model, of a draft that is none."""
 
     layers = ()
+    stage_layers = range(1)
 
     def __init__(self, draft: FeatureDraft, target: Decoder):
         self.config, self.device, self.dtype = draft.config, target.device, target.dtype

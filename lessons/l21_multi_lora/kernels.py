@@ -121,7 +121,7 @@ def expand_kernel(
         h = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         for _ in range(num_splits):
             h += tl.load(partial, mask=is_row & (r < rank), other=0.0)
-            partial += num_rows.to(tl.int64) * max_rank
+            partial += tl.cast(num_rows, tl.int64) * max_rank
         r = tl.trans(r)  # [BLOCK_R, 1]
         b_row = b_ptr + (slot * max_rank + r) * num_outputs
         b = tl.load(b_row + n, mask=(r < rank) & is_n, other=0.0)

@@ -165,6 +165,26 @@ def fill(
     """As load_weights, from the tensors of a catalog. given: tensors of the decoder that somebody
     else has read, by their names in it and of its shapes, [N, K] for a matrix.
     """
+    model.load_state_dict(read_tensors(model, folder, stored, given, device, dtype), assign=True)
+    if model.config.tie_word_embeddings:
+        # because assigning made two parameters of the one tensor
+        model.lm_head.weight = model.embed_tokens.weight
+
+
+def read_tensors(
+    model: nn.Module,
+    folder: Path,
+    stored: dict[str, Stored],
+    given: dict[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    parts: dict[str, tuple[slice, ...]] | None = None,
+) -> dict[str, Tensor]:
+    """The tensors of a decoder by their names in it; arguments as in `fill`.
+
+    parts: the tensors to read, and what of each, one slice a dimension (lesson 20); None: all of
+    all. What a slice leaves out is not read. Raises CheckpointError.
+    """
     tied = model.config.tie_word_embeddings
     if tied and "embed_tokens.weight" not in stored and "lm_head.weight" in stored:
         # of two tensors that share memory a writer keeps one
@@ -174,31 +194,41 @@ def fill(
     }
     places = {name: place for name, place in places_of(model).items() if name not in given}
     _check(stored, places, tied, folder)
-
+    if parts is not None:
+        if tied and "embed_tokens.weight" not in parts:
+            places["lm_head.weight"] = places["embed_tokens.weight"]
+        places = {name: places[name] for name in parts}
     weights = dict(given)
     for file in dict.fromkeys(entry.file for entry in stored.values()):
         with open_file(file) as tensors:
-            for name, (key, first, shape) in places.items():
-                if key in stored and stored[key].file == file:
+            for name, place in places.items():
+                if place.key in stored and stored[place.key].file == file:
                     wide = name.endswith(KEPT_WIDE)
                     kept = torch.promote_types(dtype, torch.float32) if wide else dtype
+                    part = None if parts is None else parts[name]
+                    tensor = _cut(tensors, stored[place.key].name, place, part)
                     # copy, because an uncast tensor would stay a view of the file, and change or
                     # crash with it
-                    tensor = tensors.get_tensor(stored[key].name)[first : first + shape[0]]
                     tensor = tensor.to(device=device, dtype=kept, copy=True)
                     weights[name] = turning_last(name, tensor, model.config)
-    if tied:
-        embedding = weights["embed_tokens.weight"]
+    embedding = weights.get("embed_tokens.weight")
+    has_head = parts is None or "lm_head.weight" in parts  # not the first of several stages
+    if tied and embedding is not None and has_head:
         if not torch.equal(weights.get("lm_head.weight", embedding), embedding):
             raise CheckpointError(
                 f"{folder}: config.json says tie_word_embeddings, but lm_head.weight and "
                 f"embed_tokens.weight differ; set it to false"
             )
         weights["lm_head.weight"] = embedding
-    model.load_state_dict(weights, assign=True)
-    if tied:
-        # because assigning made two parameters of the one tensor
-        model.lm_head.weight = model.embed_tokens.weight
+    return weights
+
+
+def _cut(tensors, name: str, place: Place, part: tuple[slice, ...] | None) -> Tensor:
+    """A tensor of the decoder, or a part of it, out of the stored one. tensors: an open file."""
+    if part is None:
+        return tensors.get_tensor(name)[place.first : place.first + place.shape[0]]
+    rows = slice(place.first + part[0].start, place.first + part[0].stop)
+    return tensors.get_slice(name)[(rows, *part[1:])]
 
 
 def _check(stored: dict[str, Stored], places: dict[str, Place], tied: bool, folder: Path) -> None:

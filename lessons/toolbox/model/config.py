@@ -255,13 +255,6 @@ class ModelConfig:
         return self.sliding_windows[layer] if self.sliding_windows else None
 
     @property
-    def can_be_captured(self) -> bool:
-        """Whether a step can become a CUDA graph. Not where Python asks the device what to run: a
-        router for its experts, capped attention for the lengths of its sequences.
-        """
-        return self.moe is None and not self.has_score_rules
-
-    @property
     def has_score_rules(self) -> bool:
         """Whether attention does more to its scores than scale and mask them."""
         return self.attn_logit_softcapping is not None or self.attention_sinks

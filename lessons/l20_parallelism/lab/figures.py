@@ -1,0 +1,237 @@
+"""The diagrams of this lesson's pictures: matrices in strips, ranks in a box, pieces on a ring, tokens
+on their way to experts. pictures.py writes them.
+"""
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+from lessons.l20_parallelism.mesh import Mesh
+from lessons.toolbox.draw.figure import (
+    GREY,
+    HALO,
+    HATCHES,
+    PALETTE,
+    ROLES,
+    SMALL,
+    ClassFigure,
+    frame,
+    style,
+)
+
+INK, PALE = "#222222", "#E8E8E8"
+SIXTEEN = Mesh(tp=4, pp=2, dp=2)
+
+
+def box(ax: Axes, x: float, y: float, w: float, h: float, text: str = "", **look) -> None:
+    """A rectangle with letters in its middle. look: of the rectangle; size: of the letters."""
+    size = look.pop("size", SMALL)
+    ax.add_patch(Rectangle((x, y), w, h, **{"edgecolor": INK, "lw": 1.2, "fc": "white", **look}))
+    words = {"ha": "center", "va": "center", "size": size, "path_effects": HALO}
+    ax.text(x + w / 2, y + h / 2, text, **words)
+
+
+def arrow(ax: Axes, start: tuple, end: tuple, **look) -> None:
+    """From one point to another, in the axes' coordinates."""
+    shape = {"arrowstyle": "-|>", "mutation_scale": 14, "lw": 1.8, "color": GREY, **look}
+    ax.add_patch(FancyArrowPatch(start, end, **shape))
+
+
+def words(ax: Axes, x: float, y: float, text: str, **look) -> None:
+    """Letters around a point."""
+    ax.text(x, y, text, **{"ha": "center", "va": "center", "size": SMALL, **look})
+
+
+# ---------------------------------------------------------------- one layer on two ranks
+
+
+@style()
+def draw_split() -> ClassFigure:
+    """Columns of the first matrix, rows of the second: what each of two ranks has, and what is sent."""
+    fig, ax = frame(
+        "Columns first, rows second: nothing is sent in between, one sum at the end",
+        "an MLP on two ranks · up: [hidden, inner], down: [inner, hidden] · gate is cut like up",
+        (12, 6.4),
+    )
+    for rank, top in enumerate((0.0, 4.3)):
+        colour = PALETTE[(0, 1)[rank]]
+        words(ax, 0.1, top + 1.5, f"rank {rank}", ha="left", fontweight="bold", color=colour)
+        box(ax, 1.6, top + 1.1, 1.5, 0.8, "x, whole", fc=PALE)
+        _strips(ax, 4.0, top, 2.4, 3.0, rank, colour, is_column=True)
+        words(ax, 5.2, top + 3.4, "its columns of up")
+        arrow(ax, (3.2, top + 1.5), (3.9, top + 1.5))
+        box(ax, 7.3, top + 1.1, 1.2, 0.8, "half of\ninner", fc=colour, alpha=0.6)
+        arrow(ax, (6.5, top + 1.5), (7.2, top + 1.5))
+        _strips(ax, 9.4, top, 2.4, 3.0, rank, colour, is_column=False)
+        words(ax, 10.6, top + 3.4, "its rows of down")
+        arrow(ax, (8.6, top + 1.5), (9.3, top + 1.5))
+        box(ax, 12.7, top + 1.1, 1.7, 0.8, "a part of\nthe sum", fc=colour, alpha=0.6, hatch="//")
+        arrow(ax, (11.9, top + 1.5), (12.6, top + 1.5))
+        arrow(ax, (14.5, top + 1.5), (15.6, 3.3 if rank == 0 else 4.2))
+    words(ax, 7.9, 3.75, "nothing is sent", fontweight="bold", color=ROLES["library"].colour)
+    box(ax, 15.7, 3.0, 2.2, 1.5, "all-reduce:\nx + sum,\non both", fc=PALE)
+    ax.set(xlim=(0, 18.1), ylim=(8.0, -0.2))
+    ax.set_axis_off()
+    return fig
+
+
+def _strips(ax, x, y, w, h, rank, colour, is_column):
+    """A matrix cut in two, of which one rank has a half."""
+    for half in range(2):
+        place = (x + half * w / 2, y, w / 2, h) if is_column else (x, y + half * h / 2, w, h / 2)
+        is_mine = half == rank
+        look = dict(fc=colour, alpha=0.6) if is_mine else dict(fc="white", ls=":", ec=GREY)
+        box(ax, *place, "" if is_mine else "the\nother's", **look)
+
+
+# ---------------------------------------------------------------- the mesh
+
+
+@style()
+def draw_mesh(mesh: Mesh = SIXTEEN) -> ClassFigure:
+    """The ranks at their places, and the groups that talk."""
+    fig, ax = frame(
+        f"{mesh.size} ranks: those that talk most are neighbours",
+        f"rank = (replica · {mesh.pp} + stage) · {mesh.tp} + shard · Mesh(tp={mesh.tp}, "
+        f"pp={mesh.pp}, dp={mesh.dp})",
+        (11.5, 5.4),
+    )
+    wide = mesh.tp * 1.2 + 1.4
+    for replica in range(mesh.dp):
+        left = replica * wide + 1.6
+        words(ax, left + 0.6 * mesh.tp, -0.75, f"replica {replica}", fontweight="bold")
+        for stage in range(mesh.pp):
+            top = stage * 2.2
+            if replica == 0:
+                words(ax, 0.0, top + 0.5, f"stage {stage}", ha="left", fontweight="bold")
+            ring = Rectangle((left - 0.1, top - 0.15), mesh.tp * 1.2, 1.3, ec=PALETTE[0], lw=2.4)
+            ax.add_patch(ring)
+            ring.set_facecolor("none")
+            for shard in range(mesh.tp):
+                rank = mesh.rank(replica, stage, shard)
+                box(ax, left + shard * 1.2, top, 1.0, 1.0, str(rank), fc=PALE, size=14)
+                if stage < mesh.pp - 1:
+                    middle = left + shard * 1.2 + 0.5
+                    arrow(ax, (middle, top + 1.2), (middle, top + 2.0), color=PALETTE[5])
+    right = mesh.dp * wide + 1.3
+    words(ax, right, 0.5, "shards: two sums\na layer", ha="left", color=PALETTE[0])
+    words(ax, right, 1.6, "stages: one message\na pass", ha="left", color=PALETTE[5])
+    words(ax, right, 2.7, "replicas: nothing", ha="left", color=GREY)
+    ax.set(xlim=(-0.1, right + 3.2), ylim=(mesh.pp * 2.2 - 0.7, -1.1))
+    ax.set_axis_off()
+    return fig
+
+
+# ---------------------------------------------------------------- a ring
+
+
+def ring_counts(size: int) -> list[list[list[int]]]:
+    """How many ranks' values are in each piece: [step][rank][piece], as collectives.ring adds them."""
+    held = [[1] * size for _ in range(size)]
+    steps = [[list(row) for row in held]]
+    for step in range(1, 2 * size - 1):
+        before = [list(row) for row in held]
+        for rank in range(size):
+            piece = (rank - 1 - step) % size
+            came = before[(rank - 1) % size][piece]
+            held[rank][piece] = came + 1 if step < size else came
+        steps.append([list(row) for row in held])
+    return steps
+
+
+@style()
+def draw_ring(size: int = 4) -> ClassFigure:
+    """What every rank holds after each step of a ring all-reduce."""
+    steps = ring_counts(size)
+    fig, ax = frame(
+        f"A ring of {size}: after {size - 1} steps each rank has one whole sum, after "
+        f"{2 * size - 2} all of them",
+        f"columns: pieces of the tensor · numbers: ranks whose values are in it · each step sends "
+        f"1/{size} of the tensor to the next rank",
+        (13, 5.2),
+    )
+    wide = size * 0.62 + 0.5
+    for step, ranks in enumerate(steps):
+        left = step * wide + 1.3
+        words(
+            ax,
+            left + size * 0.31,
+            -0.35,
+            "start" if step == 0 else f"step {step}",
+            fontweight="bold",
+        )
+        for rank, pieces in enumerate(ranks):
+            for piece, count in enumerate(pieces):
+                is_new = step and pieces != steps[step - 1][rank]
+                changed = is_new and count != steps[step - 1][rank][piece]
+                look = dict(fc=PALETTE[0], alpha=0.15 + 0.75 * (count - 1) / (size - 1))
+                box(ax, left + piece * 0.62, rank * 0.9, 0.58, 0.74, "", **look)
+                words(
+                    ax, left + piece * 0.62 + 0.29, rank * 0.9 + 0.37, str(count),
+                    fontweight="bold" if changed else "normal", path_effects=HALO,
+                )  # fmt: skip
+    for rank in range(size):
+        words(ax, 0.0, rank * 0.9 + 0.37, f"rank {rank}", ha="left", fontweight="bold")
+    first, second = 1.3 + wide, 1.3 + size * wide
+    bottom = size * 0.9 + 0.25
+    for start, text in ((first, "reduce-scatter"), (second, "all-gather")):
+        end = start + (size - 1) * wide - 0.5
+        ax.plot([start, end], [bottom, bottom], color=GREY, lw=1.5)
+        words(ax, (start + end) / 2, bottom + 0.35, text, color=GREY)
+    ax.set(xlim=(-0.1, len(steps) * wide + 1.0), ylim=(bottom + 0.7, -0.7))
+    ax.set_axis_off()
+    return fig
+
+
+# ---------------------------------------------------------------- experts
+
+
+def routed(tokens: int = 64, gpus: int = 4, experts: int = 8, top: int = 2) -> torch.Tensor:
+    """Tokens that each GPU sends to each: [gpus, gpus], of `tokens` on each GPU. Logits are drawn at
+    random, and some experts are liked more, as real routers do.
+    """
+    generator = torch.Generator().manual_seed(20)
+    liked = 0.6 * torch.randn(experts, generator=generator)
+    logits = torch.randn(gpus, tokens, experts, generator=generator) + liked
+    chosen = logits.topk(top).indices.flatten(1) // (experts // gpus)  # the GPU of each expert
+    return torch.stack([row.bincount(minlength=gpus) for row in chosen])
+
+
+@style()
+def draw_experts(gpus: int = 4) -> ClassFigure:
+    """Who sends how many tokens to whom, and how much each GPU then has to do."""
+    sent = routed(gpus=gpus)
+    work = sent.sum(0)
+    most, mean = int(work.max()), float(work.float().mean())
+    fig, (left, right) = frame(
+        f"Mixtral's 8 experts on {gpus} GPUs: the fullest has {most / mean:.2f}× the mean, and all "
+        "wait for it",
+        "64 tokens on each GPU, two experts each · router logits drawn at random, some experts "
+        "liked more",
+        (12, 5.4),
+        (1.1, 1),
+    )
+    for source in range(gpus):
+        words(left, -0.15, source + 0.5, f"GPU {source}", ha="right", fontweight="bold")
+        words(left, source + 0.5, -0.25, f"GPU {source}", fontweight="bold")
+        for target in range(gpus):
+            count = int(sent[source, target])
+            look = dict(fc=PALETTE[target], alpha=0.15 + 0.75 * count / int(sent.max()))
+            box(left, target + 0.03, source + 0.03, 0.94, 0.94, "", **look)
+            words(left, target + 0.5, source + 0.5, str(count), size=14, path_effects=HALO)
+    words(left, gpus / 2, -0.65, "rows received by")
+    left.text(-0.95, gpus / 2, "rows sent by", rotation=90, ha="center", va="center", size=SMALL)
+    left.set(xlim=(-1.1, gpus + 0.05), ylim=(gpus + 0.05, -0.9))
+    left.set_axis_off()
+    for target in range(gpus):
+        look = dict(color=PALETTE[target], hatch=HATCHES[target], edgecolor="white")
+        right.bar(target, int(work[target]), 0.7, **look)
+        words(right, target, int(work[target]) + 4, str(int(work[target])), fontweight="bold")
+    right.axhline(mean, color=ROLES["floor"].colour, ls="--", lw=1.6)
+    words(right, gpus - 0.45, mean + 6, f"mean {mean:.0f}", ha="left", color=ROLES["floor"].colour)
+    right.set_xticks(
+        range(gpus), [f"GPU {gpu}\nexperts\n{2 * gpu}, {2 * gpu + 1}" for gpu in range(gpus)]
+    )
+    right.set_ylabel("rows to compute (lower is better)")
+    right.set(xlim=(-0.5, gpus + 0.4), ylim=(0, 1.15 * most))
+    return fig

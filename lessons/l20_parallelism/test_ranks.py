@@ -1,0 +1,128 @@
+"""Proves that collectives do what their names say, also for tensors that do not lie densely, that a
+mesh puts every rank in its groups, and that ranks which raise, die or hang end all in one line.
+"""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from lessons.l20_parallelism.lab import faults
+from lessons.l20_parallelism.launch import RankError, run_ranks
+from lessons.l20_parallelism.mesh import Mesh, new_links
+
+MESHES = [Mesh(), Mesh(tp=4), Mesh(tp=2, pp=3), Mesh(2, 2, 2), Mesh(pp=2, dp=3)]
+
+
+# ---------------------------------------------------------------- collectives
+
+
+@pytest.mark.parametrize("lies", ["dense", "transposed", "in wider rows"])
+def test_collectives(lies):
+    for rank, found in enumerate(run_ranks(3, faults.all_collectives, lies)):
+        x = [faults.tensor_of(r) for r in range(3)]
+        assert torch.equal(found["all_reduce"], x[0] + x[1] + x[2])
+        assert torch.equal(found["all_gather, last"], torch.cat(x, -1))
+        assert torch.equal(found["all_gather, first"], torch.cat(x, 0))
+        assert torch.equal(found["reduce_scatter"], (x[0] + x[1] + x[2])[2 * rank : 2 * rank + 2])
+        rows = [x[r][sum(range(rank + 1)) :][: rank + 1] for r in range(3)]
+        assert torch.equal(found["all_to_all"], torch.cat(rows))
+        assert torch.equal(found["broadcast"], x[1])
+        assert torch.equal(found["sent along"], x[max(0, rank - 1)])
+        assert torch.equal(found["exchange"], x[(rank - 1) % 3])
+        assert found["is in place"]
+        assert found["bytes"]["all_reduce"] == x[0].nbytes
+        assert found["calls"]["send"] == 1 + (rank < 2)
+
+
+def test_the_numbers_that_ranks_draw_are_their_own():
+    drawn = run_ranks(2, faults.draw) + run_ranks(2, faults.draw)
+    assert len(set(drawn)) == 4
+
+
+# ---------------------------------------------------------------- the mesh
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_rank_has_a_place_and_one_group_of_each_kind(mesh):
+    assert [mesh.rank(*mesh.place(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
+    for groups, length in [(mesh.tensor_groups(), mesh.tp), (mesh.pipeline_groups(), mesh.pp)]:
+        assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+        assert all(len(group) == length for group in groups)
+    for group in mesh.tensor_groups():
+        assert group == list(range(group[0], group[0] + mesh.tp)), "shards are neighbours"
+
+
+def test_links_of_real_ranks():
+    for rank, found in enumerate(run_ranks(4, faults.members, Mesh(tp=2, pp=2))):
+        first, low = rank // 2 * 2, rank % 2
+        assert found == ([first, first + 1], [low, low + 2], rank < 2, rank >= 2)
+
+
+def test_a_process_alone_is_a_mesh_of_one():
+    links = new_links(Mesh())
+    assert links.tensor.size == links.pipeline.size == 1
+    assert links.is_first_stage and links.is_last_stage
+
+
+# ---------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize(
+    "fault, rank, words",
+    [
+        ("is killed", 2, "rank 2 died (signal 9)"),
+        ("exits", 1, "rank 1 died (exit code 3)"),
+        ("raises", 1, "rank 1 raised ValueError: x: got 3; accepted: 4"),
+        ("raises two lines", 0, "rank 0 raised ValueError: x: got a b"),
+    ],
+)
+def test_one_rank_that_fails_ends_all_in_one_line(fault, rank, words):
+    """The others stand in a collective that cannot end."""
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(3, faults.fails, rank, fault)
+    assert str(caught.value) == words and caught.value.rank == rank
+    assert time.monotonic() - start < 5
+
+
+def test_a_rank_that_hangs_is_named_and_ended(tmp_path):
+    """Nobody is left who would take a core or a GPU's memory."""
+    told = tmp_path / "processes"
+    with pytest.raises(RankError, match=r"rank 1 was not done within 1\.5 s"):
+        run_ranks(2, faults.hangs, 1, str(told), timeout_s=1.5)
+    check_gone(told)
+
+
+def test_what_cannot_be_sent_is_an_error_and_no_hang():
+    with pytest.raises(RankError, match=r"rank 0 raised .*pickle"):
+        run_ranks(1, faults.returns_what_cannot_be_pickled)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, "2"])
+def test_a_size_that_is_none_is_refused(size):
+    with pytest.raises(ValueError, match="size: got"):
+        run_ranks(size, faults.draw)
+
+
+def test_ctrl_c_ends_the_ranks(tmp_path):
+    told = tmp_path / "processes"
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(2, faults.hangs, 1, str(told))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    check_gone(told)
+
+
+def check_gone(told):
+    pids = [int(pid) for pid in told.read_text().split()]
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,131 @@
+"""An engine whose model lies in workers: arguments are held to the checkpoint, workers are started, and
+an ordinary Engine is put on top.
+"""
+
+import importlib.util
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+
+from lessons.l18_weight_quantization.gguf_config import config_of
+from lessons.l18_weight_quantization.gguf_file import is_gguf, read_gguf
+from lessons.l20_parallelism.mesh import Mesh
+from lessons.l20_parallelism.pipeline import split_layers
+from lessons.l20_parallelism.sharding import local_config
+from lessons.toolbox.measure.device import default_device
+from lessons.toolbox.model import checkpoint
+from lessons.toolbox.model.arguments import refuse
+from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.model.placement import read_device
+from reference.engine import Engine
+from reference.engine_args import EngineArgs
+from reference.llm import engine_on, max_model_len_of
+from reference.model import load_tokenizer
+from reference.parallel.processes import ProcessWorkers, Refused
+from reference.parallel.replicas import ReplicatedEngine
+from reference.parallel.runner import DistributedRunner, RemotePool, Talk, Workers
+
+
+def new_parallel_engine(args: EngineArgs) -> Engine | ReplicatedEngine:
+    """Raises ValueError, in one line, for arguments that cannot work; RankError if a worker fails."""
+    max_model_len_of(args, config_for(args))  # what is wrong is said before anything is loaded
+    devices_for(args)
+    return engine_over_parts(load_tokenizer(args.tokenizer or args.model), args)
+
+
+def engine_over_parts(tokenizer, args: EngineArgs) -> Engine | ReplicatedEngine:
+    """The same with a tokenizer that is there already; None, if nobody wants text."""
+    config, devices = config_for(args), devices_for(args)
+    mesh = Mesh(args.tensor_parallel_size, args.pipeline_parallel_size)
+    with ExitStack() as undo:
+        talks = []
+        for first in range(0, len(devices), mesh.size):  # all, before any has loaded
+            talks.append(Talk(new_workers(args, mesh, devices[first : first + mesh.size])))
+            undo.callback(talks[-1].close)
+        try:
+            engines = [engine_over_workers(talk, config, tokenizer, args) for talk in talks]
+        except Refused as error:
+            raise ValueError(error.said) from None
+        undo.pop_all()
+    return engines[0] if len(engines) == 1 else ReplicatedEngine(engines, args.seed)
+
+
+def new_workers(args: EngineArgs, mesh: Mesh, devices: list[str]) -> Workers:
+    """The workers of a replica, not ready yet."""
+    if args.distributed_executor_backend == "ray":
+        if importlib.util.find_spec("ray") is None:
+            accepted = "mp, because the package ray is not installed"
+            refuse("distributed_executor_backend", "ray", accepted)
+        from reference.parallel.ray_workers import RayWorkers  # here, because few have ray
+
+        return RayWorkers(args, mesh, devices)
+    return ProcessWorkers(args, mesh, devices)
+
+
+def engine_over_workers(talk: Talk, config: ModelConfig, tokenizer, args: EngineArgs) -> Engine:
+    """An engine, when its workers have loaded. Raises Refused, ValueError, RankError."""
+    max_model_len = max_model_len_of(args, config)
+    talk.wait_until_ready()
+    # The same on all ranks, so the one with the least memory decides.
+    num_blocks = min(talk.ask("blocks_that_fit", max_model_len))
+    held = talk.ask("allocate", num_blocks, max_model_len)
+    bytes_per_token = sum(each.bytes_per_token for each in held)
+    pool = RemotePool(num_blocks, args.block_size, bytes_per_token)
+    runner = DistributedRunner(talk, config, pool, max_model_len, held)
+    return engine_on(runner, tokenizer, args)
+
+
+# ---------------------------------------------------------------- what can work
+
+
+def config_for(args: EngineArgs) -> ModelConfig:
+    """The model's shape. Raises ValueError if it cannot be cut as the arguments say."""
+    if is_gguf(args.model):
+        if args.cuts_model:
+            refuse("model", args.model, "a folder of safetensors, where a model is cut into parts")
+        return config_of(read_gguf(args.model))
+    config = checkpoint.load_config(args.model)
+    if args.cuts_model and config.quantization_config is not None:
+        refuse(
+            "model", args.model, "weights that are not quantized, where a model is cut into parts"
+        )
+    if args.enable_expert_parallel and config.moe is None:
+        refuse("enable_expert_parallel", True, f"False for {args.model}, which has no experts")
+    named(
+        "tensor_parallel_size",
+        args,
+        partial(local_config, config, 0, args.tensor_parallel_size, args.enable_expert_parallel),
+    )
+    named(
+        "pipeline_parallel_size",
+        args,
+        partial(split_layers, config.num_hidden_layers, args.pipeline_parallel_size),
+    )
+    return config
+
+
+def named(argument: str, args: EngineArgs, check) -> None:
+    """check(), whose ValueError is told as this argument's."""
+    try:
+        check()
+    except ValueError as error:
+        raise ValueError(f"{argument}: got {getattr(args, argument)}; {error}") from None
+
+
+def devices_for(args: EngineArgs) -> list[str]:
+    """The device of each worker: all on the CPU, or a GPU each. Raises ValueError for too few GPUs."""
+    device = default_device() if args.device is None else read_device(args.device)
+    sizes = (args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size)
+    count = sizes[0] * sizes[1] * sizes[2]
+    if device.type == "cpu":
+        return ["cpu"] * count
+    if device.index is not None and count > 1:
+        refuse("device", args.device, "cuda, because each of several workers has a GPU of its own")
+    if (found := torch.cuda.device_count()) < count:
+        product = " × ".join(str(size) for size in sizes)
+        raise ValueError(
+            f"tensor_parallel_size × pipeline_parallel_size × data_parallel_size: got {product}; "
+            f"accepted: at most {found} in all, because each worker needs a GPU"
+        )
+    return [f"cuda:{index}" for index in range(device.index or 0, (device.index or 0) + count)]

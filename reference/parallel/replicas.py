@@ -1,0 +1,164 @@
+"""Data parallelism: several engines that share the requests, behind the interface of one.
+
+Each replica has its own workers, scheduler and cache. A thread of each runs its steps, so no replica
+waits for another one's. Requests without a seed draw theirs here, in the order of their arrival. So an
+answer does not depend on where it was computed.
+"""
+
+import copy
+import threading
+import weakref
+from collections import ChainMap, OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from queue import SimpleQueue
+from random import Random
+
+from lessons.l13_prefix_caching.naive import HashBlocks
+from lessons.toolbox.model.arguments import refuse
+from reference.engine import Engine
+from reference.outputs import RequestOutput
+from reference.request import EngineRequest
+
+MOST_KNOWN = 100_000  # blocks of prompts of which a router remembers where they went
+SLACK = 4  # requests by which a replica may be ahead, before a prefix goes elsewhere
+
+
+class Router:
+    """Which replica gets a prompt: the one that had the longest part of it before, because its cache
+    may still hold it; the one with the fewest requests, if nobody knows it or that one is SLACK ahead.
+
+    As the simulator's PrefixAware, for prompts that are tokens. SGLang's router weighs the same two.
+    """
+
+    def __init__(self, block_size: int):
+        self.blocks = HashBlocks(block_size)
+        self.block_size = block_size
+        self.home: OrderedDict[bytes, int] = (
+            OrderedDict()
+        )  # a prefix of whole blocks: who had it last
+
+    def choose(self, prompt: Sequence[int], loads: Sequence[int]) -> int:
+        """The index of a replica. loads: requests on each."""
+        least = min(range(len(loads)), key=loads.__getitem__)
+        keys = list(self.blocks.hashes(prompt, len(prompt) // self.block_size))
+        place = next((self.home[key] for key in reversed(keys) if key in self.home), least)
+        if loads[place] > loads[least] + SLACK:
+            place = least
+        for key in keys:
+            self.home[key] = place
+            self.home.move_to_end(key)
+        while len(self.home) > MOST_KNOWN:
+            self.home.popitem(last=False)
+        return place
+
+
+class Replica:
+    """An engine and the thread that runs its steps. Whoever else calls the engine holds `lock`."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.lock = threading.Lock()
+        self.steps: SimpleQueue[Future | None] = SimpleQueue()
+        self.under_way: Future | None = None
+        thread = threading.Thread(
+            target=run_steps, args=(engine, self.lock, self.steps), daemon=True
+        )
+        thread.start()
+        # Not a method, because that would keep this object alive. The thread keeps the engine alive.
+        self.close = weakref.finalize(self, self.steps.put, None)
+
+    def begin_step(self) -> Future:
+        """Let the thread run a step, if it runs none. Returns what will hold the requests that got a
+        token. Raises RuntimeError after `close`.
+        """
+        if not self.close.alive:
+            raise RuntimeError("the engine's workers were ended by shutdown()")
+        if self.under_way is None:
+            self.under_way = Future()
+            self.steps.put(self.under_way)
+        return self.under_way
+
+
+def run_steps(engine: Engine, lock: threading.Lock, steps: SimpleQueue) -> None:
+    """The body of a replica's thread."""
+    while (done := steps.get()) is not None:
+        try:
+            with lock:
+                touched = engine.advance()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(touched)
+        del done  # because an error holds its frames, and they this engine
+
+
+class ReplicatedEngine:
+    """Engine's interface over several. seed: of the requests that bring none; None: a fresh one."""
+
+    def __init__(self, engines: list[Engine], seed: int | None = None):
+        self.engines = engines
+        self.tokenizer = engines[0].tokenizer
+        # Bound to the first engine as it is now, because no thread may use another one's tokenizer.
+        self.read_prompt = copy.copy(engines[0]).read_prompt
+        for engine in engines:
+            engine.tokenizer = copy.deepcopy(self.tokenizer)
+        self.replicas = [Replica(engine) for engine in engines]
+        self.max_model_len = engines[0].max_model_len
+        self.router = Router(engines[0].scheduler.blocks.block_size)
+        seeds = Random(seed)
+        for engine in engines:
+            engine.seeds = seeds
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return any(engine.has_unfinished_requests for engine in self.engines)
+
+    @property
+    def requests(self) -> ChainMap:
+        """All requests that are under way: {id: EngineRequest}."""
+        return ChainMap(*[engine.requests for engine in self.engines])
+
+    def add_request(self, request_id: str, prompt, *wishes) -> None:
+        """As in Engine. Raises ValueError."""
+        if not isinstance(request_id, str) or request_id in self.requests:
+            refuse("request_id", request_id, "a string not in use")
+        text, ids = self.read_prompt(prompt)
+        loads = [len(engine.requests) for engine in self.engines]
+        replica = self.replicas[self.router.choose(ids, loads)]
+        with replica.lock:
+            replica.engine.add_request(request_id, ids, *wishes)
+            replica.engine.requests[request_id].prompt = text
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """As in Engine. Raises ValueError for a request_id that is no string."""
+        for replica in self.replicas:
+            if request_id in replica.engine.requests:
+                with replica.lock:
+                    return replica.engine.abort_request(request_id)
+        return self.engines[0].abort_request(request_id)  # which knows what to say
+
+    def step(self) -> list[RequestOutput]:
+        """As in Engine."""
+        return [request.output() for request in self.advance()]
+
+    def advance(self) -> list[EngineRequest]:
+        """Let all replicas that have requests go on, and wait for the first that has ended a step.
+        Returns the requests that got a token. If its step raised, so does this.
+        """
+        steps = {
+            replica.begin_step(): replica
+            for replica in self.replicas
+            if replica.engine.has_unfinished_requests or replica.under_way is not None
+        }
+        touched = []
+        for step in wait(steps, return_when=FIRST_COMPLETED).done if steps else ():
+            steps[step].under_way = None
+            touched += step.result()
+        return touched
+
+    def close(self) -> None:
+        """End the workers of all replicas."""
+        for replica in self.replicas:
+            replica.close()
+            replica.engine.close()

@@ -1,0 +1,130 @@
+"""A worker: one rank of a replica. It holds its part of the model and of every block of the cache, and
+does what it is told.
+
+It knows nothing of requests. What runs and who owns which block is decided in the engine's process, and
+every worker is told the same. So block tables are equal on all ranks, and one of them is enough.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lessons.l02_naive_attention.decoder import Attend, Decoder
+from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l12_paged_kv.blocks import Copy
+from lessons.l12_paged_kv.swap import read_blocks, write_blocks
+from lessons.l20_parallelism.grouped import grouped
+from lessons.l20_parallelism.loading import load_sharded
+from lessons.l20_parallelism.mesh import Links
+from lessons.l20_parallelism.pipeline import run_stage
+from reference.cache_memory import blocks_that_fit
+from reference.decode_graphs import Chunks
+from reference.engine_args import EngineArgs
+from reference.model import default_place, load_model
+from reference.model_runner import ModelRunner
+
+
+class Held(NamedTuple):
+    """What a worker holds, in bytes. bytes_per_token: of its part of the cache."""
+
+    weight_bytes: int
+    pool_bytes: int
+    bytes_per_token: int
+
+
+class StageRunner(ModelRunner):
+    """A ModelRunner over a part of a model. The stages before it and its shards have to run, too."""
+
+    def __init__(self, links: Links, *args, **arguments):
+        super().__init__(*args, **arguments)
+        self.links = links
+
+    def forward(self, tokens: Tensor, attend: Attend) -> Tensor | None:
+        """tokens: [T] -> hidden: [T, hidden_size] on the last stage, None on the others."""
+        return run_stage(self.model, self.links, tokens, attend)
+
+
+class Worker:
+    """args: the engine's. links: this rank and its neighbours. device: its own."""
+
+    def __init__(self, args: EngineArgs, links: Links, device: str):
+        self.args, self.links = args, links
+        self.model = load_part(args, links, device)
+        self.runner: ModelRunner | None = None
+        self.hidden: Tensor | None = None  # of the last step
+        self.away: dict[int, list[Tensor]] = {}  # K and V of a sequence that waits on the host
+
+    # ------------------------------------------------------------ before the first step
+
+    def blocks_that_fit(self, max_model_len: int) -> int:
+        """How many blocks this rank has memory for. Raises ValueError if that is too few."""
+        return blocks_that_fit(self.args, self.model, max_model_len, new_runner=self.new_runner)
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> Held:
+        """Make the pool. The model itself is kept by the runner alone, which may pack its matrices."""
+        size = num_blocks, self.args.block_size, max_model_len
+        weights = {tensor.data_ptr(): tensor.nbytes for tensor in self.model.parameters()}
+        self.runner = self.new_runner(self.model, *size, self.args.kv_cache_dtype)
+        del self.model
+        pool = self.runner.pool
+        return Held(sum(weights.values()), pool.allocated_bytes, pool.bytes_per_token)
+
+    def new_runner(self, *args, **arguments) -> ModelRunner:
+        """Of this rank's part. Steps are not captured as CUDA graphs yet."""
+        return StageRunner(self.links, *args, **arguments)
+
+    # ------------------------------------------------------------ a step
+
+    def copy(self, copies: list[Copy]) -> None:
+        """Copy whole blocks."""
+        self.runner.copy(copies)
+
+    def run(self, chunks: Chunks, tables: list[list[int]]) -> None:
+        """Run some tokens of each sequence; the hidden states stay here. Arguments: ModelRunner's."""
+        self.hidden = self.runner.run(chunks, tables)
+
+    def logits(self, rows: list[int]) -> np.ndarray | None:
+        """Of these rows of the last step, in float32 or wider: [len(rows), V]. Every shard of the last
+        stage computes them; one tells them.
+        """
+        if not self.links.is_last_stage:
+            return None
+        logits = self.runner.logits(self.hidden, rows)
+        if self.links.tensor.rank:
+            return None
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu().numpy()
+
+    # ------------------------------------------------------------ blocks that wait on the host
+
+    @torch.inference_mode()
+    def swap_out(self, sequence: int, table: list[int]) -> None:
+        """Keep a copy of these blocks."""
+        self.away[sequence] = read_blocks(self.runner.pool, self.runner.pool.tensors, table)
+
+    @torch.inference_mode()
+    def swap_in(self, sequence: int, table: list[int]) -> None:
+        """Put what was kept into these blocks."""
+        pool = self.runner.pool
+        write_blocks(pool, pool.tensors, table, self.away.pop(sequence))
+
+    def forget(self, sequence: int) -> None:
+        """What was kept is not wanted any more."""
+        del self.away[sequence]
+
+    def num_away(self) -> int:
+        """Sequences that wait here. For tests."""
+        return len(self.away)
+
+
+def load_part(args: EngineArgs, links: Links, device: str) -> Decoder:
+    """This rank's part of the model; a rank that is alone has all of it, in any format. Raises
+    ValueError (CheckpointError for the checkpoint).
+    """
+    dtype = None if args.dtype == "auto" else args.dtype
+    if not args.cuts_model:
+        return load_model(args.model, device, dtype, args.quantization)
+    expert_parallel = args.enable_expert_parallel
+    part = load_sharded(args.model, links, *default_place(device, dtype), expert_parallel)
+    return part if part.device.type == "cpu" else grouped(fused(part))  # as load_model

@@ -1,0 +1,114 @@
+"""Exercises of lesson 20, first half: attention on several ranks, and a token chosen from local logits.
+l20_spread_experts.py has the second half.
+
+The ranks are simulated in one process. A list holds what the ranks hold, in their order. A rank may
+use its own entry only. Whatever another rank has must come through a collective of `Ranks`, which
+writes down what it carries.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lessons.l02_naive_attention.naive import attention
+from lessons.l20_parallelism.ranks import Ranks
+from lessons.toolbox.exercises.exercise import exercise
+
+
+class AttentionWeights(NamedTuple):
+    """Of one layer, whole. q_proj: [Hq · D, H]; k_proj, v_proj: [Hkv · D, H]; o_proj: [H, Hq · D];
+    q_bias: [Hq · D]; o_bias: [H]. H is the hidden size. Rows of a head lie side by side.
+    """
+
+    q_proj: Tensor
+    k_proj: Tensor
+    v_proj: Tensor
+    o_proj: Tensor
+    q_bias: Tensor
+    o_bias: Tensor
+
+
+@exercise("20.1", "Attention on several ranks", minutes=30, difficulty=2)
+def attention_on_ranks(
+    x: Tensor, weights: AttentionWeights, head_dim: int, ranks: Ranks
+) -> list[Tensor]:
+    """What every rank has after the layer: the whole result [T, H], once for each rank.
+
+    x: [T, H], which every rank has. On one rank the layer is
+        q = x q_projᵀ + q_bias as [T, Hq, D], k and v alike without a bias as [T, Hkv, D]
+        attention(q, k, v), causal, flattened to [T, Hq · D], times o_projᵀ, plus o_bias
+    Query heads 0 … G − 1 read KV head 0, the next G read KV head 1, and so on; G = Hq / Hkv.
+
+    Rank r takes query heads r · Hq / size and the following ones, and the KV heads that these read.
+    size divides Hq, and either size divides Hkv or Hkv divides size. In the second case several ranks
+    hold a copy of the same KV head.
+
+    Aims: exactly one collective, and it carries T · H numbers. No rank does work of another one; only
+    copies of KV heads may be computed more than once. `attention` (imported above) wants
+    q: [T, heads, D] and k, v: [T, KV heads, D], and takes any number of heads with its groups.
+    Errors: ValueError that names size, if it does not divide Hq.
+
+    Example: D = 1, 2 query heads, 1 KV head, 2 ranks, x [[1, 2]], q_proj zeros, k_proj [[1, 1]],
+    v_proj [[1, 1]], o_proj [[1, 0], [10, 1]], q_bias zeros, o_bias [1, 1]
+        there is one key, so each head gives v = 3
+        rank 0 has 3 · (1, 10) = (3, 30), rank 1 has 3 · (0, 1) = (0, 3)
+        their sum is (3, 33), and the bias is added once               -> [[[4, 34]], [[4, 34]]]
+    """
+    # SOLUTION
+    heads = len(weights.q_proj) // head_dim
+    kv_heads = len(weights.k_proj) // head_dim
+    if heads % ranks.size:
+        raise ValueError(f"size: got {ranks.size}; accepted: a divisor of {heads} heads")
+    own, own_kv = heads // ranks.size, max(1, kv_heads // ranks.size)
+    parts = []
+    for rank in range(ranks.size):
+        first = rank * own
+        first_kv = rank * kv_heads // ranks.size
+        q_rows = slice(first * head_dim, (first + own) * head_dim)
+        kv_rows = slice(first_kv * head_dim, (first_kv + own_kv) * head_dim)
+        q = x @ weights.q_proj[q_rows].T + weights.q_bias[q_rows]
+        k = x @ weights.k_proj[kv_rows].T
+        v = x @ weights.v_proj[kv_rows].T
+        out = attention(*(part.unflatten(-1, (-1, head_dim)) for part in (q, k, v)))
+        parts.append(out.flatten(-2) @ weights.o_proj[:, q_rows].T)
+    return [total + weights.o_bias for total in ranks.all_reduce(parts)]
+    # END
+
+
+@exercise("20.2", "The likeliest token, from local logits", minutes=25, difficulty=2)
+def greedy_on_ranks(
+    local_logits: list[Tensor], vocab_size: int, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """The token with the largest logit, and its log-probability: [B] int64 and [B] float32.
+
+    local_logits: of each rank a tensor [B, C] float32. Column j of rank r belongs to token
+    r · C + j. The vocabulary was padded to size · C columns. Columns from vocab_size on belong to no
+    token, and they may hold anything, NaN as well. A last rank may have nothing but such columns.
+    A logit of −inf means that its token is forbidden. Of a row all tokens of one rank may be
+    forbidden, but not all tokens of all ranks. Of several equal logits the token with the lowest
+    number counts. The log-probability is that of a softmax over the whole vocabulary.
+
+    Aim: the logits stay where they are. All collectives together carry at most 3 numbers for each
+    row and rank. A token's number may travel as float32. Errors: none to raise.
+
+    Example: vocab_size 3, two ranks with C = 2: [[0, 0]] and [[ln 2, 9]]; the 9 is padding
+        rank 0: largest 0, exp sums to 2, token 0       rank 1: largest ln 2, exp sums to 1, token 2
+        the largest is ln 2, and the sum behind it 2 · ½ + 1 = 2         -> ([2], [−ln 2 = −0.693])
+    """
+    # SOLUTION
+    parts, width = [], local_logits[0].shape[1]
+    for rank, logits in enumerate(local_logits):
+        token = rank * width + torch.arange(width)
+        own = logits.masked_fill(token >= vocab_size, -torch.inf)
+        place = own.argmax(-1, keepdim=True)
+        best = own.gather(-1, place)
+        # a rank without any allowed token: -inf - (-inf) would be NaN
+        total = (own - best.clamp(min=torch.finfo(own.dtype).min)).exp().sum(-1, keepdim=True)
+        parts.append(torch.stack([best, total, (rank * width + place).float()], dim=-1))
+    best, total, token = ranks.all_gather(parts, dim=1)[0].unbind(-1)  # [B, size] each
+    winner = best.argmax(-1, keepdim=True)  # the first of equals has the lowest tokens
+    largest = best.gather(-1, winner)
+    whole = (total * (best - largest).exp()).sum(-1)
+    return token.gather(-1, winner).flatten().long(), -whole.log()
+    # END

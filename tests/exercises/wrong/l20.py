@@ -1,0 +1,1013 @@
+"""Wrong answers to lesson 20's exercises: slips of people who cut a model for several GPUs, and the
+hint for whoever made them.
+"""
+
+import math
+from functools import partial
+
+import torch
+
+from lessons.l02_naive_attention.naive import attention
+from tests.exercises.wrong import Answers
+
+answers = Answers()
+
+# ---------------------------------------------------------------- 20.1 attention
+
+
+def slipped_attention(
+    x,
+    weights,
+    head_dim,
+    ranks,
+    *,
+    kv_of="right",
+    heads_of="blocks",
+    o_columns="own",
+    q_bias="own",
+    after_q="nothing",
+    after_heads="nothing",
+    bias="once",
+    reduce="sum",
+    refuses=True,
+    whole=False,
+):
+    """attention_on_ranks with one slip, spelled by a switch."""
+    heads, kv_heads = len(weights.q_proj) // head_dim, len(weights.k_proj) // head_dim
+    size = ranks.size
+    if refuses and heads % size:
+        raise ValueError(f"size: got {size}; accepted: a divisor of {heads}")
+    own, own_kv = max(1, heads // size), max(1, kv_heads // size)
+    columns_of_head = torch.arange(heads * head_dim).view(heads, head_dim)
+    columns_of_kv = torch.arange(kv_heads * head_dim).view(kv_heads, head_dim)
+    places = []
+    for rank in range(size):
+        if whole:
+            places.append((columns_of_head.flatten(), columns_of_kv.flatten()))
+            continue
+        mine = {
+            "blocks": [(rank * own + at) % heads for at in range(own)],
+            "interleaved": list(range(rank, heads, size)) or [0],
+            "first": list(range(own)),
+        }[heads_of]
+        first = {
+            "right": rank * kv_heads // size,
+            "modulo": rank % kv_heads,
+            "first": 0,
+            "all": 0,
+            "split": 0,
+            "like q": min(rank * own, kv_heads - own_kv),
+        }[kv_of]
+        count = kv_heads if kv_of == "all" else own_kv
+        their = [(first + at) % kv_heads for at in range(count)]
+        places.append((columns_of_head[mine].flatten(), columns_of_kv[their].flatten()))
+    if kv_of == "split":  # a piece of a head on each rank
+        width = kv_heads * head_dim // size
+        pieces = [torch.arange(rank * width, (rank + 1) * width) for rank in range(size)]
+        places = [(q_rows, piece) for (q_rows, _), piece in zip(places, pieces)]
+    q, k, v = [], [], []
+    for q_rows, kv_rows in places:
+        by = {
+            "own": weights.q_bias[q_rows],
+            "first": weights.q_bias[: len(q_rows)],
+            "none": 0.0,
+        }[q_bias]
+        q.append(x @ weights.q_proj[q_rows].T + by)
+        k.append(x @ weights.k_proj[kv_rows].T)
+        v.append(x @ weights.v_proj[kv_rows].T)
+    if after_q == "all_reduce":
+        q, k, v = (ranks.all_reduce(parts) for parts in (q, k, v))
+    outs = []
+    for rank in range(size):
+        split = (part[rank].unflatten(-1, (-1, head_dim)) for part in (q, k, v))
+        outs.append(attention(*split).flatten(-2))
+    if after_heads == "all_reduce":
+        outs = ranks.all_reduce(outs)
+    if after_heads == "gather":  # then every rank multiplies by the whole o_proj
+        outs = ranks.all_gather(outs)
+        return [out @ weights.o_proj.T + weights.o_bias for out in outs]
+    parts = []
+    for out, (q_rows, _) in zip(outs, places):
+        columns = dict(own=q_rows, first=torch.arange(len(q_rows)))[o_columns]
+        part = out @ weights.o_proj[:, columns].T
+        if bias == "each":
+            part = part + weights.o_bias
+        if whole:
+            part = part / size
+        parts.append(part)
+    if reduce == "sum":
+        parts = ranks.all_reduce(parts)
+    elif reduce == "mean":
+        parts = [part / size for part in ranks.all_reduce(parts)]
+    elif reduce == "twice":
+        parts = ranks.all_reduce(ranks.all_reduce(parts))
+    elif reduce == "rank 0":
+        parts = [ranks.all_reduce(parts)[0], *parts[1:]]
+    elif reduce == "gather":
+        parts = ranks.all_gather(parts)
+    elif reduce == "by hand":
+        parts = [sum(parts[1:], parts[0])] * size
+    elif reduce == "gather, then add":
+        width = len(weights.o_bias)
+        parts = [sum(part.split(width, -1)) for part in ranks.all_gather(parts)]
+    if bias == "rank 0":
+        return [part + weights.o_bias * (rank == 0) for rank, part in enumerate(parts)]
+    return [part + weights.o_bias if bias == "once" else part for part in parts]
+
+
+for name, slip, hint in [
+    (
+        "shard_returned",
+        dict(reduce="none"),
+        "Each rank returns what its own heads add to the result. The parts still have to be summed.",
+    ),
+    (
+        "all_reduce_after_a_column_split",
+        dict(after_q="all_reduce"),
+        "q, k and v of different heads are not parts of a sum: behind a column split there is nothing "
+        "to reduce.",
+    ),
+    (
+        "all_reduce_of_the_heads",
+        dict(after_heads="all_reduce"),
+        "You summed the heads of different ranks. Multiply each rank's heads by their columns of "
+        "o_proj first; those products are the parts of a sum.",
+    ),
+    (
+        "bias_on_every_rank",
+        dict(bias="each"),
+        "o_bias is added on every rank before the sum, so it counts size times. Add it once.",
+    ),
+    ("bias_forgotten", dict(bias="none"), "o_bias is missing."),
+    (
+        "bias_on_rank_0_after_the_sum",
+        dict(bias="rank 0"),
+        "Behind the all-reduce every rank has its own copy of the sum, and each copy needs o_bias.",
+    ),
+    (
+        "kv_heads_split_beyond_their_number",
+        dict(kv_of="split"),
+        "With more ranks than KV heads a rank would get a piece of a head. It needs a whole one: a copy.",
+    ),
+    (
+        "kv_head_by_rank_modulo",
+        dict(kv_of="modulo"),
+        "Neighbouring ranks share a KV head, because neighbouring query heads do: rank · Hkv / size.",
+    ),
+    (
+        "everybody_has_the_first_kv_heads",
+        dict(kv_of="first"),
+        "Every rank reads the same KV heads: begin at rank · Hkv / size.",
+    ),
+    (
+        "everybody_has_all_kv_heads",
+        dict(kv_of="all"),
+        "With all KV heads on a rank, its few query heads form other groups, and read wrong ones.",
+    ),
+    (
+        "kv_heads_counted_like_query_heads",
+        dict(kv_of="like q"),
+        "The first KV head of a rank is rank · Hkv / size, not the number of its first query head.",
+    ),
+    (
+        "heads_dealt_like_cards",
+        dict(heads_of="interleaved"),
+        "Rank r takes heads side by side, so that a rank's heads share their KV heads.",
+    ),
+    (
+        "the_same_heads_on_each_rank",
+        dict(heads_of="first"),
+        "All ranks compute the first heads: begin at r · Hq / size.",
+    ),
+    (
+        "first_columns_of_o_proj",
+        dict(o_columns="first"),
+        "Every rank uses the first columns of o_proj. The columns belong to the heads of the rank.",
+    ),
+    (
+        "first_part_of_the_q_bias",
+        dict(q_bias="first"),
+        "q_bias is cut like the rows of q_proj: each rank its own part.",
+    ),
+    ("q_bias_forgotten", dict(q_bias="none"), "q_bias is missing."),
+    ("mean_of_the_parts", dict(reduce="mean"), "The parts are summed, not averaged."),
+    (
+        "reduced_twice",
+        dict(reduce="twice"),
+        "Behind one all-reduce every rank has the sum. The second one adds up size copies of it.",
+    ),
+    (
+        "only_rank_0_has_the_sum",
+        dict(reduce="rank 0"),
+        "The next layer runs on every rank, so all of them need the sum.",
+    ),
+    (
+        "parts_side_by_side",
+        dict(reduce="gather"),
+        "The parts have the full width already. They are summed, not put side by side.",
+    ),
+    (
+        "heads_gathered",
+        dict(after_heads="gather"),
+        "The result is right, but now every rank multiplies by the whole o_proj. Cut o_proj by "
+        "columns, and sum.",
+    ),
+    (
+        "gathered_and_added",
+        dict(reduce="gather, then add"),
+        "The result is right. An all-gather of parts moves more than the all-reduce that the "
+        "statement asks for.",
+    ),
+    (
+        "added_without_a_wire",
+        dict(reduce="by hand"),
+        "You added the entries of the list. Another rank's entry must come through `ranks`.",
+    ),
+    (
+        "everybody_does_everything",
+        dict(whole=True),
+        "Every rank computes all heads, and the sum is divided by size: nothing is saved.",
+    ),
+    (
+        "takes_any_size",
+        dict(refuses=False),
+        "If size does not divide the query heads, raise ValueError that names size.",
+    ),
+]:
+    answers.wrong("20.1", hint, name)(partial(slipped_attention, **slip))
+
+
+@answers.alternative("20.1")
+def by_chunks(x, weights, head_dim, ranks):
+    """Cut by chunk; the bias on rank 0 before the sum."""
+    size, heads = ranks.size, weights.q_proj.shape[0] // head_dim
+    if heads % size != 0:
+        raise ValueError(f"size = {size} does not divide {heads}")
+
+    def head_parts(matrix):
+        heads_of = matrix.view(-1, head_dim, matrix.shape[1])
+        copies = max(1, size // len(heads_of))
+        return [part.flatten(0, 1) for part in heads_of.repeat_interleave(copies, 0).chunk(size)]
+
+    q_parts, k_parts, v_parts = map(head_parts, (weights.q_proj, weights.k_proj, weights.v_proj))
+    partials = []
+    for rank, (bias, columns) in enumerate(
+        zip(weights.q_bias.chunk(size), weights.o_proj.chunk(size, 1))
+    ):
+        q = torch.nn.functional.linear(x, q_parts[rank], bias).view(len(x), -1, head_dim)
+        k, v = ((x @ parts[rank].T).view(len(x), -1, head_dim) for parts in (k_parts, v_parts))
+        first = weights.o_bias if rank == 0 else None
+        partials.append(torch.nn.functional.linear(attention(q, k, v).flatten(1), columns, first))
+    return ranks.all_reduce(partials)
+
+
+@answers.alternative("20.1")
+def head_by_head(x, weights, head_dim, ranks):
+    """Each head adds its own product, with its KV head computed once a rank."""
+    heads, kv_heads = (len(part) // head_dim for part in (weights.q_proj, weights.k_proj))
+    if heads / ranks.size != heads // ranks.size:
+        raise ValueError("size")
+    parts = []
+    for rank in range(ranks.size):
+        total, known = torch.zeros(len(x), len(weights.o_bias)), {}
+        for head in range(rank * heads // ranks.size, (rank + 1) * heads // ranks.size):
+            rows = slice(head * head_dim, head * head_dim + head_dim)
+            shared = head // (heads // kv_heads)
+            if shared not in known:
+                columns = slice(shared * head_dim, shared * head_dim + head_dim)
+                known[shared] = [x @ m[columns].T for m in (weights.k_proj, weights.v_proj)]
+            q = x @ weights.q_proj[rows].T + weights.q_bias[rows]
+            out = attention(*(part[:, None] for part in (q, *known[shared])))
+            total = total + out[:, 0] @ weights.o_proj[:, rows].T
+        parts.append(total)
+    return [part + weights.o_bias for part in ranks.all_reduce(parts)]
+
+
+# ---------------------------------------------------------------- 20.2 greedy
+
+
+def slipped_greedy(
+    local_logits,
+    vocab_size,
+    ranks,
+    *,
+    pad="hidden",
+    offset="right",
+    merge="rescaled",
+    winner="largest",
+    tie="first",
+    guard=True,
+    local_max=True,
+    gather="three",
+    result="logprob",
+):
+    """greedy_on_ranks with one slip, spelled by a switch."""
+    width, size = local_logits[0].shape[1], ranks.size
+    parts = []
+    for rank, logits in enumerate(local_logits):
+        first = {
+            "right": rank * width,
+            "none": 0,
+            "of vocab_size": rank * (vocab_size // size),
+            "one more": rank * width + rank,
+        }[offset]
+        token = rank * width + torch.arange(width)
+        is_padding = token >= vocab_size
+        own = logits.clone()
+        if pad in ("hidden", "counted"):
+            own = own.masked_fill(is_padding, -math.inf)
+        elif pad == "zero":
+            own = own.masked_fill(is_padding, 0.0)
+        elif pad == "multiplied":
+            own = own * ~is_padding
+        elif pad == "one off":
+            own = own.masked_fill(token > vocab_size, -math.inf)
+        place = own.argmax(-1)
+        if tie == "last":
+            place = width - 1 - own.flip(-1).argmax(-1)
+        best = own.gather(-1, place[:, None])[:, 0]
+        summed = logits if pad == "counted" else own
+        shift = best if local_max else torch.zeros_like(best)
+        if guard:
+            shift = shift.clamp(min=torch.finfo(shift.dtype).min)
+        total = (summed - shift[:, None]).exp().sum(-1)
+        parts.append(torch.stack([best, total, (first + place).float()], -1)[:, None])
+    if gather == "all":
+        ranks.all_gather(local_logits)
+    if gather == "none":
+        every = torch.cat(parts, 1)
+    else:
+        every = ranks.all_gather(parts, dim=1)[0]
+    best, total, token = every.unbind(-1)
+    if not local_max:
+        total = total / best.clamp(min=torch.finfo(best.dtype).min).exp()
+    key = dict(largest=best, sum=total, product=total * best.exp(), rank_0=best)[winner]
+    where = key.argmax(-1, keepdim=True)
+    if winner == "rank_0":
+        where = torch.zeros_like(where)
+    if tie in ("last", "last rank"):
+        where = size - 1 - key.flip(-1).argmax(-1, keepdim=True)
+    largest = best.gather(-1, where)
+    merged = {
+        "rescaled": (total * (best - largest).exp()).sum(-1),
+        "added": total.sum(-1),
+        "local": total.gather(-1, where)[:, 0],
+        "other way": (total * (largest - best).clamp(max=80).exp()).sum(-1),
+        "base 2": (total * (best - largest).exp2()).sum(-1),
+        "largest sum": total.max(-1).values,
+        "winner counts once more": (total * (best - largest).exp()).sum(-1) + 1,
+    }[merge]
+    value = {
+        "logprob": -merged.log(),
+        "probability": 1 / merged,
+        "lse": largest[:, 0] + merged.log(),
+        "logit": largest[:, 0],
+        "positive": merged.log(),
+        "base 2": -merged.log2(),
+        "logit minus log of sum": largest[:, 0] - merged.log(),
+    }[result]
+    tokens = token.gather(-1, where)[:, 0]
+    return tokens.int() if result == "int32" else tokens.long(), value
+
+
+for name, slip, hint in [
+    (
+        "softmax_over_local_logits",
+        dict(merge="local"),
+        "The sum is that of the winner's rank alone. All ranks' tokens belong to the softmax.",
+    ),
+    (
+        "sums_added_as_they_are",
+        dict(merge="added"),
+        "Each rank's sum has its own maximum taken out. Multiply it by exp(its maximum − the largest).",
+    ),
+    (
+        "rescaled_the_wrong_way",
+        dict(merge="other way"),
+        "A rank with a small maximum must count less: exp(its maximum − the largest), not the reverse.",
+    ),
+    ("rescaled_in_base_2", dict(merge="base 2"), "The sums are of exp, so rescale them by exp."),
+    (
+        "the_largest_sum",
+        dict(merge="largest sum"),
+        "The whole sum is the sum of all ranks' rescaled sums, not the largest one.",
+    ),
+    (
+        "winner_counted_twice",
+        dict(merge="winner counts once more"),
+        "The winner's own exp(0) = 1 is in its rank's sum already.",
+    ),
+    (
+        "local_token_numbers",
+        dict(offset="none"),
+        "The place within a rank is not a token: add rank · C.",
+    ),
+    (
+        "offset_without_padding",
+        dict(offset="of vocab_size"),
+        "Rank r begins at r · C, and C counts padding. vocab_size / size is smaller.",
+    ),
+    ("offset_one_more", dict(offset="one more"), "Rank r begins at r · C, without a gap."),
+    (
+        "padding_wins",
+        dict(pad="kept"),
+        "Columns from vocab_size on are no tokens. They may hold anything: take them as −inf.",
+    ),
+    (
+        "padding_counts_in_the_sum",
+        dict(pad="counted"),
+        "Padding cannot win, but it still counts in your sum.",
+    ),
+    (
+        "padding_is_zero",
+        dict(pad="zero"),
+        "A logit of 0 is no neutral one: it wins over negative ones, and exp(0) is 1.",
+    ),
+    (
+        "padding_times_zero",
+        dict(pad="multiplied"),
+        "NaN · 0 is NaN, and −inf is the logit that counts nothing, not 0.",
+    ),
+    (
+        "padding_one_off",
+        dict(pad="one off"),
+        "The token with the number vocab_size does not exist: the last one is vocab_size − 1.",
+    ),
+    (
+        "empty_rank_is_nan",
+        dict(guard=False),
+        "A rank without an allowed token computes −inf − (−inf), which is NaN.",
+    ),
+    (
+        "without_a_maximum",
+        dict(local_max=False),
+        "exp of a logit above 88 overflows in float32: subtract the rank's own maximum first.",
+    ),
+    (
+        "the_largest_sum_wins",
+        dict(winner="sum"),
+        "The winner has the largest logit. A rank's sum says how many tokens are near its best one.",
+    ),
+    (
+        "the_likeliest_rank_wins",
+        dict(winner="product"),
+        "You took the rank that is likeliest as a whole. The winner is a token.",
+    ),
+    ("rank_0_wins", dict(winner="rank_0"), "The winner may live on any rank."),
+    (
+        "ties_to_the_last",
+        dict(tie="last"),
+        "Of several equal logits the lowest token number counts, as with one rank.",
+    ),
+    (
+        "ties_to_the_last_rank",
+        dict(tie="last rank"),
+        "If two ranks have equal maxima, the first of them has the lower token number.",
+    ),
+    (
+        "whole_logits_gathered",
+        dict(gather="all"),
+        "The whole logits travel. A maximum, a sum and a token number of each row are enough.",
+    ),
+    (
+        "read_from_the_list",
+        dict(gather="none"),
+        "Another rank's numbers must come through `ranks`. You read them from the list.",
+    ),
+    ("probability", dict(result="probability"), "Asked for is the logarithm of the probability."),
+    (
+        "log_sum_exp",
+        dict(result="lse"),
+        "That is the log-sum-exp. Subtract it from the largest logit.",
+    ),
+    ("logit", dict(result="logit"), "That is the winner's logit, not its log-probability."),
+    ("positive", dict(result="positive"), "A log-probability is not above 0: the sign is wrong."),
+    ("log2", dict(result="base 2"), "Take the natural logarithm."),
+    (
+        "maximum_forgotten_in_the_end",
+        dict(result="logit minus log of sum"),
+        "The sum has the largest logit taken out, so it must not be there in front either.",
+    ),
+]:
+    answers.wrong("20.2", hint, name)(partial(slipped_greedy, **slip))
+
+
+@answers.alternative("20.2")
+def by_log_sum_exp(local_logits, vocab_size, ranks):
+    """Three separate gathers, with logsumexp."""
+    width = local_logits[0].shape[-1]
+    maxima, sums, places = [], [], []
+    for rank, logits in enumerate(local_logits):
+        kept = max(0, min(width, vocab_size - rank * width))
+        real = torch.full_like(logits, -torch.inf)
+        real[:, :kept] = logits[:, :kept]
+        maxima.append(real.amax(-1, keepdim=True))
+        sums.append(real.logsumexp(-1, keepdim=True))
+        first = (real == maxima[-1]).float().argmax(-1, keepdim=True)
+        places.append(first + rank * width)
+    best, lse, place = (ranks.all_gather(parts)[-1] for parts in (maxima, sums, places))
+    token = place.masked_fill(best < best.amax(-1, keepdim=True), 2**30).amin(-1)
+    return token, best.amax(-1) - lse.logsumexp(-1)
+
+
+@answers.alternative("20.2")
+def row_by_row(local_logits, vocab_size, ranks):
+    """In float64, in Python."""
+    width, rows = local_logits[0].shape[1], len(local_logits[0])
+    parts = []
+    for rank, logits in enumerate(local_logits):
+        lines = []
+        for row in logits.double().tolist():
+            real = [value for j, value in enumerate(row) if rank * width + j < vocab_size]
+            best = max(real, default=-math.inf)
+            allowed = [math.exp(value - best) for value in real if value > -math.inf]
+            lines.append([best, sum(allowed), real.index(best) if real else 0])
+        parts.append(torch.tensor(lines, dtype=torch.float64))
+    every = ranks.all_gather(parts, dim=-1)[0].view(rows, ranks.size, 3).tolist()
+    tokens, values = [], []
+    for line in every:
+        best = max(entry[0] for entry in line)
+        rank = [entry[0] for entry in line].index(best)
+        tokens.append(rank * width + int(line[rank][2]))
+        values.append(-math.log(sum(s * math.exp(m - best) for m, s, _ in line)))
+    return torch.tensor(tokens), torch.tensor(values, dtype=torch.float32)
+
+
+# ---------------------------------------------------------------- 20.3 the kernel
+
+
+def slipped_rows(
+    x,
+    weight,
+    pairs,
+    tile_experts,
+    router,
+    *,
+    row_of=lambda pair, top_k: pair // top_k,
+    expert_of=lambda tile, experts: experts[tile],
+    scale_of=lambda router, pair, place: router.flatten()[pair],
+    unused="skipped",
+    padding="masked",
+    transposed=False,
+    columns=None,
+    outputs=None,
+    to=lambda pair, place: pair,
+    add=False,
+    tile_rows=16,
+):
+    """Slot by pair in PyTorch, with one slip, spelled by a switch."""
+    num_pairs, top_k = router.numel(), router.shape[1]
+    out = x.new_zeros(num_pairs, weight.shape[1])
+    experts = tile_experts.tolist()
+    size, width = min(columns or x.shape[1], x.shape[1]), outputs or weight.shape[1]
+    for tile in range(len(experts)):
+        expert = expert_of(tile, experts)
+        if experts[tile] < 0:
+            if unused == "skipped":
+                continue
+            expert = dict(last=len(weight) - 1, first=0)[unused]
+        for at in range(tile_rows):
+            place = tile * 16 + at
+            pair = int(pairs[place])
+            if pair >= num_pairs:
+                if padding == "masked":
+                    continue
+                pair = num_pairs - 1 if padding == "last" else 0
+            row = row_of(pair, top_k) % len(x)
+            own = weight[expert % len(weight)]
+            if transposed and own.shape[0] == own.shape[1]:
+                own = own.T
+            value = own[:width, :size] @ x[row, :size] * scale_of(router, pair, place % num_pairs)
+            target = to(pair, place) % num_pairs
+            if add:
+                out[target, :width] += value
+            else:
+                out[target, :width] = value
+    return out
+
+
+for name, slip, hint in [
+    (
+        "pair_as_a_row",
+        dict(row_of=lambda pair, top_k: pair),
+        "Pair p is a choice of a token: its row of x is p // k.",
+    ),
+    (
+        "pair_modulo_k",
+        dict(row_of=lambda pair, top_k: pair % top_k),
+        "pair % k is which choice it is. The token is p // k.",
+    ),
+    (
+        "choices_in_columns",
+        dict(row_of=lambda pair, top_k: pair + 1 - top_k if top_k > 1 else pair),
+        "The k choices of a token lie side by side: its row of x is p // k.",
+    ),
+    (
+        "tile_as_an_expert",
+        dict(expert_of=lambda tile, experts: tile),
+        "An expert may have several tiles or none: load tile_experts + tile.",
+    ),
+    (
+        "first_tile_s_expert",
+        dict(expert_of=lambda tile, experts: experts[0]),
+        "All tiles use the expert of tile 0: load tile_experts + program_id(0).",
+    ),
+    (
+        "next_expert",
+        dict(expert_of=lambda tile, experts: experts[tile] + 1),
+        "The experts are shifted by one matrix: an expert begins at expert · N · K.",
+    ),
+    (
+        "unused_tiles_run_the_last_expert",
+        dict(unused="last"),
+        "−1 is no index from the end. Such a tile must not store anything.",
+    ),
+    (
+        "unused_tiles_run_expert_0",
+        dict(unused="first"),
+        "A tile of expert −1 is not used, and its places are old: return at once.",
+    ),
+    (
+        "padding_writes_the_last_row",
+        dict(padding="last"),
+        "T · k is no pair: mask the loads and the store with pair < num_pairs.",
+    ),
+    (
+        "padding_writes_row_0",
+        dict(padding="first"),
+        "Padding of a tile was stored into row 0: mask the store with pair < num_pairs.",
+    ),
+    (
+        "router_forgotten",
+        dict(scale_of=lambda router, pair, place: 1.0),
+        "Each row counts as much as the router says: multiply by router of the pair.",
+    ),
+    (
+        "router_of_the_token",
+        dict(scale_of=lambda router, pair, place: router.flatten()[pair // router.shape[1]]),
+        "router has a number for each pair: load router + pair, not the one of its token.",
+    ),
+    (
+        "router_of_the_first_choice",
+        dict(scale_of=lambda router, pair, place: router[pair // router.shape[1], 0]),
+        "Both choices of a token got the weight of the first one.",
+    ),
+    (
+        "router_by_place",
+        dict(scale_of=lambda router, pair, place: router.flatten()[place]),
+        "router stands in the order of the pairs, not in that of the tiles.",
+    ),
+    (
+        "router_squared",
+        dict(scale_of=lambda router, pair, place: router.flatten()[pair] ** 2),
+        "The router's weight counts once: on the way in or on the way out, not both.",
+    ),
+    (
+        "rows_in_the_order_of_tiles",
+        dict(to=lambda pair, place: place),
+        "The row of a pair is out[pair]: store where the pair says, not where the tile lies.",
+    ),
+    (
+        "rows_added_to_tokens",
+        dict(to=lambda pair, place: pair // 2, add=True),
+        "out has a row for each pair. Adding up the choices of a token comes later.",
+    ),
+    (
+        "transposed",
+        dict(transposed=True),
+        "An expert is [N, K]: row n of it meets the row of x. You read it transposed.",
+    ),
+    (
+        "first_block_of_columns",
+        dict(columns=16),
+        "Only the first BLOCK_K columns are multiplied: add up over all blocks.",
+    ),
+    (
+        "first_block_of_outputs",
+        dict(outputs=16),
+        "Outputs behind BLOCK_N are missing: n begins at program_id(1) · BLOCK_N.",
+    ),
+    (
+        "half_a_tile",
+        dict(tile_rows=8),
+        "A tile has 16 places, and half of them were left out.",
+    ),
+]:
+    answers.wrong("20.3", hint, name)(partial(slipped_rows, **slip))
+
+
+@answers.wrong("20.3", "Rows of x are copied for each pair: read them where they lie.")
+def copies_rows(x, weight, pairs, tile_experts, router):
+    copied = x.repeat_interleave(router.shape[1], 0)
+    right = slipped_rows(x, weight, pairs, tile_experts, router)
+    return right + 0 * copied[:, :1]
+
+
+@answers.wrong("20.3", "You copied an expert for each row. Read it where it lies.")
+def copies_experts(x, weight, pairs, tile_experts, router):
+    right = slipped_rows(x, weight, pairs, tile_experts, router)
+    return right + 0 * weight[torch.zeros(len(right), dtype=torch.long)][:, :, 0]
+
+
+answers.alternative("20.3")(slipped_rows)
+
+
+@answers.alternative("20.3")
+def tile_by_tile(x, weight, pairs, tile_experts, router):
+    """A product for each tile."""
+    num_pairs, top_k = router.numel(), router.shape[1]
+    out = torch.zeros(num_pairs, weight.shape[1])
+    for expert, places in zip(tile_experts.tolist(), pairs.view(-1, 16)):
+        own = places[places < num_pairs].long()
+        if expert >= 0:
+            scales = router.view(-1)[own]
+            out[own] = (x[own // top_k] * scales[:, None]) @ weight[expert].T
+    return out
+
+
+# ---------------------------------------------------------------- 20.4 experts on other ranks
+
+
+def slipped_layer(
+    x,
+    logits,
+    experts,
+    top_k,
+    capacity,
+    ranks,
+    *,
+    weigh="chosen",
+    layout="blocks",
+    local_of="right",
+    sends="pairs",
+    count="expert",
+    drop="counted",
+    full=0,
+    dropped_rows="zero",
+    combine="add",
+    back="pairs",
+    order="rank first",
+    by_hand=False,
+):
+    """experts_on_ranks with one slip, spelled by a switch."""
+    per_rank, size = len(experts[0]), ranks.size
+    travel = _turned if by_hand else ranks.all_to_all
+    weights, pairs, rows, wanted = [], [], [], []
+    for rank in range(size):
+        best = logits[rank].topk(top_k, dim=-1)
+        every = logits[rank].softmax(-1)
+        weights.append(
+            {
+                "chosen": best.values.softmax(-1),
+                "all": every.gather(-1, best.indices),
+                "equal": torch.full_like(best.values, 1 / top_k),
+                "ones": torch.ones_like(best.values),
+                "sigmoid": best.values.sigmoid(),
+                "logits": best.values,
+                "of tokens": best.values.softmax(0),
+                "first alone": (torch.arange(top_k) == 0).float().expand_as(best.values),
+            }[weigh].flatten()
+        )
+        chosen = best.indices.flatten()
+        owner = {"blocks": chosen // per_rank, "dealt": chosen % size, "own": 0 * chosen + rank}
+        owner = owner[layout]
+        to_each = [torch.where(owner == other)[0] for other in range(size)]
+        pairs.append(to_each)
+        rows.append([x[rank][pair // top_k] for pair in to_each])
+        wanted.append([chosen[pair] for pair in to_each])
+    if sends == "all":
+        ranks.all_to_all([[own.repeat(size, 1) for _ in x] for own in x])
+    rows, wanted = travel(rows), travel(wanted)
+    outs_of, dropped = [], 0
+    for rank in range(size):
+        own = [sent.clone() if dropped_rows == "kept" else 0 * sent for sent in rows[rank]]
+        taken = [0] * per_rank
+        sources = list(range(size))
+        for source in reversed(sources) if order == "last rank first" else sources:
+            if count == "source":
+                taken = [0] * per_rank
+            places = list(enumerate(wanted[rank][source].tolist()))
+            for at, expert in reversed(places) if order == "last token first" else places:
+                local = {"right": expert % per_rank, "by size": expert // size, "first": 0}[
+                    local_of
+                ]
+                local = local % per_rank
+                used = sum(taken) if count == "rank" else taken[local]
+                if used >= capacity + full:
+                    dropped += drop == "counted"
+                    continue
+                taken[local] += 1
+                own[source][at] = rows[rank][source][at] @ experts[rank][local].T
+        outs_of.append(own)
+    outs_of = travel(outs_of) if back != "kept" else outs_of
+    outs = []
+    for rank in range(size):
+        out = torch.zeros_like(x[rank])
+        flat = weights[rank]
+        for number, (pair, answer) in enumerate(zip(pairs[rank], outs_of[rank])):
+            if len(answer) != len(pair):
+                raise ValueError("rows of another rank came back")
+            by = flat[: len(pair)] if back == "unsorted weights" else flat[pair]
+            share = answer * by[:, None] ** (2 if combine == "squared" else 1)
+            token = pair // top_k
+            if combine == "indexed":
+                out[token] += share
+            elif combine == "stored":
+                out[token] = share
+            elif combine == "modulo":
+                out.index_add_(0, pair % max(1, len(out)), share)
+            elif combine == "first rank" and number:
+                continue
+            else:
+                out.index_add_(0, token, share)
+        outs.append(out)
+    if drop == "tokens":
+        dropped = sum(int((out == 0).all(-1).sum()) for out in outs)
+    if combine == "reduced" and len({len(out) for out in outs}) == 1:
+        outs = ranks.all_reduce(outs)
+    return outs, dropped
+
+
+def _turned(parts):
+    """all_to_all without a wire."""
+    return [[own[rank] for own in parts] for rank in range(len(parts))]
+
+
+BUGS = dict(
+    weigh="all",
+    layout="dealt",
+    local_of="by size",
+    count="source",
+    drop="silent",
+    combine="indexed",
+)
+
+
+for name, slip, hint in [
+    ("as_it_was", BUGS, "All five bugs are still there."),
+    (
+        "weights_not_renormalised",
+        dict(weigh="all"),
+        "The weights of a token's experts sum to less than 1: the softmax runs over its top_k logits.",
+    ),
+    (
+        "experts_dealt_like_cards",
+        dict(layout="dealt", local_of="by size"),
+        "Rank 0 holds the first E / size experts, and so on. You deal them out one by one.",
+    ),
+    (
+        "wrong_expert_of_the_right_rank",
+        dict(local_of="by size"),
+        "A rank's own number of an expert is expert − rank · E / size.",
+    ),
+    (
+        "choices_on_one_rank_lost",
+        dict(combine="indexed"),
+        "out[index] += rows keeps one of several rows with the same index. Use index_add_.",
+    ),
+    (
+        "answers_stored_over_each_other",
+        dict(combine="stored"),
+        "A token's experts are summed. You store the last one.",
+    ),
+    (
+        "room_for_each_sender",
+        dict(count="source"),
+        "The capacity is that of an expert in a step, whoever sends the rows.",
+    ),
+    (
+        "room_for_a_rank",
+        dict(count="rank"),
+        "The capacity is that of each expert, not of its rank.",
+    ),
+    (
+        "dropped_silently",
+        dict(drop="silent"),
+        "Rows found no room, and your count says 0. Somebody has to be told.",
+    ),
+    (
+        "tokens_counted",
+        dict(drop="tokens"),
+        "Counted are pairs of a token and an expert, not tokens that lost all of theirs.",
+    ),
+    (
+        "one_too_many",
+        dict(full=1),
+        "An expert takes `capacity` rows, and yours took one more.",
+    ),
+    (
+        "nobody_is_dropped",
+        dict(full=10**6),
+        "The capacity has no effect: no expert may take more rows than that.",
+    ),
+    (
+        "a_dropped_row_passes_through",
+        dict(dropped_rows="kept"),
+        "For a row that finds no room the expert's share is zero, not the row itself.",
+    ),
+    (
+        "the_last_rank_goes_first",
+        dict(order="last rank first"),
+        "Of two ranks the lower one counts first.",
+    ),
+    (
+        "the_last_token_goes_first",
+        dict(order="last token first"),
+        "Of two tokens of a rank the first counts first.",
+    ),
+    ("equal_weights", dict(weigh="equal"), "The experts count by the router, not equally."),
+    ("no_weights", dict(weigh="ones"), "The router's weights are missing."),
+    (
+        "sigmoid",
+        dict(weigh="sigmoid"),
+        "The weights are a softmax over the token's top_k logits, not sigmoids.",
+    ),
+    ("logits_as_weights", dict(weigh="logits"), "Logits are no weights: take their softmax."),
+    (
+        "softmax_over_tokens",
+        dict(weigh="of tokens"),
+        "The softmax runs over the experts of a token, not over the tokens.",
+    ),
+    (
+        "only_the_best_expert",
+        dict(weigh="first alone"),
+        "All top_k experts of a token count, not the best alone.",
+    ),
+    (
+        "weights_in_another_order",
+        dict(back="unsorted weights"),
+        "Answers come back in the order in which the pairs were sent: weights[pair].",
+    ),
+    ("weighted_twice", dict(combine="squared"), "The router's weight counts once."),
+    (
+        "pairs_as_tokens",
+        dict(combine="modulo"),
+        "Pair p belongs to token p // top_k.",
+    ),
+    (
+        "answers_of_rank_0_alone",
+        dict(combine="first rank"),
+        "A token's answers come from several ranks: add up all of them.",
+    ),
+    (
+        "answers_not_sent_back",
+        dict(back="kept"),
+        "The answers stay on the experts' ranks: a second all_to_all brings them back.",
+    ),
+    (
+        "everybody_asks_their_own_experts",
+        dict(layout="own"),
+        "Each rank used its own experts. An expert of another rank has other weights.",
+    ),
+    (
+        "summed_over_the_ranks",
+        dict(combine="reduced"),
+        "Here each rank has tokens of its own, so their results must not be summed.",
+    ),
+    (
+        "all_rows_to_all_ranks",
+        dict(sends="all"),
+        "Every row travels to every rank. Send it to the ranks of its experts only.",
+    ),
+    (
+        "read_from_the_list",
+        dict(by_hand=True),
+        "Rows of another rank must come through `ranks.all_to_all`.",
+    ),
+]:
+    answers.wrong("20.4", hint, name)(partial(slipped_layer, **slip))
+
+
+answers.alternative("20.4")(slipped_layer)
+
+
+@answers.alternative("20.4")
+def by_sorting(x, logits, experts, top_k, capacity, ranks):
+    """Pairs sorted by expert; room by a running count in the order of arrival."""
+    held, size = experts[0].shape[0], ranks.size
+    sent_rows, sent_ids, orders, shares = [], [], [], []
+    for own, scores in zip(x, logits):
+        values, ids = scores.sort(dim=-1, descending=True)
+        ids, exps = ids[:, :top_k].reshape(-1), (values - values[:, :1])[:, :top_k].exp()
+        shares.append((exps / exps.sum(-1, keepdim=True)).reshape(-1))
+        order = ids.sort(stable=True).indices
+        ends = torch.bincount(ids // held, minlength=size).tolist()
+        orders.append(order)
+        sent_rows.append(list(own[order // top_k].split(ends)))
+        sent_ids.append(list(ids[order].split(ends)))
+    got_rows, got_ids = ranks.all_to_all(sent_rows), ranks.all_to_all(sent_ids)
+    results, lost = [], 0
+    for rank in range(size):
+        rows, ids = torch.cat(got_rows[rank]), torch.cat(got_ids[rank]) - rank * held
+        result = torch.zeros_like(rows)
+        for expert in range(held):
+            arrived = (ids == expert).nonzero()[:, 0]
+            lost += max(0, len(arrived) - capacity)
+            result[arrived[:capacity]] = rows[arrived[:capacity]] @ experts[rank][expert].T
+        results.append(list(result.split([len(part) for part in got_rows[rank]])))
+    outs = []
+    for own, order, share, back in zip(x, orders, shares, ranks.all_to_all(results)):
+        whole = torch.empty(len(order), own.shape[1])
+        whole[order] = torch.cat(back)
+        outs.append((whole * share[:, None]).unflatten(0, (-1, top_k)).sum(1))
+    return outs, lost

@@ -1,0 +1,222 @@
+"""Lesson 20: proves that its own pictures fit, that excerpts stand in the sources, and that the README
+quotes what the code says.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lessons.l01_roofline.calculators import kv_bytes_per_token, weight_bytes
+from lessons.l01_roofline.models import find_model
+from lessons.l20_parallelism.collectives import WAYS, fewest_bytes
+from lessons.l20_parallelism.lab import cuts, experiments, price
+from lessons.l20_parallelism.links import LL, all_reduce_times, machine_of
+from lessons.l20_parallelism.load import load_of
+from lessons.l20_parallelism.pipeline import bubble, decode_bubble
+from lessons.l20_parallelism.planner import plan
+from lessons.l20_parallelism.scaling import decode_step, prefill
+from lessons.l20_parallelism.shares import Layout
+from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
+from lessons.toolbox.measure.hardware import CHIPS
+from tests.excerpts import plain_readme, stray_excerpts
+from tests.test_pages import guide
+
+ROOT = Path(__file__).parents[1]
+ROOM = ROOT / "lessons/l20_parallelism"
+README = plain_readme(ROOM)
+SMALL, LARGE = find_model("llama-3-8b"), find_model("llama-3-70b")
+HUGE, MIXTRAL = find_model("llama-3-405b"), find_model("mixtral-8x7b")
+H100, VALUE_BYTES = CHIPS["h100"], 2
+NVLINK, PCIE = machine_of(H100), machine_of(H100, inside="pcie5")
+TEACHING = (ROOT / "lessons/TEACHING.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "draw", [cuts.draw_cuts, price.draw_price, partial(price.draw_price, 2, "pcie4", 64)]
+)
+def test_the_pictures_fit(draw):
+    figure = draw()
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+
+
+def test_the_excerpts_stand_in_the_sources():
+    assert not stray_excerpts(ROOM)
+
+
+def test_the_record_has_the_bytes_of_the_formula():
+    """And the formula is the text's: two sums a layer, one for the embedding, and the logits."""
+    record = json.loads((ROOT / "results/cpu/l20_ranks.json").read_text(encoding="utf-8"))
+    for length in experiments.LENGTHS:
+        found = record["series"]["shards"][f"{length} token{'s' * (length > 1)}"]
+        wanted = experiments.bytes_of_a_step(experiments.CONFIG, length, 2, 4)
+        assert found["bytes"] == found["formula_bytes"] == wanted
+        assert found["collectives"] == sums_of(experiments.CONFIG) + 1
+    config = experiments.CONFIG
+    heads = 2 * (config.num_attention_heads + config.num_key_value_heads)  # q and o, k and v
+    width = heads * config.head_dim + 3 * config.intermediate_size
+    weights = config.hidden_size * (config.num_hidden_layers * width + 2 * config.vocab_size)
+    assert f"a random model of {weights / 1e6:.0f} million weights" in README
+
+
+def test_a_measurement_that_cannot_be_is_refused_in_one_line(capsys):
+    assert experiments.main(["--repeats", "0"]) == 2
+    assert capsys.readouterr().err == "experiments: --repeats: got 0; accepted: 1 or more\n"
+
+
+def sums_of(model) -> int:
+    """All-reduces of a pass."""
+    return 2 * model.num_hidden_layers + 1
+
+
+def row_bytes(model, tokens: int = 1) -> int:
+    """n: the tensor of a sum."""
+    return tokens * model.hidden_size * VALUE_BYTES
+
+
+def way_s(way: str, n: float) -> float:
+    """A sum of n bytes over 8 H100s, with the better protocol."""
+    return min(seconds for seconds, name in all_reduce_times(n, 8, NVLINK) if name == way)
+
+
+def one_user(model, size: int, machine=NVLINK):
+    """A decode step of one row with 1024 tokens of context."""
+    return decode_step(model, machine, Layout(tp=size), batch=1, context=1024)
+
+
+def per_gpu(model, size: int) -> float:
+    """The efficiency of that step."""
+    return one_user(model, 1).seconds / size / one_user(model, size).seconds
+
+
+def test_the_readme_quotes_the_examples():
+    """Steps 1 and 2, by the picture's code, and what a nonlinear function forbids."""
+    (h0, part0), (h1, part1) = cuts.parts_of(cuts.X, cuts.A, cuts.B)
+    assert (h0.item(), h1.item()) == (3, 2)
+    assert "h₀ = 3" in README and "h₁ = 2" in README and "relu(x Aᵀ) = (3, 2)" in README
+    assert part0.tolist() == [3, 0] and part1.tolist() == [4, 8]
+    assert "3 · (1, 0) = (3, 0)" in README and "2 · (2, 4) = (4, 8)" in README
+    whole = torch.relu(cuts.A @ cuts.X) @ cuts.B.T
+    assert whole.tolist() == [7, 8] and "h Bᵀ = (3 + 4, 8) = (7, 8)" in README
+    assert max(2 - 1, 0) == 1 != max(2, 0) + max(-1, 0) == 2
+    assert "relu(2 − 1) is 1, and relu(2) + relu(−1) is 2" in README
+
+
+def test_the_readme_quotes_the_wire():
+    """The bottleneck, steps 5 to 7 and the museum."""
+    alone = one_user(LARGE, 1)
+    moved = alone.floor_s * H100.memory_bytes_per_s
+    assert f"reads {moved / 1e9:.1f} GB, at 3.35 TB/s in {1e3 * alone.seconds:.1f} ms" in README
+    assert f"{1 / alone.seconds:.0f} tokens per second at most" in README
+    assert f"P = 8: {fewest_bytes(8, 1):.2f} n" in README
+    n = row_bytes(LARGE)
+    assert f"n is {n:,} bytes" in README and f"A pass has {sums_of(LARGE)} sums" in README
+    assert f"start {1e6 * LL.base_s:.1f} µs, hop {1e6 * NVLINK.inside.ll_hop_s:.1f} µs" in README
+    assert f"W_link {NVLINK.inside.bytes_per_s / 1e9:.0f} GB/s" in README
+    carried_s = WAYS["one_shot"].bytes_sent(8, n) / NVLINK.inside.bytes_per_s
+    assert f"takes {1e6 * way_s('one_shot', n):.1f} µs, of which the bytes are" in README
+    assert (
+        f"the bytes are {1e6 * carried_s:.2f}. A ring takes {1e6 * way_s('ring', n):.1f}" in README
+    )
+    for size in (2, 4, 8):
+        step = one_user(LARGE, size)
+        times = [1e3 * x for x in (step.floor_s, step.communication_s, step.seconds)]
+        row = " | ".join(f"{ms:.1f} ms" for ms in times)
+        speedup = alone.seconds / step.seconds
+        assert f"| {size} | {row} | {speedup:.2f} | {speedup / size:.0%} |" in README
+    step = one_user(LARGE, 8)
+    more_s = sums_of(LARGE) * (way_s("ring", n) - way_s("one_shot", n))
+    ring = alone.seconds / 8 / (step.seconds + more_s)
+    said = f"{per_gpu(LARGE, 8):.0%} with one shot and {ring:.0%} with a ring"
+    assert said in README and guide("scales linearly").count(f"{ring:.0%} with a ring")
+    assert f"{per_gpu(LARGE, 8):.0%} by our model" in guide("scales linearly")
+    over_pcie = one_user(LARGE, 8, PCIE)
+    assert (
+        f"{1e3 * over_pcie.communication_s:.1f} ms instead of {1e3 * step.communication_s:.1f}"
+        in (guide("PCIe is too slow"))
+    )
+
+
+def test_the_readme_quotes_the_prefill_and_where_it_loses():
+    n = row_bytes(LARGE, 4096)
+    fast, slow = (prefill(LARGE, machine, Layout(tp=8), 4096) for machine in (NVLINK, PCIE))
+    assert f"have n = {n / 1e6:.1f} MB" in README
+    assert f"would now take {1e6 * way_s('one_shot', n):.0f} µs" in README
+    assert f"one piece for all take {1e6 * way_s('two_shot', n):.0f} µs" in README
+    assert f"computes for {1e3 * fast.floor_s:.1f} ms on 8 GPUs" in README
+    assert f"talks for {1e3 * fast.communication_s:.1f} ms. Over PCIe" in README
+    assert f"(64 GB/s) it talks for {1e3 * slow.communication_s:.1f} ms" in README
+    assert PCIE.inside.bytes_per_s == 64e9
+    both = f"{1e3 * slow.communication_s:.0f} ms instead of {1e3 * fast.communication_s:.0f}"
+    assert both in guide("PCIe is too slow")
+    stages = prefill(LARGE, PCIE, Layout(pp=8), 4096, num_chunks=8)
+    assert f"`{1e3 * slow.seconds:.0f} ms` in shards, and `{1e3 * stages.seconds:.0f} ms`" in README
+    small = one_user(SMALL, 8)
+    both = (
+        f"for `{1e3 * small.floor_s:.2f} ms` and talks for `{1e3 * small.communication_s:.2f} ms`"
+    )
+    assert both in README
+    assert f"efficiency is `{100 * per_gpu(SMALL, 8):.0f} %`" in README
+    assert f"efficiency of `{100 * per_gpu(LARGE, 4):.0f} %` at most" in README
+    quiz = sums_of(SMALL) * fewest_bytes(2, row_bytes(SMALL, 32))
+    assert f"{sums_of(SMALL)} sums of 32 · 4096 · 2 bytes" in README
+    assert f"{quiz / 1e6:.1f} MB.</details>" in README
+    assert f"{fewest_bytes(4, 8):.0f} MB in {WAYS['ring'].steps(4)} rounds" in README
+    assert f"One shot: 3 · 8 = {WAYS['one_shot'].bytes_sent(4, 8):.0f} MB" in README
+    step = one_user(LARGE, 8)
+    asked = (
+        f"({1e3 * step.floor_s:.1f} ms to read, and {1e3 * step.communication_s:.1f} ms in which"
+    )
+    assert f"{asked} the GPUs talk {sums_of(LARGE)} times.)" in TEACHING
+
+
+def test_the_readme_quotes_stages_and_experts():
+    shares = "    ".join(f"m = {m}: {bubble(4, m):.0%}" for m in (1, 4, 16))
+    assert shares in README
+    assert decode_bubble(4, 4) == 0 and decode_bubble(4, 1) == pytest.approx(1 - 1 / 4)
+    assert f"leaves `{100 * bubble(4, 1):.0f} %` of four stages idle" in README
+    assert f"3 / (12 + 3) = {bubble(4, 12):.0%}" in README
+    travels = 1024 * 2 * row_bytes(MIXTRAL) * 3 / 4
+    assert f"1024 · 2 rows of {row_bytes(MIXTRAL)} bytes" in README
+    assert f"{travels / 1e6:.1f} MB, and gets as much back" in README
+    torch.manual_seed(0)
+    for tokens, digits in ((8, 1), (1024, 2)):
+        draws = (torch.rand(tokens, 8).topk(2).indices for _ in range(1000))
+        loads = [load_of(chosen, 8).of_ranks(4).imbalance for chosen in draws]
+        assert f"{sum(loads) / len(loads):.{digits}f} times" in README
+
+
+def test_the_readme_quotes_the_memory():
+    """The bottleneck, steps 3 and 12, and the museum."""
+    memory = H100.memory_bytes
+    assert f"{weight_bytes(LARGE) / 1e9:.1f} GB in 16 bits, and an H100 has {memory / 1e9:.0f}" in (
+        README
+    )
+    kept = kv_bytes_per_token(LARGE)
+    assert f"stores {kept / 8 / 1024:.0f} KiB for each token instead of {kept / 1024:.0f}" in README
+    latents = kv_bytes_per_token(find_model("deepseek-v3"))
+    assert f"all {latents / 1024:.1f} KiB" in README
+    for model, bits, size, context in ((LARGE, 16, 2, 4096), (HUGE, 8, 8, 16_384)):
+        found = plan(model, H100, Layout(tp=size), 1, context, bits)
+        assert f"{weight_bytes(model, bits) / size / 1e9:.1f}" in README
+        tokens = context if context < 10_000 else f"{context:,}"
+        left = f"{found.left_bytes / 1e9:.1f} GB are left: {found.sequences_that_fit(False)}"
+        assert f"{left} sequences of {tokens} tokens" in README
+        assert found.sequences_that_fit() == found.sequences_that_fit(False) - 1
+        assert f"another {found.fullest.buffer_bytes / 1e9:.1f} GB" in README
+    for name, layout in {"tp = 8": Layout(tp=8), "tp = 4, pp = 2": Layout(tp=4, pp=2)}.items():
+        found = plan(HUGE, H100, layout, 16, 16_384, 8)
+        weights = f"{found.fullest.weight_bytes / 1e9:.1f} GB"
+        times = f"{found.prefill.seconds:.2f} s | {1e3 * found.decode.seconds:.1f} ms"
+        assert f"| {name} | {weights} | {times} | {found.tokens_per_s_per_gpu:.0f} |" in README
+    wide, staged = (plan(HUGE, H100, layout, 16, 16_384) for layout in (Layout(16), Layout(8, 2)))
+    steps = f"({1e3 * wide.decode.seconds:.1f} ms, and {1e3 * staged.decode.seconds:.1f} ms with"
+    assert f"{steps} tp = 8, pp = 2)" in README
+    assert f"takes {wide.prefill.seconds:.2f} s instead of {staged.prefill.seconds:.2f}" in README
+    fit = wide.sequences_that_fit(), staged.sequences_that_fit()
+    assert f"{fit[0]} sequences fit instead of {fit[1]}" in README
+    assert weight_bytes(HUGE) / 8 > memory
+    assert f"{weight_bytes(HUGE) / 8 / 1e9:.1f} GB a GPU, which does not fit" in README
+    assert f"{weight_bytes(HUGE) / 1e9:.1f} GB of weights meet {8 * memory / 1e9:.0f} GB" in README
