@@ -143,7 +143,9 @@ def test_stages_give_the_hidden_states_of_one_process(size, seed):
     for prompt, hidden in zip(prompts, ranks[-1][0]):
         batch = new_batch([(prompt, 0)], ROOM)
         whole = model(batch.tokens, pool_of(model, 1).attending(batch))
-        assert torch.equal(torch.tensor(hidden, dtype=torch.float64), whole)
+        # not to the bit: processes with other numbers of threads may add in another order
+        got = torch.tensor(hidden, dtype=torch.float64)
+        torch.testing.assert_close(got, whole, rtol=1e-10, atol=1e-10)
     tokens = sum(map(len, prompts))
     for stage, (hidden, ran, sent) in enumerate(ranks):
         assert ran == len(prompts)
