@@ -119,9 +119,14 @@ def test_the_kernel_counts_what_the_formula_says():
     if not loopback.DEV.exists():
         pytest.skip(f"NOT RUN: needs {loopback.DEV}, which Linux has")
     n, size = 8_000_000, 3
-    seen = loopback.measured(size, n)
-    # headers and other programs come on top; one_shot would be 1.5 of it
-    assert 0.99 < seen / (size * WAYS["ring"].bytes_sent(size, n)) < 1.4
+    expected = size * WAYS["ring"].bytes_sent(size, n)
+    # three times, because other programs are counted, too; one_shot would be 1.5 of it each time
+    for _ in range(3):
+        share = loopback.measured(size, n) / expected
+        assert share > 0.99
+        if share < 1.4:
+            return
+    pytest.fail(f"{share:.2f} times the bytes of a ring, three times")
 
 
 def test_the_counter_of_the_loopback_interface_is_read():

@@ -41,8 +41,8 @@ def loopback_bytes(text: str | None = None) -> int:
 def reduce_rank(world: Group, num_bytes: int, repetitions: int, way: str | None) -> int:
     """Bytes over the loopback during the all-reduces, as rank 0 sees it. way: None is gloo's own."""
     x = torch.ones(num_bytes // 4)
-    world.barrier()
     before = loopback_bytes()
+    world.barrier()  # after the look, because nobody may begin before it
     for _ in range(repetitions):
         x = (
             world.all_reduce(x) / world.size
