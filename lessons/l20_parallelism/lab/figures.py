@@ -1,5 +1,5 @@
-"""The diagrams of this lesson's pictures: matrices in strips, ranks in a box, pieces on a ring, tokens
-on their way to experts. pictures.py writes them.
+"""The diagrams of this lesson's pictures: ranks in a box, pieces on a ring, tokens on their way to
+experts. pictures.py writes them.
 """
 
 import torch
@@ -40,48 +40,6 @@ def arrow(ax: Axes, start: tuple, end: tuple, **look) -> None:
 def words(ax: Axes, x: float, y: float, text: str, **look) -> None:
     """Letters around a point."""
     ax.text(x, y, text, **{"ha": "center", "va": "center", "size": SMALL, **look})
-
-
-# ---------------------------------------------------------------- one layer on two ranks
-
-
-@style()
-def draw_split() -> ClassFigure:
-    """Columns of the first matrix, rows of the second: what each of two ranks has, and what is sent."""
-    fig, ax = frame(
-        "Columns first, rows second: nothing is sent in between, one sum at the end",
-        "an MLP on two ranks · up: [hidden, inner], down: [inner, hidden] · gate is cut like up",
-        (12, 6.4),
-    )
-    for rank, top in enumerate((0.0, 4.3)):
-        colour = PALETTE[(0, 1)[rank]]
-        words(ax, 0.1, top + 1.5, f"rank {rank}", ha="left", fontweight="bold", color=colour)
-        box(ax, 1.6, top + 1.1, 1.5, 0.8, "x, whole", fc=PALE)
-        _strips(ax, 4.0, top, 2.4, 3.0, rank, colour, is_column=True)
-        words(ax, 5.2, top + 3.4, "its columns of up")
-        arrow(ax, (3.2, top + 1.5), (3.9, top + 1.5))
-        box(ax, 7.3, top + 1.1, 1.2, 0.8, "half of\ninner", fc=colour, alpha=0.6)
-        arrow(ax, (6.5, top + 1.5), (7.2, top + 1.5))
-        _strips(ax, 9.4, top, 2.4, 3.0, rank, colour, is_column=False)
-        words(ax, 10.6, top + 3.4, "its rows of down")
-        arrow(ax, (8.6, top + 1.5), (9.3, top + 1.5))
-        box(ax, 12.7, top + 1.1, 1.7, 0.8, "a part of\nthe sum", fc=colour, alpha=0.6, hatch="//")
-        arrow(ax, (11.9, top + 1.5), (12.6, top + 1.5))
-        arrow(ax, (14.5, top + 1.5), (15.6, 3.3 if rank == 0 else 4.2))
-    words(ax, 7.9, 3.75, "nothing is sent", fontweight="bold", color=ROLES["library"].colour)
-    box(ax, 15.7, 3.0, 2.2, 1.5, "all-reduce:\nx + sum,\non both", fc=PALE)
-    ax.set(xlim=(0, 18.1), ylim=(8.0, -0.2))
-    ax.set_axis_off()
-    return fig
-
-
-def _strips(ax, x, y, w, h, rank, colour, is_column):
-    """A matrix cut in two, of which one rank has a half."""
-    for half in range(2):
-        place = (x + half * w / 2, y, w / 2, h) if is_column else (x, y + half * h / 2, w, h / 2)
-        is_mine = half == rank
-        look = dict(fc=colour, alpha=0.6) if is_mine else dict(fc="white", ls=":", ec=GREY)
-        box(ax, *place, "" if is_mine else "the\nother's", **look)
 
 
 # ---------------------------------------------------------------- the mesh
@@ -144,9 +102,9 @@ def draw_ring(size: int = 4) -> ClassFigure:
     """What every rank holds after each step of a ring all-reduce."""
     steps = ring_counts(size)
     fig, ax = frame(
-        f"A ring of {size}: after {size - 1} steps each rank has one whole sum, after "
+        f"A ring of {size}: after {size - 1} rounds each rank has one whole sum, after "
         f"{2 * size - 2} all of them",
-        f"columns: pieces of the tensor · numbers: ranks whose values are in it · each step sends "
+        f"columns: pieces of the tensor · numbers: ranks whose values are in it · each round sends "
         f"1/{size} of the tensor to the next rank",
         (13, 5.2),
     )
@@ -157,7 +115,7 @@ def draw_ring(size: int = 4) -> ClassFigure:
             ax,
             left + size * 0.31,
             -0.35,
-            "start" if step == 0 else f"step {step}",
+            "start" if step == 0 else f"round {step}",
             fontweight="bold",
         )
         for rank, pieces in enumerate(ranks):

@@ -1,5 +1,5 @@
-"""The lesson's pictures: matrices in strips, the mesh, a pipeline at work, a ring, tokens on their way
-to experts, and how much of eight GPUs is left after they have talked.
+"""The lesson's pictures: the mesh, a pipeline at work, a ring, tokens on their way to experts, and how
+much of eight GPUs is left after they have talked.
 
     python -m lessons.l20_parallelism.lab.pictures
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lessons.l01_roofline.models import find_model
-from lessons.l20_parallelism.lab.figures import draw_experts, draw_mesh, draw_ring, draw_split
+from lessons.l20_parallelism.lab.figures import draw_experts, draw_mesh, draw_ring
 from lessons.l20_parallelism.links import machine_of
 from lessons.l20_parallelism.pipeline import Piece, bubble, decode_bubble, schedule, split_layers
 from lessons.l20_parallelism.scaling import DEGREES, decode_step, efficiency, prefill
@@ -117,12 +117,6 @@ def draw_scaling(
 
 
 PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
-    "split": (
-        draw_split,
-        "Two rows, one for each rank. Each has the whole input, its half of the columns of the first "
-        "matrix, half of the inner values, its half of the rows of the second matrix, and a part of "
-        "the sum. Arrows from both parts lead to one all-reduce.",
-    ),
     "mesh": (
         draw_mesh,
         "Sixteen numbered ranks: two replicas side by side, two stages below each other in each, four "
