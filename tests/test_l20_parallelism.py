@@ -4,6 +4,7 @@ quotes what the code says.
 
 import json
 from functools import partial
+from math import log2
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from lessons.l01_roofline.calculators import kv_bytes_per_token, weight_bytes
 from lessons.l01_roofline.models import find_model
 from lessons.l20_parallelism.collectives import WAYS, fewest_bytes
 from lessons.l20_parallelism.lab import cuts, experiments, price
-from lessons.l20_parallelism.links import LL, all_reduce_times, machine_of
+from lessons.l20_parallelism.links import LL, SIMPLE, all_reduce_times, machine_of
 from lessons.l20_parallelism.load import load_of
 from lessons.l20_parallelism.pipeline import bubble, decode_bubble
 from lessons.l20_parallelism.planner import plan
@@ -111,10 +112,15 @@ def test_the_readme_quotes_the_wire():
     assert f"reads {moved / 1e9:.1f} GB, at 3.35 TB/s in {1e3 * alone.seconds:.1f} ms" in README
     assert f"{1 / alone.seconds:.0f} tokens per second at most" in README
     assert f"P = 8: {fewest_bytes(8, 1):.2f} n" in README
+    for size in (2, 4, 8):
+        assert WAYS["one_shot"].bytes_sent(size, 1) == size - 1
+        assert WAYS["doubling"].bytes_sent(size, 1) == WAYS["doubling"].rounds(size) == log2(size)
     n = row_bytes(LARGE)
     assert f"n is {n:,} bytes" in README and f"A pass has {sums_of(LARGE)} sums" in README
     assert f"start {1e6 * LL.base_s:.1f} µs, hop {1e6 * NVLINK.inside.ll_hop_s:.1f} µs" in README
     assert f"W_link {NVLINK.inside.bytes_per_s / 1e9:.0f} GB/s" in README
+    bulk = f"start of {1e6 * SIMPLE.base_s:.1f} µs and hops of {1e6 * NVLINK.inside.bulk_hop_s:.1f}"
+    assert f"{bulk} µs" in README and LL.share == 1 / 4 and SIMPLE.share == 1
     carried_s = WAYS["one_shot"].bytes_sent(8, n) / NVLINK.inside.bytes_per_s
     assert f"takes {1e6 * way_s('one_shot', n):.1f} µs, of which the bytes are" in README
     assert (
@@ -132,6 +138,8 @@ def test_the_readme_quotes_the_wire():
     said = f"{per_gpu(LARGE, 8):.0%} with one shot and {ring:.0%} with a ring"
     assert said in README and guide("scales linearly").count(f"{ring:.0%} with a ring")
     assert f"{per_gpu(LARGE, 8):.0%} by our model" in guide("scales linearly")
+    boxes = [decode_step(LARGE, NVLINK, Layout(tp=size), 32, 4096) for size in (8, 16)]
+    assert boxes[1].seconds > boxes[0].seconds and "so 16 GPUs decode more slowly than 8" in README
     over_pcie = one_user(LARGE, 8, PCIE)
     assert (
         f"{1e3 * over_pcie.communication_s:.1f} ms instead of {1e3 * step.communication_s:.1f}"
@@ -163,7 +171,7 @@ def test_the_readme_quotes_the_prefill_and_where_it_loses():
     quiz = sums_of(SMALL) * fewest_bytes(2, row_bytes(SMALL, 32))
     assert f"{sums_of(SMALL)} sums of 32 · 4096 · 2 bytes" in README
     assert f"{quiz / 1e6:.1f} MB.</details>" in README
-    assert f"{fewest_bytes(4, 8):.0f} MB in {WAYS['ring'].steps(4)} rounds" in README
+    assert f"{fewest_bytes(4, 8):.0f} MB in {WAYS['ring'].rounds(4)} rounds" in README
     assert f"One shot: 3 · 8 = {WAYS['one_shot'].bytes_sent(4, 8):.0f} MB" in README
     step = one_user(LARGE, 8)
     asked = (
@@ -176,7 +184,6 @@ def test_the_readme_quotes_stages_and_experts():
     shares = "    ".join(f"m = {m}: {bubble(4, m):.0%}" for m in (1, 4, 16))
     assert shares in README
     assert decode_bubble(4, 4) == 0 and decode_bubble(4, 1) == pytest.approx(1 - 1 / 4)
-    assert f"leaves `{100 * bubble(4, 1):.0f} %` of four stages idle" in README
     assert f"3 / (12 + 3) = {bubble(4, 12):.0%}" in README
     travels = 1024 * 2 * row_bytes(MIXTRAL) * 3 / 4
     assert f"1024 · 2 rows of {row_bytes(MIXTRAL)} bytes" in README
@@ -189,7 +196,7 @@ def test_the_readme_quotes_stages_and_experts():
 
 
 def test_the_readme_quotes_the_memory():
-    """The bottleneck, steps 3 and 12, and the museum."""
+    """The bottleneck, steps 3 and 11, and the museum."""
     memory = H100.memory_bytes
     assert f"{weight_bytes(LARGE) / 1e9:.1f} GB in 16 bits, and an H100 has {memory / 1e9:.0f}" in (
         README

@@ -1,13 +1,13 @@
 """What is inside a collective: all-reduce in four ways, built from sends that happen together.
 
-    total = ring(x, group)              # the same sums as group.all_reduce(x), in 2 (P − 1) steps
+    total = ring(x, group)              # the same sums as group.all_reduce(x), in 2 (P − 1) rounds
 
-Read `one_shot`, then `reduce_scatter` and `all_gather`, of which `ring` consists. A *step* is a set
-of sends that need nothing from each other; the next step needs what this one brought. A step costs a
+Read `one_shot`, then `reduce_scatter` and `all_gather`, of which `ring` consists. A *round* is a set
+of sends that need nothing from each other; the next one needs what this one brought. A round costs a
 latency, and each byte costs time on the wire, so a way is judged by two numbers for P ranks and n
 bytes:
 
-    way         steps          bytes that a rank sends        good for
+    way         rounds         bytes that a rank sends        good for
     one_shot    1              (P − 1) · n                    few bytes: a decode step
     two_shot    2              2 (P − 1) / P · n              where each rank reaches all others
     ring        2 (P − 1)      2 (P − 1) / P · n              many bytes: a prefill
@@ -15,7 +15,7 @@ bytes:
 
 The sum needs n · (P − 1) / P bytes to come into each rank and as many for the result, so the bytes
 of the ring are the fewest that there can be. NCCL has rings and trees; a tree takes about 2 log₂ P
-steps and, cut into pieces that follow each other, 2 n bytes. vLLM's custom kernels have one_shot
+rounds and, cut into pieces that follow each other, 2 n bytes. vLLM's custom kernels have one_shot
 and two_shot ("one stage", "two stage"), which read the memory of the other GPUs directly.
 
 The order of the additions differs from way to way, so in floating point the last digits may, too.
@@ -70,15 +70,15 @@ def ring(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter(pieces: list[Tensor], group: Group) -> Tensor:
-    """The sum over the ranks of this rank's piece, in P − 1 steps. pieces: one for each rank, of
+    """The sum over the ranks of this rank's piece, in P − 1 rounds. pieces: one for each rank, of
     the same shapes on all ranks -> the shape of pieces[rank].
 
     Piece p starts at rank p + 1, and each rank on its way round adds its own. It ends at rank p.
     """
     size, rank = group.size, group.rank
     sent = pieces[(rank - 1) % size]
-    for step in range(1, size):
-        mine = pieces[(rank - 1 - step) % size]
+    for number in range(1, size):
+        mine = pieces[(rank - 1 - number) % size]
         came = torch.empty_like(mine)
         group.step({(rank + 1) % size: sent}, {(rank - 1) % size: came})
         sent = came + mine
@@ -86,15 +86,15 @@ def reduce_scatter(pieces: list[Tensor], group: Group) -> Tensor:
 
 
 def all_gather(pieces: list[Tensor], group: Group) -> list[Tensor]:
-    """Every rank's piece, in the order of ranks, in P − 1 steps. pieces: shapes of all, of which
+    """Every rank's piece, in the order of ranks, in P − 1 rounds. pieces: shapes of all, of which
     pieces[rank] holds this rank's values.
     """
     size, rank = group.size, group.rank
     gathered = [torch.empty_like(piece) for piece in pieces]
     gathered[rank] = pieces[rank]
-    for step in range(size - 1):
-        # what came last goes on: after P − 1 steps each piece has been everywhere
-        sent, came = gathered[(rank - step) % size], gathered[(rank - step - 1) % size]
+    for number in range(size - 1):
+        # what came last goes on: after P − 1 rounds each piece has been everywhere
+        sent, came = gathered[(rank - number) % size], gathered[(rank - number - 1) % size]
         group.step({(rank + 1) % size: sent}, {(rank - 1) % size: came})
     return gathered
 
@@ -103,7 +103,7 @@ def doubling(x: Tensor, group: Group) -> Tensor:
     """Partners swap all they have, at distances 1, 2, 4 …, so that sums double. x: any shape.
 
     For P between two powers of two, the ranks beyond the smaller one first give their x to a
-    partner below it, and in the end get the total from it: two steps more.
+    partner below it, and in the end get the total from it: two rounds more.
     """
     power = 2 ** int(math.log2(group.size))
     rank, total = group.rank, x.clone()
@@ -140,16 +140,16 @@ def _pieces(x: Tensor, group: Group) -> list[Tensor]:
 
 
 class Way(NamedTuple):
-    """A way to all-reduce. steps(P): sends that have to follow each other; bytes_sent(P, n): what
+    """A way to all-reduce. rounds(P): sends that have to follow each other; bytes_sent(P, n): what
     the rank that sends most sends for n bytes, where P divides them.
     """
 
     run: Callable[[Tensor, Group], Tensor]
-    steps: Callable[[int], int]
+    rounds: Callable[[int], int]
     bytes_sent: Callable[[int, float], float]
 
 
-def doubling_steps(size: int) -> int:
+def doubling_rounds(size: int) -> int:
     """log₂ P, and two more where P is no power of two."""
     whole = int(math.log2(size))
     return whole if size == 2**whole else whole + 2
@@ -170,7 +170,7 @@ WAYS = {
     "one_shot": Way(one_shot, lambda size: min(1, size - 1), lambda size, n: (size - 1) * n),
     "two_shot": Way(two_shot, lambda size: 2 * min(1, size - 1), fewest_bytes),
     "ring": Way(ring, lambda size: 2 * (size - 1), fewest_bytes),
-    "doubling": Way(doubling, doubling_steps, doubling_bytes),
+    "doubling": Way(doubling, doubling_rounds, doubling_bytes),
 }
 
 

@@ -1,6 +1,6 @@
-"""How long a collective takes: a latency for each step, and the bytes over the bandwidth (α and β).
+"""How long a collective takes: a latency for each round, and the bytes over the bandwidth (α and β).
 
-    seconds = base + steps · hop + bytes / bandwidth
+    seconds = base + rounds · hop + bytes / bandwidth
 
 Every figure is a prediction from published ones; nothing was measured for this course.
 
@@ -30,7 +30,7 @@ NCCL = "hops: NVIDIA/nccl src/graph/tuning.cc"
 
 @dataclass(frozen=True)
 class Link:
-    """What a GPU has to reach others. bytes_per_s: in one direction. ll_hop_s, bulk_hop_s: a step of
+    """What a GPU has to reach others. bytes_per_s: in one direction. ll_hop_s, bulk_hop_s: a round of
     a ring, under LL and Simple, in seconds. reads_directly: whether a kernel may read the memory of
     all other GPUs at this rate, as over NVSwitch.
     """
@@ -112,7 +112,7 @@ def machine_of(
 
 def all_reduce_times(n: float, size: int, machine: Machine) -> Iterator[tuple[float, str]]:
     """(seconds, way) of each way to sum n bytes over neighbouring GPUs. Across boxes only the ring
-    is known: of its 2 (P − 1) steps, 2 (boxes − 1) are between two, and a box's GPUs share the
+    is known: of its 2 (P − 1) rounds, 2 (boxes − 1) are between two, and a box's GPUs share the
     bytes that leave it.
     """
     boxes = -(-size // machine.gpus_per_box)
@@ -126,7 +126,7 @@ def all_reduce_times(n: float, size: int, machine: Machine) -> Iterator[tuple[fl
             inside, between = (_hop_s(x, protocol) for x in (machine.inside, machine.between))
             crossings = 2 * (boxes - 1)
             latency_s = protocol.base_s + crossings * between
-            latency_s += (way.steps(size) - crossings) * inside
+            latency_s += (way.rounds(size) - crossings) * inside
             sent = way.bytes_sent(size, n) / protocol.share
             wire_s = sent / machine.inside.bytes_per_s
             if boxes > 1:

@@ -23,7 +23,7 @@ from torch.nn.functional import pad, silu
 from lessons.l02_naive_attention.decoder import MLP, Attention, Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l20_parallelism.ranks import Ranks
-from lessons.l20_parallelism.sharding import kv_heads_of, vocabulary_rows
+from lessons.l20_parallelism.sharding import kv_heads_of, local_config, vocabulary_rows
 from lessons.toolbox.model.config import ModelConfig
 
 Shards = list[Tensor]  # what the ranks hold, in their order
@@ -88,11 +88,11 @@ def embed(tokens: Tensor, table: Tensor, ranks: Ranks) -> Shards:
     """
     parts = []
     for own in shares_of(table, ranks):
-        is_mine = (tokens >= own.start) & (tokens < own.stop)
-        # an own token stands for those of others
-        looked_up = torch.where(is_mine, tokens, own.start)
-        x = table[looked_up]
-        x[~is_mine] = 0
+        local = tokens - own.start
+        is_elsewhere = (local < 0) | (local >= len(own))
+        # looked up as this rank's first token, then made zeros
+        x = table[own.start : own.stop][local.masked_fill(is_elsewhere, 0)]
+        x[is_elsewhere] = 0
         parts.append(x)
     return ranks.all_reduce(parts)
 
@@ -185,7 +185,9 @@ def forward(model: Decoder, tokens: Tensor, ranks: Ranks) -> Shards:
     """One sequence from its first token on, on all ranks. tokens: [T] -> logits: [T, V] each.
 
     Between its two sums a layer does the same work on every rank: the norms and the additions.
+    Raises ValueError, one line, for a model that cannot be cut for so many ranks.
     """
+    local_config(model.config, 0, ranks.size)  # refuses, because slices would leave values out
     attend = whole_sequence(model, len(tokens))
     config = model.config
     xs = embed(tokens, model.embed_tokens.weight, ranks)

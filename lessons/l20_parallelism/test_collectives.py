@@ -1,4 +1,4 @@
-"""Proves that every way to all-reduce gives the sum on every rank, to the same digit, in the steps
+"""Proves that every way to all-reduce gives the sum on every rank, to the same digit, in the rounds
 and with the bytes of its formulas.
 """
 
@@ -48,10 +48,10 @@ def test_every_way_gives_the_sum_on_every_rank(size, seed):
         check_cost(name, size, 8 * want.numel(), [case[3] for case in cases], [c[4] for c in cases])
 
 
-def check_cost(name: str, size: int, n: int, steps: list[int], sent: list[int]) -> None:
-    """Counted steps and bytes of all ranks against the formulas. n: bytes of x."""
+def check_cost(name: str, size: int, n: int, rounds: list[int], sent: list[int]) -> None:
+    """Counted rounds and bytes of all ranks against the formulas. n: bytes of x."""
     way = WAYS[name]
-    assert max(steps) == way.steps(size), name
+    assert max(rounds) == way.rounds(size), name
     if name in ("ring", "two_shot"):
         # where size does not divide x, some ranks send a number more; all together send the formula
         assert sum(sent) == pytest.approx(size * way.bytes_sent(size, n)), name
@@ -62,15 +62,15 @@ def check_cost(name: str, size: int, n: int, steps: list[int], sent: list[int]) 
 
 
 def test_the_formulas_at_sizes_of_a_machine():
-    """Eight GPUs: the ring sends 1.75 n in 14 steps, one shot 7 n in one."""
-    assert {name: way.steps(8) for name, way in WAYS.items()} == {
+    """Eight GPUs: the ring sends 1.75 n in 14 rounds, one shot 7 n in one."""
+    assert {name: way.rounds(8) for name, way in WAYS.items()} == {
         "one_shot": 1, "two_shot": 2, "ring": 14, "doubling": 3,
     }  # fmt: skip
     assert {name: way.bytes_sent(8, 1.0) for name, way in WAYS.items()} == {
         "one_shot": 7.0, "two_shot": 1.75, "ring": 1.75, "doubling": 3.0,
     }  # fmt: skip
-    assert all(way.steps(1) == way.bytes_sent(1, 5) == 0 for way in WAYS.values())
-    assert WAYS["doubling"].steps(6) == 4 and WAYS["doubling"].bytes_sent(6, 1) == 3
+    assert all(way.rounds(1) == way.bytes_sent(1, 5) == 0 for way in WAYS.values())
+    assert WAYS["doubling"].rounds(6) == 4 and WAYS["doubling"].bytes_sent(6, 1) == 3
 
 
 class CountingNorm(torch.nn.Module):

@@ -3,6 +3,7 @@ that they say no more to each other than the formulas allow. Each wrong version 
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,6 +94,17 @@ def test_lists_of_shards_compute_the_same(name, size, seed):
         *[("all_reduce", len(tokens) * config.hidden_size)] * sums,
         ("all_gather", len(tokens) * share),
     ]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"intermediate_size": 25}, {"num_attention_heads": 6}], ids=str
+)
+def test_lists_refuse_what_cannot_be_cut(changes):
+    """By slices of equal length a part of the values would be on no rank."""
+    model = random_model(replace(CONFIGS["llama"], **changes), 0)
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"^{name}: got {changes[name]}; accepted: [^\n]*$"):
+        naive.forward(model, torch.tensor([1, 2]), Ranks(4))
 
 
 # ---------------------------------------------------------------- tokens

@@ -21,15 +21,15 @@ SMALL, LARGE = 16 * 1024, 64 * 2**20  # bytes: one token of a 70B, and 4096 of t
 
 
 def ways(size: int = 8) -> list[Row]:
-    """Way, steps, bytes of a rank over those of the tensor, and predicted µs of few and many bytes."""
-    rows, machine = [["way", "steps", "bytes sent", "16 KiB, µs", "64 MiB, µs"]], machine_of(H100)
+    """Way, rounds, bytes of a rank over those of the tensor, and predicted µs of few and many bytes."""
+    rows, machine = [["way", "rounds", "bytes sent", "16 KiB, µs", "64 MiB, µs"]], machine_of(H100)
     for name, way in WAYS.items():
         times = [
             min(seconds for seconds, found in all_reduce_times(n, size, machine) if found == name)
             for n in (SMALL, LARGE)
         ]
         micros = [f"{seconds * 1e6:.0f}" for seconds in times]
-        rows.append([name, f"{way.steps(size)}", f"{way.bytes_sent(size, 1):.2f} n", *micros])
+        rows.append([name, f"{way.rounds(size)}", f"{way.bytes_sent(size, 1):.2f} n", *micros])
     return rows
 
 
