@@ -48,8 +48,9 @@ def even_arrivals(rate_per_s: float, count: int) -> list[float]:
 class Served:
     """What a client saw of one request, in seconds since the load began.
 
-    arrival_s: when it was meant to be sent. token_s: when its tokens came. end_s: when it had its
-    answer, or no hope of one. why_not: empty for a whole answer.
+    arrival_s: when it was meant to be sent. token_s: when its tokens came, or parts of a stream that
+    hold several. end_s: when it had its answer, or no hope of one. why_not: empty for a whole
+    answer. generated_tokens: as the server counted them; None: one for each of token_s.
     """
 
     arrival_s: float
@@ -58,6 +59,12 @@ class Served:
     prompt_tokens: int = 0
     user: str = ""
     why_not: str = ""
+    generated_tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came, however many were asked for."""
+        return len(self.token_s) if self.generated_tokens is None else self.generated_tokens
 
     @property
     def ttft_s(self) -> float:
@@ -76,8 +83,8 @@ class Served:
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token: the mean of its inter-token latencies; 0 for a single token."""
-        return (self.token_s[-1] - self.token_s[0]) / max(1, len(self.token_s) - 1)
+        """Time per output token, the first one left out; 0 for a single token."""
+        return (self.token_s[-1] - self.token_s[0]) / max(1, self.num_tokens - 1)
 
 
 class Little(NamedTuple):
@@ -159,7 +166,7 @@ def duration_s(history: Sequence[Served]) -> float:
 
 def tokens_per_s(history: Sequence[Served]) -> float:
     """Generated tokens a second: those that came, not those that were asked for."""
-    return sum(len(served.token_s) for served in history) / duration_s(history)
+    return sum(served.num_tokens for served in history) / duration_s(history)
 
 
 def knee(points: Sequence[tuple[float, float]], target: float = 0.9) -> float | None:
