@@ -16,7 +16,7 @@ LEAST_TOKENS, MOST_PROMPT, MOST_TOKENS = 4, 1024, 2048  # of a conversation that
 
 
 def sharegpt_requests(
-    path: str | None, count: int, seed: int, tokenizer, output_len: int | None = None
+    path: str, count: int, seed: int, tokenizer, output_len: int | None = None
 ) -> list[BenchRequest]:
     """First turns of conversations and the lengths of their answers, in random order.
 
@@ -39,10 +39,8 @@ def sharegpt_requests(
     return [found[index % len(found)] for index in range(count)]  # again from the beginning
 
 
-def read_conversations(path: str | None) -> list[tuple[str, str]]:
+def read_conversations(path: str) -> list[tuple[str, str]]:
     """(first turn, second turn) of each conversation that has both. Raises ValueError."""
-    if path is None:
-        refuse("--dataset-path", path, "a ShareGPT file, which --dataset-name sharegpt needs")
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -25,6 +25,7 @@ METRICS = {
     "e2el": ("E2EL", "End-to-end Latency"),
 }
 WIDTH = 50  # characters of a line
+SHORTEST_S = 1e-9  # of a run in which all failed at once
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def summarize(run: LoadRun, setting: Setting) -> dict:
     """
     history = run.history
     done = [served for served in history if not served.why_not]
-    seconds = duration_s(history)
+    seconds = max(duration_s(history), SHORTEST_S)
     generated = sum(served.num_tokens for served in done)
     prompts = sum(served.prompt_tokens for served in done)
     record = {

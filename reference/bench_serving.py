@@ -87,8 +87,13 @@ def check(args: argparse.Namespace) -> None:
     for name in ("max_concurrency", "sharegpt_output_len"):
         if getattr(args, name) is not None:
             check_whole(**{flag(name): getattr(args, name)})
-    if args.request_rate != math.inf:
-        check_positive(**{"--request-rate": args.request_rate})
+    for rate in [args.request_rate, *(args.sweep_request_rate or ())]:
+        if rate != math.inf:
+            check_positive(**{"--request-rate": rate})
+    for count in args.sweep_max_concurrency or ():
+        check_whole(**{"--sweep-max-concurrency": count})
+    if args.dataset_name == "sharegpt" and args.dataset_path is None:
+        refuse("--dataset-path", None, "a ShareGPT file, which --dataset-name sharegpt needs")
     check_positive(**{"--burstiness": args.burstiness})
     check_positive(**{"--request-timeout-sec": args.request_timeout_sec})
     if args.price_per_hour is not None:
