@@ -91,8 +91,10 @@ class Simulation:
         for request_id, one in list(self.here.items()):
             call, sequence = one.call, self.engine.sequences[request_id]
             age_s = now - call.arrival_s
-            least_s = 0.0 if sequence.was_scheduled else self.rate.seconds_for(call.prompt_len)
-            if call.timeout_s is not None and age_s + least_s > call.timeout_s:
+            left_s = 0.0
+            if not sequence.was_scheduled:
+                left_s = self.rate.service_s(call.prompt_len, sequence.max_new_tokens)
+            if call.timeout_s is not None and age_s + left_s > call.timeout_s:
                 why, end_s = "late", now
             elif call.patience_s is not None and age_s > call.patience_s:
                 why, end_s = "left", call.arrival_s + call.patience_s
