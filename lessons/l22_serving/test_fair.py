@@ -179,6 +179,40 @@ def test_a_cancelled_request_costs_nothing():
     assert tickets[2].start == 100, "the number of one that runs has changed"
 
 
+def test_a_line_goes_on_where_its_last_request_ended():
+    """Not where the user's first one began, before it was away for long."""
+    fair = FairQueue()
+    for ticket in (fair.arrive("a", 10), fair.arrive("b", 1000)):
+        fair.begin(ticket)
+        fair.leave(ticket, ticket.cost)
+    fair.arrive("b", 10)
+    second = fair.arrive("a", 10)
+    fair.begin(second)
+    began = second.start
+    fair.leave(second, 10)
+    assert fair.arrive("a", 10).start == began + 10
+    assert fair.now == began + 5, "two are here, so each has got half of what was done"
+
+
+def test_a_newcomer_among_many_is_next():
+    line = Line()
+    for _ in range(20):
+        for user in "abc":
+            line.arrive(user, 10)
+    for _ in range(30):
+        line.serve()
+    line.arrive("new", 10)
+    assert "new" in [line.serve()[0] for _ in range(4)]
+
+
+def test_an_abort_brings_its_users_next_one_forward():
+    engine = new_engine(VirtualModel, 20, by_fair_share, max_num_seqs=1)
+    for name, tokens in (("a1", 40), ("a2", 40), ("b1", 10), ("b2", 10)):
+        engine.add_request(name, [1, 2], tokens, name[0])
+    engine.abort_request("a1")
+    assert [s.request_id for s in engine.scheduler.waiting] == ["a2", "b1", "b2"]
+
+
 def test_wrong_weights_are_refused():
     with pytest.raises(ValueError, match=r"weights\['a'\]: got 0; accepted: a positive"):
         FairQueue({"a": 0})
