@@ -110,6 +110,18 @@ def check_tokens_not_requests(kind):
     assert 3 <= order.count("long") <= 5
 
 
+def check_gives_back(kind):
+    """One user's answers end after a tenth of what they may take, so he gets ten times as many."""
+    line, order = Line(kind), []
+    for _ in range(60):
+        line.arrive("frugal", 100)
+        line.arrive("spender", 100)
+    for _ in range(44):
+        is_frugal = first_of(line.waiting).user == "frugal"
+        order.append(line.serve(0.1 if is_frugal else 1.0)[0])
+    assert 3 <= order.count("spender") <= 5
+
+
 def check_memory(kind):
     """A stranger a request, and only those who are here are remembered."""
     line = Line(kind)
@@ -138,6 +150,7 @@ CHECKS = (
     check_latecomer,
     check_no_punishment,
     check_tokens_not_requests,
+    check_gives_back,
     check_strangers,
     check_memory,
 )
