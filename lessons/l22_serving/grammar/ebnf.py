@@ -185,9 +185,9 @@ class LarkReader(GbnfReader):
                 raise self.wrong(f"~ m..n with m <= n, both at most {MOST_REPEATS}", start)
             self.skip()
             part = Repeat(part, low, high)
-        if self.takes_token("->"):  # the name of a branch of the tree says nothing about texts
-            if self.name() is None:
-                raise self.wrong("a name behind ->")
+        # The name of a branch of the tree says nothing about texts.
+        if self.takes_token("->") and self.name() is None:
+            raise self.wrong("a name behind ->")
         return part
 
     def other(self, char: str, start: int, depth: int) -> Expression:

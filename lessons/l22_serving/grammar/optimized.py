@@ -21,14 +21,13 @@ from torch import Tensor
 from lessons.l03_kv_cache.checks import DECODE_DTYPES, check_one_device
 from lessons.l22_serving.grammar.automaton import Automaton
 from lessons.l22_serving.grammar.kernels import token_mask_kernel
-from lessons.l22_serving.grammar.matcher import Matcher, State, TooAmbiguous
+from lessons.l22_serving.grammar.matcher import MOST_STEPS, Matcher, State, TooAmbiguous
 from lessons.l22_serving.grammar.vocabulary import Vocabulary
 from lessons.toolbox.kernels.triton_ import triton
 
 DEAD, UNKNOWN = 0, -1  # of the table
 MOST_ROWS = 4096  # states in the table; then it begins anew
 MOST_MASK_BYTES = 2**24
-MOST_STEPS = 400_000  # items that one mask may follow: about half a second
 BLOCK = 1024  # tokens of a program
 
 

@@ -4,10 +4,11 @@ compile_structure("regex", "(red|green)")     "choice", ["red", "green"]     "js
 compile_structure("json_object", True)         "grammar", 'root ::= "red" | "green"'
 """
 
-from lessons.l22_serving.grammar.automaton import Automaton, TooLarge, compile_grammar
+from lessons.l22_serving.grammar.automaton import Automaton, compile_grammar
 from lessons.l22_serving.grammar.ebnf import read_grammar
 from lessons.l22_serving.grammar.json_schema import read_any_object, read_schema
 from lessons.l22_serving.grammar.json_text import Layout
+from lessons.l22_serving.grammar.nfa import TooLarge
 from lessons.l22_serving.grammar.regex import read_regex
 from lessons.l22_serving.grammar.syntax import ROOT, Choice, Grammar, text
 from lessons.toolbox.model.arguments import shown
