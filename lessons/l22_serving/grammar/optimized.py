@@ -20,9 +20,9 @@ from torch import Tensor
 
 from lessons.l03_kv_cache.checks import DECODE_DTYPES, check_one_device
 from lessons.l22_serving.grammar.automaton import Automaton
-from lessons.l22_serving.grammar.kernels import token_mask_kernel
 from lessons.l22_serving.grammar.matcher import MOST_STEPS, Matcher, State, TooAmbiguous
 from lessons.l22_serving.grammar.vocabulary import Vocabulary
+from lessons.l22_serving.kernels import token_mask_kernel
 from lessons.toolbox.kernels.triton_ import triton
 
 DEAD, UNKNOWN = 0, -1  # of the table
