@@ -225,7 +225,7 @@ REFUSED_GRAMMARS = [
     ("hello", "a rule, name :"),
     ('a ::= "x"', "no rule 'root'"),
     ('a: "x"', "no rule 'start'"),
-    ('root ::= "x" b', "rule 'b' is called, and not defined"),
+    ('root ::= "x" b', "rules that are defined"),
     ('root ::= root "x"', "no text fits"),
     ('root ::= "x"\nroot ::= "y"', "each rule once"),
     ('root ::= ("x"', r"a \) for each"),
@@ -237,7 +237,11 @@ REFUSED_GRAMMARS = [
     ("start: /(?=x)/", "look-around"),
     ("root ::= " + "(" * 5000, "in one another"),
     ('root ::= "a"{5000}{5000}', "too large"),
-    ("root ::= r0\n" + "\n".join(f"r{n} ::= r{n + 1} |" for n in range(1500)), "not defined"),
+    (
+        "root ::= r0\n" + "\n".join(f"r{n} ::= r{n + 1} |" for n in range(1500)),
+        "rules that are defined",
+    ),
+    ("root ::= [a]\nunused ::= b", "rules that are defined"),
 ]
 
 

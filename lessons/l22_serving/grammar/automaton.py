@@ -51,18 +51,15 @@ class Automaton:
 
 
 def compile_grammar(grammar: Grammar) -> Automaton:
-    """The automaton of a grammar. Raises ValueError for a rule that is missing, for a grammar that no
-    text fits, and TooLarge.
+    """The automaton of a grammar, of the rules that ROOT needs. Every call is of a rule that is there.
+    Raises ValueError for a grammar that no text fits, and TooLarge.
     """
-    if ROOT not in grammar.rules:
-        raise ValueError(f"the grammar has no rule {ROOT!r}; accepted: one with it")
     nfa = Nfa()
-    for name, rule in grammar.rules.items():
-        nfa.add_rule(name, rule)
-    for called in {rule for calls in nfa.calls for rule, _ in calls} - set(grammar.rules):
-        raise ValueError(
-            f"rule {called!r} is called, and not defined; accepted: a rule for each call"
-        )
+    waiting = [ROOT]
+    while waiting:
+        name = waiting.pop()
+        if name not in nfa.ends:
+            waiting += nfa.add_rule(name, grammar.rules[name])
     accepts_empty = ROOT in skip_nullable(nfa)
     class_of, num_classes = byte_classes(nfa)
     automaton = Automaton(class_of, num_classes, [], [], [], {}, accepts_empty)

@@ -37,9 +37,11 @@ class Nfa:
         self.empty.append([])
         return len(self.edges) - 1
 
-    def add_rule(self, name: str, rule: Expression) -> None:
+    def add_rule(self, name: str, rule: Expression) -> set[str]:
+        """States for a rule. Returns the rules that it calls."""
         start = self.new_state()
         self.ends[name] = start, self.add(rule, start)
+        return {called for calls in self.calls[start:] for called, _ in calls}
 
     def add(self, part: Expression, start: int) -> int:
         """States for `part` behind `start`; returns the one in which it ends."""

@@ -60,7 +60,7 @@ EMPTY = Sequence(())
 
 @dataclass
 class Grammar:
-    """Rules by name, one of them ROOT."""
+    """Rules by name, one of them ROOT. Whatever they call is there."""
 
     rules: dict[str, Expression]
 
