@@ -21,6 +21,7 @@ from lessons.l22_serving.grammar.reading import compile_structure
 from lessons.l22_serving.grammar.syntax import ROOT, Grammar
 from lessons.l22_serving.grammar.utf8 import byte_sequences
 from lessons.l22_serving.lab.grammar_testing import (
+    ATOMS,
     LETTERS,
     all_texts,
     is_stuck,
@@ -66,7 +67,7 @@ def test_byte_ranges_are_the_utf8_of_the_characters(seed):
             assert len(fitting) == (low <= code <= high), (low, high, code)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(pattern=patterns())
 def test_regular_expressions_fit_the_texts_that_re_fits(pattern):
     matcher = matcher_of("regex", pattern)
@@ -77,6 +78,20 @@ def test_regular_expressions_fit_the_texts_that_re_fits(pattern):
     texts += [text[:-1] + random.choice(LETTERS) for text in texts[-3:]]
     for text in texts:
         assert matcher.fits(text) == (python.fullmatch(text) is not None), text
+
+
+def test_single_characters_fit_as_in_re():
+    """Each atom with each letter, and with the characters around its edges."""
+    letters = {*LETTERS, *map(chr, range(128)), "\x85", "\xa0", "ê", "è", "本", "月", "٣", "K"}
+    for atom in ATOMS:
+        matcher, python = matcher_of("regex", atom), re.compile(atom, re.ASCII)
+        for letter in letters:
+            assert matcher.fits(letter) == (python.fullmatch(letter) is not None), (atom, letter)
+
+
+def test_a_way_without_an_end_is_closed():
+    matcher = matcher_of("grammar", 'root ::= "a" | "b" more\nmore ::= "c" more | "d" more "e"')
+    assert matcher.fits("a") and matcher.read(b"b") is None
 
 
 def test_anchors_at_the_ends_change_nothing():
@@ -131,6 +146,7 @@ def test_patterns_that_are_refused(pattern, said):
     refused(said, "regex", pattern)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pattern", HOSTILE_PATTERNS, ids=range(len(HOSTILE_PATTERNS)))
 def test_hostile_patterns_are_refused_within_a_second(pattern):
     refused("too large|in one another|1 to 20000", "regex", pattern)
@@ -152,7 +168,7 @@ def test_patterns_that_make_engines_backtrack_are_read_in_one_pass():
         ("[0-9]+(,[0-9]+)*", 2),
         ("(ab|cb)*", 2),
         ("abc|xbc|xyc", 5),
-        ("a{3000}", 3001),
+        ("a{1500}", 1501),
         ("(a|b)?", 2),
     ],
 )
@@ -169,7 +185,7 @@ def test_grammars_fit_their_language(seed, request):
     definition. And no text is stuck.
     """
     texts = all_texts("xy", 5)
-    for _ in range(400 if request.config.getoption("--all") else 60):
+    for _ in range(400 if request.config.getoption("--all") else 40):
         grammar = random_grammar()
         wanted = language(grammar, 5)
         try:
@@ -344,6 +360,7 @@ SCHEMAS = [
 ]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("layout", [None, Layout.compact()], ids=["free", "compact"])
 @pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
 def test_every_text_is_a_document_of_the_schema(schema, layout, seed):
@@ -353,7 +370,7 @@ def test_every_text_is_a_document_of_the_schema(schema, layout, seed):
         schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
     )
     found = 0
-    for _ in range(15):
+    for _ in range(8):
         data = random_text(matcher, 80, b'"}],0ela')
         if data is not None:
             found += 1
@@ -378,6 +395,11 @@ DOCUMENTS = [
     ({"type": "string", "pattern": "b+$"}, "aba", False),
     ({"type": "string", "format": "date"}, "2024-02-30", False),
     ({"maximum": 12, "minimum": 5, "type": "number"}, 12.5, False),
+    ({"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 7}, 6, True),
+    ({"type": "integer", "exclusiveMinimum": 5, "minimum": 3}, 5, False),
+    ({"type": "integer", "exclusiveMaximum": 7, "maximum": 9}, 7, False),
+    ({"type": "array", "prefixItems": [{}, {}], "minItems": 1}, [1], True),
+    ({"type": "array", "prefixItems": [{}, {}], "minItems": 2}, [1], False),
 ]
 
 
@@ -456,8 +478,8 @@ REFUSED_SCHEMAS = [
     ({"minLength": 1, "pattern": "a"}, "'pattern' at '#'"),
     ('{"items":' * 150 + "{}" + "}" * 150, "at most 100"),
     ('{"items":' * 40000 + "{}" + "}" * 40000, "at most"),
-    ({"enum": ["x" * 300] * 400}, "too large"),
-    ({"properties": {f"p{n}": {"minLength": 900} for n in range(100)}}, "too large"),
+    ({"enum": ["x" * 300] * 100}, "too large"),
+    ({"properties": {f"p{n}": {"minLength": 900} for n in range(40)}}, "too large"),
     ({"a": "x" * 300_000}, "200000"),
 ]
 

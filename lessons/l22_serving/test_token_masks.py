@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 
 from lessons.l22_serving import kernels
-from lessons.l22_serving.grammar import naive, optimized
+from lessons.l22_serving.grammar import naive, optimized, stand_ins
 from lessons.l22_serving.grammar.json_text import Layout
 from lessons.l22_serving.grammar.matcher import Matcher, TooAmbiguous
 from lessons.l22_serving.grammar.optimized import TokenMasks
@@ -232,6 +232,7 @@ def same(inputs) -> None:
     assert_same_bits(out[others], logits[others])
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("vocab_size", [1, 31, 64, 1023, 1025, 2090])
 def test_the_kernel(vocab_size, dtype, seed, proof):
@@ -239,6 +240,17 @@ def test_the_kernel(vocab_size, dtype, seed, proof):
     same(inputs)
     errors = prove(optimized.apply_token_mask, naive.apply_token_mask, inputs, mutates=[0])
     proof.record(token_mask_kernel, errors[0])
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float64])
+def test_the_stand_in(dtype, seed):
+    for vocab_size in (1, 31, 32, 65, 1100):
+        inputs = [each.cpu() for each in problem(vocab_size, dtype=dtype, seed=seed)]
+        logits = inputs[0].clone()
+        assert torch.equal(
+            stand_ins.apply_token_mask(logits, *inputs[1:]), naive.apply_token_mask(*inputs)
+        )
+        assert_same_bits(logits[[1, 2, 5]], inputs[0][[1, 2, 5]])
 
 
 def test_the_kernel_on_a_part_of_a_larger_tensor(seed):
@@ -285,6 +297,7 @@ BUGS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_seen(bug, tmp_path, monkeypatch):
     buggy = with_bug(kernels, tmp_path, *BUGS[bug])

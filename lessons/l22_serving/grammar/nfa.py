@@ -96,8 +96,8 @@ def start_behind(nfa: Nfa, state: int) -> int:
     return new
 
 
-def skip_nullable(nfa: Nfa) -> set[str]:
-    """Let a call of a rule that the empty text fits be skipped. Returns these rules.
+def skip_nullable(nfa: Nfa) -> None:
+    """Let a call of a rule that the empty text fits be skipped.
 
     From each rule's first state, follow what is reached for nothing. A call holds its state back until
     the called rule is known to end so; each state is visited once.
@@ -120,7 +120,6 @@ def skip_nullable(nfa: Nfa) -> set[str]:
             waiting += held.pop(rule_of_end[state], [])
     for state, calls in enumerate(nfa.calls):
         nfa.empty[state] += [behind for rule, behind in calls if rule in found]
-    return found
 
 
 def byte_classes(nfa: Nfa) -> tuple[bytes, int]:

@@ -51,7 +51,7 @@ class TokenMasks:
 
     def forget(self) -> None:
         """Begin anew with tables and masks. States that somebody holds stay valid."""
-        self.matcher.known.clear()
+        self.matcher.forget()
         self.states: list[State | None] = [None]  # by number; DEAD is none
         self.numbers: dict[State, int] = {}
         self.table = np.zeros((1, self.matcher.automaton.num_classes), np.int32)
@@ -70,7 +70,14 @@ class TokenMasks:
     def advance(self, state: State, token: int) -> State | None:
         """The state behind a token; None: the token does not fit."""
         text = self.vocabulary.tokens[token]
-        return self.matcher.read(text, state) if text else None
+        for byte in text or ():
+            # The walk that made the mask has come by here, unless the table began anew.
+            number = self.numbers.get(state, DEAD)
+            known = self.table[number, self.class_of[byte]] if number else UNKNOWN
+            state = self.matcher.step(state, byte) if known == UNKNOWN else self.states[known]
+            if state is None:
+                return None
+        return state if text else None
 
     def mask(self, state: State) -> Tensor:
         """Which tokens may come next: [ceil(V / 32)] int32, which is kept: do not change it.

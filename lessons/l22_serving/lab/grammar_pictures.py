@@ -43,8 +43,8 @@ def draw_masks(pattern: str = PATTERN, tokens: Sequence[str] = TOKENS) -> ClassF
     fig, axes = frame(
         f"One trie, {len(states)} states: {counts} of {len(tokens)} tokens may come next",
         f"{pattern} · a number in a node: the state that its text reaches; ×: it fits nothing",
-        (13, 6),
-        (0.8, *(1.2 for _ in states)),
+        (14, 6.5),
+        (0.9, *(1 for _ in states)),
     )
     draw_automaton(axes[0], masks, states)
     for number, state in enumerate(states):
@@ -61,24 +61,7 @@ def reachable(masks: TokenMasks) -> list[State]:
             target = masks.matcher.step(state, byte)
             if target is not None and target not in found:
                 found.append(target)
-    return merged_start(masks, found)
-
-
-def merged_start(masks: TokenMasks, states: list[State]) -> list[State]:
-    """Without later states that are the start again: the same bytes lead from them to the same states."""
-
-    def row(state: State) -> tuple:
-        return (state.may_end, *(masks.matcher.step(state, byte) for byte in range(256)))
-
-    start = row(states[0])
-    return [states[0], *(state for state in states[1:] if row(state) != start)]
-
-
-def number_of(masks: TokenMasks, states: list[State], state: State | None) -> int | None:
-    """Which of `states` it is. One that is not there is the start."""
-    if state is None:
-        return None
-    return states.index(state) if state in states else 0
+    return found
 
 
 def allowed_from(masks: TokenMasks, vocabulary: Vocabulary, state: State) -> list[bool]:
@@ -87,8 +70,9 @@ def allowed_from(masks: TokenMasks, vocabulary: Vocabulary, state: State) -> lis
 
 def draw_automaton(ax: plt.Axes, masks: TokenMasks, states: list[State]) -> None:
     """Circles from top to bottom, and what leads from one to the other."""
+    ax.set(xticks=[], yticks=[])
     ax.set_axis_off()
-    ax.set_title("the automaton", loc="left")
+    ax.set_title("automaton", loc="left")
     ax.set_xlim(-1.2, 2.4)
     ax.set_ylim(-3.2 * (len(states) - 1) - 1.6, 1.6)
     for number, state in enumerate(states):
@@ -100,9 +84,9 @@ def draw_automaton(ax: plt.Axes, masks: TokenMasks, states: list[State]) -> None
             ax.text(0.7, y + 0.75, "may end", color=ALIVE)
         targets: dict[int, str] = {}
         for byte in b"0,":
-            target = number_of(masks, states, masks.matcher.step(state, byte))
+            target = masks.matcher.step(state, byte)
             if target is not None:
-                targets[target] = "a digit" if byte == ord("0") else "a comma"
+                targets[states.index(target)] = "a digit" if byte == ord("0") else "a comma"
         for target, label in targets.items():
             draw_edge(ax, y, -3.2 * target, label)
 
@@ -111,7 +95,7 @@ def draw_edge(ax: plt.Axes, y: float, to: float, label: str) -> None:
     """An arrow between two circles, or from one to itself."""
     arrow = dict(arrowstyle="->", color=ALIVE, lw=1.5)
     if y == to:
-        arrow["connectionstyle"] = "arc3,rad=1.6"
+        arrow["connectionstyle"] = "arc3,rad=-1.6"
         ax.annotate("", (0.45, y - 0.25), (0.45, y + 0.25), arrowprops=arrow)
         ax.text(1.15, y, label, va="center")
         return
@@ -135,12 +119,13 @@ def draw_trie(
     order = sorted(range(len(texts)), key=lambda node: texts[node])
     height = {node: -place for place, node in enumerate(order)}
     for node, text in enumerate(texts):
-        number = number_of(masks, states, masks.matcher.read(text, start))
+        reached = masks.matcher.read(text, start)
+        number = None if reached is None else states.index(reached)
         colour = DEAD if number is None else ALIVE
         x, y = len(text), height[node]
         if node:
             up = parent[node]
-            ax.plot([x - 1, x - 0.2], [height[up], y], color=colour, lw=1.2, zorder=1)
+            ax.plot([x - 1, x], [height[up], y], color=colour, lw=1.2, zorder=1)
         is_token = node in ends and node > 0
         face = "white" if number is None or not is_token else "#CFE3F1"
         ax.scatter([x], [y], s=330, color=face, edgecolors=colour, zorder=2)
@@ -149,6 +134,7 @@ def draw_trie(
         )
         if is_token:
             ax.text(x + 0.22, y, repr(text.decode()), va="center", color=colour)
+    ax.set(xticks=[], yticks=[])
     ax.set_axis_off()
     ax.set_xlim(-0.3, len(levels) + 0.4)
     ax.set_ylim(-len(texts) + 0.4, 0.8)
