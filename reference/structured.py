@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.l22_serving.grammar import naive, optimized, stand_ins
 from lessons.l03_kv_cache.checks import DECODE_DTYPES
+from lessons.l22_serving.grammar import naive, optimized, stand_ins
 from lessons.l22_serving.grammar.json_text import Layout
 from lessons.l22_serving.grammar.matcher import State, TooAmbiguous
 from lessons.l22_serving.grammar.optimized import TokenMasks

@@ -398,6 +398,8 @@ DOCUMENTS = [
     ({"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 7}, 6, True),
     ({"type": "integer", "exclusiveMinimum": 5, "minimum": 3}, 5, False),
     ({"type": "integer", "exclusiveMaximum": 7, "maximum": 9}, 7, False),
+    ({"type": "array", "minItems": 2}, [1], False),
+    ({"type": "array", "minItems": 2, "maxItems": 3}, [1, 2, 3, 4], False),
     ({"type": "array", "prefixItems": [{}, {}], "minItems": 1}, [1], True),
     ({"type": "array", "prefixItems": [{}, {}], "minItems": 2}, [1], False),
 ]
