@@ -205,6 +205,7 @@ class Structures:
             return self.compiled[key]
 
     def compile(self, params: StructuredOutputsParams) -> TokenMasks:
+        """Anew. Raises ValueError in one line."""
         if self.vocabulary is None:
             if self.tokenizer is None:
                 raise ValueError("structured_outputs: this engine has no tokenizer; accepted: None")

@@ -104,6 +104,7 @@ class Subsets:
                 self.automaton.calls[position].append((rule, number_of(states)))
 
     def new_position(self, is_final: bool) -> int:
+        """A position without edges."""
         automaton = self.automaton
         if len(automaton.edges) >= MOST_POSITIONS:
             raise TooLarge
@@ -138,6 +139,7 @@ class Subsets:
         return by_byte, by_call
 
     def count(self, work: int) -> None:
+        """Raise TooLarge once too much was looked at."""
         self.work += work
         if self.work > MOST_WORK:
             raise TooLarge

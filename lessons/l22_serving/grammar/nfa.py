@@ -30,6 +30,7 @@ class Nfa:
         self.empty: list[list[int]] = []
 
     def new_state(self) -> int:
+        """A state without edges."""
         if len(self.edges) >= MOST_STATES:
             raise TooLarge
         self.edges.append([])
@@ -62,6 +63,7 @@ class Nfa:
         return end
 
     def add_repeat(self, part: Repeat, start: int) -> int:
+        """Copies of a part, the last ones optional, or a loop."""
         for _ in range(part.low):
             start = self.add(part.part, start)
         if part.high is None:

@@ -138,7 +138,7 @@ def check_bytes(automaton: Automaton, vocabulary: Vocabulary) -> None:
 
 
 def packed(allowed: np.ndarray) -> Tensor:
-    """naive.packed for one row of NumPy's booleans."""
+    """naive.packed for one row of NumPy's booleans: [V] -> [ceil(V / 32)] int32."""
     words = -(-len(allowed) // 32)
     bits = np.zeros(4 * words, np.uint8)
     found = np.packbits(allowed, bitorder="little")
@@ -167,7 +167,9 @@ def apply_token_mask(logits: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
 
 
 def check_apply(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
-    """Raise ValueError unless the three fit each other and lie on one device."""
+    """Raise ValueError unless logits: [B, V], mask: [R, ceil(V / 32)] and rows: [R] fit each other and lie
+    on one device.
+    """
     is_dense = logits.dim() == 2 and (logits.stride(1) == 1 or logits.shape[1] < 2)
     if not is_dense or logits.dtype not in DECODE_DTYPES:
         raise ValueError(

@@ -15,7 +15,9 @@ BIAS_OF_BYTE = torch.zeros(256, 8).masked_fill(~_EIGHT, -torch.inf)
 
 
 def apply_token_mask(logits: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
-    """As naive.apply_token_mask, for finite logits on a CPU."""
+    """As naive.apply_token_mask, for finite logits on a CPU. logits: [B, V], mask: [R, ceil(V / 32)] int32,
+    rows: [R] int64.
+    """
     each_byte = mask.contiguous().view(torch.uint8).int().flatten()
     bias = BIAS_OF_BYTE.index_select(0, each_byte).view(len(mask), -1)
     logits[rows] += bias[:, : logits.shape[1]].to(logits.dtype)
