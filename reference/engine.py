@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from random import Random
 
+from torch import Tensor
+
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l22_serving.fair import FairQueue
@@ -21,10 +23,12 @@ from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown
 from reference.detokenizer import encode, new_detokenizer
 from reference.lora import LoRARequest, take_adapter
 from reference.model_runner import ModelRunner
-from reference.outputs import Logprobs, RequestOutput
+from reference.outputs import RequestOutput
+from reference.prompt_scores import score_prompts
 from reference.request import EngineRequest, EngineSequence, bias_of, ends
-from reference.sampler import Sampler, top_logprobs
+from reference.sampler import Sampler
 from reference.sampling_params import SamplingParams
+from reference.structured import Structures
 
 
 class Engine:
@@ -48,6 +52,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.sampler = Sampler()
+        self.structures = Structures(tokenizer, runner.model.config.vocab_size)
         self.requests: dict[str, EngineRequest] = {}
         self.fair = FairQueue()  # whose turn it is; the scheduler's order decides if that counts
         self.admit: Callable[[EngineRequest], None] = lambda request: None  # may raise
@@ -152,13 +157,17 @@ class Engine:
         eos = () if params.ignore_eos else config.eos_token_ids
         sequences = []
         for index, row in enumerate(params.rows(self.seeds)):
+            stops = frozenset((*params.stop_token_ids, *eos))
+            constraint = None
+            if params.structure is not None:
+                constraint = self.structures.constraint(params.structure, stops)
             sequences.append(
                 self.sequence_kind(
                     row=next(self.ids),
                     prompt=request.prompt_token_ids,
                     max_new_tokens=limit,
                     sampling=row,
-                    stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
+                    stop_token_ids=stops,
                     params=params,
                     request=request,
                     adapter=request.adapter,
@@ -166,6 +175,7 @@ class Engine:
                     priority=priority,
                     bias=bias_of(params, self.runner.model.device),
                     detokenizer=new_detokenizer(self.tokenizer, request.prompt_token_ids, params),
+                    constraint=constraint,
                     places=1 if index else params.drawn,
                     reuses_prefix=params.prompt_logprobs is None,
                 )
@@ -279,22 +289,6 @@ class Engine:
                 request.num_cached_tokens = chunk.sequence.computed
                 self.fair.begin(request.ticket)
 
-    def score_prompts(self, step: Step, hidden) -> None:
-        """Log-probabilities of prompt tokens, for the requests that ask for them."""
-        for last, chunk in ends(step):
-            request, first = chunk.sequence.request, chunk.sequence.computed
-            wanted = request.params.prompt_logprobs
-            if wanted is None:
-                continue
-            # Not the chunk's first: before a preemption another chunk may have scored some of it.
-            scored = len(request.prompt_logprobs)
-            targets = request.prompt_token_ids[scored : first + chunk.count + 1]
-            # The token before a target gives its score.
-            start = last + 1 - chunk.count + (scored - 1 - first)
-            rows = list(range(start, start + len(targets)))
-            if rows:
-                logprobs = self.runner.logits(hidden, rows).float().log_softmax(-1)
-                found: list[Logprobs] = [
-                    top_logprobs(row, token, wanted) for row, token in zip(logprobs, targets)
-                ]
-                request.prompt_logprobs += found
+    def score_prompts(self, step: Step, hidden: Tensor) -> None:
+        """Log-probabilities of prompt tokens, for those that ask for them. hidden: [T, hidden_size]."""
+        score_prompts(self.runner, step, hidden)

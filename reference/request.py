@@ -14,6 +14,7 @@ from lessons.l22_serving.fair import Ticket
 from reference.detokenizer import Detokenizer
 from reference.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from reference.sampling_params import SamplingParams
+from reference.structured import Constraint
 
 
 @dataclass(eq=False)
@@ -27,6 +28,7 @@ class EngineSequence(Sequence):
     priority: int = 0
     bias: tuple[Tensor, Tensor] | None = None  # logit_bias: token ids, values
     detokenizer: Detokenizer | None = None
+    constraint: Constraint | None = None  # structured_outputs: what it may still say
     logprobs: list[Logprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
@@ -43,10 +45,15 @@ class EngineSequence(Sequence):
     def take(self, token: int, logprobs: Logprobs | None) -> None:
         """A sampled token: keep it, and see whether it ends the answer."""
         self.append(token)
+        if self.constraint is not None:
+            self.constraint.take(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[token].logprob
-        is_stop = token in self.stop_token_ids and len(self.output) >= self.params.min_tokens
+        is_late = len(self.output) >= self.params.min_tokens
+        if self.constraint is not None:
+            is_late |= self.constraint.has_ended  # a complete text ends, also before min_tokens
+        is_stop = token in self.stop_token_ids and is_late
         if is_stop:
             self.finish_reason = "stop"
             self.stop_reason = token if token in self.params.stop_token_ids else None
@@ -54,6 +61,8 @@ class EngineSequence(Sequence):
             stop = self.detokenizer.append(token, is_last_special=is_stop)
             if stop is not None and len(self.output) >= self.params.min_tokens:
                 self.finish_reason, self.stop_reason = "stop", stop
+        if self.constraint is not None and self.constraint.failure is not None:
+            self.finish_reason, self.stop_reason = "abort", self.constraint.failure
         if self.finish_reason is None and len(self.output) >= self.max_new_tokens:
             self.finish_reason = "length"
         if self.finished and self.detokenizer is not None and self.stop_reason is None:
