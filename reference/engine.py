@@ -10,18 +10,19 @@ Read `step`: schedule, run, sample, tell. Each line is a lesson.
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from random import Random
 
-from lessons.l14_continuous_batching.sequence import Chunk, Step
+from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.l22_serving.fair import FairQueue
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown
 from reference.detokenizer import Detokenizer, encode
 from reference.lora import LoRARequest, take_adapter
 from reference.model_runner import ModelRunner
 from reference.outputs import Logprobs, RequestOutput
-from reference.request import EngineRequest, EngineSequence, bias_of
+from reference.request import EngineRequest, EngineSequence, bias_of, ends
 from reference.sampler import Sampler, top_logprobs
 from reference.sampling_params import SamplingParams
 
@@ -48,6 +49,8 @@ class Engine:
         self.max_model_len = max_model_len
         self.sampler = Sampler()
         self.requests: dict[str, EngineRequest] = {}
+        self.fair = FairQueue()  # whose turn it is; the scheduler's order decides if that counts
+        self.admit: Callable[[EngineRequest], None] = lambda request: None  # may raise
         self.ids = count()  # of sequences
         self.seeds = Random(seed)
         # What speculation did in the last step: {row of a sequence: (drafted, accepted)}.
@@ -66,9 +69,10 @@ class Engine:
         params: SamplingParams | None = None,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        user: str = "",
     ) -> None:
         """Queue a request. prompt: text or token ids. priority: smaller runs first. lora_request: the
-        adapter that answers; None: the base model.
+        adapter that answers; None: the base model. user: among whom a fair order shares.
 
         Raises ValueError, in one line, for a request that cannot be served; nothing is queued then.
         """
@@ -76,6 +80,7 @@ class Engine:
             refuse("request_id", request_id, "a string not in use")
         params = SamplingParams() if params is None else params
         check_kind(SamplingParams, "SamplingParams", sampling_params=params)
+        check_kind(str, "a string", user=user)
         if not is_whole(priority, -(2**31)):
             refuse("priority", priority, "a whole number")
         text, ids = self.read_prompt(prompt)
@@ -84,13 +89,13 @@ class Engine:
         request = EngineRequest(request_id, text, ids, params, lora_request, adapter)
         try:
             request.sequences = self.new_sequences(request, priority)
+            request.ticket = self.fair.arrive(user, request.most_tokens)
+            self.admit(request)
             self.scheduler.add(request.sequences[0])
-        except ValueError:
+        except Exception:
             self.let_go(request)
             raise
         request.waiting_to_fork = request.sequences[1:]
-        if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]  # nothing stands before the first token
         self.requests[request_id] = request
 
     def read_prompt(self, prompt: str | list[int] | dict) -> tuple[str | None, list[int]]:
@@ -181,9 +186,12 @@ class Engine:
         return request.output()
 
     def let_go(self, request: EngineRequest) -> None:
-        """A request has ended: it needs its adapter no more."""
+        """A request has ended: it needs its adapter no more, and took so much of its user's share."""
         if request.adapter is not None:
             self.runner.adapters.store.give_back(request.adapter)
+        if request.ticket is not None:
+            self.fair.leave(request.ticket, request.used_tokens)
+            self.scheduler.waiting.sort(key=self.scheduler.order)
 
     def add_lora(self, lora_request: LoRARequest) -> None:
         """Read an adapter before somebody asks for it. Raises ValueError if it cannot be had."""
@@ -269,6 +277,7 @@ class Engine:
             if request.metrics.first_scheduled is None:
                 request.metrics.first_scheduled = time.monotonic()
                 request.num_cached_tokens = chunk.sequence.computed
+                self.fair.begin(request.ticket)
 
     def score_prompts(self, step: Step, hidden) -> None:
         """Log-probabilities of prompt tokens, for the requests that ask for them."""
@@ -289,12 +298,3 @@ class Engine:
                     top_logprobs(row, token, wanted) for row, token in zip(logprobs, targets)
                 ]
                 request.prompt_logprobs += found
-
-
-def ends(step: Step) -> list[tuple[int, Chunk]]:
-    """Each chunk with the row of its last token."""
-    found, row = [], -1
-    for chunk in step.chunks:
-        row += chunk.count
-        found.append((row, chunk))
-    return found
