@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from lessons.toolbox.model.arguments import check_positive, check_whole, refuse
-from reference.engine_args import EngineArgs
+from reference.async_engine import AsyncEngineArgs
 
 PARSERS = ("hermes", "llama3_json")
 
@@ -21,7 +21,7 @@ class ServerArgs:
     connections at a time.
     """
 
-    engine: EngineArgs
+    engine: AsyncEngineArgs
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: list[str] = field(default_factory=list)
@@ -40,7 +40,6 @@ class ServerArgs:
     uvicorn_log_level: str = "info"
     disable_uvicorn_access_log: bool = False
     disable_fastapi_docs: bool = False
-    enable_request_id_headers: bool = False
     max_logprobs: int = 20
     request_timeout: float = 600.0
     write_timeout: float = 30.0

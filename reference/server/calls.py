@@ -6,14 +6,11 @@ from typing import Any
 from reference.lora import LoRARequest
 from reference.outputs import Logprobs
 from reference.sampling_params import SamplingParams
-from reference.server.errors import ApiError
 
 
 @dataclass(eq=False)
 class Call:
-    """prompts: token ids of each. n: answers to each prompt. model: the name it was asked for by.
-    user: whose turn it counts as. ended_by: why the server ended it early.
-    """
+    """prompts: token ids of each. model: the name it was asked for by. user: whose turn it counts as."""
 
     id: str
     model: str
@@ -22,7 +19,6 @@ class Call:
     lora: LoRARequest | None = None
     priority: int = 0
     user: str = ""
-    ended_by: ApiError | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

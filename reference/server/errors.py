@@ -57,7 +57,9 @@ BOUNDS = {
     "string_too_long": ("max_length", "at most {} characters"),
 }
 # In the place of an error pydantic also names the branch of a union: list[str], UserMessage.
-BRANCH = re.compile(r"(str|int|float|bool|list\[.*|dict\[.*|literal\[.*|function-.*|tgi|vllm|[A-Z]\w*)$")
+BRANCH = re.compile(
+    r"(str|int|float|bool|list\[.*|dict\[.*|literal\[.*|function-.*|tgi|vllm|[A-Z]\w*)$"
+)
 
 
 class ApiError(Exception):
@@ -88,7 +90,7 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """400, for the message of a ValueError: "name: got value; accepted: ...". """
+    """400, for the message of a ValueError: "name: got value; accepted: ..."."""
     if param is None and (found := re.match(r"[a-z_]+(?=:| )", message)):
         param = found[0]
     return ApiError(400, message, param)

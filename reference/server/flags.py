@@ -42,6 +42,7 @@ WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
     "chat-template-content-format": (True, "a template gets text"),
     "uvicorn-log-config": (True, "--uvicorn-log-level is there"),
     "h11-max-header-count": (True, "headers have a limit in bytes"),
+    "enable-request-id-headers": (False, "an answer's id is in its body"),
     "api-server-count": (True, "one process serves"),
 }
 SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization",
@@ -81,10 +82,11 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
     """A flag for every field of EngineArgs, and for what later lessons bring."""
     from dataclasses import fields
 
-    from reference.engine_args import LATER, EngineArgs
+    from reference.async_engine import AsyncEngineArgs
+    from reference.engine_args import LATER
 
-    group = parser.add_argument_group("engine", "reference.EngineArgs explains them")
-    for field in fields(EngineArgs):
+    group = parser.add_argument_group("engine", "reference.AsyncEngineArgs explains them")
+    for field in fields(AsyncEngineArgs):
         if field.name == "model":
             continue
         flag, kind = f"--{field.name.replace('_', '-')}", str(field.type)
@@ -132,10 +134,11 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     option("--uvicorn-log-level", "default: info")
     switch("--disable-uvicorn-access-log", "no line for each request")
     switch("--disable-fastapi-docs", "no /docs, no /openapi.json")
-    switch("--enable-request-id-headers", "answer with X-Request-Id")
     option("--max-logprobs", "of a request at most (default: 20)", int)
     option("--request-timeout", "s, of a whole answer (default: 600)", float)
-    option("--write-timeout", "s, until a client that reads nothing is dropped (default: 30)", float)
+    option(
+        "--write-timeout", "s, until a client that reads nothing is dropped (default: 30)", float
+    )
     option("--read-timeout", "s, of headers and of a body (default: 30)", float)
     option("--shutdown-timeout", "s, to finish answers after SIGTERM (default: 30)", float)
     option("--max-body-bytes", "of a request (default: 1048576)", int)
@@ -179,7 +182,9 @@ def parse(arguments: list[str], prog: str) -> argparse.Namespace:
         hint = f"did you mean {near[0]}?" if near else "--help lists what is accepted"
         parser.error(f"{unknown[0]}: unknown argument; {hint}")
     if found.model and found.model_tag and found.model != found.model_tag:
-        parser.error(f"--model: got {found.model!r}; accepted: one model, and {found.model_tag!r} is one")
+        parser.error(
+            f"--model: got {found.model!r}; accepted: one model, and {found.model_tag!r} is one"
+        )
     return found
 
 
@@ -197,7 +202,7 @@ def read_args(found: argparse.Namespace):
     """ServerArgs. Raises ValueError for a value that cannot work."""
     from dataclasses import fields
 
-    from reference.engine_args import EngineArgs
+    from reference.async_engine import AsyncEngineArgs
     from reference.server.args import ServerArgs
 
     given = {
@@ -205,7 +210,7 @@ def read_args(found: argparse.Namespace):
         for name, value in vars(found).items()
         if name.replace("_", "-") not in WITHOUT_EFFECT
     }
-    model = given.pop("model") or given.pop("model_tag", None) or EngineArgs.model
+    model = given.pop("model") or given.pop("model_tag", None) or AsyncEngineArgs.model
     given.pop("model_tag", None)
     own = {field.name for field in fields(ServerArgs)}
     server = {name: given.pop(name) for name in list(given) if name in own}
@@ -213,4 +218,4 @@ def read_args(found: argparse.Namespace):
         server["lora_modules"] = dict(server["lora_modules"])
     if "api_key" not in server and os.environ.get("VLLM_API_KEY"):
         server["api_key"] = [os.environ["VLLM_API_KEY"]]
-    return ServerArgs(EngineArgs.read(model=model, **given), **server)
+    return ServerArgs(AsyncEngineArgs.read(model=model, **given), **server)

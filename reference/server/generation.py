@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from reference.async_engine import EngineDeadError
+from reference.async_engine import DeadlineExceeded, Draining, EngineDeadError, Overloaded
 from reference.outputs import CompletionOutput, RequestOutput
 from reference.server.calls import Answer, Call, Delta, Usage
 from reference.server.errors import ApiError, bad_request
@@ -40,29 +40,18 @@ class Run:
 
         Raises ApiError for a call that cannot be served, and when the server ends it early.
         """
-        call, service = self.call, self.service
-        with service.serving(self):
-            try:
-                async with aclosing(self.all_outputs()) as outputs:
-                    async for prompt, output in outputs:
-                        if prompt not in self.outputs:
-                            self.usage.cached += output.num_cached_tokens
-                        self.outputs[prompt] = output
-                        if call.ended_by is not None:
-                            raise call.ended_by
-                        for delta in self.news(prompt, output):
-                            yield delta
-            except ValueError as error:
-                raise bad_request(str(error)) from None
-            except EngineDeadError as error:
-                raise ApiError(500, f"the engine has ended: {error}") from error
-
-    def end(self, why: ApiError) -> None:
-        """End the call early; its reader gets `why`. Called in the event loop."""
-        if self.call.ended_by is None:
-            self.call.ended_by = why
-            for at in range(len(self.call.prompts)):
-                self.service.background(self.service.engine.abort(self.request_id(at)))
+        try:
+            async with aclosing(self.all_outputs()) as outputs:
+                async for prompt, output in outputs:
+                    if prompt not in self.outputs:
+                        self.usage.cached += output.num_cached_tokens
+                    self.outputs[prompt] = output
+                    for delta in self.news(prompt, output):
+                        if delta.finish_reason == "abort":
+                            raise ApiError(503, "the server ended this answer: it is shutting down")
+                        yield delta
+        except (ValueError, Overloaded, DeadlineExceeded, EngineDeadError) as error:
+            raise refusal(error) from error
 
     def request_id(self, prompt: int) -> str:
         """The engine's name of one prompt of the call."""
@@ -84,6 +73,8 @@ class Run:
             self.request_id(prompt),
             priority=call.priority,
             lora_request=call.lora,
+            user=call.user,
+            timeout_s=self.service.args.request_timeout,
         )
         async with aclosing(outputs):
             async for output in outputs:
@@ -117,6 +108,19 @@ class Run:
             answer.finish_reason,
             answer.stop_reason,
         )
+
+
+def refusal(error: Exception) -> ApiError:
+    """What the engine raised, as the client is told."""
+    if isinstance(error, Draining):
+        return ApiError(503, str(error), retry_after_s=error.retry_after_s)
+    if isinstance(error, Overloaded):
+        return ApiError(429, str(error), None, "rate_limit_exceeded", error.retry_after_s)
+    if isinstance(error, DeadlineExceeded):
+        return ApiError(504, f"{error} (--request-timeout)")
+    if isinstance(error, EngineDeadError):
+        return ApiError(500, str(error))
+    return bad_request(str(error))
 
 
 async def merged(streams) -> AsyncIterator:

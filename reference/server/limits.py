@@ -164,12 +164,12 @@ def has_surrogate(value: dict) -> bool:
 
 
 class TimedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 that closes a connection whose request line and headers do not come.
-    read_timeout_s: set by `run`.
-    """
+    """uvicorn's HTTP/1.1 that closes a connection whose request line and headers do not come."""
 
-    read_timeout_s = 30.0
-    timer: asyncio.TimerHandle | None = None
+    def __init__(self, *args, read_timeout_s: float, **more):
+        super().__init__(*args, **more)
+        self.read_timeout_s = read_timeout_s
+        self.timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport) -> None:
         """As uvicorn; from now on the headers are waited for."""

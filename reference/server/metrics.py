@@ -57,6 +57,7 @@ class Metrics:
         self.new_tokens = new("request_generation_tokens", "Tokens of a request's answer.", tokens)
         self.n = new("request_params_n", "The n that was asked for.", (1, 2, 5, 10, 20))
         self.max_tokens = new("request_params_max_tokens", "The max_tokens asked for.", tokens)
+        engine.counter.observers.append(self.observe)
         self.registry.register(EngineCollector(engine, self.labels))
 
     def histogram(self, name: str, what: str, bounds) -> Histogram:
@@ -108,8 +109,34 @@ class EngineCollector:
     def collect(self) -> Iterator[Metric]:
         """For prometheus_client."""
         stats = self.engine.stats()
-        for table, family in ((self.GAUGES, GaugeMetricFamily), (self.COUNTERS, CounterMetricFamily)):
+        for table, family in (
+            (self.GAUGES, GaugeMetricFamily),
+            (self.COUNTERS, CounterMetricFamily),
+        ):
             for key, (name, what) in table.items():
                 metric = family(f"vllm:{name}", what, labels=LABELS)
                 metric.add_metric(self.labels, getattr(stats, key, 0))
                 yield metric
+
+
+class Counted:
+    """ASGI middleware that counts answers by path and status. paths: that are served."""
+
+    def __init__(self, app, metrics: Metrics, paths: set[str]):
+        self.app = app
+        self.metrics = metrics
+        self.paths = paths
+
+    async def __call__(self, scope, receive, send) -> None:
+        """Pass a request on, and note its status."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self.paths else "other"
+
+        async def counted(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.requests.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self.app(scope, receive, counted)

@@ -14,10 +14,13 @@ COMMON = {field.name for field in fields(SamplingParams)} - {"logprobs", "max_to
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-def new_params(**wishes: Any) -> SamplingParams:
-    """SamplingParams of what is not None. Raises ApiError that names a wish that cannot work."""
+def new_params(max_tokens: int | None, **wishes: Any) -> SamplingParams:
+    """SamplingParams of the wishes that are not None. max_tokens: None for as many as fit. Raises
+    ApiError that names a wish that cannot work.
+    """
+    wishes = {name: wish for name, wish in wishes.items() if wish is not None}
     try:
-        return SamplingParams(**{name: wish for name, wish in wishes.items() if wish is not None})
+        return SamplingParams(max_tokens=max_tokens, **wishes)
     except ValueError as error:
         raise bad_request(str(error)) from None
 

@@ -65,7 +65,9 @@ class ChatTemplate:
                 messages, tools=tools, chat_template=self.text, tokenize=False, **more
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise bad_request(f"messages: the chat template refuses them: {error}", "messages") from None
+            raise bad_request(
+                f"messages: the chat template refuses them: {error}", "messages"
+            ) from None
 
     def render_request(
         self, template: str, messages: list[dict], tools: list[dict] | None, **more: Any
@@ -75,9 +77,13 @@ class ChatTemplate:
         """
         if len(template) > MOST_CHARACTERS:
             accepted = f"at most {MOST_CHARACTERS} characters"
-            raise bad_request(f"chat_template: got {len(template)} characters; accepted: {accepted}")
+            raise bad_request(
+                f"chat_template: got {len(template)} characters; accepted: {accepted}"
+            )
         if more.pop("continue_final_message", False):
-            raise bad_request("continue_final_message: got true; accepted: false with chat_template")
+            raise bad_request(
+                "continue_final_message: got true; accepted: false with chat_template"
+            )
         special = self.tokenizer.special_tokens_map
         words = {name: token for name, token in special.items() if isinstance(token, str)}
         variables = {**words, **more, "messages": messages, "tools": tools}
@@ -91,10 +97,14 @@ class ChatTemplate:
             )
         except subprocess.TimeoutExpired:
             accepted = f"a template that needs less than {MOST_SECONDS} s"
-            raise bad_request(f"chat_template: got one that takes longer; accepted: {accepted}") from None
+            raise bad_request(
+                f"chat_template: got one that takes longer; accepted: {accepted}"
+            ) from None
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["it needed too much memory or time"])[-1]
-            raise bad_request(f"chat_template: got one that fails: {why}; accepted: one that renders")
+            raise bad_request(
+                f"chat_template: got one that fails: {why}; accepted: one that renders"
+            )
         return json.loads(done.stdout)
 
 

@@ -11,7 +11,9 @@ ONE_MODEL = "this server answers with text from one model"
 STORES_NOTHING = "this server stores nothing"
 # Of OpenAI's requests and of vLLM's: what the engine has no answer to.
 REFUSED = {
-    "use_beam_search": Refusal("beams need an idle engine; offline LLM.beam_search does it", (False,)),
+    "use_beam_search": Refusal(
+        "beams need an idle engine; offline LLM.beam_search does it", (False,)
+    ),
     "length_penalty": Refusal("it ranks beams", (1.0, 1)),
     "spaces_between_special_tokens": Refusal("tokens are joined as they are", (True,)),
     "allowed_token_ids": Refusal("the sampler has no list of allowed tokens; logit_bias is near"),
@@ -60,7 +62,9 @@ class StructuredOutputs(Wire):
     refused = {
         "structural_tag": REFUSED["structural_tag"],
         "disable_fallback": Refusal("there is one backend", (False,)),
-        "disable_any_whitespace": Refusal("the schema's own grammar decides about blanks", (False,)),
+        "disable_any_whitespace": Refusal(
+            "the schema's own grammar decides about blanks", (False,)
+        ),
         "disable_additional_properties": Refusal("the schema says it itself", (False,)),
         "whitespace_pattern": REFUSED["guided_whitespace_pattern"],
     }
@@ -89,7 +93,9 @@ class SamplingFields(Wire):
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0)
     truncate_prompt_tokens: int | None = Field(
-        default=None, ge=-1, description="keep so many of the prompt's last tokens; -1: all that fit"
+        default=None,
+        ge=-1,
+        description="keep so many of the prompt's last tokens; -1: all that fit",
     )
     stream: bool = False
     stream_options: StreamOptions | None = None
