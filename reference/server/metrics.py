@@ -86,21 +86,22 @@ class Metrics:
                 self.max_tokens.observe(request.max_tokens)
 
 
+GAUGES = {
+    "num_running": ("num_requests_running", "Requests in execution batches."),
+    "num_waiting": ("num_requests_waiting", "Requests that wait to be processed."),
+    "kv_cache_usage": ("kv_cache_usage_perc", "KV cache usage. 1 means 100 percent."),
+}
+COUNTERS = {
+    "num_preemptions": ("num_preemptions", "Preemptions so far."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked for in the cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the cache."),
+    "prompt_tokens": ("prompt_tokens", "Prefill tokens processed."),
+    "generation_tokens": ("generation_tokens", "Generation tokens processed."),
+}
+
+
 class EngineCollector:
     """What the engine counts itself, asked for when somebody scrapes."""
-
-    GAUGES = {
-        "num_running": ("num_requests_running", "Requests in execution batches."),
-        "num_waiting": ("num_requests_waiting", "Requests that wait to be processed."),
-        "kv_cache_usage": ("kv_cache_usage_perc", "KV cache usage. 1 means 100 percent."),
-    }
-    COUNTERS = {
-        "num_preemptions": ("num_preemptions", "Preemptions so far."),
-        "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked for in the cache."),
-        "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the cache."),
-        "prompt_tokens": ("prompt_tokens", "Prefill tokens processed."),
-        "generation_tokens": ("generation_tokens", "Generation tokens processed."),
-    }
 
     def __init__(self, engine: AsyncLLMEngine, labels: list[str]):
         self.engine = engine
@@ -110,8 +111,8 @@ class EngineCollector:
         """For prometheus_client."""
         stats = self.engine.stats()
         for table, family in (
-            (self.GAUGES, GaugeMetricFamily),
-            (self.COUNTERS, CounterMetricFamily),
+            (GAUGES, GaugeMetricFamily),
+            (COUNTERS, CounterMetricFamily),
         ):
             for key, (name, what) in table.items():
                 metric = family(f"vllm:{name}", what, labels=LABELS)

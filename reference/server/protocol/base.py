@@ -26,11 +26,14 @@ class Refusal(NamedTuple):
         raise ValueError(f"{name}: got {shown(value)}; accepted: {accepted}, because {self.why}")
 
 
+Refusals = dict[str, Refusal]
+
+
 class Wire(BaseModel):
     """Base of all requests."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-    refused: ClassVar[dict[str, Refusal]] = {}
+    refused: ClassVar[Refusals] = {}
 
     @model_validator(mode="before")
     @classmethod

@@ -1,10 +1,10 @@
 """/v1/chat/completions: OpenAI's fields and vLLM's."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from reference.server.protocol.base import Refusal, Wire
+from reference.server.protocol.base import Refusal, Refusals, Wire
 from reference.server.protocol.sampling import (
     ONE_MODEL,
     REFUSED,
@@ -44,7 +44,7 @@ class ChatMessage(Wire):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
-    refused = {
+    refused: ClassVar[Refusals] = {
         "audio": Refusal(ONE_MODEL),
         "function_call": Refusal("tool_calls took its place"),
         "annotations": Refusal(ONE_MODEL, ([],)),
@@ -95,7 +95,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     safety_identifier: str | None = Field(default=None, max_length=512)
     prompt_cache_key: str | None = None  # the prefix cache finds what is equal by itself
 
-    refused = {
+    refused: ClassVar[Refusals] = {
         **REFUSED,
         "audio": Refusal(ONE_MODEL),
         "modalities": Refusal(ONE_MODEL, (["text"],)),

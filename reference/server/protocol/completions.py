@@ -1,8 +1,10 @@
 """/v1/completions: OpenAI's fields and vLLM's."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
-from reference.server.protocol.base import Refusal
+from reference.server.protocol.base import Refusal, Refusals
 from reference.server.protocol.sampling import REFUSED, SamplingFields
 
 Tokens = list[int]
@@ -17,7 +19,7 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(default=None, ge=0)
     add_special_tokens: bool = True
 
-    refused = {
+    refused: ClassVar[Refusals] = {
         **REFUSED,
         "suffix": Refusal("the model was not trained to fill in", ("",)),
         "prompt_embeds": Refusal("a prompt is text or token ids"),

@@ -2,11 +2,11 @@
 text-generation-inference {"inputs": …, "parameters": …}. The body tells which one is meant.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from reference.server.protocol.base import Refusal, Wire
+from reference.server.protocol.base import Refusal, Refusals, Wire
 from reference.server.protocol.sampling import MOST_CHOICES, SamplingFields
 
 
@@ -43,7 +43,7 @@ class TgiParameters(Wire):
     top_p: float | None = None
     truncate: int | None = Field(default=None, ge=1)
 
-    refused = {
+    refused: ClassVar[Refusals] = {
         "typical_p": Refusal("the sampler has no typical decoding", (1.0, 1)),
         "watermark": Refusal("answers are not marked", (False,)),
     }

@@ -1,10 +1,10 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's fields."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from reference.server.protocol.base import Refusal, Wire
+from reference.server.protocol.base import Refusal, Refusals, Wire
 from reference.server.protocol.sampling import ONE_MODEL
 
 CACHES_ITSELF = "the prefix cache finds what is equal by itself"
@@ -26,7 +26,7 @@ class Block(Wire):
     source: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = Field(default=None, description=CACHES_ITSELF)
 
-    refused = {"citations": Refusal("nothing is cited", ([],))}
+    refused: ClassVar[Refusals] = {"citations": Refusal("nothing is cited", ([],))}
 
 
 class Message(Wire):
@@ -41,7 +41,9 @@ class MessagesTool(Wire):
     input_schema: dict[str, Any]
     cache_control: dict[str, Any] | None = Field(default=None, description=CACHES_ITSELF)
 
-    refused = {"strict": Refusal("calls are read from the text as it is", (False,))}
+    refused: ClassVar[Refusals] = {
+        "strict": Refusal("calls are read from the text as it is", (False,))
+    }
 
 
 class ToolChoice(Wire):
@@ -60,11 +62,11 @@ class CountTokensRequest(Wire):
     model: str | None = None
     messages: list[Message] = Field(min_length=1)
     system: str | list[Block] | None = None
-    tools: list[MessagesTool] = []
+    tools: list[MessagesTool] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     cache_control: dict[str, Any] | None = Field(default=None, description=CACHES_ITSELF)
 
-    refused = {
+    refused: ClassVar[Refusals] = {
         "output_config": Refusal("the model cannot be told how much effort to make", ({},)),
         "speed": Refusal("there is one speed", ("standard",)),
         "thinking": Refusal(
@@ -84,7 +86,7 @@ class MessagesRequest(CountTokensRequest):
     metadata: Metadata = Metadata()
     stream: bool = False
 
-    refused = {
+    refused: ClassVar[Refusals] = {
         **CountTokensRequest.refused,
         "container": Refusal(ONE_MODEL),
         "context_management": Refusal("the server keeps no context"),

@@ -1,10 +1,10 @@
 """/v1/responses: OpenAI's fields, for text and functions. Nothing is stored."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from reference.server.protocol.base import Refusal, Wire
+from reference.server.protocol.base import Refusal, Refusals, Wire
 from reference.server.protocol.sampling import ONE_MODEL, STORES_NOTHING
 
 
@@ -16,7 +16,7 @@ class InputPart(Wire):
     file_id: str | None = None
     detail: str | None = None
 
-    refused = {
+    refused: ClassVar[Refusals] = {
         "annotations": Refusal(ONE_MODEL, ([],)),
         "logprobs": Refusal("they are of an answer", ([],)),
     }
@@ -60,7 +60,9 @@ class TextFormat(Wire):
 class TextConfig(Wire):
     format: TextFormat = TextFormat()
 
-    refused = {"verbosity": Refusal("the model cannot be told how much to say", ("medium",))}
+    refused: ClassVar[Refusals] = {
+        "verbosity": Refusal("the model cannot be told how much to say", ("medium",))
+    }
 
 
 class ResponsesRequest(Wire):
@@ -71,18 +73,18 @@ class ResponsesRequest(Wire):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
-    include: list[Literal["message.output_text.logprobs"]] = []
+    include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
     text: TextConfig = TextConfig()
-    tools: list[FunctionTool] = []
+    tools: list[FunctionTool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
-    metadata: dict[str, str] = {}
+    metadata: dict[str, str] = Field(default_factory=dict)
     stream: bool = False
     user: str | None = Field(default=None, max_length=512)
     safety_identifier: str | None = Field(default=None, max_length=512)
     prompt_cache_key: str | None = None
 
-    refused = {
+    refused: ClassVar[Refusals] = {
         "access_programs": Refusal(ONE_MODEL),
         "background": Refusal(STORES_NOTHING, (False,)),
         "background_options": Refusal(STORES_NOTHING),

@@ -1,10 +1,10 @@
 """The fields by which the OpenAI APIs and vLLM's additions to them ask for a kind of answer."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from reference.server.protocol.base import Refusal, Wire
+from reference.server.protocol.base import Refusal, Refusals, Wire
 
 MOST_CHOICES = 128  # as OpenAI's n
 ONE_MODEL = "this server answers with text from one model"
@@ -35,7 +35,9 @@ class StreamOptions(Wire):
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # asked for or not, no chunk is padded
 
-    refused = {"include_obfuscation": Refusal("chunks are not padded", (False,))}
+    refused: ClassVar[Refusals] = {
+        "include_obfuscation": Refusal("chunks are not padded", (False,))
+    }
 
 
 class JsonSchema(Wire):
@@ -59,7 +61,7 @@ class StructuredOutputs(Wire):
     grammar: str | None = None
     json_object: bool | None = None
 
-    refused = {
+    refused: ClassVar[Refusals] = {
         "structural_tag": REFUSED["structural_tag"],
         "disable_fallback": Refusal("there is one backend", (False,)),
         "disable_any_whitespace": Refusal(
@@ -111,4 +113,4 @@ class SamplingFields(Wire):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    refused = REFUSED
+    refused: ClassVar[Refusals] = REFUSED

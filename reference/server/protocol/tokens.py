@@ -1,10 +1,10 @@
 """/tokenize and /detokenize as in vLLM, and OpenAI's /v1/embeddings."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from reference.server.protocol.base import Refusal, Wire
+from reference.server.protocol.base import Refusal, Refusals, Wire
 from reference.server.protocol.chat import ChatMessage, TemplateFields, Tool
 from reference.server.protocol.completions import Tokens
 
@@ -19,7 +19,7 @@ class TokenizeRequest(TemplateFields):
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
-    refused = {"mm_processor_kwargs": Refusal("the model reads text", ({},))}
+    refused: ClassVar[Refusals] = {"mm_processor_kwargs": Refusal("the model reads text", ({},))}
 
 
 class DetokenizeRequest(Wire):
@@ -37,7 +37,7 @@ class EmbeddingRequest(Wire):
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
 
-    refused = {
+    refused: ClassVar[Refusals] = {
         "dimensions": Refusal("a hidden state cannot be cut shorter without training"),
         "normalize": Refusal("every vector has length 1", (True,)),
         "priority": Refusal("embeddings do not wait in the queue", (0,)),
