@@ -18,13 +18,14 @@ from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l22_serving.fair import FairQueue
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown
-from reference.detokenizer import Detokenizer, encode
+from reference.detokenizer import encode
 from reference.lora import LoRARequest, take_adapter
 from reference.model_runner import ModelRunner
 from reference.outputs import Logprobs, RequestOutput
-from reference.request import EngineRequest, EngineSequence, bias_of, ends
+from reference.request import EngineRequest, EngineSequence, bias_of, detokenizer_of, ends
 from reference.sampler import Sampler, top_logprobs
 from reference.sampling_params import SamplingParams
+from reference.structured import Structures
 
 
 class Engine:
@@ -48,6 +49,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.sampler = Sampler()
+        self.structures = Structures(tokenizer, runner.model.config.vocab_size)
         self.requests: dict[str, EngineRequest] = {}
         self.fair = FairQueue()  # whose turn it is; the scheduler's order decides if that counts
         self.admit: Callable[[EngineRequest], None] = lambda request: None  # may raise
@@ -143,29 +145,25 @@ class Engine:
         eos = () if params.ignore_eos else config.eos_token_ids
         sequences = []
         for index, row in enumerate(params.rows(self.seeds)):
-            detokenizer = None
-            if params.detokenize and self.tokenizer is not None:
-                detokenizer = Detokenizer(
-                    self.tokenizer,
-                    request.prompt_token_ids,
-                    params.stop,
-                    params.include_stop_str_in_output,
-                    params.skip_special_tokens,
-                )
+            stops = frozenset((*params.stop_token_ids, *eos))
+            constraint = None
+            if params.structure is not None:
+                constraint = self.structures.constraint(params.structure, stops)
             sequences.append(
                 self.sequence_kind(
                     row=next(self.ids),
                     prompt=request.prompt_token_ids,
                     max_new_tokens=limit,
                     sampling=row,
-                    stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
+                    stop_token_ids=stops,
                     params=params,
                     request=request,
                     adapter=request.adapter,
                     index=index,
                     priority=priority,
                     bias=bias_of(params, self.runner.model.device),
-                    detokenizer=detokenizer,
+                    detokenizer=detokenizer_of(params, self.tokenizer, request.prompt_token_ids),
+                    constraint=constraint,
                     places=1 if index else params.drawn,
                     reuses_prefix=params.prompt_logprobs is None,
                 )

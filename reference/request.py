@@ -14,6 +14,7 @@ from lessons.l22_serving.fair import Ticket
 from reference.detokenizer import Detokenizer
 from reference.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from reference.sampling_params import SamplingParams
+from reference.structured import Constraint
 
 
 @dataclass(eq=False)
@@ -27,6 +28,7 @@ class EngineSequence(Sequence):
     priority: int = 0
     bias: tuple[Tensor, Tensor] | None = None  # logit_bias: token ids, values
     detokenizer: Detokenizer | None = None
+    constraint: Constraint | None = None  # structured_outputs: what it may still say
     logprobs: list[Logprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
@@ -43,6 +45,8 @@ class EngineSequence(Sequence):
     def take(self, token: int, logprobs: Logprobs | None) -> None:
         """A sampled token: keep it, and see whether it ends the answer."""
         self.append(token)
+        if self.constraint is not None:
+            self.constraint.take(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[token].logprob
@@ -54,6 +58,8 @@ class EngineSequence(Sequence):
             stop = self.detokenizer.append(token, is_last_special=is_stop)
             if stop is not None and len(self.output) >= self.params.min_tokens:
                 self.finish_reason, self.stop_reason = "stop", stop
+        if self.constraint is not None and self.constraint.failure is not None:
+            self.finish_reason, self.stop_reason = "abort", self.constraint.failure
         if self.finish_reason is None and len(self.output) >= self.max_new_tokens:
             self.finish_reason = "length"
         if self.finished and self.detokenizer is not None and self.stop_reason is None:
@@ -138,6 +144,19 @@ class EngineRequest:
 def mean_logprob(sequence: EngineSequence) -> float:
     """By which `best_of` ranks answers."""
     return sequence.cumulative_logprob / max(1, len(sequence.output))
+
+
+def detokenizer_of(params: SamplingParams, tokenizer, prompt: list[int]) -> Detokenizer | None:
+    """What turns an answer into text, if somebody wants text."""
+    if not params.detokenize or tokenizer is None:
+        return None
+    return Detokenizer(
+        tokenizer,
+        prompt,
+        params.stop,
+        params.include_stop_str_in_output,
+        params.skip_special_tokens,
+    )
 
 
 def bias_of(params: SamplingParams, device: torch.device) -> tuple[Tensor, Tensor] | None:
