@@ -41,6 +41,9 @@ class Run:
         Raises ApiError for a call that cannot be served, and when the server ends it early.
         """
         try:
+            if (wish := self.call.params.structure) is not None:
+                # in a thread, because a large schema takes long to compile
+                await asyncio.to_thread(self.service.engine.engine.structures.prepare, wish)
             async with aclosing(self.all_outputs()) as outputs:
                 async for prompt, output in outputs:
                     if prompt not in self.outputs:
@@ -48,7 +51,7 @@ class Run:
                     self.outputs[prompt] = output
                     for delta in self.news(prompt, output):
                         if delta.finish_reason == "abort":
-                            raise ApiError(503, "the server ended this answer: it is shutting down")
+                            raise ended_early(delta.stop_reason)
                         yield delta
         except (ValueError, Overloaded, DeadlineExceeded, EngineDeadError) as error:
             raise refusal(error) from error
@@ -108,6 +111,13 @@ class Run:
             answer.finish_reason,
             answer.stop_reason,
         )
+
+
+def ended_early(why: str | None) -> ApiError:
+    """An answer that nobody but the engine ended. why: what its grammar says, if that was it."""
+    if why is not None:
+        return bad_request(why)
+    return ApiError(503, "the server ended this answer: it is shutting down")
 
 
 def refusal(error: Exception) -> ApiError:

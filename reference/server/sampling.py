@@ -8,10 +8,12 @@ from lessons.toolbox.model.arguments import shown
 from reference.sampling_params import SamplingParams
 from reference.server.errors import bad_request, refused
 from reference.server.protocol.sampling import SamplingFields
+from reference.structured import StructuredOutputsParams
 
 # Fields of a request that SamplingParams has under the same name.
 COMMON = {field.name for field in fields(SamplingParams)} - {"logprobs", "max_tokens"}
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+FORMS = ("structured_outputs", "guided_decoding")
+KINDS = ("json", "regex", "choice", "grammar")
 
 
 def new_params(max_tokens: int | None, **wishes: Any) -> SamplingParams:
@@ -30,7 +32,7 @@ def wishes_of(request: SamplingFields) -> dict[str, Any]:
     wishes = {
         name: value
         for name, value in request
-        if name in COMMON and name in request.model_fields_set and name != "structured_outputs"
+        if name in COMMON and name in request.model_fields_set and name not in FORMS
     }
     if bias := wishes.get("logit_bias"):
         wishes["logit_bias"] = {token_id(name): value for name, value in bias.items()}
@@ -47,23 +49,24 @@ def token_id(name: str) -> int:
 
 
 def structured_of(request: SamplingFields) -> dict[str, Any]:
-    """{kind: value} of the form that the answer has to have; {} for any. There are three spellings:
-    OpenAI's response_format, vLLM's structured_outputs, and vLLM's older guided_*.
+    """The form that the answer has to have, as StructuredOutputsParams names it; {} for any. There are
+    three spellings: OpenAI's response_format, vLLM's structured_outputs, and vLLM's older guided_*.
     """
-    found = {}
+    found: list[dict[str, Any]] = []
     if request.response_format is not None:
         schema = request.response_format.json_schema
-        found |= form_of(request.response_format.type, schema and schema.schema_)
-    for kind in KINDS:
-        value = getattr(request, f"guided_{kind}", None)
-        if request.structured_outputs is not None:
-            attribute = "json_" if kind == "json" else kind
-            value = getattr(request.structured_outputs, attribute) or value
-        if value not in (None, False):
-            if found:
-                raise refused(kind, value, f"one form of an answer, and {next(iter(found))} is one")
-            found[kind] = value
-    return found
+        found.append(form_of(request.response_format.type, schema and schema.schema_))
+    if request.structured_outputs is not None:
+        found.append(request.structured_outputs.model_dump(by_alias=True, exclude_unset=True))
+    older = {kind: getattr(request, f"guided_{kind}", None) for kind in KINDS}
+    found += [{kind: value} for kind, value in older.items() if value is not None]
+    found = [form for form in found if form]
+    if len(found) > 1:
+        names = [next(iter(form)) for form in found]
+        raise refused("structured_outputs", names, "one form of an answer")
+    if found and request.guided_whitespace_pattern is not None:
+        found[0]["whitespace_pattern"] = request.guided_whitespace_pattern
+    return found[0] if found else {}
 
 
 def form_of(kind: str, schema: Any) -> dict[str, Any]:
@@ -73,14 +76,8 @@ def form_of(kind: str, schema: Any) -> dict[str, Any]:
     return {"json_object": {"json_object": True}, "json_schema": {"json": schema}}.get(kind, {})
 
 
-def structured_outputs(**form: Any) -> Any:
-    """What the engine's SamplingParams takes for a form of the answer. Raises ApiError."""
-    try:
-        from reference.structured_outputs import StructuredOutputsParams
-    except ImportError:
-        (kind, value), *_ = form.items()
-        accepted = "no form of the answer, because this engine has no grammars"
-        raise refused(kind, value, accepted) from None
+def structured_outputs(**form: Any) -> StructuredOutputsParams:
+    """What the engine takes for a form of the answer. Raises ApiError."""
     try:
         return StructuredOutputsParams(**form)
     except ValueError as error:

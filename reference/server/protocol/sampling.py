@@ -25,7 +25,6 @@ REFUSED = {
     "vllm_xargs": Refusal("there are no custom extensions", ({},)),
     "structural_tag": Refusal("a grammar can say the same"),
     "guided_decoding_backend": Refusal("there is one backend", ("auto",)),
-    "guided_whitespace_pattern": Refusal("the schema's own grammar decides about blanks"),
     "logprob_token_ids": Refusal("logprobs reports the likeliest tokens"),
 }
 
@@ -53,23 +52,19 @@ class ResponseFormat(Wire):
 
 
 class StructuredOutputs(Wire):
-    """vLLM's field of this name. One of them has to be given."""
+    """vLLM's field of this name. One of the first five has to be given."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_fallback: bool = False
+    disable_additional_properties: bool = False
 
-    refused: ClassVar[Refusals] = {
-        "structural_tag": REFUSED["structural_tag"],
-        "disable_fallback": Refusal("there is one backend", (False,)),
-        "disable_any_whitespace": Refusal(
-            "the schema's own grammar decides about blanks", (False,)
-        ),
-        "disable_additional_properties": Refusal("the schema says it itself", (False,)),
-        "whitespace_pattern": REFUSED["guided_whitespace_pattern"],
-    }
+    refused: ClassVar[Refusals] = {"structural_tag": REFUSED["structural_tag"]}
 
 
 class SamplingFields(Wire):
@@ -112,5 +107,6 @@ class SamplingFields(Wire):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
     refused: ClassVar[Refusals] = REFUSED
