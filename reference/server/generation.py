@@ -5,6 +5,7 @@ call's requests in the engine, and their blocks are free after the step under wa
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -130,7 +131,8 @@ def refusal(error: Exception) -> ApiError:
         return ApiError(504, f"{error} (--request-timeout)")
     if isinstance(error, EngineDeadError):
         return ApiError(500, str(error))
-    return bad_request(str(error))
+    # the engine's own name of a request means nothing to a client
+    return bad_request(re.sub(r"^request \S+: ", "n: got ", str(error)))
 
 
 async def merged(streams) -> AsyncIterator:

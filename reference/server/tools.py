@@ -95,33 +95,44 @@ class HermesReader(Reader):
 
 
 class JsonReader(Reader):
-    """One object that is a call, or text. named: a function whose arguments the object is. The whole
-    answer may also be a list of calls.
-    """
+    """A call as an object, a list of them, or text. named: a function whose arguments the answer is."""
 
     def __init__(self, named: str | None = None):
         self.named = named
         self.held = ""
         self.is_text = False
+        self.num_calls = 0
 
     def feed(self, text: str) -> list[Part]:
         if self.is_text:
             return [text] if text else []
         self.held += text
         start = self.held.lstrip()[:1]
-        if not start or start in "{[":
-            return []
+        if self.num_calls or not start or start in "{[":
+            # calls of a list are told one by one; each ends with a brace
+            return self.calls() if "}" in text and self.named is None else []
         self.is_text = True
         return [self.held]
 
+    def calls(self) -> list[Part]:
+        """The calls that are whole."""
+        found: list[Part] = []
+        while True:
+            rest = self.held.lstrip("[, \t\r\n" if not self.num_calls else ", \t\r\n")
+            try:
+                value, end = json.JSONDecoder().raw_decode(rest)
+            except (ValueError, RecursionError):
+                return found
+            if (call := called(value)) is None:
+                return found
+            found.append(call)
+            self.num_calls += 1
+            self.held = rest[end:]
+
     def finish(self) -> list[Part]:
-        if self.is_text or not self.held:
-            return []
-        if self.named is not None:
-            return [CalledTool(self.named, self.held)]
-        value = read_json(self.held)
-        calls = [called(one) for one in (value if isinstance(value, list) else [value])]
-        return [self.held] if None in calls or not calls else calls
+        if self.is_text or self.num_calls or not self.held:
+            return []  # what is left is a list's end, or a call that was cut off
+        return [CalledTool(self.named, self.held)] if self.named else [self.held]
 
 
 READERS = {"hermes": HermesReader, "llama3_json": JsonReader}
@@ -136,8 +147,8 @@ def reader_for(parser: str, tools: list[Tool] | None, choice: Any) -> Reader:
     return JsonReader() if choice == "required" else READERS[parser]()
 
 
-def schema_of(tools: list[Tool], choice: Any) -> dict[str, Any] | None:
-    """The JSON schema that forces a call, None where the model is free."""
+def schema_of(tools: list[Tool], choice: Any, parallel: bool = True) -> dict[str, Any] | None:
+    """The JSON schema that forces a call, None where the model is free. parallel: many calls."""
     if isinstance(choice, NamedToolChoice):
         return next(parameters(t) for t in tools if t.function.name == choice.function.name)
     if choice != "required":
@@ -151,12 +162,14 @@ def schema_of(tools: list[Tool], choice: Any) -> dict[str, Any] | None:
         }
         for tool in tools
     ]
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
 
 
 def parameters(tool: Tool) -> dict[str, Any]:
-    """The schema of a function's arguments."""
-    return tool.function.parameters or {"type": "object", "properties": {}}
+    """The schema of a function's arguments; without one it takes none."""
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    return tool.function.parameters or nothing
 
 
 def overlap(text: str, tag: str) -> int:

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import threading
+import time
 from dataclasses import replace
 
 import httpx
+import uvicorn
 
 from reference.async_engine import AsyncEngineArgs
 from reference.server.app import new_app, new_service
@@ -32,15 +34,19 @@ def server_args(**own) -> ServerArgs:
 
 
 class Live:
-    """A running server. args: of ServerArgs."""
+    """A running server. shares: its engine with another one, so that its end does not end the engine."""
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, shares: bool = False):
         self.service = service
         self.socket = new_socket("127.0.0.1", 0, service.args.write_timeout)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.server = new_server(service)
+        if shares:
+            self.server = uvicorn.Server(self.server.config)
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
 
     def run(self) -> None:
         asyncio.run(self.server.serve(sockets=[self.socket]))
@@ -75,6 +81,13 @@ def beside(service: Service, **own) -> httpx.AsyncClient:
     other = Service(service.engine, service.models, replace(service.args, **own))
     transport = httpx.ASGITransport(new_app(other), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://server")
+
+
+def second(first: Live, **own) -> Live:
+    """Another server over the same engine. own: its other arguments."""
+    service = first.service
+    args = replace(service.args, **own)
+    return Live(Service(service.engine, service.models, args), shares=True)
 
 
 def ask(service: Service, method: str, path: str, own: dict | None = None, **more):

@@ -95,7 +95,7 @@ def test_a_message_that_is_gone_on_with(live):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_a_forced_call(live, choice):
-    body = dict(CHAT, tools=[TOOL], tool_choice=choice, max_tokens=80)
+    body = dict(CHAT, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, max_tokens=80)
     answer = live.post("/v1/chat/completions", body).json()["choices"][0]
     calls = answer["message"]["tool_calls"]
     assert calls[0]["function"]["name"] == "add" and answer["message"]["content"] is None

@@ -14,7 +14,7 @@ from reference.server.generation import Run
 from reference.server.logprobs import TokenNames, for_chat, of_prompt
 from reference.server.protocol.chat import ChatCompletionRequest, NamedToolChoice
 from reference.server.routes.common import OpenAIAnswer, check_answers, check_stream, user_of
-from reference.server.sampling import check_logprobs, new_params, structured_outputs, wishes_of
+from reference.server.sampling import call_form, check_logprobs, new_params, wishes_of
 from reference.server.service import Service
 from reference.server.streaming import Watched
 from reference.server.tools import CalledTool, schema_of
@@ -30,11 +30,12 @@ def params_of(service: Service, body: ChatCompletionRequest) -> SamplingParams:
     check_logprobs("top_logprobs", body.top_logprobs, service.args.max_logprobs)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, service.args.max_logprobs)
     wishes = wishes_of(body)
-    if body.tools and (schema := schema_of(body.tools, body.tool_choice)) is not None:
+    schema = schema_of(body.tools or [], body.tool_choice, body.parallel_tool_calls)
+    if schema is not None:
         if "structured_outputs" in wishes:
             accepted = "auto or none together with another form of the answer"
             raise refused("tool_choice", body.tool_choice, accepted)
-        wishes["structured_outputs"] = structured_outputs(json=schema)
+        wishes["structured_outputs"] = call_form(schema)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return new_params(newer or most, **wishes, logprobs=logprobs)
 

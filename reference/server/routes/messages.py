@@ -27,7 +27,7 @@ from reference.server.protocol.chat import (
 )
 from reference.server.protocol.messages import Block, CountTokensRequest, MessagesRequest
 from reference.server.routes.common import user_of
-from reference.server.sampling import new_params, structured_outputs
+from reference.server.sampling import call_form, new_params
 from reference.server.service import Service
 from reference.server.streaming import EventStream, Watched, Whole, event
 from reference.server.tools import CalledTool, Part, schema_of
@@ -108,14 +108,15 @@ async def prompt(service: Service, body: CountTokensRequest) -> list[int]:
 
 def params_of(body: MessagesRequest) -> SamplingParams:
     """What is asked of the engine. Raises ApiError."""
-    schema = schema_of(tools_of(body), choice_of(body)) if body.tools else None
+    parallel = not body.tool_choice.disable_parallel_tool_use
+    schema = schema_of(tools_of(body), choice_of(body), parallel)
     return new_params(
         body.max_tokens,
         stop=body.stop_sequences,
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
-        structured_outputs=None if schema is None else structured_outputs(json=schema),
+        structured_outputs=None if schema is None else call_form(schema),
     )
 
 
