@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from lessons.toolbox.model.arguments import check_positive, check_whole, refuse
 from reference.async_engine import AsyncEngineArgs
+from reference.server.templates import read_template
 
 PARSERS = ("hermes", "llama3_json")
 
@@ -13,7 +14,8 @@ class ServerArgs:
     """Raises ValueError, in one line, for a value that cannot work.
 
     engine: of the engine. served_model_name: what clients call the base model; the first is in the
-    answers. lora_modules: {name: folder} of the adapters. api_key: keys that are accepted, none: no
+    answers. lora_modules: {name: folder} of the adapters. chat_template: a file, or a template in one
+    line; it is read here. api_key: keys that are accepted, none: no
     key is needed. allowed_origins: of browsers' pages, none: no page of another origin may read an
     answer. Times are seconds: request_timeout of a whole answer, write_timeout of one write to a
     client that does not read, read_timeout of a request's headers and of its body, shutdown_timeout
@@ -49,6 +51,7 @@ class ServerArgs:
     limit_concurrency: int = 1024
 
     def __post_init__(self):
+        self.chat_template = read_template(self.chat_template)
         self.served_model_name = self.served_model_name or [self.engine.model]
         if not 0 <= self.port < 2**16:
             refuse("port", self.port, "0 to 65535; 0 takes a free one")

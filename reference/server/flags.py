@@ -89,7 +89,7 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
     for field in fields(AsyncEngineArgs):
         if field.name == "model":
             continue
-        flag, kind = f"--{field.name.replace('_', '-')}", str(field.type)
+        flag, kind = f"--{field.name.replace('_', '-')}", str(field.type).removeprefix("<class '")
         if kind.startswith("bool"):
             action = argparse.BooleanOptionalAction
             group.add_argument(flag, action=action, default=argparse.SUPPRESS)

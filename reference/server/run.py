@@ -5,6 +5,7 @@ answer coming gets it, for at most --shutdown-timeout seconds. A second signal e
 """
 
 import asyncio
+import os
 import socket
 import sys
 from functools import partial
@@ -27,10 +28,12 @@ class Server(uvicorn.Server):
         self.service = service
 
     def handle_exit(self, sig: int, frame) -> None:
-        """A signal has come. uvicorn itself would end at once only for a second Ctrl-C."""
+        """A signal has come. uvicorn itself would end at once only for a second Ctrl-C, and would
+        send itself the signal again when all is done, so that the exit code told of a failure.
+        """
         if self.should_exit:
-            self.force_exit = True
-        super().handle_exit(sig, frame)
+            os._exit(130)  # nothing is left to be saved, and a step may take long
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the socket, then wait for both the engine and the connections."""
@@ -93,6 +96,5 @@ def serve_forever(args: ServerArgs) -> int:
         names = ", ".join([*service.models.names, *service.models.adapters])
         print(f"serving {names} at http://{shown}:{port}", file=sys.stderr, flush=True)
         asyncio.run(server.serve(sockets=[listening]))
-        if not server.force_exit:
-            service.engine.shutdown()
-    return 130 if server.force_exit else 0
+        service.engine.shutdown()
+    return 0

@@ -27,6 +27,17 @@ RESERVED = ("messages", "tools", "documents", "chat_template", "tokenize", "add_
             "truncation", "max_length", "return_assistant_tokens_mask", "conversation")  # fmt: skip
 
 
+def read_template(wanted: str | None) -> str | None:
+    """The text of --chat-template: a file, or a template in one line. Raises ValueError."""
+    if wanted is None or "{" in wanted:
+        return wanted
+    try:
+        return Path(wanted).expanduser().read_text("utf-8")
+    except (OSError, ValueError) as error:
+        accepted = "a file, or a template in one line"
+        raise ValueError(f"--chat-template: {error}; accepted: {accepted}") from None
+
+
 class ChatTemplate:
     """How this server's model wants its conversations. text: the template, None for the tokenizer's."""
 
@@ -35,20 +46,12 @@ class ChatTemplate:
         self.text = text
 
     @classmethod
-    def of(cls, tokenizer, wanted: str | None) -> "ChatTemplate":
-        """wanted: a file, or a template in one line; None: the tokenizer's, or a plain one if it has
-        none. Raises ValueError for one that is no template.
+    def of(cls, tokenizer, text: str | None) -> "ChatTemplate":
+        """text: None for the tokenizer's, or a plain one if it has none. Raises ValueError for one that
+        is no template.
         """
-        if wanted is None:
-            text = None if tokenizer.chat_template else DEFAULT.read_text("utf-8")
-        elif "{" in wanted:
-            text = wanted
-        else:
-            try:
-                text = Path(wanted).expanduser().read_text("utf-8")
-            except (OSError, ValueError) as error:
-                accepted = "a file, or a template in one line"
-                raise ValueError(f"--chat-template: {error}; accepted: {accepted}") from None
+        if text is None and not tokenizer.chat_template:
+            text = DEFAULT.read_text("utf-8")
         template = cls(tokenizer, text)
         try:
             template.render([{"role": "user", "content": "Hello"}])
