@@ -118,8 +118,9 @@ class AsyncLLMEngine(AsyncEngine):
 
         def admit(request: EngineRequest) -> None:
             prompt_tokens = len(request.prompt_token_ids)
-            answers = request.most_tokens - prompt_tokens
-            self.admission.admit(user, prompt_tokens, answers, timeout_s)
+            self.admission.admit(
+                user, prompt_tokens, request.most_tokens - prompt_tokens, timeout_s
+            )
 
         def add() -> float:
             wishes = (request_id, prompt, sampling_params, priority, lora_request, user)
@@ -129,7 +130,9 @@ class AsyncLLMEngine(AsyncEngine):
             except Overloaded:
                 self.counter.totals["num_refused"] += 1
                 raise
-            return self.rate.seconds_for(len(self.engine.requests[request_id].prompt_token_ids))
+            request = self.engine.requests[request_id]
+            longest = max(sequence.max_new_tokens for sequence in request.sequences)
+            return self.rate.service_s(len(request.prompt_token_ids), longest)
 
         return await self.submit(request_id, add, timeout_s)
 

@@ -74,7 +74,7 @@ class ServiceRate:
     def __init__(self, half_life_s: float = HALF_LIFE_S):
         check_positive(half_life_s=half_life_s)
         self.half_life_s = half_life_s
-        self.tokens = self.seconds = 0.0
+        self.tokens = self.seconds = self.steps = 0.0
         self.answers = self.answer_tokens = 0.0
 
     def ran(self, tokens: int, seconds: float) -> None:
@@ -82,6 +82,7 @@ class ServiceRate:
         kept = 0.5 ** (seconds / self.half_life_s)
         self.tokens = self.tokens * kept + tokens
         self.seconds = self.seconds * kept + seconds
+        self.steps = self.steps * kept + 1
         self.answers *= kept
         self.answer_tokens *= kept
 
@@ -90,16 +91,26 @@ class ServiceRate:
         self.answers += 1
         self.answer_tokens += tokens
 
-    def expected(self, waiting: Waiting) -> float:
-        """Tokens that a request will take: most answers end long before their limit."""
-        answer = waiting.max_tokens
+    def expected_answer(self, max_tokens: int) -> float:
+        """Tokens of an answer: most end long before their limit."""
         if self.answers > 0.5:
-            answer = min(answer, self.answer_tokens / self.answers)
-        return waiting.prompt_tokens + answer
+            return min(max_tokens, self.answer_tokens / self.answers)
+        return max_tokens
+
+    def expected(self, waiting: Waiting) -> float:
+        """Tokens that a request will take."""
+        return waiting.prompt_tokens + self.expected_answer(waiting.max_tokens)
 
     def seconds_for(self, tokens: float) -> float:
-        """0 while nothing has run yet: nobody is turned away by a guess."""
+        """Of the whole engine, for so many tokens of whomever. 0 while nothing has run yet: nobody is
+        turned away by a guess.
+        """
         return tokens * self.seconds / self.tokens if self.tokens else 0.0
+
+    def service_s(self, prompt_tokens: int, max_tokens: int) -> float:
+        """Seconds from when a request begins to its whole answer: its prompt, then a step a token."""
+        step_s = self.seconds / self.steps if self.steps else 0.0
+        return self.seconds_for(prompt_tokens) + self.expected_answer(max_tokens) * step_s
 
 
 class AdmissionControl:
@@ -119,6 +130,8 @@ class AdmissionControl:
 
         Raises Overloaded.
         """
+        if self.limits == Limits() and timeout_s is None:
+            return  # without looking at a queue that may be long
         limits, (waiting, free_places) = self.limits, self.queue()
         ahead = len(waiting) - free_places  # of it, for whom there is no place
         if ahead < 0:
@@ -135,8 +148,8 @@ class AdmissionControl:
             why = f"{tokens} tokens are waiting (max_waiting_tokens)"
         elif exceeds(wait_s, limits.max_wait_s):
             why = f"the wait is {wait_s:.1f} s (max_wait_s)"
-        elif exceeds(wait_s, timeout_s):
-            why = f"the wait is {wait_s:.1f} s, longer than the request's own timeout"
+        elif exceeds(wait_s + self.rate.service_s(prompt_tokens, max_tokens), timeout_s):
+            why = f"the wait is {wait_s:.1f} s, too long for the request's own timeout"
         else:
             return
         raise Overloaded(why, self.retry_after_s(wait_s))

@@ -88,11 +88,11 @@ class AsyncEngine:
         self, request_id: str, add: Callable[[], float], timeout_s: float | None = None
     ) -> RequestStream:
         """Queue a request and return its outputs to come. add(): called in the engine's thread, gives
-        it to the engine and returns the seconds that its first token will take at least.
+        it to the engine and returns the seconds that it will take once it has begun.
 
         timeout_s: seconds after which nobody wants the answer: it is dropped before it is begun if
-        its first token could not come in time, and where it stands if it has begun. Raises what add
-        raises, Draining, and EngineDeadError.
+        that would be too late already, and where it stands if it has begun. Raises what add raises,
+        Draining, and EngineDeadError.
         """
         loop, now = asyncio.get_running_loop(), self.clock()
         waiter = Waiter(Mailbox(), self._bell_of(loop))
@@ -100,10 +100,10 @@ class AsyncEngine:
         def add_now() -> None:
             if self.drained is not None:
                 raise Draining
-            least_s = add()
+            service_s = add()
             if timeout_s is not None:
                 waiter.end_by_s = now + timeout_s
-                waiter.start_by_s = waiter.end_by_s - least_s
+                waiter.start_by_s = waiter.end_by_s - service_s
             self.waiters[request_id] = waiter
 
         def forget() -> None:
