@@ -50,7 +50,10 @@ class EngineSequence(Sequence):
         if logprobs is not None:
             self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[token].logprob
-        is_stop = token in self.stop_token_ids and len(self.output) >= self.params.min_tokens
+        is_late = len(self.output) >= self.params.min_tokens
+        if self.constraint is not None:
+            is_late |= self.constraint.has_ended  # a complete text ends, also before min_tokens
+        is_stop = token in self.stop_token_ids and is_late
         if is_stop:
             self.finish_reason = "stop"
             self.stop_reason = token if token in self.params.stop_token_ids else None

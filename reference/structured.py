@@ -24,9 +24,9 @@ from torch import Tensor
 
 from lessons.l22_serving.grammar import naive, optimized
 from lessons.l22_serving.grammar.json_text import Layout
-from lessons.l22_serving.grammar.matcher import TooAmbiguous
+from lessons.l22_serving.grammar.matcher import State, TooAmbiguous
 from lessons.l22_serving.grammar.optimized import TokenMasks
-from lessons.l22_serving.grammar.reading import KINDS, compile_structure
+from lessons.l22_serving.grammar.reading import KINDS, compile_structure, named
 from lessons.l22_serving.grammar.regex import read_regex
 from lessons.l22_serving.grammar.vocabulary import Vocabulary, bytes_of_tokens
 from lessons.toolbox.model.arguments import check_kind, refuse
@@ -126,29 +126,37 @@ class Row(NamedTuple):
 
 
 class Constraint:
-    """What one answer may still say. failure: why its grammar cannot be followed any more."""
+    """What one answer may still say. has_ended: whether it did. failure: why its grammar cannot be
+    followed any more.
+    """
 
     def __init__(self, masks: TokenMasks, end_tokens: frozenset[int]):
         self.masks = masks
         self.end_tokens = end_tokens
         self.state = masks.start
         self.failure: str | None = None
-        self.trouble = "the answer does not fit the grammar"
+        self.has_ended = False
+        self.stuck: State | None = None  # where there was no mask, so that only the end was allowed
         is_end = torch.zeros(len(masks.vocabulary), dtype=torch.bool)
         is_end[list(end_tokens)] = True
         self.end_mask = naive.packed(is_end)
 
     def take(self, token: int) -> None:
-        """A token was sampled. It may be an end that `row` allowed because the grammar failed."""
-        state = self.state
-        if token not in self.end_tokens:
-            try:
-                state = self.state = self.masks.advance(state, token)
-            except TooAmbiguous as error:
-                self.failure = f"structured_outputs: {error}"
-                return
-        if state is None or (token in self.end_tokens and not state.may_end):
-            self.failure = f"structured_outputs: {self.trouble}"
+        """A token was sampled, one that `row` allowed."""
+        if token in self.end_tokens:
+            self.has_ended = True
+            if self.state is self.stuck:
+                self.failure = f"structured_outputs: {TooAmbiguous()}"
+            return
+        try:
+            state = self.masks.advance(self.state, token)
+        except TooAmbiguous as error:
+            self.failure = f"structured_outputs: {error}"
+            return
+        if state is None:  # nobody samples it; if somebody does, others shall not suffer
+            self.failure = f"structured_outputs: token {token} does not fit"
+        else:
+            self.state = state
 
     def row(self, ahead: Sequence[int] = ()) -> Row | None:
         """What may follow the answer and `ahead`, drafted tokens. None: these do not fit, so nobody
@@ -160,9 +168,12 @@ class Constraint:
                 state = self.masks.advance(state, token)
                 if state is None:
                     return None
+        except TooAmbiguous:  # so will `take` be, before it comes to this row
+            return None
+        try:
             mask = self.masks.mask(state)
-        except TooAmbiguous as error:
-            self.trouble = str(error)
+        except TooAmbiguous:
+            self.stuck = state
             return Row(self.end_mask, True)
         if not state.may_end:
             return Row(mask, False)
@@ -199,7 +210,8 @@ class Structures:
             tokens = bytes_of_tokens(self.tokenizer, self.vocab_size)
             self.vocabulary = Vocabulary(tokens)
         automaton = compile_structure(params.kind, getattr(params, params.kind), params.layout)
-        return TokenMasks(automaton, self.vocabulary)
+        with named(params.kind):
+            return TokenMasks(automaton, self.vocabulary)
 
     def constraint(
         self, params: StructuredOutputsParams, stop_token_ids: frozenset[int]

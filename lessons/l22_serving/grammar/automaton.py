@@ -20,31 +20,16 @@ construction); Cox 2007, *Regular Expression Matching Can Be Simple And Fast*.
 
 from dataclasses import dataclass
 
-from lessons.l22_serving.grammar.syntax import (
-    ROOT,
-    Call,
-    Chars,
-    Choice,
-    Expression,
-    Grammar,
-    Repeat,
-    Sequence,
+from lessons.l22_serving.grammar.nfa import (
+    MOST_POSITIONS,
+    Nfa,
+    TooLarge,
+    byte_classes,
+    skip_nullable,
 )
-from lessons.l22_serving.grammar.utf8 import byte_sequences
+from lessons.l22_serving.grammar.syntax import ROOT, Grammar
 
-MOST_STATES = 40_000  # of all rules, before the machines are deterministic
-MOST_POSITIONS = 20_000  # afterwards
-MOST_WORK = 1_000_000  # entries of sets that the subset construction looks at: about a second
-
-
-class TooLarge(ValueError):
-    """A grammar whose automaton would take too long to make, or too much memory."""
-
-    def __init__(self):
-        super().__init__(
-            f"the grammar is too large: its automaton needs more than {MOST_STATES} states or "
-            f"{MOST_POSITIONS} positions; accepted: fewer or smaller repetitions and alternatives"
-        )
+MOST_WORK = 500_000  # entries of sets that the subset construction looks at: about half a second
 
 
 @dataclass
@@ -66,152 +51,23 @@ class Automaton:
 
 
 def compile_grammar(grammar: Grammar) -> Automaton:
-    """The automaton of a grammar. Raises ValueError for a rule that is missing, for a grammar that no
-    text fits, and TooLarge.
+    """The automaton of a grammar, of the rules that ROOT needs. Every call is of a rule that is there.
+    Raises ValueError for a grammar that no text fits, and TooLarge.
     """
-    check_calls(grammar)
-    nullable = nullable_rules(grammar)
-    nfa = Nfa(nullable)
-    ends = {}
-    for name, rule in grammar.rules.items():
-        start = nfa.new_state()
-        ends[name] = start, nfa.add(rule, start)
-    class_of, first_of_class = byte_classes(nfa)
-    automaton = Automaton(
-        class_of, len(first_of_class), [], [], [], {}, accepts_empty=ROOT in nullable
-    )
+    nfa = Nfa()
+    waiting = [ROOT]
+    while waiting:
+        name = waiting.pop()
+        if name not in nfa.ends:
+            waiting += nfa.add_rule(name, grammar.rules[name])
+    accepts_empty = ROOT in skip_nullable(nfa)
+    class_of, num_classes = byte_classes(nfa)
+    automaton = Automaton(class_of, num_classes, [], [], [], {}, accepts_empty)
     subsets = Subsets(nfa, class_of, automaton)
-    for name, (start, end) in ends.items():
+    for name, (start, end) in nfa.ends.items():
         subsets.add_rule(name, start, end)
     remove_dead_ends(automaton)
     return automaton
-
-
-def check_calls(grammar: Grammar) -> None:
-    """Raise ValueError for a call of a rule that is not there."""
-    if ROOT not in grammar.rules:
-        raise ValueError(f"the grammar has no rule {ROOT!r}; accepted: one with it")
-    for name, rule in grammar.rules.items():
-        waiting = [rule]
-        while waiting:
-            part = waiting.pop()
-            if isinstance(part, Call) and part.rule not in grammar.rules:
-                raise ValueError(
-                    f"rule {name!r} calls {part.rule!r}, which is not defined; accepted: "
-                    f"{', '.join(sorted(grammar.rules)[:10])}"
-                )
-            waiting += parts_of(part)
-
-
-def parts_of(expression: Expression) -> tuple[Expression, ...]:
-    if isinstance(expression, (Sequence, Choice)):
-        return expression.parts
-    return (expression.part,) if isinstance(expression, Repeat) else ()
-
-
-def nullable_rules(grammar: Grammar) -> set[str]:
-    """The rules that the empty text fits."""
-    found: set[str] = set()
-
-    def is_nullable(part: Expression) -> bool:
-        if isinstance(part, Sequence):
-            return all(map(is_nullable, part.parts))
-        if isinstance(part, Choice):
-            return any(map(is_nullable, part.parts))
-        if isinstance(part, Repeat):
-            return part.low == 0 or is_nullable(part.part)
-        return isinstance(part, Call) and part.rule in found
-
-    while more := {n for n, rule in grammar.rules.items() if n not in found and is_nullable(rule)}:
-        found |= more
-    return found
-
-
-class Nfa:
-    """Thompson's machine: states with edges by byte ranges, by calls, and for nothing at all."""
-
-    def __init__(self, nullable: set[str]):
-        self.nullable = nullable
-        self.edges: list[list[tuple[int, int, int]]] = []  # (first byte, last byte, target)
-        self.calls: list[list[tuple[str, int]]] = []
-        self.empty: list[list[int]] = []
-
-    def new_state(self) -> int:
-        if len(self.edges) >= MOST_STATES:
-            raise TooLarge
-        self.edges.append([])
-        self.calls.append([])
-        self.empty.append([])
-        return len(self.edges) - 1
-
-    def add(self, part: Expression, start: int) -> int:
-        """States for `part` behind `start`; returns the one in which it ends."""
-        if isinstance(part, Sequence):
-            for each in part.parts:
-                start = self.add(each, start)
-            return start
-        if isinstance(part, Repeat):
-            return self.add_repeat(part, start)
-        end = self.new_state()
-        if isinstance(part, Choice):
-            for each in part.parts:
-                self.empty[self.add(each, start_behind(self, start))].append(end)
-        elif isinstance(part, Call):
-            self.calls[start].append((part.rule, end))
-            if part.rule in self.nullable:
-                self.empty[start].append(end)
-        else:
-            self.add_chars(part, start, end)
-        return end
-
-    def add_repeat(self, part: Repeat, start: int) -> int:
-        for _ in range(part.low):
-            start = self.add(part.part, start)
-        if part.high is None:
-            loop = start_behind(self, start)
-            self.empty[self.add(part.part, loop)].append(loop)
-            return start_behind(self, loop)
-        skips = [start]
-        for _ in range(part.high - part.low):
-            start = self.add(part.part, start_behind(self, start))
-            skips.append(start)
-        end = self.new_state()
-        for state in skips:
-            self.empty[state].append(end)
-        return end
-
-    def add_chars(self, chars: Chars, start: int, end: int) -> None:
-        """Byte sequences that end alike share their states."""
-        shared = {(): end}
-        for ranges in byte_sequences(chars.ranges):
-            for at in range(len(ranges) - 1, 0, -1):
-                if ranges[at:] not in shared:
-                    state = self.new_state()
-                    self.edges[state].append((*ranges[at], shared[ranges[at + 1 :]]))
-                    shared[ranges[at:]] = state
-            self.edges[start].append((*ranges[0], shared[ranges[1:]]))
-
-
-def start_behind(nfa: Nfa, state: int) -> int:
-    """A new state that is reached for nothing. A loop or a branch must not share its first state."""
-    new = nfa.new_state()
-    nfa.empty[state].append(new)
-    return new
-
-
-def byte_classes(nfa: Nfa) -> tuple[bytes, list[int]]:
-    """Bytes that no edge tells apart are one class. Returns the class of each byte, and the first byte
-    of each class.
-    """
-    cuts = {0}
-    for edges in nfa.edges:
-        for low, high, _ in edges:
-            cuts |= {low, high + 1}
-    firsts = sorted(cuts - {256})
-    class_of = bytearray(256)
-    for number, (first, beyond) in enumerate(zip(firsts, [*firsts[1:], 256])):
-        class_of[first:beyond] = bytes([number]) * (beyond - first)
-    return bytes(class_of), firsts
 
 
 class Subsets:
@@ -277,6 +133,7 @@ class Subsets:
                 self.count(high - low + 1)
                 for byte_class in range(low, high + 1):
                     by_byte.setdefault(byte_class, set()).add(target)
+            self.count(len(self.nfa.calls[state]))
             for rule, target in self.nfa.calls[state]:
                 by_call.setdefault(rule, set()).add(target)
         return by_byte, by_call

@@ -54,6 +54,7 @@ class GbnfReader(Reader):
 
     def grammar(self) -> Grammar:
         rules: dict[str, Expression] = {}
+        self.called: dict[str, int] = {}  # {rule: where}
         self.skip()
         while self.at < len(self.pattern):
             start, name = self.at, self.defined_name()
@@ -66,6 +67,9 @@ class GbnfReader(Reader):
             raise ValueError(
                 f"grammar: got no rule {self.first_rule!r}; accepted: one, with which texts begin"
             )
+        for name, start in self.called.items():
+            if name not in rules:
+                raise self.wrong("calls of rules that are defined", start)
         if self.first_rule != ROOT:
             rules[ROOT] = Call(self.first_rule)
         return Grammar(rules)
@@ -136,6 +140,7 @@ class GbnfReader(Reader):
         """A call, a literal, a class or a group."""
         start, name = self.at, self.name()
         if name is not None:
+            self.called.setdefault(name, start)
             return Call(name)
         char = self.next_char()
         if char == "(":
@@ -185,9 +190,9 @@ class LarkReader(GbnfReader):
                 raise self.wrong(f"~ m..n with m <= n, both at most {MOST_REPEATS}", start)
             self.skip()
             part = Repeat(part, low, high)
-        if self.takes_token("->"):  # the name of a branch of the tree says nothing about texts
-            if self.name() is None:
-                raise self.wrong("a name behind ->")
+        # The name of a branch of the tree says nothing about texts.
+        if self.takes_token("->") and self.name() is None:
+            raise self.wrong("a name behind ->")
         return part
 
     def other(self, char: str, start: int, depth: int) -> Expression:

@@ -15,39 +15,34 @@ from urllib.parse import unquote
 
 from lessons.l22_serving.grammar import json_text as parts
 from lessons.l22_serving.grammar.json_overlap import may_overlap
-from lessons.l22_serving.grammar.json_text import Layout, enclosed, separated
+from lessons.l22_serving.grammar.json_text import Layout
+from lessons.l22_serving.grammar.json_types import (
+    KEYWORDS,
+    not_read,
+    read_array,
+    read_number,
+    read_object,
+    read_string,
+    wrong,
+)
 from lessons.l22_serving.grammar.syntax import (
     DEEPEST,
     EMPTY,
-    MOST_REPEATS,
     ROOT,
     Call,
     Choice,
     Expression,
     Grammar,
     choice,
-    optional,
-    sequence,
 )
-from lessons.toolbox.model.arguments import is_number, is_whole, shown
+from lessons.toolbox.model.arguments import shown
 
 LONGEST = 200_000  # characters of a schema
-LONGEST_NAME = 100  # characters, where a key must differ from the names
-LARGEST = 10**parts.MOST_DIGITS - 1
-ANNOTATIONS = set(
-    "title description default examples example deprecated readOnly writeOnly $comment $schema "
-    "$defs definitions discriminator contentEncoding contentMediaType".split()
-)
-KEYWORDS = {
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "number": {"minimum", "maximum"},
-    "boolean": set(),
-    "null": set(),
-}
-BOUNDS = {"minimum": 0, "maximum": 0, "exclusiveMinimum": 1, "exclusiveMaximum": -1}
+ANNOTATIONS = {
+    "title", "description", "default", "examples", "example", "deprecated", "readOnly",
+    "writeOnly", "$comment", "$schema", "$defs", "definitions", "discriminator",
+    "contentEncoding", "contentMediaType",
+}  # fmt: skip
 COMBINING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
 
@@ -109,7 +104,7 @@ class SchemaReader:
 
     def read(self, where: str, schema, is_rule: bool = False) -> Expression:
         """The expression of a schema. where: its JSON pointer, for errors and as a name."""
-        if schema is True or schema == {}:
+        if schema is True or (isinstance(schema, dict) and set(schema) <= ANNOTATIONS):
             return Call("value")
         if schema is False:
             return Choice(())
@@ -137,7 +132,7 @@ class SchemaReader:
         if types is None:
             has = [kind for kind, names in KEYWORDS.items() if names & set(schema)]
             if not has:
-                return list(KEYWORDS)[:4] + ["number", "boolean", "null"]
+                return [kind for kind in KEYWORDS if kind != "integer"]
             return ["number"] if has == ["integer", "number"] else has[:1]
         types = [types] if isinstance(types, str) else types
         if (
@@ -221,135 +216,15 @@ class SchemaReader:
         if kind in ("boolean", "null"):
             return parts.BOOLEAN if kind == "boolean" else parts.NULL
         if kind == "string":
-            return self.string(where, schema)
+            return read_string(where, schema)
         if kind in ("integer", "number"):
-            return self.number(where, schema, kind)
-        read = self.object if kind == "object" else self.array
+            return read_number(where, schema, kind)
+        read = read_object if kind == "object" else read_array
         if is_rule:
-            return read(where, schema)
+            return read(self, where, schema)
         # Not under its pointer alone, which is the name of all that the schema allows.
-        self.rules[f"{where} {kind}"] = read(where, schema)
+        self.rules[f"{where} {kind}"] = read(self, where, schema)
         return Call(f"{where} {kind}")
-
-    def string(self, where: str, schema: dict) -> Expression:
-        has = [name for name in ("pattern", "format") if name in schema]
-        low, high = self.bounds(where, schema, "minLength", "maxLength")
-        if has and (len(has) > 1 or low or high is not None):
-            raise not_read(where, has[0], [], "beside minLength, maxLength, pattern or format")
-        if "pattern" in schema:
-            return parts.string_of_pattern(schema["pattern"])
-        if "format" in schema:
-            if schema["format"] not in parts.FORMATS:
-                raise wrong(f"{where}/format", schema["format"], ", ".join(parts.FORMATS))
-            return parts.string_of_format(schema["format"])
-        return parts.STRING if not low and high is None else parts.string_of_length(low, high)
-
-    def number(self, where: str, schema: dict, kind: str) -> Expression:
-        low, high = -LARGEST, LARGEST
-        is_bounded = False
-        for name, step in BOUNDS.items():
-            if name not in schema:
-                continue
-            if step and kind == "number":
-                raise not_read(where, name, ["number"])
-            value, is_bounded = schema[name], True
-            if not is_number(value, -LARGEST, LARGEST) or value != int(value):
-                accepted = f"a whole number of at most {parts.MOST_DIGITS} digits"
-                raise wrong(f"{where}/{name}", value, accepted)
-            if name in ("minimum", "exclusiveMinimum"):
-                low = max(low, int(value) + step)
-            else:
-                high = min(high, int(value) + step)
-        if not is_bounded:
-            return parts.INTEGER if kind == "integer" else parts.NUMBER
-        if low > high:
-            return Choice(())
-        between = parts.integer_between if kind == "integer" else parts.number_between
-        return between(low, high)
-
-    def array(self, where: str, schema: dict) -> Expression:
-        low, high = self.bounds(where, schema, "minItems", "maxItems")
-        first, items = (
-            schema.get("prefixItems", []),
-            schema.get("items", "prefixItems" not in schema),
-        )
-        if not isinstance(first, list):
-            raise wrong(f"{where}/prefixItems", first, "a list of schemas")
-        if isinstance(items, list):
-            raise wrong(f"{where}/items", "a list", "a schema; prefixItems for the first items")
-        first = [self.read(f"{where}/prefixItems/{n}", each) for n, each in enumerate(first)]
-        if items is False:
-            high = len(first) if high is None else min(high, len(first))
-        if high is not None and high < low:
-            return Choice(())
-        first, item = first[:high], self.read(f"{where}/items", items)
-        if not first:
-            return enclosed("[]", separated(item, self.layout, low, high), self.layout)
-        # The first items, from behind: each is there only if those in front of it are.
-        left = None if high is None else high - len(first)
-        rest = separated(item, self.layout, max(1, low - len(first)), left)
-        if left != 0:
-            rest = sequence(self.layout.comma, rest)
-            rest = rest if low > len(first) else optional(rest)
-        for n in range(len(first) - 1, -1, -1):
-            rest = (
-                sequence(first[n], rest) if n == 0 else sequence(self.layout.comma, first[n], rest)
-            )
-            rest = rest if n < low else optional(rest)
-        return enclosed("[]", rest, self.layout)
-
-    def object(self, where: str, schema: dict) -> Expression:
-        names, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(names, dict):
-            raise wrong(f"{where}/properties", names, "an object of schemas")
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise wrong(f"{where}/required", required, "a list of names")
-        more = schema.get("additionalProperties", "properties" not in schema)
-        for name in required:
-            names = names if name in names else {**names, name: more}
-        pairs = []
-        for name, value in names.items():
-            pointer = name.replace("~", "~0").replace("/", "~1")
-            value = self.read(f"{where}/properties/{pointer}", value)
-            pair = sequence(parts.literal(name), self.layout.colon, value)
-            pairs.append((pair, name in required))
-        other = EMPTY
-        if more is not False:
-            if long := [name for name in names if len(name) > LONGEST_NAME]:
-                accepted = f"names of at most {LONGEST_NAME} characters beside additionalProperties"
-                raise wrong(f"{where}/properties", long[0], accepted)
-            value = self.read(f"{where}/additionalProperties", more)
-            other = sequence(parts.key_other_than(list(names)), self.layout.colon, value)
-        return enclosed("{}", self.members(where, pairs, other), self.layout)
-
-    def members(
-        self, where: str, pairs: list[tuple[Expression, bool]], other: Expression
-    ) -> Expression:
-        """The pairs in their order, each with whether it is required, then any number of `other`."""
-        comma = self.layout.comma
-        # Rule n: what may follow once something stands in front, from pair n on.
-        behind = EMPTY if other is EMPTY else parts.Repeat(sequence(comma, other), 0, None)
-        self.rules[f"{where} from {len(pairs)}"] = behind
-        for n in range(len(pairs) - 1, -1, -1):
-            pair, is_required = pairs[n]
-            written = sequence(comma, pair)
-            written = written if is_required else optional(written)
-            self.rules[f"{where} from {n}"] = sequence(written, Call(f"{where} from {n + 1}"))
-        firsts = []
-        for n, (pair, is_required) in enumerate(pairs):
-            firsts.append(sequence(pair, Call(f"{where} from {n + 1}")))
-            if is_required:
-                return choice(*firsts)
-        if other is not EMPTY:
-            firsts.append(sequence(other, Call(f"{where} from {len(pairs)}")))
-        return choice(EMPTY, *firsts)
-
-    def bounds(self, where: str, schema: dict, least: str, most: str) -> tuple[int, int | None]:
-        """Two counts, the second None for any. Raises ValueError for others."""
-        for name in (least, most):
-            if name in schema and not is_whole(schema[name], 0, MOST_REPEATS):
-                raise wrong(f"{where}/{name}", schema[name], f"a whole number, 0 to {MOST_REPEATS}")
-        return schema.get(least, 0), schema.get(most)
 
 
 def is_of_type(value, kind: str) -> bool:
@@ -359,15 +234,3 @@ def is_of_type(value, kind: str) -> bool:
         return is_real and (kind == "number" or float(value).is_integer())
     kinds = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
     return isinstance(value, kinds[kind])
-
-
-def wrong(where: str, got, accepted: str) -> ValueError:
-    return ValueError(f"json: got {shown(got)} at {shown(where)}; accepted: {accepted}")
-
-
-def not_read(where: str, name: str, types: list[str], why: str = "") -> ValueError:
-    """The error of a keyword that is refused by name."""
-    known = sorted(set().union(*(KEYWORDS[kind] for kind in types)))
-    beside = f" {why}" if why else f" with type {' or '.join(types)}"
-    accepted = ", ".join(known) if known else "one keyword, and annotations such as title"
-    return ValueError(f"json: got {shown(name)} at {shown(where)}{beside}; accepted: {accepted}")

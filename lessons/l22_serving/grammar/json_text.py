@@ -61,16 +61,19 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """What stands between the parts of a JSON text. blank: what may stand at any place."""
+    """What stands between the parts of a JSON text. blank: what may stand at any place. rules: that the
+    three call.
+    """
 
     blank: Expression
     comma: Expression
     colon: Expression
+    rules: dict[str, Expression]
 
     @staticmethod
     def compact() -> "Layout":
         """One way to write each value: that of Python's json.dumps."""
-        return Layout(EMPTY, text(", "), text(": "))
+        return Layout(EMPTY, text(", "), text(": "), {})
 
     @staticmethod
     def free(blank: Expression | None = None) -> "Layout":
@@ -80,8 +83,9 @@ class Layout:
         if blank is None:
             indent = sequence(text("\n"), Repeat(char_in(" ", "\t"), 0, 20))
             blank = optional(choice(text(" "), indent))
-        around = [sequence(blank, text(sign), blank) for sign in ",:"]
-        return Layout(blank, *around)
+        call = Call("blank")
+        around = [sequence(call, text(sign), call) for sign in ",:"]
+        return Layout(call, *around, {"blank": blank})
 
 
 def separated(
@@ -102,9 +106,9 @@ def enclosed(signs: str, inner: Expression, layout: Layout) -> Expression:
 
 
 def any_value(layout: Layout) -> dict[str, Expression]:
-    """Rules for any JSON value: "value", "object", "array", "pair"."""
+    """Rules for any JSON value: "value", "object", "array", and those of the layout."""
     pair = sequence(STRING, layout.colon, Call("value"))
-    return {
+    return layout.rules | {
         "value": choice(STRING, NUMBER, BOOLEAN, NULL, Call("object"), Call("array")),
         "object": enclosed("{}", separated(pair, layout), layout),
         "array": enclosed("[]", separated(Call("value"), layout), layout),

@@ -16,8 +16,9 @@ that share their parts).
 from lessons.l22_serving.grammar.automaton import Automaton
 from lessons.l22_serving.grammar.syntax import ROOT
 
-MOST_ITEMS = 500  # of a state. JSON needs a handful; only an ambiguous grammar gets so many
-MOST_KEPT = 20_000  # states; then the table of equal states begins anew
+MOST_ITEMS = 2000  # of a state. JSON needs a handful; only an ambiguous grammar gets so many
+MOST_STEPS = 100_000  # items that one byte, or one mask, may follow: about 50 ms
+MOST_KEPT = 5000  # states; then the table of equal states begins anew
 
 Frame = tuple[str, "State"]  # the rule that returns, and the state from which it was called
 Item = tuple[int, Frame | None]  # a position, and its frame; None: of the root
@@ -28,8 +29,8 @@ class TooAmbiguous(ValueError):
 
     def __init__(self):
         super().__init__(
-            f"the grammar is too ambiguous: a text has more than {MOST_ITEMS} readings at once; "
-            f"accepted: rules without several ways to read the same text"
+            "the grammar is too ambiguous: this text has too many readings at once; accepted: rules "
+            "without several ways to read the same text"
         )
 
 
@@ -89,18 +90,20 @@ class Matcher:
             if byte_class in automaton.edges[position]
         ]
         self.steps += len(state.items)
+        most = self.steps + MOST_STEPS
         found: set[Item] = set()
         while waiting:
             item = waiting.pop()
             if item in found:
                 continue
             found.add(item)
-            if len(found) > MOST_ITEMS:
+            if len(found) > MOST_ITEMS or self.steps > most:
                 raise TooAmbiguous
             position, frame = item
             if frame is not None and automaton.is_final[position]:
                 rule, caller = frame
                 waiting += caller.callers[rule]
+                self.steps += len(caller.callers[rule])
         # What has returned and cannot go on says nothing about the future.
         kernel = frozenset(
             item for item in found if item[1] is None or not has_ended(automaton, item[0])
@@ -113,6 +116,7 @@ class Matcher:
             if len(self.known) >= MOST_KEPT:
                 self.known.clear()
             self.known[kernel] = State(self.automaton, tuple(kernel))
+            self.steps += len(self.known[kernel].items)
         return self.known[kernel]
 
     def read(self, data: bytes, state: State | None = None) -> State | None:

@@ -20,22 +20,25 @@ from torch import Tensor
 
 from lessons.l03_kv_cache.checks import DECODE_DTYPES, check_one_device
 from lessons.l22_serving.grammar.automaton import Automaton
-from lessons.l22_serving.grammar.kernels import token_mask_kernel
-from lessons.l22_serving.grammar.matcher import Matcher, State, TooAmbiguous
+from lessons.l22_serving.grammar.matcher import MOST_STEPS, Matcher, State, TooAmbiguous
 from lessons.l22_serving.grammar.vocabulary import Vocabulary
+from lessons.l22_serving.kernels import token_mask_kernel
 from lessons.toolbox.kernels.triton_ import triton
 
 DEAD, UNKNOWN = 0, -1  # of the table
 MOST_ROWS = 4096  # states in the table; then it begins anew
 MOST_MASK_BYTES = 2**24
-MOST_STEPS = 400_000  # items that one mask may follow: about half a second
 BLOCK = 1024  # tokens of a program
 
 
 class TokenMasks:
-    """The masks of one automaton over one vocabulary. Texts share it; each keeps its own `State`."""
+    """The masks of one automaton over one vocabulary. Texts share it; each keeps its own `State`.
+
+    Raises ValueError for a vocabulary that could come to a dead end, because a byte is no token.
+    """
 
     def __init__(self, automaton: Automaton, vocabulary: Vocabulary):
+        check_bytes(automaton, vocabulary)
         self.matcher = Matcher(automaton)
         self.vocabulary = vocabulary
         self.class_of = np.frombuffer(automaton.class_of, np.uint8)
@@ -111,6 +114,20 @@ class TokenMasks:
             target = self.matcher.step_class(self.states[source], byte_class)
             number = DEAD if target is None else self.number_of(target)
             self.table[source, byte_class] = number
+
+
+def check_bytes(automaton: Automaton, vocabulary: Vocabulary) -> None:
+    """Raise ValueError unless each class of bytes that the grammar uses has a token of one byte: then some
+    token fits wherever some byte does.
+    """
+    used = {byte_class for edges in automaton.edges for byte_class in edges}
+    missing = used - {automaton.class_of[byte] for byte in vocabulary.single_bytes}
+    if missing:
+        byte = automaton.class_of.index(min(missing))
+        raise ValueError(
+            f"the grammar needs byte 0x{byte:02X}, which is no token of this vocabulary; accepted: "
+            f"grammars of bytes that are"
+        )
 
 
 def packed(allowed: np.ndarray) -> Tensor:

@@ -4,10 +4,14 @@ compile_structure("regex", "(red|green)")     "choice", ["red", "green"]     "js
 compile_structure("json_object", True)         "grammar", 'root ::= "red" | "green"'
 """
 
-from lessons.l22_serving.grammar.automaton import Automaton, TooLarge, compile_grammar
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lessons.l22_serving.grammar.automaton import Automaton, compile_grammar
 from lessons.l22_serving.grammar.ebnf import read_grammar
 from lessons.l22_serving.grammar.json_schema import read_any_object, read_schema
 from lessons.l22_serving.grammar.json_text import Layout
+from lessons.l22_serving.grammar.nfa import TooLarge
 from lessons.l22_serving.grammar.regex import read_regex
 from lessons.l22_serving.grammar.syntax import ROOT, Choice, Grammar, text
 from lessons.toolbox.model.arguments import shown
@@ -19,8 +23,15 @@ def compile_structure(kind: str, value, layout: Layout | None = None) -> Automat
     """The automaton of the texts that fit. kind: one of KINDS. layout: of JSON, None for
     Layout.free(). Raises ValueError, one line that names the kind.
     """
-    try:
+    with named(kind):
         return compile_grammar(read_structure(kind, value, layout))
+
+
+@contextmanager
+def named(kind: str) -> Iterator[None]:
+    """Errors inside it say what was read."""
+    try:
+        yield
     except RecursionError:
         raise ValueError(f"{kind}: {TooLarge()}") from None
     except ValueError as error:

@@ -9,7 +9,6 @@ fits the rule "root", from its first byte to its last.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Union
 
 Ranges = tuple[tuple[int, int], ...]  # code points, both ends included, sorted and apart
 LAST_CODE_POINT = 0x10FFFF
@@ -55,13 +54,13 @@ class Call:
     rule: str
 
 
-Expression = Union[Chars, Sequence, Choice, Repeat, Call]
+Expression = Chars | Sequence | Choice | Repeat | Call
 EMPTY = Sequence(())
 
 
 @dataclass
 class Grammar:
-    """Rules by name, one of them ROOT."""
+    """Rules by name, one of them ROOT. Whatever they call is there."""
 
     rules: dict[str, Expression]
 
