@@ -17,9 +17,12 @@ from reference.server.args import ServerArgs
 from reference.server.errors import ApiError, response_of
 
 MOST_DEPTH = 64  # of JSON within JSON
+MOST_PARTS = 20_000  # arrays and objects
 MOST_HEADER_BYTES = 32 * 1024
 # They say nothing of anybody's prompts, and who asks (a probe, Prometheus) has no key.
 OPEN = ("/health", "/ready", "/ping", "/version", "/metrics")
+# The closing quote is optional, so that a string without one is read once and not once a character.
+STRINGS_AND_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
 
 App = Callable[[dict, Callable, Callable], Awaitable[None]]
@@ -126,6 +129,7 @@ def check_json(body: bytes) -> None:
         body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ApiError(400, f"body: byte {error.start} is not UTF-8; accepted: UTF-8") from None
+    check_nesting(body)
     try:
         value = json.loads(body, parse_constant=refuse_constant)
     except ApiError:
@@ -134,23 +138,31 @@ def check_json(body: bytes) -> None:
         raise ApiError(400, f"body: {error}; accepted: JSON") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"body: got a JSON {type(value).__name__}; accepted: an object")
-    check_depth(body, value)
     # Halves of surrogate pairs cannot be written as UTF-8, wherever they are repeated.
     if SURROGATES.search(body) and has_surrogate(value):
         raise ApiError(400, "body: got half of a surrogate pair; accepted: whole characters")
 
 
-def check_depth(body: bytes, value: dict) -> None:
-    """Raise ApiError for JSON within JSON within … deeper than MOST_DEPTH. value: the body, parsed."""
+def check_nesting(body: bytes) -> None:
+    """Raise ApiError for JSON within JSON within … deeper than MOST_DEPTH, and for too many parts. It
+    takes time in proportion to the body, whatever is in it.
+    """
     if body.count(b"[") + body.count(b"{") <= MOST_DEPTH:
         return
-    level = [value]
-    for _ in range(MOST_DEPTH):
-        inner = (one.values() if isinstance(one, dict) else one for one in level)
-        level = [part for parts in inner for part in parts if isinstance(part, (dict, list))]
-        if not level:
-            return
-    raise ApiError(400, f"body: nested deeper than {MOST_DEPTH}; accepted: flatter JSON")
+    depth = count = 0
+    for found in STRINGS_AND_BRACKETS.finditer(body):
+        token = found[0]
+        if token in (b"[", b"{"):
+            depth, count = depth + 1, count + 1
+            if depth > MOST_DEPTH:
+                raise ApiError(
+                    400, f"body: nested deeper than {MOST_DEPTH}; accepted: flatter JSON"
+                )
+            if count > MOST_PARTS:
+                accepted = f"at most {MOST_PARTS} arrays and objects"
+                raise ApiError(400, f"body: got too many parts; accepted: {accepted}")
+        elif token in (b"]", b"}"):
+            depth -= 1
 
 
 def refuse_constant(name: str) -> None:

@@ -93,6 +93,7 @@ def test_a_message_that_is_gone_on_with(live):
     assert live.post("/v1/messages", message).json()["content"][0]["text"] == want
 
 
+@pytest.mark.sample(1, of="calls of functions")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_a_forced_call(live, choice):
     body = dict(CHAT, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, max_tokens=80)
@@ -107,6 +108,7 @@ def test_a_forced_call(live, choice):
     assert [call["index"] for call in told] == list(range(len(told)))
 
 
+@pytest.mark.sample(1, of="calls of functions")
 def test_a_call_that_the_model_makes_itself(live):
     made = '<tool_call>\\n\\{"name": "add", "arguments": \\{"a": [12]\\}\\}\\n</tool_call>'
     body = dict(CHAT, tools=[TOOL], guided_regex="So: " + made, max_tokens=100)
@@ -170,7 +172,7 @@ def test_a_clients_own_template(running):
         "{% if %}",
     ],
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_templates_that_attack(running, template):
     body = dict(messages=MESSAGES, chat_template=template)
     answer = ask(

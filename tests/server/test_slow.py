@@ -45,8 +45,9 @@ def wait_until_idle(live: Live) -> None:
     assert_clean(live.engine)
 
 
-@pytest.mark.parametrize("count", [25, 1000], ids=["few", "many"])
-def test_clients_that_go_leave_no_block(live, seed, count):
+def test_clients_that_go_leave_no_block(live, seed, request):
+    count = 1000 if request.config.getoption("--all") else 25
+
     async def everybody():
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=live.url, limits=limits, timeout=60) as client:
@@ -62,6 +63,7 @@ def test_clients_that_go_leave_no_block(live, seed, count):
     assert aborted, "some of them went in the middle"
 
 
+@pytest.mark.sample(2, of="slow clients")
 def test_who_reads_nothing_is_dropped(running):
     """A client that takes nothing: what the system holds for it fills up, then its time runs."""
     live = second(running, write_timeout=0.3)
@@ -90,6 +92,7 @@ def test_who_reads_nothing_is_dropped(running):
         live.stop()
 
 
+@pytest.mark.sample(2, of="slow clients")
 def test_who_sends_nothing_is_dropped(running):
     live = second(running, read_timeout=0.3)
     start = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -105,6 +108,7 @@ def test_who_sends_nothing_is_dropped(running):
         live.stop()
 
 
+@pytest.mark.sample(2, of="slow clients")
 def test_an_answer_that_takes_too_long(running):
     live = second(running, request_timeout=0.15)
     try:
@@ -120,6 +124,7 @@ def test_an_answer_that_takes_too_long(running):
     wait_until_idle(running)
 
 
+@pytest.mark.sample(2, of="slow clients")
 def test_overload_is_said_at_once(running):
     admission = running.service.engine.admission
     before, admission.limits = admission.limits, Limits(max_waiting_requests=1)
