@@ -23,7 +23,7 @@ def openai(live):
         yield client
 
 
-@pytest.mark.sample(3, of="clients of the server")
+@pytest.mark.sample(2, of="clients of the server")
 @needs("openai")
 def test_openai_completions_and_models(openai):
     assert [model.id for model in openai.models.list()] == ["tiny", "base", "sql", "tests"]
@@ -38,7 +38,7 @@ def test_openai_completions_and_models(openai):
     assert chunks[-1].usage == whole.usage and len(whole.choices[0].logprobs.tokens) == 8
 
 
-@pytest.mark.sample(3, of="clients of the server")
+@pytest.mark.sample(2, of="clients of the server")
 @needs("openai")
 def test_openai_chat_with_tools_and_formats(openai):
     from pydantic import BaseModel
@@ -62,7 +62,7 @@ def test_openai_chat_with_tools_and_formats(openai):
     assert extra.choices[0].message.content in ("yes", "no")
 
 
-@pytest.mark.sample(3, of="clients of the server")
+@pytest.mark.sample(2, of="clients of the server")
 @needs("openai")
 def test_openai_responses_and_embeddings(openai):
     wishes = dict(model="tiny", input="def f(", max_output_tokens=8, temperature=0)
@@ -83,7 +83,7 @@ def test_openai_responses_and_embeddings(openai):
     assert as_numbers.data[0].embedding == pytest.approx(vectors[0].embedding, abs=1e-6)
 
 
-@pytest.mark.sample(3, of="clients of the server")
+@pytest.mark.sample(2, of="clients of the server")
 @needs("openai")
 def test_openai_errors(openai):
     import openai as package
@@ -95,7 +95,7 @@ def test_openai_errors(openai):
         openai.completions.create(model="tiny", prompt="x", extra_body={"temprature": 1})
 
 
-@pytest.mark.sample(3, of="clients of the server")
+@pytest.mark.sample(2, of="clients of the server")
 @needs("anthropic")
 def test_anthropic(live):
     import anthropic
@@ -115,7 +115,7 @@ def test_anthropic(live):
             client.messages.create(**wishes, extra_body={"thinking": {"type": "adaptive"}})
 
 
-@pytest.mark.sample(3, of="clients of the server")
+@pytest.mark.sample(2, of="clients of the server")
 @needs("huggingface_hub")
 def test_hugging_face(live):
     from huggingface_hub import InferenceClient
@@ -136,7 +136,7 @@ def test_hugging_face(live):
     assert chat.usage.completion_tokens == 4
 
 
-@pytest.mark.sample(3, of="clients of the server")
+@pytest.mark.sample(2, of="clients of the server")
 @needs("langchain_openai")
 def test_langchain(live):
     from langchain_openai import ChatOpenAI, OpenAIEmbeddings

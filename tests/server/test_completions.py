@@ -117,11 +117,12 @@ def test_best_of_stop_and_bias(live):
 def test_adapters_answer_to_their_names(live):
     texts = {}
     for name in ("tiny", "base", "sql", "tests"):
-        answer = live.post("/v1/completions", GREEDY | dict(model=name)).json()
+        body = GREEDY | dict(model=name, max_tokens=5)
+        answer = live.post("/v1/completions", body).json()
         assert answer["model"] == name
         texts[name] = answer["choices"][0]["text"]
         lora = live.service.models.adapters.get(name)
-        params = SamplingParams(temperature=0, max_tokens=12)
+        params = SamplingParams(temperature=0, max_tokens=5)
         assert texts[name] == text_of(live, live.tokens_of(PROMPT, params, lora)[0])
     assert texts["tiny"] == texts["base"] and texts["sql"] != texts["tiny"]
 

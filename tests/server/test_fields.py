@@ -71,6 +71,7 @@ def api_fields(module: str, name: str) -> list[str]:
     return [*types, *(["stream"] if name.endswith("Base") else [])]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "ours, module, name, more",
     [

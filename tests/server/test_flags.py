@@ -102,7 +102,7 @@ def test_the_console_script(capfd):
     assert 'inference-ladder = "reference.server.__main__:console"' in text
 
 
-@pytest.mark.sample(1, of="processes of the server")
+@pytest.mark.sample(5, of="processes")
 def test_help():
     command = [sys.executable, "-m", "reference.server", "--help"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

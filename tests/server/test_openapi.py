@@ -29,7 +29,7 @@ def test_every_endpoint_is_described(running):
     importlib.util.find_spec("schemathesis") is None,
     reason="NOT RUN: schemathesis is not installed",
 )
-@pytest.mark.sample(1)
+@pytest.mark.sample(2, of="clients of the server")
 @pytest.mark.parametrize("path", sorted(PATHS))
 def test_schemathesis_finds_no_server_error(live, request, path):
     import schemathesis

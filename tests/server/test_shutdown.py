@@ -52,7 +52,7 @@ def ask_long(url: str, answers: list) -> None:
         answers.append(error)
 
 
-@pytest.mark.sample(1, of="processes of the server")
+@pytest.mark.sample(5, of="processes")
 def test_a_signal_lets_answers_end(process):
     server, url = process
     answers = []
@@ -77,7 +77,7 @@ def test_a_signal_lets_answers_end(process):
     assert server.wait(10) == 0
 
 
-@pytest.mark.sample(1, of="processes of the server")
+@pytest.mark.sample(5, of="processes")
 def test_a_second_signal_ends_at_once(process):
     server, url = process
     answers = []

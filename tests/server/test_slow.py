@@ -63,7 +63,7 @@ def test_clients_that_go_leave_no_block(live, seed, request):
     assert aborted, "some of them went in the middle"
 
 
-@pytest.mark.sample(2, of="slow clients")
+@pytest.mark.sample(1, of="slow clients")
 def test_who_reads_nothing_is_dropped(running):
     """A client that takes nothing: what the system holds for it fills up, then its time runs."""
     live = second(running, write_timeout=0.3)
@@ -92,7 +92,7 @@ def test_who_reads_nothing_is_dropped(running):
         live.stop()
 
 
-@pytest.mark.sample(2, of="slow clients")
+@pytest.mark.sample(1, of="slow clients")
 def test_who_sends_nothing_is_dropped(running):
     live = second(running, read_timeout=0.3)
     start = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -108,7 +108,7 @@ def test_who_sends_nothing_is_dropped(running):
         live.stop()
 
 
-@pytest.mark.sample(2, of="slow clients")
+@pytest.mark.sample(1, of="slow clients")
 def test_an_answer_that_takes_too_long(running):
     live = second(running, request_timeout=0.15)
     try:
@@ -124,7 +124,7 @@ def test_an_answer_that_takes_too_long(running):
     wait_until_idle(running)
 
 
-@pytest.mark.sample(2, of="slow clients")
+@pytest.mark.sample(1, of="slow clients")
 def test_overload_is_said_at_once(running):
     admission = running.service.engine.admission
     before, admission.limits = admission.limits, Limits(max_waiting_requests=1)
