@@ -53,11 +53,12 @@ def draw_knee(record: dict) -> ClassFigure:
     """Requests that meet the objectives, and all that were answered, over the load."""
     points = record["points"]
     at, loads = knee_of(points), [load_of(point) for point in points]
-    title = (
-        f"Up to {number(at)} {load_name(points)} nine of ten requests meet the objectives"
-        if at is not None
-        else "Nine of ten requests meet the objectives at no load that was tried"
-    )
+    if at is None:
+        title = "Nine of ten requests meet the objectives at no load that was tried"
+    elif at == loads[-1]:
+        title = "Nine of ten requests meet the objectives at every load that was tried"
+    else:
+        title = f"Up to {number(at)} {load_name(points)} nine of ten requests meet the objectives"
     fig, ax = frame(title, foot(record), (10, 5.4))
     lines = {
         "answered": ("naive", [point["request_throughput"] for point in points]),
@@ -72,8 +73,7 @@ def draw_knee(record: dict) -> ClassFigure:
         look = ROLES["floor"]
         ax.plot([0, loads[-1]], [0, loads[-1]], color=look.colour, ls=look.dash, lw=1.4)
         labels.append((loads[-1], loads[-1], "what arrives", look.colour))
-    if at is not None:
-        ax.axvline(at, color=GREY, ls=":", lw=1.4)
+    mark_knee(ax, at, loads)
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)
     ax.grid(True, axis="y")
@@ -132,9 +132,7 @@ def draw_cost(record: dict) -> ClassFigure:
     fig, ax = frame(title, f"{foot(record)} · ${price:g} an hour", (10, 5.4))
     look = ROLES["optimized"]
     ax.plot(loads, costs, color=look.colour, marker=look.markers[0])
-    if at is not None:
-        ax.axvline(at, color=GREY, ls=":", lw=1.4)
-        ax.text(at, max(costs), " the objectives end here", color=GREY, va="top")
+    mark_knee(ax, at, loads)
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)
     ax.yaxis.set_major_formatter(FuncFormatter(number))
@@ -142,6 +140,19 @@ def draw_cost(record: dict) -> ClassFigure:
     ax.set_xlabel(load_name(points))
     ax.set_ylabel("$ for a million generated tokens\n(lower is better)")
     return fig
+
+
+def mark_knee(ax, at: float | None, loads: list[float]) -> None:
+    """A line where the objectives end, if they do within what was tried."""
+    if at is not None and at < loads[-1]:
+        ax.axvline(at, color=GREY, ls=":", lw=1.4)
+        # at the foot, where no line of such a figure ends
+        where = (
+            ("right", "the objectives end here ")
+            if at > loads[-1] / 2
+            else ("left", " the objectives end here")
+        )
+        ax.text(at, 0.03, where[1], color=GREY, ha=where[0], transform=ax.get_xaxis_transform())
 
 
 def foot(record: dict) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -37,12 +38,14 @@ class Gate:
     def __init__(self, engine: Engine):
         self.passes = threading.Semaphore(0)
         self.is_open = False
+        self.steps = 0
         self.advance = engine.advance
         engine.advance = self
 
     def __call__(self):
         if not self.is_open:
             assert self.passes.acquire(timeout=20), "nobody let the step through"
+        self.steps += 1
         return self.advance()
 
     def let_all(self):
@@ -154,6 +157,43 @@ def test_who_reads_slowly_skips_outputs_and_misses_no_token(model):
             assert only == steps[-1] and len(only) == 40
 
         asyncio.run(everything())
+
+
+@pytest.mark.parametrize("leave", ["close", "drop", "break", "cancel"])
+def test_who_leaves_is_computed_no_further(model, leave):
+    with serving(model, gated=True) as (served, gate):
+
+        async def breaks():
+            async for _ in served.generate([5, 6], params(40), "a"):
+                break
+
+        async def everything():
+            if leave == "break":
+                task = asyncio.create_task(breaks())
+                while not served.waiters:
+                    await asyncio.sleep(0)
+                gate.passes.release()
+                await task
+            elif leave == "cancel":  # when the engine has it, and this loop has not heard of it
+                task = asyncio.create_task(served.add_request("a", [5, 6], params(40)))
+                await asyncio.sleep(0)
+                while not served.waiters:
+                    time.sleep(0.0005)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            else:
+                stream = await served.add_request("a", [5, 6], params(40))
+                if leave == "close":
+                    stream.close()
+                del stream
+            # so that a step ends, after which the engine hears of it
+            gate.passes.release()
+            while served.engine.requests:
+                await asyncio.sleep(0)
+            assert gate.steps <= 3, "it was computed to its end"
+
+        asyncio.run(everything())
+        assert served.stats().num_aborted == 1
 
 
 def test_draining_lets_everybody_finish_and_nobody_in(model):

@@ -27,10 +27,10 @@ class Mailbox:
     async def get(self):
         """The newest output, as soon as there is one that was not read. An exception is raised."""
         while not self.newest:
+            # What is put from here on rings, and only this loop answers a bell: so it sets the event
+            # after this line, never before.
             self.has_come.clear()
-            # Nothing can come in between: has_come is only set in this loop, by the bell.
-            if not self.newest:
-                await self.has_come.wait()
+            await self.has_come.wait()
         output = self.newest.popleft()
         if isinstance(output, BaseException):
             raise output

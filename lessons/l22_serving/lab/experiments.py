@@ -10,6 +10,7 @@ from functools import lru_cache
 from statistics import fmean
 from typing import NamedTuple
 
+from lessons.l14_continuous_batching.lab.workload import draw, uniform
 from lessons.l15_chunked_prefill.preemption import by_arrival
 from lessons.l22_serving.admission import Limits
 from lessons.l22_serving.fair import by_fair_share
@@ -23,28 +24,34 @@ from lessons.l22_serving.load import (
     goodput_per_s,
     knee,
     percentile,
-    tokens_per_s,
 )
 
-PROMPT, ANSWER = 512, 64  # tokens of each request
+PROMPT = 512  # tokens
+ANSWERS = (32, 96)  # tokens: each length between them is as likely as every other
+MAX_TOKENS = 128  # that each request asks for at most
 PLACES = 16
-OBJECTIVES = Objectives(e2el_s=2.5)
+OBJECTIVES = Objectives(e2el_s=3.0)
 MAX_WAIT_S = 0.5
 PATIENCE_S = 10.0  # after which a client hangs up
 ORDERS = {"first come, first served": by_arrival, "fair between users": by_fair_share}
 
 
-def same_requests(arrivals_s: Sequence[float], **more) -> list[Call]:
-    """Requests of the lesson's size at these seconds."""
-    return [Call(at, PROMPT, ANSWER, **more) for at in arrivals_s]
+def requests_at(arrivals_s: Sequence[float], seed: int = 64, **more) -> list[Call]:
+    """Requests of the lesson's sizes at these seconds."""
+    answers = draw(uniform(*ANSWERS), len(arrivals_s), seed)
+    more |= dict(max_tokens=MAX_TOKENS)
+    return [Call(at, PROMPT, answer, **more) for at, answer in zip(arrivals_s, answers)]
 
 
 @lru_cache
-def capacity_per_s(count: int = 300) -> float:
-    """Requests a second that full places answer, when far more come than that."""
-    arrivals = gamma_arrivals(100.0, count, seed=1)
-    history, _ = simulate(same_requests(arrivals), max_num_seqs=PLACES)
-    return tokens_per_s(history) / ANSWER
+def capacity_per_s(count: int = 400) -> float:
+    """Requests a second that full places answer: far more come, and the time when places fill at the
+    beginning, or run empty at the end, is left out.
+    """
+    history, _ = simulate(requests_at(gamma_arrivals(100.0, count, 1)), max_num_seqs=PLACES)
+    ends = sorted(one.end_s for one in history)
+    first, last = count // 4, 3 * count // 4
+    return (last - first) / (ends[last] - ends[first])
 
 
 # ---------------------------------------------------------------- one loop, or many people
@@ -74,8 +81,8 @@ def crowd(seconds: float = 12.0, load: float = 1.3, seed: int = 22) -> list[Call
     """
     rate = load * capacity_per_s() - 1
     count = int(rate * seconds)
-    greedy = same_requests(gamma_arrivals(rate, count, seed, 0.5), user="greedy")
-    modest = same_requests(even_arrivals(1.0, int(seconds)), user="modest")
+    greedy = requests_at(gamma_arrivals(rate, count, seed, 0.5), user="greedy")
+    modest = requests_at(even_arrivals(1.0, int(seconds)), user="modest")
     calls = sorted(greedy + modest, key=lambda call: call.arrival_s)
     return [call._replace(patience_s=PATIENCE_S) for call in calls]
 
@@ -119,8 +126,8 @@ def two_users(many: int = 300) -> dict[str, list[Served]]:
     """One user sends `many` requests at once, another one every half second: {order: what the second
     saw}.
     """
-    greedy = same_requests([0.0] * many, user="greedy")
-    modest = same_requests([0.25 + 0.5 * index for index in range(12)], user="modest")
+    greedy = requests_at([0.0] * many, user="greedy")
+    modest = requests_at([0.25 + 0.5 * index for index in range(12)], user="modest")
     calls = sorted(greedy + modest, key=lambda call: call.arrival_s)
     return {
         name: of_user(simulate(calls, order=order, max_num_seqs=PLACES)[0], "modest")
@@ -148,8 +155,8 @@ def overload(loads: Sequence[float] = LOADS, seconds: float = 25.0) -> list[Over
     for load in loads:
         rate = load * capacity
         arrivals = gamma_arrivals(rate, max(1, int(rate * seconds)), seed=5)
-        calls = same_requests(arrivals, patience_s=PATIENCE_S)
-        timed = same_requests(arrivals, timeout_s=OBJECTIVES.e2el_s)
+        calls = requests_at(arrivals, patience_s=PATIENCE_S)
+        timed = requests_at(arrivals, timeout_s=OBJECTIVES.e2el_s)
         ways = {
             "takes everybody": simulate(calls, max_num_seqs=PLACES),
             "drops the late": simulate(timed, max_num_seqs=PLACES),
@@ -157,20 +164,23 @@ def overload(loads: Sequence[float] = LOADS, seconds: float = 25.0) -> list[Over
                 calls, max_num_seqs=PLACES, limits=Limits(max_wait_s=MAX_WAIT_S)
             ),
         }
-        # over the time in which requests came, the same for all
-        good = {
-            name: sum(map(OBJECTIVES.are_met, history)) / arrivals[-1]
-            for name, (history, _) in ways.items()
-        }
+        good = {name: answered_per_s(history, arrivals[-1]) for name, (history, _) in ways.items()}
         found.append(Overload(load, len(calls) / arrivals[-1], good))
     return found
 
 
+def answered_per_s(history: list[Served], until_s: float) -> float:
+    """Requests a second that had their answer in time, while others came: until this second."""
+    return sum(OBJECTIVES.are_met(one) and one.end_s <= until_s for one in history) / until_s
+
+
 # ---------------------------------------------------------------- the knee
+
+FIRST_TOKEN = Objectives(ttft_s=0.5)
 
 
 class KneePoint(NamedTuple):
-    """A rate, the share of requests in time, and latencies in seconds."""
+    """A rate, the share of first tokens within half a second, and latencies in seconds."""
 
     rate_per_s: float
     attainment: float
@@ -179,11 +189,11 @@ class KneePoint(NamedTuple):
 
 
 BURSTS = {"Poisson": 1.0, "bursts": 0.2}
-KNEE_LOADS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
+KNEE_LOADS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 
 
 def knee_curves(
-    loads: Sequence[float] = KNEE_LOADS, count: int = 500
+    loads: Sequence[float] = KNEE_LOADS, count: int = 800
 ) -> dict[str, list[KneePoint]]:
     """{kind of arrivals: a point for each load}."""
     capacity, found = capacity_per_s(), {}
@@ -191,9 +201,9 @@ def knee_curves(
         found[name] = []
         for load in loads:
             arrivals = gamma_arrivals(load * capacity, count, 11, burstiness)
-            history, _ = simulate(same_requests(arrivals), max_num_seqs=PLACES)
+            history, _ = simulate(requests_at(arrivals), max_num_seqs=PLACES)
             ttfts = [one.ttft_s for one in history]
-            share = attainment(history, OBJECTIVES)
+            share = attainment(history, FIRST_TOKEN)
             tail = percentile(ttfts, 99)
             found[name].append(KneePoint(load * capacity, share, percentile(ttfts, 50), tail))
     return found

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lessons.l22_serving.lab.experiments import (
-    ANSWER,
+    ANSWERS,
     COUNT,
     EVERY_S,
+    FIRST_TOKEN,
     LOADS,
     OBJECTIVES,
     PLACES,
@@ -43,7 +44,7 @@ from lessons.toolbox.draw.figure import (
 HERE = Path(__file__).parent
 MODEL = (
     f"predicted, not measured · Llama-3-8B on an H100, {PLACES} places · prompts of {PROMPT}, answers "
-    f"of {ANSWER} tokens"
+    f"of {ANSWERS[0]} to {ANSWERS[1]} tokens"
 )
 IN_TIME = f"in time: the whole answer within {OBJECTIVES.e2el_s:g} s"
 
@@ -100,7 +101,8 @@ def draw_overload(loads=LOADS, seconds: float = 25.0) -> ClassFigure:
         labels.append((offered[-1], values[-1], name, look.colour))
     look, top = ROLES["floor"], capacity_per_s()
     ax.plot([0, top, offered[-1]], [0, top, top], color=look.colour, ls=look.dash, lw=1.6)
-    labels.append((offered[-1], top, "what arrives, and what full places answer", look.colour))
+    ax.text(top / 2, top / 2, "what arrives ", color=look.colour, ha="right", fontweight="bold")
+    ax.text(offered[-1], top * 1.03, "capacity", color=look.colour, ha="right", fontweight="bold")
     ax.set_xlim(left=0)
     ax.set_ylim(0, top * 1.25)
     ax.grid(True, axis="y")
@@ -111,7 +113,7 @@ def draw_overload(loads=LOADS, seconds: float = 25.0) -> ClassFigure:
 
 
 @style()
-def draw_knee(count: int = 500) -> ClassFigure:
+def draw_knee(count: int = 800) -> ClassFigure:
     """The share of requests in time over the rate, for even and for bursty arrivals."""
     curves = knee_curves(count=count)
     found, top = knees(curves), capacity_per_s()
@@ -120,7 +122,8 @@ def draw_knee(count: int = 500) -> ClassFigure:
     fig, ax = frame(
         f"Nine of ten requests are in time up to {even / top:.0%} of the capacity if they come "
         f"independently, and up to {bursty / top:.0%} if they come in bursts",
-        f"{MODEL} · {IN_TIME}; bursts: gamma gaps with shape 0.2",
+        f"{MODEL} · in time: the first token within {FIRST_TOKEN.ttft_s:g} s; bursts: gamma gaps with "
+        "shape 0.2",
         (10, 5.2),
     )
     labels = []
@@ -184,8 +187,8 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
     "overload": (
         draw_overload,
         "Requests answered in time over requests that arrive. Up to the capacity all three ways "
-        "follow the diagonal. Beyond it a server that takes everybody falls towards zero; one that "
-        "drops late requests and one that turns some away stay near the capacity.",
+        "follow the diagonal. Beyond it a server that takes everybody falls towards zero, one that "
+        "drops late requests falls slowly, and one that turns some away stays near the capacity.",
     ),
     "knee": (
         draw_knee,
