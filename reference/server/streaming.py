@@ -40,25 +40,33 @@ class Watched(Response):
 
     def __init__(self, write_timeout_s: float):
         self.write_timeout_s = write_timeout_s
+        self.sending_since: float | None = None  # while a write waits for the client
         self.background = None
         self.status_code = 200
 
     async def __call__(self, scope, receive, send) -> None:
-        async def limited_send(message: dict) -> None:
-            timer = asyncio.get_running_loop().call_later(self.write_timeout_s, work.cancel)
-            try:
-                await send(message)
-            finally:
-                timer.cancel()
+        loop = asyncio.get_running_loop()
 
-        async def whole(scope=scope, receive=receive) -> None:
-            await self.write(scope, receive, limited_send)
+        async def noted_send(message: dict) -> None:
+            self.sending_since = loop.time()
+            await send(message)
+            self.sending_since = None
 
-        work = asyncio.ensure_future(whole())
+        def check() -> None:
+            nonlocal timer
+            since = self.sending_since
+            if since is not None and loop.time() - since >= self.write_timeout_s:
+                work.cancel()
+            else:
+                timer = loop.call_later(self.write_timeout_s / 4, check)
+
+        timer = loop.call_later(self.write_timeout_s / 4, check)
+        work = asyncio.ensure_future(self.write(scope, receive, noted_send))
         gone = asyncio.ensure_future(is_gone(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            timer.cancel()
             work.cancel()
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)

@@ -18,10 +18,11 @@ LONG = dict(prompt="def f(", max_tokens=300, temperature=0, ignore_eos=True, str
 
 
 @pytest.fixture
-def process():
-    """(process, url) of a server that was just started."""
+def process(request):
+    """(process, url) of a server that was just started. A test's parameter: --shutdown-timeout."""
     command = [sys.executable, "-m", "reference.server", "--model", MODEL, "--port", "0",
-               "--kv_cache_memory_bytes=20000000", "--max-model-len", "512", "--shutdown-timeout", "8",
+               "--kv_cache_memory_bytes=20000000", "--max-model-len", "512", "--shutdown-timeout",
+               getattr(request, "param", "8"),
                "--disable-log-requests"]  # fmt: skip
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     started = subprocess.Popen(command, cwd=REPOSITORY, env=env, stderr=subprocess.PIPE, text=True)
@@ -91,3 +92,21 @@ def test_a_second_signal_ends_at_once(process):
     server.send_signal(signal.SIGTERM)
     assert server.wait(5) == 130 and time.monotonic() - begin < 1
     thread.join()
+
+
+@pytest.mark.sample(5, of="processes")
+@pytest.mark.parametrize("process", ["0.2"], indirect=True)
+def test_who_takes_too_long_is_told(process):
+    server, url = process
+    answers = []
+    threads = [threading.Thread(target=ask_long, args=(url, answers)) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    server.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert server.wait(10) == 0
+    told = [events(answer.text)[-1] for answer in answers if answer.status_code == 200]
+    cut = [chunk["error"]["message"] for chunk in told if "error" in chunk]
+    assert cut and all("shutting down" in message for message in cut)
