@@ -22,7 +22,7 @@ def process(request):
     """(process, url) of a server that was just started. A test's parameter: --shutdown-timeout."""
     command = [sys.executable, "-m", "reference.server", "--model", MODEL, "--port", "0",
                "--kv_cache_memory_bytes=20000000", "--max-model-len", "512", "--shutdown-timeout",
-               getattr(request, "param", "8"),
+               getattr(request, "param", "60"),
                "--disable-log-requests"]  # fmt: skip
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     started = subprocess.Popen(command, cwd=REPOSITORY, env=env, stderr=subprocess.PIPE, text=True)
@@ -53,6 +53,15 @@ def ask_long(url: str, answers: list) -> None:
         answers.append(error)
 
 
+def wait_for_running(url: str, count: int) -> None:
+    """Return when so many requests run."""
+    running = 0.0
+    while running < count:
+        time.sleep(0.02)
+        text = httpx.get(f"{url}/metrics").text
+        running = float(re.search(r"num_requests_running\{.*\} (\S+)", text)[1])
+
+
 @pytest.mark.sample(5, of="processes")
 def test_a_signal_lets_answers_end(process):
     server, url = process
@@ -62,10 +71,7 @@ def test_a_signal_lets_answers_end(process):
         kept.get("/ready").raise_for_status()
         for thread in threads:
             thread.start()
-        while "running{" not in (text := kept.get("/metrics").text) or not re.search(
-            r"num_requests_running\{.*\} 4", text
-        ):
-            time.sleep(0.02)
+        wait_for_running(url, 4)
         server.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         with pytest.raises(httpx.ConnectError):
@@ -102,11 +108,12 @@ def test_who_takes_too_long_is_told(process):
     threads = [threading.Thread(target=ask_long, args=(url, answers)) for _ in range(12)]
     for thread in threads:
         thread.start()
-    time.sleep(0.5)
+    wait_for_running(url, 8)
     server.send_signal(signal.SIGTERM)
     for thread in threads:
         thread.join()
     assert server.wait(10) == 0
-    told = [events(answer.text)[-1] for answer in answers if answer.status_code == 200]
+    begun = [one for one in answers if getattr(one, "status_code", None) == 200]
+    told = [events(answer.text)[-1] for answer in begun]
     cut = [chunk["error"]["message"] for chunk in told if "error" in chunk]
     assert cut and all("shutting down" in message for message in cut)
