@@ -132,6 +132,12 @@ class AsyncEngine:
             return await self._do(self._forget_all)
         return 0
 
+    async def between_steps(self, command: Callable):
+        """Run command() in the engine's thread, between two steps; returns what it returns. Everybody's
+        tokens wait for it. Raises what it raises, and EngineDeadError.
+        """
+        return await self._do(command)
+
     def shutdown(self) -> None:
         """End the thread after the step under way. Requests that have not ended are aborted."""
         self._send(self._stop)
