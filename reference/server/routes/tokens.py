@@ -47,6 +47,10 @@ def new_router(service: Service) -> APIRouter:
             raise refused(
                 "model", name, f"{service.models.names[0]}, because adapters do not embed"
             )
+        if service.args.engine.has_workers:
+            raise refused(
+                "model", name, "one in the server's own process, because workers give logits only"
+            )
         keep = body.truncate_prompt_tokens
         special = body.add_special_tokens
         prompts = await read_prompts(service, "input", body.input, special, keep)
