@@ -184,7 +184,10 @@ def _rank_main(
         said = one_line(f"{type(error).__name__}: {error}")
         message = pickle.dumps((False, (is_echo, said)))
     pipe.send_bytes(message)
-    pipe.close()
+    # Until all are done, because others may still be reading what this rank has sent, or meeting it
+    # in a new group.
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv_bytes()
     os._exit(0)  # because gloo's threads may wait for ranks that have gone
 
 

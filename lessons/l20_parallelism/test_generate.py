@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams
 from lessons.l12_paged_kv import generate as lesson_12
 from lessons.l20_parallelism.generate import main, mesh_of
 from lessons.l20_parallelism.lab.testing import started_by_torchrun
@@ -20,22 +21,27 @@ PROMPTS = ["def f(", "import "]
 ARGUMENTS = [*PROMPTS, "--max-new-tokens", "8", "--device", "cpu"]
 
 
-@pytest.fixture(scope="module")
-def expected() -> str:
+def expected_of(sampling: SamplingParams) -> str:
     """By lesson 12, in this process."""
     tokenizer, model = load_tokenizer("models/tiny"), Decoder.from_pretrained("models/tiny")
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    answers = lesson_12.generate(model, prompts, 8)
+    answers = lesson_12.generate(model, prompts, 8, sampling)
     return "".join(p + tokenizer.decode(a) + "\n" for p, a in zip(PROMPTS, answers))
 
 
-@pytest.mark.sample(2)
+@pytest.fixture(scope="module")
+def expected() -> str:
+    return expected_of(GREEDY)
+
+
+@pytest.mark.sample(1, of="commands of lesson 20")
 @pytest.mark.parametrize("mesh", ["--tp 1", "--tp 2", "--pp 3", "--tp 2 --pp 2"])
-def test_the_command_starts_ranks_itself(mesh, expected, capsys):
-    assert main([*ARGUMENTS, *mesh.split()]) == 0
-    assert capsys.readouterr().out == expected
+def test_the_command_starts_ranks_itself(mesh, capsys):
+    assert main([*ARGUMENTS, *mesh.split(), "--temperature", "0.9", "--seed", "7"]) == 0
+    assert capsys.readouterr().out == expected_of(SamplingParams(temperature=0.9, seed=7))
 
 
+@pytest.mark.sample(1, of="commands of lesson 20")
 def test_in_the_world_of_torchrun_the_first_rank_prints(expected):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -68,15 +74,6 @@ def test_a_mistake_is_one_line(arguments, words, capsys):
     assert main([*ARGUMENTS, *arguments.split()]) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1 and said.startswith("generate: ")
-
-
-def test_random_answers_are_those_of_one_rank(capsys):
-    argv = [*ARGUMENTS, "--temperature", "0.9", "--seed", "7"]
-    texts = []
-    for mesh in ("--tp 1", "--tp 2"):
-        assert main([*argv, *mesh.split()]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
 
 
 def test_a_mesh_fills_the_world_of_torchrun():

@@ -96,7 +96,7 @@ def write_checkpoint(folder, hf_config, num_files=1) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_a_rank_reads_what_it_would_get_of_the_whole(name, num_files, seed, tmp_path):

@@ -30,6 +30,7 @@ def whole_shapes(config) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name, expert_parallel", EVERY)
 def test_slices_make_up_every_tensor_and_fit_the_local_decoder(name, expert_parallel, size):
