@@ -9,9 +9,10 @@ MODEL ?= models/tiny
 IMPL ?=
 LAB ?=
 REHEARSE ?=
+SERVE ?= --port 8000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check progress lab bench doctor gpu proof slides clean
+.PHONY: help setup demo serve test test-all check progress lab bench doctor gpu proof slides clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +22,9 @@ setup: ## install into .venv, once (no GPU? TORCH_INDEX=https://download.pytorch
 
 demo: setup ## climb the ladder: the same prompts through every rung, the same tokens (IMPL=exercises: on your code)
 	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT) $(if $(IMPL),--impl $(IMPL))
+
+serve: setup ## the OpenAI-compatible server on MODEL (SERVE="--port 8080 --api-key secret": vllm serve's flags)
+	@$(RUN) -m reference.server --model $(MODEL) $(SERVE)
 
 test: setup ## what the course claims, tested; a sample of the longest tests (TESTS=path for a part, SINCE=main for what changed)
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --quick $(if $(SINCE),--since $(SINCE)) $(TESTS)

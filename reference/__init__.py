@@ -20,6 +20,8 @@ HOME = {
     "AsyncEngineArgs": "async_engine",
     "load_model": "model",
     "LoRARequest": "lora",
+    "StructuredOutputsParams": "structured",
+    "GuidedDecodingParams": "structured",
 }
 __all__ = list(HOME)
 

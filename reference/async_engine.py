@@ -3,61 +3,140 @@
 engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model="models/tiny"))
 async for output in engine.generate("def f(", SamplingParams(), "request 1"):
     print(output.outputs[0].text)
+
+The thread, the mailboxes and the commands are lesson 22's; here are whom it lets in, and its counts.
 """
 
-import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from functools import partial
 
+from lessons.l22_serving.admission import (
+    AdmissionControl,
+    Limits,
+    Overloaded,
+    Queue,
+    ServiceRate,
+    Waiting,
+)
+from lessons.l22_serving.engine import queue_of
+from lessons.l22_serving.mailbox import RequestStream
+from lessons.l22_serving.optimized import (
+    AsyncEngine,
+    DeadlineExceeded,
+    Draining,
+    EngineDeadError,
+)
+from lessons.toolbox.model.arguments import is_number, refuse
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
 from reference.llm import new_engine
 from reference.lora import LoRARequest
 from reference.outputs import RequestOutput
+from reference.request import EngineRequest, EngineSequence
 from reference.sampling_params import SamplingParams
+from reference.stats import EngineStats, StatsCounter
+
+__all__ = [
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
+    "DeadlineExceeded",
+    "Draining",
+    "EngineDeadError",
+    "Overloaded",
+]
 
 
+@dataclass
 class AsyncEngineArgs(EngineArgs):
-    """The same arguments; vLLM has a class for each."""
+    """The same arguments, and whom to turn away; vLLM has a class for each, too.
 
-
-class EngineDeadError(RuntimeError):
-    """A step raised; the engine answers nobody any more. The cause is attached."""
-
-
-@dataclass(eq=False)
-class Waiter:
-    """Who waits for a request's outputs, in which loop."""
-
-    loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue
-
-    def put(self, item: RequestOutput | BaseException) -> None:
-        """From the engine's thread. A loop that is closed has nobody left to tell."""
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
-
-
-class AsyncLLMEngine:
-    """An Engine and the thread that owns it. Everybody else sends that thread commands, which it
-    runs between two steps; so nothing is locked, and nobody waits longer than a step.
+    max_waiting_requests, max_waiting_tokens: of the queue, beyond those for whom there is a place;
+    max_waiting_per_user: requests of one user; max_wait_s: seconds that the queue would take. None:
+    no limit. Whoever would exceed one gets Overloaded.
     """
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self.waiters: dict[str, Waiter] = {}
-        self.commands: SimpleQueue[tuple[Callable, Future]] = SimpleQueue()
-        self.failure: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.thread.start()
+    max_waiting_requests: int | None = None
+    max_waiting_tokens: int | None = None
+    max_waiting_per_user: int | None = None
+    max_wait_s: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.limits  # noqa: B018, because it checks them
+
+    @property
+    def limits(self) -> Limits:
+        """For admission control. Raises ValueError for one that cannot work."""
+        return Limits(
+            self.max_waiting_requests,
+            self.max_waiting_tokens,
+            self.max_waiting_per_user,
+            self.max_wait_s,
+        )
+
+
+class AsyncLLMEngine(AsyncEngine):
+    """An Engine and the thread that owns it. limits: whom it turns away; None: nobody."""
+
+    engine: Engine
+
+    def __init__(self, engine: Engine, limits: Limits | None = None):
+        self.rate = ServiceRate()
+        queue = partial(queue_of_all, engine.engines)
+        self.admission = AdmissionControl(limits or Limits(), self.rate, queue)
+        self.counter = StatsCounter(engine)
+        super().__init__(engine)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "AsyncLLMEngine":
         """A new engine. Raises ValueError, in one line, for arguments that cannot work."""
-        return cls(new_engine(args))
+        return cls(new_engine(args), getattr(args, "limits", None))
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        sampling_params: SamplingParams | None = None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+        user: str = "",
+        timeout_s: float | None = None,
+    ) -> RequestStream:
+        """Queue a request; `async for` over what this returns gives it as it stands after its tokens.
+        A reader who is slower than the engine skips some, and sees the newest. Leaving early, or
+        close(), aborts it.
+
+        user: among whom scheduling_policy "fair" shares, and whom max_waiting_per_user limits.
+        timeout_s: seconds after which nobody wants the answer: then, or as soon as it cannot come in
+        time, reading raises DeadlineExceeded. Raises ValueError for a request that cannot be served,
+        Overloaded (with retry_after_s) for one that is not let in, Draining, which is one, before
+        the end, and EngineDeadError if a step failed.
+        """
+        if timeout_s is not None and not (is_number(timeout_s, 0) and timeout_s > 0):
+            refuse("timeout_s", timeout_s, "None, or a positive, finite number of seconds")
+
+        def admit(request: EngineRequest) -> None:
+            prompt_tokens = len(request.prompt_token_ids)
+            self.admission.admit(
+                user, prompt_tokens, request.most_tokens - prompt_tokens, timeout_s
+            )
+
+        def add() -> float:
+            wishes = (request_id, prompt, sampling_params, priority, lora_request, user)
+            for part in self.engine.engines:
+                part.admit = admit
+            try:
+                self.engine.add_request(*wishes)
+            except Overloaded:
+                self.counter.totals["num_refused"] += 1
+                raise
+            request = self.engine.requests[request_id]
+            longest = max(sequence.max_new_tokens for sequence in request.sequences)
+            return self.rate.service_s(len(request.prompt_token_ids), longest)
+
+        return await self.submit(request_id, add, timeout_s)
 
     async def generate(
         self,
@@ -66,102 +145,62 @@ class AsyncLLMEngine:
         request_id: str,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        user: str = "",
+        timeout_s: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """The request as it stands after each of its tokens. Leaving the loop early aborts it.
-
-        Raises ValueError for a request that cannot be served, EngineDeadError if a step failed.
-        """
-        waiter = Waiter(asyncio.get_running_loop(), asyncio.Queue())
-
-        def add() -> None:
-            self.engine.add_request(request_id, prompt, sampling_params, priority, lora_request)
-            self.waiters[request_id] = waiter
-
-        finished = False
+        """add_request and its outputs in one, as vLLM has it. Leaving the loop early aborts it."""
+        wishes = (prompt, sampling_params, priority, lora_request, user, timeout_s)
+        stream = await self.add_request(request_id, *wishes)
         try:
-            await self._do(add)
-            while not finished:
-                item = await waiter.queue.get()
-                if isinstance(item, BaseException):
-                    raise EngineDeadError(f"{type(item).__name__}: {item}") from item
-                finished = item.finished
-                yield item
+            async for output in stream:
+                yield output
         finally:
-            if not finished:
-                self._send(lambda: self._forget(request_id, waiter))
-
-    async def abort(self, request_id: str) -> None:
-        """End a request; whoever waits for it gets what it has. An unknown one: nothing happens."""
-        await self._do(lambda: self._forget(request_id))
+            stream.close()
 
     def shutdown(self) -> None:
         """End the thread after the step under way, and what runs the model."""
-        self._send(self._stop)
-        self.thread.join()
+        super().shutdown()
         self.engine.close()
 
-    # ------------------------------------------------------------ commands
-
-    def _send(self, command: Callable) -> Future:
-        done = Future()
-        self.commands.put((command, done))
-        if not self.thread.is_alive():
-            self._refuse_all()  # nobody runs commands any more
-        return done
-
-    async def _do(self, command: Callable) -> None:
-        await asyncio.wrap_future(self._send(command))
+    def stats(self) -> EngineStats:
+        """What the engine does now, and has done. From any thread."""
+        return self.counter.stats()
 
     # ------------------------------------------------------------ in the engine's thread
 
-    def _run(self) -> None:
-        try:
-            while True:
-                self._obey()
-                for output in self.engine.step():
-                    if (waiter := self.waiters.get(output.request_id)) is not None:
-                        waiter.put(output)
-                        if output.finished:
-                            del self.waiters[output.request_id]
-        except BaseException as error:
-            self.failure = error
-            if not isinstance(error, SystemExit):
-                for waiter in self.waiters.values():
-                    waiter.put(error)
-            self._refuse_all()
+    def step(self) -> list[RequestOutput]:
+        """One step, counted."""
+        begin = time.perf_counter()
+        touched = self.engine.advance()
+        counted = self.counter.count(touched)
+        tokens = counted.num_prompt_tokens + counted.num_generation_tokens
+        self.rate.ran(tokens, time.perf_counter() - begin)
+        for request in counted.finished_requests:
+            self.rate.answered(request.num_generation_tokens)
+        return [request.output() for request in touched]
 
-    def _obey(self) -> None:
-        """Run the commands that have come; sleep while there is nothing else to do."""
-        while not (self.commands.empty() and self.engine.has_unfinished_requests):
-            command, done = self.commands.get()
-            if not done.set_running_or_notify_cancel():
-                continue  # who asked has gone
-            try:
-                done.set_result(command())
-            except Exception as error:
-                done.set_exception(error)
+    def has_begun(self, request_id: str) -> bool:
+        """Whether it has run at all."""
+        return self.engine.requests[request_id].metrics.first_scheduled is not None
 
-    def _forget(self, request_id: str, mine: Waiter | None = None) -> None:
-        """End a request. mine: only if it is this waiter's, and not a namesake that was refused."""
-        waiter = self.waiters.get(request_id)
-        if waiter is None or mine not in (None, waiter):
-            return
-        del self.waiters[request_id]
+    def end(self, request_id: str, was_late: bool = False) -> RequestOutput | None:
+        """Abort a request, and count it."""
+        request = self.engine.requests.get(request_id)
         output = self.engine.abort_request(request_id)
-        if output is not None:
-            waiter.put(output)
+        if request is not None:
+            self.counter.left(request, "num_timeouts" if was_late else "num_aborted")
+        return output
 
-    def _stop(self) -> None:
-        for request_id in list(self.waiters):
-            self._forget(request_id)
-        raise SystemExit("shut down")
 
-    def _refuse_all(self) -> None:
-        """Answer the commands that came too late."""
-        while True:
-            try:
-                _, done = self.commands.get_nowait()
-            except Empty:
-                return
-            if done.set_running_or_notify_cancel():
-                done.set_exception(EngineDeadError(f"the engine has ended: {self.failure}"))
+def queue_of_all(engines: list[Engine]) -> Queue:
+    """The queues of an engine's replicas as one."""
+    queues = [queue_of(engine.scheduler, waiting_one) for engine in engines]
+    waiting = [one for queue in queues for one in queue.waiting]
+    return Queue(waiting, sum(queue.free_places for queue in queues))
+
+
+def waiting_one(sequence: EngineSequence) -> Waiting:
+    """What admission asks of a sequence that waits: its prompt, and what its request may generate."""
+    request = sequence.request
+    prompt_tokens = len(request.prompt_token_ids)
+    return Waiting(request.ticket.user, prompt_tokens, request.most_tokens - prompt_tokens)

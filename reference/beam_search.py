@@ -143,7 +143,7 @@ class SearchRunner(PagedRunner):
         self.engine_runner = runner
 
     def step(self, new: dict[int, list[int]]) -> Tensor:
-        """As in lesson 12."""
+        """As in lesson 12: logits: [B, V]."""
         chunks, tables = self.grow(new)
         hidden = self.engine_runner.run(chunks, tables)
         ends = accumulate(len(tokens) for tokens, _ in chunks)

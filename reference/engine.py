@@ -10,20 +10,25 @@ Read `step`: schedule, run, sample, tell. Each line is a lesson.
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from random import Random
 
-from lessons.l14_continuous_batching.sequence import Chunk, Step
+from torch import Tensor
+
+from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.l22_serving.fair import FairQueue
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown
 from reference.detokenizer import encode, new_detokenizer
 from reference.lora import LoRARequest, take_adapter
 from reference.model_runner import ModelRunner
-from reference.outputs import Logprobs, RequestOutput
-from reference.request import EngineRequest, EngineSequence, bias_of
-from reference.sampler import Sampler, top_logprobs
+from reference.outputs import RequestOutput
+from reference.prompt_scores import score_prompts
+from reference.request import EngineRequest, EngineSequence, bias_of, ends
+from reference.sampler import Sampler
 from reference.sampling_params import SamplingParams
+from reference.structured import Structures
 
 
 class Engine:
@@ -47,7 +52,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.sampler = Sampler()
+        self.structures = Structures(tokenizer, runner.model.config.vocab_size)
         self.requests: dict[str, EngineRequest] = {}
+        self.fair = FairQueue()  # whose turn it is; the scheduler's order decides if that counts
+        self.admit: Callable[[EngineRequest], None] = lambda request: None  # may raise
         self.ids = count()  # of sequences
         self.seeds = Random(seed)
         # What speculation did in the last step: {row of a sequence: (drafted, accepted)}.
@@ -56,6 +64,11 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
+
+    @property
+    def engines(self) -> list["Engine"]:
+        """The replicas: this one alone."""
+        return [self]
 
     def close(self) -> None:
         """End what runs the model, where that is processes of their own."""
@@ -70,9 +83,10 @@ class Engine:
         params: SamplingParams | None = None,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        user: str = "",
     ) -> None:
         """Queue a request. prompt: text or token ids. priority: smaller runs first. lora_request: the
-        adapter that answers; None: the base model.
+        adapter that answers; None: the base model. user: among whom a fair order shares.
 
         Raises ValueError, in one line, for a request that cannot be served; nothing is queued then.
         """
@@ -80,6 +94,7 @@ class Engine:
             refuse("request_id", request_id, "a string not in use")
         params = SamplingParams() if params is None else params
         check_kind(SamplingParams, "SamplingParams", sampling_params=params)
+        check_kind(str, "a string", user=user)
         if not is_whole(priority, -(2**31)):
             refuse("priority", priority, "a whole number")
         text, ids = self.read_prompt(prompt)
@@ -88,13 +103,13 @@ class Engine:
         request = EngineRequest(request_id, text, ids, params, lora_request, adapter)
         try:
             request.sequences = self.new_sequences(request, priority)
+            request.ticket = self.fair.arrive(user, request.most_tokens)
+            self.admit(request)
             self.scheduler.add(request.sequences[0])
-        except ValueError:
+        except Exception:
             self.let_go(request)
             raise
         request.waiting_to_fork = request.sequences[1:]
-        if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]  # nothing stands before the first token
         self.requests[request_id] = request
 
     def read_prompt(self, prompt: str | list[int] | dict) -> tuple[str | None, list[int]]:
@@ -142,13 +157,17 @@ class Engine:
         eos = () if params.ignore_eos else config.eos_token_ids
         sequences = []
         for index, row in enumerate(params.rows(self.seeds)):
+            stops = frozenset((*params.stop_token_ids, *eos))
+            constraint = None
+            if params.structure is not None:
+                constraint = self.structures.constraint(params.structure, stops)
             sequences.append(
                 self.sequence_kind(
                     row=next(self.ids),
                     prompt=request.prompt_token_ids,
                     max_new_tokens=limit,
                     sampling=row,
-                    stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
+                    stop_token_ids=stops,
                     params=params,
                     request=request,
                     adapter=request.adapter,
@@ -156,6 +175,7 @@ class Engine:
                     priority=priority,
                     bias=bias_of(params, self.runner.model.device),
                     detokenizer=new_detokenizer(self.tokenizer, request.prompt_token_ids, params),
+                    constraint=constraint,
                     places=1 if index else params.drawn,
                     reuses_prefix=params.prompt_logprobs is None,
                 )
@@ -176,9 +196,12 @@ class Engine:
         return request.output()
 
     def let_go(self, request: EngineRequest) -> None:
-        """A request has ended: it needs its adapter no more."""
+        """A request has ended: it needs its adapter no more, and took so much of its user's share."""
         if request.adapter is not None:
             self.runner.adapters.store.give_back(request.adapter)
+        if request.ticket is not None:
+            self.fair.leave(request.ticket, request.used_tokens)
+            self.scheduler.waiting.sort(key=self.scheduler.order)
 
     def add_lora(self, lora_request: LoRARequest) -> None:
         """Read an adapter before somebody asks for it. Raises ValueError if it cannot be had."""
@@ -264,32 +287,8 @@ class Engine:
             if request.metrics.first_scheduled is None:
                 request.metrics.first_scheduled = time.monotonic()
                 request.num_cached_tokens = chunk.sequence.computed
+                self.fair.begin(request.ticket)
 
-    def score_prompts(self, step: Step, hidden) -> None:
-        """Log-probabilities of prompt tokens, for the requests that ask for them."""
-        for last, chunk in ends(step):
-            request, first = chunk.sequence.request, chunk.sequence.computed
-            wanted = request.params.prompt_logprobs
-            if wanted is None:
-                continue
-            # Not the chunk's first: before a preemption another chunk may have scored some of it.
-            scored = len(request.prompt_logprobs)
-            targets = request.prompt_token_ids[scored : first + chunk.count + 1]
-            # The token before a target gives its score.
-            start = last + 1 - chunk.count + (scored - 1 - first)
-            rows = list(range(start, start + len(targets)))
-            if rows:
-                logprobs = self.runner.logits(hidden, rows).float().log_softmax(-1)
-                found: list[Logprobs] = [
-                    top_logprobs(row, token, wanted) for row, token in zip(logprobs, targets)
-                ]
-                request.prompt_logprobs += found
-
-
-def ends(step: Step) -> list[tuple[int, Chunk]]:
-    """Each chunk with the row of its last token."""
-    found, row = [], -1
-    for chunk in step.chunks:
-        row += chunk.count
-        found.append((row, chunk))
-    return found
+    def score_prompts(self, step: Step, hidden: Tensor) -> None:
+        """Log-probabilities of prompt tokens, for those that ask for them. hidden: [T, hidden_size]."""
+        score_prompts(self.runner, step, hidden)

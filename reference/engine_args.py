@@ -11,7 +11,7 @@ from reference.quantization import check_method
 from reference.speculative_config import OLDER, SpeculativeConfig, from_older
 
 CHOICES = {
-    "scheduling_policy": ("fcfs", "priority"),
+    "scheduling_policy": ("fcfs", "priority", "fair"),
     "preemption_mode": ("recompute", "swap"),
     "kv_cache_dtype": ("auto", *FORMATS),
 }
@@ -42,9 +42,9 @@ class EngineArgs:
     kv_cache_memory_bytes: of the cache; None: on a GPU what gpu_memory_utilization leaves, on a CPU
     at most 1 GiB. preemption_mode: what becomes of the K and V of a request whose blocks another one
     needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's memory.
-    scheduling_policy: "fcfs" or "priority". enforce_eager: no CUDA graphs of decode steps; on a CPU
-    there are none. quantization: weights in fewer bits while they are loaded, a name of
-    reference.quantization; None: as the checkpoint has them. kv_cache_dtype: "auto", the model's own
+    scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens. enforce_eager: no
+    CUDA graphs of decode steps; on a CPU there are none. quantization: weights in fewer bits while
+    they are loaded, a name of reference.quantization; None: as the checkpoint has them. kv_cache_dtype: "auto", the model's own
     dtype, or "fp8" (E4M3), "int8" or "int4", with a scale for each token and KV head; vLLM's longer
     names of these are read too. speculative_config: who drafts tokens and how many, a dict of vLLM's
     keys. enable_lora: room for max_loras adapters of at most max_lora_rank on the device, so that a

@@ -10,8 +10,7 @@ from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets, can_be_
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
-from lessons.l14_continuous_batching.sequence import Sequence
-from lessons.l15_chunked_prefill.optimized import ChunkedScheduler, by_arrival
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import SwappingScheduler
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
@@ -32,15 +31,10 @@ from reference.lora import (
 from reference.model import load_model, load_tokenizer
 from reference.model_runner import ModelRunner
 from reference.outputs import RequestOutput
-from reference.request import EngineRequest
+from reference.request import ORDERS, EngineRequest
 from reference.sampling_params import SamplingParams
 from reference.speculation import Proposer
 from reference.speculative_engine import SpeculativeEngine
-
-
-def by_priority(sequence: Sequence) -> tuple:
-    """The smallest priority first, then the order of arrival."""
-    return (sequence.priority, sequence.row)
 
 
 def new_engine(args: EngineArgs) -> Engine:
@@ -141,7 +135,7 @@ def new_scheduler(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         enable_chunked_prefill=args.enable_chunked_prefill,
-        order=by_priority if args.scheduling_policy == "priority" else by_arrival,
+        order=ORDERS[args.scheduling_policy],
     )
     kinds, pools = (ChunkedScheduler, SwappingScheduler), [runner.pool]
     if proposer is not None:

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lessons.l14_continuous_batching.sequence import Sequence
+from lessons.l14_continuous_batching.sequence import Chunk, Sequence, Step
+from lessons.l15_chunked_prefill.preemption import by_arrival
 from lessons.l21_multi_lora.adapters import Adapter
 from lessons.l21_multi_lora.slots import LoRARequest
+from lessons.l22_serving.fair import Ticket
 from reference.detokenizer import Detokenizer
 from reference.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from reference.sampling_params import SamplingParams
+from reference.structured import Constraint
 
 
 @dataclass(eq=False)
@@ -25,6 +28,7 @@ class EngineSequence(Sequence):
     priority: int = 0
     bias: tuple[Tensor, Tensor] | None = None  # logit_bias: token ids, values
     detokenizer: Detokenizer | None = None
+    constraint: Constraint | None = None  # structured_outputs: what it may still say
     logprobs: list[Logprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
@@ -41,10 +45,15 @@ class EngineSequence(Sequence):
     def take(self, token: int, logprobs: Logprobs | None) -> None:
         """A sampled token: keep it, and see whether it ends the answer."""
         self.append(token)
+        if self.constraint is not None:
+            self.constraint.take(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[token].logprob
-        is_stop = token in self.stop_token_ids and len(self.output) >= self.params.min_tokens
+        is_late = len(self.output) >= self.params.min_tokens
+        if self.constraint is not None:
+            is_late |= self.constraint.has_ended  # a complete text ends, also before min_tokens
+        is_stop = token in self.stop_token_ids and is_late
         if is_stop:
             self.finish_reason = "stop"
             self.stop_reason = token if token in self.params.stop_token_ids else None
@@ -52,6 +61,8 @@ class EngineSequence(Sequence):
             stop = self.detokenizer.append(token, is_last_special=is_stop)
             if stop is not None and len(self.output) >= self.params.min_tokens:
                 self.finish_reason, self.stop_reason = "stop", stop
+        if self.constraint is not None and self.constraint.failure is not None:
+            self.finish_reason, self.stop_reason = "abort", self.constraint.failure
         if self.finish_reason is None and len(self.output) >= self.max_new_tokens:
             self.finish_reason = "length"
         if self.finished and self.detokenizer is not None and self.stop_reason is None:
@@ -83,15 +94,32 @@ class EngineRequest:
     params: SamplingParams
     lora_request: LoRARequest | None = None
     adapter: Adapter | None = None  # held on the host until the request ends
+    ticket: Ticket | None = None  # its place among its user's requests
     sequences: list[EngineSequence] = field(default_factory=list)
     waiting_to_fork: list[EngineSequence] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
 
+    def __post_init__(self):
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # nothing stands before the first token
+
     @property
     def finished(self) -> bool:
         return all(sequence.finished for sequence in self.sequences)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of its prompt and all its answers."""
+        return len(self.prompt_token_ids) + sum(one.max_new_tokens for one in self.sequences)
+
+    @property
+    def used_tokens(self) -> int:
+        """Of most_tokens, those that it took, or none if it never ran."""
+        if self.metrics.first_scheduled is None:
+            return 0
+        return len(self.prompt_token_ids) + sum(len(one.output) for one in self.sequences)
 
     def output(self) -> RequestOutput:
         """The request as it stands: of `best_of` answers the n likeliest, once all have ended."""
@@ -127,3 +155,28 @@ def bias_of(params: SamplingParams, device: torch.device) -> tuple[Tensor, Tenso
         return None
     tokens, values = zip(*params.logit_bias.items())
     return torch.tensor(tokens, device=device), torch.tensor(values, device=device)
+
+
+def ends(step: Step) -> list[tuple[int, Chunk]]:
+    """Each chunk with the row of its last token."""
+    found, row = [], -1
+    for chunk in step.chunks:
+        row += chunk.count
+        found.append((row, chunk))
+    return found
+
+
+# ---------------------------------------------------------------- whose turn it is
+
+
+def by_priority(sequence: EngineSequence) -> tuple:
+    """The smallest priority first, then the order of arrival."""
+    return (sequence.priority, sequence.row)
+
+
+def by_user(sequence: EngineSequence) -> tuple:
+    """The smallest priority first, then the user whose turn it is, then the order of arrival."""
+    return (sequence.priority, sequence.request.ticket.start, sequence.row)
+
+
+ORDERS = {"fcfs": by_arrival, "priority": by_priority, "fair": by_user}

@@ -10,12 +10,15 @@ from lessons.l02_naive_attention.request import sampling_batch
 from lessons.l14_continuous_batching.loop import StepSampler
 from reference.outputs import Logprob, Logprobs
 from reference.request import EngineSequence
+from reference.structured import apply_constraints
 
 LIKELY = 512  # entries among which a row's top-p nearly always ends
 
 
 class Sampler:
-    """Lesson 14's sampler behind what only the engine knows: biases, least lengths, logprobs."""
+    """Lesson 14's sampler behind what only the engine knows: structures, biases, least lengths,
+    logprobs.
+    """
 
     def __init__(self):
         self.sample = StepSampler(searching_batch)
@@ -28,8 +31,10 @@ class Sampler:
         which are changed. Raises ValueError for logits that are not finite.
         """
         raw = logits.float().log_softmax(-1) if any(s.wants_logprobs for s in sequences) else None
+        wanted = [s.constraint and s.constraint.row() for s in sequences]
+        must_end = apply_constraints(logits, wanted)
         for row, sequence in enumerate(sequences):
-            adjust(logits, row, sequence)
+            adjust(logits, row, sequence, must_end=must_end[row])
         chosen = self.sample(logits, sequences)
         found = [
             top_logprobs(raw[row], token, sequence.params.logprobs or 0)
@@ -48,15 +53,18 @@ def searching_batch(sequences: list, device: torch.device) -> SamplingBatch:
     return batch
 
 
-def adjust(logits: Tensor, row: int, sequence: EngineSequence, ahead: int = 0) -> None:
+def adjust(
+    logits: Tensor, row: int, sequence: EngineSequence, ahead: int = 0, must_end: bool = False
+) -> None:
     """logit_bias and min_tokens of one row, in place. logits: [B, V]. ahead: drafted tokens that
-    stand between the sequence's output and this row.
+    stand between the sequence's output and this row. must_end: nothing else is allowed.
     """
     if sequence.bias is not None:
         tokens, values = sequence.bias
         logits[row, tokens] += values.to(logits.dtype)
     so_far = len(sequence.output) + ahead
-    if so_far < sequence.params.min_tokens and sequence.stop_token_ids:
+    is_early = so_far < sequence.params.min_tokens and not must_end
+    if is_early and sequence.stop_token_ids:
         logits[row, list(sequence.stop_token_ids)] = -torch.inf
 
 

@@ -6,6 +6,7 @@ from random import Random
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
 from lessons.toolbox.model.arguments import check_kind, is_number, is_whole, refuse
 from reference.engine_args import check_counts
+from reference.structured import StructuredOutputsParams, read_structured
 
 # Of lesson 2: how one token is drawn.
 DRAWN_BY = tuple(field.name for field in fields(RowParams))
@@ -17,7 +18,8 @@ class SamplingParams:
 
     n: answers to the prompt, each with its own random numbers. best_of: draw so many, and keep the
     n likeliest by their mean log-probability. logprobs, prompt_logprobs: how many of the likeliest
-    tokens to report at each place, beside the one that stands there.
+    tokens to report at each place, beside the one that stands there. structured_outputs: which texts
+    are answers; guided_decoding is its older name. A dict of the fields will do.
     """
 
     n: int = 1
@@ -41,6 +43,8 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | dict | None = None
+    guided_decoding: StructuredOutputsParams | dict | None = None
 
     def __post_init__(self):
         for name in ("stop", "stop_token_ids"):
@@ -66,6 +70,7 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             self._require("stop", False, "none with detokenize=False, because text is searched")
         self._check_bias()
+        self._read_structured()
         # what a row is drawn by was checked by lesson 2
         RowParams(**{name: getattr(self, name) for name in DRAWN_BY})
 
@@ -76,6 +81,23 @@ class SamplingParams:
         for token, value in bias.items():
             fits = is_whole(token, 0) and is_number(value, -100, 100)
             self._require("logit_bias", fits, accepted)
+
+    def _read_structured(self) -> None:
+        given = 0
+        for name in ("structured_outputs", "guided_decoding"):
+            wish = read_structured(name, getattr(self, name))
+            given += wish is not None
+            object.__setattr__(self, name, wish)
+        self._require(
+            "guided_decoding", given < 2, "None beside structured_outputs, its newer name"
+        )
+        accepted = "False with structured_outputs, because a complete text has to end"
+        self._require("ignore_eos", not (given and self.ignore_eos), accepted)
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """Which texts are answers, under either name; None: all are."""
+        return self.structured_outputs or self.guided_decoding
 
     def _require(self, name: str, fits: bool, accepted: str) -> None:
         if not fits:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from lessons.l12_paged_kv.runner import copy_blocks
 from lessons.l14_continuous_batching.sequence import Chunk, Step
-from reference.engine import Engine, ends
+from reference.engine import Engine
 from reference.lookahead import DraftedSequence, LookaheadScheduler
 from reference.outputs import RequestOutput, SpeculationCounts
-from reference.request import EngineRequest, EngineSequence
+from reference.request import EngineRequest, EngineSequence, ends
 from reference.speculation import NO_DRAFT, Draft, Proposer, Ran
 from reference.verification import Emitted, Verifier
 

@@ -33,6 +33,7 @@ from reference.outputs import Logprobs
 from reference.request import EngineSequence
 from reference.sampler import adjust, searching_batch, top_logprobs
 from reference.speculation import Draft
+from reference.structured import apply_constraints
 
 # Each position of an answer has three random numbers. The first of them is the one that draws its
 # token without speculation; the others stand where no answer's positions reach.
@@ -165,9 +166,12 @@ def numbers(batch: SamplingBatch, purpose: int) -> Tensor:
 
 
 def adjust_rows(logits: Tensor, rows: list[Row]) -> None:
-    """Biases and least lengths, in place. logits: [R, V]."""
+    """Structures, biases and least lengths, in place. logits: [R, V]."""
+    constraints = [row.sequence.constraint for row in rows]
+    wanted = [each and each.row(row.ahead) for each, row in zip(constraints, rows)]
+    must_end = apply_constraints(logits, wanted)
     for at, row in enumerate(rows):
-        adjust(logits, at, row.sequence, len(row.ahead))
+        adjust(logits, at, row.sequence, len(row.ahead), must_end[at])
 
 
 def logprobs_of(

@@ -22,8 +22,7 @@ from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine import Engine
-from reference.llm import by_priority
-from reference.request import EngineRequest
+from reference.request import EngineRequest, by_priority
 from reference.sampling_params import SamplingParams
 from tests.engine_cases import assert_clean
 

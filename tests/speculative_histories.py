@@ -21,11 +21,10 @@ from lessons.l15_chunked_prefill.lab.virtual import TokenMemory
 from lessons.l15_chunked_prefill.swap import Lender
 from lessons.l16_speculative_sampling.naive import verify_sequence
 from lessons.l16_speculative_sampling.stand_ins import draw_rows
-from reference.llm import by_priority
 from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler
 from reference.model_runner import PoolsSwap
 from reference.proposers import DraftModelProposer, NgramProposer
-from reference.request import EngineRequest
+from reference.request import EngineRequest, by_priority
 from reference.sampling_params import SamplingParams
 from reference.speculation import Draft
 from reference.speculative_engine import SpeculativeEngine

@@ -82,6 +82,8 @@ TAKES = {
         logit_bias=(None,),
         detokenize=(True,),
         skip_special_tokens=(True,),
+        structured_outputs=(None,),
+        guided_decoding=(None,),
     ),
 }
 

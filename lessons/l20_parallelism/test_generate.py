@@ -34,13 +34,14 @@ def expected() -> str:
     return expected_of(GREEDY)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, of="commands of lesson 20")
 @pytest.mark.parametrize("mesh", ["--tp 1", "--tp 2", "--pp 3", "--tp 2 --pp 2"])
 def test_the_command_starts_ranks_itself(mesh, capsys):
     assert main([*ARGUMENTS, *mesh.split(), "--temperature", "0.9", "--seed", "7"]) == 0
     assert capsys.readouterr().out == expected_of(SamplingParams(temperature=0.9, seed=7))
 
 
+@pytest.mark.sample(1, of="commands of lesson 20")
 def test_in_the_world_of_torchrun_the_first_rank_prints(expected):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -76,6 +76,7 @@ class ProcessWorkers:
         return self.collect()
 
     def send(self, message: bytes) -> None:
+        """The same bytes to all. Raises RankError."""
         try:
             for pipe in self.pipes:
                 pipe.send_bytes(message)

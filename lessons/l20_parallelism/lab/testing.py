@@ -166,6 +166,7 @@ def started_by_torchrun(rank: int, pipe: Connection, size: int, port: int, argv:
     place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_PORT=port)
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
+    torch.set_num_threads(1)  # torchrun does it by OMP_NUM_THREADS
     printed = StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
         main(argv)

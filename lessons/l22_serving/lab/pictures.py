@@ -1,0 +1,223 @@
+"""The lesson's pictures, all computed on a virtual clock: users who share, a door that closes, the
+knee, and what a client hides that waits for its answers.
+
+    python -m lessons.l22_serving.lab.pictures
+
+writes users.svg, overload.svg, knee.svg and omission.svg beside this file.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from lessons.l22_serving.lab.experiments import (
+    ANSWERS,
+    COUNT,
+    EVERY_S,
+    FIRST_TOKEN,
+    KNEE_LOADS,
+    LOADS,
+    OBJECTIVES,
+    PLACES,
+    PROMPT,
+    STALL_S,
+    capacity_per_s,
+    knee_curves,
+    knees,
+    omission,
+    overload,
+    two_users,
+)
+from lessons.l22_serving.load import percentile
+from lessons.toolbox.command import OneLineParser, run_command
+from lessons.toolbox.draw.figure import (
+    GREY,
+    ROLES,
+    ClassFigure,
+    frame,
+    label_column,
+    log_axis,
+    number,
+    save_svg,
+    style,
+)
+
+HERE = Path(__file__).parent
+MODEL = (
+    f"predicted, not measured · Llama-3-8B on an H100, {PLACES} places · prompts of {PROMPT}, answers "
+    f"of {ANSWERS[0]} to {ANSWERS[1]} tokens"
+)
+IN_TIME = f"in time: the whole answer within {OBJECTIVES.e2el_s:g} s"
+
+
+@style()
+def draw_users(many: int = 300) -> ClassFigure:
+    """The time to the first token of somebody who asks now and then, behind somebody who has asked for
+    three hundred answers at once.
+    """
+    found = two_users(many)
+    roles = dict(zip(found, ("naive", "optimized")))
+    worst = {name: max(one.ttft_s for one in history) for name, history in found.items()}
+    first, fair = worst.values()
+    fig, ax = frame(
+        f"Behind another user's {many} requests, one request waits up to {first:.1f} s; where users "
+        f"take turns, {fair:.2f} s",
+        f"{MODEL} · one user sends {many} at once, the other one every 0.5 s",
+        (10, 5.2),
+    )
+    labels = []
+    for name, history in found.items():
+        look = ROLES[roles[name]]
+        times, ttfts = [one.arrival_s for one in history], [one.ttft_s for one in history]
+        ax.plot(times, ttfts, color=look.colour, marker=look.markers[0], ls=look.dash)
+        labels.append((times[-1], ttfts[-1], name, look.colour))
+    every = [one.ttft_s for history in found.values() for one in history]
+    log_axis(ax.yaxis, min(every) / 1.6, max(every) * 1.6)
+    ax.set_xlim(left=0)
+    ax.grid(True, axis="y")
+    ax.set_xlabel("when the small user's request arrives, s")
+    ax.set_ylabel("its time to first token, s\n(lower is better)")
+    label_column(ax, labels)
+    return fig
+
+
+@style()
+def draw_overload(loads=LOADS, seconds: float = 25.0) -> ClassFigure:
+    """Requests a second that are answered in time, over those that arrive."""
+    points = overload(loads, seconds)
+    offered = [point.offered_per_s for point in points]
+    roles = dict(zip(points[0].goodput_per_s, ("naive", "library", "optimized")))
+    last = points[-1].goodput_per_s
+    fig, ax = frame(
+        f"At {points[-1].load:g} times its capacity a server that takes everybody answers "
+        f"{last['takes everybody']:.1f} requests/s in time, one that turns some away "
+        f"{last['turns some away']:.1f}",
+        f"{MODEL} · {IN_TIME}; clients hang up after 10 s",
+        (10, 5.4),
+    )
+    labels = []
+    for name, role in roles.items():
+        look, values = ROLES[role], [point.goodput_per_s[name] for point in points]
+        ax.plot(offered, values, color=look.colour, marker=look.markers[0], ls=look.dash)
+        labels.append((offered[-1], values[-1], name, look.colour))
+    look, top = ROLES["floor"], capacity_per_s()
+    ax.plot([0, top, offered[-1]], [0, top, top], color=look.colour, ls=look.dash, lw=1.6)
+    ax.text(top / 2, top / 2, "what arrives ", color=look.colour, ha="right", fontweight="bold")
+    ax.text(offered[-1], top * 1.03, "capacity", color=look.colour, ha="right", fontweight="bold")
+    ax.set_xlim(left=0)
+    ax.set_ylim(0, top * 1.25)
+    ax.grid(True, axis="y")
+    ax.set_xlabel("requests/s that arrive")
+    ax.set_ylabel("requests/s answered in time\n(higher is better)")
+    label_column(ax, labels)
+    return fig
+
+
+@style()
+def draw_knee(loads=KNEE_LOADS, count: int = 800) -> ClassFigure:
+    """The share of requests in time over the rate, for even and for bursty arrivals."""
+    curves = knee_curves(loads, count)
+    found, top = knees(curves), capacity_per_s()
+    roles = dict(zip(curves, ("optimized", "naive")))
+    even, bursty = found.values()
+    fig, ax = frame(
+        f"Nine of ten requests are in time up to {even / top:.0%} of the capacity if they come "
+        f"independently, and up to {bursty / top:.0%} if they come in bursts",
+        f"{MODEL} · in time: the first token within {FIRST_TOKEN.ttft_s:g} s; bursts: gamma gaps with "
+        "shape 0.2",
+        (10, 5.2),
+    )
+    labels = []
+    for name, points in curves.items():
+        look = ROLES[roles[name]]
+        rates, shares = [p.rate_per_s for p in points], [100 * p.attainment for p in points]
+        ax.plot(rates, shares, color=look.colour, marker=look.markers[0], ls=look.dash)
+        labels.append((rates[-1], shares[-1], name, look.colour))
+        ax.axvline(found[name], color=look.colour, ls=":", lw=1.2)
+    ax.axhline(90, color=GREY, ls=":", lw=1.2)
+    look = ROLES["floor"]
+    ax.axvline(top, color=look.colour, ls=look.dash, lw=1.6)
+    ax.text(top, 2, "capacity ", color=look.colour, ha="right", va="bottom", fontweight="bold")
+    ax.set_xlim(left=0)
+    ax.set_ylim(0, 105)
+    ax.grid(True, axis="y")
+    ax.set_xlabel("requests/s that arrive")
+    ax.set_ylabel("% of requests in time\n(higher is better)")
+    label_column(ax, labels)
+    return fig
+
+
+@style()
+def draw_omission() -> ClassFigure:
+    """Latency over the percentile, of one server and two clients."""
+    found = omission()
+    roles = dict(zip(found, ("naive", "optimized")))
+    hidden, seen = (1e3 * percentile(latencies, 99) for latencies in found.values())
+    fig, ax = frame(
+        f"The same server, stalled for {STALL_S:g} s: its 99th percentile is {hidden:.0f} ms for a "
+        f"client that waits for answers, {number(seen)} ms for its users",
+        f"computed · {COUNT} requests, one every {1e3 * EVERY_S:g} ms, answered in 10 ms each but for "
+        "one stall",
+        (10, 5.2),
+    )
+    percents = [index / 4 for index in range(320, 401)]
+    labels = []
+    for name, latencies in found.items():
+        look = ROLES[roles[name]]
+        values = [1e3 * percentile(latencies, percent) for percent in percents]
+        ax.plot(percents, values, color=look.colour, ls=look.dash)
+        # labelled before the end, where both are the stall
+        at = percents.index(98)
+        labels.append((percents[at], values[at], name, look.colour))
+    log_axis(ax.yaxis, 5, 2e4)
+    ax.set_xlim(80, 100)
+    ax.grid(True, axis="y")
+    ax.set_xlabel("percentile of the requests")
+    ax.set_ylabel("latency, ms\n(lower is better)")
+    label_column(ax, labels)
+    return fig
+
+
+PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
+    "users": (
+        draw_users,
+        "Time to first token of a user with few requests over the time of arrival. In the order of "
+        "arrival it is more than ten seconds for each of them, behind another user's 300 requests. "
+        "In a fair order it is below a second for all.",
+    ),
+    "overload": (
+        draw_overload,
+        "Requests answered in time over requests that arrive. Up to the capacity all three ways "
+        "follow the diagonal. Beyond it a server that takes everybody falls towards zero, one that "
+        "drops late requests falls slowly, and one that turns some away stays near the capacity.",
+    ),
+    "knee": (
+        draw_knee,
+        "Share of requests in time over the arrival rate. It stays near 100 percent and then falls, "
+        "for bursty arrivals at a clearly lower rate than for independent ones.",
+    ),
+    "omission": (
+        draw_omission,
+        "Latency over the percentile from the 80th on. For the client that waits for its answers it "
+        "is 10 ms almost to the end. Counted from the intended time it rises from the 90th "
+        "percentile on to ten seconds.",
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line, which takes no arguments; returns the exit code."""
+    prog = "python -m lessons.l22_serving.lab.pictures"
+    OneLineParser(prog, description=__doc__.split("\n\n")[0]).parse_args(argv)
+    return run_command("pictures", draw_all)
+
+
+def draw_all() -> int:
+    """Draw every picture again, beside this file."""
+    for name, (draw, alt) in PICTURES.items():
+        save_svg(draw(), HERE / f"{name}.svg", alt=alt)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

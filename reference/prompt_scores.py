@@ -1,0 +1,30 @@
+"""prompt_logprobs: how likely the tokens of a prompt are, as its chunks run."""
+
+from torch import Tensor
+
+from lessons.l14_continuous_batching.sequence import Step
+from reference.model_runner import ModelRunner
+from reference.outputs import Logprobs
+from reference.request import ends
+from reference.sampler import top_logprobs
+
+
+def score_prompts(runner: ModelRunner, step: Step, hidden: Tensor) -> None:
+    """Give each request of a step the log-probabilities that it asks for. hidden: [T, hidden_size]."""
+    for last, chunk in ends(step):
+        request, first = chunk.sequence.request, chunk.sequence.computed
+        wanted = request.params.prompt_logprobs
+        if wanted is None:
+            continue
+        # Not the chunk's first: before a preemption another chunk may have scored some of it.
+        scored = len(request.prompt_logprobs)
+        targets = request.prompt_token_ids[scored : first + chunk.count + 1]
+        # The token before a target gives its score.
+        start = last + 1 - chunk.count + (scored - 1 - first)
+        rows = list(range(start, start + len(targets)))
+        if rows:
+            logprobs = runner.logits(hidden, rows).float().log_softmax(-1)
+            found: list[Logprobs] = [
+                top_logprobs(row, token, wanted) for row, token in zip(logprobs, targets)
+            ]
+            request.prompt_logprobs += found

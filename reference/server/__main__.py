@@ -1,0 +1,46 @@
+"""An OpenAI-compatible server.
+
+    python -m reference.server --model models/tiny --port 8000
+    inference-ladder serve models/tiny --enable-lora --lora-modules sql=models/tiny-lora-sql
+
+`flags` has the flags, `run` the process.
+"""
+
+# Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.
+import sys
+
+from lessons.toolbox.command import run_command
+
+
+def serve(arguments: list[str], prog: str) -> int:
+    """Serve until a signal comes. Returns the exit code."""
+    from reference.server import flags
+
+    found = flags.parse(arguments, prog)
+    for note in flags.notes(found):
+        print(note, file=sys.stderr)
+    args = flags.read_args(found)
+    from reference.server.run import serve_forever
+
+    return serve_forever(args)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """python -m reference.server; every mistake is one line."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return run_command("reference.server", lambda: serve(arguments, "python -m reference.server"))
+
+
+def console(arguments: list[str] | None = None) -> int:
+    """inference-ladder serve MODEL."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] != "serve":
+        got = repr(arguments[0]) if arguments else "no command"
+        print(f"inference-ladder: got {got}; accepted: serve", file=sys.stderr)
+        return 2
+    name = "inference-ladder serve"
+    return run_command(name, lambda: serve(arguments[1:], name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Messages to the ids of a prompt. Every API with messages comes through here, in OpenAI's form."""
+
+import asyncio
+from typing import Any
+
+from lessons.toolbox.model.arguments import shown
+from reference.server.errors import refused
+from reference.server.protocol.chat import ChatMessage, ContentPart, TemplateFields, Tool
+from reference.server.sampling import parsed_json
+from reference.server.service import Service
+from reference.server.templates import check_kwargs
+
+MANY_CHARACTERS = 4096  # shorter texts are read between two events of the loop
+
+
+def text_of(content: str | list[ContentPart] | None, name: str) -> str:
+    """The text of a message. name: where it stands. Raises ApiError for a part that is no text: this
+    is where a model that sees would take its images.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for at, part in enumerate(content):
+        if part.type not in ("text", "refusal"):
+            place = f"{name}[{at}].type"
+            raise refused(place, part.type, "'text', because this model reads nothing else")
+        text = getattr(part, part.type)
+        if text is None:
+            raise refused(f"{name}[{at}].{part.type}", None, "a string")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def for_template(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: text is one string, arguments of calls are objects."""
+    found = []
+    for at, message in enumerate(messages):
+        role = "system" if message.role == "developer" else message.role
+        content = text_of(message.content, f"messages[{at}].content")
+        entry = {"role": role, "content": content or message.refusal or ""}
+        if message.name is not None:
+            entry["name"] = message.name
+        if message.tool_call_id is not None:
+            entry["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            place = f"messages[{at}].tool_calls"
+            entry["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": parsed_json(place, call.function.arguments),
+                    },
+                }
+                for call in message.tool_calls
+            ]
+        found.append(entry)
+    return found
+
+
+async def prompt_of(
+    service: Service,
+    messages: list[ChatMessage],
+    tools: list[Tool] | None = None,
+    how: TemplateFields | None = None,
+) -> list[int]:
+    """The ids of a conversation's prompt. how: as the client wishes. Raises ApiError."""
+    how = how or TemplateFields()
+    more: dict[str, Any] = {
+        **check_kwargs(how.chat_template_kwargs or {}),
+        "add_generation_prompt": how.add_generation_prompt,
+    }
+    if how.documents is not None:
+        more["documents"] = how.documents
+    if how.continue_final_message:
+        if "add_generation_prompt" in how.model_fields_set and how.add_generation_prompt:
+            accepted = "false together with continue_final_message"
+            raise refused("add_generation_prompt", True, accepted)
+        more |= dict(continue_final_message=True, add_generation_prompt=False)
+    entries = for_template(messages)
+    offered = [tool.model_dump(exclude_none=True) for tool in tools or []] or None
+    if how.chat_template is None:
+        text = service.template.render(entries, offered, **more)
+    elif service.args.trust_request_chat_template:
+        render = service.template.render_request
+        text = await asyncio.to_thread(render, how.chat_template, entries, offered, **more)
+    else:
+        accepted = "none, because the server was started without --trust-request-chat-template"
+        raise refused("chat_template", how.chat_template, accepted)
+    return await encode(service, "messages", text, how.add_special_tokens)
+
+
+async def encode(service: Service, name: str, text: str, special: bool = True) -> list[int]:
+    """The ids of a text; a long one is read in a thread, so that nobody's stream waits for it."""
+    if len(text) < MANY_CHARACTERS:
+        return service.tokens.encode(name, text, special)
+    return await asyncio.to_thread(service.tokens.encode, name, text, special)
+
+
+def check_tools(tools: list[Tool] | None, choice: Any) -> None:
+    """Raise ApiError for a tool_choice that names nothing."""
+    names = [tool.function.name for tool in tools or []]
+    if len(set(names)) < len(names):
+        raise refused("tools", names, "functions of different names")
+    if isinstance(choice, str) or choice is None:
+        if choice == "required" and not names:
+            raise refused("tool_choice", choice, "a choice among tools, and there are none")
+    elif choice.function.name not in names:
+        accepted = f"one of tools: {', '.join(map(shown, names)) or 'there are none'}"
+        raise refused("tool_choice", choice.function.name, accepted)

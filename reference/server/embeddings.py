@@ -1,0 +1,26 @@
+"""A vector for a text: the mean of the model's last hidden states, made to length 1.
+
+The embedded model was trained to predict the next token and not to compare texts, so its vectors tell
+less than those of a model that was trained for it. What the endpoint shows is the interface.
+"""
+
+import base64
+import struct
+
+import torch
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.naive import whole_sequence
+
+
+@torch.inference_mode()
+def embed(model: Decoder, ids: list[int]) -> list[float]:
+    """The vector of one text, of the model's hidden_size. It needs no cache, because nothing follows."""
+    tokens = torch.tensor(ids, device=model.device)
+    hidden = model(tokens, whole_sequence(model, len(ids))).double().mean(0)
+    return (hidden / hidden.norm().clamp(min=1e-12)).tolist()
+
+
+def as_base64(vector: list[float]) -> str:
+    """float32 in little-endian order, as the OpenAI API sends it."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

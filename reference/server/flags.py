@@ -1,0 +1,213 @@
+"""The command line: vllm serve's flags, with - or with _ between the words.
+
+    python -m reference.server --model models/tiny --enable-lora --lora-modules sql=models/tiny-lora-sql
+
+A flag is honoured, or accepted without effect and said so, or refused with the nearest that exists.
+"""
+
+import argparse
+import difflib
+import json
+import os
+from typing import Any
+
+from lessons.toolbox.command import OneLineParser
+
+# What guides pass to vllm serve and what changes nothing here. Values: whether it takes one, and why
+# it has no effect.
+WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
+    "trust-remote-code": (False, "no code of a checkpoint is ever run"),
+    "disable-log-requests": (False, "requests are not logged"),
+    "disable-log-stats": (False, "/metrics has the numbers, and nothing is logged"),
+    "enable-log-requests": (False, "requests are not logged"),
+    "max-log-len": (True, "prompts are not logged"),
+    "use-v2-block-manager": (False, "there is one block manager"),
+    "enable-auto-tool-choice": (False, "calls are always read, if a request has tools"),
+    "enable-prompt-tokens-details": (False, "usage always tells cached tokens"),
+    "download-dir": (True, "the hub's own cache is used"),
+    "load-format": (True, "safetensors are found by themselves"),
+    "tokenizer-mode": (True, "there is one kind of tokenizer"),
+    "task": (True, "the server generates, and embeds when it is asked to"),
+    "runner": (True, "the server generates, and embeds when it is asked to"),
+    "guided-decoding-backend": (True, "there is one backend"),
+    "structured-outputs-config": (True, "there is one backend"),
+    "worker-use-ray": (False, "--distributed-executor-backend names who starts the workers"),
+    "disable-frontend-multiprocessing": (False, "the engine is a thread of the server"),
+    "async-scheduling": (False, "a step is scheduled when the one before has ended"),
+    "max-seq-len-to-capture": (True, "decode graphs reach to max_model_len"),
+    "compilation-config": (True, "decode steps are captured as they are"),
+    "disable-custom-all-reduce": (False, "there is one all-reduce"),
+    "generation-config": (True, "a request's own fields and vLLM's defaults decide"),
+    "chat-template-content-format": (True, "a template gets text"),
+    "uvicorn-log-config": (True, "--uvicorn-log-level is there"),
+    "h11-max-header-count": (True, "headers have a limit in bytes"),
+    "enable-request-id-headers": (False, "an answer's id is in its body"),
+    "api-server-count": (True, "one process serves"),
+}
+SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization",
+         "-dp": "--data-parallel-size"}  # fmt: skip
+JSON_FLAGS = ("speculative_config",)
+
+
+def as_json(text: str) -> Any:
+    """A JSON value, for argparse."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted: JSON") from None
+
+
+def names(text: str) -> list[str]:
+    """["a", "b"] as vLLM writes it, or a,b; for argparse."""
+    found = as_json(text) if text.startswith("[") else text.split(",")
+    if not all(isinstance(name, str) and name for name in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted: names")
+    return found
+
+
+def lora_module(text: str) -> tuple[str, str]:
+    """name=path, or {"name": …, "path": …}; for argparse."""
+    if text.startswith("{"):
+        value = as_json(text)
+        pair = value.get("name"), value.get("path")
+    else:
+        pair = tuple(text.split("=", 1))
+    if len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted: name=folder")
+    return pair
+
+
+def engine_options(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field of EngineArgs."""
+    from dataclasses import fields
+
+    from reference.async_engine import AsyncEngineArgs
+
+    group = parser.add_argument_group("engine", "reference.AsyncEngineArgs explains them")
+    for field in fields(AsyncEngineArgs):
+        if field.name == "model":
+            continue
+        flag, kind = f"--{field.name.replace('_', '-')}", str(field.type).removeprefix("<class '")
+        if kind.startswith("bool"):
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, default=argparse.SUPPRESS)
+        else:
+            read = as_json if field.name in JSON_FLAGS else next(
+                (kind_ for kind_ in (int, float) if kind.startswith(kind_.__name__)), str
+            )  # fmt: skip
+            group.add_argument(flag, type=read, default=argparse.SUPPRESS)
+
+
+def server_options(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field of ServerArgs."""
+    group = parser.add_argument_group("server")
+
+    def option(flag: str, text: str, kind: Any = str, **more: Any) -> None:
+        group.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS, **more)
+
+    def switch(flag: str, text: str) -> None:
+        group.add_argument(flag, action="store_true", help=text, default=argparse.SUPPRESS)
+
+    option("--host", "address to listen on (default: 127.0.0.1, this machine only)")
+    option("--port", "0 takes a free one (default: 8000)", int)
+    option("--served-model-name", "what clients call the model", nargs="+", metavar="NAME")
+    option("--lora-modules", "adapters", lora_module, nargs="+", metavar="NAME=FOLDER")
+    option("--chat-template", "a file, or a template in one line")
+    switch("--trust-request-chat-template", "let clients send templates, which are programs")
+    option("--tool-call-parser", "hermes or llama3_json (default: hermes)")
+    option("--api-key", "accepted keys; also in VLLM_API_KEY", nargs="+", metavar="KEY")
+    option("--allowed-origins", "CORS, off by default: a list in JSON", names)
+    option("--allowed-methods", "CORS (default: all)", names)
+    option("--allowed-headers", "CORS (default: all)", names)
+    switch("--allow-credentials", "CORS")
+    option("--root-path", "behind a proxy that strips a prefix")
+    option("--ssl-keyfile", "TLS: the key")
+    option("--ssl-certfile", "TLS: the certificate")
+    option("--uvicorn-log-level", "default: info")
+    switch("--disable-uvicorn-access-log", "no line for each request")
+    switch("--disable-fastapi-docs", "no /docs, no /openapi.json")
+    option("--max-logprobs", "of a request at most (default: 20)", int)
+    option("--request-timeout", "s, of a whole answer (default: 600)", float)
+    option(
+        "--write-timeout", "s, until a client that reads nothing is dropped (default: 30)", float
+    )
+    option("--read-timeout", "s, of headers and of a body (default: 30)", float)
+    option("--shutdown-timeout", "s, to finish answers after SIGTERM (default: 30)", float)
+    option("--max-body-bytes", "of a request (default: 1048576)", int)
+    option("--limit-concurrency", "connections at a time (default: 1024)", int)
+
+
+def new_parser(prog: str) -> OneLineParser:
+    """Every flag. One that was not given is no attribute, so that the defaults stand in one place."""
+    parser = OneLineParser(
+        prog=prog,
+        description="An OpenAI-compatible server.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="as --model")
+    parser.add_argument("--model", help="folder or hub name (default: models/tiny)")
+    server_options(parser)
+    engine_options(parser)
+    group = parser.add_argument_group("accepted without effect")
+    for name, (has_value, why) in WITHOUT_EFFECT.items():
+        how = {} if has_value else {"action": "store_true"}
+        group.add_argument(f"--{name}", help=why, default=argparse.SUPPRESS, **how)
+    return parser
+
+
+def with_hyphens(argument: str) -> str:
+    """--max_model_len=5 as --max-model-len=5; vLLM's short forms in full."""
+    name, equals, value = argument.partition("=")
+    if name in SHORT:
+        return SHORT[name] + equals + value
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def parse(arguments: list[str], prog: str) -> argparse.Namespace:
+    """The flags as given. Exits with one line for a wrong one."""
+    parser = new_parser(prog)
+    found, unknown = parser.parse_known_args([with_hyphens(one) for one in arguments])
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        name = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(name, flags, 1)
+        hint = f"did you mean {near[0]}?" if near else "--help lists what is accepted"
+        parser.error(f"{unknown[0]}: unknown argument; {hint}")
+    if found.model and found.model_tag and found.model != found.model_tag:
+        parser.error(
+            f"--model: got {found.model!r}; accepted: one model, and {found.model_tag!r} is one"
+        )
+    return found
+
+
+def notes(found: argparse.Namespace) -> list[str]:
+    """A line for every flag that has no effect."""
+    given = vars(found)
+    return [
+        f"--{name}: accepted without effect, because {why}"
+        for name, (_, why) in WITHOUT_EFFECT.items()
+        if name.replace("-", "_") in given
+    ]
+
+
+def read_args(found: argparse.Namespace):
+    """ServerArgs. Raises ValueError for a value that cannot work."""
+    from dataclasses import fields
+
+    from reference.async_engine import AsyncEngineArgs
+    from reference.server.args import ServerArgs
+
+    given = {
+        name: value
+        for name, value in vars(found).items()
+        if name.replace("_", "-") not in WITHOUT_EFFECT
+    }
+    model = given.pop("model") or given.pop("model_tag", None) or AsyncEngineArgs.model
+    given.pop("model_tag", None)
+    own = {field.name for field in fields(ServerArgs)}
+    server = {name: given.pop(name) for name in list(given) if name in own}
+    if "lora_modules" in server:
+        server["lora_modules"] = dict(server["lora_modules"])
+    if "api_key" not in server and os.environ.get("VLLM_API_KEY"):
+        server["api_key"] = [os.environ["VLLM_API_KEY"]]
+    return ServerArgs(AsyncEngineArgs.read(model=model, **given), **server)

@@ -1,0 +1,112 @@
+"""The fields by which the OpenAI APIs and vLLM's additions to them ask for a kind of answer."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from reference.server.protocol.base import Refusal, Refusals, Wire
+
+MOST_CHOICES = 128  # as OpenAI's n
+ONE_MODEL = "this server answers with text from one model"
+STORES_NOTHING = "this server stores nothing"
+# Of OpenAI's requests and of vLLM's: what the engine has no answer to.
+REFUSED = {
+    "use_beam_search": Refusal(
+        "beams need an idle engine; offline LLM.beam_search does it", (False,)
+    ),
+    "length_penalty": Refusal("it ranks beams", (1.0, 1)),
+    "spaces_between_special_tokens": Refusal("tokens are joined as they are", (True,)),
+    "allowed_token_ids": Refusal("the sampler has no list of allowed tokens; logit_bias is near"),
+    "bad_words": Refusal("the sampler bans no words; logit_bias is near", ([],)),
+    "cache_salt": Refusal("the prefix cache has no salts"),
+    "kv_transfer_params": Refusal("no cache is handed over"),
+    "logits_processors": Refusal("no code of a client is run", ([],)),
+    "mm_processor_kwargs": Refusal(ONE_MODEL, ({},)),
+    "vllm_xargs": Refusal("there are no custom extensions", ({},)),
+    "structural_tag": Refusal("a grammar can say the same"),
+    "guided_decoding_backend": Refusal("there is one backend", ("auto",)),
+    "logprob_token_ids": Refusal("logprobs reports the likeliest tokens"),
+}
+
+
+class StreamOptions(Wire):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # asked for or not, no chunk is padded
+
+    refused: ClassVar[Refusals] = {
+        "include_obfuscation": Refusal("chunks are not padded", (False,))
+    }
+
+
+class JsonSchema(Wire):
+    name: str = ""
+    description: str = ""
+    schema_: dict[str, Any] | bool = Field(default=True, alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(Wire):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Wire):
+    """vLLM's field of this name. One of the first five has to be given."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_fallback: bool = False
+    disable_additional_properties: bool = False
+
+    refused: ClassVar[Refusals] = {"structural_tag": REFUSED["structural_tag"]}
+
+
+class SamplingFields(Wire):
+    """What /v1/completions and /v1/chat/completions have in common. Defaults are SamplingParams'."""
+
+    model: str | None = Field(default=None, description="of /v1/models; default: the base model")
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    best_of: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = Field(default=None, max_length=1024)
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    truncate_prompt_tokens: int | None = Field(
+        default=None,
+        ge=-1,
+        description="keep so many of the prompt's last tokens; -1: all that fit",
+    )
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(default=None, max_length=512)
+    priority: int = 0
+    request_id: str | None = Field(default=None, max_length=128, pattern=r"^[\w.:-]+$")
+    return_tokens_as_token_ids: bool = False
+    return_token_ids: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+    refused: ClassVar[Refusals] = REFUSED

@@ -1,0 +1,106 @@
+"""A request of /v1/responses in the form of /v1/chat/completions."""
+
+from typing import Any
+
+from reference.sampling_params import SamplingParams
+from reference.server.errors import refused
+from reference.server.protocol.chat import (
+    ChatMessage,
+    ContentPart,
+    FunctionCall,
+    FunctionDefinition,
+    NamedFunction,
+    NamedToolChoice,
+    Tool,
+    ToolCall,
+)
+from reference.server.protocol.responses import InputItem, InputPart, ResponsesRequest
+from reference.server.sampling import check_logprobs, form_of, new_params, structured_outputs
+from reference.server.service import Service
+from reference.server.tools import schema_of
+
+TEXTS = ("input_text", "output_text")
+
+
+def messages_of(body: ResponsesRequest) -> list[ChatMessage]:
+    """The conversation. Raises ApiError for an item that misses a part."""
+    found = []
+    if body.instructions:
+        found.append(ChatMessage(role="system", content=body.instructions))
+    if isinstance(body.input, str):
+        return [*found, ChatMessage(role="user", content=body.input)]
+    if not body.input:
+        raise refused("input", body.input, "a text, or one item at least")
+    return found + [message_of(item, f"input[{at}]") for at, item in enumerate(body.input)]
+
+
+def message_of(item: InputItem, place: str) -> ChatMessage:
+    """One item."""
+
+    def needs(*names: str) -> None:
+        for name in names:
+            if getattr(item, name) is None:
+                raise refused(f"{place}.{name}", None, f"one, because this is a {item.type}")
+
+    if item.type == "function_call":
+        needs("name", "call_id")
+        function = FunctionCall(name=item.name, arguments=item.arguments or "{}")
+        calls = [ToolCall(id=item.call_id, function=function)]
+        return ChatMessage(role="assistant", tool_calls=calls)
+    if item.type == "function_call_output":
+        needs("output", "call_id")
+        content = parts_of(item.output)
+        return ChatMessage(role="tool", content=content, tool_call_id=item.call_id)
+    needs("role", "content")
+    return ChatMessage(role=item.role, content=parts_of(item.content))
+
+
+def parts_of(content: str | list[InputPart]) -> str | list[ContentPart]:
+    """Parts under the names of /v1/chat/completions; other kinds keep theirs and are refused."""
+    if isinstance(content, str):
+        return content
+    return [
+        ContentPart(
+            type="text" if part.type in TEXTS else part.type, text=part.text, refusal=part.refusal
+        )
+        for part in content
+    ]
+
+
+def tools_of(body: ResponsesRequest) -> list[Tool]:
+    """The functions."""
+    return [
+        Tool(
+            function=FunctionDefinition(
+                name=tool.name, description=tool.description, parameters=tool.parameters
+            )
+        )
+        for tool in body.tools
+    ]
+
+
+def choice_of(body: ResponsesRequest) -> Any:
+    """tool_choice."""
+    if isinstance(body.tool_choice, str):
+        return body.tool_choice
+    return NamedToolChoice(function=NamedFunction(name=body.tool_choice.name))
+
+
+def params_of(service: Service, body: ResponsesRequest) -> SamplingParams:
+    """What is asked of the engine. Raises ApiError."""
+    check_logprobs("top_logprobs", body.top_logprobs, service.args.max_logprobs)
+    form = form_of(body.text.format.type, body.text.format.schema_)
+    schema = schema_of(tools_of(body), choice_of(body), body.parallel_tool_calls)
+    if schema is not None:
+        if form:
+            accepted = "auto or none together with another form of the answer"
+            raise refused("tool_choice", body.tool_choice, accepted)
+        form = {"json": schema, "disable_any_whitespace": True}
+    wants_logprobs = body.include or body.top_logprobs is not None
+    return new_params(
+        body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        structured_outputs=structured_outputs(**form) if form else None,
+    )

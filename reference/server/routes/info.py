@@ -1,0 +1,74 @@
+"""What a server says of itself: its models, whether it lives and is ready, its metrics."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import JSONResponse, Response
+
+from reference.server.service import Service
+
+VERSION = "0.1.0"  # of pyproject.toml, which is not installed with the folder
+
+
+def new_router(service: Service) -> APIRouter:
+    """The routes of this file."""
+    router = APIRouter(tags=["server"])
+    engine = service.engine
+
+    @router.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        """The base model and the adapters."""
+        return {"object": "list", "data": service.models.cards()}
+
+    @router.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> dict[str, Any]:
+        """One model."""
+        name, _ = service.models.find(name)
+        return next(card for card in service.models.cards() if card["id"] == name)
+
+    @router.get("/health")
+    async def health() -> Response:
+        """Whether the engine lives. A server that drains does, so that it is not killed."""
+        return Response(status_code=200 if engine.failure is None else 503)
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """Whether it takes requests. A server that drains does not."""
+        return Response(status_code=200 if engine.is_ready else 503)
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """Which server this is."""
+        return {"version": VERSION}
+
+    @router.get("/metrics")
+    def metrics() -> Response:
+        """For Prometheus, under vLLM's names."""
+        text = generate_latest(service.metrics.registry)
+        return Response(text, media_type=None, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @router.get("/info")
+    async def info() -> JSONResponse:
+        """As text-generation-inference describes itself, as far as it applies."""
+        args, core = service.args, engine.engine
+        model = core.runner.model
+        return JSONResponse(
+            {
+                "model_id": service.models.names[0],
+                "model_sha": None,
+                "model_dtype": str(model.dtype).removeprefix("torch."),
+                "model_device_type": model.device.type,
+                "model_pipeline_tag": "text-generation",
+                "max_concurrent_requests": args.limit_concurrency,
+                "max_best_of": 128,
+                "max_stop_sequences": 1024,
+                "max_input_tokens": core.max_model_len - 1,
+                "max_total_tokens": core.max_model_len,
+                "max_client_batch_size": 1,
+                "router": "inference-ladder",
+                "version": VERSION,
+            }
+        )
+
+    return router

@@ -1,0 +1,64 @@
+"""The server's process: an engine behind a socket.
+
+When a signal ends it, /ready says no, nobody new is let in, and whoever has an answer coming gets it,
+for at most --shutdown-timeout seconds. `process` has what signals do.
+"""
+
+import asyncio
+import socket
+import sys
+
+import uvicorn
+
+from reference.server.app import new_app, new_service
+from reference.server.args import ServerArgs
+from reference.server.process import EndsOnSignal, new_config, new_socket, url_of
+from reference.server.service import Service
+
+
+class Server(EndsOnSignal):
+    """It drains the engine while it waits for its connections."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self.service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the socket, then wait for both the engine and the connections."""
+        limit_s = self.service.args.shutdown_timeout
+        drain = asyncio.ensure_future(self.service.engine.drain(limit_s))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            drain.cancel()
+
+
+def new_server(service: Service) -> Server:
+    """A server over a service, which somebody has to run."""
+    args = service.args
+    config = new_config(
+        new_app(service),
+        args.read_timeout,
+        args.shutdown_timeout,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        root_path=args.root_path,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        limit_concurrency=args.limit_concurrency,
+    )
+    return Server(config, service)
+
+
+def serve_forever(args: ServerArgs) -> int:
+    """Serve until a signal comes. Returns the exit code. Raises ValueError and OSError in one line."""
+    # before the model is read, because that takes long
+    listening = new_socket(args.host, args.port, args.write_timeout)
+    with listening:
+        service = new_service(args)
+        server = new_server(service)
+        names = ", ".join([*service.models.names, *service.models.adapters])
+        print(f"serving {names} at {url_of(listening)}", file=sys.stderr, flush=True)
+        asyncio.run(server.serve(sockets=[listening]))
+        service.engine.shutdown()
+    return 0

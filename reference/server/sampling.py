@@ -1,0 +1,104 @@
+"""A request's wishes as SamplingParams. Every API comes through here."""
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from lessons.toolbox.model.arguments import shown
+from reference.sampling_params import SamplingParams
+from reference.server.errors import bad_request, refused
+from reference.server.protocol.sampling import SamplingFields
+from reference.structured import StructuredOutputsParams
+
+# Fields of a request that SamplingParams has under the same name.
+COMMON = {field.name for field in fields(SamplingParams)} - {"logprobs", "max_tokens"}
+FORMS = ("structured_outputs", "guided_decoding")
+KINDS = ("json", "regex", "choice", "grammar")
+
+
+def new_params(max_tokens: int | None, **wishes: Any) -> SamplingParams:
+    """SamplingParams of the wishes that are not None. max_tokens: None for as many as fit. Raises
+    ApiError that names a wish that cannot work.
+    """
+    wishes = {name: wish for name, wish in wishes.items() if wish is not None}
+    try:
+        return SamplingParams(max_tokens=max_tokens, **wishes)
+    except ValueError as error:
+        raise bad_request(str(error)) from None
+
+
+def wishes_of(request: SamplingFields) -> dict[str, Any]:
+    """The wishes that both OpenAI APIs have, under SamplingParams' names."""
+    wishes = {
+        name: value
+        for name, value in request
+        if name in COMMON and name in request.model_fields_set and name not in FORMS
+    }
+    if bias := wishes.get("logit_bias"):
+        wishes["logit_bias"] = {token_id(name): value for name, value in bias.items()}
+    if structured := structured_of(request):
+        wishes["structured_outputs"] = structured_outputs(**structured)
+    return wishes
+
+
+def token_id(name: str) -> int:
+    """A key of logit_bias. JSON has no numbers there."""
+    if not (name.isascii() and name.isdecimal() and len(name) < 10):
+        raise refused("logit_bias", name, "token ids as keys")
+    return int(name)
+
+
+def structured_of(request: SamplingFields) -> dict[str, Any]:
+    """The form that the answer has to have, as StructuredOutputsParams names it; {} for any. There are
+    three spellings: OpenAI's response_format, vLLM's structured_outputs, and vLLM's older guided_*.
+    """
+    found: list[dict[str, Any]] = []
+    if request.response_format is not None:
+        schema = request.response_format.json_schema
+        found.append(form_of(request.response_format.type, schema and schema.schema_))
+    if request.structured_outputs is not None:
+        found.append(request.structured_outputs.model_dump(by_alias=True, exclude_unset=True))
+    older = {kind: getattr(request, f"guided_{kind}", None) for kind in KINDS}
+    found += [{kind: value} for kind, value in older.items() if value is not None]
+    found = [form for form in found if form]
+    if len(found) > 1:
+        names = [next(iter(form)) for form in found]
+        raise refused("structured_outputs", names, "one form of an answer")
+    if found and request.guided_whitespace_pattern is not None:
+        found[0]["whitespace_pattern"] = request.guided_whitespace_pattern
+    return found[0] if found else {}
+
+
+def form_of(kind: str, schema: Any) -> dict[str, Any]:
+    """OpenAI's response_format (or text.format) as {kind: value}."""
+    if kind == "json_schema" and schema is None:
+        raise refused("response_format", kind, "json_schema with a field json_schema")
+    return {"json_object": {"json_object": True}, "json_schema": {"json": schema}}.get(kind, {})
+
+
+def structured_outputs(**form: Any) -> StructuredOutputsParams:
+    """What the engine takes for a form of the answer. Raises ApiError."""
+    try:
+        return StructuredOutputsParams(**form)
+    except ValueError as error:
+        raise bad_request(str(error)) from None
+
+
+def call_form(schema: dict[str, Any]) -> StructuredOutputsParams:
+    """Of a call that tool_choice forces. Without blanks, because nobody reads them."""
+    return structured_outputs(json=schema, disable_any_whitespace=True)
+
+
+def parsed_json(name: str, text: str) -> Any:
+    """A field that holds JSON as a string."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise bad_request(f"{name}: got {shown(text)}; accepted: JSON", name) from None
+
+
+def check_logprobs(name: str, count: int | None, most: int) -> int | None:
+    """How many log-probabilities to report. Raises ApiError above the server's --max-logprobs."""
+    if count is not None and count > most:
+        raise refused(name, count, f"0 to {most} (--max-logprobs)")
+    return count

@@ -1,0 +1,39 @@
+"""What all routes share: the engine, its tokenizer, its chat template, the models' names."""
+
+import uuid
+
+from reference.async_engine import AsyncLLMEngine
+from reference.server.args import ServerArgs
+from reference.server.calls import Call
+from reference.server.errors import refused
+from reference.server.metrics import Metrics
+from reference.server.models import Models
+from reference.server.templates import ChatTemplate
+from reference.server.tokens import Tokens
+
+
+class Service:
+    """One engine behind many routes. args: of the server."""
+
+    def __init__(self, engine: AsyncLLMEngine, models: Models, args: ServerArgs):
+        self.engine = engine
+        self.models = models
+        self.args = args
+        core = engine.engine
+        self.tokens = Tokens(core.tokenizer, core.max_model_len)
+        self.template = ChatTemplate.of(core.tokenizer, args.chat_template)
+        self.metrics = Metrics(engine, models.names[0])
+
+    def new_call(
+        self, kind: str, model: str | None, prompts: list[list[int]], params, **more
+    ) -> Call:
+        """A call of a fresh id. kind: how the id begins. more: fields of Call, and request_id,
+        which the client chose. Raises ApiError for an unknown model, or a priority without effect.
+        """
+        name, lora = self.models.find(model)
+        request_id = more.pop("request_id", None) or uuid.uuid4().hex
+        policy = self.args.engine.scheduling_policy
+        if more.get("priority") and policy != "priority":
+            accepted = "0, because the server was started without --scheduling-policy priority"
+            raise refused("priority", more["priority"], accepted)
+        return Call(f"{kind}{request_id}", name, prompts, params, lora, **more)

@@ -1,0 +1,109 @@
+"""The command line: vllm serve's flags."""
+
+import subprocess
+import sys
+
+import pytest
+
+from reference.server import flags
+from reference.server.__main__ import console, main
+from tests.server.paths import REPOSITORY
+
+# From vLLM's documentation and from guides that quote it.
+COMMANDS = [
+    "models/tiny",
+    "--model models/tiny --port 8000 --host 0.0.0.0",
+    "models/tiny --tensor-parallel-size 1 --gpu-memory-utilization 0.9 --max-model-len 2048",
+    "models/tiny --max_num_seqs 4 --max_num_batched_tokens=2048 --enable_chunked_prefill",
+    "models/tiny --dtype bfloat16 --kv-cache-dtype fp8 --quantization int8 --enforce-eager",
+    "models/tiny --enable-prefix-caching --no-enable-chunked-prefill --swap-space 4 --seed 3",
+    "models/tiny --api-key secret other --served-model-name a b",
+    "models/tiny --enable-lora --lora-modules sql=models/tiny-lora-sql --max-loras 2 --max-lora-rank 16",
+    "models/tiny --trust-remote-code --disable-log-requests --uvicorn-log-level warning",
+    'models/tiny --allowed-origins ["*"] --enable-auto-tool-choice --tool-call-parser hermes',
+    'models/tiny --speculative-config {"method":"ngram","num_speculative_tokens":3}',
+    "models/tiny --scheduling-policy priority -tp 1 -q int4 --guided-decoding-backend xgrammar",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_guides(command):
+    args = flags.read_args(flags.parse(command.split(), "x"))
+    assert args.engine.model == "models/tiny"
+
+
+def test_values_arrive():
+    command = ["models/tiny", "--max_model_len=77", "--lora-modules", '{"name": "s", "path": "p"}',
+               "q=r=s", "--enable-lora", "--no-enable-prefix-caching", "--api-key", "k", "--port", "0"]  # fmt: skip
+    args = flags.read_args(flags.parse(command, "x"))
+    assert args.engine.max_model_len == 77 and not args.engine.enable_prefix_caching
+    assert args.lora_modules == {"s": "p", "q": "r=s"} and args.api_key == ["k"]
+    assert args.served_model_name == ["models/tiny"] and args.host == "127.0.0.1"
+
+
+def test_a_key_from_the_environment(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert flags.read_args(flags.parse([], "x")).api_key == ["secret"]
+    assert flags.read_args(flags.parse(["--api-key", "k"], "x")).api_key == ["k"]
+
+
+def test_what_has_no_effect_is_said():
+    found = flags.parse(["--trust-remote-code", "--max-log-len", "5", "--port", "1"], "x")
+    assert [note.split(":")[0] for note in flags.notes(found)] == [
+        "--trust-remote-code",
+        "--max-log-len",
+    ]
+
+
+@pytest.mark.parametrize(
+    "command, said",
+    [
+        ("--max-modl-len 5", "--max-modl-len: unknown argument; did you mean --max-model-len?"),
+        ("--max_num_sequences 5", "did you mean --max-num-seqs?"),
+        ("--zzz", "--zzz: unknown argument; --help lists what is accepted"),
+        ("--port x", "--port: invalid int value: 'x'"),
+        ("--port 99999", "port: got 99999; accepted: 0 to 65535"),
+        ("--tensor-parallel-size 64", "tensor_parallel_size: got 64"),
+        ("--max-model-len 0", "max_model_len: got 0"),
+        (
+            "--lora-modules a=b",
+            "lora_modules: got {'a': 'b'}; accepted: none without --enable-lora",
+        ),
+        ("--lora-modules a", "--lora-modules: 'a' is not accepted: name=folder"),
+        (
+            "--enable-lora --lora-modules tiny=x --served-model-name tiny",
+            "lora_modules: got 'tiny'",
+        ),
+        ("--tool-call-parser x", "tool_call_parser: got 'x'; accepted: hermes or llama3_json"),
+        ("--request-timeout 0", "request_timeout: got 0.0"),
+        ("--model a b", "--model: got 'a'; accepted: one model"),
+        ("--model no/such/folder --port 0", "unknown model 'no/such/folder'"),
+        ("--chat-template no/such/file --port 0", "--chat-template: "),
+        ("--host 256.1.1.1", "--host 256.1.1.1 --port 8000"),
+        ("--api-key \xe9", "api_key: got 'a key'; accepted: printable ASCII"),
+    ],
+)
+def test_mistakes_are_one_line(command, said, capfd):
+    try:
+        code = main(command.split())
+    except SystemExit as error:
+        code = error.code
+    lines = capfd.readouterr().err.splitlines()
+    assert code == 2 and len(lines) == 1 and said in lines[0], lines
+
+
+def test_the_console_script(capfd):
+    assert console(["start"]) == 2
+    assert capfd.readouterr().err == "inference-ladder: got 'start'; accepted: serve\n"
+    with pytest.raises(SystemExit):
+        console(["serve", "--no-such"])
+    assert capfd.readouterr().err.startswith("inference-ladder serve: --no-such: unknown argument")
+    text = (REPOSITORY / "pyproject.toml").read_text("utf-8")
+    assert 'inference-ladder = "reference.server.__main__:console"' in text
+
+
+@pytest.mark.sample(5, of="processes")
+def test_help():
+    command = [sys.executable, "-m", "reference.server", "--help"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0 and "--served-model-name" in done.stdout and not done.stderr

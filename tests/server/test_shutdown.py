@@ -1,0 +1,119 @@
+"""The process: its flags, and how it ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from tests.server.live import events
+from tests.server.paths import MODEL, REPOSITORY
+
+LONG = dict(prompt="def f(", max_tokens=300, temperature=0, ignore_eos=True, stream=True)
+
+
+@pytest.fixture
+def process(request):
+    """(process, url) of a server that was just started. A test's parameter: --shutdown-timeout."""
+    command = [sys.executable, "-m", "reference.server", "--model", MODEL, "--port", "0",
+               "--kv_cache_memory_bytes=20000000", "--max-model-len", "512", "--shutdown-timeout",
+               getattr(request, "param", "60"),
+               "--disable-log-requests"]  # fmt: skip
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(command, cwd=REPOSITORY, env=env, stderr=subprocess.PIPE, text=True)
+    lines = []
+    for line in started.stderr:
+        lines.append(line)
+        if found := re.search(r"http://\S+", line):
+            break
+    assert found, lines
+    assert lines[0].startswith("--disable-log-requests: accepted without effect")
+    threading.Thread(target=started.stderr.read, daemon=True).start()
+    url = found[0]
+    while True:
+        try:
+            httpx.get(f"{url}/health")
+            break
+        except httpx.TransportError:
+            time.sleep(0.05)
+    yield started, url
+    started.kill()
+    started.wait()
+
+
+def ask_long(url: str, answers: list) -> None:
+    try:
+        answers.append(httpx.post(f"{url}/v1/completions", json=LONG, timeout=60))
+    except httpx.TransportError as error:
+        answers.append(error)
+
+
+def wait_for_running(url: str, count: int) -> None:
+    """Return when so many requests run."""
+    running = 0.0
+    while running < count:
+        time.sleep(0.02)
+        text = httpx.get(f"{url}/metrics").text
+        running = float(re.search(r"num_requests_running\{.*\} (\S+)", text)[1])
+
+
+@pytest.mark.sample(5, of="processes")
+def test_a_signal_lets_answers_end(process):
+    server, url = process
+    answers = []
+    threads = [threading.Thread(target=ask_long, args=(url, answers)) for _ in range(4)]
+    with httpx.Client(base_url=url) as kept:
+        kept.get("/ready").raise_for_status()
+        for thread in threads:
+            thread.start()
+        wait_for_running(url, 4)
+        server.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(httpx.ConnectError):
+            httpx.post(f"{url}/v1/completions", json=LONG)
+    for thread in threads:
+        thread.join()
+    for answer in answers:
+        chunks = events(answer.text)
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.wait(10) == 0
+
+
+@pytest.mark.sample(5, of="processes")
+def test_a_second_signal_ends_at_once(process):
+    server, url = process
+    answers = []
+    thread = threading.Thread(target=ask_long, args=(url, answers))
+    thread.start()
+    time.sleep(0.3)
+    server.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert server.poll() is None
+    begin = time.monotonic()
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(5) == 130 and time.monotonic() - begin < 1
+    thread.join()
+
+
+@pytest.mark.sample(5, of="processes")
+@pytest.mark.parametrize("process", ["0.2"], indirect=True)
+def test_who_takes_too_long_is_told(process):
+    server, url = process
+    answers = []
+    threads = [threading.Thread(target=ask_long, args=(url, answers)) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    wait_for_running(url, 8)
+    server.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert server.wait(10) == 0
+    begun = [one for one in answers if getattr(one, "status_code", None) == 200]
+    told = [events(answer.text)[-1] for answer in begun]
+    cut = [chunk["error"]["message"] for chunk in told if "error" in chunk]
+    assert cut and all("shutting down" in message for message in cut)
