@@ -91,7 +91,8 @@ def embed(tokens: Tensor, table: Tensor, ranks: Ranks) -> Shards:
         local = tokens - own.start
         is_elsewhere = (local < 0) | (local >= len(own))
         # looked up as this rank's first token, then made zeros
-        x = table[own.start : own.stop][local.masked_fill(is_elsewhere, 0)]
+        looked_up = local.masked_fill(is_elsewhere, 0)
+        x = table[own.start : own.stop][looked_up]
         x[is_elsewhere] = 0
         parts.append(x)
     return ranks.all_reduce(parts)

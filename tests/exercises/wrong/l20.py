@@ -52,7 +52,7 @@ def slipped_attention(
         }[heads_of]
         first = {
             "right": rank * kv_heads // size,
-            "modulo": rank % kv_heads,
+            "modulo": rank % kv_heads if size > kv_heads else rank * kv_heads // size,
             "first": 0,
             "all": 0,
             "split": 0,
@@ -215,7 +215,7 @@ for name, slip, hint in [
     (
         "gathered_and_added",
         dict(reduce="gather, then add"),
-        "The result is right. An all-gather of parts moves more than the all-reduce that the "
+        "The result is right, but an all-gather moves more than the one all-reduce that the "
         "statement asks for.",
     ),
     (
