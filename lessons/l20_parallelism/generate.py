@@ -140,6 +140,8 @@ def run(options: argparse.Namespace) -> int:
     num_ranks = int(os.environ["WORLD_SIZE"]) if is_started else None
     mesh = mesh_of(options.tp, options.pp, num_ranks)
     check_options(options, mesh)  # in one place, and before processes are started
+    if backend == "nccl" and not is_started:
+        check_gpus(mesh, torch.cuda.device_count())
     tokenizer = load_tokenizer(options.model)
     prompts = [tokenizer(text)["input_ids"] for text in options.prompts]
     if is_started:
@@ -183,6 +185,13 @@ def check_options(options: argparse.Namespace, mesh: Mesh) -> None:
     split_layers(config.num_hidden_layers, mesh.pp)
     sampling_of(options)
     check_whole(0, **{"--max-new-tokens": options.max_new_tokens})
+
+
+def check_gpus(mesh: Mesh, num_gpus: int) -> None:
+    """Raise ValueError for more ranks than GPUs, because NCCL wants a GPU for each rank."""
+    if mesh.size > num_gpus:
+        accepted = f"two numbers whose product is at most {num_gpus}, the GPUs of this machine"
+        refuse("--tp, --pp", (mesh.tp, mesh.pp), accepted)
 
 
 def sampling_of(options: argparse.Namespace) -> SamplingParams:

@@ -1,9 +1,11 @@
 """The layers that talk: what stands in a rank's decoder where an ordinary one has a plain layer.
 
-    VocabParallelEmbedding   looks up the tokens that it holds, then adds over the ranks
     RowParallel              o_proj, down_proj: partial sums, then adds over the ranks
-    SummedExperts            a layer's experts, which write partial sums, then adds once for all
+    VocabParallelEmbedding   looks up the tokens that it holds, then adds over the ranks
     ParallelHead             computes the logits of its tokens, then gathers those of all ranks
+    SummedExperts            a layer's experts, which write partial sums, then adds once for all
+
+The first three are row_parallel, embed and head of naive.py, in the same order.
 
 A column-parallel layer (q, k, v, gate, up) needs no class. It is an ordinary linear layer that has
 fewer outputs, and says nothing, because the row-parallel layer behind it wants just these as inputs.

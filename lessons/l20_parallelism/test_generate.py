@@ -11,7 +11,7 @@ import pytest
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams
 from lessons.l12_paged_kv import generate as lesson_12
-from lessons.l20_parallelism.generate import main, mesh_of
+from lessons.l20_parallelism.generate import check_gpus, main, mesh_of
 from lessons.l20_parallelism.lab.testing import started_by_torchrun
 from lessons.l20_parallelism.launch import gather_results, started
 from lessons.l20_parallelism.mesh import Mesh
@@ -74,6 +74,12 @@ def test_a_mistake_is_one_line(arguments, words, capsys):
     assert main([*ARGUMENTS, *arguments.split()]) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1 and said.startswith("generate: ")
+
+
+def test_each_rank_wants_a_gpu_of_its_own():
+    check_gpus(Mesh(tp=2, pp=2), 4)
+    with pytest.raises(ValueError, match="at most 3, the GPUs of this machine"):
+        check_gpus(Mesh(tp=2, pp=2), 3)
 
 
 def test_a_mesh_fills_the_world_of_torchrun():

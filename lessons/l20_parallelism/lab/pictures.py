@@ -52,7 +52,7 @@ def draw_pipeline(micro_batches: int = 4) -> ClassFigure:
         rows,
         title=f"{LAYERS} layers on {STAGES} GPUs: idle {bubble(STAGES, 1):.0%} of the time, with "
         f"{micro_batches} micro-batches {bubble(STAGES, micro_batches):.0%}",
-        xlabel="time, in passes of a micro-batch through one stage",
+        xlabel="time in slots (a slot: one micro-batch through one stage)",
         caption=f"simulated: one prefill · {len(stages[0])} layers a stage · above the batch in one "
         f"piece, below in {micro_batches}",
     )
@@ -69,7 +69,7 @@ def draw_decode(few: int = 2) -> ClassFigure:
         rows,
         title=f"Decoding on {STAGES} stages: {few} micro-batches leave {decode_bubble(STAGES, few):.0%} "
         f"idle, {STAGES} none but at the ends",
-        xlabel="time, in passes of a micro-batch through one stage",
+        xlabel="time in slots (a slot: one micro-batch through one stage)",
         caption=f"simulated: {STEPS} tokens of each sequence · m: micro-batches in flight",
     )
 
