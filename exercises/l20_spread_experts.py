@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=20
-# Generated from solutions/l20_spread_experts.py, checksum 6e9df0483556. Generating again never overwrites your edits.
+# Generated from solutions/l20_spread_experts.py, checksum 45d5d3ca8519. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 20, second half: the kernel of many experts, and experts that live on other
 ranks, which are simulated as in l20_parallelism.py.
@@ -112,8 +112,8 @@ def experts_on_ranks(
     rank 1 has x [[2]], and both tokens choose expert 1, which rank 1 holds
         rank 0's row is first: 1 · 100. Rank 1's own row finds no room  -> ([[[100]], [[0]]], 1)
 
-    The code below is right for one rank with one expert and room for all. It has five bugs. Delete
-    the first line and find them.
+    The code below is right for one rank with one expert and room for all. It has five bugs, one of
+    them in two lines. Delete the first line and find them.
     """
     raise NotImplementedError("Exercise 20.4: Find the bugs: experts on other ranks")
     per_rank = len(experts[0])

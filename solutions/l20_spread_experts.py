@@ -129,8 +129,8 @@ def experts_on_ranks(
     rank 1 has x [[2]], and both tokens choose expert 1, which rank 1 holds
         rank 0's row is first: 1 · 100. Rank 1's own row finds no room  -> ([[[100]], [[0]]], 1)
 
-    The code below is right for one rank with one expert and room for all. It has five bugs. Delete
-    the first line and find them.
+    The code below is right for one rank with one expert and room for all. It has five bugs, one of
+    them in two lines. Delete the first line and find them.
     """
     # SOLUTION
     per_rank = len(experts[0])

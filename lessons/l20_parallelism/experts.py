@@ -12,6 +12,9 @@ multiply quickly. Expert parallelism gives a rank whole experts. Which form fits
 
 In all three the router runs where the token is. Its weights never travel.
 
+A part that parallel.py makes has the first form by lesson 6's loop (layers.py: OwnExperts, SummedExperts),
+and `grouped` replaces the loop by kernels. ExpertParallelMoE is the same for a layer that each rank has whole.
+
 Sources: Lepikhin et al. 2021, GShard (section 2.2); Fedus et al. 2022, Switch Transformers (section 2.2);
 vLLM's enable_expert_parallel.
 """
