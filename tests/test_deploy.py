@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from reference.router.args import read_args as router_args
 from reference.server.flags import parse, read_args
 from reference.server.metrics import Metrics
+from reference.server.process import TO_SAY_SO_S
 
 yaml = pytest.importorskip("yaml", reason="NOT RUN: PyYAML is not installed")
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
@@ -65,15 +67,24 @@ def test_all_manifests_are_applied_or_say_why_not():
     assert listed | apart == {path.name for path in MANIFESTS} and not listed & apart
 
 
-@pytest.mark.parametrize("where", ["compose", "kubernetes"])
+def replicas() -> dict:
+    return load(DEPLOY / "compose.replicas.yaml")["services"]
+
+
+def flags_of(service: dict, module: str) -> list[str]:
+    """What a service of a compose file passes to a module, with no variable set."""
+    command = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", service["command"]).split()
+    return command[command.index(module) + 1 :]
+
+
+@pytest.mark.parametrize("where", ["compose", "replica-1", "replica-2", "kubernetes"])
 def test_the_server_takes_its_flags(where):
     """The very command line, read by the server's own reader."""
-    if where == "compose":
-        command = load(DEPLOY / "compose.yaml")["services"]["server"]["command"]
-        command = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", command).split()
-        flags = command[command.index("reference.server") + 1 :]
-    else:
+    if where == "kubernetes":
         flags = pod()["containers"][0]["args"]
+    else:
+        server = load(DEPLOY / "compose.yaml")["services"]["server"]
+        flags = flags_of(replicas().get(where, server), "reference.server")
     args = read_args(parse(flags, "reference.server"))
     assert args.host == "0.0.0.0" and args.port == 8000
 
@@ -84,8 +95,20 @@ def test_nobody_is_killed_before_the_server_has_drained():
     pause_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod()["terminationGracePeriodSeconds"] > pause_s + drain_s
     server = load(DEPLOY / "compose.yaml")["services"]["server"]
-    drain_s = int(re.search(r"--shutdown-timeout (\d+)", server["command"])[1])
-    assert int(server["stop_grace_period"].removesuffix("s")) > drain_s
+    for service in (server, *replicas().values()):
+        drain_s = int(re.search(r"--shutdown-timeout (\d+)", service["command"])[1])
+        # the last errors have to reach their clients, too
+        assert int(service["stop_grace_period"].removesuffix("s")) > drain_s + TO_SAY_SO_S
+
+
+def test_the_router_finds_all_replicas_and_nobody_else_does():
+    services = replicas()
+    args = router_args(flags_of(services.pop("router"), "reference.router"))
+    assert args.host == "0.0.0.0" and args.port == 8000
+    assert sorted(args.replicas) == [f"http://{name}:8000" for name in sorted(services)]
+    assert len(services) >= 2 and not any("ports" in service for service in services.values())
+    for published in replicas()["router"]["ports"]:
+        assert published.startswith("127.0.0.1:")
 
 
 def test_ready_is_not_alive():
@@ -97,6 +120,7 @@ def test_ready_is_not_alive():
 
 def test_images_have_versions():
     images = [service["image"] for service in load(DEPLOY / "compose.yaml")["services"].values()]
+    images += [service["image"] for service in replicas().values()]
     images += [container["image"] for container in pod()["containers"]]
     assert all(re.search(r":v?\d+\.\d+", image) for image in images)
 

@@ -61,7 +61,7 @@ class Sent:
     address: str
 
     def to(self, replica: Replica, timeout: httpx.Timeout) -> httpx.Request:
-        """The same request for a replica."""
+        """The same request for a replica. timeout: in s, of its steps."""
         headers = passed_on(self.headers, OURS)
         # replicas take turns between users, and an address may be all they know of one
         headers += [(b"x-forwarded-for", self.address.encode())] if self.address else []

@@ -50,7 +50,8 @@ def serve_forever(args: RouterArgs) -> int:
     """Route until a signal comes. Returns the exit code. Raises OSError in one line."""
     with new_socket(args.host, args.port, args.write_timeout) as listening:
         server = RouterServer(args)
-        url = url_of(listening)
-        print(f"routing to {len(args.replicas)} replicas at {url}", file=sys.stderr, flush=True)
+        count = len(args.replicas)
+        what = f"{count} replica{'s' * (count > 1)}"
+        print(f"routing to {what} at {url_of(listening)}", file=sys.stderr, flush=True)
         asyncio.run(server.serve(sockets=[listening]))
     return 0

@@ -230,4 +230,6 @@ async def cluster(count: int = 3, script=answers, **own):
     async with cluster_of(RouterArgs([fake.url for fake in fakes], **own), fakes) as found:
         yield found
     for fake in fakes:
+        fake.go_on.set()
         await fake.die()
+    await until(lambda: not any(fake.writers for fake in fakes))

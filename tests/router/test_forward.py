@@ -38,23 +38,33 @@ async def test_who_has_too_much_to_do_is_passed_over():
 
 
 async def test_a_dead_replica_is_tried_once():
-    async with cluster(health_interval=0.05) as router:
+    async with cluster() as router:
         first, second, _ = router.ranked("hello")
-        first.is_ready = False  # as after its death, should it answer
-        replica = next(one for one in router.routing.replicas.all if one.url == first.url)
+        replicas = router.routing.replicas
+        replica = next(one for one in replicas.all if one.url == first.url)
         await first.die()
-        replica.is_ready = True  # the router has not asked again yet
         for _ in range(5):
             answer = await router.ask("hello")
             assert answer.json()["from"] == second.port
         assert router.outcomes(first) == dict(lost=1)
         assert router.outcomes(second) == dict(answered=5)
+        first.is_ready = False
         await first.start()
-        await asyncio.sleep(0.1)
-        assert not replica.is_ready
+        await replicas.ask(replica)
+        assert not replica.is_ready, "it listens, but takes nobody"
         first.is_ready = True
-        await until(lambda: replica.is_ready)
+        await replicas.ask(replica)
         assert (await router.ask("hello")).json()["from"] == first.port
+
+
+async def test_replicas_are_asked_again_and_again():
+    async with cluster(count=2, health_interval=0.03) as router:
+        replicas = router.routing.replicas
+        for is_ready, count in ((False, 1), (True, 2)) * 2:
+            router.fakes[0].is_ready = is_ready
+            await until(lambda count=count: replicas.num_ready == count)
+        await router.fakes[0].die()
+        await until(lambda: replicas.num_ready == 1)
 
 
 DEATHS = ["dies_at_once", "dies_in_a_whole_answer", "dies_before_the_first_event"]
@@ -257,6 +267,17 @@ async def test_metrics_are_the_routers_own():
         assert f'router_requests_in_flight{{replica="{home}"}} 0.0' in text
         assert f'router_replica_ready{{replica="{home}"}} 1.0' in text
         assert not any(fake.seen[1:] for fake in router.fakes)
+
+
+async def test_who_drains_takes_nobody():
+    """A connection that was open already may still bring a request."""
+    async with cluster(count=1) as router:
+        router.routing.is_draining = True
+        assert (await router.client.get("/ready")).status_code == 503
+        answer = await router.ask("hello")
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert (await router.client.get("/health")).status_code == 200
+        assert not router.fakes[0].seen
 
 
 async def test_a_drain_ends_what_has_begun_and_then_what_takes_too_long():

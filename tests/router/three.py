@@ -1,16 +1,19 @@
 """Replicas as processes: python -m tests.router.three PORT PORT … starts one server for each port.
 
-They are forked behind their imports, which take longest. Each writes "pid port" when it is born.
+They are forked from a process that has read the model already, so that libraries are imported once.
+Each is announced by a line "pid port".
 """
 
 import os
 import sys
 
+from reference.llm import new_engine
 from reference.server.run import serve_forever
 from tests.server.live import server_args
 
 
 def main() -> None:
+    new_engine(server_args().engine)  # libraries are imported where they are first needed
     for port in map(int, sys.argv[1:]):
         pid = os.fork()
         if pid == 0:
