@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.l22_serving.grammar import naive, optimized
+from lessons.l03_kv_cache.checks import DECODE_DTYPES
+from lessons.l22_serving.grammar import naive, optimized, stand_ins
 from lessons.l22_serving.grammar.json_text import Layout
 from lessons.l22_serving.grammar.matcher import State, TooAmbiguous
 from lessons.l22_serving.grammar.optimized import TokenMasks
@@ -204,6 +205,7 @@ class Structures:
             return self.compiled[key]
 
     def compile(self, params: StructuredOutputsParams) -> TokenMasks:
+        """Anew. Raises ValueError in one line."""
         if self.vocabulary is None:
             if self.tokenizer is None:
                 raise ValueError("structured_outputs: this engine has no tokenizer; accepted: None")
@@ -239,8 +241,10 @@ def apply_constraints(logits: Tensor, wanted: list[Row | None]) -> list[bool]:
     if rows:
         masks = torch.stack([wanted[row].mask for row in rows]).to(logits.device)
         places = torch.tensor(rows, device=logits.device)
-        apply = naive.apply_token_mask
-        if logits.device.type == "cuda" and logits.dtype != torch.float64:
-            apply = optimized.apply_token_mask
+        if logits.device.type == "cpu":
+            apply = stand_ins.apply_token_mask
+        else:
+            is_read = logits.dtype in DECODE_DTYPES  # by the kernel
+            apply = optimized.apply_token_mask if is_read else naive.apply_token_mask
         apply(logits, masks, places)
     return [found is not None and found.must_end for found in wanted]

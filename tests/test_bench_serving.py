@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from lessons.l22_serving.load import Objectives, gamma_arrivals
-from reference import bench_data, bench_report, bench_serving
+from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
+from reference import bench_data, bench_figures, bench_report, bench_serving
 from reference.bench_load import (
     BenchRequest,
     LoadRun,
@@ -369,7 +370,15 @@ class RealServer(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_command_sweeps_and_saves(tmp_path, capsys):
+def test_the_command_sweeps_and_saves(tmp_path, capsys, monkeypatch):
+    figures = {}
+
+    def save(figure, path, *, alt):
+        assert alt and not texts_outside(figure) and not overlapping_texts(figure)
+        figures[path.name] = figure
+        return [path]
+
+    monkeypatch.setattr(bench_figures, "save", save)
     server = ThreadingHTTPServer(("127.0.0.1", 0), RealServer)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -390,8 +399,24 @@ def test_the_command_sweeps_and_saves(tmp_path, capsys):
     assert [point["request_rate"] for point in record["points"]] == [100, 200]
     assert all(point["total_output_tokens"] == 8 for point in record["points"])
     assert record["knee"] == 200 and record["cost_at_knee"] > 0
-    names = {path.name for path in tmp_path.glob("*.svg")}
-    assert names == {f"serving_{name}.svg" for name in ("knee", "latencies", "cost")}
+    assert set(figures) == {f"serving_{name}" for name in ("knee", "latencies", "cost")}
+
+
+@pytest.mark.parametrize("shares", [(1, 0.95, 0.5), (1, 1, 1), (0.5, 0.4, 0.3)])
+@pytest.mark.sample(1)
+def test_figures_of_a_sweep_are_whole(shares):
+    """Where the objectives end within it, beyond it, or before it."""
+    run = load(["0.1 0.1 3"] * 4)
+    points = []
+    for rate, share in zip((1.0, 2.0, 4.0), shares):
+        setting = Setting(rate, objectives=Objectives(ttft_s=1), price_per_hour=2.0)
+        points.append(summarize(run, setting) | {"slo_attainment": share})
+        points[-1]["request_goodput"] = share * points[-1]["request_throughput"]
+    setting = dict(model="models/tiny", goodput=["ttft:1000"])
+    record = dict(points=points, setting=setting, fingerprint=dict(device="a device"))
+    for draw in (bench_figures.draw_knee, bench_figures.draw_latencies, bench_figures.draw_cost):
+        figure = draw(record)
+        assert not texts_outside(figure) and not overlapping_texts(figure), draw
 
 
 def test_lines_are_vllms():

@@ -139,7 +139,7 @@ class StructuredDraftedHistory(Structured, DraftedHistory):
 
 
 def test_random_histories(request):
-    @histories(2000 if request.config.getoption("--all") else 40)
+    @histories(2000 if request.config.getoption("--all") else 25)
     @given(HOUSE, REQUESTS, FAULTS)
     def check(house, requests, faults):
         StructuredHistory(house, requests, faults).run()
@@ -150,7 +150,7 @@ def test_random_histories(request):
 def test_random_histories_with_drafts(request):
     """Each drafted position is masked by what stands in front of it."""
 
-    @histories(2000 if request.config.getoption("--all") else 40)
+    @histories(2000 if request.config.getoption("--all") else 25)
     @given(HOUSE, REQUESTS, FAULTS, DRAFTING)
     def check(house, requests, faults, drafting):
         StructuredDraftedHistory(house, requests, faults, drafting).run()

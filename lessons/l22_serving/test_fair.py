@@ -215,6 +215,22 @@ def test_random_histories_end_and_leak_nothing(order, seed):
     assert not any(line.tickets for line in engine.fair.lines.values())
 
 
+def test_a_newcomer_starts_where_the_engine_stands():
+    """Four of the first user's requests run, each laid out with 16 tokens: they start at 0, 16, 32 and
+    48, so the engine stands at 48.
+    """
+    engine = new_engine(VirtualModel, 20, by_fair_share, max_num_seqs=4)
+    for at in range(8):
+        engine.add_request(f"early {at}", [1] * 8, 8, "early")
+    engine.step()
+    for at in range(2):
+        engine.add_request(f"late {at}", [1] * 8, 8, "late")
+    starts = {name: sequence.ticket.start for name, sequence in engine.sequences.items()}
+    assert (starts["late 0"], starts["late 1"], starts["early 4"]) == (48, 64, 64)
+    waiting = [sequence.request_id for sequence in engine.scheduler.waiting]
+    assert waiting[:3] == ["late 0", "early 4", "late 1"]
+
+
 def test_one_user_of_a_hundred_requests_does_not_stop_another():
     many = [Call(0.0, 256, 40, "greedy")] * 100
     one = [Call(0.2 * i, 256, 40, "modest") for i in range(1, 6)]

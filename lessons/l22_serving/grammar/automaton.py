@@ -38,7 +38,7 @@ class Automaton:
 
     class_of: for each byte its class; bytes of a class are never told apart. edges[position]: {class:
     position}. calls[position]: (rule, position behind it). is_final: whether the rule may end there.
-    start: {rule: position}. accepts_empty: whether the empty text fits ROOT.
+    start: {rule: position}.
     """
 
     class_of: bytes
@@ -47,7 +47,6 @@ class Automaton:
     calls: list[list[tuple[str, int]]]
     is_final: list[bool]
     start: dict[str, int]
-    accepts_empty: bool
 
 
 def compile_grammar(grammar: Grammar) -> Automaton:
@@ -60,9 +59,9 @@ def compile_grammar(grammar: Grammar) -> Automaton:
         name = waiting.pop()
         if name not in nfa.ends:
             waiting += nfa.add_rule(name, grammar.rules[name])
-    accepts_empty = ROOT in skip_nullable(nfa)
+    skip_nullable(nfa)
     class_of, num_classes = byte_classes(nfa)
-    automaton = Automaton(class_of, num_classes, [], [], [], {}, accepts_empty)
+    automaton = Automaton(class_of, num_classes, [], [], [], {})
     subsets = Subsets(nfa, class_of, automaton)
     for name, (start, end) in nfa.ends.items():
         subsets.add_rule(name, start, end)
@@ -105,6 +104,7 @@ class Subsets:
                 self.automaton.calls[position].append((rule, number_of(states)))
 
     def new_position(self, is_final: bool) -> int:
+        """A position without edges."""
         automaton = self.automaton
         if len(automaton.edges) >= MOST_POSITIONS:
             raise TooLarge
@@ -139,6 +139,7 @@ class Subsets:
         return by_byte, by_call
 
     def count(self, work: int) -> None:
+        """Raise TooLarge once too much was looked at."""
         self.work += work
         if self.work > MOST_WORK:
             raise TooLarge

@@ -92,6 +92,7 @@ class SchemaReader:
         self.depth = 0
 
     def grammar(self) -> Grammar:
+        """Of the whole schema."""
         self.rules[ROOT] = self.rule("#", self.root)
         return Grammar(self.rules | parts.any_value(self.layout))
 
@@ -167,6 +168,7 @@ class SchemaReader:
         return choice(*(self.read(f"{where}/{name}/{n}", each) for n, each in enumerate(value)))
 
     def one_of(self, where: str, schema: dict, values: list) -> Expression:
+        """Those of the values that are of the schema's type."""
         types = self.types_of(where, {"type": schema["type"]}) if "type" in schema else KEYWORDS
         try:
             fitting = [value for value in values if any(is_of_type(value, kind) for kind in types)]
@@ -213,6 +215,7 @@ class SchemaReader:
     # ------------------------------------------------------------ by type
 
     def of_type(self, where: str, schema: dict, kind: str, is_rule: bool) -> Expression:
+        """The documents of one type. is_rule: whether what is read becomes a rule anyway."""
         if kind in ("boolean", "null"):
             return parts.BOOLEAN if kind == "boolean" else parts.NULL
         if kind == "string":

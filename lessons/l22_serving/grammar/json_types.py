@@ -33,6 +33,7 @@ BOUNDS = {"minimum": 0, "maximum": 0, "exclusiveMinimum": 1, "exclusiveMaximum":
 
 
 def wrong(where: str, got, accepted: str) -> ValueError:
+    """The error of a value that cannot stand in a schema."""
     return ValueError(f"json: got {shown(got)} at {shown(where)}; accepted: {accepted}")
 
 
@@ -45,6 +46,7 @@ def not_read(where: str, name: str, types: list[str], why: str = "") -> ValueErr
 
 
 def read_string(where: str, schema: dict) -> Expression:
+    """A string, by length, pattern or format. Raises ValueError."""
     has = [name for name in ("pattern", "format") if name in schema]
     low, high = bounds(where, schema, "minLength", "maxLength")
     if has and (len(has) > 1 or low or high is not None):
@@ -59,6 +61,7 @@ def read_string(where: str, schema: dict) -> Expression:
 
 
 def read_number(where: str, schema: dict, kind: str) -> Expression:
+    """A number, between bounds if there are some. Raises ValueError."""
     low, high = -LARGEST, LARGEST
     is_bounded = False
     for name, step in BOUNDS.items():
@@ -83,6 +86,7 @@ def read_number(where: str, schema: dict, kind: str) -> Expression:
 
 
 def read_array(reader, where: str, schema: dict) -> Expression:
+    """An array: first items, then others. Raises ValueError."""
     low, high = bounds(where, schema, "minItems", "maxItems")
     first, items = (
         schema.get("prefixItems", []),
@@ -113,6 +117,7 @@ def read_array(reader, where: str, schema: dict) -> Expression:
 
 
 def read_object(reader, where: str, schema: dict) -> Expression:
+    """An object: its properties in their order, then others. Raises ValueError."""
     names, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(names, dict):
         raise wrong(f"{where}/properties", names, "an object of schemas")

@@ -72,10 +72,15 @@ class Matcher:
 
     def __init__(self, automaton: Automaton):
         self.automaton = automaton
-        self.known: dict[frozenset[Item], State] = {}
-        self.start = State(automaton, ((automaton.start[ROOT], None),))
-        self.start.may_end |= automaton.accepts_empty
+        self.first = frozenset([(automaton.start[ROOT], None)])
+        self.start = State(automaton, tuple(self.first))
+        self.forget()
         self.steps = 0  # items that were followed so far
+
+    def forget(self) -> None:
+        """Begin the table of equal states anew. States that somebody holds stay valid."""
+        # A text that comes back to the first position stands where the empty text does.
+        self.known = {self.first: self.start}
 
     def step(self, state: State, byte: int) -> State | None:
         """The state behind one more byte; None: the byte does not fit. Raises TooAmbiguous."""
@@ -114,7 +119,7 @@ class Matcher:
         """The one state with these items."""
         if kernel not in self.known:
             if len(self.known) >= MOST_KEPT:
-                self.known.clear()
+                self.forget()
             self.known[kernel] = State(self.automaton, tuple(kernel))
             self.steps += len(self.known[kernel].items)
         return self.known[kernel]

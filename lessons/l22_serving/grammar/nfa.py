@@ -30,6 +30,7 @@ class Nfa:
         self.empty: list[list[int]] = []
 
     def new_state(self) -> int:
+        """A state without edges."""
         if len(self.edges) >= MOST_STATES:
             raise TooLarge
         self.edges.append([])
@@ -62,6 +63,7 @@ class Nfa:
         return end
 
     def add_repeat(self, part: Repeat, start: int) -> int:
+        """Copies of a part, the last ones optional, or a loop."""
         for _ in range(part.low):
             start = self.add(part.part, start)
         if part.high is None:
@@ -96,8 +98,8 @@ def start_behind(nfa: Nfa, state: int) -> int:
     return new
 
 
-def skip_nullable(nfa: Nfa) -> set[str]:
-    """Let a call of a rule that the empty text fits be skipped. Returns these rules.
+def skip_nullable(nfa: Nfa) -> None:
+    """Let a call of a rule that the empty text fits be skipped.
 
     From each rule's first state, follow what is reached for nothing. A call holds its state back until
     the called rule is known to end so; each state is visited once.
@@ -120,7 +122,6 @@ def skip_nullable(nfa: Nfa) -> set[str]:
             waiting += held.pop(rule_of_end[state], [])
     for state, calls in enumerate(nfa.calls):
         nfa.empty[state] += [behind for rule, behind in calls if rule in found]
-    return found
 
 
 def byte_classes(nfa: Nfa) -> tuple[bytes, int]:

@@ -51,7 +51,7 @@ class TokenMasks:
 
     def forget(self) -> None:
         """Begin anew with tables and masks. States that somebody holds stay valid."""
-        self.matcher.known.clear()
+        self.matcher.forget()
         self.states: list[State | None] = [None]  # by number; DEAD is none
         self.numbers: dict[State, int] = {}
         self.table = np.zeros((1, self.matcher.automaton.num_classes), np.int32)
@@ -70,7 +70,14 @@ class TokenMasks:
     def advance(self, state: State, token: int) -> State | None:
         """The state behind a token; None: the token does not fit."""
         text = self.vocabulary.tokens[token]
-        return self.matcher.read(text, state) if text else None
+        for byte in text or ():
+            # The walk that made the mask has come by here, unless the table began anew.
+            number = self.numbers.get(state, DEAD)
+            known = self.table[number, self.class_of[byte]] if number else UNKNOWN
+            state = self.matcher.step(state, byte) if known == UNKNOWN else self.states[known]
+            if state is None:
+                return None
+        return state if text else None
 
     def mask(self, state: State) -> Tensor:
         """Which tokens may come next: [ceil(V / 32)] int32, which is kept: do not change it.
@@ -131,7 +138,7 @@ def check_bytes(automaton: Automaton, vocabulary: Vocabulary) -> None:
 
 
 def packed(allowed: np.ndarray) -> Tensor:
-    """naive.packed for one row of NumPy's booleans."""
+    """naive.packed for one row of NumPy's booleans: [V] -> [ceil(V / 32)] int32."""
     words = -(-len(allowed) // 32)
     bits = np.zeros(4 * words, np.uint8)
     found = np.packbits(allowed, bitorder="little")
@@ -160,7 +167,9 @@ def apply_token_mask(logits: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
 
 
 def check_apply(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
-    """Raise ValueError unless the three fit each other and lie on one device."""
+    """Raise ValueError unless logits: [B, V], mask: [R, ceil(V / 32)] and rows: [R] fit each other and lie
+    on one device.
+    """
     is_dense = logits.dim() == 2 and (logits.stride(1) == 1 or logits.shape[1] < 2)
     if not is_dense or logits.dtype not in DECODE_DTYPES:
         raise ValueError(

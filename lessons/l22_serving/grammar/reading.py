@@ -11,6 +11,7 @@ from lessons.l22_serving.grammar.automaton import Automaton, compile_grammar
 from lessons.l22_serving.grammar.ebnf import read_grammar
 from lessons.l22_serving.grammar.json_schema import read_any_object, read_schema
 from lessons.l22_serving.grammar.json_text import Layout
+from lessons.l22_serving.grammar.minimize import merge_equal
 from lessons.l22_serving.grammar.nfa import TooLarge
 from lessons.l22_serving.grammar.regex import read_regex
 from lessons.l22_serving.grammar.syntax import ROOT, Choice, Grammar, text
@@ -24,7 +25,9 @@ def compile_structure(kind: str, value, layout: Layout | None = None) -> Automat
     Layout.free(). Raises ValueError, one line that names the kind.
     """
     with named(kind):
-        return compile_grammar(read_structure(kind, value, layout))
+        automaton = compile_grammar(read_structure(kind, value, layout))
+        merge_equal(automaton)
+        return automaton
 
 
 @contextmanager

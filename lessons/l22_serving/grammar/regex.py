@@ -72,9 +72,11 @@ class Reader:
         self.at = 0
 
     def wrong(self, accepted: str, at: int | None = None) -> ValueError:
+        """An error at a place, by default here."""
         return wrong(self.argument, self.pattern, self.at if at is None else at, accepted)
 
     def sees(self, text: str) -> bool:
+        """Whether `text` comes next."""
         return self.pattern.startswith(text, self.at)
 
     def takes(self, text: str) -> bool:
@@ -85,6 +87,7 @@ class Reader:
         return False
 
     def next_char(self) -> str:
+        """Read one character."""
         if self.at >= len(self.pattern):
             raise self.wrong("a pattern that does not end here")
         self.at += 1
@@ -93,6 +96,7 @@ class Reader:
     # ------------------------------------------------------------ structure
 
     def whole(self) -> list[Anchored]:
+        """The alternatives of the pattern."""
         found = []
         while True:
             at_start = self.takes("^")
@@ -160,6 +164,7 @@ class Reader:
         return None
 
     def number(self) -> int | None:
+        """Digits, as far as they go; None: there are none."""
         start = self.at
         while self.at < len(self.pattern) and self.pattern[self.at] in "0123456789":
             self.at += 1
@@ -208,6 +213,7 @@ class Reader:
         return ((code, code),)
 
     def hexadecimal(self, digits: int, start: int) -> int:
+        """A code point in so many digits."""
         written = self.pattern[self.at : self.at + digits]
         self.at += digits
         is_hex = len(written) == digits and all(c in "0123456789abcdefABCDEF" for c in written)
@@ -238,6 +244,7 @@ class Reader:
         return Chars(ranges) if ranges else Choice(())
 
     def class_member(self) -> Ranges:
+        """A character or an escape of a class."""
         start, char = self.at, self.next_char()
         if char == "\\":
             return self.escaped(start, in_class=True)

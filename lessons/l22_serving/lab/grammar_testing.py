@@ -4,12 +4,16 @@ random regular expressions.
 
 import itertools
 import random
+import time
 from collections.abc import Iterator, Sequence
 
+import pytest
 from hypothesis import strategies
 
+from lessons.l22_serving.grammar import naive
 from lessons.l22_serving.grammar.matcher import Matcher, State
 from lessons.l22_serving.grammar.optimized import TokenMasks
+from lessons.l22_serving.grammar.reading import compile_structure
 from lessons.l22_serving.grammar.syntax import (
     ROOT,
     Call,
@@ -73,6 +77,12 @@ def random_tokens(masks: TokenMasks, allowed_tokens, most: int = 40) -> Iterator
         token = random.choice(closing if closing and random.random() < n / most else tokens)
         yield state, token
         state = masks.advance(state, token)
+
+
+def allowed_by(masks: TokenMasks):
+    """The ids of the tokens that may follow a state, as `random_tokens` asks for them."""
+    size = len(masks.vocabulary)
+    return lambda state: naive.unpacked(masks.mask(state), size).nonzero().view(-1).tolist()
 
 
 # ---------------------------------------------------------------- grammars
@@ -165,3 +175,21 @@ def patterns():
         )
 
     return strategies.recursive(strategies.sampled_from(ATOMS), larger, max_leaves=6)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def matcher_of(kind: str, value, layout=None) -> Matcher:
+    """What lessons.l22_serving.grammar.reading compiles."""
+    return Matcher(compile_structure(kind, value, layout))
+
+
+def assert_refused(said: str, kind: str, value) -> None:
+    """In one line, and within a second."""
+    start = time.process_time()
+    with pytest.raises(ValueError, match=said) as caught:
+        matcher_of(kind, value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert str(caught.value).startswith((kind, "pattern"))
+    assert time.process_time() - start < 1.5  # this machine may be busy

@@ -15,6 +15,7 @@ from lessons.l22_serving.lab.experiments import (
     COUNT,
     EVERY_S,
     FIRST_TOKEN,
+    KNEE_LOADS,
     LOADS,
     OBJECTIVES,
     PLACES,
@@ -113,9 +114,9 @@ def draw_overload(loads=LOADS, seconds: float = 25.0) -> ClassFigure:
 
 
 @style()
-def draw_knee(count: int = 800) -> ClassFigure:
+def draw_knee(loads=KNEE_LOADS, count: int = 800) -> ClassFigure:
     """The share of requests in time over the rate, for even and for bursty arrivals."""
-    curves = knee_curves(count=count)
+    curves = knee_curves(loads, count)
     found, top = knees(curves), capacity_per_s()
     roles = dict(zip(curves, ("optimized", "naive")))
     even, bursty = found.values()

@@ -1,0 +1,16 @@
+"""The embedded model's tokenizer and its vocabulary, which several tests share."""
+
+import pytest
+
+from lessons.l22_serving.grammar.vocabulary import Vocabulary, bytes_of_tokens
+from lessons.toolbox.model.checkpoint import load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return load_tokenizer("models/tiny")
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tokenizer):
+    return Vocabulary(bytes_of_tokens(tokenizer, len(tokenizer)))
