@@ -384,20 +384,35 @@ class Stage:
     def __init__(self, impl, lengths, fails_at=None):
         self.engine = WordEngine(lengths, fails_at)
         self.loop = impl(self.engine)
-        self.run = asyncio.ensure_future(self.loop.run())
+        self.tasks = []
+        self.run = self.start(self.loop.run())
+
+    def start(self, awaitable: Awaitable) -> asyncio.Future:
+        """A task of this stage: `end` looks at how it ended."""
+        self.tasks.append(asyncio.ensure_future(awaitable))
+        return self.tasks[-1]
+
+    async def end(self):
+        """Cancel what still runs. A task that failed and is not looked at writes to stderr when its
+        memory is collected, perhaps in the middle of another test.
+        """
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.wait(self.tasks, timeout=0.05)
+        for task in self.tasks:
+            if task.done() and not task.cancelled():
+                task.exception()
 
     async def within(self, awaitable: Awaitable, what: str):
         """Its result, if it comes within some rounds of the event loop."""
-        task = asyncio.ensure_future(awaitable)
+        task = self.start(awaitable)
         for tick in range(TICKS):
             # a short sleep at the end, for whoever needs a clock
             await asyncio.sleep(0 if tick < TICKS - 3 else 0.002)
             if self.run.done() and self.run.exception():
-                await cancelled_now(task)
                 raise self.run.exception()
             if task.done():
                 return task.result()
-        await cancelled_now(task)
         raise AssertionError(f"{what}: nothing comes any more")
 
     async def read(self, request_id) -> list[int] | str:
@@ -416,14 +431,6 @@ class Stage:
         assert not self.engine.slips, f"the engine was asked for {self.engine.slips[0]}"
 
 
-async def cancelled_now(task):
-    """Cancel, and look at how it ended: asyncio writes to stderr about whoever is not looked at."""
-    task.cancel()
-    await asyncio.wait([task], timeout=0.05)
-    if task.done() and not task.cancelled():
-        task.exception()
-
-
 def played(scene: Callable):
     """Make a check of an async function of (impl): in an event loop of its own."""
 
@@ -438,7 +445,7 @@ def played(scene: Callable):
             await scene(stage)
         finally:
             for one in stages:
-                one.run.cancel()
+                await one.end()
 
     return lambda impl: asyncio.run(to_the_end(impl))
 
@@ -480,8 +487,8 @@ async def closes(stage):
 
 async def cancelled(stage):
     one = stage({"a": 50, "b": 30})
-    task = asyncio.ensure_future(one.read("a"))
-    other = asyncio.ensure_future(one.read("b"))
+    task = one.start(one.read("a"))
+    other = one.start(one.read("b"))
     for _ in range(12):
         await asyncio.sleep(0)
     task.cancel()
@@ -527,12 +534,11 @@ async def namesake(stage):
 
 async def drains(stage):
     one = stage({"a": 5, "b": 5})
-    reader = asyncio.ensure_future(one.read("a"))
+    reader = one.start(one.read("a"))
     for _ in range(12):
         await asyncio.sleep(0)
-    drain = asyncio.ensure_future(one.loop.drain())
-    for _ in range(3):
-        await asyncio.sleep(0)
+    drain = one.start(one.loop.drain())
+    await one.within(asyncio.sleep(0), "a round of the event loop")
     assert_equal(drain.done(), False, label="whether drain() has returned before the answers")
     got = await one.within(one.read("b"), "a newcomer during a drain")
     assert_equal(got, "Closed", label="what a newcomer gets during a drain")
