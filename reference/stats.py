@@ -121,7 +121,8 @@ class StatsCounter:
 
     def left(self, request: EngineRequest, why: str) -> None:
         """A request was ended before its answer was whole. why: "num_timeouts" or "num_aborted"."""
-        self.seen.pop(request.request_id, None)
+        seen = self.seen.pop(request.request_id, Seen())
+        self.totals["num_preemptions"] += preempted(request) - seen.preemptions
         self.totals[why] += 1
         self._tell(IterationStats(finished_requests=[finished_stats(request, time.monotonic())]))
 
@@ -133,7 +134,7 @@ class StatsCounter:
         seen = self.seen.setdefault(request.request_id, Seen())
         metrics, tokens = request.metrics, generated(request)
         prompt_tokens = len(request.prompt_token_ids)
-        preemptions = sum(sequence.preemptions for sequence in request.sequences)
+        preemptions = preempted(request)
         if seen.last_token is None:
             step.num_prompt_tokens += prompt_tokens
             step.time_to_first_tokens_s.append(metrics.first_token - metrics.arrival)
@@ -154,6 +155,11 @@ class StatsCounter:
 def generated(request: EngineRequest) -> int:
     """Tokens of all its answers so far."""
     return sum(len(sequence.output) for sequence in request.sequences)
+
+
+def preempted(request: EngineRequest) -> int:
+    """How often its answers had to give back their blocks."""
+    return sum(sequence.preemptions for sequence in request.sequences)
 
 
 def finished_stats(request: EngineRequest, end_s: float) -> FinishedRequestStats:

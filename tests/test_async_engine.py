@@ -139,6 +139,53 @@ def test_what_cannot_come_in_time_is_dropped(model):
         assert (stats.num_timeouts, stats.num_aborted) == (2, 0)
 
 
+def test_what_would_end_too_late_is_not_begun(model):
+    """A step has taken 5 s lately, so 30 tokens take 150: after 250 of 400 s it is too late to begin."""
+    now = [0.0]
+    with serving(model, gated=True, clock=lambda: now[0], max_num_seqs=1) as (served, gate):
+        served.rate.ran(1, 10.0)  # and one that takes no time follows
+
+        async def everything():
+            running = await served.add_request("running", [1, 2], params(3))
+            adding = [
+                asyncio.create_task(served.add_request(name, [3], params(30), timeout_s=limit))
+                for name, limit in (("hopeless", 140), ("waits", 400))
+            ]
+            await asyncio.sleep(0)
+            gate.passes.release()
+            with pytest.raises(Overloaded, match="timeout"):
+                await adding[0]
+            waits = await adding[1]
+            now[0] = 300.0
+            gate.passes.release()
+            with pytest.raises(DeadlineExceeded, match="waits"):
+                await read(waits)
+            gate.let_all()
+            assert len((await read(running))[-1]) == 3
+
+        asyncio.run(everything())
+
+
+def test_a_namesake_that_is_refused_ends_nobody_else(model):
+    """Cancelled when it was refused already, and nobody has told it."""
+    with serving(model, gated=True) as (served, gate):
+
+        async def everything():
+            stream = await served.add_request("a", [1, 2], params(9))
+            task = asyncio.create_task(served.add_request("a", [1, 2], params(9)))
+            await asyncio.sleep(0)
+            gate.passes.release()
+            while not served.commands.empty():
+                time.sleep(0.0005)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            gate.let_all()
+            assert len((await read(stream))[-1]) == 9
+
+        asyncio.run(everything())
+        assert served.stats().num_aborted == 0
+
+
 async def anext_of(stream):
     return await stream.__anext__()
 
@@ -264,6 +311,27 @@ def test_a_step_that_raises_is_told_to_everybody(model):
     assert not served.is_ready
 
 
+def test_who_waits_for_a_drain_is_told_when_the_engine_dies(model):
+    engine = new_engine(model, 30, 4, max_num_seqs=1)
+    gate = Gate(engine)
+    served = AsyncLLMEngine(engine)
+
+    async def everything():
+        stream = await served.add_request("a", [7], params(4))
+        draining = asyncio.create_task(served.drain())
+        await asyncio.sleep(0)
+        gate.passes.release()
+        while served.drained is None:
+            await asyncio.sleep(0)
+        gate.advance = lambda: 1 / 0
+        gate.let_all()
+        with pytest.raises(EngineDeadError):
+            await read(stream)
+        await asyncio.wait_for(draining, 10)
+
+    asyncio.run(everything())
+
+
 @pytest.mark.parametrize("order, place", [(by_user, 1), (by_priority, 5)])
 def test_a_user_with_one_request_does_not_wait_for_anothers_many(model, order, place):
     """place: of the one request among the answers, 0 is the first."""
@@ -303,12 +371,25 @@ def test_what_a_request_did_not_use_brings_its_users_next_one_forward(model):
     assert_clean(engine)
 
 
+def test_a_newcomer_starts_where_the_engine_stands(model):
+    engine = new_engine(model, 60, 4, max_num_seqs=2, order=by_user)
+    for at in range(4):
+        engine.add_request(f"early {at}", [1, 2], params(8), user="early")
+    engine.step()
+    engine.add_request("late", [1, 2], params(8), user="late")
+    assert engine.requests["late"].ticket.start == 10
+    first = engine.scheduler.waiting[0]
+    assert first.request.request_id == "late"
+
+
 @pytest.mark.parametrize("num_blocks", [14, 60])
 def test_the_counts_are_those_of_the_outputs(model, seed, num_blocks):
     """Of requests that preempt each other, share prefixes, and leave at random moments."""
     prompts = random_prompts(24, shared=9)
     with serving(model, num_blocks=num_blocks, max_num_seqs=6, order=by_user) as (served, _):
-        steps, got = [], {}
+        steps, got, preempted = [], {}, []
+        preempt = served.engine.scheduler.preempt
+        served.engine.scheduler.preempt = lambda *args: (preempted.append(args), preempt(*args))
         served.counter.observers.append(steps.append)
 
         async def one(at):
@@ -338,7 +419,8 @@ def test_the_counts_are_those_of_the_outputs(model, seed, num_blocks):
         assert stats.prompt_tokens == sum(map(len, prompts)) == stats.prefix_cache_queries
         hits = sum(output.num_cached_tokens for output in got.values())
         assert stats.prefix_cache_hits == hits
-        assert (stats.num_preemptions > 0) == (num_blocks == 14)
+        assert stats.num_preemptions == len(preempted)
+        assert bool(preempted) == (num_blocks == 14)
         whole = [one for one in ended if one.finish_reason == "length"]
         assert all(one.num_generation_tokens == 9 for one in whole)
         for one in ended:

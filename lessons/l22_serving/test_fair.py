@@ -110,6 +110,18 @@ def check_tokens_not_requests(kind):
     assert 3 <= order.count("long") <= 5
 
 
+def check_gives_back(kind):
+    """One user's answers end after a tenth of what they may take, so he gets ten times as many."""
+    line, order = Line(kind), []
+    for _ in range(60):
+        line.arrive("frugal", 100)
+        line.arrive("spender", 100)
+    for _ in range(44):
+        is_frugal = first_of(line.waiting).user == "frugal"
+        order.append(line.serve(0.1 if is_frugal else 1.0)[0])
+    assert 3 <= order.count("spender") <= 5
+
+
 def check_memory(kind):
     """A stranger a request, and only those who are here are remembered."""
     line = Line(kind)
@@ -138,6 +150,7 @@ CHECKS = (
     check_latecomer,
     check_no_punishment,
     check_tokens_not_requests,
+    check_gives_back,
     check_strangers,
     check_memory,
 )
@@ -177,6 +190,40 @@ def test_a_cancelled_request_costs_nothing():
     fair.begin(tickets[2])
     fair.leave(tickets[0], used=7)
     assert tickets[2].start == 100, "the number of one that runs has changed"
+
+
+def test_a_line_goes_on_where_its_last_request_ended():
+    """Not where the user's first one began, before it was away for long."""
+    fair = FairQueue()
+    for ticket in (fair.arrive("a", 10), fair.arrive("b", 1000)):
+        fair.begin(ticket)
+        fair.leave(ticket, ticket.cost)
+    fair.arrive("b", 10)
+    second = fair.arrive("a", 10)
+    fair.begin(second)
+    began = second.start
+    fair.leave(second, 10)
+    assert fair.arrive("a", 10).start == began + 10
+    assert fair.now == began + 5, "two are here, so each has got half of what was done"
+
+
+def test_a_newcomer_among_many_is_next():
+    line = Line()
+    for _ in range(20):
+        for user in "abc":
+            line.arrive(user, 10)
+    for _ in range(30):
+        line.serve()
+    line.arrive("new", 10)
+    assert "new" in [line.serve()[0] for _ in range(4)]
+
+
+def test_an_abort_brings_its_users_next_one_forward():
+    engine = new_engine(VirtualModel, 20, by_fair_share, max_num_seqs=1)
+    for name, tokens in (("a1", 40), ("a2", 40), ("b1", 10), ("b2", 10)):
+        engine.add_request(name, [1, 2], tokens, name[0])
+    engine.abort_request("a1")
+    assert [s.request_id for s in engine.scheduler.waiting] == ["a2", "b1", "b2"]
 
 
 def test_wrong_weights_are_refused():

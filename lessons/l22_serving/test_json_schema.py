@@ -99,6 +99,10 @@ def test_every_text_is_a_document_of_the_schema(schema, layout, seed):
     assert found
 
 
+LIST_OR_NULL = {
+    "properties": {"a": {"type": ["array", "null"]}, "b": {"$ref": "#/properties/a"}},
+    "required": ["a", "b"],
+}
 DOCUMENTS = [
     (SCHEMAS[0], {"age": 5, "tags": [3, None]}, True),
     (SCHEMAS[0], {'na"me/~': "日本é\n", "age": -7, "size": -0.5, "tags": [3, "é"]}, True),
@@ -119,6 +123,8 @@ DOCUMENTS = [
     ({"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 7}, 6, True),
     ({"type": "integer", "exclusiveMinimum": 5, "minimum": 3}, 5, False),
     ({"type": "integer", "exclusiveMaximum": 7, "maximum": 9}, 7, False),
+    (LIST_OR_NULL, {"a": None, "b": None}, True),
+    (LIST_OR_NULL, {"a": [], "b": []}, True),
     ({"type": "array", "minItems": 2}, [1], False),
     ({"type": "array", "minItems": 2, "maxItems": 3}, [1, 2, 3, 4], False),
     ({"type": "array", "prefixItems": [{}, {}], "minItems": 1}, [1], True),

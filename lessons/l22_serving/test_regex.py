@@ -6,7 +6,6 @@ import random
 import re
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 
 from lessons.l22_serving.grammar.reading import compile_structure
 from lessons.l22_serving.grammar.utf8 import byte_sequences
@@ -18,6 +17,9 @@ from lessons.l22_serving.lab.grammar_testing import (
     patterns,
     random_text,
 )
+
+pytest.importorskip("hypothesis", reason="NOT RUN: needs hypothesis")
+from hypothesis import HealthCheck, given, settings
 
 
 def test_byte_ranges_are_the_utf8_of_the_characters(seed):

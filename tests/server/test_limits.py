@@ -111,7 +111,8 @@ def test_random_bytes_in_a_good_request(live, seed):
     "part", [b'\\"', b"[],", b'"",', b'{"a":0},', b'"[",', b'"\\\\",', b"[[],[]],", b"1,", b'\\u0041']
 )  # fmt: skip
 def test_checks_of_json_take_time_in_proportion(part):
-    for start in (b'{"a":"', b'{"a":['):
+    enough = b'{"b":[' + b"[]," * 70 + b"0],"  # brackets, so that they are counted
+    for start in (enough + b'"a":"', enough + b'"a":['):
         begin = time.thread_time()
         with suppress(ApiError):
             check_json(start + part * (2**19 // len(part)))
@@ -121,6 +122,7 @@ def test_checks_of_json_take_time_in_proportion(part):
 def test_brackets_in_strings_do_not_count():
     check_json(json.dumps({"prompt": "[{" * 30_000 + '\\"[' * 100}).encode())
     check_json(b'{"a":' + b"[" * 63 + b"]" * 63 + b"}")
+    check_json(json.dumps({"a": [[], {}] * 1000}).encode())
     with pytest.raises(ApiError, match="nested deeper than 64"):
         check_json(b'{"a":' + b"[" * 64 + b"]" * 64 + b"}")
 

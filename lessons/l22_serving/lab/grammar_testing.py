@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import strategies
 
 from lessons.l22_serving.grammar import naive
 from lessons.l22_serving.grammar.matcher import Matcher, State
@@ -162,7 +161,8 @@ QUANTIFIERS = ("*", "+", "?", "{2}", "{1,}", "{,2}", "{1,3}", "*?", "+?", "{0}")
 
 
 def patterns():
-    """Regular expressions of the subset, as texts."""
+    """Regular expressions of the subset, as texts: a strategy of hypothesis."""
+    from hypothesis import strategies
 
     def larger(inner):
         return strategies.one_of(
