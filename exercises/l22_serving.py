@@ -1,9 +1,7 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=22
-# Generated from solutions/l22_serving.py, checksum f2817cb079aa. Generating again never overwrites your edits.
+# Generated from solutions/l22_serving.py, checksum ab14771c6d5e. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 22: what a load client reports, users who take turns, a mask of tokens, and a
-serving loop that its readers cannot break.
-"""
+"""Exercises of lesson 22: what a load client reports, users who take turns, masks, a serving loop."""
 
 import asyncio
 from collections.abc import Sequence
@@ -117,9 +115,8 @@ def token_mask(matcher: Matcher, state: State, tokens: Sequence[bytes | None]) -
     reached, and never for the same one twice. "1", "12" and "1a" are three steps, not five.
     Errors: none to raise.
 
-    Example: digits alone fit. tokens [b"7", b"a", None, b"42", b"4x"]
+    Example: digits alone fit. tokens [b"7", b"a", None, b"42", b"4x"]; steps: 7, a, 4, 42, 4x
         0, 3 are allowed, so the word is 2⁰ + 2³                         -> tensor([9], int32)
-        steps: 7, a, 4, 42, 4x
     """
     raise NotImplementedError("Exercise 22.3: Which tokens may come next")
 
@@ -148,9 +145,8 @@ class ServingLoop:
           reader, and works while nobody is there.
     Use no threads and no sleeping: asyncio's events and queues are enough.
 
-    Example: with an engine that gives one word a step, a reader of "a" sees
-        "the", "the cat", "the cat sat"            if it reads at once
-        "the", "the cat sat"                       if it was busy in between
+    Example: an engine gives one word a step. A reader sees "the", "the cat", "the cat sat" if it
+        reads at once, and "the", "the cat sat" if it was busy in between.
 
     The code below is right for one quick reader who stays. It has six bugs. Delete the first line of
     each method and find them.

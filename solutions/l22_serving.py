@@ -1,6 +1,4 @@
-"""Exercises of lesson 22: what a load client reports, users who take turns, a mask of tokens, and a
-serving loop that its readers cannot break.
-"""
+"""Exercises of lesson 22: what a load client reports, users who take turns, masks, a serving loop."""
 
 import asyncio
 from collections.abc import Sequence
@@ -154,9 +152,8 @@ def token_mask(matcher: Matcher, state: State, tokens: Sequence[bytes | None]) -
     reached, and never for the same one twice. "1", "12" and "1a" are three steps, not five.
     Errors: none to raise.
 
-    Example: digits alone fit. tokens [b"7", b"a", None, b"42", b"4x"]
+    Example: digits alone fit. tokens [b"7", b"a", None, b"42", b"4x"]; steps: 7, a, 4, 42, 4x
         0, 3 are allowed, so the word is 2⁰ + 2³                         -> tensor([9], int32)
-        steps: 7, a, 4, 42, 4x
     """
     # SOLUTION
     found: dict[bytes, State | None] = {b"": state}
@@ -202,9 +199,8 @@ class ServingLoop:
           reader, and works while nobody is there.
     Use no threads and no sleeping: asyncio's events and queues are enough.
 
-    Example: with an engine that gives one word a step, a reader of "a" sees
-        "the", "the cat", "the cat sat"            if it reads at once
-        "the", "the cat sat"                       if it was busy in between
+    Example: an engine gives one word a step. A reader sees "the", "the cat", "the cat sat" if it
+        reads at once, and "the", "the cat sat" if it was busy in between.
 
     The code below is right for one quick reader who stays. It has six bugs. Delete the first line of
     each method and find them.
