@@ -29,7 +29,8 @@ def drawn_shots(seed, late=0.0, count=40, broken=0.0, refused=0.0):
         now += draws.expovariate(4.0)
         sent = now + late * index / count
         if draws.random() < refused:
-            shots.append(Shot(now, sent, (), sent + 0.01, 16, False))
+            gives_up = sent + draws.choice((0.01, 9.0))  # told at once, or never
+            shots.append(Shot(now, sent, (), gives_up, 16, False))
             continue
         tokens = [sent + draws.expovariate(1.0)]
         for _ in range(draws.randint(1, 10)):
