@@ -11,7 +11,7 @@ from statistics import quantiles
 
 import torch
 
-from solutions.l22_serving import Closed, Shot, Wish
+from solutions.l22_serving import Shot, Wish
 from tests.exercises.checking import assert_equal, call, check, compare
 
 # ---------------------------------------------------------------- 22.1 the report
@@ -422,10 +422,10 @@ class Stage:
         try:
             async for answer in self.loop.stream(request_id):
                 seen.append(answer)
-        except (ValueError, Closed) as error:
-            return type(error).__name__
-        except RuntimeError as error:
-            return f"{seen} and {error}"
+        except (ValueError, RuntimeError) as error:
+            # by name, because the learner's file has a Closed of its own
+            kind = type(error).__name__
+            return f"{seen} and {error}" if kind == "RuntimeError" else kind
         return seen
 
     def no_slips(self):
