@@ -1,0 +1,300 @@
+"""Exercises of lesson 22: what a load client reports, users who take turns, masks, a serving loop."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lessons.l22_serving.grammar.matcher import Matcher, State
+from lessons.toolbox.exercises.exercise import exercise
+
+
+class Shot(NamedTuple):
+    """What a client saw of one request. All times are seconds on one clock.
+
+    due_s: when the request was meant to be sent. sent_s: when the client came to send it. token_s:
+    when each token came; empty for a request that was refused. end_s: when the client knew the
+    outcome. max_tokens: what it asked for. is_whole: whether the answer came to its end.
+    """
+
+    due_s: float
+    sent_s: float
+    token_s: tuple[float, ...]
+    end_s: float
+    max_tokens: int
+    is_whole: bool = True
+
+
+class Report(NamedTuple):
+    """What a load client prints."""
+
+    duration_s: float
+    tokens_per_s: float
+    p99_ttft_s: float
+    goodput_per_s: float
+    in_system: float
+
+
+@exercise("22.1", "What a load client must report", minutes=30, difficulty=1)
+def load_report(shots: Sequence[Shot], ttft_slo_s: float, e2el_slo_s: float) -> Report:
+    """The report of a load test. shots: one or more, of which at least one got a token.
+
+    Every latency of a request counts from when it was due, because that is when its user began to
+    wait. The duration is the time of the clock from the first due request to the last end.
+
+        tokens_per_s: tokens that came, also those of answers that broke off later
+        p99_ttft_s: the 99th percentile of the time to first token, over all requests that got one.
+            Take it as NumPy does: on the straight line between two values.
+        goodput_per_s: requests a second whose answer was whole, whose first token came within
+            ttft_slo_s and whose end came within e2el_slo_s. Exactly on the limit is within it.
+        in_system: how many requests were there on average, from their due time to their end. By
+            Little's law you need no event queue for it.
+    Errors: none to raise.
+
+    Example: limits of 2 s and 5 s, and two requests that both ask for 4 tokens
+        due 0, sent 0, tokens at 1, 2 and 3, end at 3
+        due 1, sent 2, tokens at 4 and 5, end at 5: its TTFT is 3 s, so it misses the limit
+        duration 5, tokens 5 / 5, TTFTs 1 and 3, in system (3 + 4) / 5
+        -> Report(5.0, 1.0, 2.98, 0.2, 1.4)
+    Write down your guess first: which of the five numbers change if the second request is sent at 3?
+    """
+    # SOLUTION
+    first_s = min(shot.due_s for shot in shots)
+    duration_s = max(shot.end_s for shot in shots) - first_s
+    tokens = sum(len(shot.token_s) for shot in shots)
+    ttft_s = [shot.token_s[0] - shot.due_s for shot in shots if shot.token_s]
+    good = sum(
+        shot.is_whole
+        and bool(shot.token_s)
+        and shot.token_s[0] - shot.due_s <= ttft_slo_s
+        and shot.end_s - shot.due_s <= e2el_slo_s
+        for shot in shots
+    )
+    stays_s = sum(shot.end_s - shot.due_s for shot in shots)
+    return Report(
+        duration_s,
+        tokens / duration_s,
+        float(np.percentile(ttft_s, 99)),
+        good / duration_s,
+        stays_s / duration_s,
+    )
+    # END
+
+
+class Wish(NamedTuple):
+    """A request: when it comes, in steps of the engine, whose it is, and its tokens."""
+
+    arrival: float
+    user: str
+    tokens: int
+
+
+@exercise("22.2", "Users take turns by tokens", minutes=35, difficulty=2)
+def serving_order(wishes: Sequence[Wish], weights: dict[str, float]) -> list[int]:
+    """In which order an engine with one place begins the requests: their indices.
+
+    wishes: in the order of arrival. The engine serves one request at a time, to its end, and a token
+    takes 1 unit of time. When it is free, it looks at those that have arrived by now. If there is
+    none, it waits for the next arrival. weights: a user with weight 2 shall get twice as many
+    tokens; who is not named has 1.
+
+    This is start-time fair queuing. The engine keeps a *virtual time* v, in tokens for a weight of 1:
+        when a request arrives, start = max(v, finish of its user's request before it, or 0)
+                                finish = start + tokens / weight
+        when a request begins, v becomes its start
+        when the engine is free and nobody waits, v becomes the largest finish of all that it served
+        next is the waiting request with the smallest start; among equals the one that came first
+    A request that arrives at the moment at which another one ends is waiting when the engine chooses.
+    Errors: none to raise.
+
+    Example: at 0 ann sends two requests of 10 tokens (numbers 0 and 1), at 1 bob sends one of 5 (2)
+        ann's start at 0 and 10. 0 begins, so v = 0. Bob's starts at 0, so it is before ann's second.
+        -> [0, 2, 1]
+    With bob's arrival at 10 it is the same order: at the end of 0, v is still 0.
+    """
+    # SOLUTION
+    v = now = largest_finish = 0.0
+    finish_of_user: dict[str, float] = {}
+    waiting: list[tuple[float, int, float]] = []  # (start, index, finish)
+    order, coming = [], 0
+    while len(order) < len(wishes):
+        if not waiting and wishes[coming].arrival > now:
+            v, now = max(v, largest_finish), wishes[coming].arrival
+        while coming < len(wishes) and wishes[coming].arrival <= now:
+            _, user, tokens = wishes[coming]
+            start = max(v, finish_of_user.get(user, 0.0))
+            finish_of_user[user] = start + tokens / weights.get(user, 1.0)
+            waiting.append((start, coming, finish_of_user[user]))
+            coming += 1
+        waiting.sort()
+        v, index, finish = waiting.pop(0)
+        largest_finish = max(largest_finish, finish)
+        order.append(index)
+        now += wishes[index].tokens
+    return order
+    # END
+
+
+@exercise("22.3", "Which tokens may come next", minutes=35, difficulty=3)
+def token_mask(matcher: Matcher, state: State, tokens: Sequence[bytes | None]) -> Tensor:
+    """Which tokens may come next, one bit a token: [ceil(V / 32)] int32, V = len(tokens).
+
+    tokens: the bytes of each token; None or b"" for those that add no text, which are never allowed.
+    matcher.step(state, byte) gives the state behind one more byte, and None if the byte does not
+    fit. A token is allowed if all its bytes fit, one behind the other; the text need not end there.
+    Bit t % 32 of word t // 32 is 1 if token t is allowed, and bits without a token are 0. Bit 31 is
+    the sign of an int32.
+
+    Aim: tokens share beginnings, so step once for each *different* beginning of a token that can be
+    reached, and never for the same one twice. "1", "12" and "1a" are three steps, not five.
+    Errors: none to raise.
+
+    Example: digits alone fit. tokens [b"7", b"a", None, b"42", b"4x"]; steps: 7, a, 4, 42, 4x
+        0, 3 are allowed, so the word is 2⁰ + 2³                         -> tensor([9], int32)
+    """
+    # SOLUTION
+    found: dict[bytes, State | None] = {b"": state}
+    allowed = []
+    for token in tokens:
+        before = b""
+        for end in range(1, len(token or b"") + 1):
+            if found[before] is None:
+                break
+            text = token[:end]
+            if text not in found:
+                found[text] = matcher.step(found[before], token[end - 1])
+            before = text
+        allowed.append(bool(token) and before == token and found[before] is not None)
+    words = np.zeros(-(-len(tokens) // 32), np.uint32)
+    for token, is_allowed in enumerate(allowed):
+        words[token // 32] |= np.uint32(is_allowed) << np.uint32(token % 32)
+    return torch.from_numpy(words.view(np.int32))
+    # END
+
+
+class Closed(RuntimeError):
+    """The server takes nobody new."""
+
+
+@exercise("22.4", "Find the bugs: a loop and its readers", minutes=50, difficulty=4)
+class ServingLoop:
+    """An engine and the readers of its answers, in one event loop.
+
+    engine.add(request_id) queues a request, and raises ValueError for one that it does not take.
+    engine.abort(request_id) ends a request that has not ended. `await engine.step()` runs one step
+    and returns (request_id, answer, finished) for each request in it; answer: the whole answer so
+    far. The engine wants no step while it has no request. A step may raise: then the engine is dead.
+
+    What must hold:
+        - The engine waits for no reader. Who reads slowly skips answers, and gets the newest one.
+        - Whoever leaves (the stream is closed, or its task is cancelled) is aborted, and is
+          forgotten. A request that has finished is not aborted.
+        - A request that the engine does not take leaves nothing behind.
+        - While the loop drains, and after the engine has died, `stream` raises Closed.
+        - When a step raises, every reader whose answer had not ended gets that exception.
+        - drain() returns when every answer has been computed, and `run` then returns. It waits for no
+          reader, and works while nobody is there.
+    Use no threads and no sleeping: asyncio's events and queues are enough.
+
+    Example: an engine gives one word a step. A reader sees "the", "the cat", "the cat sat" if it
+        reads at once, and "the", "the cat sat" if it was busy in between.
+
+    The code below is right for one quick reader who stays. It has six bugs. Delete the first line of
+    each method and find them.
+    """
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.inboxes: dict[str, asyncio.Queue] = {}  # of the requests that have not ended
+        self.has_work = asyncio.Event()
+        self.has_ended = asyncio.Event()
+        self.is_draining = False
+        self.failure: Exception | None = None
+
+    async def run(self) -> None:
+        """Serve until a drain has ended, or the engine has died. A task runs this beside the readers.
+        Returns in both cases.
+        """
+
+        # SOLUTION
+        def put(inbox: asyncio.Queue, message) -> None:
+            if inbox.full():
+                inbox.get_nowait()  # nobody has read it, and the newer one says all that it said
+            inbox.put_nowait(message)
+
+        try:
+            while self.inboxes or not self.is_draining:
+                if not self.inboxes:
+                    self.has_work.clear()
+                    await self.has_work.wait()
+                    continue
+                for request_id, answer, finished in await self.engine.step():
+                    inbox = self.inboxes.get(request_id)
+                    if inbox is None:
+                        continue
+                    if finished:
+                        del self.inboxes[request_id]
+                    put(inbox, (answer, finished))
+        except Exception as error:
+            self.failure = error
+            for inbox in self.inboxes.values():
+                put(inbox, error)
+            self.inboxes.clear()
+        finally:
+            self.has_ended.set()
+        # STUB
+        # while self.inboxes or not self.is_draining:
+        #     if not self.inboxes:
+        #         self.has_work.clear()
+        #         await self.has_work.wait()
+        #         continue
+        #     for request_id, answer, finished in await self.engine.step():
+        #         await self.inboxes[request_id].put((answer, finished))
+        #         if finished:
+        #             del self.inboxes[request_id]
+        # self.has_ended.set()
+        # END
+
+    async def stream(self, request_id: str):
+        """Serve one request: an async generator of its answers so far."""
+        # SOLUTION
+        if self.is_draining or self.failure is not None:
+            raise Closed("this server takes nobody new")
+        self.engine.add(request_id)
+        inbox = self.inboxes[request_id] = asyncio.Queue(1)
+        self.has_work.set()
+        try:
+            finished = False
+            while not finished:
+                message = await inbox.get()
+                if isinstance(message, Exception):
+                    raise message
+                answer, finished = message
+                yield answer
+        finally:
+            if self.inboxes.get(request_id) is inbox:
+                del self.inboxes[request_id]
+                self.engine.abort(request_id)
+        # STUB
+        # inbox = self.inboxes[request_id] = asyncio.Queue(2)
+        # self.engine.add(request_id)
+        # self.has_work.set()
+        # finished = False
+        # while not finished:
+        #     answer, finished = await inbox.get()
+        #     yield answer
+        # END
+
+    async def drain(self) -> None:
+        """Take nobody new, and wait until every answer has been computed."""
+        # SOLUTION
+        self.is_draining = True
+        self.has_work.set()
+        await self.has_ended.wait()
+        # STUB
+        # self.is_draining = True
+        # await self.has_ended.wait()
+        # END

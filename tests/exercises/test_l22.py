@@ -1,0 +1,601 @@
+"""Checks of lesson 22's exercises. Each exists because it rejects a named wrong answer
+(wrong/l22.py).
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from functools import cache
+from itertools import pairwise
+from statistics import quantiles
+
+import torch
+
+from solutions.l22_serving import Shot, Wish
+from tests.exercises.checking import assert_equal, call, check, compare
+
+# ---------------------------------------------------------------- 22.1 the report
+
+
+def shot(due, sent, tokens, end=None, asked=8, whole=True):
+    """A Shot; end: of the last token, if it is not said."""
+    return Shot(due, sent, tuple(tokens), tokens[-1] if end is None else end, asked, whole)
+
+
+def drawn_shots(seed, late=0.0, count=40, broken=0.0, refused=0.0):
+    """Random requests; late: how much later than they are due they are sent, at most."""
+    draws, now, shots = random.Random(seed), 5.0, []
+    for index in range(count):
+        now += draws.expovariate(4.0)
+        sent = now + late * index / count
+        if draws.random() < refused:
+            gives_up = sent + draws.choice((0.01, 9.0))  # told at once, or never
+            shots.append(Shot(now, sent, (), gives_up, 16, False))
+            continue
+        tokens = [sent + draws.expovariate(1.0)]
+        for _ in range(draws.randint(1, 10)):
+            tokens.append(tokens[-1] + draws.uniform(0.02, 0.3))
+        whole = draws.random() >= broken
+        shots.append(Shot(now, sent, tuple(tokens), tokens[-1] + 0.01, 16, whole))
+    return shots
+
+
+def reported(shots, ttft_slo_s, e2el_slo_s):
+    """Number by number; the percentile by the standard library, who is there by an area."""
+    begin, end = min(s.due_s for s in shots), max(s.end_s for s in shots)
+    ttfts = sorted(s.token_s[0] - s.due_s for s in shots if s.token_s)
+    tail = quantiles(ttfts, n=100, method="inclusive")[98] if len(ttfts) > 1 else ttfts[0]
+    good = 0
+    for s in shots:
+        if s.is_whole and s.token_s:
+            good += s.token_s[0] - s.due_s <= ttft_slo_s and s.end_s - s.due_s <= e2el_slo_s
+    edges = sorted({x for s in shots for x in (s.due_s, s.end_s)})
+    area = 0.0
+    for a, b in pairwise(edges):
+        area += (b - a) * sum(s.due_s <= a and b <= s.end_s for s in shots)
+    seconds = end - begin
+    tokens = sum(len(s.token_s) for s in shots)
+    return (seconds, tokens / seconds, tail, good / seconds, area / seconds)
+
+
+EXAMPLE = [shot(0, 0, (1.0, 2.0, 3.0), asked=4), shot(1, 2, (4.0, 5.0), asked=4)]
+REPORT_CASES = {  # name: (shots by seed, limits, why)
+    "example": (lambda seed: EXAMPLE, (2.0, 5.0), "the docstring's"),
+    "punctual": (lambda seed: drawn_shots(seed), (1.0, 2.0), "everything is sent in time"),
+    "late_client": (
+        lambda seed: drawn_shots(seed, late=4.0),
+        (2.0, 4.0),
+        "the client sends later and later",
+    ),
+    "broken": (
+        lambda seed: drawn_shots(seed, broken=0.4),
+        (3.0, 6.0),
+        "answers that break off have tokens, and are no good",
+    ),
+    "refused": (
+        lambda seed: drawn_shots(seed, refused=0.4),
+        (2.0, 4.0),
+        "who is refused has no first token",
+    ),
+    "tail": (
+        lambda seed: [*drawn_shots(seed), *drawn_shots(seed + 1, late=20.0, count=3)],
+        (1.0, 2.0),
+        "the last requests are the slowest",
+    ),
+    "on_the_limit": (
+        lambda seed: [shot(0, 0, (1.0, 2.0)), shot(0, 0, (0.5, 2.0)), shot(1, 1, (1.5, 4.0))],
+        (1.0, 2.0),
+        "on the limit is within it",
+    ),
+    "one": (lambda seed: [shot(3.0, 3.0, (4.0,))], (2.0, 2.0), "a single request, which came at 3"),
+}
+REPORT_LABELS = ("duration_s", "tokens_per_s", "p99_ttft_s", "goodput_per_s", "in_system")
+
+
+@check("22.1", {case: why for case, (*_, why) in REPORT_CASES.items()}, seconds=5)
+def test_report(impl, case, seed):
+    make, (ttft, e2el), _ = REPORT_CASES[case]
+    shots = make(seed)
+    got = call(impl, dict(shots=shots, ttft_slo_s=ttft, e2el_slo_s=e2el))
+    assert isinstance(got, tuple) and len(got) == 5, f"your result is {got!r}, expected a Report"
+    for label, mine, right in zip(REPORT_LABELS, got, reported(shots, ttft, e2el)):
+        assert_equal(mine, float(right), rtol=1e-9, label=label)
+
+
+# ---------------------------------------------------------------- 22.2 turns
+
+
+def taking_turns(wishes, weights):
+    """Event by event: the arrivals and the ends, in the order of time."""
+    v, largest, busy_until, running = 0.0, 0.0, 0.0, None
+    last, tags, order, left = {}, {}, [], list(range(len(wishes)))
+
+    def choose(now):
+        nonlocal v, running, busy_until
+        running = min(tags, key=lambda i: (tags[i][0], i))
+        v = tags.pop(running)[0]
+        order.append(running)
+        busy_until = now + wishes[running].tokens
+
+    while left or tags or running is not None:
+        at = wishes[left[0]].arrival if left else float("inf")
+        if running is not None and busy_until < at:
+            running = None
+            if tags:
+                choose(busy_until)
+            continue
+        if not left:  # nobody comes any more
+            running = None
+            if tags:
+                choose(busy_until)
+            continue
+        # everybody who comes at this moment comes before the engine chooses
+        if running is not None and busy_until == at:
+            running = None
+        elif running is None and not tags:
+            v = max(v, largest)
+        while left and wishes[left[0]].arrival == at:
+            index = left.pop(0)
+            _, user, tokens = wishes[index]
+            start = max(v, last.get(user, 0.0))
+            last[user] = start + tokens / weights.get(user, 1.0)
+            tags[index] = (start, last[user])
+            largest = max(largest, last[user])
+        if running is None:
+            choose(at)
+    return order
+
+
+def drawn_wishes(seed, gap, count=24, users="abc", sizes=(1, 20)):
+    """Random requests; gap: between two of them on average."""
+    draws, now, wishes = random.Random(seed), 0, []
+    for _ in range(count):
+        now += draws.choice((0, 0, gap, 2 * gap))
+        wishes.append(Wish(float(now), draws.choice(users), draws.randint(*sizes)))
+    return wishes
+
+
+def at_once(*pairs, at=0.0):
+    return [Wish(at, user, tokens) for user, tokens in pairs]
+
+
+TURN_CASES = {  # name: (requests by seed, weights, why)
+    "example": (
+        lambda seed: [*at_once(("ann", 10), ("ann", 10)), Wish(1.0, "bob", 5)],
+        {},
+        "the docstring's",
+    ),
+    "many_against_one": (
+        lambda seed: [*at_once(*[("ann", 8)] * 6), Wish(20.0, "bob", 8), Wish(21.0, "bob", 8)],
+        {},
+        "one user sends six at once",
+    ),
+    "long_against_short": (
+        lambda seed: at_once(*[("ann", 30)] * 3, *[("bob", 5)] * 9),
+        {},
+        "turns are counted in tokens, not in requests",
+    ),
+    "small_after_large": (
+        lambda seed: at_once(("ann", 20), ("bob", 5), ("cem", 9), ("bob", 5), ("ann", 1)),
+        {},
+        "the smallest start is next, not the smallest finish or size",
+    ),
+    "newcomer": (
+        lambda seed: [*at_once(*[("ann", 10)] * 8), *at_once(*[("bob", 10)] * 5, at=45.0)],
+        {},
+        "who comes late has no claim on what others got before",
+    ),
+    "past": (
+        lambda seed: [*at_once(*[("ann", 10)] * 5), *at_once(("bob", 9), ("ann", 4), at=70.0)],
+        {},
+        "nobody pays for what they got while nobody else wanted it",
+    ),
+    "weights": (
+        lambda seed: at_once(*[("ann", 12)] * 6, *[("bob", 12)] * 6),
+        {"ann": 3.0},
+        "ann's tokens count a third",
+    ),
+    "equals": (
+        lambda seed: at_once(("zoe", 5), ("bob", 5), ("ann", 5), ("ann", 5), ("zoe", 5)),
+        {},
+        "among equals the one that came first",
+    ),
+    "boundary": (
+        lambda seed: [
+            *at_once(("ann", 10)),
+            *at_once(("ann", 4), ("bob", 30), ("bob", 2), at=10.0),
+        ],
+        {},
+        "who comes at the end of another one is waiting then",
+    ),
+}
+
+
+@check("22.2", {case: why for case, (*_, why) in TURN_CASES.items()}, seconds=5)
+def test_turns(impl, case, seed):
+    make, weights, _ = TURN_CASES[case]
+    wishes = make(seed)
+    compare(impl, dict(wishes=wishes, weights=weights), want=taking_turns(wishes, weights))
+
+
+@cache
+def turn_histories(seed, gap):
+    """Random requests, some with weights, and the right orders."""
+    draws, found = random.Random(seed), []
+    for index in range(20):
+        wishes = drawn_wishes(draws.randrange(10**6), gap)
+        weights = {"a": 2.0, "b": 0.5} if index % 2 else {}
+        found.append((wishes, weights, taking_turns(wishes, weights)))
+    return found
+
+
+@check("22.2", {"busy": "always somebody waits", "quiet": "now and then nobody"}, seconds=5)
+def test_turn_histories(impl, case, seed):
+    for wishes, weights, want in turn_histories(seed, 4 if case == "busy" else 25):
+        compare(impl, dict(wishes=wishes, weights=weights), want=want)
+
+
+# ---------------------------------------------------------------- 22.3 masks
+
+
+class Steps:
+    """Stands in for a Matcher. table: {state: {byte: state}}; counts the steps."""
+
+    def __init__(self, table):
+        self.table = table
+        self.count = 0
+
+    def step(self, state, byte):
+        self.count += 1
+        return self.table[state].get(byte)
+
+
+DIGITS = {"digits": {byte: "digits" for byte in b"0123456789"}}
+# [0-9]+(,[0-9]+)*, with a position before and one behind the first digit
+LIST = {
+    0: {byte: 1 for byte in b"0123456789"},
+    1: {**{byte: 1 for byte in b"0123456789"}, ord(","): 0},
+}
+WORD = {0: {ord("a"): 1}, 1: {ord("b"): 2}, 2: {}}
+
+
+def masked(table, state, tokens):
+    """Token by token, and each word as a number of its own."""
+    words = [0] * -(-len(tokens) // 32)
+    for number, token in enumerate(tokens):
+        at = state
+        for byte in token or b"":
+            at = None if at is None else table[at].get(byte)
+        if token and at is not None:
+            words[number // 32] += 2 ** (number % 32)
+    signed = [word - 2**32 if word >= 2**31 else word for word in words]
+    return torch.tensor(signed, dtype=torch.int32)
+
+
+def drawn_tokens(seed, count, letters=b"0123,a", longest=4):
+    draws = random.Random(seed)
+    tokens = [
+        bytes(draws.choice(letters) for _ in range(draws.randint(1, longest))) for _ in range(count)
+    ]
+    return [None if draws.random() < 0.05 else token for token in tokens]
+
+
+MASK_CASES = {  # name: (table, state, tokens by seed, why)
+    "example": (DIGITS, "digits", lambda seed: [b"7", b"a", None, b"42", b"4x"], "the docstring's"),
+    "middle": (
+        LIST,
+        1,
+        lambda seed: [b"1,", b"1,,", b",2,3", b",", b",a", b"12", b"a1", b"1,a", b"1,2"],
+        "all bytes of a token must fit, in their order",
+    ),
+    "other_state": (
+        LIST,
+        0,
+        lambda seed: [b",", b"1,", b",2", b"7", b"7,7", b"7,,"],
+        "from another state other tokens fit",
+    ),
+    "no_text": (DIGITS, "digits", lambda seed: [None, b"", b"5", None], "tokens without text"),
+    "end": (WORD, 2, lambda seed: [b"a", b"b", b"ab"], "nothing fits any more"),
+    "needs_more": (WORD, 0, lambda seed: [b"a", b"ab", b"abb"], "the text need not end behind it"),
+    "words": (LIST, 1, lambda seed: drawn_tokens(seed, 70), "70 tokens are three words"),
+    "full_words": (DIGITS, "digits", lambda seed: [b"1"] * 64, "two words full of ones"),
+    "sign": (DIGITS, "digits", lambda seed: [b"x"] * 31 + [b"1"], "token 31 is the sign"),
+}
+
+
+@check("22.3", {case: why for case, (*_, why) in MASK_CASES.items()}, seconds=5)
+def test_mask(impl, case, seed):
+    table, state, make, _ = MASK_CASES[case]
+    tokens = make(seed)
+    inputs = dict(matcher=Steps(table), state=state, tokens=tokens)
+    compare(impl, inputs, masked(table, state, tokens))
+
+
+@check("22.3", {"shared": "long tokens that begin alike", "mixed": "random tokens"}, seconds=5)
+def test_mask_steps(impl, case, seed):
+    """One step for each beginning that can be reached."""
+    if case == "shared":
+        table, state = DIGITS, "digits"
+        tokens = [b"1234567" + bytes([end]) for end in b"0123456789ab"] + [b"x12345", b"x1"]
+    else:
+        table, state, tokens = LIST, 1, drawn_tokens(seed, 60)
+    beginnings, wanted = {b"": state}, 0
+    for text in sorted({t[:n] for t in tokens if t for n in range(1, len(t) + 1)}, key=len):
+        before = beginnings.get(text[:-1])
+        if before is not None:
+            wanted += 1
+            beginnings[text] = table[before].get(text[-1])
+    matcher = Steps(table)
+    compare(impl, dict(matcher=matcher, state=state, tokens=tokens), masked(table, state, tokens))
+    assert matcher.count <= wanted, (
+        f"your function steps {matcher.count} times, and {wanted} different beginnings can be "
+        f"reached: keep the state behind each beginning"
+    )
+
+
+# ---------------------------------------------------------------- 22.4 the loop
+
+TICKS = 200  # rounds of the event loop after which nothing will come any more
+
+
+class WordEngine:
+    """Answers of numbered words, one a step. lengths: {request: words}."""
+
+    def __init__(self, lengths, fails_at=None):
+        self.lengths = lengths
+        self.fails_at = fails_at
+        self.running = {}
+        self.steps = 0
+        self.slips = []  # what no engine should be asked
+
+    def add(self, request_id):
+        if request_id in self.running:
+            raise ValueError(f"request_id: got {request_id!r}; accepted: one not in use")
+        if request_id not in self.lengths:
+            raise ValueError(f"request {request_id!r} is too long")
+        self.running[request_id] = 0
+
+    def abort(self, request_id):
+        if request_id not in self.running:
+            self.slips.append(f"abort of {request_id!r}, which had ended")
+        self.running.pop(request_id, None)
+
+    async def step(self):
+        if not self.running:
+            self.slips.append("a step without a request")
+        self.steps += 1
+        for _ in range(8):  # readers have time to read
+            await asyncio.sleep(0)
+        if self.steps == self.fails_at:
+            raise RuntimeError(f"step {self.steps} failed")
+        outputs = []
+        for request_id in list(self.running):
+            self.running[request_id] += 1
+            count = self.running[request_id]
+            finished = count == self.lengths[request_id]
+            if finished:
+                del self.running[request_id]
+            outputs.append((request_id, count, finished))
+        return outputs
+
+
+class Stage:
+    """A learner's loop, its engine, and the task of its run."""
+
+    def __init__(self, impl, lengths, fails_at=None):
+        self.engine = WordEngine(lengths, fails_at)
+        self.loop = impl(self.engine)
+        self.tasks = []
+        self.run = self.start(self.loop.run())
+
+    def start(self, awaitable: Awaitable) -> asyncio.Future:
+        """A task of this stage: `end` looks at how it ended."""
+        self.tasks.append(asyncio.ensure_future(awaitable))
+        return self.tasks[-1]
+
+    async def end(self):
+        """Cancel what still runs. A task that failed and is not looked at writes to stderr when its
+        memory is collected, perhaps in the middle of another test.
+        """
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.wait(self.tasks, timeout=0.05)
+        for task in self.tasks:
+            if task.done() and not task.cancelled():
+                task.exception()
+
+    async def within(self, awaitable: Awaitable, what: str):
+        """Its result, if it comes within some rounds of the event loop."""
+        task = self.start(awaitable)
+        for tick in range(TICKS):
+            # a short sleep at the end, for whoever needs a clock
+            await asyncio.sleep(0 if tick < TICKS - 3 else 0.002)
+            if self.run.done() and self.run.exception():
+                raise self.run.exception()
+            if task.done():
+                return task.result()
+        raise AssertionError(f"{what}: nothing comes any more")
+
+    async def read(self, request_id) -> list[int] | str:
+        """All answers of a request as a quick reader sees them, or the name of the exception."""
+        seen = []
+        try:
+            async for answer in self.loop.stream(request_id):
+                seen.append(answer)
+        except (ValueError, RuntimeError) as error:
+            # by name, because the learner's file has a Closed of its own
+            kind = type(error).__name__
+            return f"{seen} and {error}" if kind == "RuntimeError" else kind
+        return seen
+
+    def no_slips(self):
+        assert not self.engine.slips, f"the engine was asked for {self.engine.slips[0]}"
+
+
+def played(scene: Callable):
+    """Make a check of an async function of (impl): in an event loop of its own."""
+
+    async def to_the_end(impl):
+        stages = []
+
+        def stage(*arguments, **named):
+            stages.append(Stage(impl, *arguments, **named))
+            return stages[-1]
+
+        try:
+            await scene(stage)
+        finally:
+            for one in stages:
+                await one.end()
+
+    return lambda impl: asyncio.run(to_the_end(impl))
+
+
+async def quick(stage):
+    one = stage({"a": 3, "b": 5})
+    both = await one.within(asyncio.gather(one.read("a"), one.read("b")), "two quick readers")
+    assert_equal(both, [[1, 2, 3], [1, 2, 3, 4, 5]], label="the answers so far")
+    later = await one.within(one.read("a"), "a reader who comes when the loop was idle")
+    assert_equal(later, [1, 2, 3], label="the answers so far")
+    one.no_slips()
+
+
+async def slow(stage):
+    one = stage({"slow": 9, "quick": 12})
+    stream = one.loop.stream("slow")
+    first = await one.within(stream.__anext__(), "the first answer")
+    whole = await one.within(one.read("quick"), "a quick reader beside one who has stopped reading")
+    assert_equal((first, whole[-1]), (1, 12), label="the first and the last answer")
+    rest = await one.within(rest_of(stream), "the slow reader's answer")
+    assert_equal(rest, [9], label="what a reader gets who reads again")
+    one.no_slips()
+
+
+async def rest_of(stream):
+    return [answer async for answer in stream]
+
+
+async def closes(stage):
+    one = stage({"a": 50, "b": 4})
+    stream = one.loop.stream("a")
+    await one.within(stream.__anext__(), "the first answer")
+    await one.within(stream.aclose(), "closing a stream")
+    assert_equal(sorted(one.engine.running), [], label="what the engine runs when the reader left")
+    assert_equal(await one.within(one.read("b"), "the next reader"), [1, 2, 3, 4])
+    await one.within(one.loop.drain(), "a drain after somebody left")
+    one.no_slips()
+
+
+async def cancelled(stage):
+    one = stage({"a": 50, "b": 30})
+    task = one.start(one.read("a"))
+    other = one.start(one.read("b"))
+    for _ in range(12):
+        await asyncio.sleep(0)
+    task.cancel()
+    await one.within(asyncio.gather(task, return_exceptions=True), "a reader who is cancelled")
+    assert_equal(sorted(one.engine.running), ["b"], label="what the engine runs")
+    whole = await one.within(whole_of(one, other), "the reader beside one who left")
+    assert_equal(whole[-1], 30, label="the other reader's last answer")
+    one.no_slips()
+
+
+async def whole_of(one, task):
+    while not task.done():
+        await asyncio.sleep(0)
+    return task.result()
+
+
+async def closes_late(stage):
+    """The answer has ended, and its reader leaves without having read the end."""
+    one = stage({"a": 3, "b": 8})
+    stream = one.loop.stream("a")
+    await one.within(stream.__anext__(), "the first answer")
+    await one.within(one.read("b"), "another reader")
+    await one.within(stream.aclose(), "closing a stream")
+    one.no_slips()
+
+
+async def refused(stage):
+    one = stage({"a": 6})
+    got = await one.within(one.read("huge"), "a request that the engine does not take")
+    assert_equal(got, "ValueError", label="what a refused reader gets")
+    await one.within(one.loop.drain(), "a drain after a refused request")
+    one.no_slips()
+
+
+async def namesake(stage):
+    one = stage({"a": 6})
+    got = await one.within(
+        asyncio.gather(one.read("a"), one.read("a")), "two readers with the same request_id"
+    )
+    assert_equal(got, [[1, 2, 3, 4, 5, 6], "ValueError"], label="what the two get")
+    one.no_slips()
+
+
+async def drains(stage):
+    one = stage({"a": 5, "b": 5})
+    reader = one.start(one.read("a"))
+    for _ in range(12):
+        await asyncio.sleep(0)
+    drain = one.start(one.loop.drain())
+    await one.within(asyncio.sleep(0), "a round of the event loop")
+    assert_equal(drain.done(), False, label="whether drain() has returned before the answers")
+    got = await one.within(one.read("b"), "a newcomer during a drain")
+    assert_equal(got, "Closed", label="what a newcomer gets during a drain")
+    await one.within(drain, "a drain")
+    assert_equal(len(one.engine.running), 0, label="what runs when drain() has returned")
+    assert_equal(await one.within(reader, "who was there before"), [1, 2, 3, 4, 5])
+    await one.within(one.run, "run() after a drain")
+    one.no_slips()
+
+
+async def drains_idle(stage):
+    one = stage({"a": 2})
+    await one.within(one.read("a"), "a reader")
+    for _ in range(12):
+        await asyncio.sleep(0)
+    await one.within(one.loop.drain(), "a drain while nobody is there")
+    one.no_slips()
+
+
+async def drains_beside_a_slow_reader(stage):
+    one = stage({"a": 6})
+    stream = one.loop.stream("a")
+    await one.within(stream.__anext__(), "the first answer")
+    await one.within(one.loop.drain(), "a drain beside a reader who has stopped reading")
+    assert_equal(await one.within(rest_of(stream), "the rest of the answer"), [6])
+    one.no_slips()
+
+
+async def dies(stage):
+    one = stage({"a": 2, "b": 9, "c": 9, "d": 3}, fails_at=4)
+    got = await one.within(
+        asyncio.gather(*(one.read(name) for name in "abc")), "readers of an engine that died"
+    )
+    told = "[1, 2, 3] and step 4 failed"
+    assert_equal(got, [[1, 2], told, told], label="what the readers got")
+    later = await one.within(one.read("d"), "who comes when the engine has died")
+    assert_equal(later, "Closed", label="what a newcomer gets when the engine has died")
+    await one.within(one.loop.drain(), "a drain when the engine has died")
+    one.no_slips()
+
+
+SCENES = {
+    "quick": (quick, "quick readers see every answer"),
+    "slow": (slow, "one reader stops reading for a while"),
+    "closes": (closes, "a reader leaves after the first word"),
+    "cancelled": (cancelled, "a reader's task is cancelled"),
+    "closes_late": (closes_late, "who has finished is not aborted"),
+    "refused": (refused, "the engine does not take a request"),
+    "namesake": (namesake, "a request_id that is in use"),
+    "drains": (drains, "those who are there are served, newcomers are not"),
+    "drains_idle": (drains_idle, "nobody is there"),
+    "drains_beside_a_slow_reader": (drains_beside_a_slow_reader, "a reader has stopped reading"),
+    "dies": (dies, "the fourth step raises"),
+}
+
+
+@check("22.4", {name: why for name, (_, why) in SCENES.items()}, seconds=5)
+def test_loop(impl, case, seed):
+    played(SCENES[case][0])(impl)

@@ -1,0 +1,1079 @@
+"""Wrong answers to lesson 22's exercises: slips of published load clients, schedulers and servers, and
+the hint for whoever made them.
+"""
+
+import asyncio
+import heapq
+from functools import partial
+
+import numpy as np
+import torch
+
+from solutions.l22_serving import Closed
+from tests.exercises.wrong import Answers
+
+answers = Answers()
+
+# ---------------------------------------------------------------- 22.1 the report
+
+
+def slipped_report(
+    shots,
+    ttft_slo_s,
+    e2el_slo_s,
+    *,
+    counts_from="due",
+    duration="clock",
+    tokens="came",
+    ttfts="all",
+    tail="p99",
+    good="both",
+    there="stays",
+):
+    """load_report with one slip, spelled by a switch."""
+    came_s = {"due": lambda s: s.due_s, "sending": lambda s: s.sent_s}[counts_from]
+    begin, end = min(s.due_s for s in shots), max(s.end_s for s in shots)
+    seconds = {
+        "clock": end - begin,
+        "sum": sum(s.end_s - s.due_s for s in shots),
+        "from zero": end,
+        "from the first sending": end - min(s.sent_s for s in shots),
+        "to the last arrival": max(s.due_s for s in shots) - begin or 1.0,
+        "to the last token": max(s.token_s[-1] for s in shots if s.token_s) - begin,
+    }[duration]
+    total = {
+        "came": sum(len(s.token_s) for s in shots),
+        "asked": sum(s.max_tokens for s in shots),
+        "whole": sum(len(s.token_s) for s in shots if s.is_whole),
+        "gaps": sum(max(0, len(s.token_s) - 1) for s in shots),
+    }[tokens]
+    seen = [s for s in shots if s.token_s]
+    if ttfts == "whole":
+        seen = [s for s in seen if s.is_whole]
+    elif ttfts == "while others came":
+        seen = [s for s in seen if s.token_s[0] <= max(x.sent_s for x in shots)] or seen
+    found = [s.token_s[0] - came_s(s) for s in seen]
+    if ttfts == "refused count 0":
+        found += [0.0 for s in shots if not s.token_s]
+    if ttfts == "refused count their end":
+        found += [s.end_s - came_s(s) for s in shots if not s.token_s]
+    p99 = {
+        "p99": lambda: np.percentile(found, 99),
+        "mean": lambda: np.mean(found),
+        "max": lambda: max(found),
+        "nearest": lambda: sorted(found)[int(0.99 * (len(found) - 1))],
+        "share": lambda: np.percentile(found, 0.99),
+        "mean of halves": lambda: np.mean(
+            [np.percentile(half, 99) for half in np.array_split(found, 2) if len(half)]
+        ),
+        "unsorted": lambda: found[int(0.99 * (len(found) - 1))],
+    }[tail]()
+    in_time = sum(
+        (s.is_whole or good == "also broken")
+        and bool(s.token_s)
+        and (
+            good == "without ttft"
+            or s.token_s[0] - came_s(s) < ttft_slo_s
+            or (good != "below" and s.token_s[0] - came_s(s) == ttft_slo_s)
+        )
+        and (good == "without e2el" or s.end_s - came_s(s) <= e2el_slo_s)
+        for s in shots
+    )
+    goodput = in_time / (len(shots) if good == "share" else seconds)
+    if there == "stays":
+        number = sum(s.end_s - came_s(s) for s in shots) / seconds
+    elif there == "until the first token":
+        number = sum(s.token_s[0] - came_s(s) for s in seen) / seconds
+    elif there == "answered":
+        number = sum(s.end_s - came_s(s) for s in seen) / seconds
+    elif there == "mean":
+        number = sum(s.end_s - came_s(s) for s in shots) / len(shots)
+    else:  # "most"
+        number = max(sum(x.due_s <= s.due_s < x.end_s for x in shots) for s in shots)
+    return float(seconds), float(total / seconds), float(p99), float(goodput), float(number)
+
+
+for name, slip, hint in [
+    (
+        "counted_from_the_sending",
+        dict(counts_from="sending"),
+        "A client that comes late with sending hides the wait: count from due_s.",
+    ),
+    (
+        "latencies_summed_as_time",
+        dict(duration="sum"),
+        "Requests run side by side, so the sum of their latencies is no duration.",
+    ),
+    (
+        "the_clock_starts_at_0",
+        dict(duration="from zero"),
+        "The load begins when the first request is due, whatever the clock says then.",
+    ),
+    (
+        "ends_with_the_last_arrival",
+        dict(duration="to the last arrival"),
+        "The server still works when the last request has come: go on to the last end.",
+    ),
+    (
+        "requested_tokens",
+        dict(tokens="asked"),
+        "max_tokens is what was asked for. Count the tokens that came.",
+    ),
+    (
+        "tokens_of_whole_answers",
+        dict(tokens="whole"),
+        "Tokens of an answer that broke off came as well.",
+    ),
+    (
+        "first_tokens_left_out",
+        dict(tokens="gaps"),
+        "n tokens have n - 1 gaps. Count the tokens.",
+    ),
+    (
+        "tail_lost",
+        dict(ttfts="while others came"),
+        "First tokens that come when the last request has been sent are the slowest ones.",
+    ),
+    (
+        "ttfts_of_whole_answers",
+        dict(ttfts="whole"),
+        "An answer that broke off had a first token, too.",
+    ),
+    (
+        "refused_at_once",
+        dict(ttfts="refused count 0"),
+        "A refused request got no first token. It has no TTFT, and certainly not 0.",
+    ),
+    (
+        "refused_by_their_end",
+        dict(ttfts="refused count their end"),
+        "A refused request got no first token, so it has no TTFT.",
+    ),
+    ("mean_for_tail", dict(tail="mean"), "You report a mean, which hides the tail."),
+    ("maximum_for_tail", dict(tail="max"), "You report the maximum, not the 99th percentile."),
+    (
+        "rounded_down",
+        dict(tail="nearest"),
+        "Between two values the percentile lies on the straight line; you take the lower one.",
+    ),
+    (
+        "percent_as_share",
+        dict(tail="share"),
+        "np.percentile takes percents: 99, not 0.99.",
+    ),
+    (
+        "mean_of_percentiles",
+        dict(tail="mean of halves"),
+        "A mean of percentiles is no percentile. Take it of all values together.",
+    ),
+    (
+        "unsorted",
+        dict(tail="unsorted"),
+        "A percentile is of the sorted values, not of those in the order of arrival.",
+    ),
+    (
+        "broken_answers_are_good",
+        dict(good="also broken"),
+        "An answer that broke off met no objective.",
+    ),
+    (
+        "goodput_by_the_end_alone",
+        dict(good="without ttft"),
+        "Goodput is of requests that met both limits, that of the first token as well.",
+    ),
+    (
+        "goodput_by_the_first_token_alone",
+        dict(good="without e2el"),
+        "Goodput is of requests that met both limits, that of the end as well.",
+    ),
+    ("goodput_as_a_share", dict(good="share"), "Goodput is requests a second, not a share."),
+    ("below_the_limit", dict(good="below"), "Exactly on the limit is within it: <=."),
+    (
+        "in_system_until_the_first_token",
+        dict(there="until the first token"),
+        "A request is in the system until its end, not until its first token.",
+    ),
+    (
+        "little_without_the_rate",
+        dict(there="mean"),
+        "L = λ · W: you have W, the mean stay. It wants the rate of arrivals beside it.",
+    ),
+    (
+        "most_at_once",
+        dict(there="most"),
+        "in_system is how many are there on average, not at the busiest moment.",
+    ),
+]:
+    answers.wrong("22.1", hint, name)(partial(slipped_report, **slip))
+
+
+@answers.alternative("22.1")
+def by_arrays(shots, ttft_slo_s, e2el_slo_s):
+    """All at once, L by λ and W."""
+    due, end = np.array([[s.due_s, s.end_s] for s in shots]).T
+    seconds = end.max() - due.min()
+    first = np.array([s.token_s[0] if s.token_s else np.inf for s in shots])
+    whole = np.array([s.is_whole for s in shots])
+    good = whole & (first - due <= ttft_slo_s) & (end - due <= e2el_slo_s)
+    rate, stay = len(shots) / seconds, (end - due).mean()
+    ttft = (first - due)[np.isfinite(first)]
+    tokens = sum(len(s.token_s) for s in shots)
+    return tuple(
+        map(
+            float,
+            (seconds, tokens / seconds, np.percentile(ttft, 99), good.sum() / seconds, rate * stay),
+        )
+    )
+
+
+@answers.alternative("22.1")
+def by_hand(shots, ttft_slo_s, e2el_slo_s):
+    """The percentile without NumPy."""
+    begin = end = None
+    tokens = good = stays = 0
+    ttfts = []
+    for due, _, token_s, end_s, _, whole in shots:
+        begin = due if begin is None else min(begin, due)
+        end = end_s if end is None else max(end, end_s)
+        tokens += len(token_s)
+        stays += end_s - due
+        if token_s:
+            ttfts.append(token_s[0] - due)
+            good += whole and ttfts[-1] <= ttft_slo_s and end_s - due <= e2el_slo_s
+    ttfts.sort()
+    place = 0.99 * (len(ttfts) - 1)
+    low = int(place)
+    above = ttfts[min(low + 1, len(ttfts) - 1)]
+    p99 = ttfts[low] + (place - low) * (above - ttfts[low])
+    seconds = end - begin
+    return tuple(map(float, (seconds, tokens / seconds, p99, good / seconds, stays / seconds)))
+
+
+# ---------------------------------------------------------------- 22.2 turns
+
+
+def slipped_order(
+    wishes,
+    weights,
+    *,
+    by="start",
+    length="tokens",
+    weight="divides",
+    begins=lambda v, last: max(v, last),
+    v_at_begin="start",
+    idle="largest",
+    tie="first",
+    late="waits",
+):
+    """serving_order with one slip, spelled by a switch."""
+    v = now = largest = 0.0
+    last, waiting, order, coming = {}, [], [], 0
+    while len(order) < len(wishes):
+        if not waiting and wishes[coming].arrival > now:
+            if idle == "largest":
+                v = max(v, largest)
+            elif idle == "zero":
+                v = 0.0
+            elif idle == "zero for all":
+                v, last = 0.0, {}
+            now = wishes[coming].arrival
+        while coming < len(wishes) and (
+            wishes[coming].arrival <= now
+            if late == "waits" or not waiting
+            else wishes[coming].arrival < now
+        ):
+            _, user, tokens = wishes[coming]
+            start = begins(now if v_at_begin == "clock" else v, last.get(user, 0.0))
+            factor = {
+                "divides": 1 / weights.get(user, 1.0),
+                "multiplies": weights.get(user, 1.0),
+                "ignored": 1.0,
+            }[weight]
+            last[user] = start + (tokens if length == "tokens" else 1) * factor
+            waiting.append((start, coming, last[user], user, tokens))
+            coming += 1
+        key = {
+            "start": lambda w: (w[0],),
+            "finish": lambda w: (w[2],),
+            "arrival": lambda w: (),
+            "size": lambda w: (w[4],),
+            "largest start": lambda w: (-w[0],),
+        }[by]
+        ties = {
+            "first": lambda w: (w[1],),
+            "last": lambda w: (-w[1],),
+            "name": lambda w: (w[3], w[1]),
+        }[tie]
+        chosen = min(waiting, key=lambda w: (*key(w), *ties(w)))
+        waiting.remove(chosen)
+        start, index, finish, _, tokens = chosen
+        largest = max(largest, finish)
+        v = {"start": start, "finish": finish, "never": v, "clock": v}[v_at_begin]
+        order.append(index)
+        now += tokens
+    return order
+
+
+for name, slip, hint in [
+    (
+        "first_come_first_served",
+        dict(by="arrival"),
+        "That is the order of arrival: one user's hundred requests stand before everybody else.",
+    ),
+    (
+        "shortest_first",
+        dict(by="size"),
+        "Shortest first is not fair: whoever asks for long answers is never served.",
+    ),
+    (
+        "smallest_finish",
+        dict(by="finish"),
+        "Next is the smallest start. By the finish, short requests pass long ones.",
+    ),
+    ("largest_start", dict(by="largest start"), "The smallest start is next, not the largest."),
+    (
+        "turns_by_requests",
+        dict(length="requests"),
+        "A request counts its tokens, not 1: somebody with long requests gets more of the engine.",
+    ),
+    (
+        "weights_upside_down",
+        dict(weight="multiplies"),
+        "A user with weight 2 is to get more: the tokens are divided by the weight.",
+    ),
+    ("without_weights", dict(weight="ignored"), "You do not use the weights."),
+    (
+        "claims_saved_up",
+        dict(begins=lambda v, last: last),
+        "A newcomer's start is at least v. From 0, it has a claim on all that others got before.",
+    ),
+    (
+        "own_past_forgotten",
+        dict(begins=lambda v, last: v),
+        "The start is at least the finish of the same user's request before it.",
+    ),
+    (
+        "smaller_of_both",
+        dict(begins=min),
+        "max(v, finish), not min: neither the past of others nor one's own is claimed.",
+    ),
+    (
+        "seconds_for_virtual_time",
+        dict(v_at_begin="clock"),
+        "v is the start of the request that began last, not the time of the clock.",
+    ),
+    (
+        "v_stands_still",
+        dict(v_at_begin="never"),
+        "v moves on when a request begins: it becomes its start.",
+    ),
+    (
+        "v_becomes_the_finish",
+        dict(v_at_begin="finish"),
+        "When a request begins, v becomes its start, not its finish.",
+    ),
+    (
+        "idle_forgotten",
+        dict(idle="nothing"),
+        "When nobody waits, v becomes the largest finish: then nobody pays for the time alone.",
+    ),
+    (
+        "idle_begins_anew_at_0",
+        dict(idle="zero"),
+        "v never falls. If it goes back to 0, who was served before pays for it.",
+    ),
+    ("last_of_equals", dict(tie="last"), "Among equals the one that came first is next."),
+    ("by_name", dict(tie="name"), "Among equals the one that came first is next, not by name."),
+    (
+        "at_the_end_is_too_late",
+        dict(late="not yet"),
+        "A request that comes when another one ends is waiting when the engine chooses.",
+    ),
+]:
+    answers.wrong("22.2", hint, name)(partial(slipped_order, **slip))
+
+
+@answers.wrong(
+    "22.2", "You serve whoever has got least so far: a newcomer claims what others got before."
+)
+def least_served_so_far(wishes, weights):
+    got, order, left, now = {}, [], list(range(len(wishes))), 0.0
+    while left:
+        here = [i for i in left if wishes[i].arrival <= now]
+        if not here:
+            now = wishes[left[0]].arrival
+            continue
+        index = min(here, key=lambda i: (got.get(wishes[i].user, 0.0), i))
+        _, user, tokens = wishes[index]
+        got[user] = got.get(user, 0.0) + tokens / weights.get(user, 1.0)
+        left.remove(index)
+        order.append(index)
+        now += tokens
+    return order
+
+
+@answers.wrong("22.2", "You take the users in a circle, a request each: count tokens.")
+def round_robin(wishes, weights):
+    order, left, now, turn = [], list(range(len(wishes))), 0.0, {}
+    while left:
+        here = [i for i in left if wishes[i].arrival <= now]
+        if not here:
+            now = wishes[left[0]].arrival
+            continue
+        index = min(here, key=lambda i: (turn.get(wishes[i].user, -1), i))
+        turn[wishes[index].user] = len(order)
+        left.remove(index)
+        order.append(index)
+        now += wishes[index].tokens
+    return order
+
+
+@answers.alternative("22.2")
+def numbered_in_advance(wishes, weights):
+    """Arrivals are numbered just before the choice; a dictionary for each user."""
+    users = {}
+    order, v, now, most, at = [], 0.0, 0.0, 0.0, 0
+    pending = {}
+    while at < len(wishes) or pending:
+        if not pending and wishes[at].arrival > now:
+            now, v = wishes[at].arrival, max(v, most)
+        while at < len(wishes) and wishes[at].arrival <= now:
+            wish = wishes[at]
+            line = users.setdefault(wish.user, dict(end=0.0, weight=weights.get(wish.user, 1)))
+            begin = line["end"] if line["end"] > v else v
+            line["end"] = begin + wish.tokens / line["weight"]
+            pending[at] = begin, line["end"]
+            at += 1
+        best = min(pending, key=lambda i: (pending[i][0], i))
+        v, end = pending.pop(best)
+        most = max(most, end)
+        order.append(best)
+        now += wishes[best].tokens
+    return order
+
+
+@answers.alternative("22.2")
+def by_a_clock_that_ticks(wishes, weights):
+    """One arrival or one end at a time."""
+    heap, order, ends, v, now, seen, most = [], [], {}, 0.0, 0.0, 0, 0.0
+
+    def arrive():
+        nonlocal seen
+        wish = wishes[seen]
+        start = max(v, ends.get(wish.user, 0.0))
+        ends[wish.user] = start + wish.tokens / weights.get(wish.user, 1.0)
+        heapq.heappush(heap, (start, seen, ends[wish.user]))
+        seen += 1
+
+    while len(order) < len(wishes):
+        while seen < len(wishes) and wishes[seen].arrival <= now:
+            arrive()
+        if not heap:
+            v, now = max(v, most), wishes[seen].arrival
+            continue
+        v, index, end = heapq.heappop(heap)
+        most = max(most, end)
+        order.append(index)
+        now += wishes[index].tokens
+    return order
+
+
+# ---------------------------------------------------------------- 22.3 masks
+
+
+def behind(matcher, state, text, known=None):
+    """The state behind some bytes; known: of beginnings that were met before."""
+    known = {} if known is None else known
+    at = state
+    for end in range(1, len(text) + 1):
+        if text[:end] not in known:
+            known[text[:end]] = matcher.step(at, text[end - 1])
+        at = known[text[:end]]
+        if at is None:
+            return None
+    return at
+
+
+def in_words(allowed, *, size=32, reverse=False, words=None):
+    count = -(-len(allowed) // size) if words is None else words
+    numbers = [0] * count
+    for token, is_allowed in enumerate(allowed):
+        if is_allowed and token // size < count:
+            bit = size - 1 - token % size if reverse else token % size
+            numbers[token // size] |= 1 << bit
+    numbers = [n - 2**32 if n >= 2**31 else n for n in numbers]
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def slipped_mask(matcher, state, tokens, *, rule, empty=False, special=False, **words):
+    """token_mask with one slip. rule: (matcher, state, token, known) -> whether it is allowed."""
+    known = {}
+    allowed = [
+        special if token is None else empty if not token else rule(matcher, state, token, known)
+        for token in tokens
+    ]
+    return in_words(allowed, **words)
+
+
+def fits(matcher, state, token, known):
+    return behind(matcher, state, token, known) is not None
+
+
+def first_byte(matcher, state, token, known):
+    return behind(matcher, state, token[:1], known) is not None
+
+
+def last_byte(matcher, state, token, known):
+    return behind(matcher, state, token[-1:], known) is not None
+
+
+def each_byte_alone(matcher, state, token, known):
+    return all(behind(matcher, state, bytes([byte]), known) is not None for byte in token)
+
+
+def skips_what_does_not_fit(matcher, state, token, known):
+    at, found = state, False
+    for byte in token:
+        target = matcher.step(at, byte)
+        if target is not None:
+            at, found = target, True
+    return found
+
+
+def must_go_on(matcher, state, token, known):
+    """Only tokens behind which some byte fits."""
+    at = behind(matcher, state, token, known)
+    return at is not None and any(matcher.step(at, byte) is not None for byte in range(256))
+
+
+def without_memory(matcher, state, token, known):
+    return behind(matcher, state, token) is not None
+
+
+def dead_states_not_kept(matcher, state, token, known):
+    """Remembers what fits, and asks again for what does not."""
+    at = state
+    for end in range(1, len(token) + 1):
+        target = known.get(token[:end])
+        if target is None:
+            target = matcher.step(at, token[end - 1])
+        if target is None:
+            return False
+        at = known[token[:end]] = target
+    return True
+
+
+def memory_of_whole_tokens(matcher, state, token, known):
+    if token not in known:
+        known[token] = behind(matcher, state, token)
+    return known[token] is not None
+
+
+for name, slip, hint in [
+    ("first_byte_alone", dict(rule=first_byte), "All bytes of a token must fit, not the first."),
+    ("last_byte_alone", dict(rule=last_byte), "All bytes of a token must fit, not the last."),
+    (
+        "every_byte_from_the_start",
+        dict(rule=each_byte_alone),
+        "A byte is read in the state behind the byte before it, not in the first state.",
+    ),
+    (
+        "skips_bytes",
+        dict(rule=skips_what_does_not_fit),
+        "A byte that does not fit ends the token: it must not be skipped.",
+    ),
+    (
+        "must_go_on",
+        dict(rule=must_go_on),
+        "You ask for a byte that fits behind the token; the text may well end there.",
+    ),
+    (
+        "token_by_token",
+        dict(rule=without_memory),
+        "The mask is right, but each token is read from its first byte: share the beginnings.",
+    ),
+    (
+        "dead_ends_forgotten",
+        dict(rule=dead_states_not_kept),
+        "Keep the beginnings that do not fit as well, or you ask for them again and again.",
+    ),
+    (
+        "whole_tokens_remembered",
+        dict(rule=memory_of_whole_tokens),
+        "Two tokens are rarely equal. It is their beginnings that they share.",
+    ),
+    (
+        "empty_token_allowed",
+        dict(rule=fits, empty=True),
+        "A token without bytes adds nothing: with it the model could stand still for ever.",
+    ),
+    (
+        "special_tokens_allowed",
+        dict(rule=fits, special=True),
+        "None is a token that is no text: it never fits a grammar.",
+    ),
+    (
+        "highest_bit_first",
+        dict(rule=fits, reverse=True),
+        "Token 0 is the lowest bit of word 0, not the highest.",
+    ),
+    ("sixteen_bits", dict(rule=fits, size=16), "A word has 32 bits."),
+]:
+    answers.wrong("22.3", hint, name)(partial(slipped_mask, **slip))
+
+
+@answers.wrong("22.3", "The last word is missing: V / 32 is rounded up.")
+def last_word_missing(matcher, state, tokens):
+    return slipped_mask(matcher, state, tokens, rule=fits, words=len(tokens) // 32)
+
+
+@answers.wrong("22.3", "You allow what is forbidden: a bit of 1 allows its token.")
+def turned_round(matcher, state, tokens):
+    known = {}
+    return in_words([not (t and fits(matcher, state, t, known)) for t in tokens])
+
+
+@answers.wrong("22.3", "Bits of a word are 2⁰ to 2³¹: bit 31 got lost.")
+def without_the_sign(matcher, state, tokens):
+    return slipped_mask(matcher, state, tokens, rule=fits) & (2**31 - 1)
+
+
+@answers.wrong("22.3", "The mask is int32, 32 tokens in a word; yours are booleans.")
+def booleans(matcher, state, tokens):
+    known = {}
+    return torch.tensor([bool(t) and fits(matcher, state, t, known) for t in tokens])
+
+
+@answers.alternative("22.3")
+def by_a_trie(matcher, state, tokens):
+    """A trie of dictionaries, walked from its root."""
+    root = {}
+    for number, token in enumerate(tokens):
+        node = root
+        for byte in token or b"":
+            node = node.setdefault(byte, {})
+        if token:
+            node.setdefault("tokens", []).append(number)
+    bits = np.zeros(-(-len(tokens) // 32) * 32, np.uint8)
+    stack = [(root, state)]
+    while stack:
+        node, at = stack.pop()
+        bits[node.get("tokens", [])] = 1
+        for byte, child in node.items():
+            if byte != "tokens":
+                target = matcher.step(at, byte)
+                if target is not None:
+                    stack.append((child, target))
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+
+
+@answers.alternative("22.3")
+def sorted_with_a_stack(matcher, state, tokens):
+    """Sorted tokens: what two neighbours share stays on a stack."""
+    allowed, states, before = [False] * len(tokens), [state], b""
+    for number in sorted((n for n, t in enumerate(tokens) if t), key=lambda n: tokens[n]):
+        token, shared = tokens[number], 0
+        while shared < min(len(token), len(before)) and token[shared] == before[shared]:
+            shared += 1
+        del states[shared + 1 :]
+        for byte in token[len(states) - 1 :]:
+            states.append(None if states[-1] is None else matcher.step(states[-1], byte))
+        allowed[number] = states[-1] is not None
+        before = token
+    return in_words(allowed)
+
+
+# ---------------------------------------------------------------- 22.4 the loop
+
+
+class SlippedLoop:
+    """ServingLoop with one slip, spelled by a switch."""
+
+    def __init__(
+        self,
+        engine,
+        full="newest",
+        left="aborted",
+        closed="both",
+        refused="first",
+        newcomers="closed",
+        dead="closed",
+        told="all",
+        drain="wakes",
+        idle="sleeps",
+        waits_for="answers",
+    ):
+        self.engine = engine
+        self.full, self.left, self.closed, self.refused = full, left, closed, refused
+        self.newcomers, self.dead, self.told = newcomers, dead, told
+        self.drain_kind, self.idle, self.waits_for = drain, idle, waits_for
+        self.inboxes, self.readers, self.served = {}, 0, False
+        self.work, self.ended = asyncio.Event(), asyncio.Event()
+        self.is_draining, self.failure = False, None
+
+    async def put(self, inbox, message):
+        if self.full == "wait":
+            await inbox.put(message)
+        elif self.full == "oldest":
+            if not inbox.full():
+                inbox.put_nowait(message)
+        else:
+            if inbox.full():
+                inbox.get_nowait()
+            inbox.put_nowait(message)
+
+    async def run(self):
+        try:
+            while self.busy() or not self.is_draining:
+                if not self.inboxes:
+                    if self.idle == "ends" and self.served:
+                        return
+                    self.work.clear()
+                    await self.work.wait()
+                    continue
+                self.served = True
+                for name, answer, finished in await self.engine.step():
+                    if name in self.inboxes:
+                        inbox = self.inboxes[name]
+                        if finished:
+                            del self.inboxes[name]
+                        await self.put(inbox, (answer, finished))
+        except RuntimeError as error:
+            self.failure = error
+            inboxes = list(self.inboxes.values())
+            for inbox in inboxes[: {"all": None, "first": 1, "nobody": 0, "ends": None}[self.told]]:
+                await self.put(inbox, None if self.told == "ends" else error)
+            self.inboxes.clear()
+        if self.drain_kind != "not after a death" or self.failure is None:
+            self.ended.set()
+
+    def busy(self):
+        return self.inboxes or (self.waits_for == "readers" and self.readers)
+
+    def check_open(self):
+        if (self.is_draining and self.newcomers == "closed") or (
+            self.failure is not None and self.dead == "closed"
+        ):
+            raise Closed("closed")
+
+    async def stream(self, name):
+        self.check_open()
+        size = {"all": 0, "wait": 2}.get(self.full, 1)
+        if self.refused == "after":
+            inbox = self.inboxes[name] = asyncio.Queue(size)
+            self.engine.add(name)
+        else:
+            self.engine.add(name)
+            inbox = self.inboxes[name] = asyncio.Queue(size)
+        self.readers += 1
+        self.work.set()
+        finished = False
+        try:
+            while not finished:
+                message = await inbox.get()
+                if message is None:
+                    return
+                if isinstance(message, Exception):
+                    raise message
+                answer, finished = message
+                yield answer
+        except asyncio.CancelledError:
+            if self.closed == "cancelled":
+                self.leave(name, inbox)
+            raise
+        except GeneratorExit:
+            if self.closed == "exit":
+                self.leave(name, inbox)
+            raise
+        finally:
+            self.readers -= 1
+            self.work.set()
+            if self.closed == "both":
+                self.leave(name, inbox)
+
+    def leave(self, name, inbox):
+        if self.left == "always aborted":
+            self.engine.abort(name)
+        if self.inboxes.get(name) is not inbox:
+            return
+        if self.left != "still listed":
+            del self.inboxes[name]
+        if self.left in ("aborted", "still listed"):
+            self.engine.abort(name)
+
+    async def drain(self):
+        self.is_draining = True
+        if self.drain_kind == "at once":
+            return
+        if self.drain_kind == "aborts":
+            for name in list(self.inboxes):
+                self.engine.abort(name)
+                await self.put(self.inboxes.pop(name), None)
+        if self.drain_kind != "sleeps":
+            self.work.set()
+        await self.ended.wait()
+
+
+for name, slip, hint in [
+    (
+        "waits_for_readers",
+        dict(full="wait"),
+        "The loop waits for room in an inbox: one reader who stops stops everybody.",
+    ),
+    (
+        "keeps_every_answer",
+        dict(full="all"),
+        "An inbox without a limit keeps every answer of a slow reader. The newest says it all.",
+    ),
+    (
+        "keeps_the_oldest",
+        dict(full="oldest"),
+        "When an inbox is full, the newest answer is to replace the old one, not to get lost.",
+    ),
+    (
+        "nobody_is_aborted",
+        dict(closed="nobody"),
+        "Whoever leaves is still computed: abort the request when the stream is closed.",
+    ),
+    (
+        "only_cancelled_ones",
+        dict(closed="cancelled"),
+        "A stream that is closed gets GeneratorExit, not CancelledError: use finally.",
+    ),
+    (
+        "only_closed_ones",
+        dict(closed="exit"),
+        "A task that is cancelled gets CancelledError, not GeneratorExit: use finally.",
+    ),
+    (
+        "forgotten_but_not_aborted",
+        dict(left="forgotten"),
+        "The reader is forgotten, but the engine still computes for it: abort the request.",
+    ),
+    (
+        "aborted_but_still_listed",
+        dict(left="still listed"),
+        "Who left is still listed, so the loop steps an engine that has nothing to do.",
+    ),
+    (
+        "finished_ones_aborted",
+        dict(left="always aborted"),
+        "A request that has ended must not be aborted: its id may be somebody else's by then.",
+    ),
+    (
+        "listed_before_it_is_taken",
+        dict(refused="after"),
+        "The inbox is made before the engine has taken the request: a refusal leaves it behind.",
+    ),
+    (
+        "newcomers_in_a_drain",
+        dict(newcomers="served"),
+        "While it drains, stream must raise Closed, or a drain need never end.",
+    ),
+    (
+        "newcomers_of_a_dead_engine",
+        dict(dead="served"),
+        "After the engine has died, nobody answers: raise Closed.",
+    ),
+    (
+        "death_is_not_told",
+        dict(told="nobody"),
+        "When a step raises, all readers wait for ever: give them the exception.",
+    ),
+    (
+        "death_is_told_to_one",
+        dict(told="first"),
+        "When a step raises, every reader is to get the exception.",
+    ),
+    (
+        "death_looks_like_an_end",
+        dict(told="ends"),
+        "A stream that just ends looks like a whole answer: raise the exception in it.",
+    ),
+    (
+        "drain_sleeps",
+        dict(drain="sleeps"),
+        "A drain must wake the loop: it may be waiting for work that will never come.",
+    ),
+    (
+        "drain_returns_at_once",
+        dict(drain="at once"),
+        "drain() returns before the answers have been computed.",
+    ),
+    (
+        "drain_aborts",
+        dict(drain="aborts"),
+        "Those who are there get their whole answers: a drain aborts nobody.",
+    ),
+    (
+        "drain_of_a_dead_engine",
+        dict(drain="not after a death"),
+        "When the engine has died, a drain is over: has_ended must be set in any case.",
+    ),
+    (
+        "drain_waits_for_readers",
+        dict(waits_for="readers"),
+        "A drain waits for answers to be computed, not for a reader who has stopped reading.",
+    ),
+    (
+        "ends_when_idle",
+        dict(idle="ends"),
+        "The loop ends when nobody is there: the next reader waits for ever.",
+    ),
+]:
+    answers.wrong("22.4", hint, name)(partial(SlippedLoop, **slip))
+
+
+@answers.wrong("22.4", "This is the code with its six bugs, as it was given.")
+class AsGiven:
+    def __init__(self, engine):
+        self.engine, self.inboxes = engine, {}
+        self.has_work, self.has_ended = asyncio.Event(), asyncio.Event()
+        self.is_draining = False
+
+    async def run(self):
+        while self.inboxes or not self.is_draining:
+            if not self.inboxes:
+                self.has_work.clear()
+                await self.has_work.wait()
+                continue
+            for request_id, answer, finished in await self.engine.step():
+                await self.inboxes[request_id].put((answer, finished))
+                if finished:
+                    del self.inboxes[request_id]
+        self.has_ended.set()
+
+    async def stream(self, request_id):
+        inbox = self.inboxes[request_id] = asyncio.Queue(2)
+        self.engine.add(request_id)
+        self.has_work.set()
+        finished = False
+        while not finished:
+            answer, finished = await inbox.get()
+            yield answer
+
+    async def drain(self):
+        self.is_draining = True
+        await self.has_ended.wait()
+
+
+@answers.alternative("22.4")
+class ByEvents:
+    """A slot and an event for each reader."""
+
+    def __init__(self, engine):
+        self.engine, self.slots, self.state = engine, {}, "open"
+        self.bell, self.over = asyncio.Event(), asyncio.Event()
+
+    async def run(self):
+        while self.slots or self.state == "open":
+            if not self.slots:
+                self.bell.clear()
+                await self.bell.wait()
+                continue
+            try:
+                outputs = await self.engine.step()
+            except Exception as error:
+                self.state = "dead"
+                for slot in self.slots.values():
+                    slot.update(error=error)
+                    slot["event"].set()
+                self.slots = {}
+                break
+            for name, answer, finished in outputs:
+                slot = self.slots.pop(name, None)
+                if slot is None:
+                    continue
+                slot.update(answer=answer, finished=finished)
+                slot["event"].set()
+                if not finished:
+                    self.slots[name] = slot
+        self.over.set()
+
+    async def stream(self, name):
+        if self.state != "open":
+            raise Closed(self.state)
+        self.engine.add(name)
+        slot = self.slots[name] = dict(event=asyncio.Event(), finished=False, error=None)
+        self.bell.set()
+        try:
+            while True:
+                await slot["event"].wait()
+                slot["event"].clear()
+                if "answer" in slot:
+                    finished = slot["finished"]
+                    yield slot.pop("answer")
+                    if finished:
+                        return
+                if slot["error"]:
+                    raise slot["error"]
+        finally:
+            if self.slots.get(name) is slot:
+                del self.slots[name]
+                self.engine.abort(name)
+
+    async def drain(self):
+        if self.state == "open":
+            self.state = "draining"
+        self.bell.set()
+        await self.over.wait()
+
+
+@answers.alternative("22.4")
+class ByFutures:
+    """A future for the next answer of each reader, a list of those who are there."""
+
+    def __init__(self, engine):
+        self.engine, self.readers, self.unread = engine, {}, {}
+        self.work, self.end = asyncio.Event(), asyncio.get_running_loop().create_future()
+        self.open = True
+
+    def tell(self, reader, message):
+        reader["news"] = message
+        if not reader["waits"].done():
+            reader["waits"].set_result(None)
+
+    async def run(self):
+        try:
+            while self.readers or self.open:
+                if self.readers:
+                    for name, *message in await self.engine.step():
+                        if name in self.readers:
+                            reader = self.readers[name]
+                            if message[1]:
+                                self.readers.pop(name)
+                            self.tell(reader, message)
+                else:
+                    self.work = asyncio.Event()
+                    await self.work.wait()
+        except Exception as error:
+            self.open = False
+            while self.readers:
+                self.tell(self.readers.popitem()[1], error)
+        self.end.set_result(None)
+
+    async def stream(self, name):
+        if not self.open:
+            raise Closed
+        self.engine.add(name)
+        future = asyncio.get_running_loop().create_future
+        reader = self.readers[name] = dict(waits=future(), news=None)
+        self.work.set()
+        try:
+            while True:
+                await reader["waits"]
+                reader["waits"], news = future(), reader["news"]
+                if isinstance(news, Exception):
+                    raise news
+                yield news[0]
+                if news[1]:
+                    break
+        finally:
+            if self.readers.get(name) is reader:
+                self.readers.pop(name)
+                self.engine.abort(name)
+
+    async def drain(self):
+        self.open = False
+        self.work.set()
+        await asyncio.shield(self.end)

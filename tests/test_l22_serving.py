@@ -1,0 +1,127 @@
+"""Lesson 22: proves that excerpts stand in the sources, and that the README quotes what the code says."""
+
+from pathlib import Path
+
+import pytest
+
+from lessons.l22_serving.admission import AdmissionControl, Queue, ServiceRate, Waiting
+from lessons.l22_serving.fair import FairQueue
+from lessons.l22_serving.grammar import naive
+from lessons.l22_serving.grammar.matcher import Matcher
+from lessons.l22_serving.grammar.optimized import TokenMasks
+from lessons.l22_serving.grammar.reading import compile_structure
+from lessons.l22_serving.grammar.vocabulary import Vocabulary, bytes_of_tokens
+from lessons.l22_serving.lab import experiments
+from lessons.l22_serving.lab.simulation import Call, simulate
+from lessons.l22_serving.load import little, percentile
+from reference.model import load_tokenizer
+from tests.excerpts import plain_readme, stray_excerpts
+from tests.test_pages import guide
+
+ROOT = Path(__file__).parents[1]
+ROOM = ROOT / "lessons/l22_serving"
+README = plain_readme(ROOM)
+
+
+def test_the_excerpts_stand_in_the_sources():
+    assert not stray_excerpts(ROOM)
+
+
+def test_the_readme_quotes_the_simulation():
+    """The bottleneck, steps 5 and 9, and the table."""
+    ((alone,), _), capacity = simulate([Call(0.0, 512, 64)]), experiments.capacity_per_s()
+    assert f"64 out, in {alone.e2el_s:.2f} s by lesson 15's cost" in README
+    assert f"gives {1 / alone.e2el_s:.1f} answers per second" in README
+    assert f"16 places the same engine gives {capacity:.1f}" in README
+    assert experiments.PLACES == 16 and experiments.PROMPT == 512
+    assert f"W = 16 / {capacity:.1f} = {16 / capacity:.2f} s" in README
+    for row in experiments.ladder():
+        seconds = f"`{row.median_ttft_s:.2f}` | `{row.modest_p99_ttft_s:.2f}`"
+        assert f"| {row.name} | {seconds} | `{row.goodput_per_s:.1f}` |" in README
+    hidden, seen = (percentile(every, 99) for every in experiments.omission().values())
+    said = f"percentile is {1e3 * hidden:.0f} ms. A hundred people came in these seconds"
+    assert f"{said}, and counted from when they came it is {1e3 * seen:.0f} ms" in README
+    assert f"{1e3 * hidden:.0f} ms for the client, {1e3 * seen:.0f} ms for its users" in guide(
+        "sends the next request"
+    )
+
+
+@pytest.mark.sample(1, of="simulations")
+@pytest.mark.parametrize("what", ["knee", "a door that was not needed", "users"])
+def test_the_readme_quotes_longer_simulations(what):
+    """Steps 7 and 10, and where it loses."""
+    if what == "knee":
+        found = experiments.knees(experiments.knee_curves((0.6, 0.7, 0.9, 1.0)))
+        even, bursty = (rate / experiments.capacity_per_s() for rate in found.values())
+        assert f"up to {even:.0%} of its capacity if requests come independently" in README
+        assert f"up to {bursty:.0%} if they come in bursts" in README
+        assert f"{bursty:.0%} or {even:.0%} for the same server" in README
+        assert f"{bursty:.0%} or {even:.0%} of the capacity" in guide("at 70")
+    elif what == "users":
+        worst = [max(one.ttft_s for one in seen) for seen in experiments.two_users().values()]
+        assert worst[0] > 10 and worst[1] < 1
+    else:
+        ((load, _, good),) = experiments.overload((0.8,))
+        door, all_in = good["turns some away"], good["takes everybody"]
+        said = f"At `{load}` times the capacity our door turns a few requests away"
+        assert f"{said} that would have been in time: `{door:.1f}` instead of `{all_in:.1f}`" in (
+            README
+        )
+
+
+def test_the_readme_quotes_the_examples():
+    """Steps 2 and 5 to 7, and the quiz, by the lesson's own code."""
+    law = little([(0, 4), (1, 3), (2, 6)])
+    assert law == pytest.approx((10 / 6, 3 / 6, 10 / 3))
+    assert f"W = (4 + 2 + 4) / 3 = {law.stay_s:.2f} s,   L = 10 / 6 = {law.in_system:.2f}" in README
+    assert f"1000 · 1001 / 2 = {sum(range(1001)):,} of them" in README
+    for waiting, each, rate, said in [(40, 600, 12_000, "wait = 40"), (30, 400, 8_000, "30")]:
+        service = ServiceRate()
+        service.ran(rate, 1.0)
+        queue = [Waiting("", each - 100, 100)] * waiting
+        door = AdmissionControl(None, service, lambda queue=queue: Queue(queue, 0))
+        wait_s = door.wait_s(queue)
+        number = f"{rate:,}" if rate > 10_000 else str(rate)
+        assert f"{said} · {each} / {number} = {wait_s:.1f} s" in README
+        assert door.retry_after_s(wait_s) == 2
+    fair = FairQueue()
+    tickets = [fair.arrive(*request) for request in (("ann", 10), ("ann", 10), ("bob", 5))]
+    assert [ticket.start for ticket in tickets] == [0, 10, 0]
+    assert "ann: 0–10, 10–20      bob: 0–5      order of the starts 0, 0, 10" in README
+    assert f"L = 24 · 2.5 = {24 * 2.5:.0f} on average" in README
+
+
+class Counting(Matcher):
+    """Counts the bytes that are followed, and the times that the automaton is asked."""
+
+    followed = asked = 0
+
+    def step(self, state, byte):
+        self.followed += 1
+        return super().step(state, byte)
+
+    def step_class(self, state, byte_class):
+        self.asked += 1
+        return super().step_class(state, byte_class)
+
+
+def test_the_readme_quotes_the_masks():
+    """Step 11, what was counted, and the quiz."""
+    tokenizer = load_tokenizer(ROOT / "models/tiny")
+    vocabulary = Vocabulary(bytes_of_tokens(tokenizer, len(tokenizer)))
+    automaton = compile_structure("regex", '"[^"\n]*"')
+    masks, tried = TokenMasks(automaton, vocabulary), Counting(automaton)
+    masks.matcher = Counting(automaton)
+    inside, tried.followed = tried.read(b'"'), 0
+    allowed = naive.token_mask(tried, inside, vocabulary.tokens)
+    inside, masks.matcher.asked = masks.matcher.read(b'"'), 0
+    assert masks.mask(inside).equal(allowed)
+    nodes = len(vocabulary.trie[0]) - 1  # without the empty text
+    assert f"the `{len(vocabulary)}` tokens of our embedded model" in README
+    assert f"trying every token follows `{tried.followed:,}` bytes" in README
+    assert f"The trie has `{nodes:,}` nodes" in README
+    assert f"the automaton is asked `{masks.matcher.asked}` times" in README
+    words = -(-128_256 // 32)
+    assert f"128,256 tokens are {words} words, or {4 * words / 1e3:.0f} KB" in README
+    assert f"151,936 / 8 = {151_936 // 8:,} bytes, {151_936 / 8e3:.0f} KB" in README
+    assert f"The logits are {4 * 151_936 / 1e3:.0f} KB, 32 times as many" in README
