@@ -103,7 +103,7 @@ def test_each_worker_needs_a_gpu(monkeypatch):
     assert devices_for(EngineArgs(device="cuda:1", distributed_executor_backend="mp")) == ["cuda:1"]
 
 
-@pytest.mark.sample(1, of="parallel arguments")
+@pytest.mark.sample(2, of="parallel parts")
 @pytest.mark.parametrize(
     "changes, said",
     [
@@ -159,7 +159,7 @@ def test_a_router_forgets(monkeypatch):
         assert len(router.home) <= 5
 
 
-@pytest.mark.sample(1, of="parallel replicas")
+@pytest.mark.sample(2, of="parallel parts")
 def test_replicas_share_requests_and_a_prefix_cache_is_of_use(tmp_path, seed):
     """Answers of requests without a seed do not depend on who gave them."""
     model = write_checkpoint(tmp_path, "llama", seed)
@@ -188,7 +188,7 @@ def test_replicas_share_requests_and_a_prefix_cache_is_of_use(tmp_path, seed):
 # ---------------------------------------------------------------- what a worker holds
 
 
-@pytest.mark.sample(1, of="parallel memory")
+@pytest.mark.sample(2, of="parallel parts")
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize(
     "family, tp, pp, spread",
@@ -241,7 +241,7 @@ def vector_bytes(config: ModelConfig, mesh: Mesh, stage: int, spread: bool) -> i
 # ---------------------------------------------------------------- what users call
 
 
-@pytest.mark.sample(1, of="parallel interfaces")
+@pytest.mark.sample(2, of="parallel parts")
 def test_beams_are_searched_in_workers(tmp_path, seed):
     model = write_checkpoint(tmp_path, "llama", seed)
     args = small_args(model, tensor_parallel_size=2, num_gpu_blocks_override=40)

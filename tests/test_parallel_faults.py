@@ -72,7 +72,7 @@ def at_run(engine, number: int, what) -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=["shards", "stages"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("when", ["load", "idle", "prefill", "decode"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_worker_that_is_killed(model, mesh, rank, when, monkeypatch):
     started, new_workers = [], parallel.new_workers
 
@@ -152,7 +152,7 @@ def test_everybody_who_waits_is_told(model, replicas):
     assert_all_gone(pids)
 
 
-@pytest.mark.sample(1, of="parallel ends")
+@pytest.mark.sample(1, of="parallel faults")
 @pytest.mark.parametrize("how", ["shutdown", "forgotten"])
 def test_workers_end_with_their_engine(model, how):
     engine = parallel_engine(small_args(model, data_parallel_size=2))
@@ -173,7 +173,7 @@ def test_workers_end_with_their_engine(model, how):
     assert_all_gone(pids)
 
 
-@pytest.mark.sample(1, of="parallel ends")
+@pytest.mark.sample(1, of="parallel faults")
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_in_the_middle_of_a_step(model, presses, seed):
     """The workers do not hear it. What they were told is done, and they go on with who comes next."""

@@ -18,7 +18,7 @@ from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.toolbox.model.arguments import refuse
 from reference.engine import Engine
 from reference.outputs import RequestOutput
-from reference.parallel.runner import DistributedRunner
+from reference.parallel.runner import DistributedRunner, end_thread
 from reference.request import EngineRequest
 
 MOST_KNOWN = 100_000  # blocks of prompts of which a router remembers where they went
@@ -67,7 +67,7 @@ class Replica:
         )
         thread.start()
         # Not a method, because that would keep this object alive. The thread keeps the engine alive.
-        self.close = weakref.finalize(self, self.steps.put, None)
+        self.close = weakref.finalize(self, end_thread, self.steps, thread)
 
     def begin_step(self) -> Future:
         """Let the thread run a step, if it runs none. Returns what will hold the requests that got a

@@ -28,6 +28,8 @@ from lessons.l20_parallelism.launch import RankError
 from lessons.toolbox.model.config import ModelConfig
 from reference.decode_graphs import Chunks
 
+THREAD_S = 5.0  # how long the end of a thread is waited for
+
 
 class Workers(Protocol):
     """Who obeys: ProcessWorkers or RayWorkers. An order is a pickled (method of Worker, arguments)."""
@@ -58,7 +60,7 @@ class Talk:
         thread = threading.Thread(target=talk, args=told, name="talk", daemon=True)
         thread.start()
         # Not a method, because that would keep this object alive. It is called at exit, too.
-        self.close = weakref.finalize(self, end, workers, self.orders)
+        self.close = weakref.finalize(self, end, workers, self.orders, thread)
 
     def tell(self, method: str, *arguments) -> None:
         """Let all workers do something. Whether it went well is found out by the next `ask`."""
@@ -110,10 +112,19 @@ def talk(workers: Workers, orders: SimpleQueue, ended: Future) -> None:
                 reply.set_exception(error)
 
 
-def end(workers: Workers, orders: SimpleQueue) -> None:
+def end(workers: Workers, orders: SimpleQueue, thread: threading.Thread) -> None:
     """End the workers and the thread."""
+    workers.close()  # first, because the thread may wait for them
+    end_thread(orders, thread)
+
+
+def end_thread(orders: SimpleQueue, thread: threading.Thread) -> None:
+    """Let a thread that reads this queue come to its end, because one that still runs while Python
+    shuts down may take the process with it.
+    """
     orders.put(None)
-    workers.close()
+    if thread is not threading.current_thread():
+        thread.join(THREAD_S)
 
 
 def raise_again(error: RankError) -> None:

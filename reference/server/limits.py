@@ -9,11 +9,11 @@ import hmac
 import json
 import re
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from reference.server.args import ServerArgs
 from reference.server.errors import ApiError, response_of
 
 MOST_DEPTH = 64  # of JSON within JSON
@@ -28,10 +28,18 @@ SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
 App = Callable[[dict, Callable, Callable], Awaitable[None]]
 
 
+class LimitArgs(Protocol):
+    """The arguments that count here. read_timeout: s, of a body."""
+
+    api_key: list[str]
+    max_body_bytes: int
+    read_timeout: float
+
+
 class Limits:
     """ASGI middleware: keys, size, time and form of a body."""
 
-    def __init__(self, app: App, args: ServerArgs):
+    def __init__(self, app: App, args: LimitArgs):
         self.app = app
         self.args = args
 

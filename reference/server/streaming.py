@@ -29,6 +29,12 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
     return f"event: {name}\ndata: {text}\n\n".encode() if name else f"data: {text}\n\n".encode()
 
 
+def error_event(error: ApiError, path: str) -> bytes:
+    """An error behind the first event, as the API at this path writes it."""
+    body = body_of(error, path)
+    return event(body, "error" if body.get("type") == "error" else None)
+
+
 async def is_gone(receive: Callable[[], Awaitable[dict]]) -> None:
     """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
@@ -118,7 +124,6 @@ class EventStream(Watched):
             if not is_begun:
                 await response_of(error, path)(scope, receive, send)
                 return
-            body = body_of(error, path)
-            data = event(body, "error" if body.get("type") == "error" else None)
+            data = error_event(error, path)
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -8,13 +8,17 @@ from typing import Protocol
 
 import numpy as np
 
-from reference.simulator.traces import TracedRequest
+
+class Asked(Protocol):
+    """What a router sees of a request. prefix: requests of one name begin alike."""
+
+    prefix: str | None
 
 
 class Router(Protocol):
     """Chooses a replica that is alive; one at least is."""
 
-    def choose(self, request: TracedRequest, loads: np.ndarray) -> int:
+    def choose(self, request: Asked, loads: np.ndarray) -> int:
         """The index of a replica."""
 
 
@@ -24,7 +28,7 @@ class RoundRobin:
     def __init__(self):
         self.last = -1
 
-    def choose(self, request: TracedRequest, loads: np.ndarray) -> int:
+    def choose(self, request: Asked, loads: np.ndarray) -> int:
         """As in Router."""
         self.last = (self.last + 1) % len(loads)
         while loads[self.last] == np.inf:
@@ -35,7 +39,7 @@ class RoundRobin:
 class LeastLoaded:
     """The one with the fewest requests, the first of several."""
 
-    def choose(self, request: TracedRequest, loads: np.ndarray) -> int:
+    def choose(self, request: Asked, loads: np.ndarray) -> int:
         """As in Router."""
         return int(loads.argmin())
 
@@ -51,7 +55,7 @@ class PrefixAware:
         self.slack = slack
         self.home: dict[str, int] = {}
 
-    def choose(self, request: TracedRequest, loads: np.ndarray) -> int:
+    def choose(self, request: Asked, loads: np.ndarray) -> int:
         """As in Router."""
         least = int(loads.argmin())
         if request.prefix is None:

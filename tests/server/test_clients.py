@@ -132,6 +132,9 @@ def test_hugging_face(live):
     found = list(client.text_generation(PROMPT, max_new_tokens=8, stream=True, details=True))
     assert [one.token.id for one in found] == [one.id for one in whole.details.tokens]
     assert found[-1].generated_text == text and found[-1].details.generated_tokens == 8
+    stopped = client.text_generation(PROMPT, max_new_tokens=8, stop=[text[2:4]], details=True)
+    assert stopped.generated_text == text[: text.index(text[2:4]) + 2], "its stop string is shown"
+    assert stopped.details.finish_reason == "stop_sequence"
     chat = InferenceClient(base_url=live.url).chat_completion(MESSAGES, model="tiny", max_tokens=4)
     assert chat.usage.completion_tokens == 4
 

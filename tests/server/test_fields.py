@@ -154,3 +154,15 @@ def test_priorities_need_their_policy(running):
     fcfs = dict(engine=replace(engine, scheduling_policy="fcfs"))
     answer = ask(running.service, "POST", "/v1/completions", fcfs, json=body)
     assert answer.status_code == 400 and "priority: got 3; accepted: 0" in answer.text
+
+
+def test_each_api_has_its_own_form_of_an_error(running):
+    def body(path: str, **own):
+        return ask(running.service, "POST", path, own, json=dict(model="no")).json()
+
+    assert set(body("/v1/completions")["error"]) == {"message", "type", "param", "code"}
+    found = body("/v1/messages")
+    assert found["type"] == "error" and found["error"]["type"] == "invalid_request_error"
+    assert body("/v1/messages", api_key=["k"])["error"]["type"] == "authentication_error"
+    for path in ("/generate", "/generate_stream", "/"):
+        assert body(path)["error_type"] == "validation"

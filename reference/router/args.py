@@ -1,0 +1,93 @@
+"""The router's arguments and its flags."""
+
+from dataclasses import dataclass, field, fields
+from urllib.parse import urlsplit
+
+from lessons.toolbox.command import OneLineParser
+from lessons.toolbox.model.arguments import check_positive, check_whole, is_number, refuse
+
+POLICIES = ("prefix", "least", "round-robin")
+ACCEPTED_URL = "http://host:port or https://host:port"
+
+
+@dataclass
+class RouterArgs:
+    """Raises ValueError, in one line, for a value that cannot work.
+
+    replicas: their addresses, which also decide who gets which prefix, so several routers in front of
+    the same replicas should spell them alike. policy: prefix, least (fewest requests in flight) or
+    round-robin. balance: under the policy prefix, how many times the mean a replica's requests in
+    flight may be. ready_path: what a replica answers with 200 while it takes requests; vLLM's servers
+    have /health. Times are seconds: health_interval between two questions for it, connect_timeout until
+    a replica has taken a connection, answer_timeout without a byte of an answer, read_timeout of a
+    request's headers and of its body, write_timeout of a write to a client that does not read,
+    shutdown_timeout of what runs when the router is told to end. max_body_bytes: of a request. The
+    router has no keys of its own: a client's key goes to the replica.
+    """
+
+    replicas: list[str]
+    policy: str = "prefix"
+    balance: float = 1.25
+    host: str = "127.0.0.1"
+    port: int = 8000
+    ready_path: str = "/ready"
+    health_interval: float = 1.0
+    connect_timeout: float = 2.0
+    answer_timeout: float = 600.0
+    read_timeout: float = 30.0
+    write_timeout: float = 30.0
+    shutdown_timeout: float = 30.0
+    max_body_bytes: int = 2**20
+    limit_concurrency: int = 4096
+    api_key: list[str] = field(default_factory=list, init=False)
+
+    def __post_init__(self):
+        if not self.replicas:
+            refuse("replicas", self.replicas, "one address or more")
+        self.replicas = [check_url(url) for url in self.replicas]
+        if len(set(self.replicas)) < len(self.replicas):
+            refuse("replicas", self.replicas, "each address once")
+        if self.policy not in POLICIES:
+            refuse("policy", self.policy, ", ".join(POLICIES))
+        if not is_number(self.balance, 1.0):
+            refuse("balance", self.balance, "a number, 1 or more")
+        if not 0 <= self.port < 2**16:
+            refuse("port", self.port, "0 to 65535; 0 takes a free one")
+        if not self.ready_path.startswith("/"):
+            refuse("ready_path", self.ready_path, "a path, as /ready")
+        check_whole(max_body_bytes=self.max_body_bytes, limit_concurrency=self.limit_concurrency)
+        for each in fields(self):
+            if each.name.endswith(("_timeout", "_interval")):
+                check_positive(**{each.name: getattr(self, each.name)})
+
+
+def check_url(url: str) -> str:
+    """The address without a slash behind it. Raises ValueError for what is none."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port of letters, half of an IPv6 address
+        is_address = False
+    if not is_address or parts.path.strip("/") or parts.query or parts.fragment or "@" in url:
+        refuse("replicas", url, ACCEPTED_URL)
+    return url.rstrip("/")
+
+
+def read_args(arguments: list[str]) -> RouterArgs:
+    """The flags: one for each field of RouterArgs. Exits with one line for a wrong one; raises
+    ValueError for a value that cannot work.
+    """
+    parser = OneLineParser(
+        prog="python -m reference.router",
+        description="One address in front of several servers of the same model.",
+        epilog="reference/router/args.py explains the flags.",
+        allow_abbrev=False,
+    )
+    for each in fields(RouterArgs):
+        flag = f"--{each.name.replace('_', '-')}"
+        if each.name == "replicas":
+            parser.add_argument(flag, nargs="+", required=True, metavar="URL", help=ACCEPTED_URL)
+        elif each.init:
+            text = f"(default: {each.default})"
+            parser.add_argument(flag, type=each.type, default=each.default, help=text)
+    return RouterArgs(**vars(parser.parse_args(arguments)))

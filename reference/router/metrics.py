@@ -1,0 +1,65 @@
+"""/metrics of the router alone. Each replica has its own, which Prometheus asks for there.
+
+| outcome | what became of a request at a replica |
+|---|---|
+| answered | its answer was passed on, whatever it was |
+| refused | 429 or 503: another replica was tried |
+| lost | no connection, or none any more before the answer began: another replica was tried |
+| broken | the replica was lost in the middle of an answer |
+| late | not a byte came for --answer-timeout seconds |
+| cancelled | the client went, or the router ended |
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+
+class Counted(Protocol):
+    """What is known of a replica."""
+
+    url: str
+    in_flight: int
+    is_ready: bool
+
+
+class Metrics:
+    """A registry of its own, so that a process may have several."""
+
+    def __init__(self):
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "router_requests", "Requests sent to a replica, by what became of them.",
+            ["replica", "outcome"], registry=self.registry,
+        )  # fmt: skip
+        self.with_prefix = Counter(
+            "router_prefix_requests", "Requests that have a prompt.", registry=self.registry
+        )
+        self.hits = Counter(
+            "router_prefix_hits", "Of these, sent first to the replica where the prefix is at home.",
+            registry=self.registry,
+        )  # fmt: skip
+        self.unserved = Counter(
+            "router_unserved", "Requests that no replica took.", registry=self.registry
+        )
+
+    def watch(self, replicas: Sequence[Counted]) -> None:
+        """Show the replicas as they are when somebody asks."""
+        in_flight = Gauge(
+            "router_requests_in_flight", "Requests sent to a replica that have not ended.",
+            ["replica"], registry=self.registry,
+        )  # fmt: skip
+        ready = Gauge(
+            "router_replica_ready", "1 while it takes requests.", ["replica"],
+            registry=self.registry,
+        )  # fmt: skip
+        for replica in replicas:
+            in_flight.labels(replica.url).set_function(lambda replica=replica: replica.in_flight)
+            ready.labels(replica.url).set_function(lambda replica=replica: replica.is_ready)
+
+    def count_prefix(self, is_home: bool | None) -> None:
+        """Count a request. is_home: whether its replica is its prefix's; None: it has no prefix."""
+        if is_home is not None:
+            self.with_prefix.inc()
+            self.hits.inc(is_home)

@@ -1,0 +1,56 @@
+"""The router's process. When a signal ends it, /ready says no, nobody new is let in, and answers that
+have begun end, for at most --shutdown-timeout seconds.
+"""
+
+import asyncio
+import socket
+import sys
+
+from reference.router.app import Routing, new_app
+from reference.router.args import RouterArgs
+from reference.server.process import EndsOnSignal, new_config, new_socket, url_of
+
+
+class RouterServer(EndsOnSignal):
+    """uvicorn's, which knows the replicas before it lets anybody in."""
+
+    def __init__(self, args: RouterArgs):
+        self.args = args
+        self.routing = Routing(args)
+        config = new_config(
+            new_app(self.routing),
+            args.read_timeout,
+            args.shutdown_timeout,
+            log_level="warning",
+            access_log=False,
+            # else a client on this machine could say that it is somebody else
+            proxy_headers=False,
+            limit_concurrency=args.limit_concurrency,
+        )
+        super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn, with the replicas known."""
+        await self.routing.replicas.start()
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the socket, then wait for the answers."""
+        self.routing.is_draining = True
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self.args.shutdown_timeout, self.routing.cut)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+            await self.routing.stop()
+
+
+def serve_forever(args: RouterArgs) -> int:
+    """Route until a signal comes. Returns the exit code. Raises OSError in one line."""
+    with new_socket(args.host, args.port, args.write_timeout) as listening:
+        server = RouterServer(args)
+        url = url_of(listening)
+        print(f"routing to {len(args.replicas)} replicas at {url}", file=sys.stderr, flush=True)
+        asyncio.run(server.serve(sockets=[listening]))
+    return 0

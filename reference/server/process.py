@@ -1,0 +1,67 @@
+"""A process that listens: its socket, uvicorn, and what signals do. The server and the router share it.
+
+The first SIGTERM or Ctrl-C begins the end: nobody new is let in, and whoever has an answer coming gets
+it, until the time to shut down is over. A second signal ends at once.
+"""
+
+import os
+import socket
+from functools import partial
+
+import uvicorn
+
+from reference.server.limits import MOST_HEADER_BYTES, App, TimedProtocol
+
+TO_SAY_SO_S = 2.0  # after the last answers were ended, for their errors to reach the clients
+
+
+class EndsOnSignal(uvicorn.Server):
+    """uvicorn's, with exit codes that tell a drain from a failure."""
+
+    def handle_exit(self, sig: int, frame) -> None:
+        """A signal has come. uvicorn itself would end at once only for a second Ctrl-C, and would
+        send itself the signal again when all is done, so that the exit code told of a failure.
+        """
+        if self.should_exit:
+            os._exit(130)  # nothing is left to be saved, and a step may take long
+        self.should_exit = True
+
+
+def new_socket(host: str, port: int, write_timeout_s: float) -> socket.socket:
+    """A socket that listens. Raises OSError, in one line, if it cannot."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # The system itself drops a connection whose client reads nothing, with what we had sent.
+            option = socket.TCP_USER_TIMEOUT
+            listening.setsockopt(socket.IPPROTO_TCP, option, int(write_timeout_s * 1000))
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise OSError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    """Where clients find it."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def new_config(app: App, read_timeout_s: float, shutdown_s: float, **more) -> uvicorn.Config:
+    """uvicorn's settings. read_timeout_s: of a request's headers. shutdown_s: until the last answers
+    are ended. more: of uvicorn.Config.
+    """
+    return uvicorn.Config(
+        app,
+        http=partial(TimedProtocol, read_timeout_s=read_timeout_s),
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+        server_header=False,
+        timeout_graceful_shutdown=shutdown_s + TO_SAY_SO_S,
+        **more,
+    )
