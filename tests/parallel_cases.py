@@ -164,7 +164,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def assert_all_gone(pids: list[int], within_s: float = 5.0) -> None:
+def assert_all_gone(pids: list[int], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not all(map(gone, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)

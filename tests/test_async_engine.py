@@ -44,7 +44,7 @@ class Gate:
 
     def __call__(self):
         if not self.is_open:
-            assert self.passes.acquire(timeout=20), "nobody let the step through"
+            assert self.passes.acquire(timeout=60), "nobody let the step through"
         self.steps += 1
         return self.advance()
 
@@ -240,7 +240,7 @@ def test_who_leaves_is_computed_no_further(model, leave):
                 if leave == "close":
                     stream.close()
                 del stream
-            await asyncio.wait_for(is_forgotten(served, gate), 10)
+            await asyncio.wait_for(is_forgotten(served, gate), 60)
             assert gate.steps < 30, "it was computed to its end"
 
         asyncio.run(everything())
@@ -327,7 +327,7 @@ def test_who_waits_for_a_drain_is_told_when_the_engine_dies(model):
         gate.let_all()
         with pytest.raises(EngineDeadError):
             await read(stream)
-        await asyncio.wait_for(draining, 10)
+        await asyncio.wait_for(draining, 60)
 
     asyncio.run(everything())
 

@@ -27,7 +27,7 @@ from tests.parallel_cases import (
     write_checkpoint,
 )
 
-SECONDS = 10.0  # after which an end counts as a hang; it takes tenths on an idle machine
+SECONDS = 60.0  # after which an end counts as a hang; it takes tenths on an idle machine
 GREEDY = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
 MESHES = [dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2)]
 

@@ -4,6 +4,7 @@ mesh puts every rank in its groups, and that ranks which raise, die or hang end 
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -85,14 +86,19 @@ def test_one_rank_that_fails_ends_all_in_one_line(fault, rank, words):
     with pytest.raises(RankError) as caught:
         run_ranks(3, faults.fails, rank, fault)
     assert str(caught.value) == words and caught.value.rank == rank
-    assert time.monotonic() - start < 5
+    # a second or two on an idle machine, and 120 if the others were waited for
+    assert time.monotonic() - start < 60
 
 
 def test_a_rank_that_hangs_is_named_and_ended(tmp_path):
     """Nobody is left who would take a core or a GPU's memory."""
-    told = tmp_path / "processes"
-    with pytest.raises(RankError, match=r"rank 1 was not done within 1\.5 s"):
-        run_ranks(2, faults.hangs, 1, str(told), timeout_s=1.5)
+    for timeout_s in (1.5, 10, 60):  # longer if a busy machine has not started both by then
+        told = tmp_path / f"{timeout_s} s"
+        with pytest.raises(RankError) as caught:
+            run_ranks(2, faults.hangs, 1, str(told), timeout_s=timeout_s)
+        if caught.value.rank == 1:
+            break
+    assert str(caught.value) == f"rank 1 was not done within {timeout_s:g} s"
     check_gone(told)
 
 
@@ -109,14 +115,25 @@ def test_a_size_that_is_none_is_refused(size):
 
 def test_ctrl_c_ends_the_ranks(tmp_path):
     told = tmp_path / "processes"
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 1.5)
+    me = threading.get_ident()
+
+    def press_when_both_run() -> None:
+        while not (told.exists() and len(told.read_text().split()) == 2) and not done.wait(0.05):
+            pass
+        if not done.wait(0.5):  # by then we wait for their results
+            signal.pthread_kill(me, signal.SIGALRM)
+
+    done = threading.Event()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    pressing = threading.Thread(target=press_when_both_run)
+    pressing.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             run_ranks(2, faults.hangs, 1, str(told))
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        done.set()
+        pressing.join()
+        signal.signal(signal.SIGALRM, before)
     check_gone(told)
 
 

@@ -67,9 +67,9 @@ def asked_one_by_one(requests: list[Asked]) -> dict[str, list[int]]:
     for thread in clients:
         thread.start()
     for thread in clients:
-        thread.join(20)
+        thread.join(60)
     server.stop()
-    serving.join(20)
+    serving.join(60)
     assert_free(engine)
     return answers
 
@@ -213,7 +213,7 @@ def test_no_wake_up_is_lost_however_the_threads_interleave(seed):
         thread = threading.Thread(target=engine)
         reading = [asyncio.create_task(reader(mailbox)) for mailbox in mailboxes]
         thread.start()
-        found = await asyncio.wait_for(asyncio.gather(*reading), 20)
+        found = await asyncio.wait_for(asyncio.gather(*reading), 60)
         thread.join()
         assert all(output is all_outputs[-1] for output in found)
 

@@ -61,10 +61,10 @@ class Live:
         return self.service.engine.engine
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30)
+        return httpx.Client(base_url=self.url, timeout=120)
 
     def post(self, path: str, body: dict, **more) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=30, **more)
+        return httpx.post(self.url + path, json=body, timeout=120, **more)
 
     def tokens_of(self, prompt: str | list[int], params, lora=None) -> list[list[int]]:
         """What the engine answers without a server: the token ids of each answer."""
@@ -80,7 +80,7 @@ def beside(service: Service, **own) -> httpx.AsyncClient:
     """A client of a second server over the same engine, without a socket. own: other arguments."""
     other = Service(service.engine, service.models, replace(service.args, **own))
     transport = httpx.ASGITransport(new_app(other), raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://server")
+    return httpx.AsyncClient(transport=transport, base_url="http://server", timeout=120)
 
 
 def second(first: Live, **own) -> Live:

@@ -20,7 +20,7 @@ NAMES = {
 
 def scrape(live) -> dict[tuple, float]:
     """{(name, what follows from its labels): value}."""
-    text = httpx.get(f"{live.url}/metrics").text
+    text = httpx.get(f"{live.url}/metrics", timeout=60).text
     families = list(text_string_to_metric_families(text))
     assert {family.name for family in families} >= NAMES
     return {
@@ -54,13 +54,13 @@ def test_numbers_add_up(live):
 def test_labels_of_paths_are_few(running):
     for path in ("/a", "/b", "/v1/models/x"):
         ask(running.service, "GET", path)
-    text = httpx.get(f"{running.url}/metrics").text
+    text = httpx.get(f"{running.url}/metrics", timeout=60).text
     assert 'handler="/a"' not in text and 'handler="/v1/models/x"' not in text
 
 
 def test_a_dead_engine_is_not_healthy(running, monkeypatch):
-    assert httpx.get(f"{running.url}/health").status_code == 200
-    assert httpx.get(f"{running.url}/ready").status_code == 200
+    assert httpx.get(f"{running.url}/health", timeout=60).status_code == 200
+    assert httpx.get(f"{running.url}/ready", timeout=60).status_code == 200
     monkeypatch.setattr(running.service.engine, "failure", RuntimeError("no memory"))
-    assert httpx.get(f"{running.url}/health").status_code == 503
-    assert httpx.get(f"{running.url}/ready").status_code == 503
+    assert httpx.get(f"{running.url}/health", timeout=60).status_code == 503
+    assert httpx.get(f"{running.url}/ready", timeout=60).status_code == 503

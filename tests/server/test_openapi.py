@@ -15,7 +15,7 @@ PATHS = {
 
 
 def document(live) -> dict:
-    return httpx.get(f"{live.url}/openapi.json").json()
+    return httpx.get(f"{live.url}/openapi.json", timeout=60).json()
 
 
 def test_every_endpoint_is_described(running):

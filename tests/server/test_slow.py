@@ -40,7 +40,7 @@ async def leave(client: httpx.AsyncClient, after_s: float) -> None:
 
 
 def wait_until_idle(live: Live) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while live.engine.requests and time.monotonic() < end:
         time.sleep(0.01)
     assert_clean(live.engine)
@@ -83,7 +83,7 @@ def test_who_reads_nothing_is_dropped(running, monkeypatch, clock):
             wire.connect(live.socket.getsockname())
             wire.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
                          b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
-            end = time.monotonic() + 30
+            end = time.monotonic() + 60
             while not live.engine.requests and time.monotonic() < end:
                 time.sleep(0.01)
             wait_until_idle(live)
@@ -104,11 +104,13 @@ def test_who_sends_nothing_is_dropped(running):
     start = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     try:
         for data in (b"", start, start + b"Content-Length: 9\r\n\r\n{"):
-            with socket.create_connection(live.socket.getsockname(), timeout=5) as wire:
+            with socket.create_connection(live.socket.getsockname(), timeout=60) as wire:
                 wire.sendall(data)
                 begin = time.monotonic()
                 answer = wire.recv(4096)
-                assert time.monotonic() - begin < 2
+                assert (
+                    time.monotonic() - begin < 30
+                )  # tenths on an idle machine, and never without it
                 assert answer == b"" or answer.startswith(b"HTTP/1.1 408")
     finally:
         live.stop()
