@@ -30,7 +30,9 @@ class EndsOnSignal(uvicorn.Server):
 def new_socket(host: str, port: int, write_timeout_s: float) -> socket.socket:
     """A socket that listens. Raises OSError, in one line, if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # TCP by name, because asyncio switches Nagle's algorithm off only where it stands. With it a second
+    # write waits for the client to acknowledge the first, which takes up to 40 ms: each event would.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):

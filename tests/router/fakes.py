@@ -102,7 +102,8 @@ async def read_request(reader) -> Request:
 
 
 async def answers(fake, request, reader, writer) -> None:
-    writer.write(whole({"from": fake.port}, "200 OK", "Set-Cookie: who=someone", "X-Own: 1"))
+    own = ("Set-Cookie: who=someone", "X-Own: 1", "Date: Sun, 06 Nov 1994 08:49:37 GMT")
+    writer.write(whole({"from": fake.port}, "200 OK", *own))
 
 
 async def streams(fake, request, reader, writer) -> None:

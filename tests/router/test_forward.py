@@ -1,6 +1,7 @@
 """The way of a request, past replicas of every kind of misbehaviour."""
 
 import asyncio
+import socket
 
 import httpx
 import pytest
@@ -111,6 +112,36 @@ async def test_an_answer_that_has_begun_is_never_repeated(path):
         assert '{"n":\n' not in answer.text, "half an event reached the client"
         hit = next(fake for fake in router.fakes if fake.seen)
         assert router.outcomes(hit) == dict(broken=1)
+
+
+async def openai_stream(url) -> str:
+    openai = pytest.importorskip("openai", reason="NOT RUN: openai is not installed")
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2) as client:
+        messages = [dict(role="user", content="hello")]
+        with pytest.raises(openai.APIError) as told:
+            asked = dict(model="tiny", messages=messages, stream=True)
+            async for _ in await client.chat.completions.create(**asked):
+                pass
+    return str(told.value)
+
+
+async def anthropic_stream(url) -> str:
+    anthropic = pytest.importorskip("anthropic", reason="NOT RUN: anthropic is not installed")
+    async with anthropic.AsyncAnthropic(base_url=str(url), api_key="none", max_retries=2) as client:
+        messages = [dict(role="user", content="hello")]
+        with pytest.raises(anthropic.APIError) as told:
+            asked = dict(model="tiny", messages=messages, max_tokens=9, stream=True)
+            async for _ in await client.messages.create(**asked):
+                pass
+    return str(told.value)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("stream", [openai_stream, anthropic_stream])
+async def test_clients_raise_what_the_last_event_says(stream):
+    async with cluster(script=fakes.dies_in_a_stream) as router:
+        assert "lost in the middle of this answer" in await stream(router.client.base_url)
+        assert sum(len(fake.seen) for fake in router.fakes) == 1, "the client asked again"
 
 
 async def test_events_come_one_by_one():
@@ -256,6 +287,15 @@ async def test_the_router_goes_to_its_replicas_alone(target):
         assert b" 400 " in answer.split(b"\r\n")[0] and b"got a whole address" in answer
         writer.close()
         assert not router.fakes[0].seen
+
+
+async def test_no_write_waits_for_an_acknowledgement():
+    """Nagle's algorithm would hold back the body behind its headers, and each event."""
+    async with cluster(count=1) as router:
+        await router.ask("hello")
+        (connection,) = router.server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_metrics_are_the_routers_own():

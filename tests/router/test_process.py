@@ -8,10 +8,12 @@ import sys
 import time
 
 import httpx
+import pytest
 
 from tests.server.paths import REPOSITORY
 
 
+@pytest.mark.sample(1, of="processes of the router")
 def test_it_starts_and_ends():
     dead = "http://127.0.0.1:9"
     command = [sys.executable, "-m", "reference.router", "--replicas", dead, "--port", "0"]
@@ -37,6 +39,7 @@ def test_it_starts_and_ends():
         started.stderr.close()
 
 
+@pytest.mark.sample(1, of="processes of the router")
 def test_a_port_that_is_taken_is_one_line():
     from reference.server.process import new_socket
 
