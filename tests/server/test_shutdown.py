@@ -72,7 +72,7 @@ def wait_for_a_closed_door(url: str) -> None:
             time.sleep(0.02)
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(1, of="ends of the server")
 def test_a_signal_lets_answers_end(process):
     server, url = process
     answers = []
@@ -92,7 +92,7 @@ def test_a_signal_lets_answers_end(process):
     assert server.wait(60) == 0
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(1, of="ends of the server")
 def test_a_second_signal_ends_at_once(process):
     server, url = process
     answers = []
@@ -110,7 +110,7 @@ def test_a_second_signal_ends_at_once(process):
     assert isinstance(answer, httpx.TransportError) or '"length"' not in answer.text
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(1, of="ends of the server")
 @pytest.mark.parametrize("process", ["0.2"], indirect=True)
 def test_who_takes_too_long_is_told(process):
     server, url = process
