@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -134,16 +135,26 @@ def process_context(preload: tuple[str, ...] = ()):
     process would inherit its threads' locks and its CUDA state; a new interpreter takes seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    tell_children_the_root()  # because the server does not learn this process's sys.path
     context.set_forkserver_preload([*PRELOAD, *preload])
+    with children_find_the_course():  # because the server does not learn this process's sys.path
+        forkserver.ensure_running()
     return context
 
 
-def tell_children_the_root() -> None:
-    """Let Python processes that this one starts find the course."""
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if ROOT not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, paths)])
+@contextlib.contextmanager
+def children_find_the_course() -> Iterator[None]:
+    """Inside it, Python processes that this one starts find the course. Afterwards the environment is
+    as it was, because other programs may be started from here, too.
+    """
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, before)))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def end_with_parent() -> None:

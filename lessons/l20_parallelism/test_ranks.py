@@ -143,3 +143,14 @@ def check_gone(told):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_the_environment_stays_as_it_was(monkeypatch):
+    """Programs that are started later must not find another course than their own."""
+    for before in (None, "/somewhere"):
+        if before is None:
+            monkeypatch.delenv("PYTHONPATH", raising=False)
+        else:
+            monkeypatch.setenv("PYTHONPATH", before)
+        run_ranks(1, faults.draw)
+        assert os.environ.get("PYTHONPATH") == before

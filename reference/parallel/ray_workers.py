@@ -10,7 +10,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
-from lessons.l20_parallelism.launch import RankError, join_world, tell_children_the_root
+from lessons.l20_parallelism.launch import RankError, children_find_the_course, join_world
 from lessons.l20_parallelism.mesh import Mesh, new_links
 from lessons.toolbox.command import one_line
 from reference.engine_args import EngineArgs
@@ -52,15 +52,15 @@ class RayWorkers:
 
     def __init__(self, args: EngineArgs, mesh: Mesh, devices: list[str]):
         if not ray.is_initialized():
-            tell_children_the_root()
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="error",
-                # because actors beyond the number of cores would wait for ever
-                num_cpus=max(len(devices) * args.data_parallel_size, torch.get_num_threads()),
-            )
+            with children_find_the_course():
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="error",
+                    # because actors beyond the number of cores would wait for ever
+                    num_cpus=max(len(devices) * args.data_parallel_size, torch.get_num_threads()),
+                )
         device = torch.device(devices[0]).type
         needs = dict(num_cpus=1, num_gpus=1 if device == "cuda" else 0, max_restarts=0)
         kind = ray.remote(Actor).options(**needs)
