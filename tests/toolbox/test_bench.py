@@ -354,6 +354,33 @@ def test_ratios_on_a_cpu_absolute_on_a_gpu_and_both_from_the_record_alone(script
     assert "NVIDIA H200" in caption_of(record)
 
 
+@pytest.mark.parametrize(
+    "speedups, words",
+    [
+        ([1.2, 2.0, 1.2], "faster at every number of tokens, 2.0x at 8"),
+        ([2.0, 1.2, 1.04], "faster up to 8 tokens, 2.0x at 4"),
+        ([0.9, 1.05, 3.0], "faster from 8 tokens on, 3.0x at 16"),
+        ([1.0, 1.5, 1.0], "faster only at 8 tokens, 1.5x at 8"),
+        ([1.0, 1.5, 1.4, 1.0], "faster from 8 to 16 tokens, 1.5x at 8"),
+        ([1.4, 0.8, 1.5, 1.0], "faster at 2 of 4 numbers of tokens, 1.5x at 16"),
+        ([1.04, 0.87, 0.99], "nowhere faster, 0.87x at 8 tokens"),
+    ],
+)
+def test_a_title_says_where_it_is_faster(speedups, words):
+    """By what was measured; an advantage of less than 5 % is none."""
+    sizes = [4, 8, 16, 32][: len(speedups)]
+    record = {"title": "At once: {where}", "x": sizes, "x_name": "tokens", "floor_s": None}
+    times = {"naive": speedups, "optimized": [1.0] * len(sizes)}
+    record["series"] = {
+        role: {
+            "role": role,
+            "points": [{"x": x, "status": "ok", "median_s": s} for x, s in zip(sizes, seconds)],
+        }
+        for role, seconds in times.items()
+    }
+    assert records.title_of(record) == f"At once: {words}"
+
+
 def test_the_line_under_a_recorded_figure_is_one_line():
     """Of 120 characters at most, because about 130 fit the width."""
     captions = {

@@ -131,10 +131,6 @@ def benchmark(name: str, title: str, shape: Shape) -> Benchmark:
 
 
 BENCHMARKS = [
-    benchmark("l20_mixtral", "8 experts: {speedup:.1f}x the loop's speed at {x} tokens", MIXTRAL),
-    benchmark(
-        "l20_many_experts",
-        f"{MANY.num_experts} small experts: {{speedup:.1f}}x the loop's speed at {{x}} tokens",
-        MANY,
-    ),
+    benchmark("l20_mixtral", f"{MIXTRAL.num_experts} large experts at once: {{where}}", MIXTRAL),
+    benchmark("l20_many_experts", f"{MANY.num_experts} small experts at once: {{where}}", MANY),
 ]

@@ -10,7 +10,8 @@ import numpy as np
 
 from lessons.toolbox.draw import plotting
 
-TITLE_FACTS = ("speedup", "x", "naive_growth", "optimized_growth", "floor_percent")
+TITLE_FACTS = ("speedup", "x", "naive_growth", "optimized_growth", "floor_percent", "where")
+AHEAD = 1.05  # times as fast, from which on a figure calls it faster: clocks differ by less
 METRICS = {"time": "lower", "bandwidth": "higher", "flops": "higher"}  # metric -> which is better
 BAND = ("median_s", "p20_s", "p80_s")
 UNITS = {"time": ("ms", 1e3), "bandwidth": ("GB/s", 1e-9), "flops": ("TFLOP/s", 1e-12)}
@@ -113,6 +114,9 @@ def title_of(record: dict) -> str:
         facts["x"], facts["speedup"] = x, naive[x] / optimized[x]
         facts["naive_growth"] = naive[x] / naive[first]
         facts["optimized_growth"] = optimized[x] / optimized[first]
+        facts["where"] = where_faster(
+            {n: naive[n] / optimized[n] for n in common}, record["x_name"]
+        )
     if optimized and record["floor_s"]:
         x = facts.setdefault("x", max(optimized))
         facts["floor_percent"] = 100 * record["floor_s"][record["x"].index(x)] / optimized[x]
@@ -121,6 +125,34 @@ def title_of(record: dict) -> str:
     except KeyError as missing:
         name = record["name"].replace("_", " ")
         return f"{name}: not enough was measured here to state its message ({missing.args[0]})"
+
+
+def where_faster(speedups: dict[int, float], x_name: str) -> str:
+    """At which sizes the optimized version wins, and its best there; its worst, if it wins nowhere.
+
+    speedups: {x: naive over optimized}, x ascending, at least one; x_name: what x counts.
+    """
+    sizes = list(speedups)
+    ahead = [x for x in sizes if speedups[x] >= AHEAD]
+    if not ahead:
+        worst = min(sizes, key=speedups.get)
+        return f"nowhere faster, {speedups[worst]:.2f}x at {plotting.size_number(worst)} {x_name}"
+    first, last = (plotting.size_number(x) for x in (ahead[0], ahead[-1]))
+    start, end = sizes.index(ahead[0]), sizes.index(ahead[-1])
+    if ahead == sizes:
+        place = f"faster at every number of {x_name}"
+    elif ahead != sizes[start : end + 1]:
+        place = f"faster at {len(ahead)} of {len(sizes)} numbers of {x_name}"
+    elif len(ahead) == 1:
+        place = f"faster only at {first} {x_name}"
+    elif start == 0:
+        place = f"faster up to {last} {x_name}"
+    elif end == len(sizes) - 1:
+        place = f"faster from {first} {x_name} on"
+    else:
+        place = f"faster from {first} to {last} {x_name}"
+    best = max(ahead, key=speedups.get)
+    return f"{place}, {speedups[best]:.1f}x at {plotting.size_number(best)}"
 
 
 def figure_of(record: dict) -> plotting.ClassFigure:
