@@ -15,13 +15,11 @@ from functools import partial
 import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l06_mla.deepseek import load_decoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l18_weight_quantization.any_checkpoint import load_any, stored_method
 from lessons.l18_weight_quantization.gguf_file import is_gguf, read_gguf
 from lessons.l18_weight_quantization.gguf_linear import as_grouped, with_kernels
-from lessons.l18_weight_quantization.gguf_model import load_gguf
 from lessons.l18_weight_quantization.gguf_tokenizer import tokenizer_of
-from lessons.l18_weight_quantization.quantized_checkpoint import load_quantized
 from lessons.l20_parallelism.grouped import grouped
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.model import checkpoint
@@ -46,16 +44,13 @@ def load_model(
     """
     check_method(quantization)
     device, dtype = default_place(device, dtype)
-    if is_gguf(name_or_path):
-        check_stored(quantization, "gguf")
-        model = load_gguf(name_or_path, device, dtype, **gguf_products(device, dtype))
-    elif (stored := checkpoint.load_config(name_or_path).quantization_config) is not None:
-        check_stored(quantization, stored["quant_method"])
-        model = load_quantized(name_or_path, device, dtype, multiply_for(device, dtype))
-    else:
-        model = load_decoder(name_or_path, device, dtype)
-        if quantization is not None:
-            model = quantize_model(model, quantization, partial(load_tokenizer, name_or_path))
+    stored = stored_method(name_or_path)
+    if stored is not None:
+        check_stored(quantization, stored)
+    products = multiply_for(device, dtype), gguf_products(device, dtype)
+    model = load_any(name_or_path, device, dtype, *products)
+    if stored is None and quantization is not None:
+        model = quantize_model(model, quantization, partial(load_tokenizer, name_or_path))
     return grouped(fused(model)) if device.type == "cuda" else model
 
 

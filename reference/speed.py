@@ -18,6 +18,7 @@ from pathlib import Path
 
 from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from reference.ladder import REPOSITORY, place_of
+from reference.speed_args import record_of
 
 SCHEMA = 1
 NAMES = ("demo", "mixed", "shared")
@@ -80,7 +81,6 @@ def measure(args: argparse.Namespace, console) -> dict:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from lessons.l06_mla.deepseek import load_decoder
-    from lessons.toolbox.measure import device as devices
     from lessons.toolbox.model.checkpoint import load_tokenizer
     from reference import speed_rows
     from reference.peers import load_peer_model
@@ -112,14 +112,7 @@ def measure(args: argparse.Namespace, console) -> dict:
             bar = progress.add_task(f"overhead, {name}", total=1)
             shares[name] = speed_rows.overhead(args.model, rows[0].prompts, params, BATCH, STEPS)
             progress.advance(bar)
-    return {
-        "schema": SCHEMA,
-        "fingerprint": devices.fingerprint(),
-        "threads": torch.get_num_threads(),
-        "model": args.model if args.model.count("/") == 1 else Path(args.model).name,
-        "rows": entries,
-        "overhead": shares,
-    }
+    return record_of(args.model, SCHEMA, rows=entries, overhead=shares)
 
 
 # ---------------------------------------------------------------- the report

@@ -1,4 +1,6 @@
-"""The arguments that the measurements of the engine's choices share: speculation and formats."""
+"""What the measurements of the engine share: the arguments of its choices (speculation, formats), and what
+stands at the head of every record.
+"""
 
 import argparse
 from collections.abc import Iterable
@@ -42,3 +44,22 @@ def read_args(
     args.model = place_of(args.model)
     args.prompts, args.out = args.prompts.expanduser(), args.out.expanduser()
     return args
+
+
+def record_of(model: str, schema: int, **fields) -> dict:
+    """A record: the machine and the model, then `fields`. model: as place_of returns it; schema: of the
+    whole record.
+    """
+    # here, because it takes seconds, and a wrong argument shall be told at once
+    import torch
+
+    from lessons.toolbox.measure.device import fingerprint
+
+    return {
+        "schema": schema,
+        "fingerprint": fingerprint(),
+        "threads": torch.get_num_threads(),
+        # a hub name, or a folder without where the course lies
+        "model": model if model.count("/") == 1 else Path(model).name,
+        **fields,
+    }

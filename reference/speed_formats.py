@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from lessons.toolbox.command import check_writable, run_command
-from reference.speed_args import read_args
+from reference.speed_args import read_args, record_of
 
 SCHEMA = 1
 PLAIN = "float32"
@@ -107,7 +107,6 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from lessons.toolbox.measure import device as devices
     from lessons.toolbox.measure.records import write_json
     from lessons.toolbox.model.checkpoint import load_tokenizer
     from reference.ladder import load_requests
@@ -125,15 +124,8 @@ def run(args: argparse.Namespace) -> int:
             served = [prompts[index % len(prompts)] for index in range(count)]
             entries += entries_of(measure_batch(args, llms, served, batch), batch)
             print_table([entry for entry in entries if entry["batch"] == batch], console)
-    record = {
-        "schema": SCHEMA,
-        "fingerprint": devices.fingerprint(),
-        "threads": torch.get_num_threads(),
-        "model": args.model if args.model.count("/") == 1 else Path(args.model).name,
-        "tokens": args.tokens,
-        "rounds": args.rounds,
-        "entries": entries,
-    }
+    asked = dict(tokens=args.tokens, rounds=args.rounds)
+    record = record_of(args.model, SCHEMA, **asked, entries=entries)
     write_json(args.out / "speed_formats.json", record)
     console.print(f"data: {args.out / 'speed_formats.json'}", markup=False)
     return 0

@@ -121,11 +121,11 @@ def test_what_is_loaded_follows_the_device(tmp_path, monkeypatch):
     assert load_model(tmp_path, "cpu", "torch.bfloat16").dtype == torch.bfloat16
     asked = {}
 
-    def loader(name, device, dtype):
+    def loader(name, device, dtype, *products):
         asked.update(device=device, dtype=dtype)
         return Decoder.from_pretrained(name)
 
-    monkeypatch.setattr(module, "load_decoder", loader)
+    monkeypatch.setattr(module, "load_any", loader)
     monkeypatch.setattr(module, "default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(module, "default_dtype", lambda: torch.bfloat16)
     assert isinstance(load_model(tmp_path), FusedDecoder)

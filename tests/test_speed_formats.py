@@ -25,7 +25,11 @@ def measured(out, *more) -> int:
 @pytest.mark.parametrize("format", ["int4", "Q8_0", "cache in int8"])
 def test_a_format_is_measured_beside_float32(format, tmp_path):
     assert measured(tmp_path, "--format", format) == 0
-    plain, own = json.loads((tmp_path / "speed_formats.json").read_text())["entries"]
+    record = json.loads((tmp_path / "speed_formats.json").read_text())
+    asked = {key: record[key] for key in ("schema", "threads", "model", "tokens", "rounds")}
+    assert asked == dict(schema=1, threads=1, model="models/tiny", tokens=4, rounds=1)
+    assert record["fingerprint"]["cpu"]
+    plain, own = record["entries"]
     assert (plain["format"], own["format"]) == (speed_formats.PLAIN, format)
     assert plain["agreement"] == plain["faster_by_cpu"]["median"] == 1
     assert 0 <= own["agreement"] <= 1 and own["faster_by_cpu"]["median"] > 0

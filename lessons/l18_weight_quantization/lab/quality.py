@@ -31,13 +31,11 @@ from lessons.l02_naive_attention.optimized import attention_torch
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.generate import Rung, generate
 from lessons.l03_kv_cache.optimized import PREALLOCATED
-from lessons.l06_mla.deepseek import load_decoder
 from lessons.l18_weight_quantization.linear import QuantizedLinear
-from lessons.l18_weight_quantization.naive import dequantize_matmul
 from lessons.toolbox.command import run_command
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.arguments import check_whole, refuse
-from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
+from lessons.toolbox.model.checkpoint import load_tokenizer
 from lessons.toolbox.model.corpus import corpus
 
 WINDOWS, WINDOW = 24, 512  # of held-out text
@@ -182,22 +180,6 @@ def table(found: Quality) -> str:
     )
 
 
-def load_any(name_or_path: str, device: torch.device) -> Decoder:
-    """A checkpoint in float32, in 16 bits or quantized, by folder, hub name or .gguf file. Raises
-    CheckpointError.
-    """
-    # here, because whoever measures a model in memory needs none of the files' code
-    from lessons.l18_weight_quantization.gguf_file import is_gguf
-    from lessons.l18_weight_quantization.gguf_model import load_gguf
-    from lessons.l18_weight_quantization.quantized_checkpoint import load_quantized
-
-    if is_gguf(name_or_path):
-        return load_gguf(name_or_path, device, torch.float32)
-    if load_config(name_or_path).quantization_config is not None:
-        return load_quantized(name_or_path, device, torch.float32, dequantize_matmul)
-    return load_decoder(name_or_path, device)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command; every failure is one line."""
     return run_command("quality", lambda: run(argv))
@@ -205,6 +187,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str] | None) -> int:
     """Measure and print. Raises CheckpointError for a model that cannot be read."""
+    # here, because whoever measures a model in memory needs none of the files' code
+    from lessons.l18_weight_quantization.any_checkpoint import load_any
+
     parser = argparse.ArgumentParser(
         prog="python -m lessons.l18_weight_quantization.lab.quality",
         description=__doc__.split("\n")[0],
