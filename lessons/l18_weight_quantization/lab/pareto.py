@@ -13,19 +13,25 @@ PARETO_ALT = (
 
 # {way: (its name, its colour, where the name stands beside the end of its line, in points)}
 WAYS = {
-    "rounding": ("rounding to nearest", PALETTE[5], (12, 0)),
-    "AWQ": ("AWQ", PALETTE[1], (12, 9)),
-    "GPTQ": ("GPTQ", PALETTE[0], (12, -9)),
+    "rounding": ("INT4, rounded to nearest", PALETTE[5], (12, 0)),
+    "AWQ": ("by AWQ", PALETTE[1], (12, 0)),
+    "GPTQ": ("by GPTQ", PALETTE[0], (12, 0)),
 }
-SHARED = {"INT4, row": "a row", "INT4 g128": "128", "INT4 g32": "32"}  # who shares a scale
+# {format: (how many weights share a scale, where that stands beside the lowest line's point)}
+SHARED = {
+    "INT4, row": ("a row", (-10, 0)),
+    "INT4 g128": ("128", (0, -26)),
+    "INT4 g32": ("32", (-10, -10)),
+}
+LOWEST = "GPTQ"
 # {name in the record: (label, where it stands beside the point)}, what is not on a line
 POINTS = {
     "int4-tensor": ("INT4, one scale for a matrix", (10, 0)),
-    "nf4-double": ("NF4, double", (9, -9)),
-    "mxfp4": ("MXFP4", (9, 3)),
+    "nf4-double": ("NF4, double", (-9, 0)),
+    "mxfp4": ("MXFP4", (6, 11)),
     "nf4": ("NF4", (10, 0)),
     "fp8-e5m2": ("E5M2", (9, 0)),
-    "fp8-tensor": ("E4M3, tensor", (9, 2)),
+    "fp8-tensor": ("E4M3, tensor", (9, 8.5)),
     "fp8-row": ("E4M3, row", (9, -2)),
     "int8-row": ("INT8, row", (9, 0)),
     "gguf-q4_k": ("Q4_K and Q5_0", (9, 0)),
@@ -52,26 +58,26 @@ def draw_pareto(found: dict | None = None) -> ClassFigure:
         f"INT4, groups of 128: GPTQ adds {loss['GPTQ']:.3f} nats to the loss, AWQ "
         f"{loss['AWQ']:.3f}, rounding {loss['rounding']:.3f}",
         f"counted on models/tiny: {WINDOWS * WINDOW:,} tokens of held-out code; bars: 95 % by "
-        "resampling windows; on the upper line of INT4: how many weights share a scale",
+        "resampling windows; on the lowest line: how many weights share a scale",
         (11, 6),
-        widths=(2.6, 1),
+        widths=(2.9, 1),
     )
     for way, (name, colour, offset) in WAYS.items():
         line = [row for row in rows.values() if row["way"] == way and row["format"] in SHARED]
         line.sort(key=lambda row: row["bits"])
         _draw_points(few, line, colour, "o-")
         end = line[-1]["bits"], line[-1]["added_loss"]["mean"]
-        _beside(few, end, f"INT4, {name}", colour, offset, fontweight="bold")
-        for row in line if way == "rounding" else ():
-            place = row["bits"], row["added_loss"]["high"]
-            _beside(few, place, SHARED[row["format"]], colour, (0, 9), ha="center")
+        _beside(few, end, name, offset, colour, fontweight="bold")
+        for row in line if way == LOWEST else ():
+            place = row["bits"], row["added_loss"]["mean"]
+            _beside(few, place, *SHARED[row["format"]], colour)
     for name in (name for name in POINTS if name in rows):
         row, (label, offset) = rows[name], POINTS[name]
         ax = few if row["bits"] < MANY_BITS else many
         _draw_points(ax, [row], GREY, "D")
         place = row["bits"], max(row["added_loss"]["mean"], LEAST)
-        _beside(ax, place, label, GREY, offset)
-    for ax, limits in ((few, (3.95, 6.5)), (many, (7.9, 8.9))):
+        _beside(ax, place, label, offset, GREY)
+    for ax, limits in ((few, (3.55, 6.5)), (many, (7.9, 8.9))):
         log_axis(ax.yaxis, 0.8 * LEAST, 0.4)
         ax.set_xlim(*limits)
         ax.grid(True, axis="y")
@@ -92,7 +98,8 @@ def _draw_points(ax, rows: list[dict], colour: str, look: str) -> None:
     ax.errorbar(bits, mean, bars, fmt=look, color=colour, ms=7, capsize=3, elinewidth=1)
 
 
-def _beside(ax, place: tuple, text: str, colour: str, offset: tuple, **look) -> None:
-    """A text beside a point, `offset` points away."""
-    look = {"color": colour, "va": "center", "path_effects": HALO} | look
+def _beside(ax, place: tuple, text: str, offset: tuple, colour: str, **look) -> None:
+    """A text beside a point, `offset` points away: on its left if the offset is negative."""
+    side = "center" if not offset[0] else "right" if offset[0] < 0 else "left"
+    look = {"color": colour, "ha": side, "va": "center", "path_effects": HALO} | look
     ax.annotate(text, place, offset, textcoords="offset points", **look)
