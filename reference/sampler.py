@@ -8,11 +8,10 @@ from lessons.l02_naive_attention.batch_cuts import lowest_kept
 from lessons.l02_naive_attention.batch_sampling import SamplingBatch
 from lessons.l02_naive_attention.request import sampling_batch
 from lessons.l14_continuous_batching.loop import StepSampler
+from reference.nucleus import LIKELY, shortcut_of
 from reference.outputs import Logprob, Logprobs
 from reference.request import EngineSequence
 from reference.structured import apply_constraints
-
-LIKELY = 512  # entries among which a row's top-p nearly always ends
 
 
 class Sampler:
@@ -46,10 +45,10 @@ class Sampler:
 
 
 def searching_batch(sequences: list, device: torch.device) -> SamplingBatch:
-    """A sampling batch that on a CPU finds top-p by selecting."""
+    """A sampling batch that on a CPU finds top-p by looking at values."""
     batch = sampling_batch(sequences, device)
     if device.type == "cpu":
-        batch.search = lowest_reaching
+        batch.search, batch.shortcut = lowest_reaching, shortcut_of(batch)
     return batch
 
 

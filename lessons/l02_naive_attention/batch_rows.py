@@ -83,6 +83,8 @@ class SamplingBatch:
     kinds: list[tuple[list[int], Rows]]  # rows that are sampled together, as numbers and as Rows
     workspace: Workspace
     search: Callable | None = None  # what finds top-p in the place of batch_cuts.lowest_kept
+    # (logits, batch) -> tokens of a group of rows, [B] int64, or None if they have to be sampled here
+    shortcut: Callable | None = None
 
     @classmethod
     def of(
