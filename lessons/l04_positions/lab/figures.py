@@ -230,7 +230,8 @@ def stretch_plot(config: ModelConfig = LLAMA_3) -> ClassFigure:
         role, dash = LOOKS[label]
         ax.plot(range(len(wavelengths)), wavelengths, color=ROLES[role].colour, ls=dash, lw=2.4)
     labels = [
-        (len(w) - 1, w[-1] * 1.2**n, label, ROLES[LOOKS[label][0]].colour)
+        # lines that end together are named in their order
+        (len(w) - 1, w[-1] * (1 + 1e-6 * n), label, ROLES[LOOKS[label][0]].colour)
         for n, (label, w) in enumerate(found.items())
     ]
     ax.axhline(context, color=GREY, ls=":", lw=1.4)

@@ -149,9 +149,8 @@ def draw_bytes() -> ClassFigure:
     return bars(
         [model.name for model in COMPARED],
         {"every head's k and v": ("naive", every), "kept": ("optimized", kept)},
-        title=f"DeepSeek-V3 keeps {kept[2]:.0f} KiB a token; Llama-3-8B, a "
-        f"{v3.params / llama.params:.0f}th of its size, "
-        f"{kept[3]:.0f}",
+        title=f"DeepSeek-V3 keeps {kept[2]:.0f} KiB a token; Llama-3-8B, "
+        f"{v3.params / llama.params:.0f} times smaller, keeps {kept[3]:.0f}",
         ylabel="KiB per token, all layers, 16 bits",
         caption="Counted by lab/counts.py from the shapes of the published config.json files",
     )

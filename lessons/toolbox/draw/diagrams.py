@@ -189,7 +189,8 @@ def mask_image(
     dark = ROLES["optimized"].colour
     blues = LinearSegmentedColormap.from_list("", ["white", dark])
     lines = {"edgecolors": PALE, "linewidth": 0.6} if max(mask.shape) <= 48 else {}
-    ax.pcolormesh(mask.astype(float), cmap=blues, vmin=0, **lines)
+    # not clipped, because half of the outermost lines lies outside the axes
+    ax.pcolormesh(mask.astype(float), cmap=blues, vmin=0, clip_on=False, **lines)
     ax.set_aspect("equal")
     ax.invert_yaxis()
     step = math.ceil(0.26 / cell)  # 11 pt take a quarter of an inch

@@ -101,7 +101,9 @@ def _caption(recording: Film, named: Mapping[str, Tensor], kernel: str | None) -
     for name, x in named.items():
         rows, columns = as_rows(x).shape
         wrapped = f" in rows of {columns}" if x.dim() <= 1 and rows > 1 else ""
-        shapes.append(f"{name} [{', '.join(map(str, x.shape))}]{wrapped}")
+        # spaces at which no line ends, so that a shape stays whole
+        shape = ",\N{NO-BREAK SPACE}".join(map(str, x.shape))
+        shapes.append(f"{name}\N{NO-BREAK SPACE}[{shape}]{wrapped}")
     count = len(recording.programs(kernel))
     return " · ".join(
         [
