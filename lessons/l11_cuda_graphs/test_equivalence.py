@@ -238,8 +238,8 @@ def test_a_broken_capture_is_rejected(name, seed):
     one run of twenty.
     """
     with pytest.raises(AssertionError):
-        for _ in range(5):
-            check_runner(BROKEN[name], seed)
+        for run in range(5):
+            check_runner(BROKEN[name], seed + run)
 
 
 def test_what_is_computed_once_needs_a_warm_up(seed):
