@@ -17,7 +17,6 @@ folder are whole, so a run that is cut loses only the step under way; the next r
 
 import hashlib
 import json
-import tarfile
 import time
 import traceback
 from collections.abc import Iterable
@@ -26,6 +25,7 @@ from pathlib import Path
 from lessons.toolbox.measure.records import write_json
 from lessons.toolbox.proof import record, sanitizer
 from lessons.toolbox.proof.machine import ROOT, Command, Machine
+from lessons.toolbox.proof.pack import write_pack
 from lessons.toolbox.proof.steps import HEADLINES, LIMIT_S, Step, Steps
 
 SHORTEST_S = 5  # a step with less time left than this is not started
@@ -176,7 +176,8 @@ class Run(Steps):
         self.proof["steps"][step.name] = entry
         self.proof["steps"] = dict(sorted(self.proof["steps"].items()))
         write_json(self.out / "proof.json", self.proof)
-        self.write_pack()
+        if self.pack:
+            write_pack(self.pack, self.out.parent, [self.out])
         kernels = f"{entry['seconds']} s, {len(entry.get('kernels', ()))} kernels"
         self.tell(step, entry["status"], ", ".join([kernels, *entry.get("failed", [])[:3]]))
 
@@ -210,17 +211,6 @@ class Run(Steps):
     def log(self, text: str) -> None:
         with open(self.out / "log.txt", "a", encoding="utf-8") as file:
             file.write(text.rstrip("\n") + "\n")
-
-    def write_pack(self) -> None:
-        """All of the output folder but pictures that are drawn again, in the file `pack`."""
-        if self.pack is None:
-            return
-        part = self.pack.with_name(self.pack.name + ".part")
-        with tarfile.open(part, "w:gz", compresslevel=3) as archive:
-            for file in sorted(self.out.iterdir()):
-                if file.suffix != ".png":
-                    archive.add(file, f"{self.out.name}/{file.name}")
-        part.replace(self.pack)
 
     def watch(self, tool: str) -> Iterable[Step]:
         """A few cases of every kernel that passed, watched by compute-sanitizer."""
