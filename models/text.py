@@ -84,5 +84,19 @@ def windows(stream: np.ndarray, rows: int, length: int, seen: int) -> Iterator[T
         epoch, skipped = epoch + 1, max(0, skipped - batches)
 
 
+def batches(
+    text: dict[str, np.ndarray], tokens_per_step: int, facts: dict, budget: float
+) -> Iterator[tuple[float, Tensor]]:
+    """(share of the budget that is spent, [rows, length + 1]), phase after phase, from facts["tokens_seen"]
+    on, which whoever trains on a batch raises before asking for the next.
+    """
+    for phase in PHASES:
+        rows, seen = tokens_per_step // phase.length, facts["tokens_seen"]
+        for batch in windows(text[phase.text], rows, phase.length, seen):
+            if (spent := facts["tokens_seen"] / budget) >= phase.until:
+                break
+            yield spent, batch
+
+
 if __name__ == "__main__":
     pack(streams(), KEPT.with_suffix(".xz"))

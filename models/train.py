@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from models.stop import Stop
-from models.text import PHASES, PYTHON, streams, windows
+from models.text import PYTHON, batches, streams
 from models.tokenizer import FOLDERS, HERE, VOCAB_SIZE, train_tokenizer
 
 SHAPES = {  # ratio of query to KV heads: 3 (no power of two, as in Qwen2's 6 and 7) and 2
@@ -135,12 +135,8 @@ def train(
     text, budget = streams(), million_tokens * 1e6
     model, teacher, loss_of = new_model(name).to(device), None, next_token_loss
     if name == "draft":
-        teacher = (
-            AutoModelForCausalLM.from_pretrained(FOLDERS["tiny"], dtype=torch.bfloat16)
-            .to(device)
-            .eval()
-        )
-        loss_of = distillation_loss
+        teacher = AutoModelForCausalLM.from_pretrained(FOLDERS["tiny"], dtype=torch.bfloat16)
+        teacher, loss_of = teacher.to(device).eval(), distillation_loss
     step_loss = torch.compile(loss_of) if compile_model else loss_of
     print(
         f"{name}: {model.num_parameters() / 1e6:.2f}M parameters, {len(text['wide']) / 1e6:.2f}M "
@@ -154,34 +150,29 @@ def train(
     with Progress(*bar_columns, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task(name, total=budget, completed=facts["tokens_seen"])
         saved = time.monotonic()
-        for phase in PHASES:
-            rows, seen = tokens_per_step // phase.length, facts["tokens_seen"]
-            for batch in windows(text[phase.text], rows, phase.length, seen):
-                started, spent = time.monotonic(), facts["tokens_seen"] / budget
-                if spent >= phase.until:
-                    break
-                with torch.autocast(device, torch.bfloat16):
-                    loss = step_loss(model, batch.to(device), teacher)
-                loss.backward()
-                update(model, opts, factor=schedule(spent))
-                facts["tokens_seen"] += batch[:, 1:].numel()
-                facts["steps"] += 1
-                if facts["steps"] % 10 == 0:  # not always, because it waits for a GPU
-                    label = f"{name} loss {loss.item():.3f}"
-                    progress.update(bar, completed=facts["tokens_seen"], description=label)
-                facts["minutes"] += (time.monotonic() - started) / 60
-                if facts["steps"] % 200 == 0 or facts["steps"] == 10:
-                    print(
-                        f"step {facts['steps']} spent {spent:.3f} {label.partition(' ')[2]} held-out "
-                        f"{held_out_loss(model, text['held_out'][:16385], device):.4f}",
-                        flush=True,
-                    )
-                must_stop = stop is not None and stop.is_asked
-                if must_stop or time.monotonic() - saved > SAVED_EVERY_S:
-                    keep(unfinished, model, opts, facts, budget)
-                    saved = time.monotonic()
-                if must_stop:
-                    raise SystemExit(f"stopped; the same command goes on: {place_of(facts)}")
+        started = time.monotonic()
+        for spent, batch in batches(text, tokens_per_step, facts, budget):
+            with torch.autocast(device, torch.bfloat16):
+                loss = step_loss(model, batch.to(device), teacher)
+            loss.backward()
+            update(model, opts, factor=schedule(spent))
+            facts["tokens_seen"] += batch[:, 1:].numel()
+            facts["steps"] += 1
+            if facts["steps"] % 10 == 0:  # not always, because it waits for a GPU
+                label = f"{name} loss {loss.item():.3f}"
+                progress.update(bar, completed=facts["tokens_seen"], description=label)
+            facts["minutes"] += (time.monotonic() - started) / 60
+            if facts["steps"] % 200 == 0 or facts["steps"] == 10:
+                held_out = held_out_loss(model, text["held_out"][:16385], device)
+                said = f"step {facts['steps']} spent {spent:.3f} {label} held-out {held_out:.4f}"
+                print(said, flush=True)
+            must_stop = stop is not None and stop.is_asked
+            if must_stop or time.monotonic() - saved > SAVED_EVERY_S:
+                keep(unfinished, model, opts, facts, budget)
+                saved = time.monotonic()
+            if must_stop:
+                raise SystemExit(f"stopped; the same command goes on: {place_of(facts)}")
+            started = time.monotonic()
     save(model, FOLDERS[name])
     facts |= {
         "minutes": round(facts["minutes"], 1),

@@ -90,7 +90,9 @@ def test_a_training_is_asked_to_stop_and_has_time_to_keep_what_it_needs(tmp_path
 def test_commands_are_those_of_the_trainings():
     asked = options("--tokens", 2, "--no-compile", "--head-minutes", 0.5)
     (tiny,) = retrain.commands_of("tiny", asked)
-    assert tiny == [["models.train", "tiny", "--tokens", "2.0", "--tokens-per-step", "8192", "--no-compile"]]
+    assert tiny == [
+        ["models.train", "tiny", "--tokens", "2.0", "--tokens-per-step", "8192", "--no-compile"]
+    ]
     features, heads = retrain.commands_of("heads", asked)
     assert [len(features), len(heads)] == [1, 3] and heads[2][1] == "eagle3"
     assert retrain.least_s("heads", asked) == retrain.least_s("tiny", asked) + 30
