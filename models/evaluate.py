@@ -260,7 +260,8 @@ How far the training went is said by the tokens seen, not by the minutes, becaus
 have been busy with other work too.
 
 Train them again: `python -m models.train tokenizer`, then `tiny --tokens 150` and
-`draft --tokens 150` (millions), then `python -m models.evaluate`. That recipe also reads the
+`draft --tokens 150` (millions), then `python -m models.evaluate`. `python -m models.retrain` does
+both and the heads, in runs of a few minutes. That recipe also reads the
 libraries that the course installs ({", ".join(f"{name}, {to}" for name, to in LIBRARIES.items())}),
 without what they copied from held-out modules. More tokens give better models of the same shape.
 The heads of lesson 17 belong to these weights and have to be trained again as well

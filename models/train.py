@@ -31,7 +31,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from models.text import PHASES, streams, windows
+from models.stop import Stop
+from models.text import PYTHON, batches, streams
 from models.tokenizer import FOLDERS, HERE, VOCAB_SIZE, train_tokenizer
 
 SHAPES = {  # ratio of query to KV heads: 3 (no power of two, as in Qwen2's 6 and 7) and 2
@@ -120,20 +121,22 @@ def schedule(spent: float) -> float:
     return min(spent / 0.02 + 0.01, 1.0, (1 - spent) / 0.45)
 
 
-def train(name: str, million_tokens: float, tokens_per_step: int, compile_model: bool) -> None:
+def train(
+    name: str,
+    million_tokens: float,
+    tokens_per_step: int,
+    compile_model: bool,
+    stop: Stop | None = None,
+) -> None:
     """Train one model on a number of tokens and save it with what the training was
-    (training.json).
+    (training.json). Raises SystemExit when it was asked to stop; it then goes on another time.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text, budget = streams(), million_tokens * 1e6
     model, teacher, loss_of = new_model(name).to(device), None, next_token_loss
     if name == "draft":
-        teacher = (
-            AutoModelForCausalLM.from_pretrained(FOLDERS["tiny"], dtype=torch.bfloat16)
-            .to(device)
-            .eval()
-        )
-        loss_of = distillation_loss
+        teacher = AutoModelForCausalLM.from_pretrained(FOLDERS["tiny"], dtype=torch.bfloat16)
+        teacher, loss_of = teacher.to(device).eval(), distillation_loss
     step_loss = torch.compile(loss_of) if compile_model else loss_of
     print(
         f"{name}: {model.num_parameters() / 1e6:.2f}M parameters, {len(text['wide']) / 1e6:.2f}M "
@@ -147,38 +150,36 @@ def train(name: str, million_tokens: float, tokens_per_step: int, compile_model:
     with Progress(*bar_columns, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task(name, total=budget, completed=facts["tokens_seen"])
         saved = time.monotonic()
-        for phase in PHASES:
-            rows, seen = tokens_per_step // phase.length, facts["tokens_seen"]
-            for batch in windows(text[phase.text], rows, phase.length, seen):
-                started, spent = time.monotonic(), facts["tokens_seen"] / budget
-                if spent >= phase.until:
-                    break
-                with torch.autocast(device, torch.bfloat16):
-                    loss = step_loss(model, batch.to(device), teacher)
-                loss.backward()
-                update(model, opts, factor=schedule(spent))
-                facts["tokens_seen"] += batch[:, 1:].numel()
-                facts["steps"] += 1
-                shown = loss.item()  # waits for a GPU, so the minutes are true
-                facts["minutes"] += (time.monotonic() - started) / 60
-                label = f"{name} loss {shown:.3f}"
+        started = time.monotonic()
+        for spent, batch in batches(text, tokens_per_step, facts, budget):
+            with torch.autocast(device, torch.bfloat16):
+                loss = step_loss(model, batch.to(device), teacher)
+            loss.backward()
+            update(model, opts, factor=schedule(spent))
+            facts["tokens_seen"] += batch[:, 1:].numel()
+            facts["steps"] += 1
+            if facts["steps"] % 10 == 0:  # not always, because it waits for a GPU
+                label = f"{name} loss {loss.item():.3f}"
                 progress.update(bar, completed=facts["tokens_seen"], description=label)
-                if facts["steps"] % 200 == 0 or facts["steps"] == 10:
-                    print(
-                        f"step {facts['steps']} spent {spent:.3f} loss {shown:.4f} held-out "
-                        f"{held_out_loss(model, text['held_out'][:16385], device):.4f}",
-                        flush=True,
-                    )
-                if time.monotonic() - saved > SAVED_EVERY_S:
-                    keep(unfinished, model, opts, facts, budget)
-                    saved = time.monotonic()
+            facts["minutes"] += (time.monotonic() - started) / 60
+            if facts["steps"] % 200 == 0 or facts["steps"] == 10:
+                held_out = held_out_loss(model, text["held_out"][:16385], device)
+                said = f"step {facts['steps']} spent {spent:.3f} {label} held-out {held_out:.4f}"
+                print(said, flush=True)
+            must_stop = stop is not None and stop.is_asked
+            if must_stop or time.monotonic() - saved > SAVED_EVERY_S:
+                keep(unfinished, model, opts, facts, budget)
+                saved = time.monotonic()
+            if must_stop:
+                raise SystemExit(f"stopped; the same command goes on: {place_of(facts)}")
+            started = time.monotonic()
     save(model, FOLDERS[name])
     facts |= {
         "minutes": round(facts["minutes"], 1),
         "training_tokens": len(text["wide"]),
         "own_tokens": len(text["own"]),
         "torch": torch.__version__,
-        "python_source": sys.version.split()[0],
+        "python_source": str(text.get("python", PYTHON)),
         "device": name_of(device),
     }
     (FOLDERS[name] / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
@@ -204,9 +205,14 @@ def go_on(place: Path, model, opts, budget: float) -> dict:
             model.load_state_dict(state["model"])
             for opt, held in zip(opts, state["opts"]):
                 opt.load_state_dict(held)
-            print(f"going on after {state['facts']['tokens_seen'] / 1e6:.1f}M tokens", flush=True)
+            print(f"going on after {place_of(state['facts'])}", flush=True)
             return state["facts"]
     return {"minutes": 0.0, "steps": 0, "tokens_seen": 0}
+
+
+def place_of(facts: dict) -> str:
+    """How far a training is, in words."""
+    return f"{facts['tokens_seen'] / 1e6:.1f}M tokens"
 
 
 def name_of(device: str) -> str:
@@ -278,7 +284,7 @@ def main() -> None:
     if args.what == "tokenizer":
         train_tokenizer()
     else:
-        train(args.what, args.tokens, args.tokens_per_step, args.compile)
+        train(args.what, args.tokens, args.tokens_per_step, args.compile, Stop().listen())
 
 
 if __name__ == "__main__":

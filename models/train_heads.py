@@ -15,7 +15,6 @@ Heads of other target weights are useless, so config.json holds the target's fin
 """
 
 import argparse
-import sys
 import time
 from typing import NamedTuple
 
@@ -33,7 +32,8 @@ from lessons.l17_tree_speculation.heads import (
     tap_depths,
     tapped_features,
 )
-from lessons.toolbox.model.corpus import corpus, token_stream
+from lessons.toolbox.measure.device import default_device
+from models.text import PYTHON, streams
 from models.tokenizer import HERE
 from models.train import name_of, optimizers, schedule, update
 
@@ -56,10 +56,9 @@ FEATURE_WEIGHT = 1.0  # EAGLE: of the distance to the target's feature, beside t
 
 def windowed_attend(config, rows: int, length: int):
     """`attend` for `rows` independent windows, packed: causal inside each, positions from 0."""
-    positions = torch.arange(length)
 
     def attend(layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cos, sin = rope_tables(config, positions, q.dtype)
+        cos, sin = rope_tables(config, torch.arange(length, device=q.device), q.dtype)
         cos, sin = cos.repeat(rows, 1, 1), sin.repeat(rows, 1, 1)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         q, k, v = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in (q, k, v))
@@ -81,16 +80,18 @@ def run_target(model: Decoder, tokens: Tensor) -> Tensor:
 
 def keep_features(num_tokens: int) -> None:
     """Run the target over random windows of the training text and keep what it computes."""
-    model = Decoder.from_pretrained(TARGET, dtype=torch.bfloat16)
-    stream = token_stream(corpus()[0])
+    model = Decoder.from_pretrained(TARGET, device=default_device(), dtype=torch.bfloat16)
+    text = streams()
+    stream = text["own"].astype(np.int64)
     rng = np.random.default_rng(0)
     starts = rng.permutation(np.arange(0, len(stream) - WINDOW, WINDOW))[: num_tokens // WINDOW]
     tokens = torch.from_numpy(np.stack([stream[s : s + WINDOW] for s in np.sort(starts)]))
     tokens = tokens[torch.from_numpy(rng.permutation(len(tokens)))]
-    features = torch.cat([run_target(model, rows) for rows in tokens.split(8)])
+    rows_of = tokens.to(model.device).split(8)
+    features = torch.cat([run_target(model, rows).cpu() for rows in rows_of])
     FEATURES.parent.mkdir(exist_ok=True)
     kept = dict(tokens=tokens.int(), features=features, target=fingerprint(model))
-    torch.save(kept, FEATURES)
+    torch.save(kept | {"python": str(text.get("python", PYTHON))}, FEATURES)
     print(f"kept {features.nbytes / 1e6:.0f} MB of {tokens.numel()} tokens")
 
 
@@ -112,7 +113,7 @@ class Vocabulary(NamedTuple):
     def of_step(cls, target: Decoder, by_use: Tensor) -> "Vocabulary":
         """by_use: [V], all tokens, the ones used most first."""
         rare = by_use[FREQUENT:]
-        some = rare[torch.randperm(len(rare))[:RARE]]
+        some = rare[torch.randperm(len(rare), device=rare.device)[:RARE]]
         return cls(target.lm_head.weight[torch.cat([by_use[:FREQUENT], some])])
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
@@ -173,7 +174,8 @@ class OwnSteps:
         self.config, self.rows, self.length = config, rows, length
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        cos, sin = rope_tables(config, torch.arange(length), torch.float32)
+        positions = torch.arange(length, device=default_device())
+        cos, sin = rope_tables(config, positions, torch.float32)
         self.tables = cos.transpose(0, 1), sin.transpose(0, 1)  # [1, length, D]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -185,7 +187,7 @@ class OwnSteps:
         self.values.append(v.repeat_interleave(group, dim=1))
         step = len(self.keys) - 1
         scale = self.config.softmax_scale
-        position = torch.arange(self.length)
+        position = torch.arange(self.length, device=q.device)
         sees = position <= position[:, None] - step
         scores = [(q @ self.keys[0].transpose(-1, -2) * scale).masked_fill(~sees, -torch.inf)]
         values = []
@@ -231,26 +233,27 @@ LOSSES = {"medusa": medusa_loss, "eagle": eagle_loss, "eagle3": eagle3_loss}
 def train(kind: str, minutes: float, rows: int) -> None:
     """Train one kind of heads for a wall-clock budget and ship them."""
     torch.manual_seed(0)
-    target = Decoder.from_pretrained(TARGET)
+    device = default_device()
+    target = Decoder.from_pretrained(TARGET, device=device)
     kept = torch.load(FEATURES, mmap=True)
     if kept["target"] != fingerprint(target):
         raise SystemExit(f"{FEATURES} is of other weights: run `features` again")
     tokens, features = kept["tokens"].long(), kept["features"]
-    heads = KINDS[kind].for_target(target.config, SIZES[kind])
+    heads = KINDS[kind].for_target(target.config, SIZES[kind]).to(device)
     opts, rng = optimizers(heads), np.random.default_rng(0)
-    size, start, step = target.config.hidden_size, time.monotonic(), 0
-    spent = 0.0
+    size, start, step, spent = target.config.hidden_size, time.monotonic(), 0, 0.0
     use = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size)
-    by_use = use.argsort(descending=True, stable=True)
+    by_use = use.argsort(descending=True, stable=True).to(device)
     while spent < 1:
         for chosen in torch.from_numpy(rng.permutation(len(tokens))).split(rows):
             spent = (time.monotonic() - start) / (60 * minutes)
             if spent >= 1:
                 break
-            tapped, hidden = features[chosen].float().split([3 * size, size], dim=-1)
-            with torch.autocast("cpu", torch.bfloat16):
+            read = features[chosen].to(device).float()
+            tapped, hidden = read.split([3 * size, size], dim=-1)
+            with torch.autocast(device.type, torch.bfloat16):
                 vocabulary = Vocabulary.of_step(target, by_use)
-                embedded = target.embed_tokens(tokens[chosen])
+                embedded = target.embed_tokens(tokens[chosen].to(device))
                 loss = LOSSES[kind](heads, vocabulary, embedded, tapped, hidden)
             loss.backward()
             update(heads, opts, factor=schedule(spent) * LEARNING_RATES[kind])
@@ -266,12 +269,12 @@ def train(kind: str, minutes: float, rows: int) -> None:
             tokens_seen=step * rows * WINDOW,
             distinct_tokens=tokens.numel(),
             seed=0,
-            device=name_of("cpu"),
+            device=name_of(device.type),
             torch=torch.__version__,
-            python_source=sys.version.split()[0],
+            python_source=kept.get("python", PYTHON),
         ),
     )
-    save_heads(HERE / f"tiny-{kind}", heads, facts)
+    save_heads(HERE / f"tiny-{kind}", heads.cpu(), facts)
 
 
 # of models/train.py's rate, because heads are small and begin near what they should become

@@ -3,6 +3,7 @@ which pretends to have one where there is none.
 """
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,12 +19,18 @@ from lessons.l18_weight_quantization.linear import dequantized
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.l19_kv_quantization.lab.testing import naive_answers
 from lessons.l20_parallelism.grouped import GroupedMoE
+from lessons.l21_multi_lora.adapters import save_adapter
+from lessons.l21_multi_lora.lab.testing import linears_of, random_adapter
+from lessons.l21_multi_lora.layers import merged
+from lessons.l22_serving.grammar.vocabulary import Vocabulary
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig
+from reference import LoRARequest
 from reference.engine_args import EngineArgs
 from reference.llm import engine_over
 from reference.model import load_model
 from reference.quantization import quantize_model
+from reference.structured import StructuredOutputsParams
 from tests.engine_cases import assert_clean, greedy, new_model, random_prompts, run
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -114,6 +121,7 @@ def test_the_largest_step_is_run_before_the_cache_is_made(model, monkeypatch):
 # ---------------------------------------------------------------- experts, fewer bits
 
 PROMPT = [[1, 2, 3]]
+RANKS = {"a": 2, "b": 5}
 # the inputs of q, k, v, gate and up are too few for NF4's kernel
 SMALL = ModelConfig("llama", 61, 32, 1, 2, 1, 16, 64, 96, eos_token_ids=(60,))
 
@@ -163,3 +171,48 @@ def test_a_gguf_file_in_replayed_steps(tmp_path):
     model = load_model(file, dtype="float32")
     assert model.device.type == "cuda"
     assert answered_in_replayed_steps(model) == alone(dequantized(model), PROMPT, 2)[0]
+
+
+# ---------------------------------------------------------------- adapters, structured outputs
+
+
+def test_adapters_in_replayed_steps(tmp_path):
+    """Two adapters and the base in one replayed step, each with the tokens of its merged matrices."""
+    model = new_model(SMALL)
+    linears = linears_of(model)
+    adapters = {
+        name: random_adapter(linears, name, rank, seed=rank) for name, rank in RANKS.items()
+    }
+    requests = {None: None}
+    for number, (name, adapter) in enumerate(adapters.items(), start=1):
+        pairs = {key: (layer.a, layer.b) for key, layer in adapter.layers.items()}
+        save_adapter(tmp_path / name, pairs, lora_alpha=2 * adapter.rank)  # its scaling is 2
+        requests[name] = LoRARequest(name, number, str(tmp_path / name))
+    few = dict(max_num_seqs=3, num_gpu_blocks_override=6, max_model_len=8)
+    engine = new_engine(model, enable_lora=True, max_loras=2, max_lora_rank=8, **few)
+    buckets = count_replays(engine)
+    for name, request in requests.items():
+        engine.add_request(str(name), PROMPT[0], greedy(2), lora_request=request)
+    got = {}
+    while engine.has_unfinished_requests:
+        got |= {out.request_id: out.outputs[0].token_ids for out in engine.step() if out.finished}
+    merged_models = {name: merged(model, adapter) for name, adapter in adapters.items()}
+    for name, own in (merged_models | {None: model}).items():
+        assert got[str(name)] == alone(own, PROMPT, 2)[0], name
+    assert len(set(map(tuple, got.values()))) == 3, "the adapters make a difference"
+    assert set(buckets) == {4} or set(buckets) == {3}, buckets
+    assert_clean(engine)
+
+
+def test_a_structure_is_kept_to_on_a_gpu():
+    """By the kernel of lesson 22: the mask is applied between two replays."""
+    engine = new_engine(new_model(SMALL), max_num_seqs=2)
+    buckets = count_replays(engine)
+    tokens = [bytes([byte]) for byte in b"abcdefghijklmnopqrstuvwxyz"]
+    engine.structures.vocabulary = Vocabulary([*tokens, *[None] * (61 - len(tokens))])
+    wanted = StructuredOutputsParams(regex="(ab|ba){3}")
+    params = replace(greedy(9), structured_outputs=wanted)
+    got = run(engine, [[1, 2], [3, 4, 5]], [params, greedy(5)])
+    said = bytes(b"".join(tokens[token] for token in got["0"][0] if token != 60))
+    assert re.fullmatch(b"(ab|ba){3}", said), got
+    assert got["1"] == alone(new_model(SMALL), [[3, 4, 5]], 5) and buckets

@@ -16,6 +16,7 @@ from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
 from lessons.toolbox.model.corpus import copies, corpus, long_lines
 from models import train as training
 from models.evaluate import model_card, parses_so_far, repeats_a_line
+from models.stop import Stop
 from models.text import windows
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -123,6 +124,8 @@ def test_a_training_goes_on_where_it_was_interrupted():
 
 @pytest.mark.sample(5, of="processes")
 def test_an_interrupted_training_ends_with_the_weights_of_one_that_was_not(tmp_path, monkeypatch):
+    """Cut off anywhere, or asked to stop."""
+
     def seconds():
         if next(ticks) == stop_at:
             raise KeyboardInterrupt
@@ -141,15 +144,23 @@ def test_an_interrupted_training_ends_with_the_weights_of_one_that_was_not(tmp_p
     monkeypatch.setattr(training, "SAVED_EVERY_S", -1)
     monkeypatch.setattr(training.time, "monotonic", seconds)
     (tmp_path / "build").mkdir()
-    for folder, stops in (("whole", [-1]), ("in_parts", [11, 20, -1])):
+    asked = Stop()
+    asked.is_asked = True
+    for folder, stops in (("whole", [-1]), ("in_parts", [11, 20, -1]), ("asked", [-2, -2, -1])):
         monkeypatch.setitem(training.FOLDERS, "tiny", tmp_path / folder)
         for stop_at in stops:
             ticks = itertools.count()
-            with nullcontext() if stop_at < 0 else pytest.raises(KeyboardInterrupt):
-                training.train("tiny", 0.03, tokens_per_step=2048, compile_model=False)
+            ends = {
+                -1: nullcontext(),
+                -2: pytest.raises(SystemExit, match="the same command goes on"),
+            }
+            with ends.get(stop_at) or pytest.raises(KeyboardInterrupt):
+                how = dict(tokens_per_step=2048, compile_model=False)
+                training.train("tiny", 0.03, **how, stop=asked if stop_at == -2 else None)
     assert not list((tmp_path / "build").iterdir()), "what it kept to go on is gone"
     for name, whole in weights("whole").items():
         assert torch.equal(whole, weights("in_parts")[name]), name
+        assert torch.equal(whole, weights("asked")[name]), name
 
 
 def test_an_epoch_reads_each_token_once_and_the_next_one_cuts_elsewhere():

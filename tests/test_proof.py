@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -26,6 +27,7 @@ from lessons.toolbox.proof import machine as proof_machine
 from lessons.toolbox.proof import record as proof_record
 from lessons.toolbox.proof import run as proof_run
 from lessons.toolbox.proof import sanitizer, table
+from lessons.toolbox.proof import steps as proof_steps
 from lessons.toolbox.proof.numerics import Errors
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -64,7 +66,10 @@ import pathlib, sys
 pathlib.Path(sys.argv[sys.argv.index("--out") + 1], "ladder.json").write_text('{"rungs": []}')
 """
 BENCH = """
-import pathlib, sys
+import os, pathlib, sys
+if "TIMED_ONCE" in os.environ:
+    open("warmed", "a").write(sys.argv[1])
+    sys.exit(1)  # a warm-up that fails is no failure
 assert "--resume" in sys.argv
 pathlib.Path(sys.argv[sys.argv.index("--out") + 1], f"l{sys.argv[1]}_copy.json").write_text("{}")
 sys.exit(pathlib.Path("bench_exit").exists())
@@ -122,12 +127,22 @@ def write(course, name, text):
     path.write_text(text)
 
 
-def gpu(course, capsys, out="out", minutes=5.0, interpreted=False, tool=True, lesson=None):
+def gpu(
+    course,
+    capsys,
+    out="out",
+    minutes=5.0,
+    interpreted=False,
+    tool=True,
+    lesson=None,
+    pack=None,
+    workers=1,
+):
     """One `make gpu` on a pretended GPU: (exit code, what it printed, its steps)."""
     device = {"device": "NVIDIA Pretend 9000", "torch": "2"}
     path = str(course / "compute-sanitizer") if tool else None
-    here = proof_machine.Machine(device, interpreted, path, jobs=2)
-    given = Namespace(lesson=lesson, out=course / out, budget_minutes=minutes)
+    here = proof_machine.Machine(device, interpreted, path, jobs=2, workers=workers)
+    given = Namespace(lesson=lesson, out=course / out, budget_minutes=minutes, pack=pack)
     code = proof.prove(given, here, course)
     file = course / out / "proof.json"
     steps = json.loads(file.read_text())["steps"] if file.exists() else {}
@@ -274,12 +289,14 @@ def test_a_whole_run_and_its_resumption(course, capsys):
     for tool in ("memcheck", "racecheck"):
         assert set(steps[tool]["watched"]) == {"01/copy_kernel", "02/copy_kernel"}
         assert steps[tool]["status"] == "passed"
+    assert (course / "warmed").read_text() == "01"
     log = (course / "out" / "log.txt").read_text()
     assert "3 passed, 1 deselected" in log and "--kernel-name kns=copy_kernel" in log
     assert "test_large[0.5]" in log.split("---- memcheck")[1]
 
     code, said, again = gpu(course, capsys)
     assert code == 0 and said.count("finished   earlier") == 6 and again == steps
+    assert (course / "warmed").read_text() == "01", "for what is finished nothing is compiled"
     write(course, "lessons/l02_more/optimized.py", OPTIMIZED.replace("out[0]", "out[-1]"))
     code, said, changed = gpu(course, capsys)
     assert code == 0 and "02 equivalence       passed" in said
@@ -290,6 +307,52 @@ def test_a_whole_run_and_its_resumption(course, capsys):
     code, said, _ = gpu(course, capsys, lesson="2", tool=False)
     assert "02 equivalence       passed" in said and "01 " not in said.split("\n", 1)[1]
     assert "memcheck             not run    compute-sanitizer is not installed" in said
+
+
+def test_what_failed_is_tried_again_behind_all_others(course, capsys):
+    wrong = TESTS.format(room="l01_copy") + "def test_wrong(): assert 0\n"
+    write(course, "lessons/l01_copy/test_equivalence.py", wrong)
+    gpu(course, capsys, tool=False, lesson="01")
+    code, said, _ = gpu(course, capsys, tool=False)
+    order = [said.index(what) for what in ("02 equivalence", "ladder ", "01 equivalence")]
+    assert code == 1 and order == sorted(order), said
+    write(course, "lessons/l01_copy/test_equivalence.py", wrong + "# changed\n")
+    _, said, _ = gpu(course, capsys, tool=False)
+    assert said.index("01 equivalence") < said.index("ladder "), "with another source it may pass"
+
+
+def test_a_step_that_the_end_cut_off_does_not_wait():
+    run = object.__new__(proof_run.Run)
+    step = proof_steps.Step("02 benchmark", [], "source")
+    for status, seconds, waits in (
+        ("timeout", proof_steps.LIMIT_S["benchmark"] - 1, False),
+        ("timeout", proof_steps.LIMIT_S["benchmark"] + 1, True),
+        ("failed", 1, True),
+    ):
+        entry = {"status": status, "seconds": seconds, "source": "source"}
+        run.proof = {"steps": {step.name: entry}}
+        assert run.has_failed(step) is waits
+
+
+def test_the_tests_of_a_lesson_shared_by_two_processes_record_the_same(course, capsys):
+    _, _, alone = gpu(course, capsys, tool=False, lesson="02")
+    _, said, shared = gpu(course, capsys, out="shared", tool=False, lesson="02", workers=2)
+    kernels = [steps["02 equivalence"]["kernels"]["02/copy_kernel"] for steps in (alone, shared)]
+    assert kernels[0]["cases"] == kernels[1]["cases"] == 2, said
+    assert "-n 2" in (course / "shared" / "log.txt").read_text()
+
+
+def test_the_results_in_one_file(course, capsys):
+    """What a borrowed machine gives back; unpacked, the next run goes on there."""
+    pack = course / "results.tar.gz"
+    gpu(course, capsys, tool=False, pack=pack)
+    (course / "out" / "l01_copy.png").touch()
+    gpu(course, capsys, tool=False, pack=pack, lesson="01")
+    with tarfile.open(pack) as archive:
+        assert "out/proof.json" in archive.getnames() and "out/l01_copy.json" in archive.getnames()
+    shutil.unpack_archive(pack, course / "elsewhere")
+    _, said, _ = gpu(course, capsys, out="elsewhere/out", tool=False)
+    assert said.count("finished   earlier") == 4
 
 
 def test_the_engine_is_tested_too_and_proves_no_kernel(course, capsys):
@@ -326,9 +389,9 @@ def test_a_failure_is_recorded_and_stops_nothing(course, capsys):
 def test_a_lesson_that_hangs_is_ended_with_its_children(course, capsys, monkeypatch):
     _, _, steps = gpu(course, capsys, tool=False, lesson="02")
     monkeypatch.setitem(
-        proof_run.LIMIT_S, "equivalence", 5 + 2 * steps["02 equivalence"]["seconds"]
+        proof_steps.LIMIT_S, "equivalence", 5 + 2 * steps["02 equivalence"]["seconds"]
     )
-    monkeypatch.setattr(proof_run, "HANGS_S", 2)
+    monkeypatch.setattr(proof_steps, "HANGS_S", 2)
     hanging = """
 def test_hangs():
     import subprocess, pathlib

@@ -234,8 +234,12 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_capture_is_rejected(name, seed):
+    """By one of a few runs, because a stale column harms nobody as long as its row is nobody else's: in
+    one run of twenty.
+    """
     with pytest.raises(AssertionError):
-        check_runner(BROKEN[name], seed)
+        for run in range(5):
+            check_runner(BROKEN[name], seed + run)
 
 
 def test_what_is_computed_once_needs_a_warm_up(seed):

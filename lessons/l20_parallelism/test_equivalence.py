@@ -20,6 +20,9 @@ from lessons.l20_parallelism.lab.moe_cases import (
     routes,
 )
 from lessons.l20_parallelism.optimized import Tiles
+from lessons.toolbox.kernels.bounds import in_bounds
+from lessons.toolbox.measure.device import interpreting
+from lessons.toolbox.proof.inputs import far_apart
 from lessons.toolbox.proof.numerics import (
     NotEquivalent,
     assert_same_bits,
@@ -195,6 +198,39 @@ def test_nothing_is_written_beside_the_results(seed, monkeypatch):
     assert len(checks) == 5 and out.isfinite().all()
     for check in checks:
         check()
+
+
+# ---------------------------------------------------------------- far in memory
+
+# argument of `small` -> the line that counts in 64 bits, and the same in 32
+FAR = {
+    "x": ("return expert, pair.to(tl.int64), pair", "return expert, pair, pair"),
+    "gate_up": (
+        "expert = tl.load(experts_ptr + tile).to(tl.int64)",
+        "expert = tl.load(experts_ptr + tile)",
+    ),
+    "down": (
+        "expert = tl.load(experts_ptr + tile).to(tl.int64)",
+        "expert = tl.load(experts_ptr + tile)",
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", FAR)
+def test_rows_further_apart_than_an_int32_counts(argument, seed, tmp_path, monkeypatch):
+    names = ["x", "weights", "chosen", "gate_up", "down"]
+    inputs = problem(routes([[2, 0], [1, 2], [2, 1]]), 3, 16, 16, torch.float16, seed)
+    at = names.index(argument)
+    far = [far_apart(x) if i == at else x for i, x in enumerate(inputs)]
+    with in_bounds():
+        assert_same_bits(small(*far), small(*inputs))
+        if not interpreting():
+            return  # a kernel that leaves its tensors may end the process
+        buggy = with_bug(kernels, tmp_path, *FAR[argument])
+        for name in ("gate_up_kernel", "down_kernel"):
+            monkeypatch.setattr(optimized, name, getattr(buggy, name))
+        with pytest.raises(Exception, match="out of bounds"):
+            small(*far)
 
 
 # ---------------------------------------------------------------- planted bugs

@@ -13,6 +13,9 @@ from lessons.l21_multi_lora.batch import AdapterBatch, most_tiles
 from lessons.l21_multi_lora.kernels import expand_kernel, shrink_kernel
 from lessons.l21_multi_lora.lab.testing import DEVICE, slots_of
 from lessons.l21_multi_lora.optimized import Tiles
+from lessons.toolbox.kernels.bounds import in_bounds
+from lessons.toolbox.measure.device import interpreting
+from lessons.toolbox.proof.inputs import far_apart
 from lessons.toolbox.proof.numerics import (
     NotEquivalent,
     assert_same_bits,
@@ -174,6 +177,57 @@ def test_nothing_is_written_beside_the_results(seed, monkeypatch):
     assert len(checks) == 1 and guarded_out.isfinite().all()
     for check in (*checks, check_out):
         check()
+
+
+# ---------------------------------------------------------------- far in memory
+
+FAR = {
+    "x and out": (
+        "row = tl.load(order_ptr + place, mask=is_row, other=0).to(tl.int64)",
+        "row = tl.load(order_ptr + place, mask=is_row, other=0)",
+    ),
+    "slots": (
+        "slot = tl.load(tiles_ptr + 3 * tile).to(tl.int64)",
+        "slot = tl.load(tiles_ptr + 3 * tile)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FAR)
+def test_rows_and_slots_further_away_than_an_int32_counts(what, seed, tmp_path, monkeypatch):
+    row_slots = [0, 1, 1]
+    out, x, weights, batch = problem(row_slots, [16, 16], 16, 16, torch.float16, seed)
+    expected = optimized.add_lora(out.clone(), x, weights, batch, SMALL)
+    if what == "slots":
+        last = 2**31 // (16 * 16) + 1
+        weights = with_slot_at(last, weights)
+        batch = AdapterBatch.of([0, last, last], DEVICE)
+    else:
+        x = far_apart(x)
+
+    def run():
+        far = far_apart(out) if what == "x and out" else out.clone()
+        return optimized.add_lora(far, x, weights, batch, SMALL)
+
+    with in_bounds():
+        assert_same_bits(run(), expected)
+        if not interpreting():
+            return  # a kernel that leaves its tensors may end the process
+        buggy = with_bug(kernels, tmp_path, *FAR[what])
+        for name in ("shrink_kernel", "expand_kernel"):
+            monkeypatch.setattr(optimized, name, getattr(buggy, name))
+        with pytest.raises(Exception, match="out of bounds"):
+            run()
+
+
+def with_slot_at(last, weights):
+    """The two adapters of `weights`, of which the second is now in slot `last`."""
+    moved = []
+    for tensor in weights:
+        many = torch.empty(last + 1, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+        many[0], many[last] = tensor[0], tensor[1]
+        moved.append(many)
+    return type(weights)(*moved)
 
 
 # ---------------------------------------------------------------- planted bugs

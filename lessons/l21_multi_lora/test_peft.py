@@ -158,7 +158,8 @@ def test_peft_reads_what_we_write(peft, base, plain, tmp_path):
     pairs = {name: (layer.a, layer.b) for name, layer in adapter.layers.items()}
     save_adapter(tmp_path, pairs, lora_alpha=8)  # 8 / 4, random_adapter's scaling
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(model, tmp_path).eval()
+    # else peft reads onto a GPU where there is one, and `model` is on the CPU
+    model = peft.PeftModel.from_pretrained(model, tmp_path, torch_device="cpu").eval()
     with torch.no_grad():
         theirs = model(torch.tensor([TOKENS])).logits[0]
     ours = logits(merged(plain, adapter))[0]

@@ -15,7 +15,9 @@ from lessons.l22_serving.grammar.reading import compile_structure
 from lessons.l22_serving.grammar.vocabulary import Vocabulary
 from lessons.l22_serving.kernels import token_mask_kernel
 from lessons.l22_serving.lab.grammar_testing import allowed_by, random_tokens
-from lessons.toolbox.measure.device import default_device
+from lessons.toolbox.kernels.bounds import in_bounds
+from lessons.toolbox.measure.device import default_device, interpreting
+from lessons.toolbox.proof.inputs import far_apart
 from lessons.toolbox.proof.numerics import NotEquivalent, assert_same_bits, draw, prove
 from lessons.toolbox.proof.planted import with_bug
 
@@ -156,6 +158,21 @@ def test_the_kernel_on_a_part_of_a_larger_tensor(seed):
     naive.apply_token_mask(logits, mask, rows)
     assert_same_bits(whole[:, 40:1140], logits)
     assert (whole[:, :40] == 7).all() and (whole[:, 1140:] == 7).all()
+
+
+def test_rows_further_apart_than_an_int32_counts(seed, tmp_path, monkeypatch):
+    logits, mask, rows = problem(100, (2, 0), torch.float16, seed, num_rows=3)
+    far = far_apart(logits)
+    with in_bounds():
+        optimized.apply_token_mask(far, mask, rows)
+        assert_same_bits(far.contiguous(), naive.apply_token_mask(logits, mask, rows))
+        if not interpreting():
+            return  # a kernel that leaves its tensors may end the process
+        row = "row = tl.load(rows_ptr + which)"
+        buggy = with_bug(kernels, tmp_path, row, row + ".to(tl.int32)")
+        monkeypatch.setattr(optimized, "token_mask_kernel", buggy.token_mask_kernel)
+        with pytest.raises(Exception, match="out of bounds"):
+            optimized.apply_token_mask(far, mask, rows)
 
 
 def test_no_rows_and_bad_operands():

@@ -1,6 +1,6 @@
 """What is proved, where, and how to prove it: the commands behind `make gpu` and `make proof`.
 
-    python -m lessons.toolbox.proof gpu [--lesson 03] [--out DIR] [--budget-minutes 9]
+    python -m lessons.toolbox.proof gpu [--lesson 03] [--out DIR] [--budget-minutes 9] [--pack FILE]
     python -m lessons.toolbox.proof gpu --rehearse [...]    the same steps on a pretended GPU
     python -m lessons.toolbox.proof cpu [...]    the tests of equivalence without a GPU
     python -m lessons.toolbox.proof table        each kernel: interpreter or emulator, compiler, GPU
@@ -35,9 +35,10 @@ def prove(options: argparse.Namespace, here: machine.Machine, root: Path = ROOT)
     folder = "cpu" if here.interpreted else machine.device_folder(here.fingerprint["device"])
     out = (options.out or root / "results" / folder).resolve()
     lessons = machine.rooms(root, options.lesson)
-    run = Run(here, out, lessons, 60 * options.budget_minutes, root)
+    run = Run(here, out, lessons, 60 * options.budget_minutes, root, options.pack)
     if here.interpreted:
         run.go(run.equivalence(), here.jobs)
+        run.go_again()
     else:
         run.everything()
     return run.close()
@@ -47,7 +48,7 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
     """The steps of the command gpu on a pretended one; the exit code says whether all passed."""
     here = machine.this_machine()
     pretended = here.fingerprint | {"device": "pretended GPU", "rehearsed": True}
-    here = dataclasses.replace(here, fingerprint=pretended, interpreted=False)
+    here = dataclasses.replace(here, fingerprint=pretended, interpreted=False, workers=1)
     lessons = machine.rooms(root, options.lesson)
     run = Rehearsal(here, folder(options.out, root), lessons, 60 * options.budget_minutes, root)
     run.everything()
@@ -106,6 +107,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         run.add_argument("--out", type=Path, help="folder of the results: results/<device>")
         run.add_argument("--lesson", help="only this lesson: number or name")
         run.add_argument("--budget-minutes", type=float, default=9, help="the run ends then")
+        run.add_argument("--pack", type=Path, help="an archive of that folder, after each step")
         run.set_defaults(rehearse=False)
         if name == "gpu":
             run.add_argument("--rehearse", action="store_true", help="pretend a GPU, prove nothing")

@@ -95,6 +95,20 @@ def _non_contiguous(x: Tensor) -> Tensor:
     return padded[..., : x.shape[-1]]
 
 
+FAR = 2**30 + 64  # elements: twice as many do not fit into an int32
+
+
+def far_apart(x: Tensor, stride: int = FAR) -> Tensor:
+    """The same numbers, x: [N, ...], `stride` elements from one row to the next, because a kernel that
+    multiplies row by stride in 32 bits is right until the third row. A CPU takes memory only for what is
+    written; a GPU needs all of it, 4 GiB for three rows of 16 bits.
+    """
+    num_elements = (len(x) - 1) * stride + x[0].numel()
+    memory = torch.empty(num_elements, dtype=x.dtype, device=x.device)
+    apart = memory.as_strided(x.shape, (stride, *x[0].contiguous().stride()))
+    return apart.copy_(x)
+
+
 def edge_lengths(block: int, at_most: int | None = None) -> list[int]:
     """Lengths at which kernels with tiles of `block` go wrong: 1, 2, around one and two blocks, and
     a prime.

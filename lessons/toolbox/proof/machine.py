@@ -4,6 +4,7 @@ time limit.
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ class Machine:
     interpreted: bool
     sanitizer: str | None  # path of compute-sanitizer
     jobs: int  # lessons whose equivalence is tested at once
+    workers: int = 1  # processes that share the tests of one of them
 
 
 def this_machine(interpreted: bool = False) -> Machine:
@@ -40,7 +42,10 @@ def this_machine(interpreted: bool = False) -> Machine:
     beside_cuda = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
     path = os.pathsep.join([os.environ.get("PATH", ""), beside_cuda])
     sanitizer = shutil.which("compute-sanitizer", path=path)
-    return Machine(fingerprint, interpreted, sanitizer, max(1, jobs))
+    jobs, workers = max(1, jobs), 1
+    if not interpreted and importlib.util.find_spec("xdist"):
+        workers = max(1, device.core_count() // jobs)
+    return Machine(fingerprint, interpreted, sanitizer, jobs, workers)
 
 
 def device_folder(name: str) -> str:

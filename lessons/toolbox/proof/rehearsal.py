@@ -15,7 +15,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from lessons.toolbox.proof.machine import ROOT
-from lessons.toolbox.proof.run import LIMIT_S, Run, Step
+from lessons.toolbox.proof.run import Run
+from lessons.toolbox.proof.steps import HEADLINES, LIMIT_S, Step, first_of
 
 # Seconds to compile one variant of a kernel for sm_90: 0.9 s of one core in the mean over the
 # course's kernels, 0.6 to 1.7 s each.
@@ -27,8 +28,10 @@ CALLS = {"benchmark": 3}
 NOT_REHEARSED = {
     "memcheck, racecheck": "compute-sanitizer watches a real GPU",
     "times": "of a pretended GPU they say nothing",
+    "warm-ups": "nothing is compiled",
 }
-ENGINE_PART = "answers_are_the_models or best_of"  # of its tests: interpreted, all take hours
+# of its tests: interpreted, all take hours
+ENGINE_PART = "answers_are_the_models or best_of or engine_gpu_cases"
 LADDER_REQUESTS = 4  # of the 32: each is served by every rung
 
 
@@ -49,7 +52,7 @@ class Rehearsal(Run):
         if len(self.lessons) > 1:
             self.go(self.engine())
             self.go(self.ladder())
-        self.go(self.benchmarks())
+        self.go(self.benchmarks(first_of(HEADLINES, self.lessons)))
         for what, why in NOT_REHEARSED.items():
             self.say(f"{what:<20} NOT REHEARSED: {why}")
 
@@ -87,7 +90,7 @@ class Rehearsal(Run):
 
     def environment(self, step: Step) -> dict[str, str]:
         """A machine that has a GPU rehearses as well."""
-        return {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return step.environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def facts(self, step: Step, status: str, output: str) -> dict:
         """What a run records, and how long a GPU's machine would compile and launch."""

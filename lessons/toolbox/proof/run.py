@@ -1,10 +1,12 @@
 """`make gpu`: everything that only a GPU can prove, in one run under a time budget, step after
 step.
 
-Steps, in this order: equivalence tests of every lesson (several at once, since nothing is timed
-there), the engine's tests, the ladder, benchmarks (one at a time), compute-sanitizer. A step that fails or takes too
-long is recorded, and the next one runs. After every step the files of the output folder are whole,
-so a run that is cut loses only the step under way; the next run skips what is finished.
+Steps, in this order: the tests of equivalence of every lesson and the engine's (several at once, since
+nothing is timed there), the benchmarks that the front page is about, the ladder, the other benchmarks
+(one at a time), compute-sanitizer. Before benchmarks are timed their candidates run once, several
+lessons at once, so that all cores compile. A step that fails or takes too long is recorded, and the next
+one runs; the next run tries it again when all others are done. After every step the files of the output
+folder are whole, so a run that is cut loses only the step under way; the next run skips what is finished.
 
     proof.json             {device, interpreted, steps: {"02 equivalence": {status, seconds, source,
                            fingerprint, tests, failed, kernels}, "ladder": {...}, ...}}
@@ -15,47 +17,24 @@ so a run that is cut loses only the step under way; the next run skips what is f
 
 import hashlib
 import json
-import sys
 import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from lessons.toolbox.measure.records import write_json
 from lessons.toolbox.proof import record, sanitizer
-from lessons.toolbox.proof.machine import ROOT, Command, Machine, rooms, source_hash
+from lessons.toolbox.proof.machine import ROOT, Command, Machine
+from lessons.toolbox.proof.pack import write_pack
+from lessons.toolbox.proof.steps import HEADLINES, LIMIT_S, Step, Steps
 
-# on a GPU, where a kernel may hang
-LIMIT_S = {
-    "equivalence": 420,
-    "engine": 240,
-    "ladder": 240,
-    "benchmark": 300,
-    "memcheck": 240,
-    "racecheck": 240,
-}
-HANGS_S = 120  # after so long in one test pytest prints where it stands
-ENGINE_TESTS = ("tests/test_engine.py", "tests/test_llm.py")
 SHORTEST_S = 5  # a step with less time left than this is not started
 
 
-@dataclass(frozen=True)
-class Step:
-    """One command. source: a hash of what it depends on; junit: where its tests are reported."""
-
-    name: str  # "02 equivalence"
-    command: list[str]
-    source: str
-    junit: Path | None = None
-
-    @property
-    def kind(self) -> str:
-        return self.name.split()[-1]
-
-
-class Run:
-    """One run over `lessons` into the folder `out`. `problems`: what failed or found no time."""
+class Run(Steps):
+    """One run over `lessons` into the folder `out`. `problems`: what failed or found no time; pack: a
+    file that holds the results again after each step, for a machine that gives back only a few files.
+    """
 
     def __init__(
         self,
@@ -64,12 +43,14 @@ class Run:
         lessons: dict[str, Path],
         budget_s: float,
         root: Path = ROOT,
+        pack: Path | None = None,
     ):
-        self.machine, self.out, self.lessons, self.root = machine, out, lessons, root
+        super().__init__(machine, out, lessons, root)
+        self.pack = pack
         self.start = time.monotonic()
         self.deadline = self.start + budget_s
         self.problems: list[str] = []
-        self.scratch = root / "build" / "proof"
+        self.later: list[Step] = []  # steps that failed in an earlier run
         for folder in (self.out, self.scratch):
             folder.mkdir(parents=True, exist_ok=True)
         device = machine.fingerprint["device"]
@@ -87,12 +68,19 @@ class Run:
         return record.WITHOUT_GPU if self.machine.interpreted else ("cuda",)
 
     def everything(self) -> None:
-        self.go(self.equivalence(), self.machine.jobs)
-        self.go(self.engine())
+        """All steps: proofs, then what is quoted most, then the rest."""
+        first = [number for number in HEADLINES if number in self.lessons]
+        rest = [number for number in self.lessons if number not in first]
+        self.go([*self.equivalence(), *self.engine()], self.machine.jobs)
+        # not beside the tests, because a naive version may take the whole memory for a moment
+        self.go(self.warm_ups(first), self.machine.jobs)
+        self.go(self.benchmarks(first))
         self.go(self.ladder())
-        self.go(self.benchmarks())
+        self.go(self.warm_ups(rest), self.machine.jobs)
+        self.go(self.benchmarks(rest))
         for tool in sanitizer.CLEAN:
             self.go(self.watch(tool))
+        self.go_again()
 
     def close(self) -> int:
         """Say how it went; the exit code: 0 if every step is finished and passed."""
@@ -104,8 +92,20 @@ class Run:
     # ------------------------------------------------------------ running
 
     def go(self, steps: Iterable[Step], at_once: int = 1) -> None:
-        """Run the steps that no earlier run has finished, some at once."""
+        """Run the steps that no earlier run has finished, some at once. Those that failed in an earlier
+        one wait for `go_again`.
+        """
         waiting = [step for step in steps if not self.is_finished(step)]
+        self.later += [step for step in waiting if self.has_failed(step)]
+        self.run([step for step in waiting if not self.has_failed(step)], at_once)
+
+    def go_again(self) -> None:
+        """Run what failed in an earlier run."""
+        again, self.later = self.later, []
+        self.run(again, 1)
+
+    def run(self, waiting: list[Step], at_once: int) -> None:
+        """Run the steps, some at once, until the time is spent."""
         running: list[tuple[Step, Command]] = []
         try:
             while waiting or running:
@@ -120,11 +120,18 @@ class Run:
             for _, command in running:
                 command.end()
 
-    def is_finished(self, step: Step) -> bool:
-        """Whether an earlier run finished it with the same source."""
+    def has_failed(self, step: Step) -> bool:
+        """Whether an earlier run saw it fail with the same source, which its end did not cut off."""
         earlier = self.proof["steps"].get(step.name, {})
+        was_cut = earlier.get("status") == "timeout" and earlier["seconds"] < LIMIT_S[step.kind]
+        return earlier.get("source") == step.source and not was_cut
+
+    def is_finished(self, step: Step) -> bool:
+        """Whether an earlier run finished it with the same source; of a warm-up, what it warms up."""
+        name = step.name.replace("warm-up", "benchmark")
+        earlier = self.proof["steps"].get(name, {})
         finished = earlier.get("status") == "passed" and earlier["source"] == step.source
-        if finished:
+        if finished and step.kind != "warm-up":
             self.tell(step, "finished", "earlier, source unchanged")
         return finished
 
@@ -145,7 +152,8 @@ class Run:
 
     def environment(self, step: Step) -> dict[str, str]:
         """Variables that the step's process gets besides its own."""
-        return sanitizer.ENVIRONMENT if step.kind in sanitizer.CLEAN else {}
+        watched = sanitizer.ENVIRONMENT if step.kind in sanitizer.CLEAN else {}
+        return step.environment | watched
 
     def finish(self, step: Step, command: Command) -> None:
         """Record how a step went. A slip in our bookkeeping must not waste the GPU for others."""
@@ -156,6 +164,9 @@ class Run:
             "fingerprint": self.machine.fingerprint,
         }
         output = command.end()
+        if step.kind == "warm-up":  # what fails there fails again where it is recorded
+            self.say(f"{step.name:<20} {entry['status']:<10} {entry['seconds']} s")
+            return
         self.log(f"\n---- {step.name}: {' '.join(step.command)}\n{output}")
         try:
             entry |= self.facts(step, entry["status"], output)
@@ -165,6 +176,8 @@ class Run:
         self.proof["steps"][step.name] = entry
         self.proof["steps"] = dict(sorted(self.proof["steps"].items()))
         write_json(self.out / "proof.json", self.proof)
+        if self.pack:
+            write_pack(self.pack, self.out.parent, [self.out])
         kernels = f"{entry['seconds']} s, {len(entry.get('kernels', ()))} kernels"
         self.tell(step, entry["status"], ", ".join([kernels, *entry.get("failed", [])[:3]]))
 
@@ -199,52 +212,6 @@ class Run:
         with open(self.out / "log.txt", "a", encoding="utf-8") as file:
             file.write(text.rstrip("\n") + "\n")
 
-    # ------------------------------------------------------------ the steps
-
-    def equivalence(self) -> Iterable[Step]:
-        """The lessons' tests in their rooms, without what the compiler can say anywhere."""
-        for number, room in self.lessons.items():
-            tests = [f"lessons/{room.name}/{path.name}" for path in sorted(room.glob("test_*.py"))]
-            if tests:
-                yield self.testing(f"{number} equivalence", [], tests, source_hash(room))
-
-    def testing(self, name: str, watched: list[str], tests: list[str], source: str) -> Step:
-        """A step of pytest. watched: the command under which it runs, or []."""
-        junit = self.scratch / f"{name}.xml"
-        junit.unlink(missing_ok=True)
-        command = [*watched, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        command += ["-m", "not compiler", "--junitxml", str(junit)]
-        command += ["-o", f"faulthandler_timeout={HANGS_S}", *tests]
-        return Step(name, command, source, junit)
-
-    def engine(self) -> Iterable[Step]:
-        """The engine's tests: whole requests through the kernels of all lessons."""
-        if all((self.root / test).exists() for test in ENGINE_TESTS):
-            folders = [self.root / "reference", self.root / "tests", *rooms(self.root).values()]
-            source = source_hash(*folders)
-            yield self.testing("engine", [], list(ENGINE_TESTS), source)
-
-    def ladder(self) -> Iterable[Step]:
-        """reference.ladder on the embedded model."""
-        reference = self.root / "reference"
-        if (reference / "ladder.py").exists():
-            command = [sys.executable, "-m", "reference.ladder", "--out", str(self.out)]
-            yield Step("ladder", command, source_hash(reference, *rooms(self.root).values()))
-
-    def benchmarks(self) -> Iterable[Step]:
-        """The lessons' benchmarks. A lesson cut off goes on with those that it has not finished."""
-        for number, room in self.lessons.items():
-            if (room / "lab" / "benchmark.py").exists():
-                command = [sys.executable, "-m", "lessons.toolbox.measure.bench", number]
-                command += ["--resume", self.key(source_hash(room)), "--out", str(self.out)]
-                yield Step(f"{number} benchmark", command, source_hash(room))
-
-    def key(self, source: str) -> str:
-        """All that a recorded result depends on: the source, the machine, its versions."""
-        facts = {k: v for k, v in self.machine.fingerprint.items() if k != "date"}
-        text = json.dumps([source, self.machine.interpreted, facts], sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
     def watch(self, tool: str) -> Iterable[Step]:
         """A few cases of every kernel that passed, watched by compute-sanitizer."""
         kernels, tests = sanitizer.cases_of(self.proof["steps"], self.lessons)
@@ -253,4 +220,4 @@ class Run:
         elif kernels:
             source = hashlib.sha256(json.dumps(kernels).encode()).hexdigest()[:16]
             watched = sanitizer.command(self.machine.sanitizer, tool, kernels, self.lessons)
-            yield self.testing(tool, watched, tests, source)
+            yield self.testing(tool, tests, source, watched=watched)

@@ -21,6 +21,7 @@ import pytest
 
 from lessons.toolbox.kernels import triton_  # noqa: F401  mends the interpreter
 from lessons.toolbox.measure import bench, device, timing
+from lessons.toolbox.proof.machine import ENVIRONMENT
 from lessons.toolbox.proof.pretended import cuda, launches
 from lessons.toolbox.proof.pretended.hosts import Hosts
 from lessons.toolbox.proof.pretended.refusals import NotRehearsed
@@ -64,6 +65,7 @@ class Skips:
 def run(module: str, arguments: list[str]) -> int:
     """The module as `python -m` runs it; its exit code."""
     if module == "pytest":
+        os.environ |= ENVIRONMENT  # other packages' plugins may need what is ABSENT
         return int(pytest.main(arguments, plugins=[Skips()]))
     sys.argv = [module, *arguments]
     # toolbox.measure.bench is a module and a command, and provides for that

@@ -67,9 +67,26 @@ ANSWERS = {
     "set_sync_debug_mode": None,
 }
 
-# Packages with machine code of their own, which would look for the real GPU behind torch.cuda. As on a
-# bare machine, they are not installed.
-MACHINE_CODE = ("bitsandbytes",)
+# What a borrowed machine does not have installed: it has PyTorch, Triton, transformers and pytest. Some
+# of these have machine code, too, which would look for the real GPU behind torch.cuda.
+ABSENT = (
+    "bitsandbytes",
+    "torchao",
+    "xgrammar",
+    "llguidance",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "openai",
+    "anthropic",
+    "gguf",
+    "compressed_tensors",
+    "adjustText",
+    "IPython",
+    "ipykernel",
+    "nbformat",
+)
 
 # What makes new tensors, all others call these. Some of them PyTorch would make empty and resize,
 # which a wrapper cannot follow.
@@ -239,7 +256,7 @@ def install() -> None:
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture
     torch.cuda.stream = torch.cuda.device = lambda *args: contextlib.nullcontext()
     torch.version.cuda = "pretended"
-    for name in MACHINE_CODE:
+    for name in ABSENT:
         sys.modules[name] = None
     torch.cuda._sleep = sleep
     torch.compile = refuse_compile

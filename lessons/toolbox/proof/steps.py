@@ -1,0 +1,126 @@
+"""The steps of `make gpu`: which commands prove and measure what."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lessons.toolbox.proof.machine import ROOT, Machine, rooms, source_hash
+
+# on a GPU, where a kernel may hang
+LIMIT_S = {
+    "equivalence": 420,
+    "engine": 240,
+    "ladder": 240,
+    "warm-up": 120,
+    "benchmark": 300,
+    "memcheck": 240,
+    "racecheck": 240,
+}
+HANGS_S = 120  # after so long in one test pytest prints where it stands
+ENGINE_TESTS = ("tests/engine_gpu_cases.py", "tests/test_engine.py", "tests/test_llm.py")
+# Whose tests compile the most, by a rehearsal. They begin first, because then all cores end together.
+MOST_VARIANTS = ("07", "18", "12", "09", "19", "08", "20", "16", "17", "10")
+# Whose figures the front page and the guides are about: flash attention, split-KV decoding, pages, the
+# cache, fusion, quantized weights.
+HEADLINES = ("09", "10", "12", "03", "07", "18")
+# A benchmark with this in its environment runs each candidate once.
+ONCE = {"TIMED_ONCE": "1"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command. source: a hash of what it depends on; junit: where its tests are reported."""
+
+    name: str  # "02 equivalence"
+    command: list[str]
+    source: str
+    junit: Path | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        return self.name.split()[-1]
+
+
+class Steps:
+    """The steps of some lessons on a machine. out: what is kept; scratch: what is read once."""
+
+    def __init__(self, machine: Machine, out: Path, lessons: dict[str, Path], root: Path = ROOT):
+        self.machine, self.out, self.lessons, self.root = machine, out, lessons, root
+        self.scratch = root / "build" / "proof"
+
+    def equivalence(self) -> Iterable[Step]:
+        """The lessons' tests in their rooms, without what the compiler can say anywhere."""
+        for number in first_of(MOST_VARIANTS, self.lessons):
+            room = self.lessons[number]
+            tests = [f"lessons/{room.name}/{path.name}" for path in sorted(room.glob("test_*.py"))]
+            if tests:
+                workers = self.machine.workers
+                yield self.testing(f"{number} equivalence", tests, source_hash(room), workers)
+
+    def testing(
+        self, name: str, tests: list[str], source: str, workers: int = 1, watched: Iterable = ()
+    ) -> Step:
+        """A step of pytest. workers: processes that share its tests, so that kernels are compiled on
+        several cores; watched: the command under which it runs.
+        """
+        junit = self.scratch / f"{name}.xml"
+        junit.unlink(missing_ok=True)
+        command = [*watched, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        if workers > 1:
+            command += ["-p", "xdist.plugin", "-n", str(workers)]
+        command += ["-m", "not compiler", "--junitxml", str(junit)]
+        command += ["-o", f"faulthandler_timeout={HANGS_S}", *tests]
+        return Step(name, command, source, junit)
+
+    def engine(self) -> Iterable[Step]:
+        """The engine's tests: whole requests through the kernels of all lessons."""
+        tests = [test for test in ENGINE_TESTS if (self.root / test).exists()]
+        if tests:
+            folders = [self.root / "reference", self.root / "tests", *rooms(self.root).values()]
+            yield self.testing("engine", tests, source_hash(*folders), self.machine.workers)
+
+    def ladder(self) -> Iterable[Step]:
+        """reference.ladder on the embedded model."""
+        reference = self.root / "reference"
+        if (reference / "ladder.py").exists():
+            command = [sys.executable, "-m", "reference.ladder", "--out", str(self.out)]
+            yield Step("ladder", command, source_hash(reference, *rooms(self.root).values()))
+
+    def benchmarks(self, numbers: Iterable[str]) -> Iterable[Step]:
+        """Benchmarks of lessons. One cut off goes on with those that it has not finished."""
+        for number in numbers:
+            room = self.lessons[number]
+            if (room / "lab" / "benchmark.py").exists():
+                source = source_hash(room)
+                command = [*self.bench(number), "--resume", self.key(source)]
+                yield Step(f"{number} benchmark", [*command, "--out", str(self.out)], source)
+
+    def warm_ups(self, numbers: Iterable[str]) -> Iterable[Step]:
+        """The same benchmarks with each candidate run once, for what they compile: Triton and
+        torch.compile keep it on disk. Several at once, as the timing may not be.
+        """
+        for step in self.benchmarks(numbers):
+            number = step.name.split()[0]
+            command = [*self.bench(number), "--out", str(self.scratch / "warm-up")]
+            yield Step(f"{number} warm-up", command, step.source, None, ONCE)
+
+    def bench(self, number: str) -> list[str]:
+        """The command that measures a lesson."""
+        return [sys.executable, "-m", "lessons.toolbox.measure.bench", number]
+
+    def key(self, source: str) -> str:
+        """All that a recorded result depends on: the source, the machine, its versions."""
+        facts = {k: v for k, v in self.machine.fingerprint.items() if k != "date"}
+        text = json.dumps([source, self.machine.interpreted, facts], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def first_of(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """What is known, those of `names` before the others."""
+    known = list(known)
+    first = [name for name in names if name in known]
+    return first + [name for name in known if name not in first]
