@@ -12,12 +12,13 @@ from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import SwappingScheduler
+from lessons.l17_tree_speculation.tree import Tree
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from reference.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from reference.cache_memory import blocks_that_fit
 from reference.calls import as_list, interrupts_noted, one_each
-from reference.drafting import Drafter, config_of_pool, load_drafter, new_proposer
+from reference.drafting import Drafter, config_of_pool, load_drafter, new_proposer, tree_of
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
 from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler
@@ -69,7 +70,8 @@ def engine_over(model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter = 
     if config is None:
         return engine_on(runner, tokenizer, args)
     proposer = new_proposer(args, drafter, runner, new)
-    scheduler = new_scheduler(args, runner, new_blocks(args, num_blocks), proposer)
+    blocks, tree = new_blocks(args, num_blocks), tree_of(config, drafter)
+    scheduler = new_scheduler(args, runner, blocks, proposer, tree)
     return SpeculativeEngine(runner, scheduler, tokenizer, max_model_len, args.seed)
 
 
@@ -126,10 +128,14 @@ def replays(args: EngineArgs, model: Decoder) -> bool:
 
 
 def new_scheduler(
-    args: EngineArgs, runner: ModelRunner, blocks: BlockManager, proposer: Proposer | None = None
+    args: EngineArgs,
+    runner: ModelRunner,
+    blocks: BlockManager,
+    proposer: Proposer | None = None,
+    tree: Tree | None = None,
 ) -> ChunkedScheduler:
     """Who decides what runs in each step, and whose K and V wait on the host. proposer: None for an
-    engine that does not speculate.
+    engine that does not speculate. tree: the shape of its drafts; None: chains.
     """
     limits = dict(
         max_num_seqs=args.max_num_seqs,
@@ -140,7 +146,7 @@ def new_scheduler(
     kinds, pools = (ChunkedScheduler, SwappingScheduler), [runner.pool]
     if proposer is not None:
         count = args.speculative_config.num_speculative_tokens
-        limits |= dict(proposer=proposer, num_speculative_tokens=count)
+        limits |= dict(proposer=proposer, num_speculative_tokens=count, tree=tree)
         kinds, pools = (LookaheadScheduler, LookaheadSwappingScheduler), [*pools, *proposer.pools]
     if args.enable_lora:
         limits |= dict(max_loras=args.max_loras)

@@ -166,7 +166,7 @@ class DraftedHistory(History):
 
     def look_at(self, emitted, drafts):
         """Stands in front of the engine's hand_out."""
-        for sequence, (tokens, _) in emitted.items():
+        for sequence, (tokens, *_) in emitted.items():
             drafted = len(drafts[sequence].tokens) if sequence in drafts else 0
             self.seen["accepted"] += len(tokens) - 1
             self.seen["rejected"] += drafted - (len(tokens) - 1)

@@ -154,7 +154,7 @@ def test_medusa_keeps_a_state_that_the_next_step_does_not_write_over(model, draf
     proposer = new_engine(model, "medusa", drafters["medusa"]).proposer
     (sequence,) = [EngineSequence(0, [1, 2, 3], 5, RowParams(), frozenset())]
     features = torch.randn(3, CONFIG.hidden_size, device=model.device)
-    proposer.observe([Ran(sequence, 0, 3, 0)], features, {})
+    proposer.observe([Ran(sequence, 0, 3, range(3))], features, {})
     want = features[2].clone()
     features.zero_()
     assert torch.equal(proposer.states[0], want)
@@ -169,7 +169,7 @@ class DrawsFromTheTarget(Verifier):
     def accept(self, logits, rows, drafts):
         found, first = super().accept(logits, rows, drafts), 0
         drawn = read_tokens(sample_batch(logits, self.sure(rows, logits.device)))
-        for tokens, draft in zip(found, drafts):
+        for (tokens, _), draft in zip(found, drafts):
             if len(tokens) <= len(draft.tokens):
                 tokens[-1] = drawn[first + len(tokens) - 1]
             first += len(draft.tokens) + 1

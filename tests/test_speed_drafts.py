@@ -34,7 +34,8 @@ def test_a_method_is_measured_beside_the_plain_engine(tmp_path):
 
 def test_other_tokens_fail_the_command(tmp_path, monkeypatch, capsys):
     def wrong(self, logits, rows, drafts):
-        return [[(tokens[0] + 1) % 4096] for tokens in compare(self, logits, rows, drafts)]
+        found = compare(self, logits, rows, drafts)
+        return [([(tokens[0] + 1) % 4096], [0]) for tokens, _ in found]
 
     compare = Verifier.compare
     monkeypatch.setattr(Verifier, "compare", wrong)
