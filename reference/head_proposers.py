@@ -193,7 +193,9 @@ class BlockDrafter(HeadDrafter):
         self.roots: dict[int, Tensor] = {}
         self.made: dict[int, Tensor] = {}
         self.tables: Tables = {}
-        self.guessed: dict[int, Tensor] = {}  # of this step: what was made last, [nodes, hidden_size]
+        self.guessed: dict[
+            int, Tensor
+        ] = {}  # of this step: what was made last, [nodes, hidden_size]
 
     def level_logits(
         self, depth: int, level: list[Parent], trees: dict[int, Tree], tokens: dict[int, list[int]]

@@ -128,7 +128,9 @@ def read_tree(given) -> Tree | None:
     if given is None or given == AUTO:
         return None
     name = "speculative_config speculative_token_tree"
-    accepted = f"'auto', or a list of ranks such as '[(0,), (1,), (0, 0)]', 1 to {MOST_NODES - 1} nodes"
+    accepted = (
+        f"'auto', or a list of ranks such as '[(0,), (1,), (0, 0)]', 1 to {MOST_NODES - 1} nodes"
+    )
     try:
         ways = ast.literal_eval(given) if isinstance(given, str) else given
         ways = [tuple(way) for way in ways]

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from lessons.l13_prefix_caching.naive import HashBlocks
+from lessons.l17_tree_speculation.tree import Tree
 from reference.lookahead import LookaheadScheduler
 from reference.speculative_engine import SpeculativeEngine
 from reference.verification import Verifier
@@ -18,9 +19,20 @@ from hypothesis import strategies as st
 
 from tests.test_engine_histories import FAULTS, HOUSE, REQUESTS, histories
 
+
+@st.composite
+def trees(draw):
+    """A few nodes anywhere."""
+    parents = [-1]
+    for node in range(1, draw(st.integers(2, 8))):
+        parents.append(draw(st.integers(0, node - 1)))
+    return Tree(tuple(parents))
+
+
 DRAFTING = st.builds(
     Drafting,
-    kind=st.sampled_from(["ngram", "sure", "drawn"]),
+    kind=st.sampled_from(["ngram", "sure", "drawn", "sure tree", "drawn tree"]),
+    tree=trees(),
     num_speculative_tokens=st.integers(1, 5),
     temperature=st.sampled_from([0.0, 1.0, 1.0]),
     context=st.sampled_from([40, 40, 17]),
@@ -43,7 +55,15 @@ def test_random_histories(request):
     print(seen, ends)
     # Only of the long form, because a hundred random histories may miss what is rare.
     if request.config.getoption("--all"):
-        for name in ("preempted", "swapped", "cached", "accepted", "rejected", "stopped_inside"):
+        for name in (
+            "preempted",
+            "swapped",
+            "cached",
+            "accepted",
+            "rejected",
+            "stopped_inside",
+            "moved",
+        ):
             assert seen[name], f"no history was {name}"
         assert set(ends) == {"finished", "aborted", "failed", "refused"}
 

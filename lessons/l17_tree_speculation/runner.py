@@ -93,9 +93,7 @@ def path_moves(path: list[int], begin: int, table: list[int], block_size: int) -
     """What has to move so that the nodes on `path` lie in one piece. begin: the root's place in its
     sequence; table: the sequence's blocks.
     """
-    places = [
-        (begin + node, begin + place) for place, node in enumerate(path) if node != place
-    ]
+    places = [(begin + node, begin + place) for place, node in enumerate(path) if node != place]
     return [
         tuple(table[place // block_size] * block_size + place % block_size for place in move)
         for move in places
