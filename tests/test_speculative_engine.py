@@ -46,18 +46,21 @@ def drafters(model):
     return dict(ngram=None, draft=draft, medusa=medusa, eagle=eagle)
 
 
-def new_engine(model, method=None, drafter=None, count=3, **arguments):
+def new_engine(model, method=None, drafter=None, count=3, speculative=None, **arguments):
+    """speculative: further keys of speculative_config."""
     config = None
     if method is not None:
         name = None if method == "ngram" else "made here"
         config = dict(method=method, model=name, num_speculative_tokens=count)
+        config |= speculative or {}
     small = dict(max_num_seqs=4, block_size=4, num_gpu_blocks_override=60, max_model_len=LONGEST)
     args = EngineArgs(speculative_config=config, **small | arguments)
     engine = engine_over(model, None, args, drafter)
     pools = [engine.runner.pool, *(engine.proposer.pools if method else ())]
     for pool in pools:
-        for slots in (pool.k_slots, pool.v_slots):
-            slots.fill_(torch.nan)  # nobody may see what nobody wrote
+        for slots in pool.tensors:
+            if slots.is_floating_point():
+                slots.fill_(torch.nan)  # nobody may see what nobody wrote
     return engine
 
 
