@@ -25,6 +25,7 @@ from lessons.l19_kv_quantization.runner import quantized_rung_of
 from reference.decode_graphs import Chunks, DecodeGraphs
 from reference.lora import Adapters
 from reference.packed import packed
+from reference.tree_graphs import TreeGraphs
 
 
 class ModelRunner:
@@ -54,9 +55,13 @@ class ModelRunner:
 
     def capture(self, graphs, buckets: Sequence[int], most_each: int = 1) -> None:
         """From now on steps that only decode are replayed. Arguments: DecodeGraphs."""
-        self.captured = DecodeGraphs(
-            self.model, self.pool, graphs, buckets, self.max_model_len, most_each, self.adapters
-        )
+        what = self.model, self.pool, graphs, buckets, self.max_model_len
+        self.captured = DecodeGraphs(*what, most_each, self.adapters, self.taps)
+
+    def capture_trees(self, graphs, buckets: Sequence[int], **sizes: int) -> None:
+        """The same for steps in which sequences run trees. Arguments: TreeGraphs."""
+        what = self.model, self.pool, graphs, buckets, self.max_model_len
+        self.captured = TreeGraphs(*what, taps=self.taps, **sizes)
 
     @torch.inference_mode()
     def __call__(self, step: Step, tables: dict[int, list[int]]) -> Tensor:
@@ -82,8 +87,8 @@ class ModelRunner:
         hidden_size].
         """
         if self.captured is not None and self.captured.fits(chunks):
-            self.features = self.captured(chunks, tables, row_slots)
-            return self.features
+            hidden, self.features = self.captured(chunks, tables, row_slots, trees)
+            return hidden
         batch = step_batch(self.pool, chunks, tables)
         if trees:
             batch = with_trees(batch, trees)
