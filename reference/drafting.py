@@ -15,6 +15,7 @@ from reference.engine_args import EngineArgs
 from reference.head_proposers import EagleProposer, MedusaProposer
 from reference.model import load_model
 from reference.model_runner import ModelRunner
+from reference.packed import packed_heads
 from reference.proposers import DraftModelProposer, NgramProposer
 from reference.speculation import Proposer
 from reference.speculative_config import (
@@ -22,6 +23,7 @@ from reference.speculative_config import (
     AUTO,
     DRAFT,
     EAGLE,
+    HEADS,
     MEDUSA,
     NGRAM,
     PROBABILISTIC,
@@ -107,6 +109,8 @@ def new_proposer(args: EngineArgs, drafter: Drafter, runner: ModelRunner, new_ru
     if config.method == NGRAM:
         return NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min)
     choice = DrawnIfSampled() if config.draft_sample_method == PROBABILISTIC else Ranked()
+    if config.method in HEADS:
+        drafter = packed_heads(drafter)
     if config.method == MEDUSA:
         return MedusaProposer(drafter, runner.model, choice)
     if config.method == EAGLE:
