@@ -126,7 +126,7 @@ class DecodeGraphs:
         return torch.tensor(rows + [[0] * width] * (count - len(rows)), dtype=torch.int32)
 
     def batch_over(self, inputs: Tensor, table: Tensor) -> Batch:
-        """The step over these buffers."""
+        """The step over these buffers. inputs: [4, bucket]; table: [bucket, max_blocks]."""
         return replace(decode_batch(inputs, self.max_model_len), block_table=table)
 
     def rows_in(

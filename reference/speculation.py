@@ -18,7 +18,10 @@ For this the proposer must run every token that the target runs, prompts include
 `observe` is for.
 
 How many tokens are drafted for a sequence depends on that sequence alone, never on who else is there
-or on how much memory is left. So a seeded request gets the same tokens alone and in any batch.
+or on how much memory is left. So a seeded request gets the same tokens alone and in any batch. One
+case is left out: guesses that heads have drawn (draft_sample_method="probabilistic"). Heads read what
+the target computed, and the prefix cache, a fork or a preemption may spare it that. Then other guesses
+are drawn, and only the distribution is the same.
 
 Source of the parts and of their order: vLLM, vllm/v1/spec_decode.
 """

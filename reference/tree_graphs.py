@@ -55,7 +55,7 @@ class TreeGraphs(DecodeGraphs):
     def batch_over(
         self, rows: Tensor, starts: Tensor, lengths: Tensor, table: Tensor, tree: Tensor
     ) -> Batch:
-        """The step over these buffers."""
+        """The step over these buffers: rows: [3, bucket] and the rest of `filled`."""
         tokens, positions, slots = rows
         return Batch(
             tokens,

@@ -230,7 +230,7 @@ def numbers(batch: SamplingBatch, purpose: int) -> Tensor:
 
 
 def node_numbers(rows: list[Row], purpose: int, device: torch.device) -> Tensor:
-    """The same for nodes of trees, each with numbers of its own."""
+    """The same for nodes of trees, each with numbers of its own: [R] float32."""
     streams = streams_of([row.sampling.seed for row in rows], device)
     places = torch.tensor([row.place for row in rows], device=device)
     return below_one(uniform(streams, places + purpose))
