@@ -1,9 +1,13 @@
 """Arguments of trees in the engine, and a fault of a proposer."""
 
+import ast
+import re
+
 import pytest
 
 from lessons.l17_tree_speculation.lab.testing import random_heads
 from lessons.l17_tree_speculation.tree import Tree
+from lessons.toolbox.model.checkpoint import REPOSITORY
 from reference.drafting import check_depth
 from reference.speculative_config import SpeculativeConfig
 from tests.engine_cases import assert_clean, greedy, new_model
@@ -45,6 +49,13 @@ def test_a_tree_may_be_asked_for_in_any_spelling():
     assert config_of(speculative_token_tree=tree).num_speculative_tokens == 3
     assert config_of(num_speculative_tokens=3).tree is None
     assert config_of(num_speculative_tokens=3, speculative_token_tree="auto").tree is None
+
+
+def test_the_readmes_config_is_one():
+    text = (REPOSITORY / "lessons/l17_tree_speculation/README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"speculative_config=(\{.*?\})", text, re.DOTALL)
+    config = SpeculativeConfig.read(ast.literal_eval(shown))
+    assert config.num_speculative_tokens == 4 and config.tree == Tree((-1, 0, 0, 1, 1))
 
 
 @pytest.mark.parametrize(
