@@ -1,4 +1,5 @@
-"""Write models/HEADS.md, the card of the heads that draft for the embedded target.
+"""Write models/HEADS.md, the card of the heads that draft for the embedded target, and how often they
+are right into their config.json.
 
     python -m models.heads_card
 
@@ -49,9 +50,22 @@ and `load_heads` refuses every other one: whoever trains the target again trains
 - **Figures**: greedy decoding of {counted["requests"]} held-out prompts, {counted["new_tokens"]} tokens
   each, counted by `python -m lessons.l17_tree_speculation.lab.experiments`. *First guess right*: the
   likeliest token directly behind the newest one.
+- **Acceptance**: `config.json` of each holds how often the guess of each rank was right at each depth,
+  from the same count. The engine chooses its tree by it (`speculative_token_tree="auto"`).
 - No head has a vocabulary of its own: all end in the target's.
 """
 
 
+def keep_acceptance() -> None:
+    """Write what was counted beside each kind of heads, where the engine finds it."""
+    counted = recorded()
+    for kind in LOSSES:
+        path = HERE / f"tiny-{kind}" / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["acceptance"] = counted["kinds"][kind]["acceptance"]
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
+    keep_acceptance()
     (HERE / "HEADS.md").write_text(card(), encoding="utf-8")

@@ -5,7 +5,9 @@ from pathlib import Path
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l16_speculative_sampling.drafts import check_tokenizers, check_vocabulary
 from lessons.l17_tree_speculation.checks import check_model
+from lessons.l17_tree_speculation.guesses import Ranked
 from lessons.l17_tree_speculation.heads import KINDS, Heads, MedusaHeads, find_heads, load_heads
+from lessons.l17_tree_speculation.tree import Tree, best_tree
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError, read_json
@@ -13,16 +15,21 @@ from reference.engine_args import EngineArgs
 from reference.head_proposers import EagleProposer, MedusaProposer
 from reference.model import load_model
 from reference.model_runner import ModelRunner
+from reference.packed import packed_heads
 from reference.proposers import DraftModelProposer, NgramProposer
 from reference.speculation import Proposer
 from reference.speculative_config import (
     ALIASES,
+    AUTO,
     DRAFT,
     EAGLE,
+    HEADS,
     MEDUSA,
     NGRAM,
+    PROBABILISTIC,
     SpeculativeConfig,
 )
+from reference.tree_guesses import DrawnIfSampled
 
 Drafter = Decoder | Heads | None  # what drafts, as it was loaded; None for n-grams
 
@@ -47,13 +54,36 @@ def load_drafter(config: SpeculativeConfig | None, target: Decoder, tokenizer) -
     kind = MEDUSA if isinstance(heads, MedusaHeads) else EAGLE  # of both generations
     if kind != config.method:
         refuse("speculative_config method", config.method, f"{kind!r} for {config.model}")
-    if kind == MEDUSA and config.num_speculative_tokens > len(heads.heads):
-        refuse(
-            "speculative_config num_speculative_tokens",
-            config.num_speculative_tokens,
-            f"at most {len(heads.heads)}, the heads of {config.model}",
-        )
+    check_depth(config, heads)
     return heads
+
+
+def check_depth(config: SpeculativeConfig, heads: Heads) -> None:
+    """Raise ValueError for drafts that are longer than there are heads."""
+    if not isinstance(heads, MedusaHeads):
+        return
+    tree, most = tree_of(config, heads), len(heads.heads)
+    name, given = "num_speculative_tokens", config.num_speculative_tokens
+    if tree is not None:
+        name, given = "speculative_token_tree", config.speculative_token_tree
+    if (given if tree is None else tree.depth) > most:
+        accepted = f"at most {most} one behind the other, the heads of {config.model}"
+        refuse(f"speculative_config {name}", given, accepted)
+
+
+def tree_of(config: SpeculativeConfig, drafter: Drafter) -> Tree | None:
+    """The shape of this engine's drafts; None: chains. Raises ValueError for "auto" with heads of which
+    nobody has measured how often they are right.
+    """
+    if config.speculative_token_tree != AUTO:
+        return config.tree
+    if drafter.acceptance is None:
+        refuse(
+            "speculative_config speculative_token_tree",
+            AUTO,
+            f"a list of ranks, because config.json of {config.model} has no 'acceptance'",
+        )
+    return best_tree(drafter.acceptance, config.num_speculative_tokens + 1)
 
 
 def kind_of_heads(name_or_path: str) -> str | None:
@@ -78,11 +108,14 @@ def new_proposer(args: EngineArgs, drafter: Drafter, runner: ModelRunner, new_ru
     config, pool = args.speculative_config, runner.pool
     if config.method == NGRAM:
         return NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min)
+    choice = DrawnIfSampled() if config.draft_sample_method == PROBABILISTIC else Ranked()
+    if config.method in HEADS:
+        drafter = packed_heads(drafter)
     if config.method == MEDUSA:
-        return MedusaProposer(drafter, runner.model)
+        return MedusaProposer(drafter, runner.model, choice)
     if config.method == EAGLE:
         room = pool.num_blocks, pool.block_size, runner.max_model_len
-        return EagleProposer(drafter, runner.model, *room, args.kv_cache_dtype)
+        return EagleProposer(drafter, runner.model, choice, *room, args.kv_cache_dtype)
     # Behind the draft's own context the target decodes plainly.
     context = min(runner.max_model_len, drafter.config.max_position_embeddings)
     return DraftModelProposer(new_runner(drafter, context))

@@ -12,12 +12,13 @@ from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import SwappingScheduler
+from lessons.l17_tree_speculation.tree import Tree
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from reference.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from reference.cache_memory import blocks_that_fit
 from reference.calls import as_list, interrupts_noted, one_each
-from reference.drafting import Drafter, config_of_pool, load_drafter, new_proposer
+from reference.drafting import Drafter, config_of_pool, load_drafter, new_proposer, tree_of
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
 from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler
@@ -65,11 +66,12 @@ def engine_over(model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter = 
         model = adapters.model
     num_blocks = blocks_that_fit(args, model, max_model_len, config_of_pool(drafter))
     new = partial(new_runner, args, num_blocks)
-    runner = new(model, max_model_len, adapters)
+    tree = None if config is None else tree_of(config, drafter)
+    runner = new(model, max_model_len, adapters, getattr(drafter, "taps", ()), tree)
     if config is None:
         return engine_on(runner, tokenizer, args)
     proposer = new_proposer(args, drafter, runner, new)
-    scheduler = new_scheduler(args, runner, new_blocks(args, num_blocks), proposer)
+    scheduler = new_scheduler(args, runner, new_blocks(args, num_blocks), proposer, tree)
     return SpeculativeEngine(runner, scheduler, tokenizer, max_model_len, args.seed)
 
 
@@ -104,32 +106,46 @@ def new_runner(
     model: Decoder,
     max_model_len: int,
     adapters: Adapters | None = None,
+    taps: tuple[int, ...] = (),
+    tree: Tree | None = None,
 ) -> ModelRunner:
-    """A model over a pool of its own, on a GPU with its decode steps as CUDA graphs."""
+    """A model over a pool of its own, on a GPU with its decode steps as CUDA graphs. taps: where a
+    draft reads it; tree: what its sequences run while they decode, None: one token, or a chain.
+    """
     size = num_blocks, args.block_size, max_model_len
     runner = ModelRunner(model, *size, args.kv_cache_dtype, adapters)
-    if replays(args, model):
+    runner.taps = taps
+    if replays(args, model, tree):
         # because everybody who decodes owns a block
-        most = min(args.max_num_seqs, num_blocks) * args.rows_each
-        runner.capture(CudaGraphs(model.device), batch_buckets(most), args.rows_each)
+        places = min(args.max_num_seqs, num_blocks)
+        graphs, buckets = CudaGraphs(model.device), batch_buckets(places * args.rows_each)
+        if tree is None:
+            runner.capture(graphs, buckets, args.rows_each)
+        else:
+            runner.capture_trees(graphs, buckets, most_nodes=len(tree), most_sequences=places)
     return runner
 
 
-def replays(args: EngineArgs, model: Decoder) -> bool:
+def replays(args: EngineArgs, model: Decoder, tree: Tree | None = None) -> bool:
     """Whether decode steps become CUDA graphs. On a CPU nothing is launched. Gemma 2 stays eager, and
     so do experts that cannot be grouped, because Python asks their router which ones to run. So do
-    quantized latents, because no kernel reads them: they become numbers first.
+    quantized latents, and trees over a quantized cache, because no kernel reads them: they become
+    numbers first.
     """
     can_replay = model.device.type == "cuda" and can_be_captured(model)
-    can_replay = can_replay and (model.config.mla is None or args.kv_cache_dtype == "auto")
-    return can_replay and not args.enforce_eager
+    is_read = args.kv_cache_dtype == "auto" or (model.config.mla is None and tree is None)
+    return can_replay and is_read and not args.enforce_eager
 
 
 def new_scheduler(
-    args: EngineArgs, runner: ModelRunner, blocks: BlockManager, proposer: Proposer | None = None
+    args: EngineArgs,
+    runner: ModelRunner,
+    blocks: BlockManager,
+    proposer: Proposer | None = None,
+    tree: Tree | None = None,
 ) -> ChunkedScheduler:
     """Who decides what runs in each step, and whose K and V wait on the host. proposer: None for an
-    engine that does not speculate.
+    engine that does not speculate. tree: the shape of its drafts; None: chains.
     """
     limits = dict(
         max_num_seqs=args.max_num_seqs,
@@ -140,7 +156,7 @@ def new_scheduler(
     kinds, pools = (ChunkedScheduler, SwappingScheduler), [runner.pool]
     if proposer is not None:
         count = args.speculative_config.num_speculative_tokens
-        limits |= dict(proposer=proposer, num_speculative_tokens=count)
+        limits |= dict(proposer=proposer, num_speculative_tokens=count, tree=tree)
         kinds, pools = (LookaheadScheduler, LookaheadSwappingScheduler), [*pools, *proposer.pools]
     if args.enable_lora:
         limits |= dict(max_loras=args.max_loras)

@@ -4,16 +4,22 @@ A sequence that decodes gets a chunk of 1 + K tokens: its newest, and places beh
 will fill. While the step runs, places and drafted tokens stand in the sequence's list of tokens, so
 schedulers, block tables and the runner see nothing unusual. After the pass only what stays remains.
 
+Where a proposer fills trees, the places are the nodes of one, in the order of their numbers. A tree
+takes no more places than the answer may still have tokens, so nothing else has to know how large trees
+are: not the pool, not the longest context, not who admits requests.
+
 Two decisions keep a seeded answer the same in any batch. K is a function of the sequence. And the
 newest token of an answer always runs together with its draft: a sequence that was preempted computes
 everything in front of that token again, then goes on as before.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lessons.l14_continuous_batching.sequence import Sequence, Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import SwappingScheduler
+from lessons.l17_tree_speculation.tree import Tree
 from reference.request import EngineSequence
 from reference.speculation import Proposer
 
@@ -22,7 +28,9 @@ PLACE = 0  # a token until the proposer has drafted one
 
 @dataclass(eq=False)
 class DraftedSequence(EngineSequence):
-    """An answer whose list of tokens may go on behind its output."""
+    """An answer whose list of tokens may go on behind its output.
+    tree: whose nodes stand there, the newest token is its root. None: a chain, or nothing.
+    """
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -41,22 +49,38 @@ class DraftedSequence(EngineSequence):
     def is_decoding(self) -> bool:
         return self.computed == self.num_own - 1 and bool(self.output)
 
-    def look_ahead(self, tokens: list[int]) -> None:
-        """Let these tokens stand behind the output, and no others."""
+    def look_ahead(self, tokens: list[int], tree: Tree | None = None) -> None:
+        """Let these tokens stand behind the output, and no others. tree: their shape."""
         self.all_tokens[self.num_own :] = tokens
+        # A chain needs no mask: each of its tokens sees all in front of it.
+        self.tree = None if tree is None or tree.is_chain else tree
+
+
+@lru_cache(maxsize=4096)
+def part_of(tree: Tree, depth: int, count: int) -> Tree:
+    """At most `count` nodes behind the root, and none deeper than `depth`."""
+    return tree.cut(depth).first(count + 1)
 
 
 class LookaheadScheduler(ChunkedScheduler):
     """A ChunkedScheduler that gives whoever decodes room for a draft.
 
     proposer: how many tokens it could draft at all, and who has to forget. num_speculative_tokens: K.
-    Other arguments are ChunkedScheduler's.
+    tree: of as many nodes and the root; None: a chain. Other arguments are ChunkedScheduler's.
     """
 
-    def __init__(self, *args, proposer: Proposer, num_speculative_tokens: int, **arguments):
+    def __init__(
+        self,
+        *args,
+        proposer: Proposer,
+        num_speculative_tokens: int,
+        tree: Tree | None = None,
+        **arguments,
+    ):
         super().__init__(*args, **arguments)
         self.proposer = proposer
         self.num_speculative_tokens = num_speculative_tokens
+        self.tree = tree
         least = self.max_num_seqs * (1 + num_speculative_tokens)
         if self.max_num_batched_tokens < least:
             raise ValueError(
@@ -70,12 +94,23 @@ class LookaheadScheduler(ChunkedScheduler):
         left = sequence.max_new_tokens - len(sequence.output) - 1
         if left < 1:
             return 0
-        return min(self.num_speculative_tokens, left, self.proposer.most(sequence))
+        most = self.proposer.most(sequence)
+        if self.tree is None:
+            return min(self.num_speculative_tokens, left, most)
+        return len(part_of(self.tree, most, left)) - 1
+
+    def give_places(self, sequence: Sequence) -> None:
+        """Let places for its draft stand behind a sequence that decodes."""
+        count = self.count_for(sequence)
+        tree = None
+        if count and self.tree is not None:
+            tree = part_of(self.tree, self.proposer.most(sequence), count)
+        sequence.look_ahead([PLACE] * count, tree)
 
     def run(self, sequence: Sequence, most: int, step: Step) -> None:
         """As in lesson 15, with places for a draft. The budget has them for everybody."""
         if sequence.is_decoding:
-            sequence.look_ahead([PLACE] * self.count_for(sequence))
+            self.give_places(sequence)
             most = sequence.to_compute
         super().run(sequence, most, step)
 
@@ -100,7 +135,7 @@ class LookaheadScheduler(ChunkedScheduler):
         draft, too.
         """
         if sequence.is_decoding and not sequence.drafted:  # it may have just come in
-            sequence.look_ahead([PLACE] * self.count_for(sequence))
+            self.give_places(sequence)
             count, held = sequence.to_compute, sequence.computed
             has_blocks = self.blocks.can_grow(sequence.row, held, held + count)
             if count > self.room(step) or not has_blocks:

@@ -2,22 +2,30 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l03_kv_cache.cache import KVPool
+from lessons.l03_kv_cache.generate import Rung
 from lessons.l12_paged_kv.blocks import BlockManager, Copy
+from lessons.l12_paged_kv.optimized import LESSON_12
 from lessons.l12_paged_kv.runner import copy_blocks, new_pool, paged_rung_of, step_batch
 from lessons.l12_paged_kv.swap import HostSwap
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.swap import Lender
 from lessons.l17_tree_speculation.heads import tapped_features
+from lessons.l17_tree_speculation.optimized import LESSON_17
+from lessons.l17_tree_speculation.runner import with_trees
+from lessons.l17_tree_speculation.stand_ins import LESSON_17_TORCH
+from lessons.l17_tree_speculation.tree import Tree
 from lessons.l19_kv_quantization.runner import quantized_rung_of
 from reference.decode_graphs import Chunks, DecodeGraphs
 from reference.lora import Adapters
 from reference.packed import packed
+from reference.tree_graphs import TreeGraphs
 
 
 class ModelRunner:
@@ -37,7 +45,7 @@ class ModelRunner:
     ):
         self.adapters = adapters
         self.model = packed(paged_rung_of(model).prepare(model))
-        rung = quantized_rung_of(self.model, kv_cache_dtype)
+        rung = with_tree_ops(quantized_rung_of(self.model, kv_cache_dtype))
         self.pool = new_pool(self.model, num_blocks, block_size, max_model_len, rung)
         self.max_model_len = max_model_len
         self.captured: DecodeGraphs | None = None
@@ -47,9 +55,13 @@ class ModelRunner:
 
     def capture(self, graphs, buckets: Sequence[int], most_each: int = 1) -> None:
         """From now on steps that only decode are replayed. Arguments: DecodeGraphs."""
-        self.captured = DecodeGraphs(
-            self.model, self.pool, graphs, buckets, self.max_model_len, most_each, self.adapters
-        )
+        what = self.model, self.pool, graphs, buckets, self.max_model_len
+        self.captured = DecodeGraphs(*what, most_each, self.adapters, self.taps)
+
+    def capture_trees(self, graphs, buckets: Sequence[int], **sizes: int) -> None:
+        """The same for steps in which sequences run trees. Arguments: TreeGraphs."""
+        what = self.model, self.pool, graphs, buckets, self.max_model_len
+        self.captured = TreeGraphs(*what, taps=self.taps, **sizes)
 
     @torch.inference_mode()
     def __call__(self, step: Step, tables: dict[int, list[int]]) -> Tensor:
@@ -58,21 +70,28 @@ class ModelRunner:
         chunks = [(chunk.tokens, chunk.sequence.computed) for chunk in step.chunks]
         owned = [tables[chunk.sequence.row] for chunk in step.chunks]
         if self.adapters is None:
-            return self.run(chunks, owned)
+            return self.run(chunks, owned, trees=[chunk.sequence.tree for chunk in step.chunks])
         with self.adapters.rows_of(step) as row_slots:
             return self.run(chunks, owned, row_slots)
 
     @torch.inference_mode()
     def run(
-        self, chunks: Chunks, tables: list[list[int]], row_slots: list[int] | None = None
+        self,
+        chunks: Chunks,
+        tables: list[list[int]],
+        row_slots: list[int] | None = None,
+        trees: Sequence[Tree | None] = (),
     ) -> Tensor:
         """Run some tokens of each sequence. tables: its blocks. row_slots: the adapter of each token,
-        None for none. Returns hidden: [T, hidden_size].
+        None for none. trees: where a sequence's tokens are the nodes of one. Returns hidden: [T,
+        hidden_size].
         """
         if self.captured is not None and self.captured.fits(chunks):
-            self.features = self.captured(chunks, tables, row_slots)
-            return self.features
+            hidden, self.features = self.captured(chunks, tables, row_slots, trees)
+            return hidden
         batch = step_batch(self.pool, chunks, tables)
+        if trees:
+            batch = with_trees(batch, trees)
         attend = self.pool.attending(batch)
         with self.adapters_over(row_slots):
             return self.forward(batch.tokens, attend)
@@ -107,6 +126,13 @@ class ModelRunner:
 
     def close(self) -> None:
         """Nothing has to be ended here; what the workers of `reference.parallel` hold does."""
+
+
+def with_tree_ops(rung: Rung) -> Rung:
+    """A rung of lesson 12's operations with lesson 17's, which also know trees; any other as it is."""
+    if rung.kernels is not LESSON_12:
+        return rung
+    return replace(rung, kernels=LESSON_17, stand_ins=LESSON_17_TORCH)
 
 
 class PoolsSwap(HostSwap):

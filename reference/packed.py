@@ -14,13 +14,15 @@ as its last matrix, too.
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
-from lessons.l02_naive_attention.decoder import Decoder, swap
-from lessons.l07_kernel_fusion.fused_decoder import FusedAttention, FusedMLP
+from lessons.l02_naive_attention.decoder import MLP, Attention, Decoder, RMSNorm, swap
+from lessons.l07_kernel_fusion import stand_ins
+from lessons.l07_kernel_fusion.fused_decoder import FusedAttention, FusedMLP, FusedRMSNorm, ops_of
+from lessons.l17_tree_speculation.heads import Heads
 from lessons.l18_weight_quantization.linear import QuantizedLinear
 from lessons.l20_parallelism.layers import ParallelHead
 from lessons.l21_multi_lora.layers import LoRALinear
@@ -100,6 +102,27 @@ def packed(model: Decoder) -> Decoder:
     if type(model.lm_head) in (nn.Linear, ParallelHead):
         twin._modules = {**twin._modules, "lm_head": over_packed(model.lm_head)}
     return twin
+
+
+def packed_heads(heads: Heads) -> Heads:
+    """The same for what drafts: EAGLE's layer with the fused parts of the model around it, and Medusa's
+    blocks. In another dtype or place they stay as they are.
+    """
+    weight = next(heads.parameters())
+    if weight.device.type != "cpu" or not can_pack(weight.dtype):
+        return heads
+    ops = ops_of(stand_ins)
+
+    def attention(part: Attention) -> PackedAttention:
+        return PackedAttention(FusedAttention(part, ops))
+
+    def mlp(part: MLP) -> PackedMLP:
+        return PackedMLP(FusedMLP(part, ops))
+
+    norm = partial(FusedRMSNorm, ops=ops)
+    # The attention first, because whatever is packed inside of it has no matrix to merge any more.
+    parts = swap(heads, {Attention: attention, MLP: mlp, RMSNorm: norm})
+    return swap(parts, {nn.Linear: PackedLinear})
 
 
 def if_plain(new: Callable) -> Callable:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lessons.l14_continuous_batching.sequence import Chunk, Sequence, Step
 from lessons.l15_chunked_prefill.preemption import by_arrival
+from lessons.l17_tree_speculation.tree import Tree
 from lessons.l21_multi_lora.adapters import Adapter
 from lessons.l21_multi_lora.slots import LoRARequest
 from lessons.l22_serving.fair import Ticket
@@ -29,6 +30,7 @@ class EngineSequence(Sequence):
     bias: tuple[Tensor, Tensor] | None = None  # logit_bias: token ids, values
     detokenizer: Detokenizer | None = None
     constraint: Constraint | None = None  # structured_outputs: what it may still say
+    tree: Tree | None = None  # whose nodes its next tokens are, while it speculates
     logprobs: list[Logprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lessons.l12_paged_kv.runner import copy_blocks
 from lessons.l14_continuous_batching.sequence import Chunk, Step
+from lessons.l17_tree_speculation.runner import compact, path_moves
 from reference.engine import Engine
 from reference.lookahead import DraftedSequence, LookaheadScheduler
 from reference.outputs import RequestOutput, SpeculationCounts
@@ -31,9 +32,6 @@ class SpeculativeEngine(Engine):
         super().__init__(*args, **arguments)
         self.sampler = Verifier()
         self.speculation = SpeculationCounts()
-        if self.proposer.taps:
-            self.runner.taps = self.proposer.taps
-            self.runner.captured = None  # because a captured step hands out its last state only
 
     @property
     def proposer(self) -> Proposer:
@@ -62,9 +60,11 @@ class SpeculativeEngine(Engine):
         self.score_prompts(step, hidden)
         emitted = self.verify(step, hidden, drafts)
         self.hand_out(emitted, drafts)
-        ran = self.keep(step, drafts)
-        self.scheduler.finish(step)
+        ran = self.keep(step, drafts, emitted)
+        # Before `finish` tells the prefix cache of full blocks: they are full of the proposer's K and
+        # V, too, or of nobody's.
         self.proposer.observe(ran, self.runner.features, tables)
+        self.scheduler.finish(step)
         self.fork(emitted)
         for sequence in self.scheduler.leave():
             self.proposer.forget(sequence)
@@ -81,7 +81,8 @@ class SpeculativeEngine(Engine):
         found = self.proposer.propose(waiting, counts, self.scheduler.blocks.tables)
         drafts = dict(zip(waiting, found))
         for sequence, draft in drafts.items():
-            sequence.look_ahead(draft.tokens)
+            # Where nothing was drawn any token will do: nobody asks for what follows it.
+            sequence.look_ahead([max(token, 0) for token in draft.tokens], draft.tree)
         step.chunks[:] = [
             Chunk(sequence, sequence.to_compute if sequence in drafts else count)
             for sequence, count in step.chunks
@@ -111,7 +112,7 @@ class SpeculativeEngine(Engine):
         """Give everybody the tokens that are theirs, up to a stop."""
         now = time.monotonic()
         self.drafts = {}
-        for sequence, (tokens, logprobs) in emitted.items():
+        for sequence, (tokens, logprobs, _) in emitted.items():
             sequence.look_ahead([])
             before = len(sequence.output)
             for token, found in zip(tokens, logprobs):
@@ -127,18 +128,26 @@ class SpeculativeEngine(Engine):
             metrics.first_token = metrics.first_token or now
             metrics.last_token = now
 
-    def keep(self, step: Step, drafts: Drafts) -> list[Ran]:
-        """Cut the step down to the tokens that stay, as if no others had been drafted. What does not
-        stay keeps its slots in the cache, and the next step writes over it.
+    def keep(self, step: Step, drafts: Drafts, emitted: dict[EngineSequence, Emitted]) -> list[Ran]:
+        """Cut the step down to the tokens that stay, as if no others had been drafted. The path that
+        stays of a tree moves together in the cache. What does not stay keeps its slots, and the next
+        step writes over it.
         """
-        ran = []
+        ran, moves = [], []
         for at, (last, (sequence, count)) in enumerate(ends(step)):
-            first_row = last + 1 - count
+            first_row, held = last + 1 - count, sequence.computed
+            rows = range(first_row, last + 1)
             if sequence in drafts:
                 # All of its tokens but the newest, which was sampled from the last row that stays.
-                count = sequence.num_own - 1 - sequence.computed
+                count = sequence.num_own - 1 - held
+                path = list(emitted[sequence].path[:count])
+                rows = [first_row + node for node in path]
                 step.chunks[at] = Chunk(sequence, count)
-            ran.append(Ran(sequence, sequence.computed, count, first_row))
+                table = self.scheduler.blocks.tables[sequence.row]
+                moves += path_moves(path, held, table, self.scheduler.blocks.block_size)
+            ran.append(Ran(sequence, held, count, rows))
+        if moves:
+            compact(self.runner.pool, moves)
         return ran
 
     def fork(self, emitted: dict[EngineSequence, Emitted]) -> None:

@@ -2,7 +2,7 @@
 batches of 1 to 64, with each method and without any, all in one run.
 
     python -m reference.speed_drafts --out build
-    python -m reference.speed_drafts --method ngram --batch 1 --rounds 5
+    python -m reference.speed_drafts --method eagle-tree --batch 1 --rounds 5
 
 Everybody runs once a round, and a ratio compares two runs of one round. Prints a table of tokens per
 pass of the target, the share of drafted tokens that stay, and the ratios; writes speed_drafts.json.
@@ -22,13 +22,17 @@ from reference.speed_args import read_args
 SCHEMA = 1
 PLAIN = "no speculation"
 BATCHES = (1, 4, 16, 64)
-# method -> what is put behind the model's name to find what drafts, and how many tokens it drafts
+# name -> method, what is put behind the model's name to find what drafts, and how many tokens it drafts:
+# as a chain, or as the tree that the heads' measured acceptance makes the best
 METHODS = {
-    "ngram": (None, 4),
-    "draft": ("-draft", 3),
-    "medusa": ("-medusa", 3),
-    "eagle": ("-eagle", 3),
+    "ngram": ("ngram", None, 4),
+    "draft": ("draft", "-draft", 3),
+    "medusa": ("medusa", "-medusa", 3),
+    "eagle": ("eagle", "-eagle", 3),
+    "medusa-tree": ("medusa", "-medusa", 7),
+    "eagle-tree": ("eagle", "-eagle", 7),
 }
+TREE = "-tree"
 
 
 def parse_args(argv) -> argparse.Namespace:
@@ -37,8 +41,10 @@ def parse_args(argv) -> argparse.Namespace:
 
 def config_of(method: str, model: str) -> dict | None:
     """The speculative_config of a method; None where its weights are not beside the model."""
-    behind, count = METHODS[method]
-    config = dict(method=method, num_speculative_tokens=count)
+    name, behind, count = METHODS[method]
+    config = dict(method=name, num_speculative_tokens=count)
+    if method.endswith(TREE):
+        config["speculative_token_tree"] = "auto"
     if behind is None:
         return config
     folder = Path(f"{model}{behind}")
@@ -94,6 +100,7 @@ def entries_of(found: dict, model, prompts: list[list[int]], batch: int) -> list
         counts = own["counts"]
         entries.append(
             {
+                "name": f"{name} at {batch}",
                 "method": name,
                 "batch": batch,
                 "tokens_per_pass": 1.0 if counts is None else counts.tokens_per_pass,
@@ -137,6 +144,8 @@ def run(args: argparse.Namespace) -> int:
         served = [prompts[index % len(prompts)] for index in range(count)]
         entries += entries_of(measure_batch(args, configs, served, batch), model, served, batch)
         print_table([entry for entry in entries if entry["batch"] == batch], console)
+    # Trees behind all chains, because texts quote the others by their number.
+    entries.sort(key=lambda entry: entry["method"].endswith(TREE))
     record = {
         "schema": SCHEMA,
         "fingerprint": devices.fingerprint(),

@@ -14,6 +14,7 @@ from lessons.l02_naive_attention.naive import generate as alone
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l11_cuda_graphs.optimized import CudaGraphs
+from lessons.l17_tree_speculation.lab.testing import random_heads
 from lessons.l18_weight_quantization.gguf_model import save_gguf
 from lessons.l18_weight_quantization.linear import dequantized
 from lessons.l19_kv_quantization.formats import FORMATS
@@ -97,6 +98,23 @@ def test_drafts_are_verified_in_replayed_steps(model, method):
     got = run(engine, prompts, [greedy(limit) for limit in limits])
     assert [got[str(at)][0] for at in range(2)] == alone(model, prompts, limits)
     assert engine.speculation.accepted and max(buckets) > 2
+
+
+@pytest.mark.parametrize(
+    "kind, tree", [("medusa", "[(0,), (1,)]"), ("eagle3", "[(0,), (1,), (0, 0)]")]
+)
+def test_trees_are_verified_in_replayed_steps(model, kind, tree):
+    """EAGLE-3 reads the target at three depths, so it needs what a graph has tapped."""
+    heads = random_heads(model, kind)
+    method = "medusa" if kind == "medusa" else "eagle"
+    config = dict(method=method, model="made here", speculative_token_tree=tree)
+    small = dict(max_num_seqs=2, block_size=4, num_gpu_blocks_override=12, max_model_len=24)
+    engine = engine_over(model, None, EngineArgs(speculative_config=config, **small), heads)
+    buckets = count_replays(engine)
+    prompts, limits = [[7, 8, 9], [5, 6]], [5, 3]
+    got = run(engine, prompts, [greedy(limit) for limit in limits])
+    assert [got[str(at)][0] for at in range(2)] == alone(model, prompts, limits)
+    assert engine.speculation.drafted and max(buckets) > 2
 
 
 def test_swapped_blocks_come_back_from_the_host(model):

@@ -21,6 +21,11 @@ from lessons.l15_chunked_prefill.lab.virtual import TokenMemory
 from lessons.l15_chunked_prefill.swap import Lender
 from lessons.l16_speculative_sampling.naive import verify_sequence
 from lessons.l16_speculative_sampling.stand_ins import draw_rows
+from lessons.l17_tree_speculation.drafts import HeadDrafter
+from lessons.l17_tree_speculation.guesses import Ranked
+from lessons.l17_tree_speculation.naive import verify_tree
+from lessons.l17_tree_speculation.tree import Tree, chain
+from reference.head_proposers import HeadProposer
 from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler
 from reference.model_runner import PoolsSwap
 from reference.proposers import DraftModelProposer, NgramProposer
@@ -28,7 +33,8 @@ from reference.request import EngineRequest, by_priority
 from reference.sampling_params import SamplingParams
 from reference.speculation import Draft
 from reference.speculative_engine import SpeculativeEngine
-from reference.verification import ACCEPTS, DRAFTS, DRAWS, numbers
+from reference.tree_guesses import DrawnIfSampled
+from reference.verification import ACCEPTS, DRAFTS, DRAWS, Row, node_numbers, numbers
 from tests.engine_histories import CONFIG, LOGITS, LONGEST, History, House, VirtualRunner, hashes
 
 # A draft agrees with the target now and then.
@@ -36,13 +42,25 @@ OTHERS = LOGITS + torch.randn(LOGITS.shape, generator=torch.Generator().manual_s
 
 
 class Drafting(NamedTuple):
-    """Who drafts. kind: "ngram"; "sure": it keeps its distributions to itself; or "drawn"."""
+    """Who drafts. kind: "ngram"; "sure": it keeps its distributions to itself; "drawn"; "sure tree" or
+    "drawn tree": of the shape `tree`.
+    """
 
     kind: str
     num_speculative_tokens: int
     temperature: float = 1.0
     context: int = LONGEST  # of the draft
     min_tokens: int = 0
+    tree: Tree = chain(1)
+
+    @property
+    def shape(self) -> Tree | None:
+        return self.tree if self.kind in TREE_KINDS else None
+
+    @property
+    def most(self) -> int:
+        """Tokens that are drafted in a step at most."""
+        return self.num_speculative_tokens if self.shape is None else len(self.tree) - 1
 
 
 class DraftMemory:
@@ -81,13 +99,99 @@ class SureDraft(VirtualDraft):
     """
 
     def propose(self, sequences, counts, tables):
-        return [Draft(tokens) for tokens, _ in super().propose(sequences, counts, tables)]
+        return [Draft(draft.tokens) for draft in super().propose(sequences, counts, tables)]
 
 
-def new_proposer(drafting: Drafting, blocks: BlockManager, draft=VirtualDraft):
+def new_proposer(drafting: Drafting, blocks: BlockManager, runner, draft=VirtualDraft):
     if drafting.kind == "ngram":
         return NgramProposer(3)
+    if drafting.shape is not None:
+        return VirtualTrees(runner.model, TREE_KINDS[drafting.kind]())
     return (SureDraft if drafting.kind == "sure" else draft)(DraftMemory(blocks, drafting.context))
+
+
+# ---------------------------------------------------------------- trees
+
+
+TREE_KINDS = {"sure tree": Ranked, "drawn tree": DrawnIfSampled}
+
+
+class VirtualHeads(HeadDrafter):
+    """What may stand behind a node: a row of the other table, by a hash of its context."""
+
+    def level_logits(self, depth, level, trees, tokens):
+        found = [
+            logits_behind(OTHERS, one.request, one.request.output + one.behind) for one in level
+        ]
+        return torch.cat(found)
+
+
+class VirtualTrees(HeadProposer):
+    """Nothing is kept from step to step. It has no memory that could be wrong: the target's shows what
+    becomes of a tree.
+    """
+
+    taps, pools = None, ()
+
+    def __init__(self, model, choice):
+        self.drafter = VirtualHeads(model, choice)
+
+    def most(self, sequence) -> int:
+        return LONGEST
+
+    def observe(self, ran, features, tables) -> None:
+        for sequence, first, count, rows in ran:
+            assert len(rows) == count and first == sequence.computed
+
+    def fork(self, parent, child) -> None:
+        pass
+
+    def forget(self, sequence) -> None:
+        pass
+
+
+class Slots(NamedTuple):
+    """TokenMemory as a pool of slots: tensors [1, slots]."""
+
+    k_slots: Tensor
+    v_slots: Tensor
+
+    @property
+    def tensors(self):
+        return self
+
+
+class TreeRunner(VirtualRunner):
+    """The hash of a node is that of its way, whatever lies between in memory. Positions are stored,
+    too, by depth; so a text whose K are in order was compacted right.
+    """
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        memory = self.virtual.memory
+        self.pool = Slots(memory.k_slots.view(1, -1), memory.v_slots.view(1, -1))
+
+    def __call__(self, step, tables) -> Tensor:
+        hidden, first = super().__call__(step, tables), 0
+        for sequence, count in step.chunks:
+            held, tree, table = sequence.computed, sequence.tree, tables[sequence.row]
+            places = self.virtual.memory.v_slots[0, table].flatten()[:held]
+            assert places.tolist() == list(range(held)), "K of another position"
+            if tree is not None:
+                assert len(tree) == count
+                context = self.virtual.read(sequence, count)
+                for node in range(count):
+                    way = [context[held + n] for n in tree.path_to(node)]
+                    hidden[first + node] = hashes(context[:held] + way)[-1]
+                self.write_positions(table, held, tree)
+            first += count
+        return hidden
+
+    def write_positions(self, table, held: int, tree: Tree) -> None:
+        size = self.virtual.blocks.block_size
+        for node, depth in enumerate(tree.depths):
+            place = held + node
+            self.pool.v_slots[0, table[place // size] * size + place % size] = held + depth
 
 
 def new_engine(house: House, faults, drafting: Drafting, kind, draft) -> SpeculativeEngine:
@@ -96,15 +200,16 @@ def new_engine(house: House, faults, drafting: Drafting, kind, draft) -> Specula
         blocks = BlockManager(*size)
     else:
         blocks = CachingBlockManager(*size, house.cache(house.block_size))
-    runner = VirtualRunner(blocks, None, faults)
-    proposer = new_proposer(drafting, blocks, draft)
+    runner = TreeRunner(blocks, None, faults)
+    proposer = new_proposer(drafting, blocks, runner, draft)
     how = dict(
         max_num_seqs=house.max_num_seqs,
         max_num_batched_tokens=house.max_num_batched_tokens,
         enable_chunked_prefill=house.enable_chunked_prefill,
         order=by_priority,
         proposer=proposer,
-        num_speculative_tokens=drafting.num_speculative_tokens,
+        num_speculative_tokens=drafting.most,
+        tree=drafting.shape,
     )
     if house.host_blocks is None:
         scheduler = LookaheadScheduler(blocks, **how)
@@ -155,21 +260,23 @@ class DraftedHistory(History):
         kind=SpeculativeEngine,
         draft=VirtualDraft,
     ):
-        least = house.max_num_seqs * (1 + drafting.num_speculative_tokens)
+        least = house.max_num_seqs * (1 + drafting.most)
         most = max(house.max_num_batched_tokens, least)
         house = house._replace(max_num_batched_tokens=most)
         engine = new_engine(house, faults, drafting, kind, draft)
         super().__init__(house, requests, faults, engine=engine)
         self.drafting = drafting
-        self.seen |= dict(accepted=0, rejected=0, stopped_inside=0)
+        self.seen |= dict(accepted=0, rejected=0, stopped_inside=0, moved=0)
         self.hand_out, engine.hand_out = engine.hand_out, self.look_at
 
     def look_at(self, emitted, drafts):
         """Stands in front of the engine's hand_out."""
-        for sequence, (tokens, _) in emitted.items():
+        for sequence, (tokens, *_) in emitted.items():
             drafted = len(drafts[sequence].tokens) if sequence in drafts else 0
             self.seen["accepted"] += len(tokens) - 1
             self.seen["rejected"] += drafted - (len(tokens) - 1)
+            path = emitted[sequence].path
+            self.seen["moved"] += any(node != place for place, node in enumerate(path))
             self.seen["stopped_inside"] += not sequence.stop_token_ids.isdisjoint(tokens[:-1])
         self.hand_out(emitted, drafts)
 
@@ -185,7 +292,7 @@ class DraftedHistory(History):
     def check_end(self) -> None:
         super().check_end()
         proposer = self.engine.proposer
-        kept = proposer.known if self.drafting.kind == "ngram" else proposer.held
+        kept = proposer.known if self.drafting.kind == "ngram" else getattr(proposer, "held", {})
         assert not kept, "the proposer remembers who has gone"
 
 
@@ -197,16 +304,20 @@ def alone(sequence, drafting: Drafting) -> list[int]:
     come without their distributions, it is that of plain sampling.
     """
     output, stops = [], frozenset(CONFIG.eos_token_ids)
-    is_drawn = drafting.kind == "drawn" and sequence.sampling.temperature > 0
+    is_drawn = drafting.kind.startswith("drawn") and sequence.sampling.temperature > 0
     while len(output) < sequence.max_new_tokens and not stops.intersection(output[-1:]):
         left = sequence.max_new_tokens - len(output) - 1
         room = drafting.context - (len(sequence.prompt) + len(output) - 1)
-        count = min(drafting.num_speculative_tokens, left, room) if output and is_drawn else 0
+        room = LONGEST if drafting.shape is not None else room
+        count = min(drafting.most, left, room) if output and is_drawn else 0
         if count <= 0:
             logits = logits_behind(LOGITS, sequence, output)
             output += sample(logits, [sequence.sampling], [sequence.prompt], [output])
             continue
-        for token in drafted_round(sequence, output, count):
+        emits = drafted_round
+        if drafting.shape is not None:
+            emits, count = tree_round, drafting.tree.first(count + 1)
+        for token in emits(sequence, output, count):
             output.append(token)
             if token in stops:
                 break
@@ -226,6 +337,26 @@ def drafted_round(sequence, output: list[int], count: int) -> list[int]:
         drafted += draw_rows(q[-1][None], numbers(batch, DRAFTS)).tolist()
     rows = torch.stack(p), torch.stack(q), torch.tensor(drafted), torch.stack(u)
     return verify_sequence(*rows)
+
+
+def tree_round(sequence, output: list[int], tree: Tree) -> list[int]:
+    """A step of lesson 17's naive.py with the engine's random numbers."""
+    tokens, p, q, u, behind = [-1] * len(tree), [], [], [], {0: output}
+    for node, children in enumerate(tree.children):
+        batch = sampling_batch([sequence_with(sequence, behind[node])], "cpu")
+        for table, rows in ((LOGITS, p), (OTHERS, q)):
+            logits = logits_behind(table, sequence, behind[node])
+            rows.append(batch_probabilities(logits, batch).float()[0])
+        row, left = Row(sequence_with(sequence, output), [], node), q[-1].clone()
+        u.append(torch.cat([node_numbers([row], one, "cpu") for one in (ACCEPTS, DRAWS)]))
+        for place, child in enumerate(children):
+            if left.sum() > 0:
+                number = node_numbers([row], DRAFTS * (1 + place), "cpu")
+                tokens[child] = int(draw_rows(left[None], number))
+                left[tokens[child]] = 0
+            behind[child] = [*behind[node], max(tokens[child], 0)]
+    *path, last = verify_tree(torch.stack(p), torch.stack(q), tree, tokens, torch.stack(u))
+    return [*(tokens[node] for node in path[1:]), last]
 
 
 def logits_behind(table: Tensor, sequence, output: list[int]) -> Tensor:

@@ -15,11 +15,16 @@ from lessons.l02_naive_attention.naive import generate as alone
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l11_cuda_graphs.simulator import SimulatedGraphs
 from lessons.l12_paged_kv.optimized import LESSON_12
+from lessons.l17_tree_speculation.lab.testing import random_heads
+from lessons.l17_tree_speculation.optimized import LESSON_17
+from lessons.l17_tree_speculation.tree import Tree
 from lessons.toolbox.measure.device import has_gpu, has_triton
 from reference.decode_graphs import DecodeGraphs
 from reference.engine_args import EngineArgs
 from reference.llm import engine_over
+from reference.tree_graphs import TreeGraphs
 from tests.engine_cases import greedy, new_engine, new_model, run
+from tests.test_tree_engine import tree_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.usefixtures("seed")
@@ -59,7 +64,7 @@ def test_replayed_steps_give_the_same_tokens_and_write_no_padding():
 def test_a_table_that_is_not_copied_in_is_found():
     class Stale(DecodeGraphs):
         def copy_in(self, bucket, inputs, table):
-            super().copy_in(bucket, inputs, self.tables[bucket])
+            super().copy_in(bucket, inputs, self.inputs[bucket][1])
 
     for _ in range(3):  # one history may by chance sit in the right blocks
         try:
@@ -93,14 +98,71 @@ def test_steps_with_drafts_are_replayed_and_give_the_same_tokens():
     runner.pool.ops = LESSON_12
 
     class Noted(DecodeGraphs):
-        def __call__(self, chunks, tables, row_slots):
+        def __call__(self, chunks, *args):
             replays.append([len(new) for new, _ in chunks])
-            return super().__call__(chunks, tables, row_slots)
+            return super().__call__(chunks, *args)
 
     runner.captured = Noted(runner.model, runner.pool, SimulatedGraphs(1), [2, 9], 24, 3)
     got = run(engine, prompts, [greedy(limit) for limit in limits])
     assert [got[str(at)][0] for at in range(2)] == alone(model, prompts, limits)
     assert any(max(counts) > 1 for counts in replays), "no draft was replayed"
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_steps_with_trees_are_replayed_and_give_the_same_tokens():
+    """Whole trees, cut ones, and sequences of one token, in one graph."""
+    model, prompts, limits = new_model(), [[7, 8, 9], [3, 4]], [6, 2]
+    tree = Tree((-1, 0, 0, 1))
+    small = dict(max_num_seqs=3, num_gpu_blocks_override=30, max_model_len=24)
+    engine = tree_engine(model, tree, **small)
+    runner, replays = engine.runner, []
+    runner.pool.ops = LESSON_17
+
+    class Noted(TreeGraphs):
+        def __call__(self, chunks, *args):
+            replays.append([len(new) for new, _ in chunks])
+            return super().__call__(chunks, *args)
+
+    runner.model = fused(model)
+    how = dict(most_nodes=len(tree), most_sequences=3)
+    runner.captured = Noted(
+        runner.model, runner.pool, SimulatedGraphs(1), [12], max_model_len=24, **how
+    )
+    got = run(engine, prompts, [greedy(limit) for limit in limits], [0, 1])
+    assert [got[str(at)][0] for at in range(2)] == alone(model, prompts, limits)
+    assert runner.pool.k_slots[:, -1].isnan().all(), "a row of padding was written"
+    assert any(len(tree) in counts for counts in replays), "no tree was replayed"
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_replayed_step_hands_out_what_eagle_3_reads():
+    """Features of three depths, the same as from an eager step."""
+    model, found = new_model(), []
+    heads = random_heads(model, "eagle3")
+    for is_replayed in (False, True):
+        config = dict(method="eagle", model="made here", num_speculative_tokens=2)
+        small = dict(max_num_seqs=2, block_size=4, num_gpu_blocks_override=12, max_model_len=24)
+        engine = engine_over(
+            fused(model), None, EngineArgs(speculative_config=config, **small), heads
+        )
+        runner, features = engine.runner, []
+        runner.pool.ops = LESSON_12
+        assert runner.taps == heads.taps
+        if is_replayed:
+            runner.capture(SimulatedGraphs(1), [3], 3)
+        observe = engine.proposer.observe
+
+        def watched(ran, all_features, tables, observe=observe, features=features):
+            features.append(all_features[[row for one in ran for row in one.rows]])
+            observe(ran, all_features, tables)
+
+        engine.proposer.observe = watched
+        run(engine, [[1, 2, 3]], [greedy(4)])
+        found.append(torch.cat(features))
+    assert found[0].shape[1] == 3 * model.config.hidden_size
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
 
 
 @needs_triton

@@ -6,6 +6,8 @@ import pytest
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l17_tree_speculation.heads import KINDS, fingerprint, load_heads
+from lessons.l17_tree_speculation.lab.experiments import NODES, recorded
+from lessons.l17_tree_speculation.tree import best_tree, expected_tokens
 from lessons.toolbox.model.checkpoint import REPOSITORY
 
 MODELS = REPOSITORY / "models"
@@ -36,3 +38,14 @@ def test_the_card_is_what_the_script_writes():
     from models.heads_card import card
 
     assert (MODELS / "HEADS.md").read_text(encoding="utf-8") == card()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_know_how_often_they_are_right(kind):
+    """What was counted last, so a tree chosen by it is worth as much as lesson 17's."""
+    config = json.loads((MODELS / f"tiny-{kind}/config.json").read_text())
+    entry = recorded()["kinds"][kind]
+    assert config["acceptance"] == entry["acceptance"]
+    tree = best_tree(config["acceptance"], NODES)
+    worth = expected_tokens(tree, config["acceptance"])
+    assert worth == pytest.approx(entry["expected"][str(NODES)], abs=1e-3)

@@ -10,11 +10,13 @@ from lessons.l02_naive_attention.naive import attention_per_head, generate, whol
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.l17_tree_speculation.heads import MedusaHeads
+from lessons.l17_tree_speculation.lab.testing import random_heads
 from lessons.toolbox.model.config import ModelConfig
 from reference import packed as module
 from reference.engine import Engine
 from reference.model_runner import ModelRunner
-from reference.packed import PackedLinear, can_pack, packed
+from reference.packed import PackedLinear, can_pack, packed, packed_heads
 from reference.sampling_params import SamplingParams
 
 pytestmark = [
@@ -89,6 +91,53 @@ def test_a_slip_in_merging_is_seen(slip):
         attention.qkv_proj = PackedLinear(merged.q_proj, merged.v_proj, merged.k_proj)
     with pytest.raises(AssertionError, match="allowed"):
         assert_as_exact(plain, twin)
+
+
+def made_by(heads, config: ModelConfig, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """What heads make of embeddings and features: [2, T, hidden_size] -> [..., T, hidden_size]."""
+    if isinstance(heads, MedusaHeads):
+        return heads(inputs[0])
+    attend = whole_sequence(Decoder(config), len(inputs[0]), attention_per_head)
+    return heads.hidden(heads(*inputs, lambda q, k, v: attend(0, q, k, v)))
+
+
+def assert_heads_as_exact(plain, twin, config: ModelConfig) -> None:
+    """As `assert_as_exact`."""
+    oracle = copy.deepcopy(plain).double()
+    for length in (1, 2, 33):
+        inputs = torch.randn(2, length, config.hidden_size)
+        truth = made_by(oracle, config, inputs.double())
+        allowed = 2 * (made_by(plain, config, inputs) - truth).abs().max() + 1e-6
+        error = (made_by(twin, config, inputs) - truth).abs().max()
+        if not error <= allowed:
+            raise AssertionError(f"{length} tokens: {error:.3g}, allowed {allowed:.3g}")
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("name", ["llama", "biases everywhere", "qwen3, norms of q and k"])
+def test_heads_draft_as_before_to_rounding(kind, name):
+    config = ModelConfig(*SHAPE, **CASES[name])
+    plain = random_heads(random_model(config), kind)
+    before = [type(part) for part in plain.modules()]
+    twin = packed_heads(plain)
+    assert any(isinstance(part, PackedLinear) for part in twin.modules())
+    assert not any(isinstance(part, torch.nn.Linear) for part in twin.modules())
+    assert [type(part) for part in plain.modules()] == before
+    assert_heads_as_exact(plain, twin, config)
+
+
+def test_a_slip_in_merging_a_drafts_matrices_is_seen():
+    config = ModelConfig(*SHAPE)
+    plain = random_heads(random_model(config), "eagle")
+    twin, parts = packed_heads(plain), plain.layer.self_attn
+    twin.layer.self_attn.qkv_proj = PackedLinear(parts.q_proj, parts.v_proj, parts.k_proj)
+    with pytest.raises(AssertionError, match="allowed"):
+        assert_heads_as_exact(plain, twin, config)
+
+
+def test_heads_that_cannot_be_packed_are_returned_as_they_are():
+    heads = random_heads(random_model(ModelConfig(*SHAPE)), "eagle").double()
+    assert packed_heads(heads) is heads
 
 
 def test_the_model_that_is_packed_stays_as_it_was():

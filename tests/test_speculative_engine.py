@@ -46,18 +46,21 @@ def drafters(model):
     return dict(ngram=None, draft=draft, medusa=medusa, eagle=eagle)
 
 
-def new_engine(model, method=None, drafter=None, count=3, **arguments):
+def new_engine(model, method=None, drafter=None, count=3, speculative=None, **arguments):
+    """speculative: further keys of speculative_config."""
     config = None
     if method is not None:
         name = None if method == "ngram" else "made here"
         config = dict(method=method, model=name, num_speculative_tokens=count)
+        config |= speculative or {}
     small = dict(max_num_seqs=4, block_size=4, num_gpu_blocks_override=60, max_model_len=LONGEST)
     args = EngineArgs(speculative_config=config, **small | arguments)
     engine = engine_over(model, None, args, drafter)
     pools = [engine.runner.pool, *(engine.proposer.pools if method else ())]
     for pool in pools:
-        for slots in (pool.k_slots, pool.v_slots):
-            slots.fill_(torch.nan)  # nobody may see what nobody wrote
+        for slots in pool.tensors:
+            if slots.is_floating_point():
+                slots.fill_(torch.nan)  # nobody may see what nobody wrote
     return engine
 
 
@@ -154,7 +157,7 @@ def test_medusa_keeps_a_state_that_the_next_step_does_not_write_over(model, draf
     proposer = new_engine(model, "medusa", drafters["medusa"]).proposer
     (sequence,) = [EngineSequence(0, [1, 2, 3], 5, RowParams(), frozenset())]
     features = torch.randn(3, CONFIG.hidden_size, device=model.device)
-    proposer.observe([Ran(sequence, 0, 3, 0)], features, {})
+    proposer.observe([Ran(sequence, 0, 3, range(3))], features, {})
     want = features[2].clone()
     features.zero_()
     assert torch.equal(proposer.states[0], want)
@@ -169,7 +172,7 @@ class DrawsFromTheTarget(Verifier):
     def accept(self, logits, rows, drafts):
         found, first = super().accept(logits, rows, drafts), 0
         drawn = read_tokens(sample_batch(logits, self.sure(rows, logits.device)))
-        for tokens, draft in zip(found, drafts):
+        for (tokens, _), draft in zip(found, drafts):
             if len(tokens) <= len(draft.tokens):
                 tokens[-1] = drawn[first + len(tokens) - 1]
             first += len(draft.tokens) + 1

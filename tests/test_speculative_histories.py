@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from lessons.l13_prefix_caching.naive import HashBlocks
+from lessons.l17_tree_speculation.tree import Tree
 from reference.lookahead import LookaheadScheduler
 from reference.speculative_engine import SpeculativeEngine
 from reference.verification import Verifier
@@ -18,9 +19,20 @@ from hypothesis import strategies as st
 
 from tests.test_engine_histories import FAULTS, HOUSE, REQUESTS, histories
 
+
+@st.composite
+def trees(draw):
+    """A few nodes anywhere."""
+    parents = [-1]
+    for node in range(1, draw(st.integers(2, 8))):
+        parents.append(draw(st.integers(0, node - 1)))
+    return Tree(tuple(parents))
+
+
 DRAFTING = st.builds(
     Drafting,
-    kind=st.sampled_from(["ngram", "sure", "drawn"]),
+    kind=st.sampled_from(["ngram", "sure", "drawn", "sure tree", "drawn tree"]),
+    tree=trees(),
     num_speculative_tokens=st.integers(1, 5),
     temperature=st.sampled_from([0.0, 1.0, 1.0]),
     context=st.sampled_from([40, 40, 17]),
@@ -43,7 +55,15 @@ def test_random_histories(request):
     print(seen, ends)
     # Only of the long form, because a hundred random histories may miss what is rare.
     if request.config.getoption("--all"):
-        for name in ("preempted", "swapped", "cached", "accepted", "rejected", "stopped_inside"):
+        for name in (
+            "preempted",
+            "swapped",
+            "cached",
+            "accepted",
+            "rejected",
+            "stopped_inside",
+            "moved",
+        ):
             assert seen[name], f"no history was {name}"
         assert set(ends) == {"finished", "aborted", "failed", "refused"}
 
@@ -54,9 +74,9 @@ def test_random_histories(request):
 class NeverRewinds(SpeculativeEngine):
     """Rejected tokens count as computed."""
 
-    def keep(self, step, drafts):
+    def keep(self, step, drafts, emitted):
         counts = {chunk.sequence: chunk.count for chunk in step.chunks}
-        ran = super().keep(step, drafts)
+        ran = super().keep(step, drafts, emitted)
         step.chunks[:] = [chunk._replace(count=counts[chunk.sequence]) for chunk in step.chunks]
         return ran
 
@@ -77,7 +97,7 @@ class BonusFromTheDraft(SpeculativeEngine):
 
     def verify(self, step, hidden, drafts):
         emitted = super().verify(step, hidden, drafts)
-        for sequence, (tokens, _) in emitted.items():
+        for sequence, (tokens, *_) in emitted.items():
             if (draft := drafts.get(sequence)) and len(tokens) <= len(draft.tokens):
                 tokens[-1] = draft.tokens[len(tokens) - 1]
         return emitted
@@ -87,7 +107,7 @@ class IgnoresStops(SpeculativeEngine):
     """A stop token inside an accepted run is taken for any other."""
 
     def hand_out(self, emitted, drafts):
-        for sequence, (tokens, _) in emitted.items():
+        for sequence, (tokens, *_) in emitted.items():
             inside, all_stops = set(tokens[:-1]), sequence.stop_token_ids
             sequence.stop_token_ids = all_stops - inside
         super().hand_out(emitted, drafts)
@@ -109,7 +129,7 @@ class Overshoots(SpeculativeEngine):
 
     def hand_out(self, emitted, drafts):
         limits = {sequence: sequence.max_new_tokens for sequence in emitted}
-        for sequence, (tokens, _) in emitted.items():
+        for sequence, (tokens, *_) in emitted.items():
             if len(sequence.output) + len(tokens) > sequence.max_new_tokens:
                 sequence.max_new_tokens = len(sequence.output) + len(tokens)
         super().hand_out(emitted, drafts)
@@ -122,11 +142,11 @@ class VerifiesAtTheLastRow(Verifier):
 
     def compare(self, logits, rows, drafts):
         found, first = super().compare(logits, rows, drafts), 0
-        for tokens, draft in zip(found, drafts):
+        for (tokens, _), draft in zip(found, drafts):
             first += len(draft.tokens) + 1
-            tokens[-1] = super().compare(
-                logits[first - 1 : first], rows[first - 1 : first], [draft._replace(tokens=[])]
-            )[0][0]
+            at, none = slice(first - 1, first), draft._replace(tokens=[])
+            ((own, _),) = super().compare(logits[at], rows[at], [none])
+            tokens[-1] = own[0]
         return found
 
 

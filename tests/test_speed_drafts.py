@@ -17,9 +17,9 @@ def threads():
     torch.set_num_threads(before)
 
 
-def measured(out, *more) -> int:
+def measured(out, *more, method="ngram") -> int:
     few = ["--batch", "2", "--requests", "2", "--rounds", "1", "--tokens", "6"]
-    return speed_drafts.main([*few, "--method", "ngram", "--out", str(out), *more])
+    return speed_drafts.main([*few, "--method", method, "--out", str(out), *more])
 
 
 def test_a_method_is_measured_beside_the_plain_engine(tmp_path):
@@ -32,9 +32,21 @@ def test_a_method_is_measured_beside_the_plain_engine(tmp_path):
     assert ngram["identical"] and 0 <= ngram["acceptance_rate"] <= 1
 
 
+def test_a_tree_is_measured_beside_a_chain(tmp_path):
+    """Chosen by the heads' own acceptance; and texts find a row by its name."""
+    assert {"medusa", "medusa-tree", "eagle", "eagle-tree"} <= set(speed_drafts.METHODS)
+    assert measured(tmp_path, method="medusa-tree") == 0
+    record = json.loads((tmp_path / "speed_drafts.json").read_text())
+    config = record["configs"]["medusa-tree"]
+    assert config["method"] == "medusa" and config["speculative_token_tree"] == "auto"
+    assert [entry["name"] for entry in record["entries"]][-1] == "medusa-tree at 2"
+    assert record["entries"][-1]["identical"]
+
+
 def test_other_tokens_fail_the_command(tmp_path, monkeypatch, capsys):
     def wrong(self, logits, rows, drafts):
-        return [[(tokens[0] + 1) % 4096] for tokens in compare(self, logits, rows, drafts)]
+        found = compare(self, logits, rows, drafts)
+        return [([(tokens[0] + 1) % 4096], [0]) for tokens, _ in found]
 
     compare = Verifier.compare
     monkeypatch.setattr(Verifier, "compare", wrong)

@@ -63,18 +63,27 @@ class Drawn:
 
     def children(self, logits: Tensor, parents: list[Parent]) -> list[list[int]]:
         """As in Ranked, from logits: [P, V]. NOT_DRAWN where q has fewer tokens than are wanted."""
-        requests = [parent.request for parent in parents]
-        left = distributions(logits, requests, [parent.behind for parent in parents])
+        left = self.probabilities(logits, parents)
         self.q[torch.tensor([parent.row for parent in parents], device=logits.device)] = left
         found = []
         for place in range(max(parent.count for parent in parents)):
-            indices = [node_index(p.request, p.node) + place * MOST_NODES**2 for p in parents]
-            u = numbers(requests, indices, DRAFTS, logits.device)
+            u = self.random_numbers(parents, place, logits.device)
             tokens = torch.where(left.sum(-1) > 0, draw_rows(left, u), NOT_DRAWN)
             found.append(tokens.tolist())
             left.scatter_(1, tokens.clamp(min=0)[:, None], 0)
         rows = [list(row) for row in zip(*found)]
         return [row[: parent.count] for parent, row in zip(parents, rows)]
+
+    def probabilities(self, logits: Tensor, parents: list[Parent]) -> Tensor:
+        """What would be sampled behind each parent. logits: [P, V] -> [P, V] float32."""
+        requests = [parent.request for parent in parents]
+        return distributions(logits, requests, [parent.behind for parent in parents])
+
+    def random_numbers(self, parents: list[Parent], place: int, device: torch.device) -> Tensor:
+        """For each parent the one that draws its child number `place`: [P], in [0, 1)."""
+        requests = [parent.request for parent in parents]
+        indices = [node_index(p.request, p.node) + place * MOST_NODES**2 for p in parents]
+        return numbers(requests, indices, DRAFTS, device)
 
 
 def node_index(request: Request, node: int) -> int:

@@ -56,6 +56,7 @@ class MedusaHeads(nn.Module):
 
     kind = "medusa"
     taps = ()  # the feature is the hidden state behind the last norm
+    acceptance = None  # how often each guess was right, as best_tree wants it, if it was measured
 
     def __init__(self, hidden_size: int, count: int = 4):
         super().__init__()
@@ -98,6 +99,7 @@ class FeatureDraft(nn.Module):
     """
 
     config: ModelConfig
+    acceptance = None  # as in MedusaHeads
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -270,6 +272,7 @@ def load_heads(name_or_path: str | os.PathLike, target: Decoder) -> Heads:
     if {name: tensor.shape for name, tensor in stored.items()} != wanted:
         raise CheckpointError(f"{folder}/model.safetensors: its tensors are not those of its sizes")
     heads.load_state_dict(stored)
+    heads.acceptance = config.get("acceptance")
     return heads.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
 
 

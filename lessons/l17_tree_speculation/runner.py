@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l12_paged_kv.runner import new_pool
@@ -80,23 +81,33 @@ class TreeRunner(RewindingRunner):
         """Of a tree whose root lies at slot `begin`, keep the nodes on `path`, which starts with the
         root, and forget the others.
         """
-        moves = [(begin + node, begin + place) for place, node in enumerate(path) if node != place]
-        if moves:
-            compact(self, self.blocks.tables[sequence], moves)
+        table = self.blocks.tables[sequence]
+        compact(self.pool, path_moves(path, begin, table, self.pool.block_size))
         self.rewind(sequence, begin + len(path))
 
 
-def compact(runner: TreeRunner, table: list[int], moves: list[tuple[int, int]]) -> None:
-    """Move K and V of all layers within one sequence. moves: (from, to), places in the sequence."""
-    size = runner.pool.block_size
-    slots = torch.tensor(
-        [[table[place // size] * size + place % size for place in move] for move in moves],
-        device=runner.pool.k_slots.device,
-    )
-    source, target = slots.unbind(1)
+Moves = list[tuple[int, int]]  # (from, to), slots of a pool
+
+
+def path_moves(path: list[int], begin: int, table: list[int], block_size: int) -> Moves:
+    """What has to move so that the nodes on `path` lie in one piece. begin: the root's place in its
+    sequence; table: the sequence's blocks.
+    """
+    places = [(begin + node, begin + place) for place, node in enumerate(path) if node != place]
+    return [
+        tuple(table[place // block_size] * block_size + place % block_size for place in move)
+        for move in places
+    ]
+
+
+def compact(pool: KVPool, moves: Moves) -> None:
+    """Move K and V of all layers, of one sequence or of several together."""
+    if not moves:
+        return
+    source, target = torch.tensor(moves, device=pool.k_slots.device).unbind(1)
     # All are read before one is written, because a path's slots may overlap with its new ones.
-    found = [kept[:, source] for kept in runner.pool.tensors]
-    for kept, moved in zip(runner.pool.tensors, found):
+    found = [kept[:, source] for kept in pool.tensors]
+    for kept, moved in zip(pool.tensors, found):
         kept[:, target] = moved
 
 

@@ -22,6 +22,8 @@ from lessons.l17_tree_speculation.tree import (
     chances,
     expected_tokens,
     full_tree,
+    ranks_of,
+    tree_of_ranks,
 )
 from lessons.toolbox.proof.numerics import ATTENTION_INPUTS, floor_for, prove
 
@@ -158,6 +160,28 @@ def test_a_tree_by_hand():
     assert int((tree.table > 0).sum()) == sum(depth + 1 for depth in tree.depths) == 16
     assert tree.cut(1).parents == (-1, 0, 0, 0) and tree.cut(0) == chain(0) and tree.cut(9) is tree
     assert full_tree([2, 2]).parents == (-1, 0, 0, 1, 1, 2, 2)
+
+
+def test_trees_in_the_notation_of_ranks():
+    """Medusa's and vLLM's: there and back, whatever the order in which the ways are given."""
+    ways = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+    tree = tree_of_ranks(ways)
+    assert tree == Tree((-1, 0, 0, 1, 1, 2, 3)) and ranks_of(tree) == ways
+    assert tree_of_ranks(ways[::-1]) == tree and tree_of_ranks([]) == chain(0)
+    for found in all_trees(5):
+        assert sorted(ranks_of(tree_of_ranks(ranks_of(found)))) == sorted(ranks_of(found))
+    for wrong in ([(0,), (0,)], [(1,)], [(0, 0)], [()], [(0,), (0, 1)]):
+        with pytest.raises(ValueError, match="ranks: got"):
+            tree_of_ranks(wrong)
+
+
+def test_the_first_nodes_of_the_best_tree_are_the_best_tree_of_so_many():
+    acceptance = [[0.5, 0.3, 0.1], [0.4, 0.2], [0.4]]
+    whole = best_tree(acceptance, 9)
+    for nodes in range(1, 10):
+        assert whole.first(nodes) == best_tree(acceptance, nodes)
+    assert whole.first(99) is whole
+    assert chain(3).is_chain and chain(0).is_chain and not full_tree([2]).is_chain
 
 
 def test_chances_and_expected_tokens():

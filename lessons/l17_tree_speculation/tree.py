@@ -14,7 +14,7 @@ Sources: Miao et al. 2024, SpecInfer, section 4.2 (tree attention); Cai et al. 2
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 import torch
@@ -95,6 +95,17 @@ class Tree:
                 table[node, ancestor] = distance
         return table
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether nobody has a sibling: lesson 16's shape, for which no mask is needed."""
+        return self.depth == len(self) - 1
+
+    def first(self, nodes: int) -> "Tree":
+        """The first nodes, the root at least. Parents stand in front, so these are a tree, too; and of
+        `best_tree`'s the best one of so many nodes.
+        """
+        return self if nodes >= len(self) else Tree(self.parents[:nodes])
+
     def cut(self, depth: int) -> "Tree":
         """The nodes down to this depth, 0 or more. Of a request that may emit few tokens more."""
         if depth >= self.depth:
@@ -104,6 +115,7 @@ class Tree:
         return Tree(tuple(number[self.parents[node]] for node in kept))
 
 
+@cache
 def chain(count: int) -> Tree:
     """Lesson 16's shape: `count` tokens, one behind the other."""
     return Tree(tuple(range(-1, count)))
@@ -117,6 +129,35 @@ def full_tree(widths: Sequence[int]) -> Tree:
         parents += [node for node in level for _ in range(width)]
         level = list(range(first, len(parents)))
     return Tree(tuple(parents))
+
+
+def tree_of_ranks(ranks: Sequence[tuple[int, ...]]) -> Tree:
+    """Medusa's and vLLM's notation: each node but the root as the way to it, a rank for each depth.
+    (0, 2) is the third best guess behind the best first one. Nodes get numbers by depth, then by rank.
+
+    Raises ValueError unless all ways differ, and each node's parent and better siblings are there.
+    """
+    given, number, parents = sorted(ranks, key=lambda way: (len(way), way)), {(): 0}, [-1]
+    for way in given:
+        if not way or way in number:
+            refuse("ranks", way, "each node but the root, once")
+        *front, rank = way
+        needed = [tuple(front)] + ([(*front, rank - 1)] if rank else [])
+        for other in needed:
+            if other not in number:
+                refuse("ranks", way, f"a tree, so {other} must be in it, too")
+        number[way] = len(parents)
+        parents.append(number[tuple(front)])
+    return Tree(tuple(parents))
+
+
+def ranks_of(tree: Tree) -> list[tuple[int, ...]]:
+    """The same notation of a tree, in the order of its nodes."""
+    found: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tree)):
+        parent = tree.parents[node]
+        found.append((*found[parent], tree.children[parent].index(node)))
+    return found[1:]
 
 
 # ---------------------------------------------------------------- which tree

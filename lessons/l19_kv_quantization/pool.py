@@ -155,7 +155,11 @@ class KernelPool(QuantizedPool):
         self.written_bytes += len(x) * row
 
     def reading(self, batch: Batch):
-        """read(layer, q: [T, Hq, D], (codes, scales) of K, of V) -> [T, Hq, Dv] for this step."""
+        """read(layer, q: [T, Hq, D], (codes, scales) of K, of V) -> [T, Hq, Dv] for this step. These
+        kernels know no token trees (lesson 17), so for a step with trees codes become numbers first.
+        """
+        if batch.tree is not None:
+            return super().reading(batch)
         config, table, lens = self.config, batch.block_table, batch.context_lens
 
         def read(layer: int, q: Tensor, keys: tuple, values: tuple) -> Tensor:

@@ -1,0 +1,148 @@
+"""Slips of trees in the engine, planted one at a time: random histories find each of them."""
+
+import pytest
+
+from lessons.l13_prefix_caching.naive import HashBlocks
+from reference import speculative_engine
+from reference.lookahead import LookaheadScheduler, part_of
+from reference.speculative_engine import SpeculativeEngine
+from reference.verification import Verifier
+from tests.speculative_histories import DraftedHistory, TreeRunner
+
+pytest.importorskip("hypothesis", reason="NOT RUN: needs hypothesis")
+from hypothesis import Phase, given
+
+from tests.test_engine_histories import FAULTS, HOUSE, REQUESTS, histories
+from tests.test_speculative_histories import DRAFTING
+
+compact, path_moves = speculative_engine.compact, speculative_engine.path_moves
+
+
+def moves_nothing(pool, moves):
+    """The path stays where its nodes were."""
+
+
+def moves_one_too_far(path, begin, table, size):
+    """The places behind the right ones."""
+    return path_moves(path, begin + 1, [*table, table[-1]], size)
+
+
+def moves_places(path, begin, table, size):
+    """Places of the sequence are taken for slots of the pool."""
+    return [(begin + node, begin + place) for place, node in enumerate(path) if node != place]
+
+
+def moves_one_after_the_other(pool, moves):
+    """Reads what it has just written: right only where no target is a later source."""
+    for move in reversed(moves):
+        compact(pool, [move])
+
+
+class TellsTheCacheFirst(SpeculativeEngine):
+    """Full blocks are remembered as the tokens lie there before the path is in one piece."""
+
+    def keep(self, step, drafts, emitted):
+        blocks = self.scheduler.blocks
+        for sequence in drafts:
+            if hasattr(blocks, "remember"):
+                blocks.remember(sequence.row, self.lying[sequence])
+        return super().keep(step, drafts, emitted)
+
+    def hand_out(self, emitted, drafts):
+        self.lying = {sequence: list(sequence.tokens) for sequence in drafts}
+        super().hand_out(emitted, drafts)
+
+
+class BonusOfTheLastNode(Verifier):
+    """The token behind the path is the one behind the tree's last node."""
+
+    def compare(self, logits, rows, drafts):
+        found, first = super().compare(logits, rows, drafts), 0
+        for (tokens, _), draft in zip(found, drafts):
+            last = slice(first + len(draft.tokens), first + len(draft.tokens) + 1)
+            first = last.stop
+            if draft.tree is not None:
+                none = draft._replace(tokens=[], tree=None)
+                ((own, _),) = super().compare(logits[last], rows[last], [none])
+                tokens[-1] = own[0]
+        return found
+
+
+class OtherVerifier(SpeculativeEngine):
+    """An engine with that verifier."""
+
+    def __init__(self, *args, **arguments):
+        super().__init__(*args, **arguments)
+        self.sampler = BonusOfTheLastNode()
+
+
+class IgnoresStops(SpeculativeEngine):
+    """A stop token inside an accepted path is taken for any other."""
+
+    def hand_out(self, emitted, drafts):
+        for sequence, (tokens, *_) in emitted.items():
+            sequence.stop_token_ids = sequence.stop_token_ids - set(tokens[:-1])
+        super().hand_out(emitted, drafts)
+
+
+class WholeTrees(LookaheadScheduler):
+    """Trees of any depth, however few tokens are left."""
+
+    def count_for(self, sequence):
+        return len(part_of(self.tree, 99, 99)) - 1 if self.tree else super().count_for(sequence)
+
+
+class Overshoots(SpeculativeEngine):
+    """All of an accepted path is handed out, whatever was asked for."""
+
+    def __init__(self, *args, **arguments):
+        super().__init__(*args, **arguments)
+        self.scheduler.count_for = lambda s: WholeTrees.count_for(self.scheduler, s)
+
+    def hand_out(self, emitted, drafts):
+        limits = {sequence: sequence.max_new_tokens for sequence in emitted}
+        for sequence in emitted:
+            sequence.max_new_tokens += 99
+        super().hand_out(emitted, drafts)
+        for sequence, limit in limits.items():
+            sequence.max_new_tokens = limit
+            if not sequence.finished and len(sequence.output) >= limit:
+                sequence.finish_reason = "length"
+
+
+class OneAfterAnother(TreeRunner):
+    """Positions by order: each node stands behind the one in front of it."""
+
+    def write_positions(self, table, held, tree):
+        pass
+
+
+PATCHES = dict(compact=[moves_nothing, moves_one_after_the_other])
+PATCHES |= dict(path_moves=[moves_one_too_far, moves_places])
+SLIPS = [(name, slip) for name, slips in PATCHES.items() for slip in slips]
+SLIPS += [(None, kind) for kind in (OtherVerifier, IgnoresStops, Overshoots, TellsTheCacheFirst)]
+SLIPS += [("TreeRunner", OneAfterAnother)]
+FOUND = (AssertionError, KeyError, ValueError, IndexError, RuntimeError)
+
+
+@pytest.mark.parametrize("name, slip", SLIPS)
+@pytest.mark.sample(3)
+def test_a_planted_slip_is_found(name, slip, monkeypatch):
+    kind = SpeculativeEngine
+    if name is None:
+        kind = slip
+    elif name == "TreeRunner":
+        monkeypatch.setattr("tests.speculative_histories.TreeRunner", slip)
+    else:
+        monkeypatch.setattr(speculative_engine, name, slip)
+
+    @histories(1000, database=None, derandomize=True, phases=[Phase.generate])
+    @given(HOUSE, REQUESTS, FAULTS, DRAFTING)
+    def check(house, requests, faults, drafting):
+        if slip is TellsTheCacheFirst:
+            house = house._replace(cache=HashBlocks)
+        drafting = drafting._replace(kind="sure tree")
+        DraftedHistory(house, requests, faults, drafting, kind).run()
+
+    with pytest.raises(FOUND):
+        check()
