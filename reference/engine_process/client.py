@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 from lessons.l20_parallelism.launch import exit_of, process_context
 from lessons.l22_serving.mailbox import Bell, Bells, Mailbox, RequestStream, deliver
@@ -51,51 +52,24 @@ class Reader:
     newest: RequestOutput | None = None
 
 
-class AsyncProcessEngine(Generates):
-    """An engine in a process of its own. adapters: those that are read before the first request.
+class CoreClient(Generates):
+    """An engine at the other end of a pipe. tokenizer, info: its, as AsyncLLMEngine has them."""
 
-    Raises ValueError, in one line, for arguments that cannot work.
-    """
-
-    def __init__(self, args: AsyncEngineArgs, adapters: Iterable[LoRARequest] = ()):
+    def __init__(self, pipe: Connection, tokenizer, info: EngineInfo):
+        self.pipe = pipe
+        self.tokenizer = tokenizer
+        self.info = info
         self.failure: EngineDeadError | None = None
         self.is_draining = self.is_ending = False
+        self.newest_stats = EngineStats(0, 0, 0.0)
         self.observers: list[Callable[[IterationStats], None]] = []
         self.bells = Bells()
         self.readers: dict[int, Reader] = {}
         self.replies: dict[int, Future] = {}
         self.numbers = itertools.count()
         self.lock = threading.Lock()  # of the pipe's end, and of who waits for something from it
-        context = process_context((WARM,))
-        self.pipe, theirs = context.Pipe()
-        # no daemon, because those may not start the workers of a model that is cut into parts
-        arguments = (theirs, args, list(adapters))
-        self.process = context.Process(target=core_main, args=arguments, name="engine")
-        with without_main():
-            self.process.start()
-        theirs.close()  # so that we read the end of file when the process dies
-        atexit.register(self.kill)
-        try:
-            self.tokenizer = load_tokenizer(args.tokenizer or args.model)  # beside the model
-            self.info = self._wait_until_ready()
-        except BaseException:
-            self.kill()
-            raise
         self.thread = threading.Thread(target=self._read, name="engine", daemon=True)
         self.thread.start()
-
-    def _wait_until_ready(self) -> EngineInfo:
-        try:
-            found = pickle.loads(self.pipe.recv_bytes())
-        except EOFError:
-            self.process.join(END_S)
-            raise RuntimeError(
-                f"the engine's process died while it loaded ({exit_of(self.process)})"
-            ) from None
-        if isinstance(found, Raised):
-            raise found.error()
-        self.newest_stats = EngineStats(0, 0, 0.0)
-        return found
 
     @property
     def is_ready(self) -> bool:
@@ -187,9 +161,7 @@ class AsyncProcessEngine(Generates):
         with suppress(EOFError, OSError):
             while True:
                 self._take(pickle.loads(self.pipe.recv_bytes()))
-        self.process.join(END_S)
-        said = "shut down" if self.is_ending else f"its process died ({exit_of(self.process)})"
-        self._end(said)
+        self._end("shut down" if self.is_ending else self.cause_of_death())
 
     def _take(self, message: Message) -> None:
         self.newest_stats = message.stats
@@ -236,14 +208,60 @@ class AsyncProcessEngine(Generates):
             if done.set_running_or_notify_cancel():
                 done.set_exception(EngineDeadError(f"the engine has ended: {said}"))
 
-    # ------------------------------------------------------------ the end
+    def cause_of_death(self) -> str:
+        """Why nothing comes any more."""
+        return "its process died"
 
     def shutdown(self) -> None:
-        """End the process after the step under way. Requests that have not ended are aborted."""
+        """End the engine after the step under way. Requests that have not ended are aborted."""
         self.is_ending = True
         with suppress(EngineDeadError):
             self._send("shutdown")
         self.thread.join(END_S)
+
+
+class AsyncProcessEngine(CoreClient):
+    """An engine in a process of its own. adapters: those that are read before the first request.
+
+    Raises ValueError, in one line, for arguments that cannot work.
+    """
+
+    def __init__(self, args: AsyncEngineArgs, adapters: Iterable[LoRARequest] = ()):
+        context = process_context((WARM,))
+        pipe, theirs = context.Pipe()
+        # no daemon, because those may not start the workers of a model that is cut into parts
+        arguments = (theirs, args, list(adapters))
+        self.process = context.Process(target=core_main, args=arguments, name="engine")
+        with without_main():
+            self.process.start()
+        theirs.close()  # so that we read the end of file when the process dies
+        atexit.register(self.kill)
+        try:
+            info = self.wait_until_ready(pipe)
+            tokenizer = load_tokenizer(args.tokenizer or args.model)
+        except BaseException:
+            self.kill()
+            raise
+        super().__init__(pipe, tokenizer, info)
+
+    def wait_until_ready(self, pipe: Connection) -> EngineInfo:
+        """What the process says when it has loaded. Raises what it raised."""
+        try:
+            found = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise RuntimeError(f"engine: {self.cause_of_death()} while it loaded") from None
+        if isinstance(found, Raised):
+            raise found.error()
+        return found
+
+    def cause_of_death(self) -> str:
+        """How the process ended."""
+        self.process.join(END_S)
+        return f"its process died ({exit_of(self.process)})"
+
+    def shutdown(self) -> None:
+        """End the process after the step under way. Requests that have not ended are aborted."""
+        super().shutdown()
         self.kill()
         self.thread.join()
 

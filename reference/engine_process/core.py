@@ -37,6 +37,7 @@ class Core:
         self.pipe = pipe
         self.sending = threading.Lock()
         self.steps: list[IterationStats] = []
+        self.is_over = False
         self.compilers = ThreadPoolExecutor(2, "compile")  # of structures
         served.observers.append(self._note)
 
@@ -91,17 +92,20 @@ class Core:
         """function(engine, *arguments) between two steps."""
         return self.served.send(partial(function, self.served.engine, *arguments))
 
-    def shutdown(self) -> None:
-        """End the engine, and with it this process."""
+    def shutdown(self) -> Future:
+        """End the engine. Nothing is done after it."""
+        self.is_over = True
         self.served.shutdown()
-        os._exit(0)  # because a thread may still be compiling
+        return self.served.send(lambda: None)  # which says that the engine has ended
 
     # ------------------------------------------------------------ in and out
 
     def serve(self) -> None:
-        """Do what is ordered, until nobody is at the other end."""
+        """Do what is ordered, until that is the end. Raises EOFError or OSError when nobody is at the
+        other end.
+        """
         threading.Thread(target=self._tell_of_the_end, name="end", daemon=True).start()
-        while True:
+        while not self.is_over:
             number, order = pickle.loads(self.pipe.recv_bytes())
             done = Future()
             try:
@@ -161,4 +165,4 @@ def core_main(pipe: Connection, args: AsyncEngineArgs, adapters: list[LoRAReques
         gc.freeze()
         pipe.send_bytes(pickle.dumps(EngineInfo.of(served.engine)))
         Core(served, pipe).serve()
-    os._exit(0)
+    os._exit(0)  # because a thread may still be compiling
