@@ -259,7 +259,7 @@ class EngineInfo:
 
 
 def check_timeout(timeout_s: float | None) -> None:
-    """Raise ValueError for what is no time."""
+    """Raise ValueError unless it is None or a positive number of seconds."""
     if timeout_s is not None and not (is_number(timeout_s, 0) and timeout_s > 0):
         refuse("timeout_s", timeout_s, "None, or a positive, finite number of seconds")
 

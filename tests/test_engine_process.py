@@ -4,6 +4,7 @@ happens when its process dies.
 
 import asyncio
 import os
+import pickle
 import random
 import signal
 import threading
@@ -26,7 +27,7 @@ from reference.async_engine import (
 )
 from reference.engine_process.client import WARM, AsyncProcessEngine, CoreClient
 from reference.engine_process.core import Core
-from reference.engine_process.messages import Outbox, with_news
+from reference.engine_process.messages import Outbox, Raised, with_news
 from reference.llm import LLM
 from reference.outputs import CompletionOutput, Logprob, RequestOutput
 from reference.request import by_user
@@ -130,6 +131,14 @@ def test_only_what_is_new_is_sent():
     assert sent == 399
 
 
+def test_exceptions_are_the_same_on_the_other_side():
+    """Draining takes no arguments, and Overloaded keeps a number."""
+    for error in (Draining(), Overloaded("the queue is full", 7), ValueError("n: got 0")):
+        again = pickle.loads(pickle.dumps(Raised.of(error))).error()
+        assert type(again) is type(error) and str(again) == str(error)
+        assert vars(again) == vars(error)
+
+
 # ---------------------------------------------------------------- the interface
 
 
@@ -206,6 +215,7 @@ def test_refusals_are_those_of_the_engine(model):
             with pytest.raises(ValueError, match="in use"):
                 await client.add_request("first", [1, 2], params(4))
             assert client.stats().num_refused == 1
+            client._send("forget", 10**6, "first")  # as whoever was refused does when cancelled
             assert len((await read(first))[-1]) == 40, "a namesake that is refused ends nobody"
             served.clock = lambda: time.monotonic() + 10**6
             with pytest.raises(DeadlineExceeded):
@@ -232,25 +242,36 @@ def test_draining_does_not_wait_for_ever(model):
         assert client.stats().num_aborted == 1
 
 
-def test_a_step_that_raises_is_told_to_everybody(model):
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_step_that_raises_is_told_to_everybody(model, waits):
+    """waits: whether anybody does in the engine's process, when its step raises."""
     engine = new_engine(model, 30, 4)
     served = AsyncLLMEngine(engine)
     near, far = Pipe()
     threading.Thread(target=Core(served, far).serve, daemon=True).start()
     client = CoreClient(near, None, EngineInfo.of(engine))
     advance = engine.advance
-    engine.advance = lambda: 1 / 0 if engine.requests["a"].sequences[0].output else advance()
+
+    def step():
+        if not engine.requests["a"].sequences[0].output:
+            return advance()
+        if not waits:
+            served.waiters.clear()
+        return 1 / 0
+
+    engine.advance = step
 
     async def everything():
         stream = await client.add_request("a", [7], params(4))
         with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
-            await read(stream)
-        client.thread.join(0.1)
+            await asyncio.wait_for(read(stream), SOON_S)
+        while client.failure is None:
+            await asyncio.sleep(0.01)
         with pytest.raises(EngineDeadError):
             await client.add_request("b", [7], params(4))
 
     asyncio.run(everything())
-    assert client.failure is not None and not client.is_ready
+    assert not client.is_ready
 
 
 # ---------------------------------------------------------------- a process
