@@ -228,6 +228,47 @@ def test_refusals_are_those_of_the_engine(model):
         asyncio.run(everything())
 
 
+def test_who_gives_up_before_the_reply_is_computed_no_further(model):
+    with at_a_pipe(model) as (client, served):
+        advance = served.engine.advance
+        served.engine.advance = lambda: (time.sleep(0.005), advance())[1]
+
+        async def everything():
+            task = asyncio.create_task(client.add_request("a", [5, 6], params(60)))
+            await asyncio.sleep(0)
+            while not served.waiters:
+                time.sleep(0.0005)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await client.drain()
+
+        asyncio.run(everything())
+        assert client.stats().num_aborted == 1
+
+
+def test_answers_that_change_places_are_told_whole(model, seed):
+    """Of best_of answers the likeliest n are told, and which these are changes from step to step."""
+    best = SamplingParams(
+        temperature=1, seed=3, n=2, best_of=6, max_tokens=12, ignore_eos=True, detokenize=False
+    )
+    with at_a_pipe(model) as (client, served):
+        step, made = served.step, []
+
+        def noted_step():
+            outputs = step()
+            made.extend([one.token_ids for one in output.outputs] for output in outputs)
+            return outputs
+
+        served.step = noted_step
+
+        async def everything():
+            answer = client.generate([5, 6], best, "a")
+            return [[one.token_ids for one in output.outputs] async for output in answer]
+
+        told = asyncio.run(everything())
+        assert len(told) > 2 and all(one in made for one in told) and told[-1] == made[-1]
+
+
 def test_draining_does_not_wait_for_ever(model):
     with at_a_pipe(model) as (client, served):
         advance = served.engine.advance

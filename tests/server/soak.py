@@ -112,14 +112,15 @@ def processes_of(pid: int) -> list[int]:
     return found
 
 
-def resident_mb(pid: int) -> float:
-    """Memory of a process and of its own, in MB, without pages of files."""
-    total = 0
+def resident_mb(pid: int) -> dict[int, float]:
+    """Memory of a process and of its own, each in MB, without pages of files."""
+    found = {}
     for one in processes_of(pid):
         with suppress(OSError):
             text = Path(f"/proc/{one}/smaps_rollup").read_text()
-            total += int(re.search(r"^Anonymous:\s+(\d+)", text, re.MULTILINE)[1])
-    return total / 1024
+            kb = re.search(r"^Anonymous:\s+(\d+)", text, re.MULTILINE)[1]
+            found[one] = int(kb) / 1024
+    return found
 
 
 # ---------------------------------------------------------------- the traffic
@@ -229,21 +230,22 @@ class Soak:
 
 @dataclass
 class Report:
-    """What a soak found. memory_mb: at even times. growth_mb: from the second quarter's median to the
-    last's. left: what the server's gauges show when everybody has gone.
+    """What a soak found. memory_mb: of each process, at even times. growth_mb: of all together, from
+    the second quarter's median to the last's. left: what the server's gauges show when everybody has gone.
     """
 
     counts: Counter
     wrong: list[str]
-    memory_mb: list[float]
+    memory_mb: list[dict[int, float]]
     left: dict[str, float]
     exit_code: int
     answered_at_the_end: int
 
     @property
     def growth_mb(self) -> float:
-        quarter = max(1, len(self.memory_mb) // 4)
-        return median(self.memory_mb[-quarter:]) - median(self.memory_mb[quarter : 2 * quarter])
+        totals = [sum(one.values()) for one in self.memory_mb]
+        quarter = max(1, len(totals) // 4)
+        return median(totals[-quarter:]) - median(totals[quarter : 2 * quarter])
 
 
 def gauges(url: str) -> dict[str, float]:
@@ -303,7 +305,8 @@ def main() -> int:
     report = soak(parser.parse_args().seconds)
     print(dict(report.counts))
     print(f"wrong: {len(report.wrong)}", *report.wrong[:5], sep="\n")
-    print("MB:", *(f"{one:.1f}" for one in report.memory_mb))
+    for pid in report.memory_mb[0]:
+        print("MB:", *(f"{one.get(pid, 0):.1f}" for one in report.memory_mb))
     print(f"growth {report.growth_mb:+.2f} MB; left {report.left}; exit code {report.exit_code}; "
           f"answered at the end: {report.answered_at_the_end}")  # fmt: skip
     return bool(report.wrong)
