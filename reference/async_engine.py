@@ -7,8 +7,10 @@ async for output in engine.generate("def f(", SamplingParams(), "request 1"):
 The thread, the mailboxes and the commands are lesson 22's; here are whom it lets in, and its counts.
 """
 
+import asyncio
 import time
-from collections.abc import AsyncIterator
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,7 +38,8 @@ from reference.lora import LoRARequest
 from reference.outputs import RequestOutput
 from reference.request import EngineRequest, EngineSequence
 from reference.sampling_params import SamplingParams
-from reference.stats import EngineStats, StatsCounter
+from reference.stats import EngineStats, IterationStats, StatsCounter
+from reference.structured import StructuredOutputsParams
 
 __all__ = [
     "AsyncEngineArgs",
@@ -77,23 +80,10 @@ class AsyncEngineArgs(EngineArgs):
         )
 
 
-class AsyncLLMEngine(AsyncEngine):
-    """An Engine and the thread that owns it. limits: whom it turns away; None: nobody."""
+class Generates(ABC):
+    """What gives a request's outputs as they come: a thread of this process, or another process."""
 
-    engine: Engine
-
-    def __init__(self, engine: Engine, limits: Limits | None = None):
-        self.rate = ServiceRate()
-        queue = partial(queue_of_all, engine.engines)
-        self.admission = AdmissionControl(limits or Limits(), self.rate, queue)
-        self.counter = StatsCounter(engine)
-        super().__init__(engine)
-
-    @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> "AsyncLLMEngine":
-        """A new engine. Raises ValueError, in one line, for arguments that cannot work."""
-        return cls(new_engine(args), getattr(args, "limits", None))
-
+    @abstractmethod
     async def add_request(
         self,
         request_id: str,
@@ -114,29 +104,6 @@ class AsyncLLMEngine(AsyncEngine):
         Overloaded (with retry_after_s) for one that is not let in, Draining, which is one, before
         the end, and EngineDeadError if a step failed.
         """
-        if timeout_s is not None and not (is_number(timeout_s, 0) and timeout_s > 0):
-            refuse("timeout_s", timeout_s, "None, or a positive, finite number of seconds")
-
-        def admit(request: EngineRequest) -> None:
-            prompt_tokens = len(request.prompt_token_ids)
-            self.admission.admit(
-                user, prompt_tokens, request.most_tokens - prompt_tokens, timeout_s
-            )
-
-        def add() -> float:
-            wishes = (request_id, prompt, sampling_params, priority, lora_request, user)
-            for part in self.engine.engines:
-                part.admit = admit
-            try:
-                self.engine.add_request(*wishes)
-            except Overloaded:
-                self.counter.totals["num_refused"] += 1
-                raise
-            request = self.engine.requests[request_id]
-            longest = max(sequence.max_new_tokens for sequence in request.sequences)
-            return self.rate.service_s(len(request.prompt_token_ids), longest)
-
-        return await self.submit(request_id, add, timeout_s)
 
     async def generate(
         self,
@@ -157,16 +124,96 @@ class AsyncLLMEngine(AsyncEngine):
         finally:
             stream.close()
 
+
+class AsyncLLMEngine(AsyncEngine, Generates):
+    """An Engine and the thread that owns it. limits: whom it turns away; None: nobody."""
+
+    engine: Engine
+
+    def __init__(self, engine: Engine, limits: Limits | None = None):
+        self.rate = ServiceRate()
+        queue = partial(queue_of_all, engine.engines)
+        self.admission = AdmissionControl(limits or Limits(), self.rate, queue)
+        self.counter = StatsCounter(engine)
+        self.tokenizer = engine.tokenizer
+        self.info = EngineInfo.of(engine)
+        super().__init__(engine)
+
+    @classmethod
+    def from_engine_args(
+        cls, args: EngineArgs, adapters: Iterable[LoRARequest] = ()
+    ) -> "AsyncLLMEngine":
+        """A new engine, and these adapters on the host. Raises ValueError, in one line, for arguments
+        that cannot work.
+        """
+        engine = new_engine(args)
+        for adapter in adapters:
+            engine.add_lora(adapter)
+        return cls(engine, getattr(args, "limits", None))
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        sampling_params: SamplingParams | None = None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+        user: str = "",
+        timeout_s: float | None = None,
+    ) -> RequestStream:
+        """As in Generates."""
+        check_timeout(timeout_s)
+        wishes = (request_id, prompt, sampling_params, priority, lora_request, user)
+        return await self.submit(request_id, partial(self.add_now, wishes, timeout_s), timeout_s)
+
+    async def prepare(self, params: StructuredOutputsParams) -> None:
+        """Compile a structure before a request asks for it. Beside the steps, because a large schema
+        takes long. Raises ValueError in one line.
+        """
+        await asyncio.to_thread(self.engine.structures.prepare, params)
+
+    async def call(self, function: Callable, *arguments):
+        """function(engine, *arguments), between two steps. Everybody's tokens wait for it."""
+        return await self.between_steps(partial(function, self.engine, *arguments))
+
     def shutdown(self) -> None:
         """End the thread after the step under way, and what runs the model."""
         super().shutdown()
         self.engine.close()
+
+    @property
+    def observers(self) -> list[Callable[[IterationStats], None]]:
+        """Each is called after each step, with what it added."""
+        return self.counter.observers
 
     def stats(self) -> EngineStats:
         """What the engine does now, and has done. From any thread."""
         return self.counter.stats()
 
     # ------------------------------------------------------------ in the engine's thread
+
+    def add_now(self, wishes: tuple, timeout_s: float | None) -> float:
+        """Give a request to the engine, if it is let in. wishes: of Engine.add_request, and all of
+        them. Returns the seconds that it will take once it has begun.
+        """
+        request_id, *_, user = wishes
+
+        def admit(request: EngineRequest) -> None:
+            prompt_tokens = len(request.prompt_token_ids)
+            self.admission.admit(
+                user, prompt_tokens, request.most_tokens - prompt_tokens, timeout_s
+            )
+
+        for part in self.engine.engines:
+            part.admit = admit
+        try:
+            self.engine.add_request(*wishes)
+        except Overloaded:
+            self.counter.totals["num_refused"] += 1
+            raise
+        request = self.engine.requests[request_id]
+        longest = max(sequence.max_new_tokens for sequence in request.sequences)
+        return self.rate.service_s(len(request.prompt_token_ids), longest)
 
     def step(self) -> list[RequestOutput]:
         """One step, counted."""
@@ -190,6 +237,31 @@ class AsyncLLMEngine(AsyncEngine):
         if request is not None:
             self.counter.left(request, "num_timeouts" if was_late else "num_aborted")
         return output
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a server tells of a model. dtype: as PyTorch names it, without "torch."; None if the
+    model lies in workers, which alone know it.
+    """
+
+    max_model_len: int
+    dtype: str | None
+    device_type: str
+
+    @classmethod
+    def of(cls, engine: Engine) -> "EngineInfo":
+        """Of an engine."""
+        model = engine.runner.model
+        dtype = getattr(model, "dtype", None)
+        name = None if dtype is None else str(dtype).removeprefix("torch.")
+        return cls(engine.max_model_len, name, model.device.type)
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Raise ValueError unless it is None or a positive number of seconds."""
+    if timeout_s is not None and not (is_number(timeout_s, 0) and timeout_s > 0):
+        refuse("timeout_s", timeout_s, "None, or a positive, finite number of seconds")
 
 
 def queue_of_all(engines: list[Engine]) -> Queue:

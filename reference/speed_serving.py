@@ -1,34 +1,38 @@
 """What serving costs: the same answers from the engine alone, from the async engine, and from a server
 over HTTP, all in one run. And how long a prompt stops those who decode, with chunks and without.
 
-    python -m reference.speed_serving --out build
+    python -m reference.speed_serving --peer --out build
     python -m reference.speed_serving --base-url http://127.0.0.1:8000 --peer-url http://127.0.0.1:9000
 
 Everybody answers the same requests once a round, and a ratio compares two of one round. Seconds are
-of the clock, so nothing else should run meanwhile. Without --base-url a server is started here, in a
-process of its own. --peer-url: of another server with the same model, by its chat interface, such as
-`transformers serve`. Prints a table and writes speed_serving.json.
+of the clock, so nothing else should run meanwhile. Without --base-url two servers are started here:
+one as it is by default, whose engine has a process of its own, and one whose engine is a thread.
+--peer starts `transformers serve`, --peer-url names one that runs; its answers are compared with ours,
+and it takes part in the first rounds only, because it is slow. Prints a table and writes
+speed_serving.json.
 """
 
 # Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.
 import argparse
 import asyncio
+import gc
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 
 from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from reference.ladder import place_of
 
-SCHEMA = 1
+SCHEMA = 2
 READY_S = 120.0  # that a server may take until it answers
-BURST_PROMPT, BURST_EVERY_S, BURSTS, DECODES = 1024, 0.5, 8, 8
+PEER_ROUNDS = 2
+SERVER, THREAD, PEER = "server", "server, engine in a thread", "transformers serve"
 
 
 def parse_args(argv) -> argparse.Namespace:
@@ -36,12 +40,14 @@ def parse_args(argv) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m reference.speed_serving", description=description)
     parser.add_argument("--model", default="models/tiny", help="folder or hub name of a checkpoint")
     parser.add_argument("--base-url", default=None, help="of a running server of ours")
-    parser.add_argument("--peer-url", default=None, help="of another server")
+    parser.add_argument("--peer-url", default=None, help="of a running `transformers serve`")
+    parser.add_argument("--peer", action="store_true", help="start `transformers serve`")
     parser.add_argument("--streams", type=int, default=64, help="requests at once")
-    parser.add_argument("--input-len", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--input-len", type=int, default=64, help="tokens of a prompt, about")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-server", action="store_true", help="only what runs in this process")
+    parser.add_argument("--no-bursts", action="store_true", help="only the cost of serving")
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder for the record")
     args = parser.parse_args(argv)
     for name in ("streams", "input_len", "output_len", "rounds"):
@@ -49,6 +55,8 @@ def parse_args(argv) -> argparse.Namespace:
             parser.error(
                 f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
             )
+    if args.peer and args.peer_url:
+        parser.error("--peer and --peer-url: accepted: one of them")
     args.model = place_of(args.model)
     return args
 
@@ -90,23 +98,48 @@ async def served_tokens_per_s(backend, requests) -> float:
     return tokens_per_s(run.history)
 
 
-@contextmanager
-def server_url(args: argparse.Namespace) -> Iterator[str]:
-    """Of the server that was named, or of one that is started here and ended with the block."""
-    if args.base_url:
-        yield args.base_url
-        return
+def free_port() -> str:
+    """A port that nobody uses now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        return str(free.getsockname()[1])
+
+
+@contextmanager
+def our_server(args: argparse.Namespace, *flags: str) -> Iterator[str]:
+    """The address of a server that is started here and ends with the block."""
+    port = free_port()
     command = [sys.executable, "-m", "reference.server", "--model", str(args.model), "--port", port]
-    command += ["--max-num-seqs", str(args.streams), "--no-enable-prefix-caching"]
+    command += ["--max-num-seqs", str(args.streams), "--no-enable-prefix-caching", *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait(30)
+
+
+def enter_servers(args: argparse.Namespace, stack: ExitStack) -> dict[str, str]:
+    """{who: address} of the servers, which end with the stack. Raises ValueError."""
+    from reference import speed_peer
+
+    if args.no_server:
+        return {}
+    if args.base_url:
+        urls = {SERVER: args.base_url}
+    else:
+        thread = "--disable-frontend-multiprocessing"
+        urls = {SERVER: stack.enter_context(our_server(args))}
+        urls[THREAD] = stack.enter_context(our_server(args, thread))
+    if args.peer_url:
+        urls[PEER] = args.peer_url
+    if args.peer:
+        if not speed_peer.can_start():
+            raise ValueError("--peer: transformers[serving] is not installed; accepted: none")
+        port = free_port()
+        stack.enter_context(speed_peer.started(args, port))
+        urls[PEER] = f"http://127.0.0.1:{port}"
+    return urls
 
 
 async def wait_until_ready(backend, request) -> None:
@@ -126,90 +159,76 @@ async def wait_until_ready(backend, request) -> None:
 # ---------------------------------------------------------------- rounds
 
 
-async def measure_rounds(args: argparse.Namespace, url: str | None) -> list[dict[str, float]]:
-    """Tokens/s of everybody, round by round."""
+def new_requests(args: argparse.Namespace) -> tuple[list, list]:
+    """The same prompts as token ids and as texts. Reading the texts again gives the ids."""
     from reference import bench_data
-    from reference.async_engine import AsyncLLMEngine
-    from reference.bench_load import InProcess, OpenAI, OpenAIChat, new_client
-    from reference.llm import new_engine
+    from reference.bench_load import BenchRequest
     from reference.model import load_tokenizer
 
     tokenizer = load_tokenizer(args.model)
     sizes = args.streams, 0, tokenizer, args.input_len, args.output_len
-    requests = bench_data.random_requests(*sizes)
+    texts = bench_data.as_text(bench_data.random_requests(*sizes), tokenizer)
+    ids = [tokenizer(one.prompt, add_special_tokens=False)["input_ids"] for one in texts]
+    told = [BenchRequest(found, len(found), one.max_tokens) for found, one in zip(ids, texts)]
+    return told, texts
+
+
+async def measure_rounds(args: argparse.Namespace, urls: dict[str, str]) -> dict:
+    """rounds: tokens/s of everybody, round by round. same_answers: how many of the peer's are ours."""
+    from reference.async_engine import AsyncLLMEngine
+    from reference.bench_load import InProcess, new_client
+    from reference.llm import new_engine
+    from reference.speed_peer import Heard, Transformers
+
+    requests, texts = new_requests(args)
     alone = new_engine(engine_args(args))
     engine = AsyncLLMEngine(new_engine(engine_args(args)))
-    clients = {
-        name: new_client(address)
-        for name, address in (("server", url), ("peer", args.peer_url))
-        if address
-    }
+    clients = {name: new_client(url) for name, url in urls.items()}
     backends = {"async engine": InProcess(engine, ignore_eos=True)}
-    if "server" in clients:
-        backends["server"] = OpenAI(clients["server"], args.model, temperature=0, ignore_eos=True)
-    if "peer" in clients:
-        backends["peer"] = OpenAIChat(clients["peer"], args.model, temperature=0)
-    texts = bench_data.as_text(requests, tokenizer)
-    asked = {name: texts if name == "peer" else requests for name in backends}
+    for name, client in clients.items():
+        model = str(args.model)
+        ours = dict(temperature=0, ignore_eos=True)
+        backends[name] = (
+            Transformers(client, model) if name == PEER else Heard(client, model, **ours)
+        )
+    asked = {name: texts if name == PEER else requests for name in backends}
+    gc.collect()
+    gc.freeze()  # as the server does, so that the client does not stop for what was imported
     rounds = []
     try:
         for name, backend in backends.items():
             await wait_until_ready(backend, asked[name][0])
-        for _ in range(args.rounds):
+        for number in range(args.rounds):
             rounds.append({"engine alone": offline_tokens_per_s(alone, requests)})
             for name, backend in backends.items():
-                rounds[-1][name] = await served_tokens_per_s(backend, asked[name])
+                if name != PEER or number < PEER_ROUNDS:
+                    rounds[-1][name] = await served_tokens_per_s(backend, asked[name])
     finally:
         engine.shutdown()
         for client in clients.values():
             await client.aclose()
-    return rounds
-
-
-async def measure_bursts(args: argparse.Namespace, chunked: bool) -> list[float]:
-    """Inter-token latencies, in seconds, of requests that decode while long prompts come."""
-    from reference import bench_data
-    from reference.async_engine import AsyncLLMEngine
-    from reference.bench_load import BenchRequest, InProcess, run_load
-    from reference.model import load_tokenizer
-
-    tokenizer = load_tokenizer(args.model)
-    budget = dict(max_num_batched_tokens=64 + DECODES) if chunked else {}
-    engine = AsyncLLMEngine.from_engine_args(engine_args(args, **budget))
-    decodes = bench_data.random_requests(DECODES, 1, tokenizer, 16, 400)
-    prompts = bench_data.random_requests(BURSTS, 2, tokenizer, BURST_PROMPT, 1)
-    arrivals = [0.0] * DECODES + [0.5 + BURST_EVERY_S * index for index in range(BURSTS)]
-    backend = InProcess(engine, ignore_eos=True)
-    try:
-        await wait_until_ready(backend, BenchRequest([1] * 8, 8, 4))
-        run = await run_load([*decodes, *prompts], arrivals, backend)
-    finally:
-        engine.shutdown()
-    return [gap for served in run.history[:DECODES] for gap in served.itl_s]
+    found = {"rounds": rounds}
+    if PEER in backends:
+        ours, theirs = backends[SERVER].texts, backends[PEER].texts
+        pairs = zip((str(one.prompt) for one in requests), (one.prompt for one in texts))
+        found["same_answers"] = sum(ours[mine] == theirs[text] for mine, text in pairs)
+    return found
 
 
 # ---------------------------------------------------------------- the record
 
 
-def summarize(rounds: list[dict[str, float]], bursts: dict[str, list[float]]) -> dict:
-    """Medians over the rounds, the share that serving costs, and the gaps under bursts."""
-    from lessons.l22_serving.load import percentile
-
+def summarize(rounds: list[dict[str, float]]) -> dict:
+    """Medians over the rounds, and the share that serving costs. Not everybody is in each round."""
     names = list(rounds[0])
     return {
         "rounds": rounds,
-        "tokens_per_s": {name: median(one[name] for one in rounds) for name in names},
-        "overhead": {
-            name: median(1 - one[name] / one["engine alone"] for one in rounds)
-            for name in names[1:]
+        "tokens_per_s": {
+            name: median(one[name] for one in rounds if name in one) for name in names
         },
-        "bursts": {
-            name: {
-                "median_itl_s": median(gaps),
-                "p99_itl_s": percentile(gaps, 99),
-                "p99_over_median": percentile(gaps, 99) / median(gaps),
-            }
-            for name, gaps in bursts.items()
+        "overhead": {
+            name: median(1 - one[name] / one["engine alone"] for one in rounds if name in one)
+            for name in names[1:]
         },
     }
 
@@ -221,34 +240,43 @@ def run(args: argparse.Namespace) -> int:
 
     from lessons.toolbox.measure.device import fingerprint
     from lessons.toolbox.measure.records import write_json
+    from reference import speed_bursts
 
     torch.set_num_threads(1)
     check_writable(args.out)
-    if args.no_server:
-        rounds = asyncio.run(measure_rounds(args, None))
-    else:
-        with server_url(args) as url:
-            rounds = asyncio.run(measure_rounds(args, url))
-    bursts = {
-        name: asyncio.run(measure_bursts(args, chunked))
-        for name, chunked in (("chunks of 64", True), ("whole prompts", False))
-    }
+    with ExitStack() as stack:
+        measured = asyncio.run(measure_rounds(args, enter_servers(args, stack)))
     names = ("streams", "input_len", "output_len")
     setting = {name: getattr(args, name) for name in names} | {"model": str(args.model)}
     record = {"schema": SCHEMA, "fingerprint": fingerprint(), "setting": setting}
-    record |= summarize(rounds, bursts)
+    record |= measured | summarize(measured["rounds"])
+    if not args.no_bursts:
+        record["bursts"] = speed_bursts.measure_curve(args)
+        record["largest_chunk"] = speed_bursts.largest_chunk(record["bursts"])
     write_json(args.out / "speed_serving.json", record)
+    for line in lines_of(record):
+        print(line)
+    print(args.out / "speed_serving.json")
+    return 0
+
+
+def lines_of(record: dict) -> list[str]:
+    """The record as a table."""
+    from reference import speed_bursts
+
+    lines = []
     for name, tokens_per_s in record["tokens_per_s"].items():
         cost = record["overhead"].get(name)
         said = "" if cost is None else f"   {100 * cost:5.1f} % below the engine alone"
-        print(f"{name:<14} {tokens_per_s:8.1f} tokens/s{said}")
-    for name, gaps in record["bursts"].items():
-        print(
-            f"{name:<14} {1e3 * gaps['median_itl_s']:8.2f} ms between tokens, "
-            f"99th percentile {gaps['p99_over_median']:.1f} times that"
-        )
-    print(args.out / "speed_serving.json")
-    return 0
+        lines.append(f"{name:<26} {tokens_per_s:8.1f} tokens/s{said}")
+    if "same_answers" in record:
+        count, of = record["same_answers"], record["setting"]["streams"]
+        lines.append(f"{PEER}: {count} of {of} answers are ours to the last character")
+    if "bursts" in record:
+        lines += speed_bursts.lines_of(record["bursts"])
+        most, chunk = speed_bursts.MOST, record["largest_chunk"]
+        lines.append(f"largest chunk within {most:g} quiet gaps: {chunk or 'none'}")
+    return lines
 
 
 def main(argv: list[str] | None = None) -> int:

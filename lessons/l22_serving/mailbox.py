@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 
 class Mailbox:
@@ -64,6 +65,38 @@ class Bell:
             filled, self.filled = self.filled, set()
         for mailbox in filled:
             mailbox.has_come.set()
+
+
+class Waits(Protocol):
+    """Who waits for outputs, and in which loop."""
+
+    mailbox: Mailbox
+    bell: Bell
+
+
+class Bells:
+    """A bell for each event loop that somebody waits in."""
+
+    def __init__(self):
+        self.known: dict[asyncio.AbstractEventLoop, Bell] = {}
+
+    def of(self, loop: asyncio.AbstractEventLoop) -> Bell:
+        """The bell of this loop."""
+        if loop not in self.known:
+            # loops that were closed have gone for good
+            self.known = {one: bell for one, bell in self.known.items() if not one.is_closed()}
+            self.known[loop] = Bell(loop)
+        return self.known[loop]
+
+
+def deliver(messages: Iterable[tuple[Waits, object]]) -> None:
+    """Put each message into its reader's mailbox, and ring once for each loop."""
+    filled: dict[Bell, list[Mailbox]] = {}
+    for waiter, message in messages:
+        waiter.mailbox.put(message)
+        filled.setdefault(waiter.bell, []).append(waiter.mailbox)
+    for bell, mailboxes in filled.items():
+        bell.ring(mailboxes)
 
 
 class RequestStream:

@@ -10,14 +10,15 @@ Source: vLLM, vllm/v1/engine/async_llm.py and core_client.py, where the thread i
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from lessons.l22_serving.admission import Overloaded
-from lessons.l22_serving.mailbox import Bell, Mailbox, RequestStream
+from lessons.l22_serving.mailbox import Bell, Bells, Mailbox, RequestStream, deliver
 
 
 class StepEngine(Protocol):
@@ -68,7 +69,7 @@ class AsyncEngine:
         self.engine = engine
         self.clock = clock
         self.waiters: dict[str, Waiter] = {}
-        self.bells: dict[asyncio.AbstractEventLoop, Bell] = {}
+        self.bells = Bells()
         self.commands: SimpleQueue[tuple[Callable, Future]] = SimpleQueue()
         self.failure: BaseException | None = None
         self.drained: Future | None = None  # not None: nobody new comes in
@@ -94,23 +95,14 @@ class AsyncEngine:
         that would be too late already, and where it stands if it has begun. Raises what add raises,
         Draining, and EngineDeadError.
         """
-        loop, now = asyncio.get_running_loop(), self.clock()
-        waiter = Waiter(Mailbox(), self._bell_of(loop))
-
-        def add_now() -> None:
-            if self.drained is not None:
-                raise Draining
-            service_s = add()
-            if timeout_s is not None:
-                waiter.end_by_s = now + timeout_s
-                waiter.start_by_s = waiter.end_by_s - service_s
-            self.waiters[request_id] = waiter
+        waiter = Waiter(Mailbox(), self.bells.of(asyncio.get_running_loop()))
+        enter = partial(self.enter, waiter, request_id, add, timeout_s, self.clock())
 
         def forget() -> None:
-            self._send(lambda: self._forget(request_id, waiter))
+            self.send(lambda: self.forget(request_id, waiter))
 
         try:
-            await self._do(add_now)
+            await self._do(enter)
         except asyncio.CancelledError:
             forget()  # it may have been added all the same
             raise
@@ -118,18 +110,18 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request; whoever waits for it gets what it has. An unknown one: nothing happens."""
-        await self._do(lambda: self._forget(request_id))
+        await self._do(lambda: self.forget(request_id))
 
     async def drain(self, timeout_s: float | None = None) -> int:
         """Take nobody new, wait until all have their answers, at most timeout_s seconds, and abort
         the rest. Returns how many were aborted.
         """
-        drained = await self._do(self._begin_drain)
+        drained = await self._do(self.begin_drain)
         try:
             # shielded, because somebody else may wait for it, too
             await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(drained)), timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
-            return await self._do(self._forget_all)
+            return await self._do(self.forget_all)
         return 0
 
     async def between_steps(self, command: Callable):
@@ -140,19 +132,11 @@ class AsyncEngine:
 
     def shutdown(self) -> None:
         """End the thread after the step under way. Requests that have not ended are aborted."""
-        self._send(self._stop)
+        self.send(self.stop)
         self.thread.join()
 
-    def _bell_of(self, loop: asyncio.AbstractEventLoop) -> Bell:
-        if loop not in self.bells:
-            # loops that were closed have gone for good
-            self.bells = {
-                known: bell for known, bell in self.bells.items() if not known.is_closed()
-            }
-            self.bells[loop] = Bell(loop)
-        return self.bells[loop]
-
-    def _send(self, command: Callable) -> Future:
+    def send(self, command: Callable) -> Future:
+        """Let the engine's thread run command() between two steps. From any thread."""
         done = Future()
         self.commands.put((command, done))
         if not self.thread.is_alive():
@@ -160,7 +144,7 @@ class AsyncEngine:
         return done
 
     async def _do(self, command: Callable):
-        return await asyncio.wrap_future(self._send(command))
+        return await asyncio.wrap_future(self.send(command))
 
     # ------------------------------------------------------------ in the engine's thread
 
@@ -175,7 +159,7 @@ class AsyncEngine:
             if not isinstance(error, SystemExit):
                 dead = EngineDeadError(f"{type(error).__name__}: {error}")
                 dead.__cause__ = error
-                self._tell((waiter, dead) for waiter in self.waiters.values())
+                deliver((waiter, dead) for waiter in self.waiters.values())
                 self.waiters.clear()
             self._note_drained()
             self._refuse_all()
@@ -195,6 +179,25 @@ class AsyncEngine:
             except Exception as error:
                 done.set_exception(error)
 
+    def enter(
+        self,
+        waiter: Waiter,
+        request_id: str,
+        add: Callable[[], float],
+        timeout_s: float | None,
+        asked_s: float,
+    ) -> None:
+        """Let a request in whose outputs `waiter` gets. asked_s: when, on the engine's clock. The rest
+        as in submit.
+        """
+        if self.drained is not None:
+            raise Draining
+        service_s = add()
+        if timeout_s is not None:
+            waiter.end_by_s = asked_s + timeout_s
+            waiter.start_by_s = waiter.end_by_s - service_s
+        self.waiters[request_id] = waiter
+
     def _drop_late(self) -> None:
         """End the requests whose time is over, before they cost a step more."""
         now = self.clock()
@@ -205,7 +208,7 @@ class AsyncEngine:
             if is_late or (now > waiter.start_by_s and not self.has_begun(request_id)):
                 del self.waiters[request_id]
                 self.end(request_id, was_late=True)
-                self._tell([(waiter, DeadlineExceeded(f"request {request_id}: not in time"))])
+                deliver([(waiter, DeadlineExceeded(f"request {request_id}: not in time"))])
         self._note_drained()
 
     def has_begun(self, request_id: str) -> bool:
@@ -219,22 +222,13 @@ class AsyncEngine:
     def _deliver(self, outputs: list) -> None:
         """Put what a step has made into the mailboxes. A request without one was forgotten."""
         known = [(self.waiters.get(output.request_id), output) for output in outputs]
-        self._tell((waiter, output) for waiter, output in known if waiter is not None)
+        deliver((waiter, output) for waiter, output in known if waiter is not None)
         for output in outputs:
             if output.finished:
                 self.waiters.pop(output.request_id, None)
         self._note_drained()
 
-    def _tell(self, messages: Iterable[tuple[Waiter, object]]) -> None:
-        """Put each message into its mailbox, and ring once for each loop."""
-        filled: dict[Bell, list[Mailbox]] = {}
-        for waiter, message in messages:
-            waiter.mailbox.put(message)
-            filled.setdefault(waiter.bell, []).append(waiter.mailbox)
-        for bell, mailboxes in filled.items():
-            bell.ring(mailboxes)
-
-    def _forget(self, request_id: str, mine: Waiter | None = None) -> None:
+    def forget(self, request_id: str, mine: Waiter | None = None) -> None:
         """End a request. mine: only if it is this waiter's, and not a namesake that was refused."""
         waiter = self.waiters.get(request_id)
         if waiter is None or mine not in (None, waiter):
@@ -242,16 +236,18 @@ class AsyncEngine:
         del self.waiters[request_id]
         output = self.end(request_id)
         if output is not None:
-            self._tell([(waiter, output)])
+            deliver([(waiter, output)])
         self._note_drained()
 
-    def _forget_all(self) -> int:
+    def forget_all(self) -> int:
+        """End all requests. Returns how many there were."""
         count = len(self.waiters)
         for request_id in list(self.waiters):
-            self._forget(request_id)
+            self.forget(request_id)
         return count
 
-    def _begin_drain(self) -> Future:
+    def begin_drain(self) -> Future:
+        """Let nobody in any more. Returns what is done when all have their answers."""
         if self.drained is None:
             self.drained = Future()
         self._note_drained()
@@ -261,8 +257,9 @@ class AsyncEngine:
         if self.drained is not None and not self.waiters and not self.drained.done():
             self.drained.set_result(None)
 
-    def _stop(self) -> None:
-        self._forget_all()
+    def stop(self) -> None:
+        """End all requests, and the thread."""
+        self.forget_all()
         raise SystemExit("shut down")
 
     def _refuse_all(self) -> None:

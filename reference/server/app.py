@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from reference.async_engine import AsyncLLMEngine
-from reference.llm import new_engine
+from reference.engine_process.client import AsyncProcessEngine
 from reference.lora import LoRARequest
 from reference.server.args import ServerArgs
 from reference.server.errors import ApiError, of_validation, response_of
@@ -23,15 +23,19 @@ ROUTES = (completions, chat, responses, messages, tokens, generate, info)
 
 def new_service(args: ServerArgs) -> Service:
     """The engine with its adapters, running. Raises ValueError, in one line."""
-    engine = new_engine(args.engine)
     adapters = {
         name: LoRARequest(name, number, path)
         for number, (name, path) in enumerate(args.lora_modules.items(), 1)
     }
-    for adapter in adapters.values():
-        engine.add_lora(adapter)  # now, so that a wrong folder is not a client's surprise
-    models = Models(args.served_model_name, args.engine.model, engine.max_model_len, adapters)
-    return Service(AsyncLLMEngine(engine, args.engine.limits), models, args)
+    if args.disable_frontend_multiprocessing:
+        new_engine = AsyncLLMEngine.from_engine_args
+    else:
+        new_engine = AsyncProcessEngine
+    # the adapters now, so that a wrong folder is not a client's surprise
+    engine = new_engine(args.engine, adapters.values())
+    max_model_len = engine.info.max_model_len
+    models = Models(args.served_model_name, args.engine.model, max_model_len, adapters)
+    return Service(engine, models, args)
 
 
 def new_app(service: Service) -> FastAPI:

@@ -20,7 +20,8 @@ class ServerArgs:
     answer. Times are seconds: request_timeout of a whole answer, write_timeout of one write to a
     client that does not read, read_timeout of a request's headers and of its body, shutdown_timeout
     of what runs when the server is told to end. max_body_bytes: of a request. limit_concurrency:
-    connections at a time.
+    connections at a time. disable_frontend_multiprocessing: the engine is a thread of the server's
+    process, and no process of its own.
     """
 
     engine: AsyncEngineArgs
@@ -42,6 +43,7 @@ class ServerArgs:
     uvicorn_log_level: str = "info"
     disable_uvicorn_access_log: bool = False
     disable_fastapi_docs: bool = False
+    disable_frontend_multiprocessing: bool = False
     max_logprobs: int = 20
     request_timeout: float = 600.0
     write_timeout: float = 30.0

@@ -9,13 +9,14 @@ import struct
 
 import torch
 
-from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
+from reference.engine import Engine
 
 
 @torch.inference_mode()
-def embed(model: Decoder, ids: list[int]) -> list[float]:
+def embed(engine: Engine, ids: list[int]) -> list[float]:
     """The vector of one text, of the model's hidden_size. It needs no cache, because nothing follows."""
+    model = engine.runner.model
     tokens = torch.tensor(ids, device=model.device)
     hidden = model(tokens, whole_sequence(model, len(ids))).double().mean(0)
     return (hidden / hidden.norm().clamp(min=1e-12)).tolist()

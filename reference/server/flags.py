@@ -32,7 +32,6 @@ WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
     "guided-decoding-backend": (True, "there is one backend"),
     "structured-outputs-config": (True, "there is one backend"),
     "worker-use-ray": (False, "--distributed-executor-backend names who starts the workers"),
-    "disable-frontend-multiprocessing": (False, "the engine is a thread of the server"),
     "async-scheduling": (False, "a step is scheduled when the one before has ended"),
     "max-seq-len-to-capture": (True, "decode graphs reach to max_model_len"),
     "compilation-config": (True, "decode steps are captured as they are"),
@@ -126,6 +125,7 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     option("--uvicorn-log-level", "default: info")
     switch("--disable-uvicorn-access-log", "no line for each request")
     switch("--disable-fastapi-docs", "no /docs, no /openapi.json")
+    switch("--disable-frontend-multiprocessing", "the engine in a thread of the server")
     option("--max-logprobs", "of a request at most (default: 20)", int)
     option("--request-timeout", "s, of a whole answer (default: 600)", float)
     option(

@@ -43,8 +43,7 @@ class Run:
         """
         try:
             if (wish := self.call.params.structure) is not None:
-                # in a thread, because a large schema takes long to compile
-                await asyncio.to_thread(self.service.engine.engine.structures.prepare, wish)
+                await self.service.engine.prepare(wish)
             async with aclosing(self.all_outputs()) as outputs:
                 async for prompt, output in outputs:
                     if prompt not in self.outputs:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from reference.async_engine import AsyncLLMEngine
+from reference.engine_process.client import AsyncProcessEngine
 from reference.stats import IterationStats
 
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -30,7 +31,7 @@ def tokens_up_to(most: int) -> list[int]:
 class Metrics:
     """The measurements of a server. A registry of its own, so that a process may have many."""
 
-    def __init__(self, engine: AsyncLLMEngine, model_name: str):
+    def __init__(self, engine: AsyncLLMEngine | AsyncProcessEngine, model_name: str):
         self.registry = CollectorRegistry()
         self.labels = [model_name, "0"]
         self.requests = Counter(
@@ -52,12 +53,12 @@ class Metrics:
         self.prefill = new("request_prefill_time_seconds", "Time in the PREFILL phase.", REQUEST_S)
         self.inference = new("request_inference_time_seconds", "Time in RUNNING phase.", REQUEST_S)
         self.decode = new("request_decode_time_seconds", "Time in the DECODE phase.", REQUEST_S)
-        tokens = tokens_up_to(engine.engine.max_model_len)
+        tokens = tokens_up_to(engine.info.max_model_len)
         self.prompt_tokens = new("request_prompt_tokens", "Prompt tokens of a request.", tokens)
         self.new_tokens = new("request_generation_tokens", "Tokens of a request's answer.", tokens)
         self.n = new("request_params_n", "The n that was asked for.", (1, 2, 5, 10, 20))
         self.max_tokens = new("request_params_max_tokens", "The max_tokens asked for.", tokens)
-        engine.counter.observers.append(self.observe)
+        engine.observers.append(self.observe)
         self.registry.register(EngineCollector(engine, self.labels))
 
     def histogram(self, name: str, what: str, bounds) -> Histogram:
@@ -66,7 +67,8 @@ class Metrics:
         return found.labels(*self.labels)
 
     def observe(self, step: IterationStats) -> None:
-        """What a step of the engine added. It is called in the engine's thread."""
+        """What a step of the engine added. It is called in the engine's thread, or in
+        the one that hears of it."""
         for seconds in step.time_to_first_tokens_s:
             self.first_token.observe(seconds)
         for seconds in step.inter_token_latencies_s:
@@ -103,7 +105,7 @@ COUNTERS = {
 class EngineCollector:
     """What the engine counts itself, asked for when somebody scrapes."""
 
-    def __init__(self, engine: AsyncLLMEngine, labels: list[str]):
+    def __init__(self, engine: AsyncLLMEngine | AsyncProcessEngine, labels: list[str]):
         self.engine = engine
         self.labels = labels
 

@@ -3,6 +3,7 @@
 import uuid
 
 from reference.async_engine import AsyncLLMEngine
+from reference.engine_process.client import AsyncProcessEngine
 from reference.server.args import ServerArgs
 from reference.server.calls import Call
 from reference.server.errors import refused
@@ -15,13 +16,14 @@ from reference.server.tokens import Tokens
 class Service:
     """One engine behind many routes. args: of the server."""
 
-    def __init__(self, engine: AsyncLLMEngine, models: Models, args: ServerArgs):
+    def __init__(
+        self, engine: AsyncLLMEngine | AsyncProcessEngine, models: Models, args: ServerArgs
+    ):
         self.engine = engine
         self.models = models
         self.args = args
-        core = engine.engine
-        self.tokens = Tokens(core.tokenizer, core.max_model_len)
-        self.template = ChatTemplate.of(core.tokenizer, args.chat_template)
+        self.tokens = Tokens(engine.tokenizer, engine.info.max_model_len)
+        self.template = ChatTemplate.of(engine.tokenizer, args.chat_template)
         self.metrics = Metrics(engine, models.names[0])
 
     def new_call(

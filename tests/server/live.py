@@ -29,7 +29,8 @@ def server_args(**own) -> ServerArgs:
         max_loras=2,
         scheduling_policy="priority",
     )
-    own = dict(served_model_name=["tiny", "base"], lora_modules=ADAPTERS, **own)
+    own = dict(served_model_name=["tiny", "base"], lora_modules=ADAPTERS) | own
+    own = dict(disable_frontend_multiprocessing=True) | own  # because tests look into the engine
     return ServerArgs(engine, uvicorn_log_level="error", disable_uvicorn_access_log=True, **own)
 
 

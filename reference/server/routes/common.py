@@ -12,7 +12,7 @@ from reference.server.errors import refused
 from reference.server.generation import Run
 from reference.server.protocol.sampling import SamplingFields
 from reference.server.service import Service
-from reference.server.streaming import DONE, EventStream, Watched, Whole, event
+from reference.server.streaming import DONE, EventStream, Watched, Whole, as_json, event
 
 MOST_ANSWERS = 1024  # of a call
 Choice = Callable[[Delta | Answer, bool], dict[str, Any] | None]
@@ -74,6 +74,9 @@ class OpenAIAnswer:
         options, usage = self.body.stream_options, self.run.usage
         with_usage = options is not None and options.include_usage
         always = options is not None and options.continuous_usage_stats
+        # What all chunks have is written once. `choices` is its last key, and stays open here.
+        head = as_json(self.envelope(self.kinds[1], [])).removesuffix("]}")
+        tail = '],"usage":null}' if with_usage else "]}"
         async with aclosing(self.run.deltas()) as deltas:
             async for delta in deltas:
                 is_first = delta.index not in self.begun
@@ -81,10 +84,9 @@ class OpenAIAnswer:
                 choice = self.choice(delta, is_first)
                 if choice is None:
                     continue
-                chunk = self.envelope(self.kinds[1], [choice])
-                if always or with_usage:
-                    chunk["usage"] = usage.as_openai() if always else None
-                yield event(chunk)
+                if always:
+                    tail = f'],"usage":{as_json(usage.as_openai())}}}'
+                yield f"data: {head}{as_json(choice)}{tail}\n\n".encode()
         if with_usage:
             yield event(self.envelope(self.kinds[1], []) | {"usage": usage.as_openai()})
         yield DONE

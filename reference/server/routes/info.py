@@ -51,20 +51,19 @@ def new_router(service: Service) -> APIRouter:
     @router.get("/info")
     async def info() -> JSONResponse:
         """As text-generation-inference describes itself, as far as it applies."""
-        args, core = service.args, engine.engine
-        model = core.runner.model
+        args, info = service.args, engine.info
         return JSONResponse(
             {
                 "model_id": service.models.names[0],
                 "model_sha": None,
-                "model_dtype": str(model.dtype).removeprefix("torch."),
-                "model_device_type": model.device.type,
+                "model_dtype": info.dtype,
+                "model_device_type": info.device_type,
                 "model_pipeline_tag": "text-generation",
                 "max_concurrent_requests": args.limit_concurrency,
                 "max_best_of": 128,
                 "max_stop_sequences": 1024,
-                "max_input_tokens": core.max_model_len - 1,
-                "max_total_tokens": core.max_model_len,
+                "max_input_tokens": info.max_model_len - 1,
+                "max_total_tokens": info.max_model_len,
                 "max_client_batch_size": 1,
                 "router": "inference-ladder",
                 "version": VERSION,

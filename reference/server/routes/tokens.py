@@ -63,10 +63,10 @@ async def embeddings(
     service: Service, name: str, prompts: list[list[int]], body: EmbeddingRequest
 ) -> dict[str, Any]:
     """The answer. Each text is a command of its own, so that steps run between them."""
-    data, model = [], service.engine.engine.runner.model
+    data = []
     for at, ids in enumerate(prompts):
         try:
-            vector = await service.engine.between_steps(lambda ids=ids: embed(model, ids))
+            vector = await service.engine.call(embed, ids)
         except RuntimeError as error:
             raise refusal(error) from error
         value = as_base64(vector) if body.encoding_format == "base64" else vector
