@@ -112,8 +112,9 @@ def engine_costs(llm: LLM, wish, rows: int) -> tuple[dict[str, float], list[list
     return costs, answers
 
 
-def measure(model: str, rows: int = ROWS) -> dict:
-    """The record. rows: requests in the batch."""
+def measure(model: str) -> dict:
+    """The record."""
+    rows = ROWS
     llm = LLM(model=model, max_num_seqs=rows)
     structures = llm.engine.structures
     generate(llm, [SamplingParams(max_tokens=TOKENS)] * rows)  # memory and threads are there now
