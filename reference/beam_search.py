@@ -31,7 +31,8 @@ class BeamSearchParams:
 
     length_penalty: a beam's score is the sum of its log-probabilities, divided by (tokens of prompt
     and answer, without a stop token) ** length_penalty. temperature: guides pass it; it changes
-    nothing, because scores are those of the model's own distribution.
+    nothing, because scores are those of the model's own distribution. structured_outputs: refused,
+    because beams do not follow one.
     """
 
     beam_width: int
@@ -40,8 +41,13 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False  # whether `text` shows the stop token
+    structured_outputs: None = None
+    guided_decoding: None = None
 
     def __post_init__(self):
+        for name in ("structured_outputs", "guided_decoding"):
+            if getattr(self, name) is not None:
+                refuse(name, getattr(self, name), "None; LLM.generate follows one, beams do not")
         check_whole(beam_width=self.beam_width, max_tokens=self.max_tokens)
         for name in ("ignore_eos", "include_stop_str_in_output"):
             check_kind(bool, "True or False", **{name: getattr(self, name)})

@@ -17,7 +17,9 @@ from lessons.toolbox.draw.figure import (
     save,
     style,
 )
+from reference.bench_omission import draw_omission
 
+LEAST_MS = 0.5
 TARGET = 0.9  # of the requests, which must meet the objectives
 LATENCIES = {"ttft": ("optimized", "TTFT"), "itl": ("library", "ITL"), "e2el": ("naive", "E2EL")}
 
@@ -113,6 +115,45 @@ def draw_latencies(record: dict, at: int = -1) -> ClassFigure:
 
 
 @style()
+def draw_distributions(record: dict) -> ClassFigure:
+    """TTFT and ITL over the percentile at three loads: light, the last within the objectives, and the
+    largest.
+    """
+    points = record["points"]
+    at = knee_of(points)
+    within = [point for point in points if at is not None and load_of(point) <= at]
+    chosen = {"naive": points[-1], "library": points[0]}
+    if within and within[-1] not in (points[0], points[-1]):
+        chosen["optimized"] = within[-1]
+    light, heavy = (points[index]["distribution_ttft_ms"][90] for index in (0, -1))
+    fig, axes = frame(
+        f"One of ten first tokens takes {number(light)} ms or more at "
+        f"{number(load_of(points[0]))} {load_name(points)}, {number(heavy)} ms at "
+        f"{number(load_of(points[-1]))}",
+        foot(record),
+        (10, 5.4),
+        (1, 1),
+    )
+    for ax, name, label in zip(axes, ("ttft", "itl"), ("first token", "from token to token")):
+        labels, every = [], []
+        for role, point in chosen.items():
+            look = ROLES[role]
+            # parts that came together are no time apart, which a log axis cannot show
+            values = [max(value, LEAST_MS) for value in point[f"distribution_{name}_ms"]]
+            ax.plot(range(101), values, color=look.colour, ls=look.dash)
+            labels.append((100, values[-1], f"{number(load_of(point))}/s", look.colour))
+            every += values
+        log_axis(ax.yaxis, min(every) / 1.5, max(*every, 10 * min(every)) * 1.5)
+        ax.set_xlim(0, 100)
+        ax.grid(True, axis="y")
+        ax.set_title(label)
+        ax.set_xlabel("percentile")
+        label_column(ax, labels)
+    axes[0].set_ylabel("ms\n(lower is better)")
+    return fig
+
+
+@style()
 def draw_cost(record: dict) -> ClassFigure:
     """Dollars for a million generated tokens over the load, and where the objectives end it."""
     points = record["points"]
@@ -165,15 +206,32 @@ def foot(record: dict) -> str:
     )
 
 
+def figures_of(record: dict) -> dict[str, tuple[ClassFigure, str]]:
+    """{name: (figure, what a blind reader is told)} of every figure that the record has numbers for."""
+    points = record["points"]
+    is_sweep = len(points) > 1 and "slo_attainment" in points[0]
+    is_whole = all(point["completed"] for point in points)
+    found = {}
+    if is_sweep and is_whole and points[0]["request_rate"] is not None:
+        alt = "Time to first token and between tokens over the percentile, at three loads."
+        found["latencies"] = draw_distributions(record), alt
+    else:
+        alt = "Latency over the percentile, for the largest load."
+        found["latencies"] = draw_latencies(record), alt
+    if is_sweep:
+        found["knee"] = draw_knee(record), "Answers a second, and those in time, over the load."
+    if len(points) > 1 and all(point.get("cost_per_million_output_tokens") for point in points):
+        found["cost"] = draw_cost(record), "Dollars for a million generated tokens over the load."
+    if "stall" in record:
+        alt = "Time to first token over the percentile, counted from the sending and from the "
+        alt += "intended time. The second is larger from the middle percentiles on."
+        found["omission"] = draw_omission(record, foot(record)), alt
+    return found
+
+
 def save_figures(record: dict, path: Path) -> list[Path]:
     """Every figure that the record has the numbers for, beside its file. Returns the paths."""
-    points = record["points"]
-    wanted = {"latencies": (draw_latencies, "Latency over the percentile, for the largest load.")}
-    if len(points) > 1 and "slo_attainment" in points[0]:
-        wanted["knee"] = (draw_knee, "Answers a second, and those in time, over the load.")
-    if len(points) > 1 and all(point.get("cost_per_million_output_tokens") for point in points):
-        wanted["cost"] = (draw_cost, "Dollars for a million generated tokens over the load.")
     saved = []
-    for name, (draw, alt) in wanted.items():
-        saved += save(draw(record), path.with_name(f"{path.stem}_{name}"), alt=alt)
+    for name, (figure, alt) in figures_of(record).items():
+        saved += save(figure, path.with_name(f"{path.stem}_{name}"), alt=alt)
     return saved

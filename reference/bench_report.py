@@ -175,8 +175,8 @@ def cost(price_per_hour: float, tokens_per_s: float) -> float | None:
     return price_per_hour / (tokens_per_s * 3600) * 1e6 if tokens_per_s else None
 
 
-def save_record(args: Namespace, points: list[dict]) -> list[Path]:
-    """Write the record and its figures. Returns the paths."""
+def save_record(args: Namespace, points: list[dict], more: dict | None = None) -> list[Path]:
+    """Write the record and its figures. more: what else belongs into it. Returns the paths."""
     from lessons.toolbox.measure.device import fingerprint  # here, because it imports PyTorch
     from reference.bench_figures import cost_at, knee_of, save_figures
 
@@ -193,6 +193,7 @@ def save_record(args: Namespace, points: list[dict]) -> list[Path]:
         "knee": at,
         "cost_at_knee": cost_at(points, at),
         "points": points,
+        **(more or {}),
     }
     write_json(path, record)
     return [path, *save_figures(record, path)]

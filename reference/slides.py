@@ -92,15 +92,20 @@ def draw_pictures(room: Path, out: Path) -> int:
 
 
 def draw_record(path: Path, out: Path) -> int:
-    """The figure of a record. Raises ValueError, KeyError or TypeError for a record that has none
+    """The figures of a record; returns how many. Raises ValueError, KeyError or TypeError for a record that has none
     of a kind which is known here.
     """
     from lessons.l04_positions.lab.figures import extrapolation_plot
     from lessons.l05_gqa.lab.figures import quality_figure
     from lessons.toolbox.measure import records
-    from reference import ladder_report
+    from reference import bench_figures, ladder_report
 
     data = json.loads(path.read_text(encoding="utf-8"))
+    if "points" in data:  # of bench_serving
+        figures = bench_figures.figures_of(data)
+        for name, (figure, _) in figures.items():
+            save_slide(figure, out / f"{path.parent.name}_{path.stem}_{name}.png")
+        return len(figures)
     if path.stem == "ladder":
         figure = ladder_report.figure_of(ladder_report.load(path))
     elif path.stem == "l04_extrapolation":

@@ -1,23 +1,29 @@
-"""What structured outputs cost: masks of the embedded model's vocabulary, and the engine's tokens a
-second with a JSON schema on every row, beside the same engine without.
+"""What structured outputs cost: masks of a model's vocabulary, and the engine's tokens a second when
+every row has to obey one, beside the same engine with answers of the same lengths and no masks.
 
-    python -m reference.structured_speed > results/cpu/l22_structured.json
+    python -m reference.structured_speed --out results/cpu
 
-Times are CPU seconds of this process, the median of several rounds.
+Times are CPU seconds of this process, the median of several rounds. Prints a table and writes
+structured_speed.json.
 """
 
-import json
+import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lessons.l22_serving.grammar import naive
+from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from lessons.toolbox.measure.device import fingerprint
+from lessons.toolbox.measure.records import write_json
 from reference import LLM, SamplingParams, StructuredOutputsParams
+from reference.ladder import place_of
 from reference.structured import Structures
 
-ROWS, TOKENS, ROUNDS = 32, 64, 3
+ROWS, TOKENS, ROUNDS = 32, 64, 5
 TRIED = 10  # states in which every token is tried
 SCHEMA = {
     "type": "object",
@@ -71,40 +77,89 @@ def mask_costs(structures: Structures, wish, texts: list[list[int]]) -> dict[str
     }
 
 
-def engine_costs(llm: LLM, wish) -> tuple[float, list[list[int]]]:
-    """Tokens a CPU second of ROWS rows that all have this wish, None for no structure; and the last
-    round's answers.
+def generate(llm: LLM, params: list[SamplingParams]) -> tuple[float, list[list[int]]]:
+    """CPU seconds, and the answers to one prompt for each of `params`."""
+    prompts = [f"def f{row}(x):\n" for row in range(len(params))]
+    seconds, outputs = cpu_s(llm.generate, prompts, params, None, False)
+    return seconds, [output.outputs[0].token_ids for output in outputs]
+
+
+def engine_costs(llm: LLM, wish, rows: int) -> tuple[dict[str, float], list[list[int]]]:
+    """Tokens a CPU second of rows that all have this wish, and of rows without one whose answers have
+    the same lengths, because answers that end early leave small batches; and the answers.
     """
-    prompts, rates = [f"def f{row}(x):\n" for row in range(ROWS)], []
-    for seed in range(ROUNDS):
+    free, bound, answers = [], [], []
+    for turn in range(ROUNDS):
+        seeds = range(turn * rows, (turn + 1) * rows)
         params = [
-            SamplingParams(max_tokens=TOKENS, seed=seed * ROWS + row, structured_outputs=wish)
-            for row in range(ROWS)
+            SamplingParams(max_tokens=TOKENS, seed=seed, structured_outputs=wish) for seed in seeds
         ]
-        seconds, outputs = cpu_s(llm.generate, prompts, params, None, False)
-        answers = [output.outputs[0].token_ids for output in outputs]
-        rates.append(sum(map(len, answers)) / seconds)
-    return statistics.median(rates), answers
+        bound_s, answers = generate(llm, params)
+        lengths = [len(tokens) for tokens in answers]
+        params = [
+            SamplingParams(max_tokens=length, seed=seed, ignore_eos=True)
+            for length, seed in zip(lengths, seeds)
+        ]
+        free_s, _ = generate(llm, params)
+        bound.append(sum(lengths) / bound_s)
+        free.append(sum(lengths) / free_s)
+    costs = {
+        "tokens_per_cpu_s": statistics.median(bound),
+        "without_per_cpu_s": statistics.median(free),
+        "slower": statistics.median(1 - one / other for one, other in zip(bound, free)),
+        "tokens": sum(map(len, answers)),
+    }
+    return costs, answers
 
 
-def main() -> None:
-    """Print the record."""
-    llm = LLM(model="models/tiny", max_num_seqs=ROWS)
+def measure(model: str) -> dict:
+    """The record."""
+    rows = ROWS
+    llm = LLM(model=model, max_num_seqs=rows)
     structures = llm.engine.structures
-    speed, masks = {"none": engine_costs(llm, None)[0]}, {}
+    generate(llm, [SamplingParams(max_tokens=TOKENS)] * rows)  # memory and threads are there now
+    engine, masks = {}, {}
     for name, wish in WISHES.items():
-        speed[name], texts = engine_costs(llm, wish)
+        engine[name], texts = engine_costs(llm, wish, rows)
         masks[name] = mask_costs(structures, wish, texts)
-    record = {
+    return {
         "fingerprint": fingerprint(),
-        "rows": ROWS,
-        "tokens": TOKENS,
+        "model": model,
+        "rows": rows,
+        "max_tokens": TOKENS,
         "vocabulary": len(structures.vocabulary),
         "masks": masks,
-        "engine_tokens_per_cpu_s": speed,
+        "engine": engine,
     }
-    print(json.dumps(record, indent=2))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write; returns the exit code."""
+    check_writable(args.out)
+    record = measure(str(args.model))
+    for name, masks in record["masks"].items():
+        engine = record["engine"][name]
+        print(
+            f"{name:<12} {engine['tokens_per_cpu_s']:6.0f} tokens per CPU second, "
+            f"{100 * engine['slower']:.0f} % fewer than without; a mask {masks['a_token_us']:.1f} us on "
+            f"average, {masks['new_state_us']:.0f} us in a new state, {masks['every_token_us']:.0f} us "
+            "by trying every token"
+        )
+    write_json(args.out / "structured_speed.json", record)
+    print(args.out / "structured_speed.json")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    description = " ".join(__doc__.split("\n\n")[0].split())
+    parser = OneLineParser(prog="python -m reference.structured_speed", description=description)
+    parser.add_argument("--model", default="models/tiny", help="folder or hub name of a checkpoint")
+    parser.add_argument("--out", type=Path, default=Path("build"), help="folder for the record")
+    args = parser.parse_args(argv)
+    args.model = place_of(args.model)
+    return run_command("structured_speed", lambda: run(args))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -206,6 +206,8 @@ def test_the_stop_token_is_shown_only_if_asked_for(model):
         (dict(temperature=-0.1), "temperature: got -0.1; accepted: a finite number, 0 or more"),
         (dict(length_penalty=float("nan")), "length_penalty: got nan; accepted: a number from"),
         (dict(include_stop_str_in_output="no"), "True or False"),
+        (dict(structured_outputs={"choice": ["a"]}), "structured_outputs: got {'choice': ['a']}; "),
+        (dict(guided_decoding=dict(regex="a")), "accepted: None; LLM.generate follows one"),
     ],
 )
 def test_params_that_cannot_work(params, said):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from reference.router import metrics as router_metrics
 from reference.router.args import read_args as router_args
 from reference.server.flags import parse, read_args
 from reference.server.metrics import Metrics
@@ -28,8 +29,12 @@ def load(path: Path) -> dict:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-def pod() -> dict:
-    return load(DEPLOY / "kubernetes/deployment.yaml")["spec"]["template"]["spec"]
+def manifest(name: str) -> dict:
+    return load(DEPLOY / f"kubernetes/{name}.yaml")
+
+
+def pod(name: str = "deployment") -> dict:
+    return manifest(name)["spec"]["template"]["spec"]
 
 
 def metrics_of_the_server() -> set[str]:
@@ -40,6 +45,13 @@ def metrics_of_the_server() -> set[str]:
     engine = SimpleNamespace(engine=core, counter=counter, stats=lambda: stats)
     families = Metrics(engine, "tiny").registry.collect()
     return {family.name for family in families} | {"up"}
+
+
+def metrics_of_the_router() -> set[str]:
+    """The same of the router's /metrics."""
+    metrics = router_metrics.Metrics()
+    metrics.watch(SimpleNamespace(all=[]))
+    return {family.name for family in metrics.registry.collect()}
 
 
 @pytest.mark.parametrize("path", OWN_SCHEMA, **IDS)
@@ -68,7 +80,9 @@ def test_all_manifests_are_applied_or_say_why_not():
 
 
 def replicas() -> dict:
-    return load(DEPLOY / "compose.replicas.yaml")["services"]
+    """The servers and the router of compose.replicas.yaml."""
+    services = load(DEPLOY / "compose.replicas.yaml")["services"]
+    return {name: one for name, one in services.items() if "command" in one}
 
 
 def flags_of(service: dict, module: str) -> list[str]:
@@ -90,10 +104,11 @@ def test_the_server_takes_its_flags(where):
 
 
 def test_nobody_is_killed_before_the_server_has_drained():
-    container = pod()["containers"][0]
-    drain_s = int(re.search(r"--shutdown-timeout=(\d+)", " ".join(container["args"]))[1])
-    pause_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod()["terminationGracePeriodSeconds"] > pause_s + drain_s
+    for name in ("deployment", "router"):
+        container = pod(name)["containers"][0]
+        drain_s = int(re.search(r"--shutdown-timeout=(\d+)", " ".join(container["args"]))[1])
+        pause_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+        assert pod(name)["terminationGracePeriodSeconds"] > pause_s + drain_s
     server = load(DEPLOY / "compose.yaml")["services"]["server"]
     for service in (server, *replicas().values()):
         drain_s = int(re.search(r"--shutdown-timeout (\d+)", service["command"])[1])
@@ -111,23 +126,92 @@ def test_the_router_finds_all_replicas_and_nobody_else_does():
         assert published.startswith("127.0.0.1:")
 
 
-def test_ready_is_not_alive():
-    container = pod()["containers"][0]
+def test_kubernetes_leads_clients_to_the_router_and_the_router_to_every_server():
+    """The name of the headless service, its port and its pods; and nobody else comes to them."""
+    args = router_args(pod("router")["containers"][0]["args"])
+    headless, service = manifest("replicas"), manifest("service")
+    name, (port,) = headless["metadata"]["name"], headless["spec"]["ports"]
+    assert args.replicas == [f"dns://{name}:{port['port']}"] and args.host == "0.0.0.0"
+    # a headless service maps no ports: the name stands for the pods themselves
+    (listens,) = pod()["containers"][0]["ports"]
+    assert headless["spec"]["clusterIP"] == "None" and port["port"] == listens["containerPort"]
+    labels = manifest("deployment")["spec"]["template"]["metadata"]["labels"]
+    of_router = manifest("router")["spec"]["template"]["metadata"]["labels"]
+    assert headless["spec"]["selector"] == labels != of_router == service["spec"]["selector"]
+    policy = manifest("networkpolicy")["spec"]
+    assert policy["podSelector"]["matchLabels"] == labels
+    assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"] == of_router
+    for budget, pods in (("pdb", labels), ("router-pdb", of_router)):
+        assert manifest(budget)["spec"]["selector"]["matchLabels"] == pods
+
+
+@pytest.mark.parametrize("name", ["deployment", "router"])
+def test_ready_is_not_alive(name):
+    container = pod(name)["containers"][0]
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
     assert container["livenessProbe"]["httpGet"]["path"] == "/health"
     assert container["startupProbe"]["httpGet"]["path"] == "/health"
 
 
+def targets_of(file: str) -> dict[str, list[str]]:
+    """{job: whom Prometheus asks}."""
+    jobs = load(DEPLOY / file)["scrape_configs"]
+    return {job["job_name"]: job["static_configs"][0]["targets"] for job in jobs}
+
+
+def test_prometheus_asks_everybody():
+    """Each server and the router, by the names and ports of their compose file."""
+    names = {name for name in replicas() if name != "router"}
+    assert targets_of("prometheus.yaml") == {"ladder": ["server:8000"]}
+    found = targets_of("prometheus.replicas.yaml")
+    assert set(found["ladder"]) == {f"{name}:8000" for name in names}
+    assert found["router"] == ["router:8000"] and set(found) == {"ladder", "router"}
+    for file, config in (("compose", "prometheus"), ("compose.replicas", "prometheus.replicas")):
+        service = load(DEPLOY / f"{file}.yaml")["services"]["prometheus"]
+        assert service["volumes"][0].startswith(f"./{config}.yaml:")
+        jobs = {one for one in targets_of(f"{config}.yaml")}
+        rules = (DEPLOY / "alerts.yaml").read_text(encoding="utf-8")
+        assert all(f'up{{job="{job}"}}' in rules for job in jobs)
+
+
+COMPOSED = ["compose.yaml", "compose.replicas.yaml"]
+
+
+@pytest.mark.parametrize("file", COMPOSED)
+def test_docker_compose_reads_its_file(file):
+    tool = shutil.which("docker")
+    command = [tool or "docker", "compose"]
+    if tool is None or subprocess.run([*command, "version"], capture_output=True).returncode:
+        pytest.skip("NOT RUN: docker compose is not installed")
+    done = subprocess.run([*command, "-f", DEPLOY / file, "config", "-q"], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("file", COMPOSED)
+def test_a_compose_file_holds_together(file):
+    """What can be known without Docker: mounted files exist, services that are waited for are there,
+    and only this machine reaches what is published.
+    """
+    services = load(DEPLOY / file)["services"]
+    for name, service in services.items():
+        assert set(service.get("depends_on", ())) <= set(services) - {name}
+        for volume in service.get("volumes", ()):
+            assert (DEPLOY / volume.split(":")[0]).exists(), volume
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+    published = [port for service in services.values() for port in service.get("ports", ())]
+    assert len(set(published)) == len(published) == 3
+
+
 def test_images_have_versions():
-    images = [service["image"] for service in load(DEPLOY / "compose.yaml")["services"].values()]
-    images += [service["image"] for service in replicas().values()]
-    images += [container["image"] for container in pod()["containers"]]
+    images = [one["image"] for file in COMPOSED for one in load(DEPLOY / file)["services"].values()]
+    images += [one["image"] for name in ("deployment", "router") for one in pod(name)["containers"]]
     assert all(re.search(r":v?\d+\.\d+", image) for image in images)
 
 
 def expressions() -> list[str]:
     board = json.loads((DEPLOY / "grafana/boards/serving.json").read_text(encoding="utf-8"))
-    found = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    found = [target["expr"] for panel in panels for target in panel["targets"]]
     for group in load(DEPLOY / "alerts.yaml")["groups"]:
         found += [rule["expr"] for rule in group["rules"]]
     triggers = load(DEPLOY / "kubernetes/scaledobject.yaml")["spec"]["triggers"]
@@ -136,9 +220,9 @@ def expressions() -> list[str]:
 
 @pytest.mark.parametrize("expression", expressions())
 def test_boards_and_alerts_ask_for_what_the_server_counts(expression):
-    asked = set(re.findall(r"vllm:\w+|http_requests\w*|\bup\b", expression))
-    known = metrics_of_the_server()
-    assert asked, "nothing of the server is asked for"
+    asked = set(re.findall(r"vllm:\w+|http_requests\w*|router_\w+|\bup\b", expression))
+    known = metrics_of_the_server() | metrics_of_the_router()
+    assert asked, "nothing of the server or the router is asked for"
     for name in asked:
         plain = re.sub(r"_(total|bucket|count|sum)$", "", name)
         assert name in known or plain in known, f"{name} is not counted"
@@ -155,7 +239,8 @@ def test_prometheus_reads_its_files(tmp_path):
     rules = tmp_path / "queries.yaml"
     indented = queries.replace("\n", "\n  ")
     rules.write_text(f"groups:\n- name: board\n  rules:\n  {indented}")
-    for kind, path in (("config", DEPLOY / "prometheus.yaml"), ("rules", rules)):
+    configs = [("config", DEPLOY / f"prometheus{which}.yaml") for which in ("", ".replicas")]
+    for kind, path in (*configs, ("rules", rules)):
         done = subprocess.run([tool, "check", kind, path], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -163,6 +248,10 @@ def test_prometheus_reads_its_files(tmp_path):
 def test_the_board_fits_its_datasource():
     source = load(DEPLOY / "grafana/provisioning/datasources/prometheus.yaml")["datasources"][0]
     board = json.loads((DEPLOY / "grafana/boards/serving.json").read_text(encoding="utf-8"))
-    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["uid"]}
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids))
+    places = [tuple(panel["gridPos"][key] for key in "xy") for panel in board["panels"]]
+    assert len(places) == len(set(places)) and places == sorted(places, key=lambda at: at[::-1])
+    assert f"a board of {len(panels)} panels" in (DEPLOY / "README.md").read_text(encoding="utf-8")

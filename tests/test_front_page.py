@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
+from reference import architecture
 from tests.course_rules import complete_rooms
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -48,3 +50,17 @@ def test_every_recorded_step_without_a_gain_is_explained():
     for name in flat:
         found = [known for word, known in words.items() if word in name]
         assert found and found[0] in fold, f"{name}: why does it gain nothing?"
+
+
+def test_the_picture_of_the_engine_is_whole_and_drawn_anew():
+    """Every box names a file that is there, and the committed picture is that of the code."""
+    figure = architecture.draw()
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+    svg = (architecture.HERE / "architecture.svg").read_text(encoding="utf-8")
+    for box in architecture.BOXES:
+        assert (REPOSITORY / box.file).is_file(), box.file
+        assert f"<!-- {box.name} -->" in svg and f"<!-- {box.shown} -->" in svg
+    written = re.findall(r"<!-- (.+?) -->", svg)
+    assert len(written) == len(figure.findobj(lambda artist: getattr(artist, "get_text", str)()))
+    assert architecture.ALT in svg and f"![{architecture.ALT}](reference/architecture.svg)" in FRONT
+    assert len({box.file for box in architecture.BOXES}) == len(architecture.BOXES)

@@ -25,7 +25,7 @@ class Routing:
         self.transport = httpx.AsyncHTTPTransport(limits=limits)
         self.replicas = Replicas(args, self.transport)
         self.metrics = Metrics()
-        self.metrics.watch(self.replicas.all)
+        self.metrics.watch(self.replicas)
         self.running: set[Forwarded] = set()
         self.is_draining = False
         self.own = {"/health": self.health, "/ready": self.ready, "/metrics": self.show_metrics}

@@ -7,7 +7,7 @@ from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.model.arguments import check_positive, check_whole, is_number, refuse
 
 POLICIES = ("prefix", "least", "round-robin")
-ACCEPTED_URL = "http://host:port or https://host:port"
+ACCEPTED_URL = "http://host:port, https://host:port, or dns://name:port for all addresses of a name"
 
 
 @dataclass
@@ -15,7 +15,9 @@ class RouterArgs:
     """Raises ValueError, in one line, for a value that cannot work.
 
     replicas: their addresses, which also decide who gets which prefix, so several routers in front of
-    the same replicas should spell them alike. policy: prefix, least (fewest requests in flight) or
+    the same replicas should spell them alike. dns://name:port stands for every address that the name
+    has, as a headless service of Kubernetes has one for each pod; it is looked up again at every
+    health_interval. policy: prefix, least (fewest requests in flight) or
     round-robin. balance: under the policy prefix, how many times the mean a replica's requests in
     flight may be. ready_path: what a replica answers with 200 while it takes requests; vLLM's servers
     have /health. Times are seconds: health_interval between two questions for it, connect_timeout until
@@ -65,10 +67,19 @@ def check_url(url: str) -> str:
     """The address without a slash behind it. Raises ValueError for what is none."""
     try:
         parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port of letters, half of an IPv6 address
-        is_address = False
-    if not is_address or parts.path.strip("/") or parts.query or parts.fragment or "@" in url:
+        (parts.hostname or "").encode("idna")  # or it would fail whenever it is looked up
+        is_name = parts.scheme == "dns" and parts.port  # because DNS tells addresses, but no port
+        is_address = parts.scheme in ("http", "https") and parts.port != 0
+    except ValueError:  # a port of letters, half of an IPv6 address, no name
+        refuse("replicas", url, ACCEPTED_URL)
+    if (
+        not (is_address or is_name)
+        or not parts.hostname
+        or parts.path.strip("/")
+        or parts.query
+        or parts.fragment
+        or "@" in url
+    ):
         refuse("replicas", url, ACCEPTED_URL)
     return url.rstrip("/")
 

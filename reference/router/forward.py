@@ -6,6 +6,7 @@ twice: if the replica dies now, the answer ends with an error.
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from starlette.responses import Response
 from reference.router.metrics import Metrics
 from reference.router.policies import Prompt
 from reference.router.replicas import Replica, Replicas
-from reference.server.errors import ApiError, response_of
-from reference.server.streaming import Send, Watched, error_event
+from reference.server.errors import ApiError, body_of, response_of
+from reference.server.streaming import Send, Watched, error_event, event
 
 # Of one connection, not of the message (RFC 9110, section 7.6.1); and what both ends say themselves.
 HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
@@ -31,6 +32,7 @@ MOST_DEATHS = 2  # of replicas that had taken a request: perhaps it is what kill
 MOST_HELD_BYTES = (
     16 * 2**20
 )  # of an answer that is no stream; a longer one begins before it is whole
+SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')  # of an event of /v1/responses
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -88,6 +90,21 @@ def is_events(response: httpx.Response) -> bool:
     return response.headers.get("content-type", "").startswith("text/event-stream")
 
 
+def last_event(error: ApiError, path: str, before: bytes) -> bytes:
+    """An error that ends a stream, as the API at this path writes it. before: what came last.
+
+    OpenAI documents the error of /v1/responses flat, and sends it nested. Its clients raise for the
+    nested one alone, others read the flat one, so this is both.
+    """
+    if path != "/v1/responses":
+        return error_event(error, path)
+    numbers = SEQUENCE_NUMBER.findall(before)
+    number = int(numbers[-1]) + 1 if numbers else 0
+    nested = body_of(error, path)["error"]
+    flat = {name: nested[name] for name in ("code", "message", "param")}
+    return event({"type": "error", "sequence_number": number, **flat, "error": nested}, "error")
+
+
 async def whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Bytes of events, each time up to the end of a line. So an error that has to follow is never
     glued to half an event.
@@ -127,6 +144,7 @@ class Forwarded(Watched):
         self.work: asyncio.Task | None = None
         self.is_cut = False
         self.begun: httpx.Response | None = None
+        self.last = b""  # what came last of it
 
     def cut(self) -> None:
         """End it now, because the router ends."""
@@ -155,7 +173,7 @@ class Forwarded(Watched):
             return response_of(error, path)
         if is_events(self.begun):
             # the empty line ends an event that has a line already
-            data = b"\n" + error_event(error, path)
+            data = b"\n" + last_event(error, path, self.last)
             await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         # Of anything else the client has a length, or chunks without an end. uvicorn closes the
@@ -235,5 +253,6 @@ class Forwarded(Watched):
                     status = response.status_code
                     start = {"type": "http.response.start", "status": status, "headers": headers}
                     await send(start)
+                self.last = part or self.last
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

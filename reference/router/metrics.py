@@ -10,10 +10,11 @@
 | cancelled | the client went, or the router ended |
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import GaugeMetricFamily
 
 
 class Counted(Protocol):
@@ -22,6 +23,34 @@ class Counted(Protocol):
     url: str
     in_flight: int
     is_ready: bool
+
+
+class Those(Protocol):
+    """Replicas come and go, so they are counted when somebody asks."""
+
+    all: Sequence[Counted]
+
+
+class ByReplica:
+    """What a registry shows of the replicas that there are now."""
+
+    def __init__(self, replicas: Those):
+        self.replicas = replicas
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """As prometheus_client asks for it."""
+        in_flight = GaugeMetricFamily(
+            "router_requests_in_flight", "Requests sent to a replica that have not ended.",
+            labels=["replica"],
+        )  # fmt: skip
+        ready = GaugeMetricFamily(
+            "router_replica_ready", "1 while it takes requests.", labels=["replica"]
+        )
+        for replica in self.replicas.all:
+            in_flight.add_metric([replica.url], replica.in_flight)
+            ready.add_metric([replica.url], replica.is_ready)
+        yield in_flight
+        yield ready
 
 
 class Metrics:
@@ -44,19 +73,9 @@ class Metrics:
             "router_unserved", "Requests that no replica took.", registry=self.registry
         )
 
-    def watch(self, replicas: Sequence[Counted]) -> None:
+    def watch(self, replicas: Those) -> None:
         """Show the replicas as they are when somebody asks."""
-        in_flight = Gauge(
-            "router_requests_in_flight", "Requests sent to a replica that have not ended.",
-            ["replica"], registry=self.registry,
-        )  # fmt: skip
-        ready = Gauge(
-            "router_replica_ready", "1 while it takes requests.", ["replica"],
-            registry=self.registry,
-        )  # fmt: skip
-        for replica in replicas:
-            in_flight.labels(replica.url).set_function(lambda replica=replica: replica.in_flight)
-            ready.labels(replica.url).set_function(lambda replica=replica: replica.is_ready)
+        self.registry.register(ByReplica(replicas))
 
     def count_prefix(self, is_home: bool | None) -> None:
         """Count a request. is_home: whether its replica is its prefix's; None: it has no prefix."""

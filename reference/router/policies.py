@@ -30,7 +30,7 @@ class Prompt(NamedTuple):
 
 
 class PrefixHash:
-    """As said above. names: of the replicas. balance: how far above the mean one may be."""
+    """As said above. names: of the replicas, which may change. balance: how far above the mean one may be."""
 
     def __init__(self, names: Sequence[str], balance: float):
         self.names = names
@@ -57,7 +57,7 @@ class PrefixHash:
 def new_policy(args: RouterArgs) -> Router:
     """The policy of --policy."""
     if args.policy == "prefix":
-        return PrefixHash(args.replicas, args.balance)
+        return PrefixHash(list(args.replicas), args.balance)
     return {"least": LeastLoaded, "round-robin": RoundRobin}[args.policy]()
 
 

@@ -3,11 +3,16 @@
 Two things say that a replica takes none. It is asked every second, so that one that drains or still
 loads its model gets nobody. And whoever cannot reach it tells the others, so that nobody else tries
 before it has answered again.
+
+Where a name stands for them, it is looked up again and again. One that has gone from it gets nobody
+new, and one that has come gets its share of the prefixes.
 """
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -25,16 +30,38 @@ class Replica:
     is_ready: bool = False
 
 
+async def urls_of(name: str, wait_s: float) -> list[str]:
+    """The addresses of dns://name:port. wait_s: how long an answer may take, in s.
+
+    Raises OSError (or TimeoutError) where nobody knows the name now.
+    """
+    parts = urlsplit(name)
+    loop = asyncio.get_running_loop()
+    found = loop.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    hosts = {address[0] for *_, address in await asyncio.wait_for(found, wait_s)}
+    bracketed = (f"[{host}]" if ":" in host else host for host in hosts)
+    return sorted(f"http://{host}:{parts.port}" for host in bracketed)
+
+
 class Replicas:
     """All of them. transport: how they are asked."""
 
     def __init__(self, args: RouterArgs, transport: httpx.AsyncBaseTransport):
         self.args = args
         self.transport = transport
-        self.all = [Replica(url) for url in args.replicas]
-        self.policy = new_policy(args)
-        self.homes = PrefixHash(args.replicas, args.balance)
-        self.watchers: list[asyncio.Task] = []
+        self.names = [url for url in args.replicas if url.startswith("dns:")]
+        self.found: dict[str, list[str]] = {}  # what each name stood for when it was last known
+        self.all: list[Replica] = []
+        self.homes = PrefixHash([], args.balance)
+        self.policy = self.homes if args.policy == "prefix" else new_policy(args)
+        self.watchers: dict[str, asyncio.Task] = {}
+        self.take([url for url in args.replicas if url not in self.names])
+
+    def take(self, urls: list[str]) -> None:
+        """These there are from now on. Those that were there before are kept as they are."""
+        known = {one.url: one for one in self.all}
+        self.all = [known.get(url) or Replica(url) for url in urls]
+        self.homes.names = urls
 
     def candidates(self, prompt: Prompt) -> Iterator[Replica]:
         """Replicas for a request, the best first, each once. Each is chosen when it is asked for, by
@@ -48,7 +75,7 @@ class Replicas:
                     for one in self.all
                 ]
             )
-            if loads.min() == np.inf:
+            if not (loads < np.inf).any():
                 return
             replica = self.all[self.policy.choose(prompt, loads)]
             tried.add(replica.url)
@@ -67,14 +94,41 @@ class Replicas:
 
     async def start(self) -> None:
         """Ask each once, then go on asking. Call it in the event loop that serves."""
-        await asyncio.gather(*map(self.ask, self.all))
-        self.watchers = [asyncio.ensure_future(self.watch(replica)) for replica in self.all]
+        await self.look_up()
+        if self.names:
+            self.watchers["names"] = asyncio.ensure_future(self.watch_names())
 
     async def stop(self) -> None:
         """Ask no longer."""
-        for watcher in self.watchers:
+        for watcher in self.watchers.values():
             watcher.cancel()
-        await asyncio.gather(*self.watchers, return_exceptions=True)
+        await asyncio.gather(*self.watchers.values(), return_exceptions=True)
+
+    async def look_up(self) -> None:
+        """Who stands behind the names now. A name that nobody knows at the moment keeps its last
+        addresses, because the replicas are asked themselves whether they live.
+        """
+        for name in self.names:
+            try:
+                self.found[name] = await urls_of(name, self.args.connect_timeout)
+            except (OSError, asyncio.TimeoutError):
+                continue
+        urls = []
+        for url in self.args.replicas:
+            urls += self.found.get(url, ()) if url in self.names else [url]
+        self.take(list(dict.fromkeys(urls)))
+        for url in self.watchers.keys() - {one.url for one in self.all} - {"names"}:
+            self.watchers.pop(url).cancel()
+        new = [one for one in self.all if one.url not in self.watchers]
+        await asyncio.gather(*map(self.ask, new))
+        for one in new:
+            self.watchers[one.url] = asyncio.ensure_future(self.watch(one))
+
+    async def watch_names(self) -> None:
+        """Look up again and again."""
+        while True:
+            await asyncio.sleep(self.args.health_interval)
+            await self.look_up()
 
     async def watch(self, replica: Replica) -> None:
         """Ask again and again. Each replica has a task, so that a slow one delays no other."""

@@ -1,5 +1,6 @@
 """The server's own arguments, beside the engine's."""
 
+import ssl
 from dataclasses import dataclass, field
 
 from lessons.toolbox.model.arguments import check_positive, check_whole, refuse
@@ -68,8 +69,31 @@ class ServerArgs:
         for name in self.lora_modules:
             if name in self.served_model_name:
                 refuse("lora_modules", name, "names that the base model does not have")
+        check_tls(self.ssl_keyfile, self.ssl_certfile)
         if not all(self.api_key):
             refuse("api_key", "", "a key that is not empty")
         for key in self.api_key:
             if not (key.isascii() and key.isprintable()):
                 refuse("api_key", "a key", "printable ASCII, because it travels in a header")
+
+
+def check_tls(keyfile: str | None, certfile: str | None) -> None:
+    """Read both now, because uvicorn reads them when the model is loaded, minutes later. keyfile: None
+    if the certificate's file has the key too. Raises ValueError.
+    """
+    if certfile is None:
+        if keyfile is not None:
+            refuse(
+                "ssl_certfile", None, "the file of the certificate that --ssl-keyfile belongs to"
+            )
+        return
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # a key with a password would ask for it at the terminal
+        context.load_cert_chain(certfile, keyfile, password=lambda: "")
+    except OSError as error:  # no file, no certificate, or the key of another one
+        accepted = "a certificate and its key, both in PEM, the key without a password"
+        files = f"{certfile!r} and {keyfile!r}"
+        raise ValueError(
+            f"ssl_certfile, ssl_keyfile: got {files} ({error}); accepted: {accepted}"
+        ) from None

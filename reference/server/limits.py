@@ -49,6 +49,7 @@ class Limits:
             await self.app(scope, receive, send)
             return
         try:
+            check_headers(scope["headers"])
             headers = dict(scope["headers"])
             check_key(headers, scope["path"], self.args.api_key)
             if scope["method"] in ("POST", "PUT", "PATCH"):
@@ -102,6 +103,12 @@ def replayed(body: bytes, receive) -> Callable[[], Awaitable[dict]]:
         return messages.pop() if messages else await receive()
 
     return next_message
+
+
+def check_headers(headers: list[tuple[bytes, bytes]]) -> None:
+    """Raise ApiError for too many bytes of them: h11 counts only those that come in pieces."""
+    if sum(len(name) + len(value) for name, value in headers) > MOST_HEADER_BYTES:
+        raise ApiError(431, f"headers: got more; accepted: at most {MOST_HEADER_BYTES} bytes")
 
 
 def check_key(headers: dict[bytes, bytes], path: str, keys: list[str]) -> None:

@@ -94,6 +94,7 @@ ERRORS = {
     "/v1/completions": ("data", ("error", "message")),
     "/v1/chat/completions": ("data", ("error", "message")),
     "/v1/messages": ("event: error", ("error", "message")),
+    "/v1/responses": ("event: error", ("error", "message")),
     "/generate_stream": ("data", ("error",)),
 }
 
@@ -112,6 +113,37 @@ async def test_an_answer_that_has_begun_is_never_repeated(path):
         assert '{"n":\n' not in answer.text, "half an event reached the client"
         hit = next(fake for fake in router.fakes if fake.seen)
         assert router.outcomes(hit) == dict(broken=1)
+
+
+@pytest.mark.parametrize("numbers, following", [([0, 1, 7], 8), ([], 0)])
+async def test_the_error_of_responses_is_flat_and_nested(numbers, following):
+    """OpenAI's documents have one, its servers the other, and clients read either."""
+
+    async def dies_later(fake, request, reader, writer):
+        events = [f'data: {{"type":"x","sequence_number":{number}}}\n\n' for number in numbers]
+        begin = fakes.chunk("".join(events) or ": hello\n\n")
+        writer.write(fakes.HEAD_OF_EVENTS + begin + fakes.chunk('data: {"sequence_num'))
+        await writer.drain()
+        await asyncio.sleep(0.02)
+        writer.transport.abort()
+
+    async with cluster(script=dies_later) as router:
+        answer = await router.client.post("/v1/responses", json=dict(input="hello", stream=True))
+        error = events(answer.text)[-1]
+        assert error["type"] == "error" and error["sequence_number"] == following
+        assert "lost in the middle" in error["message"] and error["code"] == "replica_lost"
+        assert {name: error[name] for name in ("message", "code", "param")}.items() <= error[
+            "error"
+        ].items()
+
+
+async def responses_stream(url) -> str:
+    openai = pytest.importorskip("openai", reason="NOT RUN: openai is not installed")
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2) as client:
+        with pytest.raises(openai.APIError) as told:
+            async for _ in await client.responses.create(model="tiny", input="hello", stream=True):
+                pass
+    return str(told.value)
 
 
 async def openai_stream(url) -> str:
@@ -137,7 +169,7 @@ async def anthropic_stream(url) -> str:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("stream", [openai_stream, anthropic_stream])
+@pytest.mark.parametrize("stream", [openai_stream, responses_stream, anthropic_stream])
 async def test_clients_raise_what_the_last_event_says(stream):
     async with cluster(script=fakes.dies_in_a_stream) as router:
         assert "lost in the middle of this answer" in await stream(router.client.base_url)

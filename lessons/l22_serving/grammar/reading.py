@@ -12,7 +12,7 @@ from lessons.l22_serving.grammar.ebnf import read_grammar
 from lessons.l22_serving.grammar.json_schema import read_any_object, read_schema
 from lessons.l22_serving.grammar.json_text import Layout
 from lessons.l22_serving.grammar.minimize import merge_equal
-from lessons.l22_serving.grammar.nfa import TooLarge
+from lessons.l22_serving.grammar.nfa import MOST_STATES, TooLarge
 from lessons.l22_serving.grammar.regex import read_regex
 from lessons.l22_serving.grammar.syntax import ROOT, Choice, Grammar, text
 from lessons.toolbox.model.arguments import shown
@@ -56,4 +56,6 @@ def read_structure(kind: str, value, layout: Layout | None = None) -> Grammar:
     is_list = isinstance(value, (list, tuple)) and len(value) > 0
     if not is_list or not all(isinstance(each, str) and each for each in value):
         raise ValueError(f"choice: got {shown(value)}; accepted: a list of texts, none empty")
+    if sum(map(len, value)) > MOST_STATES:  # each character is one at least, so say it at once
+        raise TooLarge
     return Grammar({ROOT: Choice(tuple(text(each) for each in value))})

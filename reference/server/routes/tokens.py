@@ -13,6 +13,8 @@ from reference.server.routes.completions import read_prompts
 from reference.server.service import Service
 from reference.server.streaming import Watched, Whole
 
+MOST_INPUTS = 2048  # of a call, as at OpenAI
+
 
 def new_router(service: Service) -> APIRouter:
     """The routes of this file."""
@@ -51,6 +53,9 @@ def new_router(service: Service) -> APIRouter:
             raise refused(
                 "model", name, "one in the server's own process, because workers give logits only"
             )
+        is_one = isinstance(body.input, str) or isinstance(next(iter(body.input), None), int)
+        if not is_one and len(body.input) > MOST_INPUTS:
+            raise refused("input", f"{len(body.input)} texts", f"at most {MOST_INPUTS} of them")
         keep = body.truncate_prompt_tokens
         special = body.add_special_tokens
         prompts = await read_prompts(service, "input", body.input, special, keep)
