@@ -4,7 +4,7 @@ close, the knee, and clients that hide what they measure.
 Everything here is computed from lesson 15's cost of a step (Llama-3-8B on an H100), not measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean
@@ -189,18 +189,24 @@ class KneePoint(NamedTuple):
 
 
 BURSTS = {"Poisson": 1.0, "bursts": 0.2}
-KNEE_LOADS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
+KNEE_LOADS = {  # shares of the capacity; more of them where the curve bends
+    "Poisson": (0.3, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1),
+    "bursts": (0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.8, 1.0, 1.1),
+}
+KNEE_REQUESTS = (
+    2400  # two minutes at the capacity: near it, the queue of a shorter run is still growing
+)
 
 
 def knee_curves(
-    loads: Sequence[float] = KNEE_LOADS, count: int = 800
+    loads: Mapping[str, Sequence[float]] = KNEE_LOADS, count: int = KNEE_REQUESTS, seed: int = 11
 ) -> dict[str, list[KneePoint]]:
-    """{kind of arrivals: a point for each load}."""
+    """{kind of arrivals: a point for each of its loads}."""
     capacity, found = capacity_per_s(), {}
-    for name, burstiness in BURSTS.items():
+    for name, shares in loads.items():
         found[name] = []
-        for load in loads:
-            arrivals = gamma_arrivals(load * capacity, count, 11, burstiness)
+        for load in shares:
+            arrivals = gamma_arrivals(load * capacity, count, seed, BURSTS[name])
             history, _ = simulate(requests_at(arrivals), max_num_seqs=PLACES)
             ttfts = [one.ttft_s for one in history]
             share = attainment(history, FIRST_TOKEN)
