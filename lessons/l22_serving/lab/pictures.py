@@ -191,8 +191,8 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
     "overload": (
         draw_overload,
         "Requests answered in time over requests that arrive. Up to the capacity all three ways "
-        "follow the diagonal. Beyond it a server that takes everybody falls towards zero, one that "
-        "drops late requests falls slowly, and one that turns some away stays near the capacity.",
+        "follow the diagonal. Beyond it a server that takes everybody falls to a quarter of it, one "
+        "that drops late requests falls slowly, and one that turns some away stays near the capacity.",
     ),
     "knee": (
         draw_knee,
