@@ -122,17 +122,19 @@ def row(name: str, history: list[Served]) -> Row:
 # ---------------------------------------------------------------- users who share
 
 
-def two_users(many: int = 300) -> dict[str, list[Served]]:
-    """One user sends `many` requests at once, another one every half second: {order: what the second
-    saw}.
+def two_users(many: int = 300, whose: str | None = "modest") -> dict[str, list[Served]]:
+    """One user, greedy, sends `many` requests at once, another one, modest, sends one every half second:
+    {order: what the user `whose` saw; None: what both saw}.
     """
     greedy = requests_at([0.0] * many, user="greedy")
     modest = requests_at([0.25 + 0.5 * index for index in range(12)], user="modest")
     calls = sorted(greedy + modest, key=lambda call: call.arrival_s)
-    return {
-        name: of_user(simulate(calls, order=order, max_num_seqs=PLACES)[0], "modest")
-        for name, order in ORDERS.items()
+    found = {
+        name: simulate(calls, order=order, max_num_seqs=PLACES)[0] for name, order in ORDERS.items()
     }
+    if whose is None:
+        return found
+    return {name: of_user(history, whose) for name, history in found.items()}
 
 
 # ---------------------------------------------------------------- overload
