@@ -58,7 +58,9 @@ def capacity_per_s(count: int = 400) -> float:
 
 
 def blocking(calls: Sequence[Call]) -> list[Served]:
-    """naive.py: one place, and nobody sees a token before the whole answer."""
+    """naive.py: one place, and nobody sees a token before the whole answer. Whoever hangs up while the
+    engine works for them counts with the time until then.
+    """
     history, _ = simulate(calls, max_num_seqs=1)
     return [replace(one, token_s=(one.end_s,) * len(one.token_s)) for one in history]
 

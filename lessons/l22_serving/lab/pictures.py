@@ -185,7 +185,7 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
     "users": (
         draw_users,
         "Time to first token of a user with few requests over the time of arrival. In the order of "
-        "arrival it is more than ten seconds for each of them, behind another user's 300 requests. "
+        "arrival it is nine to fourteen seconds, behind another user's 300 requests. "
         "In a fair order it is below a second for all.",
     ),
     "overload": (
