@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=22
-# Generated from solutions/l22_serving.py, checksum ab14771c6d5e. Generating again never overwrites your edits.
+# Generated from solutions/l22_serving.py, checksum db2b4b369483. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 22: what a load client reports, users who take turns, masks, a serving loop."""
 
@@ -62,13 +62,13 @@ def load_report(shots: Sequence[Shot], ttft_slo_s: float, e2el_slo_s: float) -> 
         due 1, sent 2, tokens at 4 and 5, end at 5: its TTFT is 3 s, so it misses the limit
         duration 5, tokens 5 / 5, TTFTs 1 and 3, in system (3 + 4) / 5
         -> Report(5.0, 1.0, 2.98, 0.2, 1.4)
-    Write down your guess first: which of the five numbers change if the second request is sent at 3?
+    Guess first, and try it at the end: which of the five change if the second request is sent at 3?
     """
     raise NotImplementedError("Exercise 22.1: What a load client must report")
 
 
 class Wish(NamedTuple):
-    """A request: when it comes, in steps of the engine, whose it is, and its tokens."""
+    """A request: when it comes, whose it is, and its tokens, of which each takes 1 unit of time."""
 
     arrival: float
     user: str
@@ -131,25 +131,26 @@ class ServingLoop:
 
     engine.add(request_id) queues a request, and raises ValueError for one that it does not take.
     engine.abort(request_id) ends a request that has not ended. `await engine.step()` runs one step
-    and returns (request_id, answer, finished) for each request in it; answer: the whole answer so
-    far. The engine wants no step while it has no request. A step may raise: then the engine is dead.
+    and returns (request_id, answer, finished) for each request that was there when it began, also
+    for one that was aborted meanwhile; answer: the whole answer so far. The engine wants no step
+    while it has no request. A step may raise: then the engine is dead.
 
     What must hold:
         - The engine waits for no reader. Who reads slowly skips answers, and gets the newest one.
         - Whoever leaves (the stream is closed, or its task is cancelled) is aborted, and is
-          forgotten. A request that has finished is not aborted.
+          forgotten. A request that has finished is not aborted: its request_id may be in use again.
         - A request that the engine does not take leaves nothing behind.
         - While the loop drains, and after the engine has died, `stream` raises Closed.
         - When a step raises, every reader whose answer had not ended gets that exception.
         - drain() returns when every answer has been computed, and `run` then returns. It waits for no
-          reader, and works while nobody is there.
-    Use no threads and no sleeping: asyncio's events and queues are enough.
+          reader, and works for everybody who calls it, also while nobody is there.
+    Use no threads and no sleeping, not even asyncio.sleep(0): events and queues are enough.
 
     Example: an engine gives one word a step. A reader sees "the", "the cat", "the cat sat" if it
         reads at once, and "the", "the cat sat" if it was busy in between.
 
-    The code below is right for one quick reader who stays. It has six bugs. Delete the first line of
-    each method and find them.
+    The code below is right for one quick reader who stays, and has six bugs. Delete the first line of
+    each method, then find them.
     """
 
     def __init__(self, engine):
@@ -161,9 +162,7 @@ class ServingLoop:
         self.failure: Exception | None = None
 
     async def run(self) -> None:
-        """Serve until a drain has ended, or the engine has died. A task runs this beside the readers.
-        Returns in both cases.
-        """
+        """Serve until a drain has ended or the engine has died; returns in both cases. A task."""
 
         raise NotImplementedError("Exercise 22.4: Find the bugs: a loop and its readers")
         while self.inboxes or not self.is_draining:

@@ -28,6 +28,19 @@ TREE = {
     },
     "$ref": "#/$defs/node",
 }
+LIKE_OURS = {  # names of properties that look like those of our own rules
+    "type": "object",
+    "properties": {
+        "a": {"type": ["object", "null"], "properties": {"x": {"const": 1}, "y": {"const": 2}}},
+        "object of a": {"type": "boolean"},
+        "a object": {"type": "boolean"},
+        "a from 1": {"type": "boolean"},
+        "b": {"$ref": "#/properties/a object"},
+        "c": {"$ref": "#/properties/a from 1"},
+        "d": {"$ref": "#/properties/object of a"},
+    },
+    "required": ["a", "b", "c", "d"],
+}
 SCHEMAS = [
     {
         "type": "object",
@@ -78,6 +91,7 @@ SCHEMAS = [
     {"allOf": [{"minimum": 5, "maximum": 12345}]},
     {"type": "object", "properties": {"a": False, "b": {"type": "boolean"}}},
     True,
+    LIKE_OURS,
 ]
 
 
@@ -123,6 +137,7 @@ DOCUMENTS = [
     ({"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 7}, 6, True),
     ({"type": "integer", "exclusiveMinimum": 5, "minimum": 3}, 5, False),
     ({"type": "integer", "exclusiveMaximum": 7, "maximum": 9}, 7, False),
+    (LIKE_OURS, {"a": {"x": 1}, "b": True, "c": False, "d": True}, True),
     (LIST_OR_NULL, {"a": None, "b": None}, True),
     (LIST_OR_NULL, {"a": [], "b": []}, True),
     ({"type": "array", "minItems": 2}, [1], False),

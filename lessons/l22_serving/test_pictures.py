@@ -9,7 +9,9 @@ from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 SMALL = {
     "users": lambda: pictures.draw_users(many=60),
     "overload": lambda: pictures.draw_overload((0.5, 2.0), seconds=4.0),
-    "knee": lambda: pictures.draw_knee((0.5, 1.0, 1.2), count=50),
+    "knee": lambda: pictures.draw_knee(
+        {"Poisson": (0.5, 1.0, 1.2), "bursts": (0.3, 0.9)}, count=50
+    ),
     "omission": pictures.draw_omission,
 }
 

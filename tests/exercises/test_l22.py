@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from itertools import pairwise
 from statistics import quantiles
+from unittest.mock import patch
 
 import torch
 
 from solutions.l22_serving import Shot, Wish
-from tests.exercises.checking import assert_equal, call, check, compare
+from tests.exercises.checking import assert_equal, call, check, compare, note
 
 # ---------------------------------------------------------------- 22.1 the report
 
@@ -86,6 +87,16 @@ REPORT_CASES = {  # name: (shots by seed, limits, why)
         lambda seed: [shot(0, 0, (1.0, 2.0)), shot(0, 0, (0.5, 2.0)), shot(1, 1, (1.5, 4.0))],
         (1.0, 2.0),
         "on the limit is within it",
+    ),
+    "first_is_late": (
+        lambda seed: [shot(2.0, 3.0, (3.5, 5.0), end=6.5), shot(4.0, 4.0, (4.5, 6.0))],
+        (2.0, 4.0),
+        "the client is late with the first request already",
+    ),
+    "end_after_the_last_token": (
+        lambda seed: [shot(0, 0, (1.0, 2.0), end=6.0), shot(1, 1, (2.0, 3.0), end=4.5)],
+        (2.0, 4.0),
+        "an answer ends some time after its last token",
     ),
     "one": (lambda seed: [shot(3.0, 3.0, (4.0,))], (2.0, 2.0), "a single request, which came at 3"),
 }
@@ -190,6 +201,24 @@ TURN_CASES = {  # name: (requests by seed, weights, why)
         {},
         "nobody pays for what they got while nobody else wanted it",
     ),
+    "idle": (
+        lambda seed: [*at_once(("ann", 40), ("bob", 5)), *at_once(("ann", 9), ("bob", 9), at=99.0)],
+        {},
+        "after a pause nobody is ahead, although ann got more before it",
+    ),
+    "idle_with_weights": (
+        lambda seed: [*at_once(("ann", 10)), *at_once(("ann", 4), ("bob", 4), at=12.0)],
+        {"ann": 0.5},
+        "after a pause nobody is ahead, although ann's line is longer than the clock's time",
+    ),
+    "one_after_the_other": (
+        lambda seed: [
+            *at_once(("ann", 9), ("ann", 9), ("bob", 5)),
+            *at_once(("bob", 5), ("bob", 5), at=9.0),
+        ],
+        {},
+        "a line goes on where the user's request before it ends, also while nothing of it waits",
+    ),
     "weights": (
         lambda seed: at_once(*[("ann", 12)] * 6, *[("bob", 12)] * 6),
         {"ann": 3.0},
@@ -246,6 +275,10 @@ class Steps:
         self.count = 0
 
     def step(self, state, byte):
+        assert state in self.table, (
+            f"your function steps from {state!r}, which is no state of this matcher"
+            + (": nothing follows a byte that did not fit" if state is None else "")
+        )
         self.count += 1
         return self.table[state].get(byte)
 
@@ -270,6 +303,21 @@ def masked(table, state, tokens):
             words[number // 32] += 2 ** (number % 32)
     signed = [word - 2**32 if word >= 2**31 else word for word in words]
     return torch.tensor(signed, dtype=torch.int32)
+
+
+def compare_mask(impl, matcher: Steps, state, tokens) -> None:
+    """As compare, with a message that names the first token that is wrong."""
+    want = masked(matcher.table, state, tokens)
+    got = call(impl, dict(matcher=matcher, state=state, tokens=tokens))
+    if isinstance(got, torch.Tensor) and (got.shape, got.dtype) == (want.shape, want.dtype):
+        note(got)
+        for bit in range(32 * len(want)):
+            mine, right = (int(mask[bit // 32]) >> bit % 32 & 1 for mask in (got, want))
+            token = (
+                f"token {bit}, {tokens[bit]!r}," if bit < len(tokens) else f"bit {bit}, no token,"
+            )
+            assert mine == right, f"{token} is {mine} in your mask, expected {right}"
+    assert_equal(got, want)
 
 
 def drawn_tokens(seed, count, letters=b"0123,a", longest=4):
@@ -306,9 +354,16 @@ MASK_CASES = {  # name: (table, state, tokens by seed, why)
 @check("22.3", {case: why for case, (*_, why) in MASK_CASES.items()}, seconds=5)
 def test_mask(impl, case, seed):
     table, state, make, _ = MASK_CASES[case]
-    tokens = make(seed)
-    inputs = dict(matcher=Steps(table), state=state, tokens=tokens)
-    compare(impl, inputs, masked(table, state, tokens))
+    compare_mask(impl, Steps(table), state, make(seed))
+
+
+@check("22.3", {"two_states": "the same tokens from one state, then from another"}, seconds=5)
+def test_mask_again(impl, case, seed):
+    """What was found from one state says nothing about another."""
+    tokens = [b"1", b",", b"12", b",1", b"1,", b"a"]
+    matcher = Steps(LIST)
+    for state in (0, 1, 0):
+        compare_mask(impl, matcher, state, tokens)
 
 
 @check("22.3", {"shared": "long tokens that begin alike", "mixed": "random tokens"}, seconds=5)
@@ -326,7 +381,7 @@ def test_mask_steps(impl, case, seed):
             wanted += 1
             beginnings[text] = table[before].get(text[-1])
     matcher = Steps(table)
-    compare(impl, dict(matcher=matcher, state=state, tokens=tokens), masked(table, state, tokens))
+    compare_mask(impl, matcher, state, tokens)
     assert matcher.count <= wanted, (
         f"your function steps {matcher.count} times, and {wanted} different beginnings can be "
         f"reached: keep the state behind each beginning"
@@ -336,6 +391,7 @@ def test_mask_steps(impl, case, seed):
 # ---------------------------------------------------------------- 22.4 the loop
 
 TICKS = 200  # rounds of the event loop after which nothing will come any more
+pause = asyncio.sleep  # a learner's loop must not sleep, and these checks do
 
 
 class WordEngine:
@@ -344,7 +400,7 @@ class WordEngine:
     def __init__(self, lengths, fails_at=None):
         self.lengths = lengths
         self.fails_at = fails_at
-        self.running = {}
+        self.running: dict[str, list[str]] = {}  # the words of each answer so far
         self.steps = 0
         self.slips = []  # what no engine should be asked
 
@@ -353,7 +409,7 @@ class WordEngine:
             raise ValueError(f"request_id: got {request_id!r}; accepted: one not in use")
         if request_id not in self.lengths:
             raise ValueError(f"request {request_id!r} is too long")
-        self.running[request_id] = 0
+        self.running[request_id] = []
 
     def abort(self, request_id):
         if request_id not in self.running:
@@ -364,18 +420,20 @@ class WordEngine:
         if not self.running:
             self.slips.append("a step without a request")
         self.steps += 1
-        for _ in range(8):  # readers have time to read
-            await asyncio.sleep(0)
+        in_step = dict(self.running)
+        for _ in range(8):  # readers have time to read, and to leave
+            await pause(0)
         if self.steps == self.fails_at:
             raise RuntimeError(f"step {self.steps} failed")
         outputs = []
-        for request_id in list(self.running):
-            self.running[request_id] += 1
-            count = self.running[request_id]
-            finished = count == self.lengths[request_id]
+        for request_id, words in in_step.items():
+            if self.running.get(request_id, words) is not words:
+                continue  # a namesake of one who left, and too late for this step
+            words.append(f"word {len(words) + 1}")
+            finished = len(words) == self.lengths[request_id]
             if finished:
-                del self.running[request_id]
-            outputs.append((request_id, count, finished))
+                self.running.pop(request_id, None)
+            outputs.append((request_id, len(words), finished))
         return outputs
 
 
@@ -409,9 +467,12 @@ class Stage:
         task = self.start(awaitable)
         for tick in range(TICKS):
             # a short sleep at the end, for whoever needs a clock
-            await asyncio.sleep(0 if tick < TICKS - 3 else 0.002)
-            if self.run.done() and self.run.exception():
-                raise self.run.exception()
+            await pause(0 if tick < TICKS - 3 else 0.002)
+            if self.run.done() and (error := self.run.exception()):
+                assert str(error) != f"step {self.engine.fails_at} failed", (
+                    "run() raises what the step raised; it is to return, and the readers get it"
+                )
+                raise error
             if task.done():
                 return task.result()
         raise AssertionError(f"{what}: nothing comes any more")
@@ -436,17 +497,23 @@ def played(scene: Callable):
     """Make a check of an async function of (impl): in an event loop of its own."""
 
     async def to_the_end(impl):
-        stages = []
+        stages, sleeps = [], []
+
+        async def noted(seconds, *result):
+            sleeps.append(seconds)
+            return await pause(seconds, *result)
 
         def stage(*arguments, **named):
             stages.append(Stage(impl, *arguments, **named))
             return stages[-1]
 
         try:
-            await scene(stage)
+            with patch.object(asyncio, "sleep", noted):
+                await scene(stage)
         finally:
             for one in stages:
                 await one.end()
+        assert not sleeps, "your loop sleeps: wait for an event, or it wakes up for nothing"
 
     return lambda impl: asyncio.run(to_the_end(impl))
 
@@ -491,10 +558,11 @@ async def cancelled(stage):
     task = one.start(one.read("a"))
     other = one.start(one.read("b"))
     for _ in range(12):
-        await asyncio.sleep(0)
+        await pause(0)
     task.cancel()
     await one.within(asyncio.gather(task, return_exceptions=True), "a reader who is cancelled")
     assert_equal(sorted(one.engine.running), ["b"], label="what the engine runs")
+    assert_equal(task.cancelled(), True, label="whether the cancelled task ended as cancelled")
     whole = await one.within(whole_of(one, other), "the reader beside one who left")
     assert_equal(whole[-1], 30, label="the other reader's last answer")
     one.no_slips()
@@ -502,7 +570,7 @@ async def cancelled(stage):
 
 async def whole_of(one, task):
     while not task.done():
-        await asyncio.sleep(0)
+        await pause(0)
     return task.result()
 
 
@@ -513,6 +581,22 @@ async def closes_late(stage):
     await one.within(stream.__anext__(), "the first answer")
     await one.within(one.read("b"), "another reader")
     await one.within(stream.aclose(), "closing a stream")
+    one.no_slips()
+
+
+async def closes_beside_a_namesake(stage):
+    """As above, and somebody else uses the request_id by then."""
+    one = stage({"a": 3, "b": 8})
+    stream = one.loop.stream("a")
+    await one.within(stream.__anext__(), "the first answer")
+    await one.within(one.read("b"), "another reader")
+    one.engine.lengths["a"] = 6
+    namesake = one.start(one.read("a"))
+    for _ in range(12):
+        await pause(0)
+    await one.within(stream.aclose(), "closing a stream")
+    whole = await one.within(whole_of(one, namesake), "a new reader with the same request_id")
+    assert_equal(whole, [1, 2, 3, 4, 5, 6], label="what the new reader gets")
     one.no_slips()
 
 
@@ -537,9 +621,9 @@ async def drains(stage):
     one = stage({"a": 5, "b": 5})
     reader = one.start(one.read("a"))
     for _ in range(12):
-        await asyncio.sleep(0)
+        await pause(0)
     drain = one.start(one.loop.drain())
-    await one.within(asyncio.sleep(0), "a round of the event loop")
+    await one.within(pause(0), "a round of the event loop")
     assert_equal(drain.done(), False, label="whether drain() has returned before the answers")
     got = await one.within(one.read("b"), "a newcomer during a drain")
     assert_equal(got, "Closed", label="what a newcomer gets during a drain")
@@ -554,8 +638,20 @@ async def drains_idle(stage):
     one = stage({"a": 2})
     await one.within(one.read("a"), "a reader")
     for _ in range(12):
-        await asyncio.sleep(0)
+        await pause(0)
     await one.within(one.loop.drain(), "a drain while nobody is there")
+    one.no_slips()
+
+
+async def drains_twice(stage):
+    one = stage({"a": 5})
+    reader = one.start(one.read("a"))
+    for _ in range(12):
+        await pause(0)
+    both = asyncio.gather(one.loop.drain(), one.loop.drain())
+    await one.within(both, "two drains at once")
+    assert_equal(await one.within(reader, "who was there before"), [1, 2, 3, 4, 5])
+    await one.within(one.loop.drain(), "a drain after a drain")
     one.no_slips()
 
 
@@ -581,18 +677,52 @@ async def dies(stage):
     one.no_slips()
 
 
+async def dies_beside_a_slow_reader(stage):
+    one = stage({"slow": 9, "quick": 9, "later": 3}, fails_at=4)
+    stream = one.loop.stream("slow")
+    await one.within(stream.__anext__(), "the first answer")
+    got = await one.within(one.read("quick"), "a reader of an engine that died")
+    # how many words it saw depends on the step in which it came
+    told = got.partition(" and ")[2] if isinstance(got, str) else got
+    assert_equal(told, "step 4 failed", label="what the quick reader got at the end")
+
+    async def end_of(stream):
+        """The unread answer may come before it."""
+        try:
+            await rest_of(stream)
+        except RuntimeError as error:
+            return str(error)
+        return "a stream that just ended"
+
+    got = await one.within(end_of(stream), "a slow reader of an engine that died")
+    assert_equal(got, "step 4 failed", label="what the slow reader got")
+    later = await one.within(one.read("later"), "who comes when the engine has died")
+    assert_equal(later, "Closed", label="what a newcomer gets when the engine has died")
+    await one.within(one.loop.drain(), "a drain when the engine has died")
+    one.no_slips()
+
+
 SCENES = {
     "quick": (quick, "quick readers see every answer"),
     "slow": (slow, "one reader stops reading for a while"),
     "closes": (closes, "a reader leaves after the first word"),
     "cancelled": (cancelled, "a reader's task is cancelled"),
     "closes_late": (closes_late, "who has finished is not aborted"),
+    "closes_beside_a_namesake": (
+        closes_beside_a_namesake,
+        "the request_id of one who has finished is somebody else's by then",
+    ),
     "refused": (refused, "the engine does not take a request"),
     "namesake": (namesake, "a request_id that is in use"),
     "drains": (drains, "those who are there are served, newcomers are not"),
     "drains_idle": (drains_idle, "nobody is there"),
+    "drains_twice": (drains_twice, "two wait for the same drain"),
     "drains_beside_a_slow_reader": (drains_beside_a_slow_reader, "a reader has stopped reading"),
     "dies": (dies, "the fourth step raises"),
+    "dies_beside_a_slow_reader": (
+        dies_beside_a_slow_reader,
+        "the fourth step raises, and a reader has stopped reading",
+    ),
 }
 
 

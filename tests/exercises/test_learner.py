@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import namedtuple
 from contextlib import suppress
 from dataclasses import replace
 from math import inf, nan
@@ -138,6 +139,15 @@ def test_a_slip_is_known_although_one_failure_of_three_differs():
     known, mine = returns([[0, 7]] * 3), [[0, 7], [0, 7], [0, 8]]
     hints = [hint_for(check, lambda x: mine[x], [known], THREE) for check in THREE]
     assert hints == ["known", "known", None]
+
+
+def test_a_named_tuple_of_the_learners_file_is_known_by_its_values():
+    """The file of wrong answers has another class of the same name."""
+    pair = {box: namedtuple("Pair", "a b") for box in ("mine", "theirs")}
+    known = replace(returns(KNOWN), function=lambda x: [pair["theirs"](KNOWN[x], 2.0)])
+    for second, hint in ((2.0, "known"), (3.0, None)):
+        mine = lambda x, second=second: [pair["mine"](KNOWN[x], second)]
+        assert hint_for(THREE[0], mine, [known], THREE) == hint
 
 
 def test_of_two_that_fit_no_hint_is_shown():

@@ -225,9 +225,11 @@ class SchemaReader:
         read = read_object if kind == "object" else read_array
         if is_rule:
             return read(self, where, schema)
-        # Not under its pointer alone, which is the name of all that the schema allows.
-        self.rules[f"{where} {kind}"] = read(self, where, schema)
-        return Call(f"{where} {kind}")
+        # Not under its pointer alone, which is the name of all that the schema allows; and not
+        # behind it, where the pointer of a property could say the same.
+        name = f"{kind} of {where}"
+        self.rules[name] = read(self, where, schema)
+        return Call(name)
 
 
 def is_of_type(value, kind: str) -> bool:

@@ -149,19 +149,19 @@ def members(
     comma = reader.layout.comma
     # Rule n: what may follow once something stands in front, from pair n on.
     behind = EMPTY if other is EMPTY else Repeat(sequence(comma, other), 0, None)
-    reader.rules[f"{where} from {len(pairs)}"] = behind
+    reader.rules[f"from {len(pairs)} of {where}"] = behind
     for n in range(len(pairs) - 1, -1, -1):
         pair, is_required = pairs[n]
         written = sequence(comma, pair)
         written = written if is_required else optional(written)
-        reader.rules[f"{where} from {n}"] = sequence(written, Call(f"{where} from {n + 1}"))
+        reader.rules[f"from {n} of {where}"] = sequence(written, Call(f"from {n + 1} of {where}"))
     firsts = []
     for n, (pair, is_required) in enumerate(pairs):
-        firsts.append(sequence(pair, Call(f"{where} from {n + 1}")))
+        firsts.append(sequence(pair, Call(f"from {n + 1} of {where}")))
         if is_required:
             return choice(*firsts)
     if other is not EMPTY:
-        firsts.append(sequence(other, Call(f"{where} from {len(pairs)}")))
+        firsts.append(sequence(other, Call(f"from {len(pairs)} of {where}")))
     return choice(EMPTY, *firsts)
 
 

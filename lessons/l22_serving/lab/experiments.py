@@ -4,7 +4,7 @@ close, the knee, and clients that hide what they measure.
 Everything here is computed from lesson 15's cost of a step (Llama-3-8B on an H100), not measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean
@@ -58,7 +58,9 @@ def capacity_per_s(count: int = 400) -> float:
 
 
 def blocking(calls: Sequence[Call]) -> list[Served]:
-    """naive.py: one place, and nobody sees a token before the whole answer."""
+    """naive.py: one place, and nobody sees a token before the whole answer. Whoever hangs up while the
+    engine works for them counts with the time until then.
+    """
     history, _ = simulate(calls, max_num_seqs=1)
     return [replace(one, token_s=(one.end_s,) * len(one.token_s)) for one in history]
 
@@ -122,17 +124,19 @@ def row(name: str, history: list[Served]) -> Row:
 # ---------------------------------------------------------------- users who share
 
 
-def two_users(many: int = 300) -> dict[str, list[Served]]:
-    """One user sends `many` requests at once, another one every half second: {order: what the second
-    saw}.
+def two_users(many: int = 300, whose: str | None = "modest") -> dict[str, list[Served]]:
+    """One user, greedy, sends `many` requests at once, another one, modest, sends one every half second:
+    {order: what the user `whose` saw; None: what both saw}.
     """
     greedy = requests_at([0.0] * many, user="greedy")
     modest = requests_at([0.25 + 0.5 * index for index in range(12)], user="modest")
     calls = sorted(greedy + modest, key=lambda call: call.arrival_s)
-    return {
-        name: of_user(simulate(calls, order=order, max_num_seqs=PLACES)[0], "modest")
-        for name, order in ORDERS.items()
+    found = {
+        name: simulate(calls, order=order, max_num_seqs=PLACES)[0] for name, order in ORDERS.items()
     }
+    if whose is None:
+        return found
+    return {name: of_user(history, whose) for name, history in found.items()}
 
 
 # ---------------------------------------------------------------- overload
@@ -189,18 +193,24 @@ class KneePoint(NamedTuple):
 
 
 BURSTS = {"Poisson": 1.0, "bursts": 0.2}
-KNEE_LOADS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
+KNEE_LOADS = {  # shares of the capacity; more of them where the curve bends
+    "Poisson": (0.3, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1),
+    "bursts": (0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.8, 1.0, 1.1),
+}
+KNEE_REQUESTS = (
+    2400  # two minutes at the capacity: near it, the queue of a shorter run is still growing
+)
 
 
 def knee_curves(
-    loads: Sequence[float] = KNEE_LOADS, count: int = 800
+    loads: Mapping[str, Sequence[float]] = KNEE_LOADS, count: int = KNEE_REQUESTS, seed: int = 11
 ) -> dict[str, list[KneePoint]]:
-    """{kind of arrivals: a point for each load}."""
+    """{kind of arrivals: a point for each of its loads}."""
     capacity, found = capacity_per_s(), {}
-    for name, burstiness in BURSTS.items():
+    for name, shares in loads.items():
         found[name] = []
-        for load in loads:
-            arrivals = gamma_arrivals(load * capacity, count, 11, burstiness)
+        for load in shares:
+            arrivals = gamma_arrivals(load * capacity, count, seed, BURSTS[name])
             history, _ = simulate(requests_at(arrivals), max_num_seqs=PLACES)
             ttfts = [one.ttft_s for one in history]
             share = attainment(history, FIRST_TOKEN)

@@ -16,6 +16,7 @@ from lessons.l22_serving.lab.experiments import (
     EVERY_S,
     FIRST_TOKEN,
     KNEE_LOADS,
+    KNEE_REQUESTS,
     LOADS,
     OBJECTIVES,
     PLACES,
@@ -114,17 +115,17 @@ def draw_overload(loads=LOADS, seconds: float = 25.0) -> ClassFigure:
 
 
 @style()
-def draw_knee(loads=KNEE_LOADS, count: int = 800) -> ClassFigure:
-    """The share of requests in time over the rate, for even and for bursty arrivals."""
+def draw_knee(loads=KNEE_LOADS, count: int = KNEE_REQUESTS) -> ClassFigure:
+    """The share of requests in time over the rate, for independent and for bursty arrivals."""
     curves = knee_curves(loads, count)
     found, top = knees(curves), capacity_per_s()
     roles = dict(zip(curves, ("optimized", "naive")))
-    even, bursty = found.values()
+    alone, bursty = found.values()
     fig, ax = frame(
-        f"Nine of ten requests are in time up to {even / top:.0%} of the capacity if they come "
+        f"Nine of ten requests are in time up to {alone / top:.0%} of the capacity if they come "
         f"independently, and up to {bursty / top:.0%} if they come in bursts",
         f"{MODEL} · in time: the first token within {FIRST_TOKEN.ttft_s:g} s; bursts: gamma gaps with "
-        "shape 0.2",
+        f"shape 0.2 · {count} requests a point",
         (10, 5.2),
     )
     labels = []
@@ -137,7 +138,8 @@ def draw_knee(loads=KNEE_LOADS, count: int = 800) -> ClassFigure:
     ax.axhline(90, color=GREY, ls=":", lw=1.2)
     look = ROLES["floor"]
     ax.axvline(top, color=look.colour, ls=look.dash, lw=1.6)
-    ax.text(top, 2, "capacity ", color=look.colour, ha="right", va="bottom", fontweight="bold")
+    ax.text(top, 60, " capacity", color=look.colour, fontweight="bold")
+    ax.text(0, 88, " nine of ten", color=GREY, va="top")
     ax.set_xlim(left=0)
     ax.set_ylim(0, 105)
     ax.grid(True, axis="y")
@@ -171,6 +173,7 @@ def draw_omission() -> ClassFigure:
         labels.append((percents[at], values[at], name, look.colour))
     log_axis(ax.yaxis, 5, 2e4)
     ax.set_xlim(80, 100)
+    ax.set_xticks([80, 85, 90, 95, 99, 100], ["80", "85", "90", "95", "99", ""])
     ax.grid(True, axis="y")
     ax.set_xlabel("percentile of the requests")
     ax.set_ylabel("latency, ms\n(lower is better)")
@@ -182,14 +185,14 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
     "users": (
         draw_users,
         "Time to first token of a user with few requests over the time of arrival. In the order of "
-        "arrival it is more than ten seconds for each of them, behind another user's 300 requests. "
+        "arrival it is nine to fourteen seconds, behind another user's 300 requests. "
         "In a fair order it is below a second for all.",
     ),
     "overload": (
         draw_overload,
         "Requests answered in time over requests that arrive. Up to the capacity all three ways "
-        "follow the diagonal. Beyond it a server that takes everybody falls towards zero, one that "
-        "drops late requests falls slowly, and one that turns some away stays near the capacity.",
+        "follow the diagonal. Beyond it a server that takes everybody falls to a quarter of it, one "
+        "that drops late requests falls slowly, and one that turns some away stays near the capacity.",
     ),
     "knee": (
         draw_knee,

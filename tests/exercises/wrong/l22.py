@@ -5,6 +5,7 @@ the hint for whoever made them.
 import asyncio
 import heapq
 from functools import partial
+from statistics import quantiles
 
 import numpy as np
 import torch
@@ -29,10 +30,12 @@ def slipped_report(
     tail="p99",
     good="both",
     there="stays",
+    ends="end",
 ):
     """load_report with one slip, spelled by a switch."""
     came_s = {"due": lambda s: s.due_s, "sending": lambda s: s.sent_s}[counts_from]
     begin, end = min(s.due_s for s in shots), max(s.end_s for s in shots)
+    end_s = (lambda s: s.token_s[-1]) if ends == "last token" else (lambda s: s.end_s)
     seconds = {
         "clock": end - begin,
         "sum": sum(s.end_s - s.due_s for s in shots),
@@ -40,6 +43,7 @@ def slipped_report(
         "from the first sending": end - min(s.sent_s for s in shots),
         "to the last arrival": max(s.due_s for s in shots) - begin or 1.0,
         "to the last token": max(s.token_s[-1] for s in shots if s.token_s) - begin,
+        "from the first to the last of the list": shots[-1].end_s - shots[0].due_s,
     }[duration]
     total = {
         "came": sum(len(s.token_s) for s in shots),
@@ -67,23 +71,36 @@ def slipped_report(
             [np.percentile(half, 99) for half in np.array_split(found, 2) if len(half)]
         ),
         "unsorted": lambda: found[int(0.99 * (len(found) - 1))],
+        "a value that came": lambda: np.percentile(found, 99, method="higher"),
+        "exclusive": lambda: quantiles(found, n=100)[98] if len(found) > 1 else found[0],
     }[tail]()
-    in_time = sum(
-        (s.is_whole or good == "also broken")
-        and bool(s.token_s)
+    in_time = [
+        s
+        for s in shots
+        if (s.is_whole or good == "also broken")
+        and s.token_s
         and (
             good == "without ttft"
             or s.token_s[0] - came_s(s) < ttft_slo_s
             or (good != "below" and s.token_s[0] - came_s(s) == ttft_slo_s)
         )
-        and (good == "without e2el" or s.end_s - came_s(s) <= e2el_slo_s)
-        for s in shots
-    )
-    goodput = in_time / (len(shots) if good == "share" else seconds)
+        and (
+            good == "without e2el"
+            or end_s(s) - (s.sent_s if good == "end from the sending" else came_s(s)) <= e2el_slo_s
+        )
+    ]
+    if good == "refused":
+        in_time += [s for s in shots if not s.token_s and s.end_s - s.due_s <= e2el_slo_s]
+    number_good = len(in_time)
+    if good == "tokens":
+        number_good = sum(len(s.token_s) for s in in_time)
+    goodput = number_good / (len(shots) if good == "share" else seconds)
     if there == "stays":
         number = sum(s.end_s - came_s(s) for s in shots) / seconds
     elif there == "until the first token":
         number = sum(s.token_s[0] - came_s(s) for s in seen) / seconds
+    elif there == "from the sending":
+        number = sum(s.end_s - s.sent_s for s in shots) / seconds
     elif there == "answered":
         number = sum(s.end_s - came_s(s) for s in seen) / seconds
     elif there == "mean":
@@ -113,6 +130,21 @@ for name, slip, hint in [
         "ends_with_the_last_arrival",
         dict(duration="to the last arrival"),
         "The server still works when the last request has come: go on to the last end.",
+    ),
+    (
+        "begins_with_the_first_sending",
+        dict(duration="from the first sending"),
+        "The duration begins when the first request is due, also if the client sends it late.",
+    ),
+    (
+        "ends_with_the_last_token",
+        dict(duration="to the last token"),
+        "The duration goes on to the last end_s: the last token may come earlier.",
+    ),
+    (
+        "order_of_the_list",
+        dict(duration="from the first to the last of the list"),
+        "The last request of the list need not end last: take the largest end_s.",
     ),
     (
         "requested_tokens",
@@ -157,6 +189,16 @@ for name, slip, hint in [
         "Between two values the percentile lies on the straight line; you take the lower one.",
     ),
     (
+        "a_value_that_came",
+        dict(tail="a value that came"),
+        "Between two values the percentile lies on the straight line; you take the upper one.",
+    ),
+    (
+        "exclusive_quantile",
+        dict(tail="exclusive"),
+        'statistics.quantiles goes beyond the largest value by default: method="inclusive".',
+    ),
+    (
         "percent_as_share",
         dict(tail="share"),
         "np.percentile takes percents: 99, not 0.99.",
@@ -186,12 +228,42 @@ for name, slip, hint in [
         dict(good="without e2el"),
         "Goodput is of requests that met both limits, that of the end as well.",
     ),
+    (
+        "refused_at_once_is_good",
+        dict(good="refused"),
+        "A refused request ends early, and its answer never came: it met no objective.",
+    ),
+    (
+        "goodput_in_tokens",
+        dict(good="tokens"),
+        "Goodput is requests a second; you count their tokens.",
+    ),
+    (
+        "end_counted_from_the_sending",
+        dict(good="end from the sending"),
+        "The end-to-end latency counts from due_s as well, like every other latency.",
+    ),
+    (
+        "end_is_the_last_token",
+        dict(ends="last token"),
+        "A request ends at end_s, when the client knows that nothing more comes.",
+    ),
     ("goodput_as_a_share", dict(good="share"), "Goodput is requests a second, not a share."),
     ("below_the_limit", dict(good="below"), "Exactly on the limit is within it: <=."),
     (
         "in_system_until_the_first_token",
         dict(there="until the first token"),
         "A request is in the system until its end, not until its first token.",
+    ),
+    (
+        "in_system_of_those_with_tokens",
+        dict(there="answered"),
+        "Who was refused was there as well, until its end.",
+    ),
+    (
+        "in_system_from_the_sending",
+        dict(there="from the sending"),
+        "A request is there from when it was due, also while the client keeps it back.",
     ),
     (
         "little_without_the_rate",
@@ -264,9 +336,11 @@ def slipped_order(
     idle="largest",
     tie="first",
     late="waits",
+    line="goes on",
+    seconds="tokens",
 ):
     """serving_order with one slip, spelled by a switch."""
-    v = now = largest = 0.0
+    v = now = largest = served = 0.0
     last, waiting, order, coming = {}, [], [], 0
     while len(order) < len(wishes):
         if not waiting and wishes[coming].arrival > now:
@@ -276,6 +350,10 @@ def slipped_order(
                 v = 0.0
             elif idle == "zero for all":
                 v, last = 0.0, {}
+            elif idle == "last":
+                v = max(v, served)
+            elif idle == "clock":
+                v = wishes[coming].arrival
             now = wishes[coming].arrival
         while coming < len(wishes) and (
             wishes[coming].arrival <= now
@@ -289,8 +367,10 @@ def slipped_order(
                 "multiplies": weights.get(user, 1.0),
                 "ignored": 1.0,
             }[weight]
-            last[user] = start + (tokens if length == "tokens" else 1) * factor
-            waiting.append((start, coming, last[user], user, tokens))
+            finish = start + (tokens if length == "tokens" else 1) * factor
+            if line != "of those served":
+                last[user] = finish
+            waiting.append((start, coming, finish, user, tokens))
             coming += 1
         key = {
             "start": lambda w: (w[0],),
@@ -306,11 +386,15 @@ def slipped_order(
         }[tie]
         chosen = min(waiting, key=lambda w: (*key(w), *ties(w)))
         waiting.remove(chosen)
-        start, index, finish, _, tokens = chosen
-        largest = max(largest, finish)
+        start, index, finish, user, tokens = chosen
+        largest, served = max(largest, finish), finish
+        if line == "of those served":
+            last[user] = finish
+        elif line == "of those who wait" and all(w[3] != user for w in waiting):
+            del last[user]
         v = {"start": start, "finish": finish, "never": v, "clock": v}[v_at_begin]
         order.append(index)
-        now += tokens
+        now += tokens / (weights.get(user, 1.0) if seconds == "weighted" else 1.0)
     return order
 
 
@@ -382,6 +466,31 @@ for name, slip, hint in [
         dict(idle="zero"),
         "v never falls. If it goes back to 0, who was served before pays for it.",
     ),
+    (
+        "idle_takes_the_last_finish",
+        dict(idle="last"),
+        "When nobody waits, v becomes the largest finish of all; the last one served may have less.",
+    ),
+    (
+        "idle_takes_the_clock",
+        dict(idle="clock"),
+        "v is in tokens over weights, the clock is not: v becomes the largest finish.",
+    ),
+    (
+        "line_of_those_served",
+        dict(line="of those served"),
+        "A request's line goes on behind its user's request before it, also if that one still waits.",
+    ),
+    (
+        "line_of_those_who_wait",
+        dict(line="of those who wait"),
+        "You forget a user's finish as soon as nothing of theirs waits: they got those tokens.",
+    ),
+    (
+        "clock_by_weights",
+        dict(seconds="weighted"),
+        "The clock moves on by the tokens: a weight makes nobody's tokens faster.",
+    ),
     ("last_of_equals", dict(tie="last"), "Among equals the one that came first is next."),
     ("by_name", dict(tie="name"), "Among equals the one that came first is next, not by name."),
     (
@@ -391,6 +500,15 @@ for name, slip, hint in [
     ),
 ]:
     answers.wrong("22.2", hint, name)(partial(slipped_order, **slip))
+
+
+@answers.wrong("22.2", "Number requests when they arrive: v has moved on since the first one came.")
+def numbered_at_the_beginning(wishes, weights):
+    last, starts = {}, []
+    for index, (_, user, tokens) in enumerate(wishes):
+        starts.append((last.get(user, 0.0), index))
+        last[user] = starts[-1][0] + tokens / weights.get(user, 1.0)
+    return [index for _, index in sorted(starts)]
 
 
 @answers.wrong(
@@ -563,6 +681,30 @@ def dead_states_not_kept(matcher, state, token, known):
     return True
 
 
+def truth_of_a_state(matcher, state, token, known):
+    """A state may be 0."""
+    at = state
+    for end in range(1, len(token) + 1):
+        if token[:end] not in known:
+            known[token[:end]] = matcher.step(at, token[end - 1])
+        at = known[token[:end]]
+        if not at:
+            return False
+    return True
+
+
+def memory_by_place(matcher, state, token, known):
+    """Remembers a byte at its place, whatever stands before it."""
+    at = state
+    for place in enumerate(token):
+        if place not in known:
+            known[place] = matcher.step(at, place[1])
+        at = known[place]
+        if at is None:
+            return False
+    return True
+
+
 def memory_of_whole_tokens(matcher, state, token, known):
     if token not in known:
         known[token] = behind(matcher, state, token)
@@ -596,6 +738,16 @@ for name, slip, hint in [
         "dead_ends_forgotten",
         dict(rule=dead_states_not_kept),
         "Keep the beginnings that do not fit as well, or you ask for them again and again.",
+    ),
+    (
+        "truth_of_a_state",
+        dict(rule=truth_of_a_state),
+        "A state may be 0, which is false in Python: ask `is None`.",
+    ),
+    (
+        "remembered_by_place",
+        dict(rule=memory_by_place),
+        "What follows depends on all bytes in front, not on the place alone: key the whole beginning.",
     ),
     (
         "whole_tokens_remembered",
@@ -636,6 +788,34 @@ def turned_round(matcher, state, tokens):
 @answers.wrong("22.3", "Bits of a word are 2⁰ to 2³¹: bit 31 got lost.")
 def without_the_sign(matcher, state, tokens):
     return slipped_mask(matcher, state, tokens, rule=fits) & (2**31 - 1)
+
+
+@answers.wrong("22.3", "Bits behind the last token stand for no token: they are 0.")
+def padded_with_ones(matcher, state, tokens):
+    mask = slipped_mask(matcher, state, tokens, rule=fits)
+    if len(tokens) % 32:
+        mask[-1] |= -1 << len(tokens) % 32
+    return mask
+
+
+@answers.wrong("22.3", "The words are int32: bit 31 makes them negative, not large.")
+def words_of_64_bits(matcher, state, tokens):
+    return slipped_mask(matcher, state, tokens, rule=fits).long() % 2**32
+
+
+@answers.wrong(
+    "22.3", "There is a word too many: V / 32 is rounded up, and 64 tokens are two words."
+)
+def always_one_word_more(matcher, state, tokens):
+    return slipped_mask(matcher, state, tokens, rule=fits, words=len(tokens) // 32 + 1)
+
+
+@answers.wrong(
+    "22.3", "What you keep belongs to one state: from another one the same bytes differ."
+)
+def kept_from_call_to_call(matcher, state, tokens):
+    known = vars(matcher).setdefault("known", {})
+    return in_words([bool(t) and behind(matcher, state, t, known) is not None for t in tokens])
 
 
 @answers.wrong("22.3", "The mask is int32, 32 tokens in a word; yours are booleans.")
@@ -702,11 +882,15 @@ class SlippedLoop:
         drain="wakes",
         idle="sleeps",
         waits_for="answers",
+        strangers="skipped",
+        cancels="goes on",
+        dies="returns",
     ):
         self.engine = engine
         self.full, self.left, self.closed, self.refused = full, left, closed, refused
         self.newcomers, self.dead, self.told = newcomers, dead, told
         self.drain_kind, self.idle, self.waits_for = drain, idle, waits_for
+        self.strangers, self.cancels, self.dies = strangers, cancels, dies
         self.inboxes, self.readers, self.served = {}, 0, False
         self.work, self.ended = asyncio.Event(), asyncio.Event()
         self.is_draining, self.failure = False, None
@@ -728,12 +912,15 @@ class SlippedLoop:
                 if not self.inboxes:
                     if self.idle == "ends" and self.served:
                         return
+                    if self.idle == "polls":
+                        await asyncio.sleep(0)
+                        continue
                     self.work.clear()
                     await self.work.wait()
                     continue
                 self.served = True
                 for name, answer, finished in await self.engine.step():
-                    if name in self.inboxes:
+                    if name in self.inboxes or self.strangers == "looked up":
                         inbox = self.inboxes[name]
                         if finished:
                             del self.inboxes[name]
@@ -741,9 +928,21 @@ class SlippedLoop:
         except RuntimeError as error:
             self.failure = error
             inboxes = list(self.inboxes.values())
-            for inbox in inboxes[: {"all": None, "first": 1, "nobody": 0, "ends": None}[self.told]]:
-                await self.put(inbox, None if self.told == "ends" else error)
+            for inbox in inboxes[: {"first": 1, "nobody": 0}.get(self.told)]:
+                if self.told == "if there is room" and inbox.full():
+                    continue
+                if self.told == "waits for room":
+                    await inbox.put(error)
+                elif self.told == "no matter what is there":
+                    inbox.put_nowait(error)
+                elif self.told == "by another exception":
+                    await self.put(inbox, RuntimeError("the engine has died"))
+                else:
+                    await self.put(inbox, None if self.told == "ends" else error)
             self.inboxes.clear()
+            if self.dies == "raises":
+                self.ended.set()
+                raise
         if self.drain_kind != "not after a death" or self.failure is None:
             self.ended.set()
 
@@ -780,6 +979,8 @@ class SlippedLoop:
         except asyncio.CancelledError:
             if self.closed == "cancelled":
                 self.leave(name, inbox)
+            if self.cancels == "ends here":
+                return
             raise
         except GeneratorExit:
             if self.closed == "exit":
@@ -794,11 +995,13 @@ class SlippedLoop:
     def leave(self, name, inbox):
         if self.left == "always aborted":
             self.engine.abort(name)
-        if self.inboxes.get(name) is not inbox:
+        if self.inboxes.get(name) is not inbox and (
+            self.left != "whoever has the name" or name not in self.inboxes
+        ):
             return
         if self.left != "still listed":
             del self.inboxes[name]
-        if self.left in ("aborted", "still listed"):
+        if self.left != "forgotten":
             self.engine.abort(name)
 
     async def drain(self):
@@ -812,6 +1015,8 @@ class SlippedLoop:
         if self.drain_kind != "sleeps":
             self.work.set()
         await self.ended.wait()
+        if self.drain_kind == "is used up":
+            self.ended.clear()
 
 
 for name, slip, hint in [
@@ -861,6 +1066,21 @@ for name, slip, hint in [
         "A request that has ended must not be aborted: its id may be somebody else's by then.",
     ),
     (
+        "aborts_a_namesake",
+        dict(left="whoever has the name"),
+        "The request_id may be somebody else's by now: is the inbox under it still this reader's?",
+    ),
+    (
+        "who_left_is_looked_up",
+        dict(strangers="looked up"),
+        "A reader may leave while a step runs. Its answer comes back, and has no inbox any more.",
+    ),
+    (
+        "cancellation_ends_here",
+        dict(cancels="ends here"),
+        "Raise CancelledError again: without it the cancelled task sees an answer that has ended.",
+    ),
+    (
         "listed_before_it_is_taken",
         dict(refused="after"),
         "The inbox is made before the engine has taken the request: a refusal leaves it behind.",
@@ -884,6 +1104,31 @@ for name, slip, hint in [
         "death_is_told_to_one",
         dict(told="first"),
         "When a step raises, every reader is to get the exception.",
+    ),
+    (
+        "death_is_told_if_there_is_room",
+        dict(told="if there is room"),
+        "A slow reader's inbox is full, and it waits for ever: the exception replaces the answer.",
+    ),
+    (
+        "death_waits_for_room",
+        dict(told="waits for room"),
+        "When a step raises, run waits for room in an inbox: a slow reader keeps it from the others.",
+    ),
+    (
+        "death_finds_no_room",
+        dict(told="no matter what is there"),
+        "A slow reader's inbox is full, and put_nowait raises: make room first.",
+    ),
+    (
+        "death_by_another_exception",
+        dict(told="by another exception"),
+        "Readers are to get the exception of the step itself, which says what happened.",
+    ),
+    (
+        "death_ends_the_run",
+        dict(dies="raises"),
+        "run() returns when the engine has died: the readers get the exception.",
     ),
     (
         "death_looks_like_an_end",
@@ -911,9 +1156,19 @@ for name, slip, hint in [
         "When the engine has died, a drain is over: has_ended must be set in any case.",
     ),
     (
+        "drain_is_used_up",
+        dict(drain="is used up"),
+        "A drain that has ended stays ended: whoever else waits for it must not wait for ever.",
+    ),
+    (
         "drain_waits_for_readers",
         dict(waits_for="readers"),
         "A drain waits for answers to be computed, not for a reader who has stopped reading.",
+    ),
+    (
+        "polls",
+        dict(idle="polls"),
+        "The loop turns round and round while nobody is there: let it wait for has_work.",
     ),
     (
         "ends_when_idle",
