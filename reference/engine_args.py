@@ -3,6 +3,9 @@ work.
 """
 
 import difflib
+import json
+import re
+from contextlib import suppress
 from dataclasses import dataclass, fields
 
 from lessons.l19_kv_quantization.formats import FORMATS
@@ -204,12 +207,13 @@ class EngineArgs:
 
 
 def read_picture_limit(limit: dict[str, int] | str | None) -> dict[str, int]:
-    """limit_mm_per_prompt, also in vLLM's older form "image=2". Raises ValueError."""
+    """limit_mm_per_prompt as vLLM takes it: an object, JSON, or "image=2". Raises ValueError."""
     if limit is None:
         return {"image": MOST_PICTURES}
     given = limit
-    if isinstance(limit, str) and limit.startswith("image=") and limit[6:].isdecimal():
-        given = {"image": int(limit[6:])}
+    if isinstance(limit, str):
+        with suppress(ValueError):
+            given = json.loads(re.sub(r"^image=(\d+)$", r'{"image": \1}', limit))
     fits = isinstance(given, dict) and given.keys() == {"image"} and is_whole(given["image"], 0)
     if not fits:
         refuse("limit_mm_per_prompt", limit, '{"image": a whole number, 0 or more}')

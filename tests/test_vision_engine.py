@@ -234,7 +234,7 @@ def test_the_number_of_pictures_is_checked_before_one_is_read():
 
 def test_a_beam_search_and_a_draft_see_nothing_and_say_so():
     engine = new_seeing_engine()
-    with pytest.raises(ValueError, match="multi_modal_data: .*beam search"):
+    with pytest.raises(ValueError, match=r"multi_modal_data: .*beam search"):
         BeamSearch(engine, BeamSearchParams(2, 4)).new_search(a_prompt(a_picture()))
     with pytest.raises(ValueError, match="speculative_config"):
         ngram = {"method": "ngram", "num_speculative_tokens": 2}
@@ -245,7 +245,7 @@ def test_a_model_that_reads_text_alone_says_so():
     from tests.engine_cases import new_engine, new_model
 
     engine = new_engine(new_model(), 8, 4)
-    with pytest.raises(ValueError, match="multi_modal_data: .*text alone"):
+    with pytest.raises(ValueError, match=r"multi_modal_data: .*text alone"):
         engine.add_request("a", seen([1], a_picture()), greedy(1))
 
 

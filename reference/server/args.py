@@ -20,7 +20,8 @@ class ServerArgs:
     answer. Times are seconds: request_timeout of a whole answer, write_timeout of one write to a
     client that does not read, read_timeout of a request's headers and of its body, shutdown_timeout
     of what runs when the server is told to end. max_body_bytes: of a request. limit_concurrency:
-    connections at a time.
+    connections at a time. allowed_media_domains: hosts from which pictures are fetched, none: a picture
+    comes in the request itself.
     """
 
     engine: AsyncEngineArgs
@@ -49,6 +50,7 @@ class ServerArgs:
     shutdown_timeout: float = 30.0
     max_body_bytes: int = 2**20
     limit_concurrency: int = 1024
+    allowed_media_domains: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         self.chat_template = read_template(self.chat_template)

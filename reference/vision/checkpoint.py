@@ -24,7 +24,6 @@ from lessons.l06_mla.deepseek import decoder_class
 from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.model.arguments import shown
 from lessons.toolbox.model.checkpoint import (
-    REPOSITORY,
     SMALL_FILES,
     WEIGHT_FILES,
     fill,
@@ -37,7 +36,6 @@ from reference.vision.config import VisionConfig, is_llava, read_vision_config
 from reference.vision.tower import Eyes
 
 EYES = "eyes.safetensors"
-EMBEDDED = "models/tiny-vision"
 # Whose parameters stand under which names: transformers has changed them, and reads all of these.
 OF_DECODER = re.compile(r"^language_model\.(model\.)?|^(?=lm_head\.)")
 OF_TOWER = re.compile(r"^vision_tower\.(vision_model\.)?")
@@ -47,8 +45,6 @@ OF_PROJECTOR = re.compile(r"^(?=multi_modal_projector\.)")
 def llava_folder(name_or_path: str | os.PathLike) -> Path | None:
     """The folder of a checkpoint that sees; None for every other name, path or file."""
     path = Path(name_or_path).expanduser()
-    if os.fspath(name_or_path) == EMBEDDED and not path.is_dir():
-        path = REPOSITORY / EMBEDDED
     if path.is_file():
         return None
     folder = path if path.is_dir() else find_folder(name_or_path, SMALL_FILES)
