@@ -20,7 +20,7 @@ IMAGE_TOKEN = "<image>"
 # The byte 0xFF as byte-level BPE writes it. It occurs in no UTF-8 text, so its token is free: the
 # decoder needs no new row, and every other text keeps its tokens.
 FREE_LETTER = "ÿ"
-CHAT_QUESTIONS = ("What is it?", "What do you see?", "Describe the picture.", "Read it to me.")
+QUESTIONS = ("What is it?", "What do you see?", "Describe the picture.", "Read it to me.")
 # A question is a comment, and the answer a line of code, because that is what this decoder knows.
 TEMPLATE = """\
 {{- bos_token }}

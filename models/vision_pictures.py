@@ -1,6 +1,6 @@
 """Pictures with a name, drawn by code: a colour, and up to three digits on it.
 
-picture, name = next(pictures(seed=1))     # PIL.Image, "red 4 7"
+picture, name = next(pictures(seed=1))     # PIL.Image, "red(4, 7)"
 draw("blue", [1, 9], Random(0))            # one that you ask for
 """
 
@@ -71,8 +71,10 @@ def draw(
 
 
 def name_of(colour: str, digits: list[int]) -> str:
-    """What the model is to say: "red 4 7", or "red" for no digits."""
-    return " ".join([colour, *map(str, digits)])
+    """What the model is to say: "red(4, 7)", or "red()" for no digits. It looks like a call, because the
+    decoder knows Python best.
+    """
+    return f"{colour}({', '.join(map(str, digits))})"
 
 
 def pictures(seed: int, font: str | None = None) -> Iterator[tuple[Image.Image, str]]:

@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """CLIP's approximation of GELU."""
+    """CLIP's approximation of GELU. x: [..., N] -> [..., N]."""
     return x * torch.sigmoid(1.702 * x)
 
 

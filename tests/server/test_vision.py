@@ -7,6 +7,7 @@ import threading
 import zlib
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from random import Random
+from typing import ClassVar
 
 import pytest
 from PIL import Image
@@ -207,7 +208,7 @@ def test_a_model_without_eyes_says_so(live):
 class Files(BaseHTTPRequestHandler):
     """A host of pictures, of this machine."""
 
-    asked: list[str] = []
+    asked: ClassVar[list[str]] = []
 
     def do_GET(self):
         self.asked.append(self.path)
@@ -260,7 +261,9 @@ def test_an_address_that_is_refused(what, seeing, host):
     assert Files.asked == ([] if what == "not allowed" else [path])
 
 
-@pytest.mark.parametrize("ip", ["127.0.0.1", "10.0.0.8", "169.254.169.254", "::1", "::ffff:10.0.0.1"])
+@pytest.mark.parametrize(
+    "ip", ["127.0.0.1", "10.0.0.8", "169.254.169.254", "::1", "::ffff:10.0.0.1"]
+)
 def test_a_name_that_leads_to_a_private_address_is_not_asked(ip, seeing, monkeypatch):
     """The operator allowed the name; whoever owns it points it at what only this server reaches."""
 
