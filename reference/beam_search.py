@@ -183,7 +183,9 @@ class BeamSearch:
     def new_search(self, prompt: str | list[int]) -> Search:
         """Raises ValueError for a prompt that cannot be served."""
         engine, params = self.engine, self.params
-        _, ids = engine.read_prompt(prompt)
+        _, ids, pictures = engine.read_prompt(prompt)
+        if pictures:
+            refuse("multi_modal_data", f"{len(pictures)} pictures", "none in a beam search")
         room = min(params.max_tokens, engine.max_model_len - len(ids))
         eos = () if params.ignore_eos else engine.runner.model.config.eos_token_ids
         search = Search(ids, room, params, frozenset(eos))

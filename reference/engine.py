@@ -29,6 +29,8 @@ from reference.request import EngineRequest, EngineSequence, bias_of, ends
 from reference.sampler import Sampler
 from reference.sampling_params import SamplingParams
 from reference.structured import Structures
+from reference.vision.prompt import split
+from reference.vision.sight import forget_pictures, note_pictures, placed_in
 
 
 class Engine:
@@ -97,12 +99,13 @@ class Engine:
         check_kind(str, "a string", user=user)
         if not is_whole(priority, -(2**31)):
             refuse("priority", priority, "a whole number")
-        text, ids = self.read_prompt(prompt)
+        text, ids, pictures = self.read_prompt(prompt)
         self.check_tokens(logit_bias=params.logit_bias or (), stop_token_ids=params.stop_token_ids)
         adapter = take_adapter(self.runner.adapters, lora_request)
-        request = EngineRequest(request_id, text, ids, params, lora_request, adapter)
+        request = EngineRequest(request_id, text, ids, params, lora_request, adapter, pictures)
         try:
             request.sequences = self.new_sequences(request, priority)
+            note_pictures(self.scheduler.blocks, request.sequences)
             request.ticket = self.fair.arrive(user, request.most_tokens)
             self.admit(request)
             self.scheduler.add(request.sequences[0])
@@ -112,18 +115,18 @@ class Engine:
         request.waiting_to_fork = request.sequences[1:]
         self.requests[request_id] = request
 
-    def read_prompt(self, prompt: str | list[int] | dict) -> tuple[str | None, list[int]]:
-        """A prompt as text, if it was one, and as token ids. Raises ValueError.
-
-        A dict is vLLM's {"prompt": text} or {"prompt_token_ids": token ids}.
+    def read_prompt(self, prompt: str | list[int] | dict) -> tuple:
+        """A prompt as text, if it was one, as token ids, and its pictures. Raises ValueError.
+        A dict is vLLM's {"prompt": text} or {"prompt_token_ids": ids}, with or without multi_modal_data.
         """
-        if isinstance(prompt, dict) and len(prompt) == 1:
-            prompt = prompt.get("prompt", prompt.get("prompt_token_ids", prompt))
-        if isinstance(prompt, str):
-            if re.search("[\ud800-\udfff]", prompt):
-                refuse("prompt", prompt, "text without halves of surrogate pairs")
-            return prompt, self.checked(encode(self.tokenizer, prompt))
-        return None, self.checked(prompt)
+        prompt, data = split(prompt)
+        text = prompt if isinstance(prompt, str) else None
+        if text is not None:
+            if re.search("[\ud800-\udfff]", text):
+                refuse("prompt", text, "text without halves of surrogate pairs")
+            prompt = encode(self.tokenizer, text)
+        ids, pictures = placed_in(self.checked(prompt), data, self.runner.sight)
+        return text, self.checked(ids) if pictures else ids, pictures
 
     def checked(self, ids: list[int]) -> list[int]:
         """A prompt that the model can run. Raises ValueError for any other."""
@@ -171,6 +174,7 @@ class Engine:
                     params=params,
                     request=request,
                     adapter=request.adapter,
+                    pictures=request.pictures,
                     index=index,
                     priority=priority,
                     bias=bias_of(params, self.runner.model.device),
@@ -199,6 +203,7 @@ class Engine:
         """A request has ended: it needs its adapter no more, and took so much of its user's share."""
         if request.adapter is not None:
             self.runner.adapters.store.give_back(request.adapter)
+        forget_pictures(self.scheduler.blocks, request.sequences)
         if request.ticket is not None:
             self.fair.leave(request.ticket, request.used_tokens)
             self.scheduler.waiting.sort(key=self.scheduler.order)

@@ -3,6 +3,9 @@ work.
 """
 
 import difflib
+import json
+import re
+from contextlib import suppress
 from dataclasses import dataclass, fields
 
 from lessons.l19_kv_quantization.formats import FORMATS
@@ -16,6 +19,7 @@ CHOICES = {
     "kv_cache_dtype": ("auto", *FORMATS),
 }
 LONGER_NAMES = {f"{name}_per_token_head": name for name in FORMATS} | {"fp8_e4m3": "fp8"}
+MOST_PICTURES = 8  # of a prompt, unless limit_mm_per_prompt says otherwise
 BACKENDS = ("mp", "ray")
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64", "half", "float")
@@ -47,7 +51,8 @@ class EngineArgs:
     they are loaded, a name of reference.quantization; None: as the checkpoint has them. kv_cache_dtype: "auto", the model's own
     dtype, or "fp8" (E4M3), "int8" or "int4", with a scale for each token and KV head; vLLM's longer
     names of these are read too. speculative_config: who drafts tokens and how many, a dict of vLLM's
-    keys. enable_lora: room for max_loras adapters of at most max_lora_rank on the device, so that a
+    keys. limit_mm_per_prompt: {"image": the most pictures of a prompt}; None: 8. mm_processor_cache_gb:
+    GiB of the rows that the eyes of a LLaVA made of pictures. enable_lora: room for max_loras adapters of at most max_lora_rank on the device, so that a
     step may need as many; max_cpu_loras: how many the host keeps, None: max_loras.
 
     tensor_parallel_size, pipeline_parallel_size: shards of each layer, and stages of layers, each in a
@@ -78,6 +83,8 @@ class EngineArgs:
     quantization: str | None = None
     speculative_config: SpeculativeConfig | dict | None = None
     kv_cache_dtype: str = "auto"
+    limit_mm_per_prompt: dict[str, int] | str | None = None
+    mm_processor_cache_gb: float = 0.25
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -128,6 +135,9 @@ class EngineArgs:
         for name, values in CHOICES.items():
             self._require(name, getattr(self, name) in values, " or ".join(values))
         check_method(self.quantization)
+        self.limit_mm_per_prompt = read_picture_limit(self.limit_mm_per_prompt)
+        is_size = is_number(self.mm_processor_cache_gb, 0)
+        self._require("mm_processor_cache_gb", is_size, "a finite number of GiB")
         self.speculative_config = SpeculativeConfig.read(self.speculative_config)
         # because a draft follows the base model, and no adapter
         speculates_with_lora = self.enable_lora and self.speculative_config is not None
@@ -194,6 +204,20 @@ class EngineArgs:
     def _require(self, name: str, fits: bool, accepted: str) -> None:
         if not fits:
             refuse(name, getattr(self, name), accepted)
+
+
+def read_picture_limit(limit: dict[str, int] | str | None) -> dict[str, int]:
+    """limit_mm_per_prompt as vLLM takes it: an object, JSON, or "image=2". Raises ValueError."""
+    if limit is None:
+        return {"image": MOST_PICTURES}
+    given = limit
+    if isinstance(limit, str):
+        with suppress(ValueError):
+            given = json.loads(re.sub(r"^image=(\d+)$", r'{"image": \1}', limit))
+    fits = isinstance(given, dict) and given.keys() == {"image"} and is_whole(given["image"], 0)
+    if not fits:
+        refuse("limit_mm_per_prompt", limit, '{"image": a whole number, 0 or more}')
+    return dict(given)
 
 
 def check_counts(arguments, *names: str, low: int = 1, optional: bool = False) -> None:

@@ -36,6 +36,10 @@ from reference.request import ORDERS, EngineRequest
 from reference.sampling_params import SamplingParams
 from reference.speculation import Proposer
 from reference.speculative_engine import SpeculativeEngine
+from reference.vision.checkpoint import llava_folder, load_llava
+from reference.vision.prompt import inputs_for
+from reference.vision.sight import PictureBlocks, Sight
+from reference.vision.tower import Eyes
 
 
 def new_engine(args: EngineArgs) -> Engine:
@@ -47,20 +51,33 @@ def new_engine(args: EngineArgs) -> Engine:
 
         return new_parallel_engine(args)
     dtype = None if args.dtype == "auto" else args.dtype
-    model = load_model(args.model, args.device, dtype, args.quantization)
-    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    where, eyes, folder = (args.device, dtype, args.quantization), None, llava_folder(args.model)
+    if folder is None:
+        model = load_model(args.model, *where)
+    else:
+        model, eyes = load_llava(folder, *where)
+    tokenizer = load_tokenizer(args.tokenizer or folder or args.model)
     drafter = load_drafter(args.speculative_config, model, tokenizer)
-    return engine_over(model, tokenizer, args, drafter)
+    return engine_over(model, tokenizer, args, drafter, eyes)
 
 
-def engine_over(model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter = None) -> Engine:
+def engine_over(
+    model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter = None, eyes: Eyes | None = None
+) -> Engine:
     """An engine over models that are there already. tokenizer: None, if all prompts are token ids
-    and nobody wants text. drafter: what speculative_config names, loaded. Raises ValueError.
+    and nobody wants text. drafter: what speculative_config names, loaded. eyes: of a model that sees
+    pictures. Raises ValueError.
     """
     max_model_len = max_model_len_of(args, model.config)
-    config = args.speculative_config
+    config, sight = args.speculative_config, None
     if config is not None:
+        if eyes is not None:  # because a draft would not see them
+            refuse("speculative_config", config, "None with a model that sees pictures")
         config.check_context(max_model_len)
+    if eyes is not None:
+        inputs = inputs_for(eyes.config, args, max_model_len)
+        sight = Sight(eyes, inputs, int(args.mm_processor_cache_gb * 2**30))
+        model = sight.over_embedding(model)
     adapters = Adapters(model, args) if args.enable_lora else None
     if adapters is not None:
         model = adapters.model
@@ -68,6 +85,7 @@ def engine_over(model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter = 
     new = partial(new_runner, args, num_blocks)
     tree = None if config is None else tree_of(config, drafter)
     runner = new(model, max_model_len, adapters, getattr(drafter, "taps", ()), tree)
+    runner.sight = sight
     if config is None:
         return engine_on(runner, tokenizer, args)
     proposer = new_proposer(args, drafter, runner, new)
@@ -77,7 +95,8 @@ def engine_over(model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter = 
 
 def engine_on(runner: ModelRunner, tokenizer, args: EngineArgs) -> Engine:
     """An engine that does not speculate, on a runner or on what has its interface."""
-    scheduler = new_scheduler(args, runner, new_blocks(args, runner.pool.num_blocks))
+    blocks = new_blocks(args, runner.pool.num_blocks, runner.sight)
+    scheduler = new_scheduler(args, runner, blocks)
     return Engine(runner, scheduler, tokenizer, runner.max_model_len, args.seed)
 
 
@@ -91,10 +110,12 @@ def max_model_len_of(args: EngineArgs, config: ModelConfig) -> int:
     return args.max_model_len or most
 
 
-def new_blocks(args: EngineArgs, num_blocks: int) -> BlockManager:
+def new_blocks(args: EngineArgs, num_blocks: int, sight: Sight | None = None) -> BlockManager:
     """Who owns which block, and with a prefix cache which of them are known."""
     if not args.enable_prefix_caching:
         return BlockManager(num_blocks, args.block_size)
+    if sight is not None:
+        return PictureBlocks(num_blocks, args.block_size, sight.inputs.config.tokens_per_image)
     if args.enable_lora:
         return AdapterBlocks(num_blocks, args.block_size)
     return CachingBlockManager(num_blocks, args.block_size, HashBlocks(args.block_size))

@@ -51,6 +51,11 @@ def load_model(
     model = load_any(name_or_path, device, dtype, *products)
     if stored is None and quantization is not None:
         model = quantize_model(model, quantization, partial(load_tokenizer, name_or_path))
+    return finished(model, device)
+
+
+def finished(model: Decoder, device: torch.device) -> Decoder:
+    """A loaded model as the engine runs it: on a GPU fused, its experts grouped."""
     return grouped(fused(model)) if device.type == "cuda" else model
 
 

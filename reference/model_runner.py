@@ -26,6 +26,7 @@ from reference.decode_graphs import Chunks, DecodeGraphs
 from reference.lora import Adapters
 from reference.packed import packed
 from reference.tree_graphs import TreeGraphs
+from reference.vision.sight import Sight
 
 
 class ModelRunner:
@@ -49,6 +50,7 @@ class ModelRunner:
         self.pool = new_pool(self.model, num_blocks, block_size, max_model_len, rung)
         self.max_model_len = max_model_len
         self.captured: DecodeGraphs | None = None
+        self.sight: Sight | None = None  # of a model whose embedding asks it
         # Where lesson 17's drafts read the model, and what they found in the last step: [T, F].
         self.taps: tuple[int, ...] = ()
         self.features: Tensor | None = None
@@ -69,10 +71,12 @@ class ModelRunner:
         self.copy(step.copies)
         chunks = [(chunk.tokens, chunk.sequence.computed) for chunk in step.chunks]
         owned = [tables[chunk.sequence.row] for chunk in step.chunks]
-        if self.adapters is None:
-            return self.run(chunks, owned, trees=[chunk.sequence.tree for chunk in step.chunks])
-        with self.adapters.rows_of(step) as row_slots:
-            return self.run(chunks, owned, row_slots)
+        trees = [chunk.sequence.tree for chunk in step.chunks]
+        with nullcontext() if self.sight is None else self.sight.over(step):
+            if self.adapters is None:
+                return self.run(chunks, owned, trees=trees)
+            with self.adapters.rows_of(step) as row_slots:
+                return self.run(chunks, owned, row_slots)
 
     @torch.inference_mode()
     def run(
@@ -86,7 +90,9 @@ class ModelRunner:
         None for none. trees: where a sequence's tokens are the nodes of one. Returns hidden: [T,
         hidden_size].
         """
-        if self.captured is not None and self.captured.fits(chunks):
+        # A captured step looks tokens up and sees no picture.
+        is_plain = self.sight is None or self.sight.splice is None
+        if self.captured is not None and is_plain and self.captured.fits(chunks):
             hidden, self.features = self.captured(chunks, tables, row_slots, trees)
             return hidden
         batch = step_batch(self.pool, chunks, tables)

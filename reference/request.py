@@ -16,6 +16,7 @@ from reference.detokenizer import Detokenizer
 from reference.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from reference.sampling_params import SamplingParams
 from reference.structured import Constraint
+from reference.vision.prompt import Placed
 
 
 @dataclass(eq=False)
@@ -25,6 +26,7 @@ class EngineSequence(Sequence):
     params: SamplingParams = field(default_factory=SamplingParams)
     request: "EngineRequest | None" = None
     adapter: Adapter | None = None
+    pictures: tuple[Placed, ...] = ()
     index: int = 0  # among the answers to its prompt
     priority: int = 0
     bias: tuple[Tensor, Tensor] | None = None  # logit_bias: token ids, values
@@ -96,6 +98,7 @@ class EngineRequest:
     params: SamplingParams
     lora_request: LoRARequest | None = None
     adapter: Adapter | None = None  # held on the host until the request ends
+    pictures: tuple[Placed, ...] = ()  # and where they stand in the prompt
     ticket: Ticket | None = None  # its place among its user's requests
     sequences: list[EngineSequence] = field(default_factory=list)
     waiting_to_fork: list[EngineSequence] = field(default_factory=list)

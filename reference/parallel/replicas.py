@@ -130,7 +130,7 @@ class ReplicatedEngine:
         """As in Engine. Raises ValueError."""
         if not isinstance(request_id, str) or request_id in self.requests:
             refuse("request_id", request_id, "a string not in use")
-        text, ids = self.read_prompt(prompt)
+        text, ids, _ = self.read_prompt(prompt)
         loads = [len(engine.requests) for engine in self.engines]
         replica = self.replicas[self.router.choose(ids, loads)]
         with replica.lock:

@@ -157,9 +157,10 @@ class RemoteHidden(NamedTuple):
 
 
 class DistributedRunner:
-    """In the place of ModelRunner. held: what each rank holds (Held). No adapters, graphs or taps."""
+    """In the place of ModelRunner. held: what each rank holds (Held). No adapters, graphs, taps or
+    pictures."""
 
-    adapters = captured = features = None
+    adapters = captured = features = sight = None
 
     def __init__(self, talk: Talk, config: ModelConfig, pool: RemotePool, max_model_len: int, held):
         self.talk = talk

@@ -22,7 +22,8 @@ class ServerArgs:
     client that does not read, read_timeout of a request's headers and of its body, shutdown_timeout
     of what runs when the server is told to end. max_body_bytes: of a request. limit_concurrency:
     connections at a time. disable_frontend_multiprocessing: the engine is a thread of the server's
-    process, and no process of its own.
+    process, and no process of its own. allowed_media_domains: hosts from which pictures are fetched,
+    none: a picture comes in the request itself.
     """
 
     engine: AsyncEngineArgs
@@ -52,6 +53,7 @@ class ServerArgs:
     shutdown_timeout: float = 30.0
     max_body_bytes: int = 2**20
     limit_concurrency: int = 1024
+    allowed_media_domains: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         self.chat_template = read_template(self.chat_template)

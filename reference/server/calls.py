@@ -6,11 +6,14 @@ from typing import Any
 from reference.lora import LoRARequest
 from reference.outputs import Logprobs
 from reference.sampling_params import SamplingParams
+from reference.vision.pictures import Picture
 
 
 @dataclass(eq=False)
 class Call:
-    """prompts: token ids of each. model: the name it was asked for by. user: whose turn it counts as."""
+    """prompts: token ids of each. model: the name it was asked for by. user: whose turn it counts as.
+    pictures: of its only prompt.
+    """
 
     id: str
     model: str
@@ -19,6 +22,14 @@ class Call:
     lora: LoRARequest | None = None
     priority: int = 0
     user: str = ""
+    pictures: list[Picture] = field(default_factory=list)
+
+    def engine_prompt(self, prompt: int) -> list[int] | dict[str, Any]:
+        """One of the prompts as the engine takes it."""
+        ids = self.prompts[prompt]
+        if not self.pictures:
+            return ids
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.pictures}}
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -5,22 +5,30 @@ from typing import Any
 
 from lessons.toolbox.model.arguments import shown
 from reference.server.errors import refused
+from reference.server.pictures import IMAGE_URL, pictures_of
 from reference.server.protocol.chat import ChatMessage, ContentPart, TemplateFields, Tool
 from reference.server.sampling import parsed_json
 from reference.server.service import Service
 from reference.server.templates import check_kwargs
+from reference.vision.pictures import Picture
 
 MANY_CHARACTERS = 4096  # shorter texts are read between two events of the loop
 
 
-def text_of(content: str | list[ContentPart] | None, name: str) -> str:
-    """The text of a message. name: where it stands. Raises ApiError for a part that is no text: this
-    is where a model that sees would take its images.
+def text_of(
+    content: str | list[ContentPart] | None, name: str, image_token: str | None = None
+) -> str:
+    """The text of a message. name: where it stands. image_token: what stands for a picture, which a
+    message has in front of its text, wherever it was between its parts; None: this model sees none.
+    Raises ApiError for a part that it cannot read.
     """
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
+    texts, pictures = [], []
     for at, part in enumerate(content):
+        if part.type == IMAGE_URL and image_token is not None:
+            pictures.append(image_token)
+            continue
         if part.type not in ("text", "refusal"):
             place = f"{name}[{at}].type"
             raise refused(place, part.type, "'text', because this model reads nothing else")
@@ -28,15 +36,17 @@ def text_of(content: str | list[ContentPart] | None, name: str) -> str:
         if text is None:
             raise refused(f"{name}[{at}].{part.type}", None, "a string")
         texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(pictures + texts)
 
 
-def for_template(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+def for_template(
+    messages: list[ChatMessage], image_token: str | None = None
+) -> list[dict[str, Any]]:
     """Messages as templates expect them: text is one string, arguments of calls are objects."""
     found = []
     for at, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
-        content = text_of(message.content, f"messages[{at}].content")
+        content = text_of(message.content, f"messages[{at}].content", image_token)
         entry = {"role": role, "content": content or message.refusal or ""}
         if message.name is not None:
             entry["name"] = message.name
@@ -64,8 +74,10 @@ async def prompt_of(
     messages: list[ChatMessage],
     tools: list[Tool] | None = None,
     how: TemplateFields | None = None,
-) -> list[int]:
-    """The ids of a conversation's prompt. how: as the client wishes. Raises ApiError."""
+) -> tuple[list[int], list[Picture]]:
+    """The ids of a conversation's prompt, and its pictures. how: as the client wishes. Raises
+    ApiError.
+    """
     how = how or TemplateFields()
     more: dict[str, Any] = {
         **check_kwargs(how.chat_template_kwargs or {}),
@@ -78,7 +90,8 @@ async def prompt_of(
             accepted = "false together with continue_final_message"
             raise refused("add_generation_prompt", True, accepted)
         more |= dict(continue_final_message=True, add_generation_prompt=False)
-    entries = for_template(messages)
+    pictures = await pictures_of(service, messages)
+    entries = for_template(messages, service.image_token)
     offered = [tool.model_dump(exclude_none=True) for tool in tools or []] or None
     if how.chat_template is None:
         text = service.template.render(entries, offered, **more)
@@ -88,7 +101,8 @@ async def prompt_of(
     else:
         accepted = "none, because the server was started without --trust-request-chat-template"
         raise refused("chat_template", how.chat_template, accepted)
-    return await encode(service, "messages", text, how.add_special_tokens)
+    ids = await encode(service, "messages", text, how.add_special_tokens)
+    return service.with_rows(ids, pictures), pictures
 
 
 async def encode(service: Service, name: str, text: str, special: bool = True) -> list[int]:

@@ -134,6 +134,9 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     option("--read-timeout", "s, of headers and of a body (default: 30)", float)
     option("--shutdown-timeout", "s, to finish answers after SIGTERM (default: 30)", float)
     option("--max-body-bytes", "of a request (default: 1048576)", int)
+    option(
+        "--allowed-media-domains", "hosts of pictures (default: none)", nargs="+", metavar="HOST"
+    )
     option("--limit-concurrency", "connections at a time (default: 1024)", int)
 
 

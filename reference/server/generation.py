@@ -71,7 +71,7 @@ class Run:
         """Of one prompt."""
         call = self.call
         outputs = self.service.engine.generate(
-            call.prompts[prompt],
+            call.engine_prompt(prompt),
             call.params,
             self.request_id(prompt),
             priority=call.priority,

@@ -4,6 +4,7 @@ from typing import Any
 
 from reference.sampling_params import SamplingParams
 from reference.server.errors import refused
+from reference.server.pictures import IMAGE_URL
 from reference.server.protocol.chat import (
     ChatMessage,
     ContentPart,
@@ -59,12 +60,21 @@ def parts_of(content: str | list[InputPart]) -> str | list[ContentPart]:
     """Parts under the names of /v1/chat/completions; other kinds keep theirs and are refused."""
     if isinstance(content, str):
         return content
-    return [
-        ContentPart(
-            type="text" if part.type in TEXTS else part.type, text=part.text, refusal=part.refusal
-        )
-        for part in content
-    ]
+    return [as_picture(part) if part.type == "input_image" else as_text(part) for part in content]
+
+
+def as_text(part: InputPart) -> ContentPart:
+    """A part that is text, or that `chat.text_of` refuses."""
+    kind = "text" if part.type in TEXTS else part.type
+    return ContentPart(type=kind, text=part.text, refusal=part.refusal)
+
+
+def as_picture(part: InputPart) -> ContentPart:
+    """A picture. Raises ApiError for a file, because the server keeps none."""
+    if part.file_id is not None or part.image_url is None:
+        raise refused("input_image.file_id", part.file_id, "none, and an image_url")
+    value = {"url": part.image_url} | ({} if part.detail is None else {"detail": part.detail})
+    return ContentPart(type=IMAGE_URL, image_url=value)
 
 
 def tools_of(body: ResponsesRequest) -> list[Tool]:

@@ -1,16 +1,19 @@
 """What all routes share: the engine, its tokenizer, its chat template, the models' names."""
 
 import uuid
+from functools import cached_property
 
 from reference.async_engine import AsyncLLMEngine
 from reference.engine_process.client import AsyncProcessEngine
 from reference.server.args import ServerArgs
 from reference.server.calls import Call
-from reference.server.errors import refused
+from reference.server.errors import bad_request, refused
 from reference.server.metrics import Metrics
 from reference.server.models import Models
 from reference.server.templates import ChatTemplate
 from reference.server.tokens import Tokens
+from reference.vision.pictures import Picture
+from reference.vision.prompt import VisionInputs, inputs_of
 
 
 class Service:
@@ -25,6 +28,25 @@ class Service:
         self.tokens = Tokens(engine.tokenizer, engine.info.max_model_len)
         self.template = ChatTemplate.of(engine.tokenizer, args.chat_template)
         self.metrics = Metrics(engine, models.names[0])
+
+    @cached_property
+    def vision(self) -> VisionInputs | None:
+        """What prompts may hold beside text."""
+        return inputs_of(self.args.engine, self.tokens.max_model_len)
+
+    @cached_property
+    def image_token(self) -> str | None:
+        """What stands for a picture in a prompt's text; None for a model that sees none."""
+        if self.vision is None:
+            return None
+        return self.tokens.backend.id_to_token(self.vision.config.image_token_id)
+
+    def with_rows(self, ids: list[int], pictures: list[Picture]) -> list[int]:
+        """A prompt with a token for each row of its pictures. Raises ApiError."""
+        try:
+            return ids if self.vision is None else self.vision.place(ids, pictures)[0]
+        except ValueError as error:
+            raise bad_request(str(error), "messages") from None
 
     def new_call(
         self, kind: str, model: str | None, prompts: list[list[int]], params, **more

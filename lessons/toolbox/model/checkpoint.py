@@ -25,6 +25,7 @@ from lessons.toolbox.model.places import Place, places_of, predicts_further, tur
 from lessons.toolbox.model.stored import Stored, catalog, open_file
 
 EMBEDDED_MODELS = ("models/tiny", "models/tiny-draft")
+EMBEDDED_EYES = "models/tiny-vision"  # in front of models/tiny; reference.vision reads it
 # added to scores that lie close together: rounded to 16 bits it would choose other experts
 KEPT_WIDE = "e_score_correction_bias"
 HUB_TIMEOUT_S = 5
@@ -53,7 +54,7 @@ def find_folder(name_or_path: str | os.PathLike, hub_patterns: list[str]) -> Pat
     name = os.fspath(name_or_path).rstrip("/") or os.fspath(name_or_path)
     if name and os.path.isdir(os.path.expanduser(name)):
         return Path(name).expanduser()
-    if name in EMBEDDED_MODELS and (REPOSITORY / name).is_dir():
+    if name in (*EMBEDDED_MODELS, EMBEDDED_EYES) and (REPOSITORY / name).is_dir():
         return REPOSITORY / name
     if os.path.isfile(name):
         raise CheckpointError(

@@ -93,15 +93,18 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, part: str | None = None) -> ModelConfig:
     """Shape of the checkpoint in `folder`, from its config.json; stop tokens also from
-    generation_config.json.
+    generation_config.json. part: the key under which the decoder's own config stands, if the file
+    describes more than a decoder (a LLaVA's "text_config").
 
     Raises CheckpointError, one line: malformed JSON, a key that is missing or of the wrong kind
     (named), an architecture, RoPE type or key that the decoders do not have, sizes that do not fit.
     """
     file = folder / "config.json"
     raw = read_json(file)
+    if part is not None:
+        raw = raw[part]
     eos_token_ids = dict.fromkeys(_eos_token_ids(file, raw))
     generation = folder / "generation_config.json"
     # chat checkpoints often name <|im_end|> or <|eot_id|> in only one of the files

@@ -126,7 +126,7 @@ def new_router(service: Service) -> APIRouter:
         check_stream(body)
         check_tools(body.tools, body.tool_choice)
         offered = None if body.tool_choice == "none" else body.tools
-        ids = await prompt_of(service, body.messages, offered, body)
+        ids, pictures = await prompt_of(service, body.messages, offered, body)
         prompts = [service.tokens.cut("messages", ids, body.truncate_prompt_tokens)]
         check_answers(service, prompts, body.best_of or body.n)
         call = service.new_call(
@@ -137,6 +137,7 @@ def new_router(service: Service) -> APIRouter:
             user=user_of(http, body.user, body.safety_identifier),
             priority=body.priority,
             request_id=body.request_id,
+            pictures=pictures,
         )
         run = Run(service, call)
         chat = Chat(run, body)

@@ -14,6 +14,7 @@ from reference.server.chat import check_tools, prompt_of
 from reference.server.conversation import AnswerReader
 from reference.server.errors import refused
 from reference.server.generation import Run
+from reference.server.pictures import IMAGE_URL, of_anthropic
 from reference.server.protocol.chat import (
     ChatMessage,
     ContentPart,
@@ -31,15 +32,21 @@ from reference.server.sampling import call_form, new_params
 from reference.server.service import Service
 from reference.server.streaming import EventStream, Watched, Whole, event
 from reference.server.tools import CalledTool, Part, schema_of
+from reference.vision.pictures import Picture
 
 # ---------------------------------------------------------------- into OpenAI's form
 
 
 def parts_of(content: str | list[Block], place: str) -> list[ContentPart]:
-    """Blocks of text, and others for `chat.text_of` to refuse."""
+    """Blocks of text and pictures, and others for `chat.text_of` to refuse."""
     if isinstance(content, str):
         return [ContentPart(type="text", text=content)]
-    return [ContentPart(type=block.type, text=block.text) for block in content]
+    return [
+        ContentPart(type=IMAGE_URL, image_url=of_anthropic(block.source, f"{place}[{at}]"))
+        if block.type == "image"
+        else ContentPart(type=block.type, text=block.text)
+        for at, block in enumerate(content)
+    ]
 
 
 def messages_of(body: CountTokensRequest) -> list[ChatMessage]:
@@ -96,8 +103,8 @@ def choice_of(body: CountTokensRequest) -> str | NamedToolChoice:
     return "required" if choice.type == "any" else choice.type
 
 
-async def prompt(service: Service, body: CountTokensRequest) -> list[int]:
-    """The ids of the prompt. An answer whose beginning the client has written is gone on with."""
+async def prompt(service: Service, body: CountTokensRequest) -> tuple[list[int], list[Picture]]:
+    """The ids of the prompt, and its pictures. An answer whose beginning the client has written is gone on with."""
     tools, choice = tools_of(body), choice_of(body)
     check_tools(tools, choice)
     how = TemplateFields()
@@ -253,9 +260,10 @@ def new_router(service: Service) -> APIRouter:
     @router.post("/v1/messages")
     async def create_message(body: MessagesRequest, http: Request) -> Watched:
         """Answer a conversation."""
-        prompts = [service.tokens.cut("messages", await prompt(service, body), None)]
-        user = user_of(http, body.metadata.user_id)
-        call = service.new_call("msg_", body.model, prompts, params_of(body), user=user)
+        ids, pictures = await prompt(service, body)
+        prompts = [service.tokens.cut("messages", ids, None)]
+        more = dict(user=user_of(http, body.metadata.user_id), pictures=pictures)
+        call = service.new_call("msg_", body.model, prompts, params_of(body), **more)
         answer = MessageAnswer(Run(service, call), body)
         timeout_s = service.args.write_timeout
         return EventStream(answer.events(), timeout_s) if body.stream else Whole(
@@ -266,6 +274,7 @@ def new_router(service: Service) -> APIRouter:
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
         """How long a conversation's prompt is."""
         service.models.find(body.model)
-        return {"input_tokens": len(await prompt(service, body))}
+        ids, _ = await prompt(service, body)
+        return {"input_tokens": len(ids)}
 
     return router

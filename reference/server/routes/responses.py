@@ -233,10 +233,11 @@ def new_router(service: Service) -> APIRouter:
         tools, choice = tools_of(body), choice_of(body)
         check_tools(tools, choice)
         offered = None if choice == "none" else tools
-        ids = await prompt_of(service, messages_of(body), offered)
+        ids, pictures = await prompt_of(service, messages_of(body), offered)
         prompts = [service.tokens.cut("input", ids, None)]
         user = user_of(http, body.user, body.safety_identifier)
-        call = service.new_call("resp_", body.model, prompts, params_of(service, body), user=user)
+        more = dict(user=user, pictures=pictures)
+        call = service.new_call("resp_", body.model, prompts, params_of(service, body), **more)
         answer, timeout_s = ResponseAnswer(Run(service, call), body), service.args.write_timeout
         if body.stream:
             return EventStream(answer.events(), timeout_s)

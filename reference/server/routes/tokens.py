@@ -27,7 +27,7 @@ def new_router(service: Service) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise refused("prompt", body.prompt, "a prompt or messages, one of them")
         if body.messages is not None:
-            ids = await prompt_of(service, body.messages, body.tools, body)
+            ids, _ = await prompt_of(service, body.messages, body.tools, body)
         else:
             special = body.add_special_tokens is not False
             ids = await encode(service, "prompt", body.prompt, special)
