@@ -11,6 +11,8 @@ Source: which beams survive and how they are ranked: vLLM, vllm/beam_search.py. 
 beam, and its place goes to the next one, so `beam_width` beams run until the last token.
 """
 
+import math
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -23,6 +25,14 @@ from lessons.l12_paged_kv.runner import PagedRunner
 from lessons.toolbox.model.arguments import check_kind, check_whole, is_number, refuse
 from reference.engine import Engine
 from reference.model_runner import ModelRunner
+from reference.structured import (
+    Constraint,
+    StructuredOutputsParams,
+    apply_constraints,
+    read_structured,
+)
+
+FAILED = object()  # a grammar that cannot be followed any more
 
 
 @dataclass(frozen=True)
@@ -31,8 +41,9 @@ class BeamSearchParams:
 
     length_penalty: a beam's score is the sum of its log-probabilities, divided by (tokens of prompt
     and answer, without a stop token) ** length_penalty. temperature: guides pass it; it changes
-    nothing, because scores are those of the model's own distribution. structured_outputs: refused,
-    because beams do not follow one.
+    nothing, because scores are those of the model's own distribution. structured_outputs: which texts
+    are answers, guided_decoding: its older name; scores stay those of the model, not made larger
+    because other tokens are forbidden.
     """
 
     beam_width: int
@@ -41,13 +52,17 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False  # whether `text` shows the stop token
-    structured_outputs: None = None
-    guided_decoding: None = None
+    structured_outputs: StructuredOutputsParams | dict | None = None
+    guided_decoding: StructuredOutputsParams | dict | None = None
 
     def __post_init__(self):
         for name in ("structured_outputs", "guided_decoding"):
-            if getattr(self, name) is not None:
-                refuse(name, getattr(self, name), "None; LLM.generate follows one, beams do not")
+            # frozen, so that a search cannot change under way
+            object.__setattr__(self, name, read_structured(name, getattr(self, name)))
+        if self.structured_outputs and self.guided_decoding:
+            refuse("guided_decoding", self.guided_decoding, "None beside structured_outputs")
+        if self.structure and self.ignore_eos is True:
+            refuse("ignore_eos", True, "False, because such an answer ends where its text does")
         check_whole(beam_width=self.beam_width, max_tokens=self.max_tokens)
         for name in ("ignore_eos", "include_stop_str_in_output"):
             check_kind(bool, "True or False", **{name: getattr(self, name)})
@@ -56,6 +71,11 @@ class BeamSearchParams:
         # Wider bounds would take the divisor out of a float's range.
         if not is_number(self.length_penalty, -10, 10):
             refuse("length_penalty", self.length_penalty, "a number from -10 to 10")
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """Which texts are answers, under either name; None: all are."""
+        return self.structured_outputs or self.guided_decoding
 
 
 @dataclass
@@ -73,7 +93,7 @@ class BeamSearchSequence:
 
 @dataclass
 class BeamSearchOutput:
-    """The best `beam_width` beams of a prompt, the best first."""
+    """The best `beam_width` beams of a prompt, the best first; fewer where a structure allows fewer."""
 
     sequences: list[BeamSearchSequence]
 
@@ -81,7 +101,7 @@ class BeamSearchOutput:
 @dataclass
 class Search:
     """The search for one prompt. room: tokens that its beams may get. names: under which the runner
-    knows the beams.
+    knows the beams. constraints: what each beam may still say; empty if any text is an answer.
     """
 
     prompt: list[int]
@@ -91,6 +111,7 @@ class Search:
     beams: list[Beam] = field(default_factory=lambda: [Beam(0.0, [])])
     completed: list[Beam] = field(default_factory=list)
     names: list[int] = field(default_factory=list)
+    constraints: list[Constraint] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -104,19 +125,33 @@ class Search:
         """
         width, found = self.params.beam_width, []
         # float64, because beams that differ in one token may differ little in their sums
-        best = logits.double().log_softmax(-1).topk(min(2 * width, logits.shape[-1]))
+        scores = logits.double().log_softmax(-1)
+        if self.constraints:
+            apply_constraints(scores, [constraint.row() for constraint in self.constraints])
+        best = scores.topk(min(2 * width, scores.shape[-1]))
         rows = zip(self.beams, best.values.tolist(), best.indices.tolist())
         for parent, (beam, logprobs, tokens) in enumerate(rows):
             for logprob, token in zip(logprobs, tokens):
                 heir = Beam(beam.logprob + logprob, [*beam.tokens, token])
+                if logprob == -math.inf or (then := self.follow(parent, token)) is FAILED:
+                    continue  # forbidden, or nobody can say whether it is
                 if token in self.stop_token_ids:
                     self.completed.append(heir)
                 else:
-                    found.append((parent, heir))
+                    found.append((parent, heir, then))
         # All are of one length, so the penalty does not change their order.
-        found = sorted(found, key=lambda pair: -pair[1].logprob)[:width]
-        self.beams = [heir for _, heir in found]
-        return [parent for parent, _ in found]
+        found = sorted(found, key=lambda one: -one[1].logprob)[:width]
+        self.beams = [heir for _, heir, _ in found]
+        self.constraints = [constraint for *_, constraint in found if constraint]
+        return [parent for parent, *_ in found]
+
+    def follow(self, parent: int, token: int) -> Constraint | None:
+        """The constraint of a beam's heir; None if any text is an answer."""
+        if not self.constraints:
+            return None
+        constraint = copy(self.constraints[parent])
+        constraint.take(token)
+        return FAILED if constraint.failure else constraint
 
     def score(self, beam: Beam) -> float:
         """By which beams of different lengths are ranked, as BeamSearchParams says."""
@@ -189,6 +224,8 @@ class BeamSearch:
         room = min(params.max_tokens, engine.max_model_len - len(ids))
         eos = () if params.ignore_eos else engine.runner.model.config.eos_token_ids
         search = Search(ids, room, params, frozenset(eos))
+        if params.structure is not None:
+            search.constraints = [engine.structures.constraint(params.structure, frozenset(eos))]
         if (need := self.most_blocks(search)) > self.blocks.num_blocks:
             raise ValueError(
                 f"beam_width, max_tokens: {params.beam_width} beams of {len(ids)} + {room} tokens "

@@ -60,11 +60,13 @@ def rooms() -> list[Path]:
 
 def works_of(lesson: str | None) -> Iterator[tuple[str, Callable[[Path], int]]]:
     """(name, function that draws its slides into a folder and returns how many) of each room with
-    pictures and of each record, of one lesson ("03") or of all.
+    pictures and of each record, of one lesson ("03") or of all, and then of the engine, too.
     """
     for room in rooms():
         if lesson in (None, room.name[1:3]):
             yield room.name, partial(draw_pictures, room)
+    if lesson is None:
+        yield "architecture", draw_engine
     for path in sorted((ROOT / "results").glob("*/*.json")):
         is_of = path.name[1:3] if path.name.startswith("l") and path.name[1:3].isdigit() else None
         if lesson in (None, is_of):
@@ -89,6 +91,14 @@ def draw_pictures(room: Path, out: Path) -> int:
     finally:
         sys.argv = arguments
     return len(taken)
+
+
+def draw_engine(out: Path) -> int:
+    """The picture of the front page."""
+    from reference import architecture
+
+    save_slide(architecture.draw(), out / "architecture.png")
+    return 1
 
 
 def draw_record(path: Path, out: Path) -> int:

@@ -13,12 +13,18 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l12_paged_kv.branches import Beam
 from lessons.l13_prefix_caching.naive import HashBlocks
+from lessons.l22_serving.grammar import matcher as matcher_module
+from lessons.l22_serving.grammar import naive as grammar
+from lessons.l22_serving.grammar.matcher import Matcher
+from lessons.l22_serving.grammar.optimized import TokenMasks
+from lessons.l22_serving.grammar.reading import compile_structure
 from reference import LLM
 from reference.beam_search import BeamSearch, BeamSearchParams, Search
 from tests.engine_cases import assert_clean, greedy, new_engine, new_model
 
 pytestmark = pytest.mark.usefixtures("seed")
 
+FIT = dict(regex="a")
 MODEL = str(Path(__file__).resolve().parents[1] / "models/tiny")
 
 
@@ -169,6 +175,93 @@ def test_the_beams_of_transformers(llm):
         assert tokens == want.tolist()
 
 
+STRUCTURES = [
+    dict(regex=r"[a-z]{1,3}\((x|y, z)?\)"),
+    dict(choice=["a", "ab", "abc = 1"]),
+    dict(json={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}),
+]
+
+
+def constrained(llm, prompt, width, limit, wanted):
+    """The search by its definition, every token tried: [(answer, its logprob)], best score first."""
+    model, (end,) = llm.engine.runner.model, llm.engine.runner.model.config.eos_token_ids
+    matcher = Matcher(compile_structure(wanted.kind, getattr(wanted, wanted.kind), wanted.layout))
+    vocabulary = llm.engine.structures.vocabulary.tokens
+    running, ended = [([], 0.0)], []
+    for _ in range(limit):
+        heirs = []
+        for tokens, total in running:
+            whole = torch.tensor(prompt + tokens)
+            hidden = model(whole, whole_sequence(model, len(whole)))
+            logprobs = model.logits(hidden[-1:])[0].log_softmax(-1)
+            state = matcher.read(b"".join(vocabulary[token] for token in tokens))
+            mask = grammar.unpacked(grammar.token_mask(matcher, state, vocabulary), len(logprobs))
+            mask[end] = state.may_end
+            logprobs[~mask] = -torch.inf
+            likeliest = logprobs.argsort(descending=True)[: 2 * width].tolist()
+            heirs += [([*tokens, t], total + logprobs[t].item()) for t in likeliest if mask[t]]
+        heirs.sort(key=lambda heir: heir[1], reverse=True)
+        ended += [heir for heir in heirs if heir[0][-1] == end]
+        running = [heir for heir in heirs if heir[0][-1] != end][:width]
+
+    def score(heir):
+        return heir[1] / (len(prompt) + len(heir[0]) - (heir[0][-1] == end))
+
+    return sorted(ended + running, key=score, reverse=True)[:width]
+
+
+def answer_of(llm, sequence, prompt) -> str:
+    """Its text without the prompt and the end."""
+    tokens = sequence.tokens[len(prompt) :]
+    return llm.get_tokenizer().decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("wanted", STRUCTURES, ids=lambda wanted: next(iter(wanted)))
+@pytest.mark.sample(1)
+def test_beams_follow_a_structure(llm, wanted):
+    """The beams and scores of a search that tries every token; those that ended fit."""
+    name = random.choice(["structured_outputs", "guided_decoding"])
+    params = BeamSearchParams(3, 7, **{name: wanted})
+    _, prompt = llm.engine.read_prompt("def f(")
+    [output] = llm.beam_search([prompt], params)
+    found = [(s.tokens[len(prompt) :], s.cum_logprob) for s in output.sequences]
+    want = constrained(llm, prompt, 3, 7, params.structure)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in want]
+    assert [one for _, one in found] == pytest.approx([one for _, one in want], abs=1e-9)
+    assert_clean(llm.engine)
+    if "choice" in wanted:
+        texts = {answer_of(llm, s, prompt) for s in output.sequences if s.finish_reason == "stop"}
+        assert texts <= set(wanted["choice"]) and len(texts) > 1
+    free = llm.beam_search("def f(", BeamSearchParams(3, 7))[0]
+    assert free != output
+
+
+def test_fewer_answers_than_beams(llm):
+    """What is forbidden fills no place."""
+    _, prompt = llm.engine.read_prompt("def f(")
+    [output] = llm.beam_search(
+        [prompt], BeamSearchParams(4, 5, structured_outputs=dict(choice=["a"]))
+    )
+    assert [answer_of(llm, s, prompt) for s in output.sequences] == ["a"]
+    assert output.sequences[0].cum_logprob > -1e9
+
+
+def test_what_cannot_be_checked_is_no_answer(llm, monkeypatch):
+    """A grammar that gets too ambiguous has no mask, and its text may not end there."""
+    plain = TokenMasks.mask
+
+    def mask(self, state):
+        if state is not self.start:
+            raise matcher_module.TooAmbiguous
+        return plain(self, state)
+
+    monkeypatch.setattr(TokenMasks, "mask", mask)
+    params = BeamSearchParams(3, 9, structured_outputs=dict(regex="[0-9]{30}"))
+    [output] = llm.beam_search("def f(", params)
+    assert output.sequences == []
+    assert_clean(llm.engine)
+
+
 def test_text_and_the_forms_of_a_prompt(llm):
     params = BeamSearchParams(beam_width=2, max_tokens=5, temperature=0.5)
     [output] = llm.beam_search("def f(", params)
@@ -206,8 +299,10 @@ def test_the_stop_token_is_shown_only_if_asked_for(model):
         (dict(temperature=-0.1), "temperature: got -0.1; accepted: a finite number, 0 or more"),
         (dict(length_penalty=float("nan")), "length_penalty: got nan; accepted: a number from"),
         (dict(include_stop_str_in_output="no"), "True or False"),
-        (dict(structured_outputs={"choice": ["a"]}), "structured_outputs: got {'choice': ['a']}; "),
-        (dict(guided_decoding=dict(regex="a")), "accepted: None; LLM.generate follows one"),
+        (dict(structured_outputs=dict(regexp="a")), "structured_outputs: got 'regexp'; accepted: "),
+        (dict(structured_outputs=3), "structured_outputs: got 3; accepted: None or Structured"),
+        (dict(structured_outputs=FIT, guided_decoding=FIT), "guided_decoding: got"),
+        (dict(guided_decoding=FIT, ignore_eos=True), "ignore_eos: got True; accepted: False"),
     ],
 )
 def test_params_that_cannot_work(params, said):

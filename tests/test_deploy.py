@@ -245,6 +245,42 @@ def test_prometheus_reads_its_files(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+ALARMS = {
+    "ServerDown": ('up{job="ladder"}', "1 1 0x30", "1x40"),
+    "QueueGrows": ("vllm:num_requests_waiting", "11x40", "0 30 0x40"),
+    "CacheIsFull": ("vllm:kv_cache_usage_perc", "0.99x40", "0.9x40"),
+    "RouterDown": ('up{job="router"}', "0x40", "1x40"),
+    "NobodyServes": ("router_unserved_total", "0+2x40", "5x40"),
+    "AnswersBreak": ('router_requests_total{outcome="broken"}', "0+1x40", "3x40"),
+}
+
+
+@pytest.mark.parametrize("name", ALARMS)
+def test_an_alert_fires_when_it_should_and_not_before(name, tmp_path):
+    """Half an hour of a series, one sample a minute, by promtool's own clock."""
+    tool = shutil.which("promtool")
+    if tool is None:
+        pytest.skip("NOT RUN: promtool is not installed")
+    series, bad, good = ALARMS[name]
+    rules = [rule for group in load(DEPLOY / "alerts.yaml")["groups"] for rule in group["rules"]]
+    (rule,) = [rule for rule in rules if rule["alert"] == name]
+    of_series = dict(re.findall(r'(\w+)="(\w+)"', series))
+    fired = {"exp_labels": rule["labels"] | of_series, "exp_annotations": rule["annotations"]}
+    asked = {"eval_time": "30m", "alertname": name}
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": series, "values": values}],
+            "alert_rule_test": [asked | {"exp_alerts": alerts}],
+        }
+        for values, alerts in ((bad, [fired]), (good, []))
+    ]
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(DEPLOY / "alerts.yaml")], "tests": tests}))
+    done = subprocess.run([tool, "test", "rules", file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_board_fits_its_datasource():
     source = load(DEPLOY / "grafana/provisioning/datasources/prometheus.yaml")["datasources"][0]
     board = json.loads((DEPLOY / "grafana/boards/serving.json").read_text(encoding="utf-8"))

@@ -43,12 +43,17 @@ def test_one_lesson_gives_its_pictures_and_its_records(tmp_path, capsys):
 def test_every_room_and_every_record_is_tried():
     names = {name for name, _ in slides.works_of(None)}
     assert {room.name for room in slides.rooms()} < names
-    assert {"cpu/ladder", "cpu/l04_extrapolation", "cpu/l05_quality"} < names
+    assert {"architecture", "cpu/ladder", "cpu/l04_extrapolation", "cpu/l05_quality"} < names
 
 
 @pytest.mark.parametrize("stem", ["ladder", "l04_extrapolation", "l05_quality"])
 def test_records_of_other_shapes_are_drawn_too(stem, tmp_path):
     assert slides.draw_record(ROOT / f"results/cpu/{stem}.json", tmp_path) == 1
+
+
+def test_the_engine_is_a_slide(tmp_path):
+    assert slides.draw_engine(tmp_path) == 1
+    assert width_of(tmp_path / "architecture.png") == SLIDE_PIXELS
 
 
 def test_an_unknown_lesson_is_refused_in_one_line(tmp_path, capsys):
