@@ -59,10 +59,12 @@ def all_collectives(world: Group, lies: str) -> dict:
 
 
 def draw(world: Group) -> float:
+    """A random number of this rank."""
     return float(torch.rand((), dtype=torch.float64))
 
 
 def members(world: Group, mesh: Mesh) -> tuple[list[int], list[int], bool, bool]:
+    """Who shares this rank's tensors and pipeline, and whether its stage is the first, the last."""
     links = new_links(mesh)
     assert links.tensor.members[links.tensor.rank] == world.rank
     assert links.pipeline.members[links.pipeline.rank] == world.rank
@@ -123,4 +125,5 @@ def hangs(world: Group, rank: int, told: str) -> None:
 
 
 def returns_what_cannot_be_pickled(world: Group):
+    """A result that no pipe carries."""
     return lambda: None
