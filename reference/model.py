@@ -24,6 +24,7 @@ from lessons.l20_parallelism.grouped import grouped
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.model import checkpoint
 from lessons.toolbox.model.placement import read_device, read_dtype
+from reference.activations import with_rounded_inputs
 from reference.quantization import check_method, check_stored, multiply_for, quantize_model
 
 
@@ -49,6 +50,8 @@ def load_model(
         check_stored(quantization, stored)
     products = multiply_for(device, dtype), gguf_products(device, dtype)
     model = load_any(name_or_path, device, dtype, *products)
+    if stored == "compressed-tensors":
+        with_rounded_inputs(model, checkpoint.load_config(name_or_path).quantization_config)
     if stored is None and quantization is not None:
         model = quantize_model(model, quantization, partial(load_tokenizer, name_or_path))
     return finished(model, device)

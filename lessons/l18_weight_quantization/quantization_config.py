@@ -6,7 +6,7 @@ is in none of these lists is refused, because it might change what the model com
 
 Weights alone count here: where a checkpoint also asks for 8-bit activations (W8A8), the layers get
 their inputs in the model's own dtype, as vLLM does on a GPU without such units. Lesson 19 rounds
-activations.
+activations, and the engine runs such layers by its product.
 """
 
 from collections.abc import Callable

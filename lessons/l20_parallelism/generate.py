@@ -195,6 +195,7 @@ def check_gpus(mesh: Mesh, num_gpus: int) -> None:
 
 
 def sampling_of(options: argparse.Namespace) -> SamplingParams:
+    """How every prompt is sampled."""
     return SamplingParams(temperature=options.temperature, seed=options.seed)
 
 

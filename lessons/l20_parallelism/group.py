@@ -26,10 +26,12 @@ class Wire:
     bytes: Counter = field(default_factory=Counter)
 
     def count(self, kind: str, x: Tensor) -> None:
+        """Note that x, of any shape, is put into a collective of this kind."""
         self.calls[kind] += 1
         self.bytes[kind] += x.numel() * x.element_size()
 
     def clear(self) -> None:
+        """Begin to count anew."""
         self.calls.clear()
         self.bytes.clear()
 
@@ -66,7 +68,7 @@ class Group:
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """The ranks' tensors side by side along `dim`."""
+        """The ranks' tensors side by side along `dim`. x: [..., N, ...] -> [..., size · N, ...]."""
         if self.size == 1:
             return x
         self.wire.count("all_gather", x)
@@ -97,7 +99,7 @@ class Group:
         return out
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """The tensor of rank `source` of this group, in place."""
+        """The tensor of rank `source` of this group, in place. x: any shape, the same on all ranks."""
         if self.size > 1:
             self.wire.count("broadcast", x)
             dense = x.contiguous()
@@ -106,12 +108,12 @@ class Group:
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        """x to rank `to` of this group, which has to receive it."""
+        """x, of any shape, to rank `to` of this group, which has to receive it."""
         self.wire.count("send", x)
         dist.send(x.contiguous(), self.members[to], group=self.handle)
 
     def receive(self, out: Tensor, source: int) -> Tensor:
-        """Fill `out` with what rank `source` of this group sends."""
+        """Fill `out`, of any shape, with what rank `source` of this group sends."""
         dense = out.contiguous()
         dist.recv(dense, self.members[source], group=self.handle)
         give_back(dense, out)
@@ -155,7 +157,8 @@ class Group:
 
 
 def give_back(dense: Tensor, x: Tensor) -> None:
-    """Copy what a collective left in `dense`, x.contiguous(), into x, if that is another tensor.
+    """Copy what a collective left in `dense`, x.contiguous(), into x, of any shape, if that is another
+    tensor.
 
     Because gloo sends and fills memory as it lies. A slice of wider rows would send the gaps.
     """

@@ -28,8 +28,9 @@ from lessons.toolbox.command import one_line
 from lessons.toolbox.model.arguments import check_whole
 
 ROOT = str(Path(__file__).resolve().parents[2])
-# A rank whose neighbour died or raised complains about the wire, perhaps before the neighbour's end
-# is known. So of several failures the first of these kinds counts, and an echo waits for its cause.
+# A rank whose neighbour died complains about the wire, and of several failures the first of these
+# kinds counts. A dying process closes its pipe and its wires together, in no certain order, so that an
+# echo may be heard before its cause. A RuntimeError that is no echo is told so much later.
 DIED, RAISED, ECHO = range(3)
 ECHO_S = 1.0
 PRELOAD = ["lessons.l20_parallelism.warm"]

@@ -111,7 +111,7 @@ def finish(
     links: Links,
     expert_parallel: bool = False,
 ) -> Decoder:
-    """`part` with its weights and with the layers that talk. config: of the whole model."""
+    """`part` with its weights, of any shape, and with the layers that talk. config: of the whole model."""
     part.load_state_dict(weights, assign=True)
     if config.tie_word_embeddings and links.is_first_stage and links.is_last_stage:
         part.lm_head.weight = part.embed_tokens.weight  # assigning made two of the one tensor

@@ -4,12 +4,14 @@ mesh puts every rank in its groups, and that ranks which raise, die or hang end 
 
 import os
 import signal
+import sys
 import threading
 import time
 
 import pytest
 import torch
 
+from lessons.l20_parallelism import launch
 from lessons.l20_parallelism.lab import faults
 from lessons.l20_parallelism.launch import RankError, run_ranks
 from lessons.l20_parallelism.mesh import Mesh, new_links
@@ -88,6 +90,28 @@ def test_one_rank_that_fails_ends_all_in_one_line(fault, rank, words):
     assert str(caught.value) == words and caught.value.rank == rank
     # a second or two on an idle machine, and 120 if the others were waited for
     assert time.monotonic() - start < 60
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: finds sockets in /proc")
+@pytest.mark.parametrize(
+    "wait_s, words",
+    [(60, r"rank 1 died \(exit code 3\)"), (0, r"rank [02] raised RuntimeError.*closed")],
+)
+def test_an_echo_waits_for_its_cause(wait_s, words, monkeypatch):
+    """And without the wait the wrong rank would be named."""
+    monkeypatch.setattr(launch, "ECHO_S", wait_s)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=words):
+        run_ranks(3, faults.dies_slowly, 1, 1.0 if wait_s else 60.0)
+    assert time.monotonic() - start < 50, "told as soon as it is known"
+
+
+def test_a_mistake_that_sounds_like_an_echo_is_told():
+    """After the wait: nobody dies, and the others would stand there for two minutes."""
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 2 raised RuntimeError: mat1 and mat2 shapes"):
+        run_ranks(3, faults.raises_as_an_echo_does, 2)
+    assert launch.ECHO_S <= time.monotonic() - start < 60
 
 
 def test_a_rank_that_hangs_is_named_and_ended(tmp_path):

@@ -1,7 +1,9 @@
 """What ranks run in the tests of groups and processes: every collective, and every kind of fault."""
 
+import contextlib
 import os
 import signal
+import socket
 import time
 
 import torch
@@ -57,10 +59,12 @@ def all_collectives(world: Group, lies: str) -> dict:
 
 
 def draw(world: Group) -> float:
+    """A random number of this rank."""
     return float(torch.rand((), dtype=torch.float64))
 
 
 def members(world: Group, mesh: Mesh) -> tuple[list[int], list[int], bool, bool]:
+    """Who shares this rank's tensors and pipeline, and whether its stage is the first, the last."""
     links = new_links(mesh)
     assert links.tensor.members[links.tensor.rank] == world.rank
     assert links.pipeline.members[links.pipeline.rank] == world.rank
@@ -83,6 +87,34 @@ def fails(world: Group, rank: int, how: str) -> None:
     world.all_reduce(torch.ones(3))
 
 
+def dies_slowly(world: Group, rank: int, after_s: float) -> None:
+    """One rank loses its wires, and dies `after_s` later. Meanwhile the others complain."""
+    world.all_reduce(torch.ones(3))
+    if world.rank == rank:
+        cut_wires()
+        time.sleep(after_s)
+        os._exit(3)
+    world.all_reduce(torch.ones(3))
+
+
+def cut_wires() -> None:
+    """End the connections of gloo. They are TCP, as the pipe to the parent is not."""
+    for name in os.listdir("/proc/self/fd"):
+        # the listing's own is gone by now, and not every file is a socket
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as wire:
+            is_tcp = wire.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and not wire.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                wire.shutdown(socket.SHUT_RDWR)
+
+
+def raises_as_an_echo_does(world: Group, rank: int) -> None:
+    """One rank makes a mistake that PyTorch tells by a RuntimeError; nobody dies."""
+    world.all_reduce(torch.ones(3))
+    if world.rank == rank:
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    world.all_reduce(torch.ones(3))
+
+
 def hangs(world: Group, rank: int, told: str) -> None:
     """One rank never comes back; the others are done, or wait for it. told: a file that lists who ran."""
     with open(told, "a") as file:
@@ -93,4 +125,5 @@ def hangs(world: Group, rank: int, told: str) -> None:
 
 
 def returns_what_cannot_be_pickled(world: Group):
+    """A result that no pipe carries."""
     return lambda: None

@@ -25,13 +25,16 @@ from lessons.toolbox.model.config import ModelConfig
 
 
 def swapped_gather(self: Group, x: Tensor, dim: int = -1) -> Tensor:
+    """The ranks' tensors in the opposite order. x: [..., N] -> [..., size · N]."""
     parts = [torch.empty_like(x) for _ in self.members]
     dist.all_gather(parts, x.contiguous(), group=self.handle)
     return torch.cat(parts[::-1], dim)
 
 
 def only_own_logits(self: ParallelHead, x: Tensor) -> Tensor:
-    """What a rank knows before the gather, the other tokens at minus infinity."""
+    """What a rank knows before the gather, the other tokens at minus infinity. x: [T, hidden_size] ->
+    [T, vocab_size].
+    """
     logits = x.new_full((len(x), self.vocab_size), -torch.inf)
     first = self.group.rank * self.share
     local = self.linear(x)
@@ -40,6 +43,7 @@ def only_own_logits(self: ParallelHead, x: Tensor) -> Tensor:
 
 
 def sum_of_columns(part: Decoder, links: Links, expert_parallel: bool = False) -> None:
+    """Sum behind up_proj as well, although every rank has other outputs of it."""
     connect(part, links, expert_parallel)
     for index in part.stage_layers:
         mlp = part.layers[index].mlp
@@ -47,25 +51,29 @@ def sum_of_columns(part: Decoder, links: Links, expert_parallel: bool = False) -
 
 
 def bias_everywhere(self: RowParallel, x: Tensor) -> Tensor:
+    """Each rank adds the bias before the sum. x: [T, in / size] -> [T, out]."""
     out = self.linear(x)
     return self.group.all_reduce(out if self.bias is None else out + self.bias)
 
 
 def fed_with_one_strip(self: RowParallel, x: Tensor) -> Tensor:
+    """Every rank multiplies the inputs of rank 0. x: [T, in / size] -> [T, out]."""
     return self.group.all_reduce(self.linear(self.group.broadcast(x)))
 
 
 def unmasked(self: VocabParallelEmbedding, tokens: Tensor) -> Tensor:
+    """Each rank adds its nearest row for tokens of other ranks. tokens: [T] -> [T, hidden_size]."""
     rows = (tokens - self.first).clamp(0, len(self.embedding.weight) - 1)
     return self.group.all_reduce(self.embedding(rows))
 
 
 def summed_with_all_biases(moe: nn.Module, links: Links, expert_parallel: bool) -> SummedExperts:
+    """The sum over strips of experts, the bias of each strip included."""
     return SummedExperts(moe, links.tensor)
 
 
 def shared_on_every_rank(self: OwnExperts, x: Tensor) -> Tensor:
-    """As if every rank had the shared experts whole."""
+    """As if every rank had the shared experts whole. x: [T, hidden_size] -> the same."""
     size = self.gate.config.n_routed_experts // len(self.own)
     return own_experts(self, x) + (size - 1) * self.shared_experts(x)
 
@@ -74,6 +82,7 @@ own_experts = OwnExperts.forward
 
 
 def kv_heads_in_turn(config: ModelConfig, rank: int, size: int) -> range:
+    """KV heads dealt like cards, so that a rank's query heads read another one's."""
     head = rank % config.num_key_value_heads
     return range(head, head + 1)
 
