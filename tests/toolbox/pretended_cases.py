@@ -251,6 +251,16 @@ def test_what_is_too_large_is_not_rehearsed():
 # ---------------------------------------------------------------- kernels and graphs
 
 
+def test_integers_that_a_kernel_would_have_written_are_zeros(monkeypatch):
+    """Without numbers no kernel runs, and what lay in memory before is no count of tokens."""
+    monkeypatch.setattr(Hosts, "keep_values", False)
+    for _ in range(3):
+        torch.full((1000,), 7, dtype=torch.int32)  # leaves memory that is not zero
+        assert torch.empty(1000, dtype=torch.int32, device=CUDA).tolist() == [0] * 1000
+        like = torch.empty_like(torch.ones(1000, dtype=torch.int32, device=CUDA))
+        assert like.tolist() == [0] * 1000
+
+
 def variants(call):
     before = set(LAUNCHES.variants)
     call()
