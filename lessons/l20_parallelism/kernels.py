@@ -27,7 +27,8 @@ from lessons.l07_kernel_fusion.epilogue import load_tile
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 
-@triton.jit
+# Not specialised, because a new number of tokens shall not compile a variant while requests wait.
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def align_kernel(
     chosen_ptr,
     pairs_ptr,
@@ -87,7 +88,7 @@ def rows_of_tile(pairs_ptr, experts_ptr, num_pairs, BLOCK_M: tl.constexpr):
     return expert, pair.to(tl.int64), pair < num_pairs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def gate_up_kernel(
     x_ptr,
     weight_ptr,
@@ -132,7 +133,7 @@ def gate_up_kernel(
     tl.store(h_row + n, h.to(h_ptr.dtype.element_ty), mask=is_row & (n < inner))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def down_kernel(
     h_ptr,
     weight_ptr,

@@ -32,7 +32,7 @@ def test_what_sorts_and_sums_compiles():
 
 
 @pytest.mark.compiler
-def test_one_token_and_one_expert_compile():
+def test_one_expert_and_one_column_compile():
     """Triton makes constants of arguments that equal 1, and a constant can do less than a number."""
     for report in reports_of("one"):
         assert report.fits, report

@@ -38,7 +38,8 @@ def rows_of_tile(order_ptr, tiles_ptr, tile, BLOCK_M: tl.constexpr):
     return slot, place, row, is_row, count
 
 
-@triton.jit
+# Not specialised, because a new number of tokens shall not compile a variant while requests wait.
+@triton.jit(do_not_specialize=["num_rows"])
 def shrink_kernel(
     x_ptr,
     a_ptr,
@@ -85,7 +86,7 @@ def shrink_kernel(
     tl.store(out, acc, mask=is_row & (r < rank))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def expand_kernel(
     partials_ptr,
     b_ptr,

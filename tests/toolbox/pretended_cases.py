@@ -5,6 +5,7 @@ pretends one.
 import copy
 import gc
 import importlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from lessons.toolbox.measure.device import (
 from lessons.toolbox.measure.timing import measure
 from lessons.toolbox.proof import record
 from lessons.toolbox.proof.numerics import clone_with_strides
-from lessons.toolbox.proof.pretended.cuda import MACHINE_CODE
+from lessons.toolbox.proof.pretended.cuda import ABSENT
 from lessons.toolbox.proof.pretended.hosts import Hosts
 from lessons.toolbox.proof.pretended.launches import LAUNCHES
 from lessons.toolbox.proof.pretended.refusals import CaptureError, NotRehearsed
@@ -40,16 +41,21 @@ def add_kernel(x_ptr, out_ptr, n, amount, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, x + amount, mask=at < n)
 
 
-def add(x, amount=2.0, out=None, grid=None, **options):
+@triton.jit(do_not_specialize=["n"])
+def add_any_kernel(x_ptr, out_ptr, n, amount, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n, other=0)
+    tl.store(out_ptr + at, x + amount, mask=at < n)
+
+
+def add(x, amount=2.0, out=None, grid=None, kernel=add_kernel, **options):
     out = torch.empty_like(x) if out is None else out
-    add_kernel[grid or (triton.cdiv(x.numel(), 16),)](
-        x, out, x.numel(), amount, BLOCK=16, **options
-    )
+    kernel[grid or (triton.cdiv(x.numel(), 16),)](x, out, x.numel(), amount, BLOCK=16, **options)
     return out
 
 
-@pytest.mark.parametrize("name", MACHINE_CODE)
-def test_packages_that_would_look_for_the_real_gpu_are_not_installed(name):
+@pytest.mark.parametrize("name", ABSENT)
+def test_packages_that_a_borrowed_machine_lacks_are_not_installed(name):
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(name)
 
@@ -245,6 +251,16 @@ def test_what_is_too_large_is_not_rehearsed():
 # ---------------------------------------------------------------- kernels and graphs
 
 
+def test_integers_that_a_kernel_would_have_written_are_zeros(monkeypatch):
+    """Without numbers no kernel runs, and what lay in memory before is no count of tokens."""
+    monkeypatch.setattr(Hosts, "keep_values", False)
+    for _ in range(3):
+        torch.full((1000,), 7, dtype=torch.int32)  # leaves memory that is not zero
+        assert torch.empty(1000, dtype=torch.int32, device=CUDA).tolist() == [0] * 1000
+        like = torch.empty_like(torch.ones(1000, dtype=torch.int32, device=CUDA))
+        assert like.tolist() == [0] * 1000
+
+
 def variants(call):
     before = set(LAUNCHES.variants)
     call()
@@ -260,6 +276,9 @@ def test_a_kernel_runs_and_its_variants_are_counted():
     assert variants(lambda: add(x[:17])) == 1, "a length that is none"
     assert variants(lambda: add(x[1:33], out=torch.empty_like(x))) == 1, "not aligned to 16 bytes"
     assert variants(lambda: add(x[:1])) == 1, "a length of 1"
+    for length, new in ((64, 1), (17, 0), (1, 0)):
+        call = partial(add, x[:length], kernel=add_any_kernel)
+        assert variants(call) == new, "a length that is not specialised"
     assert variants(lambda: add(x.double())) == 1
     assert variants(lambda: add(x, amount=3)) == 1
     assert variants(lambda: add(x, num_warps=8)) == 1

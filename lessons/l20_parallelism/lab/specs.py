@@ -76,7 +76,7 @@ def sum_spec(dtype: str, chips: tuple[int, ...]) -> KernelSpec:
 
 
 def of_one(spec: KernelSpec, *names: str) -> KernelSpec:
-    """The same with arguments that equal 1, which Triton compiles as constants: one token, one expert."""
+    """The same with arguments that equal 1, which Triton compiles as constants: one expert, one column."""
     return replace(
         spec,
         name=f"one_{spec.label}",
@@ -104,8 +104,8 @@ KERNELS = [
     *(align_spec(num_experts) for num_experts in (8, 64, 256)),
     sum_spec("bf16", WITH_MATRIX_UNITS),
     sum_spec("fp32", tuple(CHIPS)),
-    of_one(product_spec("gate_up", "bf16", FEW_ROWS, (90,)), "num_pairs", "inner"),
-    of_one(product_spec("down", "bf16", FEW_ROWS, (90,)), "num_pairs", "inner"),
-    of_one(align_spec(1), "num_pairs", "num_experts", "num_tiles"),
+    of_one(product_spec("gate_up", "bf16", FEW_ROWS, (90,)), "inner"),
+    of_one(product_spec("down", "bf16", FEW_ROWS, (90,)), "inner"),
+    of_one(align_spec(1), "num_experts"),
     of_one(sum_spec("bf16", (90,)), "num_experts", "size"),
 ]

@@ -3,7 +3,7 @@
 With `Hosts.keep_values` off, numbers of a floating type are not kept: their hosts are on the "meta"
 device, which has shapes and no memory. So a model of any size fits, and nothing is computed. Where
 such a number is asked for it is 1, which is finite and may be a probability; an integer that
-depends on one (a sampled token) is 0.
+depends on one (a sampled token) is 0, and so is one that a kernel would have written.
 """
 
 import math
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lessons.toolbox.proof.pretended.refusals import NotRehearsed
 
 MOST_BYTES = 2**30  # of one tensor that keeps its numbers: a rehearsal runs on a laptop
+MOST_ZEROED = 2**24  # elements: what Python reads is small, and a large tensor takes no memory so
 NO_KERNEL = ("empty", "new_empty")  # they give memory alone
 
 
@@ -51,7 +52,11 @@ def compute(func, name: str, args: tuple, kwargs: dict, on_gpu: bool):
     if on_gpu and loses_values and not tensors and name.startswith("empty"):
         return func(*args, **kwargs | {"device": "meta"})
     if not any(x.is_meta for x in tensors):
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        is_for_a_kernel = on_gpu and not Hosts.keep_values and name.startswith(NO_KERNEL)
+        if is_for_a_kernel and result.numel() <= MOST_ZEROED:
+            result.zero_()
+        return result
     return compute_without_values(func, name, args, kwargs, on_gpu)
 
 

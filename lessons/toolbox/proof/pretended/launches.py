@@ -33,6 +33,7 @@ class Launches:
         self.variants: set[tuple] = set()
         self.left_out: Counter[str] = Counter()  # what could not be run here
         self.seconds = 0.0  # since the test began
+        self.unspecialised: frozenset[str] = frozenset()  # arguments of the kernel being launched
 
     def report(self) -> dict:
         """{launches, operations, variants: {kernel: how many}, left_out: {what: how often}}."""
@@ -106,15 +107,33 @@ def kind_of(value) -> object:
     return repr(value)
 
 
+def width_of(value) -> object:
+    """What is left of it for an argument that a kernel does not specialise: its type."""
+    if kind_of(value) == "1":
+        return "i32"
+    return kind_of(value)[0] if type(value) is int or isinstance(value, Tensor) else kind_of(value)
+
+
 def variant_of(name: str, constants: set[str], values: dict, options: dict) -> tuple:
     """(kernel, one entry an argument, options): equal where Triton reuses what it compiled."""
-    kinds = [
-        (key, repr(value) if key in constants else kind_of(value)) for key, value in values.items()
-    ]
+    kinds = []
+    for key, value in values.items():
+        kind = width_of if key in LAUNCHES.unspecialised else kind_of
+        kinds.append((key, repr(value) if key in constants else kind(value)))
     return name, tuple(sorted(kinds)), tuple(sorted((k, repr(v)) for k, v in options.items()))
 
 
 # ---------------------------------------------------------------- who launches
+
+
+def noting_unspecialised(original):
+    """Triton's InterpretedFunction.run, which notes the arguments that the decorator names."""
+
+    def run(self, *args, **kwargs):
+        LAUNCHES.unspecialised = frozenset(self.kwargs.get("do_not_specialize") or ())
+        return original(self, *args, **kwargs)
+
+    return run
 
 
 def interpreted(original):
@@ -181,9 +200,11 @@ def cuda_cpp(self, grid, block, arguments: tuple) -> None:
 def install() -> None:
     """Launch kernels so in this process, for good."""
     from triton.experimental.gluon._runtime import GluonJITFunction
-    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
     assert triton.knobs.runtime.interpret, "kernels are interpreted: set TRITON_INTERPRET=1"
     patch.object(GridExecutor, "__call__", interpreted(GridExecutor.__call__)).start()
+    run = noting_unspecialised(InterpretedFunction.run)
+    patch.object(InterpretedFunction, "run", run).start()
     patch.object(GluonJITFunction, "run", gluon).start()
     patch.object(CudaKernel, "launch", cuda_cpp).start()
