@@ -109,6 +109,7 @@ def test_steps_with_drafts_are_replayed_and_give_the_same_tokens():
 
 
 @needs_triton
+@pytest.mark.sample(1, of="graphs of heads")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_steps_with_trees_are_replayed_and_give_the_same_tokens():
     """Whole trees, cut ones, and sequences of one token, in one graph."""
@@ -137,6 +138,7 @@ def test_steps_with_trees_are_replayed_and_give_the_same_tokens():
 
 
 @needs_triton
+@pytest.mark.sample(1, of="graphs of heads")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_replayed_step_hands_out_what_eagle_3_reads():
     """Features of three depths, the same as from an eager step."""

@@ -113,6 +113,7 @@ def room_for_trees(house, tree=TREE):
 
 
 @pytest.mark.parametrize("house", HOUSES)
+@pytest.mark.sample(2)
 def test_every_wish_is_served_as_without_speculation(model, house):
     """Greedy or sampled, in a small house or a large one: token for token."""
     prompts, params = asked_for()
@@ -251,7 +252,7 @@ def test_a_residual_that_is_not_updated_is_found(monkeypatch):
     assert largest_difference(steps, target, 2) > 1e-3
 
 
-def chance_of_outputs(model, total=1500) -> float:
+def chance_of_outputs(model, total=900) -> float:
     """How likely a deviation as large as that of the engine's outputs is."""
     params = dict(temperature=1.0, top_k=4)
     prompt, length = [7, 8, 9, 7, 8], 3
