@@ -141,6 +141,18 @@ def test_greedy_requests_of_an_engine_that_draws_get_the_same_tokens(model):
     assert [got[at] for at in "02"] == [want[at] for at in "02"]
 
 
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_seeds_give_drawn_trees_the_same_tokens_alone_and_in_any_batch(model, kind):
+    """Where nothing spares the heads what they read: no prefix cache, no fork, no preemption."""
+    heads, prompts = random_heads(model, kind), random_prompts(4)
+    params = [replace(wishes(at), temperature=1.0, n=1) for at in range(4)]
+    how = dict(method=kind, heads=heads, sample=PROBABILISTIC, enable_prefix_caching=False)
+    want = {
+        str(at): run(tree_engine(model, **how), [prompts[at]], [params[at]])["0"] for at in range(4)
+    }
+    assert run(tree_engine(model, **how), prompts, params, [0, 0, 1, 3]) == want
+
+
 def test_a_tree_takes_no_more_room_than_its_answer(model):
     """The longest answer that fits ends at max_model_len; the pool has no block more."""
     house = dict(num_gpu_blocks_override=4, max_model_len=16, max_num_seqs=1)
