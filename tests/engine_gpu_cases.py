@@ -183,6 +183,19 @@ def test_quantized_weights_and_cache_in_replayed_steps(weights, cache):
     assert got == naive_answers(dequantized(model), PROMPT, [2], FORMATS[cache])[0]
 
 
+def test_trees_over_a_cache_of_codes():
+    """No kernel reads codes for trees: they become numbers first, and no step is captured."""
+    model = new_model(SMALL)
+    config = dict(method="medusa", model="made here", speculative_token_tree="[(0,), (1,)]")
+    few = dict(max_num_seqs=1, num_gpu_blocks_override=4, max_model_len=12, block_size=4)
+    args = EngineArgs(speculative_config=config, kv_cache_dtype="int8", **few)
+    engine = engine_over(model, None, args, random_heads(model, "medusa"))
+    assert engine.runner.captured is None
+    got = run(engine, PROMPT, [greedy(4)])["0"]
+    assert got == naive_answers(model, PROMPT, [4], FORMATS["int8"])
+    assert engine.speculation.drafted
+
+
 def test_a_gguf_file_in_replayed_steps(tmp_path):
     file = tmp_path / "small.gguf"
     save_gguf(file, new_model(SMALL), None, "Q4_0")

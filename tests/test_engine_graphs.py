@@ -24,7 +24,7 @@ from reference.engine_args import EngineArgs
 from reference.llm import engine_over
 from reference.tree_graphs import TreeGraphs
 from tests.engine_cases import greedy, new_engine, new_model, run
-from tests.test_tree_engine import tree_engine
+from tests.test_tree_engine import SecondIsRight, tree_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.usefixtures("seed")
@@ -109,13 +109,14 @@ def test_steps_with_drafts_are_replayed_and_give_the_same_tokens():
 
 
 @needs_triton
+@pytest.mark.sample(1, of="graphs of heads")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_steps_with_trees_are_replayed_and_give_the_same_tokens():
     """Whole trees, cut ones, and sequences of one token, in one graph."""
     model, prompts, limits = new_model(), [[7, 8, 9], [3, 4]], [6, 2]
-    tree = Tree((-1, 0, 0, 1))
+    tree = Tree((-1, 0, 0, 2))
     small = dict(max_num_seqs=3, num_gpu_blocks_override=30, max_model_len=24)
-    engine = tree_engine(model, tree, **small)
+    engine = tree_engine(model, tree, guesses=SecondIsRight, **small)
     runner, replays = engine.runner, []
     runner.pool.ops = LESSON_17
 
@@ -133,9 +134,11 @@ def test_steps_with_trees_are_replayed_and_give_the_same_tokens():
     assert [got[str(at)][0] for at in range(2)] == alone(model, prompts, limits)
     assert runner.pool.k_slots[:, -1].isnan().all(), "a row of padding was written"
     assert any(len(tree) in counts for counts in replays), "no tree was replayed"
+    assert engine.speculation.accepted > 2
 
 
 @needs_triton
+@pytest.mark.sample(1, of="graphs of heads")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_replayed_step_hands_out_what_eagle_3_reads():
     """Features of three depths, the same as from an eager step."""
