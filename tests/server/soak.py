@@ -172,7 +172,8 @@ class Soak:
 @dataclass
 class Report:
     """What a soak found. memory_mb: of each process, at even times. growth_mb: of all together, from
-    the second quarter's median to the last's. left: what the server's gauges show when everybody has gone.
+    the second quarter's median to the last's. left: what the server's gauges show when everybody has gone. at_the_end: how many of those
+    who waited when the signal came got which status.
     """
 
     counts: Counter
@@ -180,7 +181,7 @@ class Report:
     memory_mb: list[dict[int, float]]
     left: dict[str, float]
     exit_code: int
-    answered_at_the_end: int
+    at_the_end: Counter
 
     @property
     def growth_mb(self) -> float:
@@ -222,16 +223,16 @@ def soak(seconds: float, num_cases: int = 36, samples: int = 40) -> Report:
         asyncio.run(traffic.run(seconds))
         over.set()
         left = gauges_at_rest(url)
-        answered = asyncio.run(ended_under_load(process, url))
-        return Report(traffic.counts, traffic.wrong, memory, left, process.wait(60), answered)
+        at_the_end = asyncio.run(ended_under_load(process, url))
+        return Report(traffic.counts, traffic.wrong, memory, left, process.wait(60), at_the_end)
     finally:
         over.set()
         process.kill()
         process.wait()
 
 
-async def ended_under_load(process: subprocess.Popen, url: str, count: int = 12) -> int:
-    """SIGTERM while `count` answers are under way. Returns how many of them came whole."""
+async def ended_under_load(process: subprocess.Popen, url: str, count: int = 12) -> Counter:
+    """SIGTERM while `count` answers are under way. Returns how many had which status; 0: none."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         body = dict(prompt="def f(", max_tokens=40, temperature=0, ignore_eos=True)
         posts = [
@@ -243,7 +244,7 @@ async def ended_under_load(process: subprocess.Popen, url: str, count: int = 12)
             await asyncio.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         found = await asyncio.gather(*posts, return_exceptions=True)
-    return sum(getattr(one, "status_code", None) == 200 for one in found)
+    return Counter(getattr(one, "status_code", 0) for one in found)
 
 
 def main() -> int:
@@ -255,7 +256,7 @@ def main() -> int:
     for pid in report.memory_mb[0]:
         print("MB:", *(f"{one.get(pid, 0):.1f}" for one in report.memory_mb))
     print(f"growth {report.growth_mb:+.2f} MB; left {report.left}; exit code {report.exit_code}; "
-          f"answered at the end: {report.answered_at_the_end}")  # fmt: skip
+          f"statuses at the end: {dict(report.at_the_end)}")  # fmt: skip
     return bool(report.wrong)
 
 
