@@ -166,6 +166,7 @@ def test_the_same_tokens_as_without_a_pipe(model, seed):
             assert [len(tokens) for tokens in outputs] == sorted({len(t) for t in outputs})
         stats = client.stats()
         assert stats == served.stats() and stats.generation_tokens == 9 * 12
+        assert not client.readers and not client.replies
         assert sum(step.num_generation_tokens for step in steps) == 9 * 12
         assert sum(len(step.finished_requests) for step in steps) == 12
 
@@ -196,6 +197,7 @@ def test_disconnects_at_random_moments_leak_nothing(model, seed):
             others = {type(one) for one in found} - {type(None), asyncio.CancelledError}
             assert others <= {ValueError}, "two of one name, and nothing else"
             await client.drain()
+            assert not client.readers, "nobody waits, and somebody is remembered"
 
         asyncio.run(everything())
 

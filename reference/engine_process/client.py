@@ -23,7 +23,6 @@ from lessons.l20_parallelism.launch import exit_of, process_context
 from lessons.l22_serving.mailbox import Bell, Bells, Mailbox, RequestStream, deliver
 from reference.async_engine import (
     AsyncEngineArgs,
-    Draining,
     EngineDeadError,
     EngineInfo,
     Generates,
@@ -94,8 +93,6 @@ class CoreClient(Generates):
     ) -> RequestStream:
         """As in Generates."""
         check_timeout(timeout_s)
-        if self.is_draining:
-            raise Draining
         reader = Reader(Mailbox(), self.bells.of(asyncio.get_running_loop()))
         number = next(self.numbers)
         wishes = (request_id, prompt, sampling_params, priority, lora_request, user)

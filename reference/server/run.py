@@ -8,9 +8,11 @@ import asyncio
 import gc
 import socket
 import sys
+from contextlib import suppress
 
 import uvicorn
 
+from reference.async_engine import EngineDeadError
 from reference.server.app import new_app, new_service
 from reference.server.args import ServerArgs
 from reference.server.process import EndsOnSignal, new_config, new_socket, url_of
@@ -26,12 +28,16 @@ class Server(EndsOnSignal):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the socket, then wait for both the engine and the connections."""
-        limit_s = self.service.args.shutdown_timeout
-        drain = asyncio.ensure_future(self.service.engine.drain(limit_s))
+        drain = asyncio.ensure_future(self.drain())
         try:
             await super().shutdown(sockets)
         finally:
             drain.cancel()
+
+    async def drain(self) -> None:
+        """Wait for the engine's answers. An engine that has died has none."""
+        with suppress(EngineDeadError):
+            await self.service.engine.drain(self.service.args.shutdown_timeout)
 
 
 def new_server(service: Service) -> Server:

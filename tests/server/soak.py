@@ -17,73 +17,14 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import httpx
 
-from reference.llm import LLM
-from reference.lora import LoRARequest
-from reference.sampling_params import SamplingParams
-from tests.server.paths import ADAPTERS, MODEL, REPOSITORY
-
-ENGINE = dict(kv_cache_memory_bytes=4_000_000, max_model_len=512, enable_lora=True, max_loras=2)
-FLAGS = ["--kv-cache-memory-bytes", "4000000", "--max-model-len", "512", "--max-num-seqs", "12",
-         "--enable-lora", "--max-loras", "2", "--request-timeout", "5", "--port", "0",
-         "--disable-uvicorn-access-log", "--lora-modules",
-         *(f"{name}={folder}" for name, folder in ADAPTERS.items())]  # fmt: skip
-PROMPTS = [
-    "def f(",
-    "import os\n",
-    "class Tree:\n    ",
-    "for i in range(",
-    "# sorts a list\n",
-    "x = ",
-]
-WISHES = [
-    dict(max_tokens=40),
-    dict(max_tokens=60, stop=["\n\n"]),
-    dict(max_tokens=30, n=3, temperature=0.9, top_p=0.9, seed=11),
-    dict(max_tokens=30, temperature=1.0, seed=4, logprobs=2),
-    dict(max_tokens=40, structured_outputs=dict(regex="[a-z]{2,9}(, [a-z]{2,9}){3} = [0-9]{1,4}")),
-    dict(max_tokens=60, structured_outputs=dict(json=dict(
-        type="object", properties=dict(name=dict(type="string", maxLength=12), n=dict(type="integer")),
-        required=["name", "n"], additionalProperties=False))),
-]  # fmt: skip
-MISTAKES = [
-    (400, dict(prompt=[], max_tokens=3)),
-    (400, dict(prompt="x", max_tokens=-1)),
-    (400, dict(prompt="x", temperature="hot")),
-    (404, dict(prompt="x", model="another")),
-    (400, dict(prompt="x" * 200_000)),
-    (400, dict(prompt="x", structured_outputs=dict(regex="(("))),
-]
-LONG = dict(max_tokens=450, ignore_eos=True, temperature=0, n=1)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A request, and the token ids of its answers."""
-
-    body: dict
-    expected: list[list[int]] = field(hash=False)
-
-
-def new_cases(count: int) -> list[Case]:
-    """Requests and what the engine answers without a server, one after the other."""
-    llm, rng, cases = LLM(MODEL, **ENGINE), random.Random(0), []
-    numbers = {name: at for at, name in enumerate(ADAPTERS, 1)}
-    for at in range(count):
-        wishes = {"temperature": 0} | WISHES[at % len(WISHES)]
-        prompt, adapter = rng.choice(PROMPTS), rng.choice([None, None, *ADAPTERS])
-        lora = adapter and LoRARequest(adapter, numbers[adapter], ADAPTERS[adapter])
-        params = SamplingParams(**wishes)
-        (output,) = llm.generate([prompt], params, use_tqdm=False, lora_request=lora)
-        body = wishes | dict(prompt=prompt, model=adapter or MODEL, return_token_ids=True)
-        cases.append(Case(body, [one.token_ids for one in output.outputs]))
-    return cases
-
+from tests.server.paths import MODEL, REPOSITORY
+from tests.server.soak_cases import FLAGS, LONG, MISTAKES, PROMPTS, Case, new_cases
 
 # ---------------------------------------------------------------- the server
 
@@ -231,7 +172,8 @@ class Soak:
 @dataclass
 class Report:
     """What a soak found. memory_mb: of each process, at even times. growth_mb: of all together, from
-    the second quarter's median to the last's. left: what the server's gauges show when everybody has gone.
+    the second quarter's median to the last's. left: what the server's gauges show when everybody has gone. at_the_end: how many of those
+    who waited when the signal came got which status.
     """
 
     counts: Counter
@@ -239,7 +181,7 @@ class Report:
     memory_mb: list[dict[int, float]]
     left: dict[str, float]
     exit_code: int
-    answered_at_the_end: int
+    at_the_end: Counter
 
     @property
     def growth_mb(self) -> float:
@@ -253,6 +195,15 @@ def gauges(url: str) -> dict[str, float]:
     text = httpx.get(f"{url}/metrics", timeout=60).text
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     return {name: float(re.search(rf"{name}\{{.*\}} (\S+)", text)[1]) for name in names}
+
+
+def gauges_at_rest(url: str) -> dict[str, float]:
+    """The gauges when everybody has gone; after a minute, as they are."""
+    end, found = time.monotonic() + 60, gauges(url)
+    while any(found.values()) and time.monotonic() < end:
+        time.sleep(0.1)  # who has left is heard within a step
+        found = gauges(url)
+    return found
 
 
 def soak(seconds: float, num_cases: int = 36, samples: int = 40) -> Report:
@@ -271,20 +222,17 @@ def soak(seconds: float, num_cases: int = 36, samples: int = 40) -> Report:
         watcher.start()
         asyncio.run(traffic.run(seconds))
         over.set()
-        end, left = time.monotonic() + 60, gauges(url)
-        while any(left.values()) and time.monotonic() < end:
-            time.sleep(0.1)  # who has left is heard within a step
-            left = gauges(url)
-        answered = asyncio.run(ended_under_load(process, url))
-        return Report(traffic.counts, traffic.wrong, memory, left, process.wait(60), answered)
+        left = gauges_at_rest(url)
+        at_the_end = asyncio.run(ended_under_load(process, url))
+        return Report(traffic.counts, traffic.wrong, memory, left, process.wait(60), at_the_end)
     finally:
         over.set()
         process.kill()
         process.wait()
 
 
-async def ended_under_load(process: subprocess.Popen, url: str, count: int = 12) -> int:
-    """SIGTERM while `count` answers are under way. Returns how many of them came whole."""
+async def ended_under_load(process: subprocess.Popen, url: str, count: int = 12) -> Counter:
+    """SIGTERM while `count` answers are under way. Returns how many had which status; 0: none."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         body = dict(prompt="def f(", max_tokens=40, temperature=0, ignore_eos=True)
         posts = [
@@ -296,7 +244,7 @@ async def ended_under_load(process: subprocess.Popen, url: str, count: int = 12)
             await asyncio.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         found = await asyncio.gather(*posts, return_exceptions=True)
-    return sum(getattr(one, "status_code", None) == 200 for one in found)
+    return Counter(getattr(one, "status_code", 0) for one in found)
 
 
 def main() -> int:
@@ -308,7 +256,7 @@ def main() -> int:
     for pid in report.memory_mb[0]:
         print("MB:", *(f"{one.get(pid, 0):.1f}" for one in report.memory_mb))
     print(f"growth {report.growth_mb:+.2f} MB; left {report.left}; exit code {report.exit_code}; "
-          f"answered at the end: {report.answered_at_the_end}")  # fmt: skip
+          f"statuses at the end: {dict(report.at_the_end)}")  # fmt: skip
     return bool(report.wrong)
 
 

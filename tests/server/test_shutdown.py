@@ -13,6 +13,7 @@ import pytest
 
 from tests.server.live import events
 from tests.server.paths import MODEL, REPOSITORY
+from tests.server.soak import processes_of
 
 LONG = dict(prompt="def f(", max_tokens=300, temperature=0, ignore_eos=True, stream=True)
 
@@ -108,6 +109,29 @@ def test_a_second_signal_ends_at_once(process):
     thread.join()
     (answer,) = answers  # it was not waited for
     assert isinstance(answer, httpx.TransportError) or '"length"' not in answer.text
+
+
+@pytest.mark.sample(1, of="ends of the server")
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: processes are found in /proc")
+def test_a_dead_engine_is_told(process):
+    server, url = process
+    answers = []
+    thread = threading.Thread(target=ask_long, args=(url, answers))
+    thread.start()
+    wait_for_running(url, 1)
+    # The server has started a server of processes, and that the engine's.
+    families = map(processes_of, processes_of(server.pid)[1:])
+    (engine,) = (family[1] for family in families if len(family) == 2)
+    os.kill(engine, signal.SIGKILL)
+    thread.join()
+    error = events(answers[0].text)[-1]["error"]["message"]
+    assert "its process died (signal 9)" in error and "\n" not in error
+    for path in ("/health", "/ready"):
+        assert httpx.get(url + path, timeout=60).status_code == 503
+    refused = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
+    assert refused.status_code == 500 and "died" in refused.json()["error"]["message"]
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(60) == 0
 
 
 @pytest.mark.sample(1, of="ends of the server")

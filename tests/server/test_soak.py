@@ -2,11 +2,15 @@
 token is as offline, and a signal under load drains.
 """
 
+import asyncio
+import random
 import sys
 
+import httpx
 import pytest
 
-from tests.server.soak import soak
+from tests.server.soak import gauges_at_rest, soak, started_server
+from tests.server.test_slow import leave
 
 MOST_GROWTH_MB = 8.0  # of several hundred; garbage comes and goes
 
@@ -19,6 +23,32 @@ def test_mixed_traffic(request):
     assert not report.wrong, report.wrong[:3]
     assert not any(report.left.values()), report.left
     assert min(report.counts[kind] for kind in ("whole", "stream", "left", "refused")) > 0
-    assert report.exit_code == 0 and report.answered_at_the_end == 12
+    assert report.exit_code == 0 and report.at_the_end.total() == 12
+    late = {429, 504}  # on a machine that is busy with other things
+    assert set(report.at_the_end) <= {200} | late, report.at_the_end
     if is_long:
         assert report.growth_mb < MOST_GROWTH_MB, report.memory_mb
+
+
+@pytest.mark.sample(1, of="ends of the server")
+def test_clients_that_go_leave_no_block(seed, request):
+    """As in test_slow, where the engine is a thread; here it has a process of its own."""
+    count = 1000 if request.config.getoption("--all") else 25
+    process, url = started_server()
+
+    async def everybody():
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60) as client:
+            left = count
+            while left:
+                group = min(left, random.randint(1, 20))
+                await asyncio.gather(*(leave(client, random.expovariate(8)) for _ in range(group)))
+                left -= group
+
+    try:
+        asyncio.run(everybody())
+        left = gauges_at_rest(url)
+        assert not any(left.values()), left
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
