@@ -65,6 +65,7 @@ def reachable(masks: TokenMasks) -> list[State]:
 
 
 def allowed_from(masks: TokenMasks, vocabulary: Vocabulary, state: State) -> list[bool]:
+    """Which of the drawn tokens may come next; masks has a few more, of one byte each."""
     return masks.allowed(state)[: len(vocabulary)].tolist()
 
 

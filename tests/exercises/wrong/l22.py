@@ -693,6 +693,13 @@ def truth_of_a_state(matcher, state, token, known):
     return True
 
 
+def truth_of_a_state_on_the_way(matcher, state, token, known):
+    """As above, but where the token ends a 0 is a state."""
+    return truth_of_a_state(matcher, state, token[:-1], known) and fits(
+        matcher, state, token, known
+    )
+
+
 def memory_by_place(matcher, state, token, known):
     """Remembers a byte at its place, whatever stands before it."""
     at = state
@@ -742,6 +749,11 @@ for name, slip, hint in [
     (
         "truth_of_a_state",
         dict(rule=truth_of_a_state),
+        "A state may be 0, which is false in Python: ask `is None`.",
+    ),
+    (
+        "truth_of_a_state_on_the_way",
+        dict(rule=truth_of_a_state_on_the_way),
         "A state may be 0, which is false in Python: ask `is None`.",
     ),
     (
