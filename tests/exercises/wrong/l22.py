@@ -694,10 +694,10 @@ def truth_of_a_state(matcher, state, token, known):
 
 
 def truth_of_a_state_on_the_way(matcher, state, token, known):
-    """As above, but where the token ends a 0 is a state."""
-    return truth_of_a_state(matcher, state, token[:-1], known) and fits(
-        matcher, state, token, known
-    )
+    """Asked in front of each byte: of the first state too, and not of the last."""
+    if not state or not truth_of_a_state(matcher, state, token[:-1], known):
+        return False
+    return fits(matcher, state, token, known)
 
 
 def memory_by_place(matcher, state, token, known):
