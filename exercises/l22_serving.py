@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=22
-# Generated from solutions/l22_serving.py, checksum db2b4b369483. Generating again never overwrites your edits.
+# Generated from solutions/l22_serving.py, checksum ea865544e967. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 22: what a load client reports, users who take turns, masks, a serving loop."""
 
@@ -149,8 +149,8 @@ class ServingLoop:
     Example: an engine gives one word a step. A reader sees "the", "the cat", "the cat sat" if it
         reads at once, and "the", "the cat sat" if it was busy in between.
 
-    The code below is right for one quick reader who stays, and has six bugs. Delete the first line of
-    each method, then find them.
+    The code below is right for one quick reader who stays, and has six bugs. Delete the `raise`
+    in front of each method's code, then find them.
     """
 
     def __init__(self, engine):

@@ -203,8 +203,8 @@ class ServingLoop:
     Example: an engine gives one word a step. A reader sees "the", "the cat", "the cat sat" if it
         reads at once, and "the", "the cat sat" if it was busy in between.
 
-    The code below is right for one quick reader who stays, and has six bugs. Delete the first line of
-    each method, then find them.
+    The code below is right for one quick reader who stays, and has six bugs. Delete the `raise`
+    in front of each method's code, then find them.
     """
 
     def __init__(self, engine):

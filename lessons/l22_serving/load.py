@@ -112,6 +112,8 @@ def little(stays: Sequence[tuple[float, float]]) -> Little:
         number += change
         area += number * (until - at)
     window_s = end - begin
+    if window_s <= 0:
+        refuse("stays", stays, "requests of which one stays for some time")
     stay_s = sum(stop - start for start, stop in stays) / len(stays)
     return Little(area / window_s, len(stays) / window_s, stay_s)
 

@@ -48,8 +48,9 @@ def test_littles_law_holds_exactly(seed):
         in_system, rate_per_s, stay_s = little(stays)
         assert in_system == pytest.approx(rate_per_s * stay_s, rel=1e-9)
     assert little([(0, 2), (1, 3), (1, 2)]) == pytest.approx((5 / 3, 1.0, 5 / 3))
-    with pytest.raises(ValueError, match="stays: got"):
-        little([])
+    for nobody in ([], [(1, 1)]):
+        with pytest.raises(ValueError, match="stays: got"):
+            little(nobody)
 
 
 def test_littles_law_holds_in_a_server_for_every_part_of_it():

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from solutions.l22_serving import Shot, Wish
-from tests.exercises.checking import assert_equal, call, check, compare, note
+from tests.exercises.checking import assert_equal, call, check, note
 
 # ---------------------------------------------------------------- 22.1 the report
 
@@ -157,6 +157,20 @@ def taking_turns(wishes, weights):
     return order
 
 
+def compare_order(impl, wishes, weights, want) -> None:
+    """As compare, with a message that says whose requests changed places."""
+    got = call(impl, dict(wishes=wishes, weights=weights))
+    is_order = isinstance(got, list) and sorted(map(str, got)) == sorted(map(str, want))
+    if is_order and got != want:
+        note(got)
+        place = next(at for at, (mine, right) in enumerate(zip(got, want)) if mine != right)
+        mine, right = (f"{int(order[place])}, {wishes[int(order[place])]}" for order in (got, want))
+        raise AssertionError(
+            f"your result[{place}] is {mine}, expected {right}, with weights {weights}"
+        )
+    assert_equal(got, want)
+
+
 def drawn_wishes(seed, gap, count=24, users="abc", sizes=(1, 20)):
     """Random requests; gap: between two of them on average."""
     draws, now, wishes = random.Random(seed), 0, []
@@ -244,7 +258,7 @@ TURN_CASES = {  # name: (requests by seed, weights, why)
 def test_turns(impl, case, seed):
     make, weights, _ = TURN_CASES[case]
     wishes = make(seed)
-    compare(impl, dict(wishes=wishes, weights=weights), want=taking_turns(wishes, weights))
+    compare_order(impl, wishes, weights, taking_turns(wishes, weights))
 
 
 @cache
@@ -261,7 +275,7 @@ def turn_histories(seed, gap):
 @check("22.2", {"busy": "always somebody waits", "quiet": "now and then nobody"}, seconds=5)
 def test_turn_histories(impl, case, seed):
     for wishes, weights, want in turn_histories(seed, 4 if case == "busy" else 25):
-        compare(impl, dict(wishes=wishes, weights=weights), want=want)
+        compare_order(impl, wishes, weights, want)
 
 
 # ---------------------------------------------------------------- 22.3 masks

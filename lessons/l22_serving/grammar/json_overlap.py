@@ -51,6 +51,7 @@ def types_of(schema: dict) -> set[str]:
 
 
 def type_of(value) -> str:
+    """The JSON type of a value, an integer as a number."""
     kinds = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
     return kinds.get(type(value), "number")
 

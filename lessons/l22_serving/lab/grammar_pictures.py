@@ -65,6 +65,7 @@ def reachable(masks: TokenMasks) -> list[State]:
 
 
 def allowed_from(masks: TokenMasks, vocabulary: Vocabulary, state: State) -> list[bool]:
+    """Which of the drawn tokens may come next; masks has a few more, of one byte each."""
     return masks.allowed(state)[: len(vocabulary)].tolist()
 
 
@@ -78,10 +79,10 @@ def draw_automaton(ax: plt.Axes, masks: TokenMasks, states: list[State]) -> None
     for number, state in enumerate(states):
         y = -3.2 * number
         width = 3 if state.may_end else 1
-        ax.add_patch(plt.Circle((0, y), 0.5, fill=False, ec=ALIVE, lw=width))
+        ax.scatter([0], [y], s=3000, facecolors="none", edgecolors=ALIVE, linewidths=width)
         ax.text(0, y, str(number), ha="center", va="center", fontweight="bold", color=ALIVE)
         if state.may_end:
-            ax.text(0.7, y + 0.75, "may end", color=ALIVE)
+            ax.text(0, y - 0.85, "may end", color=ALIVE, ha="center")
         targets: dict[int, str] = {}
         for byte in b"0,":
             target = masks.matcher.step(state, byte)
@@ -96,15 +97,15 @@ def draw_edge(ax: plt.Axes, y: float, to: float, label: str) -> None:
     arrow = dict(arrowstyle="->", color=ALIVE, lw=1.5)
     if y == to:
         arrow["connectionstyle"] = "arc3,rad=-1.6"
-        ax.annotate("", (0.45, y - 0.25), (0.45, y + 0.25), arrowprops=arrow)
-        ax.text(1.15, y, label, va="center")
+        ax.annotate("", (0.3, y - 0.25), (0.3, y + 0.25), arrowprops=arrow)
+        ax.text(0.75, y, label, va="center")
         return
     down = to < y
-    side = -0.3 if down else 0.3
+    side = -0.15 if down else 0.15
     arrow["connectionstyle"] = "arc3,rad=0.0"
     ends = (to + 0.5, y - 0.5) if down else (to - 0.5, y + 0.5)
     ax.annotate("", (side, ends[0]), (side, ends[1]), arrowprops=arrow)
-    ax.text(side * 1.5, (y + to) / 2, label, ha="right" if down else "left", va="center")
+    ax.text(side * 2, (y + to) / 2, label, ha="right" if down else "left", va="center")
 
 
 def draw_trie(

@@ -145,6 +145,7 @@ def language(grammar: Grammar, longest: int) -> set[str]:
 
 
 def all_texts(letters: str, longest: int) -> list[str]:
+    """Every text of these letters, up to `longest` of them."""
     return ["".join(t) for n in range(longest + 1) for t in itertools.product(letters, repeat=n)]
 
 

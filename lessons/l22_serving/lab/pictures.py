@@ -51,13 +51,23 @@ MODEL = (
 IN_TIME = f"in time: the whole answer within {OBJECTIVES.e2el_s:g} s"
 
 
+def draw_lines(ax, series: dict[str, tuple[list[float], list[float]]], roles: list[str]) -> None:
+    """A line for each of {name: (x values, y values)}, named beside its end; roles: how each looks."""
+    labels = []
+    for (name, (xs, ys)), role in zip(series.items(), roles):
+        look = ROLES[role]
+        ax.plot(xs, ys, color=look.colour, marker=look.markers[0], ls=look.dash)
+        labels.append((xs[-1], ys[-1], name, look.colour))
+    ax.grid(True, axis="y")
+    label_column(ax, labels)
+
+
 @style()
 def draw_users(many: int = 300) -> ClassFigure:
     """The time to the first token of somebody who asks now and then, behind somebody who has asked for
     three hundred answers at once.
     """
     found = two_users(many)
-    roles = dict(zip(found, ("naive", "optimized")))
     worst = {name: max(one.ttft_s for one in history) for name, history in found.items()}
     first, fair = worst.values()
     fig, ax = frame(
@@ -66,19 +76,16 @@ def draw_users(many: int = 300) -> ClassFigure:
         f"{MODEL} · one user sends {many} at once, the other one every 0.5 s",
         (10, 5.2),
     )
-    labels = []
-    for name, history in found.items():
-        look = ROLES[roles[name]]
-        times, ttfts = [one.arrival_s for one in history], [one.ttft_s for one in history]
-        ax.plot(times, ttfts, color=look.colour, marker=look.markers[0], ls=look.dash)
-        labels.append((times[-1], ttfts[-1], name, look.colour))
+    series = {
+        name: ([one.arrival_s for one in history], [one.ttft_s for one in history])
+        for name, history in found.items()
+    }
     every = [one.ttft_s for history in found.values() for one in history]
     log_axis(ax.yaxis, min(every) / 1.6, max(every) * 1.6)
-    ax.set_xlim(left=0)
-    ax.grid(True, axis="y")
     ax.set_xlabel("when the small user's request arrives, s")
     ax.set_ylabel("its time to first token, s\n(lower is better)")
-    label_column(ax, labels)
+    draw_lines(ax, series, ["naive", "optimized"])
+    ax.set_xlim(left=0)
     return fig
 
 
@@ -87,7 +94,6 @@ def draw_overload(loads=LOADS, seconds: float = 25.0) -> ClassFigure:
     """Requests a second that are answered in time, over those that arrive."""
     points = overload(loads, seconds)
     offered = [point.offered_per_s for point in points]
-    roles = dict(zip(points[0].goodput_per_s, ("naive", "library", "optimized")))
     last = points[-1].goodput_per_s
     fig, ax = frame(
         f"At {points[-1].load:g} times its capacity a server that takes everybody answers "
@@ -96,21 +102,19 @@ def draw_overload(loads=LOADS, seconds: float = 25.0) -> ClassFigure:
         f"{MODEL} · {IN_TIME}; clients hang up after 10 s",
         (10, 5.4),
     )
-    labels = []
-    for name, role in roles.items():
-        look, values = ROLES[role], [point.goodput_per_s[name] for point in points]
-        ax.plot(offered, values, color=look.colour, marker=look.markers[0], ls=look.dash)
-        labels.append((offered[-1], values[-1], name, look.colour))
+    series = {
+        name: (offered, [point.goodput_per_s[name] for point in points])
+        for name in points[0].goodput_per_s
+    }
     look, top = ROLES["floor"], capacity_per_s()
     ax.plot([0, top, offered[-1]], [0, top, top], color=look.colour, ls=look.dash, lw=1.6)
     ax.text(top / 2, top / 2, "what arrives ", color=look.colour, ha="right", fontweight="bold")
     ax.text(offered[-1], top * 1.03, "capacity", color=look.colour, ha="right", fontweight="bold")
-    ax.set_xlim(left=0)
     ax.set_ylim(0, top * 1.25)
-    ax.grid(True, axis="y")
     ax.set_xlabel("requests/s that arrive")
     ax.set_ylabel("requests/s answered in time\n(higher is better)")
-    label_column(ax, labels)
+    draw_lines(ax, series, ["naive", "library", "optimized"])
+    ax.set_xlim(left=0)
     return fig
 
 
@@ -119,7 +123,7 @@ def draw_knee(loads=KNEE_LOADS, count: int = KNEE_REQUESTS) -> ClassFigure:
     """The share of requests in time over the rate, for independent and for bursty arrivals."""
     curves = knee_curves(loads, count)
     found, top = knees(curves), capacity_per_s()
-    roles = dict(zip(curves, ("optimized", "naive")))
+    roles = ["optimized", "naive"]
     alone, bursty = found.values()
     fig, ax = frame(
         f"Nine of ten requests are in time up to {alone / top:.0%} of the capacity if they come "
@@ -128,24 +132,22 @@ def draw_knee(loads=KNEE_LOADS, count: int = KNEE_REQUESTS) -> ClassFigure:
         f"shape 0.2 · {count} requests a point",
         (10, 5.2),
     )
-    labels = []
-    for name, points in curves.items():
-        look = ROLES[roles[name]]
-        rates, shares = [p.rate_per_s for p in points], [100 * p.attainment for p in points]
-        ax.plot(rates, shares, color=look.colour, marker=look.markers[0], ls=look.dash)
-        labels.append((rates[-1], shares[-1], name, look.colour))
-        ax.axvline(found[name], color=look.colour, ls=":", lw=1.2)
+    series = {
+        name: ([p.rate_per_s for p in points], [100 * p.attainment for p in points])
+        for name, points in curves.items()
+    }
+    for name, role in zip(curves, roles):
+        ax.axvline(found[name], color=ROLES[role].colour, ls=":", lw=1.2)
     ax.axhline(90, color=GREY, ls=":", lw=1.2)
     look = ROLES["floor"]
     ax.axvline(top, color=look.colour, ls=look.dash, lw=1.6)
     ax.text(top, 60, " capacity", color=look.colour, fontweight="bold")
     ax.text(0, 88, " nine of ten", color=GREY, va="top")
-    ax.set_xlim(left=0)
     ax.set_ylim(0, 105)
-    ax.grid(True, axis="y")
     ax.set_xlabel("requests/s that arrive")
     ax.set_ylabel("% of requests in time\n(higher is better)")
-    label_column(ax, labels)
+    draw_lines(ax, series, roles)
+    ax.set_xlim(left=0)
     return fig
 
 

@@ -693,6 +693,13 @@ def truth_of_a_state(matcher, state, token, known):
     return True
 
 
+def truth_of_a_state_on_the_way(matcher, state, token, known):
+    """Asked in front of each byte: of the first state too, and not of the last."""
+    if not state or not truth_of_a_state(matcher, state, token[:-1], known):
+        return False
+    return fits(matcher, state, token, known)
+
+
 def memory_by_place(matcher, state, token, known):
     """Remembers a byte at its place, whatever stands before it."""
     at = state
@@ -742,6 +749,11 @@ for name, slip, hint in [
     (
         "truth_of_a_state",
         dict(rule=truth_of_a_state),
+        "A state may be 0, which is false in Python: ask `is None`.",
+    ),
+    (
+        "truth_of_a_state_on_the_way",
+        dict(rule=truth_of_a_state_on_the_way),
         "A state may be 0, which is false in Python: ask `is None`.",
     ),
     (
@@ -860,6 +872,22 @@ def sorted_with_a_stack(matcher, state, tokens):
             states.append(None if states[-1] is None else matcher.step(states[-1], byte))
         allowed[number] = states[-1] is not None
         before = token
+    return in_words(allowed)
+
+
+@answers.alternative("22.3")
+def remembered_by_state_and_byte(matcher, state, tokens):
+    """What a state does with a byte is the same wherever it comes up: fewer steps still."""
+    known, allowed = {}, []
+    for token in tokens:
+        at = state
+        for byte in token or b"":
+            if (at, byte) not in known:
+                known[at, byte] = matcher.step(at, byte)
+            at = known[at, byte]
+            if at is None:
+                break
+        allowed.append(bool(token) and at is not None)
     return in_words(allowed)
 
 
