@@ -42,8 +42,8 @@ from reference.vision.tower import Eyes
 
 # Of each stage: steps, pictures or names of a step, learning rate.
 WORDS = (200, 32, 3e-3)
-EYES = (900, 64, 1e-3)
-BOTH = (120, 32, 2e-4)
+EYES = (450, 64, 1e-3)
+BOTH = (60, 32, 3e-4)
 SEED = 0
 NOTHING = 10  # the class of a place without a digit
 
