@@ -40,6 +40,7 @@ def ask(engine, *prompts, count=4) -> list[list[int]]:
     return [answers[str(at)][0] for at in range(len(prompts))]
 
 
+@pytest.mark.sample(2, of="ways of a picture through the engine")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_engine_says_what_the_model_says_alone(way):
     """Text beside pictures, pictures that come again, prompts that begin alike, chunks that end within
@@ -114,6 +115,7 @@ def test_tokens_that_end_within_a_picture_are_named_as_far_as_they_go():
     assert blocks.named(1, ids)[2 : 2 + ROWS] == whole[3 + ROWS : -1]
 
 
+@pytest.mark.sample(1, of="wrong names of pictures")
 @pytest.mark.parametrize("wrong", ["tokens alone", "a number for all", "the first row alone"])
 def test_keys_that_do_not_name_the_picture_are_found(wrong, monkeypatch):
     """What the two tests above are worth."""
@@ -230,6 +232,7 @@ def refusals() -> dict:
     }
 
 
+@pytest.mark.sample(4, of="prompts that cannot be seen")
 @pytest.mark.parametrize("what", refusals())
 def test_what_cannot_be_seen_is_refused_in_one_line(what):
     engine, prompt = new_seeing_engine(limit_mm_per_prompt={"image": 2}), refusals()[what]
