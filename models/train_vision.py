@@ -9,8 +9,10 @@ are turned into has to make this decoder say their names, and it was trained on 
 1. Words. Which rows in the place of a picture make the frozen decoder say "red(4, 7)"? They are sums of
    one learnt table for the colour and one for each digit's place. (Prompt tuning, Lester et al. 2021.)
 2. Eyes. Tower and projector learn to give these rows for a picture. The decoder does not run. A head
-   that is thrown away keeps the tower at what can be told apart.
-3. Both together, through the decoder, as LLaVA is trained; the rows become what eyes can give.
+   over all rows, thrown away afterwards, teaches the tower what can be told apart.
+3. Rows. The same with a head that sees one row at a time: each row has to tell the whole picture, not
+   its own patch alone, because any row may be what the decoder attends to.
+4. Both together, through the decoder, as LLaVA is trained; the rows become what eyes can give.
 """
 
 import argparse
@@ -42,8 +44,9 @@ from reference.vision.tower import Eyes
 
 # Of each stage: steps, pictures or names of a step, learning rate.
 WORDS = (200, 32, 3e-3)
-EYES = (900, 64, 1e-3)
-BOTH = (120, 32, 2e-4)
+EYES = (450, 64, 1e-3)
+ROWS = (800, 64, 7e-4)
+BOTH = (60, 32, 3e-4)
 SEED = 0
 NOTHING = 10  # the class of a place without a digit
 
@@ -144,52 +147,78 @@ def train_words(speaking: Speaking, steps: int) -> Words:
 
 
 class Head(nn.Module):
-    """Reads colour and digits off all rows of the tower. It is thrown away."""
+    """Reads colour and digits off some rows of the tower. It is thrown away."""
 
-    def __init__(self):
+    def __init__(self, rows: int):
         super().__init__()
         self.sizes = [len(COLOURS), *[NOTHING + 1] * MOST_DIGITS]
-        self.linear = nn.Linear(VISION.num_patches * VISION.hidden_size, sum(self.sizes))
+        self.linear = nn.Linear(rows * VISION.hidden_size, sum(self.sizes))
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
-        """features: [B, N, hidden_size], labels: [B, 1 + MOST_DIGITS] -> the loss."""
-        parts = self.linear(features.flatten(1)).split(self.sizes, dim=-1)
+        """features: [B, rows · hidden_size], labels: [B, 1 + MOST_DIGITS] -> the loss."""
+        parts = self.linear(features).split(self.sizes, dim=-1)
         return sum(F.cross_entropy(part, label) for part, label in zip(parts, labels.unbind(1)))
 
 
-def train_eyes(words: Words, steps: int) -> Eyes:
-    """The second stage."""
-    eyes, head = Eyes(VISION), Head()
+def new_eyes() -> Eyes:
+    """Eyes that have learnt nothing."""
+    eyes = Eyes(VISION)
     nn.init.normal_(eyes.vision_tower.embeddings.class_embedding, std=0.02)
     nn.init.normal_(eyes.vision_tower.embeddings.position_embedding.weight, std=0.02)
-    learning = Learning([*eyes.parameters(), *head.parameters()], steps, EYES[2])
-    # What a row is wrong by counts as a share of what rows differ by.
-    spread = sum(table.var(dim=0).mean() for table in words.tables)
-    for pixels, names in islice(batches(EYES[1], SEED), steps):
-        labels = torch.tensor([labels_of(name) for name in names])
-        features = eyes.vision_tower(pixels)
-        wrong = F.mse_loss(eyes.multi_modal_projector(features), words(labels)) / spread
-        learning.learn("eyes", wrong + 0.3 * head(features, labels))
     return eyes
 
 
+def train_eyes(eyes: Eyes, words: Words, steps: int) -> None:
+    """The second stage."""
+    head = Head(VISION.num_patches)
+    learning = Learning([*eyes.parameters(), *head.parameters()], steps, EYES[2])
+    for pixels, names in islice(batches(EYES[1], SEED), steps):
+        labels = torch.tensor([labels_of(name) for name in names])
+        features = eyes.vision_tower(pixels)
+        loss = wrong_by(eyes, words, features, labels)
+        learning.learn("eyes", loss + 0.3 * head(features.flatten(1), labels))
+
+
+def train_rows(eyes: Eyes, words: Words, steps: int, seed: int) -> None:
+    """The third stage, or one of its two halves. seed: of its pictures."""
+    head, count = Head(1), VISION.num_patches
+    learning = Learning([*eyes.parameters(), *head.parameters()], steps, ROWS[2])
+    for pixels, names in islice(batches(ROWS[1], seed), steps):
+        labels = torch.tensor([labels_of(name) for name in names])
+        features = eyes.vision_tower(pixels)
+        loss = wrong_by(eyes, words, features, labels)
+        each = head(features.flatten(0, 1), labels.repeat_interleave(count, dim=0))
+        learning.learn("rows", 2 * loss + 0.3 * each)
+
+
+def wrong_by(eyes: Eyes, words: Words, features: Tensor, labels: Tensor) -> Tensor:
+    """The squared error of rows as a share of what rows differ by. features: [B, N, hidden_size]."""
+    spread = sum(table.var(dim=0).mean() for table in words.tables)
+    return F.mse_loss(eyes.multi_modal_projector(features), words(labels)) / spread
+
+
 def train_both(speaking: Speaking, eyes: Eyes, steps: int) -> None:
-    """The third stage."""
+    """The last stage."""
     learning = Learning(eyes.parameters(), steps, BOTH[2])
-    for pixels, names in islice(batches(BOTH[1], SEED + 1), steps):
+    for pixels, names in islice(batches(BOTH[1], SEED + 2), steps):
         learning.learn("both", speaking.loss(eyes(pixels), names))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    stages = {"words": WORDS, "eyes": EYES, "both": BOTH}
+    stages = {"words": WORDS, "eyes": EYES, "rows": ROWS, "both": BOTH}
     for name, (steps, _, _) in stages.items():
         parser.add_argument(f"--{name}", type=int, default=steps, metavar="STEPS")
     wanted = vars(parser.parse_args())
     torch.manual_seed(SEED)
     write_files()
     started, speaking = time.process_time(), Speaking()
-    eyes = train_eyes(train_words(speaking, wanted["words"]), wanted["eyes"])
+    words, eyes = train_words(speaking, wanted["words"]), new_eyes()
+    train_eyes(eyes, words, wanted["eyes"])
+    # in two halves, each with a fresh head and a rate that rises again
+    first = wanted["rows"] * 3 // 8
+    train_rows(eyes, words, first, SEED + 1)
+    train_rows(eyes, words, wanted["rows"] - first, SEED + 3)
     train_both(speaking, eyes, wanted["both"])
     save_folder(eyes)
     facts = {f"{name}_seen": steps * stages[name][1] for name, steps in wanted.items()} | {

@@ -9,7 +9,7 @@ import json
 from itertools import islice
 
 from models.tokenizer import HERE
-from models.train_vision import BOTH, EYES, SEED, WORDS
+from models.train_vision import BOTH, EYES, ROWS, SEED, WORDS
 from models.vision_folder import FOLDER, QUESTIONS, VISION, prompt_of
 from models.vision_pictures import COLOURS, FONTS, MOST_DIGITS, UNSEEN_FONT, pictures
 from reference.llm import LLM
@@ -17,7 +17,7 @@ from reference.sampling_params import SamplingParams
 from reference.vision.checkpoint import EYES as WEIGHTS
 
 FIGURES = HERE / "vision.json"
-HELD_OUT = 400  # pictures of each kind
+HELD_OUT = 200  # pictures of each kind
 HELD_OUT_SEED = 10_000  # the training's are SEED and SEED + 1
 UNSEEN_QUESTION = "What colour is this, and which digits?"
 
@@ -79,7 +79,7 @@ shares. Asked about a picture, it says what it shows as a call: `red(4, 7)`, or 
 {chr(10).join(rows)}
 
 - **Pictures**: drawn by `models/vision_pictures.py`: a shade of {", ".join(COLOURS)}; up to {MOST_DIGITS} digits in
-  cells from left to right, of five sizes, shifted by a few pixels; {len(FONTS)} fonts of DejaVu. It can read
+  cells from left to right, of three sizes, shifted by at most two pixels; {len(FONTS)} fonts of DejaVu. It can read
   nothing else: no photograph, no letter, no digit far from its cell.
 - **Size**: {size / 1e6:.1f} MB in bfloat16. Tower: {VISION.num_hidden_layers} layers of {VISION.hidden_size}, patches of
   {VISION.patch_size} x {VISION.patch_size} of {VISION.image_size} x {VISION.image_size} pixels, so a picture takes {VISION.tokens_per_image} places of a prompt.
@@ -88,9 +88,9 @@ shares. Asked about a picture, it says what it shows as a call: `red(4, 7)`, or 
 - **Decoder**: `models/tiny`, frozen. It was trained on Python alone, and could not be talked into naming
   pictures by the usual order, tower first and then both through the decoder: the colours came, the digits
   did not. So the rows that make it say a name were learnt first, without pictures
-  ({facts["words_seen"]} names, {WORDS[2]:g}), then eyes that give them ({facts["eyes_seen"]} pictures, {EYES[2]:g}), then
-  both through the decoder ({facts["both_seen"]} pictures, {BOTH[2]:g}). The numbers behind the commas are AdamW's
-  learning rates.
+  ({facts["words_seen"]} names, {WORDS[2]:g}), then eyes that give them ({facts["eyes_seen"]} pictures, {EYES[2]:g}, and
+  {facts["rows_seen"]}, {ROWS[2]:g}), then both through the decoder ({facts["both_seen"]} pictures, {BOTH[2]:g}). The numbers
+  behind the commas are AdamW's learning rates.
 - **Training**: {facts["processor_minutes"]} minutes of one core ({facts["threads"]} thread), seed {SEED}, PyTorch {facts["torch"]}.
   `python -m models.train_vision` trains it again.
 """

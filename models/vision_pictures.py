@@ -25,9 +25,9 @@ COLOURS = {
 }
 MOST_DIGITS = 3
 EDGE = 64  # pixels
-HEIGHTS = (20, 22, 24, 26, 28)  # of the type, for a picture of EDGE
+HEIGHTS = (24, 26, 28)  # of the type, for a picture of EDGE
 CELL = 20  # pixels of each digit, from the left edge on
-SHIFT = (3, 8)  # pixels by which all of them may stand beside the middle of their cells: x, y
+SHIFT = (2, 2)  # pixels by which all of them may stand beside the middle of their cells: x, y
 JITTER = 18  # of each channel of a colour
 # matplotlib's own, so they are here wherever the course is. The last is for held-out pictures only.
 FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSerif")

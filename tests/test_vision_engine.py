@@ -10,6 +10,7 @@ from lessons.l12_paged_kv.runner import step_batch
 from reference.beam_search import BeamSearch, BeamSearchParams
 from reference.sampling_params import SamplingParams
 from reference.vision.pictures import Picture
+from reference.vision.prompt import Placed
 from reference.vision.sight import FeatureCache, PictureBlocks
 from tests.engine_cases import CONFIG, assert_clean, greedy, run
 from tests.vision_cases import (
@@ -39,6 +40,7 @@ def ask(engine, *prompts, count=4) -> list[list[int]]:
     return [answers[str(at)][0] for at in range(len(prompts))]
 
 
+@pytest.mark.sample(2, of="ways of a picture through the engine")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_engine_says_what_the_model_says_alone(way):
     """Text beside pictures, pictures that come again, prompts that begin alike, chunks that end within
@@ -99,6 +101,21 @@ def test_one_row_of_a_picture_in_a_block_is_enough():
         assert output.num_cached_tokens == 0
 
 
+def test_tokens_that_end_within_a_picture_are_named_as_far_as_they_go():
+    """A longer list would tell the cache of blocks that nobody has computed yet."""
+    blocks, one, two = PictureBlocks(8, 4, ROWS), a_picture(), a_picture()
+    ids = [1, 2, *[IMAGE] * ROWS, 3, *[IMAGE] * ROWS, 4]
+    blocks.note(0, [Placed(2, one), Placed(3 + ROWS, two)])
+    blocks.note(1, [Placed(2, two), Placed(3 + ROWS, one)])
+    whole = blocks.named(0, ids)
+    for end in range(len(ids) + 1):
+        assert list(blocks.named(0, ids[:end])) == whole[:end]
+    assert len({*whole}) == len(ids), "two rows have the same name"
+    assert [id for id in whole if id >= 0] == [1, 2, 3, 4]
+    assert blocks.named(1, ids)[2 : 2 + ROWS] == whole[3 + ROWS : -1]
+
+
+@pytest.mark.sample(1, of="wrong names of pictures")
 @pytest.mark.parametrize("wrong", ["tokens alone", "a number for all", "the first row alone"])
 def test_keys_that_do_not_name_the_picture_are_found(wrong, monkeypatch):
     """What the two tests above are worth."""
@@ -215,6 +232,7 @@ def refusals() -> dict:
     }
 
 
+@pytest.mark.sample(4, of="prompts that cannot be seen")
 @pytest.mark.parametrize("what", refusals())
 def test_what_cannot_be_seen_is_refused_in_one_line(what):
     engine, prompt = new_seeing_engine(limit_mm_per_prompt={"image": 2}), refusals()[what]

@@ -1,7 +1,6 @@
 """What all routes share: the engine, its tokenizer, its chat template, the models' names."""
 
 import uuid
-from functools import cached_property
 
 from reference.async_engine import AsyncLLMEngine
 from reference.engine_process.client import AsyncProcessEngine
@@ -13,7 +12,7 @@ from reference.server.models import Models
 from reference.server.templates import ChatTemplate
 from reference.server.tokens import Tokens
 from reference.vision.pictures import Picture
-from reference.vision.prompt import VisionInputs, inputs_of
+from reference.vision.prompt import inputs_of
 
 
 class Service:
@@ -26,20 +25,13 @@ class Service:
         self.models = models
         self.args = args
         self.tokens = Tokens(engine.tokenizer, engine.info.max_model_len)
+        # what prompts may hold beside text, and what stands for it there; None: nothing
+        self.vision, self.image_token = inputs_of(args.engine, self.tokens.max_model_len), None
+        if self.vision is not None:
+            token = self.vision.config.image_token_id
+            self.image_token = self.tokens.backend.id_to_token(token)
         self.template = ChatTemplate.of(engine.tokenizer, args.chat_template)
         self.metrics = Metrics(engine, models.names[0])
-
-    @cached_property
-    def vision(self) -> VisionInputs | None:
-        """What prompts may hold beside text."""
-        return inputs_of(self.args.engine, self.tokens.max_model_len)
-
-    @cached_property
-    def image_token(self) -> str | None:
-        """What stands for a picture in a prompt's text; None for a model that sees none."""
-        if self.vision is None:
-            return None
-        return self.tokens.backend.id_to_token(self.vision.config.image_token_id)
 
     def with_rows(self, ids: list[int], pictures: list[Picture]) -> list[int]:
         """A prompt with a token for each row of its pictures. Raises ApiError."""

@@ -69,6 +69,7 @@ def said_offline(server: Live, *data: bytes) -> str:
     return server.service.tokens.decode([id for id in ids if id])
 
 
+@pytest.mark.sample(1, of="clients that ask about a picture")
 @needs("openai")
 def test_the_openai_client_asks_about_a_picture(seeing):
     from openai import OpenAI
@@ -100,6 +101,7 @@ def test_the_openai_client_asks_about_a_picture(seeing):
     assert_clean(seeing.engine)
 
 
+@pytest.mark.sample(1, of="clients that ask about a picture")
 @needs("anthropic")
 def test_the_anthropic_client_asks_about_a_picture(seeing):
     from anthropic import Anthropic
@@ -114,6 +116,7 @@ def test_the_anthropic_client_asks_about_a_picture(seeing):
         assert client.messages.count_tokens(**wishes).input_tokens == 28
 
 
+@pytest.mark.sample(1, of="files of pictures")
 @pytest.mark.parametrize("kind", ["JPEG", "GIF", "WEBP", "BMP"])
 def test_files_of_every_kind_are_read(kind, seeing):
     data = file_of(draw("red", [4, 7], Random(1)), kind)
@@ -160,6 +163,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(6, of="hostile pictures")
 @pytest.mark.parametrize("what", HOSTILE)
 def test_hostile_pictures_are_refused_in_one_line(what, seeing):
     sent, line = HOSTILE[what]
@@ -178,6 +182,7 @@ OTHER_FIELDS = [
 ]
 
 
+@pytest.mark.sample(1, of="fields of pictures")
 @pytest.mark.parametrize(("name", "part"), OTHER_FIELDS)
 def test_fields_of_a_picture_are_honoured_or_refused(name, part, seeing):
     body = dict(messages=[{"role": "user", "content": [part]}], max_tokens=1)
@@ -261,6 +266,7 @@ def test_an_address_that_is_refused(what, seeing, host):
     assert Files.asked == ([] if what == "not allowed" else [path])
 
 
+@pytest.mark.sample(1, of="private addresses")
 @pytest.mark.parametrize(
     "ip", ["127.0.0.1", "10.0.0.8", "169.254.169.254", "::1", "::ffff:10.0.0.1"]
 )
