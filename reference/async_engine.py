@@ -31,9 +31,9 @@ from lessons.l22_serving.optimized import (
     EngineDeadError,
 )
 from lessons.toolbox.model.arguments import is_number, refuse
+from reference.assembly import new_engine
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
-from reference.llm import new_engine
 from reference.lora import LoRARequest
 from reference.outputs import RequestOutput
 from reference.request import EngineRequest, EngineSequence

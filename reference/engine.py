@@ -1,6 +1,6 @@
 """The engine: requests come in, every `step` runs one pass of the model, answers go out.
 
-    engine = new_engine(EngineArgs(model="models/tiny"))  # of reference.llm
+    engine = new_engine(EngineArgs(model="models/tiny"))  # of reference.assembly
     engine.add_request("a", "def f(", SamplingParams(max_tokens=20))
     while engine.has_unfinished_requests:
         for output in engine.step(): ...

@@ -17,9 +17,9 @@ from lessons.l11_cuda_graphs.naive import unfinished
 from lessons.l11_cuda_graphs.optimized import captured_for
 from lessons.l14_continuous_batching.loop import BLOCK_SIZE, blocks_of
 from lessons.l15_chunked_prefill.generate import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from reference.assembly import engine_over
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
-from reference.llm import engine_over
 from reference.sampling_params import DRAWN_BY, SamplingParams
 
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from lessons.toolbox.command import check_writable, run_command
-from reference.speed_args import read_args
+from reference.speed_args import read_args, record_of
 
 SCHEMA = 1
 PLAIN = "no speculation"
@@ -121,7 +121,6 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from lessons.toolbox.measure import device as devices
     from lessons.toolbox.measure.records import write_json
     from lessons.toolbox.model.checkpoint import load_tokenizer
     from reference.ladder import load_requests
@@ -146,16 +145,8 @@ def run(args: argparse.Namespace) -> int:
         print_table([entry for entry in entries if entry["batch"] == batch], console)
     # Trees behind all chains, because texts quote the others by their number.
     entries.sort(key=lambda entry: entry["method"].endswith(TREE))
-    record = {
-        "schema": SCHEMA,
-        "fingerprint": devices.fingerprint(),
-        "threads": torch.get_num_threads(),
-        "model": args.model if args.model.count("/") == 1 else Path(args.model).name,
-        "tokens": args.tokens,
-        "rounds": args.rounds,
-        "configs": configs,
-        "entries": entries,
-    }
+    sizes = {"tokens": args.tokens, "rounds": args.rounds}
+    record = record_of(args.model, SCHEMA, **sizes, configs=configs, entries=entries)
     write_json(args.out / "speed_drafts.json", record)
     console.print(f"data: {args.out / 'speed_drafts.json'}", markup=False)
     wrong = [

@@ -175,9 +175,9 @@ def new_requests(args: argparse.Namespace) -> tuple[list, list]:
 
 async def measure_rounds(args: argparse.Namespace, urls: dict[str, str]) -> dict:
     """rounds: tokens/s of everybody, round by round. same_answers: how many of the peer's are ours."""
+    from reference.assembly import new_engine
     from reference.async_engine import AsyncLLMEngine
     from reference.bench_load import InProcess, new_client
-    from reference.llm import new_engine
     from reference.speed_peer import Heard, Transformers
 
     requests, texts = new_requests(args)

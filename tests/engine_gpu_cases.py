@@ -27,8 +27,8 @@ from lessons.l22_serving.grammar.vocabulary import Vocabulary
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig
 from reference import LoRARequest
+from reference.assembly import engine_over
 from reference.engine_args import EngineArgs
-from reference.llm import engine_over
 from reference.model import load_model
 from reference.quantization import quantize_model
 from reference.structured import StructuredOutputsParams

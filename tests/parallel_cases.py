@@ -15,9 +15,9 @@ from lessons.l20_parallelism.lab.testing import random_model
 from lessons.l20_parallelism.launch import PRELOAD
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.places import places_of
+from reference.assembly import engine_over
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
-from reference.llm import engine_over
 from reference.model import load_model
 from reference.parallel.engine import engine_over_parts
 from reference.parallel.processes import WARM

@@ -19,9 +19,9 @@ from lessons.l17_tree_speculation.lab.testing import random_heads
 from lessons.l17_tree_speculation.optimized import LESSON_17
 from lessons.l17_tree_speculation.tree import Tree
 from lessons.toolbox.measure.device import has_gpu, has_triton
+from reference.assembly import engine_over
 from reference.decode_graphs import DecodeGraphs
 from reference.engine_args import EngineArgs
-from reference.llm import engine_over
 from reference.tree_graphs import TreeGraphs
 from tests.engine_cases import greedy, new_engine, new_model, run
 from tests.test_tree_engine import SecondIsRight, tree_engine

@@ -23,8 +23,8 @@ from lessons.l21_multi_lora.lab.testing import linears_of, random_adapter
 from lessons.l21_multi_lora.layers import adapter_layers, merged
 from lessons.toolbox.measure.device import has_triton
 from reference import EngineArgs, LoRARequest, SamplingParams
+from reference.assembly import engine_over
 from reference.decode_graphs import DecodeGraphs
-from reference.llm import engine_over
 from reference.lora import AdapterHashes
 from tests.engine_cases import LONGEST, assert_clean, greedy, new_model
 

@@ -27,8 +27,8 @@ from lessons.l20_parallelism.test_planner import shape_of
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 from reference import LLM, BeamSearchParams, SamplingParams
+from reference.assembly import new_engine
 from reference.engine_args import EngineArgs
-from reference.llm import new_engine
 from reference.parallel.engine import devices_for
 from reference.parallel.replicas import SLACK, Router
 from tests.parallel_cases import (

@@ -18,9 +18,9 @@ from lessons.l17_tree_speculation.heads import EagleDraft
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.l19_kv_quantization.lab.testing import naive_answers
 from reference import SamplingParams
+from reference.assembly import engine_over
 from reference.cache_memory import blocks_that_fit
 from reference.engine_args import EngineArgs
-from reference.llm import engine_over
 from tests.engine_cases import CONFIG, LONGEST, assert_clean, new_model, run
 
 LIMITS = [9, 12, 5, 11, 8, 10]

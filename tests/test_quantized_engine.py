@@ -30,8 +30,8 @@ from lessons.l18_weight_quantization.weights import (
 from lessons.toolbox.model.checkpoint import REPOSITORY, load_tokenizer
 from lessons.toolbox.model.config import ModelConfig
 from reference import LLM, SamplingParams
+from reference.assembly import engine_over
 from reference.engine_args import EngineArgs
-from reference.llm import engine_over
 from reference.model import load_model
 from reference.packed import can_pack, packed
 from reference.quantization import ACCEPTED, METHODS, Settings, check_stored, quantize_model

@@ -17,8 +17,8 @@ from lessons.l16_speculative_sampling.lab.chi_squared import (
 )
 from lessons.l17_tree_speculation.heads import EagleDraft, MedusaHeads
 from reference import LLM, SamplingParams
+from reference.assembly import engine_over
 from reference.engine_args import EngineArgs
-from reference.llm import engine_over
 from reference.request import EngineSequence
 from reference.speculation import Ran
 from reference.trace import read_trace, traced

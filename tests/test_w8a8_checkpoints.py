@@ -17,8 +17,8 @@ from lessons.l18_weight_quantization.naive import dequantize_matmul, round_to_ne
 from lessons.l18_weight_quantization.write_checkpoint import save_quantized
 from lessons.l19_kv_quantization.w8a8 import w8a8_by_numbers, w8a8_matmul
 from reference.activations import eight_bits, rounded_formats
+from reference.assembly import engine_over
 from reference.engine_args import EngineArgs
-from reference.llm import engine_over
 from reference.model import load_model
 from reference.sampling_params import SamplingParams
 from tests.test_deepseek import random_model

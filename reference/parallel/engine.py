@@ -18,9 +18,9 @@ from lessons.toolbox.model import checkpoint
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.placement import read_device
+from reference.assembly import engine_on, max_model_len_of
 from reference.engine import Engine
 from reference.engine_args import EngineArgs
-from reference.llm import engine_on, max_model_len_of
 from reference.model import load_tokenizer
 from reference.parallel.processes import ProcessWorkers, Refused
 from reference.parallel.replicas import ReplicatedEngine
