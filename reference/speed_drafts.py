@@ -118,7 +118,6 @@ def entries_of(found: dict, model, prompts: list[list[int]], batch: int) -> list
 def run(args: argparse.Namespace) -> int:
     """Measure, judge, write, print; returns the exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when PyTorch is imported
-    import torch
     from rich.console import Console
 
     from lessons.toolbox.measure.records import write_json
