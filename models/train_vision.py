@@ -46,7 +46,7 @@ from reference.vision.tower import Eyes
 WORDS = (200, 32, 3e-3)
 EYES = (450, 64, 1e-3)
 ROWS = (800, 64, 7e-4)
-BOTH = (60, 32, 3e-4)
+BOTH = (170, 32, 4e-4)
 SEED = 0
 NOTHING = 10  # the class of a place without a digit
 
