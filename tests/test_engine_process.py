@@ -33,6 +33,7 @@ from reference.llm import LLM
 from reference.outputs import CompletionOutput, Logprob, RequestOutput
 from reference.request import by_user
 from reference.sampling_params import SamplingParams
+from reference.server.embeddings import embed
 from tests import parallel_cases  # which says first what all processes import
 from tests.engine_cases import assert_clean, new_engine, new_model, random_prompts
 from tests.server.paths import MODEL
@@ -355,6 +356,8 @@ def test_a_process_answers_as_the_engine_does_and_its_death_is_told():
             assert [one.text for one in told.outputs] == [o.text for o in alone.outputs]
             assert (told.prompt_logprobs is None) == (alone.prompt_logprobs is None)
         assert await engine.call(number_of_blocks) == llm.engine.scheduler.blocks.num_blocks
+        vector = await engine.call(embed, [5, 6, 7])
+        assert vector == pytest.approx(embed(llm.engine, [5, 6, 7]))
         with pytest.raises(ZeroDivisionError):
             await engine.call(divide, 0)
 
