@@ -172,8 +172,9 @@ class Soak:
 @dataclass
 class Report:
     """What a soak found. memory_mb: of each process, at even times. growth_mb: of all together, from
-    the second quarter's median to the last's. left: what the server's gauges show when everybody has gone. at_the_end: how many of those
-    who waited when the signal came got which status.
+    the third quarter's median to the last's; the first half counts as warm-up. left: what the server's
+    gauges show when everybody has gone. at_the_end: how many of those who waited when the signal came
+    got which status.
     """
 
     counts: Counter
@@ -187,7 +188,7 @@ class Report:
     def growth_mb(self) -> float:
         totals = [sum(one.values()) for one in self.memory_mb]
         quarter = max(1, len(totals) // 4)
-        return median(totals[-quarter:]) - median(totals[quarter : 2 * quarter])
+        return median(totals[-quarter:]) - median(totals[2 * quarter : 3 * quarter])
 
 
 def gauges(url: str) -> dict[str, float]:
