@@ -197,12 +197,17 @@ class Structures:
         """
         key = params.key
         with self.lock:
-            if key not in self.compiled:
-                self.compiled[key] = self.compile(params)
-                if len(self.compiled) > MOST_KEPT:
-                    self.compiled.popitem(last=False)
+            masks = self.compiled.get(key)
+        if masks is None:
+            # Without the lock, because the engine's thread takes it for every request that has a
+            # structure. Two threads may compile the same one; both get what was there first.
+            masks = self.compile(params)
+        with self.lock:
+            masks = self.compiled.setdefault(key, masks)
             self.compiled.move_to_end(key)
-            return self.compiled[key]
+            if len(self.compiled) > MOST_KEPT:
+                self.compiled.popitem(last=False)
+            return masks
 
     def compile(self, params: StructuredOutputsParams) -> TokenMasks:
         """Anew. Raises ValueError in one line."""

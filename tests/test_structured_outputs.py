@@ -4,6 +4,8 @@ not notice them.
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -187,6 +189,31 @@ def test_equal_structures_are_compiled_once_and_few_are_kept(monkeypatch):
     monkeypatch.setattr("reference.structured.MOST_KEPT", 2)
     engine.structures.prepare(StructuredOutputsParams(regex="b"))
     assert len(engine.structures.compiled) == 2 and once not in engine.structures.compiled.values()
+
+
+def test_a_structure_that_is_there_waits_for_no_other_one(monkeypatch):
+    """While one thread compiles a large schema, another gets a structure that is compiled already.
+    And who compiles the same at the same time gets the same masks.
+    """
+    structures = engine_of_tokens().structures
+    there = structures.prepare(wish(0))
+    begun, go_on, compile_it = threading.Semaphore(0), threading.Event(), structures.compile
+
+    def slowly(params):
+        begun.release()
+        assert go_on.wait(60)
+        return compile_it(params)
+
+    monkeypatch.setattr(structures, "compile", slowly)
+    with ThreadPoolExecutor(3) as threads:
+        large = [threads.submit(structures.prepare, wish(3)) for _ in range(2)]
+        try:
+            for _ in large:
+                assert begun.acquire(timeout=20)
+            assert threads.submit(structures.prepare, wish(0)).result(20) is there
+        finally:
+            go_on.set()
+        assert large[0].result() is large[1].result() is structures.prepare(wish(3))
 
 
 # ---------------------------------------------------------------- the embedded model

@@ -44,7 +44,8 @@ class Queue(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """None: no limit. 0 requests: only while there is a free place. max_waiting_per_user: requests of one user; max_wait_s: the predicted wait.
+    """None: no limit. 0 requests: only while there is a free place. max_waiting_per_user: requests of
+    one user; max_wait_s: the predicted wait.
 
     Raises ValueError, in one line.
     """

@@ -1,5 +1,7 @@
 """Everything together: what the router answers itself, and what it passes on."""
 
+import asyncio
+
 import httpx
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
@@ -13,6 +15,7 @@ from reference.server.errors import ApiError, response_of
 from reference.server.limits import App, Limits
 
 KEPT_S = 2.0  # an idle connection; uvicorn closes one after 5, and a request may meet that moment
+TICK_S = 0.05  # between two looks at what runs, during a drain
 WITH_BODY = ("POST", "PUT", "PATCH")
 
 
@@ -77,8 +80,15 @@ class Routing:
         text = generate_latest(self.metrics.registry)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
-    def cut(self) -> None:
-        """End every answer with an error, because the time to shut down is over."""
+    async def drain(self, timeout_s: float) -> None:
+        """Take nobody new, and wait for the answers that have begun, at most timeout_s seconds. Those
+        that are left end with an error.
+        """
+        self.is_draining = True
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        while self.running and loop.time() < end_s:
+            await asyncio.sleep(TICK_S)
         for answer in self.running:
             answer.cut()
 

@@ -29,9 +29,8 @@ THEIRS = {b"date", b"server"}
 REFUSALS = (429, 503)
 NOT_TAKEN = (httpx.ConnectError, httpx.ConnectTimeout)
 MOST_DEATHS = 2  # of replicas that had taken a request: perhaps it is what kills them
-MOST_HELD_BYTES = (
-    16 * 2**20
-)  # of an answer that is no stream; a longer one begins before it is whole
+# Of an answer that is no stream; a longer one begins before it is whole.
+MOST_HELD_BYTES = 16 * 2**20
 SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')  # of an event of /v1/responses
 Headers = list[tuple[bytes, bytes]]
 

@@ -34,15 +34,15 @@ class RouterServer(EndsOnSignal):
         await self.routing.replicas.start()
         await super().startup(sockets)
 
+    async def drain(self) -> None:
+        """As in EndsOnSignal."""
+        await self.routing.drain(self.args.shutdown_timeout)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the socket, then wait for the answers."""
-        self.routing.is_draining = True
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self.args.shutdown_timeout, self.routing.cut)
+        """As in EndsOnSignal. At last the connections to the replicas are closed."""
         try:
             await super().shutdown(sockets)
         finally:
-            timer.cancel()
             await self.routing.stop()
 
 

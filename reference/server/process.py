@@ -4,8 +4,10 @@ The first SIGTERM or Ctrl-C begins the end: nobody new is let in, and whoever ha
 it, until the time to shut down is over. A second signal ends at once.
 """
 
+import asyncio
 import os
 import socket
+import time
 from functools import partial
 
 import uvicorn
@@ -16,7 +18,26 @@ TO_SAY_SO_S = 2.0  # after the last answers were ended, for their errors to reac
 
 
 class EndsOnSignal(uvicorn.Server):
-    """uvicorn's, with exit codes that tell a drain from a failure."""
+    """uvicorn's, which drains, and whose exit codes tell a drain from a failure."""
+
+    async def drain(self) -> None:
+        """Take nobody new, and return when the answers that have begun have ended. The last of them
+        are ended after the time to shut down.
+        """
+        raise NotImplementedError
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then close the socket and the connections. The socket stays open until then, so that
+        probes and newcomers are told what goes on.
+        """
+        begin = time.monotonic()
+        most_s = self.config.timeout_graceful_shutdown
+        drain = asyncio.ensure_future(self.drain())
+        await asyncio.wait({drain}, timeout=most_s)  # an engine may hang
+        drain.cancel()
+        left_s = most_s - (time.monotonic() - begin)
+        self.config.timeout_graceful_shutdown = max(left_s, TO_SAY_SO_S)
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame) -> None:
         """A signal has come. uvicorn itself would end at once only for a second Ctrl-C, and would
@@ -46,10 +67,10 @@ def new_socket(host: str, port: int, write_timeout_s: float) -> socket.socket:
     return listening
 
 
-def url_of(listening: socket.socket) -> str:
+def url_of(listening: socket.socket, scheme: str = "http") -> str:
     """Where clients find it."""
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def new_config(app: App, read_timeout_s: float, shutdown_s: float, **more) -> uvicorn.Config:

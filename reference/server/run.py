@@ -6,7 +6,6 @@ for at most --shutdown-timeout seconds. `process` has what signals do.
 
 import asyncio
 import gc
-import socket
 import sys
 from contextlib import suppress
 
@@ -20,22 +19,14 @@ from reference.server.service import Service
 
 
 class Server(EndsOnSignal):
-    """It drains the engine while it waits for its connections."""
+    """It drains the engine."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
         self.service = service
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the socket, then wait for both the engine and the connections."""
-        drain = asyncio.ensure_future(self.drain())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            drain.cancel()
-
     async def drain(self) -> None:
-        """Wait for the engine's answers. An engine that has died has none."""
+        """As in EndsOnSignal. An engine that has died has no answers."""
         with suppress(EngineDeadError):
             await self.service.engine.drain(self.service.args.shutdown_timeout)
 
@@ -69,7 +60,10 @@ def serve_forever(args: ServerArgs) -> int:
         # everybody's stream for a tenth of a second.
         gc.collect()
         gc.freeze()
-        print(f"serving {names} at {url_of(listening)}", file=sys.stderr, flush=True)
-        asyncio.run(server.serve(sockets=[listening]))
-        service.engine.shutdown()
+        url = url_of(listening, "https" if args.ssl_certfile else "http")
+        print(f"serving {names} at {url}", file=sys.stderr, flush=True)
+        try:
+            asyncio.run(server.serve(sockets=[listening]))
+        finally:
+            service.engine.shutdown()  # or its processes would stay
     return 0

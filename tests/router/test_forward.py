@@ -368,5 +368,28 @@ async def test_a_drain_ends_what_has_begun_and_then_what_takes_too_long():
         assert quick.endswith(b'data: {"n":1}\n\ndata: [DONE]\n\n')
         error = events(slow.decode())[-1]["error"]
         assert "shutting down" in error["message"] and error["type"] == "server_error"
+        (listening,) = router.server.servers
+        await until(lambda: not listening.is_serving())
         with pytest.raises(httpx.ConnectError):
             await router.ask("hello")
+
+
+async def test_a_drain_is_told_to_whoever_connects():
+    """The socket is open until the last answer has ended, so a probe hears that the router is alive and
+    not ready, and a newcomer when to come again.
+    """
+    async with cluster(count=1, script=fakes.streams) as router:
+        body = dict(prompt="a", stream=True)
+        request = router.client.build_request("POST", "/v1/completions", json=body)
+        begun = await router.client.send(request, stream=True)
+        router.server.should_exit = True
+        await until(lambda: router.routing.is_draining)
+        async with httpx.AsyncClient(base_url=router.client.base_url, timeout=60) as newcomer:
+            assert (await newcomer.get("/ready")).status_code == 503
+            assert (await newcomer.get("/health")).status_code == 200
+            refused = await newcomer.post("/v1/completions", json=body)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        router.fakes[0].go_on.set()
+        assert (await begun.aread()).endswith(b"data: [DONE]\n\n")
+        (listening,) = router.server.servers
+        await until(lambda: not listening.is_serving())

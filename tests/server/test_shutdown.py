@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from tests.server.live import events
+from reference.server import run
+from tests.server.live import events, server_args
 from tests.server.paths import MODEL, REPOSITORY
 from tests.server.soak import processes_of
 
@@ -64,27 +66,31 @@ def wait_for_running(url: str, count: int) -> None:
         running = float(re.search(r"num_requests_running\{.*\} (\S+)", text)[1])
 
 
-def wait_for_a_closed_door(url: str) -> None:
-    """Return when nobody new can connect."""
+def wait_for_the_drain(url: str) -> None:
+    """Return when a load balancer is told to send nobody any more."""
     end = time.monotonic() + 60
-    with pytest.raises(httpx.ConnectError):
-        while time.monotonic() < end:
-            httpx.get(f"{url}/health", timeout=60)
-            time.sleep(0.02)
+    while httpx.get(f"{url}/ready", timeout=60).status_code != 503:
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 @pytest.mark.sample(1, of="ends of the server")
 def test_a_signal_lets_answers_end(process):
     server, url = process
-    answers = []
-    threads = [threading.Thread(target=ask_long, args=(url, answers)) for _ in range(4)]
-    with httpx.Client(base_url=url, timeout=60) as kept:
-        kept.get("/ready").raise_for_status()
-        for thread in threads:
-            thread.start()
-        wait_for_running(url, 4)
-        server.send_signal(signal.SIGTERM)
-        wait_for_a_closed_door(url)
+    answers, longest = [], dict(max_tokens=500)
+    threads = [
+        threading.Thread(target=ask_long, args=(url, answers), kwargs=longest) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_for_running(url, 4)
+    server.send_signal(signal.SIGTERM)
+    # whoever connects now is told, until the last answer has ended
+    wait_for_the_drain(url)
+    refused = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+    assert not answers
     for thread in threads:
         thread.join()
     for answer in answers:
@@ -102,7 +108,7 @@ def test_a_second_signal_ends_at_once(process):
     thread.start()
     wait_for_running(url, 1)
     server.send_signal(signal.SIGTERM)
-    wait_for_a_closed_door(url)
+    wait_for_the_drain(url)
     assert server.poll() is None
     server.send_signal(signal.SIGTERM)
     assert server.wait(60) == 130
@@ -151,3 +157,32 @@ def test_who_takes_too_long_is_told(process):
     told = [events(answer.text)[-1] for answer in begun]
     cut = [chunk["error"]["message"] for chunk in told if "error" in chunk]
     assert cut and all("shutting down" in message for message in cut)
+
+
+class Broken:
+    """A service whose server fails at once. ended: how often its engine was told to end."""
+
+    def __init__(self, monkeypatch):
+        self.ended = 0
+        self.engine = SimpleNamespace(shutdown=self.end)
+        self.models = SimpleNamespace(names=["tiny"], adapters={})
+        monkeypatch.setattr(run, "new_service", lambda args: self)
+        monkeypatch.setattr(run, "new_server", lambda service: service)
+        monkeypatch.setattr(run.gc, "freeze", lambda: None)
+
+    def end(self) -> None:
+        self.ended += 1
+
+    async def serve(self, sockets: list) -> None:
+        raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("certificate, scheme", [(None, "http"), ("some.pem", "https")])
+def test_where_it_is_and_that_no_engine_stays(certificate, scheme, monkeypatch, capfd):
+    """A server that fails ends its engine, whose processes would stay otherwise."""
+    service, args = Broken(monkeypatch), server_args(port=0)
+    args.ssl_certfile = certificate
+    with pytest.raises(RuntimeError, match="broken"):
+        run.serve_forever(args)
+    assert service.ended == 1
+    assert re.fullmatch(rf"serving tiny at {scheme}://127.0.0.1:\d+\n", capfd.readouterr().err)
