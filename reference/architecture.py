@@ -17,8 +17,8 @@ from lessons.toolbox.draw.figure import GREY, SMALL, ClassFigure, frame, save_sv
 
 HERE = Path(__file__).parent
 ALT = (
-    "Requests go from clients through a router and a server to the async engine. Below it stands the "
-    "engine's own loop: the scheduler chooses, the model runner computes, the sampler draws, and each "
+    "Requests go from clients through a router and a server to the async engine. Below it, in a process "
+    "of its own, runs the engine's loop: the scheduler chooses, the model runner computes, the sampler draws, and each "
     "names its file and the files of the parts that it uses."
 )
 WIDTH, HEIGHT = 3.0, 0.74  # of a box, in units of the axes
@@ -44,11 +44,12 @@ class Box(NamedTuple):
 
 
 PEOPLE = (
-    Box("load client", "reference/bench_serving.py", 1.85, 8.1),
-    Box("router", "reference/router/forward.py", 5.1, 8.1),
-    Box("server", "reference/server/app.py", 8.3, 8.1),
-    Box("async engine", "reference/async_engine.py", 11.55, 8.1),
+    Box("load client", "reference/bench_serving.py", 1.85, 9.1),
+    Box("router", "reference/router/forward.py", 5.1, 9.1),
+    Box("server", "reference/server/app.py", 8.3, 9.1),
+    Box("async engine", "reference/async_engine.py", 11.55, 9.1),
 )
+PROCESS = Box("engine's process", "reference/engine_process/core.py", 11.55, 7.45)
 STEP = (
     Box("scheduler", "lessons/l15_chunked_prefill/optimized.py", 2.2, 5.6),
     Box("model runner", "reference/model_runner.py", 6.7, 5.6),
@@ -70,7 +71,7 @@ WHOLE = (
     Box("LoRA adapters", "reference/lora.py", 6.7, 1.0),
     Box("workers, many GPUs", "reference/parallel/engine.py", 11.2, 1.0),
 )
-BOXES = (*PEOPLE, *STEP, *PARTS, *WHOLE)
+BOXES = (*PEOPLE, PROCESS, *STEP, *PARTS, *WHOLE)
 
 
 @style()
@@ -79,12 +80,12 @@ def draw() -> ClassFigure:
     fig, ax = frame(
         "An event loop hears everybody; one engine loop schedules, runs and samples for all of them",
         "below each part its file: of reference/, or of a lesson",
-        (12, 7.6),
+        (12, 8.4),
     )
     ax.set_xlim(0, 13.4)
-    ax.set_ylim(0.1, 9.3)
+    ax.set_ylim(0.1, 10.3)
     ax.axis("off")
-    area(ax, 0.05, 7.45, 13.3, 1.65, "people: any number of them, at any speed")
+    area(ax, 0.05, 8.45, 13.3, 1.65, "people: any number of them, at any speed")
     area(ax, 0.05, 0.25, 13.3, 6.5, "the engine's loop (engine.py): one step for all requests")
     for box in BOXES:
         put(ax, box, PALE if box in STEP else WHITE)
@@ -97,10 +98,11 @@ def draw() -> ClassFigure:
     first, last, top = STEP[0], STEP[-1], STEP[0].y + HEIGHT / 2
     ax.plot([last.x, last.x, first.x], [top, top + 0.2, top + 0.2], color="black", lw=1.4)
     arrow(ax, (first.x, top + 0.2), (first.x, top), "-|>")
-    engine = PEOPLE[-1]
-    arrow(ax, (engine.x, engine.y - HEIGHT / 2), (engine.x, 6.78), "<|-|>")
+    for upper, below_y in ((PEOPLE[-1], PROCESS.y + HEIGHT / 2), (PROCESS, 6.78)):
+        arrow(ax, (upper.x, upper.y - HEIGHT / 2), (upper.x, below_y), "<|-|>")
     look = dict(size=SMALL, color=GREY, va="center")
-    ax.text(engine.x - 0.2, 7.1, "requests and aborts down, newest answers up", ha="right", **look)
+    beside = PROCESS.x - WIDTH / 2 - 0.2, PROCESS.y
+    ax.text(*beside, "requests and aborts down, newest answers up", ha="right", **look)
     ax.text(0.7, 1.65, "what changes the model under all of it", ha="left", **look)
     return fig
 

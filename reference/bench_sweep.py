@@ -15,18 +15,14 @@ import argparse
 import asyncio
 import math
 import os
-import signal
-import socket
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from reference import bench_serving
 from reference.ladder import place_of
+from reference.own_server import OwnServer, own_server
 
 AT_ONCE = 64  # requests of the closed loop that finds the capacity
 ROUNDS = 5  # that each of its places makes
@@ -59,48 +55,6 @@ def check(args: argparse.Namespace) -> None:
     for share in args.shares:
         check_positive(**{"--shares": share})
     check_writable(args.out)
-
-
-# ---------------------------------------------------------------- the server
-
-
-class OwnServer:
-    """A server's processes, which can be stopped for a moment."""
-
-    def __init__(self, process: subprocess.Popen, port: int):
-        self.process = process
-        self.url = f"http://127.0.0.1:{port}"
-
-    def stop(self) -> None:
-        """No process of it runs until go_on. Its sockets stay open, and the kernel takes requests."""
-        os.killpg(self.process.pid, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Let them run again."""
-        os.killpg(self.process.pid, signal.SIGCONT)
-
-
-@contextmanager
-def own_server(model: str) -> Iterator[OwnServer]:
-    """A server with its own defaults, in a process group of its own; ended with the block."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "reference.server", "--model", model, "--port", str(port)]
-    command += ["--max-num-seqs", str(AT_ONCE)]
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    process = subprocess.Popen(command, start_new_session=True, **quiet)
-    server = OwnServer(process, port)
-    try:
-        yield server
-    finally:
-        server.go_on()  # because a stopped process does not hear that it shall end
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 # ---------------------------------------------------------------- the loads
@@ -195,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 
     check(args)
     client = client_args(args)
-    with own_server(args.model) as server:
+    with own_server(args.model, "--max-num-seqs", str(AT_ONCE)) as server:
         client.base_url = server.url
         points, more = asyncio.run(measure(args, server, client))
     print("\n".join(summary_of_sweep(points)))

@@ -17,17 +17,15 @@ import argparse
 import asyncio
 import gc
 import os
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
 from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from reference.ladder import place_of
+from reference.own_server import free_port, own_server
 
 SCHEMA = 2
 READY_S = 120.0  # that a server may take until it answers
@@ -98,39 +96,21 @@ async def served_tokens_per_s(backend, requests) -> float:
     return tokens_per_s(run.history)
 
 
-def free_port() -> str:
-    """A port that nobody uses now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
-@contextmanager
-def our_server(args: argparse.Namespace, *flags: str) -> Iterator[str]:
-    """The address of a server that is started here and ends with the block."""
-    port = free_port()
-    command = [sys.executable, "-m", "reference.server", "--model", str(args.model), "--port", port]
-    command += ["--max-num-seqs", str(args.streams), "--no-enable-prefix-caching", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
 def enter_servers(args: argparse.Namespace, stack: ExitStack) -> dict[str, str]:
     """{who: address} of the servers, which end with the stack. Raises ValueError."""
     from reference import speed_peer
 
     if args.no_server:
         return {}
+    urls = {}
     if args.base_url:
-        urls = {SERVER: args.base_url}
+        urls[SERVER] = args.base_url
     else:
-        thread = "--disable-frontend-multiprocessing"
-        urls = {SERVER: stack.enter_context(our_server(args))}
-        urls[THREAD] = stack.enter_context(our_server(args, thread))
+        thread = ("--disable-frontend-multiprocessing",)
+        flags = ("--max-num-seqs", str(args.streams), "--no-enable-prefix-caching")
+        for name, more in ((SERVER, ()), (THREAD, thread)):
+            server = own_server(str(args.model), *flags, *more)
+            urls[name] = stack.enter_context(server).url
     if args.peer_url:
         urls[PEER] = args.peer_url
     if args.peer:

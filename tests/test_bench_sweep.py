@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import pytest
 
 from lessons.l22_serving.load import Served
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
-from reference import bench_figures, bench_serving, bench_sweep, slides
+from reference import bench_figures, bench_serving, bench_sweep, slides, speed_serving
 from reference.bench_load import BenchRequest, LoadRun, Stream
 from reference.bench_omission import MEANT, SENT, counted_twice
+from reference.own_server import OwnServer, own_server
 from tests.virtual_time import run_virtual
 
 
@@ -126,7 +128,7 @@ def test_a_stopped_server_goes_on_and_ends():
     process = subprocess.Popen(
         [sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE
     )
-    server = bench_sweep.OwnServer(process, 1)
+    server = OwnServer(process, "1")
     try:
         assert process.stdout.readline()
         server.stop()
@@ -155,10 +157,33 @@ def test_a_server_is_ended_even_if_it_stands(monkeypatch):
     program = [sys.executable, "-c", "import time; time.sleep(60)"]
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **how: start(program, **how))
-    with pytest.raises(KeyError), bench_sweep.own_server("models/tiny") as server:
+    with pytest.raises(KeyError), own_server("models/tiny") as server:
         server.stop()
         raise KeyError
     assert server.process.returncode == -signal.SIGTERM
+
+
+def test_servers_of_the_other_measurement_are_ended_alike(monkeypatch):
+    """speed_serving starts two, one with its engine in a thread, and both end although they stand."""
+    commands, program = [], [sys.executable, "-c", "import time; time.sleep(60)"]
+    start = subprocess.Popen
+
+    def note(command, **how):
+        commands.append((command, start(program, **how)))
+        return commands[-1][1]
+
+    monkeypatch.setattr(subprocess, "Popen", note)
+    args = speed_serving.parse_args(["--streams", "7"])
+    with ExitStack() as stack:
+        urls = speed_serving.enter_servers(args, stack)
+        for _, process in commands:
+            os.killpg(process.pid, signal.SIGSTOP)
+    assert list(urls) == [speed_serving.SERVER, speed_serving.THREAD]
+    for (command, process), url, thread in zip(commands, urls.values(), (0, 1)):
+        assert f"127.0.0.1:{command[command.index('--port') + 1]}" in url
+        assert command[command.index("--max-num-seqs") + 1] == "7"
+        assert command.count("--disable-frontend-multiprocessing") == thread
+        assert process.returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(

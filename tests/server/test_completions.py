@@ -138,3 +138,11 @@ def test_forms_of_an_answer(live):
     assert refusal.status_code == 400 and "one form" in refusal.text
     refusal = live.post("/v1/completions", GREEDY | dict(guided_regex="(a"))
     assert refusal.status_code == 400 and refusal.json()["error"]["param"]
+
+
+def test_usage_grows_from_chunk_to_chunk(live):
+    options = dict(include_usage=True, continuous_usage_stats=True)
+    body = dict(prompt="def f(", max_tokens=9, temperature=0, stream=True, stream_options=options)
+    chunks = events(live.post("/v1/completions", body | dict(ignore_eos=True)).text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 9 and len(chunks[0]["choices"]) == 1
