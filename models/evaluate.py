@@ -264,8 +264,9 @@ Train them again: `python -m models.train tokenizer`, then `tiny --tokens 150` a
 both and the heads, in runs of a few minutes. That recipe also reads the
 libraries that the course installs ({", ".join(f"{name}, {to}" for name, to in LIBRARIES.items())}),
 without what they copied from held-out modules. More tokens give better models of the same shape.
-The heads of lesson 17 belong to these weights and have to be trained again as well
-([HEADS.md](HEADS.md)), and what is recorded under `results/` was recorded with them.
+The heads of lesson 17 ([HEADS.md](HEADS.md)), the adapters of lesson 21
+([ADAPTERS.md](ADAPTERS.md)) and the eyes of `models/tiny-vision` ([VISION.md](VISION.md)) belong to
+these weights and have to be trained again as well, and what is recorded under `results/` was recorded with them.
 
 ## Samples
 

@@ -35,8 +35,10 @@ def seeing():
         SEES, max_model_len=256, kv_cache_memory_bytes=20_000_000, dtype="float32",
         limit_mm_per_prompt={"image": 2},
     )  # fmt: skip
-    quiet = dict(uvicorn_log_level="error", disable_uvicorn_access_log=True)
-    server = Live(new_service(ServerArgs(engine, served_model_name=["eyes"], **quiet)))
+    # the engine in this process, because the tests look into it
+    more = dict(disable_uvicorn_access_log=True, disable_frontend_multiprocessing=True)
+    args = ServerArgs(engine, served_model_name=["eyes"], uvicorn_log_level="error", **more)
+    server = Live(new_service(args))
     yield server
     server.stop()
     server.service.engine.shutdown()
