@@ -85,7 +85,7 @@ class VirtualRunner:
         self.model.config, self.model.device = CONFIG, torch.device("cpu")
         self.virtual = VirtualModel(blocks)
         self.rules, self.faults, self.steps = rules, faults, 0
-        self.features, self.adapters = None, None
+        self.features, self.adapters, self.sight = None, None, None
 
     def __call__(self, step, tables) -> Tensor:
         self.rules.check(step)

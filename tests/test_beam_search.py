@@ -222,7 +222,7 @@ def test_beams_follow_a_structure(llm, wanted):
     """The beams and scores of a search that tries every token; those that ended fit."""
     name = random.choice(["structured_outputs", "guided_decoding"])
     params = BeamSearchParams(3, 7, **{name: wanted})
-    _, prompt = llm.engine.read_prompt("def f(")
+    _, prompt, _ = llm.engine.read_prompt("def f(")
     [output] = llm.beam_search([prompt], params)
     found = [(s.tokens[len(prompt) :], s.cum_logprob) for s in output.sequences]
     want = constrained(llm, prompt, 3, 7, params.structure)
@@ -238,7 +238,7 @@ def test_beams_follow_a_structure(llm, wanted):
 
 def test_fewer_answers_than_beams(llm):
     """What is forbidden fills no place."""
-    _, prompt = llm.engine.read_prompt("def f(")
+    _, prompt, _ = llm.engine.read_prompt("def f(")
     [output] = llm.beam_search(
         [prompt], BeamSearchParams(4, 5, structured_outputs=dict(choice=["a"]))
     )

@@ -40,9 +40,8 @@ def pod(name: str = "deployment") -> dict:
 def metrics_of_the_server() -> set[str]:
     """Every name that /metrics shows, without the ends that Prometheus adds."""
     stats = SimpleNamespace(num_running=0)
-    counter = SimpleNamespace(observers=[])
-    core = SimpleNamespace(max_model_len=2048)
-    engine = SimpleNamespace(engine=core, counter=counter, stats=lambda: stats)
+    info = SimpleNamespace(max_model_len=2048)
+    engine = SimpleNamespace(info=info, observers=[], stats=lambda: stats)
     families = Metrics(engine, "tiny").registry.collect()
     return {family.name for family in families} | {"up"}
 

@@ -144,13 +144,13 @@ class Replays:
     def fits(self, chunks) -> bool:
         return max(len(new) for new, _ in chunks) == 1
 
-    def __call__(self, chunks, tables, row_slots=None):
+    def __call__(self, chunks, tables, row_slots=None, trees=()):
         runner, self.ran = self.runner, self.ran + chunks
         splice, runner.sight.splice = runner.sight.splice, None
         batch = step_batch(runner.pool, chunks, tables)
         hidden = runner.forward(batch.tokens, runner.pool.attending(batch))
         runner.sight.splice = splice
-        return hidden
+        return hidden, hidden
 
 
 @pytest.mark.parametrize("misses", [False, True])
@@ -163,7 +163,7 @@ def test_a_step_with_a_row_of_a_picture_is_never_replayed(misses):
     runner, prompt = engine.runner, seen([5, IMAGE, 6], a_picture())
     runner.captured = replays = Replays(runner)
     if misses:
-        runner.run = lambda chunks, *more: replays(chunks, *more)
+        runner.run = lambda *step, **more: replays(*step, **more)[0]
     engine.scheduler.max_num_batched_tokens = 1  # as the end of a budget leaves it
     got = ask(engine, prompt)[0]
     assert (got == plain_answer(model, eyes, prompt, 4, STOP)) is not misses
