@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -32,9 +33,11 @@ from reference.llm import LLM
 from reference.outputs import CompletionOutput, Logprob, RequestOutput
 from reference.request import by_user
 from reference.sampling_params import SamplingParams
-from tests import parallel_cases  # noqa: F401  (it says first what all processes import)
+from reference.server.embeddings import embed
+from tests import parallel_cases  # which says first what all processes import
 from tests.engine_cases import assert_clean, new_engine, new_model, random_prompts
 from tests.server.paths import MODEL
+from tests.server.soak import processes_of
 
 PRELOAD.append(WARM)
 SOON_S = 60.0  # it takes tenths on an idle machine
@@ -353,6 +356,8 @@ def test_a_process_answers_as_the_engine_does_and_its_death_is_told():
             assert [one.text for one in told.outputs] == [o.text for o in alone.outputs]
             assert (told.prompt_logprobs is None) == (alone.prompt_logprobs is None)
         assert await engine.call(number_of_blocks) == llm.engine.scheduler.blocks.num_blocks
+        vector = await engine.call(embed, [5, 6, 7])
+        assert vector == pytest.approx(embed(llm.engine, [5, 6, 7]))
         with pytest.raises(ZeroDivisionError):
             await engine.call(divide, 0)
 
@@ -376,6 +381,41 @@ def test_a_process_answers_as_the_engine_does_and_its_death_is_told():
     finally:
         engine.shutdown()
     assert not engine.process.is_alive()
+
+
+WAYS = [
+    dict(tensor_parallel_size=2),
+    dict(pipeline_parallel_size=2),
+    dict(data_parallel_size=2),
+    dict(speculative_config=dict(method="ngram", num_speculative_tokens=3)),
+]
+
+
+@pytest.mark.sample(1, of="ends of the server")
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: processes are found in /proc")
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "".join(way))
+def test_a_model_in_workers_and_one_that_speculates(way):
+    """The same tokens; and when the engine's process dies, its workers do."""
+    size = dict(kv_cache_memory_bytes=20_000_000, max_model_len=256)
+    prompts, wish = ["def f(", "import os\n", "x = "], SamplingParams(temperature=0, max_tokens=20)
+    offline = LLM(MODEL, **size).generate(prompts, wish, use_tqdm=False)
+    engine = AsyncProcessEngine(AsyncEngineArgs.read(model=MODEL, **size, **way))
+
+    async def last_of(prompt):
+        return [output async for output in engine.generate(prompt, wish, prompt)][-1]
+
+    async def everything():
+        return await asyncio.gather(*map(last_of, prompts))
+
+    try:
+        for told, alone in zip(asyncio.run(everything()), offline):
+            assert told.outputs[0].token_ids == alone.outputs[0].token_ids
+        family = processes_of(engine.process.pid)
+        assert len(family) > 2 or "speculative_config" in way
+        engine.kill()
+        parallel_cases.assert_all_gone(family)
+    finally:
+        engine.shutdown()
 
 
 def number_of_blocks(engine) -> int:

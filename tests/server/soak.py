@@ -171,9 +171,10 @@ class Soak:
 
 @dataclass
 class Report:
-    """What a soak found. memory_mb: of each process, at even times. growth_mb: of all together, from
-    the second quarter's median to the last's. left: what the server's gauges show when everybody has gone. at_the_end: how many of those
-    who waited when the signal came got which status.
+    """What a soak found. memory_mb: of each process, at even times. growth_mb: of each, from the
+    third quarter's median to the last's; the first half counts as warm-up. left: what the server's
+    gauges show when everybody has gone. at_the_end: how many of those who waited when the signal came
+    got which status.
     """
 
     counts: Counter
@@ -184,10 +185,12 @@ class Report:
     at_the_end: Counter
 
     @property
-    def growth_mb(self) -> float:
-        totals = [sum(one.values()) for one in self.memory_mb]
-        quarter = max(1, len(totals) // 4)
-        return median(totals[-quarter:]) - median(totals[quarter : 2 * quarter])
+    def growth_mb(self) -> dict[int, float]:
+        quarter, found = max(1, len(self.memory_mb) // 4), {}
+        for pid in self.memory_mb[-1]:
+            sizes = [one.get(pid, 0.0) for one in self.memory_mb]
+            found[pid] = median(sizes[-quarter:]) - median(sizes[2 * quarter : 3 * quarter])
+        return found
 
 
 def gauges(url: str) -> dict[str, float]:
@@ -255,7 +258,7 @@ def main() -> int:
     print(f"wrong: {len(report.wrong)}", *report.wrong[:5], sep="\n")
     for pid in report.memory_mb[0]:
         print("MB:", *(f"{one.get(pid, 0):.1f}" for one in report.memory_mb))
-    print(f"growth {report.growth_mb:+.2f} MB; left {report.left}; exit code {report.exit_code}; "
+    print(f"growth in MB {report.growth_mb}; left {report.left}; exit code {report.exit_code}; "
           f"statuses at the end: {dict(report.at_the_end)}")  # fmt: skip
     return bool(report.wrong)
 

@@ -185,3 +185,11 @@ def test_a_form_that_is_wrong_is_named_as_it_was_sent(live, path, form, said):
     else:
         assert error["message"].startswith(said)
         assert error["param"] == re.match(r"\w+", said)[0]
+
+
+def test_usage_grows_from_chunk_to_chunk(live):
+    options = dict(include_usage=True, continuous_usage_stats=True)
+    body = dict(prompt="def f(", max_tokens=9, temperature=0, stream=True, stream_options=options)
+    chunks = events(live.post("/v1/completions", body | dict(ignore_eos=True)).text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 9 and len(chunks[0]["choices"]) == 1

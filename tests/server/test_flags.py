@@ -44,6 +44,13 @@ def test_values_arrive():
     assert args.served_model_name == ["models/tiny"] and args.host == "127.0.0.1"
 
 
+def test_where_the_engine_is():
+    """A process of its own, unless vLLM's flag says otherwise."""
+    for given, in_thread in (([], False), (["--disable-frontend-multiprocessing"], True)):
+        args = flags.read_args(flags.parse(given, "x"))
+        assert args.disable_frontend_multiprocessing is in_thread
+
+
 def test_a_key_from_the_environment(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     assert flags.read_args(flags.parse([], "x")).api_key == ["secret"]
