@@ -102,6 +102,23 @@ class GuidedDecodingParams(StructuredOutputsParams):
     backend: str | None = None
 
 
+@dataclass(frozen=True)
+class SentStructure(StructuredOutputsParams):
+    """As a client of the server sent it. sent_as: its field; with "_" or "." at the end it is the
+    beginning of one, and the kind is the rest, as in "guided_".
+    """
+
+    sent_as: str = "structured_outputs."
+
+    def as_sent(self, message: str) -> str:
+        """An error of compile_structure that names what the client sent."""
+        if self.sent_as.endswith(("_", ".")):
+            if message.startswith((self.kind, "whitespace_pattern")):
+                return self.sent_as + message
+            return f"{self.sent_as}{self.kind}: {message}"
+        return f"{self.sent_as}: {message.removeprefix(f'{self.kind}: ')}"
+
+
 def read_structured(name: str, value) -> StructuredOutputsParams | None:
     """A wish that may be a dict of the field names. Raises ValueError that names the argument."""
     kind = GuidedDecodingParams if name == "guided_decoding" else StructuredOutputsParams

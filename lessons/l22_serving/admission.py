@@ -141,14 +141,14 @@ class AdmissionControl:
         tokens = sum(one.prompt_tokens + one.max_tokens for one in waiting)
         wait_s = self.wait_s(waiting)
         if exceeds(ahead + 1, limits.max_waiting_requests):
-            why = f"{ahead} requests are waiting (max_waiting_requests)"
+            why = waits(ahead, "requests", "max_waiting_requests", limits)
         elif exceeds(mine + 1, limits.max_waiting_per_user):
-            why = f"{mine} of your requests are waiting (max_waiting_per_user)"
+            why = waits(mine, "of your requests", "max_waiting_per_user", limits)
         elif waiting and exceeds(tokens + prompt_tokens + max_tokens, limits.max_waiting_tokens):
             # `waiting`: the first in the queue may be of any size, or a long request never came in
-            why = f"{tokens} tokens are waiting (max_waiting_tokens)"
+            why = waits(tokens, "tokens", "max_waiting_tokens", limits)
         elif exceeds(wait_s, limits.max_wait_s):
-            why = f"the wait is {wait_s:.1f} s (max_wait_s)"
+            why = f"the wait is {wait_s:.1f} s, the limit is {limits.max_wait_s:g} s (max_wait_s)"
         elif exceeds(wait_s + self.rate.service_s(prompt_tokens, max_tokens), timeout_s):
             why = f"the wait is {wait_s:.1f} s, too long for the request's own timeout"
         else:
@@ -169,3 +169,8 @@ class AdmissionControl:
 def exceeds(value: float, limit: float | None) -> bool:
     """Whether there is a limit, and the value is above it."""
     return limit is not None and value > limit
+
+
+def waits(count: int, what: str, name: str, limits: Limits) -> str:
+    """Why nobody else may wait. count: of those who wait; name: of the limit that they have reached."""
+    return f"no place is free, {count} {what} wait, the limit is {getattr(limits, name)} ({name})"

@@ -139,8 +139,10 @@ class AsyncEngine:
         """Let the engine's thread run command() between two steps. From any thread."""
         done = Future()
         self.commands.put((command, done))
-        if not self.thread.is_alive():
-            self._refuse_all()  # nobody runs commands any more
+        # Not whether the thread is alive: between its own _refuse_all and its end it still is. It sets
+        # `failure` before it refuses, so it refuses whatever was put by those who see none yet.
+        if self.failure is not None:
+            self._refuse_all()
         return done
 
     async def _do(self, command: Callable):
@@ -169,15 +171,25 @@ class AsyncEngine:
         return self.engine.step()
 
     def _obey(self) -> None:
-        """Run the commands that have come; sleep while there is nothing else to do."""
-        while not (self.commands.empty() and self.engine.has_unfinished_requests):
-            command, done = self.commands.get()
-            if not done.set_running_or_notify_cancel():
-                continue  # who asked has gone
-            try:
-                done.set_result(command())
-            except Exception as error:
-                done.set_exception(error)
+        """Run the commands that are there; sleep while there is nothing else to do. Those that come
+        meanwhile run after the next step, or a flood of them would stop everybody's tokens.
+        """
+        while True:
+            for _ in range(self.commands.qsize()):
+                self._obey_next()
+            if self.engine.has_unfinished_requests:
+                return
+            self._obey_next()
+
+    def _obey_next(self) -> None:
+        """Run one command; sleep until there is one."""
+        command, done = self.commands.get()
+        if not done.set_running_or_notify_cancel():
+            return  # who asked has gone
+        try:
+            done.set_result(command())
+        except Exception as error:
+            done.set_exception(error)
 
     def enter(
         self,

@@ -59,6 +59,35 @@ def check_limits(kind):
         assert not is_refused or next(iter(limits)) in str(found)
 
 
+@pytest.mark.parametrize(
+    "limits, waiting, said",
+    [
+        (
+            dict(max_waiting_requests=0),
+            [],
+            "no place is free, 0 requests wait, the limit is 0 (max",
+        ),
+        (
+            dict(max_waiting_requests=2),
+            TWO,
+            "2 requests wait, the limit is 2 (max_waiting_requests)",
+        ),
+        (
+            dict(max_waiting_per_user=1),
+            TWO,
+            "1 of your requests wait, the limit is 1 (max_waiting_p",
+        ),
+        (
+            dict(max_waiting_tokens=519),
+            TWO,
+            "500 tokens wait, the limit is 519 (max_waiting_tokens)",
+        ),
+    ],
+)
+def test_who_is_turned_away_is_told_the_limit(limits, waiting, said):
+    assert said in str(refuses(door(waiting=waiting, **limits)))
+
+
 def check_free_places(kind):
     """Whoever finds a place in the next step waits for nobody."""
     assert not refuses(door(kind, TWO, free_places=3, max_waiting_requests=0))

@@ -5,6 +5,7 @@ when, and however many there are; and that mailboxes keep the newest output and 
 import asyncio
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from queue import Full
@@ -246,3 +247,51 @@ def test_a_closed_loop_is_no_problem():
     loop.close()
     bell.ring([Mailbox()])
     bell.ring([Mailbox()])
+
+
+# ---------------------------------------------------------------- commands
+
+
+class Counting:
+    """An engine of which only the steps count."""
+
+    def __init__(self, is_busy: bool):
+        self.has_unfinished_requests = is_busy
+        self.steps = 0
+
+    def step(self) -> list:
+        self.steps += 1
+        return []
+
+
+def test_a_flood_of_commands_does_not_stop_the_steps():
+    """Each command is followed by another one before it has ended. A step comes after each."""
+    engine = Counting(is_busy=True)
+    served, seen, over = AsyncEngine(engine), [], threading.Event()
+
+    def command() -> None:
+        seen.append(engine.steps)
+        served.send(command) if len(seen) < 50 else over.set()
+
+    served.send(command)
+    assert over.wait(60)
+    served.shutdown()
+    assert len(set(seen)) == 50
+
+
+def test_whoever_comes_at_the_last_moment_is_answered():
+    """The engine's thread has refused those who were there, and has not ended yet."""
+
+    class Late(AsyncEngine):
+        late = None
+
+        def _refuse_all(self):
+            super()._refuse_all()
+            if threading.current_thread() is self.thread:
+                with ThreadPoolExecutor(1) as other:
+                    self.late = other.submit(self.send, lambda: None).result(60)
+
+    served = Late(Counting(is_busy=False))
+    served.shutdown()
+    with pytest.raises(EngineDeadError, match="the engine has ended: shut down"):
+        served.late.result(0)

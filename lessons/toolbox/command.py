@@ -3,12 +3,15 @@ one line and exit code 130.
 """
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 LONGEST_LINE = 300  # characters
+NUMBERS = {"int": "a whole number", "float": "a number"}
+NO_NUMBER = re.compile(r"argument (\S+): invalid (int|float) value: (.*)", re.DOTALL)
 ROOM_BYTES = 2**20  # more than a record and its figures take
 
 
@@ -27,6 +30,10 @@ class OneLineParser(argparse.ArgumentParser):
     """Errors without the usage text in front of them. `prog` is "python -m a.b.command"."""
 
     def error(self, message: str) -> None:
+        """Exit with 2. What argparse says of a number is said as everywhere in the course."""
+        if found := NO_NUMBER.fullmatch(message):
+            flag, kind, value = found.groups()
+            message = f"{flag}: got {value}; accepted: {NUMBERS[kind]}"
         self.exit(2, one_line(f"{self.prog.removeprefix('python -m ')}: {message}") + "\n")
 
 

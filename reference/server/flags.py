@@ -7,11 +7,11 @@ A flag is honoured, or accepted without effect and said so, or refused with the 
 
 import argparse
 import difflib
-import json
 import os
 from typing import Any
 
 from lessons.toolbox.command import OneLineParser
+from reference.server.engine_flags import as_json, engine_options
 
 # What guides pass to vllm serve and what changes nothing here. Values: whether it takes one, and why
 # it has no effect.
@@ -45,15 +45,6 @@ WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
 }
 SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization",
          "-dp": "--data-parallel-size"}  # fmt: skip
-JSON_FLAGS = ("speculative_config",)
-
-
-def as_json(text: str) -> Any:
-    """A JSON value, for argparse."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not accepted: JSON") from None
 
 
 def names(text: str) -> list[str]:
@@ -74,27 +65,6 @@ def lora_module(text: str) -> tuple[str, str]:
     if len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted: name=folder")
     return pair
-
-
-def engine_options(parser: argparse.ArgumentParser) -> None:
-    """A flag for every field of EngineArgs."""
-    from dataclasses import fields
-
-    from reference.async_engine import AsyncEngineArgs
-
-    group = parser.add_argument_group("engine", "reference.AsyncEngineArgs explains them")
-    for field in fields(AsyncEngineArgs):
-        if field.name == "model":
-            continue
-        flag, kind = f"--{field.name.replace('_', '-')}", str(field.type).removeprefix("<class '")
-        if kind.startswith("bool"):
-            action = argparse.BooleanOptionalAction
-            group.add_argument(flag, action=action, default=argparse.SUPPRESS)
-        else:
-            read = as_json if field.name in JSON_FLAGS else next(
-                (kind_ for kind_ in (int, float) if kind.startswith(kind_.__name__)), str
-            )  # fmt: skip
-            group.add_argument(flag, type=read, default=argparse.SUPPRESS)
 
 
 def server_options(parser: argparse.ArgumentParser) -> None:
@@ -128,9 +98,7 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     switch("--disable-frontend-multiprocessing", "the engine in a thread of the server")
     option("--max-logprobs", "of a request at most (default: 20)", int)
     option("--request-timeout", "s, of a whole answer (default: 600)", float)
-    option(
-        "--write-timeout", "s, until a client that reads nothing is dropped (default: 30)", float
-    )
+    option("--write-timeout", "s, of one write to a client that does not read (default: 30)", float)
     option("--read-timeout", "s, of headers and of a body (default: 30)", float)
     option("--shutdown-timeout", "s, to finish answers after SIGTERM (default: 30)", float)
     option("--max-body-bytes", "of a request (default: 1048576)", int)

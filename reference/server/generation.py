@@ -42,8 +42,7 @@ class Run:
         Raises ApiError for a call that cannot be served, and when the server ends it early.
         """
         try:
-            if (wish := self.call.params.structure) is not None:
-                await self.service.engine.prepare(wish)
+            await self.prepare()
             async with aclosing(self.all_outputs()) as outputs:
                 async for prompt, output in outputs:
                     if prompt not in self.outputs:
@@ -55,6 +54,17 @@ class Run:
                         yield delta
         except (ValueError, Overloaded, DeadlineExceeded, EngineDeadError) as error:
             raise refusal(error) from error
+
+    async def prepare(self) -> None:
+        """Compile the form of the answer. Raises ApiError that names it as the client did."""
+        wish = self.call.params.structure
+        if wish is None:
+            return
+        try:
+            await self.service.engine.prepare(wish)
+        except ValueError as error:
+            message = wish.as_sent(str(error))
+            raise bad_request(message, re.match(r"\w+", message)[0]) from None
 
     def request_id(self, prompt: int) -> str:
         """The engine's name of one prompt of the call."""

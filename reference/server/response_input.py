@@ -100,12 +100,13 @@ def params_of(service: Service, body: ResponsesRequest) -> SamplingParams:
     """What is asked of the engine. Raises ApiError."""
     check_logprobs("top_logprobs", body.top_logprobs, service.args.max_logprobs)
     form = form_of(body.text.format.type, body.text.format.schema_)
+    form = form and form | {"sent_as": "text.format"}
     schema = schema_of(tools_of(body), choice_of(body), body.parallel_tool_calls)
     if schema is not None:
         if form:
             accepted = "auto or none together with another form of the answer"
             raise refused("tool_choice", body.tool_choice, accepted)
-        form = {"json": schema, "disable_any_whitespace": True}
+        form = {"json": schema, "disable_any_whitespace": True, "sent_as": "tools"}
     wants_logprobs = body.include or body.top_logprobs is not None
     return new_params(
         body.max_output_tokens,

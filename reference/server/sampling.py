@@ -8,7 +8,7 @@ from lessons.toolbox.model.arguments import shown
 from reference.sampling_params import SamplingParams
 from reference.server.errors import bad_request, refused
 from reference.server.protocol.sampling import SamplingFields
-from reference.structured import StructuredOutputsParams
+from reference.structured import SentStructure
 
 # Fields of a request that SamplingParams has under the same name.
 COMMON = {field.name for field in fields(SamplingParams)} - {"logprobs", "max_tokens"}
@@ -49,24 +49,27 @@ def token_id(name: str) -> int:
 
 
 def structured_of(request: SamplingFields) -> dict[str, Any]:
-    """The form that the answer has to have, as StructuredOutputsParams names it; {} for any. There are
+    """The form that the answer has to have, as SentStructure names it; {} for any. There are
     three spellings: OpenAI's response_format, vLLM's structured_outputs, and vLLM's older guided_*.
     """
-    found: list[dict[str, Any]] = []
+    found: dict[str, dict[str, Any]] = {}
     if request.response_format is not None:
         schema = request.response_format.json_schema
-        found.append(form_of(request.response_format.type, schema and schema.schema_))
+        form = form_of(request.response_format.type, schema and schema.schema_)
+        found["response_format"] = form and form | {"sent_as": "response_format"}
     if request.structured_outputs is not None:
-        found.append(request.structured_outputs.model_dump(by_alias=True, exclude_unset=True))
-    older = {kind: getattr(request, f"guided_{kind}", None) for kind in KINDS}
-    found += [{kind: value} for kind, value in older.items() if value is not None]
-    found = [form for form in found if form]
-    if len(found) > 1:
-        names = [next(iter(form)) for form in found]
-        raise refused("structured_outputs", names, "one form of an answer")
-    if found and request.guided_whitespace_pattern is not None:
-        found[0]["whitespace_pattern"] = request.guided_whitespace_pattern
-    return found[0] if found else {}
+        form = request.structured_outputs.model_dump(by_alias=True, exclude_unset=True)
+        found["structured_outputs"] = form
+    for kind in KINDS:
+        if (value := getattr(request, f"guided_{kind}")) is not None:
+            found[f"guided_{kind}"] = {kind: value, "sent_as": "guided_"}
+    forms = {name: form for name, form in found.items() if form}
+    if len(forms) > 1:
+        raise refused("structured_outputs", list(forms), "one form of an answer")
+    form = next(iter(forms.values()), {})
+    if form and request.guided_whitespace_pattern is not None:
+        form["whitespace_pattern"] = request.guided_whitespace_pattern
+    return form
 
 
 def form_of(kind: str, schema: Any) -> dict[str, Any]:
@@ -76,17 +79,17 @@ def form_of(kind: str, schema: Any) -> dict[str, Any]:
     return {"json_object": {"json_object": True}, "json_schema": {"json": schema}}.get(kind, {})
 
 
-def structured_outputs(**form: Any) -> StructuredOutputsParams:
+def structured_outputs(**form: Any) -> SentStructure:
     """What the engine takes for a form of the answer. Raises ApiError."""
     try:
-        return StructuredOutputsParams(**form)
+        return SentStructure(**form)
     except ValueError as error:
         raise bad_request(str(error)) from None
 
 
-def call_form(schema: dict[str, Any]) -> StructuredOutputsParams:
+def call_form(schema: dict[str, Any]) -> SentStructure:
     """Of a call that tool_choice forces. Without blanks, because nobody reads them."""
-    return structured_outputs(json=schema, disable_any_whitespace=True)
+    return structured_outputs(json=schema, disable_any_whitespace=True, sent_as="tools")
 
 
 def parsed_json(name: str, text: str) -> Any:

@@ -1,5 +1,7 @@
 """/v1/completions: its answers are the engine's, however they are asked for."""
 
+import re
+
 import pytest
 
 from reference import SamplingParams
@@ -136,8 +138,53 @@ def test_forms_of_an_answer(live):
     assert text(response_format=dict(type="json_schema", json_schema=dict(name="n", schema={"enum": [7, 8]}))) in "78"  # fmt: skip
     refusal = live.post("/v1/completions", GREEDY | dict(guided_regex="a", guided_choice=["b"]))
     assert refusal.status_code == 400 and "one form" in refusal.text
-    refusal = live.post("/v1/completions", GREEDY | dict(guided_regex="(a"))
-    assert refusal.status_code == 400 and refusal.json()["error"]["param"]
+    assert "['guided_regex', 'guided_choice']" in refusal.text
+
+
+TOOL = {"name": "f", "parameters": {"not": {}}}
+MESSAGES = [{"role": "user", "content": "x"}]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}
+WRONG = [
+    ("/v1/completions", dict(guided_regex="(a"), "guided_regex: got '(a'"),
+    ("/v1/completions", dict(guided_json={"not": {}}), "guided_json: got 'not'"),
+    ("/v1/completions", dict(guided_json={"pattern": "("}), "guided_json: pattern"),
+    ("/v1/completions", dict(structured_outputs=dict(regex="(a")), "structured_outputs.regex: got"),
+    (
+        "/v1/completions",
+        dict(guided_json={}, guided_whitespace_pattern="("),
+        "guided_whitespace_pattern: got",
+    ),
+    ("/v1/chat/completions", dict(response_format=SCHEMA), "response_format: got 'not'"),
+    (
+        "/v1/chat/completions",
+        dict(tools=[{"type": "function", "function": TOOL}], tool_choice="required"),
+        "tools: got 'not'",
+    ),
+    (
+        "/v1/responses",
+        dict(text={"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}),
+        "text.format: got 'not'",
+    ),
+    ("/generate", dict(parameters=dict(grammar=dict(type="regex", value="(a"))), "grammar: got"),
+]
+
+
+@pytest.mark.parametrize("path, form, said", WRONG)
+def test_a_form_that_is_wrong_is_named_as_it_was_sent(live, path, form, said):
+    prompt = {
+        "/v1/completions": dict(prompt="x"),
+        "/v1/chat/completions": dict(messages=MESSAGES),
+        "/v1/responses": dict(input="x"),
+        "/generate": dict(inputs="x"),
+    }[path]
+    refusal = live.post(path, prompt | form)
+    error = refusal.json()["error"]
+    assert refusal.status_code == 400, error
+    if path == "/generate":
+        assert error.startswith(said)
+    else:
+        assert error["message"].startswith(said)
+        assert error["param"] == re.match(r"\w+", said)[0]
 
 
 def test_usage_grows_from_chunk_to_chunk(live):

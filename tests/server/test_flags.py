@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
+from reference.async_engine import AsyncEngineArgs
 from reference.server import flags
 from reference.server.__main__ import console, main
+from reference.server.engine_flags import HELP
 from tests.server.paths import REPOSITORY
 
 # From vLLM's documentation and from guides that quote it.
@@ -68,7 +71,7 @@ def test_what_has_no_effect_is_said():
         ("--max-modl-len 5", "--max-modl-len: unknown argument; did you mean --max-model-len?"),
         ("--max_num_sequences 5", "did you mean --max-num-seqs?"),
         ("--zzz", "--zzz: unknown argument; --help lists what is accepted"),
-        ("--port x", "--port: invalid int value: 'x'"),
+        ("--port x", "--port: got 'x'; accepted: a whole number"),
         ("--port 99999", "port: got 99999; accepted: 0 to 65535"),
         ("--tensor-parallel-size 64", "tensor_parallel_size: got 64"),
         ("--max-model-len 0", "max_model_len: got 0"),
@@ -114,3 +117,18 @@ def test_help():
     command = [sys.executable, "-m", "reference.server", "--help"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0 and "--served-model-name" in done.stdout and not done.stderr
+
+
+def test_help_says_what_every_flag_means():
+    """In a line or two: of a time its unit, and of whatever has a default that default."""
+    parser = flags.new_parser("x")
+    text = " ".join(parser.format_help().split())
+    assert "SUPPRESS" not in text and "{}" not in text and "{{" not in text
+    for action in parser._actions:
+        name = action.option_strings[-1] if action.option_strings else action.dest
+        assert action.help and len(action.help) <= 120, name
+        if name.endswith(("-timeout", "-wait-s")):
+            assert action.help.startswith("s, "), name
+    assert set(HELP) == {field.name for field in fields(AsyncEngineArgs)} - {"model"}
+    for said in ("(default: 64)", "(default: 0.9)", "(default: True)", "(default: fcfs)"):
+        assert said in text

@@ -77,11 +77,18 @@ except BaseException as error: raise RuntimeError from error
 def test_arguments_are_refused_in_one_line(capsys):
     parser = OneLineParser(prog="python -m lessons.thing")
     parser.add_argument("--count", type=int)
-    with pytest.raises(SystemExit) as stopped:
-        parser.parse_args(["--count", "9" * 10**4 + "x"])
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and said.count("\n") == 1 and len(said) <= 301
-    assert said.startswith("lessons.thing: argument --count: invalid int value: '999")
+    parser.add_argument("--share", type=float)
+    for given, begins, ends in (
+        (["--count", "9" * 10**4 + "x"], "--count: got '999", "; accepted: a whole number\n"),
+        (["--count", "2.5\n"], "--count: got '2.5", "; accepted: a whole number\n"),
+        (["--share", "half"], "--share: got 'half'", "; accepted: a number\n"),
+        (["--share"], "argument --share: expected one argument", "\n"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            parser.parse_args(given)
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2 and said.count("\n") == 1 and len(said) <= 301
+        assert said.startswith(f"lessons.thing: {begins}") and said.endswith(ends)
 
 
 @pytest.mark.parametrize("lab", LABS)

@@ -193,7 +193,7 @@ async def new_tgi(service: Service, body: TgiRequest, http: Request, stream: boo
             value = parsed_json("grammar", value)
         if wishes.grammar.type == "json_schema" and isinstance(value, dict):
             value = value.get("schema", value)
-        named["structured_outputs"] = structured_outputs(**{kind: value})
+        named["structured_outputs"] = structured_outputs(**{kind: value}, sent_as="grammar")
     prompts = await read_prompts(service, "inputs", body.inputs, True, wishes.truncate)
     params = new_params(wishes.max_new_tokens, **named)
     user = user_of(http)

@@ -1,0 +1,81 @@
+"""The engine's flags of the command line: one for every field of AsyncEngineArgs, whose docstring says
+more than fits here.
+"""
+
+import argparse
+import json
+from dataclasses import Field, fields
+from typing import Any
+
+from reference.async_engine import AsyncEngineArgs
+from reference.engine_args import BACKENDS, CHOICES
+from reference.quantization import METHODS
+
+JSON_FLAGS = ("speculative_config",)
+HELP = {
+    "tokenizer": "folder or hub name (default: the model's)",
+    "dtype": "of weights and activations (default: auto, the checkpoint's)",
+    "device": "as PyTorch names it (default: a GPU if there is one)",
+    "seed": "of requests that bring none (default: {})",
+    "max_model_len": "tokens of a prompt with its answer (default: the model's)",
+    "max_num_seqs": "answers that run at once (default: {})",
+    "max_num_batched_tokens": "of one step (default: 2048, or more for --max-num-seqs)",
+    "block_size": "tokens of a block of the cache (default: {})",
+    "gpu_memory_utilization": "share of a GPU's memory that may be taken (default: {})",
+    "num_gpu_blocks_override": "blocks of the cache (default: what memory gives)",
+    "kv_cache_memory_bytes": "of the cache (default: on a CPU at most 1 GiB)",
+    "preemption_mode": f"{' or '.join(CHOICES['preemption_mode'])} (default: {{}})",
+    "swap_space": "GiB of the host's memory for --preemption-mode swap (default: {})",
+    "enable_prefix_caching": "prompts that begin alike share blocks (default: {})",
+    "enable_chunked_prefill": "long prompts share steps with those who decode (default: {})",
+    "scheduling_policy": f"{', '.join(CHOICES['scheduling_policy'])} (default: {{}})",
+    "enforce_eager": "no CUDA graphs (default: {})",
+    "quantization": f"of the weights: {', '.join(METHODS)} (default: as the checkpoint has them)",
+    "speculative_config": 'who drafts, in JSON: {{"method": "ngram", "num_speculative_tokens": 3}}',
+    "kv_cache_dtype": f"{', '.join(CHOICES['kv_cache_dtype'])} (default: {{}})",
+    "limit_mm_per_prompt": 'pictures of a prompt: {{"image": 2}} (default: 8)',
+    "mm_processor_cache_gb": "GiB for pictures that were seen before (default: {})",
+    "enable_lora": "serve adapters, see --lora-modules (default: {})",
+    "max_loras": "adapters of one step (default: {})",
+    "max_lora_rank": "of an adapter (default: {})",
+    "max_cpu_loras": "adapters that the host keeps (default: --max-loras)",
+    "tensor_parallel_size": "shards of each layer (default: {})",
+    "pipeline_parallel_size": "stages of layers (default: {})",
+    "data_parallel_size": "replicas, which share the requests (default: {})",
+    "enable_expert_parallel": "a shard has whole experts (default: {})",
+    "distributed_executor_backend": f"who starts the processes: {' or '.join(BACKENDS)}",
+    "max_waiting_requests": "in the queue; who comes then gets 429 (default: no limit)",
+    "max_waiting_tokens": "in the queue, of prompts and of answers (default: no limit)",
+    "max_waiting_per_user": "requests of one user in the queue (default: no limit)",
+    "max_wait_s": "s, of waiting in the queue, as predicted (default: no limit)",
+}
+
+
+def as_json(text: str) -> Any:
+    """A JSON value, for argparse."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted: JSON") from None
+
+
+def engine_options(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field of AsyncEngineArgs but the model."""
+    group = parser.add_argument_group("engine", "reference.AsyncEngineArgs says more of them")
+    for field in fields(AsyncEngineArgs):
+        if field.name != "model":
+            flag = f"--{field.name.replace('_', '-')}"
+            option = group.add_argument(flag, default=argparse.SUPPRESS, **reading_of(field))
+            # only now, because argparse adds a default of its own to the help of --no-…
+            option.help = HELP[field.name].format(field.default)
+
+
+def reading_of(field: Field) -> dict[str, Any]:
+    """How argparse reads a field."""
+    kind = str(field.type).removeprefix("<class '")
+    if kind.startswith("bool"):
+        return {"action": argparse.BooleanOptionalAction}
+    if field.name in JSON_FLAGS:
+        return {"type": as_json}
+    numbers = (number for number in (int, float) if kind.startswith(number.__name__))
+    return {"type": next(numbers, str)}
