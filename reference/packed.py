@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP, Attention, Decoder, RMSNorm, swap
@@ -46,7 +47,20 @@ class PackedLinear(nn.Module):
                 self.bias = torch.cat([linear.bias for linear in linears])
 
     def forward(self, x: Tensor) -> Tensor:  # [T, in] -> [T, sum of widths]
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        rows = len(x)
+        if more := rounded_up(rows) - rows:
+            x = F.pad(x, (0, 0, 0, more))
+        y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return y[:rows] if more else y
+
+
+def rounded_up(rows: int) -> int:
+    """To a number that needs four binary digits and zeros: eight of them from one power of two to the
+    next. oneDNN writes code for each number of rows that it meets, half a megabyte a matrix, and keeps
+    it. A server meets all numbers.
+    """
+    unit = 1 << max(0, rows.bit_length() - 4)
+    return -(-rows // unit) * unit
 
 
 class PackedAttention(nn.Module):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import attention_per_head, generate, whole_sequence
@@ -16,7 +17,7 @@ from lessons.toolbox.model.config import ModelConfig
 from reference import packed as module
 from reference.engine import Engine
 from reference.model_runner import ModelRunner
-from reference.packed import PackedLinear, can_pack, packed, packed_heads
+from reference.packed import PackedLinear, can_pack, packed, packed_heads, rounded_up
 from reference.sampling_params import SamplingParams
 
 pytestmark = [
@@ -183,3 +184,20 @@ def test_the_engine_gives_the_tokens_of_the_plain_model():
         for output in engine.step():
             answers[int(output.request_id)] = output.outputs[0].token_ids
     assert [answers[i] for i in range(3)] == generate(model, prompts, 9)
+
+
+def test_few_numbers_of_rows_reach_onednn(monkeypatch):
+    """It keeps code for each, half a megabyte a matrix, so a server would grow for hours."""
+    layer, seen = PackedLinear(nn.Linear(8, 24)), set()
+    multiply = torch.ops.mkldnn._linear_pointwise
+
+    def spy(x, *more):
+        seen.add(len(x))
+        return multiply(x, *more)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", spy)
+    with torch.inference_mode():
+        for rows in range(1, 2049):
+            assert layer(torch.zeros(rows, 8)).shape == (rows, 24)
+    assert len(seen) <= 72 and all(rounded_up(rows) <= 1.125 * rows for rows in range(1, 2049))
+    assert {*range(1, 16), 64, 512, 2048} <= seen, "whole batches and budgets are not padded"
