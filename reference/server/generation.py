@@ -145,17 +145,19 @@ def refusal(error: Exception) -> ApiError:
 
 
 async def merged(streams) -> AsyncIterator:
-    """Items of many asynchronous iterators, as they come. The first error ends all of them."""
-    queue: asyncio.Queue = asyncio.Queue()
+    """Items of many asynchronous iterators, as they come. The first error ends all of them. A reader who
+    is slow slows the iterators down, so that mailboxes behind them can skip what nobody reads.
+    """
+    queue: asyncio.Queue = asyncio.Queue(1)
 
     async def pump(stream) -> None:
         try:
             async with aclosing(stream):
                 async for item in stream:
-                    queue.put_nowait((item, None))
-            queue.put_nowait((None, None))
+                    await queue.put((item, None))
+            await queue.put((None, None))
         except Exception as error:
-            queue.put_nowait((None, error))
+            await queue.put((None, error))
 
     tasks = [asyncio.ensure_future(pump(stream)) for stream in streams]
     try:

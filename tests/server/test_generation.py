@@ -71,6 +71,36 @@ def test_merged_streams_and_their_errors():
     assert set(closed) == set("abcd")
 
 
+def test_a_reader_who_stops_holds_few_outputs():
+    """Of two prompts of one call. Nobody runs ahead of the reader, so mailboxes can skip."""
+    import asyncio
+
+    class Output:
+        alive = 0
+
+        def __init__(self):
+            Output.alive += 1
+
+        def __del__(self):
+            Output.alive -= 1
+
+    async def outputs():
+        for _ in range(1000):
+            yield Output()
+            await asyncio.sleep(0)
+
+    async def read_one():
+        both = merged([outputs(), outputs()])
+        await both.__anext__()
+        for _ in range(3000):
+            await asyncio.sleep(0)
+        held = Output.alive
+        await both.aclose()
+        return held
+
+    assert asyncio.run(read_one()) <= 6
+
+
 def test_a_name_that_is_in_use_is_refused(running):
     body = dict(prompt=["x", "y"], max_tokens=2, request_id="mine")
     answer = ask(running.service, "POST", "/v1/completions", json=body)
