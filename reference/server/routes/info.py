@@ -16,6 +16,16 @@ def new_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["server"])
     engine = service.engine
 
+    @router.get("/", include_in_schema=False)
+    async def about() -> dict[str, Any]:
+        """For whoever opens the address in a browser."""
+        return {
+            "server": "The Inference Ladder",
+            "version": VERSION,
+            "models": [*service.models.names, *service.models.adapters],
+            "paths": ["/v1/models", "/v1/chat/completions", "/v1/completions", "/metrics"],
+        }
+
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """The base model and the adapters."""
