@@ -1,5 +1,7 @@
 """Everything together: the engine, the routes, and what stands in front of them."""
 
+import difflib
+
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -68,8 +70,9 @@ def new_app(service: Service) -> FastAPI:
             allow_methods=args.allowed_methods,
             allow_headers=args.allowed_headers,
         )
-    # as labels of metrics; others could be anything
     paths = {route.path for router in routers for route in router.routes}
+    app.state.paths = sorted(path for path in paths if "{" not in path)
+    # as labels of metrics; others could be anything
     app.add_middleware(Counted, metrics=service.metrics, paths=paths)
     return app
 
@@ -87,8 +90,13 @@ async def refuse_body(request: Request, error: RequestValidationError) -> JSONRe
 async def refuse_path(request: Request, error: HTTPException) -> JSONResponse:
     """An unknown path, or another method than the path has."""
     path = request.url.path
+    hint = "accepted: a path of /openapi.json"
+    if error.status_code == 405:
+        hint = f"accepted: {(error.headers or {}).get('Allow', 'another method')}"
+    elif near := difflib.get_close_matches(path[:100], request.app.state.paths, 1):
+        hint = f"did you mean {near[0]}?"
     what = f"{request.method} {path[:100]}: {error.detail}"
-    refusal = ApiError(error.status_code, f"{what}; accepted: a path of /openapi.json")
+    refusal = ApiError(error.status_code, f"{what}; {hint}")
     response = response_of(refusal, path)
     response.headers.update(error.headers or {})
     return response

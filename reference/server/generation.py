@@ -145,31 +145,35 @@ def refusal(error: Exception) -> ApiError:
 
 
 async def merged(streams) -> AsyncIterator:
-    """Items of many asynchronous iterators, as they come. The first error ends all of them. A reader who
-    is slow slows the iterators down, so that mailboxes behind them can skip what nobody reads.
+    """Items of many asynchronous iterators, as they come. The first error ends all of them. Nobody runs
+    ahead of the reader by more than an item, so that mailboxes behind them can skip.
     """
-    queue: asyncio.Queue = asyncio.Queue(1)
+    queue: asyncio.Queue = asyncio.Queue()
 
     async def pump(stream) -> None:
+        taken = asyncio.Event()
         try:
             async with aclosing(stream):
                 async for item in stream:
-                    await queue.put((item, None))
-            await queue.put((None, None))
+                    queue.put_nowait((item, taken, None))
+                    await taken.wait()
+                    taken.clear()
+            queue.put_nowait((None, None, None))
         except Exception as error:
-            await queue.put((None, error))
+            queue.put_nowait((None, None, error))
 
     tasks = [asyncio.ensure_future(pump(stream)) for stream in streams]
     try:
         left = len(tasks)
         while left:
-            item, error = await queue.get()
+            item, taken, error = await queue.get()
             if error is not None:
                 raise error
-            if item is None:
+            if taken is None:
                 left -= 1
             else:
                 yield item
+                taken.set()
     finally:
         for task in tasks:
             task.cancel()

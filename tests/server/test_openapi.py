@@ -54,3 +54,26 @@ def test_schemathesis_finds_no_server_error(live, request, path):
         assert response.status_code < 500, (sent, response.text)
 
     no_server_error()
+
+
+@pytest.mark.parametrize(
+    "method, path, status, said",
+    [
+        ("POST", "/v1/completion", 404, "Not Found; did you mean /v1/completions?"),
+        ("POST", "/v1/chat/completion", 404, "did you mean /v1/chat/completions?"),
+        ("GET", "/model", 404, "did you mean /v1/models?"),
+        ("GET", "/qqqqqqqqqqq", 404, "accepted: a path of /openapi.json"),
+        ("GET", "/v1/completions", 405, "Method Not Allowed; accepted: POST"),
+        ("DELETE", "/v1/models", 405, "accepted: GET"),
+    ],
+)
+def test_a_path_that_is_wrong_is_told_the_right_one(running, method, path, status, said):
+    answer = httpx.request(method, running.url + path, json={}, timeout=60)
+    assert answer.status_code == status and answer.json()["error"]["message"].endswith(said)
+
+
+def test_a_browser_is_told_what_this_is(running):
+    answer = httpx.get(running.url, timeout=60)
+    assert answer.status_code == 200 and answer.json()["models"][0] == "tiny"
+    for path in answer.json()["paths"]:
+        assert path in document(running)["paths"]

@@ -16,6 +16,16 @@ def new_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["server"])
     engine = service.engine
 
+    @router.get("/", include_in_schema=False)
+    async def about() -> dict[str, Any]:
+        """For whoever opens the address in a browser."""
+        return {
+            "server": "The Inference Ladder",
+            "version": VERSION,
+            "models": [*service.models.names, *service.models.adapters],
+            "paths": ["/v1/models", "/v1/chat/completions", "/v1/completions", "/metrics"],
+        }
+
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """The base model and the adapters."""
@@ -51,23 +61,26 @@ def new_router(service: Service) -> APIRouter:
     @router.get("/info")
     async def info() -> JSONResponse:
         """As text-generation-inference describes itself, as far as it applies."""
-        args, info = service.args, engine.info
-        return JSONResponse(
-            {
-                "model_id": service.models.names[0],
-                "model_sha": None,
-                "model_dtype": info.dtype,
-                "model_device_type": info.device_type,
-                "model_pipeline_tag": "text-generation",
-                "max_concurrent_requests": args.limit_concurrency,
-                "max_best_of": 128,
-                "max_stop_sequences": 1024,
-                "max_input_tokens": info.max_model_len - 1,
-                "max_total_tokens": info.max_model_len,
-                "max_client_batch_size": 1,
-                "router": "inference-ladder",
-                "version": VERSION,
-            }
-        )
+        return JSONResponse(tgi_info(service))
 
     return router
+
+
+def tgi_info(service: Service) -> dict[str, Any]:
+    """What text-generation-inference's /info says, as far as it applies."""
+    args, info = service.args, service.engine.info
+    return {
+        "model_id": service.models.names[0],
+        "model_sha": None,
+        "model_dtype": info.dtype,
+        "model_device_type": info.device_type,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": args.limit_concurrency,
+        "max_best_of": 128,
+        "max_stop_sequences": 1024,
+        "max_input_tokens": info.max_model_len - 1,
+        "max_total_tokens": info.max_model_len,
+        "max_client_batch_size": 1,
+        "router": "inference-ladder",
+        "version": VERSION,
+    }
