@@ -1,6 +1,8 @@
 """A small model and an engine on it, for the tests of the engine."""
 
+import asyncio
 import random
+from collections.abc import Callable, Coroutine
 
 import torch
 
@@ -81,3 +83,20 @@ def random_prompts(count: int, shared: int = 0) -> list[list[int]]:
 
 def greedy(limit: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=limit, detokenize=False)
+
+
+async def leave_at_random(read: Callable[[int], Coroutine], count: int = 150) -> list:
+    """Begin `count` readers, read(0) and so on, most of whom are cancelled at random moments. Returns
+    what each returned or raised.
+    """
+    tasks = []
+    for at in range(count):
+        tasks.append(asyncio.create_task(read(at)))
+        for _ in range(random.choice([0, 0, 1, 3])):
+            await asyncio.sleep(0)
+        if random.random() < 0.9:
+            random.choice(tasks).cancel()
+    for task in tasks:
+        if random.random() < 0.5:
+            task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)

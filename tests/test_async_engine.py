@@ -20,7 +20,13 @@ from reference.async_engine import (
 from reference.engine import Engine
 from reference.request import by_priority, by_user
 from reference.sampling_params import SamplingParams
-from tests.engine_cases import assert_clean, new_engine, new_model, random_prompts
+from tests.engine_cases import (
+    assert_clean,
+    leave_at_random,
+    new_engine,
+    new_model,
+    random_prompts,
+)
 
 
 @pytest.fixture(scope="module")
@@ -443,17 +449,7 @@ def test_disconnects_at_random_moments_leak_nothing(model, seed):
                 pass
 
         async def everything():
-            tasks = []
-            for at in range(150):
-                tasks.append(asyncio.create_task(one(at)))
-                for _ in range(random.choice([0, 0, 1, 3])):
-                    await asyncio.sleep(0)
-                if random.random() < 0.9:
-                    random.choice(tasks).cancel()
-            for task in tasks:
-                if random.random() < 0.5:
-                    task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await leave_at_random(one)
             await served.drain()
 
         asyncio.run(everything())

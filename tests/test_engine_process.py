@@ -35,7 +35,13 @@ from reference.request import by_user
 from reference.sampling_params import SamplingParams
 from reference.server.embeddings import embed
 from tests import parallel_cases  # which says first what all processes import
-from tests.engine_cases import assert_clean, new_engine, new_model, random_prompts
+from tests.engine_cases import (
+    assert_clean,
+    leave_at_random,
+    new_engine,
+    new_model,
+    random_prompts,
+)
 from tests.server.paths import MODEL
 from tests.server.soak import processes_of
 
@@ -186,17 +192,7 @@ def test_disconnects_at_random_moments_leak_nothing(model, seed):
                 pass
 
         async def everything():
-            tasks = []
-            for at in range(150):
-                tasks.append(asyncio.create_task(one(at)))
-                for _ in range(random.choice([0, 0, 1, 3])):
-                    await asyncio.sleep(0)
-                if random.random() < 0.9:
-                    random.choice(tasks).cancel()
-            for task in tasks:
-                if random.random() < 0.5:
-                    task.cancel()
-            found = await asyncio.gather(*tasks, return_exceptions=True)
+            found = await leave_at_random(one)
             others = {type(one) for one in found} - {type(None), asyncio.CancelledError}
             assert others <= {ValueError}, "two of one name, and nothing else"
             await client.drain()
