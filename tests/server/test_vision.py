@@ -28,17 +28,20 @@ PROMPT = f"# <image>\n# {QUESTION}\n"
 COLOURS = ["red", "blue"]
 
 
-@pytest.fixture(scope="module")
-def seeing():
+def new_server(**more) -> Live:
     """A server over the model that sees, with room for two pictures in a prompt."""
     engine = AsyncEngineArgs(
         SEES, max_model_len=256, kv_cache_memory_bytes=20_000_000, dtype="float32",
         limit_mm_per_prompt={"image": 2},
     )  # fmt: skip
-    # the engine in this process, because the tests look into it
-    more = dict(disable_uvicorn_access_log=True, disable_frontend_multiprocessing=True)
-    args = ServerArgs(engine, served_model_name=["eyes"], uvicorn_log_level="error", **more)
-    server = Live(new_service(args))
+    quiet = dict(uvicorn_log_level="error", disable_uvicorn_access_log=True)
+    return Live(new_service(ServerArgs(engine, served_model_name=["eyes"], **quiet, **more)))
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    """With the engine in this process, because the tests look into it."""
+    server = new_server(disable_frontend_multiprocessing=True)
     yield server
     server.stop()
     server.service.engine.shutdown()
@@ -240,6 +243,18 @@ def host():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
+
+
+@pytest.mark.sample(1, of="ends of the server")
+def test_a_picture_reaches_an_engine_in_a_process_of_its_own(seeing):
+    server = new_server()
+    try:
+        body = dict(messages=messages(data_url(PICTURE)), temperature=0, max_tokens=8)
+        answer = ask(server.service, "POST", "/v1/chat/completions", json=body).json()
+        assert answer["choices"][0]["message"]["content"] == said_offline(seeing, PICTURE)
+    finally:
+        server.stop()
+        server.service.engine.shutdown()
 
 
 def ask_about(seeing, url: str, *domains: str):
