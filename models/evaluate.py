@@ -121,12 +121,13 @@ def parses_so_far(source: str) -> bool:
         return False
 
 
-def repeats_a_line(answer: str, times: int = 3, shortest: int = 12) -> bool:
-    """Whether a line of `shortest` characters or more stands in it `times` times. Shorter ones,
-    such as `return None`, may.
-    """
+SHORTEST_LINE = 12  # characters of a line that counts as repeated: `return None` may stand often
+
+
+def repeats_a_line(answer: str, times: int = 3) -> bool:
+    """Whether a line of SHORTEST_LINE characters or more stands in it `times` times."""
     lines = Counter(line.strip() for line in answer.splitlines())
-    return any(count >= times for line, count in lines.items() if len(line) >= shortest)
+    return any(count >= times for line, count in lines.items() if len(line) >= SHORTEST_LINE)
 
 
 def evaluate(samples: int = 60) -> None:
@@ -226,6 +227,19 @@ def training_text(tiny: dict) -> str:
   tests included, tables of encodings and the like left out."""
 
 
+def phases_text(tiny: dict) -> str:
+    """How much of which text in which part of the training, in windows of how many tokens."""
+    if "phases" not in tiny:
+        return "512-token windows and 2048-token windows for the last 12 % of the time"
+    begins = [0.0, *(until for until, _, _ in tiny["phases"])]
+    parts = [
+        f"{start:.0%} to {until:.0%} in windows of {length}, {own:.0%} of them from the standard library "
+        f"and the others from all of the text"
+        for start, (until, own, length) in zip(begins, tiny["phases"])
+    ]
+    return "Of its tokens " + "; ".join(parts)
+
+
 def model_card(figures: dict) -> str:
     """models/README.md, every number in it taken from `figures`."""
     samples = "\n\n".join(f"```python\n{s}\n```" for s in figures["samples"])
@@ -245,9 +259,8 @@ our loader. `python -m models.evaluate` writes this page and measures every figu
 - **Tokenizer**: byte-level BPE with {VOCAB_SIZE} entries. A newline and the indentation after it
   can be one token, and digits stay single. `{END}` (id 0) begins every document and ends
   every generation.
-- **Target**: next-token cross-entropy, Muon for the hidden matrices and AdamW for the rest,
-  512-token windows and 2048-token windows for the last 12 % of the time. GQA, RoPE, SwiGLU,
-  RMSNorm, tied embeddings, head dimension 64.
+- **Target**: next-token cross-entropy, Muon for the hidden matrices and AdamW for the rest. GQA,
+  RoPE, SwiGLU, RMSNorm, tied embeddings, head dimension 64. {phases_text(tiny)}.
 - **Draft**: the same recipe, but trained on the target's probabilities (distillation) instead of on
   the text.
 - **Sampling**: temperature 0.8, top-p 0.95, {tiny["sampled_functions"]} functions of at most

@@ -17,7 +17,7 @@ from lessons.toolbox.model.corpus import copies, corpus, long_lines
 from models import train as training
 from models.evaluate import model_card, parses_so_far, repeats_a_line
 from models.stop import Stop
-from models.text import windows
+from models.text import PHASES, batches, windows
 
 MODELS = Path(__file__).parents[1] / "models"
 
@@ -161,6 +161,24 @@ def test_an_interrupted_training_ends_with_the_weights_of_one_that_was_not(tmp_p
     for name, whole in weights("whole").items():
         assert torch.equal(whole, weights("in_parts")[name]), name
         assert torch.equal(whole, weights("asked")[name]), name
+
+
+def test_a_training_reads_both_texts_in_the_shares_of_its_phases():
+    step, steps, own = 8192, 100, 2**20
+    text = {"own": np.arange(own), "wide": own + np.arange(2**20)}
+    facts, budget, found = {"tokens_seen": 0}, step * steps, []
+    for spent, batch in batches(text, step, facts, budget):
+        found.append((spent, batch))
+        facts["tokens_seen"] += batch[:, 1:].numel()
+    assert len(found) == steps
+    for spent, batch in found:
+        phase = next(phase for phase in PHASES if spent < phase.until)
+        assert batch.shape == (step // phase.length, phase.length + 1)
+        assert (batch[:, 0] < own).float().mean() == phase.own
+    first = torch.cat([batch.flatten() for spent, batch in found if spent < 0.55])
+    assert first.unique().numel() > 0.98 * first.numel(), "no token twice before all were read"
+    facts["tokens_seen"] = 70 * step  # in a later phase, as if it had been interrupted
+    assert torch.equal(next(batches(text, step, facts, budget))[1], found[70][1])
 
 
 def test_an_epoch_reads_each_token_once_and_the_next_one_cuts_elsewhere():

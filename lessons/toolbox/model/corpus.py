@@ -74,7 +74,49 @@ LIBRARIES = {
     "triton": "MIT",
     "jedi": "MIT",
     "fsspec": "BSD-3-Clause",
+    "pygments": "BSD-2-Clause",
+    "peft": "Apache-2.0",
+    "pydantic": "MIT",
+    "_pytest": "MIT",
+    "PIL": "MIT-CMU",
+    "fastapi": "MIT",
+    "websockets": "BSD-3-Clause",
+    "jupyter_server": "BSD-3-Clause",
+    "anyio": "MIT",
+    "gguf": "MIT",
+    "jinja2": "BSD-3-Clause",
+    "packaging": "Apache-2.0",
+    "pyparsing": "MIT",
+    "babel": "BSD-3-Clause",
+    "click": "BSD-3-Clause",
+    "urllib3": "MIT",
+    "zmq": "BSD-3-Clause",
+    "bs4": "MIT",
+    "ipywidgets": "BSD-3-Clause",
+    "jsonschema": "MIT",
+    "jupyter_client": "BSD-3-Clause",
+    "psutil": "BSD-3-Clause",
+    "ipykernel": "BSD-3-Clause",
+    "traitlets": "BSD-3-Clause",
+    "dateutil": "BSD-3-Clause",
+    "httpx": "BSD-3-Clause",
+    "nbconvert": "BSD-3-Clause",
+    "uvicorn": "BSD-3-Clause",
+    "starlette": "BSD-3-Clause",
+    "markdown_it": "MIT",
+    "requests": "Apache-2.0",
+    "yaml": "MIT",
+    "mistune": "BSD-3-Clause",
+    "prometheus_client": "Apache-2.0",
+    "attr": "MIT",
+    "pexpect": "ISC",
+    "nbformat": "BSD-3-Clause",
+    "referencing": "MIT",
+    "h11": "MIT",
 }
+GENERATED = (
+    "automatically generated"  # in a file's beginning: a copy of another file, with other names
+)
 LONGEST = 100_000  # characters; what is longer was generated, or is a table
 LONG_LINE = 30  # characters; shorter lines stand in any module
 # A file is a copy if more than this share of its long lines, and no fewer than so many, are held out.
@@ -116,7 +158,9 @@ def libraries() -> list[str]:
             continue
         for path in sorted(Path(found.submodule_search_locations[0]).rglob("*.py")):
             text = path.read_text(encoding="utf-8", errors="replace")
-            if 200 <= len(text) <= LONGEST and "\ufffd" not in text and not copies(text, secret):
+            if GENERATED in text[:500] or "\ufffd" in text:
+                continue
+            if 200 <= len(text) <= LONGEST and not copies(text, secret):
                 texts[text] = name
     order = list(texts)
     random.Random(0).shuffle(order)  # or a model would learn one library after the other
