@@ -14,7 +14,6 @@ its training has finished.
 """
 
 import argparse
-import ctypes
 import json
 import os
 import shutil
@@ -32,6 +31,15 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from models.steps import (
+    backward,
+    distillation_loss,
+    keep_freed_memory,
+    next_token_loss,
+    optimizers,
+    schedule,
+    update,
+)
 from models.stop import Stop
 from models.text import PHASES, PYTHON, batches, streams
 from models.tokenizer import FOLDERS, HERE, VOCAB_SIZE, train_tokenizer
@@ -76,79 +84,16 @@ def new_model(name: str) -> LlamaForCausalLM:
     )
 
 
-def next_token_loss(model, batch, teacher=None):
-    return F.cross_entropy(
-        model(input_ids=batch[:, :-1], use_cache=False).logits.flatten(0, 1), batch[:, 1:].flatten()
-    )
-
-
-def distillation_loss(model, batch, teacher):
-    """KL(teacher || student) over every position (Hinton et al. 2015, at temperature 1)."""
-    with torch.no_grad():
-        target = torch.log_softmax(
-            teacher(input_ids=batch[:, :-1], use_cache=False).logits.float(), -1
-        )
-    student = torch.log_softmax(model(input_ids=batch[:, :-1], use_cache=False).logits.float(), -1)
-    return F.kl_div(
-        student.flatten(0, 1), target.flatten(0, 1), log_target=True, reduction="batchmean"
-    )
-
-
-PIECE = 1 << 20  # scores of one head and layer in a piece: about what a CPU's cache holds
-
-
-def backward(step_loss, model, batch, teacher, device: str) -> torch.Tensor:
-    """Add the gradient of a batch's mean loss; returns the loss. A CPU goes through the batch in
-    pieces, because it then finds in its cache again what it has just written.
-    """
-    rows, length = len(batch), batch.shape[1] - 1
-    many = rows if device == "cuda" else max(1, PIECE // length**2)
-    total = torch.zeros((), device=device)
-    for piece in batch.to(device).split(many):
-        with torch.autocast(device, torch.bfloat16):
-            loss = step_loss(model, piece, teacher) * (len(piece) / rows)
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
-def keep_freed_memory() -> None:
-    """Ask glibc not to hand large freed blocks back to the system, which would fill each with zeros
-    before it is used again: a fifth of a step's time on a CPU.
-    """
-    m_trim_threshold, m_mmap_max = -1, -4  # <malloc.h>
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # as in other C libraries
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
-
-
-LEARNING_RATE = 4e-3  # of both: Muon's updates are scaled to the size of AdamW's
-
-
-def optimizers(model) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for the tied embedding and the norms (Jordan et al.
-    2024).
-    """
-    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
-    return [
-        torch.optim.Muon(
-            hidden,
-            lr=LEARNING_RATE,
-            weight_decay=0.1,
-            momentum=0.95,
-            adjust_lr_fn="match_rms_adamw",
-        ),
-        torch.optim.AdamW(rest, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
-
-def schedule(spent: float) -> float:
-    """Learning-rate factor after a share `spent` of the budget: warm up 2 %, hold, then linear to
-    zero over the last 45 %.
-    """
-    return min(spent / 0.02 + 0.01, 1.0, (1 - spent) / 0.45)
+def networks(name: str, device: str) -> tuple[LlamaForCausalLM, LlamaForCausalLM | None]:
+    """What is trained, and its teacher if it has one."""
+    model, teacher = new_model(name).to(device), None
+    if name == "draft":
+        teacher = AutoModelForCausalLM.from_pretrained(FOLDERS["tiny"], dtype=torch.bfloat16)
+        teacher = teacher.to(device).eval()
+    if device == "cpu":  # there whole products are faster than scaled_dot_product_attention's tiles
+        for network in filter(None, (model, teacher)):
+            network.set_attn_implementation("eager")
+    return model, teacher
 
 
 def train(
@@ -163,13 +108,8 @@ def train(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text, budget = streams(), million_tokens * 1e6
-    model, teacher, loss_of = new_model(name).to(device), None, next_token_loss
-    if name == "draft":
-        teacher = AutoModelForCausalLM.from_pretrained(FOLDERS["tiny"], dtype=torch.bfloat16)
-        teacher, loss_of = teacher.to(device).eval(), distillation_loss
-    if device == "cpu":  # there whole products are faster than scaled_dot_product_attention's tiles
-        for network in filter(None, (model, teacher)):
-            network.set_attn_implementation("eager")
+    model, teacher = networks(name, device)
+    loss_of = next_token_loss if teacher is None else distillation_loss
     step_loss = torch.compile(loss_of) if compile_model else loss_of
     print(
         f"{name}: {model.num_parameters() / 1e6:.2f}M parameters, {len(text['wide']) / 1e6:.2f}M "
@@ -250,16 +190,6 @@ def place_of(facts: dict) -> str:
 def name_of(device: str) -> str:
     """The device as the model card names it."""
     return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"
-
-
-def update(model, opts, factor: float) -> None:
-    """One optimizer step at `factor` times the base learning rate."""
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for opt in opts:
-        for group in opt.param_groups:
-            group["lr"] = LEARNING_RATE * factor
-        opt.step()
-        opt.zero_grad()
 
 
 def save(model, folder: Path) -> None:
