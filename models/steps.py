@@ -1,6 +1,7 @@
 """A step of a training of the embedded models: losses, the way backward, optimizers."""
 
 import ctypes
+import os
 
 import torch
 import torch.nn.functional as F
@@ -89,3 +90,8 @@ def update(model, opts, factor: float) -> None:
             group["lr"] = LEARNING_RATE * factor
         opt.step()
         opt.zero_grad()
+
+
+def name_of(device: str) -> str:
+    """The device as the model card names it."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"

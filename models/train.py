@@ -15,7 +15,6 @@ its training has finished.
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import time
@@ -35,6 +34,7 @@ from models.steps import (
     backward,
     distillation_loss,
     keep_freed_memory,
+    name_of,
     next_token_loss,
     optimizers,
     schedule,
@@ -185,11 +185,6 @@ def go_on(place: Path, model, opts, budget: float) -> dict:
 def place_of(facts: dict) -> str:
     """How far a training is, in words."""
     return f"{facts['tokens_seen'] / 1e6:.1f}M tokens"
-
-
-def name_of(device: str) -> str:
-    """The device as the model card names it."""
-    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"
 
 
 def save(model, folder: Path) -> None:

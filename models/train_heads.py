@@ -33,10 +33,9 @@ from lessons.l17_tree_speculation.heads import (
     tapped_features,
 )
 from lessons.toolbox.measure.device import default_device
-from models.steps import optimizers, schedule, update
+from models.steps import name_of, optimizers, schedule, update
 from models.text import PYTHON, streams
 from models.tokenizer import HERE
-from models.train import name_of
 
 TARGET = "models/tiny"
 FEATURES = HERE.parent / "build" / "tiny-features.pt"
