@@ -230,7 +230,7 @@ def training_text(tiny: dict) -> str:
 def phases_text(tiny: dict) -> str:
     """How much of which text in which part of the training, in windows of how many tokens."""
     if "phases" not in tiny:
-        return "512-token windows and 2048-token windows for the last 12 % of the time"
+        return "It read windows of 512 tokens, and of 2048 in the last 12 % of the time"
     begins = [0.0, *(until for until, _, _ in tiny["phases"])]
     parts = [
         f"{start:.0%} to {until:.0%} in windows of {length}, {own:.0%} of them from the standard library "

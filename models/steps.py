@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 
 def next_token_loss(model, batch, teacher=None):
+    """Mean cross-entropy of each token behind those in front of it. batch: [rows, length + 1]."""
     return F.cross_entropy(
         model(input_ids=batch[:, :-1], use_cache=False).logits.flatten(0, 1), batch[:, 1:].flatten()
     )
@@ -49,7 +50,7 @@ def keep_freed_memory() -> None:
     """
     m_trim_threshold, m_mmap_max = -1, -4  # <malloc.h>
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # as in other C libraries
+    if mallopt is not None:  # other C libraries have none
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
 
