@@ -6,11 +6,10 @@
     python -m models.evaluate                    # held-out figures -> figures.json and README.md
 
 The budget is millions of tokens, because the same recipe runs on a laptop and on a GPU: the
-learning rate follows the share of the budget that is spent. The first part of a training reads the
-standard library and the libraries that the course installs, the second part the standard library
-alone. A training that was interrupted goes on where it last saved: give the same command again.
-Results are ordinary Hugging Face Llama checkpoints; a directory under models/ is replaced only when
-its training has finished.
+learning rate follows the share of the budget that is spent. A training reads the standard library
+and the libraries that the course installs, in its second part more of the former. One that was
+interrupted goes on where it last saved: give the same command again. Results are ordinary Hugging
+Face Llama checkpoints; a directory under models/ is replaced only when its training has finished.
 """
 
 import argparse
