@@ -70,21 +70,24 @@ def cache_memory(
     return memory_left(args, model.device, step)
 
 
-def memory_left(args: EngineArgs, device: torch.device, step: Callable[[], None]) -> float:
+def memory_left(args: EngineArgs, device: torch.device, step: Callable[[], int]) -> float:
     """Of a GPU's memory the share that may be used, less what is used, and less what step(), the
-    largest one, takes on top while it runs. Raises ValueError if that does not fit.
+    largest one, takes on top while it runs. step returns how many bytes of that were a cache, whose
+    place the real one takes. Raises ValueError if it does not fit.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        step()
+        cache_bytes = step()
     except torch.OutOfMemoryError:
         raise ValueError(
-            f"max_num_batched_tokens: got {args.max_num_batched_tokens}; accepted: fewer, because "
-            f"the GPU has no room for the activations of such a step beside the weights"
+            f"max_num_batched_tokens: got {args.max_num_batched_tokens}; accepted: fewer, or a smaller "
+            f"max_model_len, because the GPU has no room for the activations of such a step and the "
+            f"cache of one sequence beside the weights"
         ) from None
     torch.cuda.synchronize(device)
     on_top = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    on_top -= cache_bytes
     torch.cuda.empty_cache()
     # Asked after the step, because the kernels that it loaded stay.
     free, total = torch.cuda.mem_get_info(device)
@@ -97,9 +100,10 @@ def run_largest_step(
     model: Decoder,
     max_model_len: int,
     new_runner: Callable[..., ModelRunner] = ModelRunner,
-) -> None:
+) -> int:
     """max_num_batched_tokens tokens of as many sequences as there are places, each at the end of
-    max_model_len, and a token sampled for each sequence.
+    max_model_len, and a token sampled for each sequence. Returns the bytes of the cache that it ran
+    over.
     """
     tokens = args.max_num_batched_tokens
     places = min(args.max_num_seqs, tokens)
@@ -112,7 +116,7 @@ def run_largest_step(
     batch = step_batch(runner.pool, chunks, [list(range(longest))] * places)
     hidden = runner.forward(batch.tokens, runner.pool.attending(batch))
     if hidden is None:
-        return  # because only the last stage of a pipeline has logits
+        return runner.pool.allocated_bytes  # because only the last stage of a pipeline has logits
     # A row for each place, or with speculation several: those of the newest and the drafted tokens.
     rows = min(places * args.rows_each, tokens)
     logits = runner.model.logits(hidden[-rows:]).float()
@@ -122,3 +126,4 @@ def run_largest_step(
     if args.rows_each > 1:
         p = batch_probabilities(logits, sampling_batch(requests, logits.device))
         p - torch.empty_like(p)  # beside p lie q and what is left of p
+    return runner.pool.allocated_bytes

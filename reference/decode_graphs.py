@@ -122,8 +122,12 @@ class DecodeGraphs:
         block 0 exists.
         """
         width = -(-self.max_model_len // self.pool.block_size)
-        rows = [[*table, *[0] * (width - len(table))] for table in tables]
-        return torch.tensor(rows + [[0] * width] * (count - len(rows)), dtype=torch.int32)
+        filled = torch.zeros(count, width, dtype=torch.int32)
+        # Only what is used goes through Python's lists: a model of a long context would take longer to
+        # write its zeros than to run the step.
+        for row, table in zip(filled.numpy(), tables):
+            row[: len(table)] = table[:width]  # shorter than the target's, if a draft's context is
+        return filled
 
     def batch_over(self, inputs: Tensor, table: Tensor) -> Batch:
         """The step over these buffers. inputs: [4, bucket]; table: [bucket, max_blocks]."""

@@ -37,10 +37,13 @@ class Detokenizer:
         self.token_ids: list[int] = []
         self.text = ""
 
-    def append(self, token: int, is_last_special: bool = False) -> str | None:
+    def append(
+        self, token: int, is_last_special: bool = False, may_stop: bool = True
+    ) -> str | None:
         """Take a token; returns the stop string that it completes, if it does.
 
-        is_last_special: a token that ends the answer and is no part of its text.
+        is_last_special: a token that ends the answer and is no part of its text. may_stop: False while
+        a stop string is text like any other, because the answer has to be longer.
         """
         if is_last_special:
             return None
@@ -48,7 +51,7 @@ class Detokenizer:
         # None while a character lacks bytes
         new = self.stream.step(self.tokenizer.backend_tokenizer, token) or ""
         before, self.text = len(self.text), self.text + new
-        return self._find_stop(before) if new else None
+        return self._find_stop(before) if new and may_stop else None
 
     def _find_stop(self, before: int) -> str | None:
         """Cut the text at the first stop string that ends behind `before`."""

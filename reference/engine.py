@@ -193,9 +193,9 @@ class Engine:
         if request is None:
             return None
         for sequence in request.sequences:
-            if not sequence.finished:
-                self.scheduler.abort(sequence)
-                sequence.finish_reason = "abort"
+            # A finished one, too: it is there still, if its step raised.
+            self.scheduler.abort(sequence)
+            sequence.finish_reason = sequence.finish_reason or "abort"
         self.let_go(request)
         return request.output()
 

@@ -62,14 +62,17 @@ class EngineSequence(Sequence):
             self.finish_reason = "stop"
             self.stop_reason = token if token in self.params.stop_token_ids else None
         if self.detokenizer is not None:
-            stop = self.detokenizer.append(token, is_last_special=is_stop)
-            if stop is not None and len(self.output) >= self.params.min_tokens:
+            is_cut = is_stop and not self.params.include_stop_str_in_output
+            may_stop = len(self.output) >= self.params.min_tokens
+            stop = self.detokenizer.append(token, is_last_special=is_cut, may_stop=may_stop)
+            if stop is not None:
                 self.finish_reason, self.stop_reason = "stop", stop
         if self.constraint is not None and self.constraint.failure is not None:
             self.finish_reason, self.stop_reason = "abort", self.constraint.failure
         if self.finish_reason is None and len(self.output) >= self.max_new_tokens:
             self.finish_reason = "length"
-        if self.finished and self.detokenizer is not None and self.stop_reason is None:
+        # not behind a stop string, at which the text was cut
+        if self.finished and self.detokenizer is not None and not isinstance(self.stop_reason, str):
             self.detokenizer.finish()
 
     def completion(self) -> CompletionOutput:

@@ -119,7 +119,8 @@ class SpeculativeEngine(Engine):
                 if not sequence.finished:
                     sequence.take(token, found)
             got = len(sequence.output) - before
-            drafted = len(drafts.get(sequence, NO_DRAFT).tokens)
+            # Nodes of a tree for which nothing could be drawn are none.
+            drafted = sum(token >= 0 for token in drafts.get(sequence, NO_DRAFT).tokens)
             accepted, metrics = min(got, len(tokens) - 1), sequence.request.metrics
             for counts in (self.speculation, metrics.speculation):
                 counts.add(drafted, accepted, got)

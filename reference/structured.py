@@ -154,7 +154,7 @@ class Constraint:
         self.state = masks.start
         self.failure: str | None = None
         self.has_ended = False
-        self.stuck: State | None = None  # where there was no mask, so that only the end was allowed
+        self.stuck: set[State] = set()  # where there was no mask, so that only the end was allowed
         is_end = torch.zeros(len(masks.vocabulary), dtype=torch.bool)
         is_end[list(end_tokens)] = True
         self.end_mask = naive.packed(is_end)
@@ -163,7 +163,7 @@ class Constraint:
         """A token was sampled, one that `row` allowed."""
         if token in self.end_tokens:
             self.has_ended = True
-            if self.state is self.stuck:
+            if self.state in self.stuck:
                 self.failure = f"structured_outputs: {TooAmbiguous()}"
             return
         try:
@@ -189,9 +189,10 @@ class Constraint:
         except TooAmbiguous:  # so will `take` be, before it comes to this row
             return None
         try:
-            mask = self.masks.mask(state)
+            mask = None if state in self.stuck else self.masks.mask(state)
         except TooAmbiguous:
-            self.stuck = state
+            self.stuck.add(state)
+        if state in self.stuck:
             return Row(self.end_mask, True)
         if not state.may_end:
             return Row(mask, False)

@@ -14,7 +14,8 @@ Two rules, and both leave the distribution as it is:
   other. Both accept more of them. Tokens follow the same distribution as without speculation, with
   other random numbers.
 
-Sources of the second: Leviathan et al. 2023, algorithm 1; Miao et al. 2024, SpecInfer, algorithm 2.
+Sources of the second: Leviathan et al. 2023, algorithm 1; Miao et al. 2024, SpecInfer, algorithm 2,
+with siblings drawn without replacement as in Jeon et al. 2024, Recursive Speculative Decoding.
 """
 
 from collections.abc import Callable, Sequence

@@ -82,9 +82,9 @@ def test_every_e4m3_number_is_read_by_its_bits(monkeypatch):
     q = torch.zeros(count, 1, 16, device=DEVICE)
     table = torch.arange(count, dtype=torch.int32, device=DEVICE)[:, None]
     lens = torch.ones(count, dtype=torch.int32, device=DEVICE)
-    want = FORMATS["fp8"].dequantize(v_codes, ones.float())[:, 0]
+    want = FORMATS["fp8"].dequantize(v_codes, ones.float())[:, 0] + 0.0  # of -0.0 a sum makes 0.0
     monkeypatch.setattr(optimized, "has_e4m3", lambda device: False)
-    few = slice(0, None) if DEVICE == "cuda" else slice(0, None, 9)
+    few = slice(0, None) if DEVICE.type == "cuda" else slice(0, None, 9)
     arguments = (
         v_codes,
         v_codes,

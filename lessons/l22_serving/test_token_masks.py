@@ -67,6 +67,22 @@ def test_the_trie_finds_what_trying_every_token_finds(kind, vocabulary, seed, re
                 masks.forget()
 
 
+def test_engines_in_several_threads_do_not_meet_in_a_table(vocabulary, monkeypatch):
+    """Each change of the table is made by whoever holds the lock."""
+    masks = TokenMasks(compile_structure("regex", r"[a-z]+\(\d\)"), vocabulary)
+    number_of, changes = TokenMasks.number_of, []
+
+    def noted(self, state):
+        changes.append(self.lock.locked())
+        return number_of(self, state)
+
+    monkeypatch.setattr(TokenMasks, "number_of", noted)
+    for state, token in random_tokens(masks, allowed_by(masks), 8):
+        masks.mask(state)
+        masks.advance(state, token)
+    assert changes and all(changes) and not masks.lock.locked()
+
+
 def test_bits_of_any_number_of_tokens(seed):
     for size in (1, 31, 32, 33, 64, 100):
         allowed = torch.rand(size) < 0.5

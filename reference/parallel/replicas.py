@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from random import Random
 
 from lessons.l13_prefix_caching.naive import HashBlocks
-from lessons.toolbox.model.arguments import refuse
+from lessons.toolbox.model.arguments import check_kind, refuse
 from reference.engine import Engine
 from reference.outputs import RequestOutput
 from reference.parallel.runner import DistributedRunner, end_thread
@@ -61,6 +61,7 @@ class Replica:
         self.engine = engine
         self.lock = threading.Lock()
         self.steps: SimpleQueue[Future | None] = SimpleQueue()
+        self.requests: dict[str, EngineRequest] = {}  # whose end nobody has been told yet
         self.under_way: Future | None = None
         thread = threading.Thread(
             target=run_steps, args=(engine, self.lock, self.steps), daemon=True
@@ -79,6 +80,22 @@ class Replica:
             self.under_way = Future()
             self.steps.put(self.under_way)
         return self.under_way
+
+    def end_step(self) -> list[EngineRequest]:
+        """The requests that got a token in the step that has ended, but not those that were aborted
+        since then: somebody may have asked by the same name again. If the step raised, so does this.
+        """
+        step, self.under_way = self.under_way, None
+        try:
+            touched = step.result()
+        except BaseException:
+            self.requests = dict(self.engine.requests)  # it has aborted the others
+            raise
+        touched = [one for one in touched if self.requests.get(one.request_id) is one]
+        for request in touched:
+            if request.finished:
+                del self.requests[request.request_id]
+        return touched
 
 
 def run_steps(engine: Engine, lock: threading.Lock, steps: SimpleQueue) -> None:
@@ -119,12 +136,12 @@ class ReplicatedEngine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return any(engine.has_unfinished_requests for engine in self.engines)
+        return any(replica.requests for replica in self.replicas)
 
     @property
     def requests(self) -> ChainMap:
         """All requests that are under way: {id: EngineRequest}."""
-        return ChainMap(*[engine.requests for engine in self.engines])
+        return ChainMap(*[replica.requests for replica in self.replicas])
 
     def add_request(self, request_id: str, prompt, *wishes) -> None:
         """As in Engine. Raises ValueError."""
@@ -135,34 +152,38 @@ class ReplicatedEngine:
         replica = self.replicas[self.router.choose(ids, loads)]
         with replica.lock:
             replica.engine.add_request(request_id, ids, *wishes)
-            replica.engine.requests[request_id].prompt = text
+            request = replica.requests[request_id] = replica.engine.requests[request_id]
+            request.prompt = text
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """As in Engine. Raises ValueError for a request_id that is no string."""
+        check_kind(str, "a string", request_id=request_id)
         for replica in self.replicas:
-            if request_id in replica.engine.requests:
+            request = replica.requests.pop(request_id, None)
+            if request is not None:
                 with replica.lock:
-                    return replica.engine.abort_request(request_id)
-        return self.engines[0].abort_request(request_id)  # which knows what to say
+                    # None for one that has ended, and nobody has been told.
+                    return replica.engine.abort_request(request_id) or request.output()
+        return None
 
     def step(self) -> list[RequestOutput]:
         """As in Engine."""
         return [request.output() for request in self.advance()]
 
     def advance(self) -> list[EngineRequest]:
-        """Let all replicas that have requests go on, and wait for the first that has ended a step.
-        Returns the requests that got a token. If its step raised, so does this.
+        """Let all replicas that have requests go on, and wait for one that has ended a step. Returns
+        the requests that got a token. If its step raised, so does this.
         """
         steps = {
             replica.begin_step(): replica
             for replica in self.replicas
             if replica.engine.has_unfinished_requests or replica.under_way is not None
         }
-        touched = []
-        for step in wait(steps, return_when=FIRST_COMPLETED).done if steps else ():
-            steps[step].under_way = None
-            touched += step.result()
-        return touched
+        if not steps:
+            return []
+        # One, also if more have ended, because nobody's tokens may be lost if another's step raised.
+        ended = wait(steps, return_when=FIRST_COMPLETED).done.pop()
+        return steps[ended].end_step()
 
     def close(self) -> None:
         """End the workers of all replicas."""

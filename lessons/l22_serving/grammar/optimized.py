@@ -14,6 +14,8 @@ Sources: Willard and Louf 2023, *Efficient Guided Generation for Large Language 
 Dong et al. 2024, *XGrammar* (masks of pushdown automata, bits, the kernel that applies them).
 """
 
+import threading
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,7 +34,8 @@ BLOCK = 1024  # tokens of a program
 
 
 class TokenMasks:
-    """The masks of one automaton over one vocabulary. Texts share it; each keeps its own `State`.
+    """The masks of one automaton over one vocabulary. Texts share it; each keeps its own `State`. Engines
+    in several threads may share it, too.
 
     Raises ValueError for a vocabulary that could come to a dead end, because a byte is no token.
     """
@@ -43,6 +46,7 @@ class TokenMasks:
         self.vocabulary = vocabulary
         self.class_of = np.frombuffer(automaton.class_of, np.uint8)
         self.node_class = self.class_of[vocabulary.trie[1]]
+        self.lock = threading.Lock()
         self.forget()
 
     @property
@@ -69,7 +73,11 @@ class TokenMasks:
 
     def advance(self, state: State, token: int) -> State | None:
         """The state behind a token; None: the token does not fit."""
-        text = self.vocabulary.tokens[token]
+        with self.lock:
+            return self.after(state, self.vocabulary.tokens[token])
+
+    def after(self, state: State, text: bytes | None) -> State | None:
+        """`advance` for the bytes of a token. Whoever calls it holds the lock."""
         for byte in text or ():
             # The walk that made the mask has come by here, unless the table began anew.
             number = self.numbers.get(state, DEAD)
@@ -84,12 +92,13 @@ class TokenMasks:
 
         Raises TooAmbiguous for a grammar of which a mask would take too long.
         """
-        if state not in self.masks:
-            mask_bytes = len(self.vocabulary) // 8
-            if len(self.states) > MOST_ROWS or len(self.masks) * mask_bytes > MOST_MASK_BYTES:
-                self.forget()
-            self.masks[state] = packed(self.allowed(state))
-        return self.masks[state]
+        with self.lock:
+            if state not in self.masks:
+                mask_bytes = len(self.vocabulary) // 8
+                if len(self.states) > MOST_ROWS or len(self.masks) * mask_bytes > MOST_MASK_BYTES:
+                    self.forget()
+                self.masks[state] = packed(self.allowed(state))
+            return self.masks[state]
 
     def allowed(self, state: State) -> np.ndarray:
         """Which tokens may come next: [V] bool. Read it beside naive.token_mask."""
