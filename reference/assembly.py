@@ -12,6 +12,7 @@ from lessons.l15_chunked_prefill.swap import SwappingScheduler
 from lessons.l17_tree_speculation.tree import Tree
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.model.placement import launching_on
 from reference.cache_memory import blocks_that_fit
 from reference.drafting import Drafter, config_of_pool, load_drafter, new_proposer, tree_of
 from reference.engine import Engine
@@ -60,6 +61,14 @@ def engine_over(
     and nobody wants text. drafter: what speculative_config names, loaded. eyes: of a model that sees
     pictures. Raises ValueError.
     """
+    with launching_on(model.device):
+        return engine_here(model, tokenizer, args, drafter, eyes)
+
+
+def engine_here(
+    model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter, eyes: Eyes | None
+) -> Engine:
+    """`engine_over`, with kernels launched where the model lies."""
     max_model_len = max_model_len_of(args, model.config)
     config, sight = args.speculative_config, None
     if config is not None:

@@ -23,6 +23,7 @@ from lessons.l12_paged_kv.blocks import BlockManager, Copy
 from lessons.l12_paged_kv.branches import Beam
 from lessons.l12_paged_kv.runner import PagedRunner
 from lessons.toolbox.model.arguments import check_kind, check_whole, is_number, refuse
+from lessons.toolbox.model.placement import launching_on
 from reference.engine import Engine
 from reference.model_runner import ModelRunner
 from reference.structured import (
@@ -252,6 +253,11 @@ class BeamSearch:
 
     def run(self, group: list[Search]) -> None:
         """All searches of a group, token by token. Whatever happens, no block stays taken."""
+        with launching_on(self.engine.runner.model.device):
+            self.run_here(group)
+
+    def run_here(self, group: list[Search]) -> None:
+        """`run`, with kernels launched where the model lies."""
         try:
             running, logits = group, torch.cat([self.read(search) for search in group])
             while running:

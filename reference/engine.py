@@ -20,6 +20,7 @@ from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l22_serving.fair import FairQueue
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown
+from lessons.toolbox.model.placement import launching_on
 from reference.detokenizer import encode, new_detokenizer
 from reference.lora import LoRARequest, take_adapter
 from reference.model_runner import ModelRunner
@@ -193,8 +194,7 @@ class Engine:
         if request is None:
             return None
         for sequence in request.sequences:
-            # A finished one, too: it is there still, if its step raised.
-            self.scheduler.abort(sequence)
+            self.scheduler.abort(sequence)  # a finished one, too, if its step raised
             sequence.finish_reason = sequence.finish_reason or "abort"
         self.let_go(request)
         return request.output()
@@ -241,7 +241,8 @@ class Engine:
             return []
         self.note_scheduled(step)
         try:
-            touched = self.run(step)
+            with launching_on(self.runner.model.device):
+                touched = self.run(step)
         except BaseException:
             for request in {chunk.sequence.request for chunk in step.chunks}:
                 self.abort_request(request.request_id)

@@ -4,9 +4,10 @@ from torch import Tensor
 
 from lessons.l14_continuous_batching.sequence import Step
 from reference.model_runner import ModelRunner
-from reference.outputs import Logprobs
 from reference.request import ends
 from reference.sampler import top_logprobs
+
+MOST_ROWS = 256  # scored at a time: a long prompt's logits would take more memory than is left
 
 
 def score_prompts(runner: ModelRunner, step: Step, hidden: Tensor) -> None:
@@ -21,10 +22,8 @@ def score_prompts(runner: ModelRunner, step: Step, hidden: Tensor) -> None:
         targets = request.prompt_token_ids[scored : first + chunk.count + 1]
         # The token before a target gives its score.
         start = last + 1 - chunk.count + (scored - 1 - first)
-        rows = list(range(start, start + len(targets)))
-        if rows:
+        for at in range(0, len(targets), MOST_ROWS):
+            some = targets[at : at + MOST_ROWS]
+            rows = list(range(start + at, start + at + len(some)))
             logprobs = runner.logits(hidden, rows).float().log_softmax(-1)
-            found: list[Logprobs] = [
-                top_logprobs(row, token, wanted) for row, token in zip(logprobs, targets)
-            ]
-            request.prompt_logprobs += found
+            request.prompt_logprobs += top_logprobs(logprobs, some, wanted)

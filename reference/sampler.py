@@ -35,13 +35,7 @@ class Sampler:
         for row, sequence in enumerate(sequences):
             adjust(logits, row, sequence, must_end=must_end[row])
         chosen = self.sample(logits, sequences)
-        found = [
-            top_logprobs(raw[row], token, sequence.params.logprobs or 0)
-            if sequence.wants_logprobs
-            else None
-            for row, (token, sequence) in enumerate(zip(chosen, sequences))
-        ]
-        return chosen, found
+        return chosen, logprobs_of(raw, chosen, sequences)
 
 
 def searching_batch(sequences: list, device: torch.device) -> SamplingBatch:
@@ -94,12 +88,36 @@ def among_largest(p: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     return entry.masked_fill(asks_nothing, 0), (place < count)[:, :, None] | asks_nothing
 
 
-def top_logprobs(logprobs: Tensor, token: int, count: int) -> Logprobs:
-    """The `count` likeliest tokens and `token` itself. logprobs: [V]."""
-    best = logprobs.topk(min(count, len(logprobs)))
-    pairs = zip(best.indices.tolist(), best.values.tolist())
-    found = {id: Logprob(value, rank) for rank, (id, value) in enumerate(pairs, 1)}
-    if token not in found:
-        value = logprobs[token]
-        found[token] = Logprob(value.item(), 1 + int((logprobs > value).sum()))
+def logprobs_of(
+    raw: Tensor | None, chosen: list[int], sequences: list[EngineSequence]
+) -> list[Logprobs | None]:
+    """What each request wants to know of its token. raw: [B, V], None if nobody wants to know."""
+    found: list[Logprobs | None] = [None] * len(sequences)
+    asking = {
+        row: sequence.params.logprobs or 0
+        for row, sequence in enumerate(sequences)
+        if sequence.wants_logprobs
+    }
+    # A count at a time: which of equal tokens is named may not depend on what others ask.
+    for count in set(asking.values()):
+        rows = [row for row in asking if asking[row] == count]
+        for row, tops in zip(rows, top_logprobs(raw[rows], [chosen[row] for row in rows], count)):
+            found[row] = tops
+    return found
+
+
+def top_logprobs(logprobs: Tensor, tokens: list[int], count: int) -> list[Logprobs]:
+    """Of each row the `count` likeliest tokens, and the one of `tokens`. logprobs: [B, V]."""
+    chosen = torch.tensor(tokens, device=logprobs.device)[:, None]
+    best = logprobs.topk(min(count, logprobs.shape[1]))
+    values = logprobs.gather(1, chosen)
+    ranks = 1 + (logprobs > values).sum(1, keepdim=True)
+    # One copy for all, because the CPU waits for each; float64 holds what float32 and ids hold.
+    parts = [part.double() for part in (values, ranks, best.values, best.indices)]
+    found = []
+    for token, (value, rank, *tops) in zip(tokens, torch.cat(parts, dim=1).tolist()):
+        pairs = zip(tops[: len(tops) // 2], tops[len(tops) // 2 :])
+        here = {int(id): Logprob(top, place) for place, (top, id) in enumerate(pairs, 1)}
+        here.setdefault(token, Logprob(value, int(rank)))
+        found.append(here)
     return found

@@ -264,4 +264,4 @@ def logprobs_of(
     if not sequence.wants_logprobs:
         return [None] * len(tokens)
     count = sequence.params.logprobs or 0
-    return [top_logprobs(raw[first + node], token, count) for token, node in zip(tokens, path)]
+    return top_logprobs(raw[[first + node for node in path[: len(tokens)]]], tokens, count)

@@ -35,6 +35,10 @@ def scale(x: Tensor, factor: float, block: int = 1024) -> Tensor:
     check(x, "x", 1)
     check_contiguous(x, "x")
     n = len(x)
+    if n >= 2**31:
+        raise ValueError(
+            f"x: got {n} elements; accepted: below 2**31, because the kernel counts in int32"
+        )
     out = torch.empty_like(x)
     if n:
         grid = (triton.cdiv(n, block),)

@@ -5,8 +5,9 @@ packed one after the other, because everything in the decoder but `attend` takes
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
@@ -33,6 +34,34 @@ class Batch:
     block_table: Tensor | None = None  # [B, max_blocks] int32, from lesson 12 on
     work_list: object | None = None  # what lesson 12's decode reads on a CPU, made once a step
     tree: Tensor | None = None  # [T, W] int8: which new token sees which, from lesson 17 on
+    # In front of prompts, those that run one token each, or a tree: what lesson 12's kernels take apart.
+    num_decodes: int = 0  # sequences; 0, too, if there are no prompts
+    num_decode_tokens: int = 0
+
+    @cached_property
+    def in_two(self) -> tuple["Batch", "Batch"]:
+        """The first num_decodes sequences, and the others; for attention alone, whose queries are cut at
+        num_decode_tokens. Made once a step, because every layer asks.
+        """
+        count, tokens, table = self.num_decodes, self.num_decode_tokens, self.block_table
+        front = replace(
+            self,
+            cu_seqlens_q=self.cu_seqlens_q[: count + 1],
+            context_lens=self.context_lens[:count],
+            max_seqlen_q=1 if self.tree is None else self.tree.shape[1],
+            block_table=None if table is None else table[:count],
+            tree=None if self.tree is None else self.tree[:tokens],
+            num_decodes=0,
+        )
+        behind = replace(
+            self,
+            cu_seqlens_q=self.cu_seqlens_q[count:] - tokens,
+            context_lens=self.context_lens[count:],
+            block_table=None if table is None else table[count:],
+            tree=None,
+            num_decodes=0,
+        )
+        return front, behind
 
 
 def new_batch(
@@ -64,6 +93,8 @@ def new_batch(
     context_lens = [len(new) + held for new, held in chunks]
     starts = list(accumulate(lengths, initial=0))
     last = [end - 1 for end in starts[1:]]
+    ones = sum(1 for _ in takewhile(lambda length: length == 1, lengths))
+    num_decodes = ones if ones < len(lengths) else 0
 
     # Two tensors, cut into views, because each copy from the host makes the CPU wait.
     count, num_sequences = len(tokens), len(chunks)
@@ -81,6 +112,8 @@ def new_batch(
         max_seqlen_q=max(lengths),
         max_context_len=max(context_lens),
         block_table=None if block_tables is None else _padded(block_tables).to(device),
+        num_decodes=num_decodes,
+        num_decode_tokens=num_decodes,
     )
 
 

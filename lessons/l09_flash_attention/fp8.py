@@ -15,7 +15,7 @@ from torch import Tensor
 from lessons.l09_flash_attention.arguments import check_heads, check_options, check_tiles
 from lessons.l09_flash_attention.naive import tile_scores
 from lessons.l09_flash_attention.optimized import LOG2_E, key_range, load_rows
-from lessons.l09_flash_attention.tiles import Tiles
+from lessons.l09_flash_attention.tiles import Tiles, capability, has_e4m3
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 E4M3_MAX = 448.0
@@ -145,11 +145,15 @@ def flash_attention_fp8(
     """One sequence, rounded to E4M3 on the way in. q: [T, Hq, D]; k, v: [Tk, Hkv, D], 16 or 32 bits
     -> [T, Hq, D] of q's dtype.
 
-    D: 32, 64, 128 or 256. Raises ValueError; on a GPU older than compute capability 8.9 the
-    compiler refuses the format.
+    D: 32, 64, 128 or 256. Raises ValueError, also on a GPU older than compute capability 8.9.
     """
     check_heads(q, k, v)
     check_options(q, softmax_scale, causal, None, None, None, None)
+    if not has_e4m3(q.device):
+        raise ValueError(
+            f"q: got a GPU of compute capability {capability(q.device) / 10}; accepted: 8.9 or newer, "
+            f"because older ones have no 8-bit floating point"
+        )
     if q.shape[2] not in (32, 64, 128, 256) or v.shape[2] != q.shape[2]:
         raise ValueError(
             f"q, k, v: got head sizes {q.shape[2]} and {v.shape[2]}; accepted: 32, 64, 128 or 256, "

@@ -23,7 +23,7 @@ from lessons.l09_flash_attention.naive import (
     tiled_attention_fa1,
 )
 from lessons.l09_flash_attention.optimized import flash_attention, flash_kernel
-from lessons.l09_flash_attention.tiles import SKIPPED, UNMASKED, VISITED, Tiles, tile_map
+from lessons.l09_flash_attention.tiles import SKIPPED, UNMASKED, VISITED, Tiles, has_e4m3, tile_map
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.kernels.accesses import Accesses
 from lessons.toolbox.kernels.compile_check import CHIPS, check_all, check_cuda
@@ -425,6 +425,12 @@ def relative(x, exact):
     return float((x.double() - exact).norm() / exact.norm())
 
 
+needs_e4m3 = pytest.mark.skipif(
+    not has_e4m3(DEVICE), reason="NOT RUN: needs a GPU of compute capability 8.9 or newer, or none"
+)
+
+
+@needs_e4m3
 @pytest.mark.parametrize(
     "num_queries, num_keys, causal", [(40, 40, True), (1, 70, True), (33, 50, False)]
 )
@@ -449,6 +455,7 @@ def test_the_fp8_errors_that_the_readme_names():
     assert 0.08 < benchmark.fp8_error(256, 30) < 0.2
 
 
+@needs_e4m3
 def test_fp8_scales_belong_to_heads(seed):
     """A head a million times smaller than its neighbour keeps its precision: with one scale for all
     it would round to 0.

@@ -11,7 +11,7 @@ from lessons.l09_flash_attention.fa1 import fa1_kernel
 from lessons.l09_flash_attention.fp8 import flash_attention_fp8
 from lessons.l09_flash_attention.naive import attention
 from lessons.l09_flash_attention.optimized import flash_attention, flash_kernel
-from lessons.l09_flash_attention.tiles import Tiles
+from lessons.l09_flash_attention.tiles import Tiles, has_e4m3
 from lessons.toolbox.kernels.accesses import Accesses
 from lessons.toolbox.measure.device import default_device, interpreting
 from lessons.toolbox.proof.numerics import NotEquivalent, assert_same_bits, draw, prove
@@ -134,6 +134,12 @@ def test_a_mix_up_in_fa1_order_is_seen(name, seed, tmp_path):
         prove(in_fa1_order(buggy), naive_out, laid_out(layout, seed))
 
 
+needs_e4m3 = pytest.mark.skipif(
+    not has_e4m3(DEVICE), reason="NOT RUN: needs a GPU of compute capability 8.9 or newer, or none"
+)
+
+
+@needs_e4m3
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_8_bits_do_not_depend_on_the_layout(layout, seed):
     inputs = laid_out(layout, seed, head_dim=32, v_head_dim=32)
@@ -142,6 +148,7 @@ def test_8_bits_do_not_depend_on_the_layout(layout, seed):
     assert_same_bits(out, want)
 
 
+@needs_e4m3
 def test_a_mix_up_in_8_bits_is_seen(seed, tmp_path):
     buggy = with_bug(fp8, tmp_path, "GROUP * stride_kh", "GROUP * stride_qh")
     inputs = laid_out("K heads first, V dense", seed, head_dim=32, v_head_dim=32)

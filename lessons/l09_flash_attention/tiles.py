@@ -127,3 +127,9 @@ def capability(device: torch.device) -> int | None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def has_e4m3(device: torch.device) -> bool:
+    """Whether Triton converts E4M3 there: from sm_89 on, and in the interpreter."""
+    chip = capability(device)
+    return chip is None or chip >= 89

@@ -11,6 +11,7 @@ from torch import Tensor
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l04_positions.optimized import LESSON_04
 from lessons.l09_flash_attention.tiles import Tiles
+from lessons.l12_paged_kv.apart import apart
 from lessons.l12_paged_kv.checks import check_decode, check_prefill
 from lessons.l12_paged_kv.hooks import paged_row
 from lessons.l12_paged_kv.launch import launch_decode, launch_prefill
@@ -113,4 +114,20 @@ def prefill(
     )
 
 
-LESSON_12 = LESSON_04._replace(prefill=prefill, decode=decode)
+def mixed(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """Prompts, and in front of them sequences that run one token. q: [T, Hq, D] -> [T, Hq, Dv]."""
+
+    def through(kernel):
+        return lambda q, part: kernel(q, k_cache, v_cache, part, softmax_scale, window)
+
+    return apart(q, batch, through(decode), through(prefill))
+
+
+LESSON_12 = LESSON_04._replace(prefill=mixed, decode=decode)

@@ -18,6 +18,7 @@ from lessons.l05_gqa.optimized import LOG2_E
 from lessons.l05_gqa.tiles import SMALLEST_TILE, has_matrix_units
 from lessons.l10_flash_decoding.optimized import combine, keys_of_split
 from lessons.l12_paged_kv import optimized as paged
+from lessons.l12_paged_kv.apart import apart
 from lessons.l12_paged_kv.hooks import NO_WINDOW, paged_row, plain_load
 from lessons.l12_paged_kv.kernels import tile_step
 from lessons.l12_paged_kv.launch import empty_partials, splits_for
@@ -268,22 +269,21 @@ def prefill(
     softmax_scale: float,
     window: int | None,
 ) -> Tensor:
-    """Any new tokens: trees, and prompts beside them. q: [T, Hq, D] -> [T, Hq, Dv]."""
+    """Any new tokens: trees, and prompts behind them. q: [T, Hq, D] -> [T, Hq, Dv]."""
     if batch.tree is None:
-        return paged.prefill(q, k_cache, v_cache, batch, softmax_scale, window)
-    return tree_attention(
-        q,
-        k_cache,
-        v_cache,
-        batch.block_table,
-        batch.cu_seqlens_q,
-        batch.context_lens,
-        batch.tree,
-        softmax_scale,
-        window,
-        batch.max_seqlen_q,
-        max_context_len=batch.max_context_len,
-    )
+        return LESSON_12.prefill(q, k_cache, v_cache, batch, softmax_scale, window)
+
+    def trees(q: Tensor, part: Batch) -> Tensor:
+        where = part.block_table, part.cu_seqlens_q, part.context_lens
+        how = softmax_scale, window, part.max_seqlen_q
+        most = part.max_context_len
+        return tree_attention(q, k_cache, v_cache, *where, part.tree, *how, max_context_len=most)
+
+    def prompts(q: Tensor, part: Batch) -> Tensor:
+        return paged.prefill(q, k_cache, v_cache, part, softmax_scale, window)
+
+    # All through the kernel of trees, if one stands behind a prompt.
+    return apart(q, batch, trees, prompts if batch.num_decodes else trees)
 
 
 LESSON_17 = LESSON_12._replace(prefill=prefill)

@@ -8,6 +8,7 @@ of their depth. So after the choice the path's K and V only move together: what 
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -133,6 +134,21 @@ def with_trees(batch: Batch, trees: list[Tree | None]) -> Batch:
             )
         table[first:end, : len(tree)] = tree.table
         back[first:end] = torch.arange(len(tree)) - torch.tensor(tree.depths)
-    device = batch.tokens.device
-    positions = batch.positions - back.to(device)
-    return replace(batch, positions=positions, tree=table.to(device))
+    device, count = batch.tokens.device, trees_in_front(trees, starts)
+    return replace(
+        batch,
+        positions=batch.positions - back.to(device),
+        tree=table.to(device),
+        num_decodes=count,
+        num_decode_tokens=starts[count],
+    )
+
+
+def trees_in_front(trees: list[Tree | None], starts: list[int]) -> int:
+    """How many sequences run a tree or one token and stand in front of prompts. 0 if there are no prompts,
+    or if a tree stands behind one. starts: where the tokens of each sequence begin, and the end.
+    """
+    lengths = [end - first for first, end in pairwise(starts)]
+    is_prompt = [tree is None and length > 1 for tree, length in zip(trees, lengths)]
+    count = is_prompt.index(True) if any(is_prompt) else 0
+    return count if all(tree is None for tree in trees[count:]) else 0

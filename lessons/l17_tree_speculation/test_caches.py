@@ -1,19 +1,23 @@
 """Proves that one path of a tree stays in the cache, in one piece, and that all blocks come back."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lessons.l02_naive_attention import naive as one_at_a_time
-from lessons.l12_paged_kv.lab.testing import new_model, new_prompts
+from lessons.l03_kv_cache.batch import new_batch
+from lessons.l12_paged_kv.lab.testing import DEVICE, new_model, new_prompts
 from lessons.l17_tree_speculation import generate as rung
 from lessons.l17_tree_speculation import runner as running
 from lessons.l17_tree_speculation.generate import Counts, generate
 from lessons.l17_tree_speculation.heads import KINDS
 from lessons.l17_tree_speculation.lab.testing import BRANCHES, Oracle, random_heads
+from lessons.l17_tree_speculation.optimized import LESSON_17
 from lessons.l17_tree_speculation.runner import TreeRunner, with_trees
-from lessons.l17_tree_speculation.tree import Tree, full_tree
+from lessons.l17_tree_speculation.stand_ins import LESSON_17_TORCH
+from lessons.l17_tree_speculation.tree import Tree, chain, full_tree
 
 LENGTHS, LIMITS = (3, 1, 12, 7, 5), [6, 11, 1, 0, 14]
 TREE = full_tree([3, 2, 1])
@@ -94,3 +98,35 @@ def second_best_children(self, logits, parents):
     """Ranked, but with the two likeliest tokens exchanged."""
     best = logits.topk(2, dim=-1).indices.flip(-1).tolist()
     return [tokens[: parent.count] for parent, tokens in zip(parents, best)]
+
+
+STEPS = {  # new tokens of each sequence, or its tree; how many are taken apart from what stands behind
+    "trees in front": ([BRANCHES, 1, chain(2), 7, 1], 3),
+    "a prompt in front": ([7, BRANCHES, 1], 0),
+    "a tree behind a prompt": ([BRANCHES, 5, BRANCHES], 0),
+    "no prompt": ([1, BRANCHES, BRANCHES], 0),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_trees_and_prompts_in_one_step(name, window, seed):
+    """The kernels, each over its part, against PyTorch over all; pages that nobody owns hold NaN."""
+    kinds, in_front = STEPS[name]
+    counts = [kind if isinstance(kind, int) else len(kind) for kind in kinds]
+    held = [random.randint(0, 6) for _ in kinds]
+    pages = random.sample(range(40), 40)
+    tables = [[pages.pop() for _ in range(-(-(n + h) // 4))] for n, h in zip(counts, held)]
+    chunks = [([0] * count, before) for count, before in zip(counts, held)]
+    trees = [None if isinstance(kind, int) else kind for kind in kinds]
+    batch = with_trees(new_batch(chunks, 4, DEVICE, tables), trees)
+    assert (batch.num_decodes, batch.num_decode_tokens) == (in_front, sum(counts[:in_front]))
+    q = torch.randn(sum(counts), 4, 16, device=DEVICE)
+    caches = [torch.full((40, 4, 2, 16), torch.nan, device=DEVICE) for _ in range(2)]
+    for cache in caches:
+        for table in tables:
+            cache[table] = torch.randn(len(table), 4, 2, 16, device=DEVICE)
+    got = LESSON_17.prefill(q, *caches, batch, 0.25, window)
+    want = LESSON_17_TORCH.prefill(q, *caches, batch, 0.25, window)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lessons.l10_flash_decoding.optimized import combine
 from lessons.l12_paged_kv.hooks import contiguous_row
@@ -53,7 +54,6 @@ class KiviPages(NamedTuple):
             torch.stack([groups[order.index(page)][part] for page in range(len(groups))])
             for part in range(4)
         )
-        pad = torch.nn.utils.rnn.pad_sequence
         return cls(
             k_codes,
             v_codes,
@@ -61,10 +61,18 @@ class KiviPages(NamedTuple):
             v_scales.flatten(0, 1).permute(1, 0, 3, 2).contiguous(),
             torch.tensor(table, dtype=torch.int32, device=device),
             torch.tensor([c.coded for c in caches], dtype=torch.int32, device=device),
-            pad([cache.k for cache in caches], batch_first=True),
-            pad([cache.v for cache in caches], batch_first=True),
+            side_by_side([cache.k for cache in caches]),
+            side_by_side([cache.v for cache in caches]),
             torch.tensor([len(c.k) for c in caches], dtype=torch.int32, device=device),
         )
+
+
+def side_by_side(rows: list[Tensor]) -> Tensor:
+    """[T, Hkv, D] each -> [B, most, Hkv, D], zeros behind the shorter ones. `most` is a multiple of a
+    group, because the kernel is compiled for it.
+    """
+    most = max(1, -(-max(map(len, rows)) // GROUP)) * GROUP
+    return torch.stack([pad(row, (0, 0, 0, 0, 0, most - len(row))) for row in rows])
 
 
 def kivi_decode(q: Tensor, pages: KiviPages, softmax_scale: float | None = None) -> Tensor:

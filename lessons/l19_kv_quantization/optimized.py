@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.checks import check_one_device
-from lessons.l09_flash_attention.tiles import Tiles, capability
+from lessons.l09_flash_attention.tiles import Tiles, has_e4m3
 from lessons.l12_paged_kv.checks import check_decode, check_prefill
 from lessons.l12_paged_kv.launch import Stored, launch_decode, launch_prefill
 from lessons.l19_kv_quantization.checks import check_codes
@@ -43,12 +43,6 @@ def stored(
         load = int4_load if are_whole else int4_any_load
     stride_sh = k_scales.stride(-2)  # from one head's scales to the next one's
     return k_codes, v_codes, Stored(load, load, k_scales, v_scales, stride_sh, v_head_dim)
-
-
-def has_e4m3(device: torch.device) -> bool:
-    """Whether Triton converts E4M3 there: from sm_89 on, and in the interpreter."""
-    chip = capability(device)
-    return chip is None or chip >= 89
 
 
 def quantized_decode(

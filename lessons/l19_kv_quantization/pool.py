@@ -17,10 +17,11 @@ from lessons.l02_naive_attention.decoder import Attend
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.cache import AttentionOps, KVPool
 from lessons.l06_mla.deepseek import MLAttention
+from lessons.l09_flash_attention.tiles import has_e4m3
+from lessons.l12_paged_kv.apart import apart
 from lessons.l12_paged_kv.latents import PagedLatentPool
 from lessons.l19_kv_quantization.formats import RowFormat
 from lessons.l19_kv_quantization.optimized import (
-    has_e4m3,
     quantize_rows,
     quantized_decode,
     quantized_prefill,
@@ -160,17 +161,25 @@ class KernelPool(QuantizedPool):
         """
         if batch.tree is not None:
             return super().reading(batch)
-        config, table, lens = self.config, batch.block_table, batch.context_lens
+        config = self.config
 
         def read(layer: int, q: Tensor, keys: tuple, values: tuple) -> Tensor:
             k_codes, k_scales, v_codes, v_scales = map(self.blocks, (*keys, *values))
-            pages = k_codes, v_codes, k_scales, v_scales, table
+            codes = k_codes, v_codes, k_scales, v_scales
             options = self.format, config.softmax_scale, config.sliding_window(layer)
-            if batch.max_seqlen_q == 1:
-                most = batch.max_context_len
-                return quantized_decode(q, *pages, lens, *options, max_context_len=most)
-            starts, most = batch.cu_seqlens_q, batch.max_seqlen_q
-            return quantized_prefill(q, *pages, starts, lens, *options, max_seqlen_q=most)
+
+            def decode(q: Tensor, part: Batch) -> Tensor:
+                pages, most = (*codes, part.block_table), part.max_context_len
+                return quantized_decode(
+                    q, *pages, part.context_lens, *options, max_context_len=most
+                )
+
+            def prefill(q: Tensor, part: Batch) -> Tensor:
+                pages, most = (*codes, part.block_table), part.max_seqlen_q
+                lens = part.cu_seqlens_q, part.context_lens
+                return quantized_prefill(q, *pages, *lens, *options, max_seqlen_q=most)
+
+            return decode(q, batch) if batch.max_seqlen_q == 1 else apart(q, batch, decode, prefill)
 
         return read
 

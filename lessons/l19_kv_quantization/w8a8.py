@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from lessons.l09_flash_attention.tiles import has_e4m3
 from lessons.l18_weight_quantization.naive import to_float8
 from lessons.l18_weight_quantization.weights import Float8Weight, QuantizedWeight
 from lessons.l19_kv_quantization.formats import FORMATS, wide
-from lessons.l19_kv_quantization.optimized import has_e4m3, quantize_rows
+from lessons.l19_kv_quantization.optimized import quantize_rows
 from lessons.toolbox.kernels.triton_ import tl, triton
 from lessons.toolbox.model.arguments import refuse
 
@@ -107,7 +108,7 @@ def w8a8_matmul(x: Tensor, weight: EightBits, bias: Tensor | None = None) -> Ten
     return (out if bias is None else out + bias).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def w8a8_kernel(
     x_ptr,
     w_ptr,

@@ -18,7 +18,7 @@ from lessons.l09_flash_attention.lab import peers
 from lessons.l09_flash_attention.lab.traffic import Shape
 from lessons.l09_flash_attention.naive import attention, tiled_attention
 from lessons.l09_flash_attention.optimized import flash_attention
-from lessons.l09_flash_attention.tiles import Tiles
+from lessons.l09_flash_attention.tiles import Tiles, has_e4m3
 from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.measure.hardware import this_machine, time_floor_s
@@ -146,11 +146,11 @@ def eight_bits(q: Tensor, k: Tensor, v: Tensor, causal: bool):
     """With the rounding of q, k and v timed as well; on a CPU PyTorch rounds, and nothing becomes
     faster.
     """
-    return (
-        (lambda: flash_attention_fp8(q, k, v, causal=causal))
-        if q.is_cuda
-        else lambda: attention_fp8(q, k, v, causal=causal)
-    )
+    if not q.is_cuda:
+        return lambda: attention_fp8(q, k, v, causal=causal)
+    if not has_e4m3(q.device):
+        raise Unavailable("needs a GPU of compute capability 8.9 or newer")
+    return lambda: flash_attention_fp8(q, k, v, causal=causal)
 
 
 def fp8_error(tokens: int, outliers: float, seed: int = 0) -> float:

@@ -1,5 +1,7 @@
 """Where a model lies and in which dtype it computes: arguments of every function that makes one."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from lessons.toolbox.model.arguments import refuse, shown
@@ -38,3 +40,10 @@ def read_dtype(dtype: torch.dtype | str) -> torch.dtype:
     if not isinstance(found, torch.dtype) or found not in DTYPES.values():
         refuse("dtype", dtype, ", ".join(DTYPES))
     return found
+
+
+def launching_on(device: torch.device) -> AbstractContextManager:
+    """Inside it this thread launches kernels on the device, if that is a GPU. Triton needs it on a machine
+    with several: it asks no tensor where it lies.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

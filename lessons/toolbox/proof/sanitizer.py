@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ENTRY_POINT = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
+MACRO = r"#define\s+(\w+)\({0},"  # that writes a kernel whose name is its first argument
 FOUND_EXIT_CODE = 86  # of compute-sanitizer, so that a finding differs from a failing test
 # Without PyTorch's cache, because in a cached block a neighbour's memory is not out of bounds.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -24,7 +25,12 @@ def names_on_gpu(kernel: str, room: Path) -> list[str]:
     name = kernel.partition("/")[2]
     if not name.endswith(".cu"):
         return [name]
-    return ENTRY_POINT.findall((room / name).read_text(encoding="utf-8"))
+    source, found = (room / name).read_text(encoding="utf-8").replace("\\\n", " "), []
+    for entry in ENTRY_POINT.findall(source):
+        macro = re.search(MACRO.format(entry), source)
+        # A macro's parameter is nobody's name: each use of the macro is a kernel.
+        found += re.findall(rf"^{macro[1]}\((\w+),", source, re.MULTILINE) if macro else [entry]
+    return found
 
 
 def command(program: str, tool: str, kernels: Iterable[str], lessons: dict[str, Path]) -> list[str]:
