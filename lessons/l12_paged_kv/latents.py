@@ -6,10 +6,13 @@ that asks ROW_OF. Prompts expand them (lesson 6), and for that they are gathered
 Sources: DeepSeek-V2 (2024), section 2.1.2; Kwon et al. 2023, PagedAttention, section 4.1.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.batch import Batch, sequences
 from lessons.l06_mla.deepseek import MLAttention
 from lessons.l06_mla.naive import LATENTS_TORCH
 from lessons.l06_mla.optimized import (
@@ -24,6 +27,7 @@ from lessons.l10_flash_decoding.mla import LATENTS_10, split_tiles
 from lessons.l10_flash_decoding.optimized import combine, keys_of_split
 from lessons.l10_flash_decoding.splits import plan_splits, sms_of
 from lessons.l12_paged_kv import naive, stand_ins
+from lessons.l12_paged_kv.apart import apart
 from lessons.l12_paged_kv.checks import check_sequences, check_splits
 from lessons.l12_paged_kv.hooks import paged_row
 from lessons.toolbox.kernels.triton_ import tl, triton
@@ -32,17 +36,45 @@ from lessons.toolbox.kernels.triton_ import tl, triton
 class PagedLatentPool(AbsorbedPool):
     """AbsorbedPool whose sequences own blocks of a table, not the block of their own number."""
 
-    def expanded_rows(
-        self, mla: MLAttention, latents: Tensor, batch: Batch
-    ) -> tuple[Tensor, Tensor]:
-        """k: [B, rows, H, nope + rope] and v: [B, rows, H, v_dim], rows ≥ max_context_len.
-        latents: [num_blocks, block_size, 1, rank + rope].
+    def read(self, mla: MLAttention, q: Tensor, latents: Tensor, batch: Batch) -> Tensor:
+        """Prompts expand their latents, single queries in front of them read theirs as they lie.
+        latents: [num_blocks, block_size, 1, rank + rope], q: [T, H, nope + rope] -> [T, H, v_dim].
         """
-        # Behind a sequence's blocks stands no block's number. Any will do: nobody reads its rows.
-        table = batch.block_table.long().clamp(max=len(latents) - 1)
-        rows = latents[table].flatten(1, 2)
+        single = partial(super().read, mla)
+        if batch.max_seqlen_q == 1:
+            return single(q, latents, batch)
+
+        def prompts(q: Tensor, part: Batch) -> Tensor:
+            return torch.cat(
+                [
+                    self.read_expanded(mla, q[rows], latents, part, b, length)
+                    for b, (rows, length) in enumerate(sequences(part))
+                ]
+            )
+
+        if batch.work_list is not None:  # a CPU's, and of the whole step
+            return prompts(q, batch)
+        return apart(q, batch, lambda q, part: single(q, latents, part), prompts)
+
+    def read_expanded(
+        self, mla: MLAttention, q: Tensor, latents: Tensor, batch: Batch, b: int, length: int
+    ) -> Tensor:
+        """Sequence b alone, because expanded its `length` latents take many times their room. q: [Tq, H,
+        nope + rope] -> [Tq, H, v_dim].
+        """
+        table = batch.block_table[b, : -(-length // self.block_size)].long()
+        rows = latents[table].flatten(0, 1)[None, :length]
         widths = [self.config.mla.kv_lora_rank, self.config.mla.qk_rope_head_dim]
-        return mla.expand(*rows.split(widths, dim=-1))
+        k, v = mla.expand(*rows.split(widths, dim=-1))
+        one = replace(
+            batch,
+            cu_seqlens_q=batch.cu_seqlens_q.new_tensor([0, len(q)]),
+            context_lens=batch.context_lens[b : b + 1],
+            max_seqlen_q=len(q),
+            max_context_len=length,
+            block_table=None,
+        )
+        return self.ops.prefill(q, k, v, one, self.config.softmax_scale, None)
 
 
 @triton.jit
