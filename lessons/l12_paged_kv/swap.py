@@ -68,7 +68,14 @@ def read_blocks(pool: KVPool, tensors: Iterable[Tensor], table: Sequence[int]) -
     [layers, slots + 1, Hkv, …].
     """
     blocks = torch.tensor(table, device=pool.k_slots.device)
-    return [pool.blocks(slots)[:, blocks].cpu() for slots in tensors]
+    return [on_host(pool.blocks(slots)[:, blocks]) for slots in tensors]
+
+
+def on_host(x: Tensor) -> Tensor:
+    """A copy in host memory, [...]. A GPU's goes to pinned memory, which the GPU itself can write and read,
+    several times as fast as what the system may move.
+    """
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x)
 
 
 def write_blocks(
