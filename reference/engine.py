@@ -59,8 +59,8 @@ class Engine:
         self.requests: dict[str, EngineRequest] = {}
         self.fair = FairQueue()  # whose turn it is; the scheduler's order decides if that counts
         self.admit: Callable[[EngineRequest], None] = lambda request: None  # may raise
-        self.ids = count()  # of sequences
-        self.seeds = Random(seed)
+        self.device = runner.model.device
+        self.ids, self.seeds = count(), Random(seed)  # of sequences, of requests
         # What speculation did in the last step: {row of a sequence: (drafted, accepted)}.
         self.drafts: dict[int, tuple[int, int]] = {}
 
@@ -241,7 +241,7 @@ class Engine:
             return []
         self.note_scheduled(step)
         try:
-            with launching_on(self.runner.model.device):
+            with launching_on(self.device):
                 touched = self.run(step)
         except BaseException:
             for request in {chunk.sequence.request for chunk in step.chunks}:

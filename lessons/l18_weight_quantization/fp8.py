@@ -61,7 +61,7 @@ def quantize_rows_kernel(
     tl.store(scales_ptr + row, scale)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def scaled_matmul_kernel(
     x_ptr,
     w_ptr,

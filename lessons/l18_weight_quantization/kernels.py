@@ -57,7 +57,7 @@ def spread(values, WIDTH: tl.constexpr):
     return tl.reshape(tl.broadcast_to(values[:, :, None], shape), (values.shape[0], WIDTH))
 
 
-@triton.jit(do_not_specialize=["num_rows", "steps_a_split"])
+@triton.jit
 def quantized_matmul_kernel(
     x_ptr,
     words_ptr,
@@ -158,7 +158,7 @@ def quantized_matmul_kernel(
     tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=is_m & is_n)
 
 
-@triton.jit(do_not_specialize=["num_values", "num_splits"])
+@triton.jit
 def add_partials_kernel(
     partials_ptr, bias_ptr, out_ptr, num_values, num_outputs, num_splits, BLOCK: tl.constexpr
 ):

@@ -108,7 +108,7 @@ def w8a8_matmul(x: Tensor, weight: EightBits, bias: Tensor | None = None) -> Ten
     return (out if bias is None else out + bias).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def w8a8_kernel(
     x_ptr,
     w_ptr,

@@ -265,9 +265,9 @@ def outcome(raw: dict, folder: Path) -> str:
         return "ours alone"
     theirs.save_pretrained(folder)
     write_config(folder, raw)
-    assert_same_logits(
-        logits_of(load_decoder(folder)), theirs_of(theirs, PROMPT % config.vocab_size)
-    )
+    ours, wanted = logits_of(load_decoder(folder)), theirs_of(theirs, PROMPT % config.vocab_size)
+    if not (wanted.isnan().all() and ours.isnan().all()):  # as both are for a rope factor of 1e-300
+        assert_same_logits(ours, wanted)
     return "equal"
 
 
