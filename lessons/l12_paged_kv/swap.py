@@ -75,7 +75,7 @@ def on_host(x: Tensor) -> Tensor:
     """A copy in host memory, [...]. A GPU's goes to pinned memory, which the GPU itself can write and read,
     several times as fast as what the system may move.
     """
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x)
+    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x)
 
 
 def write_blocks(
