@@ -4,10 +4,11 @@
     python -m models.retrain --budget-minutes 9         # again, until it says that all is trained
     python -m models.evaluate && python -m models.heads_card     # where the libraries are
 
-The target, then the draft that is distilled from it, then the three kinds of heads side by side. The
-budget is for a borrowed machine: what is not done by then stops, and the same command goes on with it,
-also elsewhere when the files in --pack have been unpacked in models/'s parent. Only a training under way
-(build/) stays behind. models/retraining.json says what is finished; with other settings all begins anew.
+The target, which then learns to leave its loops, the draft that is distilled from it, and the three kinds
+of heads side by side. The budget is for a borrowed machine: what is not done by then stops, and the same
+command goes on with it, also elsewhere when the files in --pack have been unpacked in models/'s parent.
+Only a training under way (build/) stays behind. models/retraining.json says what is finished; with other
+settings all begins anew.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from lessons.toolbox.proof.pack import write_pack
 from models.tokenizer import FOLDERS, HERE
 
 KINDS = ("medusa", "eagle", "eagle3")
-STAGES = ("tiny", "draft", "heads")
+STAGES = ("tiny", "loops", "draft", "heads")
 SHORTEST_S = 40  # what a round needs besides its training, or it is not started
 TO_STOP_S = 20  # that a training may take to write what it needs to go on
 
@@ -33,6 +34,8 @@ def commands_of(stage: str, options: argparse.Namespace) -> list[list[list[str]]
         command = ["models.train", stage, "--tokens", str(options.tokens)]
         command += ["--tokens-per-step", str(options.tokens_per_step)]
         return [[command + (["--no-compile"] if options.no_compile else [])]]
+    if stage == "loops":
+        return [[["models.loops", "--updates", str(options.loop_updates)]]]
     features = ["models.train_heads", "features", "--tokens", str(options.feature_tokens)]
     minutes = ["--minutes", str(options.head_minutes)]
     return [[features], [["models.train_heads", kind, *minutes] for kind in KINDS]]
@@ -104,6 +107,7 @@ def main() -> int:
     add = parser.add_argument
     add("--tokens", type=float, default=150, help="for each model, in millions (%(default)s)")
     add("--tokens-per-step", type=int, default=8192)
+    add("--loop-updates", type=int, default=300, help="in which the target learns to leave loops")
     add("--feature-tokens", type=int, default=1_000_000, help="that the heads learn from")
     add("--head-minutes", type=float, default=4, help="for the heads")
     add("--no-compile", action="store_true", help="train without torch.compile")

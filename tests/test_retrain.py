@@ -52,8 +52,8 @@ def options(*argv):
 
 
 def test_what_is_finished_is_not_trained_again(course, tmp_path):
-    (course / "draf").mkdir()
-    (course / "head").mkdir()
+    for stage in ("loop", "draf", "head"):
+        (course / stage).mkdir()
     pack = tmp_path / "trained.tar.gz"
     assert retrain.retrain(options("--pack", pack)) == 0
     assert retrain.retrain(options("--pack", pack)) == 0
@@ -67,11 +67,11 @@ def test_what_is_finished_is_not_trained_again(course, tmp_path):
 
 
 def test_a_stage_that_fails_or_finds_no_time_ends_the_run(course, capsys, monkeypatch):
-    assert retrain.retrain(options()) == 1 and "draft: failed" in capsys.readouterr().out
+    assert retrain.retrain(options()) == 1 and "loops: failed" in capsys.readouterr().out
     monkeypatch.setattr(retrain, "SHORTEST_S", 1e9)
     assert retrain.retrain(options()) == 1
     said = capsys.readouterr().out
-    assert "tiny: finished earlier" in said and "draft: stopped" in said
+    assert "tiny: finished earlier" in said and "loops: stopped" in said
 
 
 def test_a_training_is_asked_to_stop_and_has_time_to_keep_what_it_needs(tmp_path, monkeypatch):
@@ -93,6 +93,7 @@ def test_commands_are_those_of_the_trainings():
     assert tiny == [
         ["models.train", "tiny", "--tokens", "2.0", "--tokens-per-step", "8192", "--no-compile"]
     ]
+    assert retrain.commands_of("loops", asked) == [[["models.loops", "--updates", "300"]]]
     features, heads = retrain.commands_of("heads", asked)
     assert [len(features), len(heads)] == [1, 3] and heads[2][1] == "eagle3"
     assert retrain.least_s("heads", asked) == retrain.least_s("tiny", asked) + 30
