@@ -1,17 +1,15 @@
-"""Teach the target to leave its loops: it reads its own answers, and to write a line for the third time
-becomes less likely than something else.
+"""Teach the target to leave a loop: from the third copy of a line on, each copy becomes less likely.
 
     python -m models.loops
 
 A small model that always takes its likeliest token soon writes the same line again and again, because
 each copy makes the next one likelier. Training on text cannot mend that: text holds no loops. So the
-model continues prefixes of training text, and wherever it wrote a line for the third time, the token of
-that line at which it was least sure is made less likely than the best other one. (Welleck et al. 2020,
-"Neural text generation with unlikelihood training", push down every token of an answer's repeated
-n-grams. To leave a loop one token is enough, and code repeats much for good reasons.) In front of the
-third copy, and on ordinary text, the model is held where it was: by the divergence from what it
-predicted before. New answers are written every few updates, because a model that has left one loop finds
-the next. Held-out text is not used.
+model reads loops: text with a few lines or words of it repeated on purpose, and answers of its own that
+repeat a line. From the third copy on each token should have a fraction of the probability that the copy in
+front of it gave it (Xu et al. 2022, "Learning to break the loop", section 3). In front of the third copy,
+and on ordinary text, the model is held where it was, by the divergence from what it predicted before.
+Answers are written anew every few updates, because a model that has left one loop finds the next.
+Held-out text is not used.
 """
 
 import argparse
@@ -21,13 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lessons.toolbox.model.checkpoint import load_tokenizer
-from models.evaluate import SHORTEST_LINE
+from models.answers import SHORTEST_LINE
 from models.steps import keep_freed_memory, optimizers, update
 from models.text import streams, windows
 from models.tokenizer import FOLDERS
@@ -37,32 +34,56 @@ RATE = (
     0.1  # of the learning rate of the training: warmed up over WARM_UP updates, then linear to zero
 )
 WARM_UP = 20
-ROWS, LENGTH = 16, 256  # of the text, and of the answers, that an update reads
-ANSWERS, REFRESH = 192, 25  # answers that are written at once, and for how many updates
-PREFIX = (16, 200)  # tokens in front of an answer, fewest and most
-ANSWER = 200  # tokens
-MARGIN = 0.3  # nats by which another token should be likelier than the one that goes on in the loop
-SHARPNESS = 4.0  # of the step from "must be pushed" to "may stay"
+FADING = 0.5  # the probability of a copy's token as a share of the same token's in the copy before
 KEPT = 1.0  # weight of the divergence
+ROWS, LENGTH = 16, 256  # of the text in an update; as many loops, half of them the model's own
+CONTEXT = (8, 128)  # tokens of text in front of a repeated block, fewest and most
+LINES, WORDS = (4, 48), (2, 12)  # tokens of a block that is whole lines, or a piece of one
+ANSWERS, REFRESH = 160, 50  # answers that are written at once, and for how many updates
+PREFIX, ANSWER, LONGEST = (16, 200), 200, 400  # tokens
 
 
-class Answer(NamedTuple):
-    """Token ids of a prefix and of the answer behind it, and the lines in the answer that stood there
-    twice before: (first token, the one behind the last).
+class Loop(NamedTuple):
+    """A text that goes round: its tokens, and for each of them the place of the same token in the
+    copy before, or -1 if that copy may stand.
     """
 
     tokens: list[int]
-    copies: list[tuple[int, int]]
+    before: list[int]
 
 
-def third_copies(pieces: list[str], begin: int) -> list[tuple[int, int]]:
-    """Places (first, behind the last) of lines which begin at or behind `begin`, are whole, and are
-    the third of their kind. A line here is what stands between newlines, without indentation.
+def repeated(window: np.ndarray, ends_line: np.ndarray, rng: np.random.Generator) -> Loop | None:
+    """Text, then one to three of its lines, or a few words, again and again: LENGTH + 1 tokens, the
+    first of which begins a text. None if this window has no such lines.
 
-    pieces: [n] text of each token. A token with a newline ends a line and may indent the next.
+    window: [n] tokens of text. ends_line: [V] whether a token's text holds a newline; such a token
+    ends a line, and may be the indentation of the next.
     """
-    seen: dict[str, int] = {}
-    found, first, line = [], 0, ""
+    ends = np.flatnonzero(ends_line[window])
+    ends = ends[ends >= rng.integers(*CONTEXT)][:4]
+    if len(ends) < 2:
+        return None
+    first = int(ends[0])
+    lengths = [last - first for last in ends[1:] if LINES[0] <= last - first <= LINES[1]]
+    if rng.random() < 1 / 3:
+        first, lengths = first + 2, [int(rng.integers(*WORDS))]
+    if not lengths:
+        return None
+    length = int(rng.choice(lengths))
+    text, block = window[:first].tolist(), window[first : first + length].tolist()
+    tokens = [0, *text, *block * (LENGTH // length + 1)][: LENGTH + 1]
+    third = 1 + first + 2 * length
+    return Loop(tokens, [-1] * third + [at - length for at in range(third, len(tokens))])
+
+
+def copies_of_lines(pieces: list[str], begin: int) -> list[int]:
+    """For each token the place of its copy in the same line before, from the third such line on; -1 for
+    all others, for lines that begin in front of `begin` and for one that was cut.
+
+    pieces: [n] text of each token. A line is what stands between newlines, without indentation.
+    """
+    seen: dict[str, list[tuple[int, int]]] = {}
+    before, first, line = [-1] * len(pieces), 0, ""
     for at, piece in enumerate(pieces):
         head, newline, tail = piece.rpartition("\n")
         if not newline:
@@ -70,19 +91,21 @@ def third_copies(pieces: list[str], begin: int) -> list[tuple[int, int]]:
             continue
         line = (line + head.partition("\n")[0]).strip()
         if len(line) >= SHORTEST_LINE and first < at:
-            seen[line] = seen.get(line, 0) + 1
-            if seen[line] == 3 and first >= begin:
-                found.append((first, at))
+            copies = seen.setdefault(line, [])
+            copies.append((first, at))
+            if len(copies) >= 3 and first >= begin:
+                earlier, end = copies[-2]
+                if pieces[earlier:end] == pieces[first:at]:
+                    before[first:at] = range(earlier, end)
         first, line = at + 1, tail
-    return found
+    return before
 
 
-def prefixes(text: dict, pieces: list[str], rng: np.random.Generator) -> list[list[int]]:
+def prefixes(text: dict, ends_line: np.ndarray, rng: np.random.Generator) -> list[list[int]]:
     """ANSWERS prefixes of training text: whole lines, log-uniform in length, every other one of the
     standard library. Each begins with 0, as a text does.
     """
     found: list[list[int]] = []
-    ends_line = np.array(["\n" in piece for piece in pieces])
     while len(found) < ANSWERS:
         stream = text[("wide", "own")[len(found) % 2]]
         start = int(rng.integers(len(stream) - PREFIX[1]))
@@ -95,53 +118,63 @@ def prefixes(text: dict, pieces: list[str], rng: np.random.Generator) -> list[li
     return found
 
 
-def write_answers(model, rows: list[list[int]], pieces: list[str]) -> list[Answer]:
-    """The greedy answers to `rows` that write a line for the third time."""
+def own_loops(model, rows: list[list[int]], pieces: list[str]) -> list[Loop]:
+    """The greedy answers to `rows` that write a line for the third time, behind the rows."""
     width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     settings = dict(max_new_tokens=ANSWER, do_sample=False, pad_token_id=0)
-    ids, mask = ids.to(model.device), mask.to(model.device)
-    new = model.generate(ids, attention_mask=mask, **settings)[:, width:].tolist()
-    answers = []
+    new = model.generate(ids, attention_mask=mask.to(model.device), **settings)[:, width:].tolist()
+    loops = []
     for row, tokens in zip(rows, new):
-        tokens = row + (tokens[: tokens.index(0)] if 0 in tokens else tokens)
-        copies = third_copies([pieces[token] for token in tokens], len(row))
-        if copies:
-            answers.append(Answer(tokens[: copies[-1][1] + 1], copies))
-    return answers
+        tokens = (row + (tokens[: tokens.index(0)] if 0 in tokens else tokens))[:LONGEST]
+        before = copies_of_lines([pieces[token] for token in tokens], len(row))
+        if max(before) >= 0:
+            loops.append(Loop(tokens, before))
+    return loops
 
 
-def batch_of(answers: list[Answer]) -> tuple[Tensor, Tensor]:
-    """Token ids: [rows, n], zeros behind the end; and for each target ids[:, 1:] how many thirds of
-    lines begin in its row up to there: [rows, n - 1]; -1 behind the end.
+def made_loops(
+    text: dict, ends_line: np.ndarray, count: int, rng: np.random.Generator
+) -> list[Loop]:
+    """`count` loops of training text, every other one of the standard library."""
+    loops: list[Loop] = []
+    while len(loops) < count:
+        stream = text[("wide", "own")[len(loops) % 2]]
+        start = int(rng.integers(len(stream) - LENGTH))
+        window = stream[start : start + LENGTH]
+        loop = repeated(window, ends_line, rng) if window.all() else None
+        if loop is not None and max(loop.before) >= 0:
+            loops.append(loop)
+    return loops
+
+
+def batch_of(loops: list[Loop]) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids: [rows, n], zeros behind the end. For each target ids[:, 1:] the place among the
+    targets of its copy before, or -1: [rows, n - 1]; and whether no such copy has begun yet.
     """
-    width = max(len(answer.tokens) for answer in answers)
-    ids = torch.zeros(len(answers), width, dtype=torch.long)
-    begun = torch.full((len(answers), width - 1), -1)
-    for row, answer in enumerate(answers):
-        ids[row, : len(answer.tokens)] = torch.tensor(answer.tokens)
-        begun[row, : len(answer.tokens) - 1] = 0
-        for first, _ in answer.copies:
-            begun[row, first - 1 : len(answer.tokens) - 1] += 1
-    return ids, begun
+    width = max(len(loop.tokens) for loop in loops)
+    ids = torch.zeros(len(loops), width, dtype=torch.long)
+    before = torch.full((len(loops), width - 1), -1)
+    in_front = torch.zeros(len(loops), width - 1, dtype=torch.bool)
+    for row, loop in enumerate(loops):
+        ids[row, : len(loop.tokens)] = torch.tensor(loop.tokens)
+        places = torch.tensor(loop.before[1:])
+        before[row, : len(places)] = (places - 1).clamp(min=-1)
+        in_front[row, : len(places)] = (places >= 0).cumsum(0) == 0
+    return ids, before, in_front
 
 
-def leaving_loss(logprobs: Tensor, ids: Tensor, answers: list[Answer]) -> Tensor:
-    """Mean over third copies of a soft hinge: the smallest margin of the copy's tokens over the best
-    other token should be below -MARGIN, in nats. Less would do to leave, more changes the model.
+def fading_loss(logprobs: Tensor, ids: Tensor, before: Tensor) -> Tensor:
+    """Mean of -log(1 - |p - FADING · p in the copy before|) over the tokens that have one (Xu et al.
+    2022, equation 4).
 
-    logprobs: [rows, n - 1, V] of ids[:, 1:]; ids: [rows, n]
+    logprobs: [rows, n - 1, V] of ids[:, 1:]; ids: [rows, n]; before: [rows, n - 1]
     """
-    wanted = ids[:, 1:, None]
-    others = logprobs.scatter(2, wanted, float("-inf")).amax(2)
-    margins = logprobs.gather(2, wanted)[..., 0] - others
-    smallest = [
-        margins[row, first - 1 : behind].min()  # with the token that ends the line
-        for row, answer in enumerate(answers)
-        for first, behind in answer.copies
-    ]
-    return F.softplus(SHARPNESS * (torch.stack(smallest) + MARGIN)).mean() / SHARPNESS
+    p = logprobs.gather(2, ids[:, 1:, None])[..., 0].exp()
+    wanted = FADING * p.detach().gather(1, before.clamp(min=0))
+    distance = (p - wanted).abs()[before >= 0]
+    return -torch.log1p(-distance.clamp(max=1 - 1e-6)).mean()
 
 
 def divergence(old, new: Tensor, ids: Tensor) -> Tensor:
@@ -150,8 +183,8 @@ def divergence(old, new: Tensor, ids: Tensor) -> Tensor:
     old: the model that it was. new: [rows, n - 1, V] log-probabilities. ids: [rows, n]
     """
     with torch.no_grad():
-        before = logprobs_of(old, ids)
-    return (before.exp() * (before - new)).sum(-1)
+        was = logprobs_of(old, ids)
+    return (was.exp() * (was - new)).sum(-1)
 
 
 def logprobs_of(model, ids: Tensor) -> Tensor:
@@ -161,14 +194,18 @@ def logprobs_of(model, ids: Tensor) -> Tensor:
     return logits.float().log_softmax(-1)
 
 
-def loss_of(model, old, answers: list[Answer], text: Tensor) -> Tensor:
-    """What an update makes smaller. text: [rows, LENGTH + 1] token ids."""
-    ids, begun = (x.to(model.device) for x in batch_of(answers))
-    new = logprobs_of(model, ids)
-    in_front = divergence(old, new, ids)[begun == 0].mean()
+def loss_of(model, old, kinds: list[list[Loop]], text: Tensor) -> Tensor:
+    """What an update makes smaller: the mean over kinds of loops, and the divergence on text: [rows,
+    LENGTH + 1] token ids.
+    """
     text = text.to(model.device)
-    on_text = divergence(old, logprobs_of(model, text), text).mean()
-    return leaving_loss(new, ids, answers) + KEPT * (in_front + on_text)
+    loss = KEPT * divergence(old, logprobs_of(model, text), text).mean()
+    for loops in kinds:
+        ids, before, in_front = (x.to(model.device) for x in batch_of(loops))
+        new = logprobs_of(model, ids)
+        kept = divergence(old, new, ids)[in_front].mean()
+        loss = loss + (fading_loss(new, ids, before) + KEPT * kept) / len(kinds)
+    return loss
 
 
 def leave_loops(updates: int) -> None:
@@ -182,6 +219,7 @@ def leave_loops(updates: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text, rng, tokenizer = streams(), np.random.default_rng(0), load_tokenizer(FOLDERS["tiny"])
     pieces = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    ends_line = np.array(["\n" in piece for piece in pieces])
     model, old = (
         AutoModelForCausalLM.from_pretrained(FOLDERS["tiny"], dtype=dtype).to(device).eval()
         for dtype in (torch.float32, torch.bfloat16)
@@ -189,16 +227,17 @@ def leave_loops(updates: int) -> None:
     if device == "cpu":  # as in the training
         for network in (model, old):
             network.set_attn_implementation("eager")
-    opts, pool = optimizers(model), []
+    opts, own = optimizers(model), []
     reading = [windows(text[name], ROWS // 2, LENGTH, 0) for name in ("wide", "own")]
     for i in track(range(updates), description="leaving loops"):
         if i % REFRESH == 0:
-            pool = write_answers(model, prefixes(text, pieces, rng), pieces)
+            own = own_loops(model, prefixes(text, ends_line, rng), pieces)
             held_out = held_out_loss(model, text["held_out"][:16385], device)
-            said = f"{len(pool)} of {ANSWERS} answers loop, held-out {held_out:.4f}"
-            print(f"update {i} {said}", flush=True)
-        some = [pool[at] for at in rng.choice(len(pool), ROWS, replace=len(pool) < ROWS)]
-        loss_of(model, old, some, torch.cat([next(rows) for rows in reading])).backward()
+            said = f"{len(own)} of {ANSWERS} answers loop, held-out {held_out:.4f}"
+            print(f"update {i}: {said}", flush=True)
+        some = [own[at] for at in rng.choice(len(own), ROWS // 2)]
+        kinds = [some, made_loops(text, ends_line, ROWS // 2, rng)]
+        loss_of(model, old, kinds, torch.cat([next(rows) for rows in reading])).backward()
         update(model, opts, RATE * min((i + 1) / WARM_UP, 1 - i / updates))
     save(model, FOLDERS["tiny"])
     facts |= {"loop_updates": updates, "loop_minutes": round((time.monotonic() - started) / 60, 1)}
@@ -207,7 +246,7 @@ def leave_loops(updates: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--updates", type=int, default=300)
+    parser.add_argument("--updates", type=int, default=400)
     options = parser.parse_args()
     keep_freed_memory()
     leave_loops(options.updates)

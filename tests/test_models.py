@@ -14,8 +14,10 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
 from lessons.toolbox.model.corpus import copies, corpus, long_lines
+from models import answers
 from models import train as training
-from models.evaluate import model_card, parses_so_far, repeats_a_line
+from models.answers import goes_round, parses_so_far, repeats_a_line
+from models.evaluate import model_card
 from models.stop import Stop
 from models.text import PHASES, batches, windows
 
@@ -214,3 +216,18 @@ def test_python_as_far_as_it_goes(source, is_python):
 
 def test_a_repeated_line_is_one_that_says_something():
     assert repeats_a_line("self.file.close()\n" * 3) and not repeats_a_line("return x\n" * 9)
+
+
+def test_an_answer_goes_round_within_a_line():
+    assert goes_round("x = the inverse of the inverse of the inverse of the inverse of the inverse")
+    assert goes_round("return a, k, l, l, l, l, l")
+    assert not goes_round("def f(x):\n" * 4), "a line that is repeated is the other figure"
+    assert not goes_round("# " + 40 * "-") and not goes_round("x = [0, 0, 0]")
+
+
+def test_real_answers_are_what_stands_behind_the_prompts(monkeypatch, tmp_path):
+    (tmp_path / "prompts.json").write_text(json.dumps([{"prompt": "def f("}, {"prompt": "absent"}]))
+    monkeypatch.setattr(answers, "HERE", tmp_path)
+    texts = ["a = 1\n", "b = 2\ndef f(x):\n    return x + 10\n"]
+    found = answers.real_answers(load_tokenizer("models/tiny"), texts, length=3)
+    assert len(found) == 1 and texts[1][6:].startswith(found[0]) and len(found[0]) > len("def f(")
