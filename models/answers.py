@@ -4,7 +4,6 @@ import ast
 import codeop
 import json
 import re
-import textwrap
 from collections import Counter
 
 import torch
@@ -94,17 +93,18 @@ def real_answers(tokenizer, texts: list[str], length: int = 200) -> list[str]:
         for text in texts:
             _, prompt, behind = text.partition(request["prompt"])
             if prompt:
-                ids = tokenizer(behind)["input_ids"][:length]
+                ids = tokenizer(behind[: 20 * length])["input_ids"][:length]
                 answers.append(prompt + tokenizer.decode(ids))
                 break
     return answers
 
 
 def parses_so_far(source: str) -> bool:
-    """Whether it is Python, or would be if it went on. The last line may have been cut anywhere, so
-    it does not count.
+    """Whether it is Python, or would be if it went on. What begins with a method stands in a class. The
+    last line may have been cut anywhere, so it does not count.
     """
-    whole_lines = textwrap.dedent(source).rpartition("\n")[0] + "\n"
+    around = "class Around:\n" if source[:1].isspace() else ""
+    whole_lines = around + source.rpartition("\n")[0] + "\n"
     try:
         codeop.compile_command(whole_lines, symbol="exec")  # None: incomplete
         return True

@@ -4,8 +4,8 @@
 
 A small model that always takes its likeliest token soon writes the same line again and again, because
 each copy makes the next one likelier. Training on text cannot mend that: text holds no loops. So the
-model reads loops: text with a few lines or words of it repeated on purpose, and answers of its own that
-repeat a line. From the third copy on each token should have a fraction of the probability that the copy in
+model reads loops: text with a few lines of it repeated on purpose, and answers of its own that repeat a
+line. From the third copy on each token should have a fraction of the probability that the copy in
 front of it gave it (Xu et al. 2022, "Learning to break the loop", section 3). In front of the third copy,
 and on ordinary text, the model is held where it was, by the divergence from what it predicted before.
 Answers are written anew every few updates, because a model that has left one loop finds the next.
@@ -38,7 +38,7 @@ FADING = 0.5  # the probability of a copy's token as a share of the same token's
 KEPT = 1.0  # weight of the divergence
 ROWS, LENGTH = 16, 256  # of the text in an update; as many loops, half of them the model's own
 CONTEXT = (8, 128)  # tokens of text in front of a repeated block, fewest and most
-LINES, WORDS = (4, 48), (2, 12)  # tokens of a block that is whole lines, or a piece of one
+BLOCK = (4, 48)  # tokens of the lines that are repeated
 ANSWERS, REFRESH = 160, 50  # answers that are written at once, and for how many updates
 PREFIX, ANSWER, LONGEST = (16, 200), 200, 400  # tokens
 
@@ -53,23 +53,18 @@ class Loop(NamedTuple):
 
 
 def repeated(window: np.ndarray, ends_line: np.ndarray, rng: np.random.Generator) -> Loop | None:
-    """Text, then one to three of its lines, or a few words, again and again: LENGTH + 1 tokens, the
-    first of which begins a text. None if this window has no such lines.
+    """Text, then one to three of its lines again and again: LENGTH + 1 tokens, the first of which
+    begins a text. None if this window has no such lines.
 
     window: [n] tokens of text. ends_line: [V] whether a token's text holds a newline; such a token
     ends a line, and may be the indentation of the next.
     """
     ends = np.flatnonzero(ends_line[window])
     ends = ends[ends >= rng.integers(*CONTEXT)][:4]
-    if len(ends) < 2:
-        return None
-    first = int(ends[0])
-    lengths = [last - first for last in ends[1:] if LINES[0] <= last - first <= LINES[1]]
-    if rng.random() < 1 / 3:
-        first, lengths = first + 2, [int(rng.integers(*WORDS))]
+    lengths = [last - ends[0] for last in ends[1:] if BLOCK[0] <= last - ends[0] <= BLOCK[1]]
     if not lengths:
         return None
-    length = int(rng.choice(lengths))
+    first, length = int(ends[0]), int(rng.choice(lengths))
     text, block = window[:first].tolist(), window[first : first + length].tolist()
     tokens = [0, *text, *block * (LENGTH // length + 1)][: LENGTH + 1]
     third = 1 + first + 2 * length
@@ -246,7 +241,7 @@ def leave_loops(updates: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--updates", type=int, default=400)
+    parser.add_argument("--updates", type=int, default=300)
     options = parser.parse_args()
     keep_freed_memory()
     leave_loops(options.updates)

@@ -107,7 +107,7 @@ def main() -> int:
     add = parser.add_argument
     add("--tokens", type=float, default=150, help="for each model, in millions (%(default)s)")
     add("--tokens-per-step", type=int, default=8192)
-    add("--loop-updates", type=int, default=400, help="in which the target learns to leave loops")
+    add("--loop-updates", type=int, default=300, help="in which the target learns to leave loops")
     add("--feature-tokens", type=int, default=1_000_000, help="that the heads learn from")
     add("--head-minutes", type=float, default=4, help="for the heads")
     add("--no-compile", action="store_true", help="train without torch.compile")

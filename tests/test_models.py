@@ -206,6 +206,7 @@ def test_a_copy_of_a_held_out_module_is_not_trained_on():
         ("def f(x):\n    if x:\n        return [x,\n    and cut of", True),
         ('def f():\n    """A text that goes\n    on and', True),
         ("    def method(self):\n        return self.x\n\n    def", True),
+        ("    def method(self):\n        return self.x\n\n\nclass B:\n    y = 1\n", True),
         ("def f(x:\n    return x)\n\ny = 1\n", False),
         ("def f(x):\nreturn x\n\n", False),
     ],

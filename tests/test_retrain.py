@@ -93,7 +93,7 @@ def test_commands_are_those_of_the_trainings():
     assert tiny == [
         ["models.train", "tiny", "--tokens", "2.0", "--tokens-per-step", "8192", "--no-compile"]
     ]
-    assert retrain.commands_of("loops", asked) == [[["models.loops", "--updates", "400"]]]
+    assert retrain.commands_of("loops", asked) == [[["models.loops", "--updates", "300"]]]
     features, heads = retrain.commands_of("heads", asked)
     assert [len(features), len(heads)] == [1, 3] and heads[2][1] == "eagle3"
     assert retrain.least_s("heads", asked) == retrain.least_s("tiny", asked) + 30
