@@ -30,10 +30,7 @@ from models.text import streams, windows
 from models.tokenizer import FOLDERS
 from models.train import held_out_loss, save
 
-RATE = (
-    0.1  # of the learning rate of the training: warmed up over WARM_UP updates, then linear to zero
-)
-WARM_UP = 20
+RATE, WARM_UP = 0.1, 20  # share of the training's learning rate; updates until it is reached
 FADING = 0.5  # the probability of a copy's token as a share of the same token's in the copy before
 KEPT = 1.0  # weight of the divergence
 ROWS, LENGTH = 16, 256  # of the text in an update; as many loops, half of them the model's own
@@ -96,16 +93,21 @@ def copies_of_lines(pieces: list[str], begin: int) -> list[int]:
     return before
 
 
+def cut(text: dict, turn: int, length: int, rng: np.random.Generator) -> np.ndarray:
+    """[length] tokens of training text, at every other turn of the standard library."""
+    stream = text[("wide", "own")[turn % 2]]
+    start = int(rng.integers(len(stream) - length))
+    return stream[start : start + length]
+
+
 def prefixes(text: dict, ends_line: np.ndarray, rng: np.random.Generator) -> list[list[int]]:
     """ANSWERS prefixes of training text: whole lines, log-uniform in length, every other one of the
     standard library. Each begins with 0, as a text does.
     """
     found: list[list[int]] = []
     while len(found) < ANSWERS:
-        stream = text[("wide", "own")[len(found) % 2]]
-        start = int(rng.integers(len(stream) - PREFIX[1]))
+        window = cut(text, len(found), PREFIX[1], rng)
         most = round(np.exp(rng.uniform(*np.log(PREFIX))))
-        window = stream[start : start + PREFIX[1]]
         ends = np.flatnonzero(ends_line[window])
         ends = ends[ends <= ends[0] + most] if len(ends) else ends
         if len(ends) > 1 and window.all():  # 0 begins another text
@@ -135,9 +137,7 @@ def made_loops(
     """`count` loops of training text, every other one of the standard library."""
     loops: list[Loop] = []
     while len(loops) < count:
-        stream = text[("wide", "own")[len(loops) % 2]]
-        start = int(rng.integers(len(stream) - LENGTH))
-        window = stream[start : start + LENGTH]
+        window = cut(text, len(loops), LENGTH, rng)
         loop = repeated(window, ends_line, rng) if window.all() else None
         if loop is not None and max(loop.before) >= 0:
             loops.append(loop)
@@ -230,8 +230,9 @@ def leave_loops(updates: int) -> None:
             held_out = held_out_loss(model, text["held_out"][:16385], device)
             said = f"{len(own)} of {ANSWERS} answers loop, held-out {held_out:.4f}"
             print(f"update {i}: {said}", flush=True)
-        some = [own[at] for at in rng.choice(len(own), ROWS // 2)]
-        kinds = [some, made_loops(text, ends_line, ROWS // 2, rng)]
+        # none of its own, if it has left them all
+        kinds = [[own[at] for at in rng.choice(len(own), ROWS // 2)]] if own else []
+        kinds.append(made_loops(text, ends_line, ROWS // 2, rng))
         loss_of(model, old, kinds, torch.cat([next(rows) for rows in reading])).backward()
         update(model, opts, RATE * min((i + 1) / WARM_UP, 1 - i / updates))
     save(model, FOLDERS["tiny"])

@@ -2,6 +2,7 @@
 
     python -m models.train tokenizer             # byte-level BPE, seconds
     python -m models.train tiny  --tokens 150    # the target: next-token cross-entropy
+    python -m models.loops                       # the target learns to leave its loops
     python -m models.train draft --tokens 150    # the draft: distilled from it, same tokenizer
     python -m models.evaluate                    # held-out figures -> figures.json and README.md
 
