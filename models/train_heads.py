@@ -25,13 +25,8 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.rope import apply_rope, rope_tables
-from lessons.l17_tree_speculation.heads import (
-    KINDS,
-    fingerprint,
-    save_heads,
-    tap_depths,
-    tapped_features,
-)
+from lessons.l17_tree_speculation.heads import KINDS, tap_depths, tapped_features
+from lessons.l17_tree_speculation.heads_files import fingerprint, save_heads
 from lessons.toolbox.measure.device import default_device
 from models.steps import name_of, optimizers, schedule, update
 from models.text import PYTHON, streams
@@ -40,10 +35,11 @@ from models.tokenizer import HERE
 TARGET = "models/tiny"
 FEATURES = HERE.parent / "build" / "tiny-features.pt"
 WINDOW = 256  # tokens of a piece of text
+GUESSED = 1024  # tokens that heads can guess, a quarter of the vocabulary as in EAGLE-3's drafts
 SIZES = {
-    "medusa": dict(hidden_size=384, count=4),
-    "eagle": dict(intermediate_size=512),
-    "eagle3": dict(intermediate_size=512),
+    "medusa": dict(hidden_size=384, count=4, draft_vocab_size=GUESSED),
+    "eagle": dict(intermediate_size=512, draft_vocab_size=GUESSED),
+    "eagle3": dict(intermediate_size=512, draft_vocab_size=GUESSED),
 }
 OWN_STEPS = 3  # EAGLE-3: passes over its own features in training
 FREQUENT, RARE = 768, 256  # columns of the vocabulary in a training step
@@ -239,11 +235,13 @@ def train(kind: str, minutes: float, rows: int) -> None:
     if kept["target"] != fingerprint(target):
         raise SystemExit(f"{FEATURES} is of other weights: run `features` again")
     tokens, features = kept["tokens"].long(), kept["features"]
-    heads = KINDS[kind].for_target(target.config, SIZES[kind]).to(device)
-    opts, rng = optimizers(heads), np.random.default_rng(0)
-    size, start, step, spent = target.config.hidden_size, time.monotonic(), 0, 0.0
     use = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size)
     by_use = use.argsort(descending=True, stable=True).to(device)
+    heads = KINDS[kind].for_target(target.config, SIZES[kind]).to(device)
+    heads.lm_head.read(target, by_use[:GUESSED])
+    heads.lm_head.requires_grad_(False)  # the losses look at the target's own rows
+    opts, rng = optimizers(heads), np.random.default_rng(0)
+    size, start, step, spent = target.config.hidden_size, time.monotonic(), 0, 0.0
     while spent < 1:
         for chosen in torch.from_numpy(rng.permutation(len(tokens))).split(rows):
             spent = (time.monotonic() - start) / (60 * minutes)

@@ -6,7 +6,8 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l16_speculative_sampling.drafts import check_tokenizers, check_vocabulary
 from lessons.l17_tree_speculation.checks import check_model
 from lessons.l17_tree_speculation.guesses import Ranked
-from lessons.l17_tree_speculation.heads import KINDS, Heads, MedusaHeads, find_heads, load_heads
+from lessons.l17_tree_speculation.heads import KINDS, Heads, MedusaHeads
+from lessons.l17_tree_speculation.heads_files import find_heads, load_heads
 from lessons.l17_tree_speculation.tree import Tree, best_tree
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig

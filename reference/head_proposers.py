@@ -187,7 +187,7 @@ class BlockDrafter(HeadDrafter):
     """
 
     def __init__(self, target: Decoder, draft: FeatureDraft, choice: Choice, pool):
-        super().__init__(target, choice)
+        super().__init__(target, choice, draft.lm_head)
         self.draft = draft
         self.pool = pool
         self.roots: dict[int, Tensor] = {}
@@ -212,7 +212,7 @@ class BlockDrafter(HeadDrafter):
                 for parent in level
             ]
         rows = [self.guessed[parent.request.row][at] for parent, at in zip(level, places)]
-        return self.target.logits(self.draft.hidden(torch.stack(rows)))
+        return self.logits(self.draft.hidden(torch.stack(rows)))
 
     def go_deeper(
         self, depth: int, sequences: Iterable[EngineSequence], trees: dict, tokens: dict

@@ -100,11 +100,15 @@ def test_a_slip_in_merging_is_seen(slip):
 
 
 def made_by(heads, config: ModelConfig, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """What heads make of embeddings and features: [2, T, hidden_size] -> [..., T, hidden_size]."""
+    """What heads make of embeddings and features: [2, T, hidden_size] -> logits, or what the target's
+    last matrix reads: [N, …].
+    """
     if isinstance(heads, MedusaHeads):
-        return heads(inputs[0])
-    attend = whole_sequence(Decoder(config), len(inputs[0]), attention_per_head)
-    return heads.hidden(heads(*inputs, lambda q, k, v: attend(0, q, k, v)))
+        made = heads(inputs[0]).flatten(0, 1)
+    else:
+        attend = whole_sequence(Decoder(config), len(inputs[0]), attention_per_head)
+        made = heads.hidden(heads(*inputs, lambda q, k, v: attend(0, q, k, v)))
+    return made if heads.lm_head is None else heads.lm_head(made)
 
 
 def assert_heads_as_exact(plain, twin, config: ModelConfig) -> None:
@@ -123,7 +127,7 @@ def assert_heads_as_exact(plain, twin, config: ModelConfig) -> None:
 @pytest.mark.parametrize("name", ["llama", "biases everywhere", "qwen3, norms of q and k"])
 def test_heads_draft_as_before_to_rounding(kind, name):
     config = ModelConfig(*SHAPE, **CASES[name])
-    plain = random_heads(random_model(config), kind)
+    plain = random_heads(random_model(config), kind, guessed=range(7))
     before = [type(part) for part in plain.modules()]
     twin = packed_heads(plain)
     assert any(isinstance(part, PackedLinear) for part in twin.modules())

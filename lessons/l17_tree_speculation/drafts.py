@@ -14,19 +14,23 @@ from lessons.l12_paged_kv.runner import new_pool
 from lessons.l17_tree_speculation.guesses import Choice, Filled, Parent
 from lessons.l17_tree_speculation.heads import FeatureDraft, Heads, MedusaHeads
 from lessons.l17_tree_speculation.runner import TREES, TreeRunner
+from lessons.l17_tree_speculation.small_head import SmallHead
 from lessons.l17_tree_speculation.tree import MOST_NODES, Tree
 
 # ---------------------------------------------------------------- level by level
 
 
 class HeadDrafter:
-    """What both drafters share. taps: where they want the target to be read."""
+    """What both drafters share. taps: where they want the target to be read. lm_head: what their guesses
+    come from, if it is not the target's last matrix.
+    """
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, target: Decoder, choice: Choice):
+    def __init__(self, target: Decoder, choice: Choice, lm_head: SmallHead | None = None):
         self.target = target
         self.choice = choice
+        self.logits = lm_head or target.logits
 
     def propose(self, requests: list[Request], trees: dict[int, Tree]) -> Filled:
         """Fill the tree of each request; trees: by the request's row."""
@@ -88,7 +92,7 @@ class MedusaDrafter(HeadDrafter):
     """Head i fills depth i + 1, whatever stands at the depths in front of it."""
 
     def __init__(self, target: Decoder, heads: MedusaHeads, choice: Choice):
-        super().__init__(target, choice)
+        super().__init__(target, choice, heads.lm_head)
         self.heads = heads
         self.newest: dict[int, Tensor] = {}  # of each request: its newest hidden state
 
@@ -101,7 +105,7 @@ class MedusaDrafter(HeadDrafter):
         """One row a request; its nodes share it, because a head does not know the guesses: [P, V]."""
         rows = list(dict.fromkeys(parent.request.row for parent in level))
         hidden = torch.stack([self.newest[row] for row in rows])
-        logits = self.target.logits(self.heads.heads[depth](hidden))
+        logits = self.logits(self.heads.heads[depth](hidden))
         where = [rows.index(parent.request.row) for parent in level]
         return logits[torch.tensor(where, device=logits.device)]
 
@@ -163,7 +167,7 @@ class EagleDrafter(HeadDrafter):
     depth = MOST_NODES
 
     def __init__(self, target: Decoder, draft: FeatureDraft, choice: Choice, runner: EagleRunner):
-        super().__init__(target, choice)
+        super().__init__(target, choice, draft.lm_head)
         self.draft = draft
         self.taps = draft.taps
         self.runner = runner
@@ -185,7 +189,7 @@ class EagleDrafter(HeadDrafter):
             else self.go_deeper(depth, requests, trees, tokens)
         )
         rows = [hidden[parent.request.row][self.place(depth, parent, trees)] for parent in level]
-        return self.target.logits(torch.stack(rows))
+        return self.logits(torch.stack(rows))
 
     @staticmethod
     def place(depth: int, parent: Parent, trees: dict[int, Tree]) -> int:

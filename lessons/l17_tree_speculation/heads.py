@@ -1,8 +1,7 @@
 """Drafts that read the target's hidden states: Medusa's heads, and EAGLE's one layer.
 
-Read `MedusaHeads`, then `EagleDraft`, then `Eagle3Draft`. All of them end in the target's own head,
-so none has a vocabulary of its own. They belong to one set of target weights: `load_heads` refuses
-another target's.
+Read `MedusaHeads`, then `EagleDraft`, then `Eagle3Draft`. All of them end in the target's own head, or
+in some of its rows (small_head.py). They belong to one set of target weights (heads_files.py).
 
 A *feature* is what the target computed for a token: for Medusa and EAGLE its hidden state behind the
 last norm, for EAGLE-3 what stands behind several of its layers.
@@ -11,23 +10,47 @@ Sources: Cai et al. 2024, Medusa, section 2.1; Li et al. 2024, EAGLE, section 4;
 EAGLE-3, sections 3.1 and 3.2.
 """
 
-import hashlib
-import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP, Attention, Decoder, DecoderLayer, RMSNorm
-from lessons.toolbox.model.arguments import check_whole, refuse
-from lessons.toolbox.model.checkpoint import REPOSITORY
+from lessons.l17_tree_speculation.small_head import SmallHead
+from lessons.toolbox.model.arguments import check_whole
 from lessons.toolbox.model.config import ModelConfig
-from lessons.toolbox.model.config_json import CheckpointError, read_json
 
-SAMPLED_VALUES = 4096  # of each tensor, for the fingerprint
+
+class DraftHeads(nn.Module):
+    """What all of them share. taps: where they read the target; (): the feature is the hidden state
+    behind the last norm. lm_head: None where they end in the target's. acceptance: how often each guess
+    was right, as best_tree wants it; None if nobody has measured it.
+    """
+
+    kind: str
+    taps: tuple[int, ...] = ()
+    acceptance = None
+
+    def __init__(self):
+        super().__init__()
+        self.lm_head: SmallHead | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The arguments of `for_target`, as config.json keeps them."""
+        small = {} if self.lm_head is None else dict(draft_vocab_size=len(self.lm_head.ids))
+        return self.own_sizes | small
+
+    @classmethod
+    def for_target(cls, config: ModelConfig, sizes: dict[str, int]) -> "Heads":
+        """Heads of these `sizes` for a target of this shape."""
+        own = dict(sizes)
+        count = own.pop("draft_vocab_size", None)
+        heads = cls.of_sizes(config, own)
+        if count is not None:
+            heads.lm_head = SmallHead(config.vocab_size, config.hidden_size, count)
+        return heads
 
 
 # ---------------------------------------------------------------- Medusa
@@ -46,7 +69,7 @@ class ResidualBlock(nn.Module):
         return x + nn.functional.silu(self.linear(x))
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(DraftHeads):
     """Head i turns the newest token's hidden state into that of i + 1 tokens later, so its
     prediction lies i + 1 tokens beyond the one of the target's own head.
 
@@ -55,8 +78,6 @@ class MedusaHeads(nn.Module):
     """
 
     kind = "medusa"
-    taps = ()  # the feature is the hidden state behind the last norm
-    acceptance = None  # how often each guess was right, as best_tree wants it, if it was measured
 
     def __init__(self, hidden_size: int, count: int = 4):
         super().__init__()
@@ -69,13 +90,13 @@ class MedusaHeads(nn.Module):
         return torch.stack([head(hidden) for head in self.heads])
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The arguments that make such heads, as config.json keeps them."""
+    def own_sizes(self) -> dict[str, int]:
+        """The arguments that make such heads."""
         return dict(hidden_size=self.heads[0].linear.in_features, count=len(self.heads))
 
     @classmethod
-    def for_target(cls, config: ModelConfig, sizes: dict[str, int]) -> "MedusaHeads":
-        """Heads of these `sizes` for a target of this shape."""
+    def of_sizes(cls, config: ModelConfig, sizes: dict[str, int]) -> "MedusaHeads":
+        """The target's shape says nothing that `sizes` do not say."""
         return cls(**sizes)
 
 
@@ -93,22 +114,21 @@ def one_layer(target: ModelConfig, intermediate_size: int) -> ModelConfig:
     )
 
 
-class FeatureDraft(nn.Module):
-    """What EAGLE and EAGLE-3 share: `taps`, where they read the target; `config`, the shape of their
-    one layer; and three functions, `features`, `forward` and `hidden`.
+class FeatureDraft(DraftHeads):
+    """What EAGLE and EAGLE-3 share: `config`, the shape of their one layer, and three functions,
+    `features`, `forward` and `hidden`.
     """
 
     config: ModelConfig
-    acceptance = None  # as in MedusaHeads
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The arguments beside the target's shape, as config.json keeps them."""
+    def own_sizes(self) -> dict[str, int]:
+        """The arguments beside the target's shape."""
         return dict(intermediate_size=self.config.intermediate_size)
 
     @classmethod
-    def for_target(cls, config: ModelConfig, sizes: dict[str, int]) -> "FeatureDraft":
-        """A draft of these `sizes` for a target of this shape."""
+    def of_sizes(cls, config: ModelConfig, sizes: dict[str, int]) -> "FeatureDraft":
+        """A draft for a target of this shape."""
         return cls(config, **sizes)
 
 
@@ -121,7 +141,6 @@ class EagleDraft(FeatureDraft):
     """
 
     kind = "eagle"
-    taps = ()
 
     def __init__(self, target: ModelConfig, intermediate_size: int):
         super().__init__()
@@ -214,77 +233,3 @@ def tapped_features(model: Decoder, tokens: Tensor, attend, taps: tuple[int, ...
     if begin < len(model.layers):
         x = model.run_layers(x, attend, range(begin, len(model.layers)))
     return model.norm(x), torch.cat(kept, dim=-1)
-
-
-# ---------------------------------------------------------------- files
-
-
-def fingerprint(model: Decoder) -> str:
-    """Sixteen hex digits that change with the target's weights, but not with the dtype that they
-    are loaded in, if it is bfloat16 or wider.
-
-    Of each tensor name, shape and at most 4096 values count, so a large model takes no longer.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.named_parameters()):
-        digest.update(f"{name}{list(tensor.shape)}".encode())
-        values = tensor.detach().flatten()
-        values = values[:: -(-len(values) // SAMPLED_VALUES)].to(torch.bfloat16).cpu()
-        digest.update(values.contiguous().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def find_heads(name_or_path: str | os.PathLike) -> str:
-    """The folder of shipped heads, from any working directory. Raises CheckpointError."""
-    for folder in (os.fspath(name_or_path), str(REPOSITORY / name_or_path)):
-        if os.path.isfile(os.path.join(folder, "config.json")):
-            return folder
-    raise CheckpointError(f"heads: got {name_or_path!r}; accepted: a folder with config.json")
-
-
-def load_heads(name_or_path: str | os.PathLike, target: Decoder) -> Heads:
-    """Heads from a folder, on the target's device and in its dtype.
-
-    Raises CheckpointError, one line, for files that cannot be read, heads of another kind, of another
-    target, or whose sizes or tensors do not fit.
-    """
-    from lessons.toolbox.model.stored import open_file  # here, because training alone needs no file
-
-    folder = find_heads(name_or_path)
-    config = read_json(Path(folder, "config.json"))
-    if config.get("kind") not in tuple(KINDS):
-        raise CheckpointError(
-            f"kind in {folder}/config.json: got {config.get('kind')!r}; accepted: {', '.join(KINDS)}"
-        )
-    ours = fingerprint(target)
-    if config.get("target_fingerprint") != ours:
-        raise CheckpointError(
-            f"heads: {folder} was trained for the target {config.get('target_fingerprint')}, and "
-            f"this target is {ours}; accepted: heads of these very weights"
-        )
-    try:
-        heads = KINDS[config["kind"]].for_target(target.config, config.get("sizes"))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"sizes in {folder}/config.json: {error}") from error
-    with open_file(Path(folder, "model.safetensors")) as file:
-        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    wanted = {name: tensor.shape for name, tensor in heads.state_dict().items()}
-    if {name: tensor.shape for name, tensor in stored.items()} != wanted:
-        raise CheckpointError(f"{folder}/model.safetensors: its tensors are not those of its sizes")
-    heads.load_state_dict(stored)
-    heads.acceptance = config.get("acceptance")
-    return heads.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-
-
-def save_heads(folder: str | os.PathLike, heads: Heads, facts: dict) -> None:
-    """Write config.json (the kind, the sizes and `facts`) and the weights in bfloat16."""
-    from safetensors.torch import save_file
-
-    if "target_fingerprint" not in facts:
-        refuse("facts", sorted(facts), "target_fingerprint among them")
-    os.makedirs(folder, exist_ok=True)
-    tensors = {name: x.to(torch.bfloat16).contiguous() for name, x in heads.state_dict().items()}
-    save_file(tensors, os.path.join(folder, "model.safetensors"))
-    config = dict(kind=heads.kind, sizes=heads.sizes, **facts)
-    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
-        file.write(json.dumps(config, indent=2) + "\n")

@@ -1,9 +1,11 @@
 """Proves that heads read what they should, draft what their layers say, and belong to one target."""
 
 import json
+import random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lessons.l02_naive_attention import naive as one_at_a_time
 from lessons.l02_naive_attention.naive import whole_sequence
@@ -13,19 +15,14 @@ from lessons.l12_paged_kv.lab.testing import CONFIG, new_model, new_prompts
 from lessons.l17_tree_speculation.drafts import new_drafter
 from lessons.l17_tree_speculation.generate import Counts, generate
 from lessons.l17_tree_speculation.guesses import Ranked
-from lessons.l17_tree_speculation.heads import (
-    KINDS,
-    REPOSITORY,
-    MedusaHeads,
-    fingerprint,
-    load_heads,
-    save_heads,
-    tapped_features,
-)
+from lessons.l17_tree_speculation.heads import KINDS, MedusaHeads, tapped_features
+from lessons.l17_tree_speculation.heads_files import fingerprint, load_heads, save_heads
 from lessons.l17_tree_speculation.lab.testing import random_heads
 from lessons.l17_tree_speculation.lab.workload import embedded_heads, is_there
 from lessons.l17_tree_speculation.runner import TreeRunner
+from lessons.l17_tree_speculation.small_head import SmallHead
 from lessons.l17_tree_speculation.tree import chain, full_tree
+from lessons.toolbox.model.checkpoint import REPOSITORY
 from lessons.toolbox.model.config_json import CheckpointError
 
 TREE = full_tree([3, 2, 1])
@@ -44,6 +41,35 @@ def test_new_heads_say_what_the_target_says(seed):
     assert later.shape == (3, 2, CONFIG.hidden_size)
     for each in later:
         torch.testing.assert_close(model.logits(each), model.logits(hidden))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_small_head_guesses_its_own_tokens_alone(kind, seed):
+    """Their logits are the target's, and in a tree that asks for more tokens than it has, the others
+    are not read as tokens with a small probability.
+    """
+    model, guessed = new_model(), random.sample(range(CONFIG.vocab_size), 12)
+    heads = random_heads(model, kind, guessed=guessed)
+    hidden = torch.randn(3, CONFIG.hidden_size).double()
+    logits, want = heads.lm_head(hidden), model.logits(hidden)
+    torch.testing.assert_close(logits[:, guessed], want[:, guessed])
+    p = logits.softmax(-1)
+    assert p[:, guessed].sum(-1) == pytest.approx(1) and (p > 0).sum() == 3 * len(guessed)
+
+    drafted = set()
+    drafter = new_drafter(model, heads, Ranked(), 20, 4, 40)
+    (asked,) = read_requests(model.config, new_prompts(5), 9)
+    features = TreeRunner.for_trees(model, 20, 4, 40, heads.taps).run_trees({0: asked.prompt}, {})
+    asked.output.append(7)
+    drafter.observe(asked, features.features)
+    ((_, *drafted),) = drafter.propose([asked], {0: TREE}).tokens
+    assert len(drafted) == len(TREE) - 1 and set(drafted) <= set(guessed)
+
+
+def test_a_small_head_is_not_nan_where_all_of_its_tokens_are_forbidden():
+    head = SmallHead(9, 4, 3)
+    allowed = head(torch.randn(1, 4))[:, 3:]
+    assert torch.equal(allowed.softmax(-1), torch.full((1, 6), 1 / 6))
 
 
 def test_features_of_several_depths(seed):
@@ -105,6 +131,19 @@ def test_saved_heads_belong_to_their_target(kind, seed, tmp_path):
         save_heads(tmp_path, heads, {})
 
 
+@pytest.mark.parametrize("ids", [[3, 5, 5], [3, 5, 10_000], [3, -1, 5], [3.0, 5.0, 300.5]])
+def test_a_small_head_of_no_tokens_is_refused(ids, seed, tmp_path):
+    model = new_model(torch.float32)
+    heads = random_heads(model, "eagle", guessed=[3, 5, 8])
+    save_heads(tmp_path, heads, dict(target_fingerprint=fingerprint(model)))
+    again = load_heads(tmp_path, model)
+    assert again.sizes == heads.sizes and again.lm_head.ids.tolist() == [3, 5, 8]
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(stored | {"lm_head.ids": torch.tensor(ids)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.ids"):
+        load_heads(tmp_path, model)
+
+
 @pytest.mark.parametrize(
     "file, content, said",
     [
@@ -115,6 +154,7 @@ def test_saved_heads_belong_to_their_target(kind, seed, tmp_path):
         ("config.json", dict(sizes=dict(hidden_size=48, count=-1)), "count: got -1"),
         ("config.json", dict(sizes=dict(width=48)), "sizes in .*width"),
         ("config.json", dict(sizes=dict(hidden_size=48, count=9)), "tensors are not those"),
+        ("config.json", dict(sizes=dict(draft_vocab_size=0)), "sizes in .*config.json"),
         ("model.safetensors", "no header", "not a complete safetensors file"),
         ("model.safetensors", None, "not a complete safetensors file"),
     ],

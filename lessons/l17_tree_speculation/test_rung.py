@@ -15,9 +15,7 @@ from lessons.l12_paged_kv.lab.testing import CONFIG, new_deepseek, new_model, ne
 from lessons.l17_tree_speculation import naive
 from lessons.l17_tree_speculation.accept import FromDraft, Typical
 from lessons.l17_tree_speculation.generate import Counts, generate
-from lessons.l17_tree_speculation.heads import (
-    KINDS,
-)
+from lessons.l17_tree_speculation.heads import KINDS
 from lessons.l17_tree_speculation.lab.testing import BRANCHES, TREES, perfect, random_heads
 from lessons.l17_tree_speculation.runner import TreeRunner
 from lessons.l17_tree_speculation.tree import Tree, chain, full_tree
@@ -182,6 +180,7 @@ def test_logits_that_are_not_finite_are_refused(seed):
 def test_many_random_loads(seed, request):
     model = new_model()
     heads = [random_heads(model, kind) for kind in KINDS]
+    heads += [random_heads(model, kind, guessed=list(range(9))) for kind in KINDS]
     for _ in range(60 if request.config.getoption("--all") else 6):
         count = random.randint(1, 6)
         prompts = new_prompts(*(random.randint(1, 12) for _ in range(count)))

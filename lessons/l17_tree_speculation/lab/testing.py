@@ -1,5 +1,7 @@
 """What tests and exercises share: trees over pages, and heads that are right often, but not always."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -39,15 +41,27 @@ def tree_inputs(
     return inputs, table.to(DEVICE)
 
 
-def random_heads(target: Decoder, kind: str, depth: int = 3, scale: float = 0.5) -> Heads:
-    """Untrained heads of any kind, in the target's dtype."""
+def random_heads(
+    target: Decoder,
+    kind: str,
+    depth: int = 3,
+    scale: float = 0.5,
+    guessed: Sequence[int] | None = None,
+) -> Heads:
+    """Untrained heads of any kind, in the target's dtype. guessed: the tokens that they can guess, if
+    not all.
+    """
     sizes = dict(intermediate_size=24)
     if kind == MedusaHeads.kind:
         sizes = dict(hidden_size=target.config.hidden_size, count=depth)
+    if guessed is not None:
+        sizes["draft_vocab_size"] = len(guessed)
     heads = HEADS[kind].for_target(target.config, sizes)
     heads = heads.to(target.device, target.dtype).eval().requires_grad_(False)
     for weight in heads.parameters():
         weight.normal_(std=scale * weight.shape[-1] ** -0.5)
+    if guessed is not None:
+        heads.lm_head.read(target, torch.tensor(list(guessed), device=target.device))
     return heads
 
 
