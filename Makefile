@@ -28,10 +28,10 @@ serve: setup ## the OpenAI-compatible server on MODEL (SERVE="--port 8080 --api-
 	@$(RUN) -m reference.server --model $(MODEL) $(SERVE)
 
 test: setup ## what the course claims, tested; a sample of the longest tests (TESTS=path for a part, SINCE=main for what changed)
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --quick $(if $(SINCE),--since $(SINCE)) $(TESTS)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --timeout 600 --quick $(if $(SINCE),--since $(SINCE)) $(TESTS)
 
 test-all: setup ## the same in the long forms: every case, more seeds, every kernel compiled again
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --all $(if $(SINCE),--since $(SINCE)) $(TESTS)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --timeout 600 --all $(if $(SINCE),--since $(SINCE)) $(TESTS)
 
 check: setup ## your exercises, checked: make check LESSON=02 (or one: LESSON=2.1)
 	@$(RUN) -m lessons.toolbox.exercises check $(LESSON)

@@ -134,7 +134,8 @@ class VirtualTrees(HeadProposer):
     taps, pools = None, ()
 
     def __init__(self, model, choice):
-        self.drafter = VirtualHeads(model, choice)
+        # the tables have the logits: no last matrix is read
+        self.drafter = VirtualHeads(model, choice, lm_head=torch.nn.Identity())
 
     def most(self, sequence) -> int:
         return LONGEST

@@ -91,7 +91,7 @@ def test_logits_are_those_of_the_definition(name, tmp_path):
     for part in layers(ours):
         part.multiply = dequantize_matmul
     unrounded = logits_of(ours, tokens)
-    assert 1e-3 < float((wanted - unrounded).norm() / unrounded.norm()) < 0.2
+    assert 1e-3 < float((wanted - unrounded).norm() / unrounded.norm()) < 0.5
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,6 +13,7 @@ import itertools
 import pickle
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -66,6 +67,7 @@ class CoreClient(Generates):
         self.readers: dict[int, Reader] = {}
         self.replies: dict[int, Future] = {}
         self.numbers = itertools.count()
+        self.outgoing: deque[tuple[int, Future, bytes]] = deque()  # append and popleft are atomic
         self.lock = threading.Lock()  # of the pipe's end, and of who waits for something from it
         self.thread = threading.Thread(target=self._read, name="engine", daemon=True)
         self.thread.start()
@@ -99,8 +101,7 @@ class CoreClient(Generates):
 
         def forget() -> None:
             self.readers.pop(number, None)
-            with suppress(EngineDeadError):
-                self._send("forget", number, request_id)
+            self._send("forget", number, request_id)
 
         self.readers[number] = reader  # first, because its output may come before the reply
         try:
@@ -138,18 +139,35 @@ class CoreClient(Generates):
         return await asyncio.wrap_future(self._send(order, *arguments))
 
     def _send(self, order: str, *arguments) -> Future:
+        """Send an order. Returns what the reply, or EngineDeadError, will come to."""
         number, done = next(self.numbers), Future()
         message = pickle.dumps((number, pickle.dumps((order, arguments))))
-        with self.lock:
-            if self.failure is not None:
-                raise self.failure
-            self.replies[number] = done
+        self.outgoing.append((number, done, message))
+        self._send_what_waits()
+        return done
+
+    def _send_what_waits(self) -> None:
+        """Whoever has the lock sends everybody's. Nobody waits for it, because a thread that has it may
+        come here again: garbage is collected at any line, and a dropped stream then says that nobody
+        reads it.
+        """
+        while self.outgoing and self.lock.acquire(blocking=False):
+            dead = None
             try:
-                self.pipe.send_bytes(message)
+                number, done, message = self.outgoing.popleft()
+                dead = self.failure
+                if dead is None:
+                    self.replies[number] = done
+                    self.pipe.send_bytes(message)
+            except IndexError:
+                continue  # another thread has sent it
             except OSError:
                 del self.replies[number]
-                raise EngineDeadError("the engine has ended: its process is gone") from None
-        return done
+                dead = EngineDeadError("the engine has ended: its process is gone")
+            finally:
+                self.lock.release()
+            if dead is not None and done.set_running_or_notify_cancel():
+                done.set_exception(dead)
 
     # ------------------------------------------------------------ in the thread at the pipe
 
@@ -204,6 +222,7 @@ class CoreClient(Generates):
         for done in replies.values():
             if done.set_running_or_notify_cancel():
                 done.set_exception(EngineDeadError(f"the engine has ended: {said}"))
+        self._send_what_waits()  # to nobody: who asked while the lock was taken here is told so
 
     def cause_of_death(self) -> str:
         """Why nothing comes any more."""
@@ -212,8 +231,7 @@ class CoreClient(Generates):
     def shutdown(self) -> None:
         """End the engine after the step under way. Requests that have not ended are aborted."""
         self.is_ending = True
-        with suppress(EngineDeadError):
-            self._send("shutdown")
+        self._send("shutdown")
         self.thread.join(END_S)
 
 
