@@ -24,6 +24,10 @@ from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from lessons.l03_kv_cache.batch import Batch, new_batch, sequences
 from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 
+# Entries whose keys are copied at once, where they have to be: more than a core's cache holds would
+# be written to memory, and asked of the system anew in every layer.
+PIECE = 4096
+
 
 class Reads(NamedTuple):
     """Which keys the query heads read, as a sparse matrix of N entries in H = R · Hq rows.
@@ -174,10 +178,12 @@ def cache_rows(slots: Tensor) -> Tensor:
 
 def products(q: Tensor, keys: Tensor, reads: Reads) -> Tensor:
     """The entries of Q Kᵀ. q: [H, D]; keys: [slots, D] -> [N], float32 at least."""
-    if not can_sample(q.dtype):
-        rows = q.repeat_interleave(reads.starts.diff(), dim=0).float()
-        return (rows * keys[reads.columns]).sum(-1)
-    return chosen_products(q, keys, reads.starts, reads.columns)
+    if can_sample(q.dtype):
+        return chosen_products(q, keys, reads.starts, reads.columns)
+    q, heads = q.float(), torch.arange(len(q))
+    rows = heads.repeat_interleave(reads.starts.diff(), output_size=len(reads.columns))
+    pieces = zip(rows.split(PIECE), reads.columns.split(PIECE))
+    return torch.cat([(q.index_select(0, r) * keys.index_select(0, c)).sum(-1) for r, c in pieces])
 
 
 def chosen_products(q: Tensor, keys: Tensor, starts: Tensor, columns: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 rejected; and what the wrappers refuse.
 """
 
+import random
 from functools import partial
 
 import pytest
 import torch
 
 from lessons.l02_naive_attention.naive import attention
-from lessons.l12_paged_kv import latents
+from lessons.l12_paged_kv import latents, stand_ins
 from lessons.l12_paged_kv.hooks import contiguous_row
 from lessons.l12_paged_kv.lab.testing import DEVICE, NO_BLOCK, decoded, paged
 from lessons.l12_paged_kv.latents import paged_mla_decode, paged_mla_kernel
@@ -54,8 +55,9 @@ def test_paged_mla_kernel(block_size, options, seed, proof):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 6])
-def test_the_work_list_reads_what_gathering_reads(window, dtype, seed):
-    """Blocks of all sequences together, a shared one twice."""
+def test_the_work_list_reads_what_gathering_reads(window, dtype, seed, monkeypatch):
+    """Blocks of all sequences together, a shared one twice, copied in pieces of any size."""
+    monkeypatch.setattr(stand_ins, "PIECE", random.choice([1, 7, 4096]))
     inputs = [x.cpu() for x in paged([9, 30, 1], block_size=4, seed=seed).decode]
     inputs[:3] = [x.to(dtype) for x in inputs[:3]]
     q, k_cache, v_cache, table, _ = inputs
