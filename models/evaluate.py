@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM
 from lessons.toolbox.model.checkpoint import load_tokenizer
 from lessons.toolbox.model.corpus import END, HELD_OUT, LIBRARIES, corpus, token_stream
 from models.answers import (
+    goes_round,
     greedy_answers,
     parses,
     parses_so_far,
+    real_answers,
     repeats_a_line,
     sampled_functions,
     share,
@@ -64,11 +66,15 @@ def evaluate(samples: int = 60) -> None:
     greedy = greedy_answers(loaded["tiny"], tokenizer, device)
     figures["tiny"]["greedy_answers_that_parse"] = share(parses_so_far, greedy)
     figures["tiny"]["greedy_answers_that_repeat_a_line"] = share(repeats_a_line, greedy)
+    figures["tiny"]["greedy_answers_that_go_round"] = share(goes_round, greedy)
     figures["draft"]["greedy_agreement_with_tiny"] = round(
         greedy_agreement(loaded["tiny"], loaded["draft"], stream, device), 4
     )
+    real = real_answers(tokenizer, texts)
     figures["held_out"] = {
         "modules": list(HELD_OUT),
+        "answers_that_repeat_a_line": share(repeats_a_line, real),
+        "answers_that_go_round": share(goes_round, real),
         "tokens": len(stream),
         "bytes_per_token": round(bytes_per_token, 3),
     }
@@ -114,6 +120,11 @@ MEASURED = (
         lambda share: f"{share:.0%}",
     ),
     (
+        "greedy answers that repeat a piece of a line four times in a row",
+        "greedy_answers_that_go_round",
+        lambda share: f"{share:.0%}",
+    ),
+    (
         "greedy agreement with the target, held-out code",
         "greedy_agreement_with_tiny",
         lambda share: f"{share:.1%}",
@@ -123,26 +134,39 @@ MEASURED = (
 
 def training_text(tiny: dict) -> str:
     """What the weights that are here were trained on, from their training.json."""
-    tokens, python = tiny["training_tokens"] / 1e6, f"Python {tiny['python_source']} (PSF licence)"
-    if "own_tokens" in tiny:
-        own = tiny["own_tokens"] / 1e6
-        return f"""{tokens:.1f} M tokens: {own:.1f} M of the standard library of
-  {python}, the rest of the libraries named below."""
-    return f"""{tokens:.1f} M tokens of the standard library of {python},
-  tests included, tables of encodings and the like left out."""
+    tokens, own = tiny["training_tokens"] / 1e6, tiny["own_tokens"] / 1e6
+    return f"""{tokens:.1f} M tokens: {own:.1f} M of the standard library of
+  Python {tiny["python_source"]} (PSF licence), tests included, tables of encodings and the like left out;
+  the rest of the libraries named below."""
 
 
 def phases_text(tiny: dict) -> str:
-    """How much of which text in which part of the training, in windows of how many tokens."""
-    if "phases" not in tiny:
-        return "It read windows of 512 tokens, and of 2048 in the last 12 % of the time"
+    """Windows of how many tokens it read, and of which text."""
     begins = [0.0, *(until for until, _, _ in tiny["phases"])]
-    parts = [
-        f"{start:.0%} to {until:.0%} in windows of {length}, {own:.0%} of them from the standard library "
-        f"and the others from all of the text"
-        for start, (until, own, length) in zip(begins, tiny["phases"])
+    owns = [f"{own:.0%}" for _, own, _ in tiny["phases"]]
+    lengths = [str(length) for _, _, length in tiny["phases"]]
+    return f"""Tokens in a window: {steps_text(begins, lengths)}. Windows of
+  the standard library alone: {steps_text(begins, owns)}; the others are of all the text"""
+
+
+def steps_text(begins: list[float], values: list[str]) -> str:
+    """Values, and from which part of the training on."""
+    first, *later = [
+        (begin, value)
+        for begin, value, before in zip(begins, values, [None, *values])
+        if value != before
     ]
-    return "Of its tokens " + "; ".join(parts)
+    return ", ".join([first[1], *(f"{value} from {begin:.0%} on" for begin, value in later)])
+
+
+def loops_text(figures: dict) -> str:
+    """What was done about repeated lines, and what is left of them."""
+    tiny, held = figures["tiny"], figures["held_out"]
+    return f"""{tiny["loop_updates"]} updates behind the training ({tiny["loop_minutes"]} minutes)
+  taught it that the third copy of a line is less likely than the second (`models/loops.py`). A model of
+  this size still repeats itself: {tiny["greedy_answers_that_repeat_a_line"]:.0%} of its greedy answers
+  repeat a line three times, where {held["answers_that_repeat_a_line"]:.0%} of what the modules' authors
+  wrote behind the same prompts do"""
 
 
 def model_card(figures: dict) -> str:
@@ -152,9 +176,10 @@ def model_card(figures: dict) -> str:
     return f"""# The embedded models
 
 Two Llama models, small enough to live in the repository and to run on any laptop, and real: trained
-on the source of Python's own standard library, so that they complete Python code. They are ordinary
-Hugging Face checkpoints: `AutoModelForCausalLM.from_pretrained("models/tiny")` works, and so does
-our loader. `python -m models.evaluate` writes this page and measures every figure on it.
+on the source of Python's standard library and of the libraries that the course installs, so that they
+complete Python code. They are ordinary Hugging Face checkpoints:
+`AutoModelForCausalLM.from_pretrained("models/tiny")` works, and so does our loader.
+`python -m models.evaluate` writes this page and measures every figure on it.
 
 {table_of(figures)}
 
@@ -166,20 +191,22 @@ our loader. `python -m models.evaluate` writes this page and measures every figu
   every generation.
 - **Target**: next-token cross-entropy, Muon for the hidden matrices and AdamW for the rest. GQA,
   RoPE, SwiGLU, RMSNorm, tied embeddings, head dimension 64. {phases_text(tiny)}.
+- **Loops**: {loops_text(figures)}.
 - **Draft**: the same recipe, but trained on the target's probabilities (distillation) instead of on
   the text.
 - **Sampling**: temperature 0.8, top-p 0.95, {tiny["sampled_functions"]} functions of at most
   160 tokens. One that this limit cuts off counts as a failure unless it parses.
 - **Greedy answers**: 200 tokens behind each of the 32 prompts of the ladder, which are held-out
   code. One is Python if it parses up to its last whole line, or would if it went on. Only lines of
-  12 characters or more count as repeated.
+  12 characters or more count as repeated. What the modules' authors wrote behind the same prompts
+  repeats a line in {held["answers_that_repeat_a_line"]:.0%} of them, and a piece of one in {held["answers_that_go_round"]:.0%}.
 
 How far the training went is said by the tokens seen, not by the minutes, because the machine may
 have been busy with other work too.
 
-Train them again: `python -m models.train tokenizer`, then `tiny --tokens 150` and
-`draft --tokens 150` (millions), then `python -m models.evaluate`. `python -m models.retrain` does
-both and the heads, in runs of a few minutes. That recipe also reads the
+Train them again: `python -m models.train tokenizer`, then `tiny --tokens 150` (millions), then
+`python -m models.loops`, then `python -m models.train draft --tokens 150` and `python -m models.evaluate`.
+`python -m models.retrain` does all of it and the heads, in runs of a few minutes. That recipe also reads the
 libraries that the course installs ({", ".join(f"{name}, {to}" for name, to in LIBRARIES.items())}),
 without what they copied from held-out modules. More tokens give better models of the same shape.
 The heads of lesson 17 ([HEADS.md](HEADS.md)), the adapters of lesson 21

@@ -10,7 +10,7 @@ import json
 
 from lessons.l17_tree_speculation.lab.experiments import DEPTH, recorded
 from models.tokenizer import HERE
-from models.train_heads import FEATURE_WEIGHT, FREQUENT, HEAD_DECAY, LOSSES, RARE, WINDOW
+from models.train_heads import FEATURE_WEIGHT, FREQUENT, GUESSED, HEAD_DECAY, LOSSES, RARE, WINDOW
 
 
 def card() -> str:
@@ -39,7 +39,8 @@ and `load_heads` refuses every other one: whoever trains the target again trains
 {chr(10).join(rows)}
 
 - **Data**: {facts["distinct_tokens"] / 1e6:.2f} M tokens of the text that the target was trained on
-  (models/README.md), in windows of {WINDOW}; the target ran over them once, in bfloat16.
+  (models/README.md), half of them of the standard library, in windows of {WINDOW}; the target ran over
+  them once, in bfloat16.
 - **Loss**: cross-entropy under the target's own probabilities at the place that a head predicts, over
   the {FREQUENT} tokens that are used most and {RARE} others, drawn anew in each step. Head i of
   Medusa, and step i of EAGLE-3 on its own features, count {HEAD_DECAY}^i. EAGLE also learns the
@@ -52,7 +53,8 @@ and `load_heads` refuses every other one: whoever trains the target again trains
   likeliest token directly behind the newest one.
 - **Acceptance**: `config.json` of each holds how often the guess of each rank was right at each depth,
   from the same count. The engine chooses its tree by it (`speculative_token_tree="auto"`).
-- No head has a vocabulary of its own: all end in the target's.
+- **Last matrix**: the target's rows of the {GUESSED} tokens that are used most in the text of their training
+  (lesson 17, *A smaller last matrix*). They are part of the parameters, but were not trained.
 """
 
 

@@ -54,13 +54,13 @@ def test_the_excerpts_stand_in_the_sources():
 
 
 def test_the_readme_quotes_the_page():
-    """Step 5. A scale for each channel loses less than half of what one for each token does."""
+    """Step 5. A scale for each channel loses about half of what one for each token does."""
     page = pictures.seen(1)[1][: pictures.PAGE, 1]
     token, channel = (float(e.norm() / page.norm()) for e in pictures.errors_of(page))
     assert (
         f"one for each token loses {token:.1%} of K, one for each channel {channel:.1%}" in README
     )
-    assert channel < token / 2
+    assert channel < 0.6 * token
 
 
 def test_the_readme_quotes_the_errors_of_attention():
@@ -130,7 +130,7 @@ def test_what_the_readme_concludes_from_what_was_counted():
             < found["formats"][name]["added_loss"]["high"]
         )
     added = {name: entry["added_loss"]["mean"] for name, entry in found["formats"].items()}
-    assert 0.4 < 1 - added["kivi 4 bits"] / added["int4"] < 0.5  # "nearly half of it"
+    assert 1 - added["kivi 4 bits"] / added["int4"] > 0.5  # "most of it"
     four = {over: found["scales"][f"{over}, 4 bits"] for over in pictures.SHOWN}
     channel = four.pop("channel of a page")
     for part in ("k", "v"):

@@ -46,7 +46,7 @@ from lessons.toolbox.model.config import RopeScaling
 ROOT = Path(__file__).resolve().parents[3]
 FACTOR, STEP = 4, 512
 SCALINGS = {"as trained": None, "linear": "linear", "YaRN": "yarn"}
-SHARE = 0.02  # of the tokens that the model was trained on
+SHARE = 0.003  # of the tokens that the model was trained on
 BIASED = Rung("ALiBi", ALIBI, ALIBI)
 # how the model attends while it is trained on, and when it is measured
 TRAINED_ON = {"ALiBi": (biased, BIASED), "RoPE": (rotated, LESSON_3)}

@@ -248,7 +248,7 @@ def extrapolation_plot(record: dict) -> ClassFigure:
     """The loss by position of `extrapolation.measure`, its record, with a line where the trained
     context ends. Two labels say that their models were trained on.
     """
-    share = f"{record['share']:.0%}"
+    share = f"{record['share']:.1%}"
     names = {"ALiBi": f"ALiBi, {share} more training", "RoPE": f"RoPE, the same {share}"}
     series, within, beyond = {}, {}, {}
     context = record["trained_context"]

@@ -20,7 +20,7 @@ from lessons.toolbox.model.checkpoint import REPOSITORY
 ALT = (
     "Held-out loss over KV bytes a token for models/tiny with 6, 3, 2 and 1 KV heads: merging "
     "raises the loss, most of all to "
-    "one head; one percent more training takes most of that back."
+    "one head; a little more training takes most of that back."
 )
 
 
@@ -38,7 +38,7 @@ def quality_figure(quality: dict, steps: dict) -> ClassFigure:
     fig, ax = frame(
         f"Half the cache: averaging two KV heads moves the loss from "
         f"{trained['points'][0]['loss']:.2f} to {mqa[0]['loss']:.2f}, "
-        f"{share:.0%} more training to {mqa[-1]['loss']:.2f}",
+        f"{share:.1%} more training to {mqa[-1]['loss']:.2f}",
         f"models/tiny, {quality['held_out_tokens']} held-out tokens · hollow: as merged, filled: "
         f"after {share:.1%} of the tokens "
         f"that it was trained on · step: time of a decode step beside that of 2 heads, "
@@ -57,8 +57,13 @@ def quality_figure(quality: dict, steps: dict) -> ClassFigure:
             ax.plot(x, losses[-1], **mark)
         ax.plot(x, losses[0], mfc="white", **mark)
         text = f"{label}: {' → '.join(f'{loss:.2f}' for loss in [losses[0], *losses[1:][-1:]])}"
-        # The rightmost label stands above its mark, because there is no room beside it.
+        # The rightmost label stands above its mark, because there is no room beside it, and that of
+        # the model as it is below, where no mark of another stands.
         place = ((0, 14), "center") if label.startswith("6") else ((14, 0), "left")
+        place = ((0, -16), "center") if "trained" in label else place
+        # two ways to merge into one head end close to each other
+        if label.startswith("1"):
+            place = ((14, 6 if "first" in label else -6), "left")
         ax.annotate(
             f"{text} · step {times[variant['num_kv_heads']] / times[2]:.2f}×",
             (x, losses[0]),
@@ -72,7 +77,7 @@ def quality_figure(quality: dict, steps: dict) -> ClassFigure:
     sizes = sorted({variant["kv_bytes"] for variant in series.values()})
     every = [point["loss"] for variant in series.values() for point in variant["points"]]
     ax.set_xlim(0, sizes[-1] * 1.2)
-    ax.set_ylim(min(every) - 0.25, max(every) + 0.25)
+    ax.set_ylim(min(every) - 0.35, max(every) + 0.25)
     ax.set_xticks(sizes, [number(size) for size in sizes])
     ax.grid(True, axis="y", alpha=0.3)
     ax.set_xlabel("KV bytes a token, all layers, 16 bits (lower is better)")

@@ -5,7 +5,7 @@ code, and after more training.
         about fifteen minutes on one core -> l05_quality.json
 
 models/tiny has 6 query heads and 2 KV heads. Repeated to 6 it is an MHA model with the same logits;
-from there heads are merged. Uptraining is 1 % of the tokens that the model was trained on; Ainslie
+from there heads are merged. Uptraining is 0.1 % of the tokens that the model was trained on; Ainslie
 et al. used 5 %.
 
 Source: Ainslie et al. 2023, GQA, sections 2.1, 3.2 and 3.3.
@@ -34,7 +34,7 @@ from lessons.toolbox.measure.records import write_json
 from lessons.toolbox.model.checkpoint import REPOSITORY
 
 TINY = REPOSITORY / "models" / "tiny"
-SHARE = 0.01  # of the tokens that the model was trained on
+SHARE = 0.001  # of the tokens that the model was trained on
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Seconds of 32 tokens for each request of a batch: one token a pass, a small model that drafts, and
+"""Seconds of 128 tokens for each request of a batch: one token a pass, a small model that drafts, and
 n-grams. All three give the same greedy tokens. Then the verification alone.
 
     python -m lessons.toolbox.measure.bench 16
@@ -14,8 +14,8 @@ from lessons.l14_continuous_batching import loop
 from lessons.l16_speculative_sampling import naive
 from lessons.l16_speculative_sampling.generate import generate
 from lessons.l16_speculative_sampling.lab.workload import (
-    NEW_TOKENS,
     SHAPE,
+    TIMED_TOKENS,
     embedded_pair,
     held_out_prompts,
 )
@@ -23,7 +23,7 @@ from lessons.l16_speculative_sampling.stand_ins import verify_for, verify_torch
 from lessons.toolbox.measure.bench import Benchmark, Unavailable
 
 COUNT = 4  # drafted tokens of a step
-EXACT = replace(GREEDY, ignore_eos=True)  # so that every answer has 32 tokens
+EXACT = replace(GREEDY, ignore_eos=True)  # so that every answer has 128 tokens
 VOCAB_SIZE = 128_256 if ON_GPU else 4096
 
 
@@ -35,27 +35,27 @@ def requests(batch: int, device: torch.device) -> tuple:
 def plain(prompts):
     """Lesson 14's loop: one token of each request a pass."""
     target = embedded_pair()[0]
-    return lambda: loop.generate(target, prompts, NEW_TOKENS, EXACT)
+    return lambda: loop.generate(target, prompts, TIMED_TOKENS, EXACT)
 
 
 def with_draft(prompts):
     """models/tiny-draft drafts 4 tokens."""
     target, draft, _ = embedded_pair()
     options = dict(draft=draft, num_speculative_tokens=COUNT)
-    return lambda: generate(target, prompts, NEW_TOKENS, EXACT, **options)
+    return lambda: generate(target, prompts, TIMED_TOKENS, EXACT, **options)
 
 
 def with_ngrams(prompts):
     """The request's own text drafts up to 4 tokens."""
     target = embedded_pair()[0]
-    return lambda: generate(target, prompts, NEW_TOKENS, EXACT, num_speculative_tokens=COUNT)
+    return lambda: generate(target, prompts, TIMED_TOKENS, EXACT, num_speculative_tokens=COUNT)
 
 
 def floor_s(batch: int) -> float:
     """Seconds to read the target's weights as often as a perfect draft of 4 tokens needs."""
     target = embedded_pair()[0]
     weights = sum(p.numel() for p in target.parameters()) * target.dtype.itemsize
-    return -(-NEW_TOKENS // (COUNT + 1)) * read_floor_s(weights)
+    return -(-TIMED_TOKENS // (COUNT + 1)) * read_floor_s(weights)
 
 
 # ---------------------------------------------------------------- verification alone
@@ -104,7 +104,7 @@ BENCHMARKS = [
             f"tiny-draft, K = {COUNT}": ("optimized", with_draft),
             f"n-grams, K = {COUNT}": ("optimized", with_ngrams),
         },
-        ylabel=f"time for {NEW_TOKENS} tokens of each request",
+        ylabel=f"time for {TIMED_TOKENS} tokens of each request",
         floor_s=floor_s,
         floor_label=f"weights once for {COUNT + 1} tokens",
         dtype="float32",

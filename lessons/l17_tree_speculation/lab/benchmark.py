@@ -1,4 +1,4 @@
-"""Seconds of 32 tokens for each request of a batch: one token a pass, and with heads that fill a tree.
+"""Seconds of 128 tokens for each request of a batch: one token a pass, and with heads that fill a tree.
 All give the same greedy tokens. Then the attention alone: a tree in one launch, path by path.
 
     python -m lessons.toolbox.measure.bench 17
@@ -16,7 +16,7 @@ from lessons.l17_tree_speculation import stand_ins
 from lessons.l17_tree_speculation.generate import generate
 from lessons.l17_tree_speculation.lab.experiments import recorded
 from lessons.l17_tree_speculation.lab.workload import (
-    NEW_TOKENS,
+    TIMED_TOKENS,
     embedded_heads,
     embedded_pair,
     held_out_prompts,
@@ -26,7 +26,7 @@ from lessons.l17_tree_speculation.optimized import tree_attention
 from lessons.l17_tree_speculation.tree import Tree, full_tree
 from lessons.toolbox.measure.bench import Benchmark, Unavailable
 
-EXACT = replace(GREEDY, ignore_eos=True)  # so that every answer has 32 tokens
+EXACT = replace(GREEDY, ignore_eos=True)  # so that every answer has 128 tokens
 SHAPE = "models/tiny" + ("" if ON_GPU else f" · threads {torch.get_num_threads()}")
 TREE = full_tree([3, 2, 2, 1])  # 34 nodes
 HEADS = (8, 2, 64, 64) if not ON_GPU else (32, 8, 128, 128)
@@ -40,7 +40,7 @@ def requests(batch: int, device: torch.device) -> tuple:
 def plain(prompts):
     """Lesson 14's loop: one token of each request a pass."""
     target = embedded_pair()[0]
-    return lambda: loop.generate(target, prompts, NEW_TOKENS, EXACT)
+    return lambda: loop.generate(target, prompts, TIMED_TOKENS, EXACT)
 
 
 def with_heads(kind: str):
@@ -49,7 +49,7 @@ def with_heads(kind: str):
     def provider(prompts):
         target, heads, _ = embedded_heads(kind)
         tree = Tree(tuple(recorded()["kinds"][kind]["tree"]))
-        return lambda: generate(target, prompts, NEW_TOKENS, EXACT, heads=heads, tree=tree)
+        return lambda: generate(target, prompts, TIMED_TOKENS, EXACT, heads=heads, tree=tree)
 
     return provider
 
@@ -58,7 +58,7 @@ def floor_s(batch: int) -> float:
     """Seconds to read the target's weights as often as a perfect draft of 4 tokens needs."""
     target = embedded_pair()[0]
     weights = sum(p.numel() for p in target.parameters()) * target.dtype.itemsize
-    return -(-NEW_TOKENS // 5) * read_floor_s(weights)
+    return -(-TIMED_TOKENS // 5) * read_floor_s(weights)
 
 
 # ---------------------------------------------------------------- attention alone
@@ -120,7 +120,7 @@ BENCHMARKS = [
             "EAGLE, 16 nodes": ("optimized", with_heads("eagle")),
             "Medusa, 16 nodes": ("optimized", with_heads("medusa")),
         },
-        ylabel=f"time for {NEW_TOKENS} tokens of each request",
+        ylabel=f"time for {TIMED_TOKENS} tokens of each request",
         floor_s=floor_s,
         floor_label="weights once for 5 tokens",
         dtype="float32",

@@ -8,6 +8,7 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l16_speculative_sampling.lab.workload import (
     MODELS,
     NEW_TOKENS,
+    TIMED_TOKENS,
     embedded_pair,
     held_out_prompts,
 )
@@ -17,6 +18,7 @@ from lessons.l17_tree_speculation.heads_files import load_heads
 __all__ = [
     "MODELS",
     "NEW_TOKENS",
+    "TIMED_TOKENS",
     "embedded_heads",
     "embedded_pair",
     "held_out_prompts",

@@ -14,24 +14,24 @@ PARETO_ALT = (
 # {way: (its name, its colour, where the name stands beside the end of its line, in points)}
 WAYS = {
     "rounding": ("INT4, rounded to nearest", PALETTE[5], (12, 0)),
-    "AWQ": ("by AWQ", PALETTE[1], (12, 0)),
-    "GPTQ": ("by GPTQ", PALETTE[0], (12, 0)),
+    "AWQ": ("by AWQ", PALETTE[1], (12, 6)),
+    "GPTQ": ("by GPTQ", PALETTE[0], (12, -7)),
 }
-# {format: (how many weights share a scale, where that stands beside the lowest line's point)}
+# {format: (how many weights share a scale, where that stands beside the point of MARKED)}
 SHARED = {
     "INT4, row": ("a row", (-10, 0)),
     "INT4 g128": ("128", (0, -26)),
     "INT4 g32": ("32", (-10, -10)),
 }
-LOWEST = "GPTQ"
+MARKED = "GPTQ"
 # {name in the record: (label, where it stands beside the point)}, what is not on a line
 POINTS = {
     "int4-tensor": ("INT4, one scale for a matrix", (10, 0)),
-    "nf4-double": ("NF4, double", (-9, 0)),
+    "nf4-double": ("NF4, double", (-9, -13)),
     "mxfp4": ("MXFP4", (6, 11)),
     "nf4": ("NF4", (10, 0)),
     "fp8-e5m2": ("E5M2", (9, 0)),
-    "fp8-tensor": ("E4M3, tensor", (9, 8.5)),
+    "fp8-tensor": ("E4M3, tensor", (9, 11.5)),
     "fp8-row": ("E4M3, row", (9, -2)),
     "int8-row": ("INT8, row", (9, 0)),
     "gguf-q4_k": ("Q4_K and Q5_0", (9, 0)),
@@ -58,7 +58,8 @@ def draw_pareto(found: dict | None = None) -> ClassFigure:
         f"INT4, groups of 128: GPTQ adds {loss['GPTQ']:.3f} nats to the loss, AWQ "
         f"{loss['AWQ']:.3f}, rounding {loss['rounding']:.3f}",
         f"counted on models/tiny: {WINDOWS * WINDOW:,} tokens of held-out code; bars: 95 % by "
-        "resampling windows; on the lowest line: how many weights share a scale",
+        "resampling windows; on the line of GPTQ: how many weights share a "
+        "scale",
         (11, 6),
         widths=(2.9, 1),
     )
@@ -68,7 +69,7 @@ def draw_pareto(found: dict | None = None) -> ClassFigure:
         _draw_points(few, line, colour, "o-")
         end = line[-1]["bits"], line[-1]["added_loss"]["mean"]
         _beside(few, end, name, offset, colour, fontweight="bold")
-        for row in line if way == LOWEST else ():
+        for row in line if way == MARKED else ():
             place = row["bits"], row["added_loss"]["mean"]
             _beside(few, place, *SHARED[row["format"]], colour)
     for name in (name for name in POINTS if name in rows):
@@ -78,7 +79,7 @@ def draw_pareto(found: dict | None = None) -> ClassFigure:
         place = row["bits"], max(row["added_loss"]["mean"], LEAST)
         _beside(ax, place, label, offset, GREY)
     for ax, limits in ((few, (3.55, 6.5)), (many, (7.9, 8.9))):
-        log_axis(ax.yaxis, 0.8 * LEAST, 0.4)
+        log_axis(ax.yaxis, 0.8 * LEAST, 1.5)
         ax.set_xlim(*limits)
         ax.grid(True, axis="y")
         ax.set_xlabel("bits a weight")

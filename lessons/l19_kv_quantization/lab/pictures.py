@@ -70,7 +70,7 @@ QUALITY_ALT = (
 # ---------------------------------------------------------------- what the embedded model computes
 
 PAGE = 32  # tokens
-LOUD_LAYER = 3  # whose down_proj receives the loudest channel
+LOUD_LAYER = 2  # whose down_proj receives the loudest channel
 
 
 @lru_cache
