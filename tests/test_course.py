@@ -79,7 +79,7 @@ def test_hard_texts_are_seen(tmp_path):
 # ---------------------------------------------------------------- notebooks
 
 # Their stored output shows source of another day.
-TO_RUN_AGAIN = ("notebooks/13_prefix_caching.ipynb",)
+TO_RUN_AGAIN: tuple[str, ...] = ()
 
 
 def test_source_that_a_notebook_shows_is_that_of_today():
