@@ -169,6 +169,13 @@ def loops_text(figures: dict) -> str:
   wrote behind the same prompts do"""
 
 
+def acceptance_text(draft: dict) -> str:
+    """What the draft learned behind its distillation."""
+    return f"""Then {draft["acceptance_tokens"] / 1e6:.1f} M tokens of the standard library
+  ({draft["acceptance_minutes"]} minutes) taught it what speculation lives on: the probability that a token
+  that it drafts is accepted, Σ min(p, q), became larger (`acceptance_loss` in `models/steps.py`)."""
+
+
 def model_card(figures: dict) -> str:
     """models/README.md, every number in it taken from `figures`."""
     samples = "\n\n".join(f"```python\n{s}\n```" for s in figures["samples"])
@@ -193,7 +200,7 @@ complete Python code. They are ordinary Hugging Face checkpoints:
   RoPE, SwiGLU, RMSNorm, tied embeddings, head dimension 64. {phases_text(tiny)}.
 - **Loops**: {loops_text(figures)}.
 - **Draft**: the same recipe, but trained on the target's probabilities (distillation) instead of on
-  the text.
+  the text. {acceptance_text(figures["draft"])}
 - **Sampling**: temperature 0.8, top-p 0.95, {tiny["sampled_functions"]} functions of at most
   160 tokens. One that this limit cuts off counts as a failure unless it parses.
 - **Greedy answers**: 200 tokens behind each of the 32 prompts of the ladder, which are held-out
@@ -205,7 +212,8 @@ How far the training went is said by the tokens seen, not by the minutes, becaus
 have been busy with other work too.
 
 Train them again: `python -m models.train tokenizer`, then `tiny --tokens 150` (millions), then
-`python -m models.loops`, then `python -m models.train draft --tokens 150` and `python -m models.evaluate`.
+`python -m models.loops`, then `python -m models.train draft --tokens 150` and
+`acceptance --tokens 16`, and `python -m models.evaluate`.
 `python -m models.retrain` does all of it and the heads, in runs of a few minutes. That recipe also reads the
 libraries that the course installs ({", ".join(f"{name}, {to}" for name, to in LIBRARIES.items())}),
 without what they copied from held-out modules. More tokens give better models of the same shape.

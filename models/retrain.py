@@ -4,8 +4,8 @@
     python -m models.retrain --budget-minutes 9         # again, until it says that all is trained
     python -m models.evaluate && python -m models.heads_card     # where the libraries are
 
-The target, which then learns to leave its loops, the draft that is distilled from it, and the three kinds
-of heads side by side. The budget is for a borrowed machine: what is not done by then stops, and the same
+The target, which then learns to leave its loops, the draft that is distilled from it and then learns
+to be accepted, and the three kinds of heads side by side. The budget is for a borrowed machine: what is not done by then stops, and the same
 command goes on with it, also elsewhere when the files in --pack have been unpacked in models/'s parent.
 Only a training under way (build/) stays behind; heads and the leaving of loops begin anew, and the latter
 takes a quarter of an hour on a CPU, so give it a larger budget there. models/retraining.json says what is
@@ -24,15 +24,16 @@ from lessons.toolbox.proof.pack import write_pack
 from models.tokenizer import FOLDERS, HERE
 
 KINDS = ("medusa", "eagle", "eagle3")
-STAGES = ("tiny", "loops", "draft", "heads")
+STAGES = ("tiny", "loops", "draft", "acceptance", "heads")
 SHORTEST_S = 40  # what a round needs besides its training, or it is not started
 TO_STOP_S = 20  # that a training may take to write what it needs to go on
 
 
 def commands_of(stage: str, options: argparse.Namespace) -> list[list[list[str]]]:
     """Rounds of commands: those of a round run side by side, the rounds one after the other."""
-    if stage in FOLDERS:
-        command = ["models.train", stage, "--tokens", str(options.tokens)]
+    if stage in (*FOLDERS, "acceptance"):
+        tokens = options.acceptance_tokens if stage == "acceptance" else options.tokens
+        command = ["models.train", stage, "--tokens", str(tokens)]
         command += ["--tokens-per-step", str(options.tokens_per_step)]
         return [[command + (["--no-compile"] if options.no_compile else [])]]
     if stage == "loops":
@@ -108,6 +109,7 @@ def main() -> int:
     add = parser.add_argument
     add("--tokens", type=float, default=150, help="for each model, in millions (%(default)s)")
     add("--tokens-per-step", type=int, default=8192)
+    add("--acceptance-tokens", type=float, default=16, help="for the draft then (%(default)s)")
     add("--loop-updates", type=int, default=300, help="in which the target learns to leave loops")
     add("--feature-tokens", type=int, default=1_000_000, help="that the heads learn from")
     add("--head-minutes", type=float, default=4, help="for the heads")

@@ -6,6 +6,8 @@ import os
 import torch
 import torch.nn.functional as F
 
+from lessons.l16_speculative_sampling.speed import acceptance
+
 
 def next_token_loss(model, batch, teacher=None):
     """Mean cross-entropy of each token behind those in front of it. batch: [rows, length + 1]."""
@@ -24,6 +26,29 @@ def distillation_loss(model, batch, teacher):
     return F.kl_div(
         student.flatten(0, 1), target.flatten(0, 1), log_target=True, reduction="batchmean"
     )
+
+
+TEMPERATURES = (1.0, 1 / 3)  # the lower one stands for greedy decoding: an argmax has no gradient
+DIVERGENCE = 0.1  # weight of the divergence in the loss below
+
+
+def acceptance_loss(model, batch, teacher):
+    """How often a token that the student drafts is rejected: 1 minus the sum over the vocabulary of
+    min(p, q) (Leviathan et al. 2023, section 3.2), the mean of two temperatures; and a share of the
+    divergence, because a token that the student finds hopeless gets next to no gradient of min(p, q).
+
+    Zhou et al. 2023 ("DistillSpec", section 4) compare losses for drafts; the one that is called total
+    variation there is the first part of this one.
+    """
+    with torch.no_grad():
+        target = teacher(input_ids=batch[:, :-1], use_cache=False).logits.float()
+    student = model(input_ids=batch[:, :-1], use_cache=False).logits.float()
+    loss = torch.zeros((), device=batch.device)
+    for temperature in TEMPERATURES:
+        p, q = (torch.softmax(x / temperature, -1) for x in (target, student))
+        loss = loss + (1 - acceptance(p, q).mean()) / len(TEMPERATURES)
+    p, q = (torch.log_softmax(x, -1).flatten(0, 1) for x in (target, student))
+    return loss + DIVERGENCE * F.kl_div(q, p, log_target=True, reduction="batchmean")
 
 
 PIECE = 1 << 20  # scores of one head and layer in a piece: about what a CPU's cache holds

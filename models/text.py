@@ -31,6 +31,7 @@ class Phase(NamedTuple):
 # and in a long one the model learns it by heart: from its third time on held-out text became worse.
 PHASES = (Phase(0.55, 0.0, 256), Phase(0.8, 0.5, 256), Phase(0.94, 0.5, 512), Phase(1.0, 0.5, 2048))
 
+OWN_TEXT = (Phase(1.0, 1.0, 512),)  # for a model that is too small to learn it by heart
 
 PYTHON = sys.version.split()[0]
 KEPT = HERE.parent / "build" / "training-tokens.npz"
@@ -88,13 +89,17 @@ def windows(stream: np.ndarray, rows: int, length: int, seen: int) -> Iterator[T
 
 
 def batches(
-    text: dict[str, np.ndarray], tokens_per_step: int, facts: dict, budget: float
+    text: dict[str, np.ndarray],
+    tokens_per_step: int,
+    facts: dict,
+    budget: float,
+    phases: tuple[Phase, ...] = PHASES,
 ) -> Iterator[tuple[float, Tensor]]:
     """(share of the budget that is spent, [rows, length + 1]), phase after phase, from facts["tokens_seen"]
     on, which whoever trains on a batch raises before asking for the next.
     """
     begun, read = 0, {"own": 0, "wide": 0}  # tokens in front of a phase
-    for phase in PHASES:
+    for phase in phases:
         rows = tokens_per_step // phase.length
         own = round(rows * phase.own)
         shares = {name: count for name, count in (("own", own), ("wide", rows - own)) if count}

@@ -4,6 +4,7 @@
     python -m models.train tiny  --tokens 150    # the target: next-token cross-entropy
     python -m models.loops                       # the target learns to leave its loops
     python -m models.train draft --tokens 150    # the draft: distilled from it, same tokenizer
+    python -m models.train acceptance --tokens 16  # then on how often it is accepted
     python -m models.evaluate                    # held-out figures -> figures.json and README.md
 
 The budget is millions of tokens, because the same recipe runs on a laptop and on a GPU: the
@@ -18,7 +19,9 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +34,7 @@ from transformers import (
 )
 
 from models.steps import (
+    acceptance_loss,
     backward,
     distillation_loss,
     keep_freed_memory,
@@ -41,7 +45,7 @@ from models.steps import (
     update,
 )
 from models.stop import Stop
-from models.text import PHASES, PYTHON, batches, streams
+from models.text import OWN_TEXT, PHASES, PYTHON, Phase, batches, streams
 from models.tokenizer import FOLDERS, HERE, VOCAB_SIZE, train_tokenizer
 
 SHAPES = {  # ratio of query to KV heads: 3 (no power of two, as in Qwen2's 6 and 7) and 2
@@ -65,6 +69,22 @@ SHAPES = {  # ratio of query to KV heads: 3 (no power of two, as in Qwen2's 6 an
 # ---------------------------------------------------------------- training
 
 
+class Stage(NamedTuple):
+    """A training: of which model, with which loss and learning rate, on which text."""
+
+    model: str
+    loss: Callable[..., torch.Tensor]
+    phases: tuple[Phase, ...] = PHASES
+    rate: float = 1.0  # a share of steps.LEARNING_RATE
+
+
+STAGES = {
+    "tiny": Stage("tiny", next_token_loss),
+    "draft": Stage("draft", distillation_loss),
+    "acceptance": Stage("draft", acceptance_loss, OWN_TEXT, rate=0.25),
+}
+
+
 def new_model(name: str) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
@@ -85,9 +105,12 @@ def new_model(name: str) -> LlamaForCausalLM:
 
 
 def networks(name: str, device: str) -> tuple[LlamaForCausalLM, LlamaForCausalLM | None]:
-    """What is trained, and its teacher if it has one."""
-    model, teacher = new_model(name).to(device), None
-    if name == "draft":
+    """What a stage trains, and its teacher if it has one."""
+    model, teacher = new_model(STAGES[name].model).to(device), None
+    if name == "acceptance":
+        held = LlamaForCausalLM.from_pretrained(FOLDERS["draft"], dtype=torch.float32)
+        model.load_state_dict(held.state_dict())
+    if STAGES[name].model == "draft":
         teacher = AutoModelForCausalLM.from_pretrained(FOLDERS["tiny"], dtype=torch.bfloat16)
         teacher = teacher.to(device).eval()
     if device == "cpu":  # there whole products are faster than scaled_dot_product_attention's tiles
@@ -105,12 +128,18 @@ def train(
 ) -> None:
     """Train one model on a number of tokens and save it with what the training was
     (training.json). Raises SystemExit when it was asked to stop; it then goes on another time.
+
+    name: a stage's. A draft that went through "acceptance" is left as it is by a second one.
     """
+    stage = STAGES[name]
+    place = FOLDERS[stage.model] / "training.json"
+    before = said_before(name, place)
+    if "acceptance_tokens" in before:
+        return print(f"{place.parent} learned it, says {place.name}; nothing to do")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text, budget = streams(), million_tokens * 1e6
     model, teacher = networks(name, device)
-    loss_of = next_token_loss if teacher is None else distillation_loss
-    step_loss = torch.compile(loss_of) if compile_model else loss_of
+    step_loss = torch.compile(stage.loss) if compile_model else stage.loss
     print(
         f"{name}: {model.num_parameters() / 1e6:.2f}M parameters, {len(text['wide']) / 1e6:.2f}M "
         f"training tokens, {len(text['held_out'])} held-out tokens, on {device}",
@@ -118,15 +147,16 @@ def train(
     )
     opts = optimizers(model)
     unfinished = HERE.parent / "build" / f"{name}-unfinished.pt"
-    facts = go_on(unfinished, model, opts, budget)
+    goal = {"budget": budget, "before": before}
+    facts = go_on(unfinished, model, opts, goal)
     bar_columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*bar_columns, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task(name, total=budget, completed=facts["tokens_seen"])
         saved = time.monotonic()
         started = time.monotonic()
-        for spent, batch in batches(text, tokens_per_step, facts, budget):
+        for spent, batch in batches(text, tokens_per_step, facts, budget, stage.phases):
             loss = backward(step_loss, model, batch, teacher, device)
-            update(model, opts, factor=schedule(spent))
+            update(model, opts, factor=stage.rate * schedule(spent))
             facts["tokens_seen"] += batch[:, 1:].numel()
             facts["steps"] += 1
             if facts["steps"] % 10 == 0:  # not always, because it waits for a GPU
@@ -139,41 +169,57 @@ def train(
                 print(said, flush=True)
             must_stop = stop is not None and stop.is_asked
             if must_stop or time.monotonic() - saved > SAVED_EVERY_S:
-                keep(unfinished, model, opts, facts, budget)
+                keep(unfinished, model, opts, facts, goal)
                 saved = time.monotonic()
             if must_stop:
                 raise SystemExit(f"stopped; the same command goes on: {place_of(facts)}")
             started = time.monotonic()
-    save(model, FOLDERS[name])
-    facts |= {
-        "minutes": round(facts["minutes"], 1),
+    save(model, FOLDERS[stage.model])
+    place.write_text(json.dumps(before | facts_of(name, facts, text, device), indent=2) + "\n")
+    unfinished.unlink(missing_ok=True)
+
+
+def said_before(name: str, place: Path) -> dict:
+    """What training.json says of the model that a stage begins with; {} if it begins with none."""
+    if name != "acceptance":
+        return {}
+    if not place.exists():
+        raise SystemExit(f"acceptance: there is no draft in {place.parent}; train `draft` first")
+    return json.loads(place.read_text())
+
+
+def facts_of(name: str, facts: dict, text: dict, device: str) -> dict:
+    """What training.json says of a stage."""
+    minutes = round(facts["minutes"], 1)
+    if name == "acceptance":
+        return {"acceptance_tokens": facts["tokens_seen"], "acceptance_minutes": minutes}
+    return facts | {
+        "minutes": minutes,
         "training_tokens": len(text["wide"]),
         "own_tokens": len(text["own"]),
-        "phases": PHASES,
+        "phases": STAGES[name].phases,
         "torch": torch.__version__,
         "python_source": str(text.get("python", PYTHON)),
         "device": name_of(device),
     }
-    (FOLDERS[name] / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
-    unfinished.unlink(missing_ok=True)
 
 
 SAVED_EVERY_S = 300
 
 
-def keep(place: Path, model, opts, facts: dict, budget: float) -> None:
-    """Write all that a training needs to go on."""
+def keep(place: Path, model, opts, facts: dict, goal: dict) -> None:
+    """Write all that a training needs to go on. goal: its budget, and what it began with."""
     state = {"model": model.state_dict(), "opts": [opt.state_dict() for opt in opts]}
     scratch = place.with_suffix(".part")
-    torch.save(state | {"facts": facts, "budget": budget}, scratch)
+    torch.save(state | {"facts": facts, "goal": goal}, scratch)
     scratch.replace(place)
 
 
-def go_on(place: Path, model, opts, budget: float) -> dict:
-    """Load what `keep` wrote for this budget, if anything; returns the training's facts so far."""
+def go_on(place: Path, model, opts, goal: dict) -> dict:
+    """Load what `keep` wrote for this goal, if anything; returns the training's facts so far."""
     if place.exists():
         state = torch.load(place, weights_only=True)
-        if state["budget"] == budget:
+        if state.get("goal") == goal:
             model.load_state_dict(state["model"])
             for opt, held in zip(opts, state["opts"]):
                 opt.load_state_dict(held)
@@ -224,7 +270,7 @@ def held_out_loss(model, stream: np.ndarray, device: str, length: int = 512) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["tokenizer", "tiny", "draft"])
+    parser.add_argument("what", choices=["tokenizer", *STAGES])
     parser.add_argument(
         "--tokens", type=float, default=150, help="to train on, in millions (%(default)s)"
     )

@@ -52,7 +52,7 @@ def options(*argv):
 
 
 def test_what_is_finished_is_not_trained_again(course, tmp_path):
-    for stage in ("loop", "draf", "head"):
+    for stage in ("loop", "draf", "acce", "head"):
         (course / stage).mkdir()
     pack = tmp_path / "trained.tar.gz"
     assert retrain.retrain(options("--pack", pack)) == 0
@@ -93,6 +93,8 @@ def test_commands_are_those_of_the_trainings():
     assert tiny == [
         ["models.train", "tiny", "--tokens", "2.0", "--tokens-per-step", "8192", "--no-compile"]
     ]
+    (acceptance,) = retrain.commands_of("acceptance", asked)
+    assert acceptance[0][:4] == ["models.train", "acceptance", "--tokens", "16"]
     assert retrain.commands_of("loops", asked) == [[["models.loops", "--updates", "300"]]]
     features, heads = retrain.commands_of("heads", asked)
     assert [len(features), len(heads)] == [1, 3] and heads[2][1] == "eagle3"
