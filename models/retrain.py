@@ -5,8 +5,9 @@
     python -m models.evaluate && python -m models.heads_card     # where the libraries are
 
 The target, which then learns to leave its loops, the draft that is distilled from it and then learns
-to be accepted, and the three kinds of heads side by side. The budget is for a borrowed machine: what is not done by then stops, and the same
-command goes on with it, also elsewhere when the files in --pack have been unpacked in models/'s parent.
+to be accepted, and the three kinds of heads side by side. The budget is for a borrowed machine: what
+is not done by then stops, and the same command goes on with it, also elsewhere when the files in --pack
+have been unpacked in models/'s parent.
 Only a training under way (build/) stays behind; heads and the leaving of loops begin anew, and the latter
 takes a quarter of an hour on a CPU, so give it a larger budget there. models/retraining.json says what is
 finished; with other settings all begins anew.

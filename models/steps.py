@@ -18,14 +18,7 @@ def next_token_loss(model, batch, teacher=None):
 
 def distillation_loss(model, batch, teacher):
     """KL(teacher || student) over every position (Hinton et al. 2015, at temperature 1)."""
-    with torch.no_grad():
-        target = torch.log_softmax(
-            teacher(input_ids=batch[:, :-1], use_cache=False).logits.float(), -1
-        )
-    student = torch.log_softmax(model(input_ids=batch[:, :-1], use_cache=False).logits.float(), -1)
-    return F.kl_div(
-        student.flatten(0, 1), target.flatten(0, 1), log_target=True, reduction="batchmean"
-    )
+    return divergence(*both_logits(model, batch, teacher))
 
 
 TEMPERATURES = (1.0, 1 / 3)  # the lower one stands for greedy decoding: an argmax has no gradient
@@ -40,15 +33,27 @@ def acceptance_loss(model, batch, teacher):
     Zhou et al. 2023 ("DistillSpec", section 4) compare losses for drafts; the one that is called total
     variation there is the first part of this one.
     """
+    logits = both_logits(model, batch, teacher)
+    loss = DIVERGENCE * divergence(*logits)
+    for temperature in TEMPERATURES:
+        p, q = (torch.softmax(x / temperature, -1) for x in logits)
+        loss = loss + (1 - acceptance(p, q).mean()) / len(TEMPERATURES)
+    return loss
+
+
+def both_logits(model, batch, teacher):
+    """Logits behind batch[:, :-1] of the teacher, which learns nothing, and of the student: each
+    [rows, length, V] float32. batch: [rows, length + 1].
+    """
     with torch.no_grad():
         target = teacher(input_ids=batch[:, :-1], use_cache=False).logits.float()
-    student = model(input_ids=batch[:, :-1], use_cache=False).logits.float()
-    loss = torch.zeros((), device=batch.device)
-    for temperature in TEMPERATURES:
-        p, q = (torch.softmax(x / temperature, -1) for x in (target, student))
-        loss = loss + (1 - acceptance(p, q).mean()) / len(TEMPERATURES)
+    return target, model(input_ids=batch[:, :-1], use_cache=False).logits.float()
+
+
+def divergence(target, student):
+    """KL(target || student) in nats, the mean over all positions. Both: logits, [rows, length, V]."""
     p, q = (torch.log_softmax(x, -1).flatten(0, 1) for x in (target, student))
-    return loss + DIVERGENCE * F.kl_div(q, p, log_target=True, reduction="batchmean")
+    return F.kl_div(q, p, log_target=True, reduction="batchmean")
 
 
 PIECE = 1 << 20  # scores of one head and layer in a piece: about what a CPU's cache holds

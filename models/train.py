@@ -76,12 +76,13 @@ class Stage(NamedTuple):
     loss: Callable[..., torch.Tensor]
     phases: tuple[Phase, ...] = PHASES
     rate: float = 1.0  # a share of steps.LEARNING_RATE
+    goes_on: bool = False  # with the weights that the model has, instead of random ones
 
 
 STAGES = {
     "tiny": Stage("tiny", next_token_loss),
     "draft": Stage("draft", distillation_loss),
-    "acceptance": Stage("draft", acceptance_loss, OWN_TEXT, rate=0.25),
+    "acceptance": Stage("draft", acceptance_loss, OWN_TEXT, rate=0.25, goes_on=True),
 }
 
 
@@ -106,11 +107,12 @@ def new_model(name: str) -> LlamaForCausalLM:
 
 def networks(name: str, device: str) -> tuple[LlamaForCausalLM, LlamaForCausalLM | None]:
     """What a stage trains, and its teacher if it has one."""
-    model, teacher = new_model(STAGES[name].model).to(device), None
-    if name == "acceptance":
-        held = LlamaForCausalLM.from_pretrained(FOLDERS["draft"], dtype=torch.float32)
+    stage = STAGES[name]
+    model, teacher = new_model(stage.model).to(device), None
+    if stage.goes_on:
+        held = LlamaForCausalLM.from_pretrained(FOLDERS[stage.model], dtype=torch.float32)
         model.load_state_dict(held.state_dict())
-    if STAGES[name].model == "draft":
+    if stage.model == "draft":
         teacher = AutoModelForCausalLM.from_pretrained(FOLDERS["tiny"], dtype=torch.bfloat16)
         teacher = teacher.to(device).eval()
     if device == "cpu":  # there whole products are faster than scaled_dot_product_attention's tiles
@@ -129,12 +131,12 @@ def train(
     """Train one model on a number of tokens and save it with what the training was
     (training.json). Raises SystemExit when it was asked to stop; it then goes on another time.
 
-    name: a stage's. A draft that went through "acceptance" is left as it is by a second one.
+    name: a stage's. One that goes on with a model is not run on it twice.
     """
     stage = STAGES[name]
     place = FOLDERS[stage.model] / "training.json"
     before = said_before(name, place)
-    if "acceptance_tokens" in before:
+    if f"{name}_tokens" in before:
         return print(f"{place.parent} learned it, says {place.name}; nothing to do")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text, budget = streams(), million_tokens * 1e6
@@ -180,19 +182,22 @@ def train(
 
 
 def said_before(name: str, place: Path) -> dict:
-    """What training.json says of the model that a stage begins with; {} if it begins with none."""
-    if name != "acceptance":
+    """What training.json says of the model that a stage goes on with; {} if it begins anew."""
+    stage = STAGES[name]
+    if not stage.goes_on:
         return {}
     if not place.exists():
-        raise SystemExit(f"acceptance: there is no draft in {place.parent}; train `draft` first")
+        raise SystemExit(
+            f"{name}: there is no {stage.model} in {place.parent}; train `{stage.model}` first"
+        )
     return json.loads(place.read_text())
 
 
 def facts_of(name: str, facts: dict, text: dict, device: str) -> dict:
     """What training.json says of a stage."""
     minutes = round(facts["minutes"], 1)
-    if name == "acceptance":
-        return {"acceptance_tokens": facts["tokens_seen"], "acceptance_minutes": minutes}
+    if STAGES[name].goes_on:
+        return {f"{name}_tokens": facts["tokens_seen"], f"{name}_minutes": minutes}
     return facts | {
         "minutes": minutes,
         "training_tokens": len(text["wide"]),

@@ -4,13 +4,13 @@ import json
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from models import steps
 from models import train as training
+from tests.training_cases import train_small_models
 
 
 class Says:
@@ -23,10 +23,9 @@ class Says:
         return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, -1))
 
 
-def test_the_loss_is_how_often_a_drafted_token_is_rejected(seed, monkeypatch):
-    torch.manual_seed(seed)
-    student, teacher = torch.randn(2, 50, requires_grad=True), torch.randn(2, 50)
-    student, teacher = student[0], teacher[0]
+@pytest.mark.usefixtures("seed")
+def test_the_loss_is_how_often_a_drafted_token_is_rejected(monkeypatch):
+    student, teacher = torch.randn(2, 50)
     batch = torch.zeros(3, 9, dtype=torch.long)
     monkeypatch.setattr(steps, "DIVERGENCE", 0.0)
     wanted = []
@@ -56,16 +55,7 @@ def test_a_token_that_the_student_finds_hopeless_still_has_a_gradient():
 
 
 def test_the_stage_begins_with_the_draft_and_keeps_what_was_said_of_it(tmp_path, monkeypatch):
-    stream = np.random.default_rng(0).integers(0, 4096, 6000).astype(np.uint16)
-    text = {"wide": stream, "own": stream[:4000], "held_out": stream[:600]}
-    small = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-    small |= dict(num_key_value_heads=1, intermediate_size=16)
-    monkeypatch.setattr(training, "streams", lambda: text)
-    monkeypatch.setattr(training, "HERE", tmp_path / "models")
-    (tmp_path / "build").mkdir()
-    for name in ("tiny", "draft"):
-        monkeypatch.setitem(training.SHAPES, name, small)
-        monkeypatch.setitem(training.FOLDERS, name, tmp_path / name)
+    train_small_models(monkeypatch, tmp_path)
     how = dict(million_tokens=0.006, tokens_per_step=2048, compile_model=False)
     with pytest.raises(SystemExit, match="there is no draft"):
         training.train("acceptance", **how)

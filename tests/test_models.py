@@ -20,6 +20,7 @@ from models.answers import goes_round, parses_so_far, repeats_a_line
 from models.evaluate import model_card
 from models.stop import Stop
 from models.text import PHASES, batches, windows
+from tests.training_cases import train_small_models
 
 MODELS = Path(__file__).parents[1] / "models"
 
@@ -136,16 +137,9 @@ def test_an_interrupted_training_ends_with_the_weights_of_one_that_was_not(tmp_p
     def weights(folder):
         return load_file(tmp_path / folder / "model.safetensors")
 
-    stream = np.random.default_rng(0).integers(0, 4096, 6000).astype(np.uint16)
-    text = {"wide": stream, "own": stream[:3000], "held_out": stream[:600]}
-    small = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-    small |= dict(num_key_value_heads=1, intermediate_size=16)
-    monkeypatch.setattr(training, "streams", lambda: text)
-    monkeypatch.setattr(training, "HERE", tmp_path / "models")
-    monkeypatch.setitem(training.SHAPES, "tiny", small)
+    train_small_models(monkeypatch, tmp_path)
     monkeypatch.setattr(training, "SAVED_EVERY_S", -1)
     monkeypatch.setattr(training.time, "monotonic", seconds)
-    (tmp_path / "build").mkdir()
     asked = Stop()
     asked.is_asked = True
     for folder, stops in (("whole", [-1]), ("in_parts", [11, 20, -1]), ("asked", [-2, -2, -1])):

@@ -57,13 +57,14 @@ def quality_figure(quality: dict, steps: dict) -> ClassFigure:
             ax.plot(x, losses[-1], **mark)
         ax.plot(x, losses[0], mfc="white", **mark)
         text = f"{label}: {' → '.join(f'{loss:.2f}' for loss in [losses[0], *losses[1:][-1:]])}"
-        # The rightmost label stands above its mark, because there is no room beside it, and that of
-        # the model as it is below, where no mark of another stands.
-        place = ((0, 14), "center") if label.startswith("6") else ((14, 0), "left")
-        place = ((0, -16), "center") if "trained" in label else place
-        # two ways to merge into one head end close to each other
-        if label.startswith("1"):
+        if label.startswith("1"):  # two ways to merge into one head end close to each other
             place = ((14, 6 if "first" in label else -6), "left")
+        elif "trained" in label:  # the model as it is: no mark of another stands below
+            place = ((0, -16), "center")
+        elif label.startswith("6"):  # the rightmost, with no room beside it
+            place = ((0, 14), "center")
+        else:
+            place = ((14, 0), "left")
         ax.annotate(
             f"{text} · step {times[variant['num_kv_heads']] / times[2]:.2f}×",
             (x, losses[0]),
