@@ -58,7 +58,7 @@ proof: setup ## which kernels are proved: in the interpreter, by the compiler, o
 	@$(RUN) -m lessons.toolbox.proof table
 
 slides: setup ## every figure as a PNG without its caption, for a projector (LESSON=03 for one; OUT=build/slides)
-	@$(RUN) -m reference.slides $(if $(LESSON),--lesson $(LESSON)) $(if $(filter-out file,$(origin OUT)),--out $(OUT))
+	@$(RUN) -m reference.bench.slides $(if $(LESSON),--lesson $(LESSON)) $(if $(filter-out file,$(origin OUT)),--out $(OUT))
 
 clean: ## remove what was built (not .venv)
 	@rm -rf build .pytest_cache .ruff_cache .hypothesis

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lessons.l05_gqa.optimized import LOG2_E
-from lessons.l12_paged_kv.hooks import NO_WINDOW
-from lessons.l12_paged_kv.kernels import decode_kernel
+from lessons.l12_paged_kv.kernels.hooks import NO_WINDOW
+from lessons.l12_paged_kv.kernels.paged import decode_kernel
 from lessons.toolbox.exercises.exercise import exercise
 from lessons.toolbox.kernels.triton_ import tl, triton
 

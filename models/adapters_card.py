@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import generate, whole_sequence
-from lessons.l21_multi_lora.adapters import Adapter, load_adapter
 from lessons.l21_multi_lora.layers import merged
+from lessons.l21_multi_lora.peft.adapters import Adapter, load_adapter
 from lessons.toolbox.model.checkpoint import load_tokenizer
 from models.adapter_text import STYLES, examples
 from models.tokenizer import HERE

@@ -6,7 +6,7 @@ import os
 import torch
 import torch.nn.functional as F
 
-from lessons.l16_speculative_sampling.speed import acceptance
+from lessons.l16_speculative_sampling.more.speed import acceptance
 
 
 def next_token_loss(model, batch, teacher=None):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from lessons.l21_multi_lora.adapters import save_adapter
+from lessons.l21_multi_lora.peft.adapters import save_adapter
 from lessons.toolbox.measure.device import device_name
 from lessons.toolbox.model.corpus import token_stream
 from models.adapter_text import STYLES, examples

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l17_tree_speculation.heads import KINDS, tap_depths, tapped_features
-from lessons.l17_tree_speculation.heads_files import fingerprint, save_heads
+from lessons.l17_tree_speculation.heads.heads import KINDS, tap_depths, tapped_features
+from lessons.l17_tree_speculation.heads.heads_files import fingerprint, save_heads
 from lessons.toolbox.measure.device import default_device
 from models.heads_attention import OwnSteps, windowed_attend
 from models.steps import name_of, optimizers, schedule, update

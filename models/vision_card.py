@@ -12,8 +12,8 @@ from models.tokenizer import HERE
 from models.train_vision import BOTH, EYES, ROWS, SEED, WORDS
 from models.vision_folder import FOLDER, QUESTIONS, VISION, prompt_of
 from models.vision_pictures import COLOURS, FONTS, MOST_DIGITS, UNSEEN_FONT, pictures
-from reference.llm import LLM
-from reference.sampling_params import SamplingParams
+from reference.engine.llm import LLM
+from reference.engine.sampling_params import SamplingParams
 from reference.vision.checkpoint import EYES as WEIGHTS
 
 FIGURES = HERE / "vision.json"

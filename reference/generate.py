@@ -46,7 +46,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--distributed-executor-backend", choices=("mp", "ray"), help="who starts the workers")
     add("--stop", action="append", default=[], help="end the answer here; may be given again")
     add(
-        "--trace", help="write the engine's steps to this file (python -m reference.trace shows it)"
+        "--trace",
+        help="write the engine's steps to this file (python -m reference.trace shows it)",
     )
     return parser.parse_args(argv)
 
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         # here, because they take seconds, and --help should not
         from reference import LLM, SamplingParams
-        from reference.trace import traced
+        from reference.trace.recorder import traced
 
         params = SamplingParams(
             n=options.n,

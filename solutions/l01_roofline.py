@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from statistics import quantiles
 
-from lessons.l01_roofline.models import ModelShape
 from lessons.l01_roofline.optimized import Timing
+from lessons.l01_roofline.planner.models import ModelShape
 from lessons.toolbox.exercises.exercise import exercise
 
 

@@ -1,5 +1,5 @@
 """Exercises of lesson 20, first half: attention on several ranks, and a token chosen from local logits.
-l20_spread_experts.py has the second half.
+l23_experts.py has the second half.
 
 The ranks are simulated in one process. A list holds what the ranks hold, in their order. A rank may
 use its own entry only. Whatever another rank has must come through a collective of `Ranks`, which
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.naive import attention
-from lessons.l20_parallelism.ranks import Ranks
+from lessons.l20_parallelism.processes.ranks import Ranks
 from lessons.toolbox.exercises.exercise import exercise
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lessons.l22_serving.grammar.matcher import Matcher, State
+from lessons.l24_structured_outputs.matcher import Matcher, State
 from lessons.toolbox.exercises.exercise import exercise
 
 

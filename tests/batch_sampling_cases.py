@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention import sampling
-from lessons.l02_naive_attention.batch_sampling import SamplingBatch, batch_probabilities
+from lessons.l02_naive_attention.batched.batch_sampling import SamplingBatch, batch_probabilities
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities
 
 # No top_p is a quotient of small numbers: a row of ties would reach it exactly, or miss it by the

@@ -9,15 +9,15 @@ import torch
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l12_paged_kv.blocks import BlockManager
-from lessons.l12_paged_kv.swap import HostSwap
+from lessons.l12_paged_kv.more.swap import HostSwap
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig
-from reference.engine import Engine
-from reference.model_runner import ModelRunner
-from reference.sampling_params import SamplingParams
+from reference.engine.engine import Engine
+from reference.engine.model_runner import ModelRunner
+from reference.engine.sampling_params import SamplingParams
 
 CONFIG = ModelConfig("llama", 61, 48, 2, 6, 2, 8, 64, 96, eos_token_ids=(60,))
 LONGEST = 64

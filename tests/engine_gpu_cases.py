@@ -15,23 +15,23 @@ from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l11_cuda_graphs.optimized import CudaGraphs
 from lessons.l17_tree_speculation.lab.testing import random_heads
-from lessons.l18_weight_quantization.gguf_model import save_gguf
 from lessons.l18_weight_quantization.linear import dequantized
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.l19_kv_quantization.lab.testing import naive_answers
-from lessons.l20_parallelism.grouped import GroupedMoE
-from lessons.l21_multi_lora.adapters import save_adapter
 from lessons.l21_multi_lora.lab.testing import linears_of, random_adapter
 from lessons.l21_multi_lora.layers import merged
-from lessons.l22_serving.grammar.vocabulary import Vocabulary
+from lessons.l21_multi_lora.peft.adapters import save_adapter
+from lessons.l23_experts.grouped import GroupedMoE
+from lessons.l24_structured_outputs.vocabulary import Vocabulary
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig
 from reference import LoRARequest
-from reference.assembly import engine_over
-from reference.engine_args import EngineArgs
-from reference.model import load_model
-from reference.quantization import quantize_model
-from reference.structured import StructuredOutputsParams
+from reference.checkpoints.gguf.gguf_model import save_gguf
+from reference.engine.assembly import engine_over
+from reference.engine.engine_args import EngineArgs
+from reference.engine.model import load_model
+from reference.features.structured import StructuredOutputsParams
+from reference.weights.quantization import quantize_model
 from tests.engine_cases import assert_clean, greedy, new_model, random_prompts, run
 
 pytestmark = pytest.mark.usefixtures("seed")

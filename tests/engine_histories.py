@@ -14,16 +14,16 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.sampling import sample
 from lessons.l12_paged_kv.blocks import BlockManager
-from lessons.l12_paged_kv.swap import HostSwap
+from lessons.l12_paged_kv.more.swap import HostSwap
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l15_chunked_prefill.lab.histories import ChunkedRules, Rules
 from lessons.l15_chunked_prefill.lab.virtual import VOCAB, VirtualModel
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
 from lessons.toolbox.model.config import ModelConfig
-from reference.engine import Engine
-from reference.request import EngineRequest, by_priority
-from reference.sampling_params import SamplingParams
+from reference.engine.engine import Engine
+from reference.engine.request import EngineRequest, by_priority
+from reference.engine.sampling_params import SamplingParams
 from tests.engine_cases import assert_clean
 
 CONFIG = ModelConfig("llama", VOCAB, 48, 2, 6, 2, 8, 64, 96, eos_token_ids=(VOCAB - 1,))

@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import save_file
 
 from lessons.l20_parallelism.lab.testing import random_model
-from lessons.l20_parallelism.launch import PRELOAD
+from lessons.l20_parallelism.processes.launch import PRELOAD
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.places import places_of
-from reference.assembly import engine_over
-from reference.engine import Engine
-from reference.engine_args import EngineArgs
-from reference.model import load_model
+from reference.engine.assembly import engine_over
+from reference.engine.engine import Engine
+from reference.engine.engine_args import EngineArgs
+from reference.engine.model import load_model
+from reference.engine.sampling_params import SamplingParams
 from reference.parallel.engine import engine_over_parts
 from reference.parallel.processes import WARM
-from reference.sampling_params import SamplingParams
 from tests.engine_cases import assert_clean
 
 # At import, which is before the first test: the server of all ranks of this run is then warm for

@@ -24,7 +24,7 @@ from transformers import (
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l06_mla.deepseek import load_decoder
-from reference.rungs import rungs_of
+from reference.ladder.rungs import rungs_of
 from tests.test_deepseek import PLAIN, random_model
 from tests.test_families import theirs_of
 

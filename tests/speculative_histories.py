@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.batch_sampling import batch_probabilities
+from lessons.l02_naive_attention.batched.batch_sampling import batch_probabilities
 from lessons.l02_naive_attention.request import Request, sampling_batch
 from lessons.l02_naive_attention.sampling import sample
 from lessons.l12_paged_kv.blocks import BlockManager
@@ -21,20 +21,20 @@ from lessons.l15_chunked_prefill.lab.virtual import TokenMemory
 from lessons.l15_chunked_prefill.swap import Lender
 from lessons.l16_speculative_sampling.naive import verify_sequence
 from lessons.l16_speculative_sampling.stand_ins import draw_rows
-from lessons.l17_tree_speculation.drafts import HeadDrafter
-from lessons.l17_tree_speculation.guesses import Ranked
+from lessons.l17_tree_speculation.heads.drafts import HeadDrafter
 from lessons.l17_tree_speculation.naive import verify_tree
-from lessons.l17_tree_speculation.tree import Tree, chain
-from reference.head_proposers import HeadProposer
-from reference.lookahead import LookaheadScheduler, LookaheadSwappingScheduler
-from reference.model_runner import PoolsSwap
-from reference.proposers import DraftModelProposer, NgramProposer
-from reference.request import EngineRequest, by_priority
-from reference.sampling_params import SamplingParams
-from reference.speculation import Draft
-from reference.speculative_engine import SpeculativeEngine
-from reference.tree_guesses import DrawnIfSampled
-from reference.verification import ACCEPTS, DRAFTS, DRAWS, Row, node_numbers, numbers
+from lessons.l17_tree_speculation.trees.guesses import Ranked
+from lessons.l17_tree_speculation.trees.tree import Tree, chain
+from reference.engine.model_runner import PoolsSwap
+from reference.engine.request import EngineRequest, by_priority
+from reference.engine.sampling_params import SamplingParams
+from reference.speculation.head_proposers import HeadProposer
+from reference.speculation.lookahead import LookaheadScheduler, LookaheadSwappingScheduler
+from reference.speculation.proposers import DraftModelProposer, NgramProposer
+from reference.speculation.protocol import Draft
+from reference.speculation.speculative_engine import SpeculativeEngine
+from reference.speculation.tree_guesses import DrawnIfSampled
+from reference.speculation.verification import ACCEPTS, DRAFTS, DRAWS, Row, node_numbers, numbers
 from tests.engine_histories import CONFIG, LOGITS, LONGEST, History, House, VirtualRunner, hashes
 
 # A draft agrees with the target now and then.

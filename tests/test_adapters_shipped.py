@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lessons.l21_multi_lora.adapters import check_complete, load_adapter
+from lessons.l21_multi_lora.peft.adapters import check_complete, load_adapter
 from models.adapter_text import HELD_OUT_TABLES, STYLES, TABLES, sql
 from models.adapters_card import FIGURES, card, folder_of
 from models.tokenizer import HERE

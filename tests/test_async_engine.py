@@ -10,16 +10,16 @@ import pytest
 
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l22_serving.admission import Limits, Overloaded
-from reference.async_engine import (
+from reference.engine.async_engine import (
     AsyncEngineArgs,
     AsyncLLMEngine,
     DeadlineExceeded,
     Draining,
     EngineDeadError,
 )
-from reference.engine import Engine
-from reference.request import by_priority, by_user
-from reference.sampling_params import SamplingParams
+from reference.engine.engine import Engine
+from reference.engine.request import by_priority, by_user
+from reference.engine.sampling_params import SamplingParams
 from tests.engine_cases import (
     assert_clean,
     leave_at_random,

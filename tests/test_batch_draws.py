@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention import batch_sampling, sampling
-from lessons.l02_naive_attention.batch_math import BLOCK, draw_tokens
-from lessons.l02_naive_attention.batch_sampling import (
+from lessons.l02_naive_attention import sampling
+from lessons.l02_naive_attention.batched import batch_sampling
+from lessons.l02_naive_attention.batched.batch_math import BLOCK, draw_tokens
+from lessons.l02_naive_attention.batched.batch_sampling import (
     SamplingBatch,
     batch_probabilities,
     read_tokens,

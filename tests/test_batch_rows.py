@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from lessons.l02_naive_attention import batch_sampling
-from lessons.l02_naive_attention.batch_sampling import (
+from lessons.l02_naive_attention.batched import batch_sampling
+from lessons.l02_naive_attention.batched.batch_sampling import (
     SamplingBatch,
     batch_probabilities,
     read_tokens,

@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from lessons.l02_naive_attention import batch_cuts, batch_sampling
-from lessons.l02_naive_attention.batch_penalties import SeenTokens
-from lessons.l02_naive_attention.batch_sampling import (
+from lessons.l02_naive_attention.batched import batch_cuts, batch_sampling
+from lessons.l02_naive_attention.batched.batch_penalties import SeenTokens
+from lessons.l02_naive_attention.batched.batch_sampling import (
     SamplingBatch,
     batch_probabilities,
     read_tokens,

@@ -11,15 +11,15 @@ import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
-from lessons.l12_paged_kv.branches import Beam
+from lessons.l12_paged_kv.more.branches import Beam
 from lessons.l13_prefix_caching.naive import HashBlocks
-from lessons.l22_serving.grammar import matcher as matcher_module
-from lessons.l22_serving.grammar import naive as grammar
-from lessons.l22_serving.grammar.matcher import Matcher
-from lessons.l22_serving.grammar.optimized import TokenMasks
-from lessons.l22_serving.grammar.reading import compile_structure
+from lessons.l24_structured_outputs import matcher as matcher_module
+from lessons.l24_structured_outputs import naive as grammar
+from lessons.l24_structured_outputs.languages.reading import compile_structure
+from lessons.l24_structured_outputs.matcher import Matcher
+from lessons.l24_structured_outputs.optimized import TokenMasks
 from reference import LLM
-from reference.beam_search import BeamSearch, BeamSearchParams, Search
+from reference.features.beam_search import BeamSearch, BeamSearchParams, Search
 from tests.engine_cases import assert_clean, greedy, new_engine, new_model
 
 pytestmark = pytest.mark.usefixtures("seed")

@@ -10,8 +10,8 @@ import pytest
 
 from lessons.l22_serving.load import Objectives, gamma_arrivals
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
-from reference import bench_data, bench_figures, bench_report, bench_serving
-from reference.bench_load import (
+from reference.bench import bench_data, bench_figures, bench_report, bench_serving
+from reference.bench.bench_load import (
     BenchRequest,
     LoadRun,
     OpenAI,
@@ -19,7 +19,7 @@ from reference.bench_load import (
     new_client,
     run_load,
 )
-from reference.bench_report import Setting, parse_goodput, report, summarize
+from reference.bench.bench_report import Setting, parse_goodput, report, summarize
 from tests.virtual_time import run_virtual
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from lessons.l22_serving.load import Served
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
-from reference import bench_figures, bench_serving, bench_sweep, slides, speed_serving
-from reference.bench_load import BenchRequest, LoadRun, Stream
-from reference.bench_omission import MEANT, SENT, counted_twice
-from reference.own_server import OwnServer, own_server
+from reference.bench import bench_figures, bench_serving, bench_sweep, slides, speed_serving
+from reference.bench.bench_load import BenchRequest, LoadRun, Stream
+from reference.bench.bench_omission import MEANT, SENT, counted_twice
+from reference.bench.own_server import OwnServer, own_server
 from tests.virtual_time import run_virtual
 
 

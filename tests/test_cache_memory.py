@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from lessons.toolbox.measure.device import default_device
-from reference import LLM, cache_memory
-from reference.cache_memory import blocks_that_fit, memory_left, run_largest_step
-from reference.engine_args import EngineArgs
+from reference import LLM
+from reference.engine import cache_memory
+from reference.engine.cache_memory import blocks_that_fit, memory_left, run_largest_step
+from reference.engine.engine_args import EngineArgs
 from tests.engine_cases import CONFIG, new_model
 
 TOTAL, OTHERS, WEIGHTS = 1_000_000, 50_000, 200_000

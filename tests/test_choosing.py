@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lessons.l01_roofline.calculators import cost_per_million_tokens
-from lessons.l01_roofline.models import MODELS
-from lessons.l01_roofline.plan import Plan, make_plan
+from lessons.l01_roofline.planner.models import MODELS
+from lessons.l01_roofline.planner.plan import Plan, make_plan
 from lessons.toolbox.measure.hardware import CHIPS
 
 TEXT = (Path(__file__).resolve().parents[1] / "lessons/CHOOSING.md").read_text(encoding="utf-8")

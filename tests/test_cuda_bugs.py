@@ -13,9 +13,9 @@ import torch
 from lessons.l08_online_softmax import cuda_softmax, naive
 from lessons.l09_flash_attention import cuda_flash
 from lessons.l09_flash_attention.naive import attention
-from lessons.l12_paged_kv import cuda_paged
+from lessons.l12_paged_kv.kernels import cuda_paged
 from lessons.l12_paged_kv.lab.testing import decoded, paged
-from lessons.l18_weight_quantization import cuda_w4a16
+from lessons.l18_weight_quantization.kernels import cuda_w4a16
 from lessons.l18_weight_quantization.lab.testing import matrix, problem
 from lessons.toolbox.cuda_cpu import compiling
 from lessons.toolbox.cuda_cpu.emulator import CudaError

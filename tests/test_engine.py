@@ -15,8 +15,8 @@ from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l13_prefix_caching.optimized import RadixTree
-from reference.request import by_priority
-from reference.sampling_params import SamplingParams
+from reference.engine.request import by_priority
+from reference.engine.sampling_params import SamplingParams
 from tests.engine_cases import assert_clean, greedy, new_engine, new_model, random_prompts, run
 
 pytestmark = pytest.mark.usefixtures("seed")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from reference import LLM, SamplingParams
-from reference.engine_args import WITHOUT_EFFECT, EngineArgs
+from reference.engine.engine_args import WITHOUT_EFFECT, EngineArgs
 
 MODEL = str(Path(__file__).resolve().parents[1] / "models/tiny")
 

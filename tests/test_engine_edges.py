@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lessons.l17_tree_speculation.heads import EagleDraft
-from lessons.l22_serving.grammar import matcher as matcher_module
+from lessons.l17_tree_speculation.heads.heads import EagleDraft
+from lessons.l24_structured_outputs import matcher as matcher_module
 from reference import LLM, SamplingParams, StructuredOutputsParams
-from reference.decode_graphs import DecodeGraphs
-from reference.request import EngineSequence
+from reference.engine.request import EngineSequence
+from reference.features.decode_graphs import DecodeGraphs
 from tests.engine_cases import CONFIG, LONGEST, new_model
 from tests.test_speculative_engine import new_engine as speculative_engine
 

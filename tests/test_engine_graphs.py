@@ -17,12 +17,12 @@ from lessons.l11_cuda_graphs.simulator import SimulatedGraphs
 from lessons.l12_paged_kv.optimized import LESSON_12
 from lessons.l17_tree_speculation.lab.testing import random_heads
 from lessons.l17_tree_speculation.optimized import LESSON_17
-from lessons.l17_tree_speculation.tree import Tree
+from lessons.l17_tree_speculation.trees.tree import Tree
 from lessons.toolbox.measure.device import has_gpu, has_triton
-from reference.assembly import engine_over
-from reference.decode_graphs import DecodeGraphs
-from reference.engine_args import EngineArgs
-from reference.tree_graphs import TreeGraphs
+from reference.engine.assembly import engine_over
+from reference.engine.engine_args import EngineArgs
+from reference.features.decode_graphs import DecodeGraphs
+from reference.speculation.tree_graphs import TreeGraphs
 from tests.engine_cases import greedy, new_engine, new_model, run
 from tests.test_tree_engine import SecondIsRight, tree_engine
 

@@ -8,7 +8,7 @@ import pytest
 
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l13_prefix_caching.optimized import RadixTree
-from reference.engine import Engine
+from reference.engine.engine import Engine
 from tests.engine_histories import Asked, History, House
 
 pytest.importorskip("hypothesis", reason="NOT RUN: needs hypothesis")

@@ -17,9 +17,9 @@ from multiprocessing import Pipe
 import pytest
 
 from lessons.l13_prefix_caching.naive import HashBlocks
-from lessons.l20_parallelism.launch import PRELOAD
+from lessons.l20_parallelism.processes.launch import PRELOAD
 from lessons.l22_serving.admission import Limits, Overloaded
-from reference.async_engine import (
+from reference.engine.async_engine import (
     AsyncEngineArgs,
     AsyncLLMEngine,
     DeadlineExceeded,
@@ -27,13 +27,13 @@ from reference.async_engine import (
     EngineDeadError,
     EngineInfo,
 )
-from reference.engine_process.client import WARM, AsyncProcessEngine, CoreClient
-from reference.engine_process.core import Core
-from reference.engine_process.messages import Outbox, Raised, with_news
-from reference.llm import LLM
-from reference.outputs import CompletionOutput, Logprob, RequestOutput
-from reference.request import by_user
-from reference.sampling_params import SamplingParams
+from reference.engine.llm import LLM
+from reference.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from reference.engine.process.client import WARM, AsyncProcessEngine, CoreClient
+from reference.engine.process.core import Core
+from reference.engine.process.messages import Outbox, Raised, with_news
+from reference.engine.request import by_user
+from reference.engine.sampling_params import SamplingParams
 from reference.server.embeddings import embed
 from tests import parallel_cases  # which says first what all processes import
 from tests.engine_cases import (

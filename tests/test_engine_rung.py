@@ -9,8 +9,8 @@ import pytest
 from lessons.l02_naive_attention import naive
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l11_cuda_graphs.lab.testing import new_model, new_prompts
-from reference import engine_rung
-from reference.engine_rung import generate
+from reference.ladder import engine_rung
+from reference.ladder.engine_rung import generate
 
 
 @pytest.fixture

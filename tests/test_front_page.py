@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
-from reference import architecture
+from reference.engine import architecture
 from tests.course_rules import complete_rooms
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -63,5 +63,8 @@ def test_the_picture_of_the_engine_is_whole_and_drawn_anew():
         assert f"<!-- {box.name} -->" in svg and f"<!-- {box.shown} -->" in svg
     written = re.findall(r"<!-- (.+?) -->", svg)
     assert len(written) == len(figure.findobj(lambda artist: getattr(artist, "get_text", str)()))
-    assert architecture.ALT in svg and f"![{architecture.ALT}](reference/architecture.svg)" in FRONT
+    assert (
+        architecture.ALT in svg
+        and f"![{architecture.ALT}](reference/engine/architecture.svg)" in FRONT
+    )
     assert len({box.file for box in architecture.BOXES}) == len(architecture.BOXES)

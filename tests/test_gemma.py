@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma3TextConfig
 
-from lessons.l02_naive_attention import gemma, score_rules
 from lessons.l02_naive_attention.decoder import MLP, Attention, Decoder, RMSNorm
-from lessons.l02_naive_attention.gemma import GemmaDecoder
 from lessons.l02_naive_attention.naive import causal_mask
+from lessons.l02_naive_attention.variants import gemma, score_rules
+from lessons.l02_naive_attention.variants.gemma import GemmaDecoder
 from lessons.l03_kv_cache import score_rules as pool_rules
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH
@@ -22,8 +22,8 @@ from lessons.l07_kernel_fusion.fused_decoder import FusedDecoder, fused
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError
-from reference.packed import packed
-from reference.rungs import left_out, rungs_of
+from reference.ladder.rungs import left_out, rungs_of
+from reference.weights.packed import packed
 from tests.random_families import FAMILIES, check_logits, check_rungs, prompts_of, random_shape
 from tests.test_deepseek import random_model
 from tests.test_more_families import refusal
@@ -59,7 +59,7 @@ def new_gemma2() -> Gemma2Config:
 
 
 CONFIG = "lessons.toolbox.model.config.ModelConfig"
-MODULE = "lessons.l02_naive_attention.gemma"
+MODULE = "lessons.l02_naive_attention.variants.gemma"
 SLIPS = {
     "weight in place of 1 + weight": (f"{MODULE}.GemmaRMSNorm.forward", RMSNorm.forward),
     "no norm after attention": (f"{MODULE}.GemmaAttention.forward", Attention.forward),

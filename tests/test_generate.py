@@ -31,7 +31,7 @@ from lessons.l03_kv_cache.optimized import PREALLOCATED
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig
-from reference.rungs import rungs_of
+from reference.ladder.rungs import rungs_of
 
 CONFIG = ModelConfig(
     "llama",

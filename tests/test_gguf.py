@@ -10,13 +10,13 @@ import torch
 from lessons.l02_naive_attention import naive
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
-from lessons.l18_weight_quantization.gguf_linear import GgufEmbedding, as_grouped
-from lessons.l18_weight_quantization.gguf_model import save_gguf
 from lessons.l18_weight_quantization.linear import QuantizedLinear
 from lessons.toolbox.model import checkpoint
 from lessons.toolbox.model.config_json import CheckpointError
 from reference import LLM, SamplingParams
-from reference.model import gguf_products, load_model, load_tokenizer
+from reference.checkpoints.gguf.gguf_linear import GgufEmbedding, as_grouped
+from reference.checkpoints.gguf.gguf_model import save_gguf
+from reference.engine.model import gguf_products, load_model, load_tokenizer
 
 TEXT = "class Heap:\n    def push(self, item):\n        self.items.append(item)\n"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import GptOssConfig
 
-from lessons.l02_naive_attention import score_rules
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.variants import score_rules
 from lessons.l03_kv_cache import score_rules as pool_rules
 from lessons.l06_mla import gpt_oss
 from lessons.l06_mla.deepseek import load_decoder
@@ -18,7 +18,7 @@ from lessons.l06_mla.moe import MoEDecoder, Router
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError
-from reference.rungs import left_out
+from reference.ladder.rungs import left_out
 from tests.random_families import check_logits, check_rungs, prompts_of, random_shape
 from tests.test_deepseek import random_model
 from tests.test_more_families import refusal

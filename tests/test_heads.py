@@ -5,10 +5,10 @@ import json
 import pytest
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l17_tree_speculation.heads import KINDS
-from lessons.l17_tree_speculation.heads_files import fingerprint, load_heads
+from lessons.l17_tree_speculation.heads.heads import KINDS
+from lessons.l17_tree_speculation.heads.heads_files import fingerprint, load_heads
 from lessons.l17_tree_speculation.lab.experiments import NODES, recorded
-from lessons.l17_tree_speculation.tree import best_tree, expected_tokens
+from lessons.l17_tree_speculation.trees.tree import best_tree, expected_tokens
 from lessons.toolbox.model.checkpoint import REPOSITORY
 
 MODELS = REPOSITORY / "models"

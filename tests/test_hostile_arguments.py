@@ -38,7 +38,7 @@ from lessons.toolbox.model.config import (
     MoEConfig,
     RopeScaling,
 )
-from reference.model import load_model
+from reference.engine.model import load_model
 from tests.test_generate import CONFIG, new_model
 
 POOL = {

@@ -3,7 +3,7 @@
 import pytest
 
 from lessons.l01_roofline.__main__ import main
-from lessons.l01_roofline.models import MODELS
+from lessons.l01_roofline.planner.models import MODELS
 
 
 def run(capsys, arguments: str) -> tuple[int, str, str]:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lessons.l01_roofline import calculators as calc
-from lessons.l01_roofline.models import MODELS, ModelShape, find_model
+from lessons.l01_roofline.planner.models import MODELS, ModelShape, find_model
 
 SAME_NAMES = (
     "hidden_size",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lessons.l01_roofline.models import find_model
+from lessons.l01_roofline.planner.models import find_model
 from lessons.l02_naive_attention import naive, optimized
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.lab import inside, traffic

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token, sequences_that_fit, weight_bytes
-from lessons.l01_roofline.models import MODELS
+from lessons.l01_roofline.planner.models import MODELS
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
-from lessons.l05_gqa.checks import MAX_GROUP
+from lessons.l05_gqa.arguments import MAX_GROUP
 from lessons.l05_gqa.convert import first_head, mean_head, merged
 from lessons.l05_gqa.lab import figures, quality, traffic
 from lessons.l05_gqa.lab import pictures as picture

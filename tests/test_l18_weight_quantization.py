@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lessons.l01_roofline.models import find_model
-from lessons.l18_weight_quantization.gguf_blocks import FORMATS as BLOCKS
+from lessons.l01_roofline.planner.models import find_model
+from lessons.l18_weight_quantization.gguf.gguf_blocks import FORMATS as BLOCKS
 from lessons.l18_weight_quantization.lab import examples, floors
 from lessons.l18_weight_quantization.naive import per_tensor, round_to_nearest
 from lessons.toolbox.measure.hardware import CHIPS

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token, weight_bytes
-from lessons.l01_roofline.models import find_model
-from lessons.l20_parallelism.collectives import WAYS, fewest_bytes
+from lessons.l01_roofline.planner.models import find_model
 from lessons.l20_parallelism.lab import cuts, experiments, price
-from lessons.l20_parallelism.links import LL, SIMPLE, all_reduce_times, machine_of
-from lessons.l20_parallelism.load import load_of
 from lessons.l20_parallelism.pipeline import bubble, decode_bubble
-from lessons.l20_parallelism.planner import plan
-from lessons.l20_parallelism.scaling import decode_step, prefill
-from lessons.l20_parallelism.shares import Layout
+from lessons.l20_parallelism.planner.links import LL, SIMPLE, all_reduce_times, machine_of
+from lessons.l20_parallelism.planner.load import load_of
+from lessons.l20_parallelism.planner.planner import plan
+from lessons.l20_parallelism.planner.scaling import decode_step, prefill
+from lessons.l20_parallelism.planner.shares import Layout
+from lessons.l20_parallelism.processes.collectives import WAYS, fewest_bytes
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.excerpts import plain_readme, stray_excerpts

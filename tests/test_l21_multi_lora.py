@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lessons.l01_roofline.models import find_model
-from lessons.l21_multi_lora import naive, stand_ins
-from lessons.l21_multi_lora.adapters import LayerAdapter
+from lessons.l01_roofline.planner.models import find_model
+from lessons.l21_multi_lora import naive
 from lessons.l21_multi_lora.batch import AdapterBatch
+from lessons.l21_multi_lora.kernels import stand_ins
 from lessons.l21_multi_lora.lab import pictures, sizes
 from lessons.l21_multi_lora.lab.testing import linears_of, random_adapter, slots_of, tiny_model
 from lessons.l21_multi_lora.layers import plus
+from lessons.l21_multi_lora.peft.adapters import LayerAdapter
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.excerpts import plain_readme, stray_excerpts

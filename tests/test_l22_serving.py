@@ -7,15 +7,15 @@ import pytest
 
 from lessons.l22_serving.admission import AdmissionControl, Queue, ServiceRate, Waiting
 from lessons.l22_serving.fair import FairQueue
-from lessons.l22_serving.grammar import naive
-from lessons.l22_serving.grammar.matcher import Matcher
-from lessons.l22_serving.grammar.optimized import TokenMasks
-from lessons.l22_serving.grammar.reading import compile_structure
-from lessons.l22_serving.grammar.vocabulary import Vocabulary, bytes_of_tokens
 from lessons.l22_serving.lab import experiments
 from lessons.l22_serving.lab.simulation import Call, simulate
 from lessons.l22_serving.load import little, percentile
-from reference.model import load_tokenizer
+from lessons.l24_structured_outputs import naive
+from lessons.l24_structured_outputs.languages.reading import compile_structure
+from lessons.l24_structured_outputs.matcher import Matcher
+from lessons.l24_structured_outputs.optimized import TokenMasks
+from lessons.l24_structured_outputs.vocabulary import Vocabulary, bytes_of_tokens
+from reference.engine.model import load_tokenizer
 from tests.excerpts import plain_readme, stray_excerpts
 from tests.test_pages import guide
 

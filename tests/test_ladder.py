@@ -21,10 +21,11 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import generate, whole_sequence
 from lessons.toolbox.measure.records import write_json
 from lessons.toolbox.model.checkpoint import load_tokenizer
-from reference import climb as climbing
-from reference import contest, judging, ladder, peers
-from reference.contest import Contender, subset
-from reference.rungs import WITH_HEADS, WITH_LATENTS, Step
+from reference.ladder import climb as climbing
+from reference.ladder import command as ladder
+from reference.ladder import contest, judging, peers
+from reference.ladder.contest import Contender, subset
+from reference.ladder.rungs import WITH_HEADS, WITH_LATENTS, Step
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 
 from lessons.toolbox.draw import plotting
-from reference import ladder_report, regimes
-from reference.contest import Contender
-from reference.rungs import WITH_HEADS, WITH_LATENTS
+from reference.ladder import ladder_report, regimes
+from reference.ladder.contest import Contender
+from reference.ladder.rungs import WITH_HEADS, WITH_LATENTS
 
 REPOSITORY = Path(__file__).parents[1]
 PADDED = "transformers generate, padded batch"

@@ -34,18 +34,18 @@ LONG_FILES = (
     "lessons/toolbox/proof/numerics.py",
 )
 LONG_FUNCTIONS = (
-    "lessons/l04_positions/checks.py:check_rope_cache",
+    "lessons/l04_positions/arguments.py:check_rope_cache",
     "lessons/l04_positions/optimized.py:rope_cache_kernel",
     "lessons/l05_gqa/lab/pictures.py:draw",
     "lessons/l05_gqa/optimized.py:gqa_decode_kernel",
     "lessons/l09_flash_attention/fa1.py:fa1_kernel",
-    "lessons/l09_flash_attention/fp8.py:flash_fp8_kernel",
+    "lessons/l09_flash_attention/hopper/fp8.py:flash_fp8_kernel",
     "lessons/l09_flash_attention/optimized.py:flash_kernel",
     "lessons/l10_flash_decoding/optimized.py:split_decode_kernel",
-    "lessons/l12_paged_kv/kernels.py:decode_kernel",
-    "lessons/l12_paged_kv/kernels.py:prefill_kernel",
+    "lessons/l12_paged_kv/kernels/paged.py:decode_kernel",
+    "lessons/l12_paged_kv/kernels/paged.py:prefill_kernel",
     "lessons/l17_tree_speculation/optimized.py:tree_kernel",
-    "lessons/l18_weight_quantization/kernels.py:quantized_matmul_kernel",
+    "lessons/l18_weight_quantization/kernels/products.py:quantized_matmul_kernel",
     "lessons/toolbox/proof/numerics.py:assert_close_to_oracle",
     "solutions/l05_gqa.py:group_kernel",
 )

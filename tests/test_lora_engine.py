@@ -17,15 +17,15 @@ from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l11_cuda_graphs.simulator import SimulatedGraphs
 from lessons.l12_paged_kv.optimized import LESSON_12
 from lessons.l21_multi_lora import optimized, slots
-from lessons.l21_multi_lora.adapters import save_adapter
 from lessons.l21_multi_lora.batch import AdapterBatch
 from lessons.l21_multi_lora.lab.testing import linears_of, random_adapter
 from lessons.l21_multi_lora.layers import adapter_layers, merged
+from lessons.l21_multi_lora.peft.adapters import save_adapter
 from lessons.toolbox.measure.device import has_triton
 from reference import EngineArgs, LoRARequest, SamplingParams
-from reference.assembly import engine_over
-from reference.decode_graphs import DecodeGraphs
-from reference.lora import AdapterHashes
+from reference.engine.assembly import engine_over
+from reference.features.decode_graphs import DecodeGraphs
+from reference.features.lora import AdapterHashes
 from tests.engine_cases import LONGEST, assert_clean, greedy, new_model
 
 RANKS = {"a": 2, "b": 5, "c": 8}

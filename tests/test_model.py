@@ -21,8 +21,8 @@ from lessons.l06_mla.deepseek import DeepseekDecoder, absorbed
 from lessons.l07_kernel_fusion import optimized, stand_ins
 from lessons.l07_kernel_fusion.fused_decoder import FusedDecoder, FusedRMSNorm, fused, ops_of
 from lessons.toolbox.model.config_json import CheckpointError
-from reference import model as module
-from reference.model import load_model
+from reference.engine import model as module
+from reference.engine.model import load_model
 
 SMALL = dict(
     vocab_size=97,

@@ -4,9 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from lessons.l02_naive_attention.batch_sampling import BAD_LOGITS, SamplingBatch, sample_batch
+from lessons.l02_naive_attention.batched.batch_sampling import (
+    BAD_LOGITS,
+    SamplingBatch,
+    sample_batch,
+)
 from lessons.l02_naive_attention.sampling import SamplingParams, sample
-from reference import nucleus
+from reference.engine import nucleus
 
 pytestmark = pytest.mark.usefixtures("seed")
 CPU = torch.device("cpu")

@@ -11,14 +11,14 @@ from lessons.l02_naive_attention.naive import attention_per_head, generate, whol
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.l17_tree_speculation.heads import MedusaHeads
+from lessons.l17_tree_speculation.heads.heads import MedusaHeads
 from lessons.l17_tree_speculation.lab.testing import random_heads
 from lessons.toolbox.model.config import ModelConfig
-from reference import packed as module
-from reference.engine import Engine
-from reference.model_runner import ModelRunner
-from reference.packed import PackedLinear, can_pack, packed, packed_heads, rounded_up
-from reference.sampling_params import SamplingParams
+from reference.engine.engine import Engine
+from reference.engine.model_runner import ModelRunner
+from reference.engine.sampling_params import SamplingParams
+from reference.weights import packed as module
+from reference.weights.packed import PackedLinear, can_pack, packed, packed_heads, rounded_up
 
 pytestmark = [
     pytest.mark.usefixtures("seed"),

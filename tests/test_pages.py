@@ -10,8 +10,8 @@ from pathlib import Path
 from lessons.l00_gpu_and_triton.coalescing import sectors_of_stride
 from lessons.l01_roofline import calculators
 from lessons.l01_roofline.calculators import kv_bytes_per_token
-from lessons.l01_roofline.models import find_model
-from lessons.l16_speculative_sampling.speed import speedup
+from lessons.l01_roofline.planner.models import find_model
+from lessons.l16_speculative_sampling.more.speed import speedup
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.link_rules import slug
 

@@ -17,18 +17,18 @@ import pytest
 import torch
 
 from lessons.l19_kv_quantization.formats import FORMATS, kv_bytes_per_token
-from lessons.l20_parallelism.group import Group
-from lessons.l20_parallelism.launch import RankError
-from lessons.l20_parallelism.mesh import Links, Mesh
-from lessons.l20_parallelism.parallel import new_part
-from lessons.l20_parallelism.sharding import local_config
-from lessons.l20_parallelism.shares import Layout, shares
-from lessons.l20_parallelism.test_planner import shape_of
+from lessons.l20_parallelism.checks.test_planner import shape_of
+from lessons.l20_parallelism.optimized import new_part
+from lessons.l20_parallelism.planner.shares import Layout, shares
+from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.processes.launch import RankError
+from lessons.l20_parallelism.processes.mesh import Links, Mesh
+from lessons.l20_parallelism.shards.sharding import local_config
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 from reference import LLM, BeamSearchParams, SamplingParams
-from reference.assembly import new_engine
-from reference.engine_args import EngineArgs
+from reference.engine.assembly import new_engine
+from reference.engine.engine_args import EngineArgs
 from reference.parallel.engine import devices_for
 from reference.parallel.replicas import SLACK, Router
 from tests.parallel_cases import (

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lessons.l20_parallelism.launch import RankError
+from lessons.l20_parallelism.processes.launch import RankError
 from reference import AsyncLLMEngine, SamplingParams
-from reference.async_engine import EngineDeadError
-from reference.llm import LLM
+from reference.engine.async_engine import EngineDeadError
+from reference.engine.llm import LLM
 from reference.parallel import engine as parallel
 from tests.parallel_cases import (
     answers,

@@ -8,9 +8,9 @@ import torch
 
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l15_chunked_prefill.swap import SwappingScheduler
-from lessons.l20_parallelism.launch import RankError
+from lessons.l20_parallelism.processes.launch import RankError
+from reference.engine.request import EngineSequence
 from reference.parallel.runner import DistributedRunner, RemoteHidden, RemotePool, Talk
-from reference.request import EngineSequence
 from tests.engine_cases import CONFIG
 
 

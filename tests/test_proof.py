@@ -21,8 +21,8 @@ import pytest
 
 from lessons.l08_online_softmax.cuda_softmax import SOFTMAX
 from lessons.l09_flash_attention.cuda_flash import FLASH
-from lessons.l12_paged_kv.cuda_paged import DECODE as PAGED_DECODE
-from lessons.l18_weight_quantization.cuda_w4a16 import W4A16
+from lessons.l12_paged_kv.kernels.cuda_paged import DECODE as PAGED_DECODE
+from lessons.l18_weight_quantization.kernels.cuda_w4a16 import W4A16
 from lessons.toolbox.kernels import compile_check
 from lessons.toolbox.kernels.compile_report import CHIPS, Report
 from lessons.toolbox.measure.device import has_gpu, interpreting
@@ -545,8 +545,8 @@ def kernels_of(files):
 def test_every_kernel_is_listed_for_the_compiler_and_proved_by_a_test():
     listed, missing = table.kernels(), []
     for room in proof_machine.rooms().values():
-        tests = "".join(file.read_text() for file in sorted(room.glob("test_*.py")))
-        files = [file for file in room.glob("*.py") if not file.name.startswith("test_")]
+        tests = "".join(file.read_text() for file in sorted(room.rglob("test_*.py")))
+        files = [file for file in room.rglob("*.py") if not file.name.startswith("test_")]
         kernels = {name: rf"proof\.record\(\s*{name}\b" for name in kernels_of(files)}
         kernels |= {file.name: re.escape(file.name) for file in room.glob("*.cu")}
         for name, pattern in kernels.items():
@@ -644,7 +644,7 @@ def test_how_a_kernel_is_proved(proofs, cell):
 
 
 def test_gluon_on_a_cpu_is_simulated():
-    from lessons.l09_flash_attention.hopper import flash_hopper_kernel
+    from lessons.l09_flash_attention.hopper.gluon_flash import flash_hopper_kernel
     from lessons.toolbox.kernels.kernel_hash import kernel_hash
 
     assert len(kernel_hash(flash_hopper_kernel)) == 16  # Triton gives it an attribute `kernel`

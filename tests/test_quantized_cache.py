@@ -14,13 +14,13 @@ import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import generate as alone
-from lessons.l17_tree_speculation.heads import EagleDraft
+from lessons.l17_tree_speculation.heads.heads import EagleDraft
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.l19_kv_quantization.lab.testing import naive_answers
 from reference import SamplingParams
-from reference.assembly import engine_over
-from reference.cache_memory import blocks_that_fit
-from reference.engine_args import EngineArgs
+from reference.engine.assembly import engine_over
+from reference.engine.cache_memory import blocks_that_fit
+from reference.engine.engine_args import EngineArgs
 from tests.engine_cases import CONFIG, LONGEST, assert_clean, new_model, run
 
 LIMITS = [9, 12, 5, 11, 8, 10]
@@ -158,8 +158,8 @@ def swaps_codes_only(self):
 
 
 def test_a_swap_without_scales_is_found(model, expected, monkeypatch):
-    monkeypatch.setattr("lessons.l12_paged_kv.swap.HostSwap.slots", property(swaps_codes_only))
-    monkeypatch.setattr("reference.model_runner.PoolsSwap.slots", property(swaps_codes_only))
+    monkeypatch.setattr("lessons.l12_paged_kv.more.swap.HostSwap.slots", property(swaps_codes_only))
+    monkeypatch.setattr("reference.engine.model_runner.PoolsSwap.slots", property(swaps_codes_only))
     engine = new_engine(model, "int8", **HOUSES["swaps"])
     assert answers_of(engine) != expected["int8"]
 
@@ -170,7 +170,7 @@ def test_a_copy_without_scales_is_found(model, expected, monkeypatch):
             for slots in (pool.k_slots, pool.v_slots):
                 pool.blocks(slots)[:, target] = pool.blocks(slots)[:, source]
 
-    monkeypatch.setattr("reference.model_runner.copy_blocks", copies_codes_only)
+    monkeypatch.setattr("reference.engine.model_runner.copy_blocks", copies_codes_only)
     engine = new_engine(model, "int8", max_num_seqs=9)
     params = [SamplingParams(temperature=1, top_k=1, max_tokens=9, n=3, detokenize=False)] * 2
     with pytest.raises(ValueError, match=r"logits: the largest of row . is not finite"):

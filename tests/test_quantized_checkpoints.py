@@ -22,11 +22,9 @@ from transformers import (
     Qwen2Config,
 )
 
-from lessons.l01_roofline.formats import LAYERS_ONLY
+from lessons.l01_roofline.planner.formats import LAYERS_ONLY
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l06_mla.deepseek import load_decoder
-from lessons.l18_weight_quantization.float_layouts import bnb_nf4, float_quantized
-from lessons.l18_weight_quantization.layouts import awq, gptq, pack_quantized
 from lessons.l18_weight_quantization.linear import QuantizedLinear, quantized
 from lessons.l18_weight_quantization.naive import (
     dequantize_matmul,
@@ -35,10 +33,12 @@ from lessons.l18_weight_quantization.naive import (
     to_mxfp4,
     to_nf4,
 )
-from lessons.l18_weight_quantization.quantized_checkpoint import load_quantized
 from lessons.l18_weight_quantization.weights import GroupedInt
-from lessons.l18_weight_quantization.write_checkpoint import FORMATS, save_quantized
 from lessons.toolbox.model.config_json import CheckpointError
+from reference.checkpoints.float_layouts import bnb_nf4, float_quantized
+from reference.checkpoints.layouts import awq, gptq, pack_quantized
+from reference.checkpoints.quantized_checkpoint import load_quantized
+from reference.checkpoints.write_checkpoint import FORMATS, save_quantized
 from tests.test_deepseek import random_model
 
 pytestmark = pytest.mark.usefixtures("seed")

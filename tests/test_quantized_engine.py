@@ -17,9 +17,9 @@ from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l06_mla.deepseek import absorbed, load_decoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l13_prefix_caching.naive import HashBlocks
-from lessons.l18_weight_quantization.calibration import calibration_windows
-from lessons.l18_weight_quantization.gguf_mixture import MIXTURES
+from lessons.l18_weight_quantization.gguf.gguf_mixture import MIXTURES
 from lessons.l18_weight_quantization.linear import QuantizedLinear, quantized
+from lessons.l18_weight_quantization.methods.calibration import calibration_windows
 from lessons.l18_weight_quantization.naive import dequantize_matmul, round_to_nearest
 from lessons.l18_weight_quantization.weights import (
     Float8Weight,
@@ -30,12 +30,12 @@ from lessons.l18_weight_quantization.weights import (
 from lessons.toolbox.model.checkpoint import REPOSITORY, load_tokenizer
 from lessons.toolbox.model.config import ModelConfig
 from reference import LLM, SamplingParams
-from reference.assembly import engine_over
-from reference.engine_args import EngineArgs
-from reference.model import load_model
-from reference.packed import can_pack, packed
-from reference.quantization import ACCEPTED, METHODS, Settings, check_stored, quantize_model
-from reference.quantize import GGUF, main
+from reference.engine.assembly import engine_over
+from reference.engine.engine_args import EngineArgs
+from reference.engine.model import load_model
+from reference.weights.packed import can_pack, packed
+from reference.weights.quantization import ACCEPTED, METHODS, Settings, check_stored, quantize_model
+from reference.weights.quantize import GGUF, main
 from tests.engine_cases import LONGEST, assert_clean, greedy, new_engine, new_model, run
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -147,7 +147,7 @@ BITS |= dict(gptq=(4.3, 4.4), awq=(4.3, 4.4), bitsandbytes=(4.1, 4.2))
 @pytest.mark.parametrize("method", KINDS)
 def test_every_method_quantizes_while_loading(method, folder, monkeypatch):
     few = lambda tokenizer, count, length: calibration_windows(tokenizer, 2, 32)
-    monkeypatch.setattr("reference.quantization.calibration_windows", few)
+    monkeypatch.setattr("reference.weights.quantization.calibration_windows", few)
     llm = LLM(str(folder), quantization=method, max_model_len=64, num_gpu_blocks_override=8)
     layers = [x for x in llm.engine.runner.model.modules() if isinstance(x, QuantizedLinear)]
     assert len(layers) == 7 and all(type(x.quantized) is KINDS[method] for x in layers)

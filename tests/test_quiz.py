@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token, weight_bytes
-from lessons.l01_roofline.models import find_model
+from lessons.l01_roofline.planner.models import find_model
 from lessons.l10_flash_decoding.lab.occupancy import Decode
 from lessons.l10_flash_decoding.splits import cdiv, wave_efficiency
 from lessons.l11_cuda_graphs.optimized import bucket_for
@@ -22,7 +22,7 @@ from lessons.l13_prefix_caching.lab import traffic
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l14_continuous_batching.lab.cost import predicted
 from lessons.l15_chunked_prefill.lab.costs import LINKS_BYTES_PER_S
-from lessons.l16_speculative_sampling.speed import expected_tokens, speedup
+from lessons.l16_speculative_sampling.more.speed import expected_tokens, speedup
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.course_rules import complete_rooms
 from tests.markdown import section

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from lessons.l02_naive_attention.batch_sampling import SamplingBatch, sample_batch
+from lessons.l02_naive_attention.batched.batch_sampling import SamplingBatch, sample_batch
 from lessons.l02_naive_attention.random_streams import GOLDEN, mix64, streams_of, uniform
 from lessons.l02_naive_attention.sampling import SamplingParams, sample
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lessons.l02_naive_attention.batch_cuts import lowest_kept
-from reference import sampler
-from reference.sampler import among_largest, lowest_reaching
+from lessons.l02_naive_attention.batched.batch_cuts import lowest_kept
+from reference.engine import sampler
+from reference.engine.sampler import among_largest, lowest_reaching
 
 pytestmark = pytest.mark.usefixtures("seed")
 

@@ -21,7 +21,7 @@ from lessons.l03_kv_cache.stand_ins import write as rotate_and_store
 from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 from lessons.l06_mla.deepseek import DeepseekDecoder, absorbed
 from lessons.l07_kernel_fusion.fused_decoder import fused
-from lessons.l17_tree_speculation.tree import Tree
+from lessons.l17_tree_speculation.trees.tree import Tree
 from lessons.toolbox.model.config import MLAConfig, ModelConfig
 
 pytestmark = pytest.mark.usefixtures("seed")

@@ -23,7 +23,7 @@ from tests.since import BELOW, TOP, changed_files, floor_of, floor_of_test, lowe
         ("tests/toolbox/test_bench.py", BELOW),
         ("conftest.py", BELOW),
         ("requirements.txt", BELOW),
-        ("reference/ladder.py", TOP),
+        ("reference/ladder/command.py", TOP),
         ("tests/exercises/running.py", TOP),
         ("lessons/GLOSSARY.md", TOP),
     ],
@@ -51,7 +51,7 @@ def test_floor_of_a_test(path, name, floor):
 @pytest.fixture
 def course(tmp_path):
     """A git repository of three files on a branch behind main."""
-    for name in ("conftest.py", "lessons/l03_kv_cache/naive.py", "reference/model.py"):
+    for name in ("conftest.py", "lessons/l03_kv_cache/naive.py", "reference/engine/model.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1\n")
     identity = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
@@ -68,7 +68,7 @@ def course(tmp_path):
 def test_committed_changed_and_new_files_count(course):
     assert changed_files(course, "main") == []
     assert why(lowest_floor([])).startswith("no room")
-    (course / "reference/model.py").write_text("2\n")
+    (course / "reference/engine/model.py").write_text("2\n")
     (course / "lessons/l11_cuda_graphs").mkdir()
     (course / "lessons/l11_cuda_graphs/new.py").touch()
     assert lowest_floor(changed_files(course, "main")) == (11, "lessons/l11_cuda_graphs/new.py")

@@ -7,8 +7,8 @@ import pytest
 
 from lessons.toolbox.draw.figure import overlapping_texts, pictures_to
 from lessons.toolbox.draw.plotting import class_plot
-from reference import slides
-from reference.slides import SLIDE_PIXELS, save_slide
+from reference.bench import slides
+from reference.bench.slides import SLIDE_PIXELS, save_slide
 
 ROOT = Path(slides.__file__).parents[1]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lessons.l02_naive_attention.batch_sampling import read_tokens, sample_batch
+from lessons.l02_naive_attention.batched.batch_sampling import read_tokens, sample_batch
 from lessons.l02_naive_attention.naive import generate as alone
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
 from lessons.l16_speculative_sampling.lab.chi_squared import (
@@ -15,14 +15,14 @@ from lessons.l16_speculative_sampling.lab.chi_squared import (
     sequences,
     tables_of,
 )
-from lessons.l17_tree_speculation.heads import EagleDraft, MedusaHeads
+from lessons.l17_tree_speculation.heads.heads import EagleDraft, MedusaHeads
 from reference import LLM, SamplingParams
-from reference.assembly import engine_over
-from reference.engine_args import EngineArgs
-from reference.request import EngineSequence
-from reference.speculation import Ran
-from reference.trace import read_trace, traced
-from reference.verification import Verifier
+from reference.engine.assembly import engine_over
+from reference.engine.engine_args import EngineArgs
+from reference.engine.request import EngineSequence
+from reference.speculation.protocol import Ran
+from reference.speculation.verification import Verifier
+from reference.trace.recorder import read_trace, traced
 from tests.engine_cases import CONFIG, LONGEST, assert_clean, new_model, random_prompts, run
 
 pytestmark = pytest.mark.usefixtures("seed")

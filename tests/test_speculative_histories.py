@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from lessons.l13_prefix_caching.naive import HashBlocks
-from lessons.l17_tree_speculation.tree import Tree
-from reference.lookahead import LookaheadScheduler
-from reference.speculative_engine import SpeculativeEngine
-from reference.verification import Verifier
+from lessons.l17_tree_speculation.trees.tree import Tree
+from reference.speculation.lookahead import LookaheadScheduler
+from reference.speculation.speculative_engine import SpeculativeEngine
+from reference.speculation.verification import Verifier
 from tests.speculative_histories import DraftedHistory, Drafting, VirtualDraft
 
 pytest.importorskip("hypothesis", reason="NOT RUN: needs hypothesis")

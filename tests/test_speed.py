@@ -1,4 +1,4 @@
-"""reference.speed in small: its files, its workloads, its exit codes, and that other tokens cannot
+"""reference.bench.speed in small: its files, its workloads, its exit codes, and that other tokens cannot
 pass.
 """
 
@@ -11,8 +11,8 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from lessons.toolbox.model.checkpoint import load_tokenizer
-from reference import speed, speed_rows
-from reference.sampling_params import SamplingParams
+from reference.bench import speed, speed_rows
+from reference.engine.sampling_params import SamplingParams
 from tests.test_ladder import REPOSITORY, SHAPE, save_random
 
 PROMPTS = REPOSITORY / "models/prompts.json"
@@ -111,7 +111,7 @@ def test_each_pass_begins_with_an_empty_prefix_cache(model_folder):
 
 def test_only_the_model_counts_as_the_model(model_folder, monkeypatch):
     """A sampler that takes long is overhead."""
-    from reference.sampler import Sampler
+    from reference.engine.sampler import Sampler
 
     honest = Sampler.__call__
 

@@ -1,12 +1,12 @@
-"""reference.speed_drafts in small: its record, and that other tokens cannot pass."""
+"""reference.bench.speed_drafts in small: its record, and that other tokens cannot pass."""
 
 import json
 
 import pytest
 import torch
 
-from reference import speed_drafts
-from reference.verification import Verifier
+from reference.bench import speed_drafts
+from reference.speculation.verification import Verifier
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,11 @@
-"""reference.speed_formats in small: its record."""
+"""reference.bench.speed_formats in small: its record."""
 
 import json
 
 import pytest
 import torch
 
-from reference import speed_formats
+from reference.bench import speed_formats
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from lessons.l22_serving.load import Served
-from reference import speed_bursts, speed_serving
-from reference.bench_load import BenchRequest, Failed, Stream
-from reference.speed_peer import Transformers
+from reference.bench import speed_bursts, speed_serving
+from reference.bench.bench_load import BenchRequest, Failed, Stream
+from reference.bench.speed_peer import Transformers
 
 
 def test_a_ratio_compares_two_of_one_round():

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from lessons.l02_naive_attention.sampling import sample
-from lessons.l22_serving.grammar import naive
-from lessons.l22_serving.grammar.matcher import Matcher
-from lessons.l22_serving.grammar.reading import compile_structure
-from lessons.l22_serving.grammar.vocabulary import Vocabulary
+from lessons.l24_structured_outputs import naive
+from lessons.l24_structured_outputs.languages.reading import compile_structure
+from lessons.l24_structured_outputs.matcher import Matcher
+from lessons.l24_structured_outputs.vocabulary import Vocabulary
 from reference import SamplingParams, StructuredOutputsParams
-from reference.engine import Engine
-from reference.structured import Constraint
+from reference.engine.engine import Engine
+from reference.features.structured import Constraint
 from tests import speculative_histories
 from tests.engine_histories import LOGITS, VOCAB, Asked, History, House, hashes
 from tests.speculative_histories import DraftedHistory, Drafting

@@ -10,17 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from lessons.l22_serving.grammar import matcher as matcher_module
-from lessons.l22_serving.grammar.vocabulary import Vocabulary
-from reference import (
-    LLM,
-    GuidedDecodingParams,
-    SamplingParams,
-    StructuredOutputsParams,
-    structured_speed,
-)
-from reference.engine import Engine
-from reference.speculative_engine import SpeculativeEngine
+from lessons.l24_structured_outputs import matcher as matcher_module
+from lessons.l24_structured_outputs.vocabulary import Vocabulary
+from reference import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
+from reference.bench import structured_speed
+from reference.engine.engine import Engine
+from reference.speculation.speculative_engine import SpeculativeEngine
 from tests import speculative_histories
 from tests.engine_histories import LOGITS, House, hashes, new_engine
 from tests.speculative_histories import Drafting
@@ -186,7 +181,7 @@ def test_equal_structures_are_compiled_once_and_few_are_kept(monkeypatch):
     assert engine.structures.prepare(GuidedDecodingParams(json={"type": "null"})) is once
     compact = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
     assert engine.structures.prepare(compact) is not once
-    monkeypatch.setattr("reference.structured.MOST_KEPT", 2)
+    monkeypatch.setattr("reference.features.structured.MOST_KEPT", 2)
     engine.structures.prepare(StructuredOutputsParams(regex="b"))
     assert len(engine.structures.compiled) == 2 and once not in engine.structures.compiled.values()
 

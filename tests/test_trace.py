@@ -10,8 +10,9 @@ import subprocess
 
 import pytest
 
-from reference import LLM, SamplingParams, trace
-from reference.trace import page, read_trace, traced
+from reference import LLM, SamplingParams
+from reference.trace import recorder as trace
+from reference.trace.recorder import page, read_trace, traced
 
 PROMPTS = [
     "import os\n" * 5,

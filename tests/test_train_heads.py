@@ -6,7 +6,7 @@ import torch
 
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l12_paged_kv.lab.testing import CONFIG, new_model
-from lessons.l17_tree_speculation.heads import tapped_features
+from lessons.l17_tree_speculation.heads.heads import tapped_features
 from lessons.l17_tree_speculation.lab.testing import random_heads
 from models import heads_attention, train_heads
 from models.heads_attention import OwnSteps

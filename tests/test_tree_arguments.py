@@ -6,10 +6,10 @@ import re
 import pytest
 
 from lessons.l17_tree_speculation.lab.testing import random_heads
-from lessons.l17_tree_speculation.tree import Tree
+from lessons.l17_tree_speculation.trees.tree import Tree
 from lessons.toolbox.model.checkpoint import REPOSITORY
-from reference.drafting import check_depth
-from reference.speculative_config import SpeculativeConfig
+from reference.speculation.drafting import check_depth
+from reference.speculation.speculative_config import SpeculativeConfig
 from tests.engine_cases import assert_clean, greedy, new_model
 from tests.test_speculative_engine import new_engine
 

@@ -18,17 +18,19 @@ from lessons.l16_speculative_sampling.lab.chi_squared import (
     tables_of,
 )
 from lessons.l16_speculative_sampling.lab.enumeration import largest_difference, random_table
-from lessons.l17_tree_speculation import accept
-from lessons.l17_tree_speculation.drafts import HeadDrafter
-from lessons.l17_tree_speculation.heads import MedusaHeads, tapped_features
+from lessons.l17_tree_speculation.heads.drafts import HeadDrafter
+from lessons.l17_tree_speculation.heads.heads import MedusaHeads, tapped_features
 from lessons.l17_tree_speculation.lab.enumeration import emitted_together
 from lessons.l17_tree_speculation.lab.testing import random_heads
 from lessons.l17_tree_speculation.runner import with_trees
-from lessons.l17_tree_speculation.tree import Tree, full_tree, ranks_of
-from reference import SamplingParams, model_runner, verification
-from reference.lookahead import DraftedSequence
-from reference.speculation import Draft
-from reference.verification import Verifier, rows_of
+from lessons.l17_tree_speculation.trees import accept
+from lessons.l17_tree_speculation.trees.tree import Tree, full_tree, ranks_of
+from reference import SamplingParams
+from reference.engine import model_runner
+from reference.speculation import verification
+from reference.speculation.lookahead import DraftedSequence
+from reference.speculation.protocol import Draft
+from reference.speculation.verification import Verifier, rows_of
 from tests.engine_cases import greedy, new_model, random_prompts, run
 from tests.test_speculative_engine import EVERY_WISH, HOUSES, LONGEST, new_engine, wishes
 

@@ -3,10 +3,10 @@
 import pytest
 
 from lessons.l13_prefix_caching.naive import HashBlocks
-from reference import speculative_engine
-from reference.lookahead import LookaheadScheduler, part_of
-from reference.speculative_engine import SpeculativeEngine
-from reference.verification import Verifier
+from reference.speculation import speculative_engine
+from reference.speculation.lookahead import LookaheadScheduler, part_of
+from reference.speculation.speculative_engine import SpeculativeEngine
+from reference.speculation.verification import Verifier
 from tests.speculative_histories import DraftedHistory, TreeRunner
 
 pytest.importorskip("hypothesis", reason="NOT RUN: needs hypothesis")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lessons.l12_paged_kv.runner import step_batch
-from reference.beam_search import BeamSearch, BeamSearchParams
-from reference.sampling_params import SamplingParams
+from reference.engine.sampling_params import SamplingParams
+from reference.features.beam_search import BeamSearch, BeamSearchParams
 from reference.vision.pictures import Picture
 from reference.vision.prompt import Placed
 from reference.vision.sight import FeatureCache, PictureBlocks

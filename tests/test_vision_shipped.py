@@ -15,8 +15,8 @@ from models.vision_card import FIGURES, HELD_OUT_SEED, card
 from models.vision_folder import FOLDER, QUESTIONS, VISION, prompt_of
 from models.vision_pictures import COLOURS, draw, name_of, pictures
 from reference import LLM, SamplingParams
-from reference.async_engine import AsyncLLMEngine
-from reference.engine_args import EngineArgs
+from reference.engine.async_engine import AsyncLLMEngine
+from reference.engine.engine_args import EngineArgs
 from reference.vision.checkpoint import EYES, load_llava
 from reference.vision.config import read_vision_config
 from reference.vision.figure import ALT, SPLICE_SVG, draw_splice, drawn_picture

@@ -14,13 +14,13 @@ from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l18_weight_quantization.linear import QuantizedLinear, quantized
 from lessons.l18_weight_quantization.naive import dequantize_matmul, round_to_nearest, to_float8
-from lessons.l18_weight_quantization.write_checkpoint import save_quantized
-from lessons.l19_kv_quantization.w8a8 import w8a8_by_numbers, w8a8_matmul
-from reference.activations import eight_bits, rounded_formats
-from reference.assembly import engine_over
-from reference.engine_args import EngineArgs
-from reference.model import load_model
-from reference.sampling_params import SamplingParams
+from lessons.l19_kv_quantization.activations.w8a8 import w8a8_by_numbers, w8a8_matmul
+from reference.checkpoints.write_checkpoint import save_quantized
+from reference.engine.assembly import engine_over
+from reference.engine.engine_args import EngineArgs
+from reference.engine.model import load_model
+from reference.engine.sampling_params import SamplingParams
+from reference.weights.activations import eight_bits, rounded_formats
 from tests.test_deepseek import random_model
 
 pytestmark = pytest.mark.usefixtures("seed")

@@ -152,7 +152,7 @@ from pathlib import Path
 for file in sorted(Path("lessons").glob("l[0-9]*/*.py")):
     if not file.name.startswith(("test_", "__main__")):
         importlib.import_module(".".join(file.with_suffix("").parts))
-import reference.rungs
+import reference.ladder.rungs
 from lessons.toolbox.measure.device import doctor
 
 assert doctor()

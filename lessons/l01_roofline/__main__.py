@@ -13,10 +13,10 @@ import sys
 from rich.console import Console
 
 from lessons.l01_roofline.calculators import positive
-from lessons.l01_roofline.formats import NAMES, bits_of
-from lessons.l01_roofline.models import MODELS, find_model
-from lessons.l01_roofline.plan import make_plan
-from lessons.l01_roofline.report import print_all, print_report
+from lessons.l01_roofline.planner.formats import NAMES, bits_of
+from lessons.l01_roofline.planner.models import MODELS, find_model
+from lessons.l01_roofline.planner.plan import make_plan
+from lessons.l01_roofline.planner.report import print_all, print_report
 from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.measure.hardware import CHIPS, lookup
 

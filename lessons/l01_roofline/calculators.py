@@ -13,7 +13,7 @@ Sources: Roofline (Williams, Waterman and Patterson 2009); Efficiently Scaling T
 import math
 from dataclasses import dataclass
 
-from lessons.l01_roofline.models import ModelShape
+from lessons.l01_roofline.planner.models import ModelShape
 
 
 def positive(name: str, value: float) -> float:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from lessons.l01_roofline.report import amount
+from lessons.l01_roofline.planner.report import amount
 from lessons.toolbox.measure.hardware import CHIPS, Chip
 
 REGISTER_BYTES_PER_SM = 65536 * 4

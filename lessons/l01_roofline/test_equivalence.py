@@ -16,7 +16,7 @@ from lessons.l01_roofline.optimized import (
     scale_copy,
     scale_copy_kernel,
 )
-from lessons.l01_roofline.serving import serving_times
+from lessons.l01_roofline.planner.serving import serving_times
 from lessons.l01_roofline.virtual_device import VirtualDevice
 from lessons.toolbox.kernels.compile_check import check_all
 from lessons.toolbox.measure.device import default_device

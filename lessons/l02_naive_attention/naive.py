@@ -22,7 +22,7 @@ from lessons.l02_naive_attention.request import (
 )
 from lessons.l02_naive_attention.rope import rotation
 from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l02_naive_attention.score_rules import attention_for, sinks_of
+from lessons.l02_naive_attention.variants.score_rules import attention_for, sinks_of
 
 
 def causal_mask(

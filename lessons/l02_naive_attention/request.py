@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.batch_sampling import SamplingBatch, read_tokens, sample_batch
+from lessons.l02_naive_attention.batched.batch_sampling import (
+    SamplingBatch,
+    read_tokens,
+    sample_batch,
+)
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams, sample
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown

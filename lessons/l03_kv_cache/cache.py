@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.rope import new_cos_sin_cache, new_local_cos_sin_cache
-from lessons.l02_naive_attention.score_rules import sinks_of
+from lessons.l02_naive_attention.variants.score_rules import sinks_of
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.score_rules import with_rules
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse

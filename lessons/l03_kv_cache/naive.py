@@ -13,7 +13,7 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.naive import attention
 from lessons.l02_naive_attention.rope import new_cos_sin_cache, new_local_cos_sin_cache, rotate
-from lessons.l02_naive_attention.score_rules import attention_for, sinks_of
+from lessons.l02_naive_attention.variants.score_rules import attention_for, sinks_of
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.cache import AttentionOps, check_at_least_one
 from lessons.l03_kv_cache.generate import Rung

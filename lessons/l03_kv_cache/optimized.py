@@ -2,7 +2,7 @@
 lets one query read them all.
 
 Read cache.py first: `KVPool` is the idea. stand_ins.py has the same operations in PyTorch, for
-machines where kernels would be interpreted. checks.py says what the two wrappers accept.
+machines where kernels would be interpreted. arguments.py says what the two wrappers accept.
 
 Sources: Pope et al. 2022, section 2; the running max and sum of the decode kernel: Milakov &
 Gimelshein 2018, section 3 (lesson 8 takes it apart).
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.optimized import attention
 from lessons.l02_naive_attention.rope import rotate
-from lessons.l03_kv_cache.batch import Batch
-from lessons.l03_kv_cache.cache import AttentionOps
-from lessons.l03_kv_cache.checks import (
+from lessons.l03_kv_cache.arguments import (
     check_append_inputs,
     check_one_device,
     check_one_query_inputs,
     check_tile_options,
 )
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.cache import AttentionOps
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH, attend_each
 from lessons.toolbox.kernels.triton_ import tl, triton

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.score_rules import ruled_attention
+from lessons.l02_naive_attention.variants.score_rules import ruled_attention
 from lessons.l03_kv_cache.batch import Batch, sequences
 from lessons.toolbox.model.config import ModelConfig
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l03_kv_cache.optimized import LESSON_03, append_rows
-from lessons.l04_positions.checks import check_rope_cache, check_rotate_rows
+from lessons.l04_positions.arguments import check_rope_cache, check_rotate_rows
 from lessons.l04_positions.pairs import load_cos_sin, load_pairs, turn_into
 from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 from lessons.toolbox.kernels.triton_ import tl, triton

@@ -20,7 +20,7 @@ from lessons.l03_kv_cache.optimized import LESSON_03
 from lessons.l03_kv_cache.stand_ins import decode_attention_torch
 from lessons.l04_positions.optimized import LESSON_04
 from lessons.l04_positions.stand_ins import LESSON_04_TORCH
-from lessons.l05_gqa.checks import check_grouped_inputs
+from lessons.l05_gqa.arguments import check_grouped_inputs
 from lessons.l05_gqa.naive import sequence_by_sequence
 from lessons.l05_gqa.tiles import has_matrix_units, tiles_for, warps_for
 from lessons.toolbox.kernels.triton_ import tl, triton

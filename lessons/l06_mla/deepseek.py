@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP, Decoder, DecoderLayer, RMSNorm, swap
-from lessons.l02_naive_attention.gemma import GemmaDecoder
+from lessons.l02_naive_attention.variants.gemma import GemmaDecoder
 from lessons.l06_mla.gpt_oss import GptOssDecoder
 from lessons.l06_mla.moe import MoE, MoEDecoder
 from lessons.toolbox.model.checkpoint import load_config

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.batch import Batch
-from lessons.l03_kv_cache.checks import (
+from lessons.l03_kv_cache.arguments import (
     MAX_ELEMENTS,
     check_dense,
     check_grid,
@@ -27,6 +26,7 @@ from lessons.l03_kv_cache.checks import (
     check_powers_of_two,
     check_values,
 )
+from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l03_kv_cache.optimized import LESSON_03
 from lessons.l06_mla.deepseek import MLAttention, latent

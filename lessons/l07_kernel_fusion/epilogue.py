@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.checks import check_one_device
+from lessons.l03_kv_cache.arguments import check_one_device
 from lessons.l07_kernel_fusion.rows import DTYPES
 from lessons.toolbox.kernels.triton_ import tl, triton
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP, Attend, Attention, Decoder, RMSNorm, swap
-from lessons.l02_naive_attention.gemma import GemmaRMSNorm
+from lessons.l02_naive_attention.variants.gemma import GemmaRMSNorm
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l05_gqa.optimized import LESSON_05, LESSON_05_TORCH
 from lessons.l07_kernel_fusion import optimized, stand_ins

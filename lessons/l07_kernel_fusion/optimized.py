@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.optimized import fused_softmax
-from lessons.l03_kv_cache.checks import check_apart
+from lessons.l03_kv_cache.arguments import check_apart
 from lessons.l07_kernel_fusion.qk_norm import qk_norm
 from lessons.l07_kernel_fusion.rows import (
     MAX_ROW,

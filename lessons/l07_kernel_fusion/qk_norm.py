@@ -11,7 +11,7 @@ csrc/fused_qknorm_rope_kernel.cu, which also rotates them.
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.checks import check_one_device
+from lessons.l03_kv_cache.arguments import check_one_device
 from lessons.l07_kernel_fusion.rows import DTYPES, MAX_ROW, check_weight, tile_of, weighted
 from lessons.toolbox.kernels.triton_ import tl, triton
 

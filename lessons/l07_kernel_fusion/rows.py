@@ -5,7 +5,7 @@ where a norm rounds.
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.checks import check_one_device
+from lessons.l03_kv_cache.arguments import check_one_device
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 # values that one program holds: 16 for each thread of 32 warps; 32 a thread would spill on some

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.checks import (
+from lessons.l03_kv_cache.arguments import (
     VALUES_ON_GPU,
     check_grid,
     check_one_device,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.checks import check_grid
+from lessons.l03_kv_cache.arguments import check_grid
 from lessons.l09_flash_attention.arguments import check_heads, check_options
 from lessons.toolbox.kernels.cuda_cpp import CudaKernel
 

@@ -11,9 +11,10 @@ import torch
 from lessons.l02_naive_attention import naive as lesson2
 from lessons.l02_naive_attention.naive import causal_mask
 from lessons.l08_online_softmax.naive import finish, from_scores, merge
-from lessons.l09_flash_attention import cuda_flash, fp8, optimized, tiles
+from lessons.l09_flash_attention import cuda_flash, optimized, tiles
 from lessons.l09_flash_attention.fa1 import fa1_kernel, flash_attention_fa1
-from lessons.l09_flash_attention.fp8 import flash_attention_fp8, flash_fp8_kernel
+from lessons.l09_flash_attention.hopper import fp8
+from lessons.l09_flash_attention.hopper.fp8 import flash_attention_fp8, flash_fp8_kernel
 from lessons.l09_flash_attention.lab import benchmark, traffic
 from lessons.l09_flash_attention.lab import pictures as picture
 from lessons.l09_flash_attention.lab import specs as compiled

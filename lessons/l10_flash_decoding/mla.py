@@ -10,8 +10,8 @@ Sources: DeepSeek-V2 (2024), section 2.1.2 (absorption); Dao et al. 2023, Flash-
 import torch
 from torch import Tensor
 
+from lessons.l03_kv_cache.arguments import check_powers_of_two
 from lessons.l03_kv_cache.batch import Batch
-from lessons.l03_kv_cache.checks import check_powers_of_two
 from lessons.l06_mla.optimized import (
     LATENTS_06,
     SMALLEST_TILE,
@@ -23,7 +23,7 @@ from lessons.l06_mla.optimized import (
 )
 from lessons.l09_flash_attention.optimized import LESSON_09
 from lessons.l09_flash_attention.tiles import capability
-from lessons.l10_flash_decoding.checks import check_splits
+from lessons.l10_flash_decoding.arguments import check_splits
 from lessons.l10_flash_decoding.optimized import combine, keys_of_split
 from lessons.l10_flash_decoding.splits import plan_splits, sms_of
 from lessons.toolbox.kernels.triton_ import tl, triton

@@ -12,16 +12,16 @@ Defeating Nondeterminism in LLM Inference (fixed split size).
 import torch
 from torch import Tensor
 
+from lessons.l03_kv_cache.arguments import check_powers_of_two
 from lessons.l03_kv_cache.batch import Batch
-from lessons.l03_kv_cache.checks import check_powers_of_two
 from lessons.l03_kv_cache.generate import Rung
-from lessons.l05_gqa.checks import check_grouped_inputs
+from lessons.l05_gqa.arguments import check_grouped_inputs
 from lessons.l05_gqa.optimized import LESSON_05, LOG2_E
 from lessons.l05_gqa.tiles import SMALLEST_TILE, has_matrix_units, tiles_for, warps_for
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l08_online_softmax.partials import STAGES, online_values
 from lessons.l09_flash_attention.optimized import LESSON_09
-from lessons.l10_flash_decoding.checks import check_partials, check_splits
+from lessons.l10_flash_decoding.arguments import check_partials, check_splits
 from lessons.l10_flash_decoding.naive import LESSON_10_TORCH
 from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, plan_splits, sms_of
 from lessons.toolbox.kernels.triton_ import tl, triton

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lessons.l03_kv_cache import checks
+from lessons.l03_kv_cache import arguments as checks
 from lessons.toolbox.kernels.triton_ import triton
 from lessons.toolbox.measure.device import has_triton
 from lessons.toolbox.proof.traps import poison_

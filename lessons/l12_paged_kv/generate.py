@@ -26,8 +26,8 @@ from lessons.l02_naive_attention.request import (
 )
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l11_cuda_graphs.naive import MAX_BATCH, prompt_groups, unfinished
+from lessons.l12_paged_kv.more.swap import HostSwap
 from lessons.l12_paged_kv.runner import PagedRunner
-from lessons.l12_paged_kv.swap import HostSwap
 
 BLOCK_SIZE = 16  # tokens
 MAX_NUM_SEQS = 256  # requests of a wave

@@ -1,7 +1,7 @@
-"""Paged attention: the wrappers of the two kernels in kernels.py, and this lesson's rung.
+"""Paged attention: the wrappers of the two kernels in paged.py, and this lesson's rung.
 
 The kernels read the block table themselves, so nothing is gathered: K and V are read once, from
-wherever they lie. checks.py says what the wrappers accept, launch.py how the kernels are launched.
+wherever they lie. arguments.py says what the wrappers accept, launch.py how the kernels are launched.
 
 Source: Kwon et al. 2023, PagedAttention, section 4.1.
 """
@@ -11,10 +11,10 @@ from torch import Tensor
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l04_positions.optimized import LESSON_04
 from lessons.l09_flash_attention.tiles import Tiles
-from lessons.l12_paged_kv.apart import apart
-from lessons.l12_paged_kv.checks import check_decode, check_prefill
-from lessons.l12_paged_kv.hooks import paged_row
-from lessons.l12_paged_kv.launch import launch_decode, launch_prefill
+from lessons.l12_paged_kv.kernels.apart import apart
+from lessons.l12_paged_kv.kernels.arguments import check_decode, check_prefill
+from lessons.l12_paged_kv.kernels.hooks import paged_row
+from lessons.l12_paged_kv.kernels.launch import launch_decode, launch_prefill
 
 
 def paged_decode(

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.score_rules import sinks_of
+from lessons.l02_naive_attention.variants.score_rules import sinks_of
 from lessons.l03_kv_cache.batch import Batch, new_batch
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l11_cuda_graphs.naive import fused_latents
 from lessons.l12_paged_kv.blocks import BlockManager, Copy
-from lessons.l12_paged_kv.latents import LATENTS_12, LATENTS_12_TORCH, PagedLatentPool
+from lessons.l12_paged_kv.kernels.latents import LATENTS_12, LATENTS_12_TORCH, PagedLatentPool
+from lessons.l12_paged_kv.kernels.stand_ins import LESSON_12_TORCH, paged_batch
 from lessons.l12_paged_kv.optimized import LESSON_12
-from lessons.l12_paged_kv.stand_ins import LESSON_12_TORCH, paged_batch
 
 PAGED = Rung("paged cache", LESSON_12, LESSON_12_TORCH, prepare=fused)
 PAGED_LATENTS = Rung(

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lessons.l09_flash_attention.tiles import Tiles
-from lessons.l12_paged_kv.hooks import contiguous_row
-from lessons.l12_paged_kv.kernels import decode_kernel, prefill_kernel
+from lessons.l12_paged_kv.kernels.hooks import contiguous_row
+from lessons.l12_paged_kv.kernels.paged import decode_kernel, prefill_kernel
 from lessons.l12_paged_kv.lab.testing import decoded, paged
 from lessons.l12_paged_kv.naive import gathered, gathered_attention
 from lessons.l12_paged_kv.optimized import paged_decode, paged_prefill

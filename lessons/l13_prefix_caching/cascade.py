@@ -15,7 +15,7 @@ from torch import Tensor
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l08_online_softmax.naive import Partial, finish, from_scores, merge
 from lessons.l10_flash_decoding.naive import attend_to_split
-from lessons.l12_paged_kv.stand_ins import LESSON_12_TORCH
+from lessons.l12_paged_kv.kernels.stand_ins import LESSON_12_TORCH
 
 SHORTEST_SHARED = 64  # tokens, not tuned: below, a second product and a merge hardly pay
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lessons.l05_gqa.checks import MAX_GROUP, MAX_QUERY_TILE
+from lessons.l05_gqa.arguments import MAX_GROUP, MAX_QUERY_TILE
 from lessons.l05_gqa.tiles import has_matrix_units, tiles_for
 from lessons.l10_flash_decoding.optimized import combine, split_decode
 from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, cdiv, plan_splits, sms_of

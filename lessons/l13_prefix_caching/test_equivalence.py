@@ -13,7 +13,7 @@ from lessons.l02_naive_attention.naive import attention
 from lessons.l03_kv_cache.batch import new_batch
 from lessons.l03_kv_cache.lab.testing import DEVICE
 from lessons.l10_flash_decoding.optimized import split_decode_kernel
-from lessons.l12_paged_kv.stand_ins import LESSON_12_TORCH, paged_batch
+from lessons.l12_paged_kv.kernels.stand_ins import LESSON_12_TORCH, paged_batch
 from lessons.l13_prefix_caching import cascade
 from lessons.l13_prefix_caching.cascade import (
     attend_separately,

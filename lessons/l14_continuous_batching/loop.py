@@ -13,7 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.batch_sampling import SamplingBatch, read_tokens, sample_batch
+from lessons.l02_naive_attention.batched.batch_sampling import (
+    SamplingBatch,
+    read_tokens,
+    sample_batch,
+)
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.request import OnToken, check_call, read_requests, sampling_batch
 from lessons.l02_naive_attention.sampling import SamplingParams

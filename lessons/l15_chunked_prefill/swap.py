@@ -11,7 +11,7 @@ Source: Kwon et al. 2023, PagedAttention, section 4.5.
 
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l12_paged_kv.blocks import BlockManager
-from lessons.l12_paged_kv.swap import HostSwap
+from lessons.l12_paged_kv.more.swap import HostSwap
 from lessons.l14_continuous_batching.sequence import Sequence, Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 

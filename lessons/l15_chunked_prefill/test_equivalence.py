@@ -12,7 +12,7 @@ from lessons.l02_naive_attention import naive as one_at_a_time
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l12_paged_kv.blocks import BlockManager
-from lessons.l12_paged_kv.swap import HostSwap
+from lessons.l12_paged_kv.more.swap import HostSwap
 from lessons.l14_continuous_batching.loop import StepRunner, new_sequences, run_until_idle
 from lessons.l15_chunked_prefill import generate as rung
 from lessons.l15_chunked_prefill.generate import ChunkExecutor, generate

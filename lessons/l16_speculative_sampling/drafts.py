@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.batch_sampling import batch_probabilities
+from lessons.l02_naive_attention.batched.batch_sampling import batch_probabilities
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.random_streams import streams_of, uniform
 from lessons.l02_naive_attention.request import Request, sampling_batch

@@ -24,7 +24,6 @@ from lessons.l02_naive_attention.request import (
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l11_cuda_graphs.naive import unfinished
 from lessons.l14_continuous_batching.loop import BLOCK_SIZE, MAX_NUM_SEQS, blocks_of
-from lessons.l16_speculative_sampling.adaptive import AdaptiveCount, FixedCount
 from lessons.l16_speculative_sampling.drafts import (
     Drafter,
     ModelDrafter,
@@ -35,6 +34,7 @@ from lessons.l16_speculative_sampling.drafts import (
     numbers,
     row_starts,
 )
+from lessons.l16_speculative_sampling.more.adaptive import AdaptiveCount, FixedCount
 from lessons.l16_speculative_sampling.naive import ACCEPTS, DRAWS
 from lessons.l16_speculative_sampling.runner import RewindingRunner
 from lessons.l16_speculative_sampling.stand_ins import verify_for

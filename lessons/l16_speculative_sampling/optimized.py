@@ -12,7 +12,7 @@ Generation, section III.2.
 import torch
 from torch import Tensor
 
-from lessons.l16_speculative_sampling.checks import check_rows
+from lessons.l16_speculative_sampling.arguments import check_rows
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 BLOCK_V = 1024  # tokens of the vocabulary that a program looks at together

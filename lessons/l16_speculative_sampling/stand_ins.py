@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from lessons.l02_naive_attention.batch_math import BLOCK, draw_tokens
+from lessons.l02_naive_attention.batched.batch_math import BLOCK, draw_tokens
 from lessons.l16_speculative_sampling import optimized
-from lessons.l16_speculative_sampling.checks import check_rows
+from lessons.l16_speculative_sampling.arguments import check_rows
 
 
 def draw_rows(p: Tensor, u: Tensor) -> Tensor:

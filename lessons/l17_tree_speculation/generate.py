@@ -23,13 +23,13 @@ from lessons.l02_naive_attention.request import (
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l11_cuda_graphs.naive import unfinished
 from lessons.l14_continuous_batching.loop import BLOCK_SIZE, MAX_NUM_SEQS, blocks_of
-from lessons.l17_tree_speculation.accept import Asked, Chosen, FromDraft, Rule, Typical
-from lessons.l17_tree_speculation.checks import check_model
-from lessons.l17_tree_speculation.drafts import HeadDrafter, MedusaDrafter, new_drafter
-from lessons.l17_tree_speculation.guesses import Drawn, Filled, Ranked
-from lessons.l17_tree_speculation.heads import Heads
+from lessons.l17_tree_speculation.arguments import check_model
+from lessons.l17_tree_speculation.heads.drafts import HeadDrafter, MedusaDrafter, new_drafter
+from lessons.l17_tree_speculation.heads.heads import Heads
 from lessons.l17_tree_speculation.runner import TreeRunner
-from lessons.l17_tree_speculation.tree import Tree, chain
+from lessons.l17_tree_speculation.trees.accept import Asked, Chosen, FromDraft, Rule, Typical
+from lessons.l17_tree_speculation.trees.guesses import Drawn, Filled, Ranked
+from lessons.l17_tree_speculation.trees.tree import Tree, chain
 from lessons.toolbox.model.arguments import check_kind, check_whole, refuse
 
 PROMPT = chain(0)  # a prompt's newest token is a root without guesses

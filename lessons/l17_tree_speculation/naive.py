@@ -22,7 +22,7 @@ from lessons.l02_naive_attention.request import OnToken, Request, hand_out, read
 from lessons.l02_naive_attention.sampling import SamplingParams, draw, probabilities
 from lessons.l12_paged_kv.naive import gathered
 from lessons.l16_speculative_sampling.naive import residual
-from lessons.l17_tree_speculation.tree import Tree
+from lessons.l17_tree_speculation.trees.tree import Tree
 
 # ---------------------------------------------------------------- the target over a tree
 

@@ -18,13 +18,13 @@ from lessons.l05_gqa.optimized import LOG2_E
 from lessons.l05_gqa.tiles import SMALLEST_TILE, has_matrix_units
 from lessons.l10_flash_decoding.optimized import combine, keys_of_split
 from lessons.l12_paged_kv import optimized as paged
-from lessons.l12_paged_kv.apart import apart
-from lessons.l12_paged_kv.hooks import NO_WINDOW, paged_row, plain_load
-from lessons.l12_paged_kv.kernels import tile_step
-from lessons.l12_paged_kv.launch import empty_partials, splits_for
-from lessons.l12_paged_kv.launch import sizes_of as tile_sizes_of
+from lessons.l12_paged_kv.kernels.apart import apart
+from lessons.l12_paged_kv.kernels.hooks import NO_WINDOW, paged_row, plain_load
+from lessons.l12_paged_kv.kernels.launch import empty_partials, splits_for
+from lessons.l12_paged_kv.kernels.launch import sizes_of as tile_sizes_of
+from lessons.l12_paged_kv.kernels.paged import tile_step
 from lessons.l12_paged_kv.optimized import LESSON_12
-from lessons.l17_tree_speculation.checks import check_tree
+from lessons.l17_tree_speculation.arguments import check_tree
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 # Nodes times query heads that a program takes at once: with 64 the compiler spills registers.

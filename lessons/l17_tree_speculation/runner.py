@@ -21,10 +21,10 @@ from lessons.l03_kv_cache.generate import Rung
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l12_paged_kv.runner import new_pool
 from lessons.l16_speculative_sampling.runner import RewindingRunner
-from lessons.l17_tree_speculation.heads import tapped_features
+from lessons.l17_tree_speculation.heads.heads import tapped_features
 from lessons.l17_tree_speculation.optimized import LESSON_17
 from lessons.l17_tree_speculation.stand_ins import LESSON_17_TORCH
-from lessons.l17_tree_speculation.tree import Tree
+from lessons.l17_tree_speculation.trees.tree import Tree
 
 TREES = Rung("token trees", LESSON_17, LESSON_17_TORCH, prepare=fused)
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lessons.l03_kv_cache.batch import Batch, sequences
-from lessons.l12_paged_kv import stand_ins as paged
-from lessons.l12_paged_kv.stand_ins import LESSON_12_TORCH, chunk_attention, gathered
+from lessons.l12_paged_kv.kernels import stand_ins as paged
+from lessons.l12_paged_kv.kernels.stand_ins import LESSON_12_TORCH, chunk_attention, gathered
 
 
 def sees(table: Tensor, held: int, window: int | None = None) -> Tensor:

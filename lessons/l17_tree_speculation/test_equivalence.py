@@ -14,7 +14,7 @@ from lessons.l17_tree_speculation import stand_ins
 from lessons.l17_tree_speculation.lab.testing import BRANCHES, TREES, tree_inputs
 from lessons.l17_tree_speculation.naive import path_attention
 from lessons.l17_tree_speculation.optimized import MOST_ROWS, sizes_of, tree_attention, tree_kernel
-from lessons.l17_tree_speculation.tree import (
+from lessons.l17_tree_speculation.trees.tree import (
     MOST_NODES,
     Tree,
     best_tree,

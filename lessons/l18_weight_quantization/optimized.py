@@ -1,4 +1,4 @@
-"""x · Wᵀ with W quantized: the wrapper of the kernels in kernels.py, for every format of this lesson.
+"""x · Wᵀ with W quantized: the wrapper of the kernels in products.py, for every format of this lesson.
 
 `matmul(x, weight, bias)` is what a QuantizedLinear multiplies by on a GPU. The reasons for its tiles:
 
@@ -25,17 +25,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.checks import DECODE_DTYPES, check_one_device
+from lessons.l03_kv_cache.arguments import DECODE_DTYPES, check_one_device
 from lessons.l10_flash_decoding.splits import choose_num_splits, sms_of
-from lessons.l18_weight_quantization.kernels import add_partials_kernel, quantized_matmul_kernel
-from lessons.l18_weight_quantization.naive import dequantize_matmul
-from lessons.l18_weight_quantization.operands import (
+from lessons.l18_weight_quantization.kernels.operands import (
     SHORTEST_STEP,
     Operand,
     is_one_group,
     operand_of,
     step_bytes,
 )
+from lessons.l18_weight_quantization.kernels.products import (
+    add_partials_kernel,
+    quantized_matmul_kernel,
+)
+from lessons.l18_weight_quantization.naive import dequantize_matmul
 from lessons.l18_weight_quantization.weights import QuantizedWeight
 from lessons.toolbox.kernels.triton_ import triton
 

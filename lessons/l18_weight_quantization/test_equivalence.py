@@ -7,14 +7,14 @@ from functools import partial
 import pytest
 import torch
 
-from lessons.l18_weight_quantization import unpack
-from lessons.l18_weight_quantization.kernels import (
+from lessons.l18_weight_quantization.kernels import unpack
+from lessons.l18_weight_quantization.kernels.operands import operand_of
+from lessons.l18_weight_quantization.kernels.products import (
     add_partials_kernel,
     quantized_matmul_kernel,
     scale_of,
 )
 from lessons.l18_weight_quantization.lab.testing import DEVICE, FORMATS, matrix, problem
-from lessons.l18_weight_quantization.operands import operand_of
 from lessons.l18_weight_quantization.optimized import Tiles, matmul
 from lessons.l18_weight_quantization.weights import E2M1_VALUES, NF4_VALUES
 from lessons.toolbox.kernels.triton_ import tl, triton

@@ -11,13 +11,18 @@ attention over pages: lesson 12.
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.checks import check_one_device
+from lessons.l03_kv_cache.arguments import check_one_device
 from lessons.l09_flash_attention.tiles import Tiles, has_e4m3
-from lessons.l12_paged_kv.checks import check_decode, check_prefill
-from lessons.l12_paged_kv.launch import Stored, launch_decode, launch_prefill
-from lessons.l19_kv_quantization.checks import check_codes
+from lessons.l12_paged_kv.kernels.arguments import check_decode, check_prefill
+from lessons.l12_paged_kv.kernels.launch import Stored, launch_decode, launch_prefill
 from lessons.l19_kv_quantization.formats import RowFormat
-from lessons.l19_kv_quantization.hooks import e4m3_bits_load, int4_any_load, int4_load, scaled_load
+from lessons.l19_kv_quantization.kernels.arguments import check_codes
+from lessons.l19_kv_quantization.kernels.hooks import (
+    e4m3_bits_load,
+    int4_any_load,
+    int4_load,
+    scaled_load,
+)
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 # ---------------------------------------------------------------- reading

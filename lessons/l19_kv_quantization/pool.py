@@ -18,8 +18,8 @@ from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.cache import AttentionOps, KVPool
 from lessons.l06_mla.deepseek import MLAttention
 from lessons.l09_flash_attention.tiles import has_e4m3
-from lessons.l12_paged_kv.apart import apart
-from lessons.l12_paged_kv.latents import PagedLatentPool
+from lessons.l12_paged_kv.kernels.apart import apart
+from lessons.l12_paged_kv.kernels.latents import PagedLatentPool
 from lessons.l19_kv_quantization.formats import RowFormat
 from lessons.l19_kv_quantization.optimized import (
     quantize_rows,

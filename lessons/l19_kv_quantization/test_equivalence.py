@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from lessons.l09_flash_attention.tiles import Tiles
-from lessons.l12_paged_kv.kernels import decode_kernel, prefill_kernel
+from lessons.l12_paged_kv.kernels.paged import decode_kernel, prefill_kernel
 from lessons.l12_paged_kv.lab.testing import DEVICE, paged
-from lessons.l19_kv_quantization import hooks, optimized
+from lessons.l19_kv_quantization import optimized
 from lessons.l19_kv_quantization.formats import FORMATS
+from lessons.l19_kv_quantization.kernels import hooks
 from lessons.l19_kv_quantization.lab.testing import coded
 from lessons.l19_kv_quantization.naive import dequantized_attention, dequantized_decode
 from lessons.l19_kv_quantization.optimized import (

@@ -27,12 +27,12 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams
 from lessons.l12_paged_kv import generate as lesson_12
 from lessons.l12_paged_kv.runner import PagedRunner, new_pool, paged_rung_of
-from lessons.l20_parallelism.group import Group
-from lessons.l20_parallelism.launch import RankError, run_ranks, world_from_environment
-from lessons.l20_parallelism.loading import load_sharded, refuse_quantized_parts
-from lessons.l20_parallelism.mesh import Links, Mesh, new_links
 from lessons.l20_parallelism.pipeline import run_stage, split_layers
-from lessons.l20_parallelism.sharding import local_config
+from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.processes.launch import RankError, run_ranks, world_from_environment
+from lessons.l20_parallelism.processes.mesh import Links, Mesh, new_links
+from lessons.l20_parallelism.shards.loading import load_sharded, refuse_quantized_parts
+from lessons.l20_parallelism.shards.sharding import local_config
 from lessons.toolbox.command import OneLineParser, one_line, run_command
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.arguments import check_whole, refuse

@@ -22,8 +22,8 @@ from torch.nn.functional import pad, silu
 
 from lessons.l02_naive_attention.decoder import MLP, Attention, Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
-from lessons.l20_parallelism.ranks import Ranks
-from lessons.l20_parallelism.sharding import kv_heads_of, local_config, vocabulary_rows
+from lessons.l20_parallelism.processes.ranks import Ranks
+from lessons.l20_parallelism.shards.sharding import kv_heads_of, local_config, vocabulary_rows
 from lessons.toolbox.model.config import ModelConfig
 
 Shards = list[Tensor]  # what the ranks hold, in their order

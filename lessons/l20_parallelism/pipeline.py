@@ -28,7 +28,7 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l03_kv_cache.batch import Batch, new_batch
 from lessons.l03_kv_cache.cache import KVPool
-from lessons.l20_parallelism.mesh import Links
+from lessons.l20_parallelism.processes.mesh import Links
 from lessons.toolbox.model.arguments import check_whole, is_number, refuse
 
 # ---------------------------------------------------------------- who has which layers

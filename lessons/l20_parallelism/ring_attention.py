@@ -30,7 +30,7 @@ from lessons.l02_naive_attention.decoder import Attend
 from lessons.l02_naive_attention.rope import apply_rope, rope_tables
 from lessons.l08_online_softmax.naive import Partial, finish, from_scores, identity, merge, wide
 from lessons.l09_flash_attention.naive import tile_scores
-from lessons.l20_parallelism.group import Group
+from lessons.l20_parallelism.processes.group import Group
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l18_weight_quantization.linear import QuantizedLinear, linear_of, with_linears
-from lessons.l21_multi_lora import optimized, stand_ins
-from lessons.l21_multi_lora.adapters import Adapter, LayerAdapter
+from lessons.l21_multi_lora import optimized
 from lessons.l21_multi_lora.batch import AdapterBatch, AdapterContext
-from lessons.l21_multi_lora.weights import SlotWeights
+from lessons.l21_multi_lora.kernels import stand_ins
+from lessons.l21_multi_lora.kernels.weights import SlotWeights
+from lessons.l21_multi_lora.peft.adapters import Adapter, LayerAdapter
 from lessons.toolbox.model.arguments import check_whole, refuse
 
 AddLora = Callable[[Tensor, Tensor, SlotWeights, AdapterBatch], Tensor]

@@ -2,7 +2,7 @@
 its own A, B and scaling.
 
 The base product is shared by all rows. The correction is computed adapter by adapter: pick its rows,
-multiply twice, add. Read it beside kernels.py, which runs all adapters in two launches.
+multiply twice, add. Read it beside segments.py, which runs all adapters in two launches.
 
 Sources: Hu et al. 2021, LoRA, section 4.1; Kalajdzievski 2023, rsLoRA (alpha / √r in place of alpha / r).
 """
@@ -10,7 +10,7 @@ Sources: Hu et al. 2021, LoRA, section 4.1; Kalajdzievski 2023, rsLoRA (alpha / 
 from torch import Tensor
 
 from lessons.l21_multi_lora.batch import AdapterBatch
-from lessons.l21_multi_lora.weights import SlotWeights
+from lessons.l21_multi_lora.kernels.weights import SlotWeights
 
 
 def add_lora(out: Tensor, x: Tensor, weights: SlotWeights, batch: AdapterBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""The wrapper of the kernels in kernels.py. Read it beside naive.py's loop.
+"""The wrapper of the kernels in segments.py. Read it beside naive.py's loop.
 
 Bytes decide. A row of rank r reads r · (K + N) numbers of its adapter in place of N · K, and each segment
 of at most 16 rows reads them once. With 64 rows of 16 adapters of rank 16, K = N = 4096 and 16 bits, that
@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.checks import DECODE_DTYPES, check_one_device
+from lessons.l03_kv_cache.arguments import DECODE_DTYPES, check_one_device
 from lessons.l21_multi_lora.batch import AdapterBatch
-from lessons.l21_multi_lora.kernels import expand_kernel, shrink_kernel
-from lessons.l21_multi_lora.weights import SlotWeights
+from lessons.l21_multi_lora.kernels.segments import expand_kernel, shrink_kernel
+from lessons.l21_multi_lora.kernels.weights import SlotWeights
 from lessons.toolbox.kernels.triton_ import triton
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lessons.l21_multi_lora.adapters import Adapter, check_complete, load_adapter
 from lessons.l21_multi_lora.batch import NO_ADAPTER
 from lessons.l21_multi_lora.layers import LoRALinear
+from lessons.l21_multi_lora.peft.adapters import Adapter, check_complete, load_adapter
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse
 
 

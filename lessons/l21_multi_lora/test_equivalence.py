@@ -8,9 +8,11 @@ from functools import partial
 import pytest
 import torch
 
-from lessons.l21_multi_lora import kernels, naive, optimized, stand_ins
+from lessons.l21_multi_lora import naive, optimized
 from lessons.l21_multi_lora.batch import AdapterBatch, most_tiles
-from lessons.l21_multi_lora.kernels import expand_kernel, shrink_kernel
+from lessons.l21_multi_lora.kernels import segments as kernels
+from lessons.l21_multi_lora.kernels import stand_ins
+from lessons.l21_multi_lora.kernels.segments import expand_kernel, shrink_kernel
 from lessons.l21_multi_lora.lab.testing import DEVICE, slots_of
 from lessons.l21_multi_lora.optimized import Tiles
 from lessons.toolbox.kernels.bounds import in_bounds

@@ -8,20 +8,20 @@ from functools import partial
 
 import torch
 
-from lessons.l18_weight_quantization.gguf_config import config_of
-from lessons.l18_weight_quantization.gguf_file import is_gguf, read_gguf
-from lessons.l20_parallelism.mesh import Mesh
 from lessons.l20_parallelism.pipeline import split_layers
-from lessons.l20_parallelism.sharding import local_config
+from lessons.l20_parallelism.processes.mesh import Mesh
+from lessons.l20_parallelism.shards.sharding import local_config
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model import checkpoint
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.placement import read_device
-from reference.assembly import engine_on, max_model_len_of
-from reference.engine import Engine
-from reference.engine_args import EngineArgs
-from reference.model import load_tokenizer
+from reference.checkpoints.gguf.gguf_config import config_of
+from reference.checkpoints.gguf.gguf_file import is_gguf, read_gguf
+from reference.engine.assembly import engine_on, max_model_len_of
+from reference.engine.engine import Engine
+from reference.engine.engine_args import EngineArgs
+from reference.engine.model import load_tokenizer
 from reference.parallel.processes import ProcessWorkers, Refused
 from reference.parallel.replicas import ReplicatedEngine
 from reference.parallel.runner import DistributedRunner, RemotePool, Talk, Workers

@@ -18,7 +18,7 @@ from types import ModuleType
 
 import torch
 
-from lessons.l20_parallelism.launch import (
+from lessons.l20_parallelism.processes.launch import (
     RankError,
     end_with_parent,
     exit_of,
@@ -26,9 +26,9 @@ from lessons.l20_parallelism.launch import (
     process_context,
     started,
 )
-from lessons.l20_parallelism.mesh import Mesh, new_links
+from lessons.l20_parallelism.processes.mesh import Mesh, new_links
 from lessons.toolbox.command import one_line
-from reference.engine_args import EngineArgs
+from reference.engine.engine_args import EngineArgs
 from reference.parallel.worker import Worker
 
 COLLECTIVE_TIMEOUT_S = 600.0

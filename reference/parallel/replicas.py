@@ -16,10 +16,10 @@ from random import Random
 
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.toolbox.model.arguments import check_kind, refuse
-from reference.engine import Engine
-from reference.outputs import RequestOutput
+from reference.engine.engine import Engine
+from reference.engine.outputs import RequestOutput
+from reference.engine.request import EngineRequest
 from reference.parallel.runner import DistributedRunner, end_thread
-from reference.request import EngineRequest
 
 MOST_KNOWN = 100_000  # blocks of prompts of which a router remembers where they went
 SLACK = 4  # requests by which a replica may be ahead, before a prefix goes elsewhere

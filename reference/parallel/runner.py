@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from lessons.l12_paged_kv.blocks import BlockManager, Copy
-from lessons.l12_paged_kv.swap import HostSwap
+from lessons.l12_paged_kv.more.swap import HostSwap
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.swap import Lender
-from lessons.l20_parallelism.launch import RankError
+from lessons.l20_parallelism.processes.launch import RankError
 from lessons.toolbox.model.config import ModelConfig
-from reference.decode_graphs import Chunks
+from reference.features.decode_graphs import Chunks
 
 THREAD_S = 5.0  # how long the end of a thread is waited for
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l12_paged_kv.blocks import Copy
-from lessons.l12_paged_kv.swap import read_blocks, write_blocks
-from lessons.l20_parallelism.grouped import grouped
-from lessons.l20_parallelism.loading import load_sharded
-from lessons.l20_parallelism.mesh import Links
+from lessons.l12_paged_kv.more.swap import read_blocks, write_blocks
 from lessons.l20_parallelism.pipeline import run_stage
-from reference.cache_memory import blocks_that_fit
-from reference.decode_graphs import Chunks
-from reference.engine_args import EngineArgs
-from reference.model import default_place, load_model
-from reference.model_runner import ModelRunner
+from lessons.l20_parallelism.processes.mesh import Links
+from lessons.l20_parallelism.shards.loading import load_sharded
+from lessons.l23_experts.grouped import grouped
+from reference.engine.cache_memory import blocks_that_fit
+from reference.engine.engine_args import EngineArgs
+from reference.engine.model import default_place, load_model
+from reference.engine.model_runner import ModelRunner
+from reference.features.decode_graphs import Chunks
 
 
 class Held(NamedTuple):

@@ -9,9 +9,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from reference.async_engine import AsyncLLMEngine
-from reference.engine_process.client import AsyncProcessEngine
-from reference.lora import LoRARequest
+from reference.engine.async_engine import AsyncLLMEngine
+from reference.engine.process.client import AsyncProcessEngine
+from reference.features.lora import LoRARequest
 from reference.server.args import ServerArgs
 from reference.server.errors import ApiError, of_validation, response_of
 from reference.server.limits import Limits

@@ -4,7 +4,7 @@ import ssl
 from dataclasses import dataclass, field
 
 from lessons.toolbox.model.arguments import check_positive, check_whole, refuse
-from reference.async_engine import AsyncEngineArgs
+from reference.engine.async_engine import AsyncEngineArgs
 from reference.server.templates import read_template
 
 PARSERS = ("hermes", "llama3_json")

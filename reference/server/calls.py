@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from reference.lora import LoRARequest
-from reference.outputs import Logprobs
-from reference.sampling_params import SamplingParams
+from reference.engine.outputs import Logprobs
+from reference.engine.sampling_params import SamplingParams
+from reference.features.lora import LoRARequest
 from reference.vision.pictures import Picture
 
 

@@ -10,7 +10,7 @@ import struct
 import torch
 
 from lessons.l02_naive_attention.naive import whole_sequence
-from reference.engine import Engine
+from reference.engine.engine import Engine
 
 
 @torch.inference_mode()

@@ -7,9 +7,9 @@ import json
 from dataclasses import Field, fields
 from typing import Any
 
-from reference.async_engine import AsyncEngineArgs
-from reference.engine_args import BACKENDS, CHOICES
-from reference.quantization import METHODS
+from reference.engine.async_engine import AsyncEngineArgs
+from reference.engine.engine_args import BACKENDS, CHOICES
+from reference.weights.quantization import METHODS
 
 JSON_FLAGS = ("speculative_config",)
 HELP = {

@@ -165,7 +165,7 @@ def read_args(found: argparse.Namespace):
     """ServerArgs. Raises ValueError for a value that cannot work."""
     from dataclasses import fields
 
-    from reference.async_engine import AsyncEngineArgs
+    from reference.engine.async_engine import AsyncEngineArgs
     from reference.server.args import ServerArgs
 
     given = {

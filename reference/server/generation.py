@@ -9,8 +9,8 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from reference.async_engine import DeadlineExceeded, Draining, EngineDeadError, Overloaded
-from reference.outputs import CompletionOutput, RequestOutput
+from reference.engine.async_engine import DeadlineExceeded, Draining, EngineDeadError, Overloaded
+from reference.engine.outputs import CompletionOutput, RequestOutput
 from reference.server.calls import Answer, Call, Delta, Usage
 from reference.server.errors import ApiError, bad_request
 from reference.server.service import Service

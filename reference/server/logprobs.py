@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from reference.outputs import Logprobs
+from reference.engine.outputs import Logprobs
 from reference.server.tokens import Tokens
 
 LOWEST = -9999.0  # JSON has no −∞

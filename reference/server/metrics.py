@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from reference.async_engine import AsyncLLMEngine
-from reference.engine_process.client import AsyncProcessEngine
-from reference.stats import IterationStats
+from reference.engine.async_engine import AsyncLLMEngine
+from reference.engine.process.client import AsyncProcessEngine
+from reference.engine.stats import IterationStats
 
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
           20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from lessons.toolbox.model.arguments import shown
-from reference.lora import LoRARequest
+from reference.features.lora import LoRARequest
 from reference.server.errors import ApiError
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from reference.sampling_params import SamplingParams
+from reference.engine.sampling_params import SamplingParams
 from reference.server.errors import refused
 from reference.server.pictures import IMAGE_URL
 from reference.server.protocol.chat import (

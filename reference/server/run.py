@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import uvicorn
 
-from reference.async_engine import EngineDeadError
+from reference.engine.async_engine import EngineDeadError
 from reference.server.app import new_app, new_service
 from reference.server.args import ServerArgs
 from reference.server.process import EndsOnSignal, new_config, new_socket, url_of

@@ -5,10 +5,10 @@ from dataclasses import fields
 from typing import Any
 
 from lessons.toolbox.model.arguments import shown
-from reference.sampling_params import SamplingParams
+from reference.engine.sampling_params import SamplingParams
+from reference.features.structured import SentStructure
 from reference.server.errors import bad_request, refused
 from reference.server.protocol.sampling import SamplingFields
-from reference.structured import SentStructure
 
 # Fields of a request that SamplingParams has under the same name.
 COMMON = {field.name for field in fields(SamplingParams)} - {"logprobs", "max_tokens"}

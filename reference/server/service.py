@@ -2,8 +2,8 @@
 
 import uuid
 
-from reference.async_engine import AsyncLLMEngine
-from reference.engine_process.client import AsyncProcessEngine
+from reference.engine.async_engine import AsyncLLMEngine
+from reference.engine.process.client import AsyncProcessEngine
 from reference.server.args import ServerArgs
 from reference.server.calls import Call
 from reference.server.errors import bad_request, refused

@@ -47,7 +47,7 @@ class Tokens:
         return byte_of_letter()
 
     def encode(self, name: str, text: str, special: bool = True) -> list[int]:
-        """The ids of a prompt, as reference.detokenizer.encode gives them. special: with the start
+        """The ids of a prompt, as reference.engine.detokenizer.encode gives them. special: with the start
         token, if the tokenizer has one. Raises ApiError, without reading it, for a text that is too
         long for any model of this length. name: of the field.
         """

@@ -21,10 +21,10 @@ from rich.table import Table
 from lessons.l14_continuous_batching.lab.cost import Sample, StepCost, fit
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.toolbox.command import OneLineParser, run_command
-from reference.assembly import new_engine
-from reference.engine import Engine
-from reference.engine_args import EngineArgs
-from reference.sampling_params import SamplingParams
+from reference.engine.assembly import new_engine
+from reference.engine.engine import Engine
+from reference.engine.engine_args import EngineArgs
+from reference.engine.sampling_params import SamplingParams
 from reference.simulator.costs import Deployment, FittedCost
 from reference.simulator.policies import Policy, new_cluster
 from reference.simulator.served import Served, percentile

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from lessons.l01_roofline.calculators import gpus_needed, kv_bytes_per_token, weight_bytes
-from lessons.l01_roofline.models import ModelShape, find_model
-from lessons.l01_roofline.plan import peak_flops
+from lessons.l01_roofline.planner.models import ModelShape, find_model
+from lessons.l01_roofline.planner.plan import peak_flops
 from lessons.l14_continuous_batching.lab import cost as measured
 from lessons.l14_continuous_batching.naive import PaddedStep
 from lessons.l14_continuous_batching.sequence import Step

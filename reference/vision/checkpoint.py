@@ -31,7 +31,7 @@ from lessons.toolbox.model.checkpoint import (
 )
 from lessons.toolbox.model.config_json import CheckpointError, read_config, read_json
 from lessons.toolbox.model.stored import STORED_DTYPES, Stored, catalog, open_file
-from reference.model import default_place, finished, load_model
+from reference.engine.model import default_place, finished, load_model
 from reference.vision.config import VisionConfig, is_llava, read_vision_config
 from reference.vision.tower import Eyes
 

@@ -21,7 +21,7 @@ from lessons.l02_naive_attention.decoder import Decoder, swap
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.toolbox.model.arguments import refuse
-from reference.lora import AdapterBlocks
+from reference.features.lora import AdapterBlocks
 from reference.vision.pictures import Picture, normalized
 from reference.vision.prompt import Placed, VisionInputs
 from reference.vision.tower import Eyes

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from lessons.l01_roofline import calculators, optimized
-from lessons.l01_roofline.models import MODELS
+from lessons.l01_roofline.planner.models import MODELS
 from lessons.l01_roofline.virtual_device import VirtualDevice
 from tests.exercises.checking import assert_equal, call, check, compare
 

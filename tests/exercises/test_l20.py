@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lessons.l20_parallelism.ranks import Ranks
+from lessons.l20_parallelism.processes.ranks import Ranks
 from solutions.l20_parallelism import AttentionWeights
 from tests.exercises.checking import (
     assert_close,

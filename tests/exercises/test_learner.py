@@ -245,7 +245,7 @@ def test_a_file_that_does_not_load(mine, change, message):
     [
         "from lessons.l02_naive_attention.naive import attention as theirs",
         "import solutions.l02_naive_attention",
-        "from reference.engine import llm",
+        "from reference.engine.engine import llm",
     ],
 )
 def test_a_file_that_imports_the_answer(mine, line):

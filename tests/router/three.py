@@ -7,7 +7,7 @@ Each is announced by a line "pid port".
 import os
 import sys
 
-from reference.assembly import new_engine
+from reference.engine.assembly import new_engine
 from reference.server.run import serve_forever
 from tests.server.live import server_args
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import httpx
 import uvicorn
 
-from reference.async_engine import AsyncEngineArgs
+from reference.engine.async_engine import AsyncEngineArgs
 from reference.server.app import new_app, new_service
 from reference.server.args import ServerArgs
 from reference.server.run import new_server, new_socket

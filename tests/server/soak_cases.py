@@ -3,9 +3,9 @@
 import random
 from dataclasses import dataclass, field
 
-from reference.llm import LLM
-from reference.lora import LoRARequest
-from reference.sampling_params import SamplingParams
+from reference.engine.llm import LLM
+from reference.engine.sampling_params import SamplingParams
+from reference.features.lora import LoRARequest
 from tests.server.paths import ADAPTERS, MODEL
 
 ENGINE = dict(kv_cache_memory_bytes=4_000_000, max_model_len=512, enable_lora=True, max_loras=2)

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from reference.async_engine import AsyncEngineArgs
+from reference.engine.async_engine import AsyncEngineArgs
 from reference.server import flags
 from reference.server.__main__ import console, main
 from reference.server.engine_flags import HELP

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from reference import SamplingParams
-from reference.outputs import CompletionOutput, Logprob, RequestOutput
+from reference.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from reference.server.calls import Answer, Call
 from reference.server.generation import Run, merged
 from tests.server.live import ask

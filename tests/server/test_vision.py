@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from models.vision_pictures import draw
-from reference.async_engine import AsyncEngineArgs
-from reference.sampling_params import SamplingParams
+from reference.engine.async_engine import AsyncEngineArgs
+from reference.engine.sampling_params import SamplingParams
 from reference.server.args import ServerArgs
 from reference.server.flags import parse, read_args
 from tests.engine_cases import assert_clean

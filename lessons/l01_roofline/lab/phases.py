@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from rich.progress import track
 
-from lessons.l01_roofline.serving import serving_times
+from lessons.l01_roofline.planner.serving import serving_times
 from lessons.toolbox.draw.figure import ClassFigure
 from lessons.toolbox.draw.plotting import caption, class_plot
 

@@ -20,9 +20,9 @@ from lessons.l01_roofline.calculators import (
     prefill_floor,
 )
 from lessons.l01_roofline.hierarchy import levels
-from lessons.l01_roofline.models import find_model
 from lessons.l01_roofline.naive import QueueDevice
-from lessons.l01_roofline.plan import Plan, make_plan, peak_flops
+from lessons.l01_roofline.planner.models import find_model
+from lessons.l01_roofline.planner.plan import Plan, make_plan, peak_flops
 from lessons.toolbox.draw.figure import (
     GREY,
     ClassFigure,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lessons.l01_roofline.models import ModelShape, find_model
+from lessons.l01_roofline.planner.models import ModelShape, find_model
 from lessons.l02_naive_attention import naive, optimized
 from lessons.toolbox.measure.hardware import Chip, lookup
 

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.batch_sampling import SamplingBatch, read_tokens, sample_batch
+from lessons.l02_naive_attention.batched.batch_sampling import (
+    SamplingBatch,
+    read_tokens,
+    sample_batch,
+)
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities, sample
 from lessons.toolbox.measure.bench import Unavailable
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.patches import Patch, Rectangle
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token
-from lessons.l01_roofline.models import find_model
+from lessons.l01_roofline.planner.models import find_model
 from lessons.l03_kv_cache.cache import bucket
 from lessons.l03_kv_cache.lab.traffic import MIB, mib_written
 from lessons.l03_kv_cache.lab.work import flops

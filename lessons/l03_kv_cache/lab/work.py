@@ -5,7 +5,7 @@ query and a key through attention. Counted, not timed.
 from math import comb
 
 from lessons.l01_roofline.calculators import attention_flops
-from lessons.l01_roofline.models import ModelShape
+from lessons.l01_roofline.planner.models import ModelShape
 
 
 def tokens_run(prompt: int, answer: int, cached: bool) -> int:

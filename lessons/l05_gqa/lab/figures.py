@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token, sequences_that_fit, weight_bytes
-from lessons.l01_roofline.models import find_model
+from lessons.l01_roofline.planner.models import find_model
 from lessons.l05_gqa.lab.traffic import MEMORY_SHARE, Row, fitting
 from lessons.toolbox.draw import plotting
 from lessons.toolbox.draw.figure import ROLES, ClassFigure, frame, number, save_svg, style

@@ -19,7 +19,7 @@ from lessons.l01_roofline.calculators import (
     sequences_that_fit,
     weight_bytes,
 )
-from lessons.l01_roofline.models import MODELS, ModelShape, find_model
+from lessons.l01_roofline.planner.models import MODELS, ModelShape, find_model
 from lessons.toolbox.measure.hardware import lookup
 
 TABLE = (

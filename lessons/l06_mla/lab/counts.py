@@ -6,7 +6,7 @@ with each checkpoint.
 """
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token
-from lessons.l01_roofline.models import MODELS, ModelShape
+from lessons.l01_roofline.planner.models import MODELS, ModelShape
 from lessons.toolbox.model.config import MLAConfig
 
 V3 = MLAConfig(

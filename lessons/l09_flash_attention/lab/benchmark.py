@@ -13,7 +13,7 @@ from torch import Tensor
 from lessons.l02_naive_attention import naive as lesson2
 from lessons.l09_flash_attention.cuda_flash import flash_attention_cuda
 from lessons.l09_flash_attention.fa1 import flash_attention_fa1
-from lessons.l09_flash_attention.fp8 import attention_fp8, flash_attention_fp8
+from lessons.l09_flash_attention.hopper.fp8 import attention_fp8, flash_attention_fp8
 from lessons.l09_flash_attention.lab import peers
 from lessons.l09_flash_attention.lab.traffic import Shape
 from lessons.l09_flash_attention.naive import attention, tiled_attention
@@ -76,7 +76,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool):
 def hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool):
     if torch.cuda.get_device_capability(q.device)[0] != 9:
         raise Unavailable("needs a Hopper GPU")
-    from lessons.l09_flash_attention.hopper import flash_attention_hopper
+    from lessons.l09_flash_attention.hopper.gluon_flash import flash_attention_hopper
 
     return lambda: flash_attention_hopper(q, k, v, causal=causal)[0]
 

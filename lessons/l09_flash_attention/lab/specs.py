@@ -4,7 +4,13 @@ generations, and tests assert.
     python -m lessons.toolbox.kernels.compile_check lessons.l09_flash_attention.lab.specs
 """
 
-from lessons.l09_flash_attention.hopper import BLOCK_N, CONSUMERS, NUM_WARPS, ROWS, STAGES
+from lessons.l09_flash_attention.hopper.gluon_flash import (
+    BLOCK_N,
+    CONSUMERS,
+    NUM_WARPS,
+    ROWS,
+    STAGES,
+)
 from lessons.l09_flash_attention.tiles import Tiles, tiles_for
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 from lessons.toolbox.kernels.triton_ import triton
@@ -97,7 +103,7 @@ def fp8_spec(head_dim: int) -> KernelSpec:
     """flash_fp8_kernel for the chips that have the format."""
     strides = ("stride_qm", "stride_qh", "stride_kn", "stride_kh", "stride_vh", "stride_vd")
     return KernelSpec(
-        f"{ROOM}.fp8:flash_fp8_kernel",
+        f"{ROOM}.hopper.fp8:flash_fp8_kernel",
         name=f"flash_fp8_{head_dim}",
         signature={
             **dict.fromkeys(("q_ptr", "k_ptr", "v_t_ptr"), "*fp8e4nv"),
@@ -127,7 +133,7 @@ def hopper_spec(head_dim: int, causal: bool) -> KernelSpec:
     layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
     rows, keys = (f"tensordesc<bf16[{n}, {head_dim}],{layout}>" for n in (ROWS, BLOCK_N))
     return KernelSpec(
-        f"{ROOM}.hopper:flash_hopper_kernel",
+        f"{ROOM}.hopper.gluon_flash:flash_hopper_kernel",
         name=f"hopper_bf16_{head_dim}_{'causal' if causal else 'full'}",
         signature={
             **dict.fromkeys(("q_desc", "out_desc"), rows),

@@ -17,9 +17,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from lessons.l03_kv_cache.batch import new_batch
 from lessons.l03_kv_cache.lab.workload import CONFIG, DTYPE, ON_GPU, THREADS, read_floor_s
 from lessons.l11_cuda_graphs.lab.workload import TINY, model_of, step_floor_s
-from lessons.l12_paged_kv import naive, stand_ins
-from lessons.l12_paged_kv.cuda_paged import paged_decode_cuda
+from lessons.l12_paged_kv import naive
 from lessons.l12_paged_kv.generate import generate
+from lessons.l12_paged_kv.kernels import stand_ins
+from lessons.l12_paged_kv.kernels.cuda_paged import paged_decode_cuda
 from lessons.l12_paged_kv.naive import gathered_attention
 from lessons.l12_paged_kv.optimized import paged_decode
 from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l12_paged_kv.lab.workload import ALPACA, MAX_TOKENS, MEMORY_TOKENS, SHAREGPT, reports
-from lessons.l12_paged_kv.waste import Lengths, expected_empty_share, waste_of_blocks
+from lessons.l12_paged_kv.more.waste import Lengths, expected_empty_share, waste_of_blocks
 from lessons.toolbox.draw.figure import PALETTE, ClassFigure, foot, frame, key, save_svg, style
 from lessons.toolbox.draw.plotting import block_map, class_plot
 

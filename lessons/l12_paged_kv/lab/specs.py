@@ -9,8 +9,14 @@ from dataclasses import replace
 from lessons.l05_gqa.tiles import warps_for
 from lessons.l09_flash_attention.tiles import tiles_for
 from lessons.l10_flash_decoding.lab import specs as splits
-from lessons.l12_paged_kv.hooks import causal, contiguous_row, in_window, paged_row, plain_load
-from lessons.l12_paged_kv.launch import narrower, sizes_of
+from lessons.l12_paged_kv.kernels.hooks import (
+    causal,
+    contiguous_row,
+    in_window,
+    paged_row,
+    plain_load,
+)
+from lessons.l12_paged_kv.kernels.launch import narrower, sizes_of
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 from lessons.toolbox.kernels.triton_ import triton
 
@@ -65,7 +71,7 @@ def decode_spec(
     parts = common(dtype, ("stride_qb", "stride_qh"), page_size, row_of, sees)
     sizes = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}_{v_head_dim}"
     return KernelSpec(
-        f"{ROOM}.kernels:decode_kernel",
+        f"{ROOM}.kernels.paged:decode_kernel",
         name=f"decode_{dtype}_{group}x{sizes}_{hooks(row_of, sees)}{page_size}",
         signature=parts["signature"]
         | {"lse_ptr": "*fp32", "split_size": "i32", "stride_sh": "i32"},
@@ -99,7 +105,7 @@ def prefill_spec(
     parts = common(dtype, ("stride_qm", "stride_qh"), page_size, row_of, sees)
     sizes = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}_{v_head_dim}"
     return KernelSpec(
-        f"{ROOM}.kernels:prefill_kernel",
+        f"{ROOM}.kernels.paged:prefill_kernel",
         name=f"prefill_{dtype}_{sizes}_{hooks(row_of, sees)}{page_size}",
         signature=parts["signature"]
         | {"cu_seqlens_q_ptr": "*i32", "stride_tree": "i32", "stride_sh": "i32"},
@@ -163,7 +169,7 @@ KERNELS += [
 KERNELS += [
     replace(
         spec,
-        kernel=f"{ROOM}.latents:paged_mla_kernel",
+        kernel=f"{ROOM}.kernels.latents:paged_mla_kernel",
         name=spec.name.replace("mla_split", "paged_mla"),
         signature={
             ("scale_log2e" if name == "softmax_scale" else name).replace(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
-from lessons.l12_paged_kv.waste import Arena, Lengths, Waste, waste_of_arena, waste_of_blocks
+from lessons.l12_paged_kv.more.waste import Arena, Lengths, Waste, waste_of_arena, waste_of_blocks
 
 MAX_TOKENS = 2048  # the longest that a request may become
 MEMORY_TOKENS = 16000  # the classic pool: 1000 blocks of 16

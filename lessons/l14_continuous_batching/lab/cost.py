@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token
-from lessons.l01_roofline.models import find_model
+from lessons.l01_roofline.planner.models import find_model
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l14_continuous_batching.lab.testing import new_request

@@ -13,7 +13,7 @@ from lessons.l01_roofline.calculators import (
     kv_bytes_per_token,
     weight_bytes,
 )
-from lessons.l01_roofline.models import ModelShape, find_model
+from lessons.l01_roofline.planner.models import ModelShape, find_model
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.toolbox.measure.hardware import CHIPS, Chip
 

@@ -1,7 +1,7 @@
 """What the tests and exercises of this lesson share: schedulers with one planted slip each."""
 
 from lessons.l12_paged_kv.blocks import BlockManager, OutOfBlocks
-from lessons.l12_paged_kv.swap import HostSwap
+from lessons.l12_paged_kv.more.swap import HostSwap
 from lessons.l14_continuous_batching.sequence import Chunk
 from lessons.l15_chunked_prefill.lab.virtual import VirtualModel
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler

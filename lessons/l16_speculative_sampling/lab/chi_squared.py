@@ -12,7 +12,7 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities
-from lessons.l16_speculative_sampling.speed import acceptance
+from lessons.l16_speculative_sampling.more.speed import acceptance
 from lessons.l16_speculative_sampling.stand_ins import draw_rows
 
 Prefix = tuple[int, ...]

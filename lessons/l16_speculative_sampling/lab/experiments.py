@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from lessons.l01_roofline.calculators import Floor, attention_flops, kv_bytes_per_token
-from lessons.l01_roofline.models import ModelShape, find_model
+from lessons.l01_roofline.planner.models import ModelShape, find_model
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l16_speculative_sampling.generate import Counts, generate
 from lessons.l16_speculative_sampling.lab.workload import (
@@ -17,8 +17,8 @@ from lessons.l16_speculative_sampling.lab.workload import (
     embedded_pair,
     held_out_prompts,
 )
+from lessons.l16_speculative_sampling.more.speed import expected_tokens, speedup
 from lessons.l16_speculative_sampling.runner import RewindingRunner
-from lessons.l16_speculative_sampling.speed import expected_tokens, speedup
 from lessons.toolbox.measure.hardware import CHIPS
 from lessons.toolbox.measure.timing import Stopwatch
 

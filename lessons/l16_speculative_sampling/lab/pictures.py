@@ -18,8 +18,8 @@ from lessons.l16_speculative_sampling.lab.experiments import (
     predicted_cost_ratio,
     predicted_speedup,
 )
+from lessons.l16_speculative_sampling.more.speed import acceptance, speedup
 from lessons.l16_speculative_sampling.naive import residual
-from lessons.l16_speculative_sampling.speed import acceptance, speedup
 from lessons.toolbox.draw.figure import (
     GREY,
     PALETTE,

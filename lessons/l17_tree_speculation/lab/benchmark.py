@@ -23,7 +23,7 @@ from lessons.l17_tree_speculation.lab.workload import (
 )
 from lessons.l17_tree_speculation.naive import path_attention
 from lessons.l17_tree_speculation.optimized import tree_attention
-from lessons.l17_tree_speculation.tree import Tree, full_tree
+from lessons.l17_tree_speculation.trees.tree import Tree, full_tree
 from lessons.toolbox.measure.bench import Benchmark, Unavailable
 
 EXACT = replace(GREEDY, ignore_eos=True)  # so that every answer has 128 tokens

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lessons.l16_speculative_sampling.lab.enumeration import Prefix, Table, middles
-from lessons.l17_tree_speculation.guesses import NOT_DRAWN
-from lessons.l17_tree_speculation.tree import Tree
+from lessons.l17_tree_speculation.trees.guesses import NOT_DRAWN
+from lessons.l17_tree_speculation.trees.tree import Tree
 
 ROOT = -7  # stands for the root's token, which nobody asks for
 

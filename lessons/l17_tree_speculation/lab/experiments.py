@@ -16,7 +16,6 @@ from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities
 from lessons.l16_speculative_sampling.generate import Counts as ChainCounts
 from lessons.l16_speculative_sampling.generate import generate as generate_chains
-from lessons.l17_tree_speculation.accept import Chosen, FromDraft, Rule, Typical
 from lessons.l17_tree_speculation.generate import Counts, generate
 from lessons.l17_tree_speculation.lab.workload import (
     KINDS,
@@ -26,7 +25,14 @@ from lessons.l17_tree_speculation.lab.workload import (
     embedded_pair,
     held_out_prompts,
 )
-from lessons.l17_tree_speculation.tree import Tree, best_tree, chain, expected_tokens, full_tree
+from lessons.l17_tree_speculation.trees.accept import Chosen, FromDraft, Rule, Typical
+from lessons.l17_tree_speculation.trees.tree import (
+    Tree,
+    best_tree,
+    chain,
+    expected_tokens,
+    full_tree,
+)
 
 FILE = Path(__file__).parents[3] / "results" / "counted" / "l17_trees.json"
 REQUESTS = 8

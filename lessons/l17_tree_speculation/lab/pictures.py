@@ -13,9 +13,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from lessons.l17_tree_speculation.accept import threshold
 from lessons.l17_tree_speculation.lab.experiments import recorded
-from lessons.l17_tree_speculation.tree import Tree
+from lessons.l17_tree_speculation.trees.accept import threshold
+from lessons.l17_tree_speculation.trees.tree import Tree
 from lessons.toolbox.draw.figure import (
     GREY,
     PALETTE,

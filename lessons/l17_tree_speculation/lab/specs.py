@@ -4,7 +4,7 @@ generations, and tests assert.
     python -m lessons.toolbox.kernels.compile_check lessons.l17_tree_speculation.lab.specs
 """
 
-from lessons.l12_paged_kv.hooks import paged_row
+from lessons.l12_paged_kv.kernels.hooks import paged_row
 from lessons.l12_paged_kv.lab.specs import WITH_MATRIX_UNITS, common
 from lessons.l17_tree_speculation.optimized import in_tree, sizes_of, warps_of
 from lessons.toolbox.kernels.compile_check import KernelSpec

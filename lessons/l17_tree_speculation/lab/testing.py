@@ -9,9 +9,9 @@ from lessons.l02_naive_attention import naive as one_at_a_time
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l12_paged_kv.lab.testing import DEVICE, PagedInputs, paged
-from lessons.l17_tree_speculation.heads import KINDS as HEADS
-from lessons.l17_tree_speculation.heads import Heads, MedusaHeads
-from lessons.l17_tree_speculation.tree import Tree, chain, full_tree
+from lessons.l17_tree_speculation.heads.heads import KINDS as HEADS
+from lessons.l17_tree_speculation.heads.heads import Heads, MedusaHeads
+from lessons.l17_tree_speculation.trees.tree import Tree, chain, full_tree
 
 BRANCHES = Tree((-1, 0, 0, 1, 1, 2))
 TREES = {

@@ -12,8 +12,8 @@ from lessons.l16_speculative_sampling.lab.workload import (
     embedded_pair,
     held_out_prompts,
 )
-from lessons.l17_tree_speculation.heads import Heads
-from lessons.l17_tree_speculation.heads_files import load_heads
+from lessons.l17_tree_speculation.heads.heads import Heads
+from lessons.l17_tree_speculation.heads.heads_files import load_heads
 
 __all__ = [
     "MODELS",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from lessons.l18_weight_quantization import stand_ins
-from lessons.l18_weight_quantization.cuda_w4a16 import w4a16_cuda
-from lessons.l18_weight_quantization.fp8 import fp8_matmul, quantize_rows
+from lessons.l18_weight_quantization.kernels import stand_ins
+from lessons.l18_weight_quantization.kernels.cuda_w4a16 import w4a16_cuda
+from lessons.l18_weight_quantization.kernels.fp8 import fp8_matmul, quantize_rows
 from lessons.l18_weight_quantization.naive import dequantize_matmul
 from lessons.l18_weight_quantization.optimized import matmul
 from lessons.l18_weight_quantization.weights import Float8Weight, GroupedInt, pack

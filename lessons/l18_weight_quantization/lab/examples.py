@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from torch import Tensor
 
 from lessons.l06_mla.deepseek import load_decoder
-from lessons.l18_weight_quantization.gguf_encode import to_gguf
+from lessons.l18_weight_quantization.gguf.gguf_encode import to_gguf
 from lessons.l18_weight_quantization.naive import (
     per_tensor,
     round_to_nearest,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lessons.l01_roofline.models import find_model
+from lessons.l01_roofline.planner.models import find_model
 from lessons.toolbox.measure.hardware import CHIPS
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
-from lessons.l18_weight_quantization.gguf_blocks import GgufWeight
+from lessons.l18_weight_quantization.gguf.gguf_blocks import GgufWeight
 from lessons.l18_weight_quantization.linear import QuantizedLinear
 from lessons.toolbox.model.config import ModelConfig
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l18_weight_quantization.gguf_blocks import FORMATS
-from lessons.l18_weight_quantization.gguf_mixture import MIXTURES
-from lessons.l18_weight_quantization.gguf_model import format_for, stored_name
+from lessons.l18_weight_quantization.gguf.gguf_blocks import FORMATS
+from lessons.l18_weight_quantization.gguf.gguf_mixture import MIXTURES, format_for, stored_name
 from lessons.toolbox.measure.records import write_json
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig

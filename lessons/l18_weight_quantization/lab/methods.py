@@ -18,12 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l18_weight_quantization.awq import awq
-from lessons.l18_weight_quantization.calibration import MODULES, WINDOW, calibration_windows
-from lessons.l18_weight_quantization.gguf_blocks import FORMATS
-from lessons.l18_weight_quantization.gguf_encode import to_gguf
-from lessons.l18_weight_quantization.gguf_mixture import FALLBACKS
-from lessons.l18_weight_quantization.gptq import gptq
+from lessons.l18_weight_quantization.gguf.gguf_blocks import FORMATS
+from lessons.l18_weight_quantization.gguf.gguf_encode import to_gguf
+from lessons.l18_weight_quantization.gguf.gguf_mixture import FALLBACKS
 from lessons.l18_weight_quantization.lab import training
 from lessons.l18_weight_quantization.lab.quality import (
     bits_per_weight,
@@ -33,6 +30,9 @@ from lessons.l18_weight_quantization.lab.quality import (
     quality,
 )
 from lessons.l18_weight_quantization.linear import QuantizedLinear, dequantized, quantized
+from lessons.l18_weight_quantization.methods.awq import awq
+from lessons.l18_weight_quantization.methods.calibration import MODULES, WINDOW, calibration_windows
+from lessons.l18_weight_quantization.methods.gptq import gptq
 from lessons.l18_weight_quantization.naive import (
     dequantize_matmul,
     per_tensor,

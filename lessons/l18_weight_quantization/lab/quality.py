@@ -1,9 +1,8 @@
 """What a change of a model costs in quality, beside the model as it was, with confidence intervals.
 
-    python -m lessons.l18_weight_quantization.lab.quality MODEL --reference MODEL [--windows 24]
+    python -m reference.checkpoints.quality MODEL --reference MODEL
 
-MODEL is any checkpoint that the course loads, quantized or not, by folder or hub name, or a .gguf file. Both models have to have the same
-tokenizer. Five measures, because no single one tells everything:
+Five measures, because no single one tells everything:
 
 - loss: nats a token on held-out code. Perplexity is exp(loss).
 - added loss: the loss less the reference's on the same tokens. The paired difference is known far more
@@ -17,7 +16,6 @@ An interval holds the middle 95 % of the means that resampled windows give (Efro
 the choice of the text matters, nothing about other kinds of text.
 """
 
-import argparse
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -32,10 +30,7 @@ from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.generate import Rung, generate
 from lessons.l03_kv_cache.optimized import PREALLOCATED
 from lessons.l18_weight_quantization.linear import QuantizedLinear
-from lessons.toolbox.command import run_command
-from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.arguments import check_whole, refuse
-from lessons.toolbox.model.checkpoint import load_tokenizer
 from lessons.toolbox.model.corpus import corpus
 
 WINDOWS, WINDOW = 24, 512  # of held-out text
@@ -178,34 +173,3 @@ def table(found: Quality) -> str:
         f"{name:12} {value['mean']:.4f}  ({value['low']:.4f} … {value['high']:.4f})"
         for name, value in asdict(found).items()
     )
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command; every failure is one line."""
-    return run_command("quality", lambda: run(argv))
-
-
-def run(argv: list[str] | None) -> int:
-    """Measure and print. Raises CheckpointError for a model that cannot be read."""
-    # here, because whoever measures a model in memory needs none of the files' code
-    from lessons.l18_weight_quantization.any_checkpoint import load_any
-
-    parser = argparse.ArgumentParser(
-        prog="python -m lessons.l18_weight_quantization.lab.quality",
-        description=__doc__.split("\n")[0],
-    )
-    parser.add_argument("model")
-    parser.add_argument("--reference", required=True)
-    parser.add_argument("--windows", type=int, default=WINDOWS)
-    options = parser.parse_args(argv)
-    device = default_device()
-    reference, model = (load_any(name, device) for name in (options.reference, options.model))
-    windows = held_out_windows(load_tokenizer(options.reference), options.windows)
-    answers = greedy_answers(reference, windows)
-    print(f"{bits_per_weight(model):.3f} bits a weight in the linear layers, as loaded")
-    print(table(quality(model, windows, predictions(reference, windows), answers)))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

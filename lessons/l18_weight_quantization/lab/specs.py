@@ -6,8 +6,8 @@ generations, and tests assert.
 
 import torch
 
-from lessons.l18_weight_quantization import fp8
-from lessons.l18_weight_quantization.operands import operand_of
+from lessons.l18_weight_quantization.kernels import fp8
+from lessons.l18_weight_quantization.kernels.operands import operand_of
 from lessons.l18_weight_quantization.optimized import (
     FEW_ROWS,
     MORE_ROWS,
@@ -93,7 +93,7 @@ def matmul_spec(
     counts = ("num_rows", "num_outputs", "row_bytes", "steps_a_split")
     signature |= dict.fromkeys((*counts, *strides), "i32")
     return KernelSpec(
-        f"{ROOM}.kernels:quantized_matmul_kernel",
+        f"{ROOM}.kernels.products:quantized_matmul_kernel",
         name=f"{format_name}_{dtype}_{tiles.block_m}x{tiles.block_n}" + "_split" * splits,
         signature=signature,
         constexprs=constexprs_of(operand, tiles) | fixed,
@@ -124,7 +124,7 @@ KERNELS += [
 ]
 KERNELS += [
     KernelSpec(
-        f"{ROOM}.kernels:add_partials_kernel",
+        f"{ROOM}.kernels.products:add_partials_kernel",
         signature={
             "partials_ptr": "*fp32",
             "out_ptr": "*bf16",
@@ -147,7 +147,7 @@ def scaled_spec(kind: str, tiled: bool, tiles, chips: tuple[int, ...]) -> Kernel
     fixed = {"stride_scales_n": 1} if not tiled else {"stride_scales_k": 1}
     other = "stride_scales_k" if not tiled else "stride_scales_n"
     return KernelSpec(
-        f"{ROOM}.fp8:scaled_matmul_kernel",
+        f"{ROOM}.kernels.fp8:scaled_matmul_kernel",
         name=f"scaled_{kind}_{'tiles' if tiled else 'row'}_{tiles.block_m}x{tiles.block_n}",
         signature={
             **dict.fromkeys(("x_ptr", "w_ptr"), f"*{kind}"),
@@ -177,7 +177,7 @@ KERNELS += [
 ]
 KERNELS += [
     KernelSpec(
-        f"{ROOM}.fp8:quantize_rows_kernel",
+        f"{ROOM}.kernels.fp8:quantize_rows_kernel",
         signature={
             "x_ptr": "*bf16",
             "values_ptr": "*fp8e4nv",

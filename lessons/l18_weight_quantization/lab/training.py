@@ -18,9 +18,9 @@ from lessons.l02_naive_attention.optimized import attention_torch
 from lessons.l04_positions.lab.uptraining import next_token_loss, training_windows
 from lessons.l18_weight_quantization.lab.quality import bits_per_weight, interval, predictions
 from lessons.l18_weight_quantization.linear import dequantized, quantized
+from lessons.l18_weight_quantization.methods.qat import RoundedLinear, finished, prepared
+from lessons.l18_weight_quantization.methods.qlora import adapters, merged, with_adapters
 from lessons.l18_weight_quantization.naive import dequantize_matmul, round_to_nearest, to_nf4
-from lessons.l18_weight_quantization.qat import RoundedLinear, finished, prepared
-from lessons.l18_weight_quantization.qlora import adapters, merged, with_adapters
 
 STEPS, ROWS = 20, 2  # steps of 2 windows
 COARSE = partial(

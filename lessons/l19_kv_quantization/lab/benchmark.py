@@ -14,12 +14,12 @@ from torch.nn.functional import linear
 
 from lessons.l03_kv_cache.batch import new_batch
 from lessons.l03_kv_cache.lab.workload import DTYPE, ON_GPU, THREADS, read_floor_s
-from lessons.l12_paged_kv import stand_ins
+from lessons.l12_paged_kv.kernels import stand_ins
 from lessons.l12_paged_kv.optimized import paged_decode
+from lessons.l19_kv_quantization.activations.w8a8 import to_eight_bits, w8a8_by_numbers, w8a8_matmul
 from lessons.l19_kv_quantization.formats import FORMATS, row_bytes
 from lessons.l19_kv_quantization.optimized import quantized_decode
 from lessons.l19_kv_quantization.pool import blocks_read
-from lessons.l19_kv_quantization.w8a8 import to_eight_bits, w8a8_by_numbers, w8a8_matmul
 from lessons.toolbox.measure.bench import Benchmark, on_gpu
 
 HEADS, KV_HEADS, HEAD_DIM = (32, 8, 128) if ON_GPU else (6, 2, 64)

@@ -20,12 +20,12 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import attention, whole_sequence
 from lessons.l16_speculative_sampling.lab.workload import MODELS, held_out_prompts
+from lessons.l19_kv_quantization.activations.smoothquant import smoothing_scales
+from lessons.l19_kv_quantization.activations.w8a8 import to_eight_bits
 from lessons.l19_kv_quantization.formats import FORMATS
-from lessons.l19_kv_quantization.kivi import dequantize_keys, quantize_keys
+from lessons.l19_kv_quantization.kivi.kivi import dequantize_keys, quantize_keys
 from lessons.l19_kv_quantization.lab.quality import OUT
 from lessons.l19_kv_quantization.lab.savings import draw_fit, draw_loses, gain
-from lessons.l19_kv_quantization.smoothquant import smoothing_scales
-from lessons.l19_kv_quantization.w8a8 import to_eight_bits
 from lessons.toolbox.draw.figure import (
     PALETTE,
     ROLES,

@@ -25,17 +25,17 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l02_naive_attention.optimized import attention_torch
 from lessons.l06_mla.deepseek import load_decoder
-from lessons.l18_weight_quantization.calibration import calibration_windows
 from lessons.l18_weight_quantization.lab.quality import held_out_windows, predictions, quality
 from lessons.l18_weight_quantization.linear import quantized
-from lessons.l19_kv_quantization.formats import FORMATS, row_bytes
-from lessons.l19_kv_quantization.outliers import (
+from lessons.l18_weight_quantization.methods.calibration import calibration_windows
+from lessons.l19_kv_quantization.activations.outliers import (
     channel_ratio,
     with_loud_activations,
     with_loud_keys,
 )
-from lessons.l19_kv_quantization.smoothquant import activation_maxima, smoothed
-from lessons.l19_kv_quantization.w8a8 import to_eight_bits, w8a8_by_numbers
+from lessons.l19_kv_quantization.activations.smoothquant import activation_maxima, smoothed
+from lessons.l19_kv_quantization.activations.w8a8 import to_eight_bits, w8a8_by_numbers
+from lessons.l19_kv_quantization.formats import FORMATS, row_bytes
 from lessons.toolbox.model.checkpoint import load_tokenizer
 
 ROOT = Path(__file__).parents[3]

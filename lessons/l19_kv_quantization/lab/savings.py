@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import matplotlib.pyplot as plt
 
-from lessons.l01_roofline.models import find_model
-from lessons.l01_roofline.plan import Plan, make_plan
+from lessons.l01_roofline.planner.models import find_model
+from lessons.l01_roofline.planner.plan import Plan, make_plan
 from lessons.l19_kv_quantization.lab.ways_out import bits_per_value, way
 from lessons.toolbox.draw.figure import (
     GREY,

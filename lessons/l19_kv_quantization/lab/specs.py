@@ -7,9 +7,9 @@ generations, and tests assert.
 from dataclasses import replace
 
 from lessons.l12_paged_kv.lab.specs import WITH_MATRIX_UNITS, decode_spec, prefill_spec
-from lessons.l19_kv_quantization import hooks
+from lessons.l19_kv_quantization.activations.w8a8 import blocks_of
+from lessons.l19_kv_quantization.kernels import hooks
 from lessons.l19_kv_quantization.optimized import LARGEST
-from lessons.l19_kv_quantization.w8a8 import blocks_of
 from lessons.toolbox.kernels.compile_check import KernelSpec
 
 ROOM = "lessons.l19_kv_quantization"
@@ -72,7 +72,7 @@ def product_spec(name: str, codes: str, num_tokens: int, chips: tuple) -> Kernel
     strides = ("stride_xt", "stride_wn", "stride_ot")
     counts = ("num_tokens", "num_outputs", "num_inputs")
     return KernelSpec(
-        f"{ROOM}.w8a8:w8a8_kernel",
+        f"{ROOM}.activations.w8a8:w8a8_kernel",
         name=f"w8a8_{name}_{num_tokens}",
         signature={
             **dict.fromkeys(("x_ptr", "w_ptr"), codes),

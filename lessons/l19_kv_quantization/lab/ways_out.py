@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lessons.l01_roofline.calculators import decode_floor, tokens_per_s
-from lessons.l01_roofline.formats import bits_of
-from lessons.l01_roofline.models import MODELS, find_model
-from lessons.l01_roofline.plan import Plan, make_plan, peak_flops
+from lessons.l01_roofline.planner.formats import bits_of
+from lessons.l01_roofline.planner.models import MODELS, find_model
+from lessons.l01_roofline.planner.plan import Plan, make_plan, peak_flops
 from lessons.l19_kv_quantization.formats import FORMATS, row_bytes
 from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.measure.hardware import CHIPS, lookup

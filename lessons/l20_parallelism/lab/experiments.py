@@ -23,12 +23,12 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH
-from lessons.l20_parallelism.group import Group
 from lessons.l20_parallelism.lab.testing import random_model
-from lessons.l20_parallelism.launch import run_ranks
-from lessons.l20_parallelism.mesh import Links, Mesh, new_links
-from lessons.l20_parallelism.parallel import shard
+from lessons.l20_parallelism.optimized import shard
 from lessons.l20_parallelism.pipeline import MicroBatch, bubble, run_micro_batches
+from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.processes.launch import run_ranks
+from lessons.l20_parallelism.processes.mesh import Links, Mesh, new_links
 from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from lessons.toolbox.measure.device import fingerprint
 from lessons.toolbox.measure.records import write_json

@@ -9,8 +9,8 @@ import time
 import torch
 from torch import Tensor
 
-from lessons.l20_parallelism.group import Group
-from lessons.l20_parallelism.mesh import Mesh, new_links
+from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.processes.mesh import Mesh, new_links
 
 
 def tensor_of(rank: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from lessons.l20_parallelism.mesh import Mesh
+from lessons.l20_parallelism.processes.mesh import Mesh
 from lessons.toolbox.draw.figure import (
     GREY,
     HALO,

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from lessons.l20_parallelism.collectives import WAYS
-from lessons.l20_parallelism.group import Group
-from lessons.l20_parallelism.launch import run_ranks
+from lessons.l20_parallelism.processes.collectives import WAYS
+from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.processes.launch import run_ranks
 from lessons.toolbox.command import OneLineParser, run_command
 
 DEV = Path("/proc/net/dev")

@@ -9,12 +9,12 @@ writes SVG files beside this file. Schedules are simulated, times are prediction
 from collections.abc import Callable
 from pathlib import Path
 
-from lessons.l01_roofline.models import find_model
+from lessons.l01_roofline.planner.models import find_model
 from lessons.l20_parallelism.lab.figures import draw_experts, draw_mesh, draw_ring
-from lessons.l20_parallelism.links import machine_of
 from lessons.l20_parallelism.pipeline import Piece, bubble, decode_bubble, schedule, split_layers
-from lessons.l20_parallelism.scaling import DEGREES, decode_step, efficiency, prefill
-from lessons.l20_parallelism.shares import Layout
+from lessons.l20_parallelism.planner.links import machine_of
+from lessons.l20_parallelism.planner.scaling import DEGREES, decode_step, efficiency, prefill
+from lessons.l20_parallelism.planner.shares import Layout
 from lessons.toolbox.draw.figure import (
     GREY,
     PALETTE,

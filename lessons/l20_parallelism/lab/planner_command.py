@@ -7,16 +7,16 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lessons.l01_roofline.__main__ import count, number
-from lessons.l01_roofline.models import MODELS, find_model
-from lessons.l01_roofline.report import amount, duration
-from lessons.l20_parallelism.links import LINKS, machine_of
-from lessons.l20_parallelism.planner import Plan, plan, search
-from lessons.l20_parallelism.shares import Layout
+from lessons.l01_roofline.planner.models import MODELS, find_model
+from lessons.l01_roofline.planner.report import amount, duration
+from lessons.l20_parallelism.planner.links import LINKS, machine_of
+from lessons.l20_parallelism.planner.planner import Plan, plan, search
+from lessons.l20_parallelism.planner.shares import Layout
 from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.measure.hardware import CHIPS, lookup
 from lessons.toolbox.model.arguments import named
 
-NAME = "python -m lessons.l20_parallelism.planner"
+NAME = "python -m lessons.l20_parallelism.planner.planner"
 NOTE = (
     "Predictions, not measurements: floors of each GPU's part, plus latency and bytes of every "
     "message; experts chosen evenly."

@@ -4,10 +4,10 @@ that share each layer.
 
 from matplotlib.axes import Axes
 
-from lessons.l01_roofline.models import find_model
-from lessons.l20_parallelism.links import LINKS, machine_of
-from lessons.l20_parallelism.scaling import Step, decode_step, prefill
-from lessons.l20_parallelism.shares import Layout
+from lessons.l01_roofline.planner.models import find_model
+from lessons.l20_parallelism.planner.links import LINKS, machine_of
+from lessons.l20_parallelism.planner.scaling import Step, decode_step, prefill
+from lessons.l20_parallelism.planner.shares import Layout
 from lessons.toolbox.draw.figure import GREY, PALETTE, ROLES, ClassFigure, frame, style
 from lessons.toolbox.measure.hardware import CHIPS
 

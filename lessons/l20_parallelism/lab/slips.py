@@ -10,17 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l20_parallelism import parallel, sharding
-from lessons.l20_parallelism.group import Group
-from lessons.l20_parallelism.layers import (
+from lessons.l20_parallelism import optimized as parallel
+from lessons.l20_parallelism.optimized import connect
+from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.processes.mesh import Links
+from lessons.l20_parallelism.shards import sharding
+from lessons.l20_parallelism.shards.layers import (
     OwnExperts,
     ParallelHead,
     RowParallel,
     SummedExperts,
     VocabParallelEmbedding,
 )
-from lessons.l20_parallelism.mesh import Links
-from lessons.l20_parallelism.parallel import connect
 from lessons.toolbox.model.config import ModelConfig
 
 

@@ -6,13 +6,13 @@ shrink with more GPUs.
 Bytes and counts are exact, times are predictions.
 """
 
-from lessons.l01_roofline.models import find_model
-from lessons.l20_parallelism.collectives import WAYS
-from lessons.l20_parallelism.links import all_reduce_times, machine_of
+from lessons.l01_roofline.planner.models import find_model
 from lessons.l20_parallelism.pipeline import bubble, decode_bubble
-from lessons.l20_parallelism.planner import plan
+from lessons.l20_parallelism.planner.links import all_reduce_times, machine_of
+from lessons.l20_parallelism.planner.planner import plan
+from lessons.l20_parallelism.planner.shares import Layout
+from lessons.l20_parallelism.processes.collectives import WAYS
 from lessons.l20_parallelism.ring_attention import LAYOUTS, imbalance
-from lessons.l20_parallelism.shares import Layout
 from lessons.toolbox.measure.hardware import CHIPS
 
 Row = list[str]

@@ -19,11 +19,11 @@ from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l06_mla.deepseek import decoder_class
 from lessons.l20_parallelism.generate import generate, main
-from lessons.l20_parallelism.group import Group
 from lessons.l20_parallelism.lab.slips import SLIPS
-from lessons.l20_parallelism.mesh import Links, Mesh, new_links
-from lessons.l20_parallelism.parallel import shard
+from lessons.l20_parallelism.optimized import shard
 from lessons.l20_parallelism.pipeline import run_stage
+from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.processes.mesh import Links, Mesh, new_links
 from lessons.toolbox.model.config import MLAConfig, ModelConfig, MoEConfig
 
 # 4 heads and 2 KV heads, so that 4 ranks share KV heads; 61 tokens, so that the last rank has fewer

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from lessons.l21_multi_lora import naive, optimized, stand_ins
+from lessons.l21_multi_lora import naive, optimized
 from lessons.l21_multi_lora.batch import AdapterBatch
-from lessons.l21_multi_lora.weights import SlotWeights
+from lessons.l21_multi_lora.kernels import stand_ins
+from lessons.l21_multi_lora.kernels.weights import SlotWeights
 from lessons.toolbox.measure.bench import Benchmark
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.measure.hardware import this_machine, time_floor_s

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from lessons.l01_roofline.models import find_model
+from lessons.l01_roofline.planner.models import find_model
 from lessons.l21_multi_lora.batch import BLOCK_M, NO_ADAPTER, AdapterBatch
 from lessons.l21_multi_lora.lab.sizes import (
     ALL_LINEAR,

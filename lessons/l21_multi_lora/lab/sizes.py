@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lessons.l01_roofline.models import ModelShape, find_model
+from lessons.l01_roofline.planner.models import ModelShape, find_model
 from lessons.toolbox.measure.hardware import CHIPS
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -16,7 +16,7 @@ def shrink_spec(dtype: str, tiles: Tiles, max_rank: int, chips: tuple[int, ...])
     """shrink_kernel as `add_lora` launches it."""
     counts = ("num_rows", "size", "max_rank", "stride_x")
     return KernelSpec(
-        f"{ROOM}.kernels:shrink_kernel",
+        f"{ROOM}.kernels.segments:shrink_kernel",
         name=f"shrink_{dtype}_r{max_rank}",
         signature={
             **dict.fromkeys(("x_ptr", "a_ptr"), f"*{dtype}"),
@@ -41,7 +41,7 @@ def expand_spec(dtype: str, tiles: Tiles, max_rank: int, chips: tuple[int, ...])
     """expand_kernel as `add_lora` launches it."""
     counts = ("num_rows", "num_outputs", "max_rank", "num_splits", "stride_out")
     return KernelSpec(
-        f"{ROOM}.kernels:expand_kernel",
+        f"{ROOM}.kernels.segments:expand_kernel",
         name=f"expand_{dtype}_r{max_rank}",
         signature={
             **dict.fromkeys(("partials_ptr", "scaling_ptr"), "*fp32"),

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l21_multi_lora.adapters import Adapter, LayerAdapter
-from lessons.l21_multi_lora.weights import SlotWeights
+from lessons.l21_multi_lora.kernels.weights import SlotWeights
+from lessons.l21_multi_lora.peft.adapters import Adapter, LayerAdapter
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.proof.numerics import draw

@@ -46,7 +46,8 @@ def kernel_name(kernel) -> str:
                 f"file"
             )
         file, name = Path(function.__code__.co_filename), function.__name__
-    if not (room := ROOM.fullmatch(file.parent.name)):
+    rooms = (room for folder in file.parents if (room := ROOM.fullmatch(folder.name)))
+    if not (room := next(rooms, None)):
         raise ValueError(
             f"kernel: got {name} of {file.parent.name}/{file.name}; accepted: one that stands in a "
             f"folder lNN_topic"

@@ -56,7 +56,8 @@ class Steps:
         """The lessons' tests in their rooms, without what the compiler can say anywhere."""
         for number in first_of(MOST_VARIANTS, self.lessons):
             room = self.lessons[number]
-            tests = [f"lessons/{room.name}/{path.name}" for path in sorted(room.glob("test_*.py"))]
+            found = sorted(room.rglob("test_*.py"))
+            tests = [f"lessons/{room.name}/{path.relative_to(room)}" for path in found]
             if tests:
                 workers = self.machine.workers
                 yield self.testing(f"{number} equivalence", tests, source_hash(room), workers)

@@ -48,7 +48,7 @@ class Kernel:
     @property
     def lesson(self) -> str:
         """Whose room the source stands in: "03"."""
-        return Path(self.file).parent.name[1:3]
+        return Path(self.file).parts[1][1:3]
 
 
 def kernels(root: Path = ROOT) -> dict[str, Kernel]:

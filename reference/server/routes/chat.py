@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from reference.sampling_params import SamplingParams
+from reference.engine.sampling_params import SamplingParams
 from reference.server.calls import Answer, Delta
 from reference.server.chat import check_tools, prompt_of
 from reference.server.conversation import AnswerReader

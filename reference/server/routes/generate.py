@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from reference.outputs import Logprobs
+from reference.engine.outputs import Logprobs
 from reference.server.calls import Answer, Call, Delta
 from reference.server.errors import refused
 from reference.server.generation import Run

@@ -6,7 +6,7 @@ import torch
 
 from lessons.l02_naive_attention.sampling import draw
 from lessons.l17_tree_speculation.naive import verify_tree
-from lessons.l17_tree_speculation.tree import Tree
+from lessons.l17_tree_speculation.trees.tree import Tree
 from tests.exercises.wrong import Answers
 
 answers = Answers()

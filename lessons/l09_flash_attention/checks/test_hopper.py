@@ -1,0 +1,301 @@
+"""The Hopper kernel equals the oracle, in the simulator on a CPU and for real on a Hopper GPU; every
+planted bug is caught; the compiler keeps the overlap that the docstring claims.
+"""
+
+import importlib.util
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lessons.l09_flash_attention.hopper import gluon_flash as hopper
+from lessons.l09_flash_attention.hopper import rings
+from lessons.l09_flash_attention.hopper.gluon_flash import flash_hopper_kernel
+from lessons.l09_flash_attention.lab import specs
+from lessons.l09_flash_attention.naive import attention
+from lessons.toolbox.kernels.compile_check import check_all
+from lessons.toolbox.measure.device import default_device
+from lessons.toolbox.proof.numerics import (
+    ATTENTION_INPUTS,
+    NotEquivalent,
+    attention_inputs,
+    floor_for,
+    prove,
+)
+from lessons.toolbox.simulator.launch import schedule
+from lessons.toolbox.simulator.machine import ENDS, Hazard
+
+DEVICE = default_device()
+LENGTHS = [1, 63, 64, 65, 127, 128, 129, 300]
+LONG = [1000, 4097] if DEVICE.type == "cuda" else []  # the simulator takes 4 ms a tile
+
+
+def inputs(
+    num_queries, num_keys, heads=2, kv_heads=1, head_dim=64, seed=0, name="normal", on=DEVICE
+):
+    sizes = num_queries, num_keys, heads, kv_heads, head_dim
+    return attention_inputs(name, *sizes, dtype=torch.bfloat16, seed=seed, device=on)
+
+
+def proved(q, k, v, causal, kernel=hopper.flash_attention_hopper, name="normal"):
+    """The errors of the output against the oracle, two calls bit by bit the same; the log-sum-exp
+    is held to 1e-5 · max(1, |lse|).
+    """
+    last = []
+
+    def run(*given):
+        last[:] = kernel(*given, causal=causal)
+        return last[0]
+
+    def oracle(*given):
+        return attention(*given, causal=causal)
+
+    floor = floor_for(torch.bfloat16, name)
+    errors = prove(run, lambda *given: oracle(*given)[0], (q, k, v), floor=floor)
+    lse, exact = last[1], oracle(*(x.double() for x in (q, k, v)))[1]
+    if not torch.equal(lse.isneginf(), exact.isneginf()):
+        raise NotEquivalent("E0", "the log-sum-exps differ in being -inf")
+    gap = ((lse - exact).abs() / exact.abs().clamp(min=1)).masked_fill(exact.isneginf(), 0).max()
+    if not gap <= 1e-5:
+        raise NotEquivalent("E2", f"log-sum-exp off by {gap:.2g}")
+    return errors
+
+
+@pytest.fixture
+def hopper_or_cpu():
+    if DEVICE.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("NOT RUN: needs a GPU of compute capability 9.0, or none")
+
+
+# ---------------------------------------------------------------- equal to the oracle
+
+
+@pytest.mark.parametrize("length", LENGTHS + LONG)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.sample(3)
+def test_hopper_kernel(length, head_dim, seed, proof, hopper_or_cpu):
+    for causal in (True, False):
+        given = inputs(length, length + 5, 4, 2, head_dim, seed=seed)
+        proof.record(flash_hopper_kernel, proved(*given, causal))
+
+
+@pytest.mark.parametrize("num_queries, num_keys", [(1, 1), (1, 700), (5, 129), (200, 70), (300, 1)])
+def test_hopper_kernel_is_aligned_bottom_right(num_queries, num_keys, seed, proof, hopper_or_cpu):
+    """With more queries than keys the first ones see no key: 0 and -inf, whole programs of them."""
+    for causal in (True, False):
+        given = inputs(num_queries, num_keys, seed=seed)
+        proof.record(flash_hopper_kernel, proved(*given, causal))
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENTION_INPUTS if name != "non_contiguous"])
+def test_hopper_kernel_on_hard_inputs(name, seed, proof, hopper_or_cpu):
+    given = inputs(150, 280, 2, 1, 64, seed=seed, name=name)
+    proof.record(flash_hopper_kernel, proved(*given, True, name=name))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_hopper_kernel_with_grouped_heads(kv_heads, seed, proof, hopper_or_cpu):
+    given = inputs(70, 140, 8, kv_heads, 64, seed=seed)
+    proof.record(flash_hopper_kernel, proved(*given, True))
+
+
+def test_every_order_of_events_gives_the_same_bits(seed):
+    """In the simulator: 20 schedules, with work that ends at random and as late as it may."""
+    given = inputs(200, 400, seed=seed, on="cpu")
+    results = []
+    for number in range(20):
+        with schedule(seed + number, ENDS[number % 2]):
+            results.append(hopper.flash_attention_hopper(*given))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+def test_hopper_refuses_what_it_does_not_do():
+    with pytest.raises(ValueError, match="64 or 128 for all"):
+        hopper.flash_attention_hopper(*inputs(4, 4, head_dim=32, on="cpu"))
+    q, k, v = inputs(4, 4, on="cpu")
+    with pytest.raises(ValueError, match="dense"):
+        hopper.flash_attention_hopper(q, k.expand(4, 1, 64)[:, :, :], v.repeat(2, 1, 1)[::2])
+    with pytest.raises(ValueError, match="float32"):
+        hopper.flash_attention_hopper(q.float(), k.float(), v.float())
+
+
+# ---------------------------------------------------------------- planted bugs
+
+# name: (the line, what it becomes, what the error says; "" where only the numbers show it)
+WAIT_LOOP = (
+    "            acc = warpgroup_mma_wait(0, deps=(adding,))\n            release(v, i - 1)\n"
+)
+# a race shows as whatever the drawn schedule makes of it
+RACE = r"still (reads|fills)|deadlock|more arrivals|bytes more|is used before"
+FIRST_SCORES = "    scores = warpgroup_mma_wait(0, deps=(pending,))\n"
+WAIT_SCORES = "scores = warpgroup_mma_wait(1, deps=(pending,))"
+STORED = (
+    "    q_tile.store((acc / column(l_safe, OUT)).to(out_desc.dtype))\n    fence_async_shared()\n"
+)
+SENT = "    tma.async_copy_shared_to_global(out_desc, [start_m, head * HEAD_DIM], q_tile)\n"
+BUGS = {
+    "no wait for a tile": (
+        "mbarrier.wait(ready.index(i % STAGES), (i // STAGES) & 1)",
+        "pass",
+        r"",
+    ),
+    "wrong phase of ready": (
+        "mbarrier.wait(ready.index(i % STAGES), (i // STAGES) & 1)",
+        "mbarrier.wait(ready.index(i % STAGES), (i // STAGES) & 1 ^ 1)",
+        r"",
+    ),
+    "phase of ready never turns": (
+        "mbarrier.wait(ready.index(i % STAGES), (i // STAGES) & 1)",
+        "mbarrier.wait(ready.index(i % STAGES), 0)",
+        r"",
+    ),
+    "wrong phase of free": ("phase ^ 1)", "phase)", r"deadlock: .*load_tiles waits at .*free\[0\]"),
+    "no wait for a free buffer": (
+        "mbarrier.wait(free.index(stage), phase ^ 1)",
+        "pass",
+        RACE,
+    ),
+    "wait for v forgotten": (
+        "            wait_for(v, i)\n",
+        "",
+        r"",
+    ),
+    "wait for q forgotten": (
+        "q_tile = wait_for(q, CONSUMER)",
+        "q_tile = tile_of(q, CONSUMER)",
+        r"",
+    ),
+    "k freed before its product has ended": (
+        FIRST_SCORES + "    release(k, 0)\n",
+        "    release(k, 0)\n" + FIRST_SCORES,
+        RACE,
+    ),
+    "k freed twice": (
+        "            release(k, i)\n",
+        "            release(k, i); release(k, i)\n",
+        r"",
+    ),
+    "v freed before its product has ended": (
+        WAIT_LOOP,
+        "\n".join(reversed(WAIT_LOOP.rstrip("\n").split("\n"))) + "\n",
+        RACE,
+    ),
+    "k never freed": ("            release(k, i)\n", "", r"deadlock: .*k\.free\[\d\] is in phase"),
+    "one consumer is enough to free": (
+        "count=CONSUMERS",
+        "count=1",
+        RACE,
+    ),
+    "half the bytes expected": (
+        "desc.block_type.nbytes)",
+        "desc.block_type.nbytes // 2)",
+        r"copies bring \d+ bytes more to .*ready\[\d\] than it expects",
+    ),
+    "twice the bytes expected": (
+        "desc.block_type.nbytes)",
+        "desc.block_type.nbytes * 2)",
+        r"deadlock: .*ready\[\d\] is in phase 0, 0 of 1 arrivals and \d+ bytes are missing",
+    ),
+    "the first buffer, always": (
+        "ready.index(stage), tiles.index(stage))",
+        "ready.index(stage), tiles.index(0))",
+        r"",
+    ),
+    "p · v of the tile that is not there yet": ("tile_of(v, i - 1)", "tile_of(v, i)", r""),
+    "scores used before their wait": (
+        WAIT_SCORES,
+        "scores = warpgroup_mma_wait(2, deps=(pending,))",
+        r"the product of .* is used before its warpgroup_mma_wait",
+    ),
+    "acc used before its wait": (
+        "            acc = warpgroup_mma_wait(0, deps=(adding,))\n",
+        "            acc = warpgroup_mma_wait(1, deps=(adding,))\n",
+        r"the product of .* is used before its warpgroup_mma_wait",
+    ),
+    "a ring of one buffer": ("STAGES=STAGES", "STAGES=1", r"deadlock"),
+    "no fence before the store": ("    fence_async_shared()\n", "", r"without fence_async_shared"),
+    "the store starts before its tile is written": (
+        STORED + "    # TMA drops rows beyond the last\n" + SENT,
+        SENT + STORED,
+        r"writes q\.tiles\[\d\], which the TMA store",
+    ),
+    "the program ends before its store": (
+        "    tma.store_wait(pendings=0)\n",
+        "",
+        r"the program ended before the TMA store",
+    ),
+    "queries that see no key visit no tile": (
+        "gl.maximum(1, (end + BLOCK_N - 1) // BLOCK_N)",
+        "(end + BLOCK_N - 1) // BLOCK_N",
+        r"",
+    ),
+    "keys beyond the last are seen": ("key < num_keys,", "key < num_keys + BLOCK_N,", r""),
+    "the diagonal is not seen": (
+        "gl.expand_dims(key, 0) <= gl",
+        "gl.expand_dims(key, 0) < gl",
+        r"",
+    ),
+    "one tile too few is masked": (
+        "num_tiles - full_end // BLOCK_N)",
+        "num_tiles - full_end // BLOCK_N - 1)",
+        r"",
+    ),
+    "acc is not rescaled": ("            acc = acc * column(alpha, OUT)\n", "", r""),
+    "l is not rescaled": ("l_i * alpha + gl", "l_i + gl", r""),
+    "both consumers take the first one's queries": ("    first += CONSUMER * ROWS\n", "", r""),
+    "every query head has its own K and V": ("head // GROUP * HEAD_DIM", "head * HEAD_DIM", r""),
+    "division by zero where no key is seen": ("gl.where(l_i == 0.0, 1.0, l_i)", "l_i", r""),
+    "the log-sum-exp in base 2": (" * 0.6931471805599453", "", r""),
+}
+
+
+def module_with(bug, folder: Path):
+    """gluon_flash.py with the text of rings.py in the place of its import, and a bug planted."""
+    old, new, _ = BUGS[bug]
+    texts = [Path(module.__file__).read_text(encoding="utf-8") for module in (hopper, rings)]
+    imported = next(line for line in texts[0].splitlines() if "l09_flash_attention.rings" in line)
+    source = texts[0].replace(imported, texts[1])
+    planted, count = re.subn(old if isinstance(old, re.Pattern) else re.escape(old), new, source)
+    assert count == 1, f"{bug}: its text stands {count} times in the kernel"
+    file = folder / "hopper_with_a_bug.py"
+    file.write_text(planted, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("hopper_with_a_bug", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.sample(4)
+def test_a_planted_bug_is_caught(bug, tmp_path, seed):
+    kernel = module_with(bug, tmp_path).flash_attention_hopper
+    shapes = [(200, 600, True), (300, 100, True), (70, 300, False)]
+    with pytest.raises((Hazard, NotEquivalent)) as caught:
+        for number in range(6):
+            num_queries, num_keys, causal = shapes[number % 3]
+            given = inputs(num_queries, num_keys, 4, 2, seed=seed, on="cpu")
+            with schedule(random.getrandbits(32), ENDS[number % 2]):
+                proved(*given, causal, kernel)
+    said = BUGS[bug][2]
+    assert re.search(said, str(caught.value)), caught.value
+    assert not said or isinstance(caught.value, Hazard)
+
+
+# ---------------------------------------------------------------- the compiler
+
+
+@pytest.mark.compiler
+def test_the_compiler_keeps_the_overlap():
+    """No spills, TMA and WGMMA; in both loops of both consumers the 64 exps of a thread stand where
+    p · v is in flight.
+    """
+    reports = check_all(spec for spec in specs.KERNELS if spec.name.startswith("hopper"))
+    for report in reports:
+        if (report.error or "").startswith("not run"):
+            pytest.skip(report.error)
+        assert report.fits and report.registers <= 168, report
+        assert report.matrix_instruction == "HGMMA" and report.tma_instructions, report
+        assert report.exp_beside_wgmma >= 4 * 64, report

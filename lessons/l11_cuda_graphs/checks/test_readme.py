@@ -1,0 +1,74 @@
+"""Proves that the examples and excerpts of README.md are those of the code."""
+
+from pathlib import Path
+
+import torch
+
+from lessons.l11_cuda_graphs.lab.timeline import (
+    LaunchCost,
+    eager_spans,
+    graph_spans,
+    recorded_step,
+    with_fused_kernels,
+)
+from lessons.l11_cuda_graphs.lab.workload import TINY, step_bytes
+from lessons.l11_cuda_graphs.optimized import bucket_for
+from lessons.l11_cuda_graphs.simulator import SimulatedGraph
+
+ROOM = Path(__file__).parents[1]
+README = (ROOM / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_excerpts_of_the_readme_are_the_code():
+    """But for white space, because an excerpt stands further to the left."""
+    code = "".join((ROOM / name).read_text("utf-8") for name in ("naive.py", "optimized.py"))
+    excerpts = [block.split("```")[0] for block in README.split("```python\n")[1:]]
+    assert len(excerpts) == 2
+    for excerpt in excerpts:
+        assert "".join(excerpt.split()) in "".join(code.split()), excerpt
+
+
+def test_the_examples_on_paper():
+    """Steps 1 to 5 and 8 of the derivation, and the numbers of the bottleneck."""
+    launches_us, weights_us, cache_us = 1000 * 6, 9.6e9 / 4.8e6, 4800 * 100e3 / 4.8e6
+    assert (launches_us, weights_us, cache_us) == (6000, 2000, 100)
+    assert max(launches_us, weights_us + 10 * cache_us) == 6000
+    assert max(LaunchCost().graph_us, weights_us + 10 * cache_us) == 3000
+    assert (launches_us - weights_us) / cache_us == 40
+    cost = LaunchCost()
+    small_us = 81 * (cost.kernel_us + cost.gap_us)
+    assert f"81 · ({cost.kernel_us:g} + {cost.gap_us:g}) = {small_us:g} µs" in README
+    first_us = cost.graph_us + cost.latency_us
+    assert f"{(first_us + small_us) / 1e3:.2f} ms in all" in README
+    assert bucket_for(9, [1, 2, 4, 8, 16]) - 9 == 7
+
+    x, factor = torch.tensor([1.0, 2.0, 3.0]), 10
+    graph, shown = SimulatedGraph(), []
+    out = graph.record(lambda: (x + 1) * factor)
+    graph.replay()
+    shown.append(out.tolist())
+    x.copy_(torch.tensor([5.0, 6.0, 7.0]))
+    graph.replay()
+    shown.append(out.tolist())
+    x, factor = torch.zeros(3), 1000
+    graph.replay()
+    shown.append(out.tolist())
+    assert shown == [[20, 30, 40], [60, 70, 80], [60, 70, 80]]
+
+    read = step_bytes(TINY, 1, 512, torch.bfloat16)
+    launches = len(recorded_step(TINY, 1, 512).launches)
+    assert f"reads {read / 1e6:.0f} MB" in README and f"{launches} kernels" in README
+    assert f"`{read / 4.8e12 * 1e6:.0f} µs`" in README and f"`{launches * 6e-3:.1f} ms`" in README
+
+
+def test_what_the_museum_says_of_fusing_and_of_capturing():
+    cost = LaunchCost()
+    plain = recorded_step(TINY, 1, 512).launches
+    fused = recorded_step(TINY, 1, 512, twin=with_fused_kernels).launches
+    ends = [eager_spans(plain, cost), eager_spans(fused, cost), graph_spans(fused, cost)]
+    first, second, third = (spans[-1].end / 1000 for spans in ends)
+    assert f"from {first:.2f} ms to {third:.2f} ms, {first / third:.1f}× faster" in README
+    assert f"Fusing gained {first / second:.1f}×" in README
+    assert f"capturing the fused step {second / third:.1f}×" in README
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    assert f"{len(sizes)} graphs up to 512, and not {3 + 512 // 8}" in README

@@ -1,0 +1,83 @@
+"""Proves that the pictures fit, that the simulation loses no memory, and that the README quotes what
+the code says.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from lessons.l12_paged_kv.lab import pictures
+from lessons.l12_paged_kv.lab.pictures import counted_share
+from lessons.l12_paged_kv.lab.testing import paged
+from lessons.l12_paged_kv.lab.walk import draw_walk, loads_of_program
+from lessons.l12_paged_kv.lab.workload import ALPACA, MAX_TOKENS, SHAREGPT, Mix, reports
+from lessons.l12_paged_kv.more.waste import expected_empty_share, more_requests
+from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
+from lessons.toolbox.measure.device import interpreting
+
+README = Path(__file__).parents[1] / "README.md"
+DRAW = [pictures.draw_tables, pictures.draw_waste, pictures.draw_block_size]
+
+
+@pytest.mark.parametrize("draw", DRAW)
+@pytest.mark.sample(8, of="pictures")
+def test_the_pictures_fit(draw):
+    figure = draw()
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+
+
+def test_the_simulation_loses_no_memory():
+    """The five parts are the whole memory, and blocks hold more than any reservation."""
+    for mix in (ALPACA, SHAREGPT, Mix("long answers", 50, 600)):
+        found = reports(mix, steps=600)
+        for report in found.values():
+            assert sum(report.waste.values()) == pytest.approx(1)
+            assert min(report.waste.values()) >= 0
+        blocks = found.pop("blocks of 16")
+        assert blocks.waste["external"] == 0
+        assert all(blocks.at_once > report.at_once for report in found.values())
+        assert found["reserve exactly (an oracle)"].waste["internal"] == 0
+
+
+def test_the_readme_quotes_the_simulation():
+    text = README.read_text(encoding="utf-8")
+    for mix in (ALPACA, SHAREGPT):
+        for policy, report in reports(mix).items():
+            parts = [report.waste[name] for name in ("used", "reserved", "internal", "external")]
+            shares = " | ".join(f"{part:.0%}" for part in parts)
+            row = f"| {mix.name} | {policy} | {report.at_once:.0f} | {shares} |"
+            assert row in text, f"the README lacks {row}"
+
+
+def test_the_readme_quotes_the_formulas():
+    text = README.read_text(encoding="utf-8")
+    for tokens in (100, 180, 500):
+        share, gain = expected_empty_share(tokens, 16), MAX_TOKENS / (tokens + 7.5)
+        row = f"| {tokens} | {share:.1%} | {gain:.0f} × |"
+        assert row in text, f"the README lacks {row}"
+    short, long = ALPACA.lengths(4000), SHAREGPT.lengths(4000)
+    for lengths in (short, long):
+        assert f"{counted_share(lengths, 16):.1%}" in text
+        assert f"{more_requests(lengths, MAX_TOKENS, 16):.1f} times" in text
+
+
+def test_the_excerpts_stand_in_the_sources():
+    sources = [file.read_text(encoding="utf-8") for file in README.parent.glob("*.py")]
+    excerpts = README.read_text(encoding="utf-8").split("```python\n")[1:]
+    assert len(excerpts) == 2
+    for excerpt in excerpts:
+        code = excerpt.split("```")[0]
+        assert any(code in source for source in sources), code
+
+
+def test_each_program_loads_its_own_rows_once():
+    if not interpreting():
+        pytest.skip("NOT RUN: accesses are counted in the interpreter")
+    inputs = paged([10, 7], block_size=4, heads=(1, 1, 16, 16), seed=3)
+    for sequence, length in enumerate((10, 7)):
+        loads = loads_of_program(inputs, sequence)
+        blocks = inputs.block_table[sequence].tolist()
+        rows = {(blocks[i // 4], i % 4) for i in range(length)}
+        assert {tuple(x) for x in loads.nonzero().tolist()} == rows and loads.max() == 1
+    figure = draw_walk([10, 7, 13])
+    assert not texts_outside(figure) and not overlapping_texts(figure)

@@ -1,0 +1,234 @@
+"""DeepSeek's latents in blocks: one row of rank + rope values a token, found through a block table.
+
+A single query reads the latents where they lie: `paged_mla_kernel` is lesson 10's mla_split_kernel
+that asks ROW_OF. Prompts expand them (lesson 6), and for that they are gathered first.
+
+Sources: DeepSeek-V2 (2024), section 2.1.2; Kwon et al. 2023, PagedAttention, section 4.1.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lessons.l03_kv_cache.batch import Batch, sequences
+from lessons.l06_mla.deepseek import MLAttention
+from lessons.l06_mla.naive import LATENTS_TORCH
+from lessons.l06_mla.optimized import (
+    AbsorbedPool,
+    Tiles,
+    check_latent_inputs,
+    kernel_fits,
+    shared_bytes_of,
+)
+from lessons.l09_flash_attention.tiles import capability
+from lessons.l10_flash_decoding.mla import LATENTS_10, split_tiles
+from lessons.l10_flash_decoding.optimized import combine, keys_of_split
+from lessons.l10_flash_decoding.splits import plan_splits, sms_of
+from lessons.l12_paged_kv import naive
+from lessons.l12_paged_kv.kernels import stand_ins
+from lessons.l12_paged_kv.kernels.apart import apart
+from lessons.l12_paged_kv.kernels.arguments import check_sequences, check_splits
+from lessons.l12_paged_kv.kernels.hooks import paged_row
+from lessons.toolbox.kernels.triton_ import tl, triton
+
+
+class PagedLatentPool(AbsorbedPool):
+    """AbsorbedPool whose sequences own blocks of a table, not the block of their own number."""
+
+    def read(self, mla: MLAttention, q: Tensor, latents: Tensor, batch: Batch) -> Tensor:
+        """Prompts expand their latents, single queries in front of them read theirs as they lie.
+        latents: [num_blocks, block_size, 1, rank + rope], q: [T, H, nope + rope] -> [T, H, v_dim].
+        """
+        single = partial(super().read, mla)
+        if batch.max_seqlen_q == 1:
+            return single(q, latents, batch)
+
+        def prompts(q: Tensor, part: Batch) -> Tensor:
+            return torch.cat(
+                [
+                    self.read_expanded(mla, q[rows], latents, part, b, length)
+                    for b, (rows, length) in enumerate(sequences(part))
+                ]
+            )
+
+        if batch.work_list is not None:  # a CPU's, and of the whole step
+            return prompts(q, batch)
+        return apart(q, batch, lambda q, part: single(q, latents, part), prompts)
+
+    def read_expanded(
+        self, mla: MLAttention, q: Tensor, latents: Tensor, batch: Batch, b: int, length: int
+    ) -> Tensor:
+        """Sequence b alone, because expanded its `length` latents take many times their room. q: [Tq, H,
+        nope + rope] -> [Tq, H, v_dim].
+        """
+        table = batch.block_table[b, : -(-length // self.block_size)].long()
+        rows = latents[table].flatten(0, 1)[None, :length]
+        widths = [self.config.mla.kv_lora_rank, self.config.mla.qk_rope_head_dim]
+        k, v = mla.expand(*rows.split(widths, dim=-1))
+        one = replace(
+            batch,
+            cu_seqlens_q=batch.cu_seqlens_q.new_tensor([0, len(q)]),
+            context_lens=batch.context_lens[b : b + 1],
+            max_seqlen_q=len(q),
+            max_context_len=length,
+            block_table=None,
+        )
+        return self.ops.prefill(q, k, v, one, self.config.softmax_scale, None)
+
+
+@triton.jit
+def paged_mla_kernel(
+    q_ptr,
+    kv_ptr,
+    out_ptr,
+    lse_ptr,
+    context_lens_ptr,
+    block_table_ptr,
+    scale_log2e,
+    num_heads,
+    split_size,
+    stride_qb,
+    stride_qh,
+    stride_kblock,
+    stride_kn,
+    stride_table,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROW_OF: tl.constexpr = paged_row,
+):
+    """One program per block of heads, split and sequence: every row is key (RANK + ROPE values) and
+    value (the first RANK).
+    """
+    split, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    num_splits = tl.num_programs(1)
+    head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = head < num_heads
+    latent, rope, step = tl.arange(0, RANK), RANK + tl.arange(0, ROPE), tl.arange(0, BLOCK_N)
+    q_row = q_ptr + sequence * stride_qb + head[:, None] * stride_qh
+    q_latent = tl.load(q_row + latent[None, :], mask=is_head[:, None], other=0.0)
+    q_pe = tl.load(q_row + rope[None, :], mask=is_head[:, None], other=0.0)
+    table_ptr = block_table_ptr + sequence * stride_table
+
+    length = tl.load(context_lens_ptr + sequence).to(tl.int32)
+    begin, end = keys_of_split(split, num_splits, split_size, length, length, BLOCK_N)
+
+    m_i = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_H,), tl.float32)
+    acc = tl.zeros((BLOCK_H, RANK), tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        key = start + step
+        in_split = key < end
+        page, row = ROW_OF(table_ptr, sequence, key, in_split, PAGE_SIZE)
+        kv_row = kv_ptr + (page * stride_kblock + row * stride_kn)[:, None]
+        # key and value, loaded once
+        c_kv = tl.load(kv_row + latent[None, :], mask=in_split[:, None], other=0.0)
+        k_pe = tl.load(kv_row + rope[None, :], mask=in_split[:, None], other=0.0)
+        scores = tl.dot(q_latent, tl.trans(c_kv), input_precision="ieee")
+        scores = tl.dot(q_pe, tl.trans(k_pe), scores, input_precision="ieee")
+        scores = tl.where(in_split[None, :], scores * scale_log2e, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, axis=1))
+        alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2(scores - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(c_kv.dtype), c_kv, acc * alpha[:, None], input_precision="ieee")
+        m_i = m_new
+
+    out = tl.where(begin < length, acc / l_i[:, None], 0.0)
+    partial = (sequence * num_heads + head) * num_splits + split
+    tl.store(out_ptr + partial[:, None] * RANK + latent[None, :], out, mask=is_head[:, None])
+    tl.store(lse_ptr + partial, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=is_head)  # ln 2
+
+
+def paged_mla_decode(
+    q: Tensor,
+    latents: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float,
+    kv_lora_rank: int = 512,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    max_context_len: int | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """One absorbed query per sequence over its blocks of latents. q: [B, H, rank + rope]; latents:
+    [num_blocks, block_size, rank + rope] -> [B, H, rank].
+
+    block_table, context_lens: as in `paged_decode`; the rest as in lesson 10's `mla_flash_decode`.
+    Raises ValueError.
+    """
+    check_sequences(q, block_table, context_lens, latents.shape[1])
+    capacity = block_table.shape[1] * latents.shape[1]
+    # Lesson 6's check wants a block a sequence; a view of that shape passes on dtype and width.
+    as_if_contiguous = latents[:1, :1].expand(len(q), capacity, -1)
+    check_latent_inputs(q, as_if_contiguous, context_lens, kv_lora_rank)
+    check_splits(capacity, num_splits, split_size, max_context_len)
+    num_sequences, num_heads, dim = q.shape
+    chip = capability(q.device)
+    tiles = tiles or split_tiles(num_heads, q.element_size(), shared_bytes_of(q), chip)
+    head_blocks = triton.cdiv(num_heads, tiles.block_h)
+    longest = capacity if max_context_len is None else max_context_len
+    slots, programs = sms_of(q.device), num_sequences * head_blocks
+    num_splits = plan_splits(programs, longest, tiles.block_n, slots, num_splits, split_size)
+    shape, kind = (num_sequences, num_heads, num_splits), dict(dtype=torch.float32, device=q.device)
+    partial_out = torch.empty(*shape, kv_lora_rank, **kind)
+    partial_lse = torch.empty(*shape, **kind)
+    if partial_out.numel():
+        paged_mla_kernel[head_blocks, num_splits, num_sequences](
+            q,
+            latents,
+            partial_out,
+            partial_lse,
+            context_lens,
+            block_table,
+            softmax_scale * 1.4426950408889634,
+            num_heads,
+            split_size or 0,
+            *q.stride()[:2],
+            *latents.stride()[:2],
+            block_table.stride(0),
+            RANK=kv_lora_rank,
+            ROPE=dim - kv_lora_rank,
+            PAGE_SIZE=latents.shape[1],
+            BLOCK_H=tiles.block_h,
+            BLOCK_N=tiles.block_n,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+    return combine(partial_out, partial_lse, q.dtype)[0]
+
+
+# ---------------------------------------------------------------- the rung
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    window: int | None,
+) -> Tensor:
+    """The kernel above, where it fits. q: [B, H, rank + rope], absorbed; k_cache: [num_blocks,
+    block_size, 1, rank + rope]; v_cache: its first `rank` values -> [B, H, rank].
+    """
+    if not kernel_fits(q):
+        return naive.attend(q, k_cache, v_cache, batch, softmax_scale, window)
+    return paged_mla_decode(
+        q,
+        k_cache[:, :, 0],
+        batch.block_table,
+        batch.context_lens,
+        softmax_scale,
+        v_cache.shape[-1],
+        max_context_len=batch.max_context_len,
+    )
+
+
+LATENTS_12 = LATENTS_10._replace(decode=decode)
+LATENTS_12_TORCH = LATENTS_TORCH._replace(decode=stand_ins.decode)

@@ -1,0 +1,91 @@
+"""Proves that the excerpts and counts of the README are those of the code. Its numbers are held to
+results/counted/l17_trees.json by the course's own rule.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from lessons.l17_tree_speculation.lab import pictures
+from lessons.l17_tree_speculation.lab.experiments import (
+    NODES,
+    PLAIN,
+    WAYS,
+    acceptance,
+    counted,
+    recorded,
+    typical_bias,
+)
+from lessons.l17_tree_speculation.lab.workload import KINDS, is_there
+from lessons.l17_tree_speculation.trees.tree import Tree, best_tree, expected_tokens, full_tree
+from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
+
+ROOM = Path(__file__).parents[1]
+README = (ROOM / "README.md").read_text(encoding="utf-8")
+
+
+def found_for(kind: str) -> dict:
+    if not is_there(kind):
+        pytest.skip(f"NOT RUN: models/tiny-{kind} is not there")
+    return recorded()["kinds"][kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_recorded_tree_is_the_best(kind):
+    found = found_for(kind)
+    table, tree = found["acceptance"], Tree(tuple(found["tree"]))
+    # Not node by node, because rounded shares may tie.
+    assert len(tree) == NODES == len(best_tree(table, NODES))
+    assert expected_tokens(tree, table) == pytest.approx(found["expected"][str(NODES)], abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_the_counted_tokens(kind, request):
+    """To the last digits with --all; else with two of the requests, near it."""
+    found = found_for(kind)
+    tree = Tree(tuple(found["tree"]))
+    if request.config.getoption("--all"):
+        for way, params in WAYS.items():
+            tokens = counted(kind, params, tree)[0].tokens_a_pass
+            # Another machine may round a tie the other way.
+            assert tokens == pytest.approx(found[way]["tree"], abs=0.1)
+        first = acceptance(kind)[0][0]
+        assert first == pytest.approx(found["acceptance"][0][0], abs=0.05)
+    else:
+        tokens = counted(kind, WAYS["greedy"], tree, requests=2)[0].tokens_a_pass
+        assert tokens == pytest.approx(found["greedy"]["tree"], abs=0.9)
+
+
+def test_typical_acceptance_emits_more_and_means_less(request):
+    if not request.config.getoption("--all"):
+        pytest.skip("NOT RUN: takes a minute, --all runs it")
+    tree = Tree(tuple(found_for("medusa")["tree"]))
+    found = typical_bias("medusa", tree)
+    for name, value in recorded()["typical"].items():
+        assert found[name] == pytest.approx(value, abs=0.15)
+    assert found["typical_tokens"] > found["exact_tokens"]
+    assert found["typical_surprise"] < found["exact_surprise"]
+    assert PLAIN.temperature == 1
+
+
+def test_the_example_of_the_readme():
+    """Step 3's numbers, and the quiz's."""
+    tree = Tree((-1, 0, 0, 1))
+    assert len(tree) * 10 + int((tree.table > 0).sum()) == 48
+    tree = full_tree([3, 2])
+    assert len(tree) * 100 + int((tree.table > 0).sum()) == 1025
+    assert "10 · 100 + 1 + 3 · 2 + 6 · 3 = 1025" in README
+
+
+def test_the_excerpts_of_the_readme_are_the_code():
+    names = ("naive.py", "optimized.py", "runner.py")
+    code = "".join((ROOM / name).read_text(encoding="utf-8") for name in names)
+    for excerpt in README.split("```python\n")[1:]:
+        assert excerpt.split("```")[0] in code
+
+
+@pytest.mark.parametrize("name", ["mask", "typical", "nodes"])
+@pytest.mark.sample(8, of="pictures")
+def test_pictures_fit_their_frame(name):
+    figure = getattr(pictures, f"draw_{name}")()
+    assert not texts_outside(figure) and not overlapping_texts(figure)

@@ -1,0 +1,89 @@
+"""Who works with whom: ranks as a box of replicas × stages × shards.
+
+    rank = (replica · stages + stage) · shards + shard
+
+Neighbours in rank share a layer's matrices, because they talk most and so should sit in one machine.
+Stages talk once a pass, replicas not at all. Source: Megatron-LM (Narayanan et al. 2021, section 3).
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from lessons.l20_parallelism.processes.group import Group
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the three directions: dp replicas of the model, pp stages of layers, tp shards of a
+    layer. Experts are spread over the shards, so expert parallelism needs no size of its own.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.tp * self.pp * self.dp
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """(replica, stage, shard) of a rank."""
+        return rank // (self.tp * self.pp), rank // self.tp % self.pp, rank % self.tp
+
+    def rank(self, replica: int, stage: int, shard: int) -> int:
+        """The rank at a place."""
+        return (replica * self.pp + stage) * self.tp + shard
+
+    def tensor_groups(self) -> list[list[int]]:
+        """The ranks that share a layer's matrices, for every replica and stage."""
+        starts = range(0, self.size, self.tp)
+        return [list(range(start, start + self.tp)) for start in starts]
+
+    def pipeline_groups(self) -> list[list[int]]:
+        """The ranks that a token passes through, for every replica and shard."""
+        return [
+            [self.rank(replica, stage, shard) for stage in range(self.pp)]
+            for replica in range(self.dp)
+            for shard in range(self.tp)
+        ]
+
+
+@dataclass
+class Links:
+    """The groups that one rank belongs to."""
+
+    mesh: Mesh
+    rank: int
+    tensor: Group
+    pipeline: Group
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline.rank == self.pipeline.size - 1
+
+
+def new_links(mesh: Mesh) -> Links:
+    """The groups of this process. Every rank of the world has to call it."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return Links(
+        mesh,
+        rank,
+        tensor=_mine(mesh.tensor_groups(), rank),
+        pipeline=_mine(mesh.pipeline_groups(), rank),
+    )
+
+
+def _mine(groups: list[list[int]], rank: int) -> Group:
+    """Make all groups, because torch.distributed asks every rank to; keep the one with this rank."""
+    mine = Group.alone()
+    for members in groups:
+        handle = dist.new_group(members) if len(members) > 1 else None
+        if rank in members:
+            mine = Group(members, members.index(rank), handle)
+    return mine

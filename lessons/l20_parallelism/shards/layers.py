@@ -1,0 +1,120 @@
+"""The layers that talk: what stands in a rank's decoder where an ordinary one has a plain layer.
+
+    RowParallel              o_proj, down_proj: partial sums, then adds over the ranks
+    VocabParallelEmbedding   looks up the tokens that it holds, then adds over the ranks
+    ParallelHead             computes the logits of its tokens, then gathers those of all ranks
+    SummedExperts            a layer's experts, which write partial sums, then adds once for all
+
+The first three are row_parallel, embed and head of naive.py, in the same order.
+
+A column-parallel layer (q, k, v, gate, up) needs no class. It is an ordinary linear layer that has
+fewer outputs, and says nothing, because the row-parallel layer behind it wants just these as inputs.
+Each class wraps the plain layer of the rank, so a quantized or an adapted one may stand inside.
+
+Source: Megatron-LM (Shoeybi et al. 2019), section 3; vLLM's layers/linear.py.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lessons.l06_mla.gpt_oss import StackedMoE
+from lessons.l06_mla.moe import MoE
+from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.shards.sharding import experts_of
+
+
+class RowParallel(nn.Module):
+    """A linear layer over this rank's inputs, summed over the ranks."""
+
+    def __init__(self, linear: nn.Linear, group: Group):
+        super().__init__()
+        self.bias, self.group = linear.bias, group
+        linear.bias = None  # because each rank would add it, and the sum would hold it `size` times
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, in / size] -> [T, out]
+        out = self.group.all_reduce(self.linear(x))
+        return out if self.bias is None else out + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """The embeddings of the tokens first, first + 1, … that this rank holds."""
+
+    def __init__(self, embedding: nn.Embedding, first: int, group: Group):
+        super().__init__()
+        self.embedding, self.first, self.group = embedding, first, group
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [T] -> [T, hidden_size]
+        local = tokens - self.first
+        is_elsewhere = (local < 0) | (local >= len(self.embedding.weight))
+        # Looked up as token 0, then made zeros, because the shapes must not depend on the data.
+        x = self.embedding(local.masked_fill(is_elsewhere, 0))
+        # not multiplied by zero, because the row of token 0 may hold an infinity
+        return self.group.all_reduce(x.masked_fill_(is_elsewhere[:, None], 0))
+
+
+class ParallelHead(nn.Module):
+    """The logits of this rank's tokens, gathered. share: tokens of a rank, of the last one at most."""
+
+    def __init__(self, linear: nn.Linear, vocab_size: int, share: int, group: Group):
+        super().__init__()
+        self.linear, self.vocab_size, self.share, self.group = linear, vocab_size, share, group
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, vocab_size]
+        local = self.linear(x)  # [T, this rank's tokens]
+        missing = self.share - local.shape[-1]
+        if missing:  # on the last rank, because a gather wants equal shapes
+            local = nn.functional.pad(local, (0, missing))
+        return self.group.all_gather(local)[..., : self.vocab_size]
+
+
+class SummedExperts(nn.Module):
+    """A layer's experts on this rank, summed over the ranks: each token's share of its experts."""
+
+    def __init__(self, moe: nn.Module, group: Group):
+        super().__init__()
+        self.moe, self.group = moe, group
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
+        return self.group.all_reduce(self.moe(x))
+
+
+class OwnExperts(nn.Module):
+    """The routed experts that this rank holds whole, and its strip of the shared ones.
+
+    moe: one of lesson 6 that has just these, or whose other experts are Elsewhere.
+    """
+
+    waits_for_values = True  # as lesson 6's layer: Python asks which experts were chosen
+
+    def __init__(self, moe: MoE | StackedMoE, rank: int, size: int):
+        super().__init__()
+        self.is_stacked = isinstance(moe, StackedMoE)
+        self.gate = moe.router if self.is_stacked else moe.gate
+        self.experts = moe.experts
+        self.shared_experts = None if self.is_stacked else moe.shared_experts
+        self.own = experts_of(self.gate.config.n_routed_experts, rank, size)
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> the same, a partial sum
+        weights, chosen = self.gate(x)  # of all experts, the same on all ranks
+        out = torch.zeros_like(x) if self.shared_experts is None else self.shared_experts(x)
+        for index in self.own:
+            token, place = torch.where(chosen == index)
+            share = self.run_expert(x[token], index) * weights[token, place, None]
+            out.index_add_(0, token, share.to(out.dtype))
+        return out
+
+    def run_expert(self, x: Tensor, index: int) -> Tensor:  # [T, hidden_size] -> the same
+        if self.is_stacked:
+            return self.experts(x, index - self.own.start)
+        return self.experts[index](x)
+
+
+class Elsewhere(nn.Identity):
+    """In the place of a part that another rank holds: a layer of another stage, another's expert.
+
+    An Identity, by which the other lessons know that nothing is here.
+    """
+
+    def forward(self, *args, **kwargs):
+        raise RuntimeError("this part of the model is held by another rank")

@@ -1,0 +1,111 @@
+"""Every kernel of the lesson as it is launched: what `compile_check` compiles for five GPU
+generations, and tests assert.
+
+    python -m lessons.toolbox.kernels.compile_check lessons.l23_experts.lab.specs
+"""
+
+from dataclasses import replace
+
+from lessons.l23_experts.optimized import ALIGN_BLOCK, PLAIN, SUM_BLOCK, SUM_WARPS, TILES, Tiles
+from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
+
+KERNELS_FILE = "lessons.l23_experts.kernels"
+WITH_MATRIX_UNITS = (80, 89, 90, 100)
+TOP_K = 2
+
+
+def product_spec(kernel: str, dtype: str, tiles: Tiles, chips: tuple[int, ...]) -> KernelSpec:
+    """gate_up_kernel or down_kernel as `expert_rows` launches it."""
+    counts = ["inner", "size", "stride_expert", "stride_row"]
+    if kernel == "gate_up":
+        pointers = "x_ptr", "weight_ptr", "h_ptr"
+        counts.append("stride_x")
+        own = {"BLOCK_N": tiles.block_n, "TOP_K": TOP_K}
+    else:
+        pointers = "h_ptr", "weight_ptr", "y_ptr"
+        own = {"BLOCK_N": tiles.down_block_n}
+    return KernelSpec(
+        f"{KERNELS_FILE}:{kernel}_kernel",
+        name=f"{kernel}_{dtype}_m{tiles.block_m}",
+        signature={
+            **dict.fromkeys(pointers, f"*{dtype}"),
+            **dict.fromkeys(("pairs_ptr", "experts_ptr"), "*i32"),
+            **dict.fromkeys(("num_pairs", *counts), "i32"),
+        },
+        constexprs={"BLOCK_M": tiles.block_m, "BLOCK_K": tiles.block_k, **own},
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        divisible_by_16=tuple(counts),
+        chips=chips,
+    )
+
+
+def align_spec(num_experts: int) -> KernelSpec:
+    """align_kernel as `align` launches it."""
+    return KernelSpec(
+        f"{KERNELS_FILE}:align_kernel",
+        name=f"align_e{num_experts}",
+        signature={
+            "chosen_ptr": "*i64",
+            **dict.fromkeys(("pairs_ptr", "experts_ptr"), "*i32"),
+            **dict.fromkeys(("num_pairs", "num_experts", "num_tiles"), "i32"),
+        },
+        constexprs={"BLOCK_M": 64, "BLOCK_P": ALIGN_BLOCK, "BLOCK_E": 2 * num_experts},
+        num_warps=4,
+        chips=tuple(CHIPS),
+    )
+
+
+def sum_spec(dtype: str, chips: tuple[int, ...]) -> KernelSpec:
+    """sum_kernel as `weighted_sum` launches it."""
+    return KernelSpec(
+        f"{KERNELS_FILE}:sum_kernel",
+        name=f"sum_{dtype}",
+        signature={
+            "y_ptr": f"*{dtype}",
+            "weights_ptr": "*fp32",
+            "chosen_ptr": "*i64",
+            "out_ptr": f"*{dtype}",
+            **dict.fromkeys(("num_experts", "size"), "i32"),
+        },
+        constexprs={"TOP_K": 8, "BLOCK": SUM_BLOCK},
+        num_warps=SUM_WARPS,
+        divisible_by_16=("size",),
+        chips=chips,
+    )
+
+
+def of_one(spec: KernelSpec, *names: str) -> KernelSpec:
+    """The same with arguments that equal 1, which Triton compiles as constants: one expert, one column."""
+    return replace(
+        spec,
+        name=f"one_{spec.label}",
+        signature={name: kind for name, kind in spec.signature.items() if name not in names},
+        constexprs=spec.constexprs | dict.fromkeys(names, 1),
+        divisible_by_16=tuple(name for name in spec.divisible_by_16 if name not in names),
+        chips=(90,),
+    )
+
+
+FEW_ROWS = next(iter(TILES.values()))
+# A T4 has no bfloat16 and no matrix unit that Triton uses.
+KERNELS = [
+    *(
+        product_spec(kernel, dtype, tiles, chips)
+        for kernel in ("gate_up", "down")
+        for dtype, of_dtype, chips in (
+            ("bf16", TILES.values(), WITH_MATRIX_UNITS),
+            ("fp16", [FEW_ROWS], WITH_MATRIX_UNITS),
+            ("fp16", [PLAIN], (75,)),
+            ("fp32", [PLAIN], tuple(CHIPS)),
+        )
+        for tiles in of_dtype
+    ),
+    *(align_spec(num_experts) for num_experts in (8, 64, 256)),
+    sum_spec("bf16", WITH_MATRIX_UNITS),
+    sum_spec("fp32", tuple(CHIPS)),
+    of_one(product_spec("gate_up", "bf16", FEW_ROWS, (90,)), "inner"),
+    of_one(product_spec("down", "bf16", FEW_ROWS, (90,)), "inner"),
+    of_one(align_spec(1), "num_experts"),
+    of_one(sum_spec("bf16", (90,)), "num_experts", "size"),
+]

@@ -1,0 +1,173 @@
+"""Schemas of strings, numbers, arrays and objects as expressions.
+
+A `reader` is json_schema.py's SchemaReader: it reads the schemas inside, has the layout, and keeps rules.
+"""
+
+from lessons.l24_structured_outputs.languages import json_text as parts
+from lessons.l24_structured_outputs.languages.json_text import enclosed, separated
+from lessons.l24_structured_outputs.languages.syntax import (
+    EMPTY,
+    MOST_REPEATS,
+    Call,
+    Choice,
+    Expression,
+    Repeat,
+    choice,
+    optional,
+    sequence,
+)
+from lessons.toolbox.model.arguments import is_number, is_whole, shown
+
+LONGEST_NAME = 100  # characters, where a key must differ from the names
+LARGEST = 10**parts.MOST_DIGITS - 1
+KEYWORDS = {
+    "object": {"properties", "required", "additionalProperties"},
+    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+    "number": {"minimum", "maximum"},
+    "boolean": set(),
+    "null": set(),
+}
+BOUNDS = {"minimum": 0, "maximum": 0, "exclusiveMinimum": 1, "exclusiveMaximum": -1}
+
+
+def wrong(where: str, got, accepted: str) -> ValueError:
+    """The error of a value that cannot stand in a schema."""
+    return ValueError(f"json: got {shown(got)} at {shown(where)}; accepted: {accepted}")
+
+
+def not_read(where: str, name: str, types: list[str], why: str = "") -> ValueError:
+    """The error of a keyword that is refused by name."""
+    known = sorted(set().union(*(KEYWORDS[kind] for kind in types)))
+    beside = f" {why}" if why else f" with type {' or '.join(types)}"
+    accepted = ", ".join(known) if known else "one keyword, and annotations such as title"
+    return ValueError(f"json: got {shown(name)} at {shown(where)}{beside}; accepted: {accepted}")
+
+
+def read_string(where: str, schema: dict) -> Expression:
+    """A string, by length, pattern or format. Raises ValueError."""
+    has = [name for name in ("pattern", "format") if name in schema]
+    low, high = bounds(where, schema, "minLength", "maxLength")
+    if has and (len(has) > 1 or low or high is not None):
+        raise not_read(where, has[0], [], "beside minLength, maxLength, pattern or format")
+    if "pattern" in schema:
+        return parts.string_of_pattern(schema["pattern"])
+    if "format" in schema:
+        if schema["format"] not in parts.FORMATS:
+            raise wrong(f"{where}/format", schema["format"], ", ".join(parts.FORMATS))
+        return parts.string_of_format(schema["format"])
+    return parts.STRING if not low and high is None else parts.string_of_length(low, high)
+
+
+def read_number(where: str, schema: dict, kind: str) -> Expression:
+    """A number, between bounds if there are some. Raises ValueError."""
+    low, high = -LARGEST, LARGEST
+    is_bounded = False
+    for name, step in BOUNDS.items():
+        if name not in schema:
+            continue
+        if step and kind == "number":
+            raise not_read(where, name, ["number"])
+        value, is_bounded = schema[name], True
+        if not is_number(value, -LARGEST, LARGEST) or value != int(value):
+            accepted = f"a whole number of at most {parts.MOST_DIGITS} digits"
+            raise wrong(f"{where}/{name}", value, accepted)
+        if name in ("minimum", "exclusiveMinimum"):
+            low = max(low, int(value) + step)
+        else:
+            high = min(high, int(value) + step)
+    if not is_bounded:
+        return parts.INTEGER if kind == "integer" else parts.NUMBER
+    if low > high:
+        return Choice(())
+    between = parts.integer_between if kind == "integer" else parts.number_between
+    return between(low, high)
+
+
+def read_array(reader, where: str, schema: dict) -> Expression:
+    """An array: first items, then others. Raises ValueError."""
+    low, high = bounds(where, schema, "minItems", "maxItems")
+    first, items = (
+        schema.get("prefixItems", []),
+        schema.get("items", "prefixItems" not in schema),
+    )
+    if not isinstance(first, list):
+        raise wrong(f"{where}/prefixItems", first, "a list of schemas")
+    if isinstance(items, list):
+        raise wrong(f"{where}/items", "a list", "a schema; prefixItems for the first items")
+    first = [reader.read(f"{where}/prefixItems/{n}", each) for n, each in enumerate(first)]
+    if items is False:
+        high = len(first) if high is None else min(high, len(first))
+    if high is not None and high < low:
+        return Choice(())
+    first, item = first[:high], reader.read(f"{where}/items", items)
+    if not first:
+        return enclosed("[]", separated(item, reader.layout, low, high), reader.layout)
+    # The first items, from behind: each is there only if those in front of it are.
+    left = None if high is None else high - len(first)
+    rest = separated(item, reader.layout, max(1, low - len(first)), left)
+    if left != 0:
+        rest = sequence(reader.layout.comma, rest)
+        rest = rest if low > len(first) else optional(rest)
+    for n in range(len(first) - 1, -1, -1):
+        rest = sequence(first[n], rest) if n == 0 else sequence(reader.layout.comma, first[n], rest)
+        rest = rest if n < low else optional(rest)
+    return enclosed("[]", rest, reader.layout)
+
+
+def read_object(reader, where: str, schema: dict) -> Expression:
+    """An object: its properties in their order, then others. Raises ValueError."""
+    names, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(names, dict):
+        raise wrong(f"{where}/properties", names, "an object of schemas")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise wrong(f"{where}/required", required, "a list of names")
+    more = schema.get("additionalProperties", "properties" not in schema)
+    for name in required:
+        names = names if name in names else {**names, name: more}
+    pairs = []
+    for name, value in names.items():
+        pointer = name.replace("~", "~0").replace("/", "~1")
+        value = reader.read(f"{where}/properties/{pointer}", value)
+        pair = sequence(parts.literal(name), reader.layout.colon, value)
+        pairs.append((pair, name in required))
+    other = EMPTY
+    if more is not False:
+        if long := [name for name in names if len(name) > LONGEST_NAME]:
+            accepted = f"names of at most {LONGEST_NAME} characters beside additionalProperties"
+            raise wrong(f"{where}/properties", long[0], accepted)
+        value = reader.read(f"{where}/additionalProperties", more)
+        other = sequence(parts.key_other_than(list(names)), reader.layout.colon, value)
+    return enclosed("{}", members(reader, where, pairs, other), reader.layout)
+
+
+def members(
+    reader, where: str, pairs: list[tuple[Expression, bool]], other: Expression
+) -> Expression:
+    """The pairs in their order, each with whether it is required, then any number of `other`."""
+    comma = reader.layout.comma
+    # Rule n: what may follow once something stands in front, from pair n on.
+    behind = EMPTY if other is EMPTY else Repeat(sequence(comma, other), 0, None)
+    reader.rules[f"from {len(pairs)} of {where}"] = behind
+    for n in range(len(pairs) - 1, -1, -1):
+        pair, is_required = pairs[n]
+        written = sequence(comma, pair)
+        written = written if is_required else optional(written)
+        reader.rules[f"from {n} of {where}"] = sequence(written, Call(f"from {n + 1} of {where}"))
+    firsts = []
+    for n, (pair, is_required) in enumerate(pairs):
+        firsts.append(sequence(pair, Call(f"from {n + 1} of {where}")))
+        if is_required:
+            return choice(*firsts)
+    if other is not EMPTY:
+        firsts.append(sequence(other, Call(f"from {len(pairs)} of {where}")))
+    return choice(EMPTY, *firsts)
+
+
+def bounds(where: str, schema: dict, least: str, most: str) -> tuple[int, int | None]:
+    """Two counts, the second None for any. Raises ValueError for others."""
+    for name in (least, most):
+        if name in schema and not is_whole(schema[name], 0, MOST_REPEATS):
+            raise wrong(f"{where}/{name}", schema[name], f"a whole number, 0 to {MOST_REPEATS}")
+    return schema.get(least, 0), schema.get(most)

@@ -1,0 +1,213 @@
+"""A quantized checkpoint as a decoder: every layer that is stored as codes keeps its codes, and the
+rest is loaded as it always was.
+
+    model = load_quantized("some/Llama-GPTQ")
+
+Which layers are quantized is not looked up in a list: it is those whose marker is among the stored
+tensors (layouts.py). config.json only says how to read them. Nothing is unpickled.
+"""
+
+import os
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l06_mla.deepseek import decoder_class
+from lessons.l06_mla.gpt_oss import StackedExperts
+from lessons.l18_weight_quantization.linear import Multiply, QuantizedLinear
+from lessons.l18_weight_quantization.naive import dequantize_matmul
+from lessons.l18_weight_quantization.weights import (
+    Float8Weight,
+    GroupedInt,
+    QuantizedWeight,
+)
+from lessons.toolbox.model.checkpoint import (
+    SMALL_FILES,
+    WEIGHT_FILES,
+    check_room,
+    fill,
+    find_folder,
+    load_config,
+)
+from lessons.toolbox.model.config_json import CheckpointError
+from lessons.toolbox.model.placement import read_device, read_dtype
+from lessons.toolbox.model.places import (
+    Place,
+    places_of,
+    predicts_further,
+    stored_name,
+    turning_last,
+)
+from lessons.toolbox.model.stored import CODE_DTYPES, STORED_DTYPES, Stored, catalog, open_file
+from reference.checkpoints.float_layouts import is_tiled, mxfp4
+from reference.checkpoints.layouts import Layout, Parts
+from reference.checkpoints.quantization_config import read_layouts
+from reference.checkpoints.quantized_experts import QuantizedExperts
+
+# Latent attention multiplies by the rows of this matrix, so it is read as numbers.
+KEPT_DENSE = "kv_b_proj"
+
+
+def load_quantized(
+    name_or_path: str | os.PathLike,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    multiply: Multiply = dequantize_matmul,
+) -> Decoder:
+    """A checkpoint with a quantization_config, by folder or hub name: GPTQ, AWQ, compressed-tensors
+    (FP8, INT8, INT4), fine-grained FP8, bitsandbytes (NF4, LLM.int8), gpt-oss in MXFP4.
+
+    dtype: of what is not quantized. multiply: the product of a quantized layer. Raises CheckpointError,
+    in one line, for what cannot be read.
+    """
+    device, dtype = read_device(device), read_dtype(dtype)
+    config = load_config(name_or_path)
+    if config.quantization_config is None:
+        raise CheckpointError(
+            f"{name_or_path} has no quantization_config: load it with load_decoder"
+        )
+    try:
+        layouts = read_layouts(config.quantization_config)
+    except ValueError as error:
+        raise CheckpointError(f"{name_or_path}: {error}") from error
+    folder = find_folder(name_or_path, SMALL_FILES + WEIGHT_FILES)
+    stored = catalog(folder, STORED_DTYPES + CODE_DTYPES)
+    stored = {key: entry for key, entry in stored.items() if not predicts_further(key, config)}
+    check_room(folder, len(stored), config)
+    with torch.device("meta"):  # no memory until the weights arrive
+        model = decoder_class(config)(config)
+    codes = Codes(stored)
+    given = replace_linears(model, codes, layouts, multiply, device)
+    replace_experts(model, codes, multiply, device)
+    plain = {key: entry for key, entry in stored.items() if key not in codes.taken}
+    for entry in plain.values():
+        if entry.dtype not in STORED_DTYPES:
+            raise CheckpointError(
+                f"tensor {entry.name} in {entry.file} is {entry.dtype}, and no layer that the "
+                f"quantization_config describes is stored so"
+            )
+    given = {name: tensor.to(device, dtype) for name, tensor in given.items()}
+    fill(model, folder, plain, given, device, dtype)
+    return model.eval().requires_grad_(False)
+
+
+class Codes:
+    """The stored tensors of quantized matrices; `taken` notes which have been read."""
+
+    def __init__(self, stored: dict[str, Stored]):
+        self.stored, self.taken = stored, set()
+        self.open = cache(open_file)  # each file once
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.stored
+
+    def parts(self, key: str, ends: tuple[str, ...]) -> Parts:
+        """Those that are stored as key + end, by their ends."""
+        found = {end: self.stored[key + end] for end in ends if key + end in self.stored}
+        self.taken.update(key + end for end in found)
+        # clone, because a tensor of the file would change or crash with it
+        return {end: self.open(x.file).get_tensor(x.name).clone() for end, x in found.items()}
+
+    def skip_empty_bias(self, key: str) -> None:
+        """AutoGPTQ stores a bias of zeros for layers that have none."""
+        if key + "bias" in self and not self.parts(key, ("bias",))["bias"].any():
+            return
+        self.taken.discard(key + "bias")  # loading what is left will refuse it by name
+
+    def where(self, key: str) -> str:
+        """A layer as an error names it."""
+        entry = next(x for name, x in self.stored.items() if name.startswith(key))
+        return f"layer {key.rstrip('._')} in {entry.file}"
+
+
+def replace_linears(
+    model: Decoder, codes: Codes, layouts: list[Layout], multiply: Multiply, device: torch.device
+) -> dict[str, Tensor]:
+    """Every nn.Linear of the model that is stored as codes becomes a QuantizedLinear. Returns what was
+    read as numbers instead, [N, K] each, by its name in the model. Raises CheckpointError that names the layer.
+    """
+    places, given = places_of(model), {}
+    rows = {}  # of each stored matrix; several of the decoder's may lie in one (Phi-3)
+    for place in places.values():
+        rows[place.key] = place.first + place.shape[0]
+    for name, linear in list(model.named_modules()):
+        if type(linear) is not nn.Linear:
+            continue
+        place = places[f"{name}.weight"]
+        key = place.key.removesuffix("weight")
+        layout = next((x for x in layouts if key + x.marker in codes), None)
+        if layout is None:
+            continue
+        try:
+            parts = codes.parts(key, layout.ends)
+            weight = layout.read(parts, (rows[place.key], linear.in_features))
+            weight = rows_of(weight, places[f"{name}.weight"], name, model).to(device)
+        except ValueError as error:
+            raise CheckpointError(f"{codes.where(key)}: {error}") from error
+        codes.parts(key, layout.unread)
+        if linear.bias is None:
+            codes.skip_empty_bias(key)
+        if name.endswith(KEPT_DENSE):
+            given[f"{name}.weight"] = weight.dequantize()
+        else:
+            model.set_submodule(name, QuantizedLinear(weight, linear.bias, multiply))
+    return given
+
+
+def rows_of(weight: QuantizedWeight, place: Place, name: str, model: Decoder) -> QuantizedWeight:
+    """The rows of a stored matrix that are the decoder's matrix `name`, in its order. Raises
+    ValueError for a format whose rows cannot be taken apart.
+    """
+    every = torch.arange(weight.shape[0])
+    wanted = every[place.first : place.first + place.shape[0], None]
+    wanted = turning_last(f"{name}.weight", wanted, model.config)[:, 0]
+    if torch.equal(wanted, every):
+        return weight
+    if isinstance(weight, GroupedInt):
+        zeros = None if weight.zeros is None else weight.zeros[wanted]
+        return replace(
+            weight, codes=weight.codes[wanted], scales=weight.scales[wanted], zeros=zeros
+        )
+    if isinstance(weight, Float8Weight) and not is_tiled(weight):
+        scales = weight.scales if len(weight.scales) == 1 else weight.scales[wanted]
+        return Float8Weight(weight.values[wanted], scales)
+    raise ValueError(
+        f"{type(weight).__name__}: got a matrix that holds several of the decoder's; accepted: formats "
+        f"with a scale for rows or their groups"
+    )
+
+
+def replace_experts(model: Decoder, codes: Codes, multiply: Multiply, device: torch.device) -> None:
+    """Every StackedExperts that is stored in MXFP4 becomes a QuantizedExperts. Raises CheckpointError
+    that names the layer.
+    """
+    for name, experts in list(model.named_modules()):
+        # stored_name leaves a name without a tensor behind it as it is
+        key = stored_name(name, model.config)
+        if type(experts) is not StackedExperts or f"{key}.down_proj_blocks" not in codes:
+            continue
+        matrices = []
+        for part in ("gate_up_proj", "down_proj"):
+            stack = getattr(experts, part)  # [E, in, out]
+            parts = codes.parts(f"{key}.{part}_", ("blocks", "scales"))
+            try:
+                matrices.append(read_experts(parts, stack.shape, device))
+            except ValueError as error:
+                raise CheckpointError(f"{codes.where(f'{key}.{part}')}: {error}") from error
+        model.set_submodule(name, QuantizedExperts(experts, *matrices, multiply))
+
+
+def read_experts(parts: Parts, shape: torch.Size, device: torch.device) -> list[QuantizedWeight]:
+    """A matrix for each expert. shape: [E, in, out] of the stack. Raises ValueError."""
+    num_experts, columns, rows = shape
+    for end in ("blocks", "scales"):
+        if end not in parts or len(parts[end]) != num_experts:
+            got = list(parts[end].shape) if end in parts else None
+            raise ValueError(f"{end}: got {got}; accepted: {num_experts} experts")
+    return [
+        mxfp4({end: part[expert] for end, part in parts.items()}, (rows, columns)).to(device)
+        for expert in range(num_experts)
+    ]

@@ -1,0 +1,197 @@
+"""An engine out of its parts: which model, pool, blocks, scheduler and drafter the arguments ask for."""
+
+from functools import partial
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets, can_be_captured
+from lessons.l12_paged_kv.blocks import BlockManager
+from lessons.l13_prefix_caching.cache import CachingBlockManager
+from lessons.l13_prefix_caching.naive import HashBlocks
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.l15_chunked_prefill.swap import SwappingScheduler
+from lessons.l17_tree_speculation.trees.tree import Tree
+from lessons.toolbox.model.arguments import refuse
+from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.model.placement import launching_on
+from reference.engine.cache_memory import blocks_that_fit
+from reference.engine.engine import Engine
+from reference.engine.engine_args import EngineArgs
+from reference.engine.model import load_model, load_tokenizer
+from reference.engine.model_runner import ModelRunner
+from reference.engine.request import ORDERS
+from reference.features.lora import (
+    AdapterBlocks,
+    Adapters,
+    AdapterScheduler,
+    AdapterSwappingScheduler,
+)
+from reference.speculation.drafting import (
+    Drafter,
+    config_of_pool,
+    load_drafter,
+    new_proposer,
+    tree_of,
+)
+from reference.speculation.lookahead import LookaheadScheduler, LookaheadSwappingScheduler
+from reference.speculation.protocol import Proposer
+from reference.speculation.speculative_engine import SpeculativeEngine
+from reference.vision.checkpoint import llava_folder, load_llava
+from reference.vision.prompt import inputs_for
+from reference.vision.sight import PictureBlocks, Sight
+from reference.vision.tower import Eyes
+
+
+def new_engine(args: EngineArgs) -> Engine:
+    """An engine with its model, tokenizer, cache and scheduler. Raises ValueError, and RankError for a
+    worker that fails.
+    """
+    if args.has_workers:
+        from reference.parallel.engine import new_parallel_engine  # here, because it builds on this
+
+        return new_parallel_engine(args)
+    dtype = None if args.dtype == "auto" else args.dtype
+    where, eyes, folder = (args.device, dtype, args.quantization), None, llava_folder(args.model)
+    if folder is None:
+        model = load_model(args.model, *where)
+    else:
+        model, eyes = load_llava(folder, *where)
+    tokenizer = load_tokenizer(args.tokenizer or folder or args.model)
+    drafter = load_drafter(args.speculative_config, model, tokenizer)
+    return engine_over(model, tokenizer, args, drafter, eyes)
+
+
+def engine_over(
+    model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter = None, eyes: Eyes | None = None
+) -> Engine:
+    """An engine over models that are there already. tokenizer: None, if all prompts are token ids
+    and nobody wants text. drafter: what speculative_config names, loaded. eyes: of a model that sees
+    pictures. Raises ValueError.
+    """
+    with launching_on(model.device):
+        return engine_here(model, tokenizer, args, drafter, eyes)
+
+
+def engine_here(
+    model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter, eyes: Eyes | None
+) -> Engine:
+    """`engine_over`, with kernels launched where the model lies."""
+    max_model_len = max_model_len_of(args, model.config)
+    config, sight = args.speculative_config, None
+    if config is not None:
+        if eyes is not None:  # because a draft would not see them
+            refuse("speculative_config", config, "None with a model that sees pictures")
+        config.check_context(max_model_len)
+    if eyes is not None:
+        inputs = inputs_for(eyes.config, args, max_model_len)
+        sight = Sight(eyes, inputs, int(args.mm_processor_cache_gb * 2**30))
+        model = sight.over_embedding(model)
+    adapters = Adapters(model, args) if args.enable_lora else None
+    if adapters is not None:
+        model = adapters.model
+    num_blocks = blocks_that_fit(args, model, max_model_len, config_of_pool(drafter))
+    new = partial(new_runner, args, num_blocks)
+    tree = None if config is None else tree_of(config, drafter)
+    runner = new(model, max_model_len, adapters, getattr(drafter, "taps", ()), tree)
+    runner.sight = sight
+    if config is None:
+        return engine_on(runner, tokenizer, args)
+    proposer = new_proposer(args, drafter, runner, new)
+    scheduler = new_scheduler(args, runner, new_blocks(args, num_blocks), proposer, tree)
+    return SpeculativeEngine(runner, scheduler, tokenizer, max_model_len, args.seed)
+
+
+def engine_on(runner: ModelRunner, tokenizer, args: EngineArgs) -> Engine:
+    """An engine that does not speculate, on a runner or on what has its interface."""
+    blocks = new_blocks(args, runner.pool.num_blocks, runner.sight)
+    scheduler = new_scheduler(args, runner, blocks)
+    return Engine(runner, scheduler, tokenizer, runner.max_model_len, args.seed)
+
+
+def max_model_len_of(args: EngineArgs, config: ModelConfig) -> int:
+    """As many tokens as were asked for, or as the model can. Raises ValueError for more."""
+    most = config.max_position_embeddings
+    if args.max_model_len is not None and args.max_model_len > most:
+        raise ValueError(
+            f"max_model_len: got {args.max_model_len}; accepted: at most {most}, the model's"
+        )
+    return args.max_model_len or most
+
+
+def new_blocks(args: EngineArgs, num_blocks: int, sight: Sight | None = None) -> BlockManager:
+    """Who owns which block, and with a prefix cache which of them are known."""
+    if not args.enable_prefix_caching:
+        return BlockManager(num_blocks, args.block_size)
+    if sight is not None:
+        return PictureBlocks(num_blocks, args.block_size, sight.inputs.config.tokens_per_image)
+    if args.enable_lora:
+        return AdapterBlocks(num_blocks, args.block_size)
+    return CachingBlockManager(num_blocks, args.block_size, HashBlocks(args.block_size))
+
+
+def new_runner(
+    args: EngineArgs,
+    num_blocks: int,
+    model: Decoder,
+    max_model_len: int,
+    adapters: Adapters | None = None,
+    taps: tuple[int, ...] = (),
+    tree: Tree | None = None,
+) -> ModelRunner:
+    """A model over a pool of its own, on a GPU with its decode steps as CUDA graphs. taps: where a
+    draft reads it; tree: what its sequences run while they decode, None: one token, or a chain.
+    """
+    size = num_blocks, args.block_size, max_model_len
+    runner = ModelRunner(model, *size, args.kv_cache_dtype, adapters)
+    runner.taps = taps
+    if replays(args, model, tree):
+        # because everybody who decodes owns a block
+        places = min(args.max_num_seqs, num_blocks)
+        graphs, buckets = CudaGraphs(model.device), batch_buckets(places * args.rows_each)
+        if tree is None:
+            runner.capture(graphs, buckets, args.rows_each)
+        else:
+            runner.capture_trees(graphs, buckets, most_nodes=len(tree), most_sequences=places)
+    return runner
+
+
+def replays(args: EngineArgs, model: Decoder, tree: Tree | None = None) -> bool:
+    """Whether decode steps become CUDA graphs. On a CPU nothing is launched. Gemma 2 stays eager, and
+    so do experts that cannot be grouped, because Python asks their router which ones to run. So do
+    quantized latents, and trees over a quantized cache, because no kernel reads them: they become
+    numbers first.
+    """
+    can_replay = model.device.type == "cuda" and can_be_captured(model)
+    is_read = args.kv_cache_dtype == "auto" or (model.config.mla is None and tree is None)
+    return can_replay and is_read and not args.enforce_eager
+
+
+def new_scheduler(
+    args: EngineArgs,
+    runner: ModelRunner,
+    blocks: BlockManager,
+    proposer: Proposer | None = None,
+    tree: Tree | None = None,
+) -> ChunkedScheduler:
+    """Who decides what runs in each step, and whose K and V wait on the host. proposer: None for an
+    engine that does not speculate. tree: the shape of its drafts; None: chains.
+    """
+    limits = dict(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        order=ORDERS[args.scheduling_policy],
+    )
+    kinds, pools = (ChunkedScheduler, SwappingScheduler), [runner.pool]
+    if proposer is not None:
+        count = args.speculative_config.num_speculative_tokens
+        limits |= dict(proposer=proposer, num_speculative_tokens=count, tree=tree)
+        kinds, pools = (LookaheadScheduler, LookaheadSwappingScheduler), [*pools, *proposer.pools]
+    if args.enable_lora:
+        limits |= dict(max_loras=args.max_loras)
+        kinds = AdapterScheduler, AdapterSwappingScheduler
+    recomputing, swapping = kinds
+    if args.preemption_mode == "recompute":
+        return recomputing(blocks, **limits)
+    block_bytes = sum(pool.bytes_per_token for pool in pools) * args.block_size
+    host_blocks = int(args.swap_space * 2**30 // block_bytes)
+    return swapping(runner.new_swap(blocks, pools[1:]), host_blocks, **limits)

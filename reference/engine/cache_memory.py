@@ -1,0 +1,129 @@
+"""How many blocks the cache gets: on a GPU all memory that the largest step of the model leaves.
+
+Source: which step is measured, and that its peak is kept free: vLLM, gpu_worker.py,
+determine_available_memory.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from lessons.l02_naive_attention.batched.batch_sampling import batch_probabilities
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.request import read_requests, sampling_batch
+from lessons.l02_naive_attention.sampling import SamplingParams
+from lessons.l12_paged_kv.runner import step_batch
+from lessons.l14_continuous_batching.loop import StepSampler
+from lessons.l19_kv_quantization.formats import FORMATS, kv_bytes_per_token
+from lessons.toolbox.model.config import ModelConfig
+from reference.engine.engine_args import EngineArgs
+from reference.engine.model_runner import ModelRunner
+
+CPU_CACHE_BYTES = 2**30
+
+
+def blocks_that_fit(
+    args: EngineArgs,
+    model: Decoder,
+    max_model_len: int,
+    draft: ModelConfig | None = None,
+    new_runner: Callable[..., ModelRunner] = ModelRunner,
+) -> int:
+    """As many blocks as were asked for, or as memory holds, but no more than max_num_seqs of the
+    longest sequences can fill. draft: the shape of what has K and V in blocks of the same numbers.
+    new_runner: makes what runs the model, of ModelRunner's arguments. Of a model that is a stage of a
+    pipeline its layers count. Raises ValueError if memory does not hold one such sequence.
+    """
+    if args.num_gpu_blocks_override:
+        return args.num_gpu_blocks_override
+    configs = [model.config] if draft is None else [model.config, draft]
+    format, itemsize = FORMATS.get(args.kv_cache_dtype), model.dtype.itemsize
+    block_bytes = args.block_size * sum(
+        kv_bytes_per_token(config, format, itemsize) for config in configs
+    )
+    # a layer is as large as another
+    block_bytes = block_bytes * len(model.stage_layers) // len(model.layers)
+    memory = args.kv_cache_memory_bytes or cache_memory(args, model, max_model_len, new_runner)
+    num_blocks = max(0, int(memory // block_bytes))
+    longest = -(-max_model_len // args.block_size)
+    if num_blocks < longest:
+        raise ValueError(
+            f"max_model_len: got {max_model_len}; accepted: at most {num_blocks * args.block_size}, "
+            f"the tokens that {memory / 1e6:.1f} MB of cache hold, or more memory for it "
+            f"(kv_cache_memory_bytes, gpu_memory_utilization nearer to 1, a smaller "
+            f"max_num_batched_tokens)"
+        )
+    return min(num_blocks, args.max_num_seqs * longest)
+
+
+def cache_memory(
+    args: EngineArgs,
+    model: Decoder,
+    max_model_len: int,
+    new_runner: Callable[..., ModelRunner] = ModelRunner,
+) -> float:
+    """Bytes for the cache, on this machine. Raises ValueError, as memory_left."""
+    if model.device.type != "cuda":
+        return CPU_CACHE_BYTES
+    step = partial(run_largest_step, args, model, max_model_len, new_runner)
+    return memory_left(args, model.device, step)
+
+
+def memory_left(args: EngineArgs, device: torch.device, step: Callable[[], int]) -> float:
+    """Of a GPU's memory the share that may be used, less what is used, and less what step(), the
+    largest one, takes on top while it runs. step returns how many bytes of that were a cache, whose
+    place the real one takes. Raises ValueError if it does not fit.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        cache_bytes = step()
+    except torch.OutOfMemoryError:
+        raise ValueError(
+            f"max_num_batched_tokens: got {args.max_num_batched_tokens}; accepted: fewer, or a smaller "
+            f"max_model_len, because the GPU has no room for the activations of such a step and the "
+            f"cache of one sequence beside the weights"
+        ) from None
+    torch.cuda.synchronize(device)
+    on_top = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    on_top -= cache_bytes
+    torch.cuda.empty_cache()
+    # Asked after the step, because the kernels that it loaded stay.
+    free, total = torch.cuda.mem_get_info(device)
+    return free - on_top - (1 - args.gpu_memory_utilization) * total
+
+
+@torch.inference_mode()
+def run_largest_step(
+    args: EngineArgs,
+    model: Decoder,
+    max_model_len: int,
+    new_runner: Callable[..., ModelRunner] = ModelRunner,
+) -> int:
+    """max_num_batched_tokens tokens of as many sequences as there are places, each at the end of
+    max_model_len, and a token sampled for each sequence. Returns the bytes of the cache that it ran
+    over.
+    """
+    tokens = args.max_num_batched_tokens
+    places = min(args.max_num_seqs, tokens)
+    # All own the same blocks, because what is written does not matter, and few are in the way.
+    longest = -(-max_model_len // args.block_size)
+    runner = new_runner(model, longest, args.block_size, max_model_len, args.kv_cache_dtype)
+    counts = [tokens // places + (place < tokens % places) for place in range(places)]
+    counts = [min(count, max_model_len) for count in counts]
+    chunks = [([0] * count, max_model_len - count) for count in counts]
+    batch = step_batch(runner.pool, chunks, [list(range(longest))] * places)
+    hidden = runner.forward(batch.tokens, runner.pool.attending(batch))
+    if hidden is None:
+        return runner.pool.allocated_bytes  # because only the last stage of a pipeline has logits
+    # A row for each place, or with speculation several: those of the newest and the drafted tokens.
+    rows = min(places * args.rows_each, tokens)
+    logits = runner.model.logits(hidden[-rows:]).float()
+    drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
+    requests = read_requests(model.config, [[0]] * rows, 1, drawn)
+    StepSampler()(logits, requests)
+    if args.rows_each > 1:
+        p = batch_probabilities(logits, sampling_batch(requests, logits.device))
+        p - torch.empty_like(p)  # beside p lie q and what is left of p
+    return runner.pool.allocated_bytes

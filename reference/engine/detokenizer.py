@@ -1,0 +1,95 @@
+"""Text to token ids, and back one token at a time: a character is never split, and a stop string ends
+the text.
+"""
+
+from tokenizers.decoders import DecodeStream
+
+from reference.engine.sampling_params import SamplingParams
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    """The token ids of a prompt, opened by the tokenizer's start token if it has one."""
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    # not verbose, because whoever asked says better that a prompt is too long
+    return start + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+class Detokenizer:
+    """The text of one answer as its tokens arrive.
+
+    stop: strings that end it. include_stop: whether the text keeps the one that did.
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        prompt: list[int],
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ):
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.include_stop = include_stop
+        self.skip_special = skip_special
+        # It begins with the prompt's end, because a decoder drops the space before a first word.
+        self.stream = DecodeStream(ids=prompt[-4:], skip_special_tokens=skip_special)
+        self.token_ids: list[int] = []
+        self.text = ""
+
+    def append(
+        self, token: int, is_last_special: bool = False, may_stop: bool = True
+    ) -> str | None:
+        """Take a token; returns the stop string that it completes, if it does.
+
+        is_last_special: a token that ends the answer and is no part of its text. may_stop: False while
+        a stop string is text like any other, because the answer has to be longer.
+        """
+        if is_last_special:
+            return None
+        self.token_ids.append(token)
+        # None while a character lacks bytes
+        new = self.stream.step(self.tokenizer.backend_tokenizer, token) or ""
+        before, self.text = len(self.text), self.text + new
+        return self._find_stop(before) if new and may_stop else None
+
+    def _find_stop(self, before: int) -> str | None:
+        """Cut the text at the first stop string that ends behind `before`."""
+        found = []
+        for stop in self.stop:
+            # it may have begun in older text, but not have ended there
+            at = self.text.find(stop, max(0, before - len(stop) + 1))
+            if at >= 0:
+                found.append((at, stop))
+        if not found:
+            return None
+        at, stop = min(found)
+        self.text = self.text[: at + len(stop) * self.include_stop]
+        return stop
+
+    def finish(self) -> None:
+        """The answer has ended: bytes that never became a character show as U+FFFD."""
+        whole = self.tokenizer.decode(self.token_ids, skip_special_tokens=self.skip_special)
+        if whole.startswith(self.text):
+            self.text = whole
+
+    @property
+    def safe_length(self) -> int:
+        """How much of the text can be shown: its end may be the beginning of a stop string."""
+        if self.include_stop:
+            return len(self.text)
+        held = 0
+        for stop in self.stop:
+            for size in range(min(len(stop) - 1, len(self.text)), held, -1):
+                if self.text.endswith(stop[:size]):
+                    held = size
+                    break
+        return len(self.text) - held
+
+
+def new_detokenizer(tokenizer, prompt: list[int], params: SamplingParams) -> Detokenizer | None:
+    """The one that a request asks for. None: nobody wants text, or there is no tokenizer."""
+    if tokenizer is None or not params.detokenize:
+        return None
+    kept = params.include_stop_str_in_output
+    return Detokenizer(tokenizer, prompt, params.stop, kept, params.skip_special_tokens)

@@ -1,0 +1,300 @@
+"""The engine: requests come in, every `step` runs one pass of the model, answers go out.
+
+    engine = new_engine(EngineArgs(model="models/tiny"))  # of reference.engine.assembly
+    engine.add_request("a", "def f(", SamplingParams(max_tokens=20))
+    while engine.has_unfinished_requests:
+        for output in engine.step(): ...
+
+Read `step`: schedule, run, sample, tell. Each line is a lesson.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterable
+from itertools import count
+from random import Random
+
+from torch import Tensor
+
+from lessons.l14_continuous_batching.sequence import Step
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.l22_serving.fair import FairQueue
+from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown
+from lessons.toolbox.model.placement import launching_on
+from reference.engine.detokenizer import encode, new_detokenizer
+from reference.engine.model_runner import ModelRunner
+from reference.engine.outputs import RequestOutput
+from reference.engine.request import EngineRequest, EngineSequence, bias_of, ends
+from reference.engine.sampler import Sampler
+from reference.engine.sampling_params import SamplingParams
+from reference.features.lora import LoRARequest, take_adapter
+from reference.features.prompt_scores import score_prompts
+from reference.features.structured import Structures
+from reference.vision.prompt import split
+from reference.vision.sight import forget_pictures, note_pictures, placed_in
+
+
+class Engine:
+    """What is running, and the loop's body. One thread at a time may call it.
+
+    seed: of the requests that bring none; None: a fresh one each time.
+    """
+
+    sequence_kind = EngineSequence
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: ChunkedScheduler,
+        tokenizer,
+        max_model_len: int,
+        seed: int | None = None,
+    ):
+        self.runner = runner
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.sampler = Sampler()
+        self.structures = Structures(tokenizer, runner.model.config.vocab_size)
+        self.requests: dict[str, EngineRequest] = {}
+        self.fair = FairQueue()  # whose turn it is; the scheduler's order decides if that counts
+        self.admit: Callable[[EngineRequest], None] = lambda request: None  # may raise
+        self.device = runner.model.device
+        self.ids, self.seeds = count(), Random(seed)  # of sequences, of requests
+        # What speculation did in the last step: {row of a sequence: (drafted, accepted)}.
+        self.drafts: dict[int, tuple[int, int]] = {}
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def engines(self) -> list["Engine"]:
+        """The replicas: this one alone."""
+        return [self]
+
+    def close(self) -> None:
+        """End what runs the model, where that is processes of their own."""
+        self.runner.close()
+
+    # ------------------------------------------------------------ in
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+        user: str = "",
+    ) -> None:
+        """Queue a request. prompt: text or token ids. priority: smaller runs first. lora_request: the
+        adapter that answers; None: the base model. user: among whom a fair order shares.
+
+        Raises ValueError, in one line, for a request that cannot be served; nothing is queued then.
+        """
+        if not isinstance(request_id, str) or request_id in self.requests:
+            refuse("request_id", request_id, "a string not in use")
+        params = SamplingParams() if params is None else params
+        check_kind(SamplingParams, "SamplingParams", sampling_params=params)
+        check_kind(str, "a string", user=user)
+        if not is_whole(priority, -(2**31)):
+            refuse("priority", priority, "a whole number")
+        text, ids, pictures = self.read_prompt(prompt)
+        self.check_tokens(logit_bias=params.logit_bias or (), stop_token_ids=params.stop_token_ids)
+        adapter = take_adapter(self.runner.adapters, lora_request)
+        request = EngineRequest(request_id, text, ids, params, lora_request, adapter, pictures)
+        try:
+            request.sequences = self.new_sequences(request, priority)
+            note_pictures(self.scheduler.blocks, request.sequences)
+            request.ticket = self.fair.arrive(user, request.most_tokens)
+            self.admit(request)
+            self.scheduler.add(request.sequences[0])
+        except Exception:
+            self.let_go(request)
+            raise
+        request.waiting_to_fork = request.sequences[1:]
+        self.requests[request_id] = request
+
+    def read_prompt(self, prompt: str | list[int] | dict) -> tuple:
+        """A prompt as text, if it was one, as token ids, and its pictures. Raises ValueError.
+        A dict is vLLM's {"prompt": text} or {"prompt_token_ids": ids}, with or without multi_modal_data.
+        """
+        prompt, data = split(prompt)
+        text = prompt if isinstance(prompt, str) else None
+        if text is not None:
+            if re.search("[\ud800-\udfff]", text):
+                refuse("prompt", text, "text without halves of surrogate pairs")
+            prompt = encode(self.tokenizer, text)
+        ids, pictures = placed_in(self.checked(prompt), data, self.runner.sight)
+        return text, self.checked(ids) if pictures else ids, pictures
+
+    def checked(self, ids: list[int]) -> list[int]:
+        """A prompt that the model can run. Raises ValueError for any other."""
+        vocab_size = self.runner.model.config.vocab_size
+        if not isinstance(ids, (list, tuple)) or not ids:
+            refuse("prompt", ids, "text or token ids, one at least")
+        for at, token in enumerate(ids):
+            if not is_whole(token, 0, vocab_size - 1):
+                accepted = f"token ids from 0 to {vocab_size - 1}"
+                raise ValueError(f"prompt: got {shown(token)} at {at}; accepted: {accepted}")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"prompt: got {len(ids)} tokens; accepted: at most {self.max_model_len - 1}, so "
+                f"that one fits behind them (max_model_len {self.max_model_len})"
+            )
+        return list(ids)
+
+    def check_tokens(self, **wishes: Iterable[int]) -> None:
+        """Raise ValueError for a token that the model does not have."""
+        vocab_size = self.runner.model.config.vocab_size
+        for name, tokens in wishes.items():
+            for token in tokens:
+                if token >= vocab_size:
+                    refuse(name, token, f"token ids below {vocab_size}")
+
+    def new_sequences(self, request: EngineRequest, priority: int) -> list[EngineSequence]:
+        """The answers of a request. The first runs the prompt, the others fork from it."""
+        params, config = request.params, self.runner.model.config
+        room = self.max_model_len - len(request.prompt_token_ids)
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        eos = () if params.ignore_eos else config.eos_token_ids
+        sequences = []
+        for index, row in enumerate(params.rows(self.seeds)):
+            stops = frozenset((*params.stop_token_ids, *eos))
+            constraint = None
+            if params.structure is not None:
+                constraint = self.structures.constraint(params.structure, stops)
+            sequences.append(
+                self.sequence_kind(
+                    row=next(self.ids),
+                    prompt=request.prompt_token_ids,
+                    max_new_tokens=limit,
+                    sampling=row,
+                    stop_token_ids=stops,
+                    params=params,
+                    request=request,
+                    adapter=request.adapter,
+                    pictures=request.pictures,
+                    index=index,
+                    priority=priority,
+                    bias=bias_of(params, self.runner.model.device),
+                    detokenizer=new_detokenizer(self.tokenizer, request.prompt_token_ids, params),
+                    constraint=constraint,
+                    places=1 if index else params.drawn,
+                    reuses_prefix=params.prompt_logprobs is None,
+                )
+            )
+        return sequences
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request where it stands; returns what it has so far. None: nobody of that name."""
+        check_kind(str, "a string", request_id=request_id)
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        for sequence in request.sequences:
+            self.scheduler.abort(sequence)  # a finished one, too, if its step raised
+            sequence.finish_reason = sequence.finish_reason or "abort"
+        self.let_go(request)
+        return request.output()
+
+    def let_go(self, request: EngineRequest) -> None:
+        """A request has ended: it needs its adapter no more, and took so much of its user's share."""
+        if request.adapter is not None:
+            self.runner.adapters.store.give_back(request.adapter)
+        forget_pictures(self.scheduler.blocks, request.sequences)
+        if request.ticket is not None:
+            self.fair.leave(request.ticket, request.used_tokens)
+            self.scheduler.waiting.sort(key=self.scheduler.order)
+
+    def add_lora(self, lora_request: LoRARequest) -> None:
+        """Read an adapter before somebody asks for it. Raises ValueError if it cannot be had."""
+        adapter = take_adapter(self.runner.adapters, lora_request)
+        if adapter is not None:
+            self.runner.adapters.store.give_back(adapter)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter's id; requests that have it keep it. Returns whether it was known."""
+        adapters = self.runner.adapters
+        return adapters is not None and adapters.store.remove(lora_int_id)
+
+    def list_loras(self) -> set[int]:
+        """The ids of the adapters on the host."""
+        adapters = self.runner.adapters
+        return set() if adapters is None else set(adapters.store.known)
+
+    # ------------------------------------------------------------ a step
+
+    def step(self) -> list[RequestOutput]:
+        """One pass of the model. Returns the requests that got a token, as they stand now."""
+        return [request.output() for request in self.advance()]
+
+    def advance(self) -> list[EngineRequest]:
+        """One pass of the model. Returns the requests that got a token.
+
+        If the pass raises, the requests in it are aborted, because nobody knows what was written;
+        the others go on.
+        """
+        step = self.scheduler.schedule()
+        if not step.chunks:
+            return []
+        self.note_scheduled(step)
+        try:
+            with launching_on(self.device):
+                touched = self.run(step)
+        except BaseException:
+            for request in {chunk.sequence.request for chunk in step.chunks}:
+                self.abort_request(request.request_id)
+            raise
+        for request in touched:
+            if request.finished:
+                del self.requests[request.request_id]
+                self.let_go(request)
+        return touched
+
+    def run(self, step: Step) -> list[EngineRequest]:
+        """Run, score, sample, tidy up. Returns the requests that got a token."""
+        hidden = self.runner(step, self.scheduler.blocks.tables)
+        self.score_prompts(step, hidden)
+        sampled = self.scheduler.finish(step)
+        touched = self.sample(step, hidden, sampled)
+        self.scheduler.leave()
+        return touched
+
+    def sample(self, step: Step, hidden, sampled: list[EngineSequence]) -> list[EngineRequest]:
+        """A token for every sequence that wants one, and a first one for each that forks now."""
+        if not sampled:
+            return []
+        rows, sequences, forks, wanted = [], [], [], set(sampled)
+        for row, chunk in ends(step):
+            if chunk.sequence not in wanted:
+                continue
+            request = chunk.sequence.request
+            children, request.waiting_to_fork = request.waiting_to_fork, []
+            forks += [(chunk.sequence, child) for child in children]
+            rows += [row] * (1 + len(children))
+            sequences += [chunk.sequence, *children]
+        for parent, child in forks:
+            self.scheduler.fork(parent, child)
+        tokens, logprobs = self.sampler(self.runner.logits(hidden, rows), sequences)
+        now = time.monotonic()
+        for sequence, token, found in zip(sequences, tokens, logprobs):
+            sequence.take(token, found)
+            metrics = sequence.request.metrics
+            metrics.first_token = metrics.first_token or now
+            metrics.last_token = now
+        return list(dict.fromkeys(sequence.request for sequence in sequences))
+
+    def note_scheduled(self, step: Step) -> None:
+        """For its metrics: when a request first ran, and how much of it a prefix cache knew."""
+        for chunk in step.chunks:
+            request = chunk.sequence.request
+            if request.metrics.first_scheduled is None:
+                request.metrics.first_scheduled = time.monotonic()
+                request.num_cached_tokens = chunk.sequence.computed
+                self.fair.begin(request.ticket)
+
+    def score_prompts(self, step: Step, hidden: Tensor) -> None:
+        """Log-probabilities of prompt tokens, for those that ask for them. hidden: [T, hidden_size]."""
+        score_prompts(self.runner, step, hidden)

@@ -1,0 +1,231 @@
+"""The engine's arguments under vLLM's names: read, checked, and refused in one line where they cannot
+work.
+"""
+
+import difflib
+import json
+import re
+from contextlib import suppress
+from dataclasses import dataclass, fields
+
+from lessons.l19_kv_quantization.formats import FORMATS
+from lessons.toolbox.model.arguments import check_kind, is_number, is_whole, refuse
+from reference.speculation.speculative_config import OLDER, SpeculativeConfig, from_older
+from reference.weights.quantization import check_method
+
+CHOICES = {
+    "scheduling_policy": ("fcfs", "priority", "fair"),
+    "preemption_mode": ("recompute", "swap"),
+    "kv_cache_dtype": ("auto", *FORMATS),
+}
+LONGER_NAMES = {f"{name}_per_token_head": name for name in FORMATS} | {"fp8_e4m3": "fp8"}
+MOST_PICTURES = 8  # of a prompt, unless limit_mm_per_prompt says otherwise
+BACKENDS = ("mp", "ray")
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+DTYPES = ("auto", "float32", "float16", "bfloat16", "float64", "half", "float")
+# accepted, because guides pass them; they change nothing here
+WITHOUT_EFFECT = {
+    "use_v2_block_manager": "there is one block manager",
+    "disable_log_stats": "nothing is logged unless you ask",
+    "trust_remote_code": "no code of a checkpoint is ever run",
+    "download_dir": "the hub's own cache is used",
+    "worker_use_ray": "distributed_executor_backend names who starts the workers",
+    "disable_log_requests": "requests are not logged",
+    "load_format": "safetensors are found by themselves",
+}
+
+
+@dataclass
+class EngineArgs:
+    """What an engine is made of. Raises ValueError, in one line, for a value that cannot work.
+
+    seed: of the requests that bring none: an engine with this seed gives the same calls the same
+    tokens. None: others each time. max_model_len: None takes the model's own.
+    max_num_batched_tokens: of one step; None takes 2048, or more if max_num_seqs asks for it.
+    num_gpu_blocks_override: blocks of the cache; None takes what memory gives.
+    kv_cache_memory_bytes: of the cache; None: on a GPU what gpu_memory_utilization leaves, on a CPU
+    at most 1 GiB. preemption_mode: what becomes of the K and V of a request whose blocks another one
+    needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's memory.
+    scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens. enforce_eager: no
+    CUDA graphs of decode steps; on a CPU there are none. quantization: weights in fewer bits while
+    they are loaded, a name of reference.weights.quantization; None: as the checkpoint has them. kv_cache_dtype: "auto", the model's own
+    dtype, or "fp8" (E4M3), "int8" or "int4", with a scale for each token and KV head; vLLM's longer
+    names of these are read too. speculative_config: who drafts tokens and how many, a dict of vLLM's
+    keys. limit_mm_per_prompt: {"image": the most pictures of a prompt}; None: 8. mm_processor_cache_gb:
+    GiB of the rows that the eyes of a LLaVA made of pictures. enable_lora: room for max_loras adapters of at most max_lora_rank on the device, so that a
+    step may need as many; max_cpu_loras: how many the host keeps, None: max_loras.
+
+    tensor_parallel_size, pipeline_parallel_size: shards of each layer, and stages of layers, each in a
+    process (and on a GPU) of its own. data_parallel_size: replicas of all of these, which share the
+    requests. enable_expert_parallel: a shard has some experts whole instead of a strip of each.
+    distributed_executor_backend: who starts the processes, "mp" (this program) or "ray"; None: "mp" if
+    there are several. Memory is that of one process: kv_cache_memory_bytes, gpu_memory_utilization.
+    """
+
+    model: str = "models/tiny"
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    seed: int | None = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    preemption_mode: str = "recompute"
+    swap_space: float = 4.0
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
+    enforce_eager: bool = False
+    quantization: str | None = None
+    speculative_config: SpeculativeConfig | dict | None = None
+    kv_cache_dtype: str = "auto"
+    limit_mm_per_prompt: dict[str, int] | str | None = None
+    mm_processor_cache_gb: float = 0.25
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    distributed_executor_backend: str | None = None
+
+    def __post_init__(self):
+        check_counts(
+            self,
+            "max_model_len",
+            "max_num_batched_tokens",
+            "num_gpu_blocks_override",
+            "max_cpu_loras",
+            optional=True,
+        )
+        check_counts(self, "max_num_seqs", "block_size", "max_loras", "max_lora_rank", *SIZES)
+        switches = (
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "enforce_eager",
+            "enable_lora",
+            "enable_expert_parallel",
+        )
+        for name in switches:
+            check_kind(bool, "True or False", **{name: getattr(self, name)})
+        self._require("max_lora_rank", self.max_lora_rank <= 512, "1 to 512")
+        is_enough = self.max_cpu_loras is None or self.max_cpu_loras >= self.max_loras
+        self._require("max_cpu_loras", is_enough, f"None, or max_loras ({self.max_loras}) or more")
+        self._require("block_size", self.block_size <= 256, "1 to 256")
+        memory = self.kv_cache_memory_bytes
+        is_memory = memory is None or is_whole(memory, high=2**63 - 1)
+        self._require("kv_cache_memory_bytes", is_memory, "None, or a whole number, 1 or more")
+        share = self.gpu_memory_utilization
+        is_share = is_number(share, 0, 1) and share > 0
+        self._require("gpu_memory_utilization", is_share, "above 0, at most 1")
+        self._require("swap_space", is_number(self.swap_space, 0), "a finite number of GiB")
+        is_seed = self.seed is None or is_whole(self.seed, 0, 2**63 - 1)
+        self._require("seed", is_seed, "None, or an integer with 0 <= seed < 2**63")
+        dtype = str(self.dtype).removeprefix("torch.")
+        self._require("dtype", dtype in DTYPES, ", ".join(DTYPES))
+        self.dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
+        dtype = self.kv_cache_dtype
+        self.kv_cache_dtype = LONGER_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+        for name, values in CHOICES.items():
+            self._require(name, getattr(self, name) in values, " or ".join(values))
+        check_method(self.quantization)
+        self.limit_mm_per_prompt = read_picture_limit(self.limit_mm_per_prompt)
+        is_size = is_number(self.mm_processor_cache_gb, 0)
+        self._require("mm_processor_cache_gb", is_size, "a finite number of GiB")
+        self.speculative_config = SpeculativeConfig.read(self.speculative_config)
+        # because a draft follows the base model, and no adapter
+        speculates_with_lora = self.enable_lora and self.speculative_config is not None
+        self._require("enable_lora", not speculates_with_lora, "False with a speculative_config")
+        self._check_workers()
+        least = self.max_num_seqs * self.rows_each
+        if self.max_num_batched_tokens is None:
+            self.max_num_batched_tokens = max(2048, least)
+        wanted = "a token" if self.rows_each == 1 else f"{self.rows_each} tokens"
+        accepted = f"{least} or more, {wanted} for each of max_num_seqs"
+        self._require("max_num_batched_tokens", self.max_num_batched_tokens >= least, accepted)
+
+    @property
+    def rows_each(self) -> int:
+        """Tokens that a sequence runs in a step at most while it decodes: its newest and a draft."""
+        config = self.speculative_config
+        return 1 if config is None else 1 + config.num_speculative_tokens
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether the model lies in processes of its own."""
+        sizes = [getattr(self, name) for name in SIZES]
+        return max(sizes) > 1 or self.distributed_executor_backend is not None
+
+    @property
+    def cuts_model(self) -> bool:
+        """Whether a process has only a part of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size > 1
+
+    def _check_workers(self) -> None:
+        """What the model's processes cannot do yet."""
+        backend = self.distributed_executor_backend
+        self._require(
+            "distributed_executor_backend",
+            backend is None or backend in BACKENDS,
+            f"None, {', '.join(BACKENDS)}",
+        )
+        if not self.has_workers:
+            return
+        # because adapters and drafts stand beside the model, and here that is another process
+        why = (
+            "where the model is in other processes (…_parallel_size, distributed_executor_backend)"
+        )
+        self._require("enable_lora", not self.enable_lora, f"False {why}")
+        self._require("speculative_config", self.speculative_config is None, f"None {why}")
+        # because a group of quantized weights would be cut through
+        is_plain = self.quantization is None or not self.cuts_model
+        self._require("quantization", is_plain, "None where a model is cut into parts")
+
+    @classmethod
+    def read(cls, **arguments) -> "EngineArgs":
+        """From keyword arguments as guides pass them. Raises ValueError for one that is unknown."""
+        known = [field.name for field in fields(cls)]
+        own = {}
+        for name, value in from_older(arguments).items():
+            if name in known:
+                own[name] = value
+            elif name not in WITHOUT_EFFECT:
+                near = difflib.get_close_matches(name, [*known, *OLDER, *WITHOUT_EFFECT], 1)
+                hint = f"did you mean {near[0]}?" if near else f"accepted: {', '.join(known)}"
+                raise ValueError(f"{name}: unknown argument; {hint}")
+        return cls(**own)
+
+    def _require(self, name: str, fits: bool, accepted: str) -> None:
+        if not fits:
+            refuse(name, getattr(self, name), accepted)
+
+
+def read_picture_limit(limit: dict[str, int] | str | None) -> dict[str, int]:
+    """limit_mm_per_prompt as vLLM takes it: an object, JSON, or "image=2". Raises ValueError."""
+    if limit is None:
+        return {"image": MOST_PICTURES}
+    given = limit
+    if isinstance(limit, str):
+        with suppress(ValueError):
+            given = json.loads(re.sub(r"^image=(\d+)$", r'{"image": \1}', limit))
+    fits = isinstance(given, dict) and given.keys() == {"image"} and is_whole(given["image"], 0)
+    if not fits:
+        refuse("limit_mm_per_prompt", limit, '{"image": a whole number, 0 or more}')
+    return dict(given)
+
+
+def check_counts(arguments, *names: str, low: int = 1, optional: bool = False) -> None:
+    """Raise ValueError that names the first of these attributes that is no whole number from `low`
+    on. optional: it may be None.
+    """
+    accepted = f"{'None, or ' if optional else ''}a whole number, {low} or more and below 2**31"
+    for name in names:
+        value = getattr(arguments, name)
+        if not is_whole(value, low) and not (optional and value is None):
+            refuse(name, value, accepted)

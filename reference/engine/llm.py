@@ -1,0 +1,134 @@
+"""The offline interface: `LLM(model).generate(prompts, params)`, as users of vLLM know it."""
+
+import itertools
+
+from tqdm.auto import tqdm
+
+from lessons.toolbox.model.arguments import refuse
+from reference.engine.assembly import new_engine
+from reference.engine.calls import as_list, interrupts_noted, one_each
+from reference.engine.engine_args import EngineArgs
+from reference.engine.outputs import RequestOutput
+from reference.engine.request import EngineRequest
+from reference.engine.sampling_params import SamplingParams
+from reference.features.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from reference.features.lora import (
+    LoRARequest,
+)
+
+
+class LLM:
+    """A model that answers lists of prompts. The arguments are EngineArgs', vLLM's names."""
+
+    def __init__(self, model: str = "models/tiny", **arguments):
+        self.args = EngineArgs.read(model=model, **arguments)
+        self.engine = new_engine(self.args)
+        self.counter = itertools.count()
+
+    def shutdown(self) -> None:
+        """End the processes that hold the model, if there are any. They end with this object, too."""
+        self.engine.close()
+
+    def get_tokenizer(self):
+        """The checkpoint's, as transformers' AutoTokenizer."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: str | list[str] | list[int] | list[list[int]] | None = None,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompt_token_ids: list[list[int]] | None = None,
+        use_tqdm: bool = True,
+        priority: list[int] | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
+    ) -> list[RequestOutput]:
+        """The answers, in the order of the prompts. Interrupted by Ctrl-C, it returns what it has;
+        what has not ended is marked "abort". lora_request: the adapter that answers, or one for each
+        prompt; None: the base model.
+        """
+        if prompts is not None and prompt_token_ids is not None:
+            refuse("prompts, prompt_token_ids", (prompts, prompt_token_ids), "one of them")
+        prompts = as_list(prompts if prompt_token_ids is None else prompt_token_ids)
+        params = one_each("sampling_params", sampling_params, len(prompts))
+        priorities = one_each("priority", 0 if priority is None else priority, len(prompts))
+        adapters = one_each("lora_request", lora_request, len(prompts))
+        ids, requests = [str(next(self.counter)) for _ in prompts], []
+        try:
+            for id, *wishes in zip(ids, prompts, params, priorities, adapters):
+                self.engine.add_request(id, *wishes)
+                requests.append(self.engine.requests[id])
+        except ValueError as error:
+            self.abort(requests)
+            raise ValueError(f"prompts[{len(requests)}]: {error}") from None
+        self.run(requests, use_tqdm)
+        return [request.output() for request in requests]
+
+    def run(self, requests: list[EngineRequest], use_tqdm: bool) -> None:
+        """Step until these requests have ended; Ctrl-C, or a step that raises, ends them sooner."""
+        waiting = {request.request_id for request in requests}
+        try:
+            with (
+                interrupts_noted() as interrupts,
+                tqdm(total=len(requests), desc="requests", disable=not use_tqdm) as bar,
+            ):
+                while waiting and not interrupts:
+                    # not `step`, because nobody looks at an answer before it has ended
+                    for request in self.engine.advance():
+                        if request.finished and request.request_id in waiting:
+                            waiting.remove(request.request_id)
+                            bar.update()
+        except KeyboardInterrupt:
+            pass  # as if it had been noted
+        finally:
+            self.abort(requests)
+
+    def abort(self, requests: list[EngineRequest]) -> None:
+        """End those that have not ended."""
+        for request in requests:
+            self.engine.abort_request(request.request_id)
+
+    def beam_search(
+        self, prompts: str | list, params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers that a search of this width finds, in the order of the prompts.
+
+        Raises ValueError for a prompt that cannot be served, or while requests are unfinished.
+        """
+        # One of the replicas, if there are several, because beams share blocks.
+        engine = getattr(self.engine, "engines", [self.engine])[0]
+        prompts, searching = as_list(prompts), BeamSearch(engine, params)
+        searches = []
+        for prompt in prompts:
+            try:
+                searches.append(searching.new_search(prompt))
+            except ValueError as error:
+                raise ValueError(f"prompts[{len(searches)}]: {error}") from None
+        waiting = searches
+        with tqdm(total=len(searches), desc="searches", disable=not use_tqdm) as bar:
+            while group := searching.next_group(waiting):
+                searching.run(group)
+                waiting = waiting[len(group) :]
+                bar.update(len(group))
+        return [search.output(self.engine.tokenizer) for search in searches]
+
+    def chat(
+        self,
+        messages: list[dict] | list[list[dict]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations by the tokenizer's own template. lora_request: as in generate. Raises
+        ValueError without a template.
+        """
+        if not isinstance(messages, (list, tuple)) or not messages:
+            refuse("messages", messages, "a conversation, or a list of them")
+        tokenizer = self.engine.tokenizer
+        if not tokenizer.chat_template:
+            raise ValueError("messages: this tokenizer has no chat template; accepted: generate()")
+        many = messages if isinstance(messages[0], list) else [messages]
+        prompts = [
+            tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)
+            for m in many
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)

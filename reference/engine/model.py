@@ -1,0 +1,88 @@
+"""The model that the engine runs: any supported checkpoint, in the class that its config asks for,
+fused on a GPU.
+
+    model = load_model("models/tiny")                      # the GPU if there is one, else the CPU
+    model = load_model("Qwen/Qwen3-0.6B", dtype="bfloat16")
+    model = load_model("models/tiny", quantization="int4")  # reference.weights.quantization lists the methods
+    model = load_model("model-Q4_K_M.gguf")                # its matrices stay quantized in memory
+    tokenizer = load_tokenizer("model-Q4_K_M.gguf")        # a GGUF file carries its own
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l23_experts.grouped import grouped
+from lessons.toolbox.measure.device import default_device, default_dtype
+from lessons.toolbox.model import checkpoint
+from lessons.toolbox.model.placement import read_device, read_dtype
+from reference.checkpoints.any_checkpoint import load_any, stored_method
+from reference.checkpoints.gguf.gguf_file import is_gguf, read_gguf
+from reference.checkpoints.gguf.gguf_linear import as_grouped, with_kernels
+from reference.checkpoints.gguf.gguf_tokenizer import tokenizer_of
+from reference.weights.activations import with_rounded_inputs
+from reference.weights.quantization import check_method, check_stored, multiply_for, quantize_model
+
+
+def load_model(
+    name_or_path: str | os.PathLike,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    quantization: str | None = None,
+) -> Decoder:
+    """A checkpoint as a decoder, ready to generate: Llama, Mistral, Mixtral, Qwen, Qwen3-MoE, gpt-oss,
+    Phi-3, Gemma 2 and 3, DeepSeek-V2 and V3, by folder or hub name; Llama, Mistral, Qwen2 and Qwen3
+    also by .gguf file.
+
+    device: default the GPU if there is one. dtype: a torch.dtype or its name; default the GPU's
+    16-bit type, float32 on a CPU. quantization: weights in fewer bits; None: as the checkpoint has
+    them, quantized or not. On a GPU the result is lesson 7's fused twin, its experts
+    grouped as in lesson 20. Raises ValueError (CheckpointError for the checkpoint) in one line.
+    """
+    check_method(quantization)
+    device, dtype = default_place(device, dtype)
+    stored = stored_method(name_or_path)
+    if stored is not None:
+        check_stored(quantization, stored)
+    products = multiply_for(device, dtype), gguf_products(device, dtype)
+    model = load_any(name_or_path, device, dtype, *products)
+    if stored == "compressed-tensors":
+        with_rounded_inputs(model, checkpoint.load_config(name_or_path).quantization_config)
+    if stored is None and quantization is not None:
+        model = quantize_model(model, quantization, partial(load_tokenizer, name_or_path))
+    return finished(model, device)
+
+
+def finished(model: Decoder, device: torch.device) -> Decoder:
+    """A loaded model as the engine runs it: on a GPU fused, its experts grouped."""
+    return grouped(fused(model)) if device.type == "cuda" else model
+
+
+def default_place(
+    device: torch.device | str | None, dtype: torch.dtype | str | None
+) -> tuple[torch.device, torch.dtype]:
+    """Both as load_model takes them for what is None. Raises ValueError."""
+    device = default_device() if device is None else read_device(device)
+    if dtype is None:
+        dtype = default_dtype() if device.type == "cuda" else torch.float32
+    return device, read_dtype(dtype)
+
+
+def gguf_products(device: torch.device, dtype: torch.dtype) -> dict[str, Callable]:
+    """How load_gguf's layers multiply: on a GPU with the kernels, for the formats that they read."""
+    if device.type == "cpu":
+        return {}
+    return dict(multiply=with_kernels(multiply_for(device, dtype)), prepare=as_grouped)
+
+
+def load_tokenizer(name_or_path: str | os.PathLike):
+    """The tokenizer of a checkpoint or of a .gguf file, as transformers' AutoTokenizer. Raises
+    CheckpointError.
+    """
+    if is_gguf(name_or_path):
+        return tokenizer_of(read_gguf(name_or_path))
+    return checkpoint.load_tokenizer(name_or_path)

@@ -1,0 +1,153 @@
+"""One pass of the model over what a scheduler chose: tensors in, hidden states and logits out."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lessons.l02_naive_attention.decoder import Attend, Decoder
+from lessons.l03_kv_cache.cache import KVPool
+from lessons.l03_kv_cache.generate import Rung
+from lessons.l12_paged_kv.blocks import BlockManager, Copy
+from lessons.l12_paged_kv.more.swap import HostSwap
+from lessons.l12_paged_kv.optimized import LESSON_12
+from lessons.l12_paged_kv.runner import copy_blocks, new_pool, paged_rung_of, step_batch
+from lessons.l14_continuous_batching.sequence import Step
+from lessons.l15_chunked_prefill.swap import Lender
+from lessons.l17_tree_speculation.heads.heads import tapped_features
+from lessons.l17_tree_speculation.optimized import LESSON_17
+from lessons.l17_tree_speculation.runner import with_trees
+from lessons.l17_tree_speculation.stand_ins import LESSON_17_TORCH
+from lessons.l17_tree_speculation.trees.tree import Tree
+from lessons.l19_kv_quantization.runner import quantized_rung_of
+from reference.features.decode_graphs import Chunks, DecodeGraphs
+from reference.features.lora import Adapters
+from reference.speculation.tree_graphs import TreeGraphs
+from reference.vision.sight import Sight
+from reference.weights.packed import packed
+
+
+class ModelRunner:
+    """The model, its pool of blocks, and nothing that outlives a step. Any supported model: fused,
+    with lesson 12's kernels on a GPU and its PyTorch operations on a CPU. kv_cache_dtype: "auto", or a
+    format of lesson 19. adapters: None for a model without slots for them.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        kv_cache_dtype: str = "auto",
+        adapters: Adapters | None = None,
+    ):
+        self.adapters = adapters
+        self.model = packed(paged_rung_of(model).prepare(model))
+        rung = with_tree_ops(quantized_rung_of(self.model, kv_cache_dtype))
+        self.pool = new_pool(self.model, num_blocks, block_size, max_model_len, rung)
+        self.max_model_len = max_model_len
+        self.captured: DecodeGraphs | None = None
+        self.sight: Sight | None = None  # of a model whose embedding asks it
+        # Where lesson 17's drafts read the model, and what they found in the last step: [T, F].
+        self.taps: tuple[int, ...] = ()
+        self.features: Tensor | None = None
+
+    def capture(self, graphs, buckets: Sequence[int], most_each: int = 1) -> None:
+        """From now on steps that only decode are replayed. Arguments: DecodeGraphs."""
+        what = self.model, self.pool, graphs, buckets, self.max_model_len
+        self.captured = DecodeGraphs(*what, most_each, self.adapters, self.taps)
+
+    def capture_trees(self, graphs, buckets: Sequence[int], **sizes: int) -> None:
+        """The same for steps in which sequences run trees. Arguments: TreeGraphs."""
+        what = self.model, self.pool, graphs, buckets, self.max_model_len
+        self.captured = TreeGraphs(*what, taps=self.taps, **sizes)
+
+    @torch.inference_mode()
+    def __call__(self, step: Step, tables: dict[int, list[int]]) -> Tensor:
+        """Run a step. Returns hidden: [T, hidden_size] of all its tokens, in the chunks' order."""
+        self.copy(step.copies)
+        chunks = [(chunk.tokens, chunk.sequence.computed) for chunk in step.chunks]
+        owned = [tables[chunk.sequence.row] for chunk in step.chunks]
+        trees = [chunk.sequence.tree for chunk in step.chunks]
+        with nullcontext() if self.sight is None else self.sight.over(step):
+            if self.adapters is None:
+                return self.run(chunks, owned, trees=trees)
+            with self.adapters.rows_of(step) as row_slots:
+                return self.run(chunks, owned, row_slots)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        chunks: Chunks,
+        tables: list[list[int]],
+        row_slots: list[int] | None = None,
+        trees: Sequence[Tree | None] = (),
+    ) -> Tensor:
+        """Run some tokens of each sequence. tables: its blocks. row_slots: the adapter of each token,
+        None for none. trees: where a sequence's tokens are the nodes of one. Returns hidden: [T,
+        hidden_size].
+        """
+        # A captured step looks tokens up and sees no picture.
+        is_plain = self.sight is None or self.sight.splice is None
+        if self.captured is not None and is_plain and self.captured.fits(chunks):
+            hidden, self.features = self.captured(chunks, tables, row_slots, trees)
+            return hidden
+        batch = step_batch(self.pool, chunks, tables)
+        if trees:
+            batch = with_trees(batch, trees)
+        attend = self.pool.attending(batch)
+        with self.adapters_over(row_slots):
+            return self.forward(batch.tokens, attend)
+
+    def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
+        """The model itself. tokens: [T] -> hidden: [T, hidden_size]."""
+        hidden, self.features = tapped_features(self.model, tokens, attend, self.taps)
+        return hidden
+
+    def copy(self, copies: list[Copy]) -> None:
+        """Copy whole blocks, before a step writes into them."""
+        copy_blocks(self.pool, copies)
+
+    def adapters_over(self, row_slots: list[int] | None) -> AbstractContextManager:
+        """Inside it the model adds each row's adapter."""
+        if self.adapters is None:
+            return nullcontext()
+        return self.adapters.over(row_slots, self.model.device)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        """hidden: [T, hidden_size] -> [len(rows), V]. Only of these rows, because V is large."""
+        if rows != list(range(len(hidden))):  # a list of indices makes Python wait for the GPU
+            hidden = hidden[rows]
+        return self.model.logits(hidden)
+
+    def new_swap(self, blocks: BlockManager, others: Sequence[KVPool] = ()) -> HostSwap:
+        """Where K and V of this pool wait on the host. blocks: who owns which of its blocks. others:
+        pools whose blocks have the same numbers.
+        """
+        return PoolsSwap(Lender(self.pool, blocks), [self.pool, *others])
+
+    def close(self) -> None:
+        """Nothing has to be ended here; what the workers of `reference.parallel` hold does."""
+
+
+def with_tree_ops(rung: Rung) -> Rung:
+    """A rung of lesson 12's operations with lesson 17's, which also know trees; any other as it is."""
+    if rung.kernels is not LESSON_12:
+        return rung
+    return replace(rung, kernels=LESSON_17, stand_ins=LESSON_17_TORCH)
+
+
+class PoolsSwap(HostSwap):
+    """Lesson 12's HostSwap for several pools whose blocks have the same numbers."""
+
+    def __init__(self, runner: Lender, pools: list[KVPool]):
+        super().__init__(runner)
+        self.pools = pools
+
+    @property
+    def slots(self) -> list[Tensor]:
+        return [slots for pool in self.pools for slots in pool.tensors]

@@ -1,0 +1,190 @@
+"""A request inside the engine: one prompt, one or more sequences that answer it."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lessons.l14_continuous_batching.sequence import Chunk, Sequence, Step
+from lessons.l15_chunked_prefill.preemption import by_arrival
+from lessons.l17_tree_speculation.trees.tree import Tree
+from lessons.l21_multi_lora.peft.adapters import Adapter
+from lessons.l21_multi_lora.slots import LoRARequest
+from lessons.l22_serving.fair import Ticket
+from reference.engine.detokenizer import Detokenizer
+from reference.engine.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
+from reference.engine.sampling_params import SamplingParams
+from reference.features.structured import Constraint
+from reference.vision.prompt import Placed
+
+
+@dataclass(eq=False)
+class EngineSequence(Sequence):
+    """One answer under way."""
+
+    params: SamplingParams = field(default_factory=SamplingParams)
+    request: "EngineRequest | None" = None
+    adapter: Adapter | None = None
+    pictures: tuple[Placed, ...] = ()
+    index: int = 0  # among the answers to its prompt
+    priority: int = 0
+    bias: tuple[Tensor, Tensor] | None = None  # logit_bias: token ids, values
+    detokenizer: Detokenizer | None = None
+    constraint: Constraint | None = None  # structured_outputs: what it may still say
+    tree: Tree | None = None  # whose nodes its next tokens are, while it speculates
+    logprobs: list[Logprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.params.wants_logprobs
+
+    def take(self, token: int, logprobs: Logprobs | None) -> None:
+        """A sampled token: keep it, and see whether it ends the answer."""
+        self.append(token)
+        if self.constraint is not None:
+            self.constraint.take(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+            self.cumulative_logprob += logprobs[token].logprob
+        is_late = len(self.output) >= self.params.min_tokens
+        if self.constraint is not None:
+            is_late |= self.constraint.has_ended  # a complete text ends, also before min_tokens
+        is_stop = token in self.stop_token_ids and is_late
+        if is_stop:
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in self.params.stop_token_ids else None
+        if self.detokenizer is not None:
+            is_cut = is_stop and not self.params.include_stop_str_in_output
+            may_stop = len(self.output) >= self.params.min_tokens
+            stop = self.detokenizer.append(token, is_last_special=is_cut, may_stop=may_stop)
+            if stop is not None:
+                self.finish_reason, self.stop_reason = "stop", stop
+        if self.constraint is not None and self.constraint.failure is not None:
+            self.finish_reason, self.stop_reason = "abort", self.constraint.failure
+        if self.finish_reason is None and len(self.output) >= self.max_new_tokens:
+            self.finish_reason = "length"
+        # not behind a stop string, at which the text was cut
+        if self.finished and self.detokenizer is not None and not isinstance(self.stop_reason, str):
+            self.detokenizer.finish()
+
+    def completion(self) -> CompletionOutput:
+        text = "" if self.detokenizer is None else self.detokenizer.text
+        if self.detokenizer is not None and not self.finished:
+            text = text[: self.detokenizer.safe_length]
+        with_logprobs = self.params.logprobs is not None
+        return CompletionOutput(
+            self.index,
+            text,
+            list(self.output),
+            self.cumulative_logprob if self.wants_logprobs else None,
+            list(self.logprobs) if with_logprobs else None,
+            self.finish_reason,
+            self.stop_reason,
+        )
+
+
+@dataclass(eq=False)
+class EngineRequest:
+    """What `add_request` was given, and the sequences that answer it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    lora_request: LoRARequest | None = None
+    adapter: Adapter | None = None  # held on the host until the request ends
+    pictures: tuple[Placed, ...] = ()  # and where they stand in the prompt
+    ticket: Ticket | None = None  # its place among its user's requests
+    sequences: list[EngineSequence] = field(default_factory=list)
+    waiting_to_fork: list[EngineSequence] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
+
+    def __post_init__(self):
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # nothing stands before the first token
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of its prompt and all its answers."""
+        return len(self.prompt_token_ids) + sum(one.max_new_tokens for one in self.sequences)
+
+    @property
+    def used_tokens(self) -> int:
+        """Of most_tokens, those that it took, or none if it never ran."""
+        if self.metrics.first_scheduled is None:
+            return 0
+        return len(self.prompt_token_ids) + sum(len(one.output) for one in self.sequences)
+
+    def output(self) -> RequestOutput:
+        """The request as it stands: of `best_of` answers the n likeliest, once all have ended."""
+        self.metrics.preemptions = sum(sequence.preemptions for sequence in self.sequences)
+        answers = self.sequences
+        if self.params.drawn > self.params.n:
+            answers = sorted(answers, key=mean_logprob, reverse=True)[: self.params.n]
+        completions = [sequence.completion() for sequence in answers]
+        if self.params.drawn > self.params.n:
+            for index, completion in enumerate(completions):
+                completion.index = index
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            completions,
+            self.finished,
+            self.prompt_logprobs,
+            self.num_cached_tokens,
+            self.metrics,
+            self.lora_request,
+        )
+
+
+def mean_logprob(sequence: EngineSequence) -> float:
+    """By which `best_of` ranks answers."""
+    return sequence.cumulative_logprob / max(1, len(sequence.output))
+
+
+def bias_of(params: SamplingParams, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """logit_bias as tensors: token ids [K] int64 and values [K]."""
+    if not params.logit_bias:
+        return None
+    tokens, values = zip(*params.logit_bias.items())
+    return torch.tensor(tokens, device=device), torch.tensor(values, device=device)
+
+
+def ends(step: Step) -> list[tuple[int, Chunk]]:
+    """Each chunk with the row of its last token."""
+    found, row = [], -1
+    for chunk in step.chunks:
+        row += chunk.count
+        found.append((row, chunk))
+    return found
+
+
+# ---------------------------------------------------------------- whose turn it is
+
+
+def by_priority(sequence: EngineSequence) -> tuple:
+    """The smallest priority first, then the order of arrival."""
+    return (sequence.priority, sequence.row)
+
+
+def by_user(sequence: EngineSequence) -> tuple:
+    """The smallest priority first, then the user whose turn it is, then the order of arrival."""
+    return (sequence.priority, sequence.request.ticket.start, sequence.row)
+
+
+ORDERS = {"fcfs": by_arrival, "priority": by_priority, "fair": by_user}

@@ -1,4 +1,0 @@
-"""What the engine's process imports, imported once by the server that it is a fork of."""
-
-import reference.engine_process.core
-import reference.parallel.warm  # noqa: F401

@@ -1,0 +1,122 @@
+"""From a speculative_config to a proposer: what drafts is loaded, held to the target, and given room."""
+
+from pathlib import Path
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l16_speculative_sampling.drafts import check_tokenizers, check_vocabulary
+from lessons.l17_tree_speculation.arguments import check_model
+from lessons.l17_tree_speculation.heads.heads import KINDS, Heads, MedusaHeads
+from lessons.l17_tree_speculation.heads.heads_files import find_heads, load_heads
+from lessons.l17_tree_speculation.trees.guesses import Ranked
+from lessons.l17_tree_speculation.trees.tree import Tree, best_tree
+from lessons.toolbox.model.arguments import refuse
+from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.model.config_json import CheckpointError, read_json
+from reference.engine.engine_args import EngineArgs
+from reference.engine.model import load_model
+from reference.engine.model_runner import ModelRunner
+from reference.speculation.head_proposers import EagleProposer, MedusaProposer
+from reference.speculation.proposers import DraftModelProposer, NgramProposer
+from reference.speculation.protocol import Proposer
+from reference.speculation.speculative_config import (
+    ALIASES,
+    AUTO,
+    DRAFT,
+    EAGLE,
+    HEADS,
+    MEDUSA,
+    NGRAM,
+    PROBABILISTIC,
+    SpeculativeConfig,
+)
+from reference.speculation.tree_guesses import DrawnIfSampled
+from reference.weights.packed import packed_heads
+
+Drafter = Decoder | Heads | None  # what drafts, as it was loaded; None for n-grams
+
+
+def load_drafter(config: SpeculativeConfig | None, target: Decoder, tokenizer) -> Drafter:
+    """What drafts, on the target's device and in its dtype. Raises ValueError, in one line, for what
+    does not fit the target.
+    """
+    if config is None or config.method == NGRAM:
+        return None
+    if config.method == DRAFT:
+        if (kind := kind_of_heads(config.model)) is not None:
+            refuse(
+                "speculative_config method", DRAFT, f"{kind!r} for {config.model}, which is heads"
+            )
+        check_tokenizers(tokenizer, config.model)
+        draft = load_model(config.model, target.device, target.dtype)
+        check_vocabulary(target, draft)
+        return draft
+    check_model(target)
+    heads = load_heads(config.model, target)
+    kind = MEDUSA if isinstance(heads, MedusaHeads) else EAGLE  # of both generations
+    if kind != config.method:
+        refuse("speculative_config method", config.method, f"{kind!r} for {config.model}")
+    check_depth(config, heads)
+    return heads
+
+
+def check_depth(config: SpeculativeConfig, heads: Heads) -> None:
+    """Raise ValueError for drafts that are longer than there are heads."""
+    if not isinstance(heads, MedusaHeads):
+        return
+    tree, most = tree_of(config, heads), len(heads.heads)
+    name, given = "num_speculative_tokens", config.num_speculative_tokens
+    if tree is not None:
+        name, given = "speculative_token_tree", config.speculative_token_tree
+    if (given if tree is None else tree.depth) > most:
+        accepted = f"at most {most} one behind the other, the heads of {config.model}"
+        refuse(f"speculative_config {name}", given, accepted)
+
+
+def tree_of(config: SpeculativeConfig, drafter: Drafter) -> Tree | None:
+    """The shape of this engine's drafts; None: chains. Raises ValueError for "auto" with heads of which
+    nobody has measured how often they are right.
+    """
+    if config.speculative_token_tree != AUTO:
+        return config.tree
+    if drafter.acceptance is None:
+        refuse(
+            "speculative_config speculative_token_tree",
+            AUTO,
+            f"a list of ranks, because config.json of {config.model} has no 'acceptance'",
+        )
+    return best_tree(drafter.acceptance, config.num_speculative_tokens + 1)
+
+
+def kind_of_heads(name_or_path: str) -> str | None:
+    """The method for a folder of heads; None for anything else. Raises CheckpointError."""
+    try:
+        folder = find_heads(name_or_path)
+    except CheckpointError:
+        return None  # a hub name, perhaps
+    kind = read_json(Path(folder, "config.json")).get("kind")
+    return ALIASES.get(kind, kind) if kind in tuple(KINDS) else None
+
+
+def config_of_pool(drafter: Drafter) -> ModelConfig | None:
+    """The shape of what has K and V of its own; None for who has none."""
+    return getattr(drafter, "config", None)
+
+
+def new_proposer(args: EngineArgs, drafter: Drafter, runner: ModelRunner, new_runner) -> Proposer:
+    """Who drafts for the target that `runner` runs. new_runner(model, max_model_len): a runner over a
+    pool with as many blocks as the target's.
+    """
+    config, pool = args.speculative_config, runner.pool
+    if config.method == NGRAM:
+        return NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min)
+    choice = DrawnIfSampled() if config.draft_sample_method == PROBABILISTIC else Ranked()
+    if config.method in HEADS:
+        drafter = packed_heads(drafter)
+    if config.method == MEDUSA:
+        return MedusaProposer(drafter, runner.model, choice)
+    if config.method == EAGLE:
+        room = pool.num_blocks, pool.block_size, runner.max_model_len
+        return EagleProposer(drafter, runner.model, choice, *room, args.kv_cache_dtype)
+    # Behind the draft's own context the target decodes plainly.
+    context = min(runner.max_model_len, drafter.config.max_position_embeddings)
+    return DraftModelProposer(new_runner(drafter, context))

@@ -1,0 +1,164 @@
+"""Room for drafted tokens in a scheduler's steps, and what a sequence knows of its draft.
+
+A sequence that decodes gets a chunk of 1 + K tokens: its newest, and places behind it that a proposer
+will fill. While the step runs, places and drafted tokens stand in the sequence's list of tokens, so
+schedulers, block tables and the runner see nothing unusual. After the pass only what stays remains.
+
+Where a proposer fills trees, the places are the nodes of one, in the order of their numbers. A tree
+takes no more places than the answer may still have tokens, so nothing else has to know how large trees
+are: not the pool, not the longest context, not who admits requests.
+
+Two decisions keep a seeded answer the same in any batch. K is a function of the sequence. And the
+newest token of an answer always runs together with its draft: a sequence that was preempted computes
+everything in front of that token again, then goes on as before.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lessons.l14_continuous_batching.sequence import Sequence, Step
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.l15_chunked_prefill.swap import SwappingScheduler
+from lessons.l17_tree_speculation.trees.tree import Tree
+from reference.engine.request import EngineSequence
+from reference.speculation.protocol import Proposer
+
+PLACE = 0  # a token until the proposer has drafted one
+
+
+@dataclass(eq=False)
+class DraftedSequence(EngineSequence):
+    """An answer whose list of tokens may go on behind its output.
+    tree: whose nodes stand there, the newest token is its root. None: a chain, or nothing.
+    """
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @property
+    def num_own(self) -> int:
+        """Tokens of prompt and output, without a draft."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def drafted(self) -> list[int]:
+        """What stands behind the output now: places, or drafted tokens."""
+        return self.all_tokens[self.num_own :]
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.computed == self.num_own - 1 and bool(self.output)
+
+    def look_ahead(self, tokens: list[int], tree: Tree | None = None) -> None:
+        """Let these tokens stand behind the output, and no others. tree: their shape."""
+        self.all_tokens[self.num_own :] = tokens
+        # A chain needs no mask: each of its tokens sees all in front of it.
+        self.tree = None if tree is None or tree.is_chain else tree
+
+
+@lru_cache(maxsize=4096)
+def part_of(tree: Tree, depth: int, count: int) -> Tree:
+    """At most `count` nodes behind the root, and none deeper than `depth`."""
+    return tree.cut(depth).first(count + 1)
+
+
+class LookaheadScheduler(ChunkedScheduler):
+    """A ChunkedScheduler that gives whoever decodes room for a draft.
+
+    proposer: how many tokens it could draft at all, and who has to forget. num_speculative_tokens: K.
+    tree: of as many nodes and the root; None: a chain. Other arguments are ChunkedScheduler's.
+    """
+
+    def __init__(
+        self,
+        *args,
+        proposer: Proposer,
+        num_speculative_tokens: int,
+        tree: Tree | None = None,
+        **arguments,
+    ):
+        super().__init__(*args, **arguments)
+        self.proposer = proposer
+        self.num_speculative_tokens = num_speculative_tokens
+        self.tree = tree
+        least = self.max_num_seqs * (1 + num_speculative_tokens)
+        if self.max_num_batched_tokens < least:
+            raise ValueError(
+                f"max_num_batched_tokens: got {self.max_num_batched_tokens}; accepted: {least} or "
+                f"more, {1 + num_speculative_tokens} tokens for each of max_num_seqs"
+            )
+
+    def count_for(self, sequence: Sequence) -> int:
+        """How many tokens are drafted for a sequence that decodes."""
+        # - 1, because a step emits one token more than it drafts, and that must not be too many.
+        left = sequence.max_new_tokens - len(sequence.output) - 1
+        if left < 1:
+            return 0
+        most = self.proposer.most(sequence)
+        if self.tree is None:
+            return min(self.num_speculative_tokens, left, most)
+        return len(part_of(self.tree, most, left)) - 1
+
+    def give_places(self, sequence: Sequence) -> None:
+        """Let places for its draft stand behind a sequence that decodes."""
+        count = self.count_for(sequence)
+        tree = None
+        if count and self.tree is not None:
+            tree = part_of(self.tree, self.proposer.most(sequence), count)
+        sequence.look_ahead([PLACE] * count, tree)
+
+    def run(self, sequence: Sequence, most: int, step: Step) -> None:
+        """As in lesson 15, with places for a draft. The budget has them for everybody."""
+        if sequence.is_decoding:
+            self.give_places(sequence)
+            most = sequence.to_compute
+        super().run(sequence, most, step)
+
+    def take_blocks(self, sequence: Sequence) -> bool:
+        """As in lesson 15, with blocks for the draft of who comes back, or it would soon be sent away
+        again.
+        """
+        ahead = self.count_for(sequence) if sequence.output else 0
+        tokens = len(sequence.tokens) + ahead
+        if self.is_away(sequence) and self.blocks.blocks_for(tokens) > self.blocks.num_free:
+            return False
+        if not super().take_blocks(sequence):
+            return False
+        if self.blocks.needs(sequence.row, sequence.computed, tokens) <= self.blocks.num_free:
+            return True
+        self.give_back(sequence)
+        self.refused = (sequence, self.blocks.num_free)
+        return False
+
+    def put(self, sequence: Sequence, count: int, step: Step) -> None:
+        """As in lesson 15, but the newest token of an answer waits for a step that has room for its
+        draft, too.
+        """
+        if sequence.is_decoding and not sequence.drafted:  # it may have just come in
+            self.give_places(sequence)
+            count, held = sequence.to_compute, sequence.computed
+            has_blocks = self.blocks.can_grow(sequence.row, held, held + count)
+            if count > self.room(step) or not has_blocks:
+                sequence.look_ahead([])
+                return
+        elif sequence.output and not sequence.is_decoding:
+            count = min(count, sequence.to_compute - 1)
+        super().put(sequence, count, step)
+
+    def preempt(self, sequence: Sequence, step: Step) -> None:
+        """As in lesson 15. What a proposer has computed is lost with the blocks."""
+        sequence.look_ahead([])
+        super().preempt(sequence, step)
+        if not self.is_away(sequence):
+            self.proposer.forget(sequence)
+
+    def is_away(self, sequence: Sequence) -> bool:
+        """Whether its K and V wait on the host."""
+        return False
+
+
+class LookaheadSwappingScheduler(LookaheadScheduler, SwappingScheduler):
+    """The same over lesson 15's SwappingScheduler."""
+
+    def is_away(self, sequence: Sequence) -> bool:
+        return sequence.row in self.swap.away
