@@ -10,18 +10,18 @@ import importlib
 import lessons  # noqa: F401  (before transformers, which imports Triton)
 
 HOME = {
-    "LLM": "llm",
-    "SamplingParams": "sampling_params",
-    "BeamSearchParams": "beam_search",
-    "RequestOutput": "outputs",
-    "CompletionOutput": "outputs",
-    "EngineArgs": "engine_args",
-    "AsyncLLMEngine": "async_engine",
-    "AsyncEngineArgs": "async_engine",
-    "load_model": "model",
-    "LoRARequest": "lora",
-    "StructuredOutputsParams": "structured",
-    "GuidedDecodingParams": "structured",
+    "LLM": "engine.llm",
+    "SamplingParams": "engine.sampling_params",
+    "BeamSearchParams": "features.beam_search",
+    "RequestOutput": "engine.outputs",
+    "CompletionOutput": "engine.outputs",
+    "EngineArgs": "engine.engine_args",
+    "AsyncLLMEngine": "engine.async_engine",
+    "AsyncEngineArgs": "engine.async_engine",
+    "load_model": "engine.model",
+    "LoRARequest": "features.lora",
+    "StructuredOutputsParams": "features.structured",
+    "GuidedDecodingParams": "features.structured",
 }
 __all__ = list(HOME)
 

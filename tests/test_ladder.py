@@ -455,10 +455,10 @@ def test_a_missing_model_is_one_line_from_another_folder_too(tmp_path):
 
 ONE_RUNG = """
 import sys
-from reference import climb, contest, ladder, rungs
+from reference.ladder import climb, command, contest, rungs
 climb.PEERS, contest.MOST_PASSES = (), 1
 climb.rungs_of = lambda config: rungs.WITH_HEADS[:1]
-sys.exit(ladder.main(sys.argv[1:]))
+sys.exit(command.main(sys.argv[1:]))
 """
 
 
