@@ -57,6 +57,9 @@ DENSE_FILES = (
     "lessons/l08_online_softmax/naive.py",
     "lessons/l09_flash_attention/naive.py",
     "lessons/l11_cuda_graphs/optimized.py",
+    "lessons/l20_parallelism/naive.py",
+    "lessons/l24_structured_outputs/naive.py",
+    "lessons/l24_structured_outputs/optimized.py",
 )
 
 

@@ -10,7 +10,7 @@ from lessons.toolbox.draw.plotting import class_plot
 from reference.bench import slides
 from reference.bench.slides import SLIDE_PIXELS, save_slide
 
-ROOT = Path(slides.__file__).parents[1]
+ROOT = Path(slides.__file__).parents[2]
 
 
 def width_of(png: Path) -> int:

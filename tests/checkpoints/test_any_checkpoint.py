@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from lessons.l18_weight_quantization.gguf.gguf_blocks import GgufWeight
-from lessons.l18_weight_quantization.lab import quality
 from lessons.l18_weight_quantization.linear import QuantizedLinear, quantized
 from lessons.l18_weight_quantization.naive import dequantize_matmul, round_to_nearest
 from lessons.l18_weight_quantization.weights import GroupedInt
 from lessons.toolbox.model.config_json import CheckpointError
-from reference.checkpoints import any_checkpoint
+from reference.checkpoints import any_checkpoint, quality
 from reference.checkpoints.any_checkpoint import load_any, stored_method
 from reference.checkpoints.gguf.gguf_model import save_gguf
 from reference.checkpoints.write_checkpoint import save_quantized

@@ -1,6 +1,5 @@
-"""The Hopper kernel equals the oracle, in the simulator on a CPU and for real on a Hopper GPU; every
-planted bug is caught; the compiler keeps the overlap that the docstring claims.
-"""
+"""The Hopper kernel equals the oracle, in the simulator on a CPU and for real on a Hopper GPU; each
+planted bug is caught; the compiler keeps the overlap."""
 
 import importlib.util
 import random
@@ -253,10 +252,10 @@ BUGS = {
 
 
 def module_with(bug, folder: Path):
-    """gluon_flash.py with the text of rings.py in the place of its import, and a bug planted."""
+    """gluon_flash.py with rings.py in the place of its import, and a bug planted."""
     old, new, _ = BUGS[bug]
     texts = [Path(module.__file__).read_text(encoding="utf-8") for module in (hopper, rings)]
-    imported = next(line for line in texts[0].splitlines() if "l09_flash_attention.rings" in line)
+    imported = next(line for line in texts[0].splitlines() if "hopper.rings" in line)
     source = texts[0].replace(imported, texts[1])
     planted, count = re.subn(old if isinstance(old, re.Pattern) else re.escape(old), new, source)
     assert count == 1, f"{bug}: its text stands {count} times in the kernel"

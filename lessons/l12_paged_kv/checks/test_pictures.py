@@ -62,7 +62,7 @@ def test_the_readme_quotes_the_formulas():
 
 
 def test_the_excerpts_stand_in_the_sources():
-    sources = [file.read_text(encoding="utf-8") for file in README.parent.glob("*.py")]
+    sources = [file.read_text(encoding="utf-8") for file in README.parent.rglob("*.py")]
     excerpts = README.read_text(encoding="utf-8").split("```python\n")[1:]
     assert len(excerpts) == 2
     for excerpt in excerpts:

@@ -44,7 +44,7 @@ def test_the_pictures_fit(name):
 
 def test_the_excerpts_stand_in_the_sources():
     """Line by line, however far they are indented there."""
-    sources = [file.read_text(encoding="utf-8") for file in ROOM.glob("*.py")]
+    sources = [file.read_text(encoding="utf-8") for file in ROOM.rglob("*.py")]
     found = TEXT.split("```python\n")[1:]
     assert len(found) == 3
     for block in found:
