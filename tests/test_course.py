@@ -10,6 +10,7 @@ from tests import (
     anatomy_rules,
     course_rules,
     docstring_rules,
+    house_rules,
     link_rules,
     notebook_rules,
     number_rules,
@@ -30,6 +31,8 @@ RULES = {
     "tests that texts name": link_rules.unknown_tests,
     "no place on a machine": course_rules.places_on_a_machine,
     "notebooks' outputs": notebook_rules.bad_notebooks,
+    "first screens": house_rules.crowded_folders,
+    "modules that a room's text names": house_rules.unnamed_modules,
 }
 ANATOMY = {
     "parts of a lesson": anatomy_rules.missing_parts,
@@ -172,3 +175,20 @@ def test_numbers_with_a_wrong_source_or_none_are_seen(tmp_path):
     assert "4.3 is not the recorded 4.2499" in wrong
     (unsourced,) = number_rules.unsourced_numbers(tmp_path)
     assert "Measured: '3 ms'" in unsourced
+
+
+def test_a_crowded_room_and_an_unnamed_module_are_seen(tmp_path):
+    room = tmp_path / "lessons/l03_cache"
+    (room / "kernels").mkdir(parents=True)
+    (room / "lab").mkdir()
+    (room / "README.md").write_text("Read `cache.py`, then `kernels/decode.py`.")
+    for name in ("cache.py", "kernels/decode.py", "lab/pictures.py", "__init__.py"):
+        (room / name).write_text("")
+    assert not house_rules.crowded_folders(tmp_path) and not house_rules.unnamed_modules(tmp_path)
+    (room / "kernels/cache.py").write_text("")  # the text names another file of this name
+    (complaint,) = house_rules.unnamed_modules(tmp_path)
+    assert "kernels/cache.py" in complaint
+    for number in range(9):
+        (room / f"{number}.txt").write_text("")
+    (complaint,) = house_rules.crowded_folders(tmp_path)
+    assert "13 entries" in complaint and "kernels" in complaint

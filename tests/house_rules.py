@@ -1,0 +1,51 @@
+"""The shape of the house: what stands on a folder's first screen, and whether its text names it."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.course_rules import Complaints, complete_rooms, rooms, within
+
+ENTRIES_OF_A_ROOM = 12
+ENTRIES_OF_THE_REFERENCE = 15
+# What measures, draws and tests is found by its folder. Commands and empty files need no reader.
+NOT_THE_SUBJECT = {"lab", "checks", "__init__.py", "__main__.py", "test_equivalence.py"}
+
+
+def crowded_folders(root: Path) -> Complaints:
+    """Folders with more files and folders beside each other than a reader sees at once."""
+    complaints = []
+    most = {room: ENTRIES_OF_A_ROOM for room in rooms(root)}
+    most[root / "reference"] = ENTRIES_OF_THE_REFERENCE
+    for folder, allowed in most.items():
+        found = sorted(path.name for path in entries(folder))
+        if len(found) > allowed:
+            complaints.append(
+                f"{within(root, folder)}: {len(found)} entries, at most {allowed}: "
+                f"{', '.join(found)}"
+            )
+    return complaints
+
+
+def entries(folder: Path) -> Iterator[Path]:
+    """What a listing shows, without what Python writes and asks for."""
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.name not in ("__init__.py", "__pycache__") and not path.name.startswith("."):
+            yield path
+
+
+def unnamed_modules(root: Path) -> Complaints:
+    """Modules of a complete lesson that its README.md or MORE.md does not name by their path."""
+    complaints = []
+    for room in complete_rooms(root):
+        texts = [path.read_text(encoding="utf-8") for path in room.glob("*.md")]
+        for file in sorted([*room.rglob("*.py"), *room.rglob("*.cu")]):
+            path = file.relative_to(room)
+            if not NOT_THE_SUBJECT & set(path.parts) and not named(path.as_posix(), texts):
+                complaints.append(f"{within(root, room)}: no text of the room names {path}")
+    return complaints
+
+
+def named(path: str, texts: list[str]) -> bool:
+    """Whether a path is written in one of the texts, and is not the end of another one."""
+    return any(re.search(rf"(?<![\w/]){re.escape(path)}\b", text) for text in texts)
