@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=00
-# Generated from solutions/l00_tiles_and_cuda.py, checksum b2086bc99e31. Generating again never overwrites your edits.
+# Generated from solutions/l00_tiles_and_cuda.py, checksum 068aafcc918f. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 00, the second half: tiles and loops in Triton, and two kernels in CUDA C++.
 
@@ -18,7 +18,9 @@ from lessons.toolbox.kernels.triton_ import tl, triton
 
 @triton.jit
 def long_row_max_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
-    """x: [R, columns], contiguous; out: [R]. Program r walks along row r, BLOCK columns at a time."""
+    """x: [R, columns], contiguous; out: [R]. Program r walks along row r, BLOCK columns at a
+    time.
+    """
     raise NotImplementedError("Exercise 0.8: The maximum of a long row, tile by tile")
 
 
@@ -108,9 +110,9 @@ def block_sum(x: Tensor) -> Tensor:
 
     Every thread puts one element into shared memory. Then half of the threads add the other half's
     elements to theirs, then a quarter, and so on: 256 -> 128 -> … -> 1. A thread reads what
-    *another* thread has written, so it has to wait. `__syncthreads()` is a barrier: no thread of the
-    block goes on before all have arrived. *All* must arrive, so a barrier inside `if (thread < …)`
-    hangs. Put barriers where they are needed, and nothing else. Errors: none to raise.
+    *another* thread has written, so it has to wait. `__syncthreads()` is a barrier: no thread of
+    the block goes on before all have arrived. *All* must arrive, so a barrier inside `if (thread <
+    …)` hangs. Put barriers where they are needed, and nothing else. Errors: none to raise.
 
     Example: x = all 1: after the first step the places 0 to 127 hold 2, after the eighth place 0
     holds 256.

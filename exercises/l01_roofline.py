@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=01
-# Generated from solutions/l01_roofline.py, checksum bcfcc69b2e17. Generating again never overwrites your edits.
+# Generated from solutions/l01_roofline.py, checksum 32d38261e39b. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 01: bytes of a KV cache, the roofline of a linear layer, a stopwatch that
 lies, the price of a token.
@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from statistics import quantiles
 
-from lessons.l01_roofline.planner.models import ModelShape
 from lessons.l01_roofline.optimized import Timing
+from lessons.l01_roofline.planner.models import ModelShape
 from lessons.toolbox.exercises.exercise import exercise
 
 

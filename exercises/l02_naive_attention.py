@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=02
-# Generated from solutions/l02_naive_attention.py, checksum 0a0e3e0952dd. Generating again never overwrites your edits.
+# Generated from solutions/l02_naive_attention.py, checksum 1d4a97519bc0. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 02: attention, sampling for a batch, a generation loop with bugs, and the
 bytes of a score matrix.
@@ -56,11 +56,13 @@ def batch_probabilities(
     """The distribution of each row's next token. logits: [B, V] float32 -> [B, V] float64, each row
     sums to 1.
 
-    temperature: [B] float64, above 0; top_k: [B] int64, 0 is off; top_p: [B] float64, 0 < p <= 1, 1 is off.
+    temperature: [B] float64, above 0; top_k: [B] int64, 0 is off; top_p: [B] float64, 0 < p <= 1, 1
+    is off.
     For each row, in this order:
         divide by the temperature, softmax;
         top-k: keep the k likeliest tokens, and every token as likely as the k-th; renormalise;
-        top-p: keep the fewest likeliest tokens whose mass reaches p (the one that reaches it included); renormalise.
+        top-p: keep the fewest likeliest tokens whose mass reaches p (the one that reaches it
+          included); renormalise.
     No row sees another one. The arguments stay as they were. Errors: none to raise.
     Aim: no Python loop over rows, because a server samples hundreds of them at each step.
 

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=03
-# Generated from solutions/l03_kv_cache.py, checksum 27a6d70fb58f. Generating again never overwrites your edits.
+# Generated from solutions/l03_kv_cache.py, checksum 279dbc0f91ad. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 03: chunks, a pool that grows and forgets, its bytes, a chat with bugs."""
 
@@ -57,7 +57,7 @@ class KVPool:
 
     Blocks of block_size slots lie one behind the other. Sequence b owns block b: the token at its
     position p has the slot b · block_size + p. Behind the blocks lies one slot more. It is
-    nobody's: `ops.write` puts tokens there whose slot is -1.
+    no sequence's: `ops.write` puts tokens there whose slot is -1.
 
     The pool counts no tokens. The `Batch` of a step says where its tokens go and how many a
     sequence holds. So the newest tokens of a sequence are forgotten without a call: the next batch
@@ -117,7 +117,7 @@ class KVPool:
     def new_slots(
         self, row: tuple[int, int], dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
-        """Zeros for the stored layers: [layers, slots, *row], nobody's slot included."""
+        """Zeros for the stored layers: [layers, slots, *row], the unowned slot included."""
         raise NotImplementedError("Exercise 3.2: A pool of preallocated blocks that grows and forgets")
 
     def reserve(self, tokens: int) -> None:

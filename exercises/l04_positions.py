@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=04
-# Generated from solutions/l04_positions.py, checksum 3f4e11fee107. Generating again never overwrites your edits.
+# Generated from solutions/l04_positions.py, checksum a991b79d0479. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 04: RoPE from its formula, ALiBi's bias, the bytes of a rotation, and a
 kernel with bugs.
@@ -27,18 +27,26 @@ def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rota
     """A function that turns x: [T, H, D] to positions: [T] int64 and returns a new [T, H, D] of x's
     dtype; x stays as it was.
 
-    Half layout: coordinate i turns together with i + D/2, for i = 0 … D/2 - 1, by angle(i) = position · frequency(i):
+    Half layout: coordinate i turns together with i + D/2, for i = 0 … D/2 - 1, by angle(i) =
+    position · frequency(i):
         out[i]       = x[i] · cos - x[i + D/2] · sin
         out[i + D/2] = x[i + D/2] · cos + x[i] · sin
-    frequency(i) = config.rope_theta ^ (-2i / D), D = config.head_dim (even). config.rope_scaling, `s` for short:
+    frequency(i) = config.rope_theta ^ (-2i / D), D = config.head_dim (even). config.rope_scaling,
+    `s` for short:
         None                      as it is
         s.rope_type "linear"      every frequency divided by s.factor
-        s.rope_type "llama3"      by a pair's turns in the trained context, s.original_max_position_embeddings · frequency / 2π:
-                                  more than s.high_freq_factor: as it is; fewer than s.low_freq_factor: divided by s.factor;
-                                  in between a blend: share · frequency + (1 - share) · frequency / s.factor, where share grows
-                                  linearly with the turns from 0 at low_freq_factor to 1 at high_freq_factor
-    Another rope_type: ValueError. Angles in float32 at least, whatever the model's dtype: bfloat16 has no position 257.
-    dtype: the model's, in case you want to prepare cos and sin. Every layer calls the function that you return, for q and for k.
+        s.rope_type "llama3"      by a pair's turns in the trained context,
+                                  s.original_max_position_embeddings · frequency / 2π:
+                                  more than s.high_freq_factor: as it is; fewer than
+                                    s.low_freq_factor: divided by s.factor;
+                                  in between a blend: share · frequency + (1 - share) · frequency /
+                                    s.factor, where share grows
+                                  linearly with the turns from 0 at low_freq_factor to 1 at
+                                    high_freq_factor
+    Another rope_type: ValueError. Angles in float32 at least, whatever the model's dtype: bfloat16
+    has no position 257.
+    dtype: the model's, in case you want to prepare cos and sin. Every layer calls the function that
+    you return, for q and for k.
 
     Example: D = 4, theta = 100, frequencies 1 and 0.1. At position 3, x = [1, 0, 0, 0] becomes [cos
     3, 0, sin 3, 0]. With "linear" and factor 2 the angle is 1.5 in place of 3.
@@ -71,15 +79,22 @@ def rotation_bytes(
     """Bytes that one layer moves for one token to rotate q and k and to write k and v to the cache:
     step by step, and fused.
 
-    Step by step, as transformers writes it, every operation a pass over memory: it reads its inputs and writes its result once.
-        for x in (q, k):  -second · torch.cat([-second, first]) · x * cos · rotated * sin · their sum
+    Step by step, as transformers writes it, every operation a pass over memory: it reads its inputs
+    and writes its result once.
+        for x in (q, k):  -second · torch.cat([-second, first]) · x * cos · rotated * sin · their
+                          sum
         then k is copied into the cache, and so is v
-    where first and second are the halves of x: views, which move nothing. Fused: q, k and v are read once and written once.
-    Do not count cos, sin, positions and slots: a few percent. All values have `dtype`. Errors: none to raise.
+    where first and second are the halves of x: views, which move nothing. Fused: q, k and v are
+    read once and written once.
+    Do not count cos, sin, positions and slots: a few percent. All values have `dtype`. Errors: none
+    to raise.
 
-    Example: 1 query head, 1 KV head, head_dim 2, float16: a row of q, k or v is 4 bytes, half of it 2.
-        one x: 2+2 | 4+4 | 4+4 | 4+4 | 8+4 = 40 bytes; q and k 80, the copies of k and v 8 + 8: 96. Fused: 3 · 8 = 24.
-    Write down your guess first: Llama-3-8B (32 and 8 heads of 128) in bfloat16, how many times as much?
+    Example: 1 query head, 1 KV head, head_dim 2, float16: a row of q, k or v is 4 bytes, half of it
+    2.
+        one x: 2+2 | 4+4 | 4+4 | 4+4 | 8+4 = 40 bytes; q and k 80, the copies of k and v 8 + 8: 96.
+          Fused: 3 · 8 = 24.
+    Write down your guess first: Llama-3-8B (32 and 8 heads of 128) in bfloat16, how many times as
+    much?
     """
     raise NotImplementedError("Exercise 4.3: Predict: the bytes of a rotation")
 

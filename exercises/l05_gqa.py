@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=05
-# Generated from solutions/l05_gqa.py, checksum fabceff53043. Generating again never overwrites your edits.
+# Generated from solutions/l05_gqa.py, checksum 37d5474eb3c8. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 05: attention that repeats nothing, a kernel for a group, a conversion with
 bugs, the bytes of it all.
@@ -98,17 +98,25 @@ def gqa_decode(
     """One query per sequence over its cache, by `group_kernel` above: its body is the exercise,
     this launch is given.
 
-    q: [B, Hq, D]; k_cache, v_cache: [B, capacity, Hkv, D]; context_lens: [B], the rows in use -> [B, Hq, D], of q's dtype.
-    One program per KV head and sequence. It loads the GROUP = Hq / Hkv query heads as the rows of a tile [BLOCK_M, BLOCK_D], both
-    powers of two of 16 at least, and then each tile of K and V, [BLOCK_N, BLOCK_D], once for all of them. float32 inside.
-    - Rows of the query tile from GROUP on, and columns from HEAD_DIM on, are padding: neither loaded nor stored.
-    - Cache rows from `length` on were never written and may be NaN. `window`: only the last `window` rows count, at least 1.
+    q: [B, Hq, D]; k_cache, v_cache: [B, capacity, Hkv, D]; context_lens: [B], the rows in use ->
+    [B, Hq, D], of q's dtype.
+    One program per KV head and sequence. It loads the GROUP = Hq / Hkv query heads as the rows of a
+    tile [BLOCK_M, BLOCK_D], both powers of two of 16 at least, and then each tile of K and V,
+    [BLOCK_N, BLOCK_D], once for all of them. float32 inside.
+    - Rows of the query tile from GROUP on, and columns from HEAD_DIM on, are padding: neither
+      loaded nor stored.
+    - Cache rows from `length` on were never written and may be NaN. `window`: only the last
+      `window` rows count, at least 1.
     - A sequence of length 0 gives zeros.
-    - scale_log2e is softmax_scale · log2(e), because exp(x) = 2^(x · log2 e): use tl.exp2. Dots: input_precision="ieee".
-    Lesson 3's decode_kernel shows the running maximum and sum for one query head; here each row has its own.
-    Without a GPU it runs in the interpreter; a stub cannot raise on a GPU, so there an empty one gives garbage.
+    - scale_log2e is softmax_scale · log2(e), because exp(x) = 2^(x · log2 e): use tl.exp2. Dots:
+      input_precision="ieee".
+    Lesson 3's decode_kernel shows the running maximum and sum for one query head; here each row has
+    its own.
+    Without a GPU it runs in the interpreter; a stub cannot raise on a GPU, so there an empty one
+    gives garbage.
 
-    Example: B = 1, Hq = 2, Hkv = 1, D = 1, softmax_scale = 1, context_lens = [2], k_cache = [0, ln 3, NaN], v_cache = [4, 8, NaN]
+    Example: B = 1, Hq = 2, Hkv = 1, D = 1, softmax_scale = 1, context_lens = [2], k_cache = [0, ln
+    3, NaN], v_cache = [4, 8, NaN]
         q = [0, 1]    head 0: weights 1/2, 1/2 -> 6      head 1: weights 1/4, 3/4 -> 7
     """
     (num_sequences, num_heads, head_dim), (_, capacity, num_kv_heads, _) = q.shape, k_cache.shape
@@ -143,12 +151,15 @@ def convert_to_gqa(
 
     weights: the decoder's state dict: "layers.0.self_attn.k_proj.weight" [Hkv · D, hidden_size],
     "….k_proj.bias" [Hkv · D] if the model has biases, v_proj likewise; the rows of KV head h are h
-    · D to (h + 1) · D. num_kv_heads divides config.num_key_value_heads. A mean has its heads' dtype.
+    · D to (h + 1) · D. num_kv_heads divides config.num_key_value_heads. A mean has its heads'
+    dtype.
     All other weights come back as they are. `weights` and its tensors stay as they were. Errors:
     none to raise.
 
-    Example: 4 KV heads of D = 1, k_proj.weight = [[1], [3], [10], [20]], to 2 heads -> [[2], [15]]; the config says 2 KV heads.
-        With 4 query heads, heads 0 and 1 then read 2 in the place of 1 and 3; heads 2 and 3 read 15.
+    Example: 4 KV heads of D = 1, k_proj.weight = [[1], [3], [10], [20]], to 2 heads -> [[2], [15]];
+    the config says 2 KV heads.
+        With 4 query heads, heads 0 and 1 then read 2 in the place of 1 and 3; heads 2 and 3 read
+          15.
 
     The code below runs, and its shapes are right. It has three bugs. Delete the line with
     `raise` and find them.
@@ -178,12 +189,16 @@ def shared_heads(
     All layers together, `context` tokens in the cache. In this order:
         MiB read in groups: every cached K and V once
         MiB if the model were MHA (a KV head for every query head), every K and V once
-        MiB moved by repeat_interleave: cached K and V read, their copies for every query head written, the copies read
-        sequences of `context` tokens whose caches fit into memory_gib GiB (2^30 bytes), whole sequences, Hkv heads stored
+        MiB moved by repeat_interleave: cached K and V read, their copies for every query head
+          written, the copies read
+        sequences of `context` tokens whose caches fit into memory_gib GiB (2^30 bytes), whole
+          sequences, Hkv heads stored
     Errors: none to raise. Aim: formulas, no loop.
 
     Example: 2 layers, 4 query heads, 1 KV head, head_dim 64, float16, context 1024, 0.01 GiB:
-        a token keeps 2 · 2 · 1 · 64 · 2 = 512 bytes -> 0.5 MiB; MHA 2.0; repeated 0.5 + 2.0 + 2.0 = 4.5; 10.24 / 0.5 -> 20
-    Write down your guess first: Llama-3-8B (32 layers, 32 and 8 heads, 128) in bfloat16, 8192 tokens, 100 GiB.
+        a token keeps 2 · 2 · 1 · 64 · 2 = 512 bytes -> 0.5 MiB; MHA 2.0; repeated 0.5 + 2.0 + 2.0 =
+          4.5; 10.24 / 0.5 -> 20
+    Write down your guess first: Llama-3-8B (32 layers, 32 and 8 heads, 128) in bfloat16, 8192
+    tokens, 100 GiB.
     """
     raise NotImplementedError("Exercise 5.4: Predict: what sharing KV heads saves")

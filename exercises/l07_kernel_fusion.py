@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=07
-# Generated from solutions/l07_kernel_fusion.py, checksum f09625de8cce. Generating again never overwrites your edits.
+# Generated from solutions/l07_kernel_fusion.py, checksum 3cd783b1fb7d. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 07: a kernel that adds and norms in one pass, the loop that uses it, three
 operations with bugs, bytes.
@@ -44,7 +44,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     once.
 
     Example, eps = 0: x = [1, 1], residual = [2, 3], weight = [1, 10]
-        residual becomes [3, 4]; mean of squares 12.5; root 3.5355   -> [3 / 3.5355, 10 · 4 / 3.5355] = [0.8485, 11.314]
+        residual becomes [3, 4]; mean of squares 12.5; root 3.5355
+            -> [3 / 3.5355, 10 · 4 / 3.5355] = [0.8485, 11.314]
     """
     out = torch.empty_like(x)
     if len(x):
@@ -73,16 +74,21 @@ def run_layers(layers, last_norm, x: Tensor, attend: Callable) -> Tensor:
     """All layers of the decoder and its last norm, every addition inside a norm. x: [T,
     hidden_size] -> hidden: like x.
 
-    The plain decoder, for each layer:      x = x + layer.self_attn(layer.input_layernorm(x), attend of this layer)
+    The plain decoder, for each layer:      x = x + layer.self_attn(layer.input_layernorm(x), attend
+                                            of this layer)
                                             x = x + layer.mlp(layer.post_attention_layernorm(x))
     and after the last one:                 return last_norm(x)
-    Here no addition stands alone. Each of the norms has a second way to be called, which is one kernel on a GPU:
+    Here no addition stands alone. Each of the norms has a second way to be called, which is one
+    kernel on a GPU:
         norm(x)                             -> the norm of x
         norm.after_adding(branch, residual) -> residual += branch, in place; the norm of it
-    attend(layer, q, k, v) takes the layer's number first; layer.self_attn wants attend(q, k, v): use functools.partial.
-    n layers take 2n calls of after_adding and one plain call of a norm, no more. x may be overwritten. Errors: none to raise.
+    attend(layer, q, k, v) takes the layer's number first; layer.self_attn wants attend(q, k, v):
+    use functools.partial.
+    n layers take 2n calls of after_adding and one plain call of a norm, no more. x may be
+    overwritten. Errors: none to raise.
 
-    Example: 1 layer: input_layernorm(x), then self_attn, then post_attention_layernorm.after_adding, then mlp, then
+    Example: 1 layer: input_layernorm(x), then self_attn, then
+    post_attention_layernorm.after_adding, then mlp, then
         last_norm.after_adding.
     """
     raise NotImplementedError("Exercise 7.2: The layer loop that carries its residual")
@@ -150,19 +156,27 @@ def predict(
     """What fusing saves: (MB of an eager add + RMSNorm, MB of one kernel, ms of an eager decode
     step, ms of a fused one).
 
-    MB and GB are 10^6 and 10^9 bytes. The chain: rows · size values of `itemsize` bytes, 2 or 4. Count every pass over a whole
-    tensor: its operands read, its result written. Leave out the weight and what is one number a row.
-        eager, 16 bits:   residual + x · to float32 · square · mean · times the root · back to 16 bits · times the weight
+    MB and GB are 10^6 and 10^9 bytes. The chain: rows · size values of `itemsize` bytes, 2 or 4.
+    Count every pass over a whole tensor: its operands read, its result written. Leave out the
+    weight and what is one number a row.
+        eager, 16 bits:   residual + x · to float32 · square · mean · times the root · back to 16
+                          bits · times the weight
         eager, 32 bits:   the same without the two casts
         one kernel:       x and residual read, residual and the norm written
-    A step launches one kernel for each operation. A layer has 7 matrix products, 2 for the cache and attention, 10 for RoPE,
-    2 additions to the residual, 2 norms of 8 launches each, silu, and silu · up; fused, an addition with the norm behind it is
-    one, and silu · up is one. Beside the layers: embedding, RoPE's tables (9), the one norm that has no
-    addition before it (8 launches, fused 1), the output head.
-    A step takes as long as its launches, or as long as moving step_gb bytes, whichever is longer. Errors: none to raise.
+    A step launches one kernel for each operation. A layer has 7 matrix products, 2 for the cache
+    and attention, 10 for RoPE, 2 additions to the residual, 2 norms of 8 launches each, silu, and
+    silu · up; fused, an addition with the norm behind it is one, and silu · up is one. Beside the
+    layers: embedding, RoPE's tables (9), the one norm that has no addition before it (8 launches,
+    fused 1), the output head.
+    A step takes as long as its launches, or as long as moving step_gb bytes, whichever is longer.
+    Errors: none to raise.
 
-    Example: 1 row of 1000 values, itemsize 2, 1 layer, 0 GB, 5 µs: eager 42 bytes a value, fused 8      -> 0.042, 0.008 MB
-        eager (7 + 2 + 10 + 2 + 16 + 2) + 1 + 9 + 8 + 1 = 58 launches, fused (7 + 2 + 10 + 2 + 1) + 12 = 34   -> 0.29, 0.17 ms
-    Write down your guess first: 16 layers (Llama-3.2-1B), 2.6 GB, 5 µs, 4800 GB/s. Which limit holds before, and which after?
+    Example: 1 row of 1000 values, itemsize 2, 1 layer, 0 GB, 5 µs: eager 42 bytes a value, fused 8
+        -> 0.042, 0.008 MB
+        eager (7 + 2 + 10 + 2 + 16 + 2) + 1 + 9 + 8 + 1 = 58 launches,
+        fused (7 + 2 + 10 + 2 + 1) + 12 = 34
+            -> 0.29, 0.17 ms
+    Write down your guess first: 16 layers (Llama-3.2-1B), 2.6 GB, 5 µs, 4800 GB/s. Which limit
+    holds before, and which after?
     """
     raise NotImplementedError("Exercise 7.4: Predict: bytes of a chain, time of a step")

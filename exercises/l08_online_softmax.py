@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=08
-# Generated from solutions/l08_online_softmax.py, checksum 6ffdbbc900b9. Generating again never overwrites your edits.
+# Generated from solutions/l08_online_softmax.py, checksum dfc7b561bf85. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 08: two parts merged, splits with bugs, bytes and overflow, the butterfly of
 a warp.
@@ -34,9 +34,11 @@ def merge(a: Partial, b: Partial) -> Partial:
     nothing, and nothing merged with nothing is nothing again, not NaN. A row of a may be empty
     where b's is not. The arguments stay as they were. Errors: none to raise.
 
-    Example: a has seen log 1 and log 2, with values 8 and 5: m = log 2, l = 1/2 + 1 = 1.5, acc = 8/2 + 5 = 9
+    Example: a has seen log 1 and log 2, with values 8 and 5: m = log 2, l = 1/2 + 1 = 1.5, acc =
+    8/2 + 5 = 9
              b has seen log 4 and log 1, with values 2 and 0: m = log 4, l = 1 + 1/4 = 1.25, acc = 2
-             merged: m = log 4, l = 1.5/2 + 1.25 = 2, acc = 9/2 + 2 = 6.5       (so softmax · V = 6.5 / 2 = 3.25)
+             merged: m = log 4, l = 1.5/2 + 1.25 = 2, acc = 9/2 + 2 = 6.5
+                 (so softmax · V = 6.5 / 2 = 3.25)
     """
     raise NotImplementedError("Exercise 8.1: Two parts of a row become one")
 
@@ -57,8 +59,10 @@ def attention_in_splits(
     above or far below 0. The arguments stay as they were. Errors: none to raise. Aim: never hold
     more than one tile of scores, [M, block].
 
-    Example: scores [[log 1, log 2, log 4, log 1]], v [[8], [5], [2], [0]], splits [(0, 2), (2, 2), (2, 4)], block 2
-        split 0: out 6, lse2 log2 3 · split 1: nothing seen, lse2 −inf · split 2: out 1.6, lse2 log2 5
+    Example: scores [[log 1, log 2, log 4, log 1]], v [[8], [5], [2], [0]], splits [(0, 2), (2, 2),
+    (2, 4)], block 2
+        split 0: out 6, lse2 log2 3 · split 1: nothing seen, lse2 −inf · split 2: out 1.6, lse2 log2
+          5
         weights 3 and 5 of 8: out (3 · 6 + 5 · 1.6) / 8 = 3.25, lse2 = log2 8 = 3
 
     The code below runs, and short rows around 0 even look right. It has three bugs. Delete the
@@ -84,7 +88,8 @@ def attention_in_splits(
     m = lses.amax(0)
     weights = torch.exp2(lses - m.masked_fill(m == -torch.inf, 0.0))
     l = weights.sum(0)
-    return (weights[:, :, None] * outs).sum(0) / l.masked_fill(l == 0, 1.0)[:, None], torch.log2(l)
+    out = (weights[:, :, None] * outs).sum(0) / l.masked_fill(l == 0, 1.0)[:, None]
+    return out, torch.log2(l)
 
 
 @exercise(
@@ -105,8 +110,10 @@ def softmax_numbers(
     the probabilities. The lesson's kernel keeps a row of up to max_block columns in registers; a
     longer one it reads twice. Errors: none to raise.
 
-    Example: 64 rows of 100000 columns, torch.bfloat16, 4000 GB/s, max_block 32768: a pass is 12.8 MB, 0.0032 ms
-        -> (4 passes 0.0128, 3 passes 0.0096, 89), because exp(88) is 1.7e38 and exp(89) is beyond bfloat16's 3.4e38
+    Example: 64 rows of 100000 columns, torch.bfloat16, 4000 GB/s, max_block 32768: a pass is 12.8
+    MB, 0.0032 ms
+        -> (4 passes 0.0128, 3 passes 0.0096, 89), because exp(88) is 1.7e38 and exp(89) is beyond
+        bfloat16's 3.4e38
     Write down your guess first: what are the three for 64 rows of 32000 columns in float16?
     """
     raise NotImplementedError("Exercise 8.3: Predict: milliseconds of a softmax, and the score that breaks it")
@@ -127,7 +134,8 @@ def warp_merge(
     NaN. Every lane must end with the same bits. The arguments stay as they were. Errors: none to
     raise.
 
-    Example: lanes 0 to 3 hold m = 0, 0, log 2, log 4 and l = 1, 1, 3, 2, the other 28 have seen nothing
+    Example: lanes 0 to 3 hold m = 0, 0, log 2, log 4 and l = 1, 1, 3, 2, the other 28 have seen
+    nothing
         -> in all lanes m = log 4 and l = (1 + 1) / 4 + 3 / 2 + 2 = 4
     """
     raise NotImplementedError("Exercise 8.4: The butterfly of a warp")

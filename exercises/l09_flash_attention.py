@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=09
-# Generated from solutions/l09_flash_attention.py, checksum 1ea426a08e72. Generating again never overwrites your edits.
+# Generated from solutions/l09_flash_attention.py, checksum b83b2b1f0dd2. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 09: tiles in PyTorch, a kernel with a sink, the traffic of both orders, a key
 range with bugs.
@@ -129,10 +129,13 @@ def tile_traffic(
     T] matrix, written and read once as scores, written and read once as probabilities. Errors: none
     to raise. Aim: formulas, no loop.
 
-    Example: 4 tokens, 1 head of size 8, 2 bytes, tiles of 2 × 2: a grid of 2 × 2 tiles, one above the diagonal.
-        3 visited, 1 without a mask; q: 4 · 16 = 64 bytes, k and v: 3 tiles · 2 rows · 2 · 16 = 192 -> 256; 4 · 16 · 2 = 128
+    Example: 4 tokens, 1 head of size 8, 2 bytes, tiles of 2 × 2: a grid of 2 × 2 tiles, one above
+    the diagonal.
+        3 visited, 1 without a mask; q: 4 · 16 = 64 bytes, k and v: 3 tiles · 2 rows · 2 · 16 = 192
+          -> 256; 4 · 16 · 2 = 128
         -> (3, 1, 256, 128)
-    Write down your guess first: 8192 tokens, 32 heads of 128, bfloat16, tiles of 128. How many GB each?
+    Write down your guess first: 8192 tokens, 32 heads of 128, bfloat16, tiles of 128. How many GB
+    each?
     """
     raise NotImplementedError("Exercise 9.3: Predict: tiles visited, bytes moved")
 

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=12
-# Generated from solutions/l12_paged_kv.py, checksum 7ea67d7ea033. Generating again never overwrites your edits.
+# Generated from solutions/l12_paged_kv.py, checksum c06feb17f957. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 12: what blocks leave empty, who owns which block, and attention that reads
 the block table.
@@ -68,7 +68,7 @@ class BlockManager:
         fork(0, 1)          tables {0: [0, 1], 1: [0, 1]}
         needs(1, 6, 7)   -> 1, for the copy
         grow(1, 6, 7)    -> [(1, 2)]: copy block 1 to block 2; tables[1] is [0, 2]
-        grow(0, 6, 7)    -> []: nobody else owns block 1 now
+        grow(0, 6, 7)    -> []: no other sequence owns block 1 now
         grow(0, 7, 9)    -> []: token 9 is the first of a new block; tables[0] is [0, 1, 3]
     """
 
@@ -111,7 +111,7 @@ class BlockManager:
         raise NotImplementedError("Exercise 12.2: The block manager: grow, fork, free")
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence. Blocks that nobody else owns are free."""
+        """Forget a sequence. Blocks that no other sequence owns are free."""
         raise NotImplementedError("Exercise 12.2: The block manager: grow, fork, free")
 
 

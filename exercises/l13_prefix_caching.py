@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=13
-# Generated from solutions/l13_prefix_caching.py, checksum 20a4b7448ec7. Generating again never overwrites your edits.
+# Generated from solutions/l13_prefix_caching.py, checksum 41810242865c. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 13: tokens that still run, a cache of hashed blocks, a radix tree that parts
 an edge.
@@ -20,7 +20,7 @@ def hits_of(requests: list[tuple[int, int]], block_size: int) -> tuple[int, floa
     requests: (tokens of the prompt, how many of them, from the first on, an earlier prompt began
     with as well), one pair for each request, one request at least. Everything computed earlier is
     still in the cache, in whole blocks of block_size tokens. A request whose prompt is known to the
-    end still runs its last token, because nobody stored its logits; and it runs the whole block
+    end still runs its last token, because its logits were not stored; and it runs the whole block
     around it, because only whole blocks are reused. A request has a hit if at least one of its
     blocks is reused. The rate per token is the share of all prompt tokens that do not run. Errors:
     none to raise.
@@ -45,7 +45,7 @@ class HashBlocks:
     """Remembers which block holds which tokens behind which prefix. It owns no block.
 
     A block of block_size tokens is known by its tokens and all tokens before them. Blocks are
-    numbers. The caller sees to it that a block is forgotten before it is given to somebody else,
+    numbers. The caller sees to it that a block is forgotten before it is given to another sequence,
     and that the blocks behind a block are forgotten before it.
 
     match(tokens): the blocks of the longest known beginning, in order. Whole blocks only, and at
@@ -53,8 +53,8 @@ class HashBlocks:
     insert(tokens, blocks): remember that blocks[i] holds the i-th whole block of tokens. What is
         known already stays as it is. A part of a block at the end is ignored; so are blocks that
         lie behind the last whole one. Returns the blocks that are remembered for the whole blocks,
-        in order: the earlier one where somebody was first.
-    forget(block): the block is somebody else's now. It may never have been remembered.
+        in order: the earlier one where a block came first.
+    forget(block): the block is given to another prompt now. It may never have been remembered.
     block in cache: whether it is remembered.
 
     Two different beginnings must never be taken for one another: that would be another user's text.
@@ -84,7 +84,7 @@ class HashBlocks:
         raise NotImplementedError("Exercise 13.2: A prefix cache of hashed blocks")
 
     def forget(self, block: int) -> None:
-        """The block is somebody else's now."""
+        """The block is given to another prompt now."""
         raise NotImplementedError("Exercise 13.2: A prefix cache of hashed blocks")
 
     def __contains__(self, block: int) -> bool:
@@ -94,12 +94,12 @@ class HashBlocks:
 @exercise("13.3", "A radix tree parts an edge", minutes=45, difficulty=3)
 def insert(root: Node, keys: list[Tokens], blocks: list[int]) -> list[int]:
     """Remember that blocks[i] holds the tokens keys[i] behind keys[:i]. Returns the blocks that are
-    remembered for all keys, in order: an earlier one where somebody was first.
+    remembered for all keys, in order: an earlier one where a block came first.
 
-    A Node has `keys` and `blocks`, lists of equal length: the edge that leads into it, keys[i] being
-    the tokens of blocks[i]; `children`: {first key of a child's edge: child}; `parent`. The root has
-    no edge and no parent. Change the tree in place. keys and blocks: equal lengths, 0 or more; they
-    stay as they were. Errors: none to raise.
+    A Node has `keys` and `blocks`, lists of equal length: the edge that leads into it, keys[i]
+    being the tokens of blocks[i]; `children`: {first key of a child's edge: child}; `parent`. The
+    root has no edge and no parent. Change the tree in place. keys and blocks: equal lengths, 0 or
+    more; they stay as they were. Errors: none to raise.
 
     The tree is a radix tree: an edge is as long as it can be. So a node other than the root has no
     child or at least two. A prompt that ends inside an edge changes nothing. One that goes on where
@@ -117,5 +117,7 @@ def insert(root: Node, keys: list[Tokens], blocks: list[int]) -> list[int]:
 
 
 def cut(node: Node, at: int) -> None:
-    """The node keeps the first `at` keys of its edge; a new child gets the rest, and the children."""
+    """The node keeps the first `at` keys of its edge; a new child gets the rest, and the
+    children.
+    """
     raise NotImplementedError("Exercise 13.3: A radix tree parts an edge")

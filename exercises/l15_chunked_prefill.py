@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=15
-# Generated from solutions/l15_chunked_prefill.py, checksum 9327049c7e87. Generating again never overwrites your edits.
+# Generated from solutions/l15_chunked_prefill.py, checksum c3c674133c54. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 15: a long prompt in chunks counted, a step with bugs, preemption."""
 
@@ -39,11 +39,11 @@ def plan_step(
     tokens each, in the order of service. A running request with one such token decodes.
 
     First those who decode, in their order. Then the other running requests, in their order: each
-    gets what it lacks, or what is left of the budget. Then those who wait, in their order, likewise,
-    while a place is free: at most max_num_seqs requests run. Nobody overtakes. A request is sampled
-    if its newest token runs in this step. Requests that get no token are not in the list.
-    max_num_seqs is at least len(running), and budget is at least max_num_seqs. Errors: none to
-    raise. The arguments stay.
+    gets what it lacks, or what is left of the budget. Then those who wait, in their order,
+    likewise, while a place is free: at most max_num_seqs requests run. No request overtakes
+    another. A request is sampled if its newest token runs in this step. Requests that get no token
+    are not in the list. max_num_seqs is at least len(running), and budget is at least max_num_seqs.
+    Errors: none to raise. The arguments stay.
 
     Example: running [(0, 7), (1, 1)], waiting [(2, 3), (3, 9)], budget 10, 3 places
         -> [(1, 1, True), (0, 7, True), (2, 2, False)]; no place is left for request 3

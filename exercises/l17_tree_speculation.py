@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=17
-# Generated from solutions/l17_tree_speculation.py, checksum 7c2f3f63e9c3. Generating again never overwrites your edits.
+# Generated from solutions/l17_tree_speculation.py, checksum a3f192ad7a13. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 17: a tree in numbers, Medusa's heads trained, a verification with bugs, one
 path kept.
@@ -60,7 +60,8 @@ def medusa(
 def verify_drawn(
     p: Tensor, q: Tensor, parents: list[int], tokens: list[int], u: Tensor
 ) -> list[int]:
-    """The tokens that a pass emits, for a tree whose siblings were drawn from q without replacement.
+    """The tokens that a pass emits, for a tree whose siblings were drawn from q without
+    replacement.
 
     p, q: [N, V] float64, what target and draft say behind each node; rows of q at leaves hold
     anything. parents: [N] as in 17.1, tokens: [N], the root's token is known already. u: [N, 2] in
@@ -121,9 +122,9 @@ def keep_path(
     path, which has not run.
 
     The path's rows move to the places behind `held`, in its order, and nothing else in the returned
-    cache differs from `cache`, which stays as it is. The root was emitted by an earlier pass. A pass
-    emits at most `left` tokens, and nothing behind a token of `stop`. Held are all tokens of the
-    text but the newest, whatever is cut off. Aim: no loop over the slots or the dimensions.
+    cache differs from `cache`, which stays as it is. The root was emitted by an earlier pass. A
+    pass emits at most `left` tokens, and nothing behind a token of `stop`. Held are all tokens of
+    the text but the newest, whatever is cut off. Aim: no loop over the slots or the dimensions.
 
     Example: block_size 2, block_table [3, 0, 1], held 1, path [0, 2], tokens [7, 8, 9], last 5,
         left 9, stop {}

@@ -1,8 +1,8 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=18
-# Generated from solutions/l18_weight_quantization.py, checksum 98d54e01f1b0. Generating again never overwrites your edits.
+# Generated from solutions/l18_weight_quantization.py, checksum 27f725daebeb. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 18: three grids for one matrix, two codes in a byte, GPTQ's error feedback, and
-a kernel that unpacks weights in registers.
+"""Exercises of lesson 18: three grids for one matrix, two codes in a byte, GPTQ's error feedback,
+and a kernel that unpacks weights in registers.
 """
 
 import torch
@@ -111,12 +111,12 @@ def gptq(weight: Tensor, factor: Tensor, group_size: int) -> tuple[Tensor, Tenso
     weight: [N, K] float64, factor: [K, K] float64, the U of `factor_of` above. Groups are runs of
     group_size columns; a code means code · scale of its group.
 
-    From the first column to the last: if a group begins here, its scales are the largest |w| of each
-    row in the group's columns *as they are now*, divided by 7. The column's codes are round(w /
-    scale), clamped to -8 … 7. Let e be w - code · scale, divided by U[j, j]. Then each later column
-    k loses e · U[j, k], which is the best that the later columns can do for the outputs. A row of
-    a group that is all zeros gets scale 0 and codes 0. Rounding is torch.round's. Aim: no Python
-    loop over rows. Errors: none to raise. The arguments stay.
+    From the first column to the last: if a group begins here, its scales are the largest |w| of
+    each row in the group's columns *as they are now*, divided by 7. The column's codes are round(w
+    / scale), clamped to -8 … 7. Let e be w - code · scale, divided by U[j, j]. Then each later
+    column k loses e · U[j, k], which is the best that the later columns can do for the outputs. A
+    row of a group that is all zeros gets scale 0 and codes 0. Rounding is torch.round's. Aim: no
+    Python loop over rows. Errors: none to raise. The arguments stay.
 
     Example: weight [[7, 2.4]], group_size 2, factor [[1, 0.5], [0, 2]]
         scale 7 / 7 = 1; column 0: code 7, no error; column 1: code 2     -> ([[7, 2]], [[1]])

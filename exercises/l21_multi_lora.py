@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=21
-# Generated from solutions/l21_multi_lora.py, checksum 689162afe23d. Generating again never overwrites your edits.
+# Generated from solutions/l21_multi_lora.py, checksum d1696678a2be. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 21: what an adapter costs, a matrix that changes its adapter, the kernel of
 mixed batches, and slots that are shared.
@@ -39,8 +39,8 @@ def adapter_plan(
         a block has 2 · (6 + 4) + 2 · (2 + 4) = 32 numbers, an adapter 96 numbers: 192 bytes
         2500 bytes are left: 13 adapters; but merged only 3 models
         a step reads 1000 + 4 · 192 bytes                              -> (192, 13, 3, 1.768)
-    Write down your guess first: Llama-3-70B (141.1 GB) with adapters of rank 64 on all seven matrices
-    of its 80 blocks, in two GPUs of 80 GB.
+    Write down your guess first: Llama-3-70B (141.1 GB) with adapters of rank 64 on all seven
+    matrices of its 80 blocks, in two GPUs of 80 GB.
     """
     raise NotImplementedError("Exercise 21.1: Predict: what an adapter costs")
 
@@ -66,8 +66,8 @@ def switch_adapter(weight: Tensor, old: LayerAdapter | None, new: LayerAdapter |
     weight: [N, K], the base's matrix with `old` merged into it. None: no adapter. A linear layer
     with an adapter computes
         y = x Wᵀ + scaling · (x Aᵀ) Bᵀ
-    where scaling is alpha / r, and with rsLoRA alpha / √r. So one matrix does the same as W, A and B
-    together. The adapter's matrices are float32. Add in float32 or wider, and round to weight's
+    where scaling is alpha / r, and with rsLoRA alpha / √r. So one matrix does the same as W, A and
+    B together. The adapter's matrices are float32. Add in float32 or wider, and round to weight's
     dtype once, at the end. The arguments stay.
 
     Errors: ValueError that names use_dora, if one of the adapters has it, because DoRA also scales
@@ -149,16 +149,16 @@ def lora_rows(
 def run_slots(
     events: list[tuple[str, str, list[int]]], num_slots: int, block_size: int
 ) -> tuple[list[tuple[int, int] | None], int]:
-    """Which slot each request's adapter gets, how much of its prompt is in the prefix cache, and how
-    often an adapter was loaded.
+    """Which slot each request's adapter gets, how much of its prompt is in the prefix cache, and
+    how often an adapter was loaded.
 
-    events, in their order: ("start", adapter, prompt), a request wants to run; ("end", adapter, []),
-    one request with this adapter ends. Several may run with one adapter.
+    events, in their order: ("start", adapter, prompt), a request wants to run; ("end", adapter,
+    []), one request with this adapter ends. Several may run with one adapter.
 
-    A start gives (slot, tokens). If the adapter lies in a slot, it is that one. If not, it is loaded
-    into the free slot with the lowest number. If none is free, it takes the slot of the adapter that
-    was started least recently, among those that no running request uses. If all are in use, the
-    request cannot start: the result is None, and nothing changes.
+    A start gives (slot, tokens). If the adapter lies in a slot, it is that one. If not, it is
+    loaded into the free slot with the lowest number. If none is free, it takes the slot of the
+    adapter that was started least recently, among those that no running request uses. If all are in
+    use, the request cannot start: the result is None, and nothing changes.
     tokens: of the prompt's beginning that an earlier start with the same adapter has computed, in
     whole blocks of block_size tokens. K and V that were computed stay in the cache, wherever the
     adapter goes. Errors: none to raise.
@@ -174,8 +174,8 @@ def run_slots(
         start sql [5, 6, 9]     -> (0, 2), loaded
         -> ([(0, 0), None, (0, 0), (0, 2)], 3)
 
-    The code below is right for one adapter and one slot. It has four bugs. Delete the first line and
-    find them.
+    The code below is right for one adapter and one slot. It has four bugs. Delete the first line
+    and find them.
     """
     raise NotImplementedError("Exercise 21.4: Find the bugs: slots and prefixes")
     slots: dict[str, int] = {}  # least recently started first

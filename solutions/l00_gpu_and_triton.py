@@ -60,7 +60,8 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
     Any n from 1 on. Errors: none to raise.
 
-    Example, BLOCK = 16: n = 20. Program 0 adds the elements 0 to 15, program 1 the elements 16 to 19.
+    Example, BLOCK = 16: n = 20. Program 0 adds the elements 0 to 15, program 1 the elements 16 to
+    19.
     """
     out = torch.empty_like(x)
     add_kernel[(triton.cdiv(len(x), 16),)](x, y, out, len(x), BLOCK=16)
@@ -191,7 +192,8 @@ def transpose(x: Tensor) -> Tensor:
     row c and column r of out, and only the address has to know it. Errors: none to raise.
 
     Example: x = [[1, 2, 3], [4, 5, 6]] -> [[1, 4], [2, 5], [3, 6]]
-        6 is x[1, 2], 3 · 1 + 2 = 5 elements behind x_ptr; it becomes out[2, 1], 2 · 2 + 1 = 5 behind
+        6 is x[1, 2], 3 · 1 + 2 = 5 elements behind x_ptr; it becomes out[2, 1], 2 · 2 + 1 = 5
+          behind
         out_ptr. And 3 moves from place 2 to place 4.
     """
     rows, columns = x.shape

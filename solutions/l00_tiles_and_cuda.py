@@ -15,7 +15,9 @@ from lessons.toolbox.kernels.triton_ import tl, triton
 
 @triton.jit
 def long_row_max_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
-    """x: [R, columns], contiguous; out: [R]. Program r walks along row r, BLOCK columns at a time."""
+    """x: [R, columns], contiguous; out: [R]. Program r walks along row r, BLOCK columns at a
+    time.
+    """
     # SOLUTION 0.8
     row = tl.program_id(0)
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -133,9 +135,9 @@ def block_sum(x: Tensor) -> Tensor:
 
     Every thread puts one element into shared memory. Then half of the threads add the other half's
     elements to theirs, then a quarter, and so on: 256 -> 128 -> … -> 1. A thread reads what
-    *another* thread has written, so it has to wait. `__syncthreads()` is a barrier: no thread of the
-    block goes on before all have arrived. *All* must arrive, so a barrier inside `if (thread < …)`
-    hangs. Put barriers where they are needed, and nothing else. Errors: none to raise.
+    *another* thread has written, so it has to wait. `__syncthreads()` is a barrier: no thread of
+    the block goes on before all have arrived. *All* must arrive, so a barrier inside `if (thread <
+    …)` hangs. Put barriers where they are needed, and nothing else. Errors: none to raise.
 
     Example: x = all 1: after the first step the places 0 to 127 hold 2, after the eighth place 0
     holds 256.

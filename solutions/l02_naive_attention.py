@@ -66,11 +66,13 @@ def batch_probabilities(
     """The distribution of each row's next token. logits: [B, V] float32 -> [B, V] float64, each row
     sums to 1.
 
-    temperature: [B] float64, above 0; top_k: [B] int64, 0 is off; top_p: [B] float64, 0 < p <= 1, 1 is off.
+    temperature: [B] float64, above 0; top_k: [B] int64, 0 is off; top_p: [B] float64, 0 < p <= 1, 1
+    is off.
     For each row, in this order:
         divide by the temperature, softmax;
         top-k: keep the k likeliest tokens, and every token as likely as the k-th; renormalise;
-        top-p: keep the fewest likeliest tokens whose mass reaches p (the one that reaches it included); renormalise.
+        top-p: keep the fewest likeliest tokens whose mass reaches p (the one that reaches it
+          included); renormalise.
     No row sees another one. The arguments stay as they were. Errors: none to raise.
     Aim: no Python loop over rows, because a server samples hundreds of them at each step.
 

@@ -70,7 +70,7 @@ class KVPool:
 
     Blocks of block_size slots lie one behind the other. Sequence b owns block b: the token at its
     position p has the slot b · block_size + p. Behind the blocks lies one slot more. It is
-    nobody's: `ops.write` puts tokens there whose slot is -1.
+    no sequence's: `ops.write` puts tokens there whose slot is -1.
 
     The pool counts no tokens. The `Batch` of a step says where its tokens go and how many a
     sequence holds. So the newest tokens of a sequence are forgotten without a call: the next batch
@@ -130,7 +130,7 @@ class KVPool:
     def new_slots(
         self, row: tuple[int, int], dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
-        """Zeros for the stored layers: [layers, slots, *row], nobody's slot included."""
+        """Zeros for the stored layers: [layers, slots, *row], the unowned slot included."""
         # SOLUTION
         num_slots = self.num_blocks * self.block_size + 1
         return torch.zeros(len(self.layers), num_slots, *row, dtype=dtype, device=device)

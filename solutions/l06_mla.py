@@ -27,21 +27,27 @@ def latent_attention(
     """One layer of DeepSeek-V2-Lite over a whole prompt, causal. x: [T, hidden] -> [T, hidden], of
     x's dtype.
 
-    Sizes are fields of `mla`: rank = kv_lora_rank, nope = qk_nope_head_dim, rope = qk_rope_head_dim, v_dim = v_head_dim.
+    Sizes are fields of `mla`: rank = kv_lora_rank, nope = qk_nope_head_dim, rope =
+    qk_rope_head_dim, v_dim = v_head_dim.
     weights, each [out, in] but for the norm:
         q_proj              [H · (nope + rope), hidden]   head by head: nope rows, then rope rows
-        kv_a_proj_with_mqa  [rank + rope, hidden]         the latent, then the one rotary key that all heads share
-        kv_a_layernorm      [rank]                        RMSNorm of the latent: x / √(mean of x² + 1e-6) · weight
+        kv_a_proj_with_mqa  [rank + rope, hidden]         the latent, then the one rotary key that
+                                                          all heads share
+        kv_a_layernorm      [rank]                        RMSNorm of the latent: x / √(mean of x² +
+                                                          1e-6) · weight
         kv_b_proj           [H · (nope + v_dim), rank]    head by head: k's nope rows, then v's rows
         o_proj              [hidden, H · v_dim]
-    cos, sin: [T, rope / 2]. The rotary coordinates lie in pairs: (2i, 2i + 1) turns by angle i, a → a cos − b sin and
-    b → b cos + a sin.
-    Scores are scaled by m² / √(nope + rope), m = 0.1 · mscale_all_dim · ln(factor) + 1 (1 for a factor of 1, or without
-    mscale_all_dim). The arguments stay as they were. Errors: none to raise. `attention` (lesson 2, imported above) takes q, k:
+    cos, sin: [T, rope / 2]. The rotary coordinates lie in pairs: (2i, 2i + 1) turns by angle i, a →
+    a cos − b sin and b → b cos + a sin.
+    Scores are scaled by m² / √(nope + rope), m = 0.1 · mscale_all_dim · ln(factor) + 1 (1 for a
+    factor of 1, or without mscale_all_dim). The arguments stay as they were. Errors: none to raise.
+    `attention` (lesson 2, imported above) takes q, k:
     [T, H, D], v: [T, H, another D] and a softmax_scale.
 
-    Example: hidden = rank = nope = v_dim = 1, rope = 2, H = 1, every weight 1, x = [[1], [1]], angles 0
-        latents 1 and 1 (normed), k = [1, 1, 1] for both tokens, v = 1 and 1  -> [[1], [1]], whatever the scale
+    Example: hidden = rank = nope = v_dim = 1, rope = 2, H = 1, every weight 1, x = [[1], [1]],
+    angles 0
+        latents 1 and 1 (normed), k = [1, 1, 1] for both tokens, v = 1 and 1
+            -> [[1], [1]], whatever the scale
     """
     rank, nope, rope, v_dim = (
         mla.kv_lora_rank,
@@ -86,9 +92,12 @@ class AbsorbedCache:
     `absorb` and `project_values` of the lesson are what you write here, so they do not count as
     tools.
 
-    Example: H = 1, nope = v_dim = rank = 1, rope = 2, W = [[2], [3]], softmax_scale = 1, cache empty
+    Example: H = 1, nope = v_dim = rank = 1, rope = 2, W = [[2], [3]], softmax_scale = 1, cache
+    empty
         attend(0, q = [[[5, 0, 0]]], k_pe = [[[7, 8]]], c_kv = [[[4]]])
-        absorbed query [5 · 2, 0, 0], row [4, 7, 8], one key: its weight is 1, the latent 4, v = 3 · 4  -> [[[12]]]
+        absorbed query [5 · 2, 0, 0], row [4, 7, 8], one key: its weight is 1, the latent 4,
+            v = 3 · 4
+            -> [[[12]]]
     """
 
     def __init__(self, model, capacity: int):
@@ -164,10 +173,13 @@ def mla_numbers(
     fine, and so is the next whole number). Errors: none to raise.
 
     Example: 2 layers, 4 heads, rank 6, nope 2, rope 2, v_dim 2, 2 bytes, gqa_head_dim 2
-        1: 2·(6 + 2)·2 = 32 B = 0.03125 KiB     2: 2·4·(4 + 2)·2 = 96 B = 0.09375 KiB     3: (6 + 2) / (2·2) = 2
+        1: 2·(6 + 2)·2 = 32 B = 0.03125 KiB     2: 2·4·(4 + 2)·2 = 96 B = 0.09375 KiB     3: (6 + 2)
+                                                / (2·2) = 2
         4: 4·2·(8 + 6) / (8·2) = 7
-        5: expanding takes 6·(2 + 2) products a key, a pair 6 products or, absorbed, 14  -> 24 / (14 − 6) = 3
-    Write down your guess first: DeepSeek-V3 (61 layers, 128 heads, 512 / 128 / 64 / 128) in bfloat16, beside heads of 128.
+        5: expanding takes 6·(2 + 2) products a key, a pair 6 products or, absorbed, 14
+            -> 24 / (14 − 6) = 3
+    Write down your guess first: DeepSeek-V3 (61 layers, 128 heads, 512 / 128 / 64 / 128) in
+    bfloat16, beside heads of 128.
     """
     # SOLUTION
     rank, nope, v_dim = mla.kv_lora_rank, mla.qk_nope_head_dim, mla.v_head_dim
@@ -194,7 +206,8 @@ def decode_tokens(
     √(nope + rope). The cache holds one row of rank + rope values a token: the latent, then the
     rotated key. The arguments stay as they were. Errors: none to raise.
 
-    Example: T = 2, H = 1, nope = v_dim = rank = 1, rope = 2, all weights 1, q = 0, c_kv = [2, 4]: token 0 sees 2, token 1 sees
+    Example: T = 2, H = 1, nope = v_dim = rank = 1, rope = 2, all weights 1, q = 0, c_kv = [2, 4]:
+    token 0 sees 2, token 1 sees
         2 and 4 with equal weights  -> [[[2]], [[3]]]
 
     The code below runs, and every shape in it is right. It has three bugs. Delete the line with
@@ -221,7 +234,8 @@ def decode_tokens(
     # rows, outs = c_kv.new_empty(0, rank + k_pe.shape[1]), []
     # for t in range(len(q)):
     #     rows = torch.cat([rows, torch.cat([c_kv[t], k_pe[t]])[None]])
-    #     query = torch.cat([torch.einsum("hn,hnr->hr", q[t, :, :nope], w_uk), turn(q[t, :, nope:], t)], dim=-1)
+    #     absorbed = torch.einsum("hn,hnr->hr", q[t, :, :nope], w_uk)
+    #     query = torch.cat([absorbed, turn(q[t, :, nope:], t)], dim=-1)
     #     keys = torch.cat([rows[:, :rank], turn(rows[:, rank:], t)], dim=-1)
     #     scores = query @ keys.T * query.shape[-1] ** -0.5
     #     out = torch.softmax(scores, dim=-1) @ rows[:, -rank:]

@@ -183,10 +183,13 @@ def tile_traffic(
     T] matrix, written and read once as scores, written and read once as probabilities. Errors: none
     to raise. Aim: formulas, no loop.
 
-    Example: 4 tokens, 1 head of size 8, 2 bytes, tiles of 2 × 2: a grid of 2 × 2 tiles, one above the diagonal.
-        3 visited, 1 without a mask; q: 4 · 16 = 64 bytes, k and v: 3 tiles · 2 rows · 2 · 16 = 192 -> 256; 4 · 16 · 2 = 128
+    Example: 4 tokens, 1 head of size 8, 2 bytes, tiles of 2 × 2: a grid of 2 × 2 tiles, one above
+    the diagonal.
+        3 visited, 1 without a mask; q: 4 · 16 = 64 bytes, k and v: 3 tiles · 2 rows · 2 · 16 = 192
+          -> 256; 4 · 16 · 2 = 128
         -> (3, 1, 256, 128)
-    Write down your guess first: 8192 tokens, 32 heads of 128, bfloat16, tiles of 128. How many GB each?
+    Write down your guess first: 8192 tokens, 32 heads of 128, bfloat16, tiles of 128. How many GB
+    each?
     """
     # SOLUTION
     count = num_tokens // block

@@ -28,8 +28,10 @@ def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
     Errors: none to raise. Aim: no loop over sequences or heads. A solved exercise decodes for the
     ladder, on a CPU.
 
-    Example, one head, D = 1: split 0 saw one key of score 0 and value 4, split 1 three keys of score 0 and value 8, split 2 none:
-        partial_out = [4, 8, NaN], partial_lse = [log 1, log 3, −inf]     -> out = (1·4 + 3·8) / 4 = 7, lse = log 4
+    Example, one head, D = 1: split 0 saw one key of score 0 and value 4, split 1 three keys of
+    score 0 and value 8, split 2 none:
+        partial_out = [4, 8, NaN], partial_lse = [log 1, log 3, −inf]
+            -> out = (1·4 + 3·8) / 4 = 7, lse = log 4
     """
     # SOLUTION
     seen = partial_lse != -torch.inf
@@ -63,10 +65,13 @@ def plan_of(
     once, `itemsize` bytes a value, context_len keys a sequence. With one split there are no partial
     results. Errors: none to raise.
 
-    Example: 2 sequences, 8 and 4 heads, head_dim 64, 1000 keys, 16 splits, 100 slots, 2 bytes a value:
+    Example: 2 sequences, 8 and 4 heads, head_dim 64, 1000 keys, 16 splits, 100 slots, 2 bytes a
+    value:
         2 · 4 · 16 = 128 programs in 2 waves, efficiency 128 / 200 = 0.64
-        partials 2 · (2 · 8 · 16 · (64 + 1) · 4) = 133120 bytes, KV 2 · 1000 · 2 · 4 · 64 · 2 = 2048000: 0.065
-    Write down your guess first: Llama-3-8B (32 and 8 heads of 128, 16 bits), one sequence of 65536 keys on 264 slots, 33 splits.
+        partials 2 · (2 · 8 · 16 · (64 + 1) · 4) = 133120 bytes, KV 2 · 1000 · 2 · 4 · 64 · 2 =
+          2048000: 0.065
+    Write down your guess first: Llama-3-8B (32 and 8 heads of 128, 16 bits), one sequence of 65536
+    keys on 264 slots, 33 splits.
     """
     # SOLUTION
     programs = batch * num_kv_heads * num_splits
@@ -172,7 +177,8 @@ def invariant_decode(
     is. Errors: none to raise.
 
     Example, one head, D = 1, split_size 2, lengths 3: scores [0, 0, log 2], values [2, 4, 9]
-        split 0: m = 0, l = 2, acc = 6; split 1: m = log 2, l = 1, acc = 9; relative to log 2: (6/2 + 9) / (2/2 + 1) = 6
+        split 0: m = 0, l = 2, acc = 6; split 1: m = log 2, l = 1, acc = 9; relative to log 2: (6/2
+          + 9) / (2/2 + 1) = 6
 
     The code below runs, and for one sequence with one head and equal keys it is right. It has four
     bugs. Delete the first line and find them.

@@ -73,7 +73,7 @@ class BlockManager:
         fork(0, 1)          tables {0: [0, 1], 1: [0, 1]}
         needs(1, 6, 7)   -> 1, for the copy
         grow(1, 6, 7)    -> [(1, 2)]: copy block 1 to block 2; tables[1] is [0, 2]
-        grow(0, 6, 7)    -> []: nobody else owns block 1 now
+        grow(0, 6, 7)    -> []: no other sequence owns block 1 now
         grow(0, 7, 9)    -> []: token 9 is the first of a new block; tables[0] is [0, 1, 3]
     """
 
@@ -137,7 +137,7 @@ class BlockManager:
         # END
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence. Blocks that nobody else owns are free."""
+        """Forget a sequence. Blocks that no other sequence owns are free."""
         # SOLUTION
         self.pool.release(self.tables.pop(sequence))
         # END

@@ -25,7 +25,8 @@ def count_places(lengths: list[int], num_places: int) -> tuple[int, int, float, 
 
     Example: lengths = [6, 8, 5, 7, 3], 4 places
         static: 8 steps for the first four, 3 for the last  -> 11
-        continuous: the third place is free after step 5, and takes the 3 tokens in steps 6 to 8 -> 8
+        continuous: the third place is free after step 5, and takes the 3 tokens in steps 6 to 8 ->
+          8
         busy: 29 of 44 places -> 0.659, and no schedule gains more than 44 / 29 = 1.517
     Write down your guess first: lengths = [9, 1, 1, 1, 1, 9] on 2 places.
     """
@@ -53,7 +54,7 @@ def padded_wave(
     pad_token: int,
 ) -> tuple[list[list[int]], float]:
     """One static wave, greedy, without a cache: (the answers, the share of the computed rows that
-    gave a token somebody wanted).
+    gave a token that a request wanted).
 
     model(tokens: [B, W] int64, mask: [B, W] bool) -> logits: [B, W, V]. In row b, column j sees
     itself, and of the columns before it those where the mask is True. Its position is the number of
@@ -62,9 +63,9 @@ def padded_wave(
     The wave ends with its last row.
 
     share: tokens of all answers, over B times the number of calls. It is what a throughput counts,
-    because nobody pays for tokens that no one asked for. Call the model once a step, and not once
-    more than the longest answer has tokens. Errors: none to raise. Your answer for a row may not
-    depend on pad_token or on the other rows.
+    because tokens that no request asked for are not paid for. Call the model once a step, and not
+    once more than the longest answer has tokens. Errors: none to raise. Your answer for a row may
+    not depend on pad_token or on the other rows.
 
     Example, two prompts, limits [1, 3]: three calls. The answers have 1 and 3 tokens: share 4 / 6.
 
@@ -117,7 +118,7 @@ def padded_wave(
     replaces="lessons.l14_continuous_batching.optimized:ContinuousScheduler",
 )
 class ContinuousScheduler:
-    """After every step whoever has finished leaves, and whoever waits comes in. A solved exercise
+    """After every step finished requests leave, and waiting ones come in. A solved exercise
     schedules this lesson's rung of the ladder.
 
     The loop calls schedule, runs the step, calls finish, appends a token to each sequence, and
@@ -168,10 +169,10 @@ class ContinuousScheduler:
         """What runs next: Step(chunks, []), one Chunk(sequence, count) a sequence.
 
         First all of `running`, one token each. Then those who wait, in the order of their arrival;
-        nobody overtakes. A new one runs its whole prompt. It comes in if a place is free
-        (max_num_seqs), if the blocks for its longest possible answer are, which it gets at once,
-        and if the step has at most max_num_batched_tokens tokens with it. A prompt that is longer
-        than that runs when nothing else does.
+        no request overtakes another. A new one runs its whole prompt. It comes in if a place is
+        free (max_num_seqs), if the blocks for its longest possible answer are, which it gets at
+        once, and if the step has at most max_num_batched_tokens tokens with it. A prompt that is
+        longer than that runs when nothing else does.
         """
         # SOLUTION
         chunks = [Chunk(sequence, 1) for sequence in self.running]

@@ -40,11 +40,11 @@ def plan_step(
     tokens each, in the order of service. A running request with one such token decodes.
 
     First those who decode, in their order. Then the other running requests, in their order: each
-    gets what it lacks, or what is left of the budget. Then those who wait, in their order, likewise,
-    while a place is free: at most max_num_seqs requests run. Nobody overtakes. A request is sampled
-    if its newest token runs in this step. Requests that get no token are not in the list.
-    max_num_seqs is at least len(running), and budget is at least max_num_seqs. Errors: none to
-    raise. The arguments stay.
+    gets what it lacks, or what is left of the budget. Then those who wait, in their order,
+    likewise, while a place is free: at most max_num_seqs requests run. No request overtakes
+    another. A request is sampled if its newest token runs in this step. Requests that get no token
+    are not in the list. max_num_seqs is at least len(running), and budget is at least max_num_seqs.
+    Errors: none to raise. The arguments stay.
 
     Example: running [(0, 7), (1, 1)], waiting [(2, 3), (3, 9)], budget 10, 3 places
         -> [(1, 1, True), (0, 7, True), (2, 2, False)]; no place is left for request 3

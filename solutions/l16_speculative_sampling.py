@@ -15,7 +15,8 @@ def predict_speculation(alpha: float, count: int, cost_ratio: float) -> tuple[fl
     alpha: each drafted token stays with this probability, if all in front of it stayed; below 1.
     count: drafted tokens of a step. cost_ratio: seconds of a pass of the draft over seconds of a
     pass of the target. A pass of the target takes the same time for one token and for count + 1.
-    A count of 0 is plain decoding; of equal speed-ups the smaller count wins. Errors: none to raise.
+    A count of 0 is plain decoding; of equal speed-ups the smaller count wins. Errors: none to
+    raise.
 
     Example: alpha 0.5, count 2, cost_ratio 0.25
         tokens 1 + 0.5 + 0.25 = 1.75, speed-up 1.75 / 1.5 = 1.1667, best count 1: 1.5 / 1.25 = 1.2
@@ -48,8 +49,8 @@ def verify_one(p: Tensor, q: Tensor, drafted: list[int], u: Tensor) -> list[int]
         u[0, 0] = 0.4: below 0.25 / 0.5, so 1 stays, and u[1, 1] = 0.1 draws 0     -> [1, 0]
         u[0, 0] = 0.6: rejected; the residual is [0.25, 0], so 0 is drawn          -> [0]
 
-    The code below accepts and rejects common tokens rightly. It has four bugs. Delete the first line
-    and find them.
+    The code below accepts and rejects common tokens rightly. It has four bugs. Delete the first
+    line and find them.
     """
     # SOLUTION
     emitted = []
@@ -91,8 +92,8 @@ def verify_batch(
     rejection. Emitted tokens beyond left[b] are cut off. A draw gives the first token whose running
     sum exceeds u times the sum. Errors: none to raise. The arguments stay.
 
-    Example: K = 1, V = 2, two greedy sequences, all logits of the target [2, 1], of the draft [2, 1]
-    for the first and [1, 2] for the second, drafted [[0], [1]], left [5, 5]
+    Example: K = 1, V = 2, two greedy sequences, all logits of the target [2, 1], of the draft [2,
+    1] for the first and [1, 2] for the second, drafted [[0], [1]], left [5, 5]
         -> tokens [[0, 0], [0, -1]], counts [2, 1]
         with left [1, 1]: tokens [[0, -1], [0, -1]], counts [1, 1]
     """

@@ -46,8 +46,8 @@ def cache_plan(
         1000 bytes are left: 3 sequences of 320 bytes, or 4 of 240
         3 tokens for 1000 + 960 bytes, or 4 tokens for 1000 + 960 bytes
         -> (320, 240, 3, 4, 1.3333333)
-    Write down your guess first: Llama-2-70B (80 layers of 8 KV heads, 128 values each), 4096 tokens,
-    8 bits, group 128, weights of 138 GB in two GPUs of 80 GB.
+    Write down your guess first: Llama-2-70B (80 layers of 8 KV heads, 128 values each), 4096
+    tokens, 8 bits, group 128, weights of 138 GB in two GPUs of 80 GB.
     """
     # SOLUTION
     values = 2 * num_layers * num_kv_heads * head_dim * context
@@ -72,14 +72,15 @@ def smooth_linear(
     """x · weightᵀ from numbers of 8 bits. x: [T, K] and weight: [N, K], float32. dtype: torch.int8
     with whole numbers of -127 to 127, or torch.float8_e4m3fn, whose largest number is 448.
 
-    act_max: [K] float32, the largest |x| of each input channel on a calibration text. First, channel
-    k of x is divided by s[k], and channel k of the weight is multiplied by it, so the product stays:
+    act_max: [K] float32, the largest |x| of each input channel on a calibration text. First,
+    channel k of x is divided by s[k], and channel k of the weight is multiplied by it, so the
+    product stays:
         s[k] = act_max[k]^alpha / (largest |weight[:, k]|)^(1 - alpha)
-    and 1 where either of the two is 0. Then both are quantized: code = value / scale, rounded to the
-    nearest number of dtype (torch.round, or the conversion to float8). What lies beyond the largest
-    number becomes the largest number. The weight has a scale for each row, x one for each token:
-    the row's largest |value| / 127 or / 448, and 1 for a row of zeros. If x_scale: [1, 1] is given,
-    it is the scale of all tokens.
+    and 1 where either of the two is 0. Then both are quantized: code = value / scale, rounded to
+    the nearest number of dtype (torch.round, or the conversion to float8). What lies beyond the
+    largest number becomes the largest number. The weight has a scale for each row, x one for each
+    token: the row's largest |value| / 127 or / 448, and 1 for a row of zeros. If x_scale: [1, 1] is
+    given, it is the scale of all tokens.
 
     Returns, in this order: s: [K], the codes of x: [T, K] of dtype, their scale: [T, 1] (or x_scale
     as it was given), the codes of the weight: [N, K] of dtype, their scale: [N, 1], and the product
@@ -119,8 +120,8 @@ def smooth_linear(
 class Pages:
     """A cache of 8 bits. A value is its code times its scale.
 
-    k_codes, v_codes: [num_pages, page_size, Hkv, D] int8. k_scales: [num_pages, Hkv, D] float32, one
-    a page and channel. v_scales: [num_pages, page_size, Hkv] float32, one a token and head.
+    k_codes, v_codes: [num_pages, page_size, Hkv, D] int8. k_scales: [num_pages, Hkv, D] float32,
+    one a page and channel. v_scales: [num_pages, page_size, Hkv] float32, one a token and head.
     """
 
     k_codes: Tensor
@@ -135,20 +136,22 @@ def write_token(pages: Pages, k: Tensor, v: Tensor, slot: int) -> None:
     is row i mod page_size of page i // page_size.
 
     Tokens fill a page row by row. So the rows in front of the slot hold earlier tokens of the same
-    sequence, and whatever the rows behind it hold, nobody reads. A token in row 0 is the first of a
-    sequence in this page: codes and scales that stand there belong to nobody, and may be NaN.
+    sequence, and whatever the rows after it hold is never read. A token in row 0 is the first of a
+    sequence in this page: codes and scales that stand there belong to no sequence, and may be NaN.
 
     V has a scale for each token and head: the largest |value| of the head / 127. K has a scale for
-    each channel of the page: the largest |value| of the channel, over all tokens of the page so far,
-    / 127. So a louder token makes a scale of K larger. Then the codes that stand in the page already
-    must be written again, because they meant multiples of the old scale: round(code · old / new).
-    A code is value / scale, rounded by torch.round, in -127 … 127. Where all values are 0, scale and
-    code are 0. Aim: no loop over rows, heads or channels; other pages stay as they are. Errors: none
-    to raise.
+    each channel of the page: the largest |value| of the channel, over all tokens of the page so
+    far, / 127. So a louder token makes a scale of K larger. Then the codes that stand in the page
+    already must be written again, because they meant multiples of the old scale: round(code · old /
+    new).
+    A code is value / scale, rounded by torch.round, in -127 … 127. Where all values are 0, scale
+    and code are 0. Aim: no loop over rows, heads or channels; other pages stay as they are. Errors:
+    none to raise.
 
     Example: a page of two rows, one head, D = 2
         k = [12.7, 0.5] in row 0: scales [0.1, 0.5 / 127], codes [127, 127]
-        k = [25.4, 0.2] in row 1: scales [0.2, 0.5 / 127]; row 0 becomes round([63.5, 127]) = [64, 127],
+        k = [25.4, 0.2] in row 1: scales [0.2, 0.5 / 127]; row 0 becomes round([63.5, 127]) = [64,
+          127],
         row 1 is [127, round(50.8)] = [127, 51]
     """
     # SOLUTION
@@ -205,9 +208,9 @@ def int4_decode(
     its low four bits and value 2i + 1 in its high four. k_scales, v_scales: [Hkv, num_blocks,
     block_size, 2] float32, dense: (scale, lowest) for each head and slot. A value is
         code · scale + lowest,    code: 0 to 15
-    Slots that nobody uses have scales of NaN, so a load needs its mask and `other=`. Values that the
-    mask leaves out must be 0. block_table: [B, max_blocks] int32, context_lens: [B] int32, as in
-    lesson 12. Aim: no dequantized copy of the cache. Errors: none to raise.
+    Unused slots have scales of NaN, so a load needs its mask and `other=`. Values that
+    the mask leaves out must be 0. block_table: [B, max_blocks] int32, context_lens: [B] int32, as
+    in lesson 12. Aim: no dequantized copy of the cache. Errors: none to raise.
 
     Example, one head, D = 2, one key in slot 0: byte 0x4F, scale 0.5, lowest -1
         low half 15: 15 · 0.5 - 1 = 6.5; high half 4: 4 · 0.5 - 1 = 1; the row is [6.5, 1]
