@@ -12,7 +12,7 @@ from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l12_paged_kv.more.swap import HostSwap
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
+from lessons.l15_chunked_prefill.swap import Host, Lender
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.engine import Engine
@@ -42,11 +42,9 @@ def new_engine(model, num_blocks, block_size, cache=None, host_blocks=None, **ho
     runner = ModelRunner(fused(model), num_blocks, block_size, LONGEST)
     for slots in (runner.pool.k_slots, runner.pool.v_slots):
         slots.fill_(torch.nan)  # nobody may see what nobody wrote
-    if host_blocks is None:
-        scheduler = ChunkedScheduler(blocks, **how)
-    else:
-        scheduler = SwappingScheduler(HostSwap(Lender(runner.pool, blocks)), host_blocks, **how)
-    return Engine(runner, scheduler, None, LONGEST)
+    if host_blocks is not None:
+        how["host"] = Host(HostSwap(Lender(runner.pool, blocks)), host_blocks)
+    return Engine(runner, ChunkedScheduler(blocks, **how), None, LONGEST)
 
 
 def run(engine: Engine, prompts, params, arrivals=None) -> dict[str, list]:
@@ -71,8 +69,8 @@ def assert_clean(engine: Engine) -> None:
     assert not engine.requests and engine.scheduler.is_idle
     assert not blocks.tables and blocks.num_free == blocks.num_blocks
     assert not any(blocks.pool.owners)
-    if isinstance(engine.scheduler, SwappingScheduler):
-        swap = engine.scheduler.swap
+    if isinstance(engine.scheduler.host, Host):
+        swap = engine.scheduler.host.swap
         assert not swap.away and not swap.runner.held, "left on the host"
 
 

@@ -124,7 +124,7 @@ def test_swapped_blocks_come_back_from_the_host(model):
     got = run(engine, prompts, [replace(greedy(7), ignore_eos=True)] * 2)
     rows = RowParams(temperature=0, ignore_eos=True)
     assert [got[str(at)][0] for at in range(2)] == alone(model, prompts, 7, rows)
-    assert engine.scheduler.swap.swapped_bytes > 0 and buckets
+    assert engine.scheduler.host.swap.swapped_bytes > 0 and buckets
 
 
 def test_the_largest_step_is_run_before_the_cache_is_made(model, monkeypatch):

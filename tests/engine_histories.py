@@ -19,7 +19,7 @@ from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l15_chunked_prefill.lab.histories import ChunkedRules, Rules
 from lessons.l15_chunked_prefill.lab.virtual import VOCAB, VirtualModel
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
+from lessons.l15_chunked_prefill.swap import Host, Lender
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.engine import Engine
 from reference.engine.request import EngineRequest, by_priority
@@ -144,11 +144,10 @@ def new_engine(house: House, faults: dict[int, str], kind: type[Engine]) -> Engi
         enable_chunked_prefill=house.enable_chunked_prefill,
         order=by_priority,
     )
-    if house.host_blocks is None:
-        scheduler = ChunkedScheduler(blocks, **how)
-    else:
+    if house.host_blocks is not None:
         swap = HostSwap(Lender(runner.virtual.memory, blocks))
-        scheduler = SwappingScheduler(swap, house.host_blocks, **how)
+        how["host"] = Host(swap, house.host_blocks)
+    scheduler = ChunkedScheduler(blocks, **how)
     runner.rules = (ChunkedRules if house.enable_chunked_prefill else Rules)(scheduler)
     return kind(runner, scheduler, None, LONGEST)
 
@@ -240,7 +239,7 @@ class History:
             self.seen["preempted"] += sum(s.preemptions for s in request.sequences)
             self.seen["cached"] += request.num_cached_tokens
         if self.house.host_blocks is not None:
-            self.seen["swapped"] = self.engine.scheduler.swap.swapped_bytes
+            self.seen["swapped"] = self.engine.scheduler.host.swap.swapped_bytes
 
     def check_prompt(self, request: EngineRequest) -> None:
         """Its prompt's log-probabilities, as far as the prompt was read: each once, none twice."""

@@ -18,7 +18,7 @@ from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l15_chunked_prefill.lab.histories import Rules
 from lessons.l15_chunked_prefill.lab.virtual import TokenMemory
-from lessons.l15_chunked_prefill.swap import Lender
+from lessons.l15_chunked_prefill.swap import Host, Lender
 from lessons.l16_speculative_sampling.naive import verify_sequence
 from lessons.l16_speculative_sampling.stand_ins import draw_rows
 from lessons.l17_tree_speculation.heads.drafts import HeadDrafter
@@ -29,7 +29,7 @@ from reference.engine.model_runner import PoolsSwap
 from reference.engine.request import EngineRequest, by_priority
 from reference.engine.sampling_params import SamplingParams
 from reference.speculation.head_proposers import HeadProposer
-from reference.speculation.lookahead import LookaheadScheduler, LookaheadSwappingScheduler
+from reference.speculation.lookahead import LookaheadScheduler
 from reference.speculation.proposers import DraftModelProposer, NgramProposer
 from reference.speculation.protocol import Draft
 from reference.speculation.speculative_engine import SpeculativeEngine
@@ -212,12 +212,11 @@ def new_engine(house: House, faults, drafting: Drafting, kind, draft) -> Specula
         num_speculative_tokens=drafting.most,
         tree=drafting.shape,
     )
-    if house.host_blocks is None:
-        scheduler = LookaheadScheduler(blocks, **how)
-    else:
+    if house.host_blocks is not None:
         pools = [runner.virtual.memory, *proposer.pools]
         swap = PoolsSwap(Lender(runner.virtual.memory, blocks), pools)
-        scheduler = LookaheadSwappingScheduler(swap, house.host_blocks, **how)
+        how["host"] = Host(swap, house.host_blocks)
+    scheduler = LookaheadScheduler(blocks, **how)
     runner.rules = LookaheadRules(scheduler)
     return kind(runner, scheduler, None, LONGEST)
 

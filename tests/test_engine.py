@@ -184,7 +184,7 @@ def test_swapped_tokens_come_back_and_are_not_computed_again(model):
         got = run(engine, prompts, [greedy(30)] * 8)
         assert [got[str(at)][0] for at in range(8)] == alone(model, prompts, 30)
         computed[way] = sum(counts)
-    assert engine.scheduler.swap.swapped_bytes > 0
+    assert engine.scheduler.host.swap.swapped_bytes > 0
     assert computed["swapping"] < computed["few blocks"]
 
 
@@ -206,7 +206,7 @@ def test_an_aborted_request_leaves_the_host(model):
     engine = new_engine(model, **WAYS["swapping"])
     for at, prompt in enumerate(random_prompts(8)):
         engine.add_request(str(at), prompt, greedy(30))
-    while not engine.scheduler.swap.away:
+    while not engine.scheduler.host.swap.away:
         engine.step()
     for id in list(engine.requests):
         engine.abort_request(id)

@@ -211,7 +211,7 @@ def test_a_pool_that_preempts_gives_the_same_answers(llm, swap_space, is_swapped
     outputs = small.generate(PROMPTS, params, use_tqdm=False)
     assert texts(outputs) == want
     assert sum(output.metrics.preemptions for output in outputs) > 0
-    assert bool(small.engine.scheduler.swap.swapped_bytes) is is_swapped
+    assert bool(small.engine.scheduler.host.swap.swapped_bytes) is is_swapped
 
 
 def test_an_engines_seed_is_that_of_requests_without_one(llm):

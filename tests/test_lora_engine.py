@@ -16,6 +16,7 @@ from lessons.l02_naive_attention.naive import generate as alone
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l11_cuda_graphs.simulator import SimulatedGraphs
 from lessons.l12_paged_kv.optimized import LESSON_12
+from lessons.l17_tree_speculation.heads.heads import EagleDraft, MedusaHeads
 from lessons.l21_multi_lora import optimized, slots
 from lessons.l21_multi_lora.batch import AdapterBatch
 from lessons.l21_multi_lora.lab.testing import linears_of, random_adapter
@@ -23,10 +24,11 @@ from lessons.l21_multi_lora.layers import adapter_layers, merged
 from lessons.l21_multi_lora.peft.adapters import save_adapter
 from lessons.toolbox.measure.device import has_triton
 from reference import EngineArgs, LoRARequest, SamplingParams
+from reference.engine import engine as engine_module
 from reference.engine.assembly import engine_over
 from reference.features.decode_graphs import DecodeGraphs
-from reference.features.lora import AdapterHashes
-from tests.engine_cases import LONGEST, assert_clean, greedy, new_model
+from reference.features.lora import at_most
+from tests.engine_cases import CONFIG, LONGEST, assert_clean, greedy, new_model
 
 RANKS = {"a": 2, "b": 5, "c": 8}
 NAMES = [None, "a", "b", "c", "b", "a", None, "c"]
@@ -77,11 +79,11 @@ def expected(model, adapters, prompts):
     return [answers[name][at] for at, name in enumerate(NAMES)]
 
 
-def new_engine(model, **how):
+def new_engine(model, drafter=None, **how):
     settings = dict(
         enable_lora=True, max_loras=2, max_lora_rank=8, block_size=4, max_num_seqs=4, device="cpu"
     )
-    return engine_over(model, None, EngineArgs(**settings | how))
+    return engine_over(model, None, EngineArgs(**settings | how), drafter)
 
 
 def serve(engine, prompts, requests, names=NAMES):
@@ -136,6 +138,35 @@ def test_everybody_gets_the_tokens_of_their_adapter(way, model, prompts, request
     assert sum(out.metrics.preemptions for out in outputs.values()), "nobody was preempted"
 
 
+DRAFTS = {
+    "n-grams": dict(method="ngram"),
+    "a draft model": dict(method="draft", model="made here"),
+    "Medusa": dict(method="medusa", model="made here"),
+    "EAGLE": dict(method="eagle", model="made here"),
+    "EAGLE's tree": dict(
+        method="eagle", model="made here", speculative_token_tree="[(0,), (1,), (0, 0)]"
+    ),
+}
+PREEMPTED = ("preempted, computed again", "preempted, swapped")
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("way", [None, *PREEMPTED])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_drafts_change_no_adapter_s_tokens(draft, way, model, prompts, requests, expected):
+    """A draft follows the base model. The target verifies with the adapter of each row."""
+    drafter = {"draft": model, "ngram": None}.get(DRAFTS[draft]["method"])
+    if "model" in DRAFTS[draft] and drafter is None:
+        is_medusa = DRAFTS[draft]["method"] == "medusa"
+        drafter = MedusaHeads(CONFIG.hidden_size, 3) if is_medusa else EagleDraft(CONFIG, 32)
+        drafter.double().eval().requires_grad_(False)
+    config = dict(num_speculative_tokens=3, **DRAFTS[draft])
+    engine = new_engine(model, drafter, speculative_config=config, **WAYS.get(way, {}))
+    got, _ = serve(engine, prompts, requests)
+    assert got == expected
+    assert engine.speculation.drafted, "nothing was drafted"
+
+
 def test_blocks_are_shared_with_the_same_adapter_only(model, prompts, requests, expected):
     """The second round finds what the first left, each adapter its own: as much as the base model
     finds of its own; and a prompt that only another adapter has run is computed whole.
@@ -150,7 +181,7 @@ def test_blocks_are_shared_with_the_same_adapter_only(model, prompts, requests, 
 
 
 def test_a_cache_that_confuses_adapters_is_seen(model, prompts, requests, expected, monkeypatch):
-    monkeypatch.setattr(AdapterHashes, "hashes", AdapterHashes.__mro__[1].hashes)
+    monkeypatch.setattr(engine_module.Engine, "names_of", lambda *given: {})
     engine = new_engine(model, max_loras=3)
     serve(engine, prompts, requests)
     assert serve(engine, prompts, requests)[0] != expected
@@ -166,7 +197,7 @@ def test_a_slot_taken_from_somebody_who_runs_is_seen(
 
     monkeypatch.setattr(slots.AdapterSlots, "take_slot", take_any)
     engine = new_engine(model, max_loras=2)
-    monkeypatch.setattr(engine.scheduler, "max_loras", 3)
+    monkeypatch.setattr(engine.scheduler, "may_join", at_most(3))
     assert serve(engine, prompts, requests)[0] != expected
 
 
@@ -275,13 +306,6 @@ def test_refusals_take_one_line_and_hold_nothing(model, adapters, prompts, reque
         (dict(max_loras=0), "max_loras: got 0"),
         (dict(max_lora_rank=513), "max_lora_rank: got 513; accepted: 1 to 512"),
         (dict(max_loras=3, max_cpu_loras=2), "max_cpu_loras: got 2; accepted: None, or max_loras"),
-        (
-            dict(
-                enable_lora=True,
-                speculative_config={"method": "ngram", "num_speculative_tokens": 2},
-            ),
-            "enable_lora: got True; accepted: False with a speculative_config",
-        ),
     ],
 )
 def test_wrong_arguments(wrong, said):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lessons.l12_paged_kv.blocks import BlockManager
-from lessons.l15_chunked_prefill.swap import SwappingScheduler
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.l15_chunked_prefill.swap import Host
 from lessons.l20_parallelism.processes.launch import RankError
 from reference.engine.request import EngineSequence
 from reference.parallel.runner import DistributedRunner, RemoteHidden, RemotePool, Talk
@@ -78,19 +79,18 @@ def test_blocks_that_wait_on_the_host_come_back_or_are_forgotten(leaves_early):
     workers = Obedient()
     workers.may.set()
     runner, blocks = new_runner(workers), BlockManager(6, 4)
-    scheduler = SwappingScheduler(
-        runner.new_swap(blocks), None, max_num_seqs=2, max_num_batched_tokens=16
-    )
+    host = Host(runner.new_swap(blocks))
+    scheduler = ChunkedScheduler(blocks, host=host, max_num_seqs=2, max_num_batched_tokens=16)
     common = dict(max_new_tokens=12, sampling=None, stop_token_ids=frozenset())
     sequences = [EngineSequence(row=row, prompt=[1] * 9, **common) for row in range(2)]
     for sequence in sequences:
         scheduler.add(sequence)
-    while not scheduler.swap.away:
+    while not scheduler.host.swap.away:
         step = scheduler.schedule()
         for sequence in scheduler.finish(step):
             sequence.append(3)
     last = sequences[1]
-    assert list(scheduler.swap.away) == [1]
+    assert list(scheduler.host.swap.away) == [1]
     if leaves_early:
         scheduler.abort(last)
         scheduler.abort(last)  # once is enough
@@ -98,7 +98,7 @@ def test_blocks_that_wait_on_the_host_come_back_or_are_forgotten(leaves_early):
         scheduler.abort(sequences[0])
         step = scheduler.schedule()
         assert [chunk.sequence for chunk in step.chunks] == [last]
-    assert not scheduler.swap.away
+    assert not scheduler.host.swap.away
     runner.talk.ask("num_away")
     (out, (row, old)), (back, told), _ = workers.heard
     assert (out, row, len(old)) == ("swap_out", 1, 3)
@@ -107,5 +107,5 @@ def test_blocks_that_wait_on_the_host_come_back_or_are_forgotten(leaves_early):
     else:
         assert back == "swap_in" and told[0] == 1
         assert told[1] == blocks.tables[1][:3] and len(told[1]) == 3
-    assert scheduler.swap.swapped_bytes == (1 if leaves_early else 2) * 3 * 4 * 64
+    assert scheduler.host.swap.swapped_bytes == (1 if leaves_early else 2) * 3 * 4 * 64
     runner.close()

@@ -115,7 +115,7 @@ def test_nobody_s_tokens_depend_on_the_scheduler(model, expected, name, house):
     engine = new_engine(model, name, **HOUSES[house])
     assert answers_of(engine) == expected[name]
     if house == "swaps":
-        assert engine.scheduler.swap.swapped_bytes > 0
+        assert engine.scheduler.host.swap.swapped_bytes > 0
 
 
 @pytest.mark.parametrize("name", FORMATS)

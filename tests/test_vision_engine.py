@@ -11,7 +11,7 @@ from reference.engine.sampling_params import SamplingParams
 from reference.features.beam_search import BeamSearch, BeamSearchParams
 from reference.vision.pictures import Picture
 from reference.vision.prompt import Placed
-from reference.vision.sight import FeatureCache, PictureBlocks
+from reference.vision.sight import FeatureCache, PictureNames
 from tests.engine_cases import CONFIG, assert_clean, greedy, run
 from tests.vision_cases import (
     IMAGE,
@@ -86,7 +86,6 @@ def test_two_pictures_never_share_a_block_and_the_same_one_does():
             (output,) = engine.step()
         cached.append(output.num_cached_tokens)
     assert cached == [0, shared, 24, 24]  # all whole blocks of 9 + ROWS + 9 = 27 tokens
-    assert not engine.scheduler.blocks.pictures_of
     assert engine.runner.sight.features.num_computed == 2
 
 
@@ -101,18 +100,18 @@ def test_one_row_of_a_picture_in_a_block_is_enough():
         assert output.num_cached_tokens == 0
 
 
-def test_tokens_that_end_within_a_picture_are_named_as_far_as_they_go():
-    """A longer list would tell the cache of blocks that nobody has computed yet."""
-    blocks, one, two = PictureBlocks(8, 4, ROWS), a_picture(), a_picture()
+def test_each_row_of_each_picture_has_a_name_of_its_own():
+    names, one, two = PictureNames(ROWS), a_picture(), a_picture()
     ids = [1, 2, *[IMAGE] * ROWS, 3, *[IMAGE] * ROWS, 4]
-    blocks.note(0, [Placed(2, one), Placed(3 + ROWS, two)])
-    blocks.note(1, [Placed(2, two), Placed(3 + ROWS, one)])
-    whole = blocks.named(0, ids)
-    for end in range(len(ids) + 1):
-        assert list(blocks.named(0, ids[:end])) == whole[:end]
-    assert len({*whole}) == len(ids), "two rows have the same name"
-    assert [id for id in whole if id >= 0] == [1, 2, 3, 4]
-    assert blocks.named(1, ids)[2 : 2 + ROWS] == whole[3 + ROWS : -1]
+    found, other, with_adapter = list(ids), list(ids), list(ids)
+    names.put(found, [Placed(2, one), Placed(3 + ROWS, two)])
+    names.put(other, [Placed(2, two), Placed(3 + ROWS, one)])
+    names.put(with_adapter, [Placed(2, one), Placed(3 + ROWS, two)], 1 << 32)
+    assert len({*found}) == len(ids), "two rows have the same name"
+    assert [id for id in found if id >= 0] == [1, 2, 3, 4]
+    assert other[2 : 2 + ROWS] == found[3 + ROWS : -1]
+    rows = {name for name in with_adapter if name < 0}
+    assert len(rows) == 2 * ROWS and not rows & {*found}, "an adapter shares another one's rows"
 
 
 @pytest.mark.sample(1, of="wrong names of pictures")
@@ -120,16 +119,14 @@ def test_tokens_that_end_within_a_picture_are_named_as_far_as_they_go():
 def test_keys_that_do_not_name_the_picture_are_found(wrong, monkeypatch):
     """What the two tests above are worth."""
 
-    def named(self, sequence, tokens):
-        named = list(tokens)
-        for start, number in self.pictures_of.get(sequence, []):
+    def put(self, names, pictures, offset=0):
+        for start, picture in pictures:
             if wrong == "a number for all":
-                named[start : start + ROWS] = [-1] * len(named[start : start + ROWS])
-            if wrong == "the first row alone" and start < len(named):
-                named[start + 1 : start + 2] = [-1 - number]
-        return named
+                names[start : start + ROWS] = [-1] * ROWS
+            if wrong == "the first row alone":
+                names[start + 1] = -1 - self.number_of(picture)
 
-    monkeypatch.setattr(PictureBlocks, "named", named)
+    monkeypatch.setattr(PictureNames, "put", put)
     with pytest.raises(AssertionError):
         test_two_pictures_never_share_a_block_and_the_same_one_does()
         test_one_row_of_a_picture_in_a_block_is_enough()
@@ -241,7 +238,6 @@ def test_what_cannot_be_seen_is_refused_in_one_line(what):
         engine.add_request("a", prompt, greedy(1))
     assert "\n" not in str(error.value) and len(str(error.value)) < 250
     assert_clean(engine)
-    assert not engine.scheduler.blocks.pictures_of
 
 
 def test_the_number_of_pictures_is_checked_before_one_is_read():

@@ -21,6 +21,9 @@ class Sequence(Request):
     places: int = 1
     reuses_prefix: bool = True
     preemptions: int = 0
+    # How a prefix cache knows the tokens, where equal tokens may have other K and V; None: as they are.
+    names: list[int] | None = None
+    name_offset: int = 0  # of each token that is sampled
     all_tokens: list[int] = field(init=False)
 
     # Requests are compared by their fields, but two sequences are one only if they are the same.
@@ -41,6 +44,11 @@ class Sequence(Request):
         return self.all_tokens
 
     @property
+    def known_as(self) -> list[int]:
+        """The tokens as a prefix cache is told them."""
+        return self.all_tokens if self.names is None else self.names
+
+    @property
     def to_compute(self) -> int:
         """Tokens that have to run before the next one can be sampled: 1 while it decodes."""
         return len(self.all_tokens) - self.computed
@@ -53,6 +61,8 @@ class Sequence(Request):
         """Take a sampled token."""
         self.output.append(token)
         self.all_tokens.append(token)
+        if self.names is not None:
+            self.names.append(token + self.name_offset)
 
 
 class Chunk(NamedTuple):

@@ -7,11 +7,9 @@ the ladder in generate.py.
 Source: Agrawal et al. 2024, Sarathi-Serve, section 4.
 """
 
-from collections.abc import Callable
-
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l14_continuous_batching.sequence import Sequence, Step
-from lessons.l15_chunked_prefill.preemption import PreemptiveScheduler, by_arrival
+from lessons.l15_chunked_prefill.preemption import PreemptiveScheduler
 
 
 class ChunkedScheduler(PreemptiveScheduler):
@@ -24,12 +22,11 @@ class ChunkedScheduler(PreemptiveScheduler):
     def __init__(
         self,
         blocks: BlockManager,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 2048,
+        *arguments,
         enable_chunked_prefill: bool = True,
-        order: Callable[[Sequence], tuple] = by_arrival,
+        **named_arguments,
     ):
-        super().__init__(blocks, max_num_seqs, max_num_batched_tokens, order)
+        super().__init__(blocks, *arguments, **named_arguments)
         self.enable_chunked_prefill = enable_chunked_prefill
 
     def add(self, sequence: Sequence) -> None:

@@ -23,11 +23,38 @@ def by_arrival(sequence: Sequence) -> tuple:
     return (sequence.row,)
 
 
+def always(sequence: Sequence, running: list[Sequence]) -> bool:
+    """No rule about which requests run together."""
+    return True
+
+
+class Nowhere:
+    """Where K and V of preempted requests wait: nowhere, so they are computed again. swap.py has the
+    other place, host memory.
+    """
+
+    def keep(self, sequence: Sequence, step: Step) -> None:
+        """Save what a running sequence has computed, before its blocks are taken back."""
+
+    def has(self, sequence: Sequence) -> bool:
+        """Whether its K and V wait here."""
+        return False
+
+    def bring_back(self, sequence: Sequence) -> bool:
+        """Put what waits into blocks of the pool. False: too few are free."""
+        raise NotImplementedError("nothing waits here")
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what waits, if anything does."""
+
+
 class PreemptiveScheduler:
     """Who waits, who runs, and who owns which block. A subclass says what a step is: `schedule`.
 
     max_num_seqs: places. max_num_batched_tokens: the budget of a step, at least one token for each
-    place. order: the key by which requests are served; whoever has the largest is preempted first.
+    place. order: the key by which requests are served; the one with the largest is preempted first.
+    may_join: whether a request may run beside those that run. host: where K and V of preempted
+    requests wait.
 
     Nobody starves, because the first of the running is never preempted: so it ends, and then there
     is another first. Nobody overtakes the first who waits, so its turn comes too.
@@ -39,6 +66,8 @@ class PreemptiveScheduler:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 2048,
         order: Callable[[Sequence], tuple] = by_arrival,
+        may_join: Callable[[Sequence, list[Sequence]], bool] = always,
+        host: Nowhere | None = None,
     ):
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
@@ -49,6 +78,8 @@ class PreemptiveScheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.order = order
+        self.may_join = may_join
+        self.host = Nowhere() if host is None else host
         # Both sorted by `order`.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -88,6 +119,7 @@ class PreemptiveScheduler:
 
     def abort(self, sequence: Sequence) -> None:
         """Forget a request, wherever it is; its blocks are free. One that is not here: nothing."""
+        self.host.forget(sequence)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         elif sequence in self.running:
@@ -151,11 +183,13 @@ class PreemptiveScheduler:
         come in, compute, find no more of them, and be sent away, again and again. Nobody who runs
         has a claim to the free blocks, because only the last prompt of a step is cut.
         """
+        if self.host.has(sequence):
+            return self.host.bring_back(sequence)
         refused, too_few = self.refused
         if refused is sequence and self.blocks.num_free <= too_few:
             return False  # because a search in the cache is as long as the prompt
         if isinstance(self.blocks, CachingBlockManager) and sequence.reuses_prefix:
-            sequence.computed = self.blocks.reuse(sequence.row, sequence.tokens)
+            sequence.computed = self.blocks.reuse(sequence.row, sequence.known_as)
         held, tokens = sequence.computed, len(sequence.tokens)
         if self.blocks.needs(sequence.row, held, tokens) > self.blocks.num_free:
             self.give_back(sequence)
@@ -172,10 +206,14 @@ class PreemptiveScheduler:
     def has_place(self, sequence: Sequence) -> bool:
         """Whether the places that it takes are free."""
         taken = sum(running.places for running in self.running)
-        return taken + sequence.places <= self.max_num_seqs
+        fits = taken + sequence.places <= self.max_num_seqs
+        return fits and self.may_join(sequence, self.running)
 
     def preempt(self, sequence: Sequence, step: Step) -> None:
-        """Take back a running sequence's blocks; it waits, and computes its tokens again."""
+        """Take back a running sequence's blocks; it waits, and computes its tokens again, unless they
+        wait on the host.
+        """
+        self.host.keep(sequence, step)
         self.running.remove(sequence)
         self.take_out(sequence, step)
         self.give_back(sequence)
@@ -209,7 +247,7 @@ class PreemptiveScheduler:
             # Whoever was aborted while the step ran has no table any more.
             is_here = sequence.row in self.blocks.tables
             if is_fuller and is_here and isinstance(self.blocks, CachingBlockManager):
-                self.blocks.remember(sequence.row, sequence.tokens[: sequence.computed])
+                self.blocks.remember(sequence.row, sequence.known_as[: sequence.computed])
         return sampled
 
     def leave(self) -> list[Sequence]:

@@ -18,7 +18,8 @@ from lessons.l15_chunked_prefill import generate as rung
 from lessons.l15_chunked_prefill.generate import ChunkExecutor, generate
 from lessons.l15_chunked_prefill.lab.testing import ForgetsOutput
 from lessons.l15_chunked_prefill.naive import PrefillFirstScheduler
-from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.l15_chunked_prefill.swap import Host, Lender
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig
 
@@ -74,7 +75,7 @@ def test_swapped_requests_go_on_with_the_same_tokens(seed):
     for slots in (runner.pool.k_slots, runner.pool.v_slots):
         slots.fill_(torch.nan)  # nobody may see what nobody wrote
     swap = HostSwap(Lender(runner.pool, blocks))
-    scheduler = SwappingScheduler(swap, max_num_seqs=5, max_num_batched_tokens=16)
+    scheduler = ChunkedScheduler(blocks, host=Host(swap), max_num_seqs=5, max_num_batched_tokens=16)
     sequences = new_sequences(model.config, prompts, limits)
     for sequence in sequences:
         scheduler.add(sequence)

@@ -8,7 +8,7 @@ from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.l15_chunked_prefill.swap import SwappingScheduler
+from lessons.l15_chunked_prefill.swap import Host
 from lessons.l17_tree_speculation.trees.tree import Tree
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
@@ -19,12 +19,7 @@ from reference.engine.engine_args import EngineArgs
 from reference.engine.model import load_model, load_tokenizer
 from reference.engine.model_runner import ModelRunner
 from reference.engine.request import ORDERS
-from reference.features.lora import (
-    AdapterBlocks,
-    Adapters,
-    AdapterScheduler,
-    AdapterSwappingScheduler,
-)
+from reference.features.lora import Adapters, at_most
 from reference.speculation.drafting import (
     Drafter,
     config_of_pool,
@@ -32,12 +27,12 @@ from reference.speculation.drafting import (
     new_proposer,
     tree_of,
 )
-from reference.speculation.lookahead import LookaheadScheduler, LookaheadSwappingScheduler
+from reference.speculation.lookahead import LookaheadScheduler
 from reference.speculation.protocol import Proposer
 from reference.speculation.speculative_engine import SpeculativeEngine
 from reference.vision.checkpoint import llava_folder, load_llava
 from reference.vision.prompt import inputs_for
-from reference.vision.sight import PictureBlocks, Sight
+from reference.vision.sight import Sight
 from reference.vision.tower import Eyes
 
 
@@ -102,7 +97,7 @@ def engine_here(
 
 def engine_on(runner: ModelRunner, tokenizer, args: EngineArgs) -> Engine:
     """An engine that does not speculate, on a runner or on what has its interface."""
-    blocks = new_blocks(args, runner.pool.num_blocks, runner.sight)
+    blocks = new_blocks(args, runner.pool.num_blocks)
     scheduler = new_scheduler(args, runner, blocks)
     return Engine(runner, scheduler, tokenizer, runner.max_model_len, args.seed)
 
@@ -117,14 +112,10 @@ def max_model_len_of(args: EngineArgs, config: ModelConfig) -> int:
     return args.max_model_len or most
 
 
-def new_blocks(args: EngineArgs, num_blocks: int, sight: Sight | None = None) -> BlockManager:
+def new_blocks(args: EngineArgs, num_blocks: int) -> BlockManager:
     """Who owns which block, and with a prefix cache which of them are known."""
     if not args.enable_prefix_caching:
         return BlockManager(num_blocks, args.block_size)
-    if sight is not None:
-        return PictureBlocks(num_blocks, args.block_size, sight.inputs.config.tokens_per_image)
-    if args.enable_lora:
-        return AdapterBlocks(num_blocks, args.block_size)
     return CachingBlockManager(num_blocks, args.block_size, HashBlocks(args.block_size))
 
 
@@ -181,17 +172,16 @@ def new_scheduler(
         enable_chunked_prefill=args.enable_chunked_prefill,
         order=ORDERS[args.scheduling_policy],
     )
-    kinds, pools = (ChunkedScheduler, SwappingScheduler), [runner.pool]
-    if proposer is not None:
-        count = args.speculative_config.num_speculative_tokens
-        limits |= dict(proposer=proposer, num_speculative_tokens=count, tree=tree)
-        kinds, pools = (LookaheadScheduler, LookaheadSwappingScheduler), [*pools, *proposer.pools]
+    others = [] if proposer is None else proposer.pools
     if args.enable_lora:
-        limits |= dict(max_loras=args.max_loras)
-        kinds = AdapterScheduler, AdapterSwappingScheduler
-    recomputing, swapping = kinds
-    if args.preemption_mode == "recompute":
-        return recomputing(blocks, **limits)
-    block_bytes = sum(pool.bytes_per_token for pool in pools) * args.block_size
-    host_blocks = int(args.swap_space * 2**30 // block_bytes)
-    return swapping(runner.new_swap(blocks, pools[1:]), host_blocks, **limits)
+        limits |= dict(may_join=at_most(args.max_loras))
+    if args.preemption_mode == "swap":
+        block_bytes = sum(pool.bytes_per_token for pool in [runner.pool, *others]) * args.block_size
+        host_blocks = int(args.swap_space * 2**30 // block_bytes)
+        limits |= dict(host=Host(runner.new_swap(blocks, others), host_blocks))
+    if proposer is None:
+        return ChunkedScheduler(blocks, **limits)
+    count = args.speculative_config.num_speculative_tokens
+    return LookaheadScheduler(
+        blocks, proposer=proposer, num_speculative_tokens=count, tree=tree, **limits
+    )

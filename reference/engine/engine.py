@@ -31,7 +31,7 @@ from reference.features.lora import LoRARequest, take_adapter
 from reference.features.prompt_scores import score_prompts
 from reference.features.structured import Structures
 from reference.vision.prompt import split
-from reference.vision.sight import forget_pictures, note_pictures, placed_in
+from reference.vision.sight import placed_in
 
 
 class Engine:
@@ -106,7 +106,6 @@ class Engine:
         request = EngineRequest(request_id, text, ids, params, lora_request, adapter, pictures)
         try:
             request.sequences = self.new_sequences(request, priority)
-            note_pictures(self.scheduler.blocks, request.sequences)
             request.ticket = self.fair.arrive(user, request.most_tokens)
             self.admit(request)
             self.scheduler.add(request.sequences[0])
@@ -169,6 +168,7 @@ class Engine:
                 self.sequence_kind(
                     row=next(self.ids),
                     prompt=request.prompt_token_ids,
+                    **self.names_of(request),
                     max_new_tokens=limit,
                     sampling=row,
                     stop_token_ids=stops,
@@ -187,6 +187,19 @@ class Engine:
             )
         return sequences
 
+    def names_of(self, request: EngineRequest) -> dict:
+        """How the prefix cache knows the tokens of a request: with another adapter or another picture
+        equal tokens have other K and V, so they get other names. Fields of a Sequence.
+        """
+        ids, adapter, pictures = request.prompt_token_ids, request.adapter, request.pictures
+        if adapter is None and not pictures:
+            return {}
+        offset = 0 if adapter is None else adapter.serial << 32  # above all token ids
+        names = [token + offset for token in ids]
+        if pictures:
+            self.runner.sight.names.put(names, pictures, offset)
+        return {"names": names, "name_offset": offset}
+
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request where it stands; returns what it has so far. None: nobody of that name."""
         check_kind(str, "a string", request_id=request_id)
@@ -203,7 +216,6 @@ class Engine:
         """A request has ended: it needs its adapter no more, and took so much of its user's share."""
         if request.adapter is not None:
             self.runner.adapters.store.give_back(request.adapter)
-        forget_pictures(self.scheduler.blocks, request.sequences)
         if request.ticket is not None:
             self.fair.leave(request.ticket, request.used_tokens)
             self.scheduler.waiting.sort(key=self.scheduler.order)

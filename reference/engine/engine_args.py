@@ -139,9 +139,6 @@ class EngineArgs:
         is_size = is_number(self.mm_processor_cache_gb, 0)
         self._require("mm_processor_cache_gb", is_size, "a finite number of GiB")
         self.speculative_config = SpeculativeConfig.read(self.speculative_config)
-        # because a draft follows the base model, and no adapter
-        speculates_with_lora = self.enable_lora and self.speculative_config is not None
-        self._require("enable_lora", not speculates_with_lora, "False with a speculative_config")
         self._check_workers()
         least = self.max_num_seqs * self.rows_each
         if self.max_num_batched_tokens is None:

@@ -12,11 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l13_prefix_caching.cache import CachingBlockManager
-from lessons.l13_prefix_caching.naive import FIRST, HashBlocks
-from lessons.l14_continuous_batching.sequence import Sequence, Step
-from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.l15_chunked_prefill.swap import SwappingScheduler
+from lessons.l14_continuous_batching.sequence import Step
 from lessons.l21_multi_lora.batch import AdapterBatch, AdapterContext
 from lessons.l21_multi_lora.layers import adapter_layers, with_adapter_slots
 from lessons.l21_multi_lora.peft.adapters import Adapter
@@ -27,106 +23,16 @@ from reference.engine.engine_args import EngineArgs
 # ---------------------------------------------------------------- who may run together
 
 
-class WithAdapters:
-    """Mixed into a scheduler: those who run at once need no more adapters than there are slots.
-
-    max_loras: slots. The first who waits is not overtaken by somebody whose adapter has a slot, so
-    that its turn comes.
+def at_most(max_loras: int):
+    """The scheduler's rule: those who run at once need no more adapters than there are slots. The first
+    who waits is not overtaken, so its turn comes.
     """
 
-    def __init__(self, *args, max_loras: int, **arguments):
-        super().__init__(*args, **arguments)
-        self.max_loras = max_loras
+    def may_join(sequence, running) -> bool:
+        in_use = {one.adapter for one in running} | {sequence.adapter}
+        return len(in_use - {None}) <= max_loras
 
-    def has_place(self, sequence: Sequence) -> bool:
-        """As in preemption.py; also whether its adapter can be in a slot."""
-        in_use = {running.adapter for running in self.running} | {sequence.adapter}
-        return len(in_use - {None}) <= self.max_loras and super().has_place(sequence)
-
-    def add(self, sequence: Sequence) -> None:
-        """As in preemption.py; the cache learns whose adapter it is."""
-        super().add(sequence)
-        self.note(sequence)
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """As in preemption.py."""
-        super().fork(parent, child)
-        self.note(child)
-
-    def abort(self, sequence: Sequence) -> None:
-        """As in preemption.py."""
-        super().abort(sequence)
-        self.forget(sequence)
-
-    def leave(self) -> list[Sequence]:
-        """As in preemption.py."""
-        done = super().leave()
-        for sequence in done:
-            self.forget(sequence)
-        return done
-
-    def note(self, sequence: Sequence) -> None:
-        """Its blocks are those of its adapter, for as long as it is here."""
-        if isinstance(self.blocks, AdapterBlocks) and sequence.adapter is not None:
-            self.blocks.adapter_of[sequence.row] = sequence.adapter
-
-    def forget(self, sequence: Sequence) -> None:
-        """It has left."""
-        if isinstance(self.blocks, AdapterBlocks):
-            self.blocks.adapter_of.pop(sequence.row, None)
-
-
-class AdapterScheduler(WithAdapters, ChunkedScheduler):
-    """Lesson 15's scheduler with adapters."""
-
-
-class AdapterSwappingScheduler(WithAdapters, SwappingScheduler):
-    """Lesson 15's swapping scheduler with adapters."""
-
-
-# ---------------------------------------------------------------- whose K and V
-
-
-class AdapterHashes(HashBlocks):
-    """Lesson 13's hashes behind the number of an adapter, because with another adapter the same
-    tokens have other K and V.
-    """
-
-    salt = FIRST  # of whoever asks now
-
-    def hashes(self, tokens, count, start=0, before=FIRST) -> Iterator[bytes]:
-        """As in lesson 13; the salt stands where the hash in front of the first block stood."""
-        return super().hashes(tokens, count, start, self.salt if before == FIRST else before)
-
-
-class AdapterBlocks(CachingBlockManager):
-    """A CachingBlockManager in which sequences share blocks only with those of the same adapter."""
-
-    cache: AdapterHashes
-
-    def __init__(self, num_blocks: int, block_size: int):
-        super().__init__(num_blocks, block_size, AdapterHashes(block_size))
-        self.adapter_of: dict[int, Adapter] = {}  # sequence -> its adapter
-
-    def reuse(self, sequence: int, tokens) -> int:
-        """As in lesson 13."""
-        with self.behind(sequence):
-            return super().reuse(sequence, tokens)
-
-    def remember(self, sequence: int, tokens) -> None:
-        """As in lesson 13."""
-        with self.behind(sequence):
-            super().remember(sequence, tokens)
-
-    @contextmanager
-    def behind(self, sequence: int) -> Iterator[None]:
-        """Inside it all hashes are those of this sequence's adapter."""
-        adapter = self.adapter_of.get(sequence)
-        self.cache.salt = FIRST if adapter is None else adapter.serial.to_bytes(32, "little")
-        try:
-            yield
-        finally:
-            self.cache.salt = FIRST
+    return may_join
 
 
 # ---------------------------------------------------------------- which rows are whose

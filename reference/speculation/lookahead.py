@@ -18,7 +18,6 @@ from functools import lru_cache
 
 from lessons.l14_continuous_batching.sequence import Sequence, Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.l15_chunked_prefill.swap import SwappingScheduler
 from lessons.l17_tree_speculation.trees.tree import Tree
 from reference.engine.request import EngineSequence
 from reference.speculation.protocol import Proposer
@@ -120,7 +119,7 @@ class LookaheadScheduler(ChunkedScheduler):
         """
         ahead = self.count_for(sequence) if sequence.output else 0
         tokens = len(sequence.tokens) + ahead
-        if self.is_away(sequence) and self.blocks.blocks_for(tokens) > self.blocks.num_free:
+        if self.host.has(sequence) and self.blocks.blocks_for(tokens) > self.blocks.num_free:
             return False
         if not super().take_blocks(sequence):
             return False
@@ -149,16 +148,5 @@ class LookaheadScheduler(ChunkedScheduler):
         """As in lesson 15. What a proposer has computed is lost with the blocks."""
         sequence.look_ahead([])
         super().preempt(sequence, step)
-        if not self.is_away(sequence):
+        if not self.host.has(sequence):
             self.proposer.forget(sequence)
-
-    def is_away(self, sequence: Sequence) -> bool:
-        """Whether its K and V wait on the host."""
-        return False
-
-
-class LookaheadSwappingScheduler(LookaheadScheduler, SwappingScheduler):
-    """The same over lesson 15's SwappingScheduler."""
-
-    def is_away(self, sequence: Sequence) -> bool:
-        return sequence.row in self.swap.away

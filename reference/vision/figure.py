@@ -18,7 +18,7 @@ from reference.vision.checkpoint import llava_folder
 from reference.vision.config import read_vision_config
 from reference.vision.pictures import Picture
 from reference.vision.prompt import VisionInputs
-from reference.vision.sight import PictureBlocks
+from reference.vision.sight import PictureNames
 
 HERE = Path(__file__).parent
 SPLICE_SVG = HERE / "splice.svg"
@@ -38,9 +38,8 @@ def draw_splice(picture: Picture) -> ClassFigure:
     folder = llava_folder("models/tiny-vision")
     config, tokenizer = read_vision_config(folder), load_tokenizer(folder)
     ids, placed = VisionInputs(config, 1).place(encode(tokenizer, PROMPT), [picture])
-    blocks = PictureBlocks(4, BLOCK, config.tokens_per_image)
-    blocks.note(0, placed)
-    named = blocks.named(0, ids)
+    named = list(ids)
+    PictureNames(config.tokens_per_image).put(named, placed)
     fig, (left, right) = frame(
         f"A picture is {config.tokens_per_image} rows of the prompt",
         "above: what the decoder is given at each place · below: what the prefix cache is told",

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import Decoder, swap
-from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.toolbox.model.arguments import refuse
-from reference.features.lora import AdapterBlocks
 from reference.vision.pictures import Picture, normalized
 from reference.vision.prompt import Placed, VisionInputs
 from reference.vision.tower import Eyes
@@ -90,6 +88,7 @@ class Sight:
     def __init__(self, eyes: Eyes, inputs: VisionInputs, most_cache_bytes: int):
         self.inputs = inputs
         self.features = FeatureCache(eyes, most_cache_bytes)
+        self.names = PictureNames(inputs.config.tokens_per_image)
         self.splice: Splice | None = None  # of the step under way
 
     def over_embedding(self, model: Decoder) -> Decoder:
@@ -130,19 +129,16 @@ class Sight:
 # ---------------------------------------------------------------- whose K and V
 
 
-class PictureBlocks(AdapterBlocks):
-    """A block manager whose prefix cache tells pictures apart.
+class PictureNames:
+    """The numbers by which a prefix cache knows the rows of pictures: below zero, so that no token has
+    them, and different for each row of each picture.
 
-    Where a picture stands, the cache is told numbers of this very picture instead of image tokens:
-    below zero, so that no token has them, and others for every row of every picture.
+    A number is never given to a second picture. A picture that is forgotten and comes again gets new
+    ones, and its old blocks are not found any more.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, tokens_per_image: int):
-        super().__init__(num_blocks, block_size)
+    def __init__(self, tokens_per_image: int):
         self.tokens_per_image = tokens_per_image
-        self.pictures_of: dict[int, list[tuple[int, int]]] = {}  # sequence -> starts and numbers
-        # A number is never given to a second picture. One that is forgotten and comes again gets a new
-        # one, and its old blocks are not found any more.
         self.numbers: OrderedDict[bytes, int] = OrderedDict()
         self.next_number = 0
 
@@ -156,50 +152,18 @@ class PictureBlocks(AdapterBlocks):
             self.numbers.popitem(last=False)
         return self.numbers[picture.digest]
 
-    def note(self, sequence: int, pictures: Sequence[Placed]) -> None:
-        """A new sequence has these pictures."""
-        if pictures:
-            self.pictures_of[sequence] = [
-                (placed.start, self.number_of(placed.picture)) for placed in pictures
-            ]
+    def rows_of(self, picture: Picture) -> range:
+        """A name for each of its rows."""
+        first = -1 - self.number_of(picture) * self.tokens_per_image
+        return range(first, first - self.tokens_per_image, -1)
 
-    def forget_pictures(self, sequence: int) -> None:
-        """It has ended."""
-        self.pictures_of.pop(sequence, None)
-
-    def reuse(self, sequence: int, tokens: Sequence[int]) -> int:
-        """As in lesson 13."""
-        return super().reuse(sequence, self.named(sequence, tokens))
-
-    def remember(self, sequence: int, tokens: Sequence[int]) -> None:
-        """As in lesson 13."""
-        super().remember(sequence, self.named(sequence, tokens))
-
-    def named(self, sequence: int, tokens: Sequence[int]) -> Sequence[int]:
-        """The tokens, with the numbers of the sequence's pictures where they stand."""
-        if sequence not in self.pictures_of:
-            return tokens
-        named, count = list(tokens), self.tokens_per_image
-        for start, number in self.pictures_of[sequence]:
-            # The tokens may end within a picture.
-            end = min(start + count, len(named))
-            first = -1 - number * count
-            named[start:end] = range(first, first - max(0, end - start), -1)
-        return named
-
-
-def note_pictures(blocks: BlockManager, sequences: list[Sequence]) -> None:
-    """Tell a block manager of new sequences' pictures, if it has a cache."""
-    if isinstance(blocks, PictureBlocks):
-        for sequence in sequences:
-            blocks.note(sequence.row, sequence.pictures)
-
-
-def forget_pictures(blocks: BlockManager, sequences: list[Sequence]) -> None:
-    """And that the sequences have ended."""
-    if isinstance(blocks, PictureBlocks):
-        for sequence in sequences:
-            blocks.forget_pictures(sequence.row)
+    def put(self, names: list[int], pictures: Sequence[Placed], offset: int = 0) -> None:
+        """Write the names of the pictures' rows where they are placed. offset: what keeps the adapter's
+        names apart from those of others; it is a multiple of 2^32.
+        """
+        for start, picture in pictures:
+            rows = self.rows_of(picture)
+            names[start : start + len(rows)] = [name - offset for name in rows]
 
 
 # ---------------------------------------------------------------- in a prompt

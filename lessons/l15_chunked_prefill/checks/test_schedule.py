@@ -23,13 +23,13 @@ from lessons.l15_chunked_prefill.lab.testing import (
     FOUND_BY,
     SLIPS,
     SWAP_SLIPS,
+    SwapsPromises,
     new_scheduler,
     new_swapping,
 )
 from lessons.l15_chunked_prefill.lab.virtual import VirtualModel, new_request, run
 from lessons.l15_chunked_prefill.naive import PrefillFirstScheduler
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.l15_chunked_prefill.swap import SwappingScheduler
 
 pytest.importorskip("hypothesis", reason="NOT RUN: needs hypothesis")
 from hypothesis import HealthCheck, Phase, given, settings
@@ -97,10 +97,10 @@ def test_random_histories(name, request):
     check()
 
 
-def run_swapping_trial(kind, requests, pool, step, cache, host_blocks=None) -> None:
+def run_swapping_trial(slip, requests, pool, step, cache, host_blocks=None) -> None:
     scheduler, model = new_swapping(
         new_blocks(pool, cache),
-        kind,
+        slip,
         host_blocks=host_blocks,
         max_num_seqs=step[0],
         max_num_batched_tokens=step[1],
@@ -108,7 +108,7 @@ def run_swapping_trial(kind, requests, pool, step, cache, host_blocks=None) -> N
     trial = Trial(scheduler, requests, model)
     trial.rules = ChunkedRules(scheduler)
     trial.run()
-    assert not scheduler.swap.away and not scheduler.swap.runner.held, "left on the host"
+    assert not scheduler.host.swap.away and not scheduler.host.swap.runner.held, "left on the host"
 
 
 @pytest.mark.sample(2, of="histories of lesson 15")
@@ -116,7 +116,7 @@ def test_random_histories_with_swapping(request):
     @histories(examples(request))
     @given(HISTORY, POOLS, STEPS, CACHES, HOSTS)
     def check(requests, pool, step, cache, host_blocks):
-        run_swapping_trial(SwappingScheduler, requests, pool, step, cache, host_blocks)
+        run_swapping_trial(ChunkedScheduler, requests, pool, step, cache, host_blocks)
 
     check()
 
@@ -157,13 +157,13 @@ LATE_POOL, LATE_STEP = (12, 3), (4, 12)
 
 def test_a_copy_for_who_is_preempted_in_the_same_step():
     run_trial(ChunkedScheduler, ChunkedRules, LATE, LATE_POOL, LATE_STEP, None, False)
-    run_swapping_trial(SwappingScheduler, LATE, LATE_POOL, LATE_STEP, None)
+    run_swapping_trial(ChunkedScheduler, LATE, LATE_POOL, LATE_STEP, None)
 
 
 @pytest.mark.parametrize("slip", COPY_SLIPS)
 def test_a_planted_slip_with_copies_is_found(slip):
     with pytest.raises(FOUND_BY):
-        if issubclass(slip, SwappingScheduler):
+        if slip is SwapsPromises:
             run_swapping_trial(slip, LATE, LATE_POOL, LATE_STEP, None)
         else:
             run_trial(slip, ChunkedRules, LATE, LATE_POOL, LATE_STEP, None, False)
@@ -233,7 +233,7 @@ def test_swapped_tokens_are_not_computed_again():
     while not scheduler.is_idle:
         run(scheduler, model)
     assert model.computed_tokens == 2 * 6 and last.preemptions == 1
-    assert scheduler.swap.swapped_bytes == 2 * (2 * 2) * 2 * 8  # out and in, K and V, int64
+    assert scheduler.host.swap.swapped_bytes == 2 * (2 * 2) * 2 * 8  # out and in, K and V, int64
 
 
 @pytest.mark.parametrize("host_blocks, swapped", [(1, False), (2, True)])
@@ -247,7 +247,7 @@ def test_who_finds_no_room_on_the_host_computes_again(host_blocks, swapped):
     while not scheduler.is_idle:
         run(scheduler, model)
     assert model.computed_tokens == 2 * 6 + (0 if swapped else 4)
-    assert bool(scheduler.swap.swapped_bytes) is swapped
+    assert bool(scheduler.host.swap.swapped_bytes) is swapped
 
 
 def test_a_search_in_the_cache_is_not_repeated_until_blocks_come_free():

@@ -5,7 +5,7 @@ from lessons.l12_paged_kv.more.swap import HostSwap
 from lessons.l14_continuous_batching.sequence import Chunk
 from lessons.l15_chunked_prefill.lab.virtual import VirtualModel
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.l15_chunked_prefill.swap import Lender, SwappingScheduler
+from lessons.l15_chunked_prefill.swap import Host, Lender
 
 
 def new_scheduler(kind, blocks: BlockManager, max_num_seqs, max_num_batched_tokens, order):
@@ -18,10 +18,12 @@ def new_scheduler(kind, blocks: BlockManager, max_num_seqs, max_num_batched_toke
     )
 
 
-def new_swapping(blocks: BlockManager, kind=SwappingScheduler, **arguments):
-    """(a swapping scheduler, the virtual model whose memory it swaps)."""
+def new_swapping(blocks: BlockManager, slip=ChunkedScheduler, host_blocks=None, **arguments):
+    """(a scheduler that swaps, the virtual model whose memory it swaps). slip: a scheduler, or a host."""
     model = VirtualModel(blocks)
-    return kind(HostSwap(Lender(model.memory, blocks)), **arguments), model
+    scheduler, host = (ChunkedScheduler, slip) if issubclass(slip, Host) else (slip, Host)
+    host = host(HostSwap(Lender(model.memory, blocks)), host_blocks)
+    return scheduler(blocks, host=host, **arguments), model
 
 
 # ---------------------------------------------------------------- planted slips
@@ -154,7 +156,7 @@ SLIPS = (
 )
 
 
-class SwapsPromises(SwappingScheduler):
+class SwapsPromises(ChunkedScheduler):
     """Saves blocks that the step has yet to copy."""
 
     def preempt(self, sequence, step):
@@ -163,21 +165,20 @@ class SwapsPromises(SwappingScheduler):
         step.copies[:] = copies
 
 
-class ForgetsTheHost(SwappingScheduler):
+class ForgetsTheHost(Host):
     """An aborted request stays in host memory."""
 
-    def abort(self, sequence):
-        ChunkedScheduler.abort(self, sequence)
+    def forget(self, sequence):
+        pass
 
 
-class ReadsOldBlocks(SwappingScheduler):
+class ReadsOldBlocks(Host):
     """Comes back into blocks, and nothing is copied into them."""
 
-    def take_blocks(self, sequence):
-        if sequence.row in self.swap.away:
-            held, kept = self.swap.away[sequence.row]
-            self.swap.away[sequence.row] = held, [x * 0 for x in kept]
-        return super().take_blocks(sequence)
+    def bring_back(self, sequence):
+        held, kept = self.swap.away[sequence.row]
+        self.swap.away[sequence.row] = held, [x * 0 for x in kept]
+        return super().bring_back(sequence)
 
 
 SWAP_SLIPS = (ForgetsTheHost, ReadsOldBlocks)
