@@ -13,10 +13,12 @@ from lessons.l12_paged_kv.more.swap import HostSwap
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import Host, Lender
+from lessons.l22_serving.fair import FairQueue
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.engine import Engine
 from reference.engine.model_runner import ModelRunner
+from reference.engine.request import by_user
 from reference.engine.sampling_params import SamplingParams
 
 CONFIG = ModelConfig("llama", 61, 48, 2, 6, 2, 8, 64, 96, eos_token_ids=(60,))
@@ -44,7 +46,10 @@ def new_engine(model, num_blocks, block_size, cache=None, host_blocks=None, **ho
         slots.fill_(torch.nan)  # nobody may see what nobody wrote
     if host_blocks is not None:
         how["host"] = Host(HostSwap(Lender(runner.pool, blocks)), host_blocks)
-    return Engine(runner, ChunkedScheduler(blocks, **how), None, LONGEST)
+    engine = Engine(runner, ChunkedScheduler(blocks, **how), None, LONGEST)
+    if how.get("order") is by_user:
+        engine.fair = FairQueue()
+    return engine
 
 
 def run(engine: Engine, prompts, params, arrivals=None) -> dict[str, list]:

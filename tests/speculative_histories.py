@@ -25,9 +25,9 @@ from lessons.l17_tree_speculation.heads.drafts import HeadDrafter
 from lessons.l17_tree_speculation.naive import verify_tree
 from lessons.l17_tree_speculation.trees.guesses import Ranked
 from lessons.l17_tree_speculation.trees.tree import Tree, chain
-from reference.engine.model_runner import PoolsSwap
 from reference.engine.request import EngineRequest, by_priority
 from reference.engine.sampling_params import SamplingParams
+from reference.features.swap import PoolsSwap
 from reference.speculation.head_proposers import HeadProposer
 from reference.speculation.lookahead import LookaheadScheduler
 from reference.speculation.proposers import DraftModelProposer, NgramProposer

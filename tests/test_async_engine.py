@@ -75,7 +75,8 @@ def serving(model, limits=None, gated=False, clock=None, num_blocks=60, **how):
         served.shutdown()
     assert_clean(engine)
     assert not served.waiters and not served.counter.seen
-    assert not any(line.tickets for line in engine.fair.lines.values())
+    lines = {} if engine.fair is None else engine.fair.lines
+    assert not any(line.tickets for line in lines.values())
 
 
 async def read(stream) -> list[list[int]]:

@@ -159,7 +159,7 @@ def swaps_codes_only(self):
 
 def test_a_swap_without_scales_is_found(model, expected, monkeypatch):
     monkeypatch.setattr("lessons.l12_paged_kv.more.swap.HostSwap.slots", property(swaps_codes_only))
-    monkeypatch.setattr("reference.engine.model_runner.PoolsSwap.slots", property(swaps_codes_only))
+    monkeypatch.setattr("reference.features.swap.PoolsSwap.slots", property(swaps_codes_only))
     engine = new_engine(model, "int8", **HOUSES["swaps"])
     assert answers_of(engine) != expected["int8"]
 

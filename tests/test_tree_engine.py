@@ -18,6 +18,7 @@ from lessons.l16_speculative_sampling.lab.chi_squared import (
     tables_of,
 )
 from lessons.l16_speculative_sampling.lab.enumeration import largest_difference, random_table
+from lessons.l17_tree_speculation import runner as tree_runner
 from lessons.l17_tree_speculation.heads.drafts import HeadDrafter
 from lessons.l17_tree_speculation.heads.heads import MedusaHeads, tapped_features
 from lessons.l17_tree_speculation.lab.enumeration import emitted_together
@@ -26,7 +27,6 @@ from lessons.l17_tree_speculation.runner import with_trees
 from lessons.l17_tree_speculation.trees import accept
 from lessons.l17_tree_speculation.trees.tree import Tree, full_tree, ranks_of
 from reference import SamplingParams
-from reference.engine import model_runner
 from reference.speculation import verification
 from reference.speculation.lookahead import DraftedSequence
 from reference.speculation.protocol import Draft
@@ -328,7 +328,7 @@ def positions_by_order(batch, trees):
 @pytest.mark.parametrize("slip", [with_trees, siblings_see_each_other, positions_by_order])
 def test_a_slip_of_the_pass_is_found(model, monkeypatch, slip):
     """And without a slip all is well, and every path has moved."""
-    monkeypatch.setattr(model_runner, "with_trees", slip)
+    monkeypatch.setattr(tree_runner, "with_trees", slip)
     prompts = random_prompts(6)
     params = [replace(greedy(12), ignore_eos=True)] * 6
     want = run(new_engine(model), prompts, params)

@@ -33,8 +33,12 @@ class LatentPool(KVPool):
     ) -> "LatentPool":
         """An empty pool on the model's device, in its dtype. model: from `latent`."""
         pool = super().for_model(model, num_blocks, block_size, ops)
-        pool.layer_of = {i: model.layers[i].self_attn.expanded for i in model.stage_layers}
+        pool.learn_layers(model)
         return pool
+
+    def learn_layers(self, model: Decoder) -> None:
+        """Keep the layers, whose matrices expand the latents."""
+        self.layer_of = {i: model.layers[i].self_attn.expanded for i in model.stage_layers}
 
     @staticmethod
     def rows(config: ModelConfig) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -18,21 +18,20 @@ from lessons.l03_kv_cache.batch import Batch, new_batch
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l07_kernel_fusion.fused_decoder import fused
-from lessons.l11_cuda_graphs.naive import fused_latents
 from lessons.l12_paged_kv.blocks import BlockManager, Copy
-from lessons.l12_paged_kv.kernels.latents import LATENTS_12, LATENTS_12_TORCH, PagedLatentPool
 from lessons.l12_paged_kv.kernels.stand_ins import LESSON_12_TORCH, paged_batch
 from lessons.l12_paged_kv.optimized import LESSON_12
 
 PAGED = Rung("paged cache", LESSON_12, LESSON_12_TORCH, prepare=fused)
-PAGED_LATENTS = Rung(
-    "paged cache", LATENTS_12, LATENTS_12_TORCH, prepare=fused_latents, cache=PagedLatentPool
-)
 
 
 def paged_rung_of(model: Decoder) -> Rung:
-    """Which of the two serves this model."""
-    return PAGED if model.config.mla is None else PAGED_LATENTS
+    """Which rung serves this model: this one, or that of lesson 6's latents."""
+    if model.config.mla is None:
+        return PAGED
+    from lessons.l12_paged_kv.kernels.latents import PAGED_LATENTS  # here: few models need it
+
+    return PAGED_LATENTS
 
 
 def new_pool(
@@ -57,8 +56,8 @@ def new_pool(
         max_context_len=max_context_len,
     )
     pool.sinks = sinks_of(model)
-    if isinstance(pool, PagedLatentPool):
-        pool.layer_of = {i: model.layers[i].self_attn.expanded for i in model.stage_layers}
+    if hasattr(pool, "learn_layers"):  # a pool of latents, which the layers expand
+        pool.learn_layers(model)
     return pool
 
 

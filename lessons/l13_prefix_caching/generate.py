@@ -27,7 +27,8 @@ from lessons.l02_naive_attention.request import (
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l11_cuda_graphs.naive import MAX_BATCH, MAX_PREFILL_TOKENS, unfinished
-from lessons.l12_paged_kv.runner import PAGED, PAGED_LATENTS, new_pool, step_batch
+from lessons.l12_paged_kv.kernels.latents import PAGED_LATENTS
+from lessons.l12_paged_kv.runner import PAGED, new_pool, step_batch
 from lessons.l13_prefix_caching.cache import CachingBlockManager, Hits, PrefixCache
 from lessons.l13_prefix_caching.cascade import LESSON_13_TORCH
 from lessons.l13_prefix_caching.optimized import RadixTree

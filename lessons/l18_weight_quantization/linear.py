@@ -22,6 +22,8 @@ class QuantizedLinear(nn.Module):
     `dequantize_matmul`, or optimized.py's dispatch to a kernel.
     """
 
+    has_own_product = True  # so it is not merged with its neighbours
+
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, multiply: Multiply):
         super().__init__()
         self.quantized, self.bias, self.multiply = weight, bias, multiply

@@ -33,6 +33,8 @@ class LoRALinear(nn.Module):
     context: shared by the layers of a model; without a batch in it this is the base layer.
     """
 
+    has_own_product = True  # so it is not merged with its neighbours
+
     def __init__(
         self, base: nn.Module, weights: SlotWeights, context: AdapterContext, add_lora: AddLora
     ):
@@ -45,6 +47,10 @@ class LoRALinear(nn.Module):
         out = self.base(x)
         batch = self.context.batch
         return out if batch is None else self.add_lora(out, x, self.weights, batch)
+
+    def with_base(self, base: nn.Module) -> "LoRALinear":
+        """The same adapters on top of another form of the same layer."""
+        return LoRALinear(base, self.weights, self.context, self.add_lora)
 
 
 def add_lora_for(device: torch.device) -> AddLora:

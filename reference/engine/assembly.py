@@ -1,39 +1,32 @@
 """An engine out of its parts: which model, pool, blocks, scheduler and drafter the arguments ask for."""
 
+from __future__ import annotations
+
 from functools import partial
+from typing import TYPE_CHECKING
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets, can_be_captured
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.l15_chunked_prefill.swap import Host
-from lessons.l17_tree_speculation.trees.tree import Tree
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.placement import launching_on
+from reference.checkpoints.any_checkpoint import llava_folder
 from reference.engine.cache_memory import blocks_that_fit
 from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import load_model, load_tokenizer
 from reference.engine.model_runner import ModelRunner
 from reference.engine.request import ORDERS
-from reference.features.lora import Adapters, at_most
-from reference.speculation.drafting import (
-    Drafter,
-    config_of_pool,
-    load_drafter,
-    new_proposer,
-    tree_of,
-)
-from reference.speculation.lookahead import LookaheadScheduler
-from reference.speculation.protocol import Proposer
-from reference.speculation.speculative_engine import SpeculativeEngine
-from reference.vision.checkpoint import llava_folder, load_llava
-from reference.vision.prompt import inputs_for
-from reference.vision.sight import Sight
-from reference.vision.tower import Eyes
+
+if TYPE_CHECKING:  # each feature is imported where the arguments ask for it
+    from lessons.l17_tree_speculation.trees.tree import Tree
+    from reference.features.lora import Adapters
+    from reference.speculation.drafting import Drafter
+    from reference.speculation.protocol import Proposer
+    from reference.vision.tower import Eyes
 
 
 def new_engine(args: EngineArgs) -> Engine:
@@ -49,9 +42,14 @@ def new_engine(args: EngineArgs) -> Engine:
     if folder is None:
         model = load_model(args.model, *where)
     else:
+        from reference.vision.checkpoint import load_llava
+
         model, eyes = load_llava(folder, *where)
-    tokenizer = load_tokenizer(args.tokenizer or folder or args.model)
-    drafter = load_drafter(args.speculative_config, model, tokenizer)
+    tokenizer, drafter = load_tokenizer(args.tokenizer or folder or args.model), None
+    if args.speculative_config is not None:
+        from reference.speculation.drafting import load_drafter
+
+        drafter = load_drafter(args.speculative_config, model, tokenizer)
     return engine_over(model, tokenizer, args, drafter, eyes)
 
 
@@ -69,37 +67,67 @@ def engine_over(
 def engine_here(
     model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter, eyes: Eyes | None
 ) -> Engine:
-    """`engine_over`, with kernels launched where the model lies."""
+    """`engine_over`, with kernels launched where the model is stored."""
     max_model_len = max_model_len_of(args, model.config)
-    config, sight = args.speculative_config, None
-    if config is not None:
+    if args.speculative_config is not None:
         if eyes is not None:  # because a draft would not see them
-            refuse("speculative_config", config, "None with a model that sees pictures")
-        config.check_context(max_model_len)
+            accepted = "None with a model that sees pictures"
+            refuse("speculative_config", args.speculative_config, accepted)
+        args.speculative_config.check_context(max_model_len)
+    sight = None
     if eyes is not None:
-        inputs = inputs_for(eyes.config, args, max_model_len)
-        sight = Sight(eyes, inputs, int(args.mm_processor_cache_gb * 2**30))
+        from reference.vision.sight import new_sight
+
+        sight = new_sight(eyes, args, max_model_len)
         model = sight.over_embedding(model)
-    adapters = Adapters(model, args) if args.enable_lora else None
-    if adapters is not None:
+    adapters = None
+    if args.enable_lora:
+        from reference.features.lora import Adapters
+
+        adapters = Adapters(model, args)
         model = adapters.model
-    num_blocks = blocks_that_fit(args, model, max_model_len, config_of_pool(drafter))
+    # A draft with K and V of its own needs room for them, too.
+    num_blocks = blocks_that_fit(args, model, max_model_len, getattr(drafter, "config", None))
     new = partial(new_runner, args, num_blocks)
-    tree = None if config is None else tree_of(config, drafter)
-    runner = new(model, max_model_len, adapters, getattr(drafter, "taps", ()), tree)
-    runner.sight = sight
-    if config is None:
+    if args.speculative_config is None:
+        runner = new(model, max_model_len, adapters)
+        runner.sight = sight
         return engine_on(runner, tokenizer, args)
+    return speculating(args, model, tokenizer, drafter, adapters, new)
+
+
+def speculating(
+    args: EngineArgs, model: Decoder, tokenizer, drafter: Drafter, adapters: Adapters | None, new
+) -> Engine:
+    """An engine with drafts. new: new_runner for these arguments and this many blocks."""
+    from reference.speculation.drafting import new_proposer, tree_of
+    from reference.speculation.speculative_engine import SpeculativeEngine
+
+    max_model_len = max_model_len_of(args, model.config)
+    tree = tree_of(args.speculative_config, drafter)
+    runner = new(model, max_model_len, adapters, getattr(drafter, "taps", ()), tree)
     proposer = new_proposer(args, drafter, runner, new)
-    scheduler = new_scheduler(args, runner, new_blocks(args, num_blocks), proposer, tree)
-    return SpeculativeEngine(runner, scheduler, tokenizer, max_model_len, args.seed)
+    blocks = new_blocks(args, runner.pool.num_blocks)
+    scheduler = new_scheduler(args, runner, blocks, proposer, tree)
+    engine = SpeculativeEngine(runner, scheduler, tokenizer, max_model_len, args.seed)
+    return taking_turns(engine, args)
+
+
+def taking_turns(engine: Engine, args: EngineArgs) -> Engine:
+    """The engine, in which users take turns if that is the policy."""
+    if args.scheduling_policy == "fair":
+        from lessons.l22_serving.fair import FairQueue
+
+        engine.fair = FairQueue()
+    return engine
 
 
 def engine_on(runner: ModelRunner, tokenizer, args: EngineArgs) -> Engine:
     """An engine that does not speculate, on a runner or on what has its interface."""
     blocks = new_blocks(args, runner.pool.num_blocks)
     scheduler = new_scheduler(args, runner, blocks)
-    return Engine(runner, scheduler, tokenizer, runner.max_model_len, args.seed)
+    engine = Engine(runner, scheduler, tokenizer, runner.max_model_len, args.seed)
+    return taking_turns(engine, args)
 
 
 def max_model_len_of(args: EngineArgs, config: ModelConfig) -> int:
@@ -132,9 +160,11 @@ def new_runner(
     draft reads it; tree: what its sequences run while they decode, None: one token, or a chain.
     """
     size = num_blocks, args.block_size, max_model_len
-    runner = ModelRunner(model, *size, args.kv_cache_dtype, adapters)
+    runner = ModelRunner(model, *size, args.kv_cache_dtype, adapters, tree is not None)
     runner.taps = taps
     if replays(args, model, tree):
+        from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets
+
         # because everybody who decodes owns a block
         places = min(args.max_num_seqs, num_blocks)
         graphs, buckets = CudaGraphs(model.device), batch_buckets(places * args.rows_each)
@@ -151,9 +181,12 @@ def replays(args: EngineArgs, model: Decoder, tree: Tree | None = None) -> bool:
     quantized latents, and trees over a quantized cache, because no kernel reads them: they become
     numbers first.
     """
-    can_replay = model.device.type == "cuda" and can_be_captured(model)
+    if model.device.type != "cuda" or args.enforce_eager:
+        return False
+    from lessons.l11_cuda_graphs.optimized import can_be_captured
+
     is_read = args.kv_cache_dtype == "auto" or (model.config.mla is None and tree is None)
-    return can_replay and is_read and not args.enforce_eager
+    return is_read and can_be_captured(model)
 
 
 def new_scheduler(
@@ -174,13 +207,19 @@ def new_scheduler(
     )
     others = [] if proposer is None else proposer.pools
     if args.enable_lora:
+        from reference.features.lora import at_most
+
         limits |= dict(may_join=at_most(args.max_loras))
     if args.preemption_mode == "swap":
+        from lessons.l15_chunked_prefill.swap import Host
+
         block_bytes = sum(pool.bytes_per_token for pool in [runner.pool, *others]) * args.block_size
         host_blocks = int(args.swap_space * 2**30 // block_bytes)
         limits |= dict(host=Host(runner.new_swap(blocks, others), host_blocks))
     if proposer is None:
         return ChunkedScheduler(blocks, **limits)
+    from reference.speculation.lookahead import LookaheadScheduler
+
     count = args.speculative_config.num_speculative_tokens
     return LookaheadScheduler(
         blocks, proposer=proposer, num_speculative_tokens=count, tree=tree, **limits

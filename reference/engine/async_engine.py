@@ -275,4 +275,4 @@ def waiting_one(sequence: EngineSequence) -> Waiting:
     """What admission asks of a sequence that waits: its prompt, and what its request may generate."""
     request = sequence.request
     prompt_tokens = len(request.prompt_token_ids)
-    return Waiting(request.ticket.user, prompt_tokens, request.most_tokens - prompt_tokens)
+    return Waiting(request.user, prompt_tokens, request.most_tokens - prompt_tokens)

@@ -8,17 +8,20 @@
 Read `step`: schedule, run, sample, tell. Each line is a lesson.
 """
 
+from __future__ import annotations
+
 import re
 import time
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from itertools import count
 from random import Random
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.l22_serving.fair import FairQueue
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown
 from lessons.toolbox.model.placement import launching_on
 from reference.engine.detokenizer import encode, new_detokenizer
@@ -27,11 +30,11 @@ from reference.engine.outputs import RequestOutput
 from reference.engine.request import EngineRequest, EngineSequence, bias_of, ends
 from reference.engine.sampler import Sampler
 from reference.engine.sampling_params import SamplingParams
-from reference.features.lora import LoRARequest, take_adapter
-from reference.features.prompt_scores import score_prompts
-from reference.features.structured import Structures
-from reference.vision.prompt import split
-from reference.vision.sight import placed_in
+
+if TYPE_CHECKING:
+    from lessons.l21_multi_lora.slots import LoRARequest
+    from lessons.l22_serving.fair import FairQueue
+    from reference.features.structured import Structures
 
 
 class Engine:
@@ -55,9 +58,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.sampler = Sampler()
-        self.structures = Structures(tokenizer, runner.model.config.vocab_size)
         self.requests: dict[str, EngineRequest] = {}
-        self.fair = FairQueue()  # whose turn it is; the scheduler's order decides if that counts
+        self.fair: FairQueue | None = None  # whose turn it is, where users take turns
         self.admit: Callable[[EngineRequest], None] = lambda request: None  # may raise
         self.device = runner.model.device
         self.ids, self.seeds = count(), Random(seed)  # of sequences, of requests
@@ -68,8 +70,15 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
+    @cached_property
+    def structures(self) -> Structures:
+        """What requests with structured outputs share; made for the first of them."""
+        from reference.features.structured import Structures
+
+        return Structures(self.tokenizer, self.runner.model.config.vocab_size)
+
     @property
-    def engines(self) -> list["Engine"]:
+    def engines(self) -> list[Engine]:
         """The replicas: this one alone."""
         return [self]
 
@@ -102,11 +111,13 @@ class Engine:
             refuse("priority", priority, "a whole number")
         text, ids, pictures = self.read_prompt(prompt)
         self.check_tokens(logit_bias=params.logit_bias or (), stop_token_ids=params.stop_token_ids)
-        adapter = take_adapter(self.runner.adapters, lora_request)
+        adapter = self.take_adapter(lora_request)
         request = EngineRequest(request_id, text, ids, params, lora_request, adapter, pictures)
+        request.user = user
         try:
             request.sequences = self.new_sequences(request, priority)
-            request.ticket = self.fair.arrive(user, request.most_tokens)
+            if self.fair is not None:
+                request.ticket = self.fair.arrive(user, request.most_tokens)
             self.admit(request)
             self.scheduler.add(request.sequences[0])
         except Exception:
@@ -119,13 +130,21 @@ class Engine:
         """A prompt as text, if it was one, as token ids, and its pictures. Raises ValueError.
         A dict is vLLM's {"prompt": text} or {"prompt_token_ids": ids}, with or without multi_modal_data.
         """
-        prompt, data = split(prompt)
+        data = None
+        if isinstance(prompt, dict):
+            from reference.vision.prompt import split  # here: few prompts are dicts
+
+            prompt, data = split(prompt)
         text = prompt if isinstance(prompt, str) else None
         if text is not None:
             if re.search("[\ud800-\udfff]", text):
                 refuse("prompt", text, "text without halves of surrogate pairs")
             prompt = encode(self.tokenizer, text)
-        ids, pictures = placed_in(self.checked(prompt), data, self.runner.sight)
+        ids, pictures = self.checked(prompt), ()
+        if self.runner.sight is not None:
+            ids, pictures = self.runner.sight.placed(ids, data)
+        elif data is not None:
+            refuse("multi_modal_data", data, "none, because this model reads text alone")
         return text, self.checked(ids) if pictures else ids, pictures
 
     def checked(self, ids: list[int]) -> list[int]:
@@ -220,9 +239,19 @@ class Engine:
             self.fair.leave(request.ticket, request.used_tokens)
             self.scheduler.waiting.sort(key=self.scheduler.order)
 
+    def take_adapter(self, request: LoRARequest | None):
+        """The adapter that a request wants, held for it; None: none. Raises ValueError if it cannot be
+        had.
+        """
+        if request is None:
+            return None
+        if self.runner.adapters is None:
+            refuse("lora_request", request, "None, because enable_lora is False")
+        return self.runner.adapters.store.take(request)
+
     def add_lora(self, lora_request: LoRARequest) -> None:
-        """Read an adapter before somebody asks for it. Raises ValueError if it cannot be had."""
-        adapter = take_adapter(self.runner.adapters, lora_request)
+        """Read an adapter before a request asks for it. Raises ValueError if it cannot be had."""
+        adapter = self.take_adapter(lora_request)
         if adapter is not None:
             self.runner.adapters.store.give_back(adapter)
 
@@ -305,8 +334,14 @@ class Engine:
             if request.metrics.first_scheduled is None:
                 request.metrics.first_scheduled = time.monotonic()
                 request.num_cached_tokens = chunk.sequence.computed
-                self.fair.begin(request.ticket)
+                if self.fair is not None:
+                    self.fair.begin(request.ticket)
 
     def score_prompts(self, step: Step, hidden: Tensor) -> None:
         """Log-probabilities of prompt tokens, for those that ask for them. hidden: [T, hidden_size]."""
-        score_prompts(self.runner, step, hidden)
+        if any(one.sequence.params.prompt_logprobs is not None for one in step.chunks):
+            from reference.features.prompt_scores import (
+                score_prompts,  # here: it imports the sampler
+            )
+
+            score_prompts(self.runner, step, hidden)

@@ -7,11 +7,13 @@ import json
 import re
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.toolbox.model.arguments import check_kind, is_number, is_whole, refuse
-from reference.speculation.speculative_config import OLDER, SpeculativeConfig, from_older
-from reference.weights.quantization import check_method
+
+if TYPE_CHECKING:
+    from reference.speculation.speculative_config import SpeculativeConfig
 
 CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "fair"),
@@ -81,7 +83,7 @@ class EngineArgs:
     scheduling_policy: str = "fcfs"
     enforce_eager: bool = False
     quantization: str | None = None
-    speculative_config: SpeculativeConfig | dict | None = None
+    speculative_config: "SpeculativeConfig | dict | None" = None
     kv_cache_dtype: str = "auto"
     limit_mm_per_prompt: dict[str, int] | str | None = None
     mm_processor_cache_gb: float = 0.25
@@ -134,11 +136,17 @@ class EngineArgs:
         self.kv_cache_dtype = LONGER_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
         for name, values in CHOICES.items():
             self._require(name, getattr(self, name) in values, " or ".join(values))
-        check_method(self.quantization)
+        if self.quantization is not None:
+            from reference.weights.quantization import check_method  # here: it imports lesson 18
+
+            check_method(self.quantization)
         self.limit_mm_per_prompt = read_picture_limit(self.limit_mm_per_prompt)
         is_size = is_number(self.mm_processor_cache_gb, 0)
         self._require("mm_processor_cache_gb", is_size, "a finite number of GiB")
-        self.speculative_config = SpeculativeConfig.read(self.speculative_config)
+        if self.speculative_config is not None:
+            from reference.speculation.speculative_config import SpeculativeConfig
+
+            self.speculative_config = SpeculativeConfig.read(self.speculative_config)
         self._check_workers()
         least = self.max_num_seqs * self.rows_each
         if self.max_num_batched_tokens is None:
@@ -188,8 +196,12 @@ class EngineArgs:
     def read(cls, **arguments) -> "EngineArgs":
         """From keyword arguments as guides pass them. Raises ValueError for one that is unknown."""
         known = [field.name for field in fields(cls)]
+        if any(name not in known for name in arguments):
+            from reference.speculation.speculative_config import OLDER, from_older
+
+            arguments = from_older(arguments)
         own = {}
-        for name, value in from_older(arguments).items():
+        for name, value in arguments.items():
             if name in known:
                 own[name] = value
             elif name not in WITHOUT_EFFECT:

@@ -1,6 +1,9 @@
 """The offline interface: `LLM(model).generate(prompts, params)`, as users of vLLM know it."""
 
+from __future__ import annotations
+
 import itertools
+from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
@@ -11,10 +14,10 @@ from reference.engine.engine_args import EngineArgs
 from reference.engine.outputs import RequestOutput
 from reference.engine.request import EngineRequest
 from reference.engine.sampling_params import SamplingParams
-from reference.features.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from reference.features.lora import (
-    LoRARequest,
-)
+
+if TYPE_CHECKING:
+    from lessons.l21_multi_lora.slots import LoRARequest
+    from reference.features.beam_search import BeamSearchOutput, BeamSearchParams
 
 
 class LLM:
@@ -94,6 +97,8 @@ class LLM:
 
         Raises ValueError for a prompt that cannot be served, or while requests are unfinished.
         """
+        from reference.features.beam_search import BeamSearch  # here: it imports the engine
+
         # One of the replicas, if there are several, because beams share blocks.
         engine = getattr(self.engine, "engines", [self.engine])[0]
         prompts, searching = as_list(prompts), BeamSearch(engine, params)

@@ -16,16 +16,10 @@ import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
-from lessons.l23_experts.grouped import grouped
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.model import checkpoint
 from lessons.toolbox.model.placement import read_device, read_dtype
-from reference.checkpoints.any_checkpoint import load_any, stored_method
-from reference.checkpoints.gguf.gguf_file import is_gguf, read_gguf
-from reference.checkpoints.gguf.gguf_linear import as_grouped, with_kernels
-from reference.checkpoints.gguf.gguf_tokenizer import tokenizer_of
-from reference.weights.activations import with_rounded_inputs
-from reference.weights.quantization import check_method, check_stored, multiply_for, quantize_model
+from reference.checkpoints.any_checkpoint import load_any, load_any_tokenizer, stored_method
 
 
 def load_model(
@@ -43,23 +37,49 @@ def load_model(
     them, quantized or not. On a GPU the result is lesson 7's fused twin, its experts
     grouped as in lesson 20. Raises ValueError (CheckpointError for the checkpoint) in one line.
     """
-    check_method(quantization)
     device, dtype = default_place(device, dtype)
     stored = stored_method(name_or_path)
-    if stored is not None:
-        check_stored(quantization, stored)
+    if stored is None and quantization is None:
+        return finished(load_any(name_or_path, device, dtype), device)
+    return finished(load_quantized(name_or_path, device, dtype, stored, quantization), device)
+
+
+def load_quantized(
+    name_or_path: str | os.PathLike,
+    device: torch.device,
+    dtype: torch.dtype,
+    stored: str | None,
+    quantization: str | None,
+) -> Decoder:
+    """A checkpoint of codes, or one of numbers that get fewer bits now. stored: its own method."""
+    # here, because a model of plain numbers needs none of lesson 18
+    from reference.weights.activations import with_rounded_inputs
+    from reference.weights.quantization import (
+        check_method,
+        check_stored,
+        multiply_for,
+        quantize_model,
+    )
+
+    check_method(quantization)
+    if stored is None:
+        model = load_any(name_or_path, device, dtype)
+        return quantize_model(model, quantization, partial(load_tokenizer, name_or_path))
+    check_stored(quantization, stored)
     products = multiply_for(device, dtype), gguf_products(device, dtype)
     model = load_any(name_or_path, device, dtype, *products)
     if stored == "compressed-tensors":
         with_rounded_inputs(model, checkpoint.load_config(name_or_path).quantization_config)
-    if stored is None and quantization is not None:
-        model = quantize_model(model, quantization, partial(load_tokenizer, name_or_path))
-    return finished(model, device)
+    return model
 
 
 def finished(model: Decoder, device: torch.device) -> Decoder:
     """A loaded model as the engine runs it: on a GPU fused, its experts grouped."""
-    return grouped(fused(model)) if device.type == "cuda" else model
+    if device.type != "cuda":
+        return model
+    from lessons.l23_experts.grouped import grouped
+
+    return grouped(fused(model))
 
 
 def default_place(
@@ -76,6 +96,9 @@ def gguf_products(device: torch.device, dtype: torch.dtype) -> dict[str, Callabl
     """How load_gguf's layers multiply: on a GPU with the kernels, for the formats that they read."""
     if device.type == "cpu":
         return {}
+    from reference.checkpoints.gguf.gguf_linear import as_grouped, with_kernels
+    from reference.weights.quantization import multiply_for
+
     return dict(multiply=with_kernels(multiply_for(device, dtype)), prepare=as_grouped)
 
 
@@ -83,6 +106,4 @@ def load_tokenizer(name_or_path: str | os.PathLike):
     """The tokenizer of a checkpoint or of a .gguf file, as transformers' AutoTokenizer. Raises
     CheckpointError.
     """
-    if is_gguf(name_or_path):
-        return tokenizer_of(read_gguf(name_or_path))
-    return checkpoint.load_tokenizer(name_or_path)
+    return load_any_tokenizer(name_or_path)

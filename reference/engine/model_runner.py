@@ -1,8 +1,11 @@
 """One pass of the model over what a scheduler chose: tensors in, hidden states and logits out."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,28 +14,24 @@ from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l12_paged_kv.blocks import BlockManager, Copy
-from lessons.l12_paged_kv.more.swap import HostSwap
 from lessons.l12_paged_kv.optimized import LESSON_12
 from lessons.l12_paged_kv.runner import copy_blocks, new_pool, paged_rung_of, step_batch
 from lessons.l14_continuous_batching.sequence import Step
-from lessons.l15_chunked_prefill.swap import Lender
-from lessons.l17_tree_speculation.heads.heads import tapped_features
-from lessons.l17_tree_speculation.optimized import LESSON_17
-from lessons.l17_tree_speculation.runner import with_trees
-from lessons.l17_tree_speculation.stand_ins import LESSON_17_TORCH
-from lessons.l17_tree_speculation.trees.tree import Tree
-from lessons.l19_kv_quantization.runner import quantized_rung_of
-from reference.features.decode_graphs import Chunks, DecodeGraphs
-from reference.features.lora import Adapters
-from reference.speculation.tree_graphs import TreeGraphs
-from reference.vision.sight import Sight
 from reference.weights.packed import packed
+
+if TYPE_CHECKING:  # features are imported where one is asked for
+    from lessons.l12_paged_kv.more.swap import HostSwap
+    from lessons.l17_tree_speculation.trees.tree import Tree
+    from reference.features.decode_graphs import Chunks, DecodeGraphs
+    from reference.features.lora import Adapters
+    from reference.vision.sight import Sight
 
 
 class ModelRunner:
     """The model, its pool of blocks, and nothing that outlives a step. Any supported model: fused,
     with lesson 12's kernels on a GPU and its PyTorch operations on a CPU. kv_cache_dtype: "auto", or a
-    format of lesson 19. adapters: None for a model without slots for them.
+    format of lesson 19. adapters: None for a model without slots for them. runs_trees: whether
+    sequences may run the nodes of a tree.
     """
 
     def __init__(
@@ -43,10 +42,11 @@ class ModelRunner:
         max_model_len: int,
         kv_cache_dtype: str = "auto",
         adapters: Adapters | None = None,
+        runs_trees: bool = False,
     ):
         self.adapters = adapters
         self.model = packed(paged_rung_of(model).prepare(model))
-        rung = with_tree_ops(quantized_rung_of(self.model, kv_cache_dtype))
+        rung = rung_of(self.model, kv_cache_dtype, runs_trees)
         self.pool = new_pool(self.model, num_blocks, block_size, max_model_len, rung)
         self.max_model_len = max_model_len
         self.captured: DecodeGraphs | None = None
@@ -57,11 +57,15 @@ class ModelRunner:
 
     def capture(self, graphs, buckets: Sequence[int], most_each: int = 1) -> None:
         """From now on steps that only decode are replayed. Arguments: DecodeGraphs."""
+        from reference.features.decode_graphs import DecodeGraphs
+
         what = self.model, self.pool, graphs, buckets, self.max_model_len
         self.captured = DecodeGraphs(*what, most_each, self.adapters, self.taps)
 
     def capture_trees(self, graphs, buckets: Sequence[int], **sizes: int) -> None:
         """The same for steps in which sequences run trees. Arguments: TreeGraphs."""
+        from reference.speculation.tree_graphs import TreeGraphs
+
         what = self.model, self.pool, graphs, buckets, self.max_model_len
         self.captured = TreeGraphs(*what, taps=self.taps, **sizes)
 
@@ -96,7 +100,9 @@ class ModelRunner:
             hidden, self.features = self.captured(chunks, tables, row_slots, trees)
             return hidden
         batch = step_batch(self.pool, chunks, tables)
-        if trees:
+        if any(trees):
+            from lessons.l17_tree_speculation.runner import with_trees
+
             batch = with_trees(batch, trees)
         attend = self.pool.attending(batch)
         with self.adapters_over(row_slots):
@@ -104,6 +110,11 @@ class ModelRunner:
 
     def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
         """The model itself. tokens: [T] -> hidden: [T, hidden_size]."""
+        if not self.taps:
+            self.features = hidden = self.model(tokens, attend)
+            return hidden
+        from lessons.l17_tree_speculation.heads.heads import tapped_features
+
         hidden, self.features = tapped_features(self.model, tokens, attend, self.taps)
         return hidden
 
@@ -128,26 +139,27 @@ class ModelRunner:
         """Where K and V of this pool wait on the host. blocks: who owns which of its blocks. others:
         pools whose blocks have the same numbers.
         """
+        from lessons.l15_chunked_prefill.swap import Lender
+        from reference.features.swap import PoolsSwap
+
         return PoolsSwap(Lender(self.pool, blocks), [self.pool, *others])
 
     def close(self) -> None:
         """Nothing has to be ended here; what the workers of `reference.parallel` hold does."""
 
 
-def with_tree_ops(rung: Rung) -> Rung:
-    """A rung of lesson 12's operations with lesson 17's, which also know trees; any other as it is."""
-    if rung.kernels is not LESSON_12:
-        return rung
-    return replace(rung, kernels=LESSON_17, stand_ins=LESSON_17_TORCH)
+def rung_of(model: Decoder, kv_cache_dtype: str, runs_trees: bool) -> Rung:
+    """Lesson 12's rung for this model, over lesson 19's cache of codes if one is asked for, and with
+    lesson 17's operations if sequences may run trees.
+    """
+    rung = paged_rung_of(model)
+    if kv_cache_dtype != "auto":
+        from lessons.l19_kv_quantization.runner import quantized_rung_of
 
+        rung = quantized_rung_of(model, kv_cache_dtype)
+    if runs_trees and rung.kernels is LESSON_12:
+        from lessons.l17_tree_speculation.optimized import LESSON_17
+        from lessons.l17_tree_speculation.stand_ins import LESSON_17_TORCH
 
-class PoolsSwap(HostSwap):
-    """Lesson 12's HostSwap for several pools whose blocks have the same numbers."""
-
-    def __init__(self, runner: Lender, pools: list[KVPool]):
-        super().__init__(runner)
-        self.pools = pools
-
-    @property
-    def slots(self) -> list[Tensor]:
-        return [slots for pool in self.pools for slots in pool.tensors]
+        rung = replace(rung, kernels=LESSON_17, stand_ins=LESSON_17_TORCH)
+    return rung

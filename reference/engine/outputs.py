@@ -1,8 +1,12 @@
 """What a request gives back, with vLLM's names."""
 
-from dataclasses import dataclass, field
+from __future__ import annotations
 
-from lessons.l21_multi_lora.slots import LoRARequest
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lessons.l21_multi_lora.slots import LoRARequest
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class RequestMetrics:
     first_token: float | None = None
     last_token: float | None = None
     preemptions: int = 0
-    speculation: "SpeculationCounts | None" = None  # None: the engine does not speculate
+    speculation: SpeculationCounts | None = None  # None: the engine does not speculate
 
     @property
     def queue_s(self) -> float | None:

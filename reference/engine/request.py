@@ -1,22 +1,27 @@
 """A request inside the engine: one prompt, one or more sequences that answer it."""
 
+from __future__ import annotations
+
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lessons.l14_continuous_batching.sequence import Chunk, Sequence, Step
 from lessons.l15_chunked_prefill.preemption import by_arrival
-from lessons.l17_tree_speculation.trees.tree import Tree
-from lessons.l21_multi_lora.peft.adapters import Adapter
-from lessons.l21_multi_lora.slots import LoRARequest
-from lessons.l22_serving.fair import Ticket
 from reference.engine.detokenizer import Detokenizer
 from reference.engine.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from reference.engine.sampling_params import SamplingParams
-from reference.features.structured import Constraint
-from reference.vision.prompt import Placed
+
+if TYPE_CHECKING:  # what only some requests have is imported where they ask for it
+    from lessons.l17_tree_speculation.trees.tree import Tree
+    from lessons.l21_multi_lora.peft.adapters import Adapter
+    from lessons.l21_multi_lora.slots import LoRARequest
+    from lessons.l22_serving.fair import Ticket
+    from reference.features.structured import Constraint
+    from reference.vision.prompt import Placed
 
 
 @dataclass(eq=False)
@@ -24,7 +29,7 @@ class EngineSequence(Sequence):
     """One answer under way."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
-    request: "EngineRequest | None" = None
+    request: EngineRequest | None = None
     adapter: Adapter | None = None
     pictures: tuple[Placed, ...] = ()
     index: int = 0  # among the answers to its prompt
@@ -102,6 +107,7 @@ class EngineRequest:
     lora_request: LoRARequest | None = None
     adapter: Adapter | None = None  # held on the host until the request ends
     pictures: tuple[Placed, ...] = ()  # and where they stand in the prompt
+    user: str = ""  # among whom a fair order shares
     ticket: Ticket | None = None  # its place among its user's requests
     sequences: list[EngineSequence] = field(default_factory=list)
     waiting_to_fork: list[EngineSequence] = field(default_factory=list)

@@ -11,7 +11,6 @@ from lessons.l14_continuous_batching.loop import StepSampler
 from reference.engine.nucleus import LIKELY, shortcut_of
 from reference.engine.outputs import Logprob, Logprobs
 from reference.engine.request import EngineSequence
-from reference.features.structured import apply_constraints
 
 
 class Sampler:
@@ -31,11 +30,22 @@ class Sampler:
         """
         raw = logits.float().log_softmax(-1) if any(s.wants_logprobs for s in sequences) else None
         wanted = [s.constraint and s.constraint.row() for s in sequences]
-        must_end = apply_constraints(logits, wanted)
+        must_end = constrained(logits, wanted)
         for row, sequence in enumerate(sequences):
             adjust(logits, row, sequence, must_end=must_end[row])
         chosen = self.sample(logits, sequences)
         return chosen, logprobs_of(raw, chosen, sequences)
+
+
+def constrained(logits: Tensor, wanted: list) -> list[bool]:
+    """Forbid what structures forbid, in place, and say of each row whether only the end may follow.
+    logits: [B, V]. wanted: a Row of reference.features.structured for each that has a structure.
+    """
+    if not any(wanted):
+        return [False] * len(wanted)
+    from reference.features.structured import apply_constraints  # here: few batches need it
+
+    return apply_constraints(logits, wanted)
 
 
 def searching_batch(sequences: list, device: torch.device) -> SamplingBatch:

@@ -1,12 +1,17 @@
 """How a request is answered, under vLLM's names. What lesson 2 samples with is a part of it."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, fields, replace
 from random import Random
+from typing import TYPE_CHECKING
 
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
 from lessons.toolbox.model.arguments import check_kind, is_number, is_whole, refuse
 from reference.engine.engine_args import check_counts
-from reference.features.structured import StructuredOutputsParams, read_structured
+
+if TYPE_CHECKING:
+    from reference.features.structured import StructuredOutputsParams
 
 # Of lesson 2: how one token is drawn.
 DRAWN_BY = tuple(field.name for field in fields(RowParams))
@@ -83,6 +88,10 @@ class SamplingParams:
             self._require("logit_bias", fits, accepted)
 
     def _read_structured(self) -> None:
+        if self.structured_outputs is None and self.guided_decoding is None:
+            return
+        from reference.features.structured import read_structured  # here: few requests need it
+
         given = 0
         for name in ("structured_outputs", "guided_decoding"):
             wish = read_structured(name, getattr(self, name))

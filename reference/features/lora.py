@@ -15,10 +15,10 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.l21_multi_lora.batch import AdapterBatch, AdapterContext
 from lessons.l21_multi_lora.layers import adapter_layers, with_adapter_slots
-from lessons.l21_multi_lora.peft.adapters import Adapter
 from lessons.l21_multi_lora.slots import AdapterSlots, AdapterStore, LoRARequest
-from lessons.toolbox.model.arguments import refuse
 from reference.engine.engine_args import EngineArgs
+
+__all__ = ["Adapters", "LoRARequest", "at_most"]
 
 # ---------------------------------------------------------------- who may run together
 
@@ -67,12 +67,3 @@ class Adapters:
             return
         with self.context.over(AdapterBatch.of(row_slots, device)):
             yield
-
-
-def take_adapter(adapters: Adapters | None, request: LoRARequest | None) -> Adapter | None:
-    """The adapter that a request wants, held for it. Raises ValueError if it cannot be had."""
-    if request is None:
-        return None
-    if adapters is None:
-        refuse("lora_request", request, "None, because enable_lora is False")
-    return adapters.store.take(request)

@@ -16,8 +16,9 @@ from lessons.toolbox.model import checkpoint
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.placement import read_device
+from reference.checkpoints.any_checkpoint import is_gguf
 from reference.checkpoints.gguf.gguf_config import config_of
-from reference.checkpoints.gguf.gguf_file import is_gguf, read_gguf
+from reference.checkpoints.gguf.gguf_file import read_gguf
 from reference.engine.assembly import engine_on, max_model_len_of
 from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs

@@ -10,7 +10,6 @@ from lessons.l17_tree_speculation.heads.heads_files import find_heads, load_head
 from lessons.l17_tree_speculation.trees.guesses import Ranked
 from lessons.l17_tree_speculation.trees.tree import Tree, best_tree
 from lessons.toolbox.model.arguments import refuse
-from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError, read_json
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import load_model
@@ -95,11 +94,6 @@ def kind_of_heads(name_or_path: str) -> str | None:
         return None  # a hub name, perhaps
     kind = read_json(Path(folder, "config.json")).get("kind")
     return ALIASES.get(kind, kind) if kind in tuple(KINDS) else None
-
-
-def config_of_pool(drafter: Drafter) -> ModelConfig | None:
-    """The shape of what has K and V of its own; None for who has none."""
-    return getattr(drafter, "config", None)
 
 
 def new_proposer(args: EngineArgs, drafter: Drafter, runner: ModelRunner, new_runner) -> Proposer:

@@ -22,8 +22,7 @@ from lessons.l17_tree_speculation.heads.heads import FeatureDraft, MedusaHeads
 from lessons.l17_tree_speculation.runner import with_trees
 from lessons.l17_tree_speculation.trees.guesses import Choice, Parent
 from lessons.l17_tree_speculation.trees.tree import Tree, chain
-from lessons.l19_kv_quantization.runner import quantized_rung_of
-from reference.engine.model_runner import with_tree_ops
+from reference.engine.model_runner import rung_of
 from reference.engine.request import EngineSequence
 from reference.speculation.protocol import Draft, Proposer, Ran, Tables
 
@@ -106,7 +105,7 @@ class EagleProposer(HeadProposer):
     ):
         self.taps = draft.taps
         layer = OneLayer(draft, target)
-        rung = with_tree_ops(quantized_rung_of(layer, kv_cache_dtype))
+        rung = rung_of(layer, kv_cache_dtype, runs_trees=True)
         pool = new_pool(layer, num_blocks, block_size, max_model_len, rung)
         self.pools = (pool,)
         self.drafter = BlockDrafter(target, draft, choice, pool)

@@ -23,16 +23,11 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import decoder_class
 from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.model.arguments import shown
-from lessons.toolbox.model.checkpoint import (
-    SMALL_FILES,
-    WEIGHT_FILES,
-    fill,
-    find_folder,
-)
+from lessons.toolbox.model.checkpoint import SMALL_FILES, WEIGHT_FILES, fill, find_folder
 from lessons.toolbox.model.config_json import CheckpointError, read_config, read_json
 from lessons.toolbox.model.stored import STORED_DTYPES, Stored, catalog, open_file
 from reference.engine.model import default_place, finished, load_model
-from reference.vision.config import VisionConfig, is_llava, read_vision_config
+from reference.vision.config import VisionConfig, read_vision_config
 from reference.vision.tower import Eyes
 
 EYES = "eyes.safetensors"
@@ -40,15 +35,6 @@ EYES = "eyes.safetensors"
 OF_DECODER = re.compile(r"^language_model\.(model\.)?|^(?=lm_head\.)")
 OF_TOWER = re.compile(r"^vision_tower\.(vision_model\.)?")
 OF_PROJECTOR = re.compile(r"^(?=multi_modal_projector\.)")
-
-
-def llava_folder(name_or_path: str | os.PathLike) -> Path | None:
-    """The folder of a checkpoint that sees; None for every other name, path or file."""
-    path = Path(name_or_path).expanduser()
-    if path.is_file():
-        return None
-    folder = path if path.is_dir() else find_folder(name_or_path, SMALL_FILES)
-    return folder if is_llava(folder) else None
 
 
 def load_llava(

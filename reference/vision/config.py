@@ -65,12 +65,6 @@ class VisionConfig:
         return self.num_patches + self.keeps_class
 
 
-def is_llava(folder: Path) -> bool:
-    """Whether a checkpoint's folder holds a model that sees. A folder without config.json does not."""
-    file = folder / "config.json"
-    return file.is_file() and read_json(file).get("model_type") == "llava"
-
-
 def read_vision_config(folder: Path) -> VisionConfig:
     """The config of a LLaVA folder. Raises CheckpointError, in one line, for what the tower here does
     not have.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lessons.toolbox.model.arguments import check_kind, refuse
+from reference.checkpoints.any_checkpoint import llava_folder
 from reference.engine.engine_args import EngineArgs
-from reference.vision.checkpoint import llava_folder
 from reference.vision.config import VisionConfig, read_vision_config
 from reference.vision.pictures import Picture, read_picture
 

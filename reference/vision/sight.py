@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import Decoder, swap
 from lessons.l14_continuous_batching.sequence import Step
-from lessons.toolbox.model.arguments import refuse
+from reference.engine.engine_args import EngineArgs
 from reference.vision.pictures import Picture, normalized
-from reference.vision.prompt import Placed, VisionInputs
+from reference.vision.prompt import Placed, VisionInputs, inputs_for
 from reference.vision.tower import Eyes
 
 MOST_NUMBERS = 2**16  # pictures that a prefix cache tells apart without an end
@@ -90,6 +90,12 @@ class Sight:
         self.features = FeatureCache(eyes, most_cache_bytes)
         self.names = PictureNames(inputs.config.tokens_per_image)
         self.splice: Splice | None = None  # of the step under way
+
+    def placed(self, ids: list[int], data: dict | None) -> tuple[list[int], tuple[Placed, ...]]:
+        """The ids of a prompt with a token for each row of its pictures, and these. data: its
+        multi_modal_data. Raises ValueError.
+        """
+        return self.inputs.place(ids, [] if data is None else self.inputs.read(data))
 
     def over_embedding(self, model: Decoder) -> Decoder:
         """A twin of the model whose embedding asks this. Its weights are shared."""
@@ -166,17 +172,7 @@ class PictureNames:
             names[start : start + len(rows)] = [name - offset for name in rows]
 
 
-# ---------------------------------------------------------------- in a prompt
-
-
-def placed_in(
-    ids: list[int], data: dict | None, sight: Sight | None
-) -> tuple[list[int], tuple[Placed, ...]]:
-    """The ids of a prompt with a token for each row of its pictures, and these. data: its
-    multi_modal_data; sight: None for a model that reads text alone. Raises ValueError.
-    """
-    if sight is not None:
-        return sight.inputs.place(ids, [] if data is None else sight.inputs.read(data))
-    if data is not None:
-        refuse("multi_modal_data", data, "none, because this model reads text alone")
-    return ids, ()
+def new_sight(eyes: Eyes, args: EngineArgs, max_model_len: int) -> Sight:
+    """What an engine with these arguments needs to see. Raises ValueError."""
+    inputs = inputs_for(eyes.config, args, max_model_len)
+    return Sight(eyes, inputs, int(args.mm_processor_cache_gb * 2**30))

@@ -12,9 +12,12 @@ does not, so it holds twice only what is also read row by row: the embedding of 
 as its last matrix, too.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +26,9 @@ from torch import Tensor, nn
 from lessons.l02_naive_attention.decoder import MLP, Attention, Decoder, RMSNorm, swap
 from lessons.l07_kernel_fusion import stand_ins
 from lessons.l07_kernel_fusion.fused_decoder import FusedAttention, FusedMLP, FusedRMSNorm, ops_of
-from lessons.l17_tree_speculation.heads.heads import Heads
-from lessons.l18_weight_quantization.linear import QuantizedLinear
-from lessons.l20_parallelism.shards.layers import ParallelHead
-from lessons.l21_multi_lora.layers import LoRALinear
+
+if TYPE_CHECKING:
+    from lessons.l17_tree_speculation.heads.heads import Heads
 
 ROWS = 32  # tokens of a step for which the blocks are chosen; they serve any number
 
@@ -110,10 +112,12 @@ def packed(model: Decoder) -> Decoder:
         return model
     factories = {FusedAttention: PackedAttention, FusedMLP: PackedMLP}
     factories = {kind: if_plain(new) for kind, new in factories.items()}
-    twin = copy.copy(swap(model, factories | {LoRALinear: adapted_over_packed}))
+    factories |= {type(part): adapted_over_packed for part in model.modules() if has_adapters(part)}
+    twin = copy.copy(swap(model, factories))
     # A dictionary of its own, because a shallow copy shares it with the original.
     # But Gemma's, which may cap what it computes, and one that another rank holds.
-    if type(model.lm_head) in (nn.Linear, ParallelHead):
+    head = model.lm_head
+    if type(head) is nn.Linear or getattr(head, "holds_plain_linear", False):
         twin._modules = {**twin._modules, "lm_head": over_packed(model.lm_head)}
     return twin
 
@@ -143,10 +147,19 @@ def if_plain(new: Callable) -> Callable:
     """`new` of a part; the part itself where one of its matrices is quantized or has adapters."""
 
     def factory(part: nn.Module) -> nn.Module:
-        kept = (QuantizedLinear, LoRALinear)
-        return part if any(isinstance(child, kept) for child in part.children()) else new(part)
+        return part if any(map(has_own_product, part.children())) else new(part)
 
     return factory
+
+
+def has_adapters(layer: nn.Module) -> bool:
+    """Whether it is a layer of lesson 21, which adds adapters to a base layer."""
+    return hasattr(layer, "with_base")
+
+
+def has_own_product(layer: nn.Module) -> bool:
+    """Whether a layer multiplies in a way of its own: lesson 18's over codes, lesson 21's."""
+    return getattr(layer, "has_own_product", False)
 
 
 def over_packed(layer: nn.Module) -> nn.Module:
@@ -154,11 +167,11 @@ def over_packed(layer: nn.Module) -> nn.Module:
     return swap(layer, {nn.Linear: PackedLinear})
 
 
-def adapted_over_packed(layer: LoRALinear) -> LoRALinear:
+def adapted_over_packed(layer: nn.Module) -> nn.Module:
     """A layer with the same adapters over a packed matrix; itself over one that is quantized."""
     if type(layer.base) is not nn.Linear:
         return layer
-    return LoRALinear(PackedLinear(layer.base), layer.weights, layer.context, layer.add_lora)
+    return layer.with_base(PackedLinear(layer.base))
 
 
 @cache

@@ -12,7 +12,8 @@ import torch
 from lessons.l18_weight_quantization.gguf.gguf_blocks import FORMATS
 from lessons.l18_weight_quantization.gguf.gguf_encode import to_gguf
 from lessons.toolbox.model.config_json import CheckpointError
-from reference.checkpoints.gguf.gguf_file import is_gguf, read_gguf, write_gguf
+from reference.checkpoints.any_checkpoint import is_gguf
+from reference.checkpoints.gguf.gguf_file import read_gguf, write_gguf
 
 METADATA = {
     "general.architecture": "llama",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.batch import Batch, sequences
+from lessons.l03_kv_cache.generate import Rung
 from lessons.l06_mla.deepseek import MLAttention
 from lessons.l06_mla.naive import LATENTS_TORCH
 from lessons.l06_mla.optimized import (
@@ -26,6 +27,7 @@ from lessons.l09_flash_attention.tiles import capability
 from lessons.l10_flash_decoding.mla import LATENTS_10, split_tiles
 from lessons.l10_flash_decoding.optimized import combine, keys_of_split
 from lessons.l10_flash_decoding.splits import plan_splits, sms_of
+from lessons.l11_cuda_graphs.naive import fused_latents
 from lessons.l12_paged_kv import naive
 from lessons.l12_paged_kv.kernels import stand_ins
 from lessons.l12_paged_kv.kernels.apart import apart
@@ -232,3 +234,8 @@ def decode(
 
 LATENTS_12 = LATENTS_10._replace(decode=decode)
 LATENTS_12_TORCH = LATENTS_TORCH._replace(decode=stand_ins.decode)
+
+
+PAGED_LATENTS = Rung(
+    "paged cache", LATENTS_12, LATENTS_12_TORCH, prepare=fused_latents, cache=PagedLatentPool
+)

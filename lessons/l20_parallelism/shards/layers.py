@@ -56,6 +56,8 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelHead(nn.Module):
     """The logits of this rank's tokens, gathered. share: tokens of a rank, of the last one at most."""
 
+    holds_plain_linear = True  # which a CPU may pack
+
     def __init__(self, linear: nn.Linear, vocab_size: int, share: int, group: Group):
         super().__init__()
         self.linear, self.vocab_size, self.share, self.group = linear, vocab_size, share, group

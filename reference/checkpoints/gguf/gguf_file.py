@@ -52,12 +52,6 @@ UINT32, INT32, FLOAT32, BOOL, UINT64, INT64 = 4, 5, 6, 7, 10, 11
 FORMAT_OF = {kind.number: name for name, kind in FORMATS.items()}
 
 
-def is_gguf(name_or_path: Any) -> bool:
-    """Whether a model is named by a GGUF file, that is by a path that ends in .gguf."""
-    is_path = isinstance(name_or_path, (str, os.PathLike))
-    return is_path and os.fspath(name_or_path).lower().endswith(".gguf")
-
-
 class TensorInfo(NamedTuple):
     """shape: as PyTorch has it, the slowest dimension first. offset: in the file. size: bytes."""
 
