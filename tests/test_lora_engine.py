@@ -181,7 +181,7 @@ def test_blocks_are_shared_with_the_same_adapter_only(model, prompts, requests, 
 
 
 def test_a_cache_that_confuses_adapters_is_seen(model, prompts, requests, expected, monkeypatch):
-    monkeypatch.setattr(engine_module.Engine, "names_of", lambda *given: {})
+    monkeypatch.setattr(engine_module, "names_of", lambda *given: {})
     engine = new_engine(model, max_loras=3)
     serve(engine, prompts, requests)
     assert serve(engine, prompts, requests)[0] != expected

@@ -10,9 +10,8 @@ Read `step`: schedule, run, sample, tell. Each line is a lesson.
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property
 from itertools import count
 from random import Random
@@ -22,12 +21,13 @@ from torch import Tensor
 
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown
+from lessons.toolbox.model.arguments import check_kind, is_whole, refuse
 from lessons.toolbox.model.placement import launching_on
-from reference.engine.detokenizer import encode, new_detokenizer
+from reference.engine.detokenizer import new_detokenizer
 from reference.engine.model_runner import ModelRunner
 from reference.engine.outputs import RequestOutput
-from reference.engine.request import EngineRequest, EngineSequence, bias_of, ends
+from reference.engine.prompts import Prompts
+from reference.engine.request import EngineRequest, EngineSequence, bias_of, ends, names_of
 from reference.engine.sampler import Sampler
 from reference.engine.sampling_params import SamplingParams
 
@@ -57,6 +57,7 @@ class Engine:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.prompts = Prompts(tokenizer, runner, max_model_len)
         self.sampler = Sampler()
         self.requests: dict[str, EngineRequest] = {}
         self.fair: FairQueue | None = None  # whose turn it is, where users take turns
@@ -110,7 +111,9 @@ class Engine:
         if not is_whole(priority, -(2**31)):
             refuse("priority", priority, "a whole number")
         text, ids, pictures = self.read_prompt(prompt)
-        self.check_tokens(logit_bias=params.logit_bias or (), stop_token_ids=params.stop_token_ids)
+        self.prompts.check_tokens(
+            logit_bias=params.logit_bias or (), stop_token_ids=params.stop_token_ids
+        )
         adapter = self.take_adapter(lora_request)
         request = EngineRequest(request_id, text, ids, params, lora_request, adapter, pictures)
         request.user = user
@@ -127,49 +130,8 @@ class Engine:
         self.requests[request_id] = request
 
     def read_prompt(self, prompt: str | list[int] | dict) -> tuple:
-        """A prompt as text, if it was one, as token ids, and its pictures. Raises ValueError.
-        A dict is vLLM's {"prompt": text} or {"prompt_token_ids": ids}, with or without multi_modal_data.
-        """
-        data = None
-        if isinstance(prompt, dict):
-            from reference.vision.prompt import split  # here: few prompts are dicts
-
-            prompt, data = split(prompt)
-        text = prompt if isinstance(prompt, str) else None
-        if text is not None:
-            if re.search("[\ud800-\udfff]", text):
-                refuse("prompt", text, "text without halves of surrogate pairs")
-            prompt = encode(self.tokenizer, text)
-        ids, pictures = self.checked(prompt), ()
-        if self.runner.sight is not None:
-            ids, pictures = self.runner.sight.placed(ids, data)
-        elif data is not None:
-            refuse("multi_modal_data", data, "none, because this model reads text alone")
-        return text, self.checked(ids) if pictures else ids, pictures
-
-    def checked(self, ids: list[int]) -> list[int]:
-        """A prompt that the model can run. Raises ValueError for any other."""
-        vocab_size = self.runner.model.config.vocab_size
-        if not isinstance(ids, (list, tuple)) or not ids:
-            refuse("prompt", ids, "text or token ids, one at least")
-        for at, token in enumerate(ids):
-            if not is_whole(token, 0, vocab_size - 1):
-                accepted = f"token ids from 0 to {vocab_size - 1}"
-                raise ValueError(f"prompt: got {shown(token)} at {at}; accepted: {accepted}")
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"prompt: got {len(ids)} tokens; accepted: at most {self.max_model_len - 1}, so "
-                f"that one fits behind them (max_model_len {self.max_model_len})"
-            )
-        return list(ids)
-
-    def check_tokens(self, **wishes: Iterable[int]) -> None:
-        """Raise ValueError for a token that the model does not have."""
-        vocab_size = self.runner.model.config.vocab_size
-        for name, tokens in wishes.items():
-            for token in tokens:
-                if token >= vocab_size:
-                    refuse(name, token, f"token ids below {vocab_size}")
+        """A prompt as text, if it was one, as token ids, and its pictures. Raises ValueError."""
+        return self.prompts.read(prompt)
 
     def new_sequences(self, request: EngineRequest, priority: int) -> list[EngineSequence]:
         """The answers of a request. The first runs the prompt, the others fork from it."""
@@ -187,7 +149,7 @@ class Engine:
                 self.sequence_kind(
                     row=next(self.ids),
                     prompt=request.prompt_token_ids,
-                    **self.names_of(request),
+                    **names_of(request, self.runner.sight),
                     max_new_tokens=limit,
                     sampling=row,
                     stop_token_ids=stops,
@@ -205,19 +167,6 @@ class Engine:
                 )
             )
         return sequences
-
-    def names_of(self, request: EngineRequest) -> dict:
-        """How the prefix cache knows the tokens of a request: with another adapter or another picture
-        equal tokens have other K and V, so they get other names. Fields of a Sequence.
-        """
-        ids, adapter, pictures = request.prompt_token_ids, request.adapter, request.pictures
-        if adapter is None and not pictures:
-            return {}
-        offset = 0 if adapter is None else adapter.serial << 32  # above all token ids
-        names = [token + offset for token in ids]
-        if pictures:
-            self.runner.sight.names.put(names, pictures, offset)
-        return {"names": names, "name_offset": offset}
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request where it stands; returns what it has so far. None: nobody of that name."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what only some requests have is imported where they ask for
     from lessons.l22_serving.fair import Ticket
     from reference.features.structured import Constraint
     from reference.vision.prompt import Placed
+    from reference.vision.sight import Sight
 
 
 @dataclass(eq=False)
@@ -169,6 +170,21 @@ def bias_of(params: SamplingParams, device: torch.device) -> tuple[Tensor, Tenso
         return None
     tokens, values = zip(*params.logit_bias.items())
     return torch.tensor(tokens, device=device), torch.tensor(values, device=device)
+
+
+def names_of(request: EngineRequest, sight: Sight | None) -> dict:
+    """How the prefix cache knows the tokens of a request: with another adapter or another picture
+    equal tokens have other K and V, so they get other names. Fields of a Sequence. sight: of a model
+    that sees pictures.
+    """
+    adapter, pictures = request.adapter, request.pictures
+    if adapter is None and not pictures:
+        return {}
+    offset = 0 if adapter is None else adapter.serial << 32  # above all token ids
+    names = [token + offset for token in request.prompt_token_ids]
+    if pictures:
+        sight.names.put(names, pictures, offset)
+    return {"names": names, "name_offset": offset}
 
 
 def ends(step: Step) -> list[tuple[int, Chunk]]:
