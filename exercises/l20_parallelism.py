@@ -1,8 +1,7 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=20
-# Generated from solutions/l20_parallelism.py, checksum 1a25c5f870a7. Generating again never overwrites your edits.
+# Generated from solutions/l20_parallelism.py, checksum 219721fcc571. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 20, first half: attention on several ranks, and a token chosen from local logits.
-l23_experts.py has the second half.
+"""Exercises of lesson 20: attention on several ranks, and a token chosen from local logits.
 
 The ranks are simulated in one process. A list holds what the ranks hold, in their order. A rank may
 use its own entry only. Whatever another rank has must come through a collective of `Ranks`, which
@@ -21,7 +20,7 @@ from lessons.toolbox.exercises.exercise import exercise
 
 class AttentionWeights(NamedTuple):
     """Of one layer, whole. q_proj: [Hq · D, H]; k_proj, v_proj: [Hkv · D, H]; o_proj: [H, Hq · D];
-    q_bias: [Hq · D]; o_bias: [H]. H is the hidden size. Rows of a head lie side by side.
+    q_bias: [Hq · D]; o_bias: [H]. H is the hidden size. Rows of a head are side by side.
     """
 
     q_proj: Tensor
@@ -79,6 +78,6 @@ def greedy_on_ranks(
 
     Example: vocab_size 3, two ranks with C = 2: [[0, 0]] and [[ln 2, 9]]; the 9 is padding
         rank 0: largest 0, exp sums to 2, token 0       rank 1: largest ln 2, exp sums to 1, token 2
-        the largest is ln 2, and the sum behind it 2 · ½ + 1 = 2         -> ([2], [−ln 2 = −0.693])
+        the largest is ln 2, and its sum of exps 2 · ½ + 1 = 2         -> ([2], [−ln 2 = −0.693])
     """
     raise NotImplementedError("Exercise 20.2: The likeliest token, from local logits")

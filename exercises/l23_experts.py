@@ -1,8 +1,10 @@
-# Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=20
-# Generated from solutions/l23_experts.py, checksum 45d5d3ca8519. Generating again never overwrites your edits.
+# Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=23
+# Generated from solutions/l23_experts.py, checksum d26484edfd9c. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 20, second half: the kernel of many experts, and experts that live on other
-ranks, which are simulated as in l20_parallelism.py.
+"""Exercises of lesson 23: the kernel of many experts, and experts on other ranks.
+
+The ranks are simulated in one process, as in l20_parallelism.py: a list holds what the ranks hold,
+and whatever another rank has must come through a collective of `Ranks`.
 """
 
 import torch
@@ -35,10 +37,10 @@ def expert_rows_kernel(
     BLOCK_M, BLOCK_N, BLOCK_K are at least 16, as `tl.dot` wants it. size and num_outputs need not be
     multiples of blocks. `tl.dot` needs input_precision="ieee".
     """
-    raise NotImplementedError("Exercise 20.3: The kernel: all experts in one launch")
+    raise NotImplementedError("Exercise 23.1: The kernel: all experts in one launch")
 
 
-@exercise("20.3", "The kernel: all experts in one launch", minutes=45, difficulty=3)
+@exercise("23.1", "The kernel: all experts in one launch", minutes=45, difficulty=3)
 def expert_rows(
     x: Tensor, weight: Tensor, pairs: Tensor, tile_experts: Tensor, router: Tensor
 ) -> Tensor:
@@ -51,7 +53,7 @@ def expert_rows(
     pairs: [tiles · 16] int32, the numbers of the pairs, sorted by expert. Each expert begins a new
     tile of 16 places, and places that are left in its last tile hold T · k, which is no pair.
     tile_experts: [tiles] int32, the expert of each tile, or −1 for a tile that is not used. The places
-    of such a tile hold numbers of an earlier step. A pair that stands in no used tile belongs to an
+    of such a tile hold numbers of an earlier step. A pair that is in no used tile belongs to an
     expert of another rank: its row stays zero.
 
     The wrapper is done. It launches `expert_rows_kernel` above, which is yours to write. Aim: no copy
@@ -84,7 +86,7 @@ def expert_rows(
     return out
 
 
-@exercise("20.4", "Find the bugs: experts on other ranks", minutes=40, difficulty=3)
+@exercise("23.2", "Find the bugs: experts on other ranks", minutes=40, difficulty=3)
 def experts_on_ranks(
     x: list[Tensor],
     logits: list[Tensor],
@@ -115,7 +117,7 @@ def experts_on_ranks(
     The code below is right for one rank with one expert and room for all. It has five bugs, one of
     them in two lines. Delete the first line and find them.
     """
-    raise NotImplementedError("Exercise 20.4: Find the bugs: experts on other ranks")
+    raise NotImplementedError("Exercise 23.2: Find the bugs: experts on other ranks")
     per_rank = len(experts[0])
     weights, pairs, rows, wanted = [], [], [], []
     for rank in range(ranks.size):

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP
 from lessons.l06_mla.moe import MoE
-from lessons.l20_parallelism.planner.load import capacity_of, experts_of
 from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.shards.sharding import experts_of
 from lessons.l23_experts.grouped import GroupedMoE, ops_for, own_experts, stacked
+from lessons.l23_experts.load import capacity_of
 from lessons.toolbox.model.arguments import check_positive
 
 # ---------------------------------------------------------------- tokens on every rank

@@ -1,5 +1,5 @@
-"""The lesson's pictures: the mesh, a pipeline at work, a ring, tokens on their way to experts, and how
-much of eight GPUs is left after they have talked.
+"""The lesson's pictures: the mesh, a pipeline at work, a ring, and how much of eight GPUs is left after
+they have talked.
 
     python -m lessons.l20_parallelism.lab.pictures
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lessons.l01_roofline.planner.models import find_model
-from lessons.l20_parallelism.lab.figures import draw_experts, draw_mesh, draw_ring
+from lessons.l20_parallelism.lab.figures import draw_mesh, draw_ring
 from lessons.l20_parallelism.pipeline import Piece, bubble, decode_bubble, schedule, split_layers
 from lessons.l20_parallelism.planner.links import machine_of
 from lessons.l20_parallelism.planner.scaling import DEGREES, decode_step, efficiency, prefill
@@ -137,11 +137,6 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
         "A table of four ranks by seven moments. In each cell four pieces with the number of ranks "
         "whose values they hold. The numbers grow from 1 to 4 along a diagonal until each rank has "
         "one 4, then the fours spread until all are 4.",
-    ),
-    "experts": (
-        draw_experts,
-        "Left, a table of how many rows each of four GPUs sends to each. Right, a bar for each GPU: "
-        "how many rows it has to compute, with a dashed line at the mean that the highest exceeds.",
     ),
     "scaling": (
         draw_scaling,

@@ -14,7 +14,6 @@ Source: Megatron-LM (Shoeybi et al. 2019), section 3.
 
 from dataclasses import replace
 
-from lessons.l20_parallelism.planner.load import experts_of
 from lessons.toolbox.model.arguments import check_whole, is_whole, refuse
 from lessons.toolbox.model.config import ModelConfig
 
@@ -66,6 +65,17 @@ def local_config(
         intermediate_size=width,
         moe=moe,
     )
+
+
+def experts_of(num_experts: int, rank: int, size: int) -> range:
+    """The experts of a rank: neighbours, and nearly as many on each. Raises ValueError for more ranks
+    than experts.
+    """
+    if not 1 <= size <= num_experts:
+        raise ValueError(
+            f"ranks: got {size}; accepted: 1 to {num_experts}, the experts, so that each rank has one"
+        )
+    return range(num_experts * rank // size, num_experts * (rank + 1) // size)
 
 
 def kv_heads_of(config: ModelConfig, rank: int, size: int) -> range:

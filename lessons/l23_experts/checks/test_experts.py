@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lessons.l20_parallelism.planner.load import capacity_of, experts_of, load_of
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.launch import run_ranks
+from lessons.l20_parallelism.shards.sharding import experts_of
 from lessons.l23_experts import grouped
 from lessons.l23_experts.experts import ExpertParallelMoE
 from lessons.l23_experts.lab.moe_ranks import (
@@ -20,6 +20,7 @@ from lessons.l23_experts.lab.moe_ranks import (
     run_cases,
     tokens_of,
 )
+from lessons.l23_experts.load import capacity_of, load_of
 
 pytestmark = [pytest.mark.usefixtures("seed"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 FOUR = (5, 0, 7, 1)  # tokens of four ranks; one has none

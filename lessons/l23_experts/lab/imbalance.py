@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lessons.l06_mla.moe import Router
-from lessons.l20_parallelism.planner.load import capacity_of, experts_of, load_of
+from lessons.l20_parallelism.shards.sharding import experts_of
+from lessons.l23_experts.load import capacity_of, load_of
 from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.model.config import MoEConfig
 

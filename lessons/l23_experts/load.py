@@ -14,18 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lessons.l20_parallelism.shards.sharding import experts_of
 from lessons.toolbox.model.arguments import check_positive, check_whole
-
-
-def experts_of(num_experts: int, rank: int, size: int) -> range:
-    """The experts that live on a rank: neighbours, and nearly as many on each. Raises ValueError for more
-    ranks than experts.
-    """
-    if not 1 <= size <= num_experts:
-        raise ValueError(
-            f"ranks: got {size}; accepted: 1 to {num_experts}, the experts, so that each rank has one"
-        )
-    return range(num_experts * rank // size, num_experts * (rank + 1) // size)
 
 
 @dataclass(frozen=True)
