@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=20
-# Generated from solutions/l20_parallelism.py, checksum 219721fcc571. Generating again never overwrites your edits.
+# Generated from solutions/l20_parallelism.py, checksum 5d40f96937fa. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 20: attention on several ranks, and a token chosen from local logits.
 
@@ -43,11 +43,11 @@ def attention_on_ranks(
     Query heads 0 … G − 1 read KV head 0, the next G read KV head 1, and so on; G = Hq / Hkv.
 
     Rank r takes query heads r · Hq / size and the following ones, and the KV heads that these read.
-    size divides Hq, and either size divides Hkv or Hkv divides size. In the second case several ranks
-    hold a copy of the same KV head.
+    size divides Hq, and either size divides Hkv or Hkv divides size. In the second case several
+    ranks hold a copy of the same KV head.
 
-    Aims: exactly one collective, and it carries T · H numbers. No rank does work of another one; only
-    copies of KV heads may be computed more than once. `attention` (imported above) wants
+    Aims: exactly one collective, and it carries T · H numbers. No rank does work of another one;
+    only copies of KV heads may be computed more than once. `attention` (imported above) wants
     q: [T, heads, D] and k, v: [T, KV heads, D], and takes any number of heads with its groups.
     Errors: ValueError that names size, if it does not divide Hq.
 
@@ -67,10 +67,10 @@ def greedy_on_ranks(
     """The token with the largest logit, and its log-probability: [B] int64 and [B] float32.
 
     local_logits: of each rank a tensor [B, C] float32. Column j of rank r belongs to token
-    r · C + j. The vocabulary was padded to size · C columns. Columns from vocab_size on belong to no
-    token, and they may hold anything, NaN as well. A last rank may have nothing but such columns.
-    A logit of −inf means that its token is forbidden. Of a row all tokens of one rank may be
-    forbidden, but not all tokens of all ranks. Of several equal logits the token with the lowest
+    r · C + j. The vocabulary was padded to size · C columns. Columns from vocab_size on belong to
+    no token, and they may hold anything, NaN as well. A last rank may have nothing but such
+    columns. A logit of −inf means that its token is forbidden. Of a row all tokens of one rank may
+    be forbidden, but not all tokens of all ranks. Of several equal logits the token with the lowest
     number counts. The log-probability is that of a softmax over the whole vocabulary.
 
     Aim: the logits stay where they are. All collectives together carry at most 3 numbers for each

@@ -1,11 +1,11 @@
 """How evenly a router loads experts and ranks, and what a limit on their load drops.
 
-A step ends when its busiest rank has ended. If that one has 1.5 times the mean of the ranks, the others
-wait for a third of the time. Training pushes routers towards even loads (an auxiliary loss in GShard and
-Switch, a bias in DeepSeek-V3), but a batch of one subject is uneven all the same.
+A step ends when its busiest rank has ended. If that one has 1.5 times the mean of the ranks, the
+others wait for a third of the time. Training pushes routers towards even loads (an auxiliary loss
+in GShard and Switch, a bias in DeepSeek-V3), but a batch of one subject is uneven all the same.
 
-Sources: Lepikhin et al. 2021, GShard (section 2.2: capacity); Fedus et al. 2022, Switch Transformers
-(section 2.2: capacity factor).
+Sources: Lepikhin et al. 2021, GShard (section 2.2: capacity); Fedus et al. 2022, Switch
+Transformers (section 2.2: capacity factor).
 """
 
 import math
@@ -30,8 +30,8 @@ class Load:
 
     @property
     def imbalance(self) -> float:
-        """The busiest over the mean: 1 is even, and it is how much longer the step takes than an even one
-        if time goes with pairs. 1 without any pair.
+        """The busiest over the mean: 1 is even, and it is how much longer the step takes than an
+        even one if time goes with pairs. 1 without any pair.
         """
         return max(self.counts) / self.mean if self.mean else 1.0
 

@@ -1,12 +1,13 @@
-"""The experts of a layer one after the other: lesson 6's loop, over the stacks that the kernels read.
+"""The experts of a layer one after the other: lesson 6's loop, over the stacks that the kernels
+read.
 
-    experts(x, weights, chosen, gate_up, down)     # as optimized.experts, without a kernel of its own
+    experts(x, weights, chosen, gate_up, down)     # as optimized.experts, one after the other
 
-The loop is `MoE.forward` in lessons/l06_mla/moe.py. For each expert that some token chose it gathers
-these tokens' rows, runs the expert's MLP and adds the results, times the router's weights, to the
-tokens' outputs. It is right, and it has two costs that do not shrink with the batch. Python has to
-know which experts were chosen, so it waits for the GPU once a layer. And each expert is launched on
-its own, in about ten operations, however few rows it has.
+The loop is `MoE.forward` in lessons/l06_mla/moe.py. For each expert that some token chose it
+gathers these tokens' rows, runs the expert's MLP and adds the results, times the router's weights,
+to the tokens' outputs. It is right, and it has two costs that do not shrink with the batch. Python
+has to know which experts were chosen, so it waits for the GPU once a layer. And each expert is
+launched on its own, in about ten operations, however few rows it has.
 
 Here the matrices come as two tensors, [E, 2I, H] and [E, H, I]. Lesson 6's layer gets slices of
 them as its experts' weights, so nothing is copied.

@@ -1,5 +1,5 @@
-"""Proves the kernels of the experts against the naive loop: each token gets its own experts with its
-own weights, however uneven the load; and the planted bugs are seen.
+"""Proves the kernels of the experts against the naive loop: each token gets its own experts with
+its own weights, however uneven the load; and the planted bugs are seen.
 """
 
 import pytest

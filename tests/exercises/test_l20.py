@@ -198,8 +198,8 @@ def test_greedy(impl, case, seed):
     numbers = sum(count for _, count in ranks.calls)
     if ranks.size > 1:
         assert 0 < numbers <= 3 * len(logits[0]), (
-            f"your collectives carry {numbers} numbers of a rank for {len(logits[0])} rows; 3 for each "
-            "row are enough, and without any the ranks cannot agree"
+            f"your collectives carry {numbers} numbers of a rank for {len(logits[0])} rows; 3 for "
+            "each row are enough, and without any the ranks cannot agree"
         )
 
 

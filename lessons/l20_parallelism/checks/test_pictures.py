@@ -1,5 +1,5 @@
-"""Proves that the lesson's pictures are drawn whole, are the committed ones, and show what is so; and
-the same of its tables.
+"""Proves that the lesson's pictures are drawn whole, are the committed ones, and show what is so;
+and the same of its tables.
 """
 
 from itertools import pairwise

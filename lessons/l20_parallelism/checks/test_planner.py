@@ -1,5 +1,5 @@
-"""Proves what the planner says of memory, against real parts of real decoders, against numbers known
-from elsewhere, and against deployments that others have published.
+"""Proves what the planner says of memory, against real parts of real decoders, against numbers
+known from elsewhere, and against deployments that others have published.
 """
 
 import math
@@ -135,8 +135,8 @@ def fits(model, chip, layout, bits) -> bool:
 
 
 def test_llama_405b_as_its_authors_serve_it():
-    """The Llama 3 Herd of Models, section 6.1: BF16 does not fit 8 H100, so two machines, TP inside,
-    PP between; 6.2: with FP8 one machine is enough.
+    """The Llama 3 Herd of Models, section 6.1: BF16 does not fit 8 H100, so two machines, TP
+    inside, PP between; 6.2: with FP8 one machine is enough.
     """
     assert not fits(LLAMA_405B, H100, Layout(tp=8), 16)
     assert fits(LLAMA_405B, H100, Layout(tp=8, pp=2), 16)
@@ -175,8 +175,8 @@ def test_deepseek_v3_as_its_authors_serve_it():
 
 
 def test_stages_or_shards_as_nvidia_measured_it():
-    """NVIDIA's blog of October 2024, Llama-3.1-405B in FP8 on 8 H200: tensor parallelism answers 5.6
-    times faster, pipeline parallelism processes 1.5 times as much.
+    """NVIDIA's blog of October 2024, Llama-3.1-405B in FP8 on 8 H200: tensor parallelism answers
+    5.6 times faster, pipeline parallelism processes 1.5 times as much.
     """
     tp, pp = Layout(tp=8), Layout(pp=8)
     rest = dict(context=2048, bits_per_weight=8)

@@ -1,4 +1,5 @@
-"""The lesson's first picture: two matrices that are cut for two ranks, with the numbers of step 1 and 2.
+"""The lesson's first picture: two matrices that are cut for two ranks, with the numbers of step 1
+and 2.
 
     python -m lessons.l20_parallelism.lab.cuts
 
@@ -16,8 +17,9 @@ from lessons.toolbox.draw.figure import GREY, PALETTE, ClassFigure, frame, save_
 
 CUTS_SVG = Path(__file__).parent / "cuts.svg"
 CUTS_ALT = (
-    "Two rows, one for each rank. Each rank has the whole x, one row of A, one value of h, one column "
-    "of B and a part of every output. An arrow from both parts leads to their sum, which both ranks get."
+    "Two rows, one for each rank. Each rank has the whole x, one row of A, one value of h, one "
+    "column of B and a part of every output. An arrow from both parts leads to their sum, which "
+    "both ranks get."
 )
 X = torch.tensor([1.0, 2.0])
 A = torch.tensor([[1.0, 1.0], [2.0, 0.0]])
@@ -26,8 +28,8 @@ CELL = 0.62
 
 
 def parts_of(x: Tensor, a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Of each rank its piece of h = relu(x aᵀ), [1], and its part of y = h bᵀ, [out]. A rank has one
-    row of a and the same column of b.
+    """Of each rank its piece of h = relu(x aᵀ), [1], and its part of y = h bᵀ, [out]. A rank has
+    one row of a and the same column of b.
     """
     pieces = [torch.relu(a[rank : rank + 1] @ x) for rank in range(len(a))]
     return [(piece, b[:, rank] * piece) for rank, piece in enumerate(pieces)]
@@ -35,7 +37,9 @@ def parts_of(x: Tensor, a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 @style()
 def draw_cuts(x: Tensor = X, a: Tensor = A, b: Tensor = B) -> ClassFigure:
-    """Who has what, and the one place where the ranks talk. x: [in]; a: [ranks, in]; b: [out, ranks]."""
+    """Who has what, and the one place where the ranks talk. x: [in]; a: [ranks, in];
+    b: [out, ranks].
+    """
     parts = parts_of(x, a, b)
     fig, ax = frame(
         "The first matrix is cut by outputs, the second by inputs: one sum is all that travels",
@@ -77,7 +81,9 @@ def _cells(
     rows: Sequence[int] | None = None,
     columns: Sequence[int] | None = None,
 ) -> None:
-    """A matrix as cells; those outside of `rows` or `columns` are empty, because another rank has them."""
+    """A matrix as cells; those outside of `rows` or `columns` are empty, because another rank has
+    them.
+    """
     height, width = matrix.shape
     for row in range(height):
         for column in range(width):

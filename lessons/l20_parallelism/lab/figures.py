@@ -1,4 +1,6 @@
-"""The diagrams of this lesson's pictures: ranks in a box, pieces on a ring. pictures.py writes them."""
+"""The diagrams of this lesson's pictures: ranks in a box, pieces on a ring. pictures.py writes
+them.
+"""
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
@@ -79,7 +81,9 @@ def draw_mesh(mesh: Mesh = SIXTEEN) -> ClassFigure:
 
 
 def ring_counts(size: int) -> list[list[list[int]]]:
-    """How many ranks' values are in each piece: [step][rank][piece], as collectives.ring adds them."""
+    """How many ranks' values are in each piece: [step][rank][piece], as collectives.ring adds
+    them.
+    """
     held = [[1] * size for _ in range(size)]
     steps = [[list(row) for row in held]]
     for step in range(1, 2 * size - 1):

@@ -1,5 +1,5 @@
-"""The lesson's pictures: the mesh, a pipeline at work, a ring, and how much of eight GPUs is left after
-they have talked.
+"""The lesson's pictures: the mesh, a pipeline at work, a ring, and how much of eight GPUs is left
+after they have talked.
 
     python -m lessons.l20_parallelism.lab.pictures
 
@@ -119,18 +119,20 @@ def draw_scaling(
 PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
     "mesh": (
         draw_mesh,
-        "Sixteen numbered ranks: two replicas side by side, two stages below each other in each, four "
-        "shards in a row. A frame is around each row of shards, arrows lead from stage to stage.",
+        "Sixteen numbered ranks: two replicas side by side, two stages below each other in each, "
+        "four shards in a row. A frame is around each row of shards, arrows lead from stage to "
+        "stage.",
     ),
     "pipeline": (
         draw_pipeline,
-        "Above, one long bar on each of four stages, one after the other. Below, the same work in four "
-        "short bars on each stage, shifted by one from stage to stage, which end much earlier.",
+        "Above, one long bar on each of four stages, one after the other. Below, the same work in "
+        "four short bars on each stage, shifted by one from stage to stage, which end much "
+        "earlier.",
     ),
     "decode": (
         draw_decode,
-        "Four stages decode. With two micro-batches, gaps as long as the bars are between the bars. "
-        "With four, each stage works without a gap.",
+        "Four stages decode. With two micro-batches, gaps as long as the bars are between the "
+        "bars. With four, each stage works without a gap.",
     ),
     "ring": (
         draw_ring,
@@ -141,8 +143,8 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
     "scaling": (
         draw_scaling,
         "Efficiency over the number of GPUs, four falling lines below the dashed line of linear "
-        "scaling. Over NVLink they fall slowly until 8 GPUs, over PCIe the prefill falls at once, and "
-        "with two boxes all are low.",
+        "scaling. Over NVLink they fall slowly until 8 GPUs, over PCIe the prefill falls at once, "
+        "and with two boxes all are low.",
     ),
 }
 

@@ -1,4 +1,6 @@
-"""The planner's command line: one layout in detail, or all layouts on a number of GPUs as a table."""
+"""The planner's command line: one layout in detail, or all layouts on a number of GPUs as a
+table.
+"""
 
 import argparse
 import math
@@ -87,8 +89,8 @@ def _run(args: argparse.Namespace, console: Console) -> None:
     if not found:
         wanted = f"{args.batch or 1} × {args.context} tokens"
         raise ValueError(
-            f"--gpus: got {gpus}; {model.name} at {args.bits_per_weight:g} bits and {wanted} fit in "
-            f"no layout on {machine.chip.name}; accepted: more GPUs, fewer bits, a longer --most-ms"
+            f"--gpus: got {gpus}; {model.name} at {args.bits_per_weight:g} bits and {wanted} fit "
+            f"in no layout on {machine.chip.name}; accepted: more GPUs, fewer bits, a longer --most-ms"
         )
     print_search(found[: args.rows], console)
 

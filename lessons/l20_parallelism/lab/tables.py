@@ -21,7 +21,9 @@ SMALL, LARGE = 16 * 1024, 64 * 2**20  # bytes: one token of a 70B, and 4096 of t
 
 
 def ways(size: int = 8) -> list[Row]:
-    """Way, rounds, bytes of a rank over those of the tensor, and predicted µs of few and many bytes."""
+    """Way, rounds, bytes of a rank over those of the tensor, and predicted µs of few and many
+    bytes.
+    """
     rows, machine = [["way", "rounds", "bytes sent", "16 KiB, µs", "64 MiB, µs"]], machine_of(H100)
     for name, way in WAYS.items():
         times = [

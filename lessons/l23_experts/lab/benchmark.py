@@ -2,10 +2,10 @@
 
     python -m lessons.toolbox.measure.bench 23
 
-l23_mixtral has few large experts, l23_many_experts many small ones. The router is not timed: all get
-the same routes, drawn at random and evenly. On a GPU the layers are those of Mixtral 8x7B and
-Qwen3-30B-A3B, on a CPU smaller ones. There stand_ins.py replaces the kernels, which would run in the
-interpreter.
+l23_mixtral has few large experts, l23_many_experts many small ones. The router is not timed: all
+get the same routes, drawn at random and evenly. On a GPU the layers are those of Mixtral 8x7B and
+Qwen3-30B-A3B, on a CPU smaller ones. There stand_ins.py replaces the kernels, which would run in
+the interpreter.
 """
 
 from functools import lru_cache

@@ -27,8 +27,8 @@ HERE = Path(__file__).parent
 
 
 def routed(tokens: int = 64, gpus: int = 4, experts: int = 8, top: int = 2) -> torch.Tensor:
-    """Tokens that each GPU sends to each: [gpus, gpus], of `tokens` on each GPU. Logits are drawn at
-    random, and some experts are liked more, as real routers do.
+    """Tokens that each GPU sends to each: [gpus, gpus], of `tokens` on each GPU. Logits are drawn
+    at random, and some experts are liked more, as real routers do.
     """
     generator = torch.Generator().manual_seed(20)
     liked = 0.6 * torch.randn(experts, generator=generator)
@@ -80,8 +80,9 @@ def draw_experts(gpus: int = 4) -> ClassFigure:
 PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
     "experts": (
         draw_experts,
-        "Left, a table of how many rows each of four GPUs sends to each. Right, a bar for each GPU: "
-        "how many rows it has to compute, with a dashed line at the mean that the highest exceeds.",
+        "Left, a table of how many rows each of four GPUs sends to each. Right, a bar for each "
+        "GPU: how many rows it has to compute, with a dashed line at the mean that the highest "
+        "exceeds.",
     ),
 }
 

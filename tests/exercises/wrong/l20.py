@@ -119,13 +119,13 @@ for name, slip, hint in [
     (
         "shard_returned",
         dict(reduce="none"),
-        "Each rank returns what its own heads add to the result. The parts still have to be summed.",
+        "Each rank returns what its own heads add to the result. The parts have to be summed.",
     ),
     (
         "all_reduce_after_a_column_split",
         dict(after_q="all_reduce"),
-        "q, k and v of different heads are not parts of a sum: after a column split there is nothing "
-        "to reduce.",
+        "q, k and v of different heads are not parts of a sum: after a column split there is "
+        "nothing to reduce.",
     ),
     (
         "all_reduce_of_the_heads",
@@ -147,12 +147,12 @@ for name, slip, hint in [
     (
         "kv_heads_split_beyond_their_number",
         dict(kv_of="split"),
-        "With more ranks than KV heads a rank would get a piece of a head. It needs a whole one: a copy.",
+        "With more ranks than KV heads a rank gets a piece of a head. It needs a whole one: a copy.",
     ),
     (
         "kv_head_by_rank_modulo",
         dict(kv_of="modulo"),
-        "Neighbouring ranks share a KV head, because neighbouring query heads do: rank · Hkv / size.",
+        "Neighbouring ranks share a KV head, as neighbouring query heads do: rank · Hkv / size.",
     ),
     (
         "every_rank_has_the_first_kv_heads",
@@ -379,12 +379,12 @@ for name, slip, hint in [
     (
         "sums_added_as_they_are",
         dict(merge="added"),
-        "Each rank's sum has its own maximum taken out. Multiply it by exp(its maximum − the largest).",
+        "Each rank's sum lacks its own maximum. Multiply it by exp(its maximum − the largest).",
     ),
     (
         "rescaled_the_wrong_way",
         dict(merge="other way"),
-        "A rank with a small maximum must count less: exp(its maximum − the largest), not the reverse.",
+        "A rank with a small maximum counts less: exp(its maximum − the largest), not the reverse.",
     ),
     ("rescaled_in_base_2", dict(merge="base 2"), "The sums are of exp, so rescale them by exp."),
     (
@@ -446,7 +446,7 @@ for name, slip, hint in [
     (
         "the_largest_sum_wins",
         dict(winner="sum"),
-        "The winner has the largest logit. A rank's sum says how many tokens are near its best one.",
+        "The winner has the largest logit. A rank's sum says how many tokens are near its best.",
     ),
     (
         "the_likeliest_rank_wins",

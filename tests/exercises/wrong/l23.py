@@ -325,7 +325,7 @@ for name, slip, hint in [
     (
         "weights_not_renormalised",
         dict(weigh="all"),
-        "The weights of a token's experts sum to less than 1: the softmax runs over its top_k logits.",
+        "A token's weights sum to less than 1: the softmax runs over its top_k logits.",
     ),
     (
         "experts_dealt_like_cards",
