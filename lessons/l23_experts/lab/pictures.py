@@ -1,8 +1,9 @@
-"""The lesson's picture: rows on their way to experts of other GPUs, and how much each GPU then has.
+"""The lesson's pictures: rows on their way to experts of other GPUs, and how much each GPU then has;
+and for the notebook's slider, from when on experts compute longer than they read.
 
     python -m lessons.l23_experts.lab.pictures
 
-writes an SVG file beside this file.
+writes the first as an SVG file beside this file.
 """
 
 from collections.abc import Callable
@@ -19,9 +20,11 @@ from lessons.toolbox.draw.figure import (
     SMALL,
     ClassFigure,
     frame,
+    label_column,
     save_svg,
     style,
 )
+from lessons.toolbox.measure.hardware import CHIPS, Chip
 
 HERE = Path(__file__).parent
 
@@ -74,6 +77,54 @@ def draw_experts(gpus: int = 4) -> ClassFigure:
     )
     right.set_ylabel("rows to compute (lower is better)")
     right.set(xlim=(-0.5, gpus + 0.4), ylim=(0, 1.15 * most))
+    return fig
+
+
+# ---------------------------------------------------------------- bytes or arithmetic
+
+TOKENS = [2**power for power in range(14)]
+LAYER_WEIGHTS = 8 * 3 * 4096 * 14336  # of Mixtral's experts, however many they are cut into
+VALUE_BYTES = 2
+
+
+def seconds_of(num_tokens: int, num_experts: int, top_k: int, chip: Chip) -> tuple[float, float]:
+    """How long an even router's experts are read, and how long they compute."""
+    share = top_k / num_experts
+    read = LAYER_WEIGHTS * (1 - (1 - share) ** num_tokens)
+    flops = 2 * LAYER_WEIGHTS * share * num_tokens
+    return VALUE_BYTES * read / chip.memory_bytes_per_s, flops / chip.bf16_flops_per_s
+
+
+@style()
+def draw_reads(num_experts: int = 8, top_k: int = 2, gpu: str = "h100") -> ClassFigure:
+    """Both times over the tokens of a step, and where they meet."""
+    chip = CHIPS[gpu]
+    ridge = round(chip.bf16_flops_per_s / chip.memory_bytes_per_s)  # as the README does
+    times = [seconds_of(tokens, num_experts, top_k, chip) for tokens in TOKENS]
+    fig, ax = frame(
+        f"{num_experts} experts, {top_k} a token: arithmetic takes longer from "
+        f"{ridge * num_experts / top_k:.0f} tokens on",
+        f"PREDICTED, nothing measured · {LAYER_WEIGHTS / 1e9:.2f} billion weights in 16 bits · even "
+        f"router · {chip.name}",
+        (9, 4.8),
+    )
+    labels = []
+    for name, role, marker, values in zip(
+        ("reads", "computes"), ("optimized", "naive"), "so", zip(*times)
+    ):
+        look = dict(color=ROLES[role].colour, marker=marker, ls="-" if role == "naive" else "--")
+        milliseconds = [1e3 * seconds for seconds in values]
+        ax.plot(TOKENS, milliseconds, **look)
+        labels.append((TOKENS[-1], milliseconds[-1], name, ROLES[role].colour))
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(TOKENS[::2], [f"{tokens:,}" for tokens in TOKENS[::2]])
+    ax.set_yticks([1e-3, 1e-2, 0.1, 1], ["0.001", "0.01", "0.1", "1"])
+    ax.minorticks_off()
+    ax.set_xlabel("tokens of a step")
+    ax.set_ylabel("ms a layer (lower is better)")
+    ax.grid(True, axis="y")
+    label_column(ax, labels)
     return fig
 
 
