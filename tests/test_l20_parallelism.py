@@ -34,9 +34,7 @@ NVLINK, PCIE = machine_of(H100), machine_of(H100, inside="pcie5")
 TEACHING = (ROOT / "lessons/TEACHING.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "draw", [cuts.draw_cuts, price.draw_price, partial(price.draw_price, 2, "pcie4", 64)]
-)
+@pytest.mark.parametrize("draw", [price.draw_price, partial(price.draw_price, 2, "pcie4", 64)])
 def test_the_pictures_fit(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)

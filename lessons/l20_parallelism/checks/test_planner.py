@@ -110,8 +110,9 @@ def test_four_hundred_and_five_billion_on_eight_gpus():
 
 def test_beyond_the_kv_heads_there_are_copies():
     """Llama-3-70B has 8 KV heads: 16 GPUs hold as much of a token each as 8 do."""
-    kv = [plan(LLAMA_70B, H100, Layout(tp=tp)).fullest.kv_bytes_per_token for tp in (4, 8, 16)]
-    assert kv == [80 * 1024, 40 * 1024, 40 * 1024]
+    plans = [plan(LLAMA_70B, H100, Layout(tp=tp)) for tp in (1, 2, 4, 8, 16)]
+    kv = [it.fullest.kv_bytes_per_token / 1024 for it in plans]
+    assert kv == [320, 160, 80, 40, 40]
     latents = [plan(DEEPSEEK_V3, H100, Layout(tp=tp)).fullest.kv_bytes_per_token for tp in (1, 8)]
     assert latents[0] == latents[1] == calc.kv_bytes_per_token(DEEPSEEK_V3)
 
@@ -125,6 +126,7 @@ def test_one_cut_or_two():
     assert both.prefill_tokens_per_s_per_gpu > tp8.prefill_tokens_per_s_per_gpu
     assert tp8.prefill.seconds == pytest.approx(both.prefill.seconds, rel=0.1)
     assert both.fullest.weight_bytes == pytest.approx(tp8.fullest.weight_bytes, rel=0.02)
+    assert round(tp8.fullest.kv_bytes_per_token / 1024) == 63
 
 
 # ---------------------------------------------------------------- published deployments

@@ -1,5 +1,5 @@
-"""The lesson's pictures: the mesh, a pipeline at work, a ring, and how much of eight GPUs is left
-after they have talked.
+"""The lesson's pictures: matrices that are cut, the mesh, a pipeline at work, a ring, and how much
+of eight GPUs is left after they have talked.
 
     python -m lessons.l20_parallelism.lab.pictures
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lessons.l01_roofline.planner.models import find_model
+from lessons.l20_parallelism.lab.cuts import CUTS_ALT, draw_cuts
 from lessons.l20_parallelism.lab.figures import draw_mesh, draw_ring
 from lessons.l20_parallelism.pipeline import Piece, bubble, decode_bubble, schedule, split_layers
 from lessons.l20_parallelism.planner.links import machine_of
@@ -53,8 +54,8 @@ def draw_pipeline(micro_batches: int = 4) -> ClassFigure:
         title=f"{LAYERS} layers on {STAGES} GPUs: idle {bubble(STAGES, 1):.0%} of the time, with "
         f"{micro_batches} micro-batches {bubble(STAGES, micro_batches):.0%}",
         xlabel="time in slots (a slot: one micro-batch through one stage)",
-        caption=f"simulated: one prefill · {len(stages[0])} layers a stage · above the batch in one "
-        f"piece, below in {micro_batches}",
+        caption=f"simulated: one prefill · {len(stages[0])} layers a stage · above the batch in "
+        f"one piece, below in {micro_batches}",
     )
 
 
@@ -67,8 +68,8 @@ def draw_decode(few: int = 2) -> ClassFigure:
         )
     return gantt(
         rows,
-        title=f"Decoding on {STAGES} stages: {few} micro-batches leave {decode_bubble(STAGES, few):.0%} "
-        f"idle, {STAGES} none but at the ends",
+        title=f"Decoding on {STAGES} stages: {few} micro-batches leave "
+        f"{decode_bubble(STAGES, few):.0%} idle, {STAGES} none but at the ends",
         xlabel="time in slots (a slot: one micro-batch through one stage)",
         caption=f"simulated: {STEPS} tokens of each sequence · m: micro-batches in flight",
     )
@@ -92,7 +93,8 @@ def draw_scaling(
     fig, ax = frame(
         f"Not linear: 8 GPUs do {8 * shares['decode, NVLink 4'][at]:.1f}× the decoding of one over "
         f"NVLink, {8 * fast:.1f}× the prefill, over PCIe {8 * slow:.1f}×",
-        f"PREDICTED from data sheets and NCCL's latencies, nothing measured · {model}, {chip.name}, "
+        f"PREDICTED from data sheets and NCCL's latencies, nothing measured · {model}, "
+        f"{chip.name}, "
         f"16 bits · {batch} sequences, {context} tokens · boxes of 8, InfiniBand between",
         (11, 5.6),
     )
@@ -117,6 +119,7 @@ def draw_scaling(
 
 
 PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
+    "cuts": (draw_cuts, CUTS_ALT),
     "mesh": (
         draw_mesh,
         "Sixteen numbered ranks: two replicas side by side, two stages below each other in each, "

@@ -33,10 +33,10 @@ def draw_price(
     at = SIZES.index(tp)
     faster = [steps[0].seconds / steps[at].seconds for steps in (decodes, prefills)]
     fig, panels = frame(
-        f"{tp} GPUs over {LINKS[link].name}: decoding {faster[0]:.1f}×, the prefill {faster[1]:.1f}× as "
-        "fast as one",
-        f"PREDICTED, nothing measured · {model}, {machine.chip.name}, 16 bits · batch {batch}, {CONTEXT} "
-        "tokens",
+        f"{tp} GPUs over {LINKS[link].name}: decoding {faster[0]:.1f}×, the prefill "
+        f"{faster[1]:.1f}× as fast as one",
+        f"PREDICTED, nothing measured · {model}, {machine.chip.name}, 16 bits · batch {batch}, "
+        f"{CONTEXT} tokens",
         (12, 4.8),
         (1, 1),
     )

@@ -178,8 +178,9 @@ WAYS = {
 
 
 def norm_between(partial: Tensor, norm: nn.Module, group: Group) -> Tensor:
-    """norm(sum of the ranks' `partial`), each row normed by one rank only. partial: [T, hidden_size]
-    -> [T, hidden_size] on every rank.
+    """norm(sum of the ranks' `partial`), each row normed by one rank only.
+
+    partial: [T, hidden_size] -> [T, hidden_size] on every rank.
 
     An all-reduce is a reduce-scatter and an all-gather. What is between two tensor-parallel
     matrix products (the residual sum and the norm) takes each token alone, so it fits between the
