@@ -1,8 +1,7 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=20
-# Generated from solutions/l20_parallelism.py, checksum 1a25c5f870a7. Generating again never overwrites your edits.
+# Generated from solutions/l20_parallelism.py, checksum 5d40f96937fa. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 20, first half: attention on several ranks, and a token chosen from local logits.
-l23_experts.py has the second half.
+"""Exercises of lesson 20: attention on several ranks, and a token chosen from local logits.
 
 The ranks are simulated in one process. A list holds what the ranks hold, in their order. A rank may
 use its own entry only. Whatever another rank has must come through a collective of `Ranks`, which
@@ -21,7 +20,7 @@ from lessons.toolbox.exercises.exercise import exercise
 
 class AttentionWeights(NamedTuple):
     """Of one layer, whole. q_proj: [Hq · D, H]; k_proj, v_proj: [Hkv · D, H]; o_proj: [H, Hq · D];
-    q_bias: [Hq · D]; o_bias: [H]. H is the hidden size. Rows of a head lie side by side.
+    q_bias: [Hq · D]; o_bias: [H]. H is the hidden size. Rows of a head are side by side.
     """
 
     q_proj: Tensor
@@ -44,11 +43,11 @@ def attention_on_ranks(
     Query heads 0 … G − 1 read KV head 0, the next G read KV head 1, and so on; G = Hq / Hkv.
 
     Rank r takes query heads r · Hq / size and the following ones, and the KV heads that these read.
-    size divides Hq, and either size divides Hkv or Hkv divides size. In the second case several ranks
-    hold a copy of the same KV head.
+    size divides Hq, and either size divides Hkv or Hkv divides size. In the second case several
+    ranks hold a copy of the same KV head.
 
-    Aims: exactly one collective, and it carries T · H numbers. No rank does work of another one; only
-    copies of KV heads may be computed more than once. `attention` (imported above) wants
+    Aims: exactly one collective, and it carries T · H numbers. No rank does work of another one;
+    only copies of KV heads may be computed more than once. `attention` (imported above) wants
     q: [T, heads, D] and k, v: [T, KV heads, D], and takes any number of heads with its groups.
     Errors: ValueError that names size, if it does not divide Hq.
 
@@ -68,10 +67,10 @@ def greedy_on_ranks(
     """The token with the largest logit, and its log-probability: [B] int64 and [B] float32.
 
     local_logits: of each rank a tensor [B, C] float32. Column j of rank r belongs to token
-    r · C + j. The vocabulary was padded to size · C columns. Columns from vocab_size on belong to no
-    token, and they may hold anything, NaN as well. A last rank may have nothing but such columns.
-    A logit of −inf means that its token is forbidden. Of a row all tokens of one rank may be
-    forbidden, but not all tokens of all ranks. Of several equal logits the token with the lowest
+    r · C + j. The vocabulary was padded to size · C columns. Columns from vocab_size on belong to
+    no token, and they may hold anything, NaN as well. A last rank may have nothing but such
+    columns. A logit of −inf means that its token is forbidden. Of a row all tokens of one rank may
+    be forbidden, but not all tokens of all ranks. Of several equal logits the token with the lowest
     number counts. The log-probability is that of a softmax over the whole vocabulary.
 
     Aim: the logits stay where they are. All collectives together carry at most 3 numbers for each
@@ -79,6 +78,6 @@ def greedy_on_ranks(
 
     Example: vocab_size 3, two ranks with C = 2: [[0, 0]] and [[ln 2, 9]]; the 9 is padding
         rank 0: largest 0, exp sums to 2, token 0       rank 1: largest ln 2, exp sums to 1, token 2
-        the largest is ln 2, and the sum behind it 2 · ½ + 1 = 2         -> ([2], [−ln 2 = −0.693])
+        the largest is ln 2, and its sum of exps 2 · ½ + 1 = 2         -> ([2], [−ln 2 = −0.693])
     """
     raise NotImplementedError("Exercise 20.2: The likeliest token, from local logits")

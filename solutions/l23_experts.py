@@ -1,5 +1,7 @@
-"""Exercises of lesson 20, second half: the kernel of many experts, and experts that live on other
-ranks, which are simulated as in l20_parallelism.py.
+"""Exercises of lesson 23: the kernel of many experts, and experts on other ranks.
+
+The ranks are simulated in one process, as in l20_parallelism.py: a list holds what the ranks hold,
+and whatever another rank has must come through a collective of `Ranks`.
 """
 
 import torch
@@ -28,11 +30,11 @@ def expert_rows_kernel(
 ):
     """Program (tile, block): BLOCK_M pairs of one expert, BLOCK_N of its outputs.
 
-    Shapes and meaning as in `expert_rows` below; all tensors are contiguous, and num_pairs is T · k.
-    BLOCK_M, BLOCK_N, BLOCK_K are at least 16, as `tl.dot` wants it. size and num_outputs need not be
-    multiples of blocks. `tl.dot` needs input_precision="ieee".
+    Shapes and meaning as in `expert_rows` below; all tensors are contiguous, and num_pairs is
+    T · k. BLOCK_M, BLOCK_N, BLOCK_K are at least 16, as `tl.dot` wants it. size and num_outputs
+    need not be multiples of blocks. `tl.dot` needs input_precision="ieee".
     """
-    # SOLUTION 20.3
+    # SOLUTION 23.1
     expert = tl.load(tile_experts_ptr + tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return
@@ -55,24 +57,24 @@ def expert_rows_kernel(
     # END
 
 
-@exercise("20.3", "The kernel: all experts in one launch", minutes=45, difficulty=3)
+@exercise("23.1", "The kernel: all experts in one launch", minutes=45, difficulty=3)
 def expert_rows(
     x: Tensor, weight: Tensor, pairs: Tensor, tile_experts: Tensor, router: Tensor
 ) -> Tensor:
     """Each token through each of its k experts, times the router's weight: [T · k, N].
 
-    x: [T, K]; weight: [E, N, K], a matrix for each expert; router: [T, k]. Pair p is token
-    p // k with its choice p % k, so out[p] = router of that choice · x[p // k] weight[e]ᵀ, where e is the
+    x: [T, K]; weight: [E, N, K], a matrix for each expert; router: [T, k]. Pair p is token p // k
+    with its choice p % k, so out[p] = router of that choice · x[p // k] weight[e]ᵀ, where e is the
     expert of the choice. All are float32.
 
     pairs: [tiles · 16] int32, the numbers of the pairs, sorted by expert. Each expert begins a new
     tile of 16 places, and places that are left in its last tile hold T · k, which is no pair.
-    tile_experts: [tiles] int32, the expert of each tile, or −1 for a tile that is not used. The places
-    of such a tile hold numbers of an earlier step. A pair that stands in no used tile belongs to an
-    expert of another rank: its row stays zero.
+    tile_experts: [tiles] int32, the expert of each tile, or −1 for a tile that is not used. The
+    places of such a tile hold numbers of an earlier step. A pair that is in no used tile belongs to
+    an expert of another rank: its row stays zero.
 
-    The wrapper is done. It launches `expert_rows_kernel` above, which is yours to write. Aim: no copy
-    of rows of x or of experts. Errors: none to raise.
+    The wrapper is done. It launches `expert_rows_kernel` above, which is yours to write. Aim: no
+    copy of rows of x or of experts. Errors: none to raise.
 
     Example: T = 2, k = 1, K = N = 1, x [[1], [2]], weight [[[10]], [[100]]], router [[0.5], [1]]
         token 0 goes to expert 1, token 1 to expert 0
@@ -101,7 +103,7 @@ def expert_rows(
     return out
 
 
-@exercise("20.4", "Find the bugs: experts on other ranks", minutes=40, difficulty=3)
+@exercise("23.2", "Find the bugs: experts on other ranks", minutes=40, difficulty=3)
 def experts_on_ranks(
     x: list[Tensor],
     logits: list[Tensor],
@@ -114,19 +116,19 @@ def experts_on_ranks(
 
     x: of each rank its own tokens, [T, H]; ranks may have different T, or no token. logits: of each
     rank what the router gave for these tokens, [T, E]. experts: of each rank its own ones,
-    [E / size, H, H]; rank 0 holds the first E / size experts, rank 1 the next ones, and so on. Here an
-    expert is just a product: row @ matrix.T.
+    [E / size, H, H]; rank 0 holds the first E / size experts, rank 1 the next ones, and so on. Here
+    an expert is just a product: row @ matrix.T.
 
-    A token goes to the top_k experts with the largest logits. Their weights are a softmax over these
-    top_k logits alone, so they sum to 1. An expert takes at most `capacity` rows of a step. The first
-    count, in the order of ranks, then of tokens. For a row that finds no room the expert's share is
-    zero; the weights of the token's other experts stay as they are.
+    A token goes to the top_k experts with the largest logits. Their weights are a softmax over
+    these top_k logits alone, so they sum to 1. An expert takes at most `capacity` rows of a step.
+    The first count, in the order of ranks, then of tokens. For a row that finds no room the
+    expert's share is zero; the weights of the token's other experts stay as they are.
 
-    Returns the ranks' results [T, H], and how many rows found no room on any expert (pairs of a token
-    and an expert). Rows travel by `ranks.all_to_all` only. Errors: none to raise.
+    Returns the ranks' results [T, H], and how many rows found no room on any expert (pairs of a
+    token and an expert). Rows travel by `ranks.all_to_all` only. Errors: none to raise.
 
-    Example: two ranks, H = 1, experts [[[10]]] and [[[100]]], top_k 1, capacity 1. Rank 0 has x [[1]],
-    rank 1 has x [[2]], and both tokens choose expert 1, which rank 1 holds
+    Example: two ranks, H = 1, experts [[[10]]] and [[[100]]], top_k 1, capacity 1. Rank 0 has x
+    [[1]], rank 1 has x [[2]], and both tokens choose expert 1, which rank 1 holds
         rank 0's row is first: 1 · 100. Rank 1's own row finds no room  -> ([[[100]], [[0]]], 1)
 
     The code below is right for one rank with one expert and room for all. It has five bugs, one of

@@ -18,11 +18,12 @@ def excerpts(text: str, language: str = "python") -> list[str]:
     return [block.split("```")[0] for block in text.split(f"```{language}\n")[1:]]
 
 
-def stray_excerpts(room: Path) -> list[str]:
-    """Excerpts of a room's README that are no run of lines of any of its Python files; how far they
-    are indented does not matter.
+def stray_excerpts(room: Path, *elsewhere: Path) -> list[str]:
+    """Excerpts of a room's README that are no run of lines of any of its Python files, or of files
+    elsewhere; how far they are indented does not matter.
     """
-    sources = [file.read_text(encoding="utf-8") for file in sorted(room.rglob("*.py"))]
+    files = [*sorted(room.rglob("*.py")), *elsewhere]
+    sources = [file.read_text(encoding="utf-8") for file in files]
     text = (room / "README.md").read_text(encoding="utf-8")
     return [code for code in excerpts(text) if not any(_holds(s, code) for s in sources)]
 

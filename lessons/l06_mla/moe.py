@@ -2,8 +2,8 @@
 those run.
 
 Nothing here depends on attention; DeepSeek, Mixtral and Qwen3-MoE need it to be loaded at all.
-Lesson 20 spreads experts over devices. A readable loop over experts, not a fast one: each expert gathers its tokens, runs,
-and adds its share.
+A readable loop over experts, not a fast one: each expert gathers its tokens, runs, and adds its
+share. Lesson 23 runs all of them at once, and spreads them over devices.
 
 Sources: DeepSeekMoE (Dai et al. 2024, section 3): shared experts; DeepSeek-V2 (2024, section
 2.2.2): choice limited to groups; DeepSeek-V3 (2024, section 2.1.2): sigmoid scores, and a bias that
@@ -18,8 +18,8 @@ from lessons.toolbox.model.config import ModelConfig, MoEConfig
 
 
 class Router(nn.Module):
-    """Which experts each token goes to, and with which weights: x: [T, hidden_size] -> ([T, k], [T,
-    k] int64).
+    """Which experts each token goes to, and with which weights: x: [T, hidden_size] -> ([T, k],
+    [T, k] int64).
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig):

@@ -3,7 +3,7 @@
     python -m lessons.l20_parallelism.generate "def f(" --tp 2
     python -m torch.distributed.run --nproc-per-node 2 -m lessons.l20_parallelism.generate "def f("
 
-Nobody gives orders. Every rank reads the same prompts, owns a pool of the same blocks (for its own
+No rank gives orders. Every rank reads the same prompts, owns a pool of the same blocks (for its own
 KV heads and layers) and gets the same logits. So all make the same choices: which request comes in,
 which block it gets, which token comes next. Only what is random has to be agreed on, which is the
 seeds. Read `ParallelRunner.step`; the loop is lesson 12's, unchanged.
@@ -59,7 +59,9 @@ class ParallelRunner(PagedRunner):
 
     @torch.inference_mode()
     def step(self, new: dict[int, list[int]]) -> Tensor:
-        """As PagedRunner's: the logits behind the last token of each sequence, [B, V], on all ranks."""
+        """As PagedRunner's: the logits after the last token of each sequence, [B, V], on all
+        ranks.
+        """
         batch = self.grown(new)
         hidden = run_stage(self.model, self.links, batch.tokens, self.pool.attending(batch))
         if hidden is None:  # a stage before the last: room for what the last one sends
@@ -81,8 +83,8 @@ def generate(
     sampling: SamplingParams | list[SamplingParams] | None = None,
     **options,
 ) -> list[list[int]]:
-    """The tokens of each prompt, on every rank. Every rank calls it with the same arguments, but for
-    its part of the model. options, result and errors: lesson 12's `generate`.
+    """The tokens of each prompt, on every rank. Every rank calls it with the same arguments, but
+    for its part of the model. options, result and errors: lesson 12's `generate`.
     """
     new_runner = partial(ParallelRunner.for_part, links=links)
     sampling = with_agreed_seeds(sampling, len(prompts), links, part.device)
@@ -202,7 +204,7 @@ def sampling_of(options: argparse.Namespace) -> SamplingParams:
 def answers_of_rank(
     world: Group, mesh: Mesh, options: argparse.Namespace, prompts: list[list[int]]
 ) -> list[list[int]]:
-    """The tokens behind each prompt. Runs on every rank."""
+    """The tokens after each prompt. Runs on every rank."""
     device = torch.device(options.device)
     if device.type == "cuda":  # the one that launch.py has given to this process
         device = torch.device("cuda", torch.cuda.current_device())

@@ -4,10 +4,10 @@
     logits = forward(model, tokens, ranks)     # a list: whole logits, once for each rank
     ranks.calls                                # what they had to say to each other
 
-Read it from the bottom up: `forward`, `mlp`, `column_parallel` and `row_parallel`, then `attention`,
-then `embed` and `head`. Every function takes and returns lists, entry r being rank r's. Only the
-methods of `ranks` look at the entries of others. parallel.py puts each entry into a process, and
-between processes these methods are torch.distributed's.
+Read it from the bottom up: `forward`, `mlp`, `column_parallel` and `row_parallel`, then
+`attention`, then `embed` and `head`. Every function takes and returns lists, entry r being rank
+r's. Only the methods of `ranks` look at the entries of others. optimized.py puts each entry into a
+process, and between processes these methods are torch.distributed's.
 
 For decoders of lesson 2 (Llama, Qwen, Mistral, Phi-3).
 Source: Megatron-LM (Shoeybi et al. 2019), section 3, figures 3 and 4.
@@ -65,7 +65,7 @@ def row_parallel(
     outs = ranks.all_reduce(parts)
     if layer.bias is None:
         return outs
-    # behind the sum, because a bias in every part would be added once for each rank
+    # after the sum, because a bias in every part would be added once for each rank
     return [out + layer.bias for out in outs]
 
 
@@ -102,7 +102,7 @@ def head(xs: Shards, table: Tensor, ranks: Ranks) -> Shards:
     """Each rank computes the logits of its tokens, then all get all. xs: [T, hidden_size] each;
     table: [V, hidden_size] -> [T, V] each.
 
-    Nobody can choose a token before this gather, because the largest logit of one rank may not be
+    No rank can choose a token before this gather, because the largest logit of one rank may not be
     the largest of all.
     """
     parts = []

@@ -5,9 +5,9 @@
     logits = part.logits(hidden)       # [T, vocab_size], too
 
 Nothing in the decoder is written anew. It is built with the rank's own shape (`local_config`), so a
-KVPool of part.config holds the rank's KV heads, and lesson 7's `fused` and lesson 12's pages take it
-like any other model. Then layers.py's wrappers go around four kinds of layers. Per pass they send
-two sums a layer, one for the embeddings, and one gather of logits.
+KVPool of part.config holds the rank's KV heads, and lesson 7's `fused` and lesson 12's pages take
+it like any other model. Then layers.py's wrappers go around four kinds of layers. Per pass they
+send two sums a layer, one for the embeddings, and one gather of logits.
 
 A stage of a pipeline holds some layers, the first one also the embeddings, the last one the head.
 Its `run_layers` and a KVPool with layers=part.stage_layers are all that it needs.
@@ -111,7 +111,9 @@ def finish(
     links: Links,
     expert_parallel: bool = False,
 ) -> Decoder:
-    """`part` with its weights, of any shape, and with the layers that talk. config: of the whole model."""
+    """`part` with its weights, of any shape, and with the layers that talk. config: of the whole
+    model.
+    """
     part.load_state_dict(weights, assign=True)
     if config.tie_word_embeddings and links.is_first_stage and links.is_last_stage:
         part.lm_head.weight = part.embed_tokens.weight  # assigning made two of the one tensor
@@ -139,7 +141,7 @@ def connect(part: Decoder, links: Links, expert_parallel: bool = False) -> None:
 
 
 def summed(moe: nn.Module, links: Links, expert_parallel: bool) -> SummedExperts:
-    """The experts of a layer, with one sum over the ranks behind all of them."""
+    """The experts of a layer, with one sum over the ranks after all of them."""
     group = links.tensor
     if isinstance(moe, StackedMoE) and not expert_parallel:
         if group.rank:  # because the sum would hold the bias of each strip

@@ -11,7 +11,7 @@ stage works in m of them: the others are the bubble, (p − 1) / (m + p − 1).
 
 Decoding needs another count. A sequence's next token is known only when the last stage has made
 this one, so a micro-batch comes back to the first stage after p times. With m ≥ p micro-batches in
-flight nobody waits, and there is no bubble but at the two ends; with fewer, 1 − m / p of the time
+flight no stage waits, and there is no bubble but at the two ends; with fewer, 1 − m / p of the time
 is idle. "1F1B", one forward and one backward pass in turn, orders the passes of *training*, to
 hold fewer activations. Inference has no backward pass, so all that is left of it is the order here.
 
@@ -82,9 +82,9 @@ def run_stage(model: Decoder, links: Links, tokens: Tensor, attend: Attend) -> T
 def run_micro_batches(
     model: Decoder, links: Links, passes: Iterable[tuple[Tensor, Attend]]
 ) -> list[Tensor | None]:
-    """`run_stage` for one micro-batch after the other, each (tokens: [T], attend). While a stage runs
-    the second, the next one runs the first: nobody has to say so, because each waits only for what
-    it needs.
+    """`run_stage` for one micro-batch after the other, each (tokens: [T], attend). While a stage
+    runs the second, the next one runs the first: no message has to say so, because each waits only
+    for what it needs.
     """
     return [run_stage(model, links, tokens, attend) for tokens, attend in passes]
 
@@ -155,7 +155,9 @@ def _from_last_stage(tokens: Tensor, links: Links) -> Tensor:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stage at work on a micro-batch, at one step of decoding; times in the unit of stage_times."""
+    """A stage at work on a micro-batch, at one step of decoding; times in the unit of
+    stage_times.
+    """
 
     stage: int
     micro_batch: int

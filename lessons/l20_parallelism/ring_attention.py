@@ -9,13 +9,13 @@ only `attend` has to talk: a query needs the keys of all ranks. They come to it.
 steps a rank passes the K and V that it holds to its neighbour, and merges what its queries find in
 those that came. Lesson 8's `merge` allows that, because parts of a row may be merged in any order.
 
-Which tokens a rank has decides how much it works, because of the causal mask. With consecutive parts
-(contiguous) the last rank's queries see nearly all keys and the first one's nearly none: of P²
-shares the ranks do 1, 3, 5 … 2P − 1, and all wait for the last. zigzag gives rank r the parts r and
-2P − 1 − r of 2P, an early one and a late one. striped deals the tokens out like cards.
+Which tokens a rank has decides how much it works, because of the causal mask. With consecutive
+parts (contiguous) the last rank's queries see nearly all keys and the first one's nearly none: of
+P² shares the ranks do 1, 3, 5 … 2P − 1, and all wait for the last. zigzag gives rank r the parts r
+and 2P − 1 − r of 2P, an early one and a late one. striped deals the tokens out like cards.
 
-This is for prefill. In decoding one query would wait for a ring of steps; there, the *query* goes to
-the ranks, and lesson 10's partial results come back.
+This is for prefill. In decoding one query would wait for a ring of steps; there, the *query* goes
+to the ranks, and lesson 10's partial results come back.
 
 Sources: Liu, Zaharia & Abbeel 2023, Ring Attention; Brandon et al. 2023, Striped Attention; the
 zigzag of Llama 3 (Llama team 2024, section 3.3.2, "context parallelism").
@@ -65,7 +65,7 @@ def pairs(layout: Layout, num_tokens: int, size: int) -> list[int]:
 
 
 def imbalance(layout: Layout, num_tokens: int, size: int) -> float:
-    """The busiest rank's work over the mean, which is how much longer everybody takes."""
+    """The busiest rank's work over the mean, which is how much longer all ranks take."""
     work = pairs(layout, num_tokens, size)
     return max(work) * size / sum(work)
 
@@ -78,8 +78,9 @@ def longest(layout: Layout, num_tokens: int, size: int) -> int:
 def ring_bytes(
     layout: Layout, num_tokens: int, size: int, kv_values: int, element_size: int
 ) -> int:
-    """Bytes that a rank sends for one layer: its K and V, P − 1 times. kv_values: numbers of a token,
-    Hkv · (D + Dv). An all-gather sends as many, but then every rank holds the K and V of all.
+    """Bytes that a rank sends for one layer: its K and V, P − 1 times. kv_values: numbers of a
+    token, Hkv · (D + Dv). An all-gather sends as many, but then every rank holds the K and V of
+    all.
     """
     return (size - 1) * longest(layout, num_tokens, size) * kv_values * element_size
 
@@ -98,8 +99,8 @@ def ring_attention(
     causal: bool = True,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries over the keys of all ranks. q: [T, Hq, D], k: [T, Hkv, D], v:
-    [T, Hkv, Dv] of the tokens that `layout` gives this rank of num_tokens -> [T, Hq, Dv].
+    """Attention of this rank's queries over the keys of all ranks. q: [T, Hq, D], k: [T, Hkv, D],
+    v: [T, Hkv, Dv] of the tokens that `layout` gives this rank of num_tokens -> [T, Hq, Dv].
 
     Computed in float32, or float64 for float64. window: only the last `window` keys count.
     """
@@ -133,8 +134,8 @@ def _attend_to(
     causal: bool,
     window: int | None,
 ) -> Partial:
-    """What the queries at their positions: [T] find in the keys at theirs: [N], by KV head: m, l:
-    [Hkv, group · T].
+    """What the queries at their positions: [T] find in the keys at theirs: [N], by KV head: m,
+    l: [Hkv, group · T].
     """
     scores = tile_scores(wide(q), wide(k), queries, keys, scale, causal, window)  # [Hq, T, N]
     rows = scores.reshape(k.shape[1], -1, len(keys))  # the heads of a group are one matrix
@@ -142,7 +143,7 @@ def _attend_to(
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    """x: [T, H, D] with rows of zeros behind it: [rows, H, D]."""
+    """x: [T, H, D] with rows of zeros after it: [rows, H, D]."""
     return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 

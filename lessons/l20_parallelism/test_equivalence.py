@@ -1,5 +1,6 @@
-"""Proves that ranks together compute one process's logits and tokens, for every family and mesh, and
-that they say no more to each other than the formulas allow. Each wrong version of slips.py fails.
+"""Proves that ranks together compute one process's logits and tokens, for every family and mesh,
+and that they say no more to each other than the formulas allow. Each wrong version of slips.py
+fails.
 """
 
 import random
@@ -60,8 +61,8 @@ def check_logits(meshes, name, seed, expert_parallel=False):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_four_ranks_compute_the_logits_of_one_process(name, seed):
-    """The 4 query heads share 2 KV heads (Qwen3's here one), so with tp=4 ranks share a KV head. The
-    vocabulary of 61 is no multiple of the ranks.
+    """The 4 query heads share 2 KV heads (Qwen3's here one), so with tp=4 ranks share a KV head.
+    The vocabulary of 61 is no multiple of the ranks.
     """
     check_logits(FOUR, name, seed)
 
@@ -128,7 +129,7 @@ def test_ranks_generate_the_tokens_of_one_process(name, seed):
         assert found == [expected] * len(FOUR)
 
 
-def test_ranks_agree_on_seeds_that_nobody_gave(seed):
+def test_ranks_agree_on_seeds_that_no_caller_gave(seed):
     prompts, warm = [random_tokens(3)] * 2, SamplingParams(temperature=1.5)
     arguments = [Mesh(tp=2, pp=2)], LLAMA, seed, prompts, 6, warm, {}
     first, *others = run_ranks(4, rank_tokens, *arguments)
@@ -173,7 +174,7 @@ def test_a_rank_alone_says_nothing(seed):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parts_together_hold_the_model_once(name, seed):
-    """But for what is copied: norms, routers, latents' projections, biases behind sums, KV heads."""
+    """But for what is copied: norms, routers, latents' projections, biases after sums, KV heads."""
     config = CONFIGS[name]
     model = random_model(config, seed)
     parts = [shard(model, links_of(Mesh(tp=2, pp=2), rank)) for rank in range(4)]

@@ -1,17 +1,18 @@
-"""Which rows each expert multiplies: the pairs of a token and one of its experts, sorted by expert and
-cut into tiles of equal height.
+"""Which rows each expert multiplies: the pairs of a token and one of its experts, sorted by expert
+and cut into tiles of equal height.
 
-A router gives each token k experts, so T tokens make T · k pairs; pair p is token p // k. A product that
-runs all experts in one launch gives each program a tile of block_m pairs of one expert. Experts have
-different numbers of pairs, so each one's last tile is filled up with a number that is no pair, T · k:
+A router gives each token k experts, so T tokens make T · k pairs; pair p is token p // k. A product
+that runs all experts in one launch gives each program a tile of block_m pairs of one expert.
+Experts have different numbers of pairs, so each one's last tile is filled up with a number that is
+no pair, T · k:
 
     chosen [[1, 0], [1, 2], [1, 0]], block_m 2            pairs 0 … 5, and 6 for "none"
     pairs   1 5 | 0 2 | 4 6 | 3 6 | 6 6                   expert 1 has three pairs, so two tiles
     experts   0     1     1     2    -1                   the last tile is not used
 
-How many tiles are used depends on what the router chose, which Python does not know until the GPU has
-told it. To wait for that would cost more than a few empty programs, and a CUDA graph cannot wait at all.
-So there are always `most_tiles` of them, the most that so many pairs can need.
+How many tiles are used depends on what the router chose, which Python does not know until the GPU
+has told it. To wait for that would cost more than a few empty programs, and a CUDA graph cannot
+wait at all. So there are always `most_tiles` of them, the most that so many pairs can need.
 
 Source: vLLM's moe_align_block_size (csrc/moe/moe_align_sum_kernels.cu), whose layout this is.
 """
@@ -25,8 +26,8 @@ NOT_USED = -1  # the expert of a tile without pairs
 
 
 class Alignment(NamedTuple):
-    """pairs: [num_tiles · block_m] int32, T · k where a tile has no pair. experts: [num_tiles] int32,
-    the expert of each tile, NOT_USED behind the last one that is used.
+    """pairs: [num_tiles · block_m] int32, T · k where a tile has no pair. experts: [num_tiles]
+    int32, the expert of each tile, NOT_USED after the last one that is used.
     """
 
     pairs: Tensor
@@ -59,15 +60,15 @@ def align_in_python(chosen: Tensor, num_experts: int, block_m: int) -> Alignment
 
 
 def align(chosen: Tensor, num_experts: int, block_m: int) -> Alignment:
-    """chosen: [T, k] integers, the experts of each token; those outside of 0 … num_experts - 1 live on
-    another rank and stand in no tile. Pairs of an expert keep their order.
+    """chosen: [T, k] integers, the experts of each token; those outside of 0 … num_experts - 1 are
+    on another rank and in no tile. Pairs of an expert keep their order.
 
     Every shape follows from the shapes given, so Python waits for no value.
     """
     chosen = chosen.flatten()
     num_pairs, device = len(chosen), chosen.device
     is_own = (chosen >= 0) & (chosen < num_experts)
-    key = torch.where(is_own, chosen, num_experts)  # the others behind all experts
+    key = torch.where(is_own, chosen, num_experts)  # the others after all experts
     key, order = key.sort(stable=True)
     expert = torch.arange(num_experts + 1, device=device)
     starts = torch.searchsorted(key, expert.to(key.dtype))  # of each expert in `order`

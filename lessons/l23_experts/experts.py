@@ -1,22 +1,27 @@
 """Experts on several ranks: each rank holds some of them, whole.
 
-Tensor parallelism would cut every expert into slices, and a slice of a small expert is too narrow to
-multiply quickly. Expert parallelism gives a rank whole experts. Which form fits depends on where tokens are:
+Tensor parallelism would cut every expert into slices, and a slice of a small expert is too narrow
+to multiply quickly. Expert parallelism gives a rank whole experts. Which form fits depends on where
+tokens are:
 
-    ExpertParallelMoE   every rank has all tokens, as inside tensor parallelism. Each rank runs its own
-                        experts; one all-reduce adds up. Nothing is routed, but T · H values are summed.
-    SplitTokensMoE      every rank has tokens of its own. Rows travel to the ranks of their experts and
-                        back, in two all-to-alls. The ranks exchange counts before, and Python waits for them.
-    CapacityMoE         the same with a fixed number of places for each expert. All shapes are known, so
-                        nothing is exchanged before and nothing waits. Pairs without a place are dropped.
+    ExpertParallelMoE   every rank has all tokens, as inside tensor parallelism. Each rank runs its
+                        own experts; one all-reduce adds up. No row travels, but T · H values are
+                        summed.
+    SplitTokensMoE      every rank has tokens of its own. Rows travel to the ranks of their experts
+                        and back, in two all-to-alls. The ranks exchange counts before, and Python
+                        waits for them.
+    CapacityMoE         the same with a fixed number of places for each expert. All shapes are
+                        known, so nothing is exchanged before and nothing waits. Pairs without a
+                        place are dropped.
 
 In all three the router runs where the token is. Its weights never travel.
 
-A part that parallel.py makes has the first form by lesson 6's loop (layers.py: OwnExperts, SummedExperts),
-and `grouped` replaces the loop by kernels. ExpertParallelMoE is the same for a layer that each rank has whole.
+A part that lesson 20 makes has the first form by lesson 6's loop (shards/layers.py: OwnExperts,
+SummedExperts), and `grouped` replaces the loop by kernels. ExpertParallelMoE is the same for a
+layer that each rank has whole.
 
-Sources: Lepikhin et al. 2021, GShard (section 2.2); Fedus et al. 2022, Switch Transformers (section 2.2);
-vLLM's enable_expert_parallel.
+Sources: Lepikhin et al. 2021, GShard (section 2.2); Fedus et al. 2022, Switch Transformers (section
+2.2); vLLM's enable_expert_parallel.
 """
 
 import copy
@@ -27,20 +32,21 @@ from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP
 from lessons.l06_mla.moe import MoE
-from lessons.l20_parallelism.planner.load import capacity_of, experts_of
 from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.shards.sharding import experts_of
 from lessons.l23_experts.grouped import GroupedMoE, ops_for, own_experts, stacked
+from lessons.l23_experts.load import capacity_of
 from lessons.toolbox.model.arguments import check_positive
 
 # ---------------------------------------------------------------- tokens on every rank
 
 
 class ExpertParallelMoE(nn.Module):
-    """Of all tokens the shares of this rank's experts, then an all-reduce. Shared experts are cut into
-    slices, one a rank, whose outputs add up as well. So one all-reduce serves both.
+    """Of all tokens the shares of this rank's experts, then an all-reduce. Shared experts are cut
+    into slices, one a rank, whose outputs add up as well. So one all-reduce serves both.
 
-    Ranks must choose the same experts for a token. They do, because they compute the same router on the
-    same values: an all-reduce leaves the same bits on every rank.
+    Ranks must choose the same experts for a token. They do, because they compute the same router on
+    the same values: an all-reduce leaves the same bits on every rank.
     """
 
     def __init__(self, moe: MoE, group: Group):
@@ -57,8 +63,8 @@ class ExpertParallelMoE(nn.Module):
 
 
 def slice_of(mlp: MLP, whole: int, group: Group) -> MLP:
-    """Of an MLP's inner values this rank's, so that the ranks' outputs add up to the MLP's. whole: inner
-    values of the MLP; one that has fewer was cut by whoever loaded it.
+    """Of an MLP's inner values this rank's, so that the ranks' outputs add up to the MLP's. whole:
+    inner values of the MLP; one that has fewer was cut while it was loaded.
     """
     if mlp.down_proj.in_features != whole:
         return mlp
@@ -82,8 +88,8 @@ def linear_of(weight: Tensor) -> nn.Linear:
 
 
 class SplitTokensMoE(nn.Module):
-    """Rows of this rank's tokens go to the ranks of their experts and come back. Ranks may have different
-    numbers of tokens, none included. Nothing is dropped, however uneven the load.
+    """Rows of this rank's tokens go to the ranks of their experts and come back. Ranks may have
+    different numbers of tokens, none included. Nothing is dropped, however uneven the load.
     """
 
     def __init__(self, moe: MoE, group: Group):
@@ -103,10 +109,13 @@ class SplitTokensMoE(nn.Module):
         return out if self.shared_experts is None else out.add_(self.shared_experts(x))
 
     def visit(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """What the experts make of x: [T, H] -> [T · k, H], pair t · k + j being chosen[t, j]: [T, k]."""
+        """What the experts make of x: [T, H] -> [T · k, H], pair t · k + j being chosen[t, j]:
+        [T, k].
+        """
         order = chosen.flatten().argsort(stable=True)  # pairs by expert, and so by rank
         counts = torch.bincount(chosen.flatten(), minlength=self.num_experts)
-        # First the counts, because a rank must know how much it will receive: [senders, own experts].
+        # First the counts, because a rank must know how much it will receive: [senders, own
+        # experts].
         num_own, size = len(self.own), self.group.size
         received = self.group.all_to_all(counts, self.experts_of_each, [num_own] * size)
         received = received.view(size, num_own)
@@ -114,7 +123,7 @@ class SplitTokensMoE(nn.Module):
         from_each = received.sum(1).tolist()
 
         rows = self.group.all_to_all(x[order // chosen.shape[1]], to_each, from_each)
-        # They lie by sender, and each sender's by expert.
+        # They are sorted by sender, and each sender's by expert.
         expert = torch.arange(num_own, device=x.device).repeat(size)
         expert = expert.repeat_interleave(received.flatten())
         results = self.experts.rows(rows, expert[:, None])
@@ -123,12 +132,13 @@ class SplitTokensMoE(nn.Module):
 
 
 class CapacityMoE(SplitTokensMoE):
-    """As SplitTokensMoE, but each expert takes at most capacity_factor times the mean of a rank's pairs.
-    All ranks must have equally many tokens.
+    """As SplitTokensMoE, but each expert takes at most capacity_factor times the mean of a rank's
+    pairs. All ranks must have equally many tokens.
 
     Of an expert's pairs the first ones get its places. The others are dropped: their token goes on
-    without that share, and the weights of its other experts stay as they are. `dropped` and `routed`
-    count pairs since the start. A pass that drops also warns where looking costs nothing, on the CPU.
+    without that share, and the weights of its other experts stay as they are. `dropped` and
+    `routed` count pairs since the start. A pass that drops also warns where looking costs nothing,
+    on the CPU.
     """
 
     def __init__(self, moe: MoE, group: Group, capacity_factor: float):
@@ -147,18 +157,21 @@ class CapacityMoE(SplitTokensMoE):
 
         places = [count * capacity for count in self.experts_of_each]
         own_places = [places[self.group.rank]] * self.group.size
-        # A place that nobody has carries the last token, and what comes back for it is thrown away.
+        # An empty place carries the last token, and what comes back for it is thrown away.
         token = (pairs.flatten() // top_k).clamp(max=num_tokens - 1)
         rows = self.group.all_to_all(x[token], places, own_places)
         expert = torch.arange(len(self.own), device=x.device).repeat_interleave(capacity)
         results = self.experts.rows(rows, expert.repeat(self.group.size)[:, None])
         results = self.group.all_to_all(results, own_places, places)
-        # "no pair" is T · k, so what came back for empty places goes into the row behind the last pair
+        # "no pair" is T · k, so what came back for empty places goes into the row after the last
+        # pair
         y = x.new_zeros(num_pairs + 1, x.shape[1])
         return y.index_copy_(0, pairs.flatten(), results)[:num_pairs]
 
     def count(self, num_pairs: int, num_kept: Tensor) -> None:
-        """Add a pass to the counts, and tell of its drops where nobody has to wait for them. num_kept: []."""
+        """Add a pass to the counts, and tell of its drops where this waits for nothing.
+        num_kept: [].
+        """
         dropped = num_pairs - num_kept
         self.routed += num_pairs
         self.dropped += dropped

@@ -1,13 +1,14 @@
-"""A mixture of experts whose experts lie in two tensors and run together: lesson 6's MoE, without its loop.
+"""A mixture of experts whose matrices are in two tensors and run together: lesson 6's MoE, without
+its loop.
 
-    model = grouped(load_decoder("a-mixtral"))     # the same tokens; on a GPU its steps can be captured
+    model = grouped(load_decoder("a-mixtral"))     # the same tokens; a GPU can capture its steps
 
-Lesson 6 asks the router which experts to run, and launches them one by one. Here the router's choice
-stays on the device. The grid of every launch follows from shapes, so nothing waits, and a CUDA graph
-(lesson 11) records the layer like any other.
+Lesson 6 asks the router which experts to run, and launches them one by one. Here the router's
+choice stays on the device. The grid of every launch follows from shapes, so nothing waits, and a
+CUDA graph (lesson 11) records the layer like any other.
 
-The weights are stacked once, and not held twice: the matrices of the model that was given become views of
-the stacks.
+The weights are stacked once, and not held twice: the matrices of the model that was given become
+views of the stacks.
 """
 
 from types import ModuleType
@@ -25,8 +26,8 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def ops_for(x: Tensor) -> ModuleType:
-    """The kernels where they are compiled and have the dtype of x: [T, H]; PyTorch where they would be
-    interpreted, or for float64.
+    """The kernels where they are compiled and have the dtype of x: [T, H]; PyTorch where they would
+    be interpreted, or for float64.
     """
     return optimized if x.is_cuda and x.dtype in DECODE_DTYPES else stand_ins
 
@@ -40,7 +41,9 @@ class GroupedExperts(nn.Module):
         self.down = nn.Parameter(down, requires_grad=False)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """x: [T, H], weights, chosen: [T, k] -> [T, H]; experts outside of 0 … E - 1 add nothing."""
+        """x: [T, H], weights, chosen: [T, k] -> [T, H]; experts outside of 0 … E - 1 add
+        nothing.
+        """
         return ops_for(x).experts(x, weights, chosen, self.gate_up, self.down)
 
     def rows(self, x: Tensor, chosen: Tensor) -> Tensor:
@@ -50,12 +53,13 @@ class GroupedExperts(nn.Module):
 
 @torch.no_grad()
 def stacked(experts: nn.ModuleList) -> GroupedExperts:
-    """The matrices of experts in two tensors, of which they become views. Raises ValueError for experts
-    that are no plain MLPs.
+    """The matrices of experts in two tensors, of which they become views. Raises ValueError for
+    experts that are no plain MLPs.
     """
     if not can_be_stacked(experts):
         raise ValueError(
-            f"experts: got {described(experts)}; accepted: one or more MLPs of plain Linears without bias"
+            f"experts: got {described(experts)}; accepted: one or more MLPs of plain Linears "
+            "without bias"
         )
     inner, size = experts[0].gate_proj.weight.shape
     new = experts[0].gate_proj.weight.new_empty
@@ -84,8 +88,8 @@ def described(experts: nn.ModuleList) -> str:
 
 
 def own_experts(moe: nn.Module, own: range) -> nn.ModuleList:
-    """Some neighbours of a layer's experts. moe: with all of its experts, or with these alone, as a loader
-    that reads no others leaves it. Raises ValueError.
+    """Some neighbours of a layer's experts. moe: with all of its experts, or with these alone, as a
+    loader that reads no others leaves it. Raises ValueError.
     """
     found, num_experts = len(moe.experts), moe.gate.config.n_routed_experts
     if found not in (num_experts, len(own)):
@@ -118,8 +122,8 @@ class GroupedMoE(nn.Module):
 
 def grouped(model: Decoder) -> Decoder:
     """A twin of `model`, or of a rank's part of one, whose layers of experts are GroupedMoEs, for
-    inference. What cannot be stacked (quantized experts, gpt-oss') stays as it is, and so does a model
-    without experts.
+    inference. What cannot be stacked (quantized experts, gpt-oss') stays as it is, and so does a
+    model without experts.
     """
     return swap(model, {MoE: group_where_possible, OwnExperts: group_where_possible})
 

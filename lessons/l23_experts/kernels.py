@@ -1,24 +1,26 @@
-"""All experts of a layer in three launches, however many there are and whoever chose them.
+"""All experts of a layer in three launches, however many there are and whichever tokens chose them.
 
-    h = silu(x · gateᵀ) · (x · upᵀ)     gate_up_kernel     one program: a tile of one expert's rows, a tile of I
-    y = h · downᵀ                       down_kernel        the same, a tile of hidden_size
-    out = Σ weight · y                  sum_kernel         one program: a token, over its k experts
+    h = silu(x · gateᵀ) · (x · upᵀ)   gate_up_kernel   one program: a tile of an expert's rows and of I
+    y = h · downᵀ                     down_kernel      the same, a tile of hidden_size
+    out = Σ weight · y                sum_kernel       one program: a token, over its k experts
 
 Four decisions:
 
-- **Which expert a program multiplies by is data.** It reads its tile's expert and its rows' numbers from
-  an Alignment. The grid is that of the most tiles, so it never depends on the router. A program whose
-  tile is not used ends at once.
-- **Two products, not one.** Each output of `down` needs all I values of h. A program that computed both
-  would have to hold a whole row of h, 14336 values in Mixtral, or compute h again for each tile of
-  outputs. So h goes through memory once. It is small: for a few tokens nearly all bytes are weights.
-- **silu and the product with `up` are the first product's epilogue** (lesson 7, epilogue.py). A tile of x is
-  loaded once for both weights, and gate and up never leave the registers.
+- **Which expert a program multiplies by is data.** It reads its tile's expert and its rows' numbers
+  from an Alignment. The grid is that of the most tiles, so it never depends on the router. A
+  program whose tile is not used ends at once.
+- **Two products, not one.** Each output of `down` needs all I values of h. A program that computed
+  both would have to hold a whole row of h, 14336 values in Mixtral, or compute h again for each tile
+  of outputs. So h goes through memory once. It is small: for a few tokens nearly all bytes are
+  weights.
+- **silu and the product with `up` are the first product's epilogue** (lesson 7, epilogue.py). A
+  tile of x is loaded once for both weights, and gate and up never leave the registers.
 - **No atomic additions.** k programs have a share in each token. Each writes a row of its own, and
   `sum_kernel` adds the rows in the order of their places. So the same input gives the same bits.
 
-vLLM multiplies by the router's weights in the epilogue of `down`. Here the sum does it: the weights then
-stay with their token when its rows travel to other ranks (experts.py), and are used in float32.
+vLLM multiplies by the router's weights in the epilogue of `down`. Here the sum does it: the weights
+then stay with their token when its rows travel to other ranks (experts.py), and are used in
+float32.
 
 Sources: vLLM's fused_moe kernel; Gale et al. 2022, MegaBlocks (section 5).
 """
@@ -43,8 +45,8 @@ def align_kernel(
     """As align.align, in one launch. One program: the tiles of one expert.
 
     Where its tiles begin depends on the counts of all experts before it. So each program counts all
-    pairs: that is quicker than a second launch. chosen: [num_pairs] int64. BLOCK_E: a power of two above
-    num_experts, so that its last bin takes the pairs that are no expert's.
+    pairs: that is quicker than a second launch. chosen: [num_pairs] int64. BLOCK_E: a power of two
+    above num_experts, so that its last bin takes the pairs that are no expert's.
     """
     own = tl.program_id(0)
     bin = tl.arange(0, BLOCK_E)
@@ -72,15 +74,15 @@ def align_kernel(
     for start in range(0, own_tiles, BLOCK_P):
         is_tile = start + p < own_tiles
         tl.store(experts_ptr + first_tile + start + p, tl.zeros_like(p) + own, mask=is_tile)
-    # Tiles that nobody uses are marked by all programs in turn; their pairs are never read.
+    # Tiles that are not used are marked by all programs in turn; their pairs are never read.
     for start in range(used_tiles + own * BLOCK_P, num_tiles, num_experts * BLOCK_P):
         tl.store(experts_ptr + start + p, tl.zeros_like(p) - 1, mask=start + p < num_tiles)
 
 
 @triton.jit
 def rows_of_tile(pairs_ptr, experts_ptr, num_pairs, BLOCK_M: tl.constexpr):
-    """The expert of this program's tile, below 0 if it is not used, and for each row its pair, and whether
-    there is one: [BLOCK_M, 1]. int64, because expert · stride may pass 2^31.
+    """The expert of this program's tile, below 0 if it is not used, and for each row its pair, and
+    whether there is one: [BLOCK_M, 1]. int64, because expert · stride may pass 2^31.
     """
     tile = tl.program_id(0)
     expert = tl.load(experts_ptr + tile).to(tl.int64)
@@ -183,8 +185,9 @@ def sum_kernel(
 ):
     """One program: BLOCK columns of out[token] = Σ weights[token, place] · y[token · k + place].
 
-    Pairs whose expert is none of 0 … num_experts - 1 are left out, and their rows of y not read: nobody
-    has written them. y: [T · k, size]; weights: [T, k] float32; chosen: [T, k] int64; out: [T, size].
+    Pairs whose expert is none of 0 … num_experts - 1 are left out, and their rows of y are not read,
+    because they were not written. y: [T · k, size]; weights: [T, k] float32; chosen: [T, k] int64;
+    out: [T, size].
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,9 +1,9 @@
 """The experts of a layer by the kernels in kernels.py: their wrappers, and the choice of tiles.
 
-Bytes decide in decode. A Mixtral layer has eight experts of 176 million weights. One token reads two of
-them, 0.7 GB in 16 bits; 64 tokens read all eight, 2.8 GB, and each expert multiplies 16 rows on average
-by what was read once. Lesson 6's loop reads the same bytes. What it adds is about ten launches for each
-expert and a wait: Python asks the GPU which experts it shall run.
+Bytes decide in decode. A Mixtral layer has eight experts of 176 million weights. One token reads
+two of them, 0.7 GB in 16 bits; 64 tokens read all eight, 2.8 GB, and each expert multiplies 16 rows
+on average by what was read once. Lesson 6's loop reads the same bytes. What it adds is about ten
+launches for each expert and a wait: Python asks the GPU which experts it shall run.
 """
 
 from typing import NamedTuple
@@ -18,8 +18,8 @@ from lessons.toolbox.kernels.triton_ import triton
 
 
 class Tiles(NamedTuple):
-    """Rows of an expert and outputs that a program owns, in gate_up_kernel and in down_kernel, columns
-    that it adds at a time, and how it is launched.
+    """Rows of an expert and outputs that a program owns, in gate_up_kernel and in down_kernel,
+    columns that it adds at a time, and how it is launched.
     """
 
     block_m: int
@@ -30,10 +30,10 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# By the most rows an expert has on average. An expert may have twice as many, so a tile is twice as tall:
-# a second tile of the same expert would read its weights again. gate_up holds two sums, so with many rows
-# `down` takes twice as many outputs; with few it needs the programs more. Chosen by the compiler (no
-# spills); none of them has been timed.
+# By the most rows an expert has on average. An expert may have twice as many, so a tile is twice as
+# tall: a second tile of the same expert would read its weights again. gate_up holds two sums, so
+# with many rows `down` takes twice as many outputs; with few it needs the programs more. Chosen by
+# the compiler (no spills); none of them has been timed.
 TILES = {
     8: Tiles(16, 64, 64, 128, 4, 3),
     32: Tiles(64, 64, 128, 64, 4, 3),
@@ -48,8 +48,9 @@ SUM_BLOCK, SUM_WARPS = 512, 2  # columns of a program that sums; 8 a thread, 16 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """out[t] = Σ weights[t, j] · expert chosen[t, j] of x[t], over the experts that are here.
 
-    x: [T, H]; weights: [T, k] float32; chosen: [T, k] int64, numbers outside of 0 … E - 1 are experts of
-    another rank; gate_up: [E, 2I, H]; down: [E, H, I] -> [T, H] in x's dtype. Raises ValueError.
+    x: [T, H]; weights: [T, k] float32; chosen: [T, k] int64, numbers outside of 0 … E - 1 are
+    experts of another rank; gate_up: [E, 2I, H]; down: [E, H, I] -> [T, H] in x's dtype. Raises
+    ValueError.
     """
     y = expert_rows(x, chosen, gate_up, down)
     return weighted_sum(y, weights, chosen, len(gate_up))
@@ -58,8 +59,9 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
 def expert_rows(
     x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, tiles: Tiles | None = None
 ) -> Tensor:
-    """What each expert makes of its tokens, without the router's weights: [T · k, H], pair t · k + j
-    being token t and its j-th expert. Rows of experts that live elsewhere are not written.
+    """What each expert makes of its tokens, without the router's weights: [T · k, H], pair
+    t · k + j being token t and its j-th expert. Rows of experts that live elsewhere are not
+    written.
 
     tiles: None for those that fit the machine. Other arguments and errors as `experts`.
     """
@@ -79,7 +81,7 @@ def expert_rows(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    # Tiles of rows first: those of one expert stand side by side, run together and share its weights.
+    # Tiles of rows first: those of one expert are neighbours, run together and share its weights.
     gate_up_kernel[len(tile_experts), triton.cdiv(inner, tiles.block_n)](
         x,
         gate_up,
@@ -158,7 +160,7 @@ def align(chosen: Tensor, num_experts: int, block_m: int) -> Alignment:
 
 
 def tiles_for(x: Tensor, num_pairs: int, num_experts: int) -> Tiles:
-    """Tiles for x: [T, H] on the chip that it lies on."""
+    """Tiles for x: [T, H] on its chip."""
     has_matrix_units = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
     if x.dtype == torch.float32 or not has_matrix_units:
         return PLAIN
@@ -172,16 +174,16 @@ def check_experts(
     down: Tensor,
     dtypes: tuple[torch.dtype, ...] = DECODE_DTYPES,
 ) -> None:
-    """Raise ValueError unless x: [T, H], chosen: [T, k] int64, gate_up: [E, 2I, H] and down: [E, H, I]
-    fit each other, on one device.
+    """Raise ValueError unless x: [T, H], chosen: [T, k] int64, gate_up: [E, 2I, H] and
+    down: [E, H, I] fit each other, on one device.
     """
     if x.ndim != 2 or not x.shape[1] or x.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"x: got {x.dtype} {tuple(x.shape)}; accepted: [T, H] in {names}")
     if chosen.ndim != 2 or len(chosen) != len(x) or chosen.dtype != torch.int64:
         raise ValueError(
-            f"chosen: got {chosen.dtype} {tuple(chosen.shape)}; accepted: int64 [{len(x)}, k], a row "
-            "for each of x"
+            f"chosen: got {chosen.dtype} {tuple(chosen.shape)}; accepted: int64 [{len(x)}, k], a "
+            "row for each of x"
         )
     num_experts, inner = len(down), down.shape[-1]
     accepted = dict(
@@ -198,13 +200,13 @@ def check_experts(
 
 
 def check_sum(y: Tensor, weights: Tensor, chosen: Tensor) -> None:
-    """Raise ValueError unless y: [T · k, H] is dense and weights: [T, k] and chosen: [T, k] fit it, on
-    one device.
+    """Raise ValueError unless y: [T · k, H] is dense and weights: [T, k] and chosen: [T, k] fit it,
+    on one device.
     """
     if y.ndim != 2 or len(y) != chosen.numel() or not y.is_contiguous():
         raise ValueError(
-            f"y: got {tuple(y.shape)} with strides {y.stride()}; accepted: [{chosen.numel()}, H], a "
-            "dense row for each of chosen"
+            f"y: got {tuple(y.shape)} with strides {y.stride()}; accepted: [{chosen.numel()}, H], "
+            "a dense row for each of chosen"
         )
     if weights.shape != chosen.shape or not weights.is_floating_point():
         raise ValueError(

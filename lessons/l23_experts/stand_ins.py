@@ -1,9 +1,9 @@
-"""What stands for the kernels on a CPU: rows sorted by expert, and two products for each expert that has
-rows.
+"""What replaces the kernels on a CPU: rows sorted by expert, and two products for each expert that
+has rows.
 
-The rows of all experts are gathered once, so that each expert's are a slice and its results another one.
-There is no loop over tokens. Where the kernels run, nobody may ask how many rows an expert has; here that
-costs nothing.
+The rows of all experts are gathered once, so that each expert's are a slice and its results another
+one. There is no loop over tokens. Where the kernels run, Python may not ask how many rows an expert
+has; here that costs nothing.
 """
 
 from itertools import pairwise
@@ -36,7 +36,7 @@ def expert_rows(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Ten
 
 
 def by_segment(rows: Tensor, weights: Tensor, edges: list[int]) -> Tensor:
-    """rows[first : end] · weights[e]ᵀ of each expert e, one behind the other; rows of none are not
+    """rows[first : end] · weights[e]ᵀ of each expert e, one after the other; rows of none are not
     written. rows: [R, K]; weights: [E, N, K]; edges: E + 1 -> [R, N].
     """
     out = rows.new_empty(len(rows), weights.shape[1])
@@ -52,6 +52,8 @@ def weighted_sum(y: Tensor, weights: Tensor, chosen: Tensor, num_experts: int) -
     y = y.unflatten(0, chosen.shape)  # [T, k, H]
     is_own = (chosen >= 0) & (chosen < num_experts)
     weights = weights.masked_fill(~is_own, 0)
-    y = y.masked_fill(~is_own[..., None], 0)  # because 0 · NaN is NaN, and nobody wrote these rows
+    y = y.masked_fill(
+        ~is_own[..., None], 0
+    )  # because 0 · NaN is NaN, and these rows were not written
     wide = torch.promote_types(y.dtype, weights.dtype)
     return torch.einsum("tk,tkh->th", weights.to(wide), y.to(wide)).to(y.dtype)

@@ -1,11 +1,11 @@
-"""Proves the kernels of the experts against lesson 6's loop: each token gets its own experts with its own
-weights, however uneven the load; and the planted bugs are seen.
+"""Proves the kernels of the experts against the naive loop: each token gets its own experts with
+its own weights, however uneven the load; and the planted bugs are seen.
 """
 
 import pytest
 import torch
 
-from lessons.l23_experts import kernels, optimized, stand_ins
+from lessons.l23_experts import kernels, naive, optimized, stand_ins
 from lessons.l23_experts.kernels import (
     align_kernel,
     down_kernel,
@@ -14,7 +14,6 @@ from lessons.l23_experts.kernels import (
 )
 from lessons.l23_experts.lab.moe_cases import (
     DEVICE,
-    lesson_6,
     random_routes,
     random_stacks,
     routes,
@@ -40,12 +39,12 @@ pytestmark = pytest.mark.filterwarnings(
 
 SMALL = Tiles(16, 16, 16, 16, num_warps=4, num_stages=2)
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
-UNEVEN = [[1, 0], [1, 3], [3, 1], [1, 0], [3, 1], [0, 1], [1, 3]]  # nobody wants expert 2
+UNEVEN = [[1, 0], [1, 3], [3, 1], [1, 0], [3, 1], [0, 1], [1, 3]]  # no token wants expert 2
 
 
 def problem(given, num_experts, size=40, inner=19, dtype=torch.float32, seed=0, kind="normal"):
-    """x, weights, chosen, gate_up, down. given: (weights, chosen). Experts that no token chose are NaN,
-    and so are the weights' neighbours in memory.
+    """x, weights, chosen, gate_up, down. given: (weights, chosen). Experts that no token chose are
+    NaN, and so are the weights' neighbours in memory.
     """
     weights, chosen = given
     x = draw(kind, (len(chosen), size), dtype=dtype, seed=seed + 8, device=DEVICE)
@@ -57,7 +56,7 @@ def problem(given, num_experts, size=40, inner=19, dtype=torch.float32, seed=0, 
 
 
 def beside_nan(stack):
-    """The same numbers in a larger tensor of NaN: [E, N, K] with a gap behind each expert."""
+    """The same numbers in a larger tensor of NaN: [E, N, K] with a gap after each expert."""
     num_experts, rows, columns = stack.shape
     larger = poisoned((num_experts, rows + 1, columns), stack.dtype, stack.device)
     larger[:, :rows] = stack
@@ -82,9 +81,9 @@ def record(proof, errors):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_each_token_gets_its_own_experts(dtype, seed, proof):
-    """Columns that end within a tile; an expert that nobody wants."""
+    """Columns that end within a tile; an expert that no token wants."""
     inputs = problem(routes(UNEVEN), 4, dtype=dtype, seed=seed)
-    record(proof, prove(small, lesson_6, inputs))
+    record(proof, prove(small, naive.experts, inputs))
 
 
 @pytest.mark.sample(1)
@@ -95,14 +94,14 @@ def test_each_token_gets_its_own_experts(dtype, seed, proof):
 def test_shapes(num_tokens, top_k, num_experts, seed, proof):
     """One token, one expert with all tokens, many experts for few tokens, primes."""
     given = random_routes(num_tokens, top_k, num_experts)
-    record(proof, prove(small, lesson_6, problem(given, num_experts, 17, 13, seed=seed)))
+    record(proof, prove(small, naive.experts, problem(given, num_experts, 17, 13, seed=seed)))
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["large", "non_contiguous"])
 def test_hard_inputs(kind, seed, proof):
     inputs = problem(routes(UNEVEN), 4, seed=seed, kind=kind)
-    record(proof, prove(small, lesson_6, inputs))
+    record(proof, prove(small, naive.experts, inputs))
 
 
 @pytest.mark.sample(1)
@@ -116,14 +115,14 @@ def test_the_tiles_of_a_gpu(rows, seed, proof):
         y = optimized.expert_rows(x, chosen, gate_up, down, tiles)
         return optimized.weighted_sum(y, weights, chosen, len(gate_up))
 
-    record(proof, prove(run, lesson_6, inputs))
+    record(proof, prove(run, naive.experts, inputs))
 
 
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float64])
 def test_the_stand_ins(dtype, seed):
-    prove(stand_ins.experts, lesson_6, problem(routes(UNEVEN), 4, dtype=dtype, seed=seed))
+    prove(stand_ins.experts, naive.experts, problem(routes(UNEVEN), 4, dtype=dtype, seed=seed))
     given = random_routes(40, 3, 5)
-    prove(stand_ins.experts, lesson_6, problem(given, 5, dtype=dtype, seed=seed))
+    prove(stand_ins.experts, naive.experts, problem(given, 5, dtype=dtype, seed=seed))
 
 
 @pytest.mark.parametrize("experts", [small, optimized.experts, stand_ins.experts])
@@ -153,10 +152,10 @@ def test_bad_operands_are_refused_in_one_line(seed):
 
 
 def test_pairs_of_other_ranks_are_left_out(seed, proof):
-    """Experts 2 and 3 of 4 live here, as 0 and 1. The sum over both halves is the whole layer."""
+    """Experts 2 and 3 of 4 are here, as 0 and 1. The sum over both halves is the whole layer."""
     inputs = problem(routes(UNEVEN), 4, seed=seed)
-    record(proof, prove(in_halves(small), lesson_6, inputs))
-    prove(in_halves(stand_ins.experts), lesson_6, inputs)
+    record(proof, prove(in_halves(small), naive.experts, inputs))
+    prove(in_halves(stand_ins.experts), naive.experts, inputs)
 
 
 def in_halves(experts):
@@ -173,8 +172,8 @@ def in_halves(experts):
 
 
 def test_a_token_has_the_same_bits_in_any_company(seed):
-    """At the same tiles, because a row's sums read only that row and its experts. At most six rows of an
-    expert here: from the seventh on, the CPU's own product adds in another order.
+    """At the same tiles, because a row's sums read only that row and its experts. At most six rows
+    of an expert here: from the seventh on, the CPU's own product adds in another order.
     """
     x, weights, chosen, *stacks = problem(routes(UNEVEN[:4]), 4, seed=seed)
     together = small(x, weights, chosen, *stacks)
@@ -276,4 +275,4 @@ def test_a_planted_bug_is_seen(bug, tmp_path, monkeypatch):
         name = kernel.__name__
         monkeypatch.setattr(optimized, name, getattr(buggy, name))
     with pytest.raises(NotEquivalent):
-        prove(small, lesson_6, problem(routes(UNEVEN * 3), 4, seed=3))
+        prove(small, naive.experts, problem(routes(UNEVEN * 3), 4, seed=3))

@@ -35,7 +35,7 @@ def load_model(
     device: default the GPU if there is one. dtype: a torch.dtype or its name; default the GPU's
     16-bit type, float32 on a CPU. quantization: weights in fewer bits; None: as the checkpoint has
     them, quantized or not. On a GPU the result is lesson 7's fused twin, its experts
-    grouped as in lesson 20. Raises ValueError (CheckpointError for the checkpoint) in one line.
+    grouped as in lesson 23. Raises ValueError (CheckpointError for the checkpoint) in one line.
     """
     device, dtype = default_place(device, dtype)
     stored = stored_method(name_or_path)

@@ -12,7 +12,7 @@ uses no fixture, because the kill matrix calls it too.
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -309,3 +309,15 @@ def _name(x: torch.dtype | torch.Size) -> str:
 def _brief(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "…"
+
+
+def compare_ranks(got: Any, want: Sequence[Tensor]) -> None:
+    """A list with what each rank should have: a tensor for each of want."""
+    note(got)
+    assert isinstance(got, (list, tuple)) and len(got) == len(want), (
+        f"your result is a {type(got).__name__}, expected a list with a tensor for each of "
+        f"{len(want)} ranks"
+    )
+    for rank, (mine, right) in enumerate(zip(got, want)):
+        label = f"the result of rank {rank}"
+        assert_close(mine, right, atol=1e-5, dtype=torch.float32, label=label)

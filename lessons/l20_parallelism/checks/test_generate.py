@@ -1,5 +1,5 @@
-"""Proves that the command prints the same text on one rank and on several, whoever starts them, and
-that a mistake is one line.
+"""Proves that the command prints the same text on one rank and on several, however they are
+started, and that a mistake is one line.
 """
 
 import contextlib
@@ -44,7 +44,9 @@ def test_the_command_starts_ranks_itself(mesh, capsys):
 
 
 def free_port() -> int:
-    """Below those that a system gives to whoever asks for any, so that none takes it meanwhile."""
+    """Below those that a system gives to a process that asks for any, so that none takes it
+    meanwhile.
+    """
     while True:
         port = random.SystemRandom().randrange(10_000, 30_000)
         with socket.socket() as free, contextlib.suppress(OSError):

@@ -1,5 +1,6 @@
 """Proves the model of latency and bandwidth against times that others have published, and what it
-says of tensor parallelism: where more GPUs stop paying, and how far "linear" is from a table's 88 %.
+says of tensor parallelism: where more GPUs stop paying, and how far "linear" is from a table's 88
+%.
 """
 
 import random
@@ -161,7 +162,9 @@ def test_messages_are_counted_layer_by_layer():
 
 
 def test_tokens_travel_to_experts_only_where_replicas_share_them():
-    """Mixtral on 4 GPUs: with EP4 under DP4 every token goes to 2 experts and back, twice a layer."""
+    """Mixtral on 4 GPUs: with EP4 under DP4 every token goes to 2 experts and back, twice a
+    layer.
+    """
     apart = decode_step(MIXTRAL, NVLINK, Layout(dp=4), 8, 1024)
     shared = decode_step(MIXTRAL, NVLINK, Layout(dp=4, ep=4), 8, 1024)
     travel_s = all_to_all_s(8 * 4096 * 2 * 2, 4, NVLINK)

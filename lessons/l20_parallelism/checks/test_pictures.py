@@ -1,12 +1,10 @@
-"""Proves that the lesson's pictures are drawn whole, are the committed ones, and show what is so; and
-the same of its tables.
-"""
+"""Proves that the lesson's pictures are drawn whole, are the committed ones, and show what is so."""
 
 from itertools import pairwise
 
 import pytest
 
-from lessons.l20_parallelism.lab import figures, pictures, tables
+from lessons.l20_parallelism.lab import figures, pictures
 from lessons.l20_parallelism.pipeline import schedule
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 
@@ -39,25 +37,3 @@ def test_the_rows_of_a_schedule():
         "m = 2, stage 0": [(0, 1, "micro-batch 0"), (1, 2, "micro-batch 1")],
         "m = 2, stage 1": [(1, 2, "micro-batch 0"), (2, 3, "micro-batch 1")],
     }
-
-
-def test_every_token_of_the_picture_goes_to_two_experts():
-    sent = figures.routed(tokens=64, gpus=4)
-    assert sent.sum(1).tolist() == [128] * 4
-
-
-@pytest.mark.parametrize("table", tables.TABLES, ids=lambda table: table.__name__)
-def test_tables_are_whole(table):
-    rows = table()
-    assert len({len(row) for row in rows}) == 1 and all(all(row) for row in rows)
-    lines = tables.markdown(rows).splitlines()
-    assert len(lines) == len(rows) + 1 and set(lines[1]) == {"|", "-"}
-
-
-def test_tables_say_what_is_known():
-    """Numbers that can be checked on paper."""
-    assert tables.ways()[3][:3] == ["ring", "14", "1.75 n"]
-    assert tables.one_cut_or_two()[1][:3] == ["TP8", "50.7", "63"]
-    assert tables.copies()[1] == ["llama-3-70b", "320", "160", "80", "40", "40"]
-    assert tables.bubbles()[3] == ["4", "43%", "0%"]
-    assert tables.parts_of_a_prompt()[1] == ["contiguous", "1.50", "1.75", "1.87"]

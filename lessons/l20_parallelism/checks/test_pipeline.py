@@ -1,5 +1,5 @@
-"""Proves that stages and micro-batches give the tokens of one process, and that the schedule and the
-formulas of the bubble agree with each other and with the order in which real processes work.
+"""Proves that stages and micro-batches give the tokens of one process, and that the schedule and
+the formulas of the bubble agree with each other and with the order in which real processes work.
 """
 
 import random

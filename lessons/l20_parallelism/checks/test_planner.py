@@ -1,5 +1,5 @@
-"""Proves what the planner says of memory, against real parts of real decoders, against numbers known
-from elsewhere, and against deployments that others have published.
+"""Proves what the planner says of memory, against real parts of real decoders, against numbers
+known from elsewhere, and against deployments that others have published.
 """
 
 import math
@@ -110,8 +110,9 @@ def test_four_hundred_and_five_billion_on_eight_gpus():
 
 def test_beyond_the_kv_heads_there_are_copies():
     """Llama-3-70B has 8 KV heads: 16 GPUs hold as much of a token each as 8 do."""
-    kv = [plan(LLAMA_70B, H100, Layout(tp=tp)).fullest.kv_bytes_per_token for tp in (4, 8, 16)]
-    assert kv == [80 * 1024, 40 * 1024, 40 * 1024]
+    plans = [plan(LLAMA_70B, H100, Layout(tp=tp)) for tp in (1, 2, 4, 8, 16)]
+    kv = [it.fullest.kv_bytes_per_token / 1024 for it in plans]
+    assert kv == [320, 160, 80, 40, 40]
     latents = [plan(DEEPSEEK_V3, H100, Layout(tp=tp)).fullest.kv_bytes_per_token for tp in (1, 8)]
     assert latents[0] == latents[1] == calc.kv_bytes_per_token(DEEPSEEK_V3)
 
@@ -125,6 +126,7 @@ def test_one_cut_or_two():
     assert both.prefill_tokens_per_s_per_gpu > tp8.prefill_tokens_per_s_per_gpu
     assert tp8.prefill.seconds == pytest.approx(both.prefill.seconds, rel=0.1)
     assert both.fullest.weight_bytes == pytest.approx(tp8.fullest.weight_bytes, rel=0.02)
+    assert round(tp8.fullest.kv_bytes_per_token / 1024) == 63
 
 
 # ---------------------------------------------------------------- published deployments
@@ -135,8 +137,8 @@ def fits(model, chip, layout, bits) -> bool:
 
 
 def test_llama_405b_as_its_authors_serve_it():
-    """The Llama 3 Herd of Models, section 6.1: BF16 does not fit 8 H100, so two machines, TP inside,
-    PP between; 6.2: with FP8 one machine is enough.
+    """The Llama 3 Herd of Models, section 6.1: BF16 does not fit 8 H100, so two machines, TP
+    inside, PP between; 6.2: with FP8 one machine is enough.
     """
     assert not fits(LLAMA_405B, H100, Layout(tp=8), 16)
     assert fits(LLAMA_405B, H100, Layout(tp=8, pp=2), 16)
@@ -175,8 +177,8 @@ def test_deepseek_v3_as_its_authors_serve_it():
 
 
 def test_stages_or_shards_as_nvidia_measured_it():
-    """NVIDIA's blog of October 2024, Llama-3.1-405B in FP8 on 8 H200: tensor parallelism answers 5.6
-    times faster, pipeline parallelism processes 1.5 times as much.
+    """NVIDIA's blog of October 2024, Llama-3.1-405B in FP8 on 8 H200: tensor parallelism answers
+    5.6 times faster, pipeline parallelism processes 1.5 times as much.
     """
     tp, pp = Layout(tp=8), Layout(pp=8)
     rest = dict(context=2048, bits_per_weight=8)

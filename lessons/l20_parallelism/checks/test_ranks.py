@@ -1,4 +1,4 @@
-"""Proves that collectives do what their names say, also for tensors that do not lie densely, that a
+"""Proves that collectives do what their names say, also for tensors that are not dense, that a
 mesh puts every rank in its groups, and that ranks which raise, die or hang end all in one line.
 """
 
@@ -22,9 +22,9 @@ MESHES = [Mesh(), Mesh(tp=4), Mesh(tp=2, pp=3), Mesh(2, 2, 2), Mesh(pp=2, dp=3)]
 # ---------------------------------------------------------------- collectives
 
 
-@pytest.mark.parametrize("lies", ["dense", "transposed", "in wider rows"])
-def test_collectives(lies):
-    for rank, found in enumerate(run_ranks(3, faults.all_collectives, lies)):
+@pytest.mark.parametrize("layout", ["dense", "transposed", "in wider rows"])
+def test_collectives(layout):
+    for rank, found in enumerate(run_ranks(3, faults.all_collectives, layout)):
         x = [faults.tensor_of(r) for r in range(3)]
         assert torch.equal(found["all_reduce"], x[0] + x[1] + x[2])
         assert torch.equal(found["all_gather, last"], torch.cat(x, -1))
@@ -83,7 +83,7 @@ def test_a_process_alone_is_a_mesh_of_one():
     ],
 )
 def test_one_rank_that_fails_ends_all_in_one_line(fault, rank, words):
-    """The others stand in a collective that cannot end."""
+    """The others wait in a collective that cannot end."""
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(3, faults.fails, rank, fault)
@@ -107,7 +107,7 @@ def test_an_echo_waits_for_its_cause(wait_s, words, monkeypatch):
 
 
 def test_a_mistake_that_sounds_like_an_echo_is_told():
-    """After the wait: nobody dies, and the others would stand there for two minutes."""
+    """After the wait: no process dies, and the others would wait for two minutes."""
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 2 raised RuntimeError: mat1 and mat2 shapes"):
         run_ranks(3, faults.raises_as_an_echo_does, 2)
@@ -115,7 +115,7 @@ def test_a_mistake_that_sounds_like_an_echo_is_told():
 
 
 def test_a_rank_that_hangs_is_named_and_ended(tmp_path):
-    """Nobody is left who would take a core or a GPU's memory."""
+    """No process is left that would take a core or a GPU's memory."""
     for timeout_s in (1.5, 10, 60):  # longer if a busy machine has not started both by then
         told = tmp_path / f"{timeout_s} s"
         with pytest.raises(RankError) as caught:

@@ -111,7 +111,9 @@ def test_consecutive_parts_are_not_equal_work():
     total = num_tokens * (num_tokens + 1) / 2
     shares = [work / total * 16 for work in pairs(LAYOUTS["contiguous"], num_tokens, 4)]
     assert shares == pytest.approx([1, 3, 5, 7], rel=1e-3)
-    assert imbalance(LAYOUTS["contiguous"], num_tokens, 4) == pytest.approx(7 / 4, rel=1e-3)
+    for size in (2, 4, 8):
+        worst = imbalance(LAYOUTS["contiguous"], num_tokens, size)
+        assert worst == pytest.approx((2 * size - 1) / size, rel=1e-3)
     assert imbalance(LAYOUTS["zigzag"], num_tokens, 4) == 1
     assert imbalance(LAYOUTS["striped"], num_tokens, 4) == pytest.approx(1, rel=1e-3)
 

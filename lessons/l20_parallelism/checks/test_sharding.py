@@ -34,7 +34,7 @@ def whole_shapes(config) -> dict[str, torch.Size]:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name, expert_parallel", EVERY)
 def test_slices_make_up_every_tensor_and_fit_the_local_decoder(name, expert_parallel, size):
-    """Each number is on one rank, or on all (norms, biases behind sums), or on the ranks that share
+    """Each number is on one rank, or on all (norms, biases after sums), or on the ranks that share
     a KV head: always on equally many.
     """
     config = CONFIGS[name]

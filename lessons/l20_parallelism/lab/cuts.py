@@ -1,23 +1,21 @@
-"""The lesson's first picture: two matrices that are cut for two ranks, with the numbers of step 1 and 2.
+"""The lesson's first picture: two matrices that are cut for two ranks, with the numbers of step 1
+and 2.
 
-    python -m lessons.l20_parallelism.lab.cuts
-
-writes cuts.svg beside this file. All numbers are computed.
+pictures.py writes it. All numbers are computed.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
-from lessons.toolbox.draw.figure import GREY, PALETTE, ClassFigure, frame, save_svg, style
+from lessons.toolbox.draw.figure import GREY, PALETTE, ClassFigure, frame, style
 
-CUTS_SVG = Path(__file__).parent / "cuts.svg"
 CUTS_ALT = (
-    "Two rows, one for each rank. Each rank has the whole x, one row of A, one value of h, one column "
-    "of B and a part of every output. An arrow from both parts leads to their sum, which both ranks get."
+    "Two rows, one for each rank. Each rank has the whole x, one row of A, one value of h, one "
+    "column of B and a part of every output. An arrow from both parts leads to their sum, which "
+    "both ranks get."
 )
 X = torch.tensor([1.0, 2.0])
 A = torch.tensor([[1.0, 1.0], [2.0, 0.0]])
@@ -26,8 +24,8 @@ CELL = 0.62
 
 
 def parts_of(x: Tensor, a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Of each rank its piece of h = relu(x aᵀ), [1], and its part of y = h bᵀ, [out]. A rank has one
-    row of a and the same column of b.
+    """Of each rank its piece of h = relu(x aᵀ), [1], and its part of y = h bᵀ, [out]. A rank has
+    one row of a and the same column of b.
     """
     pieces = [torch.relu(a[rank : rank + 1] @ x) for rank in range(len(a))]
     return [(piece, b[:, rank] * piece) for rank, piece in enumerate(pieces)]
@@ -35,11 +33,14 @@ def parts_of(x: Tensor, a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 @style()
 def draw_cuts(x: Tensor = X, a: Tensor = A, b: Tensor = B) -> ClassFigure:
-    """Who has what, and the one place where the ranks talk. x: [in]; a: [ranks, in]; b: [out, ranks]."""
+    """Who has what, and the one place where the ranks talk. x: [in]; a: [ranks, in];
+    b: [out, ranks].
+    """
     parts = parts_of(x, a, b)
     fig, ax = frame(
         "The first matrix is cut by outputs, the second by inputs: one sum is all that travels",
-        "computed · y = relu(x Aᵀ) Bᵀ, matrices stored [out, in]; coloured cells are the rank's own",
+        "computed · y = relu(x Aᵀ) Bᵀ, matrices stored [out, in]; coloured cells are the rank's "
+        "own",
         (12, 5),
     )
     ax.set_axis_off()
@@ -61,7 +62,7 @@ def draw_cuts(x: Tensor = X, a: Tensor = A, b: Tensor = B) -> ClassFigure:
     heads = {0.6: "x", 2.8: "A", 4.7: "h", 6.5: "B", 8.7: "part of y", 12.1: "y"}
     for where, head in heads.items():
         ax.text(where, 1.15, head, ha="center", fontweight="bold")
-    ax.text(3.4, -3.55, "by rows: nothing to say", ha="center", color=GREY)
+    ax.text(3.4, -3.55, "by rows: no communication", ha="center", color=GREY)
     ax.text(7.1, -3.55, "by columns: parts of a sum", ha="center", color=GREY)
     ax.set_xlim(-1.7, 13.0)
     ax.set_ylim(-3.9, 1.6)
@@ -77,7 +78,9 @@ def _cells(
     rows: Sequence[int] | None = None,
     columns: Sequence[int] | None = None,
 ) -> None:
-    """A matrix as cells; those outside of `rows` or `columns` are empty, because another rank has them."""
+    """A matrix as cells; those outside of `rows` or `columns` are empty, because another rank has
+    them.
+    """
     height, width = matrix.shape
     for row in range(height):
         for column in range(width):
@@ -92,7 +95,3 @@ def _cells(
 
 def _arrow(ax: plt.Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
     ax.annotate("", end, start, arrowprops=dict(arrowstyle="->", color=GREY, lw=1.4))
-
-
-if __name__ == "__main__":
-    save_svg(draw_cuts(), CUTS_SVG, alt=CUTS_ALT)

@@ -2,11 +2,11 @@
 
     python -m lessons.l20_parallelism.lab.experiments [--out results/cpu] [--repeats 9]
 
-A random model of 62 million weights runs on one rank, on two shards and on two stages, in turn, with
-one thread each. Counted: the bytes of the collectives. Timed: steps, what part of a step a rank spends
-in collectives (waiting for the other rank is in it), and what happens when a collective of one half of
-the tokens runs beside the products of the other half. With --out it writes l20_ranks.json there.
-Seconds are of a wall clock, because a rank that waits uses no processor.
+A random model of 62 million weights runs on one rank, on two shards and on two stages, in turn,
+with one thread each. Counted: the bytes of the collectives. Timed: steps, what part of a step a
+rank spends in collectives (waiting for the other rank is in it), and what happens when a collective
+of one half of the tokens runs beside the products of the other half. With --out it writes
+l20_ranks.json there. Seconds are of a wall clock, because a rank that waits uses no processor.
 """
 
 import argparse
@@ -70,13 +70,13 @@ def bytes_of_a_step(config: ModelConfig, num_tokens: int, num_ranks: int, value_
 # ---------------------------------------------------------------- what the ranks run
 
 
-def timed(world: Group, run: Callable[[], object], everybody: bool = True) -> float:
-    """Seconds of one call on rank 0, which starts when all ranks are there. everybody: all ranks run
+def timed(world: Group, run: Callable[[], object], on_all: bool = True) -> float:
+    """Seconds of one call on rank 0, which starts when all ranks are there. on_all: all ranks run
     it; otherwise the others wait.
     """
     world.barrier()
     start = perf_counter()
-    if everybody or world.rank == 0:
+    if on_all or world.rank == 0:
         run()
     seconds = perf_counter() - start
     world.barrier()
@@ -84,7 +84,7 @@ def timed(world: Group, run: Callable[[], object], everybody: bool = True) -> fl
 
 
 def one_pass(model: Decoder, num_prompts: int, length: int) -> Callable[[], Tensor]:
-    """A pass over the prompts into an empty cache, up to the logits behind the last token: [1, V]."""
+    """A pass over the prompts into an empty cache, up to the logits after the last token: [1, V]."""
     pool = new_pool(model, num_prompts)
     prompts = [[7 * place % CONFIG.vocab_size for place in range(length)]] * num_prompts
 
@@ -116,7 +116,7 @@ def rank_shards(world: Group, repeats: int) -> dict:
         assert torch.allclose(alone(), together(), atol=1e-3)
         samples = []
         for _ in range(repeats):
-            alone_s = timed(world, alone, everybody=False)
+            alone_s = timed(world, alone, on_all=False)
             group.wire.clear()
             group.seconds = 0.0
             samples.append((alone_s, timed(world, together), group.seconds))
@@ -147,7 +147,7 @@ def rank_stages(world: Group, repeats: int) -> dict:
         run = stages_pass(part, links, count)
         alone(), run()
         samples = [
-            (timed(world, alone, everybody=False), timed_stages(world, run)) for _ in range(repeats)
+            (timed(world, alone, on_all=False), timed_stages(world, run)) for _ in range(repeats)
         ]
         stages = {
             "one_rank_s": median(one for one, _ in samples),
@@ -184,8 +184,8 @@ def timed_stages(world: Group, run: Callable[[], None]) -> float:
 
 @torch.inference_mode()
 def rank_overlap(world: Group, repeats: int) -> dict:
-    """Row-parallel products of two halves of the tokens, each with its all-reduce: one after the other,
-    and the all-reduce of a half beside the product of the other half.
+    """Row-parallel products of two halves of the tokens, each with its all-reduce: one after the
+    other, and the all-reduce of a half beside the product of the other half.
     """
     torch.set_num_threads(1)
     x = torch.randn(2, HALF, CONFIG.intermediate_size // 2)

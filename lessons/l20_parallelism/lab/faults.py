@@ -1,4 +1,6 @@
-"""What ranks run in the tests of groups and processes: every collective, and every kind of fault."""
+"""What ranks run in the tests of groups and processes: every collective, and every kind of
+fault.
+"""
 
 import contextlib
 import os
@@ -18,26 +20,26 @@ def tensor_of(rank: int) -> Tensor:
     return torch.arange(36.0).view(6, 6) + 100 * rank
 
 
-def laid(x: Tensor, lies: str) -> Tensor:
-    """The same numbers, in memory as `lies` says. x: [N, N]."""
-    if lies == "transposed":
+def laid(x: Tensor, layout: str) -> Tensor:
+    """The same numbers, in memory as `layout` says. x: [N, N]."""
+    if layout == "transposed":
         return x.T.contiguous().T
-    if lies == "in wider rows":
+    if layout == "in wider rows":
         wide = torch.full((len(x), 9), -7.0)
         wide[:, : x.shape[1]] = x
         return wide[:, : x.shape[1]]
     return x
 
 
-def all_collectives(world: Group, lies: str) -> dict:
+def all_collectives(world: Group, layout: str) -> dict:
     """Each collective once among three ranks."""
-    rank, x = world.rank, laid(tensor_of(world.rank), lies)
-    in_place = x[:] if lies == "dense" else x
-    total = laid(tensor_of(rank), lies)
+    rank, x = world.rank, laid(tensor_of(world.rank), layout)
+    in_place = x[:] if layout == "dense" else x
+    total = laid(tensor_of(rank), layout)
     same = world.all_reduce(total)
-    given = laid(tensor_of(rank), lies)
+    given = laid(tensor_of(rank), layout)
     world.broadcast(given, source=1)
-    taken = laid(tensor_of(rank), lies)
+    taken = laid(tensor_of(rank), layout)
     if rank < 2:
         world.send(x, rank + 1)
     if rank:
@@ -108,7 +110,7 @@ def cut_wires() -> None:
 
 
 def raises_as_an_echo_does(world: Group, rank: int) -> None:
-    """One rank makes a mistake that PyTorch tells by a RuntimeError; nobody dies."""
+    """One rank makes a mistake that PyTorch tells by a RuntimeError; no process dies."""
     world.all_reduce(torch.ones(3))
     if world.rank == rank:
         torch.ones(2, 3) @ torch.ones(2, 3)
@@ -116,7 +118,9 @@ def raises_as_an_echo_does(world: Group, rank: int) -> None:
 
 
 def hangs(world: Group, rank: int, told: str) -> None:
-    """One rank never comes back; the others are done, or wait for it. told: a file that lists who ran."""
+    """One rank never comes back; the others are done, or wait for it. told: a file that lists who
+    ran.
+    """
     with open(told, "a") as file:
         print(os.getpid(), file=file)
     world.barrier()

@@ -3,10 +3,10 @@ interface while ranks on this machine all-reduced.
 
     python -m lessons.l20_parallelism.lab.loopback
 
-`Wire` counts what a rank asks for, and collectives.py says what an algorithm should send. Gloo sends
-through TCP, the kernel counts the bytes of each interface in /proc/net/dev, and P ranks together
-should have sent about P · 2 (P − 1) / P · n. Other programs of the machine are counted too, and so
-are TCP's headers and acknowledgements, so a little more comes out.
+`Wire` counts what a rank asks for, and collectives.py says what an algorithm should send. Gloo
+sends through TCP, the kernel counts the bytes of each interface in /proc/net/dev, and P ranks
+together should have sent about P · 2 (P − 1) / P · n. Other programs of the machine are counted
+too, and so are TCP's headers and acknowledgements, so a little more comes out.
 """
 
 import argparse
@@ -34,15 +34,17 @@ def loopback_bytes(text: str | None = None) -> int:
     for line in text.splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "lo":
-            return int(counts.split()[8])  # eight columns of what was received stand before it
+            return int(counts.split()[8])  # eight columns of what was received come before it
     raise ValueError(f"{DEV} has no interface lo; accepted: a machine with a loopback interface")
 
 
 def reduce_rank(world: Group, num_bytes: int, repetitions: int, way: str | None) -> int:
-    """Bytes over the loopback during the all-reduces, as rank 0 sees it. way: None is gloo's own."""
+    """Bytes over the loopback during the all-reduces, as rank 0 sees it. way: None is gloo's
+    own.
+    """
     x = torch.ones(num_bytes // 4)
     before = loopback_bytes()
-    world.barrier()  # after the look, because nobody may begin before it
+    world.barrier()  # after the look, because no rank may begin before it
     for _ in range(repetitions):
         x = (
             world.all_reduce(x) / world.size
@@ -76,8 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
             expected = args.ranks * WAYS[way or "ring"].bytes_sent(args.ranks, n)
             name = way or "gloo's own"
             print(
-                f"{name:>10}: {bytes_seen / 1e6:7.1f} MB on lo; {expected / 1e6:7.1f} MB if each rank "
-                f"sends as much as the busiest{' of a ring' if way is None else ''}"
+                f"{name:>10}: {bytes_seen / 1e6:7.1f} MB on lo; {expected / 1e6:7.1f} MB if each "
+                f"rank sends as much as the busiest{' of a ring' if way is None else ''}"
             )
         return 0
 

@@ -1,5 +1,5 @@
-"""The lesson's pictures: the mesh, a pipeline at work, a ring, tokens on their way to experts, and how
-much of eight GPUs is left after they have talked.
+"""The lesson's pictures: matrices that are cut, the mesh, a pipeline at work, a ring, and how much
+of eight GPUs is left after they have talked.
 
     python -m lessons.l20_parallelism.lab.pictures
 
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lessons.l01_roofline.planner.models import find_model
-from lessons.l20_parallelism.lab.figures import draw_experts, draw_mesh, draw_ring
+from lessons.l20_parallelism.lab.cuts import CUTS_ALT, draw_cuts
+from lessons.l20_parallelism.lab.figures import draw_mesh, draw_ring
 from lessons.l20_parallelism.pipeline import Piece, bubble, decode_bubble, schedule, split_layers
 from lessons.l20_parallelism.planner.links import machine_of
 from lessons.l20_parallelism.planner.scaling import DEGREES, decode_step, efficiency, prefill
@@ -53,8 +54,8 @@ def draw_pipeline(micro_batches: int = 4) -> ClassFigure:
         title=f"{LAYERS} layers on {STAGES} GPUs: idle {bubble(STAGES, 1):.0%} of the time, with "
         f"{micro_batches} micro-batches {bubble(STAGES, micro_batches):.0%}",
         xlabel="time in slots (a slot: one micro-batch through one stage)",
-        caption=f"simulated: one prefill · {len(stages[0])} layers a stage · above the batch in one "
-        f"piece, below in {micro_batches}",
+        caption=f"simulated: one prefill · {len(stages[0])} layers a stage · above the batch in "
+        f"one piece, below in {micro_batches}",
     )
 
 
@@ -67,8 +68,8 @@ def draw_decode(few: int = 2) -> ClassFigure:
         )
     return gantt(
         rows,
-        title=f"Decoding on {STAGES} stages: {few} micro-batches leave {decode_bubble(STAGES, few):.0%} "
-        f"idle, {STAGES} none but at the ends",
+        title=f"Decoding on {STAGES} stages: {few} micro-batches leave "
+        f"{decode_bubble(STAGES, few):.0%} idle, {STAGES} none but at the ends",
         xlabel="time in slots (a slot: one micro-batch through one stage)",
         caption=f"simulated: {STEPS} tokens of each sequence · m: micro-batches in flight",
     )
@@ -92,7 +93,8 @@ def draw_scaling(
     fig, ax = frame(
         f"Not linear: 8 GPUs do {8 * shares['decode, NVLink 4'][at]:.1f}× the decoding of one over "
         f"NVLink, {8 * fast:.1f}× the prefill, over PCIe {8 * slow:.1f}×",
-        f"PREDICTED from data sheets and NCCL's latencies, nothing measured · {model}, {chip.name}, "
+        f"PREDICTED from data sheets and NCCL's latencies, nothing measured · {model}, "
+        f"{chip.name}, "
         f"16 bits · {batch} sequences, {context} tokens · boxes of 8, InfiniBand between",
         (11, 5.6),
     )
@@ -117,20 +119,23 @@ def draw_scaling(
 
 
 PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
+    "cuts": (draw_cuts, CUTS_ALT),
     "mesh": (
         draw_mesh,
-        "Sixteen numbered ranks: two replicas side by side, two stages below each other in each, four "
-        "shards in a row. A frame is around each row of shards, arrows lead from stage to stage.",
+        "Sixteen numbered ranks: two replicas side by side, two stages below each other in each, "
+        "four shards in a row. A frame is around each row of shards, arrows lead from stage to "
+        "stage.",
     ),
     "pipeline": (
         draw_pipeline,
-        "Above, one long bar on each of four stages, one after the other. Below, the same work in four "
-        "short bars on each stage, shifted by one from stage to stage, which end much earlier.",
+        "Above, one long bar on each of four stages, one after the other. Below, the same work in "
+        "four short bars on each stage, shifted by one from stage to stage, which end much "
+        "earlier.",
     ),
     "decode": (
         draw_decode,
-        "Four stages decode. With two micro-batches, gaps as long as the bars are between the bars. "
-        "With four, each stage works without a gap.",
+        "Four stages decode. With two micro-batches, gaps as long as the bars are between the "
+        "bars. With four, each stage works without a gap.",
     ),
     "ring": (
         draw_ring,
@@ -138,16 +143,11 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
         "whose values they hold. The numbers grow from 1 to 4 along a diagonal until each rank has "
         "one 4, then the fours spread until all are 4.",
     ),
-    "experts": (
-        draw_experts,
-        "Left, a table of how many rows each of four GPUs sends to each. Right, a bar for each GPU: "
-        "how many rows it has to compute, with a dashed line at the mean that the highest exceeds.",
-    ),
     "scaling": (
         draw_scaling,
         "Efficiency over the number of GPUs, four falling lines below the dashed line of linear "
-        "scaling. Over NVLink they fall slowly until 8 GPUs, over PCIe the prefill falls at once, and "
-        "with two boxes all are low.",
+        "scaling. Over NVLink they fall slowly until 8 GPUs, over PCIe the prefill falls at once, "
+        "and with two boxes all are low.",
     ),
 }
 

@@ -1,4 +1,6 @@
-"""The planner's command line: one layout in detail, or all layouts on a number of GPUs as a table."""
+"""The planner's command line: one layout in detail, or all layouts on a number of GPUs as a
+table.
+"""
 
 import argparse
 import math
@@ -27,9 +29,10 @@ def new_parser() -> OneLineParser:
     """Every option, with its default."""
     parser = OneLineParser(
         prog=NAME,
-        description="What fits and how fast, in one layout (--tp, --pp, --dp, --ep) or, with --gpus "
-        "alone, in all of them.",
-        epilog=f"models: {', '.join(MODELS)}. Chips: {', '.join(CHIPS)}. Links: {', '.join(LINKS)}.",
+        description="What fits and how fast, in one layout (--tp, --pp, --dp, --ep) or, with "
+        "--gpus alone, in all of them.",
+        epilog=f"models: {', '.join(MODELS)}. Chips: {', '.join(CHIPS)}. "
+        f"Links: {', '.join(LINKS)}.",
     )
 
     def option(name: str, default, text: str, kind: type = str) -> None:
@@ -87,8 +90,9 @@ def _run(args: argparse.Namespace, console: Console) -> None:
     if not found:
         wanted = f"{args.batch or 1} × {args.context} tokens"
         raise ValueError(
-            f"--gpus: got {gpus}; {model.name} at {args.bits_per_weight:g} bits and {wanted} fit in "
-            f"no layout on {machine.chip.name}; accepted: more GPUs, fewer bits, a longer --most-ms"
+            f"--gpus: got {gpus}; {model.name} at {args.bits_per_weight:g} bits and {wanted} fit "
+            f"in no layout on {machine.chip.name}; accepted: more GPUs, fewer bits, a "
+            "longer --most-ms"
         )
     print_search(found[: args.rows], console)
 
@@ -118,8 +122,8 @@ def print_plan(it: Plan, console: Console) -> None:
         decode, ttft = it.decode, it.prefill
         console.print(
             f"Decode step of {it.running}: {duration(decode.seconds)}, of these "
-            f"{duration(decode.communication_s)} messages. First token of a prompt of {it.context}: "
-            f"{duration(ttft.seconds)}. At most {it.tokens_per_s_per_gpu:.0f} tokens/s a GPU."
+            f"{duration(decode.communication_s)} messages. First token of a prompt of "
+            f"{it.context}: {duration(ttft.seconds)}. At most {it.tokens_per_s_per_gpu:.0f} tokens/s a GPU."
         )
     console.print(NOTE, style="dim")
 

@@ -1,5 +1,5 @@
-"""The picture behind the notebook's sliders: what a step reads and what it talks, over the number of GPUs
-that share each layer.
+"""The picture of the notebook's sliders: what a step reads and what it talks, over the number of
+GPUs that share each layer.
 """
 
 from matplotlib.axes import Axes
@@ -23,8 +23,8 @@ def draw_price(
     model: str = "llama-3-70b",
     gpu: str = "h100",
 ) -> ClassFigure:
-    """A decode step of `batch` sequences, and the prefill of one prompt. tp: of SIZES, the one in the title;
-    link: a name of LINKS.
+    """A decode step of `batch` sequences, and the prefill of one prompt. tp: of SIZES, the one in
+    the title; link: a name of LINKS.
     """
     shape, machine = find_model(model), machine_of(CHIPS[gpu], inside=link)
     layouts = [Layout(tp=size) for size in SIZES]
@@ -33,10 +33,10 @@ def draw_price(
     at = SIZES.index(tp)
     faster = [steps[0].seconds / steps[at].seconds for steps in (decodes, prefills)]
     fig, panels = frame(
-        f"{tp} GPUs over {LINKS[link].name}: decoding {faster[0]:.1f}×, the prefill {faster[1]:.1f}× as "
-        "fast as one",
-        f"PREDICTED, nothing measured · {model}, {machine.chip.name}, 16 bits · batch {batch}, {CONTEXT} "
-        "tokens",
+        f"{tp} GPUs over {LINKS[link].name}: decoding {faster[0]:.1f}×, the prefill "
+        f"{faster[1]:.1f}× as fast as one",
+        f"PREDICTED, nothing measured · {model}, {machine.chip.name}, 16 bits · batch {batch}, "
+        f"{CONTEXT} tokens",
         (12, 4.8),
         (1, 1),
     )

@@ -1,5 +1,5 @@
-"""Wrong versions of this lesson's layers, each a mistake that is easily made. The tests make them on
-every rank and want to see them fail.
+"""Wrong versions of this lesson's layers, each a mistake that is easily made. The tests make them
+on every rank and want to see them fail.
 """
 
 from functools import partial
@@ -33,8 +33,8 @@ def swapped_gather(self: Group, x: Tensor, dim: int = -1) -> Tensor:
 
 
 def only_own_logits(self: ParallelHead, x: Tensor) -> Tensor:
-    """What a rank knows before the gather, the other tokens at minus infinity. x: [T, hidden_size] ->
-    [T, vocab_size].
+    """What a rank knows before the gather, the other tokens at minus infinity. x: [T, hidden_size]
+    -> [T, vocab_size].
     """
     logits = x.new_full((len(x), self.vocab_size), -torch.inf)
     first = self.group.rank * self.share
@@ -44,7 +44,7 @@ def only_own_logits(self: ParallelHead, x: Tensor) -> Tensor:
 
 
 def sum_of_columns(part: Decoder, links: Links, expert_parallel: bool = False) -> None:
-    """Sum behind up_proj as well, although every rank has other outputs of it."""
+    """Sum after up_proj as well, although every rank has other outputs of it."""
     connect(part, links, expert_parallel)
     for index in part.stage_layers:
         mlp = part.layers[index].mlp
@@ -97,7 +97,7 @@ SLIPS = {
         patch.object, ParallelHead, "forward", only_own_logits
     ),
     "gathered in the wrong order": partial(patch.object, Group, "all_gather", swapped_gather),
-    "summed behind a column-parallel layer": partial(
+    "summed after a column-parallel layer": partial(
         patch.object, parallel, "connect", sum_of_columns
     ),
     "bias on every rank": partial(patch.object, RowParallel, "forward", bias_everywhere),

@@ -67,7 +67,9 @@ CONFIGS = {
 
 
 def random_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The same weights in every process that gives the same seed. Biases are as large as products."""
+    """The same weights in every process that gives the same seed. Biases are as large as
+    products.
+    """
     model = decoder_class(config)(config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -104,8 +106,8 @@ def rank_logits(
     expert_parallel: bool = False,
     slip: str | None = None,
 ) -> list[Tensor | None]:
-    """Logits of one sequence, [T, vocab_size], from each mesh that fills this world; None on a stage
-    before the last. slip: one of SLIPS, made on every rank.
+    """Logits of one sequence, [T, vocab_size], from each mesh that fills this world; None on a
+    stage before the last. slip: one of SLIPS, made on every rank.
     """
     model, found = random_model(config, seed, torch.float64), []
     with SLIPS[slip]() if slip else nullcontext():

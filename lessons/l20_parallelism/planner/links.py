@@ -1,4 +1,5 @@
-"""How long a collective takes: a latency for each round, and the bytes over the bandwidth (α and β).
+"""How long a collective takes: a latency for each round, and the bytes over the bandwidth (α and
+β).
 
     seconds = base + rounds · hop + bytes / bandwidth
 
@@ -7,7 +8,7 @@ Every figure is a prediction from published ones; nothing was measured for this 
 - Bandwidths are those of data sheets, halved, because these add both directions.
 - base and hop are those by which NCCL predicts its own times, to choose among its algorithms
   (NVIDIA/nccl, src/graph/tuning.cc, baseLat and hwLat of rings, as of 2022). It has two protocols
-  for our purpose. LL sends a flag with every 4 bytes, so nobody waits for a fence: short hops, but
+  for our purpose. LL sends a flag with every 4 bytes, so no rank waits for a fence: short hops, but
   a quarter of the bandwidth in an all-reduce. Simple sends whole buffers: long hops, all of it.
 - one_shot and two_shot are not NCCL's. Their kernels read the other GPUs' memory directly, so we
   give one_shot the hops of LL and all of the bandwidth, and two_shot the hops of Simple. With that,
@@ -30,9 +31,9 @@ NCCL = "hops: NVIDIA/nccl src/graph/tuning.cc"
 
 @dataclass(frozen=True)
 class Link:
-    """What a GPU has to reach others. bytes_per_s: in one direction. ll_hop_s, bulk_hop_s: a round of
-    a ring, under LL and Simple, in seconds. reads_directly: whether a kernel may read the memory of
-    all other GPUs at this rate, as over NVSwitch.
+    """What a GPU has to reach others. bytes_per_s: in one direction. ll_hop_s, bulk_hop_s: a round
+    of a ring, under LL and Simple, in seconds. reads_directly: whether a kernel may read the memory
+    of all other GPUs at this rate, as over NVSwitch.
     """
 
     name: str

@@ -81,7 +81,9 @@ class Plan:
 
     @property
     def decode(self) -> Step:
-        """One token for each running sequence, their contexts full; at least one is taken to run."""
+        """One token for each running sequence, their contexts full; at least one is taken to
+        run.
+        """
         shape = max(1, self.running), self.context
         bits = self.bits_per_weight, self.bits_per_kv
         return decode_step(self.model, self.machine, self.layout, *shape, *bits)
@@ -117,8 +119,8 @@ def plan(
     memory_share: float = 0.9,
     batched_tokens: int = 2048,
 ) -> Plan:
-    """chip: in its usual box of eight, or a Machine. Raises ValueError for what cannot be. A plan in
-    which nothing fits is a plan, too: sequences_that_fit() is 0.
+    """chip: in its usual box of eight, or a Machine. Raises ValueError for what cannot be. A plan
+    in which nothing fits is a plan, too: sequences_that_fit() is 0.
     """
     check_whole(batch=batch, context=context, batched_tokens=batched_tokens)
     calc.positive("bits_per_weight", bits_per_weight)

@@ -5,7 +5,7 @@ other.
     step.seconds, step.floor_s, step.communication_s
 
 All of it is prediction. Computing and communicating are added up, not overlapped, because in a
-tensor-parallel layer each sum stands between two matrix products that wait for it. Floors are
+tensor-parallel layer each sum is between two matrix products that wait for it. Floors are
 reached by no real kernel, so a real step is longer, and communication is a smaller part of it.
 
 Sources: Pope et al. 2022, Efficiently Scaling Transformer Inference, section 3; Narayanan et al.
@@ -115,14 +115,14 @@ def communication_s(
     rows = work.tokens * model.hidden_size * BYTES
     sum_s = all_reduce_s(rows, layout.tp, machine)
     layers, dense = part.num_hidden_layers, part.num_dense_layers
-    seconds = layers * sum_s  # behind the attention of each layer
+    seconds = layers * sum_s  # after the attention of each layer
     if layout.shares_experts:
         # each shard sends its part of the tokens, once for each expert, and gets them back
         sent = rows / layout.tp * model.num_experts_per_tok
         travel_s = 2 * all_to_all_s(sent, layout.ep, machine)
         seconds += dense * sum_s + (layers - dense) * travel_s
     else:
-        seconds += layers * sum_s  # behind the MLP, or the experts
+        seconds += layers * sum_s  # after the MLP, or the experts
     if number == 0:
         seconds += sum_s  # each shard looked up its part of the vocabulary
     if number == layout.pp - 1:
@@ -137,8 +137,8 @@ def communication_s(
 
 @dataclass(frozen=True)
 class Step:
-    """A decode step, or a prefill, of one replica. seconds: until all of its sequences have a token;
-    floor_s, communication_s: of that, on the slowest GPU; idle_s: the rest, its bubble.
+    """A decode step, or a prefill, of one replica. seconds: until all of its sequences have a
+    token; floor_s, communication_s: of that, on the slowest GPU; idle_s: the rest, its bubble.
     """
 
     seconds: float
@@ -192,8 +192,8 @@ def prefill(
     bits_per_kv: float = 16,
     num_chunks: int = 1,
 ) -> Step:
-    """One prompt on one replica. num_chunks: equal pieces (lesson 15) that follow each other through
-    the stages; each costs the same, though the later ones see more keys.
+    """One prompt on one replica. num_chunks: equal pieces (lesson 15) that follow each other
+    through the stages; each costs the same, though the later ones see more keys.
     """
     check_layout(model, layout)
     whole = Work.prefill(num_tokens)

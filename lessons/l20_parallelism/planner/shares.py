@@ -27,8 +27,8 @@ from lessons.toolbox.model.arguments import check_whole, refuse
 
 @dataclass(frozen=True)
 class Layout(Mesh):
-    """How GPUs share a model. ep: over how many GPUs its experts are spread, whole. 1: each expert is
-    cut into tp strips, like a dense MLP; tp: within a replica; tp · dp: all replicas share them.
+    """How GPUs share a model. ep: over how many GPUs its experts are spread, whole. 1: each expert
+    is cut into tp strips, like a dense MLP; tp: within a replica; tp · dp: all replicas share them.
     """
 
     ep: int = 1
@@ -67,7 +67,7 @@ def check_layout(model: ModelShape, layout: Layout) -> None:
 
 
 def stages_of(model: ModelShape, layout: Layout) -> list[range]:
-    """The layers of each stage, as parallel.py splits them: evenly, so the ends hold more."""
+    """The layers of each stage, as optimized.py splits them: evenly, so the ends hold more."""
     return split_layers(model.num_hidden_layers, layout.pp)
 
 

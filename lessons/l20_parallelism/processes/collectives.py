@@ -2,10 +2,10 @@
 
     total = ring(x, group)              # the same sums as group.all_reduce(x), in 2 (P − 1) rounds
 
-Read `one_shot`, then `reduce_scatter` and `all_gather`, of which `ring` consists. A *round* is a set
-of sends that need nothing from each other; the next one needs what this one brought. A round costs a
-latency, and each byte costs time on the wire, so a way is judged by two numbers for P ranks and n
-bytes:
+Read `one_shot`, then `reduce_scatter` and `all_gather`, of which `ring` consists. A *round* is a
+set of sends that need nothing from each other; the next one needs what this one brought. A round
+costs a latency, and each byte costs time on the wire, so a way is judged by two numbers for P ranks
+and n bytes:
 
     way         rounds         bytes that a rank sends        good for
     one_shot    1              (P − 1) · n                    few bytes: a decode step
@@ -38,7 +38,7 @@ from lessons.l20_parallelism.processes.group import Group
 
 
 def one_shot(x: Tensor, group: Group) -> Tensor:
-    """Everybody sends all of x to everybody, and each adds alone. x: any shape -> like x."""
+    """Every rank sends all of x to all others, and each adds alone. x: any shape -> like x."""
     parts = [x if rank == group.rank else torch.empty_like(x) for rank in range(group.size)]
     group.step(dict.fromkeys(_others(group), x), {rank: parts[rank] for rank in _others(group)})
     return torch.stack(parts).sum(0)  # in the order of ranks, the same everywhere
@@ -178,10 +178,11 @@ WAYS = {
 
 
 def norm_between(partial: Tensor, norm: nn.Module, group: Group) -> Tensor:
-    """norm(sum of the ranks' `partial`), each row normed by one rank only. partial: [T, hidden_size]
-    -> [T, hidden_size] on every rank.
+    """norm(sum of the ranks' `partial`), each row normed by one rank only.
 
-    An all-reduce is a reduce-scatter and an all-gather. What stands between two tensor-parallel
+    partial: [T, hidden_size] -> [T, hidden_size] on every rank.
+
+    An all-reduce is a reduce-scatter and an all-gather. What is between two tensor-parallel
     matrix products (the residual sum and the norm) takes each token alone, so it fits between the
     two halves: the same bytes on the wire, 1/P of the rows to hold and to norm. This is sequence
     parallelism (Korthikanti et al. 2022, section 4.2.2).

@@ -18,8 +18,8 @@ from torch import Tensor
 
 @dataclass
 class Wire:
-    """What the collectives of one rank were asked to move. bytes: of this rank's own tensors, before
-    an algorithm decides how often they travel (collectives.py has the factors).
+    """What the collectives of one rank were asked to move. bytes: of this rank's own tensors,
+    before an algorithm decides how often they travel (collectives.py has the factors).
     """
 
     calls: Counter = field(default_factory=Counter)
@@ -78,7 +78,9 @@ class Group:
         return torch.cat(parts, dim)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Of the sum over the ranks this rank's equal share of rows. x: [size · R, ...] -> [R, ...]."""
+        """Of the sum over the ranks this rank's equal share of rows. x: [size · R, ...] ->
+        [R, ...].
+        """
         if self.size == 1:
             return x
         self.wire.count("reduce_scatter", x)
@@ -88,8 +90,8 @@ class Group:
         return out
 
     def all_to_all(self, x: Tensor, to_each: list[int], from_each: list[int]) -> Tensor:
-        """Rows sent to each rank, and rows that came from each. x: [sum(to_each), ...], in the order
-        of the receivers -> [sum(from_each), ...], in the order of the senders.
+        """Rows sent to each rank, and rows that came from each. x: [sum(to_each), ...], in the
+        order of the receivers -> [sum(from_each), ...], in the order of the senders.
         """
         if self.size == 1:
             return x
@@ -99,7 +101,9 @@ class Group:
         return out
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """The tensor of rank `source` of this group, in place. x: any shape, the same on all ranks."""
+        """The tensor of rank `source` of this group, in place. x: any shape, the same on all
+        ranks.
+        """
         if self.size > 1:
             self.wire.count("broadcast", x)
             dense = x.contiguous()
@@ -120,14 +124,16 @@ class Group:
         return out
 
     def exchange(self, x: Tensor, to: int, source: int) -> Tensor:
-        """Send x to one rank while a tensor of the same shape comes from another: a step of a ring."""
+        """Send x to one rank while a tensor of the same shape comes from another: a step of a
+        ring.
+        """
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self.step({to: x}, {source: out})
         return out
 
     def step(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
-        """All of these at once: send each tensor, of any shape, to the rank of its key, and fill each
-        tensor with what the rank of its key sends.
+        """All of these at once: send each tensor, of any shape, to the rank of its key, and fill
+        each tensor with what the rank of its key sends.
         """
         work = []
         dense = {source: out.contiguous() for source, out in receives.items()}
@@ -144,8 +150,9 @@ class Group:
             give_back(dense[source], out)
 
     def send_later(self, x: Tensor, to: int) -> dist.Work:
-        """Begin to send x, of any shape, to rank `to`. It may be changed once wait() of what is returned has come
-        back. A plain `send` waits for the receiver, so a circle of ranks that send would stand still.
+        """Begin to send x, of any shape, to rank `to`. It may be changed once wait() of what is
+        returned has come back. A plain `send` waits for the receiver, so a circle of ranks that
+        send would never end.
         """
         self.wire.count("send", x)
         return dist.isend(x.contiguous(), self.members[to], group=self.handle)
@@ -157,10 +164,11 @@ class Group:
 
 
 def give_back(dense: Tensor, x: Tensor) -> None:
-    """Copy what a collective left in `dense`, x.contiguous(), into x, of any shape, if that is another
-    tensor.
+    """Copy what a collective left in `dense`, x.contiguous(), into x, of any shape, if that is
+    another tensor.
 
-    Because gloo sends and fills memory as it lies. A slice of wider rows would send the gaps.
+    Because gloo sends and fills memory in the order of its addresses. A slice of wider rows would
+    send the gaps.
     """
     if dense is not x:
         x.copy_(dense)

@@ -1,6 +1,6 @@
 """Start the ranks as processes on this machine, and end them together.
 
-    def rank_main(world: Group, x): ...            # at the top of a module, so that a process finds it
+    def rank_main(world: Group, x): ...      # at the top of a module, so that a process finds it
     results = run_ranks(4, rank_main, x)           # what each rank returned, in order
 
 A rank that raises or dies ends all of them within a second or two, with one line that names it.
@@ -29,8 +29,8 @@ from lessons.toolbox.model.arguments import check_whole
 
 ROOT = str(Path(__file__).resolve().parents[3])
 # A rank whose neighbour died complains about the wire, and of several failures the first of these
-# kinds counts. A dying process closes its pipe and its wires together, in no certain order, so that an
-# echo may be heard before its cause. A RuntimeError that is no echo is told so much later.
+# kinds counts. A dying process closes its pipe and its wires together, in no certain order, so that
+# an echo may be heard before its cause. A RuntimeError that is no echo is told so much later.
 DIED, RAISED, ECHO = range(3)
 ECHO_S = 1.0
 PRELOAD = ["lessons.l20_parallelism.processes.warm"]
@@ -110,9 +110,9 @@ def exit_of(process) -> str:
 def started(
     size: int, target: Callable, *args, preload: tuple[str, ...] = ()
 ) -> Iterator[list[tuple]]:
-    """`size` processes that run target(rank, pipe, *args), each with our end of its pipe; ended when
-    the block is left, however it is left. preload: modules that they import, too, if these are the
-    first processes of this program.
+    """`size` processes that run target(rank, pipe, *args), each with our end of its pipe; ended
+    when the block is left, however it is left. preload: modules that they import, too, if these are
+    the first processes of this program.
     """
     context, ranks = process_context(preload), []
     try:
@@ -132,8 +132,9 @@ def started(
 
 
 def process_context(preload: tuple[str, ...] = ()):
-    """How processes start: forked from a clean server that has imported PyTorch once. A fork of this
-    process would inherit its threads' locks and its CUDA state; a new interpreter takes seconds.
+    """How processes start: forked from a clean server that has imported PyTorch once. A fork of
+    this process would inherit its threads' locks and its CUDA state; a new interpreter takes
+    seconds.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
@@ -144,8 +145,8 @@ def process_context(preload: tuple[str, ...] = ()):
 
 @contextlib.contextmanager
 def children_find_the_course() -> Iterator[None]:
-    """Inside it, Python processes that this one starts find the course. Afterwards the environment is
-    as it was, because other programs may be started from here, too.
+    """Inside it, Python processes that this one starts find the course. Afterwards the environment
+    is as it was, because other programs may be started from here, too.
     """
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, before)))

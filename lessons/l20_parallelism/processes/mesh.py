@@ -2,8 +2,9 @@
 
     rank = (replica · stages + stage) · shards + shard
 
-Neighbours in rank share a layer's matrices, because they talk most and so should sit in one machine.
-Stages talk once a pass, replicas not at all. Source: Megatron-LM (Narayanan et al. 2021, section 3).
+Neighbours in rank share a layer's matrices, because they talk most and so should sit in one
+machine. Stages talk once a pass, replicas not at all. Source: Megatron-LM (Narayanan et al. 2021,
+section 3).
 """
 
 from dataclasses import dataclass
@@ -80,7 +81,9 @@ def new_links(mesh: Mesh) -> Links:
 
 
 def _mine(groups: list[list[int]], rank: int) -> Group:
-    """Make all groups, because torch.distributed asks every rank to; keep the one with this rank."""
+    """Make all groups, because torch.distributed asks every rank to; keep the one with this
+    rank.
+    """
     mine = Group.alone()
     for members in groups:
         handle = dist.new_group(members) if len(members) > 1 else None

@@ -1,4 +1,5 @@
-"""Ranks in one process, for exercises and for reading: what they hold is a list with an entry of each.
+"""Ranks in one process, for exercises and for reading: what they hold is a list with an entry of
+each.
 
     parts = ranks.all_reduce([x0 @ w0, x1 @ w1])     # both entries are now the sum
 
@@ -10,8 +11,8 @@ from torch import Tensor
 
 
 class Ranks:
-    """`size` ranks. calls: (name of the collective, numbers that a rank puts in), in order; where the
-    ranks put in different amounts, the largest.
+    """`size` ranks. calls: (name of the collective, numbers that a rank puts in), in order; where
+    the ranks put in different amounts, the largest.
     """
 
     def __init__(self, size: int):
@@ -33,7 +34,9 @@ class Ranks:
         return [whole.clone() for _ in parts]
 
     def all_to_all(self, parts: list[list[Tensor]]) -> list[list[Tensor]]:
-        """parts[a][b]: from rank a to rank b. In the result [b][a] is what rank b got from rank a."""
+        """parts[a][b]: from rank a to rank b. In the result [b][a] is what rank b got from rank
+        a.
+        """
         numbers = [sum(part.numel() for part in own) for own in parts]
         self._write_down("all_to_all", numbers)
         return [[own[rank].clone() for own in parts] for rank in range(self.size)]

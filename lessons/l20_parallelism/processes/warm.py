@@ -1,5 +1,5 @@
-"""What every rank imports, imported once: launch.py's server loads this file, and ranks are forks of
-the server. That saves each rank a second or more.
+"""What every rank imports, imported once: launch.py's server loads this file, and ranks are forks
+of the server. That saves each rank a second or more.
 """
 
 import torch

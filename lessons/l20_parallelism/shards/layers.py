@@ -1,4 +1,4 @@
-"""The layers that talk: what stands in a rank's decoder where an ordinary one has a plain layer.
+"""The layers that talk: what a rank's decoder has where an ordinary one has a plain layer.
 
     RowParallel              o_proj, down_proj: partial sums, then adds over the ranks
     VocabParallelEmbedding   looks up the tokens that it holds, then adds over the ranks
@@ -8,8 +8,8 @@
 The first three are row_parallel, embed and head of naive.py, in the same order.
 
 A column-parallel layer (q, k, v, gate, up) needs no class. It is an ordinary linear layer that has
-fewer outputs, and says nothing, because the row-parallel layer behind it wants just these as inputs.
-Each class wraps the plain layer of the rank, so a quantized or an adapted one may stand inside.
+fewer outputs, and says nothing, because the row-parallel layer after it wants just these as inputs.
+Each class wraps the plain layer of the rank, so a quantized or an adapted one may be inside.
 
 Source: Megatron-LM (Shoeybi et al. 2019), section 3; vLLM's layers/linear.py.
 """
@@ -54,7 +54,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelHead(nn.Module):
-    """The logits of this rank's tokens, gathered. share: tokens of a rank, of the last one at most."""
+    """The logits of this rank's tokens, gathered. share: tokens of a rank, of the last one at
+    most.
+    """
 
     holds_plain_linear = True  # which a CPU may pack
 

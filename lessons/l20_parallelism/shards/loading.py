@@ -63,6 +63,6 @@ def refuse_quantized_parts(config: ModelConfig) -> None:
     if config.quantization_config is not None:
         method = shown(config.quantization_config["quant_method"])
         raise CheckpointError(
-            f"quantization_config: got quant_method {method}; accepted over several ranks: none, so "
-            f"give a checkpoint in 16 or 32 bits"
+            f"quantization_config: got quant_method {method}; accepted over several ranks: none, "
+            f"so give a checkpoint in 16 or 32 bits"
         )

@@ -3,18 +3,17 @@
     local_config(config, rank=1, size=4)           # the shape of rank 1's part of every layer
     slices_of(config, name, shape, rank=1, size=4) # what of a whole tensor rank 1 keeps
 
-A layer has two kinds of matrices. Those that read the residual stream (q, k, v, gate, up) are cut by
-rows of the stored [out, in] matrix, so each rank computes some heads, or some of the MLP's inner
+A layer has two kinds of matrices. Those that read the residual stream (q, k, v, gate, up) are cut
+by rows of the stored [out, in] matrix, so each rank computes some heads, or some of the MLP's inner
 values. Those that write to it (o, down) are cut by columns, because the rank has just these inputs.
-Their outputs are then partial sums, so each such pair of matrices needs one all-reduce.
-The field names a cut by the matrix of y = x W: cut by rows here is its "column parallel".
+Their outputs are then partial sums, so each such pair of matrices needs one all-reduce. The field
+names a cut by the matrix of y = x W: cut by rows here is its "column parallel".
 
 Source: Megatron-LM (Shoeybi et al. 2019), section 3.
 """
 
 from dataclasses import replace
 
-from lessons.l20_parallelism.planner.load import experts_of
 from lessons.toolbox.model.arguments import check_whole, is_whole, refuse
 from lessons.toolbox.model.config import ModelConfig
 
@@ -66,6 +65,18 @@ def local_config(
         intermediate_size=width,
         moe=moe,
     )
+
+
+def experts_of(num_experts: int, rank: int, size: int) -> range:
+    """The experts of a rank: neighbours, and nearly as many on each. Raises ValueError for more
+    ranks than experts.
+    """
+    if not 1 <= size <= num_experts:
+        raise ValueError(
+            f"ranks: got {size}; accepted: 1 to {num_experts}, the experts, so that each rank has "
+            "one"
+        )
+    return range(num_experts * rank // size, num_experts * (rank + 1) // size)
 
 
 def kv_heads_of(config: ModelConfig, rank: int, size: int) -> range:
@@ -128,7 +139,7 @@ def slices_of(
     """What a rank keeps of a tensor of the whole model, one slice a dimension.
 
     name: in the decoder, such as "layers.3.self_attn.q_proj.weight"; shape: whole. Tensors that no
-    rule names (norms, routers, latents' projections) are on every rank. Biases behind a sum are
+    rule names (norms, routers, latents' projections) are on every rank. Biases after a sum are
     too, and are added once. A rank that lacks a whole expert never asks for its tensors.
     """
     kept = [slice(0, length) for length in shape]

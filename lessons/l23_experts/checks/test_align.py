@@ -1,4 +1,4 @@
-"""Proves the alignment: every pair of an expert that lives here stands once in a tile of its own expert."""
+"""Proves the alignment: every pair of an expert of this rank is in one tile of its expert, once."""
 
 import random
 
@@ -20,7 +20,9 @@ def assert_aligned(found, expected):
 
 
 def random_chosen():
-    """T, k and E at random; some experts of another rank, and now and then one that everybody wants."""
+    """T, k and E at random; some experts of another rank, and now and then one that all tokens
+    want.
+    """
     num_experts, num_tokens = random.randint(1, 9), random.randint(1, 40)
     shape = num_tokens, random.randint(1, 4)
     chosen = torch.randint(-2, num_experts + 2, shape)

@@ -33,14 +33,16 @@ def test_what_sorts_and_sums_compiles():
 
 @pytest.mark.compiler
 def test_one_expert_and_one_column_compile():
-    """Triton makes constants of arguments that equal 1, and a constant can do less than a number."""
+    """Triton makes constants of arguments that equal 1, and a constant can do less than a
+    number.
+    """
     for report in reports_of("one"):
         assert report.fits, report
 
 
 @pytest.mark.compiler
 def test_weights_are_loaded_16_bytes_at_once():
-    """Rows lie along the sum's direction, so neighbouring threads read neighbouring numbers."""
+    """Rows run along the sum's direction, so neighbouring threads read neighbouring numbers."""
     for report in reports_of("gate_up_bf16", "down_bf16", "sum_bf16"):
         assert report.loads_128bit >= 8, report
 
@@ -56,8 +58,8 @@ def test_tall_tiles_run_on_hoppers_warpgroup_instructions():
 
 @pytest.mark.compiler
 def test_two_programs_of_a_decode_step_share_a_processor():
-    """Two fit at once in an H200's registers and shared memory, so that one loads while another begins
-    or ends.
+    """Two fit at once in an H200's registers and shared memory, so that one loads while another
+    begins or ends.
     """
     for report in reports_of("gate_up_bf16_m16", "down_bf16_m16"):
         if report.chip == 90:

@@ -1,14 +1,14 @@
-"""Layers of experts on several ranks equal lesson 6's loop in one process. What a limit drops is counted
-and told.
+"""Layers of experts on several ranks equal lesson 6's loop in one process. What a limit drops is
+counted and told.
 """
 
 import pytest
 import torch
 from torch import nn
 
-from lessons.l20_parallelism.planner.load import capacity_of, experts_of, load_of
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.launch import run_ranks
+from lessons.l20_parallelism.shards.sharding import experts_of
 from lessons.l23_experts import grouped
 from lessons.l23_experts.experts import ExpertParallelMoE
 from lessons.l23_experts.lab.moe_ranks import (
@@ -20,6 +20,7 @@ from lessons.l23_experts.lab.moe_ranks import (
     run_cases,
     tokens_of,
 )
+from lessons.l23_experts.load import capacity_of, load_of
 
 pytestmark = [pytest.mark.usefixtures("seed"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 FOUR = (5, 0, 7, 1)  # tokens of four ranks; one has none
@@ -35,7 +36,9 @@ def whole_layer(case):
 
 
 def together(case, results):
-    """The ranks' outputs as one: [T, hidden_size]. Of replicated tokens all ranks must have the same."""
+    """The ranks' outputs as one: [T, hidden_size]. Of replicated tokens all ranks must have the
+    same.
+    """
     outs = [result["out"] for result in results]
     if case.form == "replicated":
         assert all(torch.equal(out, outs[0]) for out in outs)
@@ -146,7 +149,7 @@ def check_wire(case, size, results):
 
 
 def test_a_loader_may_leave_other_ranks_experts_out(seed):
-    """Only this rank's experts and its strip of the shared one, as parallel.py leaves them."""
+    """Only this rank's experts and its strip of the shared one, as lesson 20 leaves them."""
     config = CONFIGS["deepseek_v3"]
     case = Case("replicated", "deepseek_v3", seed)
     outs = []
@@ -172,7 +175,9 @@ def test_a_loader_may_leave_other_ranks_experts_out(seed):
 
 
 def test_dropped_pairs_are_counted_and_told(seed):
-    """With places for the mean only. A pair without a place adds nothing, all others what they did."""
+    """With places for the mean only. A pair without a place adds nothing, all others what they
+    did.
+    """
     case = Case("capacity", "mixtral", seed, torch.float64, (40,), 1.0)
     result = run_case(Group.alone(), case)
     moe, x = new_moe(CONFIGS["mixtral"], seed, torch.float64), tokens_of(case)

@@ -49,7 +49,8 @@ def check_grouped(case):
     moe = new_moe(config, case.seed, case.dtype).to(DEVICE)
     wide = new_moe(config, case.seed, case.dtype).to(DEVICE).double()
     eager, ref64 = moe(x), wide(x.double())
-    # 16 bits: the routers of both dtypes agree, because float64 reads the rounded numbers, but for ties
+    # 16 bits: the routers of both dtypes agree, because float64 reads the rounded numbers, but for
+    # ties
     same = (moe.gate(x)[1] == wide.gate(x.double())[1]).all(-1)
     assert same.float().mean() > 0.8
     return assert_close_to_oracle(GroupedMoE(moe)(x)[same], eager[same], ref64[same])
@@ -69,7 +70,7 @@ def test_a_model_and_its_twin_share_memory_and_tokens():
 
 @torch.no_grad()
 def test_a_ranks_part_is_grouped_as_well(seed):
-    """What parallel.py leaves on a rank: its own experts, and others that are Elsewhere."""
+    """What lesson 20 leaves on a rank: its own experts, and others that are Elsewhere."""
     case = Case("one", "deepseek_v3", seed, torch.float64)
     x = tokens_of(case)
     for rank in range(2):

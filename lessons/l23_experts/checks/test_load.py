@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from lessons.l20_parallelism.planner.load import Load, capacity_of, experts_of, load_of
+from lessons.l20_parallelism.shards.sharding import experts_of
 from lessons.l23_experts.lab import imbalance
+from lessons.l23_experts.load import Load, capacity_of, load_of
 
 
 def test_load_by_hand():
@@ -27,7 +28,7 @@ def test_experts_of_ranks():
 
 
 def test_a_bias_balances_a_skewed_router(seed):
-    """DeepSeek-V3's: hardly anybody is dropped who was before, and no weight of the sum changed."""
+    """DeepSeek-V3's: hardly any pair is dropped, and no weight of the sum changed."""
     even, skewed, balanced = imbalance.routers(16, 2).values()
     rows = [imbalance.row_of(router, 2048, 4) for router in (even, skewed, balanced)]
     assert rows[1].experts > 2 > 1.4 > rows[2].experts

@@ -1,10 +1,11 @@
 """The experts of a layer: lesson 6's loop, all of them in three launches, and the libraries.
 
-    python -m lessons.toolbox.measure.bench 20
+    python -m lessons.toolbox.measure.bench 23
 
-l23_mixtral has few large experts, l23_many_experts many small ones. The router is not timed: all get the
-same routes, drawn at random and evenly. On a GPU the layers are those of Mixtral 8x7B and Qwen3-30B-A3B, on
-a CPU smaller ones; there stand_ins.py stands for the kernels, which are interpreted and not timed.
+l23_mixtral has few large experts, l23_many_experts many small ones. The router is not timed: all
+get the same routes, drawn at random and evenly. On a GPU the layers are those of Mixtral 8x7B and
+Qwen3-30B-A3B, on a CPU smaller ones. There stand_ins.py replaces the kernels, which would run in
+the interpreter.
 """
 
 from functools import lru_cache
@@ -13,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.l20_parallelism.lab import peers
-from lessons.l23_experts import optimized, stand_ins
-from lessons.l23_experts.lab.moe_cases import GivenRoutes, lesson_6_layer
+from lessons.l23_experts import naive, optimized, stand_ins
+from lessons.l23_experts.lab import peers
 from lessons.toolbox.measure.bench import Benchmark
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.measure.hardware import this_machine, time_floor_s
@@ -88,8 +88,8 @@ def layer_flops(num_tokens: int, shape: Shape) -> int:
 
 def one_after_the_other(x, weights, chosen, gate_up, down):
     """Lesson 6's loop over experts."""
-    layer = lesson_6_layer(gate_up, down, chosen.shape[1])
-    layer.gate = GivenRoutes(weights, chosen)
+    layer = naive.layer_of(gate_up, down, chosen.shape[1])
+    layer.gate = naive.GivenRoutes(weights, chosen)
     return lambda: layer(x)
 
 

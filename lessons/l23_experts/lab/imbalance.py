@@ -1,11 +1,12 @@
-"""How uneven the load of experts and ranks is, and what a capacity drops: an even router, a skewed one,
-and the skewed one after its bias was trained to balance it.
+"""How uneven the load of experts and ranks is, and what a capacity drops: an even router, a skewed
+one, and the skewed one after its bias was trained to balance it.
 
     python -m lessons.l23_experts.lab.imbalance --experts 64 --top-k 8 --ranks 8
 
-All three are lesson 6's Router with random weights, over random tokens, because the course's own models have
-no experts. The skewed router prefers some experts for all tokens; the bias is DeepSeek-V3's, which raises
-whoever had less than the mean. So the numbers show what the mechanisms do, not what a trained model has.
+All three are lesson 6's Router with random weights, over random tokens, because the course's own
+models have no experts. The skewed router prefers some experts for all tokens; the bias is
+DeepSeek-V3's, which raises experts that had fewer tokens than the mean. So the numbers show what
+the mechanisms do, not what a trained model has.
 """
 
 import argparse
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lessons.l06_mla.moe import Router
-from lessons.l20_parallelism.planner.load import capacity_of, experts_of, load_of
+from lessons.l20_parallelism.shards.sharding import experts_of
+from lessons.l23_experts.load import capacity_of, load_of
 from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.model.config import MoEConfig
 
@@ -59,8 +61,8 @@ def balance(router: Router, steps: int = STEPS) -> None:
 
 
 class Row(NamedTuple):
-    """Of a batch: the busiest over the mean, of experts and of ranks; how many experts are read; the
-    share of pairs dropped at each of CAPACITY_FACTORS.
+    """Of a batch: the busiest over the mean, of experts and of ranks; how many experts are read;
+    the share of pairs dropped at each of CAPACITY_FACTORS.
     """
 
     num_tokens: int

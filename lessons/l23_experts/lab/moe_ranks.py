@@ -1,5 +1,5 @@
-"""What the ranks of a test of experts.py run: layers of experts with random weights, on tokens that all
-ranks have, or that are split over them.
+"""What the ranks of a test of experts.py run: layers of experts with random weights, on tokens that
+all ranks have, or that are split over them.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lessons.l06_mla.moe import MoE
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l23_experts import experts, grouped
-from lessons.l23_experts.lab.moe_cases import layer_config
+from lessons.l23_experts.naive import layer_config
 from lessons.toolbox.model.config import MoEConfig
 from lessons.toolbox.proof.planted import with_bug
 
@@ -86,8 +86,8 @@ def run_cases(world: Group, cases: list[Case]) -> list[dict]:
 
 @torch.no_grad()
 def run_case(world: Group, case: Case) -> dict:
-    """out: [T, hidden_size] of this rank; calls and bytes of its collectives; pairs that it dropped,
-    and whether it said so.
+    """out: [T, hidden_size] of this rank; calls and bytes of its collectives; pairs that it
+    dropped, and whether it said so.
     """
     x = tokens_of(case)
     if case.split:
@@ -132,6 +132,8 @@ def planted(bug: tuple[str, str] | None) -> Iterator[ModuleType]:
 
 
 def assert_equal(case: Case, out: Tensor, expected: Tensor) -> None:
-    """Raise AssertionError unless out and expected: [T, hidden_size] agree to the dtype's rounding."""
+    """Raise AssertionError unless out and expected: [T, hidden_size] agree to the dtype's
+    rounding.
+    """
     tolerance = 1e-12 if case.dtype == torch.float64 else 2e-5
     assert (out - expected).norm() <= tolerance * expected.norm(), case

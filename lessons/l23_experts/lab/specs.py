@@ -76,7 +76,9 @@ def sum_spec(dtype: str, chips: tuple[int, ...]) -> KernelSpec:
 
 
 def of_one(spec: KernelSpec, *names: str) -> KernelSpec:
-    """The same with arguments that equal 1, which Triton compiles as constants: one expert, one column."""
+    """The same with arguments that equal 1, which Triton compiles as constants: one expert, one
+    column.
+    """
     return replace(
         spec,
         name=f"one_{spec.label}",

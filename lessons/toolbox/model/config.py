@@ -50,7 +50,7 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts in place of the MLP of some layers (lesson 6, moe.py; lesson 20). Raises
+    """A mixture of experts in place of the MLP of some layers (lesson 6, moe.py; lesson 23). Raises
     ValueError.
 
     scoring_func: "softmax" or "sigmoid" of the router's logits. topk_method: "greedy" (the best

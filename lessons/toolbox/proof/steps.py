@@ -22,7 +22,7 @@ LIMIT_S = {
 HANGS_S = 120  # after so long in one test pytest prints where it stands
 ENGINE_TESTS = ("tests/engine_gpu_cases.py", "tests/test_engine.py", "tests/test_llm.py")
 # Whose tests compile the most, by a rehearsal. They begin first, because then all cores end together.
-MOST_VARIANTS = ("12", "07", "18", "09", "08", "19", "17", "20", "10")
+MOST_VARIANTS = ("12", "07", "18", "09", "08", "19", "17", "23", "10")
 # Whose figures the front page and the guides are about: flash attention, split-KV decoding, pages, the
 # cache, fusion, quantized weights.
 HEADLINES = ("09", "10", "12", "03", "07", "18")

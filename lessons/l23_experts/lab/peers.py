@@ -1,8 +1,9 @@
-"""The libraries beside which the benchmark of the experts stands: PyTorch's grouped product, transformers'
+"""The libraries of the benchmark: PyTorch's grouped product, transformers'
 Mixtral and vLLM's fused experts.
 
-Each function takes x: [T, H], weights and chosen: [T, k], gate_up: [E, 2I, H] and down: [E, H, I], and
-returns a function of no arguments that gives [T, H]. They raise Unavailable where they cannot run.
+Each function takes x: [T, H], weights and chosen: [T, k], gate_up: [E, 2I, H] and down: [E, H, I],
+and returns a function of no arguments that gives [T, H]. They raise Unavailable where they cannot
+run.
 """
 
 from collections.abc import Callable
@@ -25,8 +26,8 @@ def grouped_product() -> Callable:
 def grouped_mm(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor
 ) -> Callable[[], Tensor]:
-    """Rows sorted by expert, two of PyTorch's grouped products, silu and sum in eager mode: [T, H] -> [T,
-    H]. Nothing waits for the GPU.
+    """Rows sorted by expert, two of PyTorch's grouped products, silu and sum in eager mode: [T, H]
+    -> [T, H]. Nothing waits for the GPU.
     """
     product, top_k = grouped_product(), chosen.shape[1]
     expert = torch.arange(len(down), device=x.device)
@@ -69,7 +70,9 @@ def transformers_mixtral(
 def vllm_fused_experts(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor
 ) -> Callable[[], Tensor]:
-    """vLLM's Triton kernel, with the tiles that it ships for this GPU if it has any: [T, H] -> [T, H]."""
+    """vLLM's Triton kernel, with the tiles that it ships for this GPU if it has any: [T, H] ->
+    [T, H].
+    """
     if not x.is_cuda:
         raise Unavailable("needs a GPU")
     try:
@@ -81,8 +84,8 @@ def vllm_fused_experts(
 
 
 def checked(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """`run`, which gives [T, H], if it runs. Raises Unavailable with its reason, but not for too little
-    memory.
+    """`run`, which gives [T, H], if it runs. Raises Unavailable with its reason, but not for too
+    little memory.
     """
     try:
         with torch.inference_mode():

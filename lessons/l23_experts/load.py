@@ -1,11 +1,11 @@
 """How evenly a router loads experts and ranks, and what a limit on their load drops.
 
-A step ends when its busiest rank has ended. If that one has 1.5 times the mean of the ranks, the others
-wait for a third of the time. Training pushes routers towards even loads (an auxiliary loss in GShard and
-Switch, a bias in DeepSeek-V3), but a batch of one subject is uneven all the same.
+A step ends when its busiest rank has ended. If that one has 1.5 times the mean of the ranks, the
+others wait for a third of the time. Training pushes routers towards even loads (an auxiliary loss
+in GShard and Switch, a bias in DeepSeek-V3), but a batch of one subject is uneven all the same.
 
-Sources: Lepikhin et al. 2021, GShard (section 2.2: capacity); Fedus et al. 2022, Switch Transformers
-(section 2.2: capacity factor).
+Sources: Lepikhin et al. 2021, GShard (section 2.2: capacity); Fedus et al. 2022, Switch
+Transformers (section 2.2: capacity factor).
 """
 
 import math
@@ -14,18 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lessons.l20_parallelism.shards.sharding import experts_of
 from lessons.toolbox.model.arguments import check_positive, check_whole
-
-
-def experts_of(num_experts: int, rank: int, size: int) -> range:
-    """The experts that live on a rank: neighbours, and nearly as many on each. Raises ValueError for more
-    ranks than experts.
-    """
-    if not 1 <= size <= num_experts:
-        raise ValueError(
-            f"ranks: got {size}; accepted: 1 to {num_experts}, the experts, so that each rank has one"
-        )
-    return range(num_experts * rank // size, num_experts * (rank + 1) // size)
 
 
 @dataclass(frozen=True)
@@ -40,8 +30,8 @@ class Load:
 
     @property
     def imbalance(self) -> float:
-        """The busiest over the mean: 1 is even, and it is how much longer the step takes than an even one
-        if time goes with pairs. 1 without any pair.
+        """The busiest over the mean: 1 is even, and it is how much longer the step takes than an
+        even one if time goes with pairs. 1 without any pair.
         """
         return max(self.counts) / self.mean if self.mean else 1.0
 
