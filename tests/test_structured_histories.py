@@ -1,5 +1,5 @@
-"""Structured outputs in the engine: whatever the scheduler does, whoever drafts and whoever shares the
-batch, an answer is that of trying every token at every place.
+"""Structured outputs in the engine: whatever the scheduler does, whoever drafts and whoever shares
+the batch, an answer is that of trying every token at every place.
 """
 
 from dataclasses import replace

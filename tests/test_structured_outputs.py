@@ -1,5 +1,5 @@
-"""Structured outputs beside other wishes, what is refused, and what they cost; others in the batch do
-not notice them.
+"""Structured outputs beside other wishes, what is refused, and what they cost; others in the batch
+do not notice them.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Proves grammars against their definition, in both notations, with rules that call each other in any way."""
+"""Proves grammars against their definition, in both notations, with rules that call each other in
+any way.
+"""
 
 import pytest
 
@@ -19,8 +21,8 @@ from lessons.l24_structured_outputs.matcher import Matcher, TooAmbiguous
 
 
 def test_grammars_fit_their_language(seed, request):
-    """Left and right recursion, rules that fit the empty text, ambiguity: against sets of texts from the
-    definition. And no text is stuck.
+    """Left and right recursion, rules that fit the empty text, ambiguity: against sets of texts
+    from the definition. And no text is stuck.
     """
     texts = all_texts("xy", 5)
     for _ in range(400 if request.config.getoption("--all") else 40):

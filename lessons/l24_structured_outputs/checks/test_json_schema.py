@@ -1,4 +1,6 @@
-"""Proves JSON schemas against a validator: every text of the grammar is a document of the schema."""
+"""Proves JSON schemas against a validator: every text of the grammar is a document of the
+schema.
+"""
 
 import json
 import random

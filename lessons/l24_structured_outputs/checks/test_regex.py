@@ -1,5 +1,5 @@
-"""Proves regular expressions: against Python's re, and that hostile ones are refused in one line and within
-a second.
+"""Proves regular expressions: against Python's re, and that hostile ones are refused in one line
+and within a second.
 """
 
 import random

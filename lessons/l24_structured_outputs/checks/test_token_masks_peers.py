@@ -37,8 +37,8 @@ EACH = [(kind, n) for kind, values in BOTH_READ.items() for n in range(len(value
 
 
 def is_rare_escape(text: bytes, token: bytes) -> bool:
-    r"""Whether a token that follows the text of a JSON document writes at an escape \/ or \u0000: RFC
-    8259 allows them for any character, llguidance only where there is no shorter way.
+    r"""Whether a token that follows the text of a JSON document writes at an escape \/ or \u0000:
+    RFC 8259 allows them for any character, llguidance only where there is no shorter way.
     """
     escapes = re.finditer(rb"\\(u[0-9a-fA-F]{0,4}|.)", text + token, re.DOTALL)
     return any(found.end() > len(text) and found[1][:1] in b"/u" for found in escapes)

@@ -1,5 +1,5 @@
-"""The picture of token masks: one trie of tokens, walked together with an automaton from each of its
-states.
+"""The picture of token masks: one trie of tokens, walked together with an automaton from each of
+its states.
 
     python -m lessons.l24_structured_outputs.lab.grammar_pictures
 
