@@ -1,6 +1,4 @@
-"""Lesson 22: proves that excerpts stand in the sources, and that the README quotes what the code
-says.
-"""
+"""Lesson 22: excerpts are lines of the sources, and the README quotes what the code says."""
 
 from pathlib import Path
 from statistics import fmean
@@ -9,7 +7,7 @@ import pytest
 
 from lessons.l22_serving.admission import AdmissionControl, Queue, ServiceRate, Waiting
 from lessons.l22_serving.fair import FairQueue
-from lessons.l22_serving.lab import experiments
+from lessons.l22_serving.lab import benchmark, experiments
 from lessons.l22_serving.lab.simulation import Call, simulate
 from lessons.l22_serving.load import little, percentile
 from tests.excerpts import plain_readme, stray_excerpts
@@ -20,8 +18,12 @@ ROOM = ROOT / "lessons/l22_serving"
 README = plain_readme(ROOM)
 
 
-def test_the_excerpts_stand_in_the_sources():
+def test_the_excerpts_are_lines_of_the_sources():
     assert not stray_excerpts(ROOM)
+
+
+def test_the_readme_quotes_the_step_of_the_benchmark():
+    assert f"whose step is `{1e3 * benchmark.STEP_S:.0f} ms` of sleep" in README
 
 
 def test_the_readme_quotes_the_simulation():

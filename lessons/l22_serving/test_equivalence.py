@@ -82,9 +82,7 @@ def add(engine, one: Asked) -> float:
 
 
 async def asked_together(served: AsyncEngine, requests: list[Asked], leaves=frozenset()) -> dict:
-    """What optimized.py answers, to readers of different speeds. leaves: who reads one output
-    only.
-    """
+    """What optimized.py answers, to readers of different speeds. leaves: who reads one output."""
 
     async def client(one: Asked):
         stream = await served.submit(one.name, partial(add, served.engine, one))

@@ -8,7 +8,6 @@ times are those of the two servers, measured, around a step that is given.
 """
 
 import asyncio
-import atexit
 import threading
 import time
 from functools import lru_cache
@@ -40,9 +39,9 @@ def slow_engine() -> LessonEngine:
 
 @lru_cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for all runs, because making one takes as long as a step."""
+    """One loop for all runs, in a thread of its own, because a notebook has one already."""
     loop = asyncio.new_event_loop()
-    atexit.register(loop.close)
+    threading.Thread(target=loop.run_forever, name="readers", daemon=True).start()
     return loop
 
 
@@ -75,7 +74,7 @@ def by_the_event_loop(long_answer: int):
         second.close()
         return output.tokens[0]
 
-    return lambda: event_loop().run_until_complete(first_token())
+    return lambda: asyncio.run_coroutine_threadsafe(first_token(), event_loop()).result()
 
 
 def long_answer_of(tokens: int, device: torch.device) -> tuple[int]:
