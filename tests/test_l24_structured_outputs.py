@@ -7,8 +7,8 @@ import torch
 from lessons.l01_roofline.calculators import weight_bytes
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l24_structured_outputs import naive
-from lessons.l24_structured_outputs.lab.grammar_pictures import PATTERN, TOKENS
-from lessons.l24_structured_outputs.lab.grammar_testing import embedded_vocabulary
+from lessons.l24_structured_outputs.lab.pictures import PATTERN, TOKENS
+from lessons.l24_structured_outputs.lab.testing import embedded_vocabulary
 from lessons.l24_structured_outputs.languages.reading import compile_structure
 from lessons.l24_structured_outputs.matcher import Matcher
 from lessons.l24_structured_outputs.optimized import TokenMasks

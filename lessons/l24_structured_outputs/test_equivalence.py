@@ -9,7 +9,7 @@ import torch
 
 from lessons.l24_structured_outputs import kernels, naive, optimized, stand_ins
 from lessons.l24_structured_outputs.kernels import token_mask_kernel
-from lessons.l24_structured_outputs.lab.grammar_testing import (
+from lessons.l24_structured_outputs.lab.testing import (
     allowed_by,
     embedded_vocabulary,
     random_tokens,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lessons.l24_structured_outputs.lab.grammar_testing import embedded_vocabulary
+from lessons.l24_structured_outputs.lab.testing import embedded_vocabulary
 from lessons.toolbox.model.checkpoint import load_tokenizer
 
 

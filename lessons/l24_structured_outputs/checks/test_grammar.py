@@ -7,7 +7,7 @@ import pytest
 from lessons.l24_structured_outputs import matcher as matcher_module
 from lessons.l24_structured_outputs.automata.automaton import compile_grammar
 from lessons.l24_structured_outputs.automata.minimize import merge_equal
-from lessons.l24_structured_outputs.lab.grammar_testing import (
+from lessons.l24_structured_outputs.lab.testing import (
     all_texts,
     assert_refused,
     is_stuck,

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from lessons.l24_structured_outputs.automata.automaton import compile_grammar
-from lessons.l24_structured_outputs.lab.grammar_testing import (
+from lessons.l24_structured_outputs.lab.testing import (
     assert_refused,
     matcher_of,
     random_text,

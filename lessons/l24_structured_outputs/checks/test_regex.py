@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lessons.l24_structured_outputs.lab.grammar_testing import (
+from lessons.l24_structured_outputs.lab.testing import (
     ATOMS,
     LETTERS,
     assert_refused,

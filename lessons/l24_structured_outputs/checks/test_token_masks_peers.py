@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lessons.l24_structured_outputs import naive
-from lessons.l24_structured_outputs.lab.grammar_testing import random_tokens
+from lessons.l24_structured_outputs.lab.testing import random_tokens
 from lessons.l24_structured_outputs.languages.json_text import Layout
 from lessons.l24_structured_outputs.languages.reading import compile_structure
 from lessons.l24_structured_outputs.optimized import TokenMasks
