@@ -1,17 +1,14 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=22
-# Generated from solutions/l22_serving.py, checksum ea865544e967. Generating again never overwrites your edits.
+# Generated from solutions/l22_serving.py, checksum 215e800c7d86. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 22: what a load client reports, users who take turns, masks, a serving loop."""
+"""Exercises of lesson 22: what a load client reports, users who take turns, a serving loop."""
 
 import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from lessons.l24_structured_outputs.matcher import Matcher, State
 from lessons.toolbox.exercises.exercise import exercise
 
 
@@ -79,53 +76,33 @@ class Wish(NamedTuple):
 def serving_order(wishes: Sequence[Wish], weights: dict[str, float]) -> list[int]:
     """In which order an engine with one place begins the requests: their indices.
 
-    wishes: in the order of arrival. The engine serves one request at a time, to its end, and a token
-    takes 1 unit of time. When it is free, it looks at those that have arrived by now. If there is
-    none, it waits for the next arrival. weights: a user with weight 2 shall get twice as many
-    tokens; who is not named has 1.
+    wishes: in the order of arrival. The engine serves one request at a time, to its end, and a
+    token takes 1 unit of time. When it is free, it looks at those that have arrived by now. If
+    there is none, it waits for the next arrival. weights: a user with weight 2 shall get twice as
+    many tokens; a user who is not named has 1.
 
-    This is start-time fair queuing. The engine keeps a *virtual time* v, in tokens for a weight of 1:
+    This is start-time fair queuing. The engine keeps a *virtual time* v, in tokens at weight 1:
         when a request arrives, start = max(v, finish of its user's request before it, or 0)
                                 finish = start + tokens / weight
         when a request begins, v becomes its start
-        when the engine is free and nobody waits, v becomes the largest finish of all that it served
+        when the engine is free and none waits, v becomes the largest finish of all that it served
         next is the waiting request with the smallest start; among equals the one that came first
-    A request that arrives at the moment at which another one ends is waiting when the engine chooses.
+    A request that arrives at the moment at which another ends is waiting when the engine chooses.
     Errors: none to raise.
 
     Example: at 0 ann sends two requests of 10 tokens (numbers 0 and 1), at 1 bob sends one of 5 (2)
-        ann's start at 0 and 10. 0 begins, so v = 0. Bob's starts at 0, so it is before ann's second.
+        ann's start at 0 and 10. 0 begins, so v = 0. Bob's starts at 0, so before ann's second.
         -> [0, 2, 1]
     With bob's arrival at 10 it is the same order: at the end of 0, v is still 0.
     """
     raise NotImplementedError("Exercise 22.2: Users take turns by tokens")
 
 
-@exercise("22.3", "Which tokens may come next", minutes=35, difficulty=3)
-def token_mask(matcher: Matcher, state: State, tokens: Sequence[bytes | None]) -> Tensor:
-    """Which tokens may come next, one bit a token: [ceil(V / 32)] int32, V = len(tokens).
-
-    tokens: the bytes of each token; None or b"" for those that add no text, which are never allowed.
-    matcher.step(state, byte) gives the state behind one more byte, and None if the byte does not
-    fit. A token is allowed if all its bytes fit, one behind the other; the text need not end there.
-    Bit t % 32 of word t // 32 is 1 if token t is allowed, and bits without a token are 0. Bit 31 is
-    the sign of an int32.
-
-    Aim: tokens share beginnings, so step once for each *different* beginning of a token that can be
-    reached, and never for the same one twice. "1", "12" and "1a" are three steps, not five.
-    Errors: none to raise.
-
-    Example: digits alone fit. tokens [b"7", b"a", None, b"42", b"4x"]; steps: 7, a, 4, 42, 4x
-        0, 3 are allowed, so the word is 2⁰ + 2³                         -> tensor([9], int32)
-    """
-    raise NotImplementedError("Exercise 22.3: Which tokens may come next")
-
-
 class Closed(RuntimeError):
-    """The server takes nobody new."""
+    """The server takes no new request."""
 
 
-@exercise("22.4", "Find the bugs: a loop and its readers", minutes=50, difficulty=4)
+@exercise("22.3", "Find the bugs: a loop and its readers", minutes=50, difficulty=4)
 class ServingLoop:
     """An engine and the readers of its answers, in one event loop.
 
@@ -136,14 +113,15 @@ class ServingLoop:
     while it has no request. A step may raise: then the engine is dead.
 
     What must hold:
-        - The engine waits for no reader. Who reads slowly skips answers, and gets the newest one.
-        - Whoever leaves (the stream is closed, or its task is cancelled) is aborted, and is
-          forgotten. A request that has finished is not aborted: its request_id may be in use again.
+        - The engine waits for no reader. A slow reader skips answers, and gets the newest one.
+        - A request whose reader leaves (the stream is closed, or its task is cancelled) is aborted
+          and forgotten. A request that has finished is not aborted: its request_id may be in use
+          again.
         - A request that the engine does not take leaves nothing behind.
         - While the loop drains, and after the engine has died, `stream` raises Closed.
         - When a step raises, every reader whose answer had not ended gets that exception.
-        - drain() returns when every answer has been computed, and `run` then returns. It waits for no
-          reader, and works for everybody who calls it, also while nobody is there.
+        - drain() returns when every answer has been computed, and `run` then returns. It waits for
+          no reader, and works for every caller, also while no request is there.
     Use no threads and no sleeping, not even asyncio.sleep(0): events and queues are enough.
 
     Example: an engine gives one word a step. A reader sees "the", "the cat", "the cat sat" if it
@@ -164,7 +142,7 @@ class ServingLoop:
     async def run(self) -> None:
         """Serve until a drain has ended or the engine has died; returns in both cases. A task."""
 
-        raise NotImplementedError("Exercise 22.4: Find the bugs: a loop and its readers")
+        raise NotImplementedError("Exercise 22.3: Find the bugs: a loop and its readers")
         while self.inboxes or not self.is_draining:
             if not self.inboxes:
                 self.has_work.clear()
@@ -178,7 +156,7 @@ class ServingLoop:
 
     async def stream(self, request_id: str):
         """Serve one request: an async generator of its answers so far."""
-        raise NotImplementedError("Exercise 22.4: Find the bugs: a loop and its readers")
+        raise NotImplementedError("Exercise 22.3: Find the bugs: a loop and its readers")
         inbox = self.inboxes[request_id] = asyncio.Queue(2)
         self.engine.add(request_id)
         self.has_work.set()
@@ -188,7 +166,7 @@ class ServingLoop:
             yield answer
 
     async def drain(self) -> None:
-        """Take nobody new, and wait until every answer has been computed."""
-        raise NotImplementedError("Exercise 22.4: Find the bugs: a loop and its readers")
+        """Take no new request, and wait until every answer has been computed."""
+        raise NotImplementedError("Exercise 22.3: Find the bugs: a loop and its readers")
         self.is_draining = True
         await self.has_ended.wait()

@@ -1,14 +1,11 @@
-"""Exercises of lesson 22: what a load client reports, users who take turns, masks, a serving loop."""
+"""Exercises of lesson 22: what a load client reports, users who take turns, a serving loop."""
 
 import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from lessons.l24_structured_outputs.matcher import Matcher, State
 from lessons.toolbox.exercises.exercise import exercise
 
 
@@ -96,22 +93,22 @@ class Wish(NamedTuple):
 def serving_order(wishes: Sequence[Wish], weights: dict[str, float]) -> list[int]:
     """In which order an engine with one place begins the requests: their indices.
 
-    wishes: in the order of arrival. The engine serves one request at a time, to its end, and a token
-    takes 1 unit of time. When it is free, it looks at those that have arrived by now. If there is
-    none, it waits for the next arrival. weights: a user with weight 2 shall get twice as many
-    tokens; who is not named has 1.
+    wishes: in the order of arrival. The engine serves one request at a time, to its end, and a
+    token takes 1 unit of time. When it is free, it looks at those that have arrived by now. If
+    there is none, it waits for the next arrival. weights: a user with weight 2 shall get twice as
+    many tokens; a user who is not named has 1.
 
-    This is start-time fair queuing. The engine keeps a *virtual time* v, in tokens for a weight of 1:
+    This is start-time fair queuing. The engine keeps a *virtual time* v, in tokens at weight 1:
         when a request arrives, start = max(v, finish of its user's request before it, or 0)
                                 finish = start + tokens / weight
         when a request begins, v becomes its start
-        when the engine is free and nobody waits, v becomes the largest finish of all that it served
+        when the engine is free and none waits, v becomes the largest finish of all that it served
         next is the waiting request with the smallest start; among equals the one that came first
-    A request that arrives at the moment at which another one ends is waiting when the engine chooses.
+    A request that arrives at the moment at which another ends is waiting when the engine chooses.
     Errors: none to raise.
 
     Example: at 0 ann sends two requests of 10 tokens (numbers 0 and 1), at 1 bob sends one of 5 (2)
-        ann's start at 0 and 10. 0 begins, so v = 0. Bob's starts at 0, so it is before ann's second.
+        ann's start at 0 and 10. 0 begins, so v = 0. Bob's starts at 0, so before ann's second.
         -> [0, 2, 1]
     With bob's arrival at 10 it is the same order: at the end of 0, v is still 0.
     """
@@ -138,48 +135,11 @@ def serving_order(wishes: Sequence[Wish], weights: dict[str, float]) -> list[int
     # END
 
 
-@exercise("22.3", "Which tokens may come next", minutes=35, difficulty=3)
-def token_mask(matcher: Matcher, state: State, tokens: Sequence[bytes | None]) -> Tensor:
-    """Which tokens may come next, one bit a token: [ceil(V / 32)] int32, V = len(tokens).
-
-    tokens: the bytes of each token; None or b"" for those that add no text, which are never allowed.
-    matcher.step(state, byte) gives the state behind one more byte, and None if the byte does not
-    fit. A token is allowed if all its bytes fit, one behind the other; the text need not end there.
-    Bit t % 32 of word t // 32 is 1 if token t is allowed, and bits without a token are 0. Bit 31 is
-    the sign of an int32.
-
-    Aim: tokens share beginnings, so step once for each *different* beginning of a token that can be
-    reached, and never for the same one twice. "1", "12" and "1a" are three steps, not five.
-    Errors: none to raise.
-
-    Example: digits alone fit. tokens [b"7", b"a", None, b"42", b"4x"]; steps: 7, a, 4, 42, 4x
-        0, 3 are allowed, so the word is 2⁰ + 2³                         -> tensor([9], int32)
-    """
-    # SOLUTION
-    found: dict[bytes, State | None] = {b"": state}
-    allowed = []
-    for token in tokens:
-        before = b""
-        for end in range(1, len(token or b"") + 1):
-            if found[before] is None:
-                break
-            text = token[:end]
-            if text not in found:
-                found[text] = matcher.step(found[before], token[end - 1])
-            before = text
-        allowed.append(bool(token) and before == token and found[before] is not None)
-    words = np.zeros(-(-len(tokens) // 32), np.uint32)
-    for token, is_allowed in enumerate(allowed):
-        words[token // 32] |= np.uint32(is_allowed) << np.uint32(token % 32)
-    return torch.from_numpy(words.view(np.int32))
-    # END
-
-
 class Closed(RuntimeError):
-    """The server takes nobody new."""
+    """The server takes no new request."""
 
 
-@exercise("22.4", "Find the bugs: a loop and its readers", minutes=50, difficulty=4)
+@exercise("22.3", "Find the bugs: a loop and its readers", minutes=50, difficulty=4)
 class ServingLoop:
     """An engine and the readers of its answers, in one event loop.
 
@@ -190,14 +150,15 @@ class ServingLoop:
     while it has no request. A step may raise: then the engine is dead.
 
     What must hold:
-        - The engine waits for no reader. Who reads slowly skips answers, and gets the newest one.
-        - Whoever leaves (the stream is closed, or its task is cancelled) is aborted, and is
-          forgotten. A request that has finished is not aborted: its request_id may be in use again.
+        - The engine waits for no reader. A slow reader skips answers, and gets the newest one.
+        - A request whose reader leaves (the stream is closed, or its task is cancelled) is aborted
+          and forgotten. A request that has finished is not aborted: its request_id may be in use
+          again.
         - A request that the engine does not take leaves nothing behind.
         - While the loop drains, and after the engine has died, `stream` raises Closed.
         - When a step raises, every reader whose answer had not ended gets that exception.
-        - drain() returns when every answer has been computed, and `run` then returns. It waits for no
-          reader, and works for everybody who calls it, also while nobody is there.
+        - drain() returns when every answer has been computed, and `run` then returns. It waits for
+          no reader, and works for every caller, also while no request is there.
     Use no threads and no sleeping, not even asyncio.sleep(0): events and queues are enough.
 
     Example: an engine gives one word a step. A reader sees "the", "the cat", "the cat sat" if it
@@ -221,7 +182,7 @@ class ServingLoop:
         # SOLUTION
         def put(inbox: asyncio.Queue, message) -> None:
             if inbox.full():
-                inbox.get_nowait()  # nobody has read it, and the newer one says all that it said
+                inbox.get_nowait()  # it was not read, and the newer one says all that it said
             inbox.put_nowait(message)
 
         try:
@@ -261,7 +222,7 @@ class ServingLoop:
         """Serve one request: an async generator of its answers so far."""
         # SOLUTION
         if self.is_draining or self.failure is not None:
-            raise Closed("this server takes nobody new")
+            raise Closed("this server takes no new request")
         self.engine.add(request_id)
         inbox = self.inboxes[request_id] = asyncio.Queue(1)
         self.has_work.set()
@@ -288,7 +249,7 @@ class ServingLoop:
         # END
 
     async def drain(self) -> None:
-        """Take nobody new, and wait until every answer has been computed."""
+        """Take no new request, and wait until every answer has been computed."""
         # SOLUTION
         self.is_draining = True
         self.has_work.set()

@@ -236,7 +236,7 @@ def test_adapters_in_replayed_steps(tmp_path):
 
 
 def test_a_structure_is_kept_to_on_a_gpu():
-    """By the kernel of lesson 22: the mask is applied between two replays."""
+    """By the kernel of lesson 24: the mask is applied between two replays."""
     engine = new_engine(new_model(SMALL), max_num_seqs=2)
     buckets = count_replays(engine)
     tokens = [bytes([byte]) for byte in b"abcdefghijklmnopqrstuvwxyz"]

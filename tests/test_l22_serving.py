@@ -1,4 +1,4 @@
-"""Lesson 22: proves that excerpts stand in the sources, and that the README quotes what the code says."""
+"""Lesson 22: excerpts are lines of the sources, and the README quotes what the code says."""
 
 from pathlib import Path
 from statistics import fmean
@@ -7,15 +7,9 @@ import pytest
 
 from lessons.l22_serving.admission import AdmissionControl, Queue, ServiceRate, Waiting
 from lessons.l22_serving.fair import FairQueue
-from lessons.l22_serving.lab import experiments
+from lessons.l22_serving.lab import benchmark, experiments
 from lessons.l22_serving.lab.simulation import Call, simulate
 from lessons.l22_serving.load import little, percentile
-from lessons.l24_structured_outputs import naive
-from lessons.l24_structured_outputs.languages.reading import compile_structure
-from lessons.l24_structured_outputs.matcher import Matcher
-from lessons.l24_structured_outputs.optimized import TokenMasks
-from lessons.l24_structured_outputs.vocabulary import Vocabulary, bytes_of_tokens
-from reference.engine.model import load_tokenizer
 from tests.excerpts import plain_readme, stray_excerpts
 from tests.test_pages import guide
 
@@ -24,8 +18,12 @@ ROOM = ROOT / "lessons/l22_serving"
 README = plain_readme(ROOM)
 
 
-def test_the_excerpts_stand_in_the_sources():
+def test_the_excerpts_are_lines_of_the_sources():
     assert not stray_excerpts(ROOM)
+
+
+def test_the_readme_quotes_the_step_of_the_benchmark():
+    assert f"whose step is `{1e3 * benchmark.STEP_S:.0f} ms` of sleep" in README
 
 
 def test_the_readme_quotes_the_simulation():
@@ -96,23 +94,8 @@ def test_the_readme_quotes_longer_simulations(what):
         )
 
 
-def test_the_readme_quotes_what_a_mask_does_to_probabilities():
-    """By enumeration: 90% begin with a, of which 1% go on with b; the others are all cd."""
-    free = {"ab": 0.9 * 0.01, "cd": 0.1 * 1.0}
-    assert f"ab has `0.9 · 0.01 = {free['ab']:.3f}` and cd has `{free['cd']}`" in README
-    assert f"of the answers that fit `{free['ab'] / sum(free.values()):.0%}` are ab" in README
-    # masked: both first letters fit, and each leaves one that fits behind it
-    matcher, masked = Matcher(compile_structure("choice", list(free))), {}
-    for text, first in (("ab", 0.9), ("cd", 0.1)):
-        behind = matcher.step(matcher.start, ord(text[0]))
-        fitting = [byte for byte in range(256) if matcher.step(behind, byte) is not None]
-        assert fitting == [ord(text[1])]
-        masked[text] = first * 1.0
-    assert f"With the mask `{masked['ab']:.0%}` are" in README
-
-
 def test_the_readme_quotes_the_examples():
-    """Steps 2 and 5 to 7, and the quiz, by the lesson's own code."""
+    """Steps 2 and 5 to 7, and the quiz, by the lesson's own code where it has some."""
     law = little([(0, 4), (1, 3), (2, 6)])
     assert law == pytest.approx((10 / 6, 3 / 6, 10 / 3))
     assert f"W = (4 + 2 + 4) / 3 = {law.stay_s:.2f} s,   L = 10 / 6 = {law.in_system:.2f}" in README
@@ -131,39 +114,6 @@ def test_the_readme_quotes_the_examples():
     assert [ticket.start for ticket in tickets] == [0, 10, 0]
     assert "ann: 0–10, 10–20      bob: 0–5      order of the starts 0, 0, 10" in README
     assert f"L = 24 · 2.5 = {24 * 2.5:.0f} on average" in README
-
-
-class Counting(Matcher):
-    """Counts the bytes that are followed, and the times that the automaton is asked."""
-
-    followed = asked = 0
-
-    def step(self, state, byte):
-        self.followed += 1
-        return super().step(state, byte)
-
-    def step_class(self, state, byte_class):
-        self.asked += 1
-        return super().step_class(state, byte_class)
-
-
-def test_the_readme_quotes_the_masks():
-    """Step 11, what was counted, and the quiz."""
-    tokenizer = load_tokenizer(ROOT / "models/tiny")
-    vocabulary = Vocabulary(bytes_of_tokens(tokenizer, len(tokenizer)))
-    automaton = compile_structure("regex", '"[^"\n]*"')
-    masks, tried = TokenMasks(automaton, vocabulary), Counting(automaton)
-    masks.matcher = Counting(automaton)
-    inside, tried.followed = tried.read(b'"'), 0
-    allowed = naive.token_mask(tried, inside, vocabulary.tokens)
-    inside, masks.matcher.asked = masks.matcher.read(b'"'), 0
-    assert masks.mask(inside).equal(allowed)
-    nodes = len(vocabulary.trie[0]) - 1  # without the empty text
-    assert f"the `{len(vocabulary)}` tokens of our embedded model" in README
-    assert f"trying every token follows `{tried.followed:,}` bytes" in README
-    assert f"The trie has `{nodes:,}` nodes" in README
-    assert f"the automaton is asked `{masks.matcher.asked}` times" in README
-    words = -(-128_256 // 32)
-    assert f"128,256 tokens are {words} words, or {4 * words / 1e3:.0f} KB" in README
-    assert f"151,936 / 8 = {151_936 // 8:,} bytes, {151_936 / 8e3:.0f} KB" in README
-    assert f"The logits are {4 * 151_936 / 1e3:.0f} KB, 32 times as many" in README
+    share_per_s = 9000 // 10
+    assert f"60 / 9000 = {60 / 9000 * 1e3:.1f} ms of the engine" in README
+    assert f"is {share_per_s} tokens per second, so {60 / share_per_s:.3f} s" in README

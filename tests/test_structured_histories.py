@@ -1,5 +1,5 @@
-"""Structured outputs in the engine: whatever the scheduler does, whoever drafts and whoever shares the
-batch, an answer is that of trying every token at every place.
+"""Structured outputs in the engine: whatever the scheduler does, whatever is drafted and whichever
+requests share the batch, an answer is that of trying every token at every place.
 """
 
 from dataclasses import replace
@@ -108,7 +108,7 @@ def test_random_histories(request):
 
 
 def test_random_histories_with_drafts(request):
-    """Each drafted position is masked by what stands in front of it."""
+    """Each drafted position is masked by the text before it."""
 
     @histories(2000 if request.config.getoption("--all") else 25)
     @given(HOUSE, REQUESTS, FAULTS, DRAFTING)

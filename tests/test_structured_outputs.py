@@ -1,5 +1,5 @@
-"""Structured outputs beside other wishes, what is refused, and what they cost; others in the batch do
-not notice them.
+"""Structured outputs beside other wishes, what is refused, and what they cost; others in the batch
+do not notice them.
 """
 
 import json
@@ -45,7 +45,7 @@ def text_of(answer) -> str:
     return b"".join(TOKENS[token] or b"" for token in answer.token_ids).decode()
 
 
-def test_whoever_asks_for_nothing_does_not_notice():
+def test_a_request_without_a_structure_does_not_notice():
     """Tokens and log-probabilities are the same bits beside requests with structures."""
     free = SamplingParams(max_tokens=9, seed=3, temperature=0.9, top_p=0.9, logprobs=3)
     bound = SamplingParams(max_tokens=9, seed=4, structured_outputs=wish(0))

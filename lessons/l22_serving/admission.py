@@ -1,5 +1,5 @@
-"""Whom to turn away at the door. A queue that grows without end makes everybody late; a server that
-refuses some at once, and says when to come again, answers the others in time.
+"""Whom to turn away at the door. A queue that grows without end makes all requests late; a server
+that refuses some at once, and says when to come again, answers the others in time.
 
 Read `AdmissionControl.admit`. How long the queue takes is predicted from how fast the engine has
 worked lately: the tokens that wait, over tokens a second. That is Little's law, read for W.
@@ -36,7 +36,9 @@ class Waiting(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """Who waits, and how many of them find a place in the next step: those do not count as a queue."""
+    """Who waits, and how many of them find a place in the next step: those do not count as a
+    queue.
+    """
 
     waiting: list[Waiting]
     free_places: int
@@ -44,8 +46,8 @@ class Queue(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """None: no limit. 0 requests: only while there is a free place. max_waiting_per_user: requests of
-    one user; max_wait_s: the predicted wait.
+    """None: no limit. 0 requests: only while there is a free place. max_waiting_per_user: requests
+    of one user; max_wait_s: the predicted wait.
 
     Raises ValueError, in one line.
     """
@@ -103,20 +105,22 @@ class ServiceRate:
         return waiting.prompt_tokens + self.expected_answer(waiting.max_tokens)
 
     def seconds_for(self, tokens: float) -> float:
-        """Of the whole engine, for so many tokens of whomever. 0 while nothing has run yet: nobody is
-        turned away by a guess.
+        """Of the whole engine, for so many tokens of any user. 0 while nothing has run yet: no
+        request is turned away by a guess.
         """
         return tokens * self.seconds / self.tokens if self.tokens else 0.0
 
     def service_s(self, prompt_tokens: int, max_tokens: int) -> float:
-        """Seconds from when a request begins to its whole answer: its prompt, then a step a token."""
+        """Seconds from when a request begins to its whole answer: its prompt, then a step a
+        token.
+        """
         step_s = self.seconds / self.steps if self.steps else 0.0
         return self.seconds_for(prompt_tokens) + self.expected_answer(max_tokens) * step_s
 
 
 class AdmissionControl:
-    """Says no at the door. queue(): asked at each request, so that there is no second count of those
-    who wait, which could drift from the first.
+    """Says no at the door. queue(): asked at each request, so that there is no second count of
+    those who wait, which could drift from the first.
     """
 
     def __init__(self, limits: Limits, rate: ServiceRate, queue: Callable[[], Queue]):
@@ -127,7 +131,8 @@ class AdmissionControl:
     def admit(
         self, user: str, prompt_tokens: int, max_tokens: int, timeout_s: float | None = None
     ) -> None:
-        """Return if the request may come in. timeout_s: seconds after which nobody wants its answer.
+        """Return if the request may come in. timeout_s: seconds after which its answer is of no
+        use.
 
         Raises Overloaded.
         """
@@ -172,5 +177,7 @@ def exceeds(value: float, limit: float | None) -> bool:
 
 
 def waits(count: int, what: str, name: str, limits: Limits) -> str:
-    """Why nobody else may wait. count: of those who wait; name: of the limit that they have reached."""
+    """Why no other request may wait. count: of those who wait; name: of the limit that they have
+    reached.
+    """
     return f"no place is free, {count} {what} wait, the limit is {getattr(limits, name)} ({name})"

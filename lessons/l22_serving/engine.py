@@ -1,4 +1,4 @@
-"""The engine that this lesson serves: lesson 15's scheduler and an executor, behind three calls. The
+"""The engine that this lesson serves: lesson 15's scheduler and an executor, as three calls. The
 engine of reference/ has the same ones, so what drives the one drives the other.
 
     engine = new_engine(VirtualModel, num_blocks=64)
@@ -26,7 +26,7 @@ BLOCK_SIZE = 16
 
 @dataclass
 class Output:
-    """A request as it stands: the whole answer so far, so a newer one says all that an older said."""
+    """A request so far: the whole answer so far, so a newer one says all that an older said."""
 
     request_id: str
     tokens: list[int]
@@ -97,7 +97,7 @@ class LessonEngine:
         self.sequences[request_id] = sequence
 
     def abort_request(self, request_id: str) -> Output | None:
-        """End a request where it stands; returns what it has so far. None: nobody of that name."""
+        """End a request at once; returns what it has so far. None: no request of that name."""
         sequence = self.sequences.get(request_id)
         if sequence is None:
             return None
@@ -139,7 +139,7 @@ def waiting_one(sequence: LessonSequence) -> Waiting:
 
 def queue_of(scheduler: PreemptiveScheduler, waiting_one: Callable[[Sequence], Waiting]) -> Queue:
     """A scheduler's queue. Places count as free only while there are blocks, too: if the first who
-    waits has found too few, nobody behind it comes in.
+    waits has found too few, none after it comes in.
     """
     waiting = list(scheduler.waiting)  # a copy, because a replica's own thread may change it
     lacks_blocks = bool(waiting) and scheduler.refused[0] is waiting[0]

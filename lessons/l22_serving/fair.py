@@ -1,19 +1,19 @@
-"""Who is next: users share the engine, not requests. A user who sends a hundred requests gets as much
-as one who sends one, until that one has all that he asked for.
+"""Who is next: users share the engine, not requests. A user who sends a hundred requests gets as
+much as one who sends one, until that one has all that he asked for.
 
 Read `FairQueue._number`. Time is counted in tokens, not in seconds. Each user's requests are laid
 end to end on a line of tokens of his own, and the request that starts first on its line is next,
-whoever sent it. Somebody who comes when none of his requests is waiting starts where the engine
-stands: so nobody saves up a claim while he asks for nothing, and nobody pays for what he got while
-nobody else wanted it.
+whichever user sent it. A user who comes when none of his requests is waiting starts where the
+engine is: so a user saves up no claim while he asks for nothing, and pays nothing for what he got
+while no other user wanted it.
 
 What an answer costs is only known when it has ended. Until then a request is laid out with the
 tokens that it may take at most, and what it did not take is given back to its user.
 
-Sources: Goyal, Vin and Cheng 1996, Start-time Fair Queuing, sections 2 and 3 (lines of tokens and the
-bound); Parekh and Gallager 1993 (where the engine stands: its work over those who are there); Sheng
-et al. 2024, Fairness in Serving Large Language Models (tokens as the measure, and answers whose
-length nobody knows).
+Sources: Goyal, Vin and Cheng 1996, Start-time Fair Queuing, sections 2 and 3 (lines of tokens and
+the bound); Parekh and Gallager 1993 (where the engine is: its work over those who are there); Sheng
+et al. 2024, Fairness in Serving Large Language Models (tokens as the measure, and answers of
+unknown length).
 """
 
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ class FairQueue:
         self.weights = dict(weights or {})
         for user, weight in self.weights.items():
             check_positive(**{f"weights[{user!r}]": weight})
-        self.now = 0.0  # where the engine stands, in tokens for a weight of 1
+        self.now = 0.0  # where the engine is, in tokens for a weight of 1
         self.lines: dict[str, Line] = {}
         self.look_at = IDLE_USERS_KEPT
 
@@ -81,17 +81,19 @@ class FairQueue:
         return ticket
 
     def begin(self, ticket: Ticket) -> None:
-        """It runs now. From here on its number stands, because the order of those who run must."""
+        """It runs now. From here on its number is fixed, because the order of those who run
+        must.
+        """
         if not ticket.has_begun:
             ticket.has_begun = True
             self.now = max(self.now, ticket.start)
 
     def leave(self, ticket: Ticket, used: float) -> None:
-        """It has ended, however; used: the tokens that it took. The numbers of the same user's waiting
-        requests may fall, so sort what is sorted by them again.
+        """It has ended, however; used: the tokens that it took. The numbers of the same user's
+        waiting requests may fall, so sort what is sorted by them again.
         """
-        # Each of those who are here has got so much more of the engine's work, if it was fair. So it
-        # moves on even if all who come are new, and whoever waits is reached one day.
+        # Each of those who are here has got so much more of the engine's work, if it was fair. So
+        # it moves on even if all who come are new, and each that waits is reached one day.
         here = sum(self._weight(user) for user, line in self.lines.items() if line.tickets)
         self.now += used / here
         ticket.has_left, ticket.cost = True, used
@@ -119,8 +121,8 @@ class FairQueue:
         return self.weights.get(user, 1.0)
 
     def _forget_idle(self) -> None:
-        """Users who ask for nothing, and whose line the engine has passed: they would start where it
-        stands in any case. If nobody asks for anything, that is everybody.
+        """Users who ask for nothing, and whose line the engine has passed: they would start where
+        it is in any case. If no user asks for anything, these are all users.
         """
         is_idle = not any(line.tickets for line in self.lines.values())
         self.lines = {

@@ -1,11 +1,11 @@
-"""How to load a server, and what to make of what it does: arrivals, Little's law, percentiles, goodput
-and the knee.
+"""How to load a server, and what to make of what it does: arrivals, Little's law, percentiles,
+goodput and the knee.
 
 Read `little`. All times are seconds since the load began; a request's `arrival_s` is when it was
 meant to be sent, so a client that comes late with sending cannot hide it (coordinated omission).
 
-Sources: Little 1961, A Proof for the Queuing Formula L = λW; Zhong et al. 2024, DistServe, section 2
-(goodput under several objectives); Schroeder et al. 2006, Open Versus Closed: A Cautionary Tale;
+Sources: Little 1961, A Proof for the Queuing Formula L = λW; Zhong et al. 2024, DistServe, section
+2 (goodput under several objectives); Schroeder et al. 2006, Open Versus Closed: A Cautionary Tale;
 Tene 2013, How NOT to Measure Latency (coordinated omission).
 """
 
@@ -25,8 +25,9 @@ from lessons.toolbox.model.arguments import check_positive, check_whole, refuse
 def gamma_arrivals(
     rate_per_s: float, count: int, seed: int, burstiness: float = 1.0
 ) -> list[float]:
-    """When `count` requests arrive, in seconds, rate_per_s on average. The gaps are gamma distributed
-    with the shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is more even.
+    """When `count` requests arrive, in seconds, rate_per_s on average. The gaps are gamma
+    distributed with the shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is
+    more even.
     """
     check_positive(rate_per_s=rate_per_s, burstiness=burstiness)
     check_whole(count=count)
@@ -48,8 +49,8 @@ def even_arrivals(rate_per_s: float, count: int) -> list[float]:
 class Served:
     """What a client saw of one request, in seconds since the load began.
 
-    arrival_s: when it was meant to be sent. token_s: when its tokens came, or parts of a stream that
-    hold several. end_s: when it had its answer, or no hope of one. why_not: empty for a whole
+    arrival_s: when it was meant to be sent. token_s: when its tokens came, or parts of a stream
+    that hold several. end_s: when it had its answer, or no hope of one. why_not: empty for a whole
     answer. generated_tokens: as the server counted them; None: one for each of token_s.
     """
 
@@ -100,8 +101,8 @@ class Little(NamedTuple):
 def little(stays: Sequence[tuple[float, float]]) -> Little:
     """The three parts of Little's law, each measured for itself. stays: (from, to) of each request.
 
-    The window goes from the first arrival to the last departure, so nobody stands in its edges and
-    L = λW holds exactly: both sides are the area under the number of requests over time.
+    The window goes from the first arrival to the last departure, so no request crosses its edges
+    and L = λW holds exactly: both sides are the area under the number of requests over time.
     """
     if not stays:
         refuse("stays", stays, "one request or more")
@@ -122,8 +123,8 @@ def little(stays: Sequence[tuple[float, float]]) -> Little:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` percent of the values lie, between two of them on the straight
-    line; NaN for none. Of all values together: a mean of percentiles is no percentile.
+    """The value below which `percent` percent of the values are, between two of them on the
+    straight line; NaN for none. Of all values together: a mean of percentiles is no percentile.
     """
     return float(np.percentile(values, percent)) if len(values) else float("nan")
 
@@ -172,9 +173,9 @@ def tokens_per_s(history: Sequence[Served]) -> float:
 
 
 def knee(points: Sequence[tuple[float, float]], target: float = 0.9) -> float | None:
-    """The largest load up to which the objectives are met. points: (load, attainment), by load. None:
-    not even at the first. Between the last load that meets the target and the first that does not,
-    attainment is taken as a straight line.
+    """The largest load up to which the objectives are met. points: (load, attainment), by load.
+    None: not even at the first. Between the last load that meets the target and the first that does
+    not, attainment is taken as a straight line.
     """
     if not points or sorted(points) != list(points):
         refuse("points", points, "(load, attainment), in the order of load")

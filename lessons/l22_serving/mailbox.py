@@ -1,8 +1,8 @@
-"""What lies between the engine's thread and a reader in an event loop: room for one message.
+"""What is between the engine's thread and a reader in an event loop: room for one message.
 
-An output holds the whole answer so far, so the newest one replaces those that nobody has read. A
+An output holds the whole answer so far, so the newest one replaces those that were not read. A
 reader who is slow, or an event loop that stands still, then skips messages and misses no token. The
-engine never waits for anybody, and memory does not grow, however slow the reader is.
+engine never waits for a reader, and memory does not grow, however slow the reader is.
 
 naive.py has the two queues that one would write first, and what goes wrong with each.
 """
@@ -28,8 +28,8 @@ class Mailbox:
     async def get(self):
         """The newest output, as soon as there is one that was not read. An exception is raised."""
         while not self.newest:
-            # What is put from here on rings, and only this loop answers a bell: so it sets the event
-            # after this line, never before.
+            # What is put from here on rings, and only this loop answers a bell: so it sets the
+            # event after this line, never before.
             self.has_come.clear()
             await self.has_come.wait()
         output = self.newest.popleft()
@@ -50,7 +50,7 @@ class Bell:
         self.filled: set[Mailbox] = set()
 
     def ring(self, mailboxes: Iterable[Mailbox]) -> None:
-        """From any thread. A loop that is closed has nobody left to wake."""
+        """From any thread. A loop that is closed has no reader left to wake."""
         with self.lock:
             is_ringing = bool(self.filled)
             self.filled.update(mailboxes)
@@ -75,7 +75,7 @@ class Waits(Protocol):
 
 
 class Bells:
-    """A bell for each event loop that somebody waits in."""
+    """A bell for each event loop in which a reader waits."""
 
     def __init__(self):
         self.known: dict[asyncio.AbstractEventLoop, Bell] = {}
@@ -100,7 +100,9 @@ def deliver(messages: Iterable[tuple[Waits, object]]) -> None:
 
 
 class RequestStream:
-    """The outputs of one request, for `async for`. Whoever leaves early closes it, or drops it."""
+    """The outputs of one request, for `async for`. A reader who leaves early closes it, or drops
+    it.
+    """
 
     def __init__(self, mailbox: Mailbox, forget: Callable[[], None]):
         self.mailbox = mailbox
@@ -122,7 +124,7 @@ class RequestStream:
         return output
 
     def close(self) -> None:
-        """Nobody reads any more: the request is aborted, if it has not ended."""
+        """The reader has left: the request is aborted, if it has not ended."""
         if self.is_open:
             self.is_open = False
             self.forget()

@@ -1,8 +1,9 @@
-"""A server as one would write it first: a loop that takes a request, answers it, and takes the next.
+"""A server as one would write it first: a loop that takes a request, answers it, and takes the
+next.
 
-Read `BlockingServer.serve`. Everybody waits for everybody before them, however short their own
-request is; nobody sees a token before the last one; nobody can leave; and the queue takes whatever
-comes, so under overload everyone waits for longer and longer, until all have given up.
+Read `BlockingServer.serve`. Each request waits for all before it, however short it is. No client
+sees a token before the last one, and none can leave. The queue takes whatever comes, so under
+overload requests wait for longer and longer, until all clients have given up.
 
 Then the two queues that one would put between an engine's thread and a reader, once answers are
 streamed. mailbox.py has the one that works.
@@ -31,7 +32,7 @@ class BlockingServer:
         self.inbox.put(None)
 
     def serve(self) -> None:
-        """Answer until somebody calls `stop`."""
+        """Answer until `stop` is called."""
         while (request := self.inbox.get()) is not None:
             request_id, wishes, reply = request
             output = None
@@ -43,8 +44,8 @@ class BlockingServer:
 
 
 class GrowingQueue:
-    """Keeps every output until it is read. Whoever reads slowly, or not at all, fills the memory: each
-    output holds the whole answer so far, so a thousand tokens are half a million kept.
+    """Keeps every output until it is read. A reader who reads slowly, or not at all, fills the
+    memory: each output holds the whole answer so far, so a thousand tokens are half a million kept.
     """
 
     def __init__(self):
@@ -61,7 +62,7 @@ class GrowingQueue:
 
 class StoppingQueue:
     """Has room for `size` outputs, and the engine waits when it is full. So one reader who stops
-    reading stops everybody's answers.
+    reading stops all answers.
     """
 
     def __init__(self, size: int):

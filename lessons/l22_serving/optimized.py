@@ -1,8 +1,8 @@
 """An engine for many people: one thread runs its steps, an event loop waits for its readers.
 
-Read `_run` beside naive.py's `serve`. The thread owns the engine, so nothing is locked. Everybody
-else sends it commands, which it runs between two steps: so whoever comes, goes or gives up is heard
-within one step. What a step has made lies in mailboxes, and the engine waits for no reader.
+Read `_run` beside naive.py's `serve`. The thread owns the engine, so nothing is locked. All others
+send it commands, which it runs between two steps: so a client who comes, goes or gives up is heard
+within one step. What a step has made is put into mailboxes, and the engine waits for no reader.
 
 Source: vLLM, vllm/v1/engine/async_llm.py and core_client.py, where the thread is a process.
 """
@@ -22,7 +22,9 @@ from lessons.l22_serving.mailbox import Bell, Bells, Mailbox, RequestStream, del
 
 
 class StepEngine(Protocol):
-    """What is driven: lesson 22's LessonEngine, or the engine of reference/. One thread calls it."""
+    """What is driven: lesson 22's LessonEngine, or the engine of reference/. One thread calls
+    it.
+    """
 
     has_unfinished_requests: bool
 
@@ -36,11 +38,11 @@ class StepEngine(Protocol):
 
 
 class EngineDeadError(RuntimeError):
-    """A step raised; the engine answers nobody any more. The cause is attached."""
+    """A step raised; the engine answers no request any more. The cause is attached."""
 
 
 class Draining(Overloaded):
-    """The server is about to end, and takes nobody new. Another replica may."""
+    """The server is about to end, and takes no new request. Another replica may."""
 
     def __init__(self):
         super().__init__("this server is shutting down", retry_after_s=1)
@@ -52,8 +54,8 @@ class DeadlineExceeded(TimeoutError):
 
 @dataclass(eq=False)
 class Waiter:
-    """Who waits for a request's outputs. start_by_s, end_by_s: on the engine's clock, when it is too
-    late to begin it and to go on with it; None: never.
+    """Who waits for a request's outputs. start_by_s, end_by_s: on the engine's clock, when it is
+    too late to begin it and to go on with it; None: never.
     """
 
     mailbox: Mailbox
@@ -72,14 +74,14 @@ class AsyncEngine:
         self.bells = Bells()
         self.commands: SimpleQueue[tuple[Callable, Future]] = SimpleQueue()
         self.failure: BaseException | None = None
-        self.drained: Future | None = None  # not None: nobody new comes in
+        self.drained: Future | None = None  # not None: no new request comes in
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes requests: the answer to a readiness probe. A server that drains is alive,
-        and not ready.
+        """Whether it takes requests: the answer to a readiness probe. A server that drains is
+        alive, and not ready.
         """
         return self.thread.is_alive() and self.failure is None and self.drained is None
 
@@ -88,12 +90,12 @@ class AsyncEngine:
     async def submit(
         self, request_id: str, add: Callable[[], float], timeout_s: float | None = None
     ) -> RequestStream:
-        """Queue a request and return its outputs to come. add(): called in the engine's thread, gives
-        it to the engine and returns the seconds that it will take once it has begun.
+        """Queue a request and return its outputs to come. add(): called in the engine's thread,
+        gives it to the engine and returns the seconds that it will take once it has begun.
 
-        timeout_s: seconds after which nobody wants the answer: it is dropped before it is begun if
-        that would be too late already, and where it stands if it has begun. Raises what add raises,
-        Draining, and EngineDeadError.
+        timeout_s: seconds after which the answer is of no use: it is dropped before it is begun if
+        that would be too late already, and at its present token if it has begun. Raises what add
+        raises, Draining, and EngineDeadError.
         """
         waiter = Waiter(Mailbox(), self.bells.of(asyncio.get_running_loop()))
         enter = partial(self.enter, waiter, request_id, add, timeout_s, self.clock())
@@ -109,24 +111,24 @@ class AsyncEngine:
         return RequestStream(waiter.mailbox, forget)
 
     async def abort(self, request_id: str) -> None:
-        """End a request; whoever waits for it gets what it has. An unknown one: nothing happens."""
+        """End a request; its reader gets what it has. An unknown one: nothing happens."""
         await self._do(lambda: self.forget(request_id))
 
     async def drain(self, timeout_s: float | None = None) -> int:
-        """Take nobody new, wait until all have their answers, at most timeout_s seconds, and abort
-        the rest. Returns how many were aborted.
+        """Take no new request, wait until all have their answers, at most timeout_s seconds, and
+        abort the rest. Returns how many were aborted.
         """
         drained = await self._do(self.begin_drain)
         try:
-            # shielded, because somebody else may wait for it, too
+            # shielded, because another caller may wait for it, too
             await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(drained)), timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
             return await self._do(self.forget_all)
         return 0
 
     async def between_steps(self, command: Callable):
-        """Run command() in the engine's thread, between two steps; returns what it returns. Everybody's
-        tokens wait for it. Raises what it raises, and EngineDeadError.
+        """Run command() in the engine's thread, between two steps; returns what it returns.
+        All tokens wait for it. Raises what it raises, and EngineDeadError.
         """
         return await self._do(command)
 
@@ -139,8 +141,9 @@ class AsyncEngine:
         """Let the engine's thread run command() between two steps. From any thread."""
         done = Future()
         self.commands.put((command, done))
-        # Not whether the thread is alive: between its own _refuse_all and its end it still is. It sets
-        # `failure` before it refuses, so it refuses whatever was put by those who see none yet.
+        # Not whether the thread is alive: between its own _refuse_all and its end it still is. It
+        # sets `failure` before it refuses, so it refuses whatever was put by those who see none
+        # yet.
         if self.failure is not None:
             self._refuse_all()
         return done
@@ -172,7 +175,7 @@ class AsyncEngine:
 
     def _obey(self) -> None:
         """Run the commands that are there; sleep while there is nothing else to do. Those that come
-        meanwhile run after the next step, or a flood of them would stop everybody's tokens.
+        meanwhile run after the next step, or a flood of them would stop all tokens.
         """
         while True:
             for _ in range(self.commands.qsize()):
@@ -199,8 +202,8 @@ class AsyncEngine:
         timeout_s: float | None,
         asked_s: float,
     ) -> None:
-        """Let a request in whose outputs `waiter` gets. asked_s: when, on the engine's clock. The rest
-        as in submit.
+        """Let a request in whose outputs `waiter` gets. asked_s: when, on the engine's clock. The
+        rest as in submit.
         """
         if self.drained is not None:
             raise Draining
@@ -228,7 +231,7 @@ class AsyncEngine:
         return True
 
     def end(self, request_id: str, was_late: bool = False):
-        """Abort a request, because of its deadline or because nobody wants it any more."""
+        """Abort a request, because of its deadline or because its reader has left."""
         return self.engine.abort_request(request_id)
 
     def _deliver(self, outputs: list) -> None:
@@ -259,7 +262,7 @@ class AsyncEngine:
         return count
 
     def begin_drain(self) -> Future:
-        """Let nobody in any more. Returns what is done when all have their answers."""
+        """Let no request in any more. Returns what is done when all have their answers."""
         if self.drained is None:
             self.drained = Future()
         self._note_drained()

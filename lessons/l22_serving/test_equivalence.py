@@ -1,5 +1,6 @@
-"""Proves that the async engine gives the tokens of the blocking loop, whoever reads how slowly, leaves
-when, and however many there are; and that mailboxes keep the newest output and nothing else.
+"""Proves that the async engine gives the tokens of the blocking loop, however slow its readers are,
+whenever they leave, and however many there are; and that mailboxes keep the newest output and
+nothing else.
 """
 
 import asyncio
@@ -81,7 +82,7 @@ def add(engine, one: Asked) -> float:
 
 
 async def asked_together(served: AsyncEngine, requests: list[Asked], leaves=frozenset()) -> dict:
-    """What optimized.py answers, to readers of different speeds. leaves: who reads one output only."""
+    """What optimized.py answers, to readers of different speeds. leaves: who reads one output."""
 
     async def client(one: Asked):
         stream = await served.submit(one.name, partial(add, served.engine, one))
@@ -119,7 +120,7 @@ def test_the_same_tokens(seed):
     }
 
 
-def test_who_leaves_disturbs_nobody(seed):
+def test_a_reader_who_leaves_disturbs_no_other(seed):
     requests = some_requests(40)
     leaves = {one.name for one in random.sample(requests, 15)}
     engine = small_engine()
@@ -142,7 +143,8 @@ def test_a_stream_that_is_dropped_is_forgotten(seed):
     one.max_tokens = 20
 
     async def drops():
-        await served.submit(one.name, partial(add, engine, one))  # and nobody keeps what it returns
+        # What it returns is kept nowhere.
+        await served.submit(one.name, partial(add, engine, one))
         await served.drain()
 
     asyncio.run(drops())
@@ -150,7 +152,7 @@ def test_a_stream_that_is_dropped_is_forgotten(seed):
     assert_free(engine)
 
 
-def test_an_engine_that_has_ended_answers_nobody():
+def test_an_engine_that_has_ended_answers_no_request():
     served = AsyncEngine(small_engine())
     served.shutdown()
     with pytest.raises(EngineDeadError, match="the engine has ended: shut down"):
@@ -166,7 +168,7 @@ def outputs(count: int) -> list[Output]:
 
 
 def kept(queue) -> int:
-    """Tokens in memory that nobody has read, after a thousand outputs."""
+    """Tokens in memory that were not read, after a thousand outputs."""
     for output in outputs(1000):
         queue.put(output)
     if isinstance(queue, Mailbox):
@@ -182,7 +184,7 @@ def test_a_mailbox_keeps_the_newest_and_naive_queues_grow_or_stop():
     assert kept(GrowingQueue()) == 500_500
     stopping = StoppingQueue(2)
     stopping.put(1), stopping.put(2)
-    with pytest.raises(Full):  # where the engine's thread would stand still
+    with pytest.raises(Full):  # where the engine's thread would wait
         stopping.outputs.put(3, timeout=0.01)
 
 
@@ -279,7 +281,7 @@ def test_a_flood_of_commands_does_not_stop_the_steps():
     assert len(set(seen)) == 50
 
 
-def test_whoever_comes_at_the_last_moment_is_answered():
+def test_a_request_at_the_last_moment_is_answered():
     """The engine's thread has refused those who were there, and has not ended yet."""
 
     class Late(AsyncEngine):

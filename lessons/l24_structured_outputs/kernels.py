@@ -1,7 +1,8 @@
-"""Token masks over a batch of logits in one launch. One program: a block of the vocabulary of one row.
+"""Token masks over a batch of logits in one launch. One program: a block of the vocabulary of one
+row.
 
-It reads 1 bit a token and writes -inf where the bit is 0. Logits are never read: a token that is allowed
-is not touched, so the store is masked by the bits.
+It reads 1 bit a token and writes -inf where the bit is 0. Logits are never read: a token that is
+allowed is not touched, so the store is masked by the bits.
 """
 
 from lessons.toolbox.kernels.triton_ import tl, triton

@@ -1,16 +1,16 @@
-"""Where a text stands in a grammar: which bytes may come next, and whether it may end.
+"""Where a text is in a grammar: which bytes may come next, and whether it may end.
 
 A regular expression needs a position and no more. JSON needs a memory of what has been opened, so a
-position in a called rule also knows its *frame*: which rule returns, and to which state of the text.
-Frames point to older states and these to older ones, so together they are a stack. Where a grammar is
-ambiguous there are several stacks, and they share what they have in common.
+position in a called rule also knows its *frame*: which rule returns, and to which state of the
+text. Frames point to older states and these to older ones, so together they are a stack. Where a
+grammar is ambiguous there are several stacks, and they share what they have in common.
 
-A `State` never changes, and equal states are one object. That has three uses: states can be keys of a
-cache, a step back is the old state itself, and branches (drafts, forks) need no copy.
+A `State` never changes, and equal states are one object. That has three uses: states can be keys of
+a cache, a step back is the old state itself, and branches (drafts, forks) need no copy.
 
-Sources: Earley 1970, *An Efficient Context-Free Parsing Algorithm* (states refer to where a rule began);
-Aycock and Horspool 2002, *Practical Earley Parsing* (rules that fit the empty text); Tomita 1986 (stacks
-that share their parts).
+Sources: Earley 1970, *An Efficient Context-Free Parsing Algorithm* (states refer to where a rule
+began); Aycock and Horspool 2002, *Practical Earley Parsing* (rules that fit the empty text); Tomita
+1986 (stacks that share their parts).
 """
 
 from lessons.l24_structured_outputs.automata.automaton import Automaton
@@ -35,7 +35,7 @@ class TooAmbiguous(ValueError):
 
 
 class State:
-    """Where a text stands. items: all positions that it may be in, called rules included. callers: for
+    """Where a text is. items: all positions that it may be in, called rules included. callers: for
     each rule that begins here, where it returns to. may_end: whether the text fits as it is.
     """
 
@@ -48,11 +48,11 @@ class State:
         waiting = list(kernel)
         while waiting:
             position, frame = waiting.pop()
-            for rule, behind in automaton.calls[position]:
-                self.callers.setdefault(rule, []).append((behind, frame))
-                # The last call of a rule returns to where the rule itself returns. Without this, the
-                # stack of `list ::= item "," list` would grow with the text.
-                inner = frame if has_ended(automaton, behind) else (rule, self)
+            for rule, after in automaton.calls[position]:
+                self.callers.setdefault(rule, []).append((after, frame))
+                # The last call of a rule returns to where the rule itself returns. Without this,
+                # the stack of `list ::= item "," list` would grow with the text.
+                inner = frame if has_ended(automaton, after) else (rule, self)
                 item = automaton.start[rule], inner
                 if item not in found:
                     found[item] = None
@@ -78,12 +78,12 @@ class Matcher:
         self.steps = 0  # items that were followed so far
 
     def forget(self) -> None:
-        """Begin the table of equal states anew. States that somebody holds stay valid."""
-        # A text that comes back to the first position stands where the empty text does.
+        """Begin the table of equal states anew. States that a caller holds stay valid."""
+        # A text that comes back to the first position is where the empty text is.
         self.known = {self.first: self.start}
 
     def step(self, state: State, byte: int) -> State | None:
-        """The state behind one more byte; None: the byte does not fit. Raises TooAmbiguous."""
+        """The state after one more byte; None: the byte does not fit. Raises TooAmbiguous."""
         return self.step_class(state, self.automaton.class_of[byte])
 
     def step_class(self, state: State, byte_class: int) -> State | None:
@@ -125,7 +125,7 @@ class Matcher:
         return self.known[kernel]
 
     def read(self, data: bytes, state: State | None = None) -> State | None:
-        """The state behind some bytes; None: they do not fit."""
+        """The state after some bytes; None: they do not fit."""
         state = self.start if state is None else state
         for byte in data:
             state = self.step(state, byte)

@@ -1,7 +1,7 @@
 """The plain way: at every place of a text, try the bytes of every token.
 
-Read it beside optimized.py. Both give the same masks, one bit a token: bit t % 32 of word t // 32 is 1 if
-token t may come next.
+Read it beside optimized.py. Both give the same masks, one bit a token: bit t % 32 of word t // 32
+is 1 if token t may come next.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,9 @@ from lessons.l24_structured_outputs.matcher import Matcher, State
 
 
 def token_mask(matcher: Matcher, state: State, tokens: Sequence[bytes | None]) -> Tensor:
-    """Which tokens may come next: [ceil(V / 32)] int32. tokens: the bytes of each, None for none."""
+    """Which tokens may come next: [ceil(V / 32)] int32. tokens: the bytes of each, None for
+    none.
+    """
     allowed = [bool(token) and matcher.read(token, state) is not None for token in tokens]
     return packed(torch.tensor(allowed))
 
@@ -36,8 +38,8 @@ def unpacked(mask: Tensor, vocab_size: int) -> Tensor:
 def apply_token_mask(logits: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
     """-inf for each token that its row's mask forbids, in place; returns logits.
 
-    logits: [B, V]. mask: [R, ceil(V / 32)] int32. rows: [R] int64: the row of logits that each mask is
-    for, every row once at most. Rows without a mask stay as they are.
+    logits: [B, V]. mask: [R, ceil(V / 32)] int32. rows: [R] int64: the row of logits that each mask
+    is for, every row once at most. Rows without a mask stay as they are.
     """
     allowed = unpacked(mask, logits.shape[1])
     logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)

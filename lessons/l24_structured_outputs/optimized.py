@@ -1,17 +1,18 @@
-"""The fast way: walk the trie of all tokens together with the automaton, once for each state of a text,
-and keep the mask.
+"""The fast way: walk the trie of all tokens together with the automaton, once for each state of a
+text, and keep the mask.
 
 Three ideas make a mask cheap:
 
-- **Tokens share beginnings.** The trie has one node for each. All nodes of a level are followed at once:
-  the state of a node is `table[state of its parent, byte]`, a gather over the whole level.
-- **States repeat.** A text stands in the same state again and again (inside a string, behind a comma).
+- **Tokens share beginnings.** The trie has one node for each. All nodes of a level are followed at
+  once: the state of a node is `table[state of its parent, byte]`, a gather over the whole level.
+- **States repeat.** A text is in the same state again and again (inside a string, after a comma).
   Its mask was made the first time. Equal states are one object (matcher.py), also with a stack.
-- **The table is filled when it is needed.** Most states that a grammar can reach never occur, and with a
-  stack they are infinitely many.
+- **The table is filled when it is needed.** Most states that a grammar can reach never occur, and
+  with a stack they are infinitely many.
 
-Sources: Willard and Louf 2023, *Efficient Guided Generation for Large Language Models* (masks by state);
-Dong et al. 2024, *XGrammar* (masks of pushdown automata, bits, the kernel that applies them).
+Sources: Willard and Louf 2023, *Efficient Guided Generation for Large Language Models* (masks by
+state); Dong et al. 2024, *XGrammar* (masks of pushdown automata, bits, the kernel that applies
+them).
 """
 
 import threading
@@ -34,8 +35,8 @@ BLOCK = 1024  # tokens of a program
 
 
 class TokenMasks:
-    """The masks of one automaton over one vocabulary. Texts share it; each keeps its own `State`. Engines
-    in several threads may share it, too.
+    """The masks of one automaton over one vocabulary. Texts share it; each keeps its own `State`.
+    Engines in several threads may share it, too.
 
     Raises ValueError for a vocabulary that could come to a dead end, because a byte is no token.
     """
@@ -54,7 +55,7 @@ class TokenMasks:
         return self.matcher.start
 
     def forget(self) -> None:
-        """Begin anew with tables and masks. States that somebody holds stay valid."""
+        """Begin anew with tables and masks. States that a caller holds stay valid."""
         self.matcher.forget()
         self.states: list[State | None] = [None]  # by number; DEAD is none
         self.numbers: dict[State, int] = {}
@@ -72,12 +73,12 @@ class TokenMasks:
         return self.numbers[state]
 
     def advance(self, state: State, token: int) -> State | None:
-        """The state behind a token; None: the token does not fit."""
+        """The state after a token; None: the token does not fit."""
         with self.lock:
             return self.after(state, self.vocabulary.tokens[token])
 
     def after(self, state: State, text: bytes | None) -> State | None:
-        """`advance` for the bytes of a token. Whoever calls it holds the lock."""
+        """`advance` for the bytes of a token. The caller holds the lock."""
         for byte in text or ():
             # The walk that made the mask has come by here, unless the table began anew.
             number = self.numbers.get(state, DEAD)
@@ -115,7 +116,7 @@ class TokenMasks:
             if not found.any():
                 break
             at[level] = found
-        at[0] = DEAD  # here stand the tokens that are no text
+        at[0] = DEAD  # the node of tokens without text
         return at[node_of] != DEAD
 
     def fill(
@@ -133,8 +134,8 @@ class TokenMasks:
 
 
 def check_bytes(automaton: Automaton, vocabulary: Vocabulary) -> None:
-    """Raise ValueError unless each class of bytes that the grammar uses has a token of one byte: then some
-    token fits wherever some byte does.
+    """Raise ValueError unless each class of bytes that the grammar uses has a token of one byte:
+    then some token fits wherever some byte does.
     """
     used = {byte_class for edges in automaton.edges for byte_class in edges}
     missing = used - {automaton.class_of[byte] for byte in vocabulary.single_bytes}
@@ -176,8 +177,8 @@ def apply_token_mask(logits: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
 
 
 def check_apply(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
-    """Raise ValueError unless logits: [B, V], mask: [R, ceil(V / 32)] and rows: [R] fit each other and lie
-    on one device.
+    """Raise ValueError unless logits: [B, V], mask: [R, ceil(V / 32)] and rows: [R] fit each other
+    and are on one device.
     """
     is_dense = logits.dim() == 2 and (logits.stride(1) == 1 or logits.shape[1] < 2)
     if not is_dense or logits.dtype not in DECODE_DTYPES:

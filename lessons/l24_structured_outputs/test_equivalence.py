@@ -1,5 +1,5 @@
-"""Proves the masks: the trie finds what trying every token finds, and the kernel writes what naive writes
-and nothing else.
+"""Proves the masks: the trie finds what trying every token finds, and the kernel writes what naive
+writes and nothing else.
 """
 
 import random
@@ -9,7 +9,11 @@ import torch
 
 from lessons.l24_structured_outputs import kernels, naive, optimized, stand_ins
 from lessons.l24_structured_outputs.kernels import token_mask_kernel
-from lessons.l24_structured_outputs.lab.grammar_testing import allowed_by, random_tokens
+from lessons.l24_structured_outputs.lab.testing import (
+    allowed_by,
+    embedded_vocabulary,
+    random_tokens,
+)
 from lessons.l24_structured_outputs.languages.reading import compile_structure
 from lessons.l24_structured_outputs.matcher import Matcher, TooAmbiguous
 from lessons.l24_structured_outputs.optimized import TokenMasks
@@ -25,6 +29,13 @@ TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 # ---------------------------------------------------------------- masks
+
+
+@pytest.fixture
+def vocabulary():
+    """The bytes of the embedded model's tokens."""
+    return embedded_vocabulary()
+
 
 SCHEMA = {
     "type": "object",
@@ -48,8 +59,8 @@ STRUCTURES = {
 
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_the_trie_finds_what_trying_every_token_finds(kind, vocabulary, seed, request):
-    """Along random texts of a part of the vocabulary, with its single bytes and several tokens of the
-    same bytes; states and tables are forgotten in between.
+    """Along random texts of a part of the vocabulary, with its single bytes and several tokens of
+    the same bytes; states and tables are forgotten in between.
     """
     few = random.choices(vocabulary.tokens, k=600) + [bytes([byte]) for byte in range(256)]
     part = Vocabulary([*few, None, b"", b"re", b"re"])
@@ -67,7 +78,7 @@ def test_the_trie_finds_what_trying_every_token_finds(kind, vocabulary, seed, re
 
 
 def test_engines_in_several_threads_do_not_meet_in_a_table(vocabulary, monkeypatch):
-    """Each change of the table is made by whoever holds the lock."""
+    """Each change of the table is made by the thread that holds the lock."""
     masks = TokenMasks(compile_structure("regex", r"[a-z]+\(\d\)"), vocabulary)
     number_of, changes = TokenMasks.number_of, []
 
@@ -100,7 +111,7 @@ def test_a_mask_that_takes_too_long_is_given_up(vocabulary, monkeypatch):
 
 
 def test_memory_is_bounded(vocabulary, monkeypatch, seed):
-    """Tables begin anew, and whoever holds a state goes on."""
+    """Tables begin anew, and a caller who holds a state goes on."""
     monkeypatch.setattr(optimized, "MOST_ROWS", 20)
     masks = TokenMasks(compile_structure("json", SCHEMA), vocabulary)
     once = TokenMasks(compile_structure("json", SCHEMA), vocabulary)
@@ -124,14 +135,16 @@ def problem(vocab_size, rows=(3, 0, 4), dtype=torch.float32, seed=0, num_rows=6)
     allowed = torch.rand(len(rows), vocab_size, generator=generator) < 0.5
     allowed[:, -1] = torch.arange(len(rows)) % 2 == 0
     mask = naive.packed(allowed)
-    # Bits behind the last token mean nothing.
+    # Bits after the last token mean nothing.
     if vocab_size % 32:
         mask[:, -1] |= -1 << vocab_size % 32
     return logits, mask.to(DEVICE), torch.tensor(rows, device=DEVICE)
 
 
 def same(inputs) -> None:
-    """Equal in every bit, because nothing is computed; and rows that nobody named are untouched."""
+    """Equal in every bit, because nothing is computed; and rows that are not named are
+    untouched.
+    """
     logits, mask, rows = inputs
     out = optimized.apply_token_mask(logits.clone(), mask, rows)
     wanted = naive.apply_token_mask(logits.clone(), mask, rows)
@@ -163,7 +176,9 @@ def test_the_stand_in(dtype, seed):
 
 
 def test_the_kernel_on_a_part_of_a_larger_tensor(seed):
-    """Rows with a stride, a mask with a stride, and NaN logits that are allowed stay what they are."""
+    """Rows with a stride, a mask with a stride, and NaN logits that are allowed stay what
+    they are.
+    """
     logits, mask, rows = problem(1100, seed=seed)
     whole = torch.full((6, 1200), 7.0, device=DEVICE)
     whole[:, 40:1140] = logits

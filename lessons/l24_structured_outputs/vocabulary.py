@@ -1,11 +1,12 @@
 """The bytes of each token, and all tokens as a trie.
 
-A grammar speaks of bytes, a model of tokens. Three kinds of tokenizers say exactly which bytes a token
-adds to a text:
+A grammar speaks of bytes, a model of tokens. Three kinds of tokenizers say exactly which bytes a
+token adds to a text:
 
-- byte-level BPE (GPT-2, Llama 3, Qwen, models/tiny): each byte is written as one visible character, so
-  "Ġdef" is b" def";
-- SentencePiece with byte fallback (Llama 2, Mistral, Gemma): "▁def" is b" def", and <0x0A> is b"\\n";
+- byte-level BPE (GPT-2, Llama 3, Qwen, models/tiny): each byte is written as one visible character,
+  so "Ġdef" is b" def";
+- SentencePiece with byte fallback (Llama 2, Mistral, Gemma): "▁def" is b" def", and <0x0A> is
+  b"\\n";
 - what was added later is its own text; special tokens are no text at all.
 
 Both kinds cut characters into bytes where their vocabulary has no token for them.
@@ -70,8 +71,8 @@ def read_sentencepiece(token: str) -> bytes:
 
 
 def visible_characters() -> dict[str, int]:
-    """{character: byte} of GPT-2: printable characters of Latin-1 are themselves, and the other bytes
-    follow from 256 on.
+    """{character: byte} of GPT-2: printable characters of Latin-1 are themselves, and the other
+    bytes follow from 256 on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -85,8 +86,8 @@ BYTE_OF = visible_characters()
 class Vocabulary:
     """Tokens by their bytes. tokens[id]: bytes, or None for a token that is no text.
 
-    The trie has a node for each beginning of a token. Nodes are numbered level by level, so those of
-    one length stand side by side: node n comes from parent[n] by byte[n], and level k is the slice
+    The trie has a node for each beginning of a token. Nodes are numbered level by level, so those
+    of one length are side by side: node n comes from parent[n] by byte[n], and level k is the slice
     levels[k]. node_of[id]: where token id ends; 0, the empty text, for a token that is no text.
     """
 

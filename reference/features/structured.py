@@ -4,7 +4,7 @@ answers may still say.
     SamplingParams(structured_outputs=StructuredOutputsParams(regex="(red|green)"))
     SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "object", ...}))
 
-Read `Constraint`: an answer holds a state of lesson 22's automaton, and a state never changes. So forks,
+Read `Constraint`: an answer holds a state of lesson 24's automaton, and a state never changes. So forks,
 preemptions and drafts need nothing from it.
 
 The mask comes before everything else that a request asks of its logits. Probabilities are then those

@@ -89,14 +89,14 @@ def test_who_is_turned_away_is_told_the_limit(limits, waiting, said):
 
 
 def check_free_places(kind):
-    """Whoever finds a place in the next step waits for nobody."""
+    """A request that finds a place in the next step waits for no other."""
     assert not refuses(door(kind, TWO, free_places=3, max_waiting_requests=0))
     assert refuses(door(kind, TWO, free_places=2, max_waiting_requests=0))
 
 
 def check_waits(kind):
-    """500 tokens that wait are half a second, if answers take all that they may; if they have been of
-    10 tokens lately, 170 tokens are 0.17 s.
+    """500 tokens that wait are half a second, if answers take all that they may; if they have been
+    of 10 tokens lately, 170 tokens are 0.17 s.
     """
     assert not refuses(door(kind, TWO, rate=working(), max_wait_s=0.51))
     assert refuses(door(kind, TWO, rate=working(), max_wait_s=0.49))
@@ -131,7 +131,7 @@ def test_slips_are_found(slip):
         except AssertionError:
             return True
 
-    assert any(map(finds, CHECKS)), f"nobody noticed: {slip.__doc__}"
+    assert any(map(finds, CHECKS)), f"no check noticed: {slip.__doc__}"
 
 
 def test_the_rate_is_of_busy_seconds_and_forgets():
@@ -176,7 +176,9 @@ def test_turning_some_away_answers_the_others_in_time():
 
 
 def test_late_requests_are_dropped_before_they_cost_anything():
-    """Whoever is dropped because of a deadline has hardly been computed; whoever hangs up has been."""
+    """A request that a deadline drops has hardly been computed; one whose client hangs up has
+    been.
+    """
     calls = overload()
     _, until_they_leave = simulate([c._replace(patience_s=1.0) for c in calls], max_num_seqs=8)
     deadlines = [c._replace(patience_s=None, timeout_s=1.0) for c in calls]

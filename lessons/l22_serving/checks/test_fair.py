@@ -1,5 +1,5 @@
-"""Proves the order of users: the bound on their shares, that nobody starves, saves up or is punished,
-and that what was not used is given back.
+"""Proves the order of users: the bound on their shares, that no user starves, saves up or is
+punished, and that what was not used is given back.
 """
 
 import random
@@ -72,7 +72,7 @@ def check_bound(kind, weights=None, rounds=300):
 
 
 def check_latecomer(kind):
-    """Somebody who comes late is next but one, at most, and no more than next: he has no claim to
+    """A user who comes late is next but one, at most, and no more than next: he has no claim to
     what was served before.
     """
     line = Line(kind)
@@ -88,7 +88,7 @@ def check_latecomer(kind):
 
 
 def check_no_punishment(kind):
-    """Who had the engine for himself pays nothing for it when somebody comes."""
+    """Who had the engine for himself pays nothing for it when another one comes."""
     line = Line(kind)
     for _ in range(50):
         line.arrive("alone", 10)
@@ -132,7 +132,7 @@ def check_memory(kind):
 
 
 def check_strangers(kind):
-    """Somebody with many requests has his turn, although strangers keep coming, each of them once."""
+    """A user with many requests has his turn, although new users keep coming, each of them once."""
     line = Line(kind)
     for _ in range(40):
         line.arrive("greedy", 50)
@@ -169,7 +169,7 @@ def test_slips_are_found(slip, seed):
             check(slip)
         except AssertionError:
             found += 1
-    assert found, f"nobody noticed: {slip.__doc__}"
+    assert found, f"no check noticed: {slip.__doc__}"
 
 
 def test_what_was_not_used_is_given_back_to_who_waits():
@@ -236,7 +236,7 @@ def test_wrong_weights_are_refused():
 
 @pytest.mark.parametrize("order", [by_fair_share, by_arrival])
 def test_random_histories_end_and_leak_nothing(order, seed):
-    """Users come and go, blocks are few, requests are preempted: everybody still gets the tokens that
+    """Users come and go, blocks are few, requests are preempted: each still gets the tokens that
     he gets alone.
     """
     engine = new_engine(VirtualModel, 10, order, max_num_seqs=4, max_num_batched_tokens=16)
@@ -255,7 +255,7 @@ def test_random_histories_end_and_leak_nothing(order, seed):
             if output.finished:
                 answers[output.request_id] = output.tokens
         step += 1
-        assert step < 5000, "somebody starves"
+        assert step < 5000, "a user starves"
     assert {name: len(tokens) for name, tokens in answers.items()} == wanted
     blocks = engine.scheduler.blocks
     assert blocks.num_free == blocks.num_blocks and not blocks.tables and not engine.sequences
@@ -263,8 +263,8 @@ def test_random_histories_end_and_leak_nothing(order, seed):
 
 
 def test_a_newcomer_starts_where_the_engine_stands():
-    """Four of the first user's requests run, each laid out with 16 tokens: they start at 0, 16, 32 and
-    48, so the engine stands at 48.
+    """Four of the first user's requests run, each laid out with 16 tokens: they start at 0, 16, 32
+    and 48, so the engine is at 48.
     """
     engine = new_engine(VirtualModel, 20, by_fair_share, max_num_seqs=4)
     for at in range(8):

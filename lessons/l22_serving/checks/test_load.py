@@ -48,13 +48,15 @@ def test_littles_law_holds_exactly(seed):
         in_system, rate_per_s, stay_s = little(stays)
         assert in_system == pytest.approx(rate_per_s * stay_s, rel=1e-9)
     assert little([(0, 2), (1, 3), (1, 2)]) == pytest.approx((5 / 3, 1.0, 5 / 3))
-    for nobody in ([], [(1, 1)]):
+    for none in ([], [(1, 1)]):
         with pytest.raises(ValueError, match="stays: got"):
-            little(nobody)
+            little(none)
 
 
 def test_littles_law_holds_in_a_server_for_every_part_of_it():
-    """For the whole stay, and for the wait in the queue alone, at a load that it cannot keep up with."""
+    """For the whole stay, and for the wait in the queue alone, at a load that it cannot keep up
+    with.
+    """
     calls = [Call(at, 128, 12) for at in gamma_arrivals(80.0, 80, seed=1)]
     history, _ = simulate(calls, max_num_seqs=4)
     for stays in (

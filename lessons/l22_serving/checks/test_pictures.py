@@ -30,8 +30,8 @@ def test_pictures_are_drawn_whole(name, monkeypatch):
 
 @pytest.mark.sample(8, of="pictures")
 def test_the_capacity_is_what_full_places_answer():
-    """A step of 16 places takes about 12 ms, so an answer of 64 tokens about 0.8 s; and its prompt's
-    512 tokens take some 15 ms of everybody's time.
+    """A step of 16 places takes about 12 ms, so an answer of 64 tokens about 0.8 s; and its
+    prompt's 512 tokens take some 15 ms of each row's time.
     """
     assert experiments.capacity_per_s(120) == pytest.approx(20, rel=0.1)
 

@@ -45,8 +45,8 @@ def requests_at(arrivals_s: Sequence[float], seed: int = 64, **more) -> list[Cal
 
 @lru_cache
 def capacity_per_s(count: int = 400) -> float:
-    """Requests a second that full places answer: far more come, and the time when places fill at the
-    beginning, or run empty at the end, is left out.
+    """Requests a second that full places answer: far more come, and the time when places fill at
+    the beginning, or run empty at the end, is left out.
     """
     history, _ = simulate(requests_at(gamma_arrivals(100.0, count, 1)), max_num_seqs=PLACES)
     ends = sorted(one.end_s for one in history)
@@ -58,8 +58,8 @@ def capacity_per_s(count: int = 400) -> float:
 
 
 def blocking(calls: Sequence[Call]) -> list[Served]:
-    """naive.py: one place, and nobody sees a token before the whole answer. Whoever hangs up while the
-    engine works for them counts with the time until then.
+    """naive.py: one place, and no client sees a token before the whole answer. One who hangs up
+    while the engine works for it counts with the time until then.
     """
     history, _ = simulate(calls, max_num_seqs=1)
     return [replace(one, token_s=(one.end_s,) * len(one.token_s)) for one in history]
@@ -78,8 +78,8 @@ class Row(NamedTuple):
 
 
 def crowd(seconds: float = 12.0, load: float = 1.3, seed: int = 22) -> list[Call]:
-    """More than the server can answer: most of it of one user, in bursts, and one request a second of
-    another.
+    """More than the server can answer: most of it of one user, in bursts, and one request a second
+    of another.
     """
     rate = load * capacity_per_s() - 1
     count = int(rate * seconds)
@@ -125,8 +125,8 @@ def row(name: str, history: list[Served]) -> Row:
 
 
 def two_users(many: int = 300, whose: str | None = "modest") -> dict[str, list[Served]]:
-    """One user, greedy, sends `many` requests at once, another one, modest, sends one every half second:
-    {order: what the user `whose` saw; None: what both saw}.
+    """One user, greedy, sends `many` requests at once, another one, modest, sends one every half
+    second: {order: what the user `whose` saw; None: what both saw}.
     """
     greedy = requests_at([0.0] * many, user="greedy")
     modest = requests_at([0.25 + 0.5 * index for index in range(12)], user="modest")
@@ -233,8 +233,8 @@ SERVICE_S, EVERY_S, STALL_AT_S, STALL_S, COUNT = 0.01, 0.1, 30.0, 10.0, 1000
 
 
 def stalling_server(sent_s: float) -> float:
-    """When a request sent at this second is answered: it takes 10 ms, and between the 30th and the 40th
-    second nothing moves. There are places enough, so nobody waits for anybody.
+    """When a request sent at this second is answered: it takes 10 ms, and between the 30th and the
+    40th second nothing moves. There are places enough, so no request waits for another.
     """
     if STALL_AT_S <= sent_s < STALL_AT_S + STALL_S:
         sent_s = STALL_AT_S + STALL_S
@@ -242,9 +242,9 @@ def stalling_server(sent_s: float) -> float:
 
 
 def omission() -> dict[str, list[float]]:
-    """Latencies in seconds of a thousand requests, one every 100 ms, as two clients measure them: one
-    sends the next when it has an answer, and counts from the sending; the other counts from when each
-    was meant to be sent.
+    """Latencies in seconds of a thousand requests, one every 100 ms, as two clients measure them:
+    one sends the next when it has an answer, and counts from the sending; the other counts from
+    when each was meant to be sent.
     """
     closed, sent_s = [], 0.0
     for _ in range(COUNT):

@@ -52,7 +52,9 @@ IN_TIME = f"in time: the whole answer within {OBJECTIVES.e2el_s:g} s"
 
 
 def draw_lines(ax, series: dict[str, tuple[list[float], list[float]]], roles: list[str]) -> None:
-    """A line for each of {name: (x values, y values)}, named beside its end; roles: how each looks."""
+    """A line for each of {name: (x values, y values)}, named beside its end; roles: how each
+    looks.
+    """
     labels = []
     for (name, (xs, ys)), role in zip(series.items(), roles):
         look = ROLES[role]
@@ -64,8 +66,8 @@ def draw_lines(ax, series: dict[str, tuple[list[float], list[float]]], roles: li
 
 @style()
 def draw_users(many: int = 300) -> ClassFigure:
-    """The time to the first token of somebody who asks now and then, behind somebody who has asked for
-    three hundred answers at once.
+    """The time to the first token of a user who asks now and then, after another one who has asked
+    for three hundred answers at once.
     """
     found = two_users(many)
     worst = {name: max(one.ttft_s for one in history) for name, history in found.items()}

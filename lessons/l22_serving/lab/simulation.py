@@ -1,8 +1,9 @@
-"""The server on a virtual clock: requests arrive, are let in or not, are dropped when it is too late,
-and give up; nobody sleeps, and a run repeats.
+"""The server on a virtual clock: requests arrive, are let in or not, are dropped when it is too
+late, and give up; nothing sleeps, and a run repeats.
 
-Read `simulate`. The engine, the admission and the order of users are the lesson's own, as the thread
-of optimized.py drives them. Only the clock is a number that a formula for the time of a step moves.
+Read `simulate`. The engine, the admission and the order of users are the lesson's own, as the
+thread of optimized.py drives them. Only the clock is a number that a formula for the time of a step
+moves.
 """
 
 from collections import deque

@@ -1,5 +1,5 @@
-"""What the tests and exercises of this lesson share: queues, doors and mailboxes with one planted slip
-each.
+"""What the tests and exercises of this lesson share: queues, doors and mailboxes with one planted
+slip each.
 """
 
 from lessons.l22_serving.admission import AdmissionControl
@@ -35,7 +35,7 @@ class NeverGivesBack(FairQueue):
 
 
 class PunishesThePast(FairQueue):
-    """A user's line goes on where it ended, although nobody else wanted the engine then."""
+    """A user's line goes on where it ended, although no other user wanted the engine then."""
 
     def arrive(self, user, cost):
         ticket = super().arrive(user, cost)
@@ -53,7 +53,7 @@ class PunishesThePast(FairQueue):
 
 
 class StandsStill(FairQueue):
-    """The engine stands at the largest start of those that have begun, and nowhere else."""
+    """The engine is at the largest start of those that have begun, and nowhere else."""
 
     def leave(self, ticket, used):
         now = self.now
@@ -61,20 +61,20 @@ class StandsStill(FairQueue):
         self.now = now
 
 
-class RemembersEverybody(FairQueue):
+class RemembersEveryUser(FairQueue):
     """Keeps a line for each user that it has ever seen."""
 
     def _forget_idle(self):
         pass
 
 
-FAIR_SLIPS = (ByRequests, SavesUp, NeverGivesBack, PunishesThePast, StandsStill, RemembersEverybody)
+FAIR_SLIPS = (ByRequests, SavesUp, NeverGivesBack, PunishesThePast, StandsStill, RemembersEveryUser)
 
 # ---------------------------------------------------------------- the door
 
 
 class CountsTheBatch(AdmissionControl):
-    """Takes whoever finds a free place for one who waits."""
+    """Takes a request that finds a free place for one that waits."""
 
     def admit(self, *args, **arguments):
         queue = self.queue
@@ -86,7 +86,7 @@ class CountsTheBatch(AdmissionControl):
 
 
 class RetriesAtOnce(AdmissionControl):
-    """Tells everybody to come again in a second."""
+    """Tells all to come again in a second."""
 
     @staticmethod
     def retry_after_s(wait_s):

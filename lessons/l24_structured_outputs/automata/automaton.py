@@ -1,18 +1,18 @@
 """The rules of a grammar as deterministic automata over bytes.
 
-Each rule becomes a small machine. From a position in it, a byte leads to one other position at most, and a
-call leads to the position behind the called rule. Without calls, as for a regular expression, this one
-machine is everything.
+Each rule becomes a small machine. From a position in it, a byte leads to one other position at
+most, and a call leads to the position after the called rule. Without calls, as for a regular
+expression, this one machine is everything.
 
 Three promises, which hold by construction:
 
-- **Linear time.** A text is read byte by byte and never twice. Engines that backtrack try `(a+)+b` on
-  "aaaa" in exponentially many ways; here all ways are followed at once, as one position.
-- **Bounded size.** The positions of a deterministic machine can be exponentially many: `(a|b)*a(a|b){n}`
-  needs 2ⁿ⁺¹. They are all made now, so a grammar that is too large is refused within about a second,
-  before anything is generated.
-- **No dead ends.** Positions from which no text can be completed are removed. So whoever follows the
-  automaton can always go on to an end.
+- **Linear time.** A text is read byte by byte and never twice. Engines that backtrack try `(a+)+b`
+  on "aaaa" in exponentially many ways; here all ways are followed at once, as one position.
+- **Bounded size.** The positions of a deterministic machine can be exponentially many:
+  `(a|b)*a(a|b){n}` needs 2ⁿ⁺¹. They are all made now, so a grammar that is too large is refused
+  within about a second, before anything is generated.
+- **No dead ends.** Positions from which no text can be completed are removed. So a text that
+  follows the automaton can always go on to an end.
 
 Sources: Thompson 1968, *Regular Expression Search Algorithm*; Rabin and Scott 1959 (the subset
 construction); Cox 2007, *Regular Expression Matching Can Be Simple And Fast*.
@@ -36,9 +36,9 @@ MOST_WORK = 500_000  # entries of sets that the subset construction looks at: ab
 class Automaton:
     """Positions of all rules, numbered from 0.
 
-    class_of: for each byte its class; bytes of a class are never told apart. edges[position]: {class:
-    position}. calls[position]: (rule, position behind it). is_final: whether the rule may end there.
-    start: {rule: position}.
+    class_of: for each byte its class; bytes of a class are never told apart. edges[position]:
+    {class: position}. calls[position]: (rule, position after it). is_final: whether the rule may
+    end there. start: {rule: position}.
     """
 
     class_of: bytes
@@ -50,8 +50,8 @@ class Automaton:
 
 
 def compile_grammar(grammar: Grammar) -> Automaton:
-    """The automaton of a grammar, of the rules that ROOT needs. Every call is of a rule that is there.
-    Raises ValueError for a grammar that no text fits, and TooLarge.
+    """The automaton of a grammar, of the rules that ROOT needs. Every call is of a rule that is
+    there. Raises ValueError for a grammar that no text fits, and TooLarge.
     """
     nfa = Nfa()
     waiting = [ROOT]
@@ -70,7 +70,9 @@ def compile_grammar(grammar: Grammar) -> Automaton:
 
 
 class Subsets:
-    """The subset construction: a position is a set of states in which the machine may be at once."""
+    """The subset construction: a position is a set of states in which the machine may be at
+    once.
+    """
 
     def __init__(self, nfa: Nfa, class_of: bytes, automaton: Automaton):
         self.nfa = nfa
@@ -146,10 +148,11 @@ class Subsets:
 
 
 def remove_dead_ends(automaton: Automaton) -> None:
-    """Keep edges and calls only where the rule can still be completed. Raises ValueError if the root
-    cannot.
+    """Keep edges and calls only where the rule can still be completed. Raises ValueError if the
+    root cannot.
 
-    A call counts once the called rule is known to have a finite text; so rules become known in rounds.
+    A call counts once the called rule is known to have a finite text; so rules become known in
+    rounds.
     """
     sources: list[list[tuple[int, str | None]]] = [[] for _ in automaton.edges]
     for position, edges in enumerate(automaton.edges):

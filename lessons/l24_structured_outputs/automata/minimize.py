@@ -1,7 +1,7 @@
 """Positions that no text tells apart are made one, so that fewer masks are needed.
 
-`[0-9]+(,[0-9]+)*` has six positions after the subset construction, because a first digit and a later one
-come from different states. Two are enough: behind a digit, and not.
+`[0-9]+(,[0-9]+)*` has six positions after the subset construction, because a first digit and a
+later one come from different states. Two are enough: after a digit, and not.
 
 Source: Moore 1956, *Gedanken-experiments on Sequential Machines* (refine until nothing changes).
 """
@@ -12,8 +12,8 @@ MOST_WORK = 150_000  # edges looked at: about a tenth of a second
 
 
 def merge_equal(automaton: Automaton) -> None:
-    """Make equal positions one, in place. A large automaton, for which this would take too long, stays as
-    it is.
+    """Make equal positions one, in place. A large automaton, for which this would take too long,
+    stays as it is.
     """
     size = sum(1 + len(edges) for edges in automaton.edges)
     group: list[int] = [int(is_final) for is_final in automaton.is_final]

@@ -1,4 +1,5 @@
-"""Thompson's machine of an expression: states with edges by bytes, by calls of rules, and for nothing.
+"""Thompson's machine of an expression: states with edges by bytes, by calls of rules, and for
+nothing.
 
 Source: Thompson 1968, *Regular Expression Search Algorithm*.
 """
@@ -52,7 +53,7 @@ class Nfa:
         return {called for calls in self.calls[start:] for called, _ in calls}
 
     def add(self, part: Expression, start: int) -> int:
-        """States for `part` behind `start`; returns the one in which it ends."""
+        """States for `part` after `start`; returns the one in which it ends."""
         if isinstance(part, Sequence):
             for each in part.parts:
                 start = self.add(each, start)
@@ -99,7 +100,9 @@ class Nfa:
 
 
 def start_behind(nfa: Nfa, state: int) -> int:
-    """A new state that is reached for nothing. A loop or a branch must not share its first state."""
+    """A new state that is reached for nothing. A loop or a branch must not share its first
+    state.
+    """
     new = nfa.new_state()
     nfa.empty[state].append(new)
     return new
@@ -108,8 +111,8 @@ def start_behind(nfa: Nfa, state: int) -> int:
 def skip_nullable(nfa: Nfa) -> None:
     """Let a call of a rule that the empty text fits be skipped.
 
-    From each rule's first state, follow what is reached for nothing. A call holds its state back until
-    the called rule is known to end so; each state is visited once.
+    From each rule's first state, follow what is reached for nothing. A call holds its state back
+    until the called rule is known to end so; each state is visited once.
     """
     rule_of_end = {end: name for name, (_, end) in nfa.ends.items()}
     held: dict[str, list[int]] = {}
@@ -122,18 +125,18 @@ def skip_nullable(nfa: Nfa) -> None:
             continue
         reached.add(state)
         waiting += nfa.empty[state]
-        for rule, behind in nfa.calls[state]:
-            (waiting if rule in found else held.setdefault(rule, [])).append(behind)
+        for rule, after in nfa.calls[state]:
+            (waiting if rule in found else held.setdefault(rule, [])).append(after)
         if state in rule_of_end:
             found.add(rule_of_end[state])
             waiting += held.pop(rule_of_end[state], [])
     for state, calls in enumerate(nfa.calls):
-        nfa.empty[state] += [behind for rule, behind in calls if rule in found]
+        nfa.empty[state] += [after for rule, after in calls if rule in found]
 
 
 def byte_classes(nfa: Nfa) -> tuple[bytes, int]:
-    """Bytes that no edge tells apart are one class. Returns the class of each byte, and how many there
-    are.
+    """Bytes that no edge tells apart are one class. Returns the class of each byte, and how many
+    there are.
     """
     cuts = {0}
     for edges in nfa.edges:

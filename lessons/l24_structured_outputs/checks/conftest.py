@@ -2,7 +2,7 @@
 
 import pytest
 
-from lessons.l24_structured_outputs.vocabulary import Vocabulary, bytes_of_tokens
+from lessons.l24_structured_outputs.lab.testing import embedded_vocabulary
 from lessons.toolbox.model.checkpoint import load_tokenizer
 
 
@@ -12,7 +12,7 @@ def tokenizer():
     return load_tokenizer("models/tiny")
 
 
-@pytest.fixture(scope="session")
-def vocabulary(tokenizer):
+@pytest.fixture
+def vocabulary():
     """The bytes of its tokens."""
-    return Vocabulary(bytes_of_tokens(tokenizer, len(tokenizer)))
+    return embedded_vocabulary()

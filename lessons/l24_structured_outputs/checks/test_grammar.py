@@ -1,11 +1,13 @@
-"""Proves grammars against their definition, in both notations, with rules that call each other in any way."""
+"""Proves grammars against their definition, in both notations, with rules that call each other in
+any way.
+"""
 
 import pytest
 
 from lessons.l24_structured_outputs import matcher as matcher_module
 from lessons.l24_structured_outputs.automata.automaton import compile_grammar
 from lessons.l24_structured_outputs.automata.minimize import merge_equal
-from lessons.l24_structured_outputs.lab.grammar_testing import (
+from lessons.l24_structured_outputs.lab.testing import (
     all_texts,
     assert_refused,
     is_stuck,
@@ -19,8 +21,8 @@ from lessons.l24_structured_outputs.matcher import Matcher, TooAmbiguous
 
 
 def test_grammars_fit_their_language(seed, request):
-    """Left and right recursion, rules that fit the empty text, ambiguity: against sets of texts from the
-    definition. And no text is stuck.
+    """Left and right recursion, rules that fit the empty text, ambiguity: against sets of texts
+    from the definition. And no text is stuck.
     """
     texts = all_texts("xy", 5)
     for _ in range(400 if request.config.getoption("--all") else 40):

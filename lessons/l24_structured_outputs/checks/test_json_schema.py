@@ -1,4 +1,6 @@
-"""Proves JSON schemas against a validator: every text of the grammar is a document of the schema."""
+"""Proves JSON schemas against a validator: every text of the grammar is a document of the
+schema.
+"""
 
 import json
 import random
@@ -6,7 +8,7 @@ import random
 import pytest
 
 from lessons.l24_structured_outputs.automata.automaton import compile_grammar
-from lessons.l24_structured_outputs.lab.grammar_testing import (
+from lessons.l24_structured_outputs.lab.testing import (
     assert_refused,
     matcher_of,
     random_text,

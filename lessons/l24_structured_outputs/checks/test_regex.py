@@ -1,5 +1,5 @@
-"""Proves regular expressions: against Python's re, and that hostile ones are refused in one line and within
-a second.
+"""Proves regular expressions: against Python's re, and that hostile ones are refused in one line
+and within a second.
 """
 
 import random
@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lessons.l24_structured_outputs.lab.grammar_testing import (
+from lessons.l24_structured_outputs.lab.testing import (
     ATOMS,
     LETTERS,
     assert_refused,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lessons.l24_structured_outputs import naive
-from lessons.l24_structured_outputs.lab.grammar_testing import random_tokens
+from lessons.l24_structured_outputs.lab.testing import random_tokens
 from lessons.l24_structured_outputs.languages.json_text import Layout
 from lessons.l24_structured_outputs.languages.reading import compile_structure
 from lessons.l24_structured_outputs.optimized import TokenMasks
@@ -37,8 +37,8 @@ EACH = [(kind, n) for kind, values in BOTH_READ.items() for n in range(len(value
 
 
 def is_rare_escape(text: bytes, token: bytes) -> bool:
-    r"""Whether a token that follows the text of a JSON document writes at an escape \/ or \u0000: RFC
-    8259 allows them for any character, llguidance only where there is no shorter way.
+    r"""Whether a token that follows the text of a JSON document writes at an escape \/ or \u0000:
+    RFC 8259 allows them for any character, llguidance only where there is no shorter way.
     """
     escapes = re.finditer(rb"\\(u[0-9a-fA-F]{0,4}|.)", text + token, re.DOTALL)
     return any(found.end() > len(text) and found[1][:1] in b"/u" for found in escapes)

@@ -21,7 +21,9 @@ def wrapped(backend: Tokenizer):
 
 
 def sentencepiece_tokenizer():
-    """A vocabulary in the form of Llama 2's: blanks as ▁, bytes as <0x..>, and a decoder that says so."""
+    """A vocabulary in the form of Llama 2's: blanks as ▁, bytes as <0x..>, and a decoder that says
+    so.
+    """
     words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["▁", "▁the", "a", "é", "<0xZZ>", "a▁b", "日本", "<think>"]
     backend = Tokenizer(
@@ -49,7 +51,9 @@ def test_tokens_of_a_text_are_its_bytes(tokenizer, vocabulary, seed):
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 def test_every_token_is_what_its_decoder_says(kind, tokenizer):
-    """Bytes that are no text alone show as U+FFFD, so they are decoded between letters that we know."""
+    """Bytes that are no text alone show as U+FFFD, so they are decoded between letters that we
+    know.
+    """
     tokenizer = tokenizer if kind == "byte-level" else sentencepiece_tokenizer()
     tokens = bytes_of_tokens(tokenizer, len(tokenizer) + 3)
     assert tokens[-3:] == [None] * 3  # rows of the model without a token

@@ -1,11 +1,11 @@
-"""Token masks: made by trying every token and by the trie, over the size of the vocabulary; and applied
-to a batch of logits.
+"""Token masks: made by trying every token and by the trie, over the size of the vocabulary; and
+applied to a batch of logits.
 
-    python -m lessons.toolbox.measure.bench 22
+    python -m lessons.toolbox.measure.bench 24
 
 Masks are made on the CPU, wherever the model runs. The state is inside a quoted string, where most
-tokens fit: there trying takes longest. On a CPU stand_ins.py stands for the kernel, which is interpreted
-and not timed.
+tokens fit: there trying takes longest. On a CPU stand_ins.py takes the place of the kernel, which
+is interpreted and not timed.
 """
 
 import random
@@ -78,7 +78,7 @@ def unpacked(logits: Tensor, masks: Tensor, rows: Tensor):
 
 
 def by_the_engine(logits: Tensor, masks: Tensor, rows: Tensor):
-    """The kernel, and on a CPU what stands for it."""
+    """The kernel, and on a CPU what takes its place."""
     logits, form = logits.clone(), optimized if logits.is_cuda else stand_ins
     return lambda: form.apply_token_mask(logits, masks, rows)
 

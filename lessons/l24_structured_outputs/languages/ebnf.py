@@ -1,13 +1,14 @@
-"""Grammars in EBNF: GBNF, which llama.cpp, XGrammar and vLLM read, and the plain part of Lark's notation.
+"""Grammars in EBNF: GBNF, which llama.cpp, XGrammar and vLLM read, and the plain part of Lark's
+notation.
 
     root ::= "[" item ("," item)* "]"          start: "[" item ("," item)* "]"
     item ::= [0-9]{1,3} | root                  item: /[0-9]{1,3}/ | start
 
-A text with "::=" is GBNF: literals in double quotes, classes [a-z], `.`, groups, `|`, `* + ? {m,n}`,
-comments behind #; the first rule is "root". Any other text is Lark's: literals, /regex/, groups,
-[optional], `* + ? ~ m..n`, comments behind //; the first rule is "start". Lark splits a text into
-terminals first, we read it byte by byte; so what Lark says of terminals, priorities, %ignore and %import
-is refused by name.
+A text with "::=" is GBNF: literals in double quotes, classes [a-z], `.`, groups, `|`, `* + ?
+{m,n}`, comments after #; the first rule is "root". Any other text is Lark's: literals, /regex/,
+groups, [optional], `* + ? ~ m..n`, comments after //; the first rule is "start". Lark splits a text
+into terminals first, we read it byte by byte; so what Lark says of terminals, priorities, %ignore
+and %import is refused by name.
 
 Rules may call each other in any way, also first thing (left recursion).
 """
@@ -49,7 +50,7 @@ class GbnfReader(Reader):
     """Rules of the form name ::= alternatives. A rule ends where the next one begins."""
 
     define, comment, first_rule = "::=", "#", ROOT
-    marks = ""  # that may stand in front of a rule's name
+    marks = ""  # that may come before a rule's name
     any_char = ANY_CHAR
 
     def grammar(self) -> Grammar:
@@ -86,7 +87,7 @@ class GbnfReader(Reader):
                 return
 
     def takes_token(self, token: str) -> bool:
-        """As `takes`, with the blanks behind it."""
+        """As `takes`, with the blanks after it."""
         found = self.takes(token)
         if found:
             self.skip()

@@ -1,7 +1,8 @@
-"""Whether one document may fit two JSON schemas, as far as it can be seen from their types and constants.
+"""Whether one document may fit two JSON schemas, as far as it can be seen from their types and
+constants.
 
-oneOf accepts a document that fits exactly one schema. A grammar accepts what fits any of them. The two mean
-the same where no document fits two.
+oneOf accepts a document that fits exactly one schema. A grammar accepts what fits any of them. The
+two mean the same where no document fits two.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,9 @@ DEEP = 3  # properties in properties that are compared
 
 
 def may_overlap(one, other, followed: Callable, depth: int = 0) -> bool:
-    """False if surely no document fits both. followed(schema): the schema behind its references."""
+    """False if surely no document fits both. followed(schema): the schema that its references lead
+    to.
+    """
     one, other = followed(one), followed(other)
     if not isinstance(one, dict) or not isinstance(other, dict):
         return one is not False and other is not False

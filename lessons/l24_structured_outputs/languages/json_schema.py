@@ -1,11 +1,12 @@
 """JSON schemas as grammars: every text of the grammar is a document that the schema accepts.
 
-    read_schema({"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]})
+    read_schema({"type": "object", "properties": {"name": {"type": "string"}}, "required":
+    ["name"]})
 
-The grammar may have fewer texts than the schema: properties stand in the schema's order, numbers have at
-most 16 digits on either side of the point, and an object with `properties` has no others unless
-additionalProperties says so (that is XGrammar's strict mode, which vLLM uses). It never has more. So
-whatever cannot be read is refused by name, and nothing is ignored but annotations.
+The grammar may have fewer texts than the schema: properties come in the schema's order, numbers
+have at most 16 digits on either side of the point, and an object with `properties` has no others
+unless additionalProperties says so (that is XGrammar's strict mode, which vLLM uses). It never has
+more. So whatever cannot be read is refused by name, and nothing is ignored but annotations.
 
 Source: JSON Schema 2020-12, Core and Validation.
 """
@@ -47,8 +48,8 @@ COMBINING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
 
 def read_schema(schema: dict | bool | str, layout: Layout | None = None) -> Grammar:
-    """The grammar of a schema, as a value or as JSON. layout: None for Layout.free(). Raises ValueError
-    in one line for a schema that is wrong, and for keywords that are not read.
+    """The grammar of a schema, as a value or as JSON. layout: None for Layout.free(). Raises
+    ValueError in one line for a schema that is wrong, and for keywords that are not read.
     """
     try:
         return SchemaReader(loaded(schema), layout or Layout.free()).grammar()
@@ -81,8 +82,8 @@ def loaded(schema: dict | bool | str) -> dict | bool:
 
 
 class SchemaReader:
-    """Reads one schema. Schemas of objects and arrays, and those that $ref names, become rules under
-    their JSON pointers.
+    """Reads one schema. Schemas of objects and arrays, and those that $ref names, become rules
+    under their JSON pointers.
     """
 
     def __init__(self, root: dict | bool, layout: Layout):
@@ -148,7 +149,9 @@ class SchemaReader:
     # ------------------------------------------------------------ combined
 
     def combined(self, where: str, schema: dict, name: str) -> Expression:
-        """$ref, const, enum, anyOf, oneOf, allOf: one of them, and nothing beside it that restricts."""
+        """$ref, const, enum, anyOf, oneOf, allOf: one of them, and nothing beside it that
+        restricts.
+        """
         value, beside = schema[name], {"type"} if name in ("const", "enum") else set()
         for other in schema:
             if other not in {name} | ANNOTATIONS | beside:
@@ -189,7 +192,7 @@ class SchemaReader:
                     )
 
     def followed(self, where: str, schema):
-        """The schema behind references. Raises ValueError if they go round in a circle."""
+        """The schema that references lead to. Raises ValueError if they go round in a circle."""
         for _ in range(DEEPEST):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
@@ -197,7 +200,9 @@ class SchemaReader:
         raise wrong(where, "references in a circle", "references that end")
 
     def resolved(self, where: str, reference) -> tuple[str, dict | bool]:
-        """The JSON pointer of a reference, and the schema there. Nothing is ever loaded from elsewhere."""
+        """The JSON pointer of a reference, and the schema there. Nothing is ever loaded from
+        elsewhere.
+        """
         accepted = "# or #/..., a place in this schema"
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise wrong(f"{where}/$ref", reference, accepted)

@@ -1,4 +1,6 @@
-"""How JSON writes strings, numbers and any value: the expressions of which json_schema.py is made."""
+"""How JSON writes strings, numbers and any value: the expressions of which json_schema.py is
+made.
+"""
 
 import json
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from lessons.l24_structured_outputs.languages.syntax import (
     without,
 )
 
-MOST_DIGITS = 16  # in front of a point and behind it; a float64 tells no more apart
+MOST_DIGITS = 16  # before a point and after it; a float64 tells no more apart
 ESCAPED = ((0, 31), (34, 34), (92, 92))  # control characters, the quote, the backslash
 DIGIT, HEX = char_in("09"), char_in("09", "af", "AF")
 # Without halves of surrogate pairs, which are no characters.
@@ -61,8 +63,8 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """What stands between the parts of a JSON text. blank: what may stand at any place. rules: that the
-    three call.
+    """What is written between the parts of a JSON text. blank: what may be at any place. rules:
+    that the three call.
     """
 
     blank: Expression
@@ -77,8 +79,8 @@ class Layout:
 
     @staticmethod
     def free(blank: Expression | None = None) -> "Layout":
-        """blank: None for nothing, a space, or a new line with up to 20 blanks. JSON allows any number,
-        and a model that has nothing to say writes them for ever.
+        """blank: None for nothing, a space, or a new line with up to 20 blanks. JSON allows any
+        number, and a model that has nothing to say writes them for ever.
         """
         if blank is None:
             indent = sequence(text("\n"), Repeat(char_in(" ", "\t"), 0, 20))
@@ -116,7 +118,9 @@ def any_value(layout: Layout) -> dict[str, Expression]:
 
 
 def literal(value) -> Expression:
-    """One JSON value, written as in Layout.compact. Raises ValueError for what JSON cannot write."""
+    """One JSON value, written as in Layout.compact. Raises ValueError for what JSON cannot
+    write.
+    """
     written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         written.encode()
@@ -207,7 +211,7 @@ def number_between(low: int, high: int) -> Expression:
 
 
 def _decimal_between(low: int, high: int) -> Expression:
-    """From 0 on. The last whole number has zeros behind its point."""
+    """From 0 on. The last whole number has zeros after its point."""
     last = sequence(text(str(high)), optional(text(".0")))
     if low == high:
         return last

@@ -1,6 +1,7 @@
 """Schemas of strings, numbers, arrays and objects as expressions.
 
-A `reader` is json_schema.py's SchemaReader: it reads the schemas inside, has the layout, and keeps rules.
+A `reader` is json_schema.py's SchemaReader: it reads the schemas inside, has the layout, and keeps
+rules.
 """
 
 from lessons.l24_structured_outputs.languages import json_text as parts
@@ -33,7 +34,7 @@ BOUNDS = {"minimum": 0, "maximum": 0, "exclusiveMinimum": 1, "exclusiveMaximum":
 
 
 def wrong(where: str, got, accepted: str) -> ValueError:
-    """The error of a value that cannot stand in a schema."""
+    """The error of a value that cannot be in a schema."""
     return ValueError(f"json: got {shown(got)} at {shown(where)}; accepted: {accepted}")
 
 
@@ -104,7 +105,7 @@ def read_array(reader, where: str, schema: dict) -> Expression:
     first, item = first[:high], reader.read(f"{where}/items", items)
     if not first:
         return enclosed("[]", separated(item, reader.layout, low, high), reader.layout)
-    # The first items, from behind: each is there only if those in front of it are.
+    # The first items, from the last: each is there only if those before it are.
     left = None if high is None else high - len(first)
     rest = separated(item, reader.layout, max(1, low - len(first)), left)
     if left != 0:
@@ -147,9 +148,9 @@ def members(
 ) -> Expression:
     """The pairs in their order, each with whether it is required, then any number of `other`."""
     comma = reader.layout.comma
-    # Rule n: what may follow once something stands in front, from pair n on.
-    behind = EMPTY if other is EMPTY else Repeat(sequence(comma, other), 0, None)
-    reader.rules[f"from {len(pairs)} of {where}"] = behind
+    # Rule n: what may follow once something is written, from pair n on.
+    rest = EMPTY if other is EMPTY else Repeat(sequence(comma, other), 0, None)
+    reader.rules[f"from {len(pairs)} of {where}"] = rest
     for n in range(len(pairs) - 1, -1, -1):
         pair, is_required = pairs[n]
         written = sequence(comma, pair)

@@ -2,13 +2,13 @@
 
     read_regex("(red|green)-\\d{2,3}")
 
-Read: literals, escapes, `.`, classes with ranges and negation, `\\d \\w \\s` and their opposites, groups,
-alternatives, `* + ? {m} {m,} {m,n}`, and the lazy forms, which fit the same texts. `\\d`, `\\w` and `\\s`
-are those of re.ASCII, and a dot is any character but a newline. The whole text has to fit, so `^` and `$`
-are accepted at the ends of an alternative and change nothing.
+Read: literals, escapes, `.`, classes with ranges and negation, `\\d \\w \\s` and their opposites,
+groups, alternatives, `* + ? {m} {m,} {m,n}`, and the lazy forms, which fit the same texts. `\\d`,
+`\\w` and `\\s` are those of re.ASCII, and a dot is any character but a newline. The whole text has
+to fit, so `^` and `$` are accepted at the ends of an alternative and change nothing.
 
-What no automaton of bounded size can do (backreferences), or what would need the intersection of automata
-(look-around, word boundaries), is refused by name.
+What no automaton of bounded size can do (backreferences), or what would need the intersection of
+automata (look-around, word boundaries), is refused by name.
 """
 
 from typing import NamedTuple
@@ -134,7 +134,7 @@ class Reader:
         return sequence(*parts) if parts else EMPTY
 
     def repeated(self, part: Expression) -> Expression:
-        """A part, and how often it stands there."""
+        """A part, and how often it is repeated."""
         bounds = self.bounds()
         if bounds is None:
             return part

@@ -1,10 +1,10 @@
-"""What a grammar is before it becomes an automaton: a few kinds of expressions, and rules that call each
-other by name.
+"""What a grammar is before it becomes an automaton: a few kinds of expressions, and rules that call
+each other by name.
 
     Grammar({"root": sequence(text("["), Repeat(Call("root"), 0, None), text("]"))})
 
-Regular expressions, JSON schemas and EBNF grammars are all read into these. A text fits the grammar if it
-fits the rule "root", from its first byte to its last.
+Regular expressions, JSON schemas and EBNF grammars are all read into these. A text fits the grammar
+if it fits the rule "root", from its first byte to its last.
 """
 
 from collections.abc import Iterable
@@ -122,6 +122,8 @@ ANY_CHAR = Chars(((0, LAST_CODE_POINT),))
 
 
 def wrong(argument: str, got: str, at: int, accepted: str) -> ValueError:
-    """The error of a text that cannot be read, one line. at: characters in front of what is wrong."""
+    """The error of a text that cannot be read, one line. at: characters in front of what is
+    wrong.
+    """
     near = got[max(0, at - 10) : at + 20]
     return ValueError(f"{argument}: got {near!r} at character {at}; accepted: {accepted}")

@@ -1,10 +1,11 @@
 """Ranges of characters as sequences of byte ranges, because automata read bytes.
 
-A token may end in the middle of a character: byte-level vocabularies cut where they like. So an automaton
-that reads characters could not say what may follow such a token, and one that reads bytes can.
+A token may end in the middle of a character: byte-level vocabularies cut where they like. So an
+automaton that reads characters could not say what may follow such a token, and one that reads bytes
+can.
 
-Source: the algorithm is that of Ken Thompson's grep and of RE2, after Russ Cox 2010, *Regular Expression
-Matching in the Wild*, section "UTF-8".
+Source: the algorithm is that of Ken Thompson's grep and of RE2, after Russ Cox 2010, *Regular
+Expression Matching in the Wild*, section "UTF-8".
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ ByteRanges = tuple[tuple[int, int], ...]  # one range for each byte of a charact
 
 
 def byte_sequences(ranges: Ranges) -> Iterator[ByteRanges]:
-    """Sequences that fit exactly the UTF-8 of these characters: all bytes of a sequence vary on their
-    own.
+    """Sequences that fit exactly the UTF-8 of these characters: all bytes of a sequence vary on
+    their own.
     """
     for low, high in ranges:
         for first, last in (

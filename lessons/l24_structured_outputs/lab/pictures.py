@@ -1,7 +1,7 @@
-"""The picture of token masks: one trie of tokens, walked together with an automaton from each of its
-states.
+"""The picture of token masks: one trie of tokens, walked together with an automaton from each of
+its states.
 
-    python -m lessons.l24_structured_outputs.lab.grammar_pictures
+    python -m lessons.l24_structured_outputs.lab.pictures
 
 writes masks.svg beside this file. Nothing is timed: states and masks are what the code finds.
 """

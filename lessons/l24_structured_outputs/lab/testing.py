@@ -1,11 +1,12 @@
-"""What the tests of grammars share: random walks along a grammar, random grammars with their languages,
-random regular expressions.
+"""What the tests of grammars share: random walks along a grammar, random grammars with their
+languages, random regular expressions.
 """
 
 import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import pytest
 
@@ -23,6 +24,16 @@ from lessons.l24_structured_outputs.languages.syntax import (
 )
 from lessons.l24_structured_outputs.matcher import Matcher, State
 from lessons.l24_structured_outputs.optimized import TokenMasks
+from lessons.l24_structured_outputs.vocabulary import Vocabulary, bytes_of_tokens
+from lessons.toolbox.model.checkpoint import load_tokenizer
+
+
+@lru_cache
+def embedded_vocabulary() -> Vocabulary:
+    """The bytes of the embedded model's tokens."""
+    tokenizer = load_tokenizer("models/tiny")
+    return Vocabulary(bytes_of_tokens(tokenizer, len(tokenizer)))
+
 
 # ---------------------------------------------------------------- walks
 
@@ -38,8 +49,8 @@ def next_bytes(matcher: Matcher, state: State) -> list[int]:
 
 
 def random_text(matcher: Matcher, most: int = 30, closing: bytes = b"") -> bytes | None:
-    """A text that fits, byte by byte at random; None: after `most` bytes it has not ended. The longer it
-    is, the rather it goes on with one of `closing`.
+    """A text that fits, byte by byte at random; None: after `most` bytes it has not ended. The
+    longer it is, the rather it goes on with one of `closing`.
     """
     state, found = matcher.start, b""
     for n in range(most):
@@ -63,8 +74,9 @@ def is_stuck(matcher: Matcher, state: State, letters: str, most: int = 3) -> boo
 
 
 def random_tokens(masks: TokenMasks, allowed_tokens, most: int = 40) -> Iterator[tuple[State, int]]:
-    """States along a random text of at most `most` tokens, each with the token that follows it; -1: the
-    text ends. allowed_tokens(state): their ids. The longer the text, the sooner it closes what is open.
+    """States along a random text of at most `most` tokens, each with the token that follows it; -1:
+    the text ends. allowed_tokens(state): their ids. The longer the text, the sooner it closes what
+    is open.
     """
     state = masks.start
     for n in range(most):
@@ -109,8 +121,8 @@ def random_grammar() -> Grammar:
 
 
 def language(grammar: Grammar, longest: int) -> set[str]:
-    """All texts of at most `longest` characters x and y that fit, from the definition alone: sets that
-    grow until nothing is new.
+    """All texts of at most `longest` characters x and y that fit, from the definition alone: sets
+    that grow until nothing is new.
     """
     known: dict[str, frozenset[str]] = dict.fromkeys(grammar.rules, frozenset())
 

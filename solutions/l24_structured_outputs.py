@@ -1,0 +1,90 @@
+"""Exercises of lesson 24: which tokens may come next, and what a mask does to probabilities."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lessons.l24_structured_outputs.matcher import Matcher, State
+from lessons.toolbox.exercises.exercise import exercise
+
+
+@exercise("24.1", "Which tokens may come next", minutes=35, difficulty=3)
+def token_mask(matcher: Matcher, state: State, tokens: Sequence[bytes | None]) -> Tensor:
+    """Which tokens may come next, one bit a token: [ceil(V / 32)] int32, V = len(tokens).
+
+    tokens: the bytes of each token; None or b"" for those without text, which are never allowed.
+    matcher.step(state, byte) gives the state after one more byte, and None if the byte does not
+    fit. A token is allowed if all its bytes fit, one after the other; the text need not end there.
+    Bit t % 32 of word t // 32 is 1 if token t is allowed, and bits without a token are 0. Bit 31 is
+    the sign of an int32.
+
+    Aim: tokens share beginnings, so step once for each *different* beginning of a token that can be
+    reached, and never for the same one twice. "1", "12" and "1a" are three steps, not five.
+    Errors: none to raise.
+
+    Example: digits alone fit. tokens [b"7", b"a", None, b"42", b"4x"]; steps: 7, a, 4, 42, 4x
+        0, 3 are allowed, so the word is 2⁰ + 2³                         -> tensor([9], int32)
+    """
+    # SOLUTION
+    found: dict[bytes, State | None] = {b"": state}
+    allowed = []
+    for token in tokens:
+        before = b""
+        for end in range(1, len(token or b"") + 1):
+            if found[before] is None:
+                break
+            text = token[:end]
+            if text not in found:
+                found[text] = matcher.step(found[before], token[end - 1])
+            before = text
+        allowed.append(bool(token) and before == token and found[before] is not None)
+    words = np.zeros(-(-len(tokens) // 32), np.uint32)
+    for token, is_allowed in enumerate(allowed):
+        words[token // 32] |= np.uint32(is_allowed) << np.uint32(token % 32)
+    return torch.from_numpy(words.view(np.int32))
+    # END
+
+
+Text = tuple[int, ...]  # the tokens of a text, or of the beginning of one
+
+
+@exercise("24.2", "What a mask does to probabilities", minutes=30, difficulty=3)
+def two_chances(
+    model: Callable[[Text], Sequence[float]], allowed: Callable[[Text], Sequence[int]]
+) -> dict[Text, tuple[float, float]]:
+    """How likely each text that fits is, in two ways: {text: (with a mask, without one)}.
+
+    model(text): the probability of each token of the vocabulary as the next one. They sum to 1, and
+    depend on the whole text so far. allowed(text): the tokens that may come next, each with a
+    probability above 0. A text has ended where none may; after some steps each of them does.
+
+        with a mask: before each step the logits of the forbidden tokens become -inf, and the
+            softmax is taken of the others. The chance that sampling writes this text.
+        without one: the model samples freely, and answers that do not fit are thrown away. The
+            share of this text among the answers that are kept.
+    Both columns sum to 1. Errors: none to raise.
+
+    Example: only (0, 1) and (2, 3) fit. The model begins with 0 with probability 0.9, and with 2
+        with 0.1. After 0 it writes 1 with probability 0.01, and after 2 it always writes 3.
+        -> {(0, 1): (0.9, 0.009 / 0.109), (2, 3): (0.1, 0.1 / 0.109)}
+    Guess first: which of the two columns does an engine give you?
+    """
+    # SOLUTION
+    ended: dict[Text, tuple[float, float]] = {}
+    waiting: list[tuple[Text, float, float]] = [((), 1.0, 1.0)]
+    while waiting:
+        text, masked, free = waiting.pop()
+        tokens = allowed(text)
+        if not tokens:
+            ended[text] = masked, free
+            continue
+        chances = model(text)
+        left = sum(chances[token] for token in tokens)
+        for token in tokens:
+            chance = chances[token]
+            waiting.append(((*text, token), masked * chance / left, free * chance))
+    kept = sum(free for _, free in ended.values())
+    return {text: (masked, free / kept) for text, (masked, free) in ended.items()}
+    # END

@@ -1,0 +1,217 @@
+"""Checks of lesson 24's exercises. Each exists because it rejects a named wrong answer
+(wrong/l24.py).
+"""
+
+import random
+from functools import cache
+
+import torch
+
+from tests.exercises.checking import assert_equal, call, check, note
+
+# ---------------------------------------------------------------- 24.1 masks
+
+
+class Steps:
+    """Stands in for a Matcher. table: {state: {byte: state}}; counts the steps."""
+
+    def __init__(self, table):
+        self.table = table
+        self.count = 0
+
+    def step(self, state, byte):
+        assert state in self.table, (
+            f"your function steps from {state!r}, which is no state of this matcher"
+            + (": nothing follows a byte that did not fit" if state is None else "")
+        )
+        self.count += 1
+        return self.table[state].get(byte)
+
+
+DIGITS = {"digits": {byte: "digits" for byte in b"0123456789"}}
+# [0-9]+(,[0-9]+)*, with a position before and one after the first digit
+LIST = {
+    0: {byte: 1 for byte in b"0123456789"},
+    1: {**{byte: 1 for byte in b"0123456789"}, ord(","): 0},
+}
+WORD = {0: {ord("a"): 1}, 1: {ord("b"): 2}, 2: {}}
+
+
+def masked(table, state, tokens):
+    """Token by token, and each word as a number of its own."""
+    words = [0] * -(-len(tokens) // 32)
+    for number, token in enumerate(tokens):
+        at = state
+        for byte in token or b"":
+            at = None if at is None else table[at].get(byte)
+        if token and at is not None:
+            words[number // 32] += 2 ** (number % 32)
+    signed = [word - 2**32 if word >= 2**31 else word for word in words]
+    return torch.tensor(signed, dtype=torch.int32)
+
+
+def compare_mask(impl, matcher: Steps, state, tokens) -> None:
+    """As compare, with a message that names the first token that is wrong."""
+    want = masked(matcher.table, state, tokens)
+    got = call(impl, dict(matcher=matcher, state=state, tokens=tokens))
+    if isinstance(got, torch.Tensor) and (got.shape, got.dtype) == (want.shape, want.dtype):
+        note(got)
+        for bit in range(32 * len(want)):
+            mine, right = (int(mask[bit // 32]) >> bit % 32 & 1 for mask in (got, want))
+            token = (
+                f"token {bit}, {tokens[bit]!r}," if bit < len(tokens) else f"bit {bit}, no token,"
+            )
+            assert mine == right, f"{token} is {mine} in your mask, expected {right}"
+    assert_equal(got, want)
+
+
+def drawn_tokens(seed, count, letters=b"0123,a", longest=4):
+    draws = random.Random(seed)
+    tokens = [
+        bytes(draws.choice(letters) for _ in range(draws.randint(1, longest))) for _ in range(count)
+    ]
+    return [None if draws.random() < 0.05 else token for token in tokens]
+
+
+MASK_CASES = {  # name: (table, state, tokens by seed, why)
+    "example": (DIGITS, "digits", lambda seed: [b"7", b"a", None, b"42", b"4x"], "the docstring's"),
+    "middle": (
+        LIST,
+        1,
+        lambda seed: [b"1,", b"1,,", b",2,3", b",", b",a", b"12", b"a1", b"1,a", b"1,2"],
+        "all bytes of a token must fit, in their order",
+    ),
+    "other_state": (
+        LIST,
+        0,
+        lambda seed: [b",", b"1,", b",2", b"7", b"7,7", b"7,,"],
+        "from another state other tokens fit",
+    ),
+    "no_text": (DIGITS, "digits", lambda seed: [None, b"", b"5", None], "tokens without text"),
+    "end": (WORD, 2, lambda seed: [b"a", b"b", b"ab"], "nothing fits any more"),
+    "needs_more": (WORD, 0, lambda seed: [b"a", b"ab", b"abb"], "the text need not end there"),
+    "words": (LIST, 1, lambda seed: drawn_tokens(seed, 70), "70 tokens are three words"),
+    "full_words": (DIGITS, "digits", lambda seed: [b"1"] * 64, "two words full of ones"),
+    "sign": (DIGITS, "digits", lambda seed: [b"x"] * 31 + [b"1"], "token 31 is the sign"),
+}
+
+
+@check("24.1", {case: why for case, (*_, why) in MASK_CASES.items()}, seconds=5)
+def test_mask(impl, case, seed):
+    table, state, make, _ = MASK_CASES[case]
+    compare_mask(impl, Steps(table), state, make(seed))
+
+
+@check("24.1", {"two_states": "the same tokens from one state, then from another"}, seconds=5)
+def test_mask_again(impl, case, seed):
+    """What was found from one state says nothing about another."""
+    tokens = [b"1", b",", b"12", b",1", b"1,", b"a"]
+    matcher = Steps(LIST)
+    for state in (0, 1, 0):
+        compare_mask(impl, matcher, state, tokens)
+
+
+@check("24.1", {"shared": "long tokens that begin alike", "mixed": "random tokens"}, seconds=5)
+def test_mask_steps(impl, case, seed):
+    """One step for each beginning that can be reached."""
+    if case == "shared":
+        table, state = DIGITS, "digits"
+        tokens = [b"1234567" + bytes([end]) for end in b"0123456789ab"] + [b"x12345", b"x1"]
+    else:
+        table, state, tokens = LIST, 1, drawn_tokens(seed, 60)
+    beginnings, wanted = {b"": state}, 0
+    for text in sorted({t[:n] for t in tokens if t for n in range(1, len(t) + 1)}, key=len):
+        before = beginnings.get(text[:-1])
+        if before is not None:
+            wanted += 1
+            beginnings[text] = table[before].get(text[-1])
+    matcher = Steps(table)
+    compare_mask(impl, matcher, state, tokens)
+    assert matcher.count <= wanted, (
+        f"your function steps {matcher.count} times, and {wanted} different beginnings can be "
+        f"reached: keep the state after each beginning"
+    )
+
+
+# ---------------------------------------------------------------- 24.2 probabilities
+
+
+class Tree:
+    """A model and the texts that fit. table: {text: (probabilities, allowed tokens)}; a text that
+    is no key of it has ended.
+    """
+
+    def __init__(self, table):
+        self.table = table
+
+    def model(self, text):
+        assert text in self.table, f"your function asks what follows {text!r}, which has ended"
+        return self.table[text][0]
+
+    def allowed(self, text):
+        return self.table[text][1] if text in self.table else []
+
+
+def chances_by_hand(tree: Tree):
+    """Each text from its end back to its beginning."""
+    ends = [(*text, t) for text, (_, allowed) in tree.table.items() for t in allowed]
+    ends = [text for text in ends if text not in tree.table] or [()]
+    masked, free = {}, {}
+    for end in ends:
+        masked[end] = free[end] = 1.0
+        for at in range(len(end)):
+            chances, allowed = tree.table[end[:at]]
+            free[end] *= chances[end[at]]
+            masked[end] *= chances[end[at]] / sum(chances[t] for t in allowed)
+    return {end: (masked[end], free[end] / sum(free.values())) for end in ends}
+
+
+@cache
+def drawn_tree(seed, width, depth, few=False):
+    """Random probabilities over four tokens; few: of a text exactly one token may follow."""
+    draws, table = random.Random(seed), {}
+    waiting = [()]
+    while waiting:
+        text = waiting.pop()
+        parts = [draws.uniform(0.05, 1) ** 2 for _ in range(4)]
+        count = 1 if few and text else draws.randint(1, width) if text else width
+        allowed = sorted(draws.sample(range(4), count))
+        table[text] = [part / sum(parts) for part in parts], allowed
+        longer = [(*text, token) for token in allowed]
+        waiting += [t for t in longer if len(t) < depth and (len(t) < 2 or draws.random() < 0.7)]
+    return Tree(table)
+
+
+EXAMPLE = Tree(
+    {
+        (): ([0.9, 0.0, 0.1, 0.0], [0, 2]),
+        (0,): ([0.39, 0.01, 0.3, 0.3], [1]),
+        (2,): ([0.0, 0.0, 0.0, 1.0], [3]),
+    }
+)
+CHANCE_CASES = {  # name: (tree by seed, why)
+    "example": (lambda seed: EXAMPLE, "the docstring's"),
+    "one_step": (lambda seed: drawn_tree(seed, 3, 1), "texts of one token: the two are the same"),
+    "forced": (
+        lambda seed: drawn_tree(seed, 3, 4, few=True),
+        "after the first token one way is left",
+    ),
+    "one_text": (
+        lambda seed: Tree({(): ([0.2, 0.8], [0]), (0,): ([0.5, 0.5], [1])}),
+        "only one text fits, so it is sure in both ways",
+    ),
+    "no_step": (lambda seed: Tree({}), "the empty text has ended already, and is the only one"),
+    "long": (lambda seed: drawn_tree(seed, 3, 5), "texts of different lengths"),
+}
+
+
+@check("24.2", {case: why for case, (_, why) in CHANCE_CASES.items()}, seconds=5)
+def test_chances(impl, case, seed):
+    tree = CHANCE_CASES[case][0](seed)
+    want = chances_by_hand(tree)
+    got = call(impl, dict(model=tree.model, allowed=tree.allowed))
+    assert isinstance(got, dict), f"your result is {got!r}, expected a dictionary"
+    assert_equal(sorted(got), sorted(want), label="the texts of your result")
+    for text, (masked, free) in want.items():
+        assert_equal(got[text][0], masked, rtol=1e-9, label=f"the chance of {text} with a mask")
+        assert_equal(got[text][1], free, rtol=1e-9, label=f"the share of {text} without a mask")
