@@ -1,4 +1,4 @@
-"""The Inference Ladder. Importing this package decides where Triton kernels run, before anybody
+"""The Inference Ladder. Importing this package decides where Triton kernels run, before any module
 imports Triton.
 
 Triton reads TRITON_INTERPRET when a kernel is decorated, and decorates its own library when it is

@@ -3,7 +3,8 @@ standard library and rewrites. Nothing is fetched.
 
 - sql: questions and their queries, made here from a small grammar.
 - docstring: functions of the standard library as their first line and their docstring alone.
-- tests: methods of its unittest tests, rewritten as functions with bare asserts, as pytest has them.
+- tests: methods of its unittest tests, rewritten as functions with bare asserts, as pytest has
+  them.
 
 What is held out comes from tables that no training text names, and from the modules that the base
 model was not trained on either (corpus.HELD_OUT).

@@ -85,8 +85,8 @@ def greedy_answers(model, tokenizer, device: str, length: int = 200) -> list[str
 
 
 def real_answers(tokenizer, texts: list[str], length: int = 200) -> list[str]:
-    """The same prompts with what their authors wrote behind them: what to compare greedy answers with.
-    A prompt that this Python's library writes differently is left out.
+    """The same prompts with what their authors wrote behind them: what to compare greedy answers
+    with. A prompt that this Python's library writes differently is left out.
     """
     answers = []
     for request in json.loads((HERE / "prompts.json").read_text()):
@@ -100,8 +100,8 @@ def real_answers(tokenizer, texts: list[str], length: int = 200) -> list[str]:
 
 
 def parses_so_far(source: str) -> bool:
-    """Whether it is Python, or would be if it went on. What begins with a method stands in a class. The
-    last line may have been cut anywhere, so it does not count.
+    """Whether it is Python, or would be if it went on. What begins with a method stands in a class.
+    The last line may have been cut anywhere, so it does not count.
     """
     around = "class Around:\n" if source[:1].isspace() else ""
     whole_lines = around + source.rpartition("\n")[0] + "\n"

@@ -1,5 +1,5 @@
-"""How the heads of lesson 17 attend while they are trained: many windows at once, and EAGLE-3 to what it
-made itself.
+"""How the heads of lesson 17 attend while they are trained: many windows at once, and EAGLE-3 to
+what it made itself.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""Write models/HEADS.md, the card of the heads that draft for the embedded target, and how often they
-are right into their config.json.
+"""Write models/HEADS.md, the card of the heads that draft for the embedded target, and how often
+they are right into their config.json.
 
     python -m models.heads_card
 
@@ -32,7 +32,7 @@ def card() -> str:
 
 Drafts that read the hidden states of `models/tiny` (lesson 17). `python -m models.heads_card`
 writes this page. They belong to the target with the fingerprint `{config["target_fingerprint"]}`,
-and `load_heads` refuses every other one: whoever trains the target again trains them again.
+and `load_heads` refuses every other one: train them again after the target.
 
 | folder | parameters | weights (bfloat16) | minutes | tokens seen | first guess right | tokens a pass, chain of {DEPTH} | tree of {counted["nodes"]} nodes |
 | --- | --- | --- | --- | --- | --- | --- | --- |

@@ -1,15 +1,16 @@
-"""Teach the target to leave a loop: from the third copy of a line on, each copy becomes less likely.
+"""Teach the target to leave a loop: from the third copy of a line on, each copy becomes less
+likely.
 
     python -m models.loops
 
-A small model that always takes its likeliest token soon writes the same line again and again, because
-each copy makes the next one likelier. Training on text cannot mend that: text holds no loops. So the
-model reads loops: text with a few lines of it repeated on purpose, and answers of its own that repeat a
-line. From the third copy on each token should have a fraction of the probability that the copy in
-front of it gave it (Xu et al. 2022, "Learning to break the loop", section 3). In front of the third copy,
-and on ordinary text, the model is held where it was, by the divergence from what it predicted before.
-Answers are written anew every few updates, because a model that has left one loop finds the next.
-Held-out text is not used.
+A small model that always takes its likeliest token soon writes the same line again and again,
+because each copy makes the next one likelier. Training on text cannot mend that: text holds no
+loops. So the model reads loops: text with a few lines of it repeated on purpose, and answers of its
+own that repeat a line. From the third copy on each token should have a fraction of the probability
+that the copy in front of it gave it (Xu et al. 2022, "Learning to break the loop", section 3). In
+front of the third copy, and on ordinary text, the model is held where it was, by the divergence
+from what it predicted before. Answers are written anew every few updates, because a model that has
+left one loop finds the next. Held-out text is not used.
 """
 
 import argparse
@@ -69,8 +70,8 @@ def repeated(window: np.ndarray, ends_line: np.ndarray, rng: np.random.Generator
 
 
 def copies_of_lines(pieces: list[str], begin: int) -> list[int]:
-    """For each token the place of its copy in the same line before, from the third such line on; -1 for
-    all others, for lines that begin in front of `begin` and for one that was cut.
+    """For each token the place of its copy in the same line before, from the third such line on; -1
+    for all others, for lines that begin in front of `begin` and for one that was cut.
 
     pieces: [n] text of each token. A line is what stands between newlines, without indentation.
     """
@@ -161,8 +162,8 @@ def batch_of(loops: list[Loop]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fading_loss(logprobs: Tensor, ids: Tensor, before: Tensor) -> Tensor:
-    """Mean of -log(1 - |p - FADING · p in the copy before|) over the tokens that have one (Xu et al.
-    2022, equation 4).
+    """Mean of -log(1 - |p - FADING · p in the copy before|) over the tokens that have one (Xu et
+    al. 2022, equation 4).
 
     logprobs: [rows, n - 1, V] of ids[:, 1:]; ids: [rows, n]; before: [rows, n - 1]
     """
@@ -183,15 +184,17 @@ def divergence(old, new: Tensor, ids: Tensor) -> Tensor:
 
 
 def logprobs_of(model, ids: Tensor) -> Tensor:
-    """Log-probabilities of ids[:, 1:]: [rows, n - 1, V] float32, computed in bfloat16. ids: [rows, n]"""
+    """Log-probabilities of ids[:, 1:]: [rows, n - 1, V] float32, computed in bfloat16. ids: [rows,
+    n]
+    """
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     return logits.float().log_softmax(-1)
 
 
 def loss_of(model, old, kinds: list[list[Loop]], text: Tensor) -> Tensor:
-    """What an update makes smaller: the mean over kinds of loops, and the divergence on text: [rows,
-    LENGTH + 1] token ids.
+    """What an update makes smaller: the mean over kinds of loops, and the divergence on text:
+    [rows, LENGTH + 1] token ids.
     """
     text = text.to(model.device)
     loss = KEPT * divergence(old, logprobs_of(model, text), text).mean()

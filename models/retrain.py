@@ -4,13 +4,13 @@
     python -m models.retrain --budget-minutes 9         # again, until it says that all is trained
     python -m models.evaluate && python -m models.heads_card     # where the libraries are
 
-The target, which then learns to leave its loops, the draft that is distilled from it and then learns
-to be accepted, and the three kinds of heads side by side. The budget is for a borrowed machine: what
-is not done by then stops, and the same command goes on with it, also elsewhere when the files in --pack
-have been unpacked in models/'s parent.
-Only a training under way (build/) stays behind; heads and the leaving of loops begin anew, and the latter
-takes a quarter of an hour on a CPU, so give it a larger budget there. models/retraining.json says what is
-finished; with other settings all begins anew.
+The target, which then learns to leave its loops, the draft that is distilled from it and then
+learns to be accepted, and the three kinds of heads side by side. The budget is for a borrowed
+machine: what is not done by then stops, and the same command goes on with it, also elsewhere when
+the files in --pack have been unpacked in models/'s parent. Only a training under way (build/) stays
+behind; heads and the leaving of loops begin anew, and the latter takes a quarter of an hour on a
+CPU, so give it a larger budget there. models/retraining.json says what is finished; with other
+settings all begins anew.
 """
 
 import argparse
@@ -50,7 +50,9 @@ def least_s(stage: str, options: argparse.Namespace) -> float:
 
 
 def run_round(commands: list[list[str]], deadline: float) -> str:
-    """Run commands side by side: "done", "stopped" if they were not done by the deadline, or "failed"."""
+    """Run commands side by side: "done", "stopped" if they were not done by the deadline, or
+    "failed".
+    """
     running = [subprocess.Popen([sys.executable, "-m", *command]) for command in commands]
     try:
         for process in running:

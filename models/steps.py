@@ -28,10 +28,11 @@ DIVERGENCE = 0.1  # weight of the divergence in the loss below
 def acceptance_loss(model, batch, teacher):
     """How often a token that the student drafts is rejected: 1 minus the sum over the vocabulary of
     min(p, q) (Leviathan et al. 2023, section 3.2), the mean of two temperatures; and a share of the
-    divergence, because a token that the student finds hopeless gets next to no gradient of min(p, q).
+    divergence, because a token that the student finds hopeless gets next to no gradient of min(p,
+    q).
 
-    Zhou et al. 2023 ("DistillSpec", section 4) compare losses for drafts; the one that is called total
-    variation there is the first part of this one.
+    Zhou et al. 2023 ("DistillSpec", section 4) compare losses for drafts; the one that is called
+    total variation there is the first part of this one.
     """
     logits = both_logits(model, batch, teacher)
     loss = DIVERGENCE * divergence(*logits)
@@ -51,7 +52,9 @@ def both_logits(model, batch, teacher):
 
 
 def divergence(target, student):
-    """KL(target || student) in nats, the mean over all positions. Both: logits, [rows, length, V]."""
+    """KL(target || student) in nats, the mean over all positions. Both: logits, [rows, length,
+    V].
+    """
     p, q = (torch.log_softmax(x, -1).flatten(0, 1) for x in (target, student))
     return F.kl_div(q, p, log_target=True, reduction="batchmean")
 

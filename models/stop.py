@@ -4,8 +4,8 @@ import signal
 
 
 class Stop:
-    """Whether this program was asked to end, by Ctrl-C or by a time limit's SIGTERM: a training looks after
-    each step, so it is never left in the middle of one. Asked twice, it ends at once.
+    """Whether this program was asked to end, by Ctrl-C or by a time limit's SIGTERM: a training
+    looks after each step, so it is never left in the middle of one. Asked twice, it ends at once.
     """
 
     def __init__(self):

@@ -27,8 +27,9 @@ class Phase(NamedTuple):
     length: int  # of a window: short ones cost less attention; RoPE sees every position in the end
 
 
-# Held-out text is of the standard library. To read that alone in the end is best for a short training,
-# and in a long one the model learns it by heart: from its third time on held-out text became worse.
+# Held-out text is of the standard library. To read that alone in the end is best for a short
+# training, and in a long one the model learns it by heart: from its third time on held-out text
+# became worse.
 PHASES = (Phase(0.55, 0.0, 256), Phase(0.8, 0.5, 256), Phase(0.94, 0.5, 512), Phase(1.0, 0.5, 2048))
 
 OWN_TEXT = (Phase(1.0, 1.0, 512),)  # for a model that is too small to learn it by heart
@@ -38,9 +39,9 @@ KEPT = HERE.parent / "build" / "training-tokens.npz"
 
 
 def streams() -> dict[str, np.ndarray]:
-    """Tokens of "own" (the standard library), of "wide" (the libraries, too), and "held_out". Kept in
-    build/, because encoding the libraries takes a minute; or carried there, with the "python" whose
-    library it is.
+    """Tokens of "own" (the standard library), of "wide" (the libraries, too), and "held_out". Kept
+    in build/, because encoding the libraries takes a minute; or carried there, with the "python"
+    whose library it is.
     """
     kept, carried = KEPT, KEPT.with_suffix(".xz")
     if not kept.exists() and carried.exists():
@@ -95,8 +96,8 @@ def batches(
     budget: float,
     phases: tuple[Phase, ...] = PHASES,
 ) -> Iterator[tuple[float, Tensor]]:
-    """(share of the budget that is spent, [rows, length + 1]), phase after phase, from facts["tokens_seen"]
-    on, which whoever trains on a batch raises before asking for the next.
+    """(share of the budget that is spent, [rows, length + 1]), phase after phase, from
+    facts["tokens_seen"] on, which the training loop raises before it asks for the next batch.
     """
     begun, read = 0, {"own": 0, "wide": 0}  # tokens in front of a phase
     for phase in phases:

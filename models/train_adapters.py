@@ -3,8 +3,8 @@
     python -m models.train_adapters              # all three; or name some: sql docstring tests
     python -m models.adapters_card               # held-out figures -> ADAPTERS.md
 
-The results are ordinary PEFT checkpoints: `PeftModel.from_pretrained(model, "models/tiny-lora-sql")`
-works, and so does our loader. The base model does not change.
+The results are ordinary PEFT checkpoints: `PeftModel.from_pretrained(model,
+"models/tiny-lora-sql")` works, and so does our loader. The base model does not change.
 """
 
 import argparse

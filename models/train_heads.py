@@ -8,8 +8,8 @@
     python -m models.heads_card                                # models/HEADS.md
 
 The target is not trained. It runs once over some text, and its hidden states are kept, so each of
-the drafts learns from a file, in minutes and on one core. All of them learn to give the target's own
-probabilities (distillation), because those decide what is accepted.
+the drafts learns from a file, in minutes and on one core. All of them learn to give the target's
+own probabilities (distillation), because those decide what is accepted.
 
 Heads of other target weights are useless, so config.json holds the target's fingerprint.
 """
@@ -61,8 +61,8 @@ def run_target(model: Decoder, tokens: Tensor) -> Tensor:
 
 
 def windows_to_keep(text: dict, count: int) -> Tensor:
-    """Windows of the training text, half of them of the standard library, no token twice, in any order:
-    [count, WINDOW] int64.
+    """Windows of the training text, half of them of the standard library, no token twice, in any
+    order: [count, WINDOW] int64.
     """
     rng, found = np.random.default_rng(0), []
     libraries = text["wide"][len(text["own"]) :]
@@ -113,8 +113,8 @@ class Vocabulary(NamedTuple):
         return F.linear(hidden, self.weight).float().log_softmax(-1)
 
     def distance(self, student: Tensor, wanted: Tensor) -> Tensor:
-        """Cross-entropy of the student's probabilities under the wanted ones; up to a constant it is
-        the KL divergence. student: [..., hidden_size]; wanted: [..., columns].
+        """Cross-entropy of the student's probabilities under the wanted ones; up to a constant it
+        is the KL divergence. student: [..., hidden_size]; wanted: [..., columns].
         """
         return -(wanted * self.log_probabilities(student)).sum(-1).mean()
 

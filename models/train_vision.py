@@ -3,14 +3,19 @@
     python -m models.train_vision            # minutes on one core
     python -m models.vision_card             # held-out figures -> VISION.md
 
-No weight of the decoder changes, so text is answered exactly as models/tiny answers it. What pictures
-are turned into has to make this decoder say their names, and it was trained on Python alone. So:
+No weight of the decoder changes, so text is answered exactly as models/tiny answers it. What
+pictures are turned into has to make this decoder say their names, and it was trained on Python
+alone. So:
 
-1. Words. Which rows in the place of a picture make the frozen decoder say "red(4, 7)"? They are sums of
-   one learnt table for the colour and one for each digit's place. (Prompt tuning, Lester et al. 2021.)
-2. Eyes. Tower and projector learn to give these rows for a picture. The decoder does not run. A head
+1. Words. Which rows in the place of a picture make the frozen decoder say "red(4, 7)"? They are
+sums of
+   one learnt table for the colour and one for each digit's place. (Prompt tuning, Lester et al.
+     2021.)
+2. Eyes. Tower and projector learn to give these rows for a picture. The decoder does not run. A
+head
    over all rows, thrown away afterwards, teaches the tower what can be told apart.
-3. Rows. The same with a head that sees one row at a time: each row has to tell the whole picture, not
+3. Rows. The same with a head that sees one row at a time: each row has to tell the whole picture,
+not
    its own patch alone, because any row may be what the decoder attends to.
 4. Both together, through the decoder, as LLaVA is trained; the rows become what eyes can give.
 """
@@ -192,7 +197,9 @@ def train_rows(eyes: Eyes, words: Words, steps: int, seed: int) -> None:
 
 
 def wrong_by(eyes: Eyes, words: Words, features: Tensor, labels: Tensor) -> Tensor:
-    """The squared error of rows as a share of what rows differ by. features: [B, N, hidden_size]."""
+    """The squared error of rows as a share of what rows differ by. features: [B, N,
+    hidden_size].
+    """
     spread = sum(table.var(dim=0).mean() for table in words.tables)
     return F.mse_loss(eyes.multi_modal_projector(features), words(labels)) / spread
 

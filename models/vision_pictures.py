@@ -71,8 +71,8 @@ def draw(
 
 
 def name_of(colour: str, digits: list[int]) -> str:
-    """What the model is to say: "red(4, 7)", or "red()" for no digits. It looks like a call, because the
-    decoder knows Python best.
+    """What the model is to say: "red(4, 7)", or "red()" for no digits. It looks like a call,
+    because the decoder knows Python best.
     """
     return f"{colour}({', '.join(map(str, digits))})"
 

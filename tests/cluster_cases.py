@@ -1,4 +1,6 @@
-"""Small traces, and a deployment whose seconds add up exactly: shared by the tests of the simulator."""
+"""Small traces, and a deployment whose seconds add up exactly: shared by the tests of the
+simulator.
+"""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st

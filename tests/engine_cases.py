@@ -89,8 +89,8 @@ def greedy(limit: int) -> SamplingParams:
 
 
 async def leave_at_random(read: Callable[[int], Coroutine], count: int = 150) -> list:
-    """Begin `count` readers, read(0) and so on, most of whom are cancelled at random moments. Returns
-    what each returned or raised.
+    """Begin `count` readers, read(0) and so on, most of whom are cancelled at random moments.
+    Returns what each returned or raised.
     """
     tasks = []
     for at in range(count):

@@ -208,7 +208,9 @@ def test_a_gguf_file_in_replayed_steps(tmp_path):
 
 
 def test_adapters_in_replayed_steps(tmp_path):
-    """Two adapters and the base in one replayed step, each with the tokens of its merged matrices."""
+    """Two adapters and the base in one replayed step, each with the tokens of its merged
+    matrices.
+    """
     model = new_model(SMALL)
     linears = linears_of(model)
     adapters = {

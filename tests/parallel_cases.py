@@ -1,5 +1,5 @@
-"""Small checkpoints of three families, and engines over one process or several, for the tests of the
-engine's workers.
+"""Small checkpoints of three families, and engines over one process or several, for the tests of
+the engine's workers.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Histories for the speculative engine: those of engine_histories.py, with somebody who drafts.
 
-A draft model is played by a second hash over a second memory of tokens, in the same blocks. It reads
-its context back through the block table before each token, so a slot that it never wrote, or that
-belongs to somebody else now, is seen at once.
+A draft model is played by a second hash over a second memory of tokens, in the same blocks. It
+reads its context back through the block table before each token, so a slot that it never wrote, or
+that belongs to somebody else now, is seen at once.
 """
 
 from dataclasses import replace
@@ -42,8 +42,8 @@ OTHERS = LOGITS + torch.randn(LOGITS.shape, generator=torch.Generator().manual_s
 
 
 class Drafting(NamedTuple):
-    """Who drafts. kind: "ngram"; "sure": it keeps its distributions to itself; "drawn"; "sure tree" or
-    "drawn tree": of the shape `tree`.
+    """Who drafts. kind: "ngram"; "sure": it keeps its distributions to itself; "drawn"; "sure tree"
+    or "drawn tree": of the shape `tree`.
     """
 
     kind: str
@@ -127,8 +127,8 @@ class VirtualHeads(HeadDrafter):
 
 
 class VirtualTrees(HeadProposer):
-    """Nothing is kept from step to step. It has no memory that could be wrong: the target's shows what
-    becomes of a tree.
+    """Nothing is kept from step to step. It has no memory that could be wrong: the target's shows
+    what becomes of a tree.
     """
 
     taps, pools = None, ()
@@ -222,8 +222,8 @@ def new_engine(house: House, faults, drafting: Drafting, kind, draft) -> Specula
 
 
 class LookaheadRules(Rules):
-    """Lesson 15's rules. What is new: a sequence keeps the blocks that a rejected draft had, and one
-    that comes in with nothing but its newest token left may wait for the next step.
+    """Lesson 15's rules. What is new: a sequence keeps the blocks that a rejected draft had, and
+    one that comes in with nothing but its newest token left may wait for the next step.
     """
 
     def __init__(self, scheduler):
@@ -300,8 +300,8 @@ class DraftedHistory(History):
 
 
 def alone(sequence, drafting: Drafting) -> list[int]:
-    """The answer of a sequence that is alone, one row of probabilities after the other. Where drafts
-    come without their distributions, it is that of plain sampling.
+    """The answer of a sequence that is alone, one row of probabilities after the other. Where
+    drafts come without their distributions, it is that of plain sampling.
     """
     output, stops = [], frozenset(CONFIG.eos_token_ids)
     is_drawn = drafting.kind.startswith("drawn") and sequence.sampling.temperature > 0

@@ -1,4 +1,6 @@
-"""The draft learns to be accepted: the loss is what the lesson calls 1 - α, and the stage keeps the rest."""
+"""The draft learns to be accepted: the loss is what the lesson calls 1 - α, and the stage keeps the
+rest.
+"""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""The three adapters that are shipped: what the card says of them, and that they serve in one batch."""
+"""The three adapters that are shipped: what the card says of them, and that they serve in one
+batch.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""The engine of an event loop: whom it turns away, what it drops, how it ends, and what it counts."""
+"""The engine of an event loop: whom it turns away, what it drops, how it ends, and what it
+counts.
+"""
 
 import asyncio
 import random
@@ -147,7 +149,9 @@ def test_what_cannot_come_in_time_is_dropped(model):
 
 
 def test_what_would_end_too_late_is_not_begun(model):
-    """A step has taken 5 s lately, so 30 tokens take 150: after 250 of 400 s it is too late to begin."""
+    """A step has taken 5 s lately, so 30 tokens take 150: after 250 of 400 s it is too late to
+    begin.
+    """
     now = [0.0]
     with serving(model, gated=True, clock=lambda: now[0], max_num_seqs=1) as (served, gate):
         served.rate.ran(1, 10.0)  # and one that takes no time follows
@@ -363,8 +367,8 @@ def test_a_user_with_one_request_does_not_wait_for_anothers_many(model, order, p
 
 
 def test_what_a_request_did_not_use_brings_its_users_next_one_forward(model):
-    """Users a and b, two requests each, in the order a b b a: a's second is laid out behind 42 tokens
-    of her first. That is aborted before it runs, so a's second takes its turn.
+    """Users a and b, two requests each, in the order a b b a: a's second is laid out behind 42
+    tokens of her first. That is aborted before it runs, so a's second takes its turn.
     """
     engine = new_engine(model, 60, 4, max_num_seqs=1, order=by_user)
     for name, tokens in (("a1", 40), ("a2", 40), ("b1", 10), ("b2", 10)):

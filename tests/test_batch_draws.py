@@ -92,7 +92,9 @@ def test_in_float32_few_tokens_differ():
 
 
 def test_each_token_has_its_interval():
-    """The middle of a token's share of [0, 1) draws it, even if it is a billionth of the largest."""
+    """The middle of a token's share of [0, 1) draws it, even if it is a billionth of the
+    largest.
+    """
     p = (torch.rand(4096) + 0.1) * 10.0 ** -torch.randint(0, 10, (4096,))
     p[torch.rand(4096) < 0.1] = 0
     reached = p.double().cumsum(0)

@@ -183,7 +183,9 @@ STRUCTURES = [
 
 
 def constrained(llm, prompt, width, limit, wanted):
-    """The search by its definition, every token tried: [(answer, its logprob)], best score first."""
+    """The search by its definition, every token tried: [(answer, its logprob)], best score
+    first.
+    """
     model, (end,) = llm.engine.runner.model, llm.engine.runner.model.config.eos_token_ids
     matcher = Matcher(compile_structure(wanted.kind, getattr(wanted, wanted.kind), wanted.layout))
     vocabulary = llm.engine.structures.vocabulary.tokens

@@ -40,8 +40,8 @@ def sse(event) -> bytes:
 
 
 class FakeServer:
-    """Answers {"prompt": "FIRST GAP COUNT"}: its first token after FIRST seconds, then one every GAP,
-    COUNT in all. places: how many at once; the others wait.
+    """Answers {"prompt": "FIRST GAP COUNT"}: its first token after FIRST seconds, then one every
+    GAP, COUNT in all. places: how many at once; the others wait.
     """
 
     def __init__(self, places: int = 10**6, stall: tuple[float, float] = (0, 0)):
@@ -106,7 +106,9 @@ def lines_of(run: LoadRun, **setting) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", [OpenAI, OpenAIChat])
 def test_the_printed_numbers_are_the_servers(kind):
-    """Three requests at once: 4 tokens after 0.5 s and every 0.1 s, 2 after 1 s and 2 s, and one."""
+    """Three requests at once: 4 tokens after 0.5 s and every 0.1 s, 2 after 1 s and 2 s, and
+    one.
+    """
     run = load(["0.5 0.1 4", "1 2 2", "0.2 9 1"], kind=kind)
     got = lines_of(run, percentiles=(50, 99), metrics=("ttft", "tpot", "itl", "e2el"))
     want = {
@@ -174,8 +176,8 @@ def test_without_usage_parts_are_counted():
 
 
 def test_time_counts_from_the_intended_arrival():
-    """One place at the client, and a server that stalls: whoever had to wait has waited. Measured from
-    the sending, one of ten would have been late.
+    """One place at the client, and a server that stalls: whoever had to wait has waited. Measured
+    from the sending, one of ten would have been late.
     """
     arrivals = [0.1 * i for i in range(10)]
     run = load(["0.05 0 1"] * 10, arrivals, concurrency=1, server=FakeServer(stall=(0, 5)))
@@ -296,8 +298,15 @@ def test_conversations_of_a_sharegpt_file(tmp_path):
     def turns(*texts):
         return {"conversations": [{"from": "x", "value": text} for text in texts]}
 
-    entries = [turns("hello there", "an answer"), turns("only one"), turns("abc", "too short"),
-               turns("p" * 1025, "too long"), {"id": 3}, turns("a question", "x" * 1000)]  # fmt: skip
+    entries = [
+        turns("hello there", "an answer"),
+        turns("only one"),
+        turns("abc", "too short"),
+        # Fmt: skip.
+        turns("p" * 1025, "too long"),
+        {"id": 3},
+        turns("a question", "x" * 1000),
+    ]
     file = tmp_path / "sharegpt.json"
     file.write_text(json.dumps(entries))
     found = bench_data.sharegpt_requests(str(file), 5, 0, Letters())

@@ -23,7 +23,9 @@ from tests.virtual_time import run_virtual
 
 
 class Stalling:
-    """Answers after 50 ms with two tokens, 50 ms apart, unless it is stopped: then when it goes on."""
+    """Answers after 50 ms with two tokens, 50 ms apart, unless it is stopped: then when it goes
+    on.
+    """
 
     def __init__(self):
         self.goes = asyncio.Event()
@@ -123,7 +125,9 @@ def test_both_ways_of_counting_are_of_the_same_requests():
 
 
 def test_a_stopped_server_goes_on_and_ends():
-    """A process with a child, in a group of its own, as a server with its engine in another process."""
+    """A process with a child, in a group of its own, as a server with its engine in another
+    process.
+    """
     program = "import time\nwhile True: print('x', flush=True); time.sleep(0.01)"
     process = subprocess.Popen(
         [sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE
@@ -164,7 +168,9 @@ def test_a_server_is_ended_even_if_it_stands(monkeypatch):
 
 
 def test_servers_of_the_other_measurement_are_ended_alike(monkeypatch):
-    """speed_serving starts two, one with its engine in a thread, and both end although they stand."""
+    """speed_serving starts two, one with its engine in a thread, and both end although they
+    stand.
+    """
     commands, program = [], [sys.executable, "-c", "import time; time.sleep(60)"]
     start = subprocess.Popen
 

@@ -28,8 +28,8 @@ class MadeUpGPU:
         self.has_run = False
 
     def step(self, cache: int = CACHE) -> int:
-        """The first loads kernels and makes a workspace; all of them need STEP bytes meanwhile, and a
-        cache unless there is one.
+        """The first loads kernels and makes a workspace; all of them need STEP bytes meanwhile, and
+        a cache unless there is one.
         """
         self.cached = 0  # it is used again
         if not self.has_run:

@@ -28,8 +28,8 @@ from tests.cluster_cases import BLOCKS, SIZE, TRACES, deployment, examples, how_
 
 
 def lesson_scheduler(name: str, blocks, clock, fit: int):
-    """The scheduler of a policy, made by hand: 3 places, or as many rows as fit the memory; steps of
-    7 tokens where prompts are cut.
+    """The scheduler of a policy, made by hand: 3 places, or as many rows as fit the memory; steps
+    of 7 tokens where prompts are cut.
     """
     return {
         "static": lambda: StaticScheduler(min(3, fit)),
@@ -40,7 +40,9 @@ def lesson_scheduler(name: str, blocks, clock, fit: int):
 
 
 def by_the_lesson(name: str, trace, num_blocks: int):
-    """(passes as (end, {row: tokens}), token times by row) of lesson 14's loop, a step at a time."""
+    """(passes as (end, {row: tokens}), token times by row) of lesson 14's loop, a step at a
+    time.
+    """
     deployed, clock, steps = deployment(num_blocks), VirtualClock(), []
     caches = name == "chunked" and any(request.prefix for request in trace)
     replica = replica_like(deployed, caches)
@@ -88,8 +90,8 @@ def check_against_the_lesson(name: str, lines, num_blocks: int) -> None:
 @pytest.mark.parametrize("name", ["static", "dynamic", "continuous", "chunked"])
 @pytest.mark.sample(2)
 def test_a_replica_makes_the_steps_of_the_lesson(name, request):
-    """The same chunks in the same order at the same times: with preemption, prefixes and arrivals in
-    the middle of steps.
+    """The same chunks in the same order at the same times: with preemption, prefixes and arrivals
+    in the middle of steps.
     """
 
     @examples(how_many(request))

@@ -44,7 +44,9 @@ def planted(
 
 
 def assert_caught(by: str, check) -> None:
-    """by: a pattern that the emulator's message holds, or WRONG; "|" where either may come first."""
+    """by: a pattern that the emulator's message holds, or WRONG; "|" where either may come
+    first.
+    """
     with pytest.raises((NotEquivalent, CudaError)) as error:
         check()
     said = WRONG if isinstance(error.value, NotEquivalent) else str(error.value)

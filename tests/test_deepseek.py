@@ -433,7 +433,8 @@ def test_needed_key_is_named(key, tmp_path):
         (dict(rope_interleave="yes"), "'rope_interleave'"),
         (
             dict(quantization_config=dict(quant_method=8)),
-            "quantization_config: got {'quant_method': 8}; accepted: None, or an object with a quant",
+            "quantization_config: got {'quant_method': 8}; accepted: None, or an object with a "
+            "quant",
         ),
     ],
 )

@@ -1,5 +1,5 @@
-"""deploy/: files for Docker, Prometheus, Grafana and Kubernetes, held by the tools that read them and
-by the server that they start.
+"""deploy/: files for Docker, Prometheus, Grafana and Kubernetes, held by the tools that read them
+and by the server that they start.
 """
 
 import json
@@ -188,8 +188,8 @@ def test_docker_compose_reads_its_file(file):
 
 @pytest.mark.parametrize("file", COMPOSED)
 def test_a_compose_file_holds_together(file):
-    """What can be known without Docker: mounted files exist, services that are waited for are there,
-    and only this machine reaches what is published.
+    """What can be known without Docker: mounted files exist, services that are waited for are
+    there, and only this machine reaches what is published.
     """
     services = load(DEPLOY / file)["services"]
     for name, service in services.items():

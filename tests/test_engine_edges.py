@@ -1,5 +1,5 @@
-"""Where two rules of the engine meet: a stop string and min_tokens, a step that raises behind a last
-token, a drafted place at which nothing could be drawn.
+"""Where two rules of the engine meet: a stop string and min_tokens, a step that raises behind a
+last token, a drafted place at which nothing could be drawn.
 """
 
 from types import SimpleNamespace

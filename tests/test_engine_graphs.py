@@ -1,5 +1,5 @@
-"""Decode steps as CUDA graphs: what is replayed, and that it changes nobody's tokens. Without a GPU on
-simulated graphs, and on a pretended GPU.
+"""Decode steps as CUDA graphs: what is replayed, and that it changes nobody's tokens. Without a GPU
+on simulated graphs, and on a pretended GPU.
 """
 
 import os

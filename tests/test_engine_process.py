@@ -61,8 +61,8 @@ def params(tokens: int) -> SamplingParams:
 
 @contextmanager
 def at_a_pipe(model, limits=None, **how):
-    """(a client, the AsyncLLMEngine at the other end, which is a thread of this process). At the end
-    everything is free.
+    """(a client, the AsyncLLMEngine at the other end, which is a thread of this process). At the
+    end everything is free.
     """
     engine = new_engine(model, how.pop("num_blocks", 60), 4, cache=HashBlocks, **how)
     served = AsyncLLMEngine(engine, limits)
@@ -287,7 +287,9 @@ def test_who_gives_up_before_the_reply_is_computed_no_further(model):
 
 
 def test_answers_that_change_places_are_told_whole(model, seed):
-    """Of best_of answers the likeliest n are told, and which these are changes from step to step."""
+    """Of best_of answers the likeliest n are told, and which these are changes from step to
+    step.
+    """
     best = SamplingParams(
         temperature=1, seed=3, n=2, best_of=6, max_tokens=12, ignore_eos=True, detokenize=False
     )

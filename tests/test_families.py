@@ -210,7 +210,9 @@ def test_sharded_checkpoint(name, tmp_path):
 
 
 def test_rope_of_llama_3_1_at_its_real_positions():
-    """cos and sin equal transformers' up to position 131071, where the original context was 8192."""
+    """cos and sin equal transformers' up to position 131071, where the original context was
+    8192.
+    """
     shape = SMALL | dict(hidden_size=4096, num_attention_heads=32, max_position_embeddings=131072)
     scaling = LLAMA3_ROPE | dict(original_max_position_embeddings=8192)
     theirs = LlamaRotaryEmbedding(

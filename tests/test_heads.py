@@ -1,4 +1,6 @@
-"""The shipped heads of lesson 17: small, for the shipped target, and their card is what is measured."""
+"""The shipped heads of lesson 17: small, for the shipped target, and their card is what is
+measured.
+"""
 
 import json
 

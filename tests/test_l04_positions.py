@@ -51,7 +51,9 @@ def test_readme_worked_examples():
 
 
 def test_readme_example_of_a_stretch():
-    """A pair with 2.5 turns within the trained context keeps half and an eighth of the other half."""
+    """A pair with 2.5 turns within the trained context keeps half and an eighth of the other
+    half.
+    """
     kept = 0.5 + 0.5 / 8
     assert f"0.5 + 0.5 / 8 = {kept} of its frequency" in README
     theta = (2.5 * 2 * math.pi / 8192) ** -2  # so that the second of two pairs turns 2.5 times
@@ -62,7 +64,9 @@ def test_readme_example_of_a_stretch():
 
 
 def test_readme_example_of_yarn():
-    """Pairs 20, 33 and 46 keep all, 0.625 and a quarter of their frequencies; scores are sharper."""
+    """Pairs 20, 33 and 46 keep all, 0.625 and a quarter of their frequencies; scores are
+    sharper.
+    """
     yarn = RopeScaling("yarn", 4.0, original_max_position_embeddings=4096)
     config = replace(figures.LLAMA_3, rope_theta=10000.0, head_dim=128, rope_scaling=None)
     device = torch.device("cpu")

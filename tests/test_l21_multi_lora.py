@@ -1,5 +1,5 @@
-"""Lesson 21: proves that the pictures fit, that excerpts stand in the sources, and that the README quotes what the
-code says.
+"""Lesson 21: proves that the pictures fit, that excerpts stand in the sources, and that the README
+quotes what the code says.
 """
 
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Lesson 23: proves that excerpts are in the sources, and that the README quotes what the code says."""
+"""Lesson 23: proves that excerpts are in the sources, and that the README quotes what the code
+says.
+"""
 
 from pathlib import Path
 

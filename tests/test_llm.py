@@ -1,4 +1,6 @@
-"""The interfaces that users of vLLM know, on the embedded model: what they give, and what they say."""
+"""The interfaces that users of vLLM know, on the embedded model: what they give, and what they
+say.
+"""
 
 import asyncio
 import os

@@ -1,4 +1,6 @@
-"""How models/loops.py teaches the target to leave a loop: which copies count, and what is asked of them."""
+"""How models/loops.py teaches the target to leave a loop: which copies count, and what is asked of
+them.
+"""
 
 import json
 
@@ -104,8 +106,8 @@ def test_a_window_without_lines_makes_no_loop():
 
 
 def faded(factor: float, vocab: int = 7):
-    """Log-probabilities that give each token of the third copy and those behind it `factor` times what
-    the copy in front of it got, and all other tokens of the text 0.8.
+    """Log-probabilities that give each token of the third copy and those behind it `factor` times
+    what the copy in front of it got, and all other tokens of the text 0.8.
     """
     tokens, before = [0, 1, *[2, 3, 4] * 5], [-1] * 8 + list(range(5, 14))
     ids, places, in_front = batch_of([Loop(tokens, before)])

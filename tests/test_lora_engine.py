@@ -1,8 +1,8 @@
-"""The engine with adapters: whatever the scheduler does, everybody gets the tokens of naive generation
-with their own adapter merged into the model.
+"""The engine with adapters: whatever the scheduler does, everybody gets the tokens of naive
+generation with their own adapter merged into the model.
 
-In float64, where two orders of the same sum differ by about 1e-15, so a token differs only if the two
-likeliest are equal to 14 digits. The requests are the same in every run.
+In float64, where two orders of the same sum differ by about 1e-15, so a token differs only if the
+two likeliest are equal to 14 digits. The requests are the same in every run.
 """
 
 import copy
@@ -225,8 +225,8 @@ def test_several_answers_to_a_prompt(model, adapters, prompts, requests):
 
 def test_an_adapter_deleted_while_in_use(model, adapters, prompts, requests, expected):
     """Folder and id are gone after the first step, and the folder then holds another adapter. Those
-    that run, wait and are preempted end as they began; the next request gets the new one, and none of
-    the old one's blocks.
+    that run, wait and are preempted end as they began; the next request gets the new one, and none
+    of the old one's blocks.
     """
     engine = new_engine(model, num_gpu_blocks_override=12)
     for at, name in enumerate(NAMES):
@@ -326,8 +326,8 @@ def test_wrong_requests(name, number):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("is_stale", [False, True])
 def test_replayed_steps_follow_the_adapters_of_their_rows(is_stale, model, requests, monkeypatch):
-    """Kernels interpreted, steps recorded: the grid stays, the adapters of the rows change. Rows that
-    are not copied in are found. The adapters change down_proj only, to save time.
+    """Kernels interpreted, steps recorded: the grid stays, the adapters of the rows change. Rows
+    that are not copied in are found. The adapters change down_proj only, to save time.
     """
     linears = {key: shape for key, shape in linears_of(model).items() if "down_proj" in key}
     adapters = {}

@@ -1,4 +1,6 @@
-"""The engine's top-p on a CPU draws what the definition draws from the same random numbers, row by row."""
+"""The engine's top-p on a CPU draws what the definition draws from the same random numbers, row by
+row.
+"""
 
 import numpy as np
 import pytest
@@ -44,7 +46,8 @@ def new_params(rows: int, **fixed) -> list[SamplingParams]:
 @pytest.mark.parametrize("vocab_size", [3, 600, 4096])
 def test_tokens_of_the_definition(vocab_size, flatness):
     """Also where the cut lies deeper than the likeliest entries, and in a vocabulary of no whole
-    number of blocks. About one token in a million may differ, because the probabilities are float32.
+    number of blocks. About one token in a million may differ, because the probabilities are
+    float32.
     """
     rows = 200
     logits = torch.randn(rows, vocab_size) * 3 / flatness

@@ -100,8 +100,8 @@ def test_a_slip_in_merging_is_seen(slip):
 
 
 def made_by(heads, config: ModelConfig, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """What heads make of embeddings and features: [2, T, hidden_size] -> logits, or what the target's
-    last matrix reads: [N, …].
+    """What heads make of embeddings and features: [2, T, hidden_size] -> logits, or what the
+    target's last matrix reads: [N, …].
     """
     if isinstance(heads, MedusaHeads):
         made = heads(inputs[0]).flatten(0, 1)

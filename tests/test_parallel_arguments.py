@@ -1,5 +1,5 @@
-"""The engine's arguments for several processes: what is refused, who gets which request, what a worker
-holds; and the interfaces that users know.
+"""The engine's arguments for several processes: what is refused, who gets which request, what a
+worker holds; and the interfaces that users know.
 """
 
 import contextlib
@@ -275,8 +275,8 @@ def test_the_embedded_model_in_two_workers(sizes):
 @pytest.mark.sample(5, of="processes")
 @pytest.mark.parametrize("after_s", [0, 1, 5])
 def test_the_command_is_interrupted(after_s):
-    """Ctrl-C goes to the command and its workers alike, while they start, load or serve. The command
-    says so, and all of them end.
+    """Ctrl-C goes to the command and its workers alike, while they start, load or serve. The
+    command says so, and all of them end.
     """
     command = [sys.executable, "-m", "reference.generate", "def f(", "--max-tokens", "1900"]
     with subprocess.Popen(

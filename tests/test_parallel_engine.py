@@ -43,7 +43,9 @@ def named(case) -> str:
 @pytest.mark.parametrize("family, sizes, how", CASES, ids=map(named, CASES))
 @pytest.mark.sample(2)
 def test_tokens_are_those_of_one_process(family, sizes, how, tmp_path, seed):
-    """With chunks of prompts, preemption, a prefix cache, forks, scores, and somebody who gives up."""
+    """With chunks of prompts, preemption, a prefix cache, forks, scores, and somebody who gives
+    up.
+    """
     model = write_checkpoint(tmp_path, family, seed)
     sizes_by_name = dict(zip(NAMES, sizes))
     alone = whole_engine(small_args(model, **how, **sizes_by_name))

@@ -176,7 +176,9 @@ def test_workers_end_with_their_engine(model, how):
 @pytest.mark.sample(1, of="parallel faults")
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_in_the_middle_of_a_step(model, presses, seed):
-    """The workers do not hear it. What they were told is done, and they go on with who comes next."""
+    """The workers do not hear it. What they were told is done, and they go on with who comes
+    next.
+    """
     engine = parallel_engine(small_args(model, tensor_parallel_size=2))
     llm = llm_over(engine)
 

@@ -1,4 +1,6 @@
-"""What a plain request meets: a feature that it does not ask for is neither imported nor entered."""
+"""What a plain request meets: a feature that it does not ask for is neither imported nor
+entered.
+"""
 
 import json
 import subprocess

@@ -1,9 +1,9 @@
-"""The engine over a quantized cache: whatever the scheduler does, everybody gets the tokens of naive
-generation with the same quantizer.
+"""The engine over a quantized cache: whatever the scheduler does, everybody gets the tokens of
+naive generation with the same quantizer.
 
-In float64, where two orders of the same sum differ by about 1e-15. A code differs if a number lies that
-close to the middle between two codes, which happens to one value in about 1e13, and a token differs only
-if the two likeliest are nearly equal besides. The requests are the same in every run.
+In float64, where two orders of the same sum differ by about 1e-15. A code differs if a number lies
+that close to the middle between two codes, which happens to one value in about 1e13, and a token
+differs only if the two likeliest are nearly equal besides. The requests are the same in every run.
 """
 
 import random
@@ -90,7 +90,8 @@ def new_engine(model, name, method=None, drafter=None, **arguments):
 def answers_of(engine, answers: int = 1) -> list[list[int]]:
     """What each request gets; they arrive in three steps."""
     params = [
-        # The likeliest token; several answers are not allowed at temperature 0, which is all the same.
+        # The likeliest token; several answers are not allowed at temperature 0, which is all the
+        # same.
         SamplingParams(temperature=1, top_k=1, max_tokens=limit, n=answers, detokenize=False)
         for limit in LIMITS
     ]

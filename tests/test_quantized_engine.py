@@ -1,5 +1,5 @@
-"""The engine over quantized weights: everybody gets the tokens that the same weights give them alone,
-whatever the scheduler does, and `quantization=` means what it says.
+"""The engine over quantized weights: everybody gets the tokens that the same weights give them
+alone, whatever the scheduler does, and `quantization=` means what it says.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Several engines behind the interface of one: what happens between the end of a replica's step and the
-moment at which somebody is told of it.
+"""Several engines behind the interface of one: what happens between the end of a replica's step and
+the moment at which somebody is told of it.
 """
 
 import pytest
@@ -26,7 +26,7 @@ def engine(model):
 
 
 def silent_step(engine: ReplicatedEngine, request_id: str) -> None:
-    """The replica of a request ends a step, and nobody has been told."""
+    """The replica of a request ends a step, and whose end was not told."""
     [replica] = [one for one in engine.replicas if request_id in one.requests]
     replica.begin_step().result()
 

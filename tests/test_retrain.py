@@ -1,4 +1,6 @@
-"""Training all of the embedded models within a budget: what is stopped goes on, what is finished stays."""
+"""Training all of the embedded models within a budget: what is stopped goes on, what is finished
+stays.
+"""
 
 import json
 import shutil

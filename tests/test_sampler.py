@@ -34,7 +34,8 @@ def test_it_is_the_same_threshold(flatness, top_p):
             # As heavy as it has to be, and the next larger entry is too light, to rounding.
             assert p[row][p[row] >= threshold].double().sum() >= least * (1 - 1e-6)
             assert p[row][p[row] > threshold].double().sum() < least * (1 + 1e-6)
-        # Neighbours, but for entries too light to count, because two ways of summing round differently.
+        # Neighbours, but for entries too light to count, because two ways of summing round
+        # differently.
         between = p[row][(p[row] > low) & (p[row] < high)].double().sum()
         assert between <= least * 2e-6
 

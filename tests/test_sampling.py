@@ -340,7 +340,9 @@ def test_a_row_does_not_depend_on_the_batch():
 
 
 def test_top_k_is_not_the_union_over_rows():
-    """Each row allows one token; a mask shared by the batch would allow all of them to every row."""
+    """Each row allows one token; a mask shared by the batch would allow all of them to every
+    row.
+    """
     logits = 0.01 * torch.randn(VOCAB, VOCAB)
     logits[range(VOCAB), range(VOCAB)] += 0.1
     for params in (SamplingParams(top_k=1), SamplingParams(top_p=1e-9), SamplingParams(min_p=1.0)):

@@ -1,5 +1,5 @@
-"""The command of the simulator: mistakes in one line, a trace as it was recorded, the number of GPUs
-that is the least, figures that are drawn whole, and the steps of the real engine.
+"""The command of the simulator: mistakes in one line, a trace as it was recorded, the number of
+GPUs that is the least, figures that are drawn whole, and the steps of the real engine.
 """
 
 import json
@@ -197,7 +197,8 @@ def test_measured_steps_replace_the_data_sheet(capsys):
 def test_help_needs_no_seconds():
     """Nothing slow is imported for it."""
     code = (
-        "import sys; from reference.simulator.__main__ import new_parser; new_parser().format_help()\n"
+        "import sys; from reference.simulator.__main__ import new_parser; "
+        "new_parser().format_help()\n"
         "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules), 'a slow import'"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)

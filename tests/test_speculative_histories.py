@@ -1,5 +1,5 @@
-"""Random histories of the speculative engine: its tokens are those of a request that runs alone, and
-no block leaks, whatever is drafted, and whoever comes, goes or is preempted.
+"""Random histories of the speculative engine: its tokens are those of a request that runs alone,
+and no block leaks, whatever is drafted, and whoever comes, goes or is preempted.
 """
 
 from collections import Counter

@@ -1,5 +1,5 @@
-"""reference.bench.speed in small: its files, its workloads, its exit codes, and that other tokens cannot
-pass.
+"""reference.bench.speed in small: its files, its workloads, its exit codes, and that other tokens
+cannot pass.
 """
 
 import json

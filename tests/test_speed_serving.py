@@ -28,8 +28,8 @@ def test_a_ratio_compares_two_of_one_round():
 
 
 def test_gaps_are_those_while_prompts_were_there():
-    """Tokens every 10 ms for a while; while a prompt is there, from 1 s to 2 s, every 40 ms and once 90 ms; and a
-    long gap when all prompts have gone.
+    """Tokens every 10 ms for a while; while a prompt is there, from 1 s to 2 s, every 40 ms and
+    once 90 ms; and a long gap when all prompts have gone.
     """
     quiet = [0.8 + at / 100 for at in range(21)]
     under = [1 + at * 0.04 for at in range(1, 24)] + [2.01]

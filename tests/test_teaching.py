@@ -1,4 +1,6 @@
-"""TEACHING.md: its plans name figures and exercises that exist, and its grading works as printed."""
+"""TEACHING.md: its plans name figures and exercises that exist, and its grading works as
+printed.
+"""
 
 import json
 import re

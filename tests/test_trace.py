@@ -1,4 +1,6 @@
-"""The engine's trace: it says what happened, it opens when it is cut off, and a browser shows it."""
+"""The engine's trace: it says what happened, it opens when it is cut off, and a browser shows
+it.
+"""
 
 import lessons  # isort: skip  # noqa: F401 (before transformers, which imports triton)
 

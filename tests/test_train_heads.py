@@ -1,4 +1,6 @@
-"""The training of lesson 17's heads: what it reads, and that each loss asks for what drafting will do."""
+"""The training of lesson 17's heads: what it reads, and that each loss asks for what drafting will
+do.
+"""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""Token trees in the engine: nobody's tokens change, drawn siblings keep the distribution, and heads
-guess what lesson 17 says.
+"""Token trees in the engine: nobody's tokens change, drawn siblings keep the distribution, and
+heads guess what lesson 17 says.
 """
 
 import random
@@ -276,7 +276,8 @@ def chance_of_outputs(model, total=900) -> float:
     tree = full_tree([2, 1])
     engine = tree_engine(model, tree, sample=PROBABILISTIC, **house)
     first, outputs = random.randrange(2**40), []
-    # So many tokens are asked for, because the first comes before any tree, and then a whole one fits.
+    # So many tokens are asked for, because the first comes before any tree, and then a whole one
+    # fits.
     longest = len(tree) + 1
     for start in range(0, total, 50):
         wish = SamplingParams(

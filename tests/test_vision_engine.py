@@ -1,4 +1,6 @@
-"""Pictures in the engine: whatever the engine does with a request, it says what the model says alone."""
+"""Pictures in the engine: whatever the engine does with a request, it says what the model says
+alone.
+"""
 
 import pickle
 import random
@@ -43,8 +45,8 @@ def ask(engine, *prompts, count=4) -> list[list[int]]:
 @pytest.mark.sample(2, of="ways of a picture through the engine")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_engine_says_what_the_model_says_alone(way):
-    """Text beside pictures, pictures that come again, prompts that begin alike, chunks that end within
-    a picture, requests that are preempted and computed again.
+    """Text beside pictures, pictures that come again, prompts that begin alike, chunks that end
+    within a picture, requests that are preempted and computed again.
     """
     model, eyes = small_model()
     engine = new_seeing_engine(**WAYS[way])
@@ -133,7 +135,9 @@ def test_keys_that_do_not_name_the_picture_are_found(wrong, monkeypatch):
 
 
 class Replays:
-    """In the place of DecodeGraphs: takes what they take, and sees no picture, as a captured step."""
+    """In the place of DecodeGraphs: takes what they take, and sees no picture, as a captured
+    step.
+    """
 
     def __init__(self, runner):
         self.runner, self.ran = runner, []
@@ -152,8 +156,8 @@ class Replays:
 
 @pytest.mark.parametrize("misses", [False, True])
 def test_a_step_with_a_row_of_a_picture_is_never_replayed(misses):
-    """Chunks of one token look like decode steps. misses: the planted mistake, a runner that asks the
-    graphs alone.
+    """Chunks of one token look like decode steps. misses: the planted mistake, a runner that asks
+    the graphs alone.
     """
     model, eyes = small_model()
     engine = new_seeing_engine()

@@ -1,4 +1,6 @@
-"""models/tiny-vision is a LLaVA like any other: transformers reads it, and computes what we compute."""
+"""models/tiny-vision is a LLaVA like any other: transformers reads it, and computes what we
+compute.
+"""
 
 import json
 from random import Random
@@ -49,7 +51,9 @@ def picture_of(edges: tuple[int, int]) -> Image.Image:
 
 @torch.inference_mode()
 def test_transformers_computes_our_logits(peer):
-    """Two pictures in one prompt, through its processor and through ours, and every token's logits."""
+    """Two pictures in one prompt, through its processor and through ours, and every token's
+    logits.
+    """
     theirs, processor = peer
     decoder, eyes = load_llava(FOLDER, "cpu", "float32")
     pictures = [picture_of((64, 64)), picture_of((90, 70))]

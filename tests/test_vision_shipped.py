@@ -1,4 +1,6 @@
-"""The model that sees, as it is shipped: it reads pictures, its text is models/tiny's, its card is true."""
+"""The model that sees, as it is shipped: it reads pictures, its text is models/tiny's, its card is
+true.
+"""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
-"""A checkpoint that asks for 8-bit activations gets them: lesson 19's product, in the layers that its
-schemes name, and in no other.
+"""A checkpoint that asks for 8-bit activations gets them: lesson 19's product, in the layers that
+its schemes name, and in no other.
 """
 
 import lessons  # isort: skip  # noqa: F401 (before transformers, which imports triton)
@@ -75,7 +75,9 @@ def logits_of(model, tokens):
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_logits_are_those_of_the_definition(name, tmp_path):
-    """In float64 by numbers, with the weights as stored; and rounding the inputs changes something."""
+    """In float64 by numbers, with the weights as stored; and rounding the inputs changes
+    something.
+    """
     folder, tokens = stored(tmp_path, name, inputs_of(name)), torch.randint(97, (11,))
     ours, plain = (
         load_model(folder, "cpu", "float64"),
@@ -96,8 +98,8 @@ def test_logits_are_those_of_the_definition(name, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_computes_the_same(tmp_path):
-    """By compressed-tensors, in FP8. Its INT8 step is 1/127.5 of a token's largest value, and vLLM's
-    and ours is 1/127, so that INT8 has lesson 19's definition alone.
+    """By compressed-tensors, in FP8. Its INT8 step is 1/127.5 of a token's largest value, and
+    vLLM's and ours is 1/127, so that INT8 has lesson 19's definition alone.
     """
     reason = "NOT RUN: compressed-tensors is not installed"
     pytest.importorskip("compressed_tensors", reason=reason)
@@ -155,7 +157,9 @@ def test_matrices_that_it_cannot_multiply_stay():
 
 
 def test_the_engine_generates_from_it(tmp_path):
-    """A batch's tokens are those of each prompt alone, because each token has a scale of its own."""
+    """A batch's tokens are those of each prompt alone, because each token has a scale of its
+    own.
+    """
     folder = stored(tmp_path, "int8", inputs_of("int8"))
     prompts = [[3, 4, 5], [7] * 9, [11]]
     params = SamplingParams(temperature=0, max_tokens=6, detokenize=False)

@@ -1,5 +1,5 @@
-"""An event loop whose clock jumps to the next event: programs that sleep for minutes take no time, and
-their times are exact.
+"""An event loop whose clock jumps to the next event: programs that sleep for minutes take no time,
+and their times are exact.
 """
 
 import asyncio

@@ -22,7 +22,8 @@ def run_cuda(source: str, name: str, grid: int, block: int, *arguments: Tensor |
     """Launch the `extern "C" __global__` function `name` of `source` with `grid` blocks of `block`
     threads. A tensor arrives as the address of its first element, an int as `long long`.
 
-    Raises RuntimeError where no compiler is, CompileError, CudaError for what the kernel does wrong.
+    Raises RuntimeError where no compiler is, CompileError, CudaError for what the kernel does
+    wrong.
     """
     try:
         _kernel(source, name)[grid, block](*arguments)

@@ -1,5 +1,5 @@
-"""What a GPU does, as loops in PyTorch: the grid of programs becomes a Python loop, and each program
-works on whole blocks of indices.
+"""What a GPU does, as loops in PyTorch: the grid of programs becomes a Python loop, and each
+program works on whole blocks of indices.
 
 Read it beside optimized.py. There the loop over programs is gone, because the GPU runs all of them
 at once, in any order. Everything inside the loop stays, line by line.

@@ -21,7 +21,7 @@ def scale_kernel(
     factor,
     BLOCK: tl.constexpr,
 ):
-    """out = factor · x. x, out: [n]. Program p has the elements p · BLOCK to (p + 1) · BLOCK − 1."""
+    """out = factor · x. x, out: [n]. Program p has BLOCK elements, from p · BLOCK on."""
     start = tl.program_id(0) * BLOCK
     at = start + tl.arange(0, BLOCK)
     inside = at < n

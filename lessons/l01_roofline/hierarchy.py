@@ -25,7 +25,7 @@ L2_BYTES_PER_CLOCK = {(8, 0): 5120}  # NVIDIA has published it for no other chip
 
 
 class Level(NamedTuple):
-    """One memory of the whole chip. bytes_per_s is None where nobody publishes it."""
+    """One memory of the whole chip. bytes_per_s is None where it is not published."""
 
     name: str
     num_bytes: float

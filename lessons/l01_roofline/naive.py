@@ -1,4 +1,4 @@
-"""What everybody writes first: a stopwatch around a call, and a copy in PyTorch.
+"""What one writes first: a stopwatch around a call, and a copy in PyTorch.
 
 Read `stopwatch_ms`, then `QueueDevice`, which shows on a CPU what is wrong with the stopwatch: a
 device answers before it has worked. Then `scale_copy`.

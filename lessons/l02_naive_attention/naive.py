@@ -127,7 +127,9 @@ def masked_softmax(scores: Tensor, sees: Tensor) -> Tensor:
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, window: int | None
 ) -> tuple[float, Tensor]:
-    """The scale and the mask [Tq, Tk] to use, once the shapes are known to fit. Raises ValueError."""
+    """The scale and the mask [Tq, Tk] to use, once the shapes are known to fit. Raises
+    ValueError.
+    """
     check_shapes(q, k, v, causal, window)
     sees = (
         causal_mask(len(q), len(k), window, q.device)

@@ -37,7 +37,9 @@ class Request:
 
     @property
     def most_cached(self) -> int:
-        """Tokens that a cache must hold for it: all but the last, from which nothing is computed."""
+        """Tokens that a cache must hold for it: all but the last, from which nothing is
+        computed.
+        """
         return len(self.prompt) + self.max_new_tokens - 1
 
     @property

@@ -30,8 +30,8 @@ def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rota
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate coordinate i together with coordinate i + rope_dim / 2. x: [T, H, D] -> [T, H, D].
 
-    cos, sin: [T, 1, rope_dim]. Where heads are wider than rope_dim (DeepSeek's, Phi-3's), only their
-    last coordinates turn.
+    cos, sin: [T, 1, rope_dim]. Where heads are wider than rope_dim (DeepSeek's, Phi-3's), only
+    their last coordinates turn.
     """
     rope_dim = cos.shape[-1]
     if x.shape[-1] > rope_dim:

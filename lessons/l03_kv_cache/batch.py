@@ -34,14 +34,15 @@ class Batch:
     block_table: Tensor | None = None  # [B, max_blocks] int32, from lesson 12 on
     work_list: object | None = None  # what lesson 12's decode reads on a CPU, made once a step
     tree: Tensor | None = None  # [T, W] int8: which new token sees which, from lesson 17 on
-    # In front of prompts, those that run one token each, or a tree: what lesson 12's kernels take apart.
+    # In front of prompts, those that run one token each, or a tree: what lesson 12's kernels take
+    # apart.
     num_decodes: int = 0  # sequences; 0, too, if there are no prompts
     num_decode_tokens: int = 0
 
     @cached_property
     def in_two(self) -> tuple["Batch", "Batch"]:
-        """The first num_decodes sequences, and the others; for attention alone, whose queries are cut at
-        num_decode_tokens. Made once a step, because every layer asks.
+        """The first num_decodes sequences, and the others; for attention alone, whose queries are
+        cut at num_decode_tokens. Made once a step, because every layer asks.
         """
         count, tokens, table = self.num_decodes, self.num_decode_tokens, self.block_table
         front = replace(
@@ -144,7 +145,9 @@ def check_chunks(
 
 
 def check_integers(**lists: list[int]) -> None:
-    """Raise ValueError that names the first list with anything else than whole numbers from 0 on."""
+    """Raise ValueError that names the first list with anything else than whole numbers from 0
+    on.
+    """
     for name, values in lists.items():
         if set(map(type, values)) != {int} or min(values) < 0:
             refuse(name, values, "whole numbers, 0 or more")

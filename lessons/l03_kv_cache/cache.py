@@ -111,8 +111,9 @@ class KVPool:
     def _new_slots(
         self, row: tuple[int, int], dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
-        # One slot more than the blocks have. It is nobody's: a token at slot -1, Python's last,
-        # goes there, because a write in PyTorch cannot be skipped without looking at the data.
+        # One slot more than the blocks have. It belongs to no sequence: a token at slot -1,
+        # Python's last, goes there, because a write in PyTorch cannot be skipped without looking at
+        # the data.
         num_slots = self.num_blocks * self.block_size + 1
         # Zeros, because what a batched decode masks is multiplied by 0, and 0 · NaN is NaN.
         return torch.zeros(len(self.layers), num_slots, *row, dtype=dtype, device=device)
@@ -124,8 +125,8 @@ class KVPool:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that a block holds: [layers, slots + 1, Hkv, …] each. Whoever copies or swaps blocks
-        copies all of these; lesson 19 adds scales.
+        """All that a block holds: [layers, slots + 1, Hkv, …] each. Code that copies or swaps
+        blocks copies all of these; lesson 19 adds scales.
         """
         return self.k_slots, self.v_slots
 
@@ -231,7 +232,8 @@ def check_same_rotation(config: ModelConfig, held: int, wanted: int) -> None:
     if scaling is not None and scaling.is_long(held) != scaling.is_long(wanted):
         limit = scaling.original_max_position_embeddings
         raise ValueError(
-            f"tokens: got a context of {wanted}; accepted: at most {limit}, because longrope rotates "
+            f"tokens: got a context of {wanted}; accepted: at most {limit}, because longrope "
+            "rotates "
             f"a longer one otherwise from its first token on; make a cache of that size at once"
         )
 

@@ -31,7 +31,8 @@ def write(
 
 
 def store(k: Tensor, v: Tensor, k_slots: Tensor, v_slots: Tensor, slot_mapping: Tensor) -> None:
-    """k, v: [T, Hkv, D] into the slots slot_mapping: [T]; -1 is the last slot, which is nobody's.
+    """k, v: [T, Hkv, D] into the slots slot_mapping: [T]; -1 is the last slot, which no sequence
+    owns.
 
     k_slots, v_slots: [slots + 1, Hkv, D].
     """

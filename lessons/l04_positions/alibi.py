@@ -76,7 +76,9 @@ def write(
     batch: Batch,
     cos_sin_cache: Tensor,
 ) -> Tensor:
-    """Store k and v as they are: with ALiBi a key carries no position. Shapes as in AttentionOps."""
+    """Store k and v as they are: with ALiBi a key carries no position. Shapes as in
+    AttentionOps.
+    """
     store(k, v, k_slots, v_slots, batch.slot_mapping)
     return q
 

@@ -35,7 +35,8 @@ def check_rotate_rows(
     check_apart(x=x)
     if x.shape[1] * x.stride(1) > MAX_ELEMENTS:  # rotate_kernel counts a token's in 32 bits
         raise ValueError(
-            f"x: got heads that lie {x.stride(1)} elements apart; accepted: all of a token's within "
+            f"x: got heads that lie {x.stride(1)} elements apart; accepted: all of a token's "
+            "within "
             f"{MAX_ELEMENTS}"
         )
     _check_head_dim(x.shape[2])
@@ -54,7 +55,9 @@ def check_rope_cache(
     last_position: int,
     layout: str,
 ) -> None:
-    """Raise ValueError unless the tensors, with the shapes that `rope_cache` names, fit together."""
+    """Raise ValueError unless the tensors, with the shapes that `rope_cache` names, fit
+    together.
+    """
     rows, caches = (q, k, v), (k_cache, v_cache)
     shapes = [tuple(x.shape) for x in rows + caches]
     if (
@@ -144,6 +147,7 @@ def _check_table(
         )
     if num_tokens and not 0 <= last_position < len(cos_sin_cache):
         raise ValueError(
-            f"last_position: got {last_position}; accepted: 0 to {len(cos_sin_cache) - 1}, the rows "
+            f"last_position: got {last_position}; accepted: 0 to {len(cos_sin_cache) - 1}, the "
+            "rows "
             "of cos_sin_cache"
         )

@@ -1,8 +1,8 @@
 """Rotary positions in plain PyTorch: angles, tables, both layouts, how weights change layout.
 
-Read `inverse_frequencies`, `rotate_half`, `rotate_interleaved`, `half_from_interleaved`, then lesson
-3's `write` (stand_ins.py), which rotates into new tensors and stores them then. Positions without a
-rotation, as biases of the scores, are in alibi.py.
+Read `inverse_frequencies`, `rotate_half`, `rotate_interleaved`, `half_from_interleaved`, then
+lesson 3's `write` (stand_ins.py), which rotates into new tensors and stores them then. Positions
+without a rotation, as biases of the scores, are in alibi.py.
 
 Sources: RoFormer (Su et al. 2021, section 3.2.2; in 3.4.2, equation 34, the pairs are neighbours:
 interleaved); the half-rotated layout came with GPT-NeoX's code and is that of Hugging Face's Llama

@@ -10,7 +10,7 @@ from lessons.toolbox.kernels.triton_ import tl, triton
 @triton.jit
 def load_cos_sin(cos_sin_ptr, position, num_positions, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
     """cos and sin of one position, [1, PAIRS] each. Beyond the table NaN: a wrong position shows,
-    and reads nobody's memory.
+    and reads no other memory.
     """
     pair = tl.arange(0, PAIRS)[None, :]
     known = (pair < HEAD_DIM // 2) & (position >= 0) & (position < num_positions)

@@ -1,9 +1,9 @@
 """DeepSeek-V2 and V3: a decoder whose keys and values of all heads are made from one small latent
 per token.
 
-Read `MLAttention.forward` first: it makes q, one latent c_kv and one key k_pe of a token, then k and
-v of every head from these two, and attends like any other model. So any cache of the course serves
-it. The two classes below it give the same result in two other ways:
+Read `MLAttention.forward` first: it makes q, one latent c_kv and one key k_pe of a token, then k
+and v of every head from these two, and attends like any other model. So any cache of the course
+serves it. The two classes below it give the same result in two other ways:
 
     LatentAttention     hands attend q, and c_kv ‖ k_pe in place of k: the cache decides (naive.py)
     AbsorbedAttention   compares q_nope W_UK ‖ q_pe with c_kv ‖ k_pe, as one KV head whose values

@@ -81,7 +81,9 @@ def write_latents(
     batch: Batch,
     cos_sin_cache: Tensor,
 ) -> Tensor:
-    """Rotate q_pe and k_pe in place, store c_kv ‖ k_pe; v is a part of it. Shapes as in LatentPool."""
+    """Rotate q_pe and k_pe in place, store c_kv ‖ k_pe; v is a part of it. Shapes as in
+    LatentPool.
+    """
     rope_dim = cos_sin_cache.shape[-1]
     cos, sin = cos_sin_cache[batch.positions][:, None].to(q.dtype).chunk(2, dim=-1)
     turn_(q[..., -rope_dim:], cos, sin)

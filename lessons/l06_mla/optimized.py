@@ -221,7 +221,8 @@ def check_latent_inputs(q: Tensor, kv_cache: Tensor, context_lens: Tensor, rank:
         )
     if q.shape[1] * q.stride(1) > MAX_ELEMENTS:  # counted in 32 bits, because 64 would spill
         raise ValueError(
-            f"q: got heads that lie {q.stride(1)} elements apart; accepted: all of a token's within "
+            f"q: got heads that lie {q.stride(1)} elements apart; accepted: all of a token's "
+            "within "
             f"{MAX_ELEMENTS}"
         )
     check_dense(context_lens=context_lens)

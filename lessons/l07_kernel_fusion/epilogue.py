@@ -7,7 +7,7 @@ finished value, and what stood between, one or two tensors as wide as the MLP, n
 Read `relu_linear_kernel`, then `swiglu_kernel`: the same loop with two sums, because a tile of x is
 loaded once for both weights. This is a product to read, not one to ship: it has no TMA, no split of
 the long dimension, no order of tiles for an x that exceeds the L2 cache (tutorial 03 walks in
-groups for that), and tiles that nobody has timed. Expect cuBLAS's own to be faster.
+groups for that), and tiles that were never timed. Expect cuBLAS's own to be faster.
 
 Sources: the tiled product of Triton's tutorial 03; fused epilogues: NVIDIA CUTLASS, "Efficient GEMM
 in CUDA", section Epilogue; SwiGLU: Shazeer 2020, section 2.
@@ -36,8 +36,8 @@ class GemmTiles(NamedTuple):
 
 
 # Chosen by the compiler, for no spills; none of them has been timed. Tensor cores take the larger
-# one. float32 has none here, because its products shall not be rounded to tf32, and neither has a T4
-# (sm_75) for Triton.
+# one. float32 has none here, because its products shall not be rounded to tf32, and neither has a
+# T4 (sm_75) for Triton.
 TENSOR_CORES, PLAIN = GemmTiles(64, 64, 32, 4, 3), GemmTiles(32, 32, 32, 4, 2)
 
 
@@ -117,7 +117,9 @@ def swiglu_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program: a tile of silu(x · gateᵀ) · (x · upᵀ). x: [R, K], weights: [I, K] -> out: [R, I]."""
+    """One program: a tile of silu(x · gateᵀ) · (x · upᵀ). x: [R, K], weights: [I, K] -> out: [R,
+    I].
+    """
     start_m, start_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

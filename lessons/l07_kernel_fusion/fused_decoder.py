@@ -176,9 +176,9 @@ def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
     """A twin of `model`, for inference: the same weights (shared, not copied), fewer and shorter
     passes between them.
 
-    ops: default `ops_for(model)`. A fused model is returned as it is; Gemma's norms and MLP stay. Raises ValueError for a
-    decoder whose layers have other norms than lesson 2's, because a junction of the residual stream
-    is an addition and an RMSNorm.
+    ops: default `ops_for(model)`. A fused model is returned as it is; Gemma's norms and MLP stay.
+    Raises ValueError for a decoder whose layers have other norms than lesson 2's, because a
+    junction of the residual stream is an addition and an RMSNorm.
     """
     if isinstance(model, FusedDecoder):
         return model

@@ -3,8 +3,8 @@ over memory each.
 
 Every line that makes a tensor is one kernel launch: it reads its operands from memory and writes
 its result back. Read `rms_norm` with that in mind, then `add_rms_norm`, `silu_mul`, `qk_norm`,
-`softmax`; last `relu_linear` and `swiglu`, where the chain begins with a product. `traffic.py` counts
-the bytes.
+`softmax`; last `relu_linear` and `swiglu`, where the chain begins with a product. `traffic.py`
+counts the bytes.
 
 Sources: RMSNorm (Zhang & Sennrich 2019, equation 4); SwiGLU (Shazeer 2020, section 2); QK-norm
 (Henry et al. 2020, section 3.1, here with RMSNorm as in Qwen3 and OLMo 2); softmax with the maximum

@@ -30,7 +30,9 @@ def weighted(wide, mean_square, weight, eps, dtype: tl.constexpr, GEMMA: tl.cons
 
 
 def tile_of(size: int) -> tuple[int, int, int]:
-    """(rows, padded length, warps) of a program whose rows hold `size` values: 16 values a thread."""
+    """(rows, padded length, warps) of a program whose rows hold `size` values: 16 values a
+    thread.
+    """
     block = triton.next_power_of_2(size)
     # short rows share a program: a head of 128 alone would leave most threads idle
     rows = max(1, SHORTEST_TILE // block)

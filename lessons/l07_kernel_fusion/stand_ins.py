@@ -2,7 +2,7 @@
 interpreted.
 
 One call to a library's reduction takes the place of square and mean; results are written over
-tensors that nobody else holds.
+tensors that no other code holds.
 """
 
 import torch

@@ -166,7 +166,8 @@ def partial_attention(scores: Tensor, v: Tensor, split_size: int) -> tuple[Tenso
     ):
         raise ValueError(
             f"v: got {v.dtype} {tuple(v.shape)} on {v.device}, strides {v.stride()}; accepted: "
-            f"{scores.dtype} [{scores.shape[1]}, D] on {scores.device} with D at least 1 and stride "
+            f"{scores.dtype} [{scores.shape[1]}, D] on {scores.device} with D at least 1 and "
+            "stride "
             "1 in the last dimension"
         )
     if split_size < 1:

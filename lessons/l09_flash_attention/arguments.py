@@ -147,7 +147,8 @@ def _check_order(name: str, cu_seqlens: Tensor, num_rows: int) -> None:
         starts = cu_seqlens.tolist()
         if starts != sorted(starts) or (starts[0], starts[-1]) != (0, num_rows):
             raise ValueError(
-                f"{name}: got {starts}; accepted: ascending from 0 to {num_rows}, the rows there are"
+                f"{name}: got {starts}; accepted: ascending from 0 to {num_rows}, the rows there "
+                "are"
             )
 
 

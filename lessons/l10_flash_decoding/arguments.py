@@ -1,5 +1,5 @@
-"""Bad input to the kernels' wrappers, refused in one line each; lesson 5's check_grouped_inputs sees
-to q and the caches.
+"""Bad input to the kernels' wrappers, refused in one line each; lesson 5's check_grouped_inputs
+sees to q and the caches.
 """
 
 import torch

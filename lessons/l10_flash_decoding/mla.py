@@ -128,8 +128,8 @@ def mla_flash_decode(
     tiles = tiles or split_tiles(num_heads, q.element_size(), shared, capability(q.device))
     check_powers_of_two(SMALLEST_TILE, block_h=tiles.block_h, block_n=tiles.block_n)
     head_blocks = triton.cdiv(num_heads, tiles.block_h)
-    # Two slots an SM where the tiles of 16 heads (KERNELS: 91 KiB) fit twice. At 128 heads they take
-    # 112 to 216 KiB, so there is room for one.
+    # Two slots an SM where the tiles of 16 heads (KERNELS: 91 KiB) fit twice. At 128 heads they
+    # take 112 to 216 KiB, so there is room for one.
     slots = sms_of(q.device) * (2 if num_heads <= 16 and shared >= 2 * 91 * 1024 else 1)
     num_splits = plan_splits(
         num_sequences * head_blocks,

@@ -104,7 +104,7 @@ def split_decode_kernel(
 
     # an empty split: 0, and by log2(0) the weight −inf
     out = tl.where(begin < length, acc / l_i[:, None], 0.0)
-    # ln 2, because whoever merges this expects base e
+    # ln 2, because the merge expects base e
     lse = (m_i + tl.log2(l_i)) * 0.6931471805599453
     partial = (sequence * tl.num_programs(0) * GROUP + head) * num_splits + split
     tl.store(

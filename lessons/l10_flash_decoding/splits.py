@@ -15,8 +15,8 @@ import torch
 
 from lessons.toolbox.measure.hardware import CHIPS
 
-# as FlashAttention-2 counts them. The split kernel's buffers take 70 KiB of shared memory, of 163 in
-# an A100's SM, 227 in an H200's and 99 in an RTX 4090's, which holds one program only.
+# as FlashAttention-2 counts them. The split kernel's buffers take 70 KiB of shared memory, of 163
+# in an A100's SM, 227 in an H200's and 99 in an RTX 4090's, which holds one program only.
 PROGRAMS_PER_SM = 2
 ALMOST_FULL = 0.8  # share of the slots from which on splitting cannot win what the partials cost
 GOOD_ENOUGH = 0.85  # of the best efficiency: fewer splits, fewer partials

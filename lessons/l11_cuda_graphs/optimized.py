@@ -33,7 +33,7 @@ from lessons.l11_cuda_graphs.naive import (
     unfinished,
 )
 
-# a column that nobody asked for: any token, any place, written nowhere, seeing nothing
+# a column without a request: any token, any place, written nowhere, seeing nothing
 PADDING = (0, 0, -1, 0)
 # the first run compiles and fills caches, the second runs on what the first has set up
 WARM_UPS = 2
@@ -128,7 +128,8 @@ class PinnedCopies:
     """Copies into buffers on a GPU, {bucket: [4, bucket]}, which the CPU does not wait for.
 
     A copy from ordinary memory makes the CPU wait for all work before it. The GPU reads pinned
-    memory by itself, and later, so nobody may overwrite it before the event says that it was read.
+    memory by itself, and later, so it must not be overwritten before the event says that it was
+    read.
     """
 
     def __init__(self, buffers: dict[int, Tensor]):
@@ -187,8 +188,9 @@ def graph_step(model: Decoder, pool: KVPool) -> Step:
 
 
 def can_be_captured(model: Decoder) -> bool:
-    """Whether a step can become a CUDA graph. Not where Python asks the device what to run: a router
-    for its experts (lesson 20 has a layer that does not), capped attention for its sequences' lengths.
+    """Whether a step can become a CUDA graph. Not where Python asks the device what to run: a
+    router for its experts (lesson 20 has a layer that does not), capped attention for its
+    sequences' lengths.
     """
     waits = any(getattr(part, "waits_for_values", False) for part in model.modules())
     return not waits and not model.config.has_score_rules

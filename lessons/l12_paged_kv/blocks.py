@@ -19,13 +19,13 @@ Copy = tuple[int, int]  # (from block, to block)
 
 
 class OutOfBlocks(Exception):
-    """The pool has fewer free blocks than somebody asked for. `can_grow` tells beforehand."""
+    """The pool has fewer free blocks than were asked for. `can_grow` tells beforehand."""
 
 
 class BlockPool:
     """The blocks 0 … num_blocks - 1, and how many owners each of them has.
 
-    forget(block): told of each block that somebody takes, because what it held is lost then.
+    forget(block): told of each block that is taken, because what it held is lost then.
     """
 
     def __init__(self, num_blocks: int, forget: Callable[[int], None] = lambda block: None):
@@ -141,5 +141,5 @@ class BlockManager:
 
     def free(self, sequence: int) -> None:
         """`sequence` gives back its blocks. Free blocks are reused in the order of their return."""
-        # The last block first, because it is the least likely to be of use to anybody else.
+        # The last block first, because it is the least likely to be of use to another sequence.
         self.pool.release(reversed(self.tables.pop(sequence)))

@@ -4,7 +4,7 @@
 
 A wave takes in as many prompts as there are blocks for. It does not count the answers, because most
 end long before they might. If all blocks are taken, the newest request waits on the host until
-others have ended (swap.py). What stays from lesson 11: nobody new comes in before the wave has
+others have ended (swap.py). What stays from lesson 11: no new request comes in before the wave has
 ended. Lesson 14 changes that.
 
 Sources: Kwon et al. 2023, PagedAttention, sections 4.3 and 4.5.
@@ -49,8 +49,9 @@ def generate(
     """Waves of at most max_num_seqs requests over num_blocks blocks of block_size tokens.
 
     num_blocks: None takes the memory that lesson 11 takes for these requests, MAX_BATCH times the
-    longest. new_runner: with the arguments of PagedRunner.for_model; None: that one. Other arguments, result and errors as in lesson 2's `generate`; also ValueError for a
-    request that is longer than all blocks together.
+    longest. new_runner: with the arguments of PagedRunner.for_model; None: that one. Other
+    arguments, result and errors as in lesson 2's `generate`; also ValueError for a request that is
+    longer than all blocks together.
     """
     check_call(model, on_token)
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)

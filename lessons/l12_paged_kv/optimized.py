@@ -1,7 +1,8 @@
 """Paged attention: the wrappers of the two kernels in paged.py, and this lesson's rung.
 
 The kernels read the block table themselves, so nothing is gathered: K and V are read once, from
-wherever they lie. arguments.py says what the wrappers accept, launch.py how the kernels are launched.
+wherever they lie. arguments.py says what the wrappers accept, launch.py how the kernels are
+launched.
 
 Source: Kwon et al. 2023, PagedAttention, section 4.1.
 """

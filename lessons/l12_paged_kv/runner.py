@@ -86,7 +86,7 @@ class PagedRunner:
     """Sequences, known by numbers, that share a model and a pool of blocks.
 
     held: tokens of each sequence whose K and V are stored. model: prepared by its rung. blocks: who
-    owns which block of the pool; None: nobody yet.
+    owns which block of the pool; None: no sequence yet.
     """
 
     def __init__(self, model: Decoder, pool: KVPool, blocks: BlockManager | None = None):
@@ -132,7 +132,9 @@ class PagedRunner:
         return step_batch(self.pool, *self.grow(new))
 
     def grow(self, new: dict[int, list[int]]) -> tuple[list[tuple[list[int], int]], list]:
-        """Find room for the new tokens. Returns the chunks and tables that `step_batch` asks for."""
+        """Find room for the new tokens. Returns the chunks and tables that `step_batch` asks
+        for.
+        """
         chunks = []
         for sequence, tokens in new.items():
             held = self.held.get(sequence, 0)
@@ -153,6 +155,6 @@ class PagedRunner:
         self.held[child] = self.held[parent]
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence; blocks that nobody else owns are free."""
+        """Forget a sequence; blocks that no other sequence owns are free."""
         self.blocks.free(sequence)
         del self.held[sequence]

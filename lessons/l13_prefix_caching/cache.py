@@ -1,13 +1,14 @@
 """What a prefix cache promises, and the block manager that asks it.
 
 A block whose sequence has ended is free, and still holds K and V of its tokens. A prefix cache
-remembers which free (or shared) block holds which tokens behind which prefix, until somebody takes
-the block. So nothing is kept back: the cache is made of the memory that nobody needs now.
+remembers which free (or shared) block holds which tokens behind which prefix, until a sequence
+takes the block. So nothing is kept back: the cache is made of the memory that no sequence needs
+now.
 
-Two laws make this simple. A sequence owns its blocks from the first on, so whoever owns a block owns
-all blocks before it. And it returns the last block first. So a block is always taken before the
-blocks that stand in front of it: the free list is the order of eviction, least recently used first,
-and leaves before their parents.
+Two laws make this simple. A sequence owns its blocks from the first on, so the owner of a block
+owns all blocks before it. And it returns the last block first. So a block is always taken before
+the blocks that stand in front of it: the free list is the order of eviction, least recently used
+first, and leaves before their parents.
 """
 
 from collections import OrderedDict
@@ -26,11 +27,11 @@ class PrefixCache(Protocol):
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
         """Remember that blocks[i] holds the i-th whole block of tokens. Returns the blocks that are
-        remembered for them: another one where somebody was first.
+        remembered for them: another block where one came first.
         """
 
     def forget(self, block: int) -> None:
-        """The block is given to somebody else; it may never have been remembered."""
+        """The block is given to another sequence; it may never have been remembered."""
 
     def __contains__(self, block: int) -> bool:
         """Whether it remembers what the block holds."""
@@ -66,8 +67,8 @@ class CachingPool(BlockPool):
     def release(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             super().release([block])
-            # A block that was never full is of use to nobody. At the end of the list it would
-            # outlive older blocks that somebody may ask for.
+            # A block that was never full is of no use. At the end of the list it would
+            # outlive older blocks that a prompt may ask for.
             if block in self.free and block not in self.cache:
                 self.free.move_to_end(block, last=False)
 
@@ -81,11 +82,11 @@ class CachingBlockManager(BlockManager):
         self.pool = CachingPool(num_blocks, cache)
 
     def reuse(self, sequence: int, tokens: Sequence[int]) -> int:
-        """Let a new sequence begin with the blocks of a known prefix. Returns how many of its tokens
-        need not be computed: less than all, because the last one's logits are wanted.
+        """Let a new sequence begin with the blocks of a known prefix. Returns how many of its
+        tokens need not be computed: less than all, because the last one's logits are wanted.
         """
         blocks = self.cache.match(tokens)
-        # Before anything is taken, because whoever takes a free block makes the cache forget it.
+        # Before anything is taken, because taking a free block makes the cache forget it.
         self.pool.share(blocks)
         self.tables[sequence] = blocks
         return len(blocks) * self.block_size

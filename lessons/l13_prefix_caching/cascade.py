@@ -2,9 +2,9 @@
 
 A prefix cache stores a shared prefix once, but lesson 12's decode still reads it once for every
 sequence. Read `attend_separately`, which does that, then `cascade_attention`: the queries of all
-sequences are the rows of one product over the prefix, each sequence reads its own suffix, and lesson
-8's `merge` makes one result of the two. `decode` does it over the pool's blocks: which are shared
-stands in the block tables, because the cache gave everybody the same ones.
+sequences are the rows of one product over the prefix, each sequence reads its own suffix, and
+lesson 8's `merge` makes one result of the two. `decode` does it over the pool's blocks: which are
+shared stands in the block tables, because the cache gave all sequences the same ones.
 
 Sources: Juravsky et al. 2024, Hydragen, section 3; Ye et al. 2024, Cascade Inference (FlashInfer).
 """
@@ -32,8 +32,8 @@ def attend_separately(
     """One query a sequence over a shared prefix and its own suffix: q: [B, Hq, D] -> [B, Hq, Dv].
 
     k_prefix, v_prefix: [P, Hkv, D] and [P, Hkv, Dv], P may be 0. k_suffix, v_suffix: [B, capacity,
-    Hkv, …], of which sequence b uses the first suffix_lens[b] rows, 1 at least; what lies behind may
-    be anything. Each sequence reads the whole prefix again.
+    Hkv, …], of which sequence b uses the first suffix_lens[b] rows, 1 at least; what lies behind
+    may be anything. Each sequence reads the whole prefix again.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     outs = []

@@ -1,4 +1,5 @@
-"""Prompts in waves through a prefix cache: a prompt runs only from where nobody has computed it.
+"""Prompts in waves through a prefix cache: a prompt runs only from where no earlier one has
+computed it.
 
     runner = WaveRunner(model, num_blocks=256)
     runner.serve(read_requests(model.config, prompts, 20))     # cold: nothing is known yet
@@ -48,8 +49,8 @@ def generate(
     on_token: OnToken | None = None,
     new_cache: NewCache = RadixTree,
 ) -> list[list[int]]:
-    """Up to MAX_BATCH prompts at a time, what they share computed once. Arguments, result and errors
-    as in lesson 2's `generate`.
+    """Up to MAX_BATCH prompts at a time, what they share computed once. Arguments, result and
+    errors as in lesson 2's `generate`.
     """
     check_call(model, on_token)
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
@@ -165,11 +166,13 @@ class WaveRunner:
         return held
 
     def run(self, requests: list[Request], held: list[int]) -> Tensor:
-        """One pass over all tokens behind the first held[b] of request b. Returns logits: [B, V]."""
+        """One pass over all tokens behind the first held[b] of request b. Returns logits: [B,
+        V].
+        """
         chunks = []
         for request, computed in zip(requests, held):
             tokens = request.tokens
-            # It returns no copies, because nobody forks here and only whole blocks are shared.
+            # It returns no copies, because no sequence forks here and only whole blocks are shared.
             self.blocks.grow(request.row, computed, len(tokens))
             chunks.append((tokens[computed:], computed))
         tables = [self.blocks.tables[request.row] for request in requests]

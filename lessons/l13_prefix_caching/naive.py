@@ -22,7 +22,7 @@ class HashBlocks(PrefixCache):
         self.hash_of: dict[int, bytes] = {}
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        # - 1, because the last token has to be computed: nobody stored its logits
+        # - 1, because the last token has to be computed: its logits were not stored
         whole_blocks = (len(tokens) - 1) // self.block_size
         blocks = []
         for key in self.hashes(tokens, whole_blocks):

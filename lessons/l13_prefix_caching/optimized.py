@@ -1,8 +1,8 @@
 """A prefix cache as a radix tree: an edge is a run of blocks that no prompt has parted yet.
 
-Hashing looks at every block of every prompt, and every block costs a hash. The tree compares tokens,
-and one step down takes a whole run. It also knows what follows a prefix, which a scheduler can use
-to run requests together that share one.
+Hashing looks at every block of every prompt, and every block costs a hash. The tree compares
+tokens, and one step down takes a whole run. It also knows what follows a prefix, which a scheduler
+can use to run requests together that share one.
 
 Source: Zheng et al. 2024, SGLang, section 3 (RadixAttention).
 """
@@ -35,7 +35,7 @@ class RadixTree(PrefixCache):
         self.node_of: dict[int, Node] = {}  # block -> the node whose edge holds it
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        # - 1, because the last token has to be computed: nobody stored its logits
+        # - 1, because the last token has to be computed: its logits were not stored
         whole_blocks = (len(tokens) - 1) // self.block_size
         keys = self.keys(tokens, whole_blocks)
         _, _, found = self.walk(keys)

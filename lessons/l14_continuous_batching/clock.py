@@ -1,4 +1,4 @@
-"""Requests that arrive over time, served on a virtual clock: nobody sleeps, and a run repeats.
+"""Requests that arrive over time, served on a virtual clock: nothing sleeps, and a run repeats.
 
 Read `serve`. The clock is a number of seconds that an executor moves: `CostExecutor` by a formula,
 `Timed` by what the real model has just needed. So one loop gives both a simulation of an hour in a
@@ -140,7 +140,7 @@ def serve(
 
 
 def next_event_s(scheduler: Scheduler, coming: deque[tuple[int, Arrival]]) -> float:
-    """When something can change although nothing runs: somebody arrives, or a window ends."""
+    """When something can change although nothing runs: a request arrives, or a window ends."""
     events = [coming[0][1].arrival_s] if coming else []
     if isinstance(scheduler, DynamicScheduler):
         events.append(scheduler.opens_at_s)

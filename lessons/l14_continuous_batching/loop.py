@@ -99,7 +99,8 @@ class StepRunner:
         tables = [self.blocks.tables[chunk.sequence.row] for chunk in step.chunks]
         batch = step_batch(self.pool, chunks, tables)
         sampled = [index for index, chunk in enumerate(step.chunks) if chunk.is_sampled]
-        # Before the model runs, because a list becomes a copy to the GPU, and the copy waits for it.
+        # Before the model runs, because a list becomes a copy to the GPU, and the copy waits for
+        # it.
         rows = batch.logits_at[sampled]
         hidden = self.model(batch.tokens, self.pool.attending(batch))
         return self.model.logits(hidden[rows])
@@ -167,7 +168,7 @@ def generate(
     on_token: OnToken | None = None,
     max_num_seqs: int = MAX_NUM_SEQS,
 ) -> list[list[int]]:
-    """Whoever finishes leaves, whoever waits comes in, after every step. Arguments, result and
+    """Finished requests leave and waiting ones come in, after every step. Arguments, result and
     errors as in lesson 2's `generate`; max_num_seqs: places.
     """
     check_call(model, on_token)

@@ -26,7 +26,7 @@ from lessons.l14_continuous_batching.loop import ModelExecutor, new_sequences, r
 from lessons.l14_continuous_batching.sequence import Chunk, Sequence
 
 MAX_NUM_SEQS = 32
-PAD_TOKEN = 0  # any token: nobody attends to it, and nobody reads its logits
+PAD_TOKEN = 0  # any token: it is never attended to, and its logits are never read
 
 
 class PaddedStep(NamedTuple):
@@ -73,7 +73,7 @@ class StaticScheduler:
         self.waiting.append(sequence)
 
     def close(self) -> None:
-        """No more will come, so nobody need wait for a full wave."""
+        """No more will come, so no request need wait for a full wave."""
         self.is_closed = True
 
     @property
@@ -99,7 +99,7 @@ class StaticScheduler:
         return [chunk.sequence for chunk in step.chunks]
 
     def leave(self) -> list[Sequence]:
-        """The whole wave, once the last of it has finished; nobody before."""
+        """The whole wave, once the last of it has finished; none before."""
         if any(not sequence.finished for sequence in self.wave):
             return []
         done, self.wave = self.wave, []

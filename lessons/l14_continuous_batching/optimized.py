@@ -1,4 +1,4 @@
-"""Iteration-level scheduling: after every step whoever has finished leaves, and whoever waits comes
+"""Iteration-level scheduling: after every step finished requests leave, and waiting ones come
 in. One ragged pass runs the prompts of the new and the single tokens of the old.
 
 Read `schedule`. A request is admitted when a place is free and the blocks for its longest possible
@@ -14,7 +14,7 @@ from lessons.l14_continuous_batching.sequence import Chunk, Sequence, Step
 
 
 class ContinuousScheduler:
-    """Requests in the order of their arrival; nobody overtakes, so nobody starves.
+    """Requests in the order of their arrival; none overtakes another, so none starves.
 
     max_num_seqs: places. max_num_batched_tokens: tokens of a step, but one prompt at least.
     """

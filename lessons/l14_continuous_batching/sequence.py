@@ -21,7 +21,8 @@ class Sequence(Request):
     places: int = 1
     reuses_prefix: bool = True
     preemptions: int = 0
-    # How a prefix cache knows the tokens, where equal tokens may have other K and V; None: as they are.
+    # How a prefix cache knows the tokens, where equal tokens may have other K and V; None: as they
+    # are.
     names: list[int] | None = None
     name_offset: int = 0  # of each token that is sampled
     all_tokens: list[int] = field(init=False)

@@ -26,7 +26,7 @@ MAX_NUM_BATCHED_TOKENS = 512  # of a step
 
 
 class ChunkExecutor(ModelExecutor):
-    """Lesson 14's executor, for steps too in which nobody is sampled: a chunk that ends inside its
+    """Lesson 14's executor, for steps too in which nothing is sampled: a chunk that ends inside its
     prompt only fills the cache.
     """
 

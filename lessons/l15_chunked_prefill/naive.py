@@ -20,7 +20,7 @@ class PrefillFirstScheduler(PreemptiveScheduler):
         super().add(sequence)
 
     def schedule(self) -> Step:
-        """What runs next; nothing if nobody is here."""
+        """What runs next; nothing if no request is here."""
         step = Step([], [])
         while self.waiting and self.waiting[0].to_compute <= self.room(step):
             if not self.admit(self.waiting[0], self.room(step), step):

@@ -36,7 +36,7 @@ class ChunkedScheduler(PreemptiveScheduler):
         super().add(sequence)
 
     def schedule(self) -> Step:
-        """What runs next; nothing if nobody is here."""
+        """What runs next; nothing if no request is here."""
         step, waited = Step([], []), len(self.waiting)
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         for sequence in decoding:

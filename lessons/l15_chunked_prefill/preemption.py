@@ -1,4 +1,5 @@
-"""Requests that get blocks as they need them, and give them back when an earlier one needs them more.
+"""Requests that get blocks as they need them, and give them back when an earlier one needs them
+more.
 
 Lesson 14 admits a request when its longest possible answer fits. Most answers end long before that,
 so blocks lie idle. Here a request is admitted when the tokens that it has today fit. If the blocks
@@ -29,8 +30,8 @@ def always(sequence: Sequence, running: list[Sequence]) -> bool:
 
 
 class Nowhere:
-    """Where K and V of preempted requests wait: nowhere, so they are computed again. swap.py has the
-    other place, host memory.
+    """Where K and V of preempted requests wait: nowhere, so they are computed again. swap.py has
+    the other place, host memory.
     """
 
     def keep(self, sequence: Sequence, step: Step) -> None:
@@ -56,8 +57,8 @@ class PreemptiveScheduler:
     may_join: whether a request may run beside those that run. host: where K and V of preempted
     requests wait.
 
-    Nobody starves, because the first of the running is never preempted: so it ends, and then there
-    is another first. Nobody overtakes the first who waits, so its turn comes too.
+    No request starves, because the first of the running is never preempted: so it ends, and then
+    there is another first. None overtakes the first that waits, so its turn comes too.
     """
 
     def __init__(
@@ -143,12 +144,12 @@ class PreemptiveScheduler:
     # ------------------------------------------------------------ a step
 
     def schedule(self) -> Step:
-        """What runs next; nothing if nobody is here."""
+        """What runs next; nothing if no request is here."""
         raise NotImplementedError
 
     def room(self, step: Step) -> int:
-        """Tokens of the budget that the step has left. Counted from its chunks, because a chunk that
-        is preempted out of the step gives its tokens back.
+        """Tokens of the budget that the step has left. Counted from its chunks, because a chunk
+        that is preempted out of the step gives its tokens back.
         """
         return self.max_num_batched_tokens - step.num_tokens
 
@@ -180,8 +181,8 @@ class PreemptiveScheduler:
         that a prefix cache knows.
 
         For all tokens, although a step may run only some of them: with blocks for a chunk it would
-        come in, compute, find no more of them, and be sent away, again and again. Nobody who runs
-        has a claim to the free blocks, because only the last prompt of a step is cut.
+        come in, compute, find no more of them, and be sent away, again and again. No running
+        request has a claim to the free blocks, because only the last prompt of a step is cut.
         """
         if self.host.has(sequence):
             return self.host.bring_back(sequence)
@@ -210,8 +211,8 @@ class PreemptiveScheduler:
         return fits and self.may_join(sequence, self.running)
 
     def preempt(self, sequence: Sequence, step: Step) -> None:
-        """Take back a running sequence's blocks; it waits, and computes its tokens again, unless they
-        wait on the host.
+        """Take back a running sequence's blocks; it waits, and computes its tokens again, unless
+        they wait on the host.
         """
         self.host.keep(sequence, step)
         self.running.remove(sequence)
@@ -223,7 +224,7 @@ class PreemptiveScheduler:
     def take_out(self, sequence: Sequence, step: Step) -> None:
         """Leave a sequence out of a step that may hold its chunk already, and a copy for it."""
         step.chunks[:] = [chunk for chunk in step.chunks if chunk.sequence is not sequence]
-        # Its copy, too: the target may soon be somebody else's, and be the target of his copy.
+        # Its copy, too: the target may soon be another sequence's, and be the target of its copy.
         table = self.blocks.tables[sequence.row]
         step.copies[:] = [copy for copy in step.copies if copy[1] not in table]
 
@@ -244,7 +245,7 @@ class PreemptiveScheduler:
             full = sequence.computed // self.blocks.block_size
             sequence.computed += count
             is_fuller = sequence.computed // self.blocks.block_size > full
-            # Whoever was aborted while the step ran has no table any more.
+            # A request that was aborted while the step ran has no table any more.
             is_here = sequence.row in self.blocks.tables
             if is_fuller and is_here and isinstance(self.blocks, CachingBlockManager):
                 self.blocks.remember(sequence.row, sequence.known_as[: sequence.computed])

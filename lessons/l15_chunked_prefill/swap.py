@@ -1,5 +1,5 @@
-"""Preemption by swapping: K and V of a preempted request wait in host memory, and come back into other
-blocks. Nothing is computed twice; instead the bytes travel twice.
+"""Preemption by swapping: K and V of a preempted request wait in host memory, and come back into
+other blocks. Nothing is computed twice; instead the bytes travel twice.
 
     swap = HostSwap(Lender(pool, blocks))
     scheduler = ChunkedScheduler(blocks, host=Host(swap), max_num_batched_tokens=512)

@@ -41,7 +41,9 @@ class Drafter(Protocol):
 
 
 def row_starts(counts: list[int]) -> list[int]:
-    """Where the rows of each request begin, and their end: a row for each token and the bonus row."""
+    """Where the rows of each request begin, and their end: a row for each token and the bonus
+    row.
+    """
     return list(accumulate((count + 1 for count in counts), initial=0))
 
 
@@ -141,14 +143,15 @@ class NgramDrafter:
 
 
 def check_tokenizers(tokenizer, draft: str) -> None:
-    """Raise ValueError unless the draft's folder or hub name has the same tokenizer: token 17 must be
-    the same text for both, or the rule would compare probabilities of different words.
+    """Raise ValueError unless the draft's folder or hub name has the same tokenizer: token 17 must
+    be the same text for both, or the rule would compare probabilities of different words.
     """
     ours, theirs = tokenizer.get_vocab(), load_tokenizer(draft).get_vocab()
     if ours != theirs:
         differing = len(set(ours.items()) ^ set(theirs.items()))
         raise ValueError(
-            f"draft: got {draft}, whose tokenizer differs from the target's in {differing} entries; "
+            f"draft: got {draft}, whose tokenizer differs from the target's in {differing} "
+            "entries; "
             f"accepted: a draft with the same tokenizer"
         )
 

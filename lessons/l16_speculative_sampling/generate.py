@@ -76,7 +76,9 @@ class Speculation:
 
     @torch.inference_mode()
     def step(self, requests: list[Request]) -> None:
-        """Emit one token or more of each request. Raises ValueError for logits that are not finite."""
+        """Emit one token or more of each request. Raises ValueError for logits that are not
+        finite.
+        """
         drafts = self.drafter.propose(requests, [self.count_for(r) for r in requests])
         p = self.target_rows(requests, drafts.tokens)
         starts = row_starts([len(tokens) for tokens in drafts.tokens])
@@ -101,7 +103,9 @@ class Speculation:
         return min(self.choice.count_for(request), left - 1)
 
     def target_rows(self, requests: list[Request], drafted: list[list[int]]) -> Tensor:
-        """What the target samples from at each drafted token, and behind the last: [R, V] float32."""
+        """What the target samples from at each drafted token, and behind the last: [R, V]
+        float32.
+        """
         new, counts, owners, behind = {}, {}, [], []
         for request, tokens in zip(requests, drafted):
             held = self.runner.held.get(request.row, 0)

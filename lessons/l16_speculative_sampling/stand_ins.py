@@ -1,4 +1,6 @@
-"""PyTorch in the kernel's place, for machines without a GPU: an interpreted kernel takes seconds."""
+"""PyTorch in the kernel's place, for machines without a GPU: an interpreted kernel takes
+seconds.
+"""
 
 from collections.abc import Callable
 
@@ -12,7 +14,9 @@ from lessons.l16_speculative_sampling.arguments import check_rows
 
 
 def draw_rows(p: Tensor, u: Tensor) -> Tensor:
-    """One token a row by inverse CDF. p: [B, V], need not sum to 1; u: [B], in [0, 1) -> [B] int64."""
+    """One token a row by inverse CDF. p: [B, V], need not sum to 1; u: [B], in [0, 1) -> [B]
+    int64.
+    """
     blocks = pad(p, (0, -p.shape[1] % BLOCK)).view(len(p), -1, BLOCK)
     return draw_tokens(blocks, u.double())
 
@@ -20,8 +24,8 @@ def draw_rows(p: Tensor, u: Tensor) -> Tensor:
 def verify_torch(
     p: Tensor, q: Tensor | None, drafted: Tensor, u: Tensor, cu_rows: Tensor, max_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """optimized.verify without a loop over the sequences. p, q: [R, V] -> tokens: [R], accepted: [B].
-    Raises ValueError.
+    """optimized.verify without a loop over the sequences. p, q: [R, V] -> tokens: [R], accepted:
+    [B]. Raises ValueError.
     """
     check_rows(p, q, drafted, u, cu_rows, max_rows)
     first, end = cu_rows[:-1, None].long(), cu_rows[1:, None].long()  # [B, 1]

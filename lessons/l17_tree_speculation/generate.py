@@ -44,7 +44,8 @@ class Counts:
     passes: int = 0
     nodes: int = 0  # guesses
     kept: int = 0
-    # Of each (depth, place among siblings): how often its node was asked and how often it was right.
+    # Of each (depth, place among siblings): how often its node was asked and how often it was
+    # right.
     asked: Counter = field(default_factory=Counter)
     right: Counter = field(default_factory=Counter)
 
@@ -65,7 +66,7 @@ class Counts:
         ]
 
     def note(self, tree: Tree, path: list[int]) -> None:
-        """One request's pass. Whoever stands behind a node that stays was asked."""
+        """One request's pass. Any node under one that stays was asked."""
         self.passes += 1
         self.nodes += len(tree) - 1
         self.kept += len(path) - 1
@@ -96,7 +97,9 @@ class TreeSpeculation:
 
     @torch.inference_mode()
     def step(self, requests: list[Request]) -> None:
-        """Emit one token or more of each request. Raises ValueError for logits that are not finite."""
+        """Emit one token or more of each request. Raises ValueError for logits that are not
+        finite.
+        """
         begins = {request.row: self.runner.held.get(request.row, 0) for request in requests}
         running = [request for request in requests if begins[request.row]]
         trees = {request.row: self.tree_for(request) for request in running}
@@ -207,5 +210,6 @@ def check_depth(drafter: HeadDrafter, tree: Tree) -> None:
     """Raise ValueError for a tree that is deeper than there are heads."""
     if isinstance(drafter, MedusaDrafter) and tree.depth > drafter.depth:
         raise ValueError(
-            f"tree: got one of depth {tree.depth}; accepted: at most {drafter.depth}, a head for each"
+            f"tree: got one of depth {tree.depth}; accepted: at most {drafter.depth}, a head for "
+            "each"
         )

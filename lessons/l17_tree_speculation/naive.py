@@ -1,12 +1,13 @@
 """A tree path by path: each way from the root to a leaf is a sequence of its own.
 
 Read `path_logits`, then `accept_among` and `verify_tree`: which guess stays if there are several.
-`path_attention` is the definition that the kernel is held to. `generate` is the loop without a cache.
+`path_attention` is the definition that the kernel is held to. `generate` is the loop without a
+cache.
 
 The rule for several guesses is lesson 16's, asked again and again. The guesses behind one node are
-drawn from q without replacement. If the first is rejected, what is missing to p is the residual; and
-the second guess was drawn from q without the first. So the same question is asked with these two in
-the place of p and q.
+drawn from q without replacement. If the first is rejected, what is missing to p is the residual;
+and the second guess was drawn from q without the first. So the same question is asked with these
+two in the place of p and q.
 
 Sources: Miao et al. 2024, SpecInfer, section 4.3, algorithm 2; Li et al. 2024, EAGLE, appendix A.2;
 Jeon et al. 2024, Recursive Speculative Decoding, section 3.2 (without replacement).
@@ -126,8 +127,8 @@ def accept_among(p: Tensor, q: Tensor, guesses: list[int], u: list[float]) -> tu
 
 
 def verify_tree(p: Tensor, q: Tensor, tree: Tree, tokens: list[int], u: Tensor) -> list[int]:
-    """The way of a step through a tree whose nodes were drawn: (nodes that stay, then the token that
-    is emitted behind the last of them).
+    """The way of a step through a tree whose nodes were drawn: (nodes that stay, then the token
+    that is emitted behind the last of them).
 
     p, q: [N, V], what target and draft say behind each node; q is not read at a leaf. tokens: [N];
     u: [N, 2] in [0, 1): u[i, 0] decides about node i, u[i, 1] draws behind it.
@@ -243,8 +244,8 @@ def generate(
 ) -> list[list[int]]:
     """A tree of the draft's likeliest tokens in each step, verified path by path.
 
-    Other arguments, result and errors as in lesson 2's `generate`, and the tokens are the very same,
-    also those of sampled requests.
+    Other arguments, result and errors as in lesson 2's `generate`, and the tokens are the very
+    same, also those of sampled requests.
     """
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
     for request in requests:

@@ -90,7 +90,9 @@ def tree_kernel(
     LOAD: tl.constexpr = plain_load,
     SEES: tl.constexpr = in_tree,
 ):
-    """One program: BLOCK_M rows (new token, query head) of one KV head over one split of its keys."""
+    """One program: BLOCK_M rows (new token, query head) of one KV head over one split of its
+    keys.
+    """
     kv_head, split = tl.program_id(0) % num_kv_heads, tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     num_splits = tl.num_programs(1)
@@ -101,7 +103,7 @@ def tree_kernel(
         row, step = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         column, v_column = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
         is_row = row < num_queries * GROUP
-        # The last token once more in rows that are nobody's, because they read the tree's table.
+        # The last token once more in rows without a sequence, because they read the tree's table.
         query = tl.minimum(row // GROUP, num_queries - 1)
         token = (start_q + query).to(tl.int64)
         head = kv_head * GROUP + row % GROUP
@@ -116,7 +118,7 @@ def tree_kernel(
 
         num_keys = tl.load(context_lens_ptr + sequence).to(tl.int32)
         held = num_keys - num_queries
-        # The root stands at `held`, so nobody's window reaches further back than the root's.
+        # The root stands at `held`, so no window reaches further back than the root's.
         first = tl.maximum(held - window + 1, 0) // BLOCK_N * BLOCK_N
         seen = num_keys - first
         begin, end = keys_of_split(split, num_splits, split_size, num_keys, seen, BLOCK_N)
@@ -208,8 +210,8 @@ def tree_attention(
     """The newest tokens of each sequence, a tree or a piece of a prompt, over all that it holds.
     q: [T, Hq, D] -> [T, Hq, Dv].
 
-    tree: [T, W] int8, as `in_tree` reads it. Splits as in lesson 12's `paged_decode`, the rest as in
-    its `paged_prefill`. float32 inside. Raises ValueError.
+    tree: [T, W] int8, as `in_tree` reads it. Splits as in lesson 12's `paged_decode`, the rest as
+    in its `paged_prefill`. float32 inside. Raises ValueError.
     """
     check_tree(q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, tree, window)
     (num_tokens, num_heads, head_dim), (num_kv_heads, v_head_dim) = q.shape, v_cache.shape[2:]

@@ -41,7 +41,9 @@ class TreeRun(NamedTuple):
 
 
 class TreeRunner(RewindingRunner):
-    """Lesson 16's runner, with trees. taps: where the model is read for features, as in heads.py."""
+    """Lesson 16's runner, with trees. taps: where the model is read for features, as in
+    heads.py.
+    """
 
     taps: tuple[int, ...] = ()
 
@@ -79,8 +81,8 @@ class TreeRunner(RewindingRunner):
         return tapped_features(self.model, batch.tokens, self.pool.attending(batch), self.taps)
 
     def keep(self, sequence: int, begin: int, path: list[int]) -> None:
-        """Of a tree whose root lies at slot `begin`, keep the nodes on `path`, which starts with the
-        root, and forget the others.
+        """Of a tree whose root lies at slot `begin`, keep the nodes on `path`, which starts with
+        the root, and forget the others.
         """
         table = self.blocks.tables[sequence]
         compact(self.pool, path_moves(path, begin, table, self.pool.block_size))
@@ -113,8 +115,8 @@ def compact(pool: KVPool, moves: Moves) -> None:
 
 
 def with_trees(batch: Batch, trees: list[Tree | None]) -> Batch:
-    """The step of `new_batch` whose sequences run trees where they have one: positions by depth, and
-    the table of who sees whom. Slots stay in the order of the nodes.
+    """The step of `new_batch` whose sequences run trees where they have one: positions by depth,
+    and the table of who sees whom. Slots stay in the order of the nodes.
 
     Raises ValueError for a tree that has not as many nodes as its sequence has new tokens.
     """
@@ -145,8 +147,9 @@ def with_trees(batch: Batch, trees: list[Tree | None]) -> Batch:
 
 
 def trees_in_front(trees: list[Tree | None], starts: list[int]) -> int:
-    """How many sequences run a tree or one token and stand in front of prompts. 0 if there are no prompts,
-    or if a tree stands behind one. starts: where the tokens of each sequence begin, and the end.
+    """How many sequences run a tree or one token and stand in front of prompts. 0 if there are no
+    prompts, or if a tree stands behind one. starts: where the tokens of each sequence begin, and
+    the end.
     """
     lengths = [end - first for first, end in pairwise(starts)]
     is_prompt = [tree is None and length > 1 for tree, length in zip(trees, lengths)]

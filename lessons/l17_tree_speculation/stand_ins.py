@@ -1,5 +1,5 @@
-"""PyTorch in the kernel's place, for machines without a GPU: gather a sequence's blocks, then PyTorch's
-own attention with the tree's mask.
+"""PyTorch in the kernel's place, for machines without a GPU: gather a sequence's blocks, then
+PyTorch's own attention with the tree's mask.
 """
 
 import torch
@@ -15,7 +15,8 @@ def sees(table: Tensor, held: int, window: int | None = None) -> Tensor:
     """Which key each node sees: [N, held + N] bool. table: [N, N] int8 of one tree, as in tree.py;
     held: tokens in front of the root.
     """
-    # A key that was held lies this many tokens above a node, itself counted: depth + 1 + held - key.
+    # A key that was held lies this many tokens above a node, itself counted: depth + 1 + held -
+    # key.
     in_front = torch.arange(held, 0, -1, device=table.device)
     above = torch.cat([table[:, :1] + in_front, table], dim=1)
     found = above > 0

@@ -2,7 +2,8 @@
 
     twin = quantized(model, lambda name, linear: round_to_nearest(linear.weight, bits=4))
 
-The twin shares everything but the matrices that were quantized with the model that it was made from.
+The twin shares everything but the matrices that were quantized with the model that it was made
+from.
 """
 
 import copy
@@ -40,8 +41,8 @@ def quantized(
 ) -> Decoder:
     """A twin of `model` whose linear layers are quantized; everything else is shared.
 
-    quantize: called with each nn.Linear and its name in the model, "layers.0.self_attn.q_proj"; None
-    leaves the layer as it is. lm_head is not offered, because it may share its matrix with the
+    quantize: called with each nn.Linear and its name in the model, "layers.0.self_attn.q_proj";
+    None leaves the layer as it is. lm_head is not offered, because it may share its matrix with the
     embedding, and because an error there moves every logit at once.
     """
 
@@ -55,8 +56,8 @@ def quantized(
 def with_linears(
     model: nn.Module, kind: type, replace: Callable[[str, nn.Module], nn.Module]
 ) -> nn.Module:
-    """A twin of `model` in which replace(name, part) stands for each part of exactly the type `kind`,
-    lm_head left out; everything else is shared.
+    """A twin of `model` in which replace(name, part) stands for each part of exactly the type
+    `kind`, lm_head left out; everything else is shared.
     """
 
     def twin_of(module: nn.Module, name: str) -> nn.Module:

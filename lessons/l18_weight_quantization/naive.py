@@ -1,8 +1,9 @@
-"""Naive: every format by rounding to nearest, and a product that dequantizes the whole matrix first.
+"""Naive: every format by rounding to nearest, and a product that dequantizes the whole matrix
+first.
 
-Each quantizer takes a matrix, [N, K], and looks at nothing else: no data, no other layer. It finds a
-scale for each group of numbers, divides by it, and rounds. gptq.py and awq.py do better with the same
-formats, because they also look at what the layer receives.
+Each quantizer takes a matrix, [N, K], and looks at nothing else: no data, no other layer. It finds
+a scale for each group of numbers, divides by it, and rounds. gptq.py and awq.py do better with the
+same formats, because they also look at what the layer receives.
 
 Source of the vocabulary: Gholami et al. 2021, A Survey of Quantization Methods, section 3.
 """
@@ -30,8 +31,8 @@ from lessons.toolbox.model.arguments import is_whole, refuse
 
 
 def dequantize_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """x: [T, K]; bias: [N] or None -> [T, N] in x's dtype. It writes the whole matrix in x's dtype and
-    reads it again, so it moves more bytes than the matrix that was never quantized.
+    """x: [T, K]; bias: [N] or None -> [T, N] in x's dtype. It writes the whole matrix in x's dtype
+    and reads it again, so it moves more bytes than the matrix that was never quantized.
     """
     matrix = weight.dequantize().to(x.dtype)
     return torch.nn.functional.linear(x, matrix, bias)
@@ -41,8 +42,8 @@ def dequantize_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = 
 
 
 def absmax(groups: Tensor, bits: int) -> tuple[Tensor, None]:
-    """Symmetric scales: the largest magnitude becomes the largest code. groups: [N, groups, size] ->
-    scales [N, groups] float32. The zero point is 2^(bits − 1), so nothing is stored for it.
+    """Symmetric scales: the largest magnitude becomes the largest code. groups: [N, groups, size]
+    -> scales [N, groups] float32. The zero point is 2^(bits − 1), so nothing is stored for it.
     """
     largest = groups.abs().amax(-1)
     last = 2 ** (bits - 1) - 1
@@ -51,7 +52,8 @@ def absmax(groups: Tensor, bits: int) -> tuple[Tensor, None]:
 
 def zero_point(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Asymmetric scales: the smallest number becomes code 0 and the largest the last code. groups:
-    [N, groups, size] -> scales [N, groups] float32, and zeros of that shape: the code of 0.0, whole.
+    [N, groups, size] -> scales [N, groups] float32, and zeros of that shape: the code of 0.0,
+    whole.
     """
     low = groups.amin(-1).clamp(max=0)  # 0.0 itself must have a code, because zeros is such a code
     high = groups.amax(-1).clamp(min=0)
@@ -67,8 +69,8 @@ def nonzero(scales: Tensor) -> Tensor:
 
 
 def stored_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """scales: [...] as they are stored. What is too small for dtype becomes its smallest number, because 0
-    would divide by zero.
+    """scales: [...] as they are stored. What is too small for dtype becomes its smallest number,
+    because 0 would divide by zero.
     """
     tiny = torch.finfo(dtype).tiny
     return nonzero(scales).clamp(min=tiny).to(dtype)
@@ -98,9 +100,9 @@ def per_tensor(
     symmetric: bool = True,
     scale_dtype: torch.dtype = torch.float16,
 ) -> GroupedInt:
-    """weight: [N, K] -> whole numbers with one scale for all of them: the largest weight of the matrix
-    decides how finely every other one is rounded. The scale is stored for each row, because that is
-    what GroupedInt has.
+    """weight: [N, K] -> whole numbers with one scale for all of them: the largest weight of the
+    matrix decides how finely every other one is rounded. The scale is stored for each row, because
+    that is what GroupedInt has.
     """
     group_size = check_groups(weight, bits, None)
     groups = grouped(weight, group_size)
@@ -149,7 +151,9 @@ def to_codes(groups: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) ->
 
 
 def check_groups(weight: Tensor, bits: int, group_size: int | None) -> int:
-    """The group size of weight: [N, K], which is K for None. Raises ValueError that names what does not fit."""
+    """The group size of weight: [N, K], which is K for None. Raises ValueError that names what does
+    not fit.
+    """
     check_matrix(weight)
     if bits not in (4, 8):
         refuse("bits", bits, "4 or 8")
@@ -175,8 +179,9 @@ def check_matrix(weight: Tensor) -> None:
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x: [...] in an 8-bit float, and what is too large becomes the largest number: 448 for E4M3, 57344 for
-    E5M2. A plain cast may give NaN or infinity there, depending on the format and on the version.
+    """x: [...] in an 8-bit float, and what is too large becomes the largest number: 448 for E4M3,
+    57344 for E5M2. A plain cast may give NaN or infinity there, depending on the format and on the
+    version.
     """
     most = torch.finfo(dtype).max
     return x.float().clamp(-most, most).to(dtype)
@@ -185,8 +190,8 @@ def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
 def to_float8(
     weight: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "row"
 ) -> Float8Weight:
-    """weight: [N, K] -> numbers of 8 bits. dtype: torch.float8_e4m3fn or torch.float8_e5m2. per: what
-    shares a scale, "tensor", "row" or "block" (128 × 128).
+    """weight: [N, K] -> numbers of 8 bits. dtype: torch.float8_e4m3fn or torch.float8_e5m2. per:
+    what shares a scale, "tensor", "row" or "block" (128 × 128).
     """
     check_matrix(weight)
     if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -266,8 +271,8 @@ def nested(largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def to_mxfp4(weight: Tensor) -> Mxfp4Weight:
     """weight: [N, K], K a multiple of 32 -> MXFP4. The exponent of a block is that of its largest
-    value, less 2, because the largest E2M1 number, 6, has the exponent 2. A value between 6 and 8 times
-    that power saturates (OCP MX specification v1.0, section 6.3).
+    value, less 2, because the largest E2M1 number, 6, has the exponent 2. A value between 6 and 8
+    times that power saturates (OCP MX specification v1.0, section 6.3).
     """
     check_matrix(weight)
     shape = tuple(weight.shape)

@@ -1,22 +1,32 @@
-"""x · Wᵀ with W quantized: the wrapper of the kernels in products.py, for every format of this lesson.
+"""x · Wᵀ with W quantized: the wrapper of the kernels in products.py, for every format of this
+lesson.
 
-`matmul(x, weight, bias)` is what a QuantizedLinear multiplies by on a GPU. The reasons for its tiles:
+`matmul(x, weight, bias)` is what a QuantizedLinear multiplies by on a GPU. The reasons for its
+tiles:
 
-- **Few rows** (decode): memory decides. The time is the bytes of the codes over the bandwidth, as long
-  as unpacking keeps up: an H200 has 132 processors, each starts 128 instructions of one thread a clock,
-  1.755 · 10⁹ times a second (assumed; its clock varies). At 4.3 TB/s that leaves 3.4 instructions for a
+- **Few rows** (decode): memory decides. The time is the bytes of the codes over the bandwidth, as
+  long
+  as unpacking keeps up: an H200 has 132 processors, each starts 128 instructions of one thread a
+    clock,
+  1.755 · 10⁹ times a second (assumed; its clock varies). At 4.3 TB/s that leaves 3.4 instructions
+    for a
   weight of 4 bits and 6.9 for one of 8. Tiles of 16 rows, because a matrix unit takes no fewer.
-- **More rows**: each weight is unpacked once for a tile of rows, so tiles are taller, up to 128. From
+- **More rows**: each weight is unpacked once for a tile of rows, so tiles are taller, up to 128.
+  From
   64 rows on the product runs on Hopper's warpgroup instructions, which want W in shared memory.
-- **Where it stops paying**: codes of b bits are read in b / 16 of the time that BF16 takes, but every row
+- **Where it stops paying**: codes of b bits are read in b / 16 of the time that BF16 takes, but
+  every row
   costs the same 2 · N · K operations. The two are equal at
 
       rows = (bits / 8) · FLOP/s / (2 · bytes/s) = 790e12 / 4.3e12 · bits / 16
 
   These are rates that one may hope to reach. The README takes those of the data sheet, 989e12 and
-  4.8e12, so its batches are a little larger. 184 rows for BF16, 92 for 8 bits and 47 for 4 (4.13 with
-  the scales of groups of 128). Above its own number a format is bound by the tensor cores, and BF16 is
-  still bound by memory up to 184 rows. So the advantage shrinks from 16 / bits at 47 (92) rows to nothing
+  4.8e12, so its batches are a little larger. 184 rows for BF16, 92 for 8 bits and 47 for 4 (4.13
+    with
+  the scales of groups of 128). Above its own number a format is bound by the tensor cores, and BF16
+    is
+  still bound by memory up to 184 rows. So the advantage shrinks from 16 / bits at 47 (92) rows to
+    nothing
   at 184, and beyond that unpacking is only a cost.
 """
 
@@ -44,7 +54,9 @@ from lessons.toolbox.kernels.triton_ import triton
 
 
 class Tiles(NamedTuple):
-    """Rows of x and outputs that a program owns, bytes of W's rows a step, and how it is launched."""
+    """Rows of x and outputs that a program owns, bytes of W's rows a step, and how it is
+    launched.
+    """
 
     block_m: int
     block_n: int
@@ -53,8 +65,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# By the most rows that they are for. Chosen by the compiler (no spills, instructions a weight); none of
-# them has been timed. A program holds two sums of its tile: its own and the group's.
+# By the most rows that they are for. Chosen by the compiler (no spills, instructions a weight);
+# none of them has been timed. A program holds two sums of its tile: its own and the group's.
 FEW_ROWS = {1: Tiles(16, 64, None, 4, 4), 2: Tiles(16, 128, None, 4, 4)}  # by codes a byte
 MORE_ROWS = {
     32: Tiles(32, 64, None, 4, 4),
@@ -77,8 +89,9 @@ def matmul(
 ) -> Tensor:
     """x: [M, K] in float32, float16 or bfloat16; bias: [N] or None -> [M, N] in x's dtype.
 
-    Sums are float32. tiles, num_splits: None for those that fit the machine. A format that the kernel
-    does not read is dequantized first. Raises ValueError for an x or a bias that does not fit.
+    Sums are float32. tiles, num_splits: None for those that fit the machine. A format that the
+    kernel does not read is dequantized first. Raises ValueError for an x or a bias that does not
+    fit.
     """
     check_matmul(x, weight, bias)
     operand = operand_of(weight)
@@ -110,8 +123,8 @@ def plan(
 ) -> tuple[tuple[int, int, int], int]:
     """The grid (tiles of rows, tiles of outputs, splits) and how many steps a split has.
 
-    Rows first, because programs that run together then share a few tiles of the matrix, which is the
-    larger operand. Splits only where tiles alone leave processors idle, and none that is empty.
+    Rows first, because programs that run together then share a few tiles of the matrix, which is
+    the larger operand. Splits only where tiles alone leave processors idle, and none that is empty.
     """
     num_outputs, row_bytes = operand.codes.shape
     grid = triton.cdiv(num_rows, tiles.block_m), triton.cdiv(num_outputs, tiles.block_n)
@@ -132,8 +145,8 @@ def launch(
     grid: tuple[int, int, int],
     steps_a_split: int,
 ) -> None:
-    """quantized_matmul_kernel over a grid. x: [M, K], arranged; out: [M, N], or partials [splits, M,
-    N] float32.
+    """quantized_matmul_kernel over a grid. x: [M, K], arranged; out: [M, N], or partials [splits,
+    M, N] float32.
     """
     num_outputs, row_bytes = operand.codes.shape
     quantized_matmul_kernel[grid](

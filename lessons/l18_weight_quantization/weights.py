@@ -1,8 +1,8 @@
 """A quantized matrix: small codes, the scales that belong to them, and the way back to numbers.
 
-Each format is a dataclass that stands for one matrix of a linear layer, [N, K]: N outputs, K inputs,
-as nn.Linear stores it. All formats have the same four members, so a layer, a file or a plot need not
-know which one it holds:
+Each format is a dataclass that stands for one matrix of a linear layer, [N, K]: N outputs, K
+inputs, as nn.Linear stores it. All formats have the same four members, so a layer, a file or a plot
+need not know which one it holds:
 
     weight.shape            (N, K)
     weight.dequantize()     [N, K] float32: what the codes mean
@@ -20,7 +20,9 @@ from torch import Tensor
 
 
 class QuantizedWeight:
-    """What all formats share. A subclass is a frozen dataclass whose tensor fields are its storage."""
+    """What all formats share. A subclass is a frozen dataclass whose tensor fields are its
+    storage.
+    """
 
     shape: tuple[int, int]  # N, K
 
@@ -54,9 +56,9 @@ class GroupedInt(QuantizedWeight):
 
         w[n, k] = (code[n, k] − zero[n, group of k]) · scale[n, group of k]
 
-    codes: [N, K · bits / 8] uint8. With 4 bits a byte holds two codes of one group: byte i of a group
-    holds its column i in the low half and its column i + group_size / 2 in the high half, so a
-    kernel that masks or shifts a run of bytes has a run of columns. scales: [N, K / group_size],
+    codes: [N, K · bits / 8] uint8. With 4 bits a byte holds two codes of one group: byte i of a
+    group holds its column i in the low half and its column i + group_size / 2 in the high half, so
+    a kernel that masks or shifts a run of bytes has a run of columns. scales: [N, K / group_size],
     floating. zeros: the same shape, uint8; None: 2^(bits − 1), the symmetric format. group_size: K
     for one scale a row. order: [K] int64 or None: stored column j is column order[j] of the matrix,
     because GPTQ may quantize the important columns first.
@@ -85,8 +87,8 @@ class GroupedInt(QuantizedWeight):
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """codes: [N, groups, group_size] uint8, each below 2^bits -> [N, groups · group_size · bits / 8]
-    uint8, in the order that GroupedInt describes. bits: 4 or 8.
+    """codes: [N, groups, group_size] uint8, each below 2^bits -> [N, groups · group_size · bits /
+    8] uint8, in the order that GroupedInt describes. bits: 4 or 8.
     """
     if bits == 4:
         low, high = codes.chunk(2, dim=-1)
@@ -129,7 +131,8 @@ class Float8Weight(QuantizedWeight):
 
 TILE = 128  # rows and columns of a tile of Float8Weight
 
-# The code book of NF4, as bitsandbytes has it. test_formats.py derives it from the normal's quantiles.
+# The code book of NF4, as bitsandbytes has it. test_formats.py derives it from the normal's
+# quantiles.
 NF4_VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -147,9 +150,10 @@ E8M0_BIAS = 127  # the stored exponent e stands for 2^(e − 127)
 
 
 def dynamic_values() -> Tensor:
-    """[256] float32, ascending: the 8-bit code book that bitsandbytes keeps absmax values in when it
-    quantizes them too. The first bits of a code count powers of ten from 10⁰ down to 10⁻⁶; what is
-    left divides that decade evenly (Dettmers 2015, 8-Bit Approximations for Parallelism, section 2).
+    """[256] float32, ascending: the 8-bit code book that bitsandbytes keeps absmax values in when
+    it quantizes them too. The first bits of a code count powers of ten from 10⁰ down to 10⁻⁶; what
+    is left divides that decade evenly (Dettmers 2015, 8-Bit Approximations for Parallelism, section
+    2).
     """
     positive = []
     for bits in range(7):
@@ -165,8 +169,8 @@ DYNAMIC_BOOK = tuple(DYNAMIC_VALUES.tolist())
 
 @functools.cache
 def table_on(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """A code book on a device: [codes] float32. It is copied there once, because a copy from the CPU
-    waits for the GPU, and no CUDA graph can be captured over it (lesson 11).
+    """A code book on a device: [codes] float32. It is copied there once, because a copy from the
+    CPU waits for the GPU, and no CUDA graph can be captured over it (lesson 11).
     """
     return torch.tensor(values, dtype=torch.float32, device=device)
 

@@ -8,8 +8,8 @@ when its token is written, and no later token changes it. Paging, prefix caching
 copies on write and the rewind of a rejected draft rely on that. kivi.py has scales that many tokens
 share, and shows what becomes of these then.
 
-The scale is stored in the model's dtype, and codes are made with the scale as it was stored, so that
-rounding the scale costs no accuracy. Names: vLLM calls these formats fp8_per_token_head,
+The scale is stored in the model's dtype, and codes are made with the scale as it was stored, so
+that rounding the scale costs no accuracy. Names: vLLM calls these formats fp8_per_token_head,
 int8_per_token_head and int4_per_token_head.
 """
 

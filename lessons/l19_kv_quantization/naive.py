@@ -1,7 +1,7 @@
 """Naive: the pages become numbers in memory, then lesson 12 attends to them.
 
-The cache is smaller, but a step moves more bytes than before: it reads the codes, writes the numbers and
-reads them again. optimized.py reads the codes and stops there.
+The cache is smaller, but a step moves more bytes than before: it reads the codes, writes the
+numbers and reads them again. optimized.py reads the codes and stops there.
 """
 
 import torch

@@ -2,7 +2,8 @@
 
 The kernels are lesson 12's, with the hooks of hooks.py in the place of `plain_load`. Read
 `quantized_decode` beside lesson 12's `paged_decode`: the arguments are the same, and two tensors of
-scales come along. `quantize_kernel` writes: one program finds the scale of a row and stores its codes.
+scales come along. `quantize_kernel` writes: one program finds the scale of a row and stores its
+codes.
 
 Sources: the formats, as vLLM's vllm/v1/attention/ops/triton_reshape_and_cache_flash.py writes them;
 attention over pages: lesson 12.
@@ -94,8 +95,9 @@ def quantized_prefill(
     max_seqlen_q: int | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """The newest tokens of each sequence over all of it. q: [T, Hq, D] -> [T, Hq, Dv]; cu_seqlens_q,
-    max_seqlen_q and tiles as in lesson 12's `paged_prefill`, the rest as in `quantized_decode`.
+    """The newest tokens of each sequence over all of it. q: [T, Hq, D] -> [T, Hq, Dv];
+    cu_seqlens_q, max_seqlen_q and tiles as in lesson 12's `paged_prefill`, the rest as in
+    `quantized_decode`.
     """
     plain = check_codes(format, q, k_codes, v_codes, k_scales, v_scales)
     check_prefill(q, *plain, block_table, cu_seqlens_q, context_lens, window)
@@ -174,8 +176,9 @@ LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 15.0}
 def quantize_rows(
     format: RowFormat, x: Tensor, codes: Tensor, scales: Tensor, slot_mapping: Tensor
 ) -> None:
-    """x: [T, Hkv, D] into the slots slot_mapping: [T] int64 of codes: [slots, Hkv, bytes] and scales:
-    [slots, Hkv, scales of a row]; −1 skips a token. Bit for bit what `format.quantize` gives.
+    """x: [T, Hkv, D] into the slots slot_mapping: [T] int64 of codes: [slots, Hkv, bytes] and
+    scales: [slots, Hkv, scales of a row]; −1 skips a token. Bit for bit what `format.quantize`
+    gives.
     """
     (num_tokens, num_heads, head_dim), name = x.shape, format.name
     if name == "fp8":

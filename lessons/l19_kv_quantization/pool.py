@@ -1,11 +1,11 @@
 """Pools of codes: what `formats.py` makes of K and V, and the scales beside them.
 
-`QuantizedPool` works with every operation of lesson 12, and with models whose scores have rules of their
-own. Before a layer attends, it copies the blocks that the step's sequences own to a small cache of plain
-numbers. `KernelPool` writes and reads codes by the kernels of optimized.py.
+`QuantizedPool` works with every operation of lesson 12, and with models whose scores have rules of
+their own. Before a layer attends, it copies the blocks that the step's sequences own to a small
+cache of plain numbers. `KernelPool` writes and reads codes by the kernels of optimized.py.
 
-Everybody reads codes, also a prompt that has just written them. So a token sees the same K and V
-whether its prompt ran in one piece or in chunks, or came out of the prefix cache.
+Every token reads codes, also those of a prompt that has just written them. So a token sees the same
+K and V whether its prompt ran in one piece or in chunks, or came out of the prefix cache.
 """
 
 from dataclasses import replace
@@ -33,9 +33,9 @@ from lessons.toolbox.model.config import ModelConfig
 class QuantizedSlots:
     """What a pool of codes has in the place of KVPool's storage.
 
-    format: of formats.py; other arguments are KVPool's. k_slots, v_slots: codes, [layers, slots + 1,
-    Hkv, bytes of a row] uint8. k_scales, v_scales: [layers, slots + 1, Hkv, scales of a row] in the
-    dtype that K and V would have. Raises ValueError for 4 bits and a head of odd size.
+    format: of formats.py; other arguments are KVPool's. k_slots, v_slots: codes, [layers, slots +
+    1, Hkv, bytes of a row] uint8. k_scales, v_scales: [layers, slots + 1, Hkv, scales of a row] in
+    the dtype that K and V would have. Raises ValueError for 4 bits and a head of odd size.
     """
 
     def __init__(self, format: RowFormat, config: ModelConfig, *args, **arguments):
@@ -71,12 +71,14 @@ class QuantizedSlots:
         return self.k_slots, self.v_slots, self.k_scales, self.v_scales
 
     def reserve(self, tokens: int) -> None:
-        """Blocks of codes do not grow, because a paged pool never asks for it. Raises ValueError."""
+        """Blocks of codes do not grow, because a paged pool never asks for it. Raises
+        ValueError.
+        """
         if tokens > self.block_size:
             refuse("tokens", tokens, f"at most {self.block_size}, a block of this pool")
 
     def store(self, codes: Tensor, scales: Tensor, x: Tensor, slot_mapping: Tensor) -> None:
-        """x: [T, Hkv, D] into the slots slot_mapping: [T] of one layer; −1 is nobody's slot."""
+        """x: [T, Hkv, D] into the slots slot_mapping: [T] of one layer; −1 is the unowned slot."""
         new_codes, new_scales = self.format.quantize(x)
         codes.index_put_((slot_mapping,), new_codes)
         scales.index_put_((slot_mapping,), new_scales)
@@ -92,7 +94,8 @@ class QuantizedPool(QuantizedSlots, KVPool):
     """KVPool of codes. `ops` are lesson 12's, over plain caches."""
 
     def attending(self, batch: Batch, first_block: int = 0) -> Attend:
-        """The decoder's `attend` for one step: rotate, quantize, store, attend to everything stored.
+        """The decoder's `attend` for one step: rotate, quantize, store, attend to everything
+        stored.
 
         batch: with a block table. first_block: 0, because tables name blocks.
         """
@@ -156,8 +159,9 @@ class KernelPool(QuantizedPool):
         self.written_bytes += len(x) * row
 
     def reading(self, batch: Batch):
-        """read(layer, q: [T, Hq, D], (codes, scales) of K, of V) -> [T, Hq, Dv] for this step. These
-        kernels know no token trees (lesson 17), so for a step with trees codes become numbers first.
+        """read(layer, q: [T, Hq, D], (codes, scales) of K, of V) -> [T, Hq, Dv] for this step.
+        These kernels know no token trees (lesson 17), so for a step with trees codes become numbers
+        first.
         """
         if batch.tree is not None:
             return super().reading(batch)
@@ -190,10 +194,10 @@ def rotated(
     """q, k and v as `ops.write` would store them, in scratch of their own: [T, H, D] each.
 
     K is quantized after its rotation. Before it, a code would have to be turned into a number and
-    rotated again by everybody who reads it.
+    rotated again at each reading.
     """
     count = len(k)
-    # Behind the last is nobody's slot, as in a pool.
+    # After the last is the unowned slot, as in a pool.
     k_rows, v_rows = (x.new_empty(count + 1, *x.shape[1:]) for x in (k, v))
     own = replace(batch, slot_mapping=torch.arange(count, device=k.device))
     q = ops.write(q, k, v, k_rows, v_rows, own, cos_sin_cache)

@@ -1,6 +1,6 @@
-"""Which pool and which operations serve a model over a quantized cache: lesson 12's rungs with a pool
-of codes. Everything else of lesson 12 (runner, blocks, copies, swap) works as it is, because a block of
-codes is a block.
+"""Which pool and which operations serve a model over a quantized cache: lesson 12's rungs with a
+pool of codes. Everything else of lesson 12 (runner, blocks, copies, swap) works as it is, because a
+block of codes is a block.
 
     runner = quantized_runner(model, "int8", num_blocks=64, block_size=16, max_context_len=512)
     logits = runner.step({0: prompt})

@@ -1,9 +1,10 @@
 """Which adapter each row of a step belongs to: sorted once a step, read by every layer.
 
-    batch = AdapterBatch.of([0, -1, 2, 0], device)      # rows 0 and 3 use slot 0, row 1 uses no adapter
+    batch = AdapterBatch.of([0, -1, 2, 0], device)      # rows 0 and 3 use slot 0, row 1 uses no
+                                                        adapter
 
 The decoder never sees it. It lies in an AdapterContext that the LoRALinears of a model share, and
-whoever runs a pass puts it there before.
+the caller of a pass puts it there before.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,9 +33,10 @@ class AdapterBatch:
     """The rows of a step by their adapters.
 
     row_slots: [T] int64, the slot of each row, −1 for none. order: [T] int32, the rows that have an
-    adapter, those of a slot side by side; what stands behind them is not read. tiles: [num_tiles, 3]
-    int32, rows of (slot, first, count): at most block_m rows of one segment; a count of 0 is padding.
-    segments: the same, unsliced, for the host. Without a row that has an adapter it is empty.
+    adapter, those of a slot side by side; what stands behind them is not read. tiles: [num_tiles,
+    3] int32, rows of (slot, first, count): at most block_m rows of one segment; a count of 0 is
+    padding. segments: the same, unsliced, for the host. Without a row that has an adapter it is
+    empty.
     """
 
     row_slots: Tensor
@@ -85,9 +87,9 @@ class AdapterBatch:
     def padded(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The segments as if all were as long as the longest, for products in batches.
 
-        Returns slots: [segments], ascending; rows: [segments · longest], each segment's own rows and
-        then its first one again; is_real: [segments · longest], which are not such padding, None if
-        all are not.
+        Returns slots: [segments], ascending; rows: [segments · longest], each segment's own rows
+        and then its first one again; is_real: [segments · longest], which are not such padding,
+        None if all are not.
         """
         longest = max(segment.count for segment in self.segments)
         at = torch.arange(longest)

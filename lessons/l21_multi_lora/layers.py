@@ -65,9 +65,9 @@ def with_adapter_slots(
     max_lora_rank: int,
     add_lora: AddLora | None = None,
 ) -> Decoder:
-    """A twin of `model` with a LoRALinear for each linear layer of attention and MLP; everything else
-    is shared. max_loras: slots. add_lora: None for what fits the device. Raises ValueError for a
-    model whose matrices are read by others than its linear layers.
+    """A twin of `model` with a LoRALinear for each linear layer of attention and MLP; everything
+    else is shared. max_loras: slots. add_lora: None for what fits the device. Raises ValueError for
+    a model whose matrices are read by others than its linear layers.
     """
     check_whole(max_loras=max_loras, max_lora_rank=max_lora_rank)
     if model.config.mla is not None or model.config.moe is not None:
@@ -102,15 +102,15 @@ def adapter_layers(model: nn.Module) -> dict[str, LoRALinear]:
 
 def merged(model: Decoder, adapter: Adapter) -> Decoder:
     """A twin of `model` with W + scaling · B A in place of W, and as fast as the model itself. A
-    quantized matrix becomes numbers in the model's dtype first. The model keeps its own matrices, so
-    going back to it is exact. Raises ValueError for an adapter of another model.
+    quantized matrix becomes numbers in the model's dtype first. The model keeps its own matrices,
+    so going back to it is exact. Raises ValueError for an adapter of another model.
     """
     return with_deltas(model, adapter, 1.0)
 
 
 def unmerged(model: Decoder, adapter: Adapter) -> Decoder:
-    """A twin of a merged model with the adapter subtracted again. Not the same bits as before it was
-    merged, because each sum was rounded: keep the base where there is room for it.
+    """A twin of a merged model with the adapter subtracted again. Not the same bits as before it
+    was merged, because each sum was rounded: keep the base where there is room for it.
     """
     return with_deltas(model, adapter, -1.0)
 

@@ -1,10 +1,11 @@
-"""Many adapters on one base, one after the other: y = x Wᵀ + scaling · (x Aᵀ) Bᵀ, where each row has
-its own A, B and scaling.
+"""Many adapters on one base, one after the other: y = x Wᵀ + scaling · (x Aᵀ) Bᵀ, where each row
+has its own A, B and scaling.
 
-The base product is shared by all rows. The correction is computed adapter by adapter: pick its rows,
-multiply twice, add. Read it beside segments.py, which runs all adapters in two launches.
+The base product is shared by all rows. The correction is computed adapter by adapter: pick its
+rows, multiply twice, add. Read it beside segments.py, which runs all adapters in two launches.
 
-Sources: Hu et al. 2021, LoRA, section 4.1; Kalajdzievski 2023, rsLoRA (alpha / √r in place of alpha / r).
+Sources: Hu et al. 2021, LoRA, section 4.1; Kalajdzievski 2023, rsLoRA (alpha / √r in place of alpha
+/ r).
 """
 
 from torch import Tensor

@@ -1,8 +1,8 @@
 """The wrapper of the kernels in segments.py. Read it beside naive.py's loop.
 
-Bytes decide. A row of rank r reads r · (K + N) numbers of its adapter in place of N · K, and each segment
-of at most 16 rows reads them once. With 64 rows of 16 adapters of rank 16, K = N = 4096 and 16 bits, that
-is 16 · 16 · 8192 · 2 = 4.2 MB beside the 33.6 MB of the base matrix: 12.5 %.
+Bytes decide. A row of rank r reads r · (K + N) numbers of its adapter in place of N · K, and each
+segment of at most 16 rows reads them once. With 64 rows of 16 adapters of rank 16, K = N = 4096 and
+16 bits, that is 16 · 16 · 8192 · 2 = 4.2 MB beside the 33.6 MB of the base matrix: 12.5 %.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,9 @@ from lessons.toolbox.kernels.triton_ import triton
 
 
 class Tiles(NamedTuple):
-    """Columns of x a step and a split of the shrink, outputs a program of the expand, and launches."""
+    """Columns of x a step and a split of the shrink, outputs a program of the expand, and
+    launches.
+    """
 
     block_k: int
     split_k: int
@@ -27,8 +29,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Chosen by the compiler (no spills); none has been timed. A split is 512 columns, so that 16 segments of
-# K = 4096 are 128 programs, one for each of an H200's 132 processors.
+# Chosen by the compiler (no spills); none has been timed. A split is 512 columns, so that 16
+# segments of K = 4096 are 128 programs, one for each of an H200's 132 processors.
 TILES = Tiles(block_k=128, split_k=512, block_n=128, num_warps=4, num_stages=3)
 # Without matrix units, or for float32, whose products shall not be rounded to tf32.
 PLAIN = Tiles(block_k=32, split_k=512, block_n=32, num_warps=4, num_stages=2)
@@ -44,8 +46,8 @@ def add_lora(
 ) -> Tensor:
     """As naive.add_lora: out: [T, N] += the correction of each row of x: [T, K]; returns out.
 
-    Sums are float32 and rounded twice, h and the result. tiles: None for those that fit the machine.
-    Raises ValueError for operands that do not fit each other.
+    Sums are float32 and rounded twice, h and the result. tiles: None for those that fit the
+    machine. Raises ValueError for operands that do not fit each other.
     """
     check_add_lora(out, x, weights, batch)
     num_tiles = len(batch.tiles)
@@ -104,7 +106,9 @@ def block_of_ranks(max_rank: int) -> int:
 
 
 def tiles_for(x: Tensor) -> Tiles:
-    """Tiles for x: [T, K] on the chip that it lies on. They do not depend on T, so neither do bits."""
+    """Tiles for x: [T, K] on the chip that it lies on. They do not depend on T, so neither do
+    bits.
+    """
     has_matrix_units = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
     return TILES if has_matrix_units and x.dtype != torch.float32 else PLAIN
 
@@ -116,7 +120,8 @@ def check_add_lora(out: Tensor, x: Tensor, weights: SlotWeights, batch: AdapterB
     if x.shape != (num_rows, size) or x.dtype not in DECODE_DTYPES or x.dtype != weights.a.dtype:
         raise ValueError(
             f"x: got {x.dtype} {tuple(x.shape)}; accepted: {weights.a.dtype} "
-            f"[{num_rows}, {size}], a row for each of batch.row_slots, in float32, float16 or bfloat16"
+            f"[{num_rows}, {size}], a row for each of batch.row_slots, in float32, float16 or "
+            "bfloat16"
         )
     if out.shape != (num_rows, num_outputs) or out.dtype != x.dtype or out.stride(1) != 1:
         raise ValueError(

@@ -2,8 +2,8 @@
 
     disk ──load──▶ host (AdapterStore, max_cpu_loras) ──copy──▶ slots (AdapterSlots, max_loras)
 
-Both levels throw away the least recently used first, and neither throws away what is in use. That is
-counted: whoever needs an adapter acquires it and releases it again.
+Both levels throw away the least recently used first, and neither throws away what is in use. That
+is counted: a request acquires its adapter and releases it again.
 """
 
 from collections import Counter, OrderedDict
@@ -27,8 +27,8 @@ class Traffic:
 
 
 class AdapterSlots:
-    """The adapters on the device, one a slot. layers: of the model (`adapter_layers`), which all have
-    the same number of slots.
+    """The adapters on the device, one a slot. layers: of the model (`adapter_layers`), which all
+    have the same number of slots.
     """
 
     def __init__(self, layers: dict[str, LoRALinear]):
@@ -40,8 +40,8 @@ class AdapterSlots:
         self.traffic = Traffic()
 
     def acquire(self, adapter: Adapter) -> int:
-        """The adapter's slot, its matrices in it until `release`. Raises ValueError if all slots are
-        in use, or if its rank is too large for them.
+        """The adapter's slot, its matrices in it until `release`. Raises ValueError if all slots
+        are in use, or if its rank is too large for them.
         """
         if adapter.rank > self.max_rank:
             refuse("rank of the adapter", adapter.rank, f"at most {self.max_rank} (max_lora_rank)")
@@ -52,7 +52,7 @@ class AdapterSlots:
         return self.slot_of[adapter]
 
     def release(self, adapter: Adapter) -> None:
-        """One user less. The matrices stay until somebody needs the slot."""
+        """One user less. The matrices stay until another adapter needs the slot."""
         if self.users[adapter] < 1:
             refuse("adapter", adapter.name, "one that was acquired")
         self.users[adapter] -= 1
@@ -78,14 +78,14 @@ class AdapterSlots:
     def drop(self, adapter: Adapter) -> None:
         """Empty the adapter's slot, if it has one. Raises ValueError while it is in use."""
         if self.users[adapter]:
-            refuse("adapter", adapter.name, "one that nobody uses")
+            refuse("adapter", adapter.name, "one that no request uses")
         slot = self.slot_of.pop(adapter, None)
         if slot is not None:
             self.clear(slot)
             self.free.append(slot)
 
     def take_slot(self) -> int:
-        """A free slot, or that of the least recently used adapter that nobody uses."""
+        """A free slot, or that of the least recently used adapter that no request uses."""
         if self.free:
             return self.free.pop()
         idle = next((adapter for adapter in self.slot_of if not self.users[adapter]), None)
@@ -114,8 +114,8 @@ class AdapterSlots:
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """Which adapter a request wants, as vLLM names it. lora_int_id: the caller's number for it, 1 or
-    more. lora_path: the folder that PEFT's save_pretrained wrote.
+    """Which adapter a request wants, as vLLM names it. lora_int_id: the caller's number for it, 1
+    or more. lora_path: the folder that PEFT's save_pretrained wrote.
     """
 
     lora_name: str
@@ -134,8 +134,8 @@ class AdapterStore:
     """The adapters on the host, by their ids. A request takes one when it comes, and gives it back
     when it ends. What a request has taken stays, whatever becomes of the folder and of the id.
 
-    linears: {layer: (N, K)} of the model. max_cpu_loras: adapters that are kept while nobody needs
-    them; more are kept while they are needed.
+    linears: {layer: (N, K)} of the model. max_cpu_loras: adapters that are kept while no request
+    needs them; more are kept while they are needed.
     """
 
     def __init__(
@@ -183,8 +183,8 @@ class AdapterStore:
         self.shrink()
 
     def remove(self, lora_int_id: int) -> bool:
-        """Forget an id. Requests that have taken its adapter end with it; the next request with this
-        id reads its folder anew. Returns whether the id was known.
+        """Forget an id. Requests that have taken its adapter end with it; the next request with
+        this id reads its folder anew. Returns whether the id was known.
         """
         return self.known.pop(lora_int_id, None) is not None
 

@@ -184,7 +184,9 @@ class CapacityMoE(SplitTokensMoE):
 
 
 def first_pairs(chosen: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """The first pairs of each expert: [E, capacity], T · k in places that are left. chosen: [T, k]."""
+    """The first pairs of each expert: [E, capacity], T · k in places that are left. chosen: [T,
+    k].
+    """
     expert, order = chosen.flatten().sort(stable=True)
     edges = torch.searchsorted(expert, torch.arange(num_experts + 1, device=chosen.device))
     place = edges[:-1, None] + torch.arange(capacity, device=chosen.device)

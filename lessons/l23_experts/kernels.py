@@ -1,6 +1,7 @@
 """All experts of a layer in three launches, however many there are and whichever tokens chose them.
 
-    h = silu(x · gateᵀ) · (x · upᵀ)   gate_up_kernel   one program: a tile of an expert's rows and of I
+    h = silu(x · gateᵀ) · (x · upᵀ)   gate_up_kernel   one program: a tile of an expert's rows and
+                                                       of I
     y = h · downᵀ                     down_kernel      the same, a tile of hidden_size
     out = Σ weight · y                sum_kernel       one program: a token, over its k experts
 
@@ -10,7 +11,8 @@ Four decisions:
   from an Alignment. The grid is that of the most tiles, so it never depends on the router. A
   program whose tile is not used ends at once.
 - **Two products, not one.** Each output of `down` needs all I values of h. A program that computed
-  both would have to hold a whole row of h, 14336 values in Mixtral, or compute h again for each tile
+  both would have to hold a whole row of h, 14336 values in Mixtral, or compute h again for each
+    tile
   of outputs. So h goes through memory once. It is small: for a few tokens nearly all bytes are
   weights.
 - **silu and the product with `up` are the first product's epilogue** (lesson 7, epilogue.py). A
@@ -185,9 +187,9 @@ def sum_kernel(
 ):
     """One program: BLOCK columns of out[token] = Σ weights[token, place] · y[token · k + place].
 
-    Pairs whose expert is none of 0 … num_experts - 1 are left out, and their rows of y are not read,
-    because they were not written. y: [T · k, size]; weights: [T, k] float32; chosen: [T, k] int64;
-    out: [T, size].
+    Pairs whose expert is none of 0 … num_experts - 1 are left out, and their rows of y are not
+    read, because they were not written. y: [T · k, size]; weights: [T, k] float32; chosen: [T, k]
+    int64; out: [T, size].
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -31,7 +31,9 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
 
 
 def layer_of(gate_up: Tensor, down: Tensor, top_k: int) -> MoE:
-    """Lesson 6's layer over these weights, which it shares. gate_up: [E, 2I, H]; down: [E, H, I]."""
+    """Lesson 6's layer over these weights, which it shares. gate_up: [E, 2I, H]; down: [E, H,
+    I].
+    """
     num_experts, size, inner = down.shape
     with torch.device("meta"):  # its random weights are replaced
         layer = MoE(layer_config(size, MoEConfig(num_experts, top_k, inner)))

@@ -116,7 +116,8 @@ def expert_rows(
 
 
 def weighted_sum(y: Tensor, weights: Tensor, chosen: Tensor, num_experts: int) -> Tensor:
-    """out[t] = Σ weights[t, j] · y[t · k + j], without the pairs whose expert is none of 0 … num_experts
+    """out[t] = Σ weights[t, j] · y[t · k + j], without the pairs whose expert is none of 0 …
+    num_experts
     - 1. y: [T · k, H]; weights, chosen: [T, k] -> [T, H] in y's dtype. Raises ValueError.
     """
     check_sum(y, weights, chosen)

@@ -183,7 +183,8 @@ def check_apply(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
     is_dense = logits.dim() == 2 and (logits.stride(1) == 1 or logits.shape[1] < 2)
     if not is_dense or logits.dtype not in DECODE_DTYPES:
         raise ValueError(
-            f"logits: got {logits.dtype} {tuple(logits.shape)}; accepted: [B, V] with dense rows in "
+            f"logits: got {logits.dtype} {tuple(logits.shape)}; accepted: [B, V] with dense rows "
+            "in "
             f"float32, float16 or bfloat16"
         )
     words = -(-logits.shape[1] // 32)

@@ -1,4 +1,5 @@
-"""What bench_serving sends: conversations of a ShareGPT file, random tokens, or small tasks as text.
+"""What bench_serving sends: conversations of a ShareGPT file, random tokens, or small tasks as
+text.
 
 Source of the file's form and of what is left out of it: vLLM, vllm/benchmarks/datasets.py,
 ShareGPTDataset and is_valid_sequence.
@@ -83,8 +84,8 @@ def random_requests(
 
 
 def synthetic_requests(count: int, seed: int, output_len: int) -> list[BenchRequest]:
-    """Small programming tasks as text, with answers of geometric length, output_len on average. They
-    need no tokenizer: the server counts their tokens.
+    """Small programming tasks as text, with answers of geometric length, output_len on average.
+    They need no tokenizer: the server counts their tokens.
     """
     rng = random.Random(seed)
     lengths = geometric(max(1.0001, output_len))
@@ -93,8 +94,8 @@ def synthetic_requests(count: int, seed: int, output_len: int) -> list[BenchRequ
 
 
 def as_text(requests: list[BenchRequest], tokenizer) -> list[BenchRequest]:
-    """The same requests as text, for an interface that takes no token ids. Their tokens may be others
-    when they are read again, so the server counts them.
+    """The same requests as text, for an interface that takes no token ids. Their tokens may be
+    others when they are read again, so the server counts them.
     """
     return [
         request

@@ -37,7 +37,7 @@ def load_name(points: list[dict]) -> str:
 
 def knee_of(points: list[dict]) -> float | None:
     """The largest load up to which 90 % of the requests meet the objectives; None: not even the
-    first, or nobody gave objectives.
+    first, or no objectives were given.
     """
     if any("slo_attainment" not in point for point in points):
         return None
@@ -116,8 +116,8 @@ def draw_latencies(record: dict, at: int = -1) -> ClassFigure:
 
 @style()
 def draw_distributions(record: dict) -> ClassFigure:
-    """TTFT and ITL over the percentile at three loads: light, the last within the objectives, and the
-    largest.
+    """TTFT and ITL over the percentile at three loads: light, the last within the objectives, and
+    the largest.
     """
     points = record["points"]
     at = knee_of(points)
@@ -165,7 +165,8 @@ def draw_cost(record: dict) -> ClassFigure:
     paid = cost_at(points, at)
     cheapest = min(costs)
     title = (
-        f"Within the objectives a million tokens cost ${number(paid)}; ${number(cheapest)} is reached "
+        f"Within the objectives a million tokens cost ${number(paid)}; ${number(cheapest)} is "
+        "reached "
         "only beyond them"
         if paid is not None and paid > cheapest
         else f"A million tokens cost ${number(cheapest)} at the least"
@@ -207,7 +208,9 @@ def foot(record: dict) -> str:
 
 
 def figures_of(record: dict) -> dict[str, tuple[ClassFigure, str]]:
-    """{name: (figure, what a blind reader is told)} of every figure that the record has numbers for."""
+    """{name: (figure, what a blind reader is told)} of every figure that the record has numbers
+    for.
+    """
     points = record["points"]
     is_sweep = len(points) > 1 and "slo_attainment" in points[0]
     is_whole = all(point["completed"] for point in points)

@@ -1,5 +1,5 @@
-"""The client of bench_serving: it sends requests when they are meant to be sent, reads their streams,
-and notes when each part came.
+"""The client of bench_serving: it sends requests when they are meant to be sent, reads their
+streams, and notes when each part came.
 
 Read `run_load`. A request's time counts from its intended arrival. If the client is late, because
 max_concurrency held it back or its own event loop was busy, that is part of what a user waits for.
@@ -25,7 +25,7 @@ LONGEST_REASON = 120  # characters of a server's error that are kept
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What is sent. prompt_tokens: 0 where nobody has counted them yet; then the server says."""
+    """What is sent. prompt_tokens: 0 where they are not counted yet; then the server says."""
 
     prompt: str | list[int]
     prompt_tokens: int
@@ -128,7 +128,9 @@ class OpenAIChat(OpenAI):
 
 
 class InProcess:
-    """The same requests to an engine here, without a server: what is left of the difference is HTTP's."""
+    """The same requests to an engine here, without a server: what is left of the difference is
+    HTTP's.
+    """
 
     def __init__(self, engine: AsyncLLMEngine, ignore_eos: bool = False, temperature: float = 0.0):
         self.engine = engine
@@ -179,9 +181,9 @@ def arrivals_of(
 
 @dataclass
 class LoadRun:
-    """What came of all requests, in their order. late_s: how much later than it was meant to be each
-    was sent, in seconds. closed_loop: whether each place sent its next request only when it had an
-    answer, so that a server that stalls is asked less often, and looks better than it is.
+    """What came of all requests, in their order. late_s: how much later than it was meant to be
+    each was sent, in seconds. closed_loop: whether each place sent its next request only when it
+    had an answer, so that a server that stalls is asked less often, and looks better than it is.
     """
 
     history: list[Served]
@@ -212,7 +214,7 @@ async def run_load(
         async with places:
             sent_s = loop.time() - begin_s
             if closed_loop:
-                meant_s = sent_s  # because nobody meant it to be sent sooner
+                meant_s = sent_s  # because it was not meant to be sent sooner
             stream, why_not = Stream(), ""
             try:
                 await asyncio.wait_for(backend.send(request, stream), timeout_s)

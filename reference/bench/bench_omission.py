@@ -1,5 +1,5 @@
-"""Coordinated omission, on a real server: the same requests counted twice, from when the client came to
-sending each, and from when each was meant to be sent.
+"""Coordinated omission, on a real server: the same requests counted twice, from when the client
+came to sending each, and from when each was meant to be sent.
 
 Read `counted_twice`. Source: Tene 2013, How NOT to Measure Latency.
 """
@@ -53,7 +53,8 @@ def draw_omission(record: dict, foot: str) -> ClassFigure:
     counted = stall["counted"]
     hidden, seen = (100 * counted[name]["share_late"] for name in (SENT, MEANT))
     fig, ax = frame(
-        f"A server stopped for {number(stall['stall_s'])} s: {number(hidden)} % of the first tokens "
+        f"A server stopped for {number(stall['stall_s'])} s: {number(hidden)} % of the first "
+        "tokens "
         f"are late if time counts from the sending, {number(seen)} % for the users",
         f"{foot} · {number(stall['request_rate'])} requests/s meant to arrive, at most "
         f"{stall['max_concurrency']} at once from this client",

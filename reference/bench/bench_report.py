@@ -1,5 +1,5 @@
-"""What bench_serving says of a run: vLLM's lines and the keys of its JSON, so that the two can be laid
-side by side, and three lines of our own below them.
+"""What bench_serving says of a run: vLLM's lines and the keys of its JSON, so that the two can be
+laid side by side, and three lines of our own below them.
 
 Source of names and order: vLLM, vllm/benchmarks/serve.py.
 """
@@ -66,8 +66,8 @@ def parse_goodput(pairs: list[str] | None) -> Objectives | None:
 
 
 def summarize(run: LoadRun, setting: Setting) -> dict:
-    """The record of a run. Percentiles are of all requests, or of all gaps between tokens, together.
-    Rates are over the seconds of the clock, from the first arrival to the last end.
+    """The record of a run. Percentiles are of all requests, or of all gaps between tokens,
+    together. Rates are over the seconds of the clock, from the first arrival to the last end.
     """
     history = run.history
     done = [served for served in history if not served.why_not]
@@ -120,8 +120,8 @@ def details(run: LoadRun) -> dict:
 
 
 def samples(done: list[Served]) -> dict[str, list[float]]:
-    """{metric: all its values in seconds}. A single token has no time per output token, as vLLM counts
-    it: 0 would only make the others look better.
+    """{metric: all its values in seconds}. A single token has no time per output token, as vLLM
+    counts it: 0 would only make the others look better.
     """
     return {
         "ttft": [served.ttft_s for served in done],
@@ -160,7 +160,9 @@ def peak_in_system(history: list[Served]) -> int:
 
 
 def peak_tokens_per_s(done: list[Served]) -> float:
-    """The most tokens within a second of the clock. A part that holds several counts as its share."""
+    """The most tokens within a second of the clock. A part that holds several counts as its
+    share.
+    """
     times = [
         (at, served.num_tokens / len(served.token_s)) for served in done for at in served.token_s
     ]

@@ -140,7 +140,9 @@ def setting_of(args: argparse.Namespace):
 
 
 def requests_of(args: argparse.Namespace, seed: int) -> list:
-    """What is sent. Another seed gives other prompts, because a prefix cache knows the last ones."""
+    """What is sent. Another seed gives other prompts, because a prefix cache knows the last
+    ones.
+    """
     from reference.bench import bench_data
     from reference.engine.model import load_tokenizer
 

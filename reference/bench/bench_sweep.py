@@ -1,13 +1,13 @@
-"""The load test of a real server, from its start to its end: where its knee is, how long people wait
-before and beyond it, what a token costs within the objectives, and what a client hides that counts
-from the sending.
+"""The load test of a real server, from its start to its end: where its knee is, how long people
+wait before and beyond it, what a token costs within the objectives, and what a client hides that
+counts from the sending.
 
     python -m reference.bench.bench_sweep --out results/cpu
 
-The server runs in a process of its own. First a closed loop finds its capacity. Then requests arrive at
-growing shares of it (an open loop, Poisson), each time for --seconds. At last the server's process is
-stopped for a moment while requests go on arriving. Takes four minutes, and nothing else should run.
-Writes serving_load.json and its figures.
+The server runs in a process of its own. First a closed loop finds its capacity. Then requests
+arrive at growing shares of it (an open loop, Poisson), each time for --seconds. At last the
+server's process is stopped for a moment while requests go on arriving. Takes four minutes, and
+nothing else should run. Writes serving_load.json and its figures.
 """
 
 # Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.

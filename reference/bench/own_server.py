@@ -19,7 +19,9 @@ class OwnServer:
         self.url = f"http://127.0.0.1:{port}"
 
     def stop(self) -> None:
-        """No process of it runs until go_on. Its sockets stay open, and the kernel takes requests."""
+        """No process of it runs until go_on. Its sockets stay open, and the kernel takes
+        requests.
+        """
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -29,8 +31,8 @@ class OwnServer:
 
 @contextmanager
 def own_server(model: str, *flags: str) -> Iterator[OwnServer]:
-    """A server in a process group of its own; ended with the block. flags: of the server, beside the
-    model and the port.
+    """A server in a process group of its own; ended with the block. flags: of the server, beside
+    the model and the port.
     """
     port = free_port()
     command = [sys.executable, "-m", "reference.server", "--model", model, "--port", port, *flags]
@@ -50,7 +52,7 @@ def own_server(model: str, *flags: str) -> Iterator[OwnServer]:
 
 
 def free_port() -> str:
-    """A port that nobody uses now."""
+    """A port that is free now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])

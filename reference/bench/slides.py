@@ -2,8 +2,8 @@
 
     python -m reference.bench.slides [--out build/slides] [--lesson 03]
 
-Draws the lessons' own pictures, and the records under results/. Nothing is measured again. A caption
-names the machine and the versions, so show the recorded figure too when somebody asks.
+Draws the lessons' own pictures, and the records under results/. Nothing is measured again. A
+caption names the machine and the versions, so show the recorded figure too when a student asks.
 """
 
 import argparse
@@ -102,8 +102,8 @@ def draw_engine(out: Path) -> int:
 
 
 def draw_record(path: Path, out: Path) -> int:
-    """The figures of a record; returns how many. Raises ValueError, KeyError or TypeError for a record that has none
-    of a kind which is known here.
+    """The figures of a record; returns how many. Raises ValueError, KeyError or TypeError for a
+    record that has none of a kind which is known here.
     """
     from lessons.l04_positions.lab.figures import extrapolation_plot
     from lessons.l05_gqa.lab.figures import quality_figure

@@ -4,9 +4,9 @@ and tokens, all in one run.
     python -m reference.bench.speed --out build            # three workloads and the engine's overhead
     python -m reference.bench.speed --row demo
 
-Everybody runs once a round, and a ratio compares two runs of one round. Seconds are of processor
-time, so what else the machine does matters little. Prints a table, writes speed.json and
-speed.png/.svg. Exit code 1 if somebody's greedy tokens differ where the model was not in doubt.
+Each contender runs once a round, and a ratio compares two runs of one round. Seconds are of
+processor time, so what else the machine does matters little. Prints a table, writes speed.json and
+speed.png/.svg. Exit code 1 if a contender's greedy tokens differ where the model was not in doubt.
 """
 
 # Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.

@@ -1,5 +1,5 @@
-"""What the measurements of the engine share: the arguments of its choices (speculation, formats), and what
-stands at the head of every record.
+"""What the measurements of the engine share: the arguments of its choices (speculation, formats),
+and what stands at the head of every record.
 """
 
 import argparse
@@ -19,9 +19,9 @@ def read_args(
     requests: int,
     tokens: int,
 ) -> argparse.Namespace:
-    """Read a command line. documentation: the module's, whose first paragraph describes the command.
-    choice: the option that measures one of `choices` alone, such as "--method". requests, tokens:
-    defaults. A wrong value ends the program with one line.
+    """Read a command line. documentation: the module's, whose first paragraph describes the
+    command. choice: the option that measures one of `choices` alone, such as "--method". requests,
+    tokens: defaults. A wrong value ends the program with one line.
     """
     parser = OneLineParser(
         prog=f"python -m {prog}", description=" ".join(documentation.split("\n\n")[0].split())
@@ -47,8 +47,8 @@ def read_args(
 
 
 def record_of(model: str, schema: int, **fields) -> dict:
-    """A record: the machine and the model, then `fields`. model: as place_of returns it; schema: of the
-    whole record.
+    """A record: the machine and the model, then `fields`. model: as place_of returns it; schema: of
+    the whole record.
     """
     # here, because it takes seconds, and a wrong argument shall be told at once
     import torch

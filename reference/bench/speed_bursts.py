@@ -1,8 +1,9 @@
-"""How long prompts that arrive stop those who decode: the curve of chunk size against the gaps between
-tokens, and against how long the prompts themselves wait.
+"""How long prompts that arrive stop those who decode: the curve of chunk size against the gaps
+between tokens, and against how long the prompts themselves wait.
 
-A step with a chunk costs what its decodes cost and what the chunk's tokens cost. So the largest gap is
-about (decode step + chunk × time of a prompt's token), and a prompt takes prompt / chunk such steps.
+A step with a chunk costs what its decodes cost and what the chunk's tokens cost. So the largest gap
+is about (decode step + chunk × time of a prompt's token), and a prompt takes prompt / chunk such
+steps.
 """
 
 import argparse
@@ -25,8 +26,8 @@ def measure_curve(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 async def measure(args: argparse.Namespace, chunk: int | None) -> dict[str, float]:
-    """Eight requests decode, and every half second a long prompt comes. chunk: tokens of it in a step
-    beside all decodes; None: all of it.
+    """Eight requests decode, and every half second a long prompt comes. chunk: tokens of it in a
+    step beside all decodes; None: all of it.
     """
     from reference.bench import bench_data
     from reference.bench.bench_load import BenchRequest, InProcess, Stream, run_load
@@ -52,9 +53,9 @@ async def measure(args: argparse.Namespace, chunk: int | None) -> dict[str, floa
 
 
 def gaps_under_bursts(decodes: list[Served], prompts: list[Served]) -> dict[str, float]:
-    """Seconds between two tokens of those who decode: quiet_itl_s, the median before the first prompt
-    came; median_itl_s and p99_itl_s, from then until the last prompt had its token. The other two
-    divide p99. burst_ttft_s: the median of the prompts' own waits.
+    """Seconds between two tokens of those who decode: quiet_itl_s, the median before the first
+    prompt came; median_itl_s and p99_itl_s, from then until the last prompt had its token. The
+    other two divide p99. burst_ttft_s: the median of the prompts' own waits.
     """
     begin, end = prompts[0].arrival_s, max(one.token_s[0] for one in prompts)
     gaps = [pair for one in decodes for pair in pairwise(one.token_s)]

@@ -1,14 +1,14 @@
-"""How much faster does the engine get by speculation: the same requests on held-out code, greedy, in
-batches of 1 to 64, with each method and without any, all in one run.
+"""How much faster does the engine get by speculation: the same requests on held-out code, greedy,
+in batches of 1 to 64, with each method and without any, all in one run.
 
     python -m reference.bench.speed_drafts --out build
     python -m reference.bench.speed_drafts --method eagle-tree --batch 1 --rounds 5
 
-Everybody runs once a round, and a ratio compares two runs of one round. Answers have 200 tokens, as
-those that models/README.md judges: n-grams live on what repeats, and shorter answers repeat less.
-Prints a table of tokens per pass of the target, the share of drafted tokens that stay, and the ratios;
-writes speed_drafts.json. Exit code 1 if somebody's greedy tokens differ where the model was not in
-doubt.
+Each contender runs once a round, and a ratio compares two runs of one round. Answers have 200
+tokens, as those that models/README.md judges: n-grams live on what repeats, and shorter answers
+repeat less. Prints a table of tokens per pass of the target, the share of drafted tokens that stay,
+and the ratios; writes speed_drafts.json. Exit code 1 if a contender's greedy tokens differ where
+the model was not in doubt.
 """
 
 # Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.
@@ -24,8 +24,8 @@ from reference.bench.speed_args import read_args, record_of
 SCHEMA = 1
 PLAIN = "no speculation"
 BATCHES = (1, 4, 16, 64)
-# name -> method, what is put behind the model's name to find what drafts, and how many tokens it drafts:
-# as a chain, or as the tree that the heads' measured acceptance makes the best
+# name -> method, what is put behind the model's name to find what drafts, and how many tokens it
+# drafts: as a chain, or as the tree that the heads' measured acceptance makes the best
 METHODS = {
     "ngram": ("ngram", None, 4),
     "draft": ("draft", "-draft", 2),
@@ -54,7 +54,7 @@ def config_of(method: str, model: str) -> dict | None:
 
 
 def measure_batch(args: argparse.Namespace, configs: dict, prompts: list, batch: int) -> dict:
-    """Everybody on all prompts, `batch` at once, once a round: seconds, tokens, counts."""
+    """Each contender on all prompts, `batch` at once, once a round: seconds, tokens, counts."""
     from reference.engine.llm import LLM
     from reference.engine.sampling_params import SamplingParams
 

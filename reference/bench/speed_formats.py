@@ -1,12 +1,12 @@
-"""What do fewer bits gain and cost on this CPU: the same requests, greedy, in batches of 1 to 64, with
-weights and caches in each format, all in one run.
+"""What do fewer bits gain and cost on this CPU: the same requests, greedy, in batches of 1 to 64,
+with weights and caches in each format, all in one run.
 
     python -m reference.bench.speed_formats --out build
     python -m reference.bench.speed_formats --format int4 --batch 1 --rounds 5
 
-Everybody runs once a round, and a ratio compares two runs of one round. Beside the speed stands the
-share of each answer before its first token that float32 would not have written. Prints a table, writes
-speed_formats.json.
+Each contender runs once a round, and a ratio compares two runs of one round. Beside the speed
+stands the share of each answer before its first token that float32 would not have written. Prints a
+table, writes speed_formats.json.
 """
 
 # Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.
@@ -63,7 +63,9 @@ def new_llm(model: str, arguments: dict, folder: Path):
 
 
 def measure_batch(args: argparse.Namespace, llms: dict, prompts: list, batch: int) -> dict:
-    """Everybody on all prompts, `batch` at once, once a round: processor seconds and tokens."""
+    """Each contender on all prompts, `batch` at once, once a round: processor seconds and
+    tokens.
+    """
     from reference.engine.sampling_params import SamplingParams
 
     params = SamplingParams(

@@ -1,6 +1,7 @@
 """transformers' own server, `transformers serve`, under the same requests: started here, or named.
 
-It is given a cache as large as the requests need, because on a CPU it would take most of the memory.
+It is given a cache as large as the requests need, because on a CPU it would take most of the
+memory.
 """
 
 import argparse

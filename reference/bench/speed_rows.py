@@ -1,5 +1,5 @@
-"""What reference.bench.speed measures: three workloads, who serves them, and what the engine adds to a
-step.
+"""What reference.bench.speed measures: three workloads, who serves them, and what the engine adds
+to a step.
 """
 
 import random
@@ -105,7 +105,9 @@ class EngineRun:
 
 
 def new_contenders(path: str, peer_model, row: Row) -> list[Contender]:
-    """The engine first, then transformers' ways. One by one serves a few requests of mean length."""
+    """The engine first, then transformers' ways. One by one serves a few requests of mean
+    length.
+    """
     every = list(range(len(row.prompts)))
     few = subset(row.prompts, row.max_new_tokens, ONE_BY_ONE)
     runs = (one_by_one, left_padded_batch, partial(continuous_batching, slots=row.slots))
@@ -198,8 +200,8 @@ def overhead(path: str, prompts, params: SamplingParams, batch: int, steps: int)
 
 
 def watch(model: Decoder) -> list[float]:
-    """[seconds of processor time in the model's layers and its last matrix], which grow from now on.
-    The last matrix is called apart, for the rows that are sampled.
+    """[seconds of processor time in the model's layers and its last matrix], which grow from now
+    on. The last matrix is called apart, for the rows that are sampled.
     """
     spent, began = [0.0], [0.0]
 

@@ -1,15 +1,16 @@
-"""What serving costs: the same answers from the engine alone, from the async engine, and from a server
-over HTTP, all in one run. And how long a prompt stops those who decode, with chunks and without.
+"""What serving costs: the same answers from the engine alone, from the async engine, and from a
+server over HTTP, all in one run. And how long a prompt stops those who decode, with chunks and
+without.
 
     python -m reference.bench.speed_serving --peer --out build
     python -m reference.bench.speed_serving --base-url http://127.0.0.1:8000 --peer-url http://127.0.0.1:9000
 
-Everybody answers the same requests once a round, and a ratio compares two of one round. Seconds are
-of the clock, so nothing else should run meanwhile. Without --base-url two servers are started here:
-one as it is by default, whose engine has a process of its own, and one whose engine is a thread.
---peer starts `transformers serve`, --peer-url names one that runs; its answers are compared with ours,
-and it takes part in the first rounds only, because it is slow. Prints a table and writes
-speed_serving.json.
+Each contender answers the same requests once a round, and a ratio compares two of one round.
+Seconds are of the clock, so nothing else should run meanwhile. Without --base-url two servers are
+started here: one as it is by default, whose engine has a process of its own, and one whose engine
+is a thread. --peer starts `transformers serve`, --peer-url names one that runs; its answers are
+compared with ours, and it takes part in the first rounds only, because it is slow. Prints a table
+and writes speed_serving.json.
 """
 
 # Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.
@@ -63,7 +64,7 @@ def parse_args(argv) -> argparse.Namespace:
 
 
 def engine_args(args: argparse.Namespace, **more):
-    """The same engine for everybody in this process."""
+    """The same engine for all contenders in this process."""
     from reference.engine.async_engine import AsyncEngineArgs
 
     return AsyncEngineArgs.read(
@@ -72,7 +73,7 @@ def engine_args(args: argparse.Namespace, **more):
 
 
 def offline_tokens_per_s(engine, requests) -> float:
-    """The engine in a loop, and nobody who reads."""
+    """The engine in a loop, without a reader."""
     from reference.engine.sampling_params import SamplingParams
 
     begin = time.perf_counter()
@@ -123,7 +124,7 @@ def enter_servers(args: argparse.Namespace, stack: ExitStack) -> dict[str, str]:
 
 
 async def wait_until_ready(backend, request) -> None:
-    """Ask until somebody answers. Raises ValueError after two minutes."""
+    """Ask until the server answers. Raises ValueError after two minutes."""
     from reference.bench.bench_load import Failed, Stream
 
     give_up = time.monotonic() + READY_S
@@ -154,7 +155,9 @@ def new_requests(args: argparse.Namespace) -> tuple[list, list]:
 
 
 async def measure_rounds(args: argparse.Namespace, urls: dict[str, str]) -> dict:
-    """rounds: tokens/s of everybody, round by round. same_answers: how many of the peer's are ours."""
+    """rounds: tokens/s of each contender, round by round. same_answers: how many of the peer's are
+    ours.
+    """
     from reference.bench.bench_load import InProcess, new_client
     from reference.bench.speed_peer import Heard, Transformers
     from reference.engine.assembly import new_engine
@@ -199,7 +202,9 @@ async def measure_rounds(args: argparse.Namespace, urls: dict[str, str]) -> dict
 
 
 def summarize(rounds: list[dict[str, float]]) -> dict:
-    """Medians over the rounds, and the share that serving costs. Not everybody is in each round."""
+    """Medians over the rounds, and the share that serving costs. Not every contender is in each
+    round.
+    """
     names = list(rounds[0])
     return {
         "rounds": rounds,

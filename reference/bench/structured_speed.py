@@ -1,5 +1,6 @@
-"""What structured outputs cost: masks of a model's vocabulary, and the engine's tokens a second when
-every row has to obey one, beside the same engine with answers of the same lengths and no masks.
+"""What structured outputs cost: masks of a model's vocabulary, and the engine's tokens a second
+when every row has to obey one, beside the same engine with answers of the same lengths and no
+masks.
 
     python -m reference.bench.structured_speed --out results/cpu
 
@@ -85,8 +86,8 @@ def generate(llm: LLM, params: list[SamplingParams]) -> tuple[float, list[list[i
 
 
 def engine_costs(llm: LLM, wish, rows: int) -> tuple[dict[str, float], list[list[int]]]:
-    """Tokens a CPU second of rows that all have this wish, and of rows without one whose answers have
-    the same lengths, because answers that end early leave small batches; and the answers.
+    """Tokens a CPU second of rows that all have this wish, and of rows without one whose answers
+    have the same lengths, because answers that end early leave small batches; and the answers.
     """
     free, bound, answers = [], [], []
     for turn in range(ROUNDS):
@@ -141,8 +142,10 @@ def run(args: argparse.Namespace) -> int:
         engine = record["engine"][name]
         print(
             f"{name:<12} {engine['tokens_per_cpu_s']:6.0f} tokens per CPU second, "
-            f"{100 * engine['slower']:.0f} % fewer than without; a mask {masks['a_token_us']:.1f} us on "
-            f"average, {masks['new_state_us']:.0f} us in a new state, {masks['every_token_us']:.0f} us "
+            f"{100 * engine['slower']:.0f} % fewer than without; a mask {masks['a_token_us']:.1f} "
+            "us on "
+            f"average, {masks['new_state_us']:.0f} us in a new state, "
+            f"{masks['every_token_us']:.0f} us "
             "by trying every token"
         )
     write_json(args.out / "structured_speed.json", record)

@@ -42,8 +42,9 @@ def load_any(
 ) -> Decoder:
     """The model, by folder, hub name or .gguf file; quantized layers keep their codes.
 
-    dtype: of what is not quantized. multiply: the product of a quantized layer of a folder, None: the
-    naive one; gguf_options: `multiply` and `prepare` of load_gguf, for a file. Raises CheckpointError.
+    dtype: of what is not quantized. multiply: the product of a quantized layer of a folder, None:
+    the naive one; gguf_options: `multiply` and `prepare` of load_gguf, for a file. Raises
+    CheckpointError.
     """
     stored = stored_method(name_or_path)
     if stored is None:
@@ -85,6 +86,8 @@ def llava_folder(name_or_path: str | os.PathLike) -> Path | None:
 
 
 def is_llava(folder: Path) -> bool:
-    """Whether a checkpoint's folder holds a model that sees. A folder without config.json does not."""
+    """Whether a checkpoint's folder holds a model that sees. A folder without config.json does
+    not.
+    """
     file = folder / "config.json"
     return file.is_file() and read_json(file).get("model_type") == "llava"

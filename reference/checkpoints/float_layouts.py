@@ -33,8 +33,8 @@ ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_zero_point")
 
 
 def int_quantized() -> Layout:
-    """compressed-tensors' "int-quantized" (and "naive-quantized" with whole numbers): codes around 0,
-    a scale for each row or for the matrix.
+    """compressed-tensors' "int-quantized" (and "naive-quantized" with whole numbers): codes around
+    0, a scale for each row or for the matrix.
     """
     ends = ("weight", "weight_scale", "weight_zero_point")
 
@@ -201,7 +201,9 @@ def read_state(text: bytes, shape: tuple[int, int]) -> dict:
 
 
 def check_table(parts: Parts, end: str, table: Tensor) -> None:
-    """Raise ValueError unless the code book, [16] or [256], is the known one, up to the last bits."""
+    """Raise ValueError unless the code book, [16] or [256], is the known one, up to the last
+    bits.
+    """
     given = expect(parts, end, tuple(table.shape), torch.float32)
     # one value of bitsandbytes' dynamic table differs in its last bit between versions of torch
     if not torch.allclose(given, table, rtol=1e-6, atol=0):

@@ -10,7 +10,8 @@ computed anew, codes only move. Its `marker` tells a quantized layer from one th
     name                 codes                                  zeros stored as
     gptq                 int32 along K, [K / 8, N]              zero − 1, [K / group, N / 8]
     gptq_v2              the same                               zero
-    awq                  int32 along N, interleaved, [K, N / 8] zero, interleaved, [K / group, N / 8]
+    awq                  int32 along N, interleaved, [K, N / 8] zero, interleaved, [K / group, N /
+                         8]
     pack-quantized       int32 along K, [N, K / 8]              zero, [N / 8, K / group]
     int-quantized        int8, [N, K]                           int8, [N, 1], if there are any
     float-quantized      float8, [N, K]                         none
@@ -18,7 +19,8 @@ computed anew, codes only move. Its `marker` tells a quantized layer from one th
     bitsandbytes, nf4    uint8, two a byte, [N · K / 2, 1]      none
 
 float_layouts.py holds the last three, and MXFP4. Sources: AutoGPTQ, qlinear_cuda_old.py, pack and
-forward; AutoAWQ, modules/linear/gemm.py, from_linear; compressed-tensors, pack_quantized/helpers.py.
+forward; AutoAWQ, modules/linear/gemm.py, from_linear; compressed-tensors,
+pack_quantized/helpers.py.
 """
 
 from collections.abc import Callable
@@ -38,9 +40,9 @@ class Layout:
     """One way to store a matrix.
 
     marker: the end of a name that only quantized layers have. ends: of all names that may stand for
-    a matrix. read(parts, (N, K)): the matrix; raises ValueError for parts that do not fit. write: the
-    opposite; None for a layout that is only read. unread: ends of tensors that do not change the
-    matrix (scales of activations, a copy of the shape).
+    a matrix. read(parts, (N, K)): the matrix; raises ValueError for parts that do not fit. write:
+    the opposite; None for a layout that is only read. unread: ends of tensors that do not change
+    the matrix (scales of activations, a copy of the shape).
     """
 
     name: str
@@ -72,7 +74,9 @@ def from_words(words: Tensor, bits: int) -> Tensor:
 
 
 def expect(parts: Parts, end: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> Tensor:
-    """The part `end`. Raises ValueError, in one line, if it is missing, or of another shape or kind."""
+    """The part `end`. Raises ValueError, in one line, if it is missing, or of another shape or
+    kind.
+    """
     if end not in parts:
         raise ValueError(f"{end} is missing; accepted: a tensor of shape {list(shape)}")
     tensor = parts[end]
@@ -140,8 +144,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def gptq(bits: int, group_size: int, zeros_less_one: bool = True) -> Layout:
-    """AutoGPTQ's and GPTQModel's. group_size: -1 for one group a row. zeros_less_one: the first form
-    of the format stores zero − 1, "gptq_v2" stores zero.
+    """AutoGPTQ's and GPTQModel's. group_size: -1 for one group a row. zeros_less_one: the first
+    form of the format stores zero − 1, "gptq_v2" stores zero.
     """
     each, lag, name = 32 // bits, int(zeros_less_one), "gptq" if zeros_less_one else "gptq_v2"
 

@@ -2,8 +2,9 @@
 
     python -m reference.checkpoints.quality MODEL --reference MODEL [--windows 24]
 
-MODEL is any checkpoint that the course loads, quantized or not: a folder, a hub name, or a .gguf file.
-Both models must have the same tokenizer. Lesson 18's lab/quality.py explains the five measures.
+MODEL is any checkpoint that the course loads, quantized or not: a folder, a hub name, or a .gguf
+file. Both models must have the same tokenizer. Lesson 18's lab/quality.py explains the five
+measures.
 """
 
 import argparse

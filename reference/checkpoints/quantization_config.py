@@ -1,8 +1,8 @@
 """From the "quantization_config" of a config.json to the layouts that its matrices may have.
 
-Every key is known by name. Some are read; some change nothing, because they say how the numbers were
-found or how another library runs them; some must have the one value that changes nothing. A key that
-is in none of these lists is refused, because it might change what the model computes.
+Every key is known by name. Some are read; some change nothing, because they say how the numbers
+were found or how another library runs them; some must have the one value that changes nothing. A
+key that is in none of these lists is refused, because it might change what the model computes.
 
 Weights alone count here: where a checkpoint also asks for 8-bit activations (W8A8), the layers get
 their inputs in the model's own dtype, as vLLM does on a GPU without such units. Lesson 19 rounds
@@ -60,7 +60,8 @@ def check_keys(config: dict[str, Any], method: Method, within: str) -> None:
                 )
         elif key not in known and value is not None:
             raise ValueError(
-                f"{shown(f'{within}.{key}')} is {shown(value)}, and no reader knows this key; remove "
+                f"{shown(f'{within}.{key}')} is {shown(value)}, and no reader knows this key; "
+                "remove "
                 f"it if it changes nothing"
             )
 
@@ -105,7 +106,9 @@ def awq_layouts(config: dict[str, Any]) -> list[Layout]:
 
 
 def compressed_layouts(config: dict[str, Any]) -> list[Layout]:
-    """compressed-tensors: a layout for each scheme. Raises ValueError for one that is not read here."""
+    """compressed-tensors: a layout for each scheme. Raises ValueError for one that is not read
+    here.
+    """
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         refuse("quantization_config.config_groups", groups, "an object of schemes")

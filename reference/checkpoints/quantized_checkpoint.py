@@ -60,8 +60,8 @@ def load_quantized(
     """A checkpoint with a quantization_config, by folder or hub name: GPTQ, AWQ, compressed-tensors
     (FP8, INT8, INT4), fine-grained FP8, bitsandbytes (NF4, LLM.int8), gpt-oss in MXFP4.
 
-    dtype: of what is not quantized. multiply: the product of a quantized layer. Raises CheckpointError,
-    in one line, for what cannot be read.
+    dtype: of what is not quantized. multiply: the product of a quantized layer. Raises
+    CheckpointError, in one line, for what cannot be read.
     """
     device, dtype = read_device(device), read_dtype(dtype)
     config = load_config(name_or_path)
@@ -126,8 +126,9 @@ class Codes:
 def replace_linears(
     model: Decoder, codes: Codes, layouts: list[Layout], multiply: Multiply, device: torch.device
 ) -> dict[str, Tensor]:
-    """Every nn.Linear of the model that is stored as codes becomes a QuantizedLinear. Returns what was
-    read as numbers instead, [N, K] each, by its name in the model. Raises CheckpointError that names the layer.
+    """Every nn.Linear of the model that is stored as codes becomes a QuantizedLinear. Returns what
+    was read as numbers instead, [N, K] each, by its name in the model. Raises CheckpointError that
+    names the layer.
     """
     places, given = places_of(model), {}
     rows = {}  # of each stored matrix; several of the decoder's may lie in one (Phi-3)
@@ -175,14 +176,15 @@ def rows_of(weight: QuantizedWeight, place: Place, name: str, model: Decoder) ->
         scales = weight.scales if len(weight.scales) == 1 else weight.scales[wanted]
         return Float8Weight(weight.values[wanted], scales)
     raise ValueError(
-        f"{type(weight).__name__}: got a matrix that holds several of the decoder's; accepted: formats "
+        f"{type(weight).__name__}: got a matrix that holds several of the decoder's; accepted: "
+        "formats "
         f"with a scale for rows or their groups"
     )
 
 
 def replace_experts(model: Decoder, codes: Codes, multiply: Multiply, device: torch.device) -> None:
-    """Every StackedExperts that is stored in MXFP4 becomes a QuantizedExperts. Raises CheckpointError
-    that names the layer.
+    """Every StackedExperts that is stored in MXFP4 becomes a QuantizedExperts. Raises
+    CheckpointError that names the layer.
     """
     for name, experts in list(model.named_modules()):
         # stored_name leaves a name without a tensor behind it as it is

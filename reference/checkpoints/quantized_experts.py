@@ -11,8 +11,8 @@ from lessons.l18_weight_quantization.weights import QuantizedWeight
 class QuantizedExperts(nn.Module):
     """A StackedExperts whose matrices are quantized, one for each expert.
 
-    gate_up: of each expert [2 · inner, hidden_size]; down: [hidden_size, inner], as a QuantizedLinear
-    would hold them. The biases are those of `experts`.
+    gate_up: of each expert [2 · inner, hidden_size]; down: [hidden_size, inner], as a
+    QuantizedLinear would hold them. The biases are those of `experts`.
     """
 
     def __init__(

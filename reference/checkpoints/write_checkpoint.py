@@ -2,8 +2,8 @@
 
     save_quantized(model, "models/tiny", "build/tiny-gptq", "gptq")
 
-One safetensors file, a config.json with the quantization_config that the format's own library writes,
-and the tokenizer. Codes only move, so whoever reads the file gets the same matrices.
+One safetensors file, a config.json with the quantization_config that the format's own library
+writes, and the tokenizer. Codes only move, so a reader of the file gets the same matrices.
 """
 
 import json
@@ -43,9 +43,9 @@ TILED = {"strategy": "block", "block_structure": [128, 128]}
 
 
 def save_quantized(model: Decoder, source: str, folder: str | Path, form: str) -> None:
-    """Write `model` into a new folder. source: the checkpoint that it was made from, whose config.json
-    and tokenizer are copied. form: one of FORMATS. Raises ValueError for matrices that the format
-    cannot hold, and CheckpointError for a family whose checkpoints merge matrices.
+    """Write `model` into a new folder. source: the checkpoint that it was made from, whose
+    config.json and tokenizer are copied. form: one of FORMATS. Raises ValueError for matrices that
+    the format cannot hold, and CheckpointError for a family whose checkpoints merge matrices.
     """
     if form not in FORMATS:
         refuse("format", form, ", ".join(FORMATS))
@@ -100,15 +100,17 @@ def tensor_names(model: Decoder) -> dict[str, str]:
     keys = Counter([*names.values(), *(stored_name(name, model.config) for name in linears)])
     if any(count > 1 for count in keys.values()):
         raise CheckpointError(
-            f"model_type {model.config.model_type!r} cannot be written: its checkpoints keep several "
+            f"model_type {model.config.model_type!r} cannot be written: its checkpoints keep "
+            "several "
             f"matrices in one tensor"
         )
     return names
 
 
 def plain_tensors(model: Decoder, names: dict[str, str]) -> dict[str, Tensor]:
-    """What is not quantized, of the shapes [N, K] and [N] that it has in the decoder: in 16 bits where that loses nothing, so that a model that was read from
-    16 bits is as small as before; scales that AWQ has folded into a norm stay as they are.
+    """What is not quantized, of the shapes [N, K] and [N] that it has in the decoder: in 16 bits
+    where that loses nothing, so that a model that was read from 16 bits is as small as before;
+    scales that AWQ has folded into a norm stay as they are.
     """
     tensors = {}
     for name, tensor in model.state_dict().items():
@@ -154,7 +156,8 @@ def bits_and_group(weights: list[GroupedInt], form: str) -> tuple[int, int]:
         sizes = {-1}
     if len(bits) > 1 or len(sizes) > 1:
         raise ValueError(
-            f"format {form}: got bits {sorted(bits)}, group sizes {sorted(sizes)}; accepted: one of "
+            f"format {form}: got bits {sorted(bits)}, group sizes {sorted(sizes)}; accepted: one "
+            "of "
             f"each for all layers"
         )
     return bits.pop(), sizes.pop()

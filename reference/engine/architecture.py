@@ -17,8 +17,10 @@ from lessons.toolbox.draw.figure import GREY, SMALL, ClassFigure, frame, save_sv
 
 HERE = Path(__file__).parent
 ALT = (
-    "Requests go from clients through a router and a server to the async engine. Below it, in a process "
-    "of its own, runs the engine's loop: the scheduler chooses, the model runner computes, the sampler draws, and each "
+    "Requests go from clients through a router and a server to the async engine. Below it, in a "
+    "process "
+    "of its own, runs the engine's loop: the scheduler chooses, the model runner computes, the "
+    "sampler draws, and each "
     "names its file and the files of the parts that it uses."
 )
 WIDTH, HEIGHT = 3.0, 0.74  # of a box, in units of the axes
@@ -35,7 +37,9 @@ class Box(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The file, as short as it can be found by: `reference/` and a lesson's topic are left out."""
+        """The file, as short as it can be found by: `reference/` and a lesson's topic are left
+        out.
+        """
         top, rest = self.file.split("/", 1)
         if top == "reference":
             return rest
@@ -78,7 +82,8 @@ BOXES = (*PEOPLE, PROCESS, *STEP, *PARTS, *WHOLE)
 def draw() -> ClassFigure:
     """The engine, from the clients to the kernels."""
     fig, ax = frame(
-        "An event loop hears everybody; one engine loop schedules, runs and samples for all of them",
+        "An event loop hears all clients; one engine loop schedules, runs and samples for all of "
+        "them",
         "below each part its file: of reference/, or of a lesson",
         (12, 8.4),
     )

@@ -1,4 +1,6 @@
-"""An engine out of its parts: which model, pool, blocks, scheduler and drafter the arguments ask for."""
+"""An engine out of its parts: which model, pool, blocks, scheduler and drafter the arguments ask
+for.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ if TYPE_CHECKING:  # each feature is imported where the arguments ask for it
 
 
 def new_engine(args: EngineArgs) -> Engine:
-    """An engine with its model, tokenizer, cache and scheduler. Raises ValueError, and RankError for a
-    worker that fails.
+    """An engine with its model, tokenizer, cache and scheduler. Raises ValueError, and RankError
+    for a worker that fails.
     """
     if args.has_workers:
         from reference.parallel.engine import new_parallel_engine  # here, because it builds on this
@@ -57,8 +59,8 @@ def engine_over(
     model: Decoder, tokenizer, args: EngineArgs, drafter: Drafter = None, eyes: Eyes | None = None
 ) -> Engine:
     """An engine over models that are there already. tokenizer: None, if all prompts are token ids
-    and nobody wants text. drafter: what speculative_config names, loaded. eyes: of a model that sees
-    pictures. Raises ValueError.
+    and no request wants text. drafter: what speculative_config names, loaded. eyes: of a model that
+    sees pictures. Raises ValueError.
     """
     with launching_on(model.device):
         return engine_here(model, tokenizer, args, drafter, eyes)
@@ -165,7 +167,7 @@ def new_runner(
     if replays(args, model, tree):
         from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets
 
-        # because everybody who decodes owns a block
+        # because every sequence that decodes owns a block
         places = min(args.max_num_seqs, num_blocks)
         graphs, buckets = CudaGraphs(model.device), batch_buckets(places * args.rows_each)
         if tree is None:
@@ -176,10 +178,10 @@ def new_runner(
 
 
 def replays(args: EngineArgs, model: Decoder, tree: Tree | None = None) -> bool:
-    """Whether decode steps become CUDA graphs. On a CPU nothing is launched. Gemma 2 stays eager, and
-    so do experts that cannot be grouped, because Python asks their router which ones to run. So do
-    quantized latents, and trees over a quantized cache, because no kernel reads them: they become
-    numbers first.
+    """Whether decode steps become CUDA graphs. On a CPU nothing is launched. Gemma 2 stays eager,
+    and so do experts that cannot be grouped, because Python asks their router which ones to run. So
+    do quantized latents, and trees over a quantized cache, because no kernel reads them: they
+    become numbers first.
     """
     if model.device.type != "cuda" or args.enforce_eager:
         return False

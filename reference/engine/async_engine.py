@@ -4,7 +4,8 @@ engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model="models/tiny"))
 async for output in engine.generate("def f(", SamplingParams(), "request 1"):
     print(output.outputs[0].text)
 
-The thread, the mailboxes and the commands are lesson 22's; here are whom it lets in, and its counts.
+The thread, the mailboxes and the commands are lesson 22's; here are whom it lets in, and its
+counts.
 """
 
 import asyncio
@@ -57,7 +58,7 @@ class AsyncEngineArgs(EngineArgs):
 
     max_waiting_requests, max_waiting_tokens: of the queue, beyond those for whom there is a place;
     max_waiting_per_user: requests of one user; max_wait_s: seconds that the queue would take. None:
-    no limit. Whoever would exceed one gets Overloaded.
+    no limit. A request that would exceed one gets Overloaded.
     """
 
     max_waiting_requests: int | None = None
@@ -94,15 +95,15 @@ class Generates(ABC):
         user: str = "",
         timeout_s: float | None = None,
     ) -> RequestStream:
-        """Queue a request; `async for` over what this returns gives it as it stands after its tokens.
-        A reader who is slower than the engine skips some, and sees the newest. Leaving early, or
-        close(), aborts it.
+        """Queue a request; `async for` over what this returns gives it as it stands after its
+        tokens. A reader who is slower than the engine skips some, and sees the newest. Leaving
+        early, or close(), aborts it.
 
         user: among whom scheduling_policy "fair" shares, and whom max_waiting_per_user limits.
-        timeout_s: seconds after which nobody wants the answer: then, or as soon as it cannot come in
-        time, reading raises DeadlineExceeded. Raises ValueError for a request that cannot be served,
-        Overloaded (with retry_after_s) for one that is not let in, Draining, which is one, before
-        the end, and EngineDeadError if a step failed.
+        timeout_s: seconds after which the answer is not wanted: then, or as soon as it cannot come
+        in time, reading raises DeadlineExceeded. Raises ValueError for a request that cannot be
+        served, Overloaded (with retry_after_s) for one that is not let in, Draining, which is one,
+        before the end, and EngineDeadError if a step failed.
         """
 
     async def generate(
@@ -126,7 +127,7 @@ class Generates(ABC):
 
 
 class AsyncLLMEngine(AsyncEngine, Generates):
-    """An Engine and the thread that owns it. limits: whom it turns away; None: nobody."""
+    """An Engine and the thread that owns it. limits: which requests it turns away; None: none."""
 
     engine: Engine
 
@@ -143,8 +144,8 @@ class AsyncLLMEngine(AsyncEngine, Generates):
     def from_engine_args(
         cls, args: EngineArgs, adapters: Iterable[LoRARequest] = ()
     ) -> "AsyncLLMEngine":
-        """A new engine, and these adapters on the host. Raises ValueError, in one line, for arguments
-        that cannot work.
+        """A new engine, and these adapters on the host. Raises ValueError, in one line, for
+        arguments that cannot work.
         """
         engine = new_engine(args)
         for adapter in adapters:
@@ -167,13 +168,13 @@ class AsyncLLMEngine(AsyncEngine, Generates):
         return await self.submit(request_id, partial(self.add_now, wishes, timeout_s), timeout_s)
 
     async def prepare(self, params: StructuredOutputsParams) -> None:
-        """Compile a structure before a request asks for it. Beside the steps, because a large schema
-        takes long. Raises ValueError in one line.
+        """Compile a structure before a request asks for it. Beside the steps, because a large
+        schema takes long. Raises ValueError in one line.
         """
         await asyncio.to_thread(self.engine.structures.prepare, params)
 
     async def call(self, function: Callable, *arguments):
-        """function(engine, *arguments), between two steps. Everybody's tokens wait for it."""
+        """function(engine, *arguments), between two steps. All tokens wait for it."""
         return await self.between_steps(partial(function, self.engine, *arguments))
 
     def shutdown(self) -> None:
@@ -272,7 +273,9 @@ def queue_of_all(engines: list[Engine]) -> Queue:
 
 
 def waiting_one(sequence: EngineSequence) -> Waiting:
-    """What admission asks of a sequence that waits: its prompt, and what its request may generate."""
+    """What admission asks of a sequence that waits: its prompt, and what its request may
+    generate.
+    """
     request = sequence.request
     prompt_tokens = len(request.prompt_token_ids)
     return Waiting(request.user, prompt_tokens, request.most_tokens - prompt_tokens)

@@ -32,8 +32,8 @@ def blocks_that_fit(
 ) -> int:
     """As many blocks as were asked for, or as memory holds, but no more than max_num_seqs of the
     longest sequences can fill. draft: the shape of what has K and V in blocks of the same numbers.
-    new_runner: makes what runs the model, of ModelRunner's arguments. Of a model that is a stage of a
-    pipeline its layers count. Raises ValueError if memory does not hold one such sequence.
+    new_runner: makes what runs the model, of ModelRunner's arguments. Of a model that is a stage of
+    a pipeline its layers count. Raises ValueError if memory does not hold one such sequence.
     """
     if args.num_gpu_blocks_override:
         return args.num_gpu_blocks_override
@@ -49,7 +49,8 @@ def blocks_that_fit(
     longest = -(-max_model_len // args.block_size)
     if num_blocks < longest:
         raise ValueError(
-            f"max_model_len: got {max_model_len}; accepted: at most {num_blocks * args.block_size}, "
+            f"max_model_len: got {max_model_len}; accepted: at most "
+            f"{num_blocks * args.block_size}, "
             f"the tokens that {memory / 1e6:.1f} MB of cache hold, or more memory for it "
             f"(kv_cache_memory_bytes, gpu_memory_utilization nearer to 1, a smaller "
             f"max_num_batched_tokens)"
@@ -81,8 +82,10 @@ def memory_left(args: EngineArgs, device: torch.device, step: Callable[[], int])
         cache_bytes = step()
     except torch.OutOfMemoryError:
         raise ValueError(
-            f"max_num_batched_tokens: got {args.max_num_batched_tokens}; accepted: fewer, or a smaller "
-            f"max_model_len, because the GPU has no room for the activations of such a step and the "
+            f"max_num_batched_tokens: got {args.max_num_batched_tokens}; accepted: fewer, or a "
+            "smaller "
+            "max_model_len, because the GPU has no room for the activations of such a step and "
+            "the "
             f"cache of one sequence beside the weights"
         ) from None
     torch.cuda.synchronize(device)

@@ -10,8 +10,8 @@ from lessons.toolbox.model.arguments import refuse
 
 @contextmanager
 def interrupts_noted() -> Iterator[list]:
-    """Inside it, the first Ctrl-C only fills the list, because half a step leaves blocks that nobody
-    owns. A second one raises KeyboardInterrupt.
+    """Inside it, the first Ctrl-C only fills the list, because half a step leaves blocks that no
+    request owns. A second one raises KeyboardInterrupt.
     """
     noted = []
 
@@ -20,7 +20,7 @@ def interrupts_noted() -> Iterator[list]:
             raise KeyboardInterrupt
         noted.append(number)
 
-    # Python delivers signals to its main thread only. Another handler belongs to somebody else.
+    # Python delivers signals to its main thread only. Another handler belongs to other code.
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield noted

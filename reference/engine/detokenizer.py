@@ -1,5 +1,5 @@
-"""Text to token ids, and back one token at a time: a character is never split, and a stop string ends
-the text.
+"""Text to token ids, and back one token at a time: a character is never split, and a stop string
+ends the text.
 """
 
 from tokenizers.decoders import DecodeStream
@@ -10,7 +10,7 @@ from reference.engine.sampling_params import SamplingParams
 def encode(tokenizer, text: str) -> list[int]:
     """The token ids of a prompt, opened by the tokenizer's start token if it has one."""
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    # not verbose, because whoever asked says better that a prompt is too long
+    # not verbose, because the caller says better that a prompt is too long
     return start + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
@@ -42,8 +42,8 @@ class Detokenizer:
     ) -> str | None:
         """Take a token; returns the stop string that it completes, if it does.
 
-        is_last_special: a token that ends the answer and is no part of its text. may_stop: False while
-        a stop string is text like any other, because the answer has to be longer.
+        is_last_special: a token that ends the answer and is no part of its text. may_stop: False
+        while a stop string is text like any other, because the answer has to be longer.
         """
         if is_last_special:
             return None
@@ -88,7 +88,7 @@ class Detokenizer:
 
 
 def new_detokenizer(tokenizer, prompt: list[int], params: SamplingParams) -> Detokenizer | None:
-    """The one that a request asks for. None: nobody wants text, or there is no tokenizer."""
+    """The one that a request asks for. None: no text is wanted, or there is no tokenizer."""
     if tokenizer is None or not params.detokenize:
         return None
     kept = params.include_stop_str_in_output

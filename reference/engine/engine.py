@@ -98,8 +98,8 @@ class Engine:
         lora_request: LoRARequest | None = None,
         user: str = "",
     ) -> None:
-        """Queue a request. prompt: text or token ids. priority: smaller runs first. lora_request: the
-        adapter that answers; None: the base model. user: among whom a fair order shares.
+        """Queue a request. prompt: text or token ids. priority: smaller runs first. lora_request:
+        the adapter that answers; None: the base model. user: among whom a fair order shares.
 
         Raises ValueError, in one line, for a request that cannot be served; nothing is queued then.
         """
@@ -169,7 +169,7 @@ class Engine:
         return sequences
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request where it stands; returns what it has so far. None: nobody of that name."""
+        """End a request where it stands; returns what it has so far. None: it is unknown."""
         check_kind(str, "a string", request_id=request_id)
         request = self.requests.pop(request_id, None)
         if request is None:
@@ -181,7 +181,9 @@ class Engine:
         return request.output()
 
     def let_go(self, request: EngineRequest) -> None:
-        """A request has ended: it needs its adapter no more, and took so much of its user's share."""
+        """A request has ended: it needs its adapter no more, and took so much of its user's
+        share.
+        """
         if request.adapter is not None:
             self.runner.adapters.store.give_back(request.adapter)
         if request.ticket is not None:
@@ -189,8 +191,8 @@ class Engine:
             self.scheduler.waiting.sort(key=self.scheduler.order)
 
     def take_adapter(self, request: LoRARequest | None):
-        """The adapter that a request wants, held for it; None: none. Raises ValueError if it cannot be
-        had.
+        """The adapter that a request wants, held for it; None: none. Raises ValueError if it cannot
+        be had.
         """
         if request is None:
             return None
@@ -223,7 +225,7 @@ class Engine:
     def advance(self) -> list[EngineRequest]:
         """One pass of the model. Returns the requests that got a token.
 
-        If the pass raises, the requests in it are aborted, because nobody knows what was written;
+        If the pass raises, the requests in it are aborted, because it is unknown what was written;
         the others go on.
         """
         step = self.scheduler.schedule()
@@ -287,7 +289,7 @@ class Engine:
                     self.fair.begin(request.ticket)
 
     def score_prompts(self, step: Step, hidden: Tensor) -> None:
-        """Log-probabilities of prompt tokens, for those that ask for them. hidden: [T, hidden_size]."""
+        """Log-probabilities of prompts, for those that ask for them. hidden: [T, hidden_size]."""
         if any(one.sequence.params.prompt_logprobs is not None for one in step.chunks):
             from reference.features.prompt_scores import (
                 score_prompts,  # here: it imports the sampler

@@ -1,5 +1,5 @@
-"""The engine's arguments under vLLM's names: read, checked, and refused in one line where they cannot
-work.
+"""The engine's arguments under vLLM's names: read, checked, and refused in one line where they
+cannot work.
 """
 
 import difflib
@@ -46,22 +46,25 @@ class EngineArgs:
     max_num_batched_tokens: of one step; None takes 2048, or more if max_num_seqs asks for it.
     num_gpu_blocks_override: blocks of the cache; None takes what memory gives.
     kv_cache_memory_bytes: of the cache; None: on a GPU what gpu_memory_utilization leaves, on a CPU
-    at most 1 GiB. preemption_mode: what becomes of the K and V of a request whose blocks another one
-    needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's memory.
-    scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens. enforce_eager: no
-    CUDA graphs of decode steps; on a CPU there are none. quantization: weights in fewer bits while
-    they are loaded, a name of reference.weights.quantization; None: as the checkpoint has them. kv_cache_dtype: "auto", the model's own
-    dtype, or "fp8" (E4M3), "int8" or "int4", with a scale for each token and KV head; vLLM's longer
-    names of these are read too. speculative_config: who drafts tokens and how many, a dict of vLLM's
-    keys. limit_mm_per_prompt: {"image": the most pictures of a prompt}; None: 8. mm_processor_cache_gb:
-    GiB of the rows that the eyes of a LLaVA made of pictures. enable_lora: room for max_loras adapters of at most max_lora_rank on the device, so that a
-    step may need as many; max_cpu_loras: how many the host keeps, None: max_loras.
+    at most 1 GiB. preemption_mode: what becomes of the K and V of a request whose blocks another
+    one needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's
+    memory. scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens.
+    enforce_eager: no CUDA graphs of decode steps; on a CPU there are none. quantization: weights in
+    fewer bits while they are loaded, a name of reference.weights.quantization; None: as the
+    checkpoint has them. kv_cache_dtype: "auto", the model's own dtype, or "fp8" (E4M3), "int8" or
+    "int4", with a scale for each token and KV head; vLLM's longer names of these are read too.
+    speculative_config: who drafts tokens and how many, a dict of vLLM's keys. limit_mm_per_prompt:
+    {"image": the most pictures of a prompt}; None: 8. mm_processor_cache_gb: GiB of the rows that
+    the eyes of a LLaVA made of pictures. enable_lora: room for max_loras adapters of at most
+    max_lora_rank on the device, so that a step may need as many; max_cpu_loras: how many the host
+    keeps, None: max_loras.
 
-    tensor_parallel_size, pipeline_parallel_size: shards of each layer, and stages of layers, each in a
-    process (and on a GPU) of its own. data_parallel_size: replicas of all of these, which share the
-    requests. enable_expert_parallel: a shard has some experts whole instead of a strip of each.
-    distributed_executor_backend: who starts the processes, "mp" (this program) or "ray"; None: "mp" if
-    there are several. Memory is that of one process: kv_cache_memory_bytes, gpu_memory_utilization.
+    tensor_parallel_size, pipeline_parallel_size: shards of each layer, and stages of layers, each
+    in a process (and on a GPU) of its own. data_parallel_size: replicas of all of these, which
+    share the requests. enable_expert_parallel: a shard has some experts whole instead of a strip of
+    each. distributed_executor_backend: who starts the processes, "mp" (this program) or "ray";
+    None: "mp" if there are several. Memory is that of one process: kv_cache_memory_bytes,
+    gpu_memory_utilization.
     """
 
     model: str = "models/tiny"
@@ -157,7 +160,9 @@ class EngineArgs:
 
     @property
     def rows_each(self) -> int:
-        """Tokens that a sequence runs in a step at most while it decodes: its newest and a draft."""
+        """Tokens that a sequence runs in a step at most while it decodes: its newest and a
+        draft.
+        """
         config = self.speculative_config
         return 1 if config is None else 1 + config.num_speculative_tokens
 

@@ -29,7 +29,9 @@ class LLM:
         self.counter = itertools.count()
 
     def shutdown(self) -> None:
-        """End the processes that hold the model, if there are any. They end with this object, too."""
+        """End the processes that hold the model, if there are any. They end with this object,
+        too.
+        """
         self.engine.close()
 
     def get_tokenizer(self):
@@ -46,8 +48,8 @@ class LLM:
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """The answers, in the order of the prompts. Interrupted by Ctrl-C, it returns what it has;
-        what has not ended is marked "abort". lora_request: the adapter that answers, or one for each
-        prompt; None: the base model.
+        what has not ended is marked "abort". lora_request: the adapter that answers, or one for
+        each prompt; None: the base model.
         """
         if prompts is not None and prompt_token_ids is not None:
             refuse("prompts, prompt_token_ids", (prompts, prompt_token_ids), "one of them")
@@ -75,7 +77,7 @@ class LLM:
                 tqdm(total=len(requests), desc="requests", disable=not use_tqdm) as bar,
             ):
                 while waiting and not interrupts:
-                    # not `step`, because nobody looks at an answer before it has ended
+                    # not `step`, because an answer is not looked at before it has ended
                     for request in self.engine.advance():
                         if request.finished and request.request_id in waiting:
                             waiting.remove(request.request_id)
@@ -123,8 +125,8 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations by the tokenizer's own template. lora_request: as in generate. Raises
-        ValueError without a template.
+        """Answer conversations by the tokenizer's own template. lora_request: as in generate.
+        Raises ValueError without a template.
         """
         if not isinstance(messages, (list, tuple)) or not messages:
             refuse("messages", messages, "a conversation, or a list of them")

@@ -3,7 +3,8 @@ fused on a GPU.
 
     model = load_model("models/tiny")                      # the GPU if there is one, else the CPU
     model = load_model("Qwen/Qwen3-0.6B", dtype="bfloat16")
-    model = load_model("models/tiny", quantization="int4")  # reference.weights.quantization lists the methods
+    # Reference.weights.quantization lists the methods.
+    model = load_model("models/tiny", quantization="int4")
     model = load_model("model-Q4_K_M.gguf")                # its matrices stay quantized in memory
     tokenizer = load_tokenizer("model-Q4_K_M.gguf")        # a GGUF file carries its own
 """
@@ -28,9 +29,9 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     quantization: str | None = None,
 ) -> Decoder:
-    """A checkpoint as a decoder, ready to generate: Llama, Mistral, Mixtral, Qwen, Qwen3-MoE, gpt-oss,
-    Phi-3, Gemma 2 and 3, DeepSeek-V2 and V3, by folder or hub name; Llama, Mistral, Qwen2 and Qwen3
-    also by .gguf file.
+    """A checkpoint as a decoder, ready to generate: Llama, Mistral, Mixtral, Qwen, Qwen3-MoE,
+    gpt-oss, Phi-3, Gemma 2 and 3, DeepSeek-V2 and V3, by folder or hub name; Llama, Mistral, Qwen2
+    and Qwen3 also by .gguf file.
 
     device: default the GPU if there is one. dtype: a torch.dtype or its name; default the GPU's
     16-bit type, float32 on a CPU. quantization: weights in fewer bits; None: as the checkpoint has
@@ -93,7 +94,9 @@ def default_place(
 
 
 def gguf_products(device: torch.device, dtype: torch.dtype) -> dict[str, Callable]:
-    """How load_gguf's layers multiply: on a GPU with the kernels, for the formats that they read."""
+    """How load_gguf's layers multiply: on a GPU with the kernels, for the formats that they
+    read.
+    """
     if device.type == "cpu":
         return {}
     from reference.checkpoints.gguf.gguf_linear import as_grouped, with_kernels

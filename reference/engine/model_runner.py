@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # features are imported where one is asked for
 
 class ModelRunner:
     """The model, its pool of blocks, and nothing that outlives a step. Any supported model: fused,
-    with lesson 12's kernels on a GPU and its PyTorch operations on a CPU. kv_cache_dtype: "auto", or a
-    format of lesson 19. adapters: None for a model without slots for them. runs_trees: whether
+    with lesson 12's kernels on a GPU and its PyTorch operations on a CPU. kv_cache_dtype: "auto",
+    or a format of lesson 19. adapters: None for a model without slots for them. runs_trees: whether
     sequences may run the nodes of a tree.
     """
 
@@ -90,9 +90,9 @@ class ModelRunner:
         row_slots: list[int] | None = None,
         trees: Sequence[Tree | None] = (),
     ) -> Tensor:
-        """Run some tokens of each sequence. tables: its blocks. row_slots: the adapter of each token,
-        None for none. trees: where a sequence's tokens are the nodes of one. Returns hidden: [T,
-        hidden_size].
+        """Run some tokens of each sequence. tables: its blocks. row_slots: the adapter of each
+        token, None for none. trees: where a sequence's tokens are the nodes of one. Returns hidden:
+        [T, hidden_size].
         """
         # A captured step looks tokens up and sees no picture.
         is_plain = self.sight is None or self.sight.splice is None
@@ -136,8 +136,8 @@ class ModelRunner:
         return self.model.logits(hidden)
 
     def new_swap(self, blocks: BlockManager, others: Sequence[KVPool] = ()) -> HostSwap:
-        """Where K and V of this pool wait on the host. blocks: who owns which of its blocks. others:
-        pools whose blocks have the same numbers.
+        """Where K and V of this pool wait on the host. blocks: who owns which of its blocks.
+        others: pools whose blocks have the same numbers.
         """
         from lessons.l15_chunked_prefill.swap import Lender
         from reference.features.swap import PoolsSwap
@@ -149,8 +149,8 @@ class ModelRunner:
 
 
 def rung_of(model: Decoder, kv_cache_dtype: str, runs_trees: bool) -> Rung:
-    """Lesson 12's rung for this model, over lesson 19's cache of codes if one is asked for, and with
-    lesson 17's operations if sequences may run trees.
+    """Lesson 12's rung for this model, over lesson 19's cache of codes if one is asked for, and
+    with lesson 17's operations if sequences may run trees.
     """
     rung = paged_rung_of(model)
     if kv_cache_dtype != "auto":

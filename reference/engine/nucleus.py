@@ -1,9 +1,10 @@
 """Top-p on a CPU: a token for each row of a batch, by looking at values.
 
-Lesson 2's batch never reads a value, so that a GPU need not wait. It pays with passes over the whole
-vocabulary for what happens rarely: a cut deep in the row, equal probabilities at the cut. A CPU need
-not wait, so here a partial sort finds the cut among the likeliest tokens, and the rare rows are looked
-at one by one. The arithmetic is NumPy's, whose exp and partition are the faster ones.
+Lesson 2's batch never reads a value, so that a GPU need not wait. It pays with passes over the
+whole vocabulary for what happens rarely: a cut deep in the row, equal probabilities at the cut. A
+CPU need not wait, so here a partial sort finds the cut among the likeliest tokens, and the rare
+rows are looked at one by one. The arithmetic is NumPy's, whose exp and partition are the faster
+ones.
 
 Everything is computed row by row, so a row's token does not depend on its neighbours.
 """
@@ -34,9 +35,9 @@ def shortcut_of(batch: SamplingBatch):
 
 
 def sample_nucleus(logits: Tensor, batch: SamplingBatch) -> Tensor | None:
-    """A token for each row, as lesson 2 samples them. logits: [B, V] on the CPU; batch: rows that are
-    all searched and plain, or all not searched -> [B] int64. None for what is not searched or not
-    float32.
+    """A token for each row, as lesson 2 samples them. logits: [B, V] on the CPU; batch: rows that
+    are all searched and plain, or all not searched -> [B] int64. None for what is not searched or
+    not float32.
     """
     if logits.dtype != torch.float32 or not is_searched(batch.params[0]):
         return None
@@ -51,8 +52,8 @@ def sample_nucleus(logits: Tensor, batch: SamplingBatch) -> Tensor | None:
 
 
 def relative(logits: np.ndarray, temperature: Tensor, p: np.ndarray) -> np.ndarray:
-    """Write probabilities, the likeliest token's being 1, and 0 behind the vocabulary. logits: [B, V];
-    temperature: [B, 1, 1]; p: [B, width]. Returns the largest logits, [B].
+    """Write probabilities, the likeliest token's being 1, and 0 behind the vocabulary. logits: [B,
+    V]; temperature: [B, 1, 1]; p: [B, width]. Returns the largest logits, [B].
     """
     own = p[:, : logits.shape[1]]
     highest = logits.max(axis=1, keepdims=True)
@@ -90,8 +91,8 @@ def keep_of_row(p: np.ndarray, wanted: float, kept: np.ndarray) -> None:
 
 
 def reaching(p: np.ndarray, wanted: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The place at which the largest entries of each row weigh `wanted`, [B], `count` if they do not;
-    and these entries, falling, [B, count]. p: [B, width]; wanted: [B].
+    """The place at which the largest entries of each row weigh `wanted`, [B], `count` if they do
+    not; and these entries, falling, [B, count]. p: [B, width]; wanted: [B].
     """
     count = min(count, p.shape[1])
     few = np.partition(p, -count, axis=1)[:, -count:] if count < p.shape[1] else p
@@ -115,7 +116,9 @@ def draw(kept: np.ndarray, u: np.ndarray) -> np.ndarray:
 
 
 def first_above(running: np.ndarray, mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first place whose running sum exceeds the mass, and that mass. running: [B, N]; mass: [B]."""
+    """The first place whose running sum exceeds the mass, and that mass. running: [B, N]; mass:
+    [B].
+    """
     # below the end, because the sum of a block and the sums within it round differently
     mass = np.minimum(mass, running[:, -1] * (1 - 2.0**-52))
     place = (running <= mass[:, None]).sum(axis=1)

@@ -42,8 +42,8 @@ class CompletionOutput:
 
 @dataclass
 class SpeculationCounts:
-    """What speculation did for a request, or for all of an engine's. passes: of the target that gave
-    a sequence a token or more. drafted, accepted: tokens. emitted: tokens of the answers.
+    """What speculation did for a request, or for all of an engine's. passes: of the target that
+    gave a sequence a token or more. drafted, accepted: tokens. emitted: tokens of the answers.
     """
 
     passes: int = 0
@@ -73,7 +73,9 @@ class SpeculationCounts:
 
 @dataclass
 class RequestMetrics:
-    """Seconds of the monotonic clock. queue_s: until it first ran; ttft_s: until its first token."""
+    """Seconds of the monotonic clock. queue_s: until it first ran; ttft_s: until its first
+    token.
+    """
 
     arrival: float
     first_scheduled: float | None = None

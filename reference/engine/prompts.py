@@ -9,7 +9,9 @@ from reference.engine.model_runner import ModelRunner
 
 
 class Prompts:
-    """Reads and checks prompts for one engine. runner: whose model runs them, and what it can see."""
+    """Reads and checks prompts for one engine. runner: whose model runs them, and what it can
+    see.
+    """
 
     def __init__(self, tokenizer, runner: ModelRunner, max_model_len: int):
         self.tokenizer = tokenizer
@@ -18,8 +20,9 @@ class Prompts:
         self.max_model_len = max_model_len
 
     def read(self, prompt: str | list[int] | dict) -> tuple:
-        """A prompt as text, if it was one, as token ids, and its pictures. Raises ValueError. A dict is
-        vLLM's {"prompt": text} or {"prompt_token_ids": ids}, with or without multi_modal_data.
+        """A prompt as text, if it was one, as token ids, and its pictures. Raises ValueError. A
+        dict is vLLM's {"prompt": text} or {"prompt_token_ids": ids}, with or without
+        multi_modal_data.
         """
         data = None
         if isinstance(prompt, dict):

@@ -174,8 +174,8 @@ def bias_of(params: SamplingParams, device: torch.device) -> tuple[Tensor, Tenso
 
 def names_of(request: EngineRequest, sight: Sight | None) -> dict:
     """How the prefix cache knows the tokens of a request: with another adapter or another picture
-    equal tokens have other K and V, so they get other names. Fields of a Sequence. sight: of a model
-    that sees pictures.
+    equal tokens have other K and V, so they get other names. Fields of a Sequence. sight: of a
+    model that sees pictures.
     """
     adapter, pictures = request.adapter, request.pictures
     if adapter is None and not pictures:

@@ -25,8 +25,8 @@ class Sampler:
     def __call__(
         self, logits: Tensor, sequences: list[EngineSequence]
     ) -> tuple[list[int], list[Logprobs | None]]:
-        """A token for each row, and the log-probabilities that its request asks for. logits: [B, V],
-        which are changed. Raises ValueError for logits that are not finite.
+        """A token for each row, and the log-probabilities that its request asks for. logits: [B,
+        V], which are changed. Raises ValueError for logits that are not finite.
         """
         raw = logits.float().log_softmax(-1) if any(s.wants_logprobs for s in sequences) else None
         wanted = [s.constraint and s.constraint.row() for s in sequences]
@@ -72,9 +72,9 @@ def adjust(
 
 
 def lowest_reaching(p: Tensor, wanted: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
-    """Lesson 2's lowest_kept for a CPU, where a step may read values: NumPy's selection is vectorized,
-    and a row's largest entries nearly always weigh enough. p, kept, weights (which is p): [B, blocks,
-    BLOCK]; wanted: [B, 1, 1] -> [B, 1, 1].
+    """Lesson 2's lowest_kept for a CPU, where a step may read values: NumPy's selection is
+    vectorized, and a row's largest entries nearly always weigh enough. p, kept, weights (which is
+    p): [B, blocks, BLOCK]; wanted: [B, 1, 1] -> [B, 1, 1].
     """
     lowest, is_found = among_largest(p, wanted)
     if bool(is_found.all()):
@@ -84,8 +84,9 @@ def lowest_reaching(p: Tensor, wanted: Tensor, kept: Tensor, weights: Tensor) ->
 
 
 def among_largest(p: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The entry with which a row's largest reach `wanted`, 0 for a wanted of inf; and whether LIKELY
-    entries are enough to know it. p: [B, blocks, BLOCK], wanted: [B, 1, 1] -> [B, 1, 1] twice.
+    """The entry with which a row's largest reach `wanted`, 0 for a wanted of inf; and whether
+    LIKELY entries are enough to know it. p: [B, blocks, BLOCK], wanted: [B, 1, 1] -> [B, 1, 1]
+    twice.
     """
     row = p.flatten(1).numpy()
     count = min(LIKELY, row.shape[1])
@@ -101,7 +102,9 @@ def among_largest(p: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 def logprobs_of(
     raw: Tensor | None, chosen: list[int], sequences: list[EngineSequence]
 ) -> list[Logprobs | None]:
-    """What each request wants to know of its token. raw: [B, V], None if nobody wants to know."""
+    """What each request wants to know of its token. raw: [B, V], None if no request wants to
+    know.
+    """
     found: list[Logprobs | None] = [None] * len(sequences)
     asking = {
         row: sequence.params.logprobs or 0

@@ -23,8 +23,8 @@ class SamplingParams:
 
     n: answers to the prompt, each with its own random numbers. best_of: draw so many, and keep the
     n likeliest by their mean log-probability. logprobs, prompt_logprobs: how many of the likeliest
-    tokens to report at each place, beside the one that stands there. structured_outputs: which texts
-    are answers; guided_decoding is its older name. A dict of the fields will do.
+    tokens to report at each place, beside the one that stands there. structured_outputs: which
+    texts are answers; guided_decoding is its older name. A dict of the fields will do.
     """
 
     n: int = 1

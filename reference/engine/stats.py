@@ -1,4 +1,4 @@
-"""What an engine counts, under vLLM's names, for whoever watches it (/metrics): totals since it
+"""What an engine counts, under vLLM's names, for monitoring (/metrics): totals since it
 began, and what the last step added to the histograms.
 
 Source: vLLM, vllm/v1/metrics/stats.py.
@@ -15,10 +15,10 @@ from reference.engine.request import EngineRequest
 
 @dataclass(frozen=True)
 class EngineStats:
-    """The engine between two steps. num_waiting: those that were preempted, too. kv_cache_usage: the
-    share of blocks that somebody owns, 0 to 1. All that follow are totals since the engine began;
-    prefix_cache_*: tokens of prompts. num_refused: turned away by admission; num_timeouts: dropped
-    because their time was over; num_aborted: their reader had gone.
+    """The engine between two steps. num_waiting: those that were preempted, too. kv_cache_usage:
+    the share of blocks that a sequence owns, 0 to 1. All that follow are totals since the engine
+    began; prefix_cache_*: tokens of prompts. num_refused: turned away by admission; num_timeouts:
+    dropped because their time was over; num_aborted: their reader had gone.
     """
 
     num_running: int

@@ -4,8 +4,8 @@
     for sequence in llm.beam_search(["def f("], params)[0].sequences:
         print(sequence.cum_logprob, sequence.text)
 
-Read `Search.survive`, then `BeamSearch.run`. A beam that has several heirs is forked: they share its
-blocks, and one is copied only when somebody writes into it (lesson 12).
+Read `Search.survive`, then `BeamSearch.run`. A beam that has several heirs is forked: they share
+its blocks, and one is copied only when a branch writes into it (lesson 12).
 
 Source: which beams survive and how they are ranked: vLLM, vllm/beam_search.py. A stop token ends a
 beam, and its place goes to the next one, so `beam_width` beams run until the last token.
@@ -42,9 +42,9 @@ class BeamSearchParams:
 
     length_penalty: a beam's score is the sum of its log-probabilities, divided by (tokens of prompt
     and answer, without a stop token) ** length_penalty. temperature: guides pass it; it changes
-    nothing, because scores are those of the model's own distribution. structured_outputs: which texts
-    are answers, guided_decoding: its older name; scores stay those of the model, not made larger
-    because other tokens are forbidden.
+    nothing, because scores are those of the model's own distribution. structured_outputs: which
+    texts are answers, guided_decoding: its older name; scores stay those of the model, not made
+    larger because other tokens are forbidden.
     """
 
     beam_width: int
@@ -94,7 +94,9 @@ class BeamSearchSequence:
 
 @dataclass
 class BeamSearchOutput:
-    """The best `beam_width` beams of a prompt, the best first; fewer where a structure allows fewer."""
+    """The best `beam_width` beams of a prompt, the best first; fewer where a structure allows
+    fewer.
+    """
 
     sequences: list[BeamSearchSequence]
 
@@ -121,8 +123,8 @@ class Search:
     def survive(self, logits: Tensor) -> list[int]:
         """One token more. logits: [len(beams), V]. Returns whose heir each of the new beams is.
 
-        Twice the width of each beam's continuations are looked at, so that enough are left when some
-        end in a stop token.
+        Twice the width of each beam's continuations are looked at, so that enough are left when
+        some end in a stop token.
         """
         width, found = self.params.beam_width, []
         # float64, because beams that differ in one token may differ little in their sums
@@ -135,7 +137,7 @@ class Search:
             for logprob, token in zip(logprobs, tokens):
                 heir = Beam(beam.logprob + logprob, [*beam.tokens, token])
                 if logprob == -math.inf or (then := self.follow(parent, token)) is FAILED:
-                    continue  # forbidden, or nobody can say whether it is
+                    continue  # forbidden, or it is not known whether it is
                 if token in self.stop_token_ids:
                     self.completed.append(heir)
                 else:
@@ -230,7 +232,8 @@ class BeamSearch:
         if (need := self.most_blocks(search)) > self.blocks.num_blocks:
             raise ValueError(
                 f"beam_width, max_tokens: {params.beam_width} beams of {len(ids)} + {room} tokens "
-                f"may need {need} blocks; accepted: at most {self.blocks.num_blocks}, the whole pool"
+                f"may need {need} blocks; accepted: at most {self.blocks.num_blocks}, the whole "
+                "pool"
             )
         return search
 

@@ -4,11 +4,12 @@ A step in which every sequence runs one token, or its newest and a few drafted o
 the buffers of the smallest bucket that holds it, and launched whole. Steps with prompts in them
 differ in shape each time and stay eager.
 
-Drafted chains need no graphs of their own. Inside a graph each token is a sequence of its own with one
-new token: the K + 1 tokens of a sequence share its block table, and see contexts that grow by one. All
-K and V of a layer are written before anybody reads, so each sees those in front of it. So one bucket
-serves any mix of draft lengths. The price: K and V are read by each of them, from the L2 cache mostly.
-Trees do need their own, tree_graphs.py, because a node does not see all that lies in front of it.
+Drafted chains need no graphs of their own. Inside a graph each token is a sequence of its own with
+one new token: the K + 1 tokens of a sequence share its block table, and see contexts that grow by
+one. All K and V of a layer are written before they are read, so each sees those in front of it. So
+one bucket serves any mix of draft lengths. The price: K and V are read by each of them, from the L2
+cache mostly. Trees do need their own, tree_graphs.py, because a node does not see all that lies in
+front of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +37,9 @@ class DecodeGraphs:
 
     graphs: lesson 11's CudaGraphs, or its stand-in. buckets: tokens of a step. max_model_len: the
     longest that a sequence may become, because Python knows no length inside a graph. most_each:
-    tokens of a sequence that are launched so; one with more is a prompt. adapters: of the model; then
-    a graph launches their kernels with the most tiles that its rows can fall into. taps: behind how
-    many layers it is read on the way, as by lesson 17's `tapped_features`.
+    tokens of a sequence that are launched so; one with more is a prompt. adapters: of the model;
+    then a graph launches their kernels with the most tiles that its rows can fall into. taps:
+    behind how many layers it is read on the way, as by lesson 17's `tapped_features`.
     """
 
     @torch.inference_mode()
@@ -91,9 +92,9 @@ class DecodeGraphs:
         row_slots: list[int] | None = None,
         trees: Sequence[Tree | None] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Replay a step that fits. tables: the blocks of each sequence. row_slots: the adapter of each
-        token, None for none. trees: where a sequence's tokens are the nodes of one. Returns hidden:
-        [T, hidden_size] and what was tapped: [T, F], the same without taps.
+        """Replay a step that fits. tables: the blocks of each sequence. row_slots: the adapter of
+        each token, None for none. trees: where a sequence's tokens are the nodes of one. Returns
+        hidden: [T, hidden_size] and what was tapped: [T, F], the same without taps.
         """
         count = sum(len(new) for new, _ in chunks)
         bucket = bucket_for(count, self.buckets)
@@ -110,21 +111,21 @@ class DecodeGraphs:
     def filled(
         self, bucket: int, chunks: Chunks, tables: list[list[int]], trees: Sequence[Tree | None]
     ) -> tuple[Tensor, Tensor]:
-        """What a graph reads, with padding behind it, on the CPU. inputs: [4, bucket], table: [bucket,
-        max_blocks]. Trees have graphs of their own.
+        """What a graph reads, with padding behind it, on the CPU. inputs: [4, bucket], table:
+        [bucket, max_blocks]. Trees have graphs of their own.
         """
         singles, tables = one_by_one(chunks, tables)
         inputs = padded(decode_inputs(singles, tables, self.pool.block_size), bucket)
         return inputs, self.table_of(tables, bucket)
 
     def table_of(self, tables: list[list[int]], count: int) -> Tensor:
-        """[count, max_blocks] int32. Zeros behind a sequence's blocks, because nobody reads there, and
-        block 0 exists.
+        """[count, max_blocks] int32. Zeros behind a sequence's blocks, because nothing reads there,
+        and block 0 exists.
         """
         width = -(-self.max_model_len // self.pool.block_size)
         filled = torch.zeros(count, width, dtype=torch.int32)
-        # Only what is used goes through Python's lists: a model of a long context would take longer to
-        # write its zeros than to run the step.
+        # Only what is used goes through Python's lists: a model of a long context would take longer
+        # to write its zeros than to run the step.
         for row, table in zip(filled.numpy(), tables):
             row[: len(table)] = table[:width]  # shorter than the target's, if a draft's context is
         return filled
@@ -151,7 +152,9 @@ class DecodeGraphs:
 
 
 def one_by_one(chunks: Chunks, tables: list[list[int]]) -> tuple[Chunks, list[list[int]]]:
-    """Each token as a sequence of its own, behind those in front of it, and whose blocks it reads."""
+    """Each token as a sequence of its own, behind those in front of it, and whose blocks it
+    reads.
+    """
     if all(len(new) == 1 for new, _ in chunks):
         return chunks, tables
     singles = [([token], held + at) for new, held in chunks for at, token in enumerate(new)]
@@ -174,8 +177,8 @@ def decode_inputs(chunks: Chunks, tables: list[list[int]], block_size: int) -> T
 
 
 def run(model: Decoder, pool: KVPool, batch: Batch, taps: tuple[int, ...]) -> Tensor:
-    """The step itself: hidden: [T, hidden_size], and what was tapped beside it: [T, hidden_size + F].
-    Looks at no value of the batch's tensors from Python.
+    """The step itself: hidden: [T, hidden_size], and what was tapped beside it: [T, hidden_size +
+    F]. Looks at no value of the batch's tensors from Python.
     """
     hidden, tapped = tapped_features(model, batch.tokens, pool.attending(batch), taps)
     return torch.cat([hidden, tapped], dim=-1) if taps else hidden

@@ -1,4 +1,5 @@
-"""Adapters in the engine: who may run together, which rows are whose, and whose K and V may be reused.
+"""Adapters in the engine: who may run together, which rows are whose, and whose K and V may be
+reused.
 
     llm = LLM("models/tiny", enable_lora=True, max_loras=4)
     llm.generate(prompts, params, lora_request=LoRARequest("sql", 1, "models/tiny-lora-sql"))
@@ -24,8 +25,8 @@ __all__ = ["Adapters", "LoRARequest", "at_most"]
 
 
 def at_most(max_loras: int):
-    """The scheduler's rule: those who run at once need no more adapters than there are slots. The first
-    who waits is not overtaken, so its turn comes.
+    """The scheduler's rule: those who run at once need no more adapters than there are slots. The
+    first who waits is not overtaken, so its turn comes.
     """
 
     def may_join(sequence, running) -> bool:
@@ -61,7 +62,7 @@ class Adapters:
 
     @contextmanager
     def over(self, row_slots: list[int] | None, device: torch.device) -> Iterator[None]:
-        """Inside it the model adds each row's adapter. None: nobody has one."""
+        """Inside it the model adds each row's adapter. None: no row has one."""
         if row_slots is None or max(row_slots) < 0:
             yield
             return

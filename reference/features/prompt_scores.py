@@ -11,7 +11,9 @@ MOST_ROWS = 256  # scored at a time: a long prompt's logits would take more memo
 
 
 def score_prompts(runner: ModelRunner, step: Step, hidden: Tensor) -> None:
-    """Give each request of a step the log-probabilities that it asks for. hidden: [T, hidden_size]."""
+    """Give each request of a step the log-probabilities that it asks for. hidden: [T,
+    hidden_size].
+    """
     for last, chunk in ends(step):
         request, first = chunk.sequence.request, chunk.sequence.computed
         wanted = request.params.prompt_logprobs

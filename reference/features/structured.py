@@ -1,15 +1,15 @@
-"""Structured outputs, under vLLM's names: what a request asks for, compiled once, and what each of its
-answers may still say.
+"""Structured outputs, under vLLM's names: what a request asks for, compiled once, and what each of
+its answers may still say.
 
     SamplingParams(structured_outputs=StructuredOutputsParams(regex="(red|green)"))
     SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "object", ...}))
 
-Read `Constraint`: an answer holds a state of lesson 24's automaton, and a state never changes. So forks,
-preemptions and drafts need nothing from it.
+Read `Constraint`: an answer holds a state of lesson 24's automaton, and a state never changes. So
+forks, preemptions and drafts need nothing from it.
 
-The mask comes before everything else that a request asks of its logits. Probabilities are then those
-of the allowed tokens, and top-p counts only these. A text that is complete and cannot go on ends, also
-before min_tokens. Reported log-probabilities stay those of the raw logits.
+The mask comes before everything else that a request asks of its logits. Probabilities are then
+those of the allowed tokens, and top-p counts only these. A text that is complete and cannot go on
+ends, also before min_tokens. Reported log-probabilities stay those of the raw logits.
 """
 
 import json
@@ -39,8 +39,8 @@ MOST_KEPT = 64  # compiled structures
 class StructuredOutputsParams:
     """One of the first five says which texts are answers. Raises ValueError for anything else.
 
-    json: a JSON schema, as a dict or as JSON. json_object: True for any JSON object. grammar: in GBNF
-    or Lark's notation. disable_any_whitespace: JSON written in one way, as json.dumps does.
+    json: a JSON schema, as a dict or as JSON. json_object: True for any JSON object. grammar: in
+    GBNF or Lark's notation. disable_any_whitespace: JSON written in one way, as json.dumps does.
     whitespace_pattern: a regular expression of what may stand between the parts of JSON. The other
     two disable_ change nothing, because nothing falls back and properties that are not named are
     never added.
@@ -135,8 +135,8 @@ def read_structured(name: str, value) -> StructuredOutputsParams | None:
 
 
 class Row(NamedTuple):
-    """What may follow. mask: [ceil(V / 32)] int32, a bit for each token. must_end: whether nothing but
-    an end token may.
+    """What may follow. mask: [ceil(V / 32)] int32, a bit for each token. must_end: whether nothing
+    but an end token may.
     """
 
     mask: Tensor
@@ -171,14 +171,14 @@ class Constraint:
         except TooAmbiguous as error:
             self.failure = f"structured_outputs: {error}"
             return
-        if state is None:  # nobody samples it; if somebody does, others shall not suffer
+        if state is None:  # it is never sampled; if it is, other requests shall not suffer
             self.failure = f"structured_outputs: token {token} does not fit"
         else:
             self.state = state
 
     def row(self, ahead: Sequence[int] = ()) -> Row | None:
-        """What may follow the answer and `ahead`, drafted tokens. None: these do not fit, so nobody
-        needs the row.
+        """What may follow the answer and `ahead`, drafted tokens. None: these do not fit, so
+        nothing needs the row.
         """
         state = self.state
         try:
@@ -200,7 +200,9 @@ class Constraint:
 
 
 class Structures:
-    """The compiled structures of an engine; the least recently asked for goes. Threads may share it."""
+    """The compiled structures of an engine; the least recently asked for goes. Threads may share
+    it.
+    """
 
     def __init__(self, tokenizer, vocab_size: int):
         self.tokenizer = tokenizer
@@ -241,8 +243,8 @@ class Structures:
     def constraint(
         self, params: StructuredOutputsParams, stop_token_ids: frozenset[int]
     ) -> Constraint:
-        """What an answer may say. stop_token_ids: those of them that are no text end it where the text
-        may end. Raises ValueError in one line.
+        """What an answer may say. stop_token_ids: those of them that are no text end it where the
+        text may end. Raises ValueError in one line.
         """
         masks = self.prepare(params)
         tokens = masks.vocabulary.tokens
@@ -256,9 +258,9 @@ class Structures:
 
 
 def apply_constraints(logits: Tensor, wanted: list[Row | None]) -> list[bool]:
-    """-inf for tokens that a row's constraint forbids, in place. logits: [B, V]. wanted: of each row
-    what Constraint.row gives; None: anything may follow, and the row stays as it is. Returns for each
-    row whether only the end may follow.
+    """-inf for tokens that a row's constraint forbids, in place. logits: [B, V]. wanted: of each
+    row what Constraint.row gives; None: anything may follow, and the row stays as it is. Returns
+    for each row whether only the end may follow.
     """
     rows = [row for row, found in enumerate(wanted) if found is not None]
     if rows:

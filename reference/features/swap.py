@@ -1,4 +1,6 @@
-"""Blocks of several pools on the host: what a preempted request has in the target and in its draft."""
+"""Blocks of several pools on the host: what a preempted request has in the target and in its
+draft.
+"""
 
 from torch import Tensor
 

@@ -24,21 +24,21 @@ from reference.ladder.rungs import Step, call_rung, left_out, rungs_of
 def climb(
     model: Decoder, path: str, prompts, limits, bandwidth: float, console: Console
 ) -> tuple[list[Contender], list[Contender]]:
-    """Measure everybody, judge their tokens, and return (rungs, peers). bandwidth: bytes/s, the
-    roofline.
+    """Measure all contenders, judge their tokens, and return (rungs, peers). bandwidth: bytes/s,
+    the roofline.
     """
     steps = rungs_of(model.config)
     if line := left_out(model.config):
         console.print(line, markup=False)
     rungs = [new_contender(step, model, prompts, limits) for step in steps]
     peers = new_guests(path, model, prompts, limits)
-    everybody = rungs + peers
-    take_turns(everybody, prompts, limits, model.device, console)
+    contenders = rungs + peers
+    take_turns(contenders, prompts, limits, model.device, console)
     # The lowest rung serves few requests. One that keeps a cache now serves all, untimed, so that
     # no rung is compared with itself.
-    needed = {index for contender in everybody for index in contender.outputs}
+    needed = {index for contender in contenders for index in contender.outputs}
     reference = complete(rungs, steps, prompts, limits, needed)
-    for contender in everybody:
+    for contender in contenders:
         judge(contender, [rungs[0], reference], model, prompts)
     for rung, step in zip(rungs, steps):
         floor_s = floor_bytes(model, prompts, rung.outputs) / bandwidth

@@ -181,8 +181,9 @@ def warm_up(contender: Contender, prompts, limits, device) -> None:
     """Two tokens of one request, or the one it asks for, so that nothing is loaded or compiled in
     a timed pass.
 
-    On a GPU, whoever serves many at once also gets two tokens of each request, and the longest one
-    whole: the pools and graphs of lesson 11 are made for as many and as long ones as they see.
+    On a GPU, a contender that serves many at once also gets two tokens of each request, and the
+    longest one whole: the pools and graphs of lesson 11 are made for as many and as long ones as
+    they see.
     """
     served = contender.served
     contender.run([prompts[served[0]]], [min(2, limits[served[0]])], None)

@@ -1,8 +1,8 @@
 """The ladder's last rung: the engine, asked for the same requests as every rung below it.
 
-On a GPU an engine stays for the next call that asks for one alike, because its graphs take longer to
-capture than a call takes. Its prefix cache is emptied, so no answer is fast because somebody asked
-before.
+On a GPU an engine stays for the next call that asks for one alike, because its graphs take longer
+to capture than a call takes. Its prefix cache is emptied, so no answer is fast because another run
+asked before.
 """
 
 from copy import copy

@@ -66,14 +66,16 @@ def one_by_one(model, prompts, max_new_tokens, on_token=None):
 
 @torch.inference_mode()
 def with_prompt_lookup(model, prompts, max_new_tokens, on_token=None):
-    """generate(prompt_lookup_num_tokens=...): n-grams of the text draft, one request after the other."""
+    """generate(prompt_lookup_num_tokens=...): n-grams of the text draft, one request after the
+    other.
+    """
     return _speculative(model, prompts, max_new_tokens, on_token, prompt_lookup_num_tokens=DRAFTED)
 
 
 @torch.inference_mode()
 def with_assistant(model, prompts, max_new_tokens, on_token=None):
-    """generate(assistant_model=...): the draft that is shipped beside the model, in the folder of its
-    name and "-draft", one request after the other.
+    """generate(assistant_model=...): the draft that is shipped beside the model, in the folder of
+    its name and "-draft", one request after the other.
     """
     folder = f"{model.config._name_or_path}-draft"
     if not Path(folder).is_dir():
@@ -84,7 +86,9 @@ def with_assistant(model, prompts, max_new_tokens, on_token=None):
 
 @lru_cache(maxsize=1)
 def _assistant(folder: str, device: torch.device, dtype: torch.dtype):
-    """The draft, loaded once, because its loading is no part of a pass. It always drafts as much."""
+    """The draft, loaded once, because its loading is no part of a pass. It always drafts as
+    much.
+    """
     draft = load_peer_model(folder, device, dtype)
     draft.generation_config.num_assistant_tokens = DRAFTED
     draft.generation_config.num_assistant_tokens_schedule = "constant"

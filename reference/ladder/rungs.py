@@ -137,7 +137,8 @@ def left_out(config: ModelConfig) -> str | None:
     if not config.has_score_rules:
         return None
     return (
-        f"not run, because their kernels do not cap scores or add sinks as {config.model_type} does: "
+        f"not run, because their kernels do not cap scores or add sinks as {config.model_type} "
+        "does: "
         f"{', '.join(ATTENTION_KERNELS)}; all others attend in PyTorch"
     )
 

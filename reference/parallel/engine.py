@@ -1,5 +1,5 @@
-"""An engine whose model lies in workers: arguments are held to the checkpoint, workers are started, and
-an ordinary Engine is put on top.
+"""An engine whose model lies in workers: arguments are held to the checkpoint, workers are started,
+and an ordinary Engine is put on top.
 """
 
 import importlib.util
@@ -29,14 +29,16 @@ from reference.parallel.runner import DistributedRunner, RemotePool, Talk, Worke
 
 
 def new_parallel_engine(args: EngineArgs) -> Engine | ReplicatedEngine:
-    """Raises ValueError, in one line, for arguments that cannot work; RankError if a worker fails."""
+    """Raises ValueError, in one line, for arguments that cannot work; RankError if a worker
+    fails.
+    """
     max_model_len_of(args, config_for(args))  # what is wrong is said before anything is loaded
     devices_for(args)
     return engine_over_parts(load_tokenizer(args.tokenizer or args.model), args)
 
 
 def engine_over_parts(tokenizer, args: EngineArgs) -> Engine | ReplicatedEngine:
-    """The same with a tokenizer that is there already; None, if nobody wants text."""
+    """The same with a tokenizer that is there already; None, if no request wants text."""
     config, devices = config_for(args), devices_for(args)
     mesh = Mesh(args.tensor_parallel_size, args.pipeline_parallel_size)
     with ExitStack() as undo:
@@ -115,7 +117,9 @@ def named(argument: str, args: EngineArgs, check) -> None:
 
 
 def devices_for(args: EngineArgs) -> list[str]:
-    """The device of each worker: all on the CPU, or a GPU each. Raises ValueError for too few GPUs."""
+    """The device of each worker: all on the CPU, or a GPU each. Raises ValueError for too few
+    GPUs.
+    """
     device = default_device() if args.device is None else read_device(args.device)
     sizes = (args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size)
     count = sizes[0] * sizes[1] * sizes[2]

@@ -1,7 +1,8 @@
 """Workers as processes of this machine, each at the other end of a pipe.
 
-An order goes to all of them, pickled once. Whoever dies takes the others along within a second: a thread
-waits for the ends of all processes, because a rank whose neighbour died may wait for it for ever.
+An order goes to all of them, pickled once. A process that dies takes the others along within a
+second: a thread waits for the ends of all processes, because a rank whose neighbour died may wait
+for it for ever.
 """
 
 import os
@@ -45,7 +46,9 @@ class Refused(RankError):
 
 
 class ProcessWorkers:
-    """One process for each rank of a replica. devices: of each rank. One thread at a time may call."""
+    """One process for each rank of a replica. devices: of each rank. One thread at a time may
+    call.
+    """
 
     def __init__(self, args: EngineArgs, mesh: Mesh, devices: list[str]):
         self.stack, self.is_closing = ExitStack(), False
@@ -104,7 +107,7 @@ class ProcessWorkers:
         return self.death or complaint or RankError(0, "was ended")
 
     def watch(self) -> None:
-        """Until somebody dies, or `close` is called. In a thread of its own."""
+        """Until a process dies, or `close` is called. In a thread of its own."""
         sentinels = {process.sentinel: rank for rank, (process, _) in enumerate(self.ranks)}
         ended = wait([*sentinels, self.end_of_wait])
         if self.end_of_wait in ended:
@@ -117,14 +120,15 @@ class ProcessWorkers:
             process.kill()
 
     def close(self) -> None:
-        """End all of them. Once is enough; whoever comes second waits until it is done."""
+        """End all of them. Once is enough; a second caller waits until it is done."""
         with self.closing:
             if self.is_closing:
                 return
             self.is_closing = True
             self.stop_waiting.close()
             self.watcher.join()
-            # First of all, because a thread that waits at a pipe wakes up when its other end is gone.
+            # First of all, because a thread that waits at a pipe wakes up when its other end is
+            # gone.
             for process, _ in self.ranks:
                 process.kill()
             self.has_died.set()
@@ -133,9 +137,9 @@ class ProcessWorkers:
 
 @contextmanager
 def without_main() -> Iterator[None]:
-    """Inside it, processes start without this program's main module, which they do not need. With it
-    they would run it again, and a script without `if __name__ == "__main__"` would make workers in its
-    workers.
+    """Inside it, processes start without this program's main module, which they do not need. With
+    it they would run it again, and a script without `if __name__ == "__main__"` would make workers
+    in its workers.
     """
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
@@ -154,7 +158,7 @@ def worker_main(
     end_with_parent()
     # because Ctrl-C goes to all processes of a terminal, and the engine's decides what it means
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with suppress(EOFError, OSError):  # nobody is at the other end
+    with suppress(EOFError, OSError):  # no process is at the other end
         serve(pipe, partial(new_worker, rank, rendezvous, mesh, args, devices))
     os._exit(0)  # because a backend's threads may wait for ranks that have gone
 
@@ -177,8 +181,8 @@ def new_worker(
 
 
 def serve(pipe: Connection, new: Callable[[], Worker]) -> None:
-    """Load, then do what comes through the pipe, until it ends. Whoever raises says so once, and does
-    nothing more: what the other ranks have done meanwhile is unknown.
+    """Load, then do what comes through the pipe, until it ends. A process that raises says so once,
+    and does nothing more: what the other ranks have done meanwhile is unknown.
     """
     try:
         worker = new()
@@ -197,7 +201,9 @@ def serve(pipe: Connection, new: Callable[[], Worker]) -> None:
 
 
 def complain(pipe: Connection, error: BaseException) -> None:
-    """Tell the error in one line, then read what comes, so that nobody waits for a full pipe."""
+    """Tell the error in one line, then read what comes, so that no process waits for a full
+    pipe.
+    """
     kind, said = Refused, one_line(str(error))
     if not isinstance(error, ValueError):
         kind, said = RankError, f"raised {type(error).__name__}: {said}"

@@ -48,7 +48,9 @@ class Actor:
 
 
 class RayWorkers:
-    """One actor for each rank of a replica. Ray is started on this machine, unless it runs already."""
+    """One actor for each rank of a replica. Ray is started on this machine, unless it runs
+    already.
+    """
 
     def __init__(self, args: EngineArgs, mesh: Mesh, devices: list[str]):
         if not ray.is_initialized():

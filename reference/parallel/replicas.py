@@ -1,8 +1,8 @@
 """Data parallelism: several engines that share the requests, behind the interface of one.
 
-Each replica has its own workers, scheduler and cache. A thread of each runs its steps, so no replica
-waits for another one's. Requests without a seed draw theirs here, in the order of their arrival. So an
-answer does not depend on where it was computed.
+Each replica has its own workers, scheduler and cache. A thread of each runs its steps, so no
+replica waits for another one's. Requests without a seed draw theirs here, in the order of their
+arrival. So an answer does not depend on where it was computed.
 """
 
 import copy
@@ -26,10 +26,12 @@ SLACK = 4  # requests by which a replica may be ahead, before a prefix goes else
 
 
 class Router:
-    """Which replica gets a prompt: the one that had the longest part of it before, because its cache
-    may still hold it; the one with the fewest requests, if nobody knows it or that one is SLACK ahead.
+    """Which replica gets a prompt: the one that had the longest part of it before, because its
+    cache may still hold it; the one with the fewest requests, if none knows it or that one is SLACK
+    ahead.
 
-    As the simulator's PrefixAware, for prompts that are tokens. SGLang's router weighs the same two.
+    As the simulator's PrefixAware, for prompts that are tokens. SGLang's router weighs the same
+    two.
     """
 
     def __init__(self, block_size: int):
@@ -55,24 +57,25 @@ class Router:
 
 
 class Replica:
-    """An engine and the thread that runs its steps. Whoever else calls the engine holds `lock`."""
+    """An engine and the thread that runs its steps. Any other caller of the engine holds `lock`."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.lock = threading.Lock()
         self.steps: SimpleQueue[Future | None] = SimpleQueue()
-        self.requests: dict[str, EngineRequest] = {}  # whose end nobody has been told yet
+        self.requests: dict[str, EngineRequest] = {}  # whose end was not told yet
         self.under_way: Future | None = None
         thread = threading.Thread(
             target=run_steps, args=(engine, self.lock, self.steps), daemon=True
         )
         thread.start()
-        # Not a method, because that would keep this object alive. The thread keeps the engine alive.
+        # Not a method, because that would keep this object alive. The thread keeps the engine
+        # alive.
         self.close = weakref.finalize(self, end_thread, self.steps, thread)
 
     def begin_step(self) -> Future:
-        """Let the thread run a step, if it runs none. Returns what will hold the requests that got a
-        token. Raises RuntimeError after `close`.
+        """Let the thread run a step, if it runs none. Returns what will hold the requests that got
+        a token. Raises RuntimeError after `close`.
         """
         if not self.close.alive:
             raise RuntimeError("the engine's workers were ended by shutdown()")
@@ -83,7 +86,8 @@ class Replica:
 
     def end_step(self) -> list[EngineRequest]:
         """The requests that got a token in the step that has ended, but not those that were aborted
-        since then: somebody may have asked by the same name again. If the step raised, so does this.
+        since then: a request may have come by the same name again. If the step raised, so does
+        this.
         """
         step, self.under_way = self.under_way, None
         try:
@@ -131,7 +135,7 @@ class ReplicatedEngine:
 
     @property
     def runner(self) -> DistributedRunner:
-        """For what is the same on all replicas: the model's shape, and that nobody has adapters."""
+        """For what is the same on all replicas: the model's shape, and that none has adapters."""
         return self.engines[0].runner
 
     @property
@@ -162,7 +166,7 @@ class ReplicatedEngine:
             request = replica.requests.pop(request_id, None)
             if request is not None:
                 with replica.lock:
-                    # None for one that has ended, and nobody has been told.
+                    # None for one that has ended, and whose end was not told.
                     return replica.engine.abort_request(request_id) or request.output()
         return None
 
@@ -171,8 +175,8 @@ class ReplicatedEngine:
         return [request.output() for request in self.advance()]
 
     def advance(self) -> list[EngineRequest]:
-        """Let all replicas that have requests go on, and wait for one that has ended a step. Returns
-        the requests that got a token. If its step raised, so does this.
+        """Let all replicas that have requests go on, and wait for one that has ended a step.
+        Returns the requests that got a token. If its step raised, so does this.
         """
         steps = {
             replica.begin_step(): replica
@@ -181,7 +185,8 @@ class ReplicatedEngine:
         }
         if not steps:
             return []
-        # One, also if more have ended, because nobody's tokens may be lost if another's step raised.
+        # One, also if more have ended, because no request's tokens may be lost if another's step
+        # raised.
         ended = wait(steps, return_when=FIRST_COMPLETED).done.pop()
         return steps[ended].end_step()
 

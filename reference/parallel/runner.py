@@ -1,7 +1,7 @@
 """A runner whose model lies in the workers: ModelRunner's interface, in the engine's process.
 
-A step is one order to all workers, and the logits that the sampler needs are another. The engine does
-not wait for the first: what it returns is a name for hidden states that stay where they are.
+A step is one order to all workers, and the logits that the sampler needs are another. The engine
+does not wait for the first: what it returns is a name for hidden states that stay where they are.
 
 Why the sampler stays here: then nothing above the runner knows that there are workers. The price is
 that logits travel, 4 bytes · V for each row. vLLM samples in its workers instead, and sends tokens.
@@ -32,7 +32,9 @@ THREAD_S = 5.0  # how long the end of a thread is waited for
 
 
 class Workers(Protocol):
-    """Who obeys: ProcessWorkers or RayWorkers. An order is a pickled (method of Worker, arguments)."""
+    """Who obeys: ProcessWorkers or RayWorkers. An order is a pickled (method of Worker,
+    arguments).
+    """
 
     def wait_until_ready(self) -> None:
         """Until all have loaded their parts. Raises Refused, RankError."""
@@ -48,8 +50,8 @@ class Workers(Protocol):
 
 
 class Talk:
-    """One thread that talks to the workers, so that Ctrl-C, which reaches the main thread alone, never
-    cuts a message in two. Orders are obeyed in the order in which they are given.
+    """One thread that talks to the workers, so that Ctrl-C, which reaches the main thread alone,
+    never cuts a message in two. Orders are obeyed in the order in which they are given.
     """
 
     def __init__(self, workers: Workers):
@@ -68,7 +70,9 @@ class Talk:
         self.orders.put((None, pickle.dumps((method, arguments))))
 
     def ask(self, method: str, *arguments) -> list:
-        """What it returns on each rank, when they have done all that they were told. Raises RankError."""
+        """What it returns on each rank, when they have done all that they were told. Raises
+        RankError.
+        """
         self.check()
         reply: Future = Future()
         self.orders.put((reply, pickle.dumps((method, arguments))))
@@ -189,7 +193,9 @@ class DistributedRunner:
             self.talk.tell("copy", copies)
 
     def logits(self, hidden: RemoteHidden, rows: list[int]) -> Tensor:
-        """Of rows of the last step: [len(rows), V] on the CPU, float32 or wider. Raises RankError."""
+        """Of rows of the last step: [len(rows), V] on the CPU, float32 or wider. Raises
+        RankError.
+        """
         if hidden.number != self.num_steps:
             raise RuntimeError(
                 f"hidden states of step {hidden.number} are gone, {self.num_steps} ran"
@@ -207,8 +213,8 @@ class DistributedRunner:
 
 
 class RemoteSwap(HostSwap):
-    """Lesson 12's HostSwap whose blocks lie in the workers. Each keeps its part of them; here is only
-    who is away.
+    """Lesson 12's HostSwap whose blocks lie in the workers. Each keeps its part of them; here is
+    only who is away.
     """
 
     def __init__(self, runner: DistributedRunner, blocks: BlockManager):

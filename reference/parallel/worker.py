@@ -1,8 +1,9 @@
-"""A worker: one rank of a replica. It holds its part of the model and of every block of the cache, and
-does what it is told.
+"""A worker: one rank of a replica. It holds its part of the model and of every block of the cache,
+and does what it is told.
 
-It knows nothing of requests. What runs and who owns which block is decided in the engine's process, and
-every worker is told the same. So block tables are equal on all ranks, and one of them is enough.
+It knows nothing of requests. What runs and who owns which block is decided in the engine's process,
+and every worker is told the same. So block tables are equal on all ranks, and one of them is
+enough.
 """
 
 from typing import NamedTuple
@@ -35,7 +36,9 @@ class Held(NamedTuple):
 
 
 class StageRunner(ModelRunner):
-    """A ModelRunner over a part of a model. The stages before it and its shards have to run, too."""
+    """A ModelRunner over a part of a model. The stages before it and its shards have to run,
+    too.
+    """
 
     def __init__(self, links: Links, *args, **arguments):
         super().__init__(*args, **arguments)
@@ -63,7 +66,9 @@ class Worker:
         return blocks_that_fit(self.args, self.model, max_model_len, new_runner=self.new_runner)
 
     def allocate(self, num_blocks: int, max_model_len: int) -> Held:
-        """Make the pool. The model itself is kept by the runner alone, which may pack its matrices."""
+        """Make the pool. The model itself is kept by the runner alone, which may pack its
+        matrices.
+        """
         size = num_blocks, self.args.block_size, max_model_len
         weights = {tensor.data_ptr(): tensor.nbytes for tensor in self.model.parameters()}
         self.runner = self.new_runner(self.model, *size, self.args.kv_cache_dtype)
@@ -82,12 +87,14 @@ class Worker:
         self.runner.copy(copies)
 
     def run(self, chunks: Chunks, tables: list[list[int]]) -> None:
-        """Run some tokens of each sequence; the hidden states stay here. Arguments: ModelRunner's."""
+        """Run some tokens of each sequence; the hidden states stay here. Arguments:
+        ModelRunner's.
+        """
         self.hidden = self.runner.run(chunks, tables)
 
     def logits(self, rows: list[int]) -> np.ndarray | None:
-        """Of these rows of the last step, in float32 or wider: [len(rows), V]. Every shard of the last
-        stage computes them; one tells them.
+        """Of these rows of the last step, in float32 or wider: [len(rows), V]. Every shard of the
+        last stage computes them; one tells them.
         """
         if not self.links.is_last_stage:
             return None

@@ -81,8 +81,8 @@ class Routing:
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nobody new, and wait for the answers that have begun, at most timeout_s seconds. Those
-        that are left end with an error.
+        """Take no new request, and wait for the answers that have begun, at most timeout_s seconds.
+        Those that are left end with an error.
         """
         self.is_draining = True
         loop = asyncio.get_running_loop()

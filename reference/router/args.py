@@ -14,13 +14,13 @@ ACCEPTED_URL = "http://host:port, https://host:port, or dns://name:port for all 
 class RouterArgs:
     """Raises ValueError, in one line, for a value that cannot work.
 
-    replicas: their addresses, which also decide who gets which prefix, so several routers in front of
-    the same replicas should spell them alike. dns://name:port stands for every address that the name
-    has, as a headless service of Kubernetes has one for each pod; it is looked up again at every
-    health_interval. policy: prefix, least (fewest requests in flight) or
-    round-robin. balance: under the policy prefix, how many times the mean a replica's requests in
-    flight may be. ready_path: what a replica answers with 200 while it takes requests; vLLM's servers
-    have /health. Times are seconds: health_interval between two questions for it, connect_timeout until
+    replicas: their addresses, which also decide who gets which prefix, so several routers in front
+    of the same replicas should spell them alike. dns://name:port stands for every address that the
+    name has, as a headless service of Kubernetes has one for each pod; it is looked up again at
+    every health_interval. policy: prefix, least (fewest requests in flight) or round-robin.
+    balance: under the policy prefix, how many times the mean a replica's requests in flight may be.
+    ready_path: what a replica answers with 200 while it takes requests; vLLM's servers have
+    /health. Times are seconds: health_interval between two questions for it, connect_timeout until
     a replica has taken a connection, answer_timeout without a byte of an answer, read_timeout of a
     request's headers and of its body, write_timeout of a write to a client that does not read,
     shutdown_timeout of what runs when the router is told to end. max_body_bytes: of a request. The

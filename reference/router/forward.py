@@ -1,6 +1,6 @@
 """The way of one request: to a replica, and its answer back.
 
-Until the first byte of the answer has gone to the client, nobody has seen anything, and another replica
+Until the first byte of the answer has gone to the client, it has seen nothing, and another replica
 can take the request. From then on it is never repeated, because the client would read the beginning
 twice: if the replica dies now, the answer ends with an error.
 """
@@ -20,7 +20,8 @@ from reference.router.replicas import Replica, Replicas
 from reference.server.errors import ApiError, body_of, response_of
 from reference.server.streaming import Send, Watched, error_event, event
 
-# Of one connection, not of the message (RFC 9110, section 7.6.1); and what both ends say themselves.
+# Of one connection, not of the message (RFC 9110, section 7.6.1); and what both ends say
+# themselves.
 HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
               b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}  # fmt: skip
 OURS = {b"host", b"content-length", b"expect", b"x-forwarded-for"}
@@ -53,7 +54,7 @@ class Lost(Exception):
 
 @dataclass
 class Sent:
-    """What a client sent. target: path and query. address: of the client, "" if nobody knows."""
+    """What a client sent. target: path and query. address: of the client, "" if unknown."""
 
     method: str
     target: bytes

@@ -26,7 +26,7 @@ class Counted(Protocol):
 
 
 class Those(Protocol):
-    """Replicas come and go, so they are counted when somebody asks."""
+    """Replicas come and go, so they are counted at each scrape."""
 
     all: Sequence[Counted]
 
@@ -74,7 +74,7 @@ class Metrics:
         )
 
     def watch(self, replicas: Those) -> None:
-        """Show the replicas as they are when somebody asks."""
+        """Show the replicas as they are at a scrape."""
         self.registry.register(ByReplica(replicas))
 
     def count_prefix(self, is_home: bool | None) -> None:

@@ -1,11 +1,11 @@
-"""Who gets a request: the replica whose prefix cache holds its beginning, unless that one has too much
-to do.
+"""Who gets a request: the replica whose prefix cache holds its beginning, unless that one has too
+much to do.
 
-Rendezvous hashing (Thaler and Ravishankar, 1998): each prefix ranks the replicas by a hash of both. No
-table is kept, several routers agree, and a replica that comes or goes moves only the prefixes that it
-gains or had. With bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016): a replica far above the
-mean is passed over, and then the second of the ranking gets all that overflows, so the cache of that
-one soon has the prefix too.
+Rendezvous hashing (Thaler and Ravishankar, 1998): each prefix ranks the replicas by a hash of both.
+No table is kept, several routers agree, and a replica that comes or goes moves only the prefixes
+that it gains or had. With bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016): a replica far
+above the mean is passed over, and then the second of the ranking gets all that overflows, so the
+cache of that one soon has the prefix too.
 """
 
 import json
@@ -30,7 +30,9 @@ class Prompt(NamedTuple):
 
 
 class PrefixHash:
-    """As said above. names: of the replicas, which may change. balance: how far above the mean one may be."""
+    """As said above. names: of the replicas, which may change. balance: how far above the mean one
+    may be.
+    """
 
     def __init__(self, names: Sequence[str], balance: float):
         self.names = names
@@ -46,7 +48,9 @@ class PrefixHash:
         return sorted(range(len(scores)), key=lambda at: scores[at], reverse=True)
 
     def choose(self, request: Prompt, loads: np.ndarray) -> int:
-        """As in Router. One replica at least is below the bound, because the bound is above the mean."""
+        """As in Router. One replica at least is below the bound, because the bound is above the
+        mean.
+        """
         if request.prefix is None:
             return int(loads.argmin())
         alive = loads[loads < np.inf]
@@ -62,8 +66,8 @@ def new_policy(args: RouterArgs) -> Router:
 
 
 def prefix_of(body: bytes) -> str | None:
-    """How the prompt of a request begins, in whichever API it is written; None without one. Requests
-    of different models or cache salts share no cache, so they never begin alike.
+    """How the prompt of a request begins, in whichever API it is written; None without one.
+    Requests of different models or cache salts share no cache, so they never begin alike.
     """
     try:
         request = json.loads(body)

@@ -1,11 +1,11 @@
 """Which replicas there are, which of them take requests, and how many each has.
 
 Two things say that a replica takes none. It is asked every second, so that one that drains or still
-loads its model gets nobody. And whoever cannot reach it tells the others, so that nobody else tries
-before it has answered again.
+loads its model gets no request. And a request that cannot reach it tells the others, so that none
+tries before it has answered again.
 
-Where a name stands for them, it is looked up again and again. One that has gone from it gets nobody
-new, and one that has come gets its share of the prefixes.
+Where a name stands for them, it is looked up again and again. One that has gone from it gets no
+request new, and one that has come gets its share of the prefixes.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Replica:
 async def urls_of(name: str, wait_s: float) -> list[str]:
     """The addresses of dns://name:port. wait_s: how long an answer may take, in s.
 
-    Raises OSError (or TimeoutError) where nobody knows the name now.
+    Raises OSError (or TimeoutError) where the name is not known now.
     """
     parts = urlsplit(name)
     loop = asyncio.get_running_loop()
@@ -64,8 +64,8 @@ class Replicas:
         self.homes.names = urls
 
     def candidates(self, prompt: Prompt) -> Iterator[Replica]:
-        """Replicas for a request, the best first, each once. Each is chosen when it is asked for, by
-        the loads of that moment.
+        """Replicas for a request, the best first, each once. Each is chosen when it is asked for,
+        by the loads of that moment.
         """
         tried: set[str] = set()
         while True:
@@ -105,7 +105,7 @@ class Replicas:
         await asyncio.gather(*self.watchers.values(), return_exceptions=True)
 
     async def look_up(self) -> None:
-        """Who stands behind the names now. A name that nobody knows at the moment keeps its last
+        """Who stands behind the names now. A name that is not known at the moment keeps its last
         addresses, because the replicas are asked themselves whether they live.
         """
         for name in self.names:

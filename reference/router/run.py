@@ -1,5 +1,5 @@
-"""The router's process. When a signal ends it, /ready says no, nobody new is let in, and answers that
-have begun end, for at most --shutdown-timeout seconds.
+"""The router's process. When a signal ends it, /ready says no, no new request is let in, and
+answers that have begun end, for at most --shutdown-timeout seconds.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from reference.server.process import EndsOnSignal, new_config, new_socket, url_o
 
 
 class RouterServer(EndsOnSignal):
-    """uvicorn's, which knows the replicas before it lets anybody in."""
+    """uvicorn's, which knows the replicas before it lets a request in."""
 
     def __init__(self, args: RouterArgs):
         self.args = args
@@ -23,7 +23,7 @@ class RouterServer(EndsOnSignal):
             args.shutdown_timeout,
             log_level="warning",
             access_log=False,
-            # else a client on this machine could say that it is somebody else
+            # else a client on this machine could say that it is another one
             proxy_headers=False,
             limit_concurrency=args.limit_concurrency,
         )

@@ -15,15 +15,15 @@ class ServerArgs:
     """Raises ValueError, in one line, for a value that cannot work.
 
     engine: of the engine. served_model_name: what clients call the base model; the first is in the
-    answers. lora_modules: {name: folder} of the adapters. chat_template: a file, or a template in one
-    line; it is read here. api_key: keys that are accepted, none: no
-    key is needed. allowed_origins: of browsers' pages, none: no page of another origin may read an
-    answer. Times are seconds: request_timeout of a whole answer, write_timeout of one write to a
-    client that does not read, read_timeout of a request's headers and of its body, shutdown_timeout
-    of what runs when the server is told to end. max_body_bytes: of a request. limit_concurrency:
-    connections at a time. disable_frontend_multiprocessing: the engine is a thread of the server's
-    process, and no process of its own. allowed_media_domains: hosts from which pictures are fetched,
-    none: a picture comes in the request itself.
+    answers. lora_modules: {name: folder} of the adapters. chat_template: a file, or a template in
+    one line; it is read here. api_key: keys that are accepted, none: no key is needed.
+    allowed_origins: of browsers' pages, none: no page of another origin may read an answer. Times
+    are seconds: request_timeout of a whole answer, write_timeout of one write to a client that does
+    not read, read_timeout of a request's headers and of its body, shutdown_timeout of what runs
+    when the server is told to end. max_body_bytes: of a request. limit_concurrency: connections at
+    a time. disable_frontend_multiprocessing: the engine is a thread of the server's process, and no
+    process of its own. allowed_media_domains: hosts from which pictures are fetched, none: a
+    picture comes in the request itself.
     """
 
     engine: AsyncEngineArgs
@@ -80,8 +80,8 @@ class ServerArgs:
 
 
 def check_tls(keyfile: str | None, certfile: str | None) -> None:
-    """Read both now, because uvicorn reads them when the model is loaded, minutes later. keyfile: None
-    if the certificate's file has the key too. Raises ValueError.
+    """Read both now, because uvicorn reads them when the model is loaded, minutes later. keyfile:
+    None if the certificate's file has the key too. Raises ValueError.
     """
     if certfile is None:
         if keyfile is not None:

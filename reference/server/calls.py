@@ -11,8 +11,8 @@ from reference.vision.pictures import Picture
 
 @dataclass(eq=False)
 class Call:
-    """prompts: token ids of each. model: the name it was asked for by. user: whose turn it counts as.
-    pictures: of its only prompt.
+    """prompts: token ids of each. model: the name it was asked for by. user: whose turn it counts
+    as. pictures: of its only prompt.
     """
 
     id: str

@@ -106,7 +106,7 @@ async def prompt_of(
 
 
 async def encode(service: Service, name: str, text: str, special: bool = True) -> list[int]:
-    """The ids of a text; a long one is read in a thread, so that nobody's stream waits for it."""
+    """The ids of a text; a long one is read in a thread, so that no stream waits for it."""
     if len(text) < MANY_CHARACTERS:
         return service.tokens.encode(name, text, special)
     return await asyncio.to_thread(service.tokens.encode, name, text, special)

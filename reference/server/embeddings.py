@@ -1,7 +1,7 @@
 """A vector for a text: the mean of the model's last hidden states, made to length 1.
 
-The embedded model was trained to predict the next token and not to compare texts, so its vectors tell
-less than those of a model that was trained for it. What the endpoint shows is the interface.
+The embedded model was trained to predict the next token and not to compare texts, so its vectors
+tell less than those of a model that was trained for it. What the endpoint shows is the interface.
 """
 
 import base64
@@ -15,7 +15,9 @@ from reference.engine.engine import Engine
 
 @torch.inference_mode()
 def embed(engine: Engine, ids: list[int]) -> list[float]:
-    """The vector of one text, of the model's hidden_size. It needs no cache, because nothing follows."""
+    """The vector of one text, of the model's hidden_size. It needs no cache, because nothing
+    follows.
+    """
     model = engine.runner.model
     tokens = torch.tensor(ids, device=model.device)
     hidden = model(tokens, whole_sequence(model, len(ids))).double().mean(0)

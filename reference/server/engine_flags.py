@@ -1,5 +1,5 @@
-"""The engine's flags of the command line: one for every field of AsyncEngineArgs, whose docstring says
-more than fits here.
+"""The engine's flags of the command line: one for every field of AsyncEngineArgs, whose docstring
+says more than fits here.
 """
 
 import argparse

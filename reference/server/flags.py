@@ -13,8 +13,8 @@ from typing import Any
 from lessons.toolbox.command import OneLineParser
 from reference.server.engine_flags import as_json, engine_options
 
-# What guides pass to vllm serve and what changes nothing here. Values: whether it takes one, and why
-# it has no effect.
+# What guides pass to vllm serve and what changes nothing here. Values: whether it takes one, and
+# why it has no effect.
 WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
     "trust-remote-code": (False, "no code of a checkpoint is ever run"),
     "disable-log-requests": (False, "requests are not logged"),
@@ -109,7 +109,9 @@ def server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def new_parser(prog: str) -> OneLineParser:
-    """Every flag. One that was not given is no attribute, so that the defaults stand in one place."""
+    """Every flag. One that was not given is no attribute, so that the defaults stand in one
+    place.
+    """
     parser = OneLineParser(
         prog=prog,
         description="An OpenAI-compatible server.",

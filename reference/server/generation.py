@@ -1,6 +1,6 @@
 """A call under way: what the engine gives, cut into what is new.
 
-Read `Run.deltas`. Whoever stops reading, because the client has gone or an error came, ends the
+Read `Run.deltas`. A reader that stops, because the client has gone or an error came, ends the
 call's requests in the engine, and their blocks are free after the step under way.
 """
 
@@ -124,7 +124,7 @@ class Run:
 
 
 def ended_early(why: str | None) -> ApiError:
-    """An answer that nobody but the engine ended. why: what its grammar says, if that was it."""
+    """An answer that the engine alone ended. why: what its grammar says, if that was it."""
     if why is not None:
         return bad_request(why)
     return ApiError(503, "the server ended this answer: it is shutting down")
@@ -145,8 +145,8 @@ def refusal(error: Exception) -> ApiError:
 
 
 async def merged(streams) -> AsyncIterator:
-    """Items of many asynchronous iterators, as they come. The first error ends all of them. Nobody runs
-    ahead of the reader by more than an item, so that mailboxes behind them can skip.
+    """Items of many asynchronous iterators, as they come. The first error ends all of them. No task
+    runs ahead of the reader by more than an item, so that mailboxes behind them can skip.
     """
     queue: asyncio.Queue = asyncio.Queue()
 

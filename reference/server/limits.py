@@ -1,4 +1,4 @@
-"""What stands in front of every route, so that nobody's request costs more than it may.
+"""What stands in front of every route, so that no request costs more than it may.
 
 Every refusal comes from what was read so far: a body is never read further than its limit, and is
 checked before anything is built from it.
@@ -19,7 +19,7 @@ from reference.server.errors import ApiError, response_of
 MOST_DEPTH = 64  # of JSON within JSON
 MOST_PARTS = 20_000  # arrays and objects
 MOST_HEADER_BYTES = 32 * 1024
-# They say nothing of anybody's prompts, and who asks (a probe, Prometheus) has no key.
+# They say nothing of prompts, and who asks (a probe, Prometheus) has no key.
 OPEN = ("/health", "/ready", "/ping", "/version", "/metrics")
 # The closing quote is optional, so that a string without one is read once and not once a character.
 STRINGS_AND_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
@@ -159,8 +159,8 @@ def check_json(body: bytes) -> None:
 
 
 def check_nesting(body: bytes) -> None:
-    """Raise ApiError for JSON within JSON within … deeper than MOST_DEPTH, and for too many parts. It
-    takes time in proportion to the body, whatever is in it.
+    """Raise ApiError for JSON within JSON within … deeper than MOST_DEPTH, and for too many parts.
+    It takes time in proportion to the body, whatever is in it.
     """
     if body.count(b"[") + body.count(b"{") <= MOST_DEPTH:
         return

@@ -103,7 +103,7 @@ COUNTERS = {
 
 
 class EngineCollector:
-    """What the engine counts itself, asked for when somebody scrapes."""
+    """What the engine counts itself, asked for at a scrape."""
 
     def __init__(self, engine: AsyncLLMEngine | AsyncProcessEngine, labels: list[str]):
         self.engine = engine

@@ -17,8 +17,8 @@ DETAILS = (None, "auto", "low")
 async def pictures_of(service: Service, messages: list[ChatMessage]) -> list[Picture]:
     """The pictures of a conversation, in their order, as the model sees them.
 
-    Raises ApiError in one line. Their number is checked before the first is fetched or decoded; each is
-    decoded in a thread, so that nobody's stream waits for it.
+    Raises ApiError in one line. Their number is checked before the first is fetched or decoded;
+    each is decoded in a thread, so that no stream waits for it.
     """
     parts = [
         (f"messages[{at}].content[{nth}].{IMAGE_URL}", part)

@@ -1,7 +1,8 @@
-"""A process that listens: its socket, uvicorn, and what signals do. The server and the router share it.
+"""A process that listens: its socket, uvicorn, and what signals do. The server and the router share
+it.
 
-The first SIGTERM or Ctrl-C begins the end: nobody new is let in, and whoever has an answer coming gets
-it, until the time to shut down is over. A second signal ends at once.
+The first SIGTERM or Ctrl-C begins the end: no new request is let in, and a client with an answer
+coming gets it, until the time to shut down is over. A second signal ends at once.
 """
 
 import asyncio
@@ -21,14 +22,14 @@ class EndsOnSignal(uvicorn.Server):
     """uvicorn's, which drains, and whose exit codes tell a drain from a failure."""
 
     async def drain(self) -> None:
-        """Take nobody new, and return when the answers that have begun have ended. The last of them
-        are ended after the time to shut down.
+        """Take no new request, and return when the answers that have begun have ended. The last of
+        them are ended after the time to shut down.
         """
         raise NotImplementedError
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain, then close the socket and the connections. The socket stays open until then, so that
-        probes and newcomers are told what goes on.
+        """Drain, then close the socket and the connections. The socket stays open until then, so
+        that probes and newcomers are told what goes on.
         """
         begin = time.monotonic()
         most_s = self.config.timeout_graceful_shutdown
@@ -51,13 +52,15 @@ class EndsOnSignal(uvicorn.Server):
 def new_socket(host: str, port: int, write_timeout_s: float) -> socket.socket:
     """A socket that listens. Raises OSError, in one line, if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # TCP by name, because asyncio switches Nagle's algorithm off only where it stands. With it a second
-    # write waits for the client to acknowledge the first, which takes up to 40 ms: each event would.
+    # TCP by name, because asyncio switches Nagle's algorithm off only where it stands. With it a
+    # second write waits for the client to acknowledge the first, which takes up to 40 ms: each
+    # event would.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # The system itself drops a connection whose client reads nothing, with what we had sent.
+            # The system itself drops a connection whose client reads nothing, with what we had
+            # sent.
             option = socket.TCP_USER_TIMEOUT
             listening.setsockopt(socket.IPPROTO_TCP, option, int(write_timeout_s * 1000))
         listening.bind((host, port))
@@ -74,8 +77,8 @@ def url_of(listening: socket.socket, scheme: str = "http") -> str:
 
 
 def new_config(app: App, read_timeout_s: float, shutdown_s: float, **more) -> uvicorn.Config:
-    """uvicorn's settings. read_timeout_s: of a request's headers. shutdown_s: until the last answers
-    are ended. more: of uvicorn.Config.
+    """uvicorn's settings. read_timeout_s: of a request's headers. shutdown_s: until the last
+    answers are ended. more: of uvicorn.Config.
     """
     return uvicorn.Config(
         app,

@@ -1,7 +1,7 @@
 """The server's process: an engine behind a socket.
 
-When a signal ends it, /ready says no, nobody new is let in, and whoever has an answer coming gets it,
-for at most --shutdown-timeout seconds. `process` has what signals do.
+When a signal ends it, /ready says no, no new request is let in, and a client with an answer coming
+gets it, for at most --shutdown-timeout seconds. `process` has what signals do.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class Server(EndsOnSignal):
 
 
 def new_server(service: Service) -> Server:
-    """A server over a service, which somebody has to run."""
+    """A server over a service, which the caller has to run."""
     args = service.args
     config = new_config(
         new_app(service),
@@ -49,7 +49,9 @@ def new_server(service: Service) -> Server:
 
 
 def serve_forever(args: ServerArgs) -> int:
-    """Serve until a signal comes. Returns the exit code. Raises ValueError and OSError in one line."""
+    """Serve until a signal comes. Returns the exit code. Raises ValueError and OSError in one
+    line.
+    """
     # before the model is read, because that takes long
     listening = new_socket(args.host, args.port, args.write_timeout)
     with listening:
@@ -57,7 +59,7 @@ def serve_forever(args: ServerArgs) -> int:
         server = new_server(service)
         names = ", ".join([*service.models.names, *service.models.adapters])
         # What was loaded stays, so no collection of garbage needs to look at it: that would stop
-        # everybody's stream for a tenth of a second.
+        # all streams for a tenth of a second.
         gc.collect()
         gc.freeze()
         url = url_of(listening, "https" if args.ssl_certfile else "http")

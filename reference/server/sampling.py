@@ -88,7 +88,7 @@ def structured_outputs(**form: Any) -> SentStructure:
 
 
 def call_form(schema: dict[str, Any]) -> SentStructure:
-    """Of a call that tool_choice forces. Without blanks, because nobody reads them."""
+    """Of a call that tool_choice forces. Without blanks, because a program reads them."""
     return structured_outputs(json=schema, disable_any_whitespace=True, sent_as="tools")
 
 

@@ -1,4 +1,4 @@
-"""Answers that are written while somebody waits: as events, or as one JSON at the end.
+"""Answers that are written while a client waits: as events, or as one JSON at the end.
 
 Both watch the client. When it goes, or takes nothing for --write-timeout seconds, the work is
 cancelled, and with it the requests in the engine.

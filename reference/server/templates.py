@@ -39,7 +39,9 @@ def read_template(wanted: str | None) -> str | None:
 
 
 class ChatTemplate:
-    """How this server's model wants its conversations. text: the template, None for the tokenizer's."""
+    """How this server's model wants its conversations. text: the template, None for the
+    tokenizer's.
+    """
 
     def __init__(self, tokenizer, text: str | None):
         self.tokenizer = tokenizer
@@ -47,8 +49,8 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer, text: str | None) -> "ChatTemplate":
-        """text: None for the tokenizer's, or a plain one if it has none. Raises ValueError for one that
-        is no template.
+        """text: None for the tokenizer's, or a plain one if it has none. Raises ValueError for one
+        that is no template.
         """
         if text is None and not tokenizer.chat_template:
             text = DEFAULT.read_text("utf-8")
@@ -75,8 +77,8 @@ class ChatTemplate:
     def render_request(
         self, template: str, messages: list[dict], tools: list[dict] | None, **more: Any
     ) -> str:
-        """The prompt's text by a client's own template, in a process of its own. It takes as long as
-        starting Python does. Raises ApiError.
+        """The prompt's text by a client's own template, in a process of its own. It takes as long
+        as starting Python does. Raises ApiError.
         """
         if len(template) > MOST_CHARACTERS:
             accepted = f"at most {MOST_CHARACTERS} characters"

@@ -1,5 +1,5 @@
-"""Text and tokens for the server: prompts to ids without waiting for the engine, and single tokens as
-log-probabilities show them.
+"""Text and tokens for the server: prompts to ids without waiting for the engine, and single tokens
+as log-probabilities show them.
 """
 
 import re
@@ -47,9 +47,9 @@ class Tokens:
         return byte_of_letter()
 
     def encode(self, name: str, text: str, special: bool = True) -> list[int]:
-        """The ids of a prompt, as reference.engine.detokenizer.encode gives them. special: with the start
-        token, if the tokenizer has one. Raises ApiError, without reading it, for a text that is too
-        long for any model of this length. name: of the field.
+        """The ids of a prompt, as reference.engine.detokenizer.encode gives them. special: with the
+        start token, if the tokenizer has one. Raises ApiError, without reading it, for a text that
+        is too long for any model of this length. name: of the field.
         """
         if SURROGATE.search(text):
             raise refused(name, text, "text without halves of surrogate pairs")

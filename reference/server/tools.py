@@ -95,7 +95,9 @@ class HermesReader(Reader):
 
 
 class JsonReader(Reader):
-    """A call as an object, a list of them, or text. named: a function whose arguments the answer is."""
+    """A call as an object, a list of them, or text. named: a function whose arguments the answer
+    is.
+    """
 
     def __init__(self, named: str | None = None):
         self.named = named

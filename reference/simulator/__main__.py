@@ -3,8 +3,9 @@
     python -m reference.simulator --model llama-3-8b --gpu h100 --trace poisson:rate=8 \\
         --policy chunked --slo ttft=0.5,itl=0.05
 
-prints TTFT, ITL, goodput and the GPUs needed. --policy all compares every policy. --out FOLDER draws
-latencies over the arrival rate and goodput over the number of GPUs. Every number is a prediction.
+prints TTFT, ITL, goodput and the GPUs needed. --policy all compares every policy. --out FOLDER
+draws latencies over the arrival rate and goodput over the number of GPUs. Every number is a
+prediction.
 """
 
 # Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.

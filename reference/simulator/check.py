@@ -1,10 +1,12 @@
-"""The simulator against the real engine on this machine: the same steps, and how far off its times are.
+"""The simulator against the real engine on this machine: the same steps, and how far off its times
+are.
 
     python -m reference.simulator.check
 
-The engine serves a trace on a clock that is moved by the CPU seconds of each step, so nobody waits and
-nothing else on the machine counts. One trace calibrates the three numbers of lesson 14's cost of a
-step. For another trace the simulator then predicts all times from its arrivals and lengths alone.
+The engine serves a trace on a clock that is moved by the CPU seconds of each step, so nothing waits
+and nothing else on the machine counts. One trace calibrates the three numbers of lesson 14's cost
+of a step. For another trace the simulator then predicts all times from its arrivals and lengths
+alone.
 """
 
 import argparse
@@ -52,7 +54,9 @@ def real_prompt(request: TracedRequest, row: int, vocab_size: int) -> list[int]:
 
 
 def serve_by_engine(engine: Engine, trace: Trace, step_s=None) -> Measured:
-    """Serve a trace. step_s: seconds of a step on the clock; None: the CPU seconds that it needed."""
+    """Serve a trace. step_s: seconds of a step on the clock; None: the CPU seconds that it
+    needed.
+    """
     found, now_s, coming = Measured(), 0.0, 0
     schedule = engine.scheduler.schedule
 
@@ -112,7 +116,9 @@ def small_engine(model: str) -> Engine:
 
 
 def check_trace(rate_per_s: float, count: int, seed: int) -> list[TracedRequest]:
-    """Requests for the embedded model: prompts of 48 to 144 tokens, some with a shared beginning."""
+    """Requests for the embedded model: prompts of 48 to 144 tokens, some with a shared
+    beginning.
+    """
     sizes = f"requests={count},prompt=64,output=40,prefixes=3,prefix=32"
     return poisson(f"rate={rate_per_s},seed={seed},{sizes}")
 
@@ -133,8 +139,8 @@ def errors(trace: Trace, measured: Measured, served: Served) -> dict[str, tuple[
 
 
 def in_lockstep(trace: Trace, model: str) -> tuple[list[Chunks], list[Chunks], int]:
-    """(the engine's steps, the simulator's, preemptions) where a step takes a second on both clocks,
-    so that noise changes no decision. A request arrives every four steps.
+    """(the engine's steps, the simulator's, preemptions) where a step takes a second on both
+    clocks, so that noise changes no decision. A request arrives every four steps.
     """
     slow = [r._replace(arrival_s=float(round(r.arrival_s))) for r in at_rate(trace, 0.25)]
     real = serve_by_engine(small_engine(model), slow, step_s=1.0).steps

@@ -1,8 +1,8 @@
-"""Replicas behind a router, on one virtual clock. Read `Cluster.run`: the next event of all, what it
-changes, and the steps that begin then.
+"""Replicas behind a router, on one virtual clock. Read `Cluster.run`: the next event of all, what
+it changes, and the steps that begin then.
 
-A cluster has one pool of replicas, or two: the first computes prompts and the first token, then K and
-V travel to the second, which generates the rest (lesson 15, prefill/decode disaggregation).
+A cluster has one pool of replicas, or two: the first computes prompts and the first token, then K
+and V travel to the second, which generates the rest (lesson 15, prefill/decode disaggregation).
 """
 
 import heapq
@@ -43,7 +43,9 @@ class Job:
         return self.request.output_tokens - self.generated
 
     def sequence(self, limit: int) -> Sequence:
-        """What a scheduler gets: the prompt and all that was generated, and `limit` tokens to go."""
+        """What a scheduler gets: the prompt and all that was generated, and `limit` tokens to
+        go.
+        """
         tokens = self.request.tokens(self.row) + [own_token(self.row)] * self.generated
         return Sequence(self.row, tokens, limit, GREEDY, frozenset())
 
@@ -54,8 +56,8 @@ class Job:
 
 
 class Pool:
-    """Replicas that do the same. tokens_each: how many tokens of an answer come from here; None: all
-    that are left.
+    """Replicas that do the same. tokens_each: how many tokens of an answer come from here; None:
+    all that are left.
     """
 
     def __init__(self, replicas: list[Replica], router: Router, tokens_each: int | None = None):
@@ -125,7 +127,7 @@ class Cluster:
         if self.travelling:
             times.append(self.travelling[0][0])
         busy = coming < len(trace) or len(times) > 1
-        if busy and self.failures:  # nobody waits for a failure when all is served
+        if busy and self.failures:  # no failure is waited for when all is served
             times.append(self.failures[0].at_s)
         return min(times)
 
@@ -168,8 +170,8 @@ class Cluster:
         self.touched[place] = None
 
     def fail(self, failure: Failure, on_done: Callable[[int], None]) -> None:
-        """A replica dies. Its requests go to the first pool again, with what they have generated, of
-        which K and V are lost.
+        """A replica dies. Its requests go to the first pool again, with what they have generated,
+        of which K and V are lost.
         """
         place = self.places[failure.replica]
         orphans = self.replica(place).die(failure.at_s)
@@ -182,7 +184,7 @@ class Cluster:
                 on_done(job.row)
 
     def close(self) -> None:
-        """Nobody else will come, so no wave waits until it is full."""
+        """No more requests will come, so no wave waits until it is full."""
         for place in self.places:
             scheduler = self.replica(place).scheduler
             if not isinstance(scheduler, StaticScheduler):
@@ -203,7 +205,9 @@ class Cluster:
 
 
 def checked_failures(pools: list[Pool], failures) -> list[Failure]:
-    """The failures. Raises ValueError for a replica that is not there, or if a pool loses them all."""
+    """The failures. Raises ValueError for a replica that is not there, or if a pool loses them
+    all.
+    """
     count = sum(len(pool.replicas) for pool in pools)
     for failure in failures:
         if not 0 <= failure.replica < count or not 0 <= failure.at_s < NEVER:

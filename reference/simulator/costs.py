@@ -1,11 +1,12 @@
 """How long a step takes on a replica: by lesson 1's roofline, or fitted to measured steps.
 
-    deployment = new_deployment("llama-3-70b", "h100")  # 4 GPUs a replica, because the weights need them
+    # 4 GPUs a replica, because the weights need them.
+    deployment = new_deployment("llama-3-70b", "h100")
     deployment.cost(step)                               # seconds
 
 Two ways that other simulators use, too: data-sheet rates with an assumed efficiency (lesson 15's
-StepCost), or a formula fitted to measured steps (lesson 14's). Vidur (Agrawal et al. 2024) fits each
-operator by itself, which needs the GPU that is to be predicted.
+StepCost), or a formula fitted to measured steps (lesson 14's). Vidur (Agrawal et al. 2024) fits
+each operator by itself, which needs the GPU that is to be predicted.
 
 A replica of several GPUs splits weights, cache and work evenly, without any communication. That is
 too good; lesson 20 measures what is missing.
@@ -54,7 +55,9 @@ class RooflineCost:
 
 @dataclass(frozen=True)
 class FittedCost:
-    """Lesson 14's cost: a fixed part, one for each token and one for each token of context, fitted to measured steps."""
+    """Lesson 14's cost: a fixed part, one for each token and one for each token of context, fitted
+    to measured steps.
+    """
 
     step: measured.StepCost
 
@@ -67,8 +70,8 @@ class FittedCost:
 class Deployment:
     """What one replica is made of, and what a step on it costs.
 
-    gpus: of one replica. num_blocks: of its cache. kv_bytes_per_token: what travels where prompts and
-    answers are computed apart. link_bytes_per_s: between replicas.
+    gpus: of one replica. num_blocks: of its cache. kv_bytes_per_token: what travels where prompts
+    and answers are computed apart. link_bytes_per_s: between replicas.
     """
 
     name: str
@@ -101,8 +104,8 @@ def new_deployment(
     """A model of lesson 1 on GPUs of lesson 1, in 16 bits.
 
     gpus: of a replica; None takes the fewest that hold the weights in 90 % of their memory.
-    step_cost: a file of measured steps as lesson 14's lab/cost.py writes it, instead of the roofline.
-    Raises ValueError for unknown names, and for a model that does not fit.
+    step_cost: a file of measured steps as lesson 14's lab/cost.py writes it, instead of the
+    roofline. Raises ValueError for unknown names, and for a model that does not fit.
     """
     shape, chip = find_model(model), lookup(gpu)
     gpus = checked_gpus(shape, chip, gpus)

@@ -1,4 +1,6 @@
-"""The simulator's two figures: latencies over the arrival rate, and goodput over the number of GPUs."""
+"""The simulator's two figures: latencies over the arrival rate, and goodput over the number of
+GPUs.
+"""
 
 from collections.abc import Sequence
 
@@ -28,11 +30,13 @@ ROLE_OF = {
     "disaggregated": "optimized",
 }
 LATENCY_ALT = (
-    "Two panels over the arrival rate, a line for each policy: the 99th percentile of the time to first "
+    "Two panels over the arrival rate, a line for each policy: the 99th percentile of the time to "
+    "first "
     "token and of the inter-token latency, with the limits of the objective as dashed lines."
 )
 GOODPUT_ALT = (
-    "Requests per second that keep the objective over the number of GPUs, a line for each policy, below "
+    "Requests per second that keep the objective over the number of GPUs, a line for each policy, "
+    "below "
     "the dashed line of the requests that arrive."
 )
 
@@ -47,7 +51,9 @@ def looks_of(names: Sequence[str]) -> dict[str, dict]:
 def draw_latencies(
     rates: Sequence[float], found: dict[str, list[Served]], slo: Slo, setting: str
 ) -> ClassFigure:
-    """TTFT and ITL over the arrival rate. found: {policy: a run for each rate}; setting: the caption."""
+    """TTFT and ITL over the arrival rate. found: {policy: a run for each rate}; setting: the
+    caption.
+    """
     highest = {name: highest_rate(rates, runs, slo) for name, runs in found.items()}
     title = f"The objective holds up to {ranked(highest, -1, '{} requests/s for {}')}"
     fig, axes = frame(title, setting, (12.5, 5.8), (1, 1))
@@ -83,8 +89,8 @@ def draw_latencies(
 
 
 def ranked(values: dict[str, float], sign: int, text: str) -> str:
-    """ "38 requests/s for chunked, 20 for continuous", the best first; sign: -1 if that is the most.
-    Policies without a value are left out.
+    """ "38 requests/s for chunked, 20 for continuous", the best first; sign: -1 if that is the
+    most. Policies without a value are left out.
     """
     names = sorted((name for name in values if values[name]), key=lambda n: sign * values[n])
     if not names:

@@ -18,7 +18,7 @@ OnDone = Callable[[int], None]
 
 
 def ignored(row: int) -> None:
-    """Nobody wants to know that a request is done."""
+    """The end of a request interests no one here."""
 
 
 def serve_well(
@@ -29,8 +29,8 @@ def serve_well(
     slo: Slo,
     on_done: OnDone = ignored,
 ) -> Served:
-    """Serve a trace; of "disaggregated", with the split of the replicas that keeps the objective for
-    the most requests.
+    """Serve a trace; of "disaggregated", with the split of the replicas that keeps the objective
+    for the most requests.
     """
     if policy.name != "disaggregated":
         return simulate(trace, deployment, policy, replicas, on_done=on_done)
@@ -82,7 +82,7 @@ def gpus_needed(
 
     too_few, found = policy.least_replicas - 1, tried(policy.least_replicas)
     if not found.is_enough and policy.name in ("continuous", "chunked"):
-        # Nobody is served better than alone, so then no number of replicas is enough.
+        # No request is served better than alone, so then no number of replicas is enough.
         alone = [r._replace(arrival_s=at * APART_S) for at, r in enumerate(trace)]
         if simulate(alone, deployment, policy).attained(slo) < attain:
             return found

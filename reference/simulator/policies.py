@@ -35,8 +35,8 @@ WHOLE_PROMPTS = 4096  # tokens of a step that runs prompts whole, but one prompt
 @dataclass(frozen=True)
 class Policy:
     """name: one of POLICIES. max_num_seqs: places of a replica; None: 32 in waves, else 256.
-    max_num_batched_tokens: of a chunked step. max_wait_s: the window of "dynamic". prefill_share: of
-    the replicas of "disaggregated", those that compute prompts. router: one of ROUTERS.
+    max_num_batched_tokens: of a chunked step. max_wait_s: the window of "dynamic". prefill_share:
+    of the replicas of "disaggregated", those that compute prompts. router: one of ROUTERS.
     """
 
     name: str = "chunked"
@@ -58,8 +58,8 @@ def new_cluster(
     trace: Trace,
     failures: Sequence[Failure] = (),
 ) -> Cluster:
-    """A cluster that can serve the trace. Raises ValueError for a policy that does not exist, and for
-    a request that no replica can hold.
+    """A cluster that can serve the trace. Raises ValueError for a policy that does not exist, and
+    for a request that no replica can hold.
     """
     if policy.name not in POLICIES or policy.router not in ROUTERS:
         accepted = f"{', '.join(POLICIES)}; routers {', '.join(ROUTERS)}"
@@ -97,7 +97,8 @@ def longest_of(trace: Trace, deployment: Deployment) -> int:
     held = deployment.num_blocks * deployment.block_size
     if longest > held:
         raise ValueError(
-            f"--trace: a request of {longest} tokens; accepted: at most {held}, what the cache of a "
+            f"--trace: a request of {longest} tokens; accepted: at most {held}, what the cache of "
+            "a "
             f"replica holds ({deployment.name})"
         )
     return longest

@@ -1,5 +1,5 @@
-"""One replica on a virtual clock: a lesson's own scheduler decides each step, and a formula says how
-long the step takes.
+"""One replica on a virtual clock: a lesson's own scheduler decides each step, and a formula says
+how long the step takes.
 
 Read `begin` and `complete`. Most steps of a server are like the step before: the same sequences
 decode one token each. Then the scheduler is asked once for all of them, up to the step in which the
@@ -25,7 +25,9 @@ NEVER = float("inf")
 
 
 class Planned(NamedTuple):
-    """A step that the scheduler chose, and the steps like it that follow. ends_s: when each ends."""
+    """A step that the scheduler chose, and the steps like it that follow. ends_s: when each
+    ends.
+    """
 
     step: Step | PaddedStep
     ends_s: np.ndarray
@@ -98,12 +100,12 @@ class Replica:
         self.planned = Planned(step, np.cumsum(np.concatenate(([now_s], seconds)))[1:])
 
     def steps_alike(self, step: Step | PaddedStep) -> int:
-        """How many times the scheduler would choose this step, one token of each sequence, if nobody
-        came.
+        """How many times the scheduler would choose this step, one token of each sequence, if no
+        request came.
 
-        It lasts until the first answer ends: only then is a place or a block given back, so whoever
-        could not come in now cannot come in before. But it ends before the blocks do, because then
-        somebody is preempted.
+        It lasts until the first answer ends: only then is a place or a block given back, so a
+        request that could not come in now cannot come in before. But it ends before the blocks do,
+        because then one is preempted.
         """
         count = MOST_ALIKE
         for sequence, _ in step.chunks:
@@ -144,7 +146,9 @@ class Replica:
         return left
 
     def skip(self, sequence: Sequence, count: int) -> None:
-        """What `count` steps of one token each do to a sequence: blocks, tokens, the prefix cache."""
+        """What `count` steps of one token each do to a sequence: blocks, tokens, the prefix
+        cache.
+        """
         held = sequence.computed
         sequence.computed += count
         tokens = [own_token(sequence.row)] * count
@@ -180,7 +184,8 @@ MOST_ALIKE = 4096  # steps planned at once
 
 class LazyPool(BlockPool):
     """A BlockPool that makes a block when it is first taken, so that a thousand replicas fit into a
-    laptop's memory. It gives out the same blocks: those that nobody has had stand first in its list.
+    laptop's memory. It gives out the same blocks: those that were never used come first in its
+    list.
     """
 
     def __init__(self, num_blocks: int):

@@ -1,5 +1,5 @@
-"""Which replica gets a request. A router knows what a real one knows: the prompt's prefix, and how many
-requests each replica has. It does not know how long an answer will be.
+"""Which replica gets a request. A router knows what a real one knows: the prompt's prefix, and how
+many requests each replica has. It does not know how long an answer will be.
 
 loads: [N] float, requests on each replica; infinity marks one that is dead.
 """
@@ -45,8 +45,8 @@ class LeastLoaded:
 
 
 class PrefixAware:
-    """The one that had this prefix last, because its cache may still hold it; the least loaded one, if
-    that one is `slack` requests ahead of it.
+    """The one that had this prefix last, because its cache may still hold it; the least loaded one,
+    if that one is `slack` requests ahead of it.
 
     SGLang's router and vLLM's production stack weigh the same two against each other.
     """

@@ -11,8 +11,8 @@ SLOW_SHARE = 0.01  # of a request's gaps, how many may be longer than the limit
 
 @dataclass(frozen=True)
 class Slo:
-    """A service level objective. A request keeps it if its first token comes within ttft_s, and each
-    next one within itl_s of the one before, but for one gap in a hundred.
+    """A service level objective. A request keeps it if its first token comes within ttft_s, and
+    each next one within itl_s of the one before, but for one gap in a hundred.
     """
 
     ttft_s: float
@@ -57,7 +57,9 @@ class Served:
 
     @cached_property
     def gaps_s(self) -> np.ndarray:
-        """[sum of counts], from each token to the next of its answer; 0 for the last, which has none."""
+        """[sum of counts], from each token to the next of its answer; 0 for the last, which has
+        none.
+        """
         gaps_s = np.diff(self.token_s, append=0)
         gaps_s[self.first + self.counts - 1] = 0
         return gaps_s
@@ -88,7 +90,9 @@ class Served:
         return float(self.keeps(slo).mean())
 
     def goodput(self, slo: Slo) -> float:
-        """Requests/s that keep it, of those that arrive. If all arrive at once: until the last token."""
+        """Requests/s that keep it, of those that arrive. If all arrive at once: until the last
+        token.
+        """
         span_s = float(self.arrival_s[-1] - self.arrival_s[0]) or self.makespan_s
         return float(self.keeps(slo).sum()) / span_s
 

@@ -5,8 +5,8 @@
     read_trace(Path("day.jsonl"))  a recorded trace, one JSON object a line:
         {"arrival_s": 0.25, "prompt_tokens": 900, "output_tokens": 120, "prefix": "chat-7"}
 
-Lengths come from lesson 14's distributions: prompts are uniform between half and one and a half times
-their mean, answers are geometric, so an answer of any length may end with the next token.
+Lengths come from lesson 14's distributions: prompts are uniform between half and one and a half
+times their mean, answers are geometric, so an answer of any length may end with the next token.
 """
 
 import json
@@ -82,8 +82,8 @@ def poisson(options: str = "") -> list[TracedRequest]:
 
 
 def bursty(options: str = "") -> list[TracedRequest]:
-    """The same, in bursts: the gaps between arrivals have a coefficient of variation of cv=4 (1 would
-    be Poisson). They are drawn from a gamma distribution.
+    """The same, in bursts: the gaps between arrivals have a coefficient of variation of cv=4 (1
+    would be Poisson). They are drawn from a gamma distribution.
     """
     return made("bursty", options, cv=4)
 

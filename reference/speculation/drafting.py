@@ -1,4 +1,6 @@
-"""From a speculative_config to a proposer: what drafts is loaded, held to the target, and given room."""
+"""From a speculative_config to a proposer: what drafts is loaded, held to the target, and given
+room.
+"""
 
 from pathlib import Path
 
@@ -35,8 +37,8 @@ Drafter = Decoder | Heads | None  # what drafts, as it was loaded; None for n-gr
 
 
 def load_drafter(config: SpeculativeConfig | None, target: Decoder, tokenizer) -> Drafter:
-    """What drafts, on the target's device and in its dtype. Raises ValueError, in one line, for what
-    does not fit the target.
+    """What drafts, on the target's device and in its dtype. Raises ValueError, in one line, for
+    what does not fit the target.
     """
     if config is None or config.method == NGRAM:
         return None
@@ -72,8 +74,8 @@ def check_depth(config: SpeculativeConfig, heads: Heads) -> None:
 
 
 def tree_of(config: SpeculativeConfig, drafter: Drafter) -> Tree | None:
-    """The shape of this engine's drafts; None: chains. Raises ValueError for "auto" with heads of which
-    nobody has measured how often they are right.
+    """The shape of this engine's drafts; None: chains. Raises ValueError for "auto" with heads of
+    which it was never measured how often they are right.
     """
     if config.speculative_token_tree != AUTO:
         return config.tree
@@ -97,8 +99,8 @@ def kind_of_heads(name_or_path: str) -> str | None:
 
 
 def new_proposer(args: EngineArgs, drafter: Drafter, runner: ModelRunner, new_runner) -> Proposer:
-    """Who drafts for the target that `runner` runs. new_runner(model, max_model_len): a runner over a
-    pool with as many blocks as the target's.
+    """Who drafts for the target that `runner` runs. new_runner(model, max_model_len): a runner over
+    a pool with as many blocks as the target's.
     """
     config, pool = args.speculative_config, runner.pool
     if config.method == NGRAM:

@@ -1,8 +1,9 @@
 """Two proposers that read the target's hidden states: Medusa's heads, and EAGLE's one layer.
 
-Lesson 17 explains both. Its drafters go down a tree level by level, and a `Choice` says which tokens
-stand at the nodes. The likeliest ones are sure drafts, so the verifier's rule for these keeps every
-answer as it is, token for token. Drawn ones are accepted more often, and keep the distribution.
+Lesson 17 explains both. Its drafters go down a tree level by level, and a `Choice` says which
+tokens stand at the nodes. The likeliest ones are sure drafts, so the verifier's rule for these
+keeps every answer as it is, token for token. Drawn ones are accepted more often, and keep the
+distribution.
 
 A chain is a tree, too. It has no rows that have to run again, and it needs no mask.
 """
@@ -54,8 +55,8 @@ class HeadProposer(Proposer):
 class MedusaProposer(HeadProposer):
     """Head i guesses the token that stands i + 1 places behind the newest.
 
-    All of them read one hidden state: that of the token in front of the newest, from which the newest
-    was sampled.
+    All of them read one hidden state: that of the token in front of the newest, from which the
+    newest was sampled.
     """
 
     taps, pools = (), ()
@@ -70,8 +71,8 @@ class MedusaProposer(HeadProposer):
 
     def observe(self, ran: list[Ran], features: Tensor | None, tables: Tables) -> None:
         """Keep the last hidden state of each. features: [T, hidden_size]."""
-        # Copied, because the next replayed step writes over `features`, and a sequence that waits on
-        # the host does not take part in it.
+        # Copied, because the next replayed step writes over `features`, and a sequence that waits
+        # on the host does not take part in it.
         last = torch.stack([features[one.rows[-1]] for one in ran])
         for one, state in zip(ran, last):
             self.states[one.sequence.row] = state
@@ -144,7 +145,7 @@ class EagleProposer(HeadProposer):
             kept[child.row] = kept[parent.row]
 
     def forget(self, sequence: EngineSequence) -> None:
-        """Drop its features; its blocks are somebody else's now."""
+        """Drop its features; its blocks are another sequence's now."""
         for kept in (self.drafter.roots, self.drafter.made):
             kept.pop(sequence.row, None)
 
@@ -153,9 +154,9 @@ class Level(NamedTuple):
     """What runs so that the nodes of one depth have guesses behind them.
 
     nodes: the root, and all nodes down to that depth that have children; a chain runs its last one
-    alone, because all keys in front are those of its way. Others see a tree's nodes by a mask, which
-    reaches no further back than a step's first token: so they run again. above: where the feature
-    that each but the root begins with was made, among the level before.
+    alone, because all keys in front are those of its way. Others see a tree's nodes by a mask,
+    which reaches no further back than a step's first token: so they run again. above: where the
+    feature that each but the root begins with was made, among the level before.
     """
 
     nodes: tuple[int, ...]
@@ -178,11 +179,11 @@ def level_of(tree: Tree, depth: int) -> Level:
 
 
 class BlockDrafter(HeadDrafter):
-    """EAGLE's layer in blocks that somebody else hands out. The pairs of what the target has run are
+    """EAGLE's layer in blocks that other code hands out. The pairs of what the target has run are
     there; this adds those of guesses behind them, which the next step writes over.
 
-    roots, made: of each sequence, the feature of the token in front of the newest, and what the layer
-    made of both: [1, hidden_size]. tables: of this step.
+    roots, made: of each sequence, the feature of the token in front of the newest, and what the
+    layer made of both: [1, hidden_size]. tables: of this step.
     """
 
     def __init__(self, target: Decoder, draft: FeatureDraft, choice: Choice, pool):
@@ -244,8 +245,8 @@ class BlockDrafter(HeadDrafter):
         tables: list[list[int]],
         shapes: list[Tree | None] | None = None,
     ) -> Tensor:
-        """The layer over pairs of features and tokens. inputs: [T, hidden_size] -> the features that
-        follow, [T, hidden_size]. shapes: the trees that the tokens of a chunk are.
+        """The layer over pairs of features and tokens. inputs: [T, hidden_size] -> the features
+        that follow, [T, hidden_size]. shapes: the trees that the tokens of a chunk are.
         """
         batch = step_batch(self.pool, chunks, tables)
         if shapes is not None:

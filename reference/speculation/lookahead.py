@@ -1,16 +1,17 @@
 """Room for drafted tokens in a scheduler's steps, and what a sequence knows of its draft.
 
-A sequence that decodes gets a chunk of 1 + K tokens: its newest, and places behind it that a proposer
-will fill. While the step runs, places and drafted tokens stand in the sequence's list of tokens, so
-schedulers, block tables and the runner see nothing unusual. After the pass only what stays remains.
+A sequence that decodes gets a chunk of 1 + K tokens: its newest, and places behind it that a
+proposer will fill. While the step runs, places and drafted tokens stand in the sequence's list of
+tokens, so schedulers, block tables and the runner see nothing unusual. After the pass only what
+stays remains.
 
 Where a proposer fills trees, the places are the nodes of one, in the order of their numbers. A tree
-takes no more places than the answer may still have tokens, so nothing else has to know how large trees
-are: not the pool, not the longest context, not who admits requests.
+takes no more places than the answer may still have tokens, so nothing else has to know how large
+trees are: not the pool, not the longest context, not who admits requests.
 
 Two decisions keep a seeded answer the same in any batch. K is a function of the sequence. And the
-newest token of an answer always runs together with its draft: a sequence that was preempted computes
-everything in front of that token again, then goes on as before.
+newest token of an answer always runs together with its draft: a sequence that was preempted
+computes everything in front of that token again, then goes on as before.
 """
 
 from dataclasses import dataclass
@@ -62,10 +63,10 @@ def part_of(tree: Tree, depth: int, count: int) -> Tree:
 
 
 class LookaheadScheduler(ChunkedScheduler):
-    """A ChunkedScheduler that gives whoever decodes room for a draft.
+    """A ChunkedScheduler that gives sequences that decode room for a draft.
 
-    proposer: how many tokens it could draft at all, and who has to forget. num_speculative_tokens: K.
-    tree: of as many nodes and the root; None: a chain. Other arguments are ChunkedScheduler's.
+    proposer: how many tokens it could draft at all, and who has to forget. num_speculative_tokens:
+    K. tree: of as many nodes and the root; None: a chain. Other arguments are ChunkedScheduler's.
     """
 
     def __init__(
@@ -107,15 +108,15 @@ class LookaheadScheduler(ChunkedScheduler):
         sequence.look_ahead([PLACE] * count, tree)
 
     def run(self, sequence: Sequence, most: int, step: Step) -> None:
-        """As in lesson 15, with places for a draft. The budget has them for everybody."""
+        """As in lesson 15, with places for a draft. The budget has them for every sequence."""
         if sequence.is_decoding:
             self.give_places(sequence)
             most = sequence.to_compute
         super().run(sequence, most, step)
 
     def take_blocks(self, sequence: Sequence) -> bool:
-        """As in lesson 15, with blocks for the draft of who comes back, or it would soon be sent away
-        again.
+        """As in lesson 15, with blocks for the draft of who comes back, or it would soon be sent
+        away again.
         """
         ahead = self.count_for(sequence) if sequence.output else 0
         tokens = len(sequence.tokens) + ahead

@@ -74,9 +74,10 @@ class DraftModelProposer(Proposer):
     """A smaller model over the target's block tables.
 
     held: how many tokens of each sequence have their K and V in its pool. It may be behind the
-    target: the last token of a draft, for one, never ran. What is lacking in a block that is not full
-    runs with the next draft's first pass. A full block is completed at once, because the prefix cache
-    may hand it to somebody else. So of a sequence that it has not met, the full blocks are there.
+    target: the last token of a draft, for one, never ran. What is lacking in a block that is not
+    full runs with the next draft's first pass. A full block is completed at once, because the
+    prefix cache may hand it to another sequence. So of a sequence that it has not met, the full
+    blocks are there.
     """
 
     taps = None
@@ -159,5 +160,5 @@ class DraftModelProposer(Proposer):
         self.held[child.row] = self.held[parent.row]
 
     def forget(self, sequence: EngineSequence) -> None:
-        """Its blocks are somebody else's now."""
+        """Its blocks are another sequence's now."""
         self.held.pop(sequence.row, None)

@@ -28,13 +28,14 @@ class SpeculativeConfig:
     """Who drafts, and how much. Make it by `read`.
 
     method: one of METHODS. model: folder or hub name of what drafts; None for n-grams.
-    num_speculative_tokens: drafted in a step for each sequence. prompt_lookup_max, prompt_lookup_min:
-    the longest and the shortest n-gram that is looked up. speculative_token_tree: their shape, where
-    heads draft: "[(0,), (1,), (0, 0)]", a way of ranks for each node; "auto": the tree of as many nodes
-    that the heads' measured acceptance makes the best; None: a chain. draft_sample_method: which tokens
-    heads draft for a request that samples: "greedy" (None), its likeliest ones, which changes no token
-    of an answer; "probabilistic": drawn ones, of which more are accepted, and which keep the distribution.
-    A draft model's are always drawn.
+    num_speculative_tokens: drafted in a step for each sequence. prompt_lookup_max,
+    prompt_lookup_min: the longest and the shortest n-gram that is looked up.
+    speculative_token_tree: their shape, where heads draft: "[(0,), (1,), (0, 0)]", a way of ranks
+    for each node; "auto": the tree of as many nodes that the heads' measured acceptance makes the
+    best; None: a chain. draft_sample_method: which tokens heads draft for a request that samples:
+    "greedy" (None), its likeliest ones, which changes no token of an answer; "probabilistic": drawn
+    ones, of which more are accepted, and which keep the distribution. A draft model's are always
+    drawn.
     """
 
     method: str
@@ -124,7 +125,9 @@ class SpeculativeConfig:
 
 
 def read_tree(given) -> Tree | None:
-    """A tree from vLLM's notation, a list or its text; None for None and "auto". Raises ValueError."""
+    """A tree from vLLM's notation, a list or its text; None for None and "auto". Raises
+    ValueError.
+    """
     if given is None or given == AUTO:
         return None
     name = "speculative_config speculative_token_tree"

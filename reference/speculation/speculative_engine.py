@@ -61,8 +61,8 @@ class SpeculativeEngine(Engine):
         emitted = self.verify(step, hidden, drafts)
         self.hand_out(emitted, drafts)
         ran = self.keep(step, drafts, emitted)
-        # Before `finish` tells the prefix cache of full blocks: they are full of the proposer's K and
-        # V, too, or of nobody's.
+        # Before `finish` tells the prefix cache of full blocks: they are full of the proposer's K
+        # and V, too, or of none.
         self.proposer.observe(ran, self.runner.features, tables)
         self.scheduler.finish(step)
         self.fork(emitted)
@@ -81,7 +81,7 @@ class SpeculativeEngine(Engine):
         found = self.proposer.propose(waiting, counts, self.scheduler.blocks.tables)
         drafts = dict(zip(waiting, found))
         for sequence, draft in drafts.items():
-            # Where nothing was drawn any token will do: nobody asks for what follows it.
+            # Where nothing was drawn any token will do: what follows it is not asked for.
             sequence.look_ahead([max(token, 0) for token in draft.tokens], draft.tree)
         step.chunks[:] = [
             Chunk(sequence, sequence.to_compute if sequence in drafts else count)
@@ -109,7 +109,7 @@ class SpeculativeEngine(Engine):
         )
 
     def hand_out(self, emitted: dict[EngineSequence, Emitted], drafts: Drafts) -> None:
-        """Give everybody the tokens that are theirs, up to a stop."""
+        """Give each sequence its tokens, up to a stop."""
         now = time.monotonic()
         self.drafts = {}
         for sequence, (tokens, logprobs, _) in emitted.items():
@@ -130,9 +130,9 @@ class SpeculativeEngine(Engine):
             metrics.last_token = now
 
     def keep(self, step: Step, drafts: Drafts, emitted: dict[EngineSequence, Emitted]) -> list[Ran]:
-        """Cut the step down to the tokens that stay, as if no others had been drafted. The path that
-        stays of a tree moves together in the cache. What does not stay keeps its slots, and the next
-        step writes over it.
+        """Cut the step down to the tokens that stay, as if no others had been drafted. The path
+        that stays of a tree moves together in the cache. What does not stay keeps its slots, and
+        the next step writes over it.
         """
         ran, moves = [], []
         for at, (last, (sequence, count)) in enumerate(ends(step)):

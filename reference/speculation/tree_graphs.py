@@ -1,10 +1,10 @@
 """Decode steps with token trees as CUDA graphs.
 
 Lesson 17's kernel asks a table who sees whom, so the table is a buffer like any other, and what is
-fixed is only its width: the most nodes that a tree has. A tree that was cut at the end of an answer, a
-chain, and a sequence that runs one token go through the same graph. How many sequences there are, and
-where each begins, stands in tensors, too: those behind the last have no tokens, and their programs end
-at once.
+fixed is only its width: the most nodes that a tree has. A tree that was cut at the end of an
+answer, a chain, and a sequence that runs one token go through the same graph. How many sequences
+there are, and where each begins, stands in tensors, too: those behind the last have no tokens, and
+their programs end at once.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ class TreeGraphs(DecodeGraphs):
     def filled(
         self, bucket: int, chunks: Chunks, tables: list[list[int]], trees: Sequence[Tree | None]
     ) -> tuple[Tensor, ...]:
-        """rows: [3, bucket] int64, token, position and slot of each; starts: [B + 1] and lengths: [B]
-        int32; table: [B, max_blocks]; tree: [bucket, most_nodes] int8.
+        """rows: [3, bucket] int64, token, position and slot of each; starts: [B + 1] and lengths:
+        [B] int32; table: [B, max_blocks]; tree: [bucket, most_nodes] int8.
         """
         most = min(bucket, self.most_sequences)
         rows = torch.zeros(3, bucket, dtype=torch.int64)

@@ -1,6 +1,6 @@
-"""Which tokens stand at the nodes of the engine's trees: the likeliest ones, or drawn ones for requests
-that sample. Lesson 17's `Ranked` and `Drawn` do it; here they learn what only the engine knows of a
-request: structures, biases, least lengths.
+"""Which tokens stand at the nodes of the engine's trees: the likeliest ones, or drawn ones for
+requests that sample. Lesson 17's `Ranked` and `Drawn` do it; here they learn what only the engine
+knows of a request: structures, biases, least lengths.
 """
 
 import torch
@@ -13,8 +13,8 @@ from reference.speculation.verification import DRAFTS, Row, adjust_rows, node_nu
 
 
 class DrawnIfSampled(Drawn):
-    """Requests with a temperature draw, each from what the draft would sample for it. Greedy ones take
-    the likeliest tokens, and their rows of q stay unused.
+    """Requests with a temperature draw, each from what the draft would sample for it. Greedy ones
+    take the likeliest tokens, and their rows of q stay unused.
     """
 
     def __init__(self):
@@ -22,7 +22,7 @@ class DrawnIfSampled(Drawn):
 
     def begin(self, num_nodes: int, vocab_size: int, device: torch.device) -> None:
         """A new step."""
-        self.q = None  # until somebody draws
+        self.q = None  # until one is drawn
         self.step = num_nodes, vocab_size, device
 
     def children(self, logits: Tensor, parents: list[Parent]) -> list[list[int]]:

@@ -60,8 +60,8 @@ class Emitted(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of logits: what follows a sequence's output and `ahead`. It looks like a request. node: its
-    number in the tree.
+    """A row of logits: what follows a sequence's output and `ahead`. It looks like a request. node:
+    its number in the tree.
     """
 
     sequence: EngineSequence
@@ -122,8 +122,9 @@ class Verifier:
     def __call__(
         self, logits: Tensor, sequences: list[EngineSequence], drafts: list[Draft]
     ) -> list[Emitted]:
-        """What each sequence emits. logits: [R, V], which are changed: 1 + len(draft.tokens) rows of
-        each sequence, one sequence after the other. Raises ValueError for logits that are not finite.
+        """What each sequence emits. logits: [R, V], which are changed: 1 + len(draft.tokens) rows
+        of each sequence, one sequence after the other. Raises ValueError for logits that are not
+        finite.
         """
         raw = logits.float().log_softmax(-1) if any(s.wants_logprobs for s in sequences) else None
         rows, first = [], []
@@ -190,7 +191,9 @@ class Verifier:
         return found
 
     def accept_in_trees(self, logits: Tensor, rows: list[Row], drafts: list[Draft]) -> list[Kept]:
-        """For trees whose siblings were drawn without replacement. logits: [R, V], as in `compare`."""
+        """For trees whose siblings were drawn without replacement. logits: [R, V], as in
+        `compare`.
+        """
         batch = self.in_trees(rows, logits.device)
         p = batch_probabilities(logits, batch).float()
         q = torch.cat([draft.q for draft in drafts])
@@ -215,7 +218,9 @@ def rows_of(sequence: EngineSequence, draft: Draft) -> list[Row]:
 
 
 def nodes_of(draft: Draft) -> list[int]:
-    """The tokens of a tree's nodes, whose numbers begin at the root. The root's is not asked for."""
+    """The tokens of a tree's nodes, whose numbers begin at the root. The root's is not asked
+    for.
+    """
     return [-1, *draft.tokens]
 
 
@@ -238,8 +243,8 @@ def node_numbers(rows: list[Row], purpose: int, device: torch.device) -> Tensor:
 
 
 def below_one(u: Tensor) -> Tensor:
-    """[R] float64 -> [R] float32. A float64 just below 1 would become 1, and then even a perfect draft
-    could be rejected.
+    """[R] float64 -> [R] float32. A float64 just below 1 would become 1, and then even a perfect
+    draft could be rejected.
     """
     return u.float().clamp(max=1 - 2.0**-24)
 
@@ -260,7 +265,9 @@ def logprobs_of(
     path: Sequence[int],
     sequence: EngineSequence,
 ) -> list[Logprobs | None]:
-    """What the request wants to know of its tokens. raw: [R, V], the first of its rows at `first`."""
+    """What the request wants to know of its tokens. raw: [R, V], the first of its rows at
+    `first`.
+    """
     if not sequence.wants_logprobs:
         return [None] * len(tokens)
     count = sequence.params.logprobs or 0

@@ -5,9 +5,9 @@
 
 python -m reference.trace steps.json                    writes steps.html: open it in a browser
 
-The file holds one event a line, in Chrome's trace format, so https://ui.perfetto.dev opens it too: a
-bar for each step, and for each answer the time that it waited, ran its prompt, and decoded. A file
-that was cut off in the middle of a run still opens, as far as it goes.
+The file holds one event a line, in Chrome's trace format, so https://ui.perfetto.dev opens it too:
+a bar for each step, and for each answer the time that it waited, ran its prompt, and decoded. A
+file that was cut off in the middle of a run still opens, as far as it goes.
 """
 
 import argparse
@@ -101,7 +101,7 @@ class Recorder:
         self.count += 1
 
     def meet(self, now: float) -> None:
-        """Whoever came since the last step waits since its arrival; whoever was aborted is gone."""
+        """New requests wait since their arrival; aborted ones are gone."""
         self.leave(now)
         scheduler = self.engine.scheduler
         for sequence in (*scheduler.running, *scheduler.waiting):
@@ -133,7 +133,7 @@ class Recorder:
         return preempted
 
     def enter(self, row: int, phase: str, now: float, only_from: str | None = None) -> None:
-        """A row's phase ends and the next begins. Nothing happens if it is in that phase already."""
+        """A row's phase ends and the next begins, unless it is in that phase already."""
         last = self.phases.get(row)
         if last == phase or (only_from is not None and last != only_from):
             return

@@ -2,10 +2,10 @@
 
     decoder, eyes = load_llava("models/tiny-vision")
 
-Two kinds of folders are read. A whole one has all weights, as transformers writes and reads it. Ours
-has those of the tower and the projector alone, in eyes.safetensors, and its text_config names the
-decoder's checkpoint ("_name_or_path"), because models/tiny need not be stored twice. A whole folder
-is made of it by
+Two kinds of folders are read. A whole one has all weights, as transformers writes and reads it.
+Ours has those of the tower and the projector alone, in eyes.safetensors, and its text_config names
+the decoder's checkpoint ("_name_or_path"), because models/tiny need not be stored twice. A whole
+folder is made of it by
 
     python -m reference.vision.checkpoint models/tiny-vision build/tiny-vision
 """
@@ -43,8 +43,9 @@ def load_llava(
     dtype: torch.dtype | str | None = None,
     quantization: str | None = None,
 ) -> tuple[Decoder, Eyes]:
-    """The decoder as load_model gives it, and the eyes on its device and in its dtype. quantization:
-    of the decoder. Raises ValueError (CheckpointError for the checkpoint) in one line.
+    """The decoder as load_model gives it, and the eyes on its device and in its dtype.
+    quantization: of the decoder. Raises ValueError (CheckpointError for the checkpoint) in one
+    line.
     """
     folder = Path(folder)
     config = read_vision_config(folder)
@@ -101,8 +102,8 @@ def under(stored: dict[str, Stored], prefix: re.Pattern) -> dict[str, Stored]:
 
 
 def load_eyes(folder: Path, config: VisionConfig, device: torch.device, dtype: torch.dtype) -> Eyes:
-    """Tower and projector. Raises CheckpointError for tensors that are missing, of another shape, or
-    of no use.
+    """Tower and projector. Raises CheckpointError for tensors that are missing, of another shape,
+    or of no use.
     """
     with torch.device("meta"):
         eyes = Eyes(config)
@@ -136,8 +137,8 @@ def load_eyes(folder: Path, config: VisionConfig, device: torch.device, dtype: t
 
 
 def write_whole(folder: str | os.PathLike, target: str | os.PathLike) -> Path:
-    """Write a whole LLaVA folder, which transformers loads, from one that names its decoder. Returns
-    the target. Raises CheckpointError.
+    """Write a whole LLaVA folder, which transformers loads, from one that names its decoder.
+    Returns the target. Raises CheckpointError.
     """
     folder, target = Path(folder), Path(target)
     if not (folder / EYES).is_file():

@@ -1,8 +1,10 @@
-"""The shape of a LLaVA checkpoint beside its decoder: what its config.json and its image processor say.
+"""The shape of a LLaVA checkpoint beside its decoder: what its config.json and its image processor
+say.
 
 The folder is the one that transformers' LlavaForConditionalGeneration reads: config.json with a
-text_config, a vision_config (a CLIPVisionModel) and the projector's fields; preprocessor_config.json
-(or processor_config.json) of a CLIPImageProcessor; a tokenizer that has the image token.
+text_config, a vision_config (a CLIPVisionModel) and the projector's fields;
+preprocessor_config.json (or processor_config.json) of a CLIPImageProcessor; a tokenizer that has
+the image token.
 """
 
 from dataclasses import dataclass
@@ -33,10 +35,10 @@ class VisionConfig:
     """A tower, a projector, and how a picture becomes numbers.
 
     hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, layer_norm_eps: of the
-    tower. image_size, patch_size: pixels of an edge. feature_layer: how many of its layers run: 0 to
-    num_hidden_layers. keeps_class: whether the class token is a feature, too ("full"). text_size: the
-    decoder's hidden_size. image_token_id: the token that stands for a picture in a prompt. mean, std:
-    of red, green and blue, by which pixels of 0 to 1 are normalized.
+    tower. image_size, patch_size: pixels of an edge. feature_layer: how many of its layers run: 0
+    to num_hidden_layers. keeps_class: whether the class token is a feature, too ("full").
+    text_size: the decoder's hidden_size. image_token_id: the token that stands for a picture in a
+    prompt. mean, std: of red, green and blue, by which pixels of 0 to 1 are normalized.
     """
 
     hidden_size: int
@@ -66,8 +68,8 @@ class VisionConfig:
 
 
 def read_vision_config(folder: Path) -> VisionConfig:
-    """The config of a LLaVA folder. Raises CheckpointError, in one line, for what the tower here does
-    not have.
+    """The config of a LLaVA folder. Raises CheckpointError, in one line, for what the tower here
+    does not have.
     """
     raw = read_json(folder / "config.json")
     vision, text = part_of(raw, "vision_config"), part_of(raw, "text_config")
@@ -120,7 +122,9 @@ def part_of(raw: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def layer_of(layer: Any, num_layers: int) -> int:
-    """vision_feature_layer as a number of layers that run: −1 is all of them, −2 all but the last."""
+    """vision_feature_layer as a number of layers that run: −1 is all of them, −2 all but the
+    last.
+    """
     fits = is_whole(layer, -num_layers - 1, num_layers)
     need("vision_feature_layer", layer, fits, f"one layer, {-num_layers - 1} to {num_layers}")
     return layer % (num_layers + 1)

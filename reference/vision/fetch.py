@@ -1,8 +1,9 @@
-"""The bytes of a picture that a client names by an address: a data: URL, or a host that was allowed.
+"""The bytes of a picture that a client names by an address: a data: URL, or a host that was
+allowed.
 
-A server that fetches what strangers name can be sent to places that only it can reach. So nothing is
-fetched unless --allowed-media-domains names the host, and then: one connection, to an address that
-was looked at before, and no redirect, private address, long wait or large body.
+A server that fetches what strangers name can be sent to places that only it can reach. So nothing
+is fetched unless --allowed-media-domains names the host, and then: one connection, to an address
+that was looked at before, and no redirect, private address, long wait or large body.
 """
 
 import asyncio
@@ -69,7 +70,7 @@ def split_url(url: str) -> SplitResult | None:
 
 
 async def address_of(parts: SplitResult, name: str) -> str:
-    """The IP address of a host, if everybody may reach it; this machine only by its own names. Raises
+    """The IP address of a host, if it is a public one; this machine only by its own names. Raises
     ValueError.
     """
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]

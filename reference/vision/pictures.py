@@ -21,7 +21,8 @@ from torch import Tensor
 from lessons.toolbox.model.arguments import refuse, shown
 from reference.vision.config import VisionConfig
 
-# Decoders whose files say how large a picture is before anything is decoded, and that run no program.
+# Decoders whose files say how large a picture is before anything is decoded, and that run no
+# program.
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP")
 MOST_PIXELS = 2**24  # of a picture; 4096 x 4096
 MOST_RATIO = 64  # of the long edge to the short one
@@ -42,8 +43,9 @@ class Picture:
 
 
 def decode(data: bytes, name: str) -> Image.Image:
-    """The picture in a file's bytes, as RGB. name: of the argument, for errors. Raises ValueError, in
-    one line, for what is no picture, and for one of too many pixels before it takes their memory.
+    """The picture in a file's bytes, as RGB. name: of the argument, for errors. Raises ValueError,
+    in one line, for what is no picture, and for one of too many pixels before it takes their
+    memory.
     """
     kinds = ", ".join(FORMATS)
     try:
@@ -86,11 +88,11 @@ def check_size(width: int, height: int, name: str) -> None:
 
 
 def read_picture(image: Any, config: VisionConfig, name: str = "image") -> Picture:
-    """What the model sees of an image, as CLIP's image processor makes it: RGB, the short edge scaled
-    to image_size, the middle cut out.
+    """What the model sees of an image, as CLIP's image processor makes it: RGB, the short edge
+    scaled to image_size, the middle cut out.
 
-    image: a PIL.Image, an array [H, W, 3] uint8, the bytes of a file, or a Picture. Raises ValueError
-    for anything else.
+    image: a PIL.Image, an array [H, W, 3] uint8, the bytes of a file, or a Picture. Raises
+    ValueError for anything else.
     """
     if isinstance(image, Picture):
         want = (config.image_size, config.image_size, 3)

@@ -1,10 +1,12 @@
-"""Pictures in a prompt: one image token stands for each, and becomes as many as the picture has rows.
+"""Pictures in a prompt: one image token stands for each, and becomes as many as the picture has
+rows.
 
     inputs = inputs_of(args, max_model_len)            # None for a model that does not see
     pictures = inputs.read({"image": [picture]})
     ids, placed = inputs.place(ids, pictures)
 
-Nothing here needs the model, so a server can read and refuse pictures before the engine hears of them.
+Nothing here needs the model, so a server can read and refuse pictures before the engine hears of
+them.
 """
 
 from collections.abc import Sequence
@@ -62,8 +64,8 @@ class VisionInputs:
     ) -> tuple[list[int], tuple[Placed, ...]]:
         """The prompt with a token for each row of its pictures, and where they stand.
 
-        ids: with one image token for each picture, or already with all of them. Raises ValueError if
-        they do not match.
+        ids: with one image token for each picture, or already with all of them. Raises ValueError
+        if they do not match.
         """
         token, rows = self.config.image_token_id, self.config.tokens_per_image
         if not pictures and token not in ids:
@@ -79,7 +81,8 @@ class VisionInputs:
             whole = [at for start in starts for at in range(start, start + rows)]
             if len(starts) != len(pictures) or found != whole:
                 raise ValueError(
-                    f"prompt: got {len(found)} image tokens for {len(pictures)} pictures; accepted: "
+                    f"prompt: got {len(found)} image tokens for {len(pictures)} pictures; "
+                    "accepted: "
                     f"one for each ({rows} in a row, where they stand for its rows)"
                 )
         return expanded, tuple(map(Placed, starts, pictures))

@@ -30,7 +30,9 @@ MOST_NUMBERS = 2**16  # pictures that a prefix cache tells apart without an end
 
 
 class FeatureCache:
-    """What the tower made of the pictures seen last. most_bytes: of memory; one picture always fits."""
+    """What the tower made of the pictures seen last. most_bytes: of memory; one picture always
+    fits.
+    """
 
     def __init__(self, eyes: Eyes, most_bytes: int):
         self.eyes = eyes
@@ -65,7 +67,9 @@ class Splice(NamedTuple):
 
 
 class SplicedEmbedding(nn.Module):
-    """An embedding that gives some tokens the rows of a picture. sight: which ones, in this step."""
+    """An embedding that gives some tokens the rows of a picture. sight: which ones, in this
+    step.
+    """
 
     def __init__(self, embedding: nn.Module, sight: "Sight"):
         super().__init__()
@@ -112,8 +116,8 @@ class Sight:
 
     def splice_of(self, step: Step) -> Splice | None:
         """The rows of pictures in a step's chunks; None for no such row. A chunk may begin and end
-        within a picture, and begins behind it if a prefix cache knew its K and V: then nobody needs its
-        rows, and the tower does not run.
+        within a picture, and begins behind it if a prefix cache knew its K and V: then no row needs
+        its rows, and the tower does not run.
         """
         at, parts, row = [], [], 0
         for chunk in step.chunks:
@@ -136,11 +140,11 @@ class Sight:
 
 
 class PictureNames:
-    """The numbers by which a prefix cache knows the rows of pictures: below zero, so that no token has
-    them, and different for each row of each picture.
+    """The numbers by which a prefix cache knows the rows of pictures: below zero, so that no token
+    has them, and different for each row of each picture.
 
-    A number is never given to a second picture. A picture that is forgotten and comes again gets new
-    ones, and its old blocks are not found any more.
+    A number is never given to a second picture. A picture that is forgotten and comes again gets
+    new ones, and its old blocks are not found any more.
     """
 
     def __init__(self, tokens_per_image: int):
@@ -164,8 +168,8 @@ class PictureNames:
         return range(first, first - self.tokens_per_image, -1)
 
     def put(self, names: list[int], pictures: Sequence[Placed], offset: int = 0) -> None:
-        """Write the names of the pictures' rows where they are placed. offset: what keeps the adapter's
-        names apart from those of others; it is a multiple of 2^32.
+        """Write the names of the pictures' rows where they are placed. offset: what keeps the
+        adapter's names apart from those of others; it is a multiple of 2^32.
         """
         for start, picture in pictures:
             rows = self.rows_of(picture)

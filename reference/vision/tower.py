@@ -4,11 +4,11 @@ the place of tokens.
     Eyes(config)(pixels: [B, 3, S, S]) -> [B, N, text_size]      N: places of a picture in the prompt
 
 Read it from the bottom up: Eyes, Projector, Tower, Block, Attention. Parameters carry the names of
-Hugging Face's LLaVA checkpoints. Unlike the decoder's, this attention has no mask, because a picture
-is all there at once, and no cache, because it never grows.
+Hugging Face's LLaVA checkpoints. Unlike the decoder's, this attention has no mask, because a
+picture is all there at once, and no cache, because it never grows.
 
-Sources: ViT (Dosovitskiy et al. 2021, section 3.1), CLIP (Radford et al. 2021), LLaVA 1.5 (Liu et al.
-2024: features of a late layer without the class token, a projector of two layers).
+Sources: ViT (Dosovitskiy et al. 2021, section 3.1), CLIP (Radford et al. 2021), LLaVA 1.5 (Liu et
+al. 2024: features of a late layer without the class token, a projector of two layers).
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Checkpoints that round activations as well as weights (W8A8), run by lesson 19's product.
 
-compressed-tensors says so for each scheme: 8-bit weights whose `input_activations` are 8 bits of the
-same type, a scale for each token, found when the token arrives ("dynamic"). Other schemes (scales that
-were found beforehand, one for a whole tensor) keep activations as they are, which is more exact.
+compressed-tensors says so for each scheme: 8-bit weights whose `input_activations` are 8 bits of
+the same type, a scale for each token, found when the token arrives ("dynamic"). Other schemes
+(scales that were found beforehand, one for a whole tensor) keep activations as they are, which is
+more exact.
 """
 
 from typing import Any
@@ -41,7 +42,9 @@ def rounded_formats(config: dict[str, Any]) -> set[str]:
 
 
 def with_rounded_inputs(model: Decoder, config: dict[str, Any]) -> Decoder:
-    """`model`, in place, its 8-bit layers multiplying codes by codes where the checkpoint says so."""
+    """`model`, in place, its 8-bit layers multiplying codes by codes where the checkpoint says
+    so.
+    """
     formats = rounded_formats(config)
     for name, part in list(model.named_modules()) if formats else ():
         if isinstance(part, QuantizedLinear) and (found := eight_bits(part.quantized, formats)):

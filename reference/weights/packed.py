@@ -7,9 +7,9 @@ Two savings, both of which leave every product as it is, up to rounding:
 - oneDNN, the library beneath PyTorch, multiplies blocks of a matrix. A plain matrix is cut into
   blocks in every call; a packed one was cut when it was loaded.
 
-Memory: a packed matrix is a copy. Whoever keeps the plain model keeps every matrix twice; the engine
-does not, so it holds twice only what is also read row by row: the embedding of a model that uses it
-as its last matrix, too.
+Memory: a packed matrix is a copy. A caller that keeps the plain model keeps every matrix twice; the
+engine does not, so it holds twice only what is also read row by row: the embedding of a model that
+uses it as its last matrix, too.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class PackedLinear(nn.Module):
 
 
 def rounded_up(rows: int) -> int:
-    """To a number that needs four binary digits and zeros: eight of them from one power of two to the
-    next. oneDNN writes code for each number of rows that it meets, half a megabyte a matrix, and keeps
-    it. A server meets all numbers.
+    """To a number that needs four binary digits and zeros: eight of them from one power of two to
+    the next. oneDNN writes code for each number of rows that it meets, half a megabyte a matrix,
+    and keeps it. A server meets all numbers.
     """
     unit = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // unit) * unit
@@ -105,8 +105,9 @@ def packed(model: Decoder) -> Decoder:
     GPU, in a dtype that oneDNN does not multiply, in a build of PyTorch without it.
 
     The attention of models with latents stays as it is, because lesson 6 reads its matrices, and so
-    do parts with quantized matrices, which have a product of their own. Parts with room for adapters
-    keep their layers apart, because each has adapters of its own; below them the matrices are packed.
+    do parts with quantized matrices, which have a product of their own. Parts with room for
+    adapters keep their layers apart, because each has adapters of its own; below them the matrices
+    are packed.
     """
     if model.device.type != "cpu" or not can_pack(model.dtype):
         return model
@@ -123,8 +124,8 @@ def packed(model: Decoder) -> Decoder:
 
 
 def packed_heads(heads: Heads) -> Heads:
-    """The same for what drafts: EAGLE's layer with the fused parts of the model around it, and Medusa's
-    blocks. In another dtype or place they stay as they are.
+    """The same for what drafts: EAGLE's layer with the fused parts of the model around it, and
+    Medusa's blocks. In another dtype or place they stay as they are.
     """
     weight = next(heads.parameters())
     if weight.device.type != "cpu" or not can_pack(weight.dtype):
@@ -163,7 +164,9 @@ def has_own_product(layer: nn.Module) -> bool:
 
 
 def over_packed(layer: nn.Module) -> nn.Module:
-    """A plain layer packed, or the plain layer inside of one that talks to other ranks (lesson 20)."""
+    """A plain layer packed, or the plain layer inside of one that talks to other ranks (lesson
+    20).
+    """
     return swap(layer, {nn.Linear: PackedLinear})
 
 

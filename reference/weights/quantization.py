@@ -2,9 +2,9 @@
 
     model = load_model("models/tiny", quantization="int4")
 
-A checkpoint that is quantized already says so itself; then the argument may repeat its quant_method,
-as guides do, and changes nothing. Weights alone get fewer bits. So "fp8" is W8A16 here; in vLLM it rounds
-the activations as well, on GPUs that multiply FP8.
+A checkpoint that is quantized already says so itself; then the argument may repeat its
+quant_method, as guides do, and changes nothing. Weights alone get fewer bits. So "fp8" is W8A16
+here; in vLLM it rounds the activations as well, on GPUs that multiply FP8.
 """
 
 from collections.abc import Callable
@@ -49,8 +49,8 @@ ACCEPTED = (*METHODS, *ALIASES, *(name for name in STORED if name not in METHODS
 
 @dataclass(frozen=True)
 class Settings:
-    """How to quantize. group_size: inputs that share a scale, for int4, awq and gptq (and int8, if it
-    is given); None: 128, or what of it divides every layer; 0: one scale a row. bits: of awq and
+    """How to quantize. group_size: inputs that share a scale, for int4, awq and gptq (and int8, if
+    it is given); None: 128, or what of it divides every layer; 0: one scale a row. bits: of awq and
     gptq. symmetric: no zero points. act_order: GPTQ's desc_act. windows: how many stretches of the
     built-in text awq and gptq look at. fp8_per: what shares a scale, "row", "tensor" or "block".
     """
@@ -78,8 +78,8 @@ def check_method(method: str | None, name: str = "quantization") -> None:
 
 
 def check_stored(method: str | None, stored: str) -> None:
-    """Raise ValueError where the argument names another method than the checkpoint does. stored: its
-    quant_method, "gguf" for a .gguf file.
+    """Raise ValueError where the argument names another method than the checkpoint does. stored:
+    its quant_method, "gguf" for a .gguf file.
     """
     if method is not None and ALIASES.get(method, method) != stored:
         refuse("quantization", method, f"None or {stored!r}, as the checkpoint is quantized")
@@ -106,7 +106,9 @@ def quantize_model(
 
 
 def rounded(method: str, settings: Settings, group: int | None, linear: nn.Linear):
-    """One matrix, by rounding to nearest. Raises ValueError for a shape that the format cannot have."""
+    """One matrix, by rounding to nearest. Raises ValueError for a shape that the format cannot
+    have.
+    """
     weight = linear.weight
     if method == "int8":
         return round_to_nearest(weight, 8, group if settings.group_size else None, symmetric=True)

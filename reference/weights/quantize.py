@@ -1,9 +1,9 @@
 """Write a checkpoint with its weights in fewer bits, in a form that other programs read.
 
-python -m reference.weights.quantize --model models/tiny --method gptq --bits 4 --group-size 32 --out build/t
-python -m reference.weights.quantize --model models/tiny --method fp8 --out build/tiny-fp8
-python -m reference.weights.quantize --model models/tiny --method q4_k_m --out build/tiny-q4_k_m.gguf
-python -m reference.generate --model build/tiny-fp8 "def quicksort("
+python -m reference.weights.quantize --model models/tiny --method gptq --bits 4 --group-size 32
+--out build/t python -m reference.weights.quantize --model models/tiny --method fp8 --out
+build/tiny-fp8 python -m reference.weights.quantize --model models/tiny --method q4_k_m --out
+build/tiny-q4_k_m.gguf python -m reference.generate --model build/tiny-fp8 "def quicksort("
 """
 
 import argparse
@@ -106,8 +106,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def settings_of(options: argparse.Namespace):
-    """The reference.weights.quantization.Settings that were asked for. Raises ValueError for options that the
-    method or the format does not have.
+    """The reference.weights.quantization.Settings that were asked for. Raises ValueError for
+    options that the method or the format does not have.
     """
     from reference.weights.quantization import Settings
 

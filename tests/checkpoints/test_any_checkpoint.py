@@ -1,5 +1,5 @@
-"""Proves that a folder of numbers, a folder of codes and a .gguf file are told apart and each read by
-its loader, also by the command that measures quality.
+"""Proves that a folder of numbers, a folder of codes and a .gguf file are told apart and each read
+by its loader, also by the command that measures quality.
 """
 
 import pytest

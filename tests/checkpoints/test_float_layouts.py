@@ -1,5 +1,5 @@
-"""The layouts whose codes are bytes, to the last bit, against bitsandbytes and transformers; and what is
-said of parts that do not fit, of any layout.
+"""The layouts whose codes are bytes, to the last bit, against bitsandbytes and transformers; and
+what is said of parts that do not fit, of any layout.
 """
 
 import json

@@ -375,8 +375,8 @@ async def test_a_drain_ends_what_has_begun_and_then_what_takes_too_long():
 
 
 async def test_a_drain_is_told_to_whoever_connects():
-    """The socket is open until the last answer has ended, so a probe hears that the router is alive and
-    not ready, and a newcomer when to come again.
+    """The socket is open until the last answer has ended, so a probe hears that the router is alive
+    and not ready, and a newcomer when to come again.
     """
     async with cluster(count=1, script=fakes.streams) as router:
         body = dict(prompt="a", stream=True)

@@ -35,7 +35,9 @@ def server_args(**own) -> ServerArgs:
 
 
 class Live:
-    """A running server. shares: its engine with another one, so that its end does not end the engine."""
+    """A running server. shares: its engine with another one, so that its end does not end the
+    engine.
+    """
 
     def __init__(self, service: Service, shares: bool = False):
         self.service = service

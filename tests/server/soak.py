@@ -1,5 +1,5 @@
-"""Mixed traffic for minutes: streams, clients that leave, structured outputs, adapters, several answers,
-mistakes, deadlines. Every answer is compared with the same request answered offline.
+"""Mixed traffic for minutes: streams, clients that leave, structured outputs, adapters, several
+answers, mistakes, deadlines. Every answer is compared with the same request answered offline.
 
     python -m tests.server.soak --seconds 600
 """
@@ -173,8 +173,8 @@ class Soak:
 class Report:
     """What a soak found. memory_mb: of each process, at even times. growth_mb: of each, from the
     third quarter's median to the last's; the first half counts as warm-up. left: what the server's
-    gauges show when everybody has gone. at_the_end: how many of those who waited when the signal came
-    got which status.
+    gauges show when everybody has gone. at_the_end: how many of those who waited when the signal
+    came got which status.
     """
 
     counts: Counter
@@ -194,7 +194,7 @@ class Report:
 
 
 def gauges(url: str) -> dict[str, float]:
-    """Requests that run and wait, and the share of blocks that somebody owns."""
+    """Requests that run and wait, and the share of blocks that a sequence owns."""
     text = httpx.get(f"{url}/metrics", timeout=60).text
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     return {name: float(re.search(rf"{name}\{{.*\}} (\S+)", text)[1]) for name in names}

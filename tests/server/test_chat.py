@@ -1,5 +1,5 @@
-"""Conversations: /v1/chat/completions, /v1/responses and /v1/messages give the same answer to the same
-conversation.
+"""Conversations: /v1/chat/completions, /v1/responses and /v1/messages give the same answer to the
+same conversation.
 """
 
 import json
@@ -45,7 +45,10 @@ def test_the_answer_is_the_engines_behind_the_template(live):
 def test_other_apis_give_the_same_answer(live):
     want = live.post("/v1/chat/completions", CHAT).json()["choices"][0]["message"]["content"]
     user = MESSAGES[1:]
-    response = dict(model="tiny", instructions="Be brief.", input=user, temperature=0, max_output_tokens=10)  # fmt: skip
+    # Fmt: skip.
+    response = dict(
+        model="tiny", instructions="Be brief.", input=user, temperature=0, max_output_tokens=10
+    )
     answer = live.post("/v1/responses", response).json()
     assert answer["output"][0]["content"][0]["text"] == want
     assert answer["status"] == "incomplete" and answer["usage"]["output_tokens"] == 10
@@ -59,12 +62,20 @@ def test_other_apis_give_the_same_answer(live):
     assert answer["stop_reason"] == "max_tokens" and answer["usage"]["output_tokens"] == 10
     found = events(live.post("/v1/messages", message | dict(stream=True)).text)
     assert [event["type"] for event in found[:2]] == ["message_start", "content_block_start"]
-    assert [event["type"] for event in found[-3:]] == ["content_block_stop", "message_delta", "message_stop"]  # fmt: skip
+    # Fmt: skip.
+    assert [event["type"] for event in found[-3:]] == [
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
     assert "".join(e["delta"]["text"] for e in found if e["type"] == "content_block_delta") == want
     del message["max_tokens"], message["temperature"]
     count = live.post("/v1/messages/count_tokens", message).json()["input_tokens"]
     assert count == len(prompt_ids(live))
-    stopped = live.post("/v1/messages", message | dict(max_tokens=10, temperature=0, stop_sequences=[want[2:5]]))  # fmt: skip
+    # Fmt: skip.
+    stopped = live.post(
+        "/v1/messages", message | dict(max_tokens=10, temperature=0, stop_sequences=[want[2:5]])
+    )
     assert stopped.json()["stop_reason"] == "stop_sequence"
     assert stopped.json()["stop_sequence"] == want[2:5]
 
@@ -76,7 +87,11 @@ def test_log_probabilities(live):
     streamed = [entry for c in chunks for entry in c["choices"][0]["logprobs"]["content"]]
     assert streamed == whole and len(whole) == 10
     for entry in whole:
-        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"] and len(entry["top_logprobs"]) == 2  # fmt: skip
+        # Fmt: skip.
+        assert (
+            entry["top_logprobs"][0]["logprob"] == entry["logprob"]
+            and len(entry["top_logprobs"]) == 2
+        )
         assert bytes(entry["bytes"]).decode(errors="replace") == entry["token"]
 
 
@@ -179,5 +194,8 @@ def test_templates_that_attack(running, template):
     answer = ask(
         running.service, "POST", "/tokenize", dict(trust_request_chat_template=True), json=body
     )
-    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("chat_template: got one")  # fmt: skip
+    # Fmt: skip.
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(
+        "chat_template: got one"
+    )
     assert answer.elapsed.total_seconds() < 3

@@ -122,7 +122,13 @@ def test_hugging_face(live):
 
     client = InferenceClient(model=live.url)
     text = client.text_generation(PROMPT, max_new_tokens=8)
-    assert text == live.post("/generate", dict(inputs=PROMPT, parameters=dict(max_new_tokens=8))).json()["generated_text"]  # fmt: skip
+    # Fmt: skip.
+    assert (
+        text
+        == live.post("/generate", dict(inputs=PROMPT, parameters=dict(max_new_tokens=8))).json()[
+            "generated_text"
+        ]
+    )
     assert "".join(client.text_generation(PROMPT, max_new_tokens=8, stream=True)) == text
     whole = client.text_generation(
         PROMPT, max_new_tokens=8, details=True, decoder_input_details=True, top_n_tokens=2
@@ -144,11 +150,17 @@ def test_hugging_face(live):
 def test_langchain(live):
     from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
-    chat = ChatOpenAI(base_url=f"{live.url}/v1", api_key="none", model="tiny", temperature=0, max_tokens=8)  # fmt: skip
+    # Fmt: skip.
+    chat = ChatOpenAI(
+        base_url=f"{live.url}/v1", api_key="none", model="tiny", temperature=0, max_tokens=8
+    )
     whole = chat.invoke("def f(")
     assert "".join(chunk.text for chunk in chat.stream("def f(")) == whole.text
     assert whole.usage_metadata["output_tokens"] == 8
-    vectors = OpenAIEmbeddings(base_url=f"{live.url}/v1", api_key="none", model="tiny", check_embedding_ctx_length=False)  # fmt: skip
+    # Fmt: skip.
+    vectors = OpenAIEmbeddings(
+        base_url=f"{live.url}/v1", api_key="none", model="tiny", check_embedding_ctx_length=False
+    )
     assert len(vectors.embed_query("def f(")) == 384
 
 

@@ -131,11 +131,22 @@ def test_adapters_answer_to_their_names(live):
 
 def test_forms_of_an_answer(live):
     def text(**form):
-        return live.post("/v1/completions", GREEDY | dict(max_tokens=40) | form).json()["choices"][0]["text"]  # fmt: skip
+        # Fmt: skip.
+        return live.post("/v1/completions", GREEDY | dict(max_tokens=40) | form).json()["choices"][
+            0
+        ]["text"]
 
     assert text(guided_choice=["red", "green"]) in ("red", "green")
     assert text(structured_outputs=dict(regex="[0-9]{4}")).isdigit()
-    assert text(response_format=dict(type="json_schema", json_schema=dict(name="n", schema={"enum": [7, 8]}))) in "78"  # fmt: skip
+    # Fmt: skip.
+    assert (
+        text(
+            response_format=dict(
+                type="json_schema", json_schema=dict(name="n", schema={"enum": [7, 8]})
+            )
+        )
+        in "78"
+    )
     refusal = live.post("/v1/completions", GREEDY | dict(guided_regex="a", guided_choice=["b"]))
     assert refusal.status_code == 400 and "one form" in refusal.text
     assert "['guided_regex', 'guided_choice']" in refusal.text

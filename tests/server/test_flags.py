@@ -21,7 +21,8 @@ COMMANDS = [
     "models/tiny --dtype bfloat16 --kv-cache-dtype fp8 --quantization int8 --enforce-eager",
     "models/tiny --enable-prefix-caching --no-enable-chunked-prefill --swap-space 4 --seed 3",
     "models/tiny --api-key secret other --served-model-name a b",
-    "models/tiny --enable-lora --lora-modules sql=models/tiny-lora-sql --max-loras 2 --max-lora-rank 16",
+    "models/tiny --enable-lora --lora-modules sql=models/tiny-lora-sql --max-loras 2 "
+    "--max-lora-rank 16",
     "models/tiny --trust-remote-code --disable-log-requests --uvicorn-log-level warning",
     'models/tiny --allowed-origins ["*"] --enable-auto-tool-choice --tool-call-parser hermes',
     'models/tiny --speculative-config {"method":"ngram","num_speculative_tokens":3}',
@@ -36,8 +37,20 @@ def test_commands_of_guides(command):
 
 
 def test_values_arrive():
-    command = ["models/tiny", "--max_model_len=77", "--lora-modules", '{"name": "s", "path": "p"}',
-               "q=r=s", "--enable-lora", "--no-enable-prefix-caching", "--api-key", "k", "--port", "0"]  # fmt: skip
+    command = [
+        "models/tiny",
+        "--max_model_len=77",
+        "--lora-modules",
+        '{"name": "s", "path": "p"}',
+        # Fmt: skip.
+        "q=r=s",
+        "--enable-lora",
+        "--no-enable-prefix-caching",
+        "--api-key",
+        "k",
+        "--port",
+        "0",
+    ]
     args = flags.read_args(flags.parse(command, "x"))
     assert args.engine.max_model_len == 77 and not args.engine.enable_prefix_caching
     assert args.lora_modules == {"s": "p", "q": "r=s"} and args.api_key == ["k"]

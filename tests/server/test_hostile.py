@@ -1,5 +1,5 @@
-"""Requests that are well formed and ask for the impossible: each gets an answer of 4xx for less than a
-second's work, and the server lives on. test_limits.py has those that are not well formed.
+"""Requests that are well formed and ask for the impossible: each gets an answer of 4xx for less
+than a second's work, and the server lives on. test_limits.py has those that are not well formed.
 """
 
 import json

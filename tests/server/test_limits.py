@@ -1,4 +1,6 @@
-"""What hostile clients send: each gets an answer of 4xx for less than a second's work, or is dropped."""
+"""What hostile clients send: each gets an answer of 4xx for less than a second's work, or is
+dropped.
+"""
 
 import json
 import os

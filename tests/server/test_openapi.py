@@ -1,5 +1,5 @@
-"""The server's own OpenAPI document: what it describes is there, and nothing that a stranger makes of
-it is answered by a 5xx.
+"""The server's own OpenAPI document: what it describes is there, and nothing that a stranger makes
+of it is answered by a 5xx.
 """
 
 import importlib.util

@@ -13,8 +13,8 @@ from tests.server.soak import gauges_at_rest, soak, started_server
 from tests.server.test_slow import leave
 
 MOST_GROWTH_MB = 8.0  # of several hundred; garbage comes and goes
-# The engine's process also keeps what oneDNN has compiled for each number of rows that it has met, which
-# packed.py holds down to a few dozen numbers; some of them come late.
+# The engine's process also keeps what oneDNN has compiled for each number of rows that it has met,
+# which packed.py holds down to a few dozen numbers; some of them come late.
 MOST_NATIVE_MB = 32.0
 
 

@@ -1,5 +1,5 @@
-"""The lesson's kernels as they are launched: what `compile_check` compiles for five GPU generations,
-and tests assert.
+"""The lesson's kernels as they are launched: what `compile_check` compiles for five GPU
+generations, and tests assert.
 
     python -m lessons.toolbox.kernels.compile_check lessons.l00_gpu_and_triton.lab.specs
 """
@@ -67,5 +67,5 @@ KERNELS = [
         divisible_by_16=("columns",),
     ),
 ]
-# A tile that the registers do not hold. Nobody launches it: the README reads its report.
+# A tile that the registers do not hold. It is never launched: the README reads its report.
 SPILLING = tile_product("ieee", 64)

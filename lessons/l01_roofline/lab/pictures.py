@@ -1,5 +1,5 @@
-"""The lesson's pictures: a model under the roofline, three chips' ridges, the memories of a GPU, and
-from how many tokens on rented hardware is cheaper than an API.
+"""The lesson's pictures: a model under the roofline, three chips' ridges, the memories of a GPU,
+and from how many tokens on rented hardware is cheaper than an API.
 
     python -m lessons.l01_roofline.lab.pictures      writes the SVG files beside this file
 
@@ -166,7 +166,8 @@ def draw_break_even(
         xlabel="tokens a month, in 10⁹",
         ylabel="dollars a month",
         caption=f"Predicted ceiling, busy day and night · {plan.model.name}, 16 bits, {plan.running} "
-        f"sequences of {plan.context} tokens · ${dollars_per_gpu_hour:.2f} a GPU hour, an assumption",
+        f"sequences of {plan.context} tokens · ${dollars_per_gpu_hour:.2f} a GPU hour, an "
+        "assumption",
     )
 
 

@@ -1,8 +1,8 @@
 """How many bits a weight takes in the formats of lesson 18, its share of the scales included.
 
 Two kinds: those in which checkpoints keep the embedding and the output head in 16 bits, and GGUF's,
-which quantize them, too. lessons/l18_weight_quantization/test_checkpoints.py holds the first kind to
-what its matrices take.
+which quantize them, too. lessons/l18_weight_quantization/test_checkpoints.py holds the first kind
+to what its matrices take.
 """
 
 from lessons.l01_roofline.planner.models import ModelShape
@@ -23,7 +23,9 @@ NAMES = (*LAYERS_ONLY, *EVERYTHING)
 
 
 def bits_of(model: ModelShape, quantization: str) -> float:
-    """Bits of a weight, on the average over all of the model's. Raises ValueError for another name."""
+    """Bits of a weight, on the average over all of the model's. Raises ValueError for another
+    name.
+    """
     name = quantization.lower()
     if name in EVERYTHING:
         return EVERYTHING[name]

@@ -1,4 +1,4 @@
-"""The two phases of serving, measured on a real model with a library that everybody knows: TTFT is
+"""The two phases of serving, measured on a real model with a well-known library: TTFT is
 prefill, TPOT is decode.
 
 The model is a black box here (transformers' own); lesson 2 opens it.

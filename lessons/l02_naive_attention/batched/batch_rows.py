@@ -59,7 +59,9 @@ def is_searched(params: SamplingParams) -> bool:
 
 
 def take_rows(batch, rows: Rows):
-    """Some rows of a dataclass of tensors [B, ...]: a slice shares their memory, [N] int64 copies."""
+    """Some rows of a dataclass of tensors [B, ...]: a slice shares their memory, [N] int64
+    copies.
+    """
     tensors = {
         field.name: getattr(batch, field.name)[rows]
         for field in dataclasses.fields(batch)
@@ -83,7 +85,8 @@ class SamplingBatch:
     kinds: list[tuple[list[int], Rows]]  # rows that are sampled together, as numbers and as Rows
     workspace: Workspace
     search: Callable | None = None  # what finds top-p in the place of batch_cuts.lowest_kept
-    # (logits, batch) -> tokens of a group of rows, [B] int64, or None if they have to be sampled here
+    # (logits, batch) -> tokens of a group of rows, [B] int64, or None if they have to be sampled
+    # here
     shortcut: Callable | None = None
 
     @classmethod

@@ -1,6 +1,6 @@
 """A look into the heads of a real model: the weights of every head, and two heads drawn.
 
-The decoder calls `attend(layer, q, k, v)` and knows nothing else. So whoever writes `attend` sees
+The decoder calls `attend(layer, q, k, v)` and knows nothing else. So the author of `attend` sees
 everything: the one below keeps what it computed.
 """
 
@@ -16,7 +16,9 @@ from lessons.toolbox.draw.plotting import mask_image
 
 @torch.inference_mode()
 def weights_of(model: Decoder, prompt: list[int]) -> Tensor:
-    """What each query of each head looks at. prompt: T token ids -> [L, Hq, T, T], rows sum to 1."""
+    """What each query of each head looks at. prompt: T token ids -> [L, Hq, T, T], rows sum to
+    1.
+    """
     rotate, seen = rotation(model.config, torch.arange(len(prompt)), model.dtype), []
     sees = causal_mask(len(prompt), len(prompt))
     scale = model.config.softmax_scale
@@ -32,7 +34,9 @@ def weights_of(model: Decoder, prompt: list[int]) -> Tensor:
 
 
 def one_back(weights: Tensor) -> tuple[int, int, float]:
-    """The head that looks most at the token before. weights: [L, Hq, T, T] -> layer, head, share."""
+    """The head that looks most at the token before. weights: [L, Hq, T, T] -> layer, head,
+    share.
+    """
     before = weights.diagonal(-1, dim1=-2, dim2=-1).mean(-1)
     layer, head = divmod(int(before.argmax()), weights.shape[1])
     return layer, head, float(before.max())
@@ -45,7 +49,9 @@ def most_spread(weights: Tensor) -> tuple[int, int]:
 
 
 def draw_head(weights: Tensor, layer: int, head: int, names: list[str], title: str) -> ClassFigure:
-    """One head as an image, dark where the weight is large. weights: [L, Hq, T, T]; names: T tokens."""
+    """One head as an image, dark where the weight is large. weights: [L, Hq, T, T]; names: T
+    tokens.
+    """
     return mask_image(
         weights[layer, head].numpy(),
         row_labels=names,

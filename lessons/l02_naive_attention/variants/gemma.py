@@ -1,6 +1,7 @@
 """What Gemma 2 and 3 do otherwise than lesson 2's decoder. Read `decoder.py` first.
 
-- A norm multiplies by 1 + weight, and stands behind attention and MLP too, before their outputs join
+- A norm multiplies by 1 + weight, and stands behind attention and MLP too, before their outputs
+  join
   the residual stream.
 - Embeddings are multiplied by √hidden_size, and the MLP's gate is a GELU.
 - Logits may be capped softly.

@@ -1,4 +1,5 @@
-"""Attention whose scores follow a rule of the model's own, in PyTorch, for every cache of the course.
+"""Attention whose scores follow a rule of the model's own, in PyTorch, for every cache of the
+course.
 
 - A soft cap (Gemma 2): a score s becomes cap · tanh(s / cap). Small ones stay, none passes the cap.
 - Sinks (gpt-oss): each head has one more score, learnt and the same for every query, whose key has

@@ -149,7 +149,7 @@ def prompt_floor_s(count: int) -> float:
 
 
 def prompt_without_a_cache(tokens: Tensor):
-    """The logits after a prompt that nobody remembers. tokens: [T]."""
+    """The logits after a prompt that no cache holds. tokens: [T]."""
     return lambda: last_logits(tokens, without_a_cache(tokens))
 
 

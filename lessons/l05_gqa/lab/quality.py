@@ -5,8 +5,8 @@ code, and after more training.
         about fifteen minutes on one core -> l05_quality.json
 
 models/tiny has 6 query heads and 2 KV heads. Repeated to 6 it is an MHA model with the same logits;
-from there heads are merged. Uptraining is 0.1 % of the tokens that the model was trained on; Ainslie
-et al. used 5 %.
+from there heads are merged. Uptraining is 0.1 % of the tokens that the model was trained on;
+Ainslie et al. used 5 %.
 
 Source: Ainslie et al. 2023, GQA, sections 2.1, 3.2 and 3.3.
 """

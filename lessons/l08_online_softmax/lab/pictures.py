@@ -166,7 +166,8 @@ def draw_online(seen: int = 4, scores: tuple[float, ...] = (0, 1, -1, 3, 2, 3.5,
     alpha = math.exp((maxima[seen - 2] if seen > 1 else -math.inf) - m)
     terms = torch.exp(row[:seen] - m).tolist()
     fig, (above, below) = frame(
-        f"After {seen} scores m = {m:g} and l = {sum(terms):.3f}; the last one cost alpha = {alpha:.3f}",
+        f"After {seen} scores m = {m:g} and l = {sum(terms):.3f}; the last one cost alpha = "
+        f"{alpha:.3f}",
         "left: scores, and the largest so far · right: exp(score − m) of each, whose sum is l · "
         "computed",
         (11, 4),

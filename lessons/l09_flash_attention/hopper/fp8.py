@@ -151,7 +151,8 @@ def flash_attention_fp8(
     check_options(q, softmax_scale, causal, None, None, None, None)
     if not has_e4m3(q.device):
         raise ValueError(
-            f"q: got a GPU of compute capability {capability(q.device) / 10}; accepted: 8.9 or newer, "
+            f"q: got a GPU of compute capability {capability(q.device) / 10}; accepted: 8.9 or "
+            "newer, "
             f"because older ones have no 8-bit floating point"
         )
     if q.shape[2] not in (32, 64, 128, 256) or v.shape[2] != q.shape[2]:

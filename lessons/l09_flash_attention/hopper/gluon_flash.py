@@ -1,10 +1,11 @@
-"""FlashAttention for Hopper, in Gluon: one warp fetches tiles, two warpgroups of 64 rows each compute,
-and each runs a matrix product beside its softmax.
+"""FlashAttention for Hopper, in Gluon: one warp fetches tiles, two warpgroups of 64 rows each
+compute, and each runs a matrix product beside its softmax.
 
 It runs on a CPU in `lessons.toolbox.simulator` and compiles for sm_90; it has NOT RUN on a GPU yet.
 Read `compute_tiles` beside flash_kernel. What is new:
 
-- a producer partition, `load_tiles`, that only asks the TMA engine for the next tiles and hands them
+- a producer partition, `load_tiles`, that only asks the TMA engine for the next tiles and hands
+  them
   over through `rings.py`;
 - the order of a step: q · kᵀ of this tile and p · v of the tile before are both started, then only
   q · kᵀ is waited for. While this tile's softmax runs, p · v goes on;

@@ -2,8 +2,8 @@
 
 Every buffer has two mbarriers. `ready` says that the bytes are there: the producer announces how
 many, the TMA engine counts them. `free` says that all consumers are done: each arrives once. Both
-sides count tiles, i = 0, 1, …; tile i lives in buffer i % STAGES and is the buffer's i // STAGES-th,
-which gives the phase of the barriers. A ring is a tuple (tiles, ready, free).
+sides count tiles, i = 0, 1, …; tile i lives in buffer i % STAGES and is the buffer's i //
+STAGES-th, which gives the phase of the barriers. A ring is a tuple (tiles, ready, free).
 """
 
 from lessons.toolbox.kernels.triton_ import triton

@@ -4,7 +4,7 @@
         each backend of scaled_dot_product_attention: its milliseconds, or why it cannot run
 
 Without a choice PyTorch takes the first that can run, and says nothing. A mask, a dtype or a head
-size may so cost a factor that nobody sees.
+size may so cost a hidden factor.
 
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
 """

@@ -43,7 +43,9 @@ def microseconds(function: Callable[[], object]) -> float:
 
 
 def wrappers() -> dict[str, Callable[[], object]]:
-    """{name: a call of it}: one sequence of 4096 keys, 32 query heads over 8 of keys, or latents."""
+    """{name: a call of it}: one sequence of 4096 keys, 32 query heads over 8 of keys, or
+    latents.
+    """
     q = torch.zeros(1, 32, 128, dtype=torch.bfloat16)
     k, v = torch.zeros(2, 1, 4096, 8, 128, dtype=torch.bfloat16)
     lens, slots = torch.tensor([4096], dtype=torch.int32), torch.tensor([7])

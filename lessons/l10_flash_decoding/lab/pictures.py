@@ -117,9 +117,11 @@ def draw_waves(splits: int = 36, batch: int = 1) -> ClassFigure:
     waves, share = cdiv(len(ran), height), wave_efficiency(len(ran), height)
     end_us, times_us = 1e6 * max(piece.end_s for piece in ran), predicted_by_splits(batch)
     fig, (left, right) = frame(
-        f"{len(ran)} programs on {height} slots: {waves} wave{'s' * (waves > 1)}, {share:.0%} full, "
+        f"{len(ran)} programs on {height} slots: {waves} wave{'s' * (waves > 1)}, {share:.0%} "
+        "full, "
         f"{times_us[splits - 1]:.0f} µs",
-        f"predicted by occupancy.py, not measured · batch {batch}, context {WORK.context // 1024}k, "
+        f"predicted by occupancy.py, not measured · batch {batch}, context "
+        f"{WORK.context // 1024}k, "
         f"heads {work.num_heads}/{work.num_kv_heads}, head_dim {work.head_dim}, 16 bits · "
         f"{CHIP.name}",
         (11, 4.8),

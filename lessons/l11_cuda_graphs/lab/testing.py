@@ -111,5 +111,7 @@ def check_runner(
     for expected, got in zip(*results):
         torch.testing.assert_close(got, expected, atol=1e-9, rtol=1e-9)
     for name in ("k_slots", "v_slots"):
-        expected, got = (getattr(pool, name)[:, :-1] for pool in pools)  # the last is nobody's
+        expected, got = (
+            getattr(pool, name)[:, :-1] for pool in pools
+        )  # the last belongs to no sequence
         torch.testing.assert_close(got, expected, atol=1e-9, rtol=1e-9)

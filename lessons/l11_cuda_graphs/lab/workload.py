@@ -63,8 +63,8 @@ def step_of(config: ModelConfig, batch: int, context: int) -> tuple[Decoder, KVP
 
 
 def step_bytes(config: ModelConfig, batch: int, context: int, dtype: torch.dtype = DTYPE) -> int:
-    """The least that a step reads: all weights but the rows of the embedding that nobody asks for,
-    and every sequence's cache.
+    """The least that a step reads: all weights but the rows of the embedding that are not looked
+    up, and every sequence's cache.
     """
     with torch.device("meta"):
         model = Decoder(config)

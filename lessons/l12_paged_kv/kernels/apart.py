@@ -1,8 +1,8 @@
 """A step in which prompts run beside single tokens: each kind through its own kernel.
 
-In the prefill kernel a single token fills one row of a tile, once for each of its heads, and one program
-reads all of its keys. The decode kernel shares K and V among the heads of a group, and cuts a long
-context into splits.
+In the prefill kernel a single token fills one row of a tile, once for each of its heads, and one
+program reads all of its keys. The decode kernel shares K and V among the heads of a group, and cuts
+a long context into splits.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ Part = Callable[[Tensor, Batch], Tensor]  # (q: [T, Hq, D], the step) -> [T, Hq,
 
 
 def apart(q: Tensor, batch: Batch, decode: Part, prefill: Part) -> Tensor:
-    """`decode` for the sequences in front that run one token, `prefill` for the others. q: [T, Hq, D]
-    -> [T, Hq, Dv].
+    """`decode` for the sequences in front that run one token, `prefill` for the others. q: [T, Hq,
+    D] -> [T, Hq, Dv].
     """
     if not batch.num_decodes:
         return prefill(q, batch)

@@ -1,5 +1,5 @@
 """Bad input to the kernels' wrappers, refused in one line each. What lies on the device (lengths,
-the table's entries) is not read: whoever makes them answers for them.
+the table's entries) is not read: the caller answers for them.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""Launches the kernels of optimized.cu: `paged_decode` in CUDA C++, for reading beside decode_kernel.
-On CPU tensors they run in the emulator of `lessons.toolbox.cuda_cpu`.
+"""Launches the kernels of optimized.cu: `paged_decode` in CUDA C++, for reading beside
+decode_kernel. On CPU tensors they run in the emulator of `lessons.toolbox.cuda_cpu`.
 """
 
 from pathlib import Path

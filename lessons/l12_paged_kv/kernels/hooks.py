@@ -1,10 +1,10 @@
 """What the two kernels of this lesson leave open: where a key lies, how a tile is loaded, who sees
 whom.
 
-Each is a small Triton function that is handed to a kernel as a `tl.constexpr`. The compiler puts its
-lines into the kernel, so a hook costs nothing at run time, and there is one body to read, to prove
-and to tune. This lesson has two functions for ROW_OF and two for SEES. Lesson 17 (a tree of tokens)
-and lesson 19 (a cache of 8 or 4 bits) bring others.
+Each is a small Triton function that is handed to a kernel as a `tl.constexpr`. The compiler puts
+its lines into the kernel, so a hook costs nothing at run time, and there is one body to read, to
+prove and to tune. This lesson has two functions for ROW_OF and two for SEES. Lesson 17 (a tree of
+tokens) and lesson 19 (a cache of 8 or 4 bits) bring others.
 
     ROW_OF(table_ptr, sequence, key, is_used, PAGE_SIZE) -> block, row    int64, where a key lies
     LOAD(ptr, offset, column, mask, scale_ptr, slot) -> [N, D]            rows of K
@@ -39,8 +39,8 @@ def contiguous_row(table_ptr, sequence, key, is_used, PAGE_SIZE: tl.constexpr):
 def plain_load(ptr, offset, column, mask, scale_ptr, slot):
     """Rows as they lie in the cache. offset: [N, 1] and column: [1, D], in elements; mask: [N, D].
 
-    scale_ptr (at the scales of the KV head) and slot: [N] (which slot of the pool) are for caches that
-    store scales.
+    scale_ptr (at the scales of the KV head) and slot: [N] (which slot of the pool) are for caches
+    that store scales.
     """
     return tl.load(ptr + offset + column, mask=mask, other=0.0)
 

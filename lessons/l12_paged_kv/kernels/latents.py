@@ -62,8 +62,8 @@ class PagedLatentPool(AbsorbedPool):
     def read_expanded(
         self, mla: MLAttention, q: Tensor, latents: Tensor, batch: Batch, b: int, length: int
     ) -> Tensor:
-        """Sequence b alone, because expanded its `length` latents take many times their room. q: [Tq, H,
-        nope + rope] -> [Tq, H, v_dim].
+        """Sequence b alone, because expanded its `length` latents take many times their room. q:
+        [Tq, H, nope + rope] -> [Tq, H, v_dim].
         """
         table = batch.block_table[b, : -(-length // self.block_size)].long()
         rows = latents[table].flatten(0, 1)[None, :length]

@@ -1,7 +1,8 @@
-"""Launches of the two kernels: how large their tiles are, how many splits, and what each argument is.
+"""Launches of the two kernels: how large their tiles are, how many splits, and what each argument
+is.
 
-`launch_decode` and `launch_prefill` check nothing: optimized.py does, before it calls them with caches
-that hold plain numbers. `Stored` is for lesson 19, whose caches hold codes and scales.
+`launch_decode` and `launch_prefill` check nothing: optimized.py does, before it calls them with
+caches that hold plain numbers. `Stored` is for lesson 19, whose caches hold codes and scales.
 """
 
 from collections.abc import Callable
@@ -26,8 +27,8 @@ from lessons.toolbox.kernels.triton_ import triton
 class Stored(NamedTuple):
     """How numbers lie in a cache: the two hooks that load them, and their scales.
 
-    k_scale, v_scale: what the hooks read beside a row, head after head, stride_sh elements apart; None
-    without scales. v_head_dim: None if it is the width of v_cache.
+    k_scale, v_scale: what the hooks read beside a row, head after head, stride_sh elements apart;
+    None without scales. v_head_dim: None if it is the width of v_cache.
     """
 
     load: Callable = plain_load
@@ -42,7 +43,9 @@ AS_THEY_ARE = Stored()
 
 
 def sizes_of(group: int, head_dim: int, v_head_dim: int, matrix_units: bool) -> dict[str, int]:
-    """The constexprs that size decode_kernel's tiles: lesson 5's, with a width for each of K and V."""
+    """The constexprs that size decode_kernel's tiles: lesson 5's, with a width for each of K and
+    V.
+    """
     size = decode_tiles(group, max(head_dim, v_head_dim), matrix_units)
     # Two more, because the table is loaded before K and V, and the compiler counts that load's wait
     # as stages. With 5 it keeps two tiles of each under way, as in lesson 10 with 3.

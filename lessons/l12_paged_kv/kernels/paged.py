@@ -1,8 +1,8 @@
-"""The two kernels of paged attention: one for steps, one for prompts, over one walk through the keys.
+"""The two kernels of paged attention, one for steps and one for prompts, over one walk of the keys.
 
 `tile_step` is the walk: where do these keys lie (ROW_OF), load them (LOAD, and LOAD_V for their
 values), mask what a query does not see (SEES), and take them into lesson 8's running sums.
-`decode_kernel` is lesson 10's split_decode_kernel around it, `prefill_kernel` lesson 9's flash_kernel.
+Around it, `decode_kernel` is lesson 10's split_decode_kernel, and `prefill_kernel` flash_kernel.
 
 Sources: Kwon et al. 2023, PagedAttention, section 4.1; Dao et al. 2023, Flash-Decoding; Dao 2023.
 """
@@ -108,7 +108,7 @@ def decode_kernel(
     LOAD_V: tl.constexpr = plain_load,
     SEES: tl.constexpr = causal,
 ):
-    """One program per KV head, split and sequence: its GROUP query heads walk over the split's keys."""
+    """One program per KV head, split and sequence: its GROUP query heads walk the split's keys."""
     kv_head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     num_splits = tl.num_programs(1)
     row, step = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)

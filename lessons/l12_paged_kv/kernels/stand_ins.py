@@ -1,8 +1,8 @@
 """Attention over pages in PyTorch: what generates where kernels would be interpreted.
 
-Read `Reads`, then `read_blocks`. For single queries a block table is a sparse matrix: a row for each
-query head, and in it a column for each key that this head reads. So attention over pages is three
-operations on sparse matrices, and none of them copies K or V:
+Read `Reads`, then `read_blocks`. For single queries a block table is a sparse matrix: a row for
+each query head, and in it a column for each key that this head reads. So attention over pages is
+three operations on sparse matrices, and none of them copies K or V:
 
     scores = Q Kᵀ, only where the matrix has entries
     p = softmax(scores), row by row
@@ -199,8 +199,8 @@ def chosen_products(q: Tensor, keys: Tensor, starts: Tensor, columns: Tensor) ->
 
 @cache
 def can_sample(dtype: torch.dtype) -> bool:
-    """Whether this PyTorch computes chosen entries of a product in the dtype. Tried, because no list
-    says so.
+    """Whether this PyTorch computes chosen entries of a product in the dtype. Tried, because no
+    list says so.
     """
     with warnings.catch_warnings():
         # PyTorch says once that its sparse matrices are new, and once that it does not check them.

@@ -31,7 +31,8 @@ BATCHES = [1, 4, 16, 64, 256] if ON_GPU else [1, 4, 16, 64]
 BLOCK_SIZES = [1, 4, 16, 64, 256]
 SIXTEEN = 16  # tokens of a block
 SCALE = HEAD_DIM**-0.5
-# In this order: with a mask, fewer KV heads are known to cuDNN, and otherwise only to the slow "math".
+# In this order: with a mask, fewer KV heads are known to cuDNN, and otherwise only to the slow
+# "math".
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -184,7 +185,7 @@ def in_blocks(model, prompts, limits, memory_tokens):
 
 
 def load_floor_s(places: int) -> float:
-    """The longest answer alone, a step a token: nobody can be faster than that."""
+    """The longest answer alone, a step a token: no server can be faster than that."""
     *_, limits, _ = load_of(places, torch.device("cpu"))
     return max(limits) * step_floor_s(TINY, 1, 1, torch.float32)
 

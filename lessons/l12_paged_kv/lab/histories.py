@@ -36,7 +36,8 @@ class History:
         for sequence in list(self.tokens):
             self.free(sequence)
         assert self.manager.num_free == self.manager.num_blocks, (
-            f"{self.manager.num_blocks - self.manager.num_free} blocks are lost: nobody owns them, "
+            f"{self.manager.num_blocks - self.manager.num_free} blocks are lost: no sequence owns "
+            "them, "
             "and they are not free"
         )
 
@@ -61,7 +62,7 @@ class History:
         return sorted(self.tokens)[self.draw(0, len(self.tokens) - 1)]
 
     def write(self, sequence: int, count: int) -> None:
-        """Let a sequence hold `count` tokens more, which nobody else has."""
+        """Let a sequence hold `count` tokens more, which no other sequence has."""
         manager, old = self.manager, self.tokens.get(sequence, [])
         held = len(old)
         wanted = manager.needs(sequence, held, held + count) <= manager.num_free
@@ -86,7 +87,7 @@ class History:
         del self.tokens[sequence]
 
     def check(self) -> None:
-        """Everybody reads his own tokens; a block has as many owners as tables that name it."""
+        """Each sequence reads its own tokens; a block has as many owners as tables that name it."""
         manager, size = self.manager, self.manager.block_size
         for sequence, tokens in self.tokens.items():
             table = manager.tables[sequence]
@@ -102,7 +103,7 @@ class History:
         assert owners == dict(named), f"owners {owners}, but the tables name {dict(named)}"
         free = set(range(manager.num_blocks)) - set(named)
         assert set(manager.pool.free) == free and manager.num_free == len(free), (
-            f"free are {sorted(manager.pool.free)}, but nobody owns {sorted(free)}"
+            f"free are {sorted(manager.pool.free)}, but unowned are {sorted(free)}"
         )
 
 

@@ -39,7 +39,7 @@ def example_tables() -> tuple[BlockManager, dict[str, int]]:
     """Three requests and a fork in a pool of 32 blocks of 4: the manager, and tokens by name."""
     manager = BlockManager(32, 4)
     held = [10, 7, 11]
-    # A token a step for everybody, so that blocks interleave.
+    # A token a step for each sequence, so that blocks interleave.
     for step in range(max(held)):
         for sequence, tokens in enumerate(held):
             if step < tokens:

@@ -1,5 +1,5 @@
-"""What the tests of this lesson share: caches whose pages lie in random order, small models, requests
-and histories of a block manager.
+"""What the tests of this lesson share: caches whose pages lie in random order, small models,
+requests and histories of a block manager.
 """
 
 import random
@@ -42,7 +42,9 @@ class PagedInputs(NamedTuple):
 
     @property
     def decode(self) -> tuple[Tensor, ...]:
-        """The arguments of paged_decode, for one new token a sequence: q: [B, Hq, D] and the rest."""
+        """The arguments of paged_decode, for one new token a sequence: q: [B, Hq, D] and the
+        rest.
+        """
         return self[:4] + self[5:]
 
 

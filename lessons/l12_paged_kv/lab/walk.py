@@ -1,5 +1,5 @@
-"""What each program of the decode kernel touches, as recorded in Triton's interpreter: a film strip,
-one panel a program.
+"""What each program of the decode kernel touches, as recorded in Triton's interpreter: a film
+strip, one panel a program.
 
     draw_walk(lengths=[10, 7, 13])
 """

@@ -100,7 +100,7 @@ class Report:
 
 
 def arrivals(mix: Mix, seed: int) -> Iterator[Running]:
-    """Requests without end: somebody always waits."""
+    """Requests without end: a request always waits."""
     rng = random.Random(seed)
     while True:
         prompt, answer = mix.draw(rng)
@@ -118,7 +118,7 @@ def simulate_pieces(mix: Mix, wanted, steps: int = 1500, seed: int = 0) -> Repor
             first.start = start
             running.append(first)
             first = next(waiting)
-        if step >= steps // 3:  # before, everybody is young
+        if step >= steps // 3:  # before, every request is young
             pieces = {request.start: request.lengths for request in running}
             found.append((waste_of_arena(arena, pieces, wanted(first)), len(running)))
         for request in running:
@@ -139,7 +139,7 @@ def simulate_blocks(mix: Mix, block_size: int = 16, steps: int = 1500, seed: int
         return -(-(request.now + more) // block_size)
 
     for step in range(steps):
-        # Room for the next token of everybody, else the newest goes and keeps its tokens.
+        # Room for the next token of every request, else the newest goes and keeps its tokens.
         while sum(blocks(request, 1) for request in running) > num_blocks:
             queue.appendleft(running.pop())
         used = sum(blocks(request, 1) for request in running)

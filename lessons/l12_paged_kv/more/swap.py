@@ -1,8 +1,8 @@
 """Blocks that wait in host memory: a sequence gives up its blocks and gets others later.
 
-Whoever decodes needs a new block now and then. If none is free, somebody has to make room. His K
-and V can be thrown away and computed again (lesson 15), or be copied to the host and back. The copy
-is cheaper for a long sequence on a fast link, because it costs bytes and no FLOPs.
+A request that decodes needs a new block now and then. If none is free, another one has to make
+room. Its K and V can be thrown away and computed again (lesson 15), or be copied to the host and
+back. The copy is cheaper for a long sequence on a fast link, because it costs bytes and no FLOPs.
 
 Source: Kwon et al. 2023, PagedAttention, section 4.5.
 """
@@ -72,8 +72,8 @@ def read_blocks(pool: KVPool, tensors: Iterable[Tensor], table: Sequence[int]) -
 
 
 def on_host(x: Tensor) -> Tensor:
-    """A copy in host memory, [...]. A GPU's goes to pinned memory, which the GPU itself can write and read,
-    several times as fast as what the system may move.
+    """A copy in host memory, [...]. A GPU's goes to pinned memory, which the GPU itself can write
+    and read, several times as fast as what the system may move.
     """
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x)
 

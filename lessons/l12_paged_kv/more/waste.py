@@ -2,8 +2,8 @@
 
     used        slots that hold a token now
     reserved    slots that are empty now, and will hold a token of their owner's later
-    internal    slots that somebody owns and never fills
-    external    free slots that nobody can have, because each hole is too small
+    internal    slots that a sequence owns and never fills
+    external    free slots that no sequence can have, because each hole is too small
     free        slots that the next request can have
 
 `Arena` hands out contiguous pieces, as the caches of lessons 3 to 11 do. Read `waste_of_arena` and
@@ -90,7 +90,7 @@ def waste_of_blocks(
     sequences: Sequence[Lengths], num_blocks: int, block_size: int, shared_blocks: int = 0
 ) -> Waste:
     """Blocks given as sequences grow: what is empty lies in each sequence's last block, and every
-    free block fits everybody. shared_blocks: full ones that are counted for several sequences.
+    free block fits every sequence. shared_blocks: full ones that are counted for several sequences.
     """
     used = sum(lengths.now for lengths in sequences) - shared_blocks * block_size
     blocks = sum(-(-lengths.now // block_size) for lengths in sequences) - shared_blocks

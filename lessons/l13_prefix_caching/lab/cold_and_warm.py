@@ -1,10 +1,11 @@
-"""One long common prompt, four questions, cold and warm: five ways to run them, of which two mislead.
+"""One long common prompt, four questions, cold and warm: five ways to run them, of which two
+mislead.
 
     python -m lessons.l13_prefix_caching.lab.cold_and_warm [--model models/tiny]
 
 A naive benchmark sends the four prompts to a fresh server and calls that cold. It is half warm: the
-first prompt leaves what the other three begin with. Then it sends the same four again and calls that
-warm. It is too warm: now the questions are known as well, which no server can hope for.
+first prompt leaves what the other three begin with. Then it sends the same four again and calls
+that warm. It is too warm: now the questions are known as well, which no server can hope for.
 """
 
 import argparse

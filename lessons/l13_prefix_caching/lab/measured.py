@@ -3,7 +3,8 @@
     python -m lessons.l13_prefix_caching.lab.measured [--model models/tiny] [--out results/cpu]
 
 With --out it writes l13_traces.json and l13_cold_warm.json there. Each run is repeated, without and
-with a cache in turns, and the median counts. Seconds are of one processor, on which one thread runs.
+with a cache in turns, and the median counts. Seconds are of one processor, on which one thread
+runs.
 """
 
 import argparse
@@ -30,7 +31,9 @@ CACHES = {"no cache": NoCache, "hash blocks": HashBlocks, "radix tree": RadixTre
 
 
 def traces(model: Decoder, repeats: int) -> dict:
-    """{trace: {cache: seconds and rates}}. Raises AssertionError where a cache changes an answer."""
+    """{trace: {cache: seconds and rates}}. Raises AssertionError where a cache changes an
+    answer.
+    """
     found = {}
     for name, trace in TRACES.items():
         runs = {label: [] for label in CACHES}

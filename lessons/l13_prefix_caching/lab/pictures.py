@@ -33,7 +33,8 @@ RATES_ALT = (
     "tokens saved is 89 percent for agents, but 7 percent for documents behind a short instruction."
 )
 CASCADE_ALT = (
-    "Counted megabytes of decode attention over the batch: read apart they grow with the batch, read "
+    "Counted megabytes of decode attention over the batch: read apart they grow with the batch, "
+    "read "
     "together they stay near those of the shared prefix until many suffixes join it."
 )
 EXAMPLE = ("AAAABBBBCCCCDD", "AAAABBBBEEEEFFFFG", "AAAABBBBEEEEHH")  # one letter, one token
@@ -59,7 +60,8 @@ def draw() -> ClassFigure:
     computed = sum(len(prompt) - SIZE * known for prompt, (_, known) in zip(EXAMPLE, rows))
     total = sum(map(len, EXAMPLE))
     fig, ax = frame(
-        f"Of {total} tokens in three prompts {computed} are computed, {total - computed} were known",
+        f"Of {total} tokens in three prompts {computed} are computed, {total - computed} were "
+        "known",
         f"blocks of {SIZE} tokens; the number in a block is its place in the pool · counted",
         (11, 4.2),
     )

@@ -80,8 +80,8 @@ TRACES = {
 
 
 def play(sessions: list[Session], serve: Serve, stamp_at: int | None = None) -> None:
-    """Turn after turn, those of all sessions together. stamp_at: where every prompt has a token that
-    no other prompt has there, as a timestamp would be.
+    """Turn after turn, those of all sessions together. stamp_at: where every prompt has a token
+    that no other prompt has there, as a timestamp would be.
     """
     histories, sent = [list(session.opening) for session in sessions], 0
     for turn in range(max(len(session.turns) for session in sessions)):

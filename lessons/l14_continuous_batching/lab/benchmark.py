@@ -41,7 +41,9 @@ def job(batch: int, device: torch.device) -> tuple:
 
 
 def mix(long: int, device: torch.device) -> tuple:
-    """(prompts, limits, sampling, places): in each wave of MIX_PLACES one answer has `long` tokens."""
+    """(prompts, limits, sampling, places): in each wave of MIX_PLACES one answer has `long`
+    tokens.
+    """
     prompts, _ = task_requests(tiny()[1], MIX_REQUESTS)
     limits = [long if i % MIX_PLACES == 0 else SHORT for i in range(MIX_REQUESTS)]
     return prompts, limits, EXACT, MIX_PLACES
@@ -51,13 +53,13 @@ def mix(long: int, device: torch.device) -> tuple:
 
 
 def static(prompts, limits, sampling, batch):
-    """Waves padded to a rectangle; everybody waits for the longest."""
+    """Waves padded to a rectangle; all wait for the longest."""
     model, _ = tiny()
     return lambda: naive.generate(model, prompts, limits, sampling, max_num_seqs=batch)
 
 
 def lockstep(prompts, limits, sampling, batch):
-    """Lesson 11's waves: rows leave, and nobody comes in."""
+    """Lesson 11's waves: rows leave, and no request comes in."""
     model, _ = tiny()
     return lambda: batch_loop(eager_step, model, prompts, limits, sampling, max_batch=batch)
 

@@ -1,4 +1,5 @@
-"""How long a step takes: t_fixed + t_token · tokens + t_context · context, fitted to measured steps.
+"""How long a step takes: t_fixed + t_token · tokens + t_context · context, fitted to measured
+steps.
 
     python -m lessons.l14_continuous_batching.lab.cost [--out DIR]
 
@@ -49,8 +50,8 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step. fixed_s: of any step; token_s: of a token that is computed; context_s: of a
-    token of context.
+    """Seconds of a step. fixed_s: of any step; token_s: of a token that is computed; context_s: of
+    a token of context.
     """
 
     fixed_s: float
@@ -97,7 +98,8 @@ def new_step(
     runner: StepRunner, num_seqs: int, new: int, held: int
 ) -> tuple[Callable[[], torch.Tensor], int, int]:
     """(a function that runs the step and returns logits: [S, V], its tokens, its context) of
-    sequences that hold `held` tokens each and run `new` more. What they hold is zeros, which take as long as other numbers.
+    sequences that hold `held` tokens each and run `new` more. What they hold is zeros, which take
+    as long as other numbers.
     """
     for row in list(runner.blocks.tables):
         runner.blocks.free(row)

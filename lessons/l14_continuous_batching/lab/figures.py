@@ -77,7 +77,7 @@ def offline_against_online(
 
 
 def lone_latency_s(way: str, output_len: int = 100, cost: StepCost | None = None) -> float:
-    """Seconds of one request at low load: nobody before it, the next one an hour later."""
+    """Seconds of one request at low load: no request before it, the next one an hour later."""
     trace = new_trace([0.0, 3600.0], [100, 100], [output_len, output_len])
     log = simulate(way, trace, PLACES, cost or predicted(), WINDOW_S)
     return log.left_s[0]
@@ -117,7 +117,8 @@ def text_film(way: str, lengths: list[int], places: int) -> str:
 def main() -> None:
     cost = predicted()
     print(
-        f"predicted: {cost.fixed_s * 1e3:.2f} ms + {cost.token_s * 1e6:.1f} µs + {cost.context_s * 1e9:.0f} ns"
+        f"predicted: {cost.fixed_s * 1e3:.2f} ms + {cost.token_s * 1e6:.1f} µs + "
+        f"{cost.context_s * 1e9:.0f} ns"
     )
     print(f"20 answers of U(50, 500) on 4 places: {job_gain():.2f}x, idle {idle_shares()}")
     for (way, load), numbers in offline_against_online().items():

@@ -1,4 +1,5 @@
-"""What a schedule wastes, counted: idle places, padding, and steps that a better one would not need.
+"""What a schedule wastes, counted: idle places, padding, and steps that a better one would not
+need.
 
 Every number is counted on a log of `serve`, so that the schedulers themselves are measured and no
 formula about them.
@@ -39,7 +40,7 @@ class Occupancy:
 
     @property
     def padding_share(self) -> float:
-        """Of all tokens that were computed, those that nobody wanted."""
+        """Of all tokens that were computed, those that no request wanted."""
         return 1 - self.wanted_tokens / self.computed_tokens
 
 
@@ -92,7 +93,7 @@ def gain(output_lens: Sequence[int], places: int) -> float:
 
 
 def place_rows(log: Log, places: int) -> list[list[int | None]]:
-    """Who sits on which place in which step: [places][steps], None where nobody does.
+    """Who sits on which place in which step: [places][steps], None where none does.
 
     A request keeps the place that it took: the first that was free when it came.
     """

@@ -44,7 +44,9 @@ def generate_in_waves(
 
 
 def generate_wave(model: Decoder, prompts: list[list[int]], limits: list[int]) -> list[list[int]]:
-    """One call of generate(). Padded on the left, because it takes the logits of the last column."""
+    """One call of generate(). Padded on the left, because it takes the logits of the last
+    column.
+    """
     config, width = configured(model, max(limits)), max(map(len, prompts))
     padding = [[config.pad_token_id] * (width - len(prompt)) for prompt in prompts]
     ids = [pad + prompt for pad, prompt in zip(padding, prompts)]

@@ -39,7 +39,7 @@ def run(
         if not coming and scheduler.is_idle:
             return sequences
         step = scheduler.schedule()
-        assert step.chunks or scheduler.is_idle, f"step {number}: nothing runs, somebody waits"
+        assert step.chunks or scheduler.is_idle, f"step {number}: nothing runs, a request waits"
         look(step)
         for sequence in scheduler.finish(step):
             sequence.append(STOP if len(sequence.output) + 1 == ends[sequence.row] else 0)
@@ -78,7 +78,7 @@ def check_history(kind: type, requests, limits: Limits = LIMITS) -> None:
         count, want = len(sequence.output), min(limit, until_stop)
         assert count == want, f"request {sequence.row} has {count} tokens, expected {want}"
     by_arrival = sorted(range(len(requests)), key=lambda row: (requests[row][0], row))
-    assert admitted == by_arrival, f"somebody overtook: {admitted}, expected {by_arrival}"
+    assert admitted == by_arrival, f"a request overtook: {admitted}, expected {by_arrival}"
     free = scheduler.blocks.num_free
     assert free == limits.num_blocks, f"{limits.num_blocks - free} blocks are never given back"
 
@@ -105,7 +105,7 @@ def check_step(scheduler, step: Step, limits: Limits) -> None:
 
 
 def check_blocks(scheduler, step: Step, limits: Limits) -> None:
-    """Who runs owns the blocks for its longest answer, alone; nobody else owns any."""
+    """Who runs owns the blocks for its longest answer, alone; no other request owns any."""
     tables, running = scheduler.blocks.tables, {chunk.sequence.row for chunk in step.chunks}
     assert running <= set(tables), f"requests {running - set(tables)} run without blocks"
     others = set(tables) - running
@@ -162,7 +162,7 @@ class ReservesPrompts(ContinuousScheduler):
 
 
 class Overtakes(ContinuousScheduler):
-    """Admits whoever fits, so that a large request may wait for ever."""
+    """Admits any request that fits, so that a large request may wait for ever."""
 
     def schedule(self):
         step = super().schedule()
@@ -197,7 +197,7 @@ class NoBudget(ContinuousScheduler):
 
 
 class InWaves(ContinuousScheduler):
-    """Lets nobody in while anybody runs: a static batch without padding."""
+    """Lets no request in while another one runs: a static batch without padding."""
 
     def schedule(self):
         if self.running:

@@ -48,7 +48,9 @@ def variation(lengths: Sequence[int]) -> float:
 
 
 def poisson(rate_per_s: float, count: int, seed: int) -> list[float]:
-    """When `count` requests arrive, in seconds: independent of each other, rate_per_s on average."""
+    """When `count` requests arrive, in seconds: independent of each other, rate_per_s on
+    average.
+    """
     rng = random.Random(seed)
     return list(accumulate(rng.expovariate(rate_per_s) for _ in range(count)))
 
@@ -64,7 +66,7 @@ def new_trace(
 
 
 def all_at_once(output_lens: Sequence[int], prompt_len: int = 1) -> list[Arrival]:
-    """An offline job: everybody is there when it begins."""
+    """An offline job: all requests are there when it begins."""
     count = len(output_lens)
     return new_trace([0.0] * count, [prompt_len] * count, output_lens)
 

@@ -1,5 +1,5 @@
-"""The lesson's experiments on a virtual clock: one long prompt among decodes, the budget as a trade of
-first tokens against next tokens, and two pools of GPUs.
+"""The lesson's experiments on a virtual clock: one long prompt among decodes, the budget as a trade
+of first tokens against next tokens, and two pools of GPUs.
 
 Each returns a Log of lesson 14's `serve`. costs.py says what a step takes.
 """

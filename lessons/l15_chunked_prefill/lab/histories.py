@@ -22,8 +22,8 @@ ROWS_EACH = 8  # numbers that belong to a request: its own, and those of its oth
 class Asked(NamedTuple):
     """A request of a history. Steps are counted from 0.
 
-    answers: so many fork from one prompt. aborts: the step in which its client gives up; after_pass:
-    between the pass of that step and `finish`, else before `schedule`.
+    answers: so many fork from one prompt. aborts: the step in which its client gives up;
+    after_pass: between the pass of that step and `finish`, else before `schedule`.
     """
 
     arrives: int
@@ -68,7 +68,7 @@ class Trial:
             self.abort_those(after_pass=False)
             self.step()
             self.steps += 1
-            assert self.steps <= self.most_steps(), "somebody starves"
+            assert self.steps <= self.most_steps(), "a request starves"
         self.rules.check_end()
         return self.check_answers()
 
@@ -124,7 +124,7 @@ class Trial:
         return last + 1 + newcomers * work
 
     def check_answers(self) -> list[Sequence]:
-        """Everybody has the tokens of running alone, as many as asked for unless aborted."""
+        """Each request has the tokens of running alone, as many as asked for unless aborted."""
         served = []
         for index, sequences in self.sequences.items():
             for sequence in sequences:
@@ -150,7 +150,7 @@ class Rules:
     def check(self, step: Step) -> None:
         """Raises AssertionError, which says what is wrong with the step or the blocks."""
         scheduler = self.scheduler
-        assert step.chunks or scheduler.is_idle, "somebody is here, and nothing runs"
+        assert step.chunks or scheduler.is_idle, "a request is here, and nothing runs"
         assert step.num_tokens <= scheduler.max_num_batched_tokens, "more tokens than the budget"
         in_step = [chunk.sequence.row for chunk in step.chunks]
         assert len(in_step) == len(set(in_step)), "a sequence twice in a step"
@@ -186,14 +186,14 @@ class Rules:
             written = table[sequence.computed // blocks.block_size :]
             assert all(owners[block] == 1 for block in written), "writes what others read"
             copied.add(written[0])
-        assert {target for _, target in step.copies} <= copied, "a copy that nobody needs"
+        assert {target for _, target in step.copies} <= copied, "a copy that no sequence needs"
 
     def is_right(self, sequence: Sequence, end: int, owned: int) -> bool:
         """Whether a sequence that holds `end` tokens after the step may own so many blocks."""
         return owned == self.scheduler.blocks.blocks_for(end)
 
     def check_preempted(self) -> None:
-        """Who was sent away comes back only when somebody has left since."""
+        """Who was sent away comes back only when a request has left since."""
         self.has_preempted = False
         for sequence in self.scheduler.waiting:
             if sequence.preemptions > self.sent_away.get(sequence.row, (0, 0))[0]:
@@ -205,10 +205,10 @@ class Rules:
                 # A prefix cache also frees blocks when two have computed the same tokens.
                 has_cache = isinstance(self.scheduler.blocks, CachingBlockManager)
                 is_allowed = has_cache or self.departures > departures
-                assert is_allowed, "sent away, and back before anybody left"
+                assert is_allowed, "sent away, and back before a request left"
 
     def check_end(self) -> None:
-        """When all have gone, nobody owns a block."""
+        """When all have gone, no sequence owns a block."""
         blocks = self.scheduler.blocks
         assert not blocks.tables and blocks.num_free == blocks.num_blocks, "blocks leak"
 
@@ -247,4 +247,4 @@ class ChunkedRules(Rules):
         lacks_room = not room or not scheduler.has_place(head)
         needed = scheduler.blocks.blocks_for(len(head.tokens))
         lacks_blocks = needed > scheduler.blocks.num_free
-        assert lacks_room or lacks_blocks, "somebody waits without a reason"
+        assert lacks_room or lacks_blocks, "a request waits without a reason"

@@ -1,5 +1,5 @@
-"""The long prompt among decodes on the real model and this machine: measured seconds move lesson 14's
-virtual clock.
+"""The long prompt among decodes on the real model and this machine: measured seconds move lesson
+14's virtual clock.
 """
 
 from lessons.l02_naive_attention.decoder import Decoder

@@ -56,8 +56,8 @@ def gaps_over_time(log: Log, row: int = 0) -> list[tuple[float, float]]:
 
 @style()
 def draw_spike(chunked: int = BUDGET) -> ClassFigure:
-    """Inter-token latency of one of the eight while a prompt of 32k tokens comes: prompts first, and
-    in chunks with this budget.
+    """Inter-token latency of one of the eight while a prompt of 32k tokens comes: prompts first,
+    and in chunks with this budget.
     """
     ways = {None: ("naive", "prompts first"), chunked: ("optimized", f"chunks, budget {chunked}")}
     logs = {budget: long_prompt(budget) for budget in ways}

@@ -19,7 +19,9 @@ def new_scheduler(kind, blocks: BlockManager, max_num_seqs, max_num_batched_toke
 
 
 def new_swapping(blocks: BlockManager, slip=ChunkedScheduler, host_blocks=None, **arguments):
-    """(a scheduler that swaps, the virtual model whose memory it swaps). slip: a scheduler, or a host."""
+    """(a scheduler that swaps, the virtual model whose memory it swaps). slip: a scheduler, or a
+    host.
+    """
     model = VirtualModel(blocks)
     scheduler, host = (ChunkedScheduler, slip) if issubclass(slip, Host) else (slip, Host)
     host = host(HostSwap(Lender(model.memory, blocks)), host_blocks)
@@ -37,7 +39,7 @@ class Raises(ChunkedScheduler):
 
 
 class PreemptsTheFirst(ChunkedScheduler):
-    """Takes blocks from whoever has run for longest."""
+    """Takes blocks from the request that has run for longest."""
 
     def run(self, sequence, most, step):
         count, held = min(sequence.to_compute, most), sequence.computed

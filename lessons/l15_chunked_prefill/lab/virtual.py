@@ -1,10 +1,10 @@
-"""A model that is a hash, over a memory that holds tokens: it shows every mistake of a scheduler, and
-runs a history in a millisecond.
+"""A model that is a hash, over a memory that holds tokens: it shows every mistake of a scheduler,
+and runs a history in a millisecond.
 
-What a pool of K and V would hold of a token, `TokenMemory` holds as the token itself. `VirtualModel`
-writes a step's tokens through the block tables, reads each sequence's context back the same way,
-and makes the next token from what it has read. So a block that was lost, mixed up or not copied
-changes the answer, and is reported at once.
+What a pool of K and V would hold of a token, `TokenMemory` holds as the token itself.
+`VirtualModel` writes a step's tokens through the block tables, reads each sequence's context back
+the same way, and makes the next token from what it has read. So a block that was lost, mixed up or
+not copied changes the answer, and is reported at once.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""What the benchmarks run: the shape of models/tiny with random weights, eight requests that decode,
-and a prompt or a chunk of it beside them.
+"""What the benchmarks run: the shape of models/tiny with random weights, eight requests that
+decode, and a prompt or a chunk of it beside them.
 """
 
 import torch
@@ -40,7 +40,9 @@ def mixed_step(chunk: int) -> tuple[StepRunner, Step, Step]:
 
 
 def arriving_prompt(tokens: int) -> tuple[StepRunner, Step, Step, Step]:
-    """mixed_step of a whole prompt, and a step of its last chunk, which sees what stands before it."""
+    """mixed_step of a whole prompt, and a step of its last chunk, which sees what stands before
+    it.
+    """
     runner, decodes, whole = mixed_step(tokens)
     ((prompt, _),) = whole.chunks
     chunk = min(tokens, BUDGET - DECODES)

@@ -1,5 +1,5 @@
-"""Seconds of 128 tokens for each request of a batch: one token a pass, a small model that drafts, and
-n-grams. All three give the same greedy tokens. Then the verification alone.
+"""Seconds of 128 tokens for each request of a batch: one token a pass, a small model that drafts,
+and n-grams. All three give the same greedy tokens. Then the verification alone.
 
     python -m lessons.toolbox.measure.bench 16
 """

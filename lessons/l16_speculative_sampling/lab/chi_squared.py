@@ -69,7 +69,9 @@ def behind(model: Decoder, prompt: list[int], prefix: Prefix, params: SamplingPa
 
 @dataclass(frozen=True)
 class Steps:
-    """counts: [U ** length] how often each sequence came; kept: first drafted tokens that stayed."""
+    """counts: [U ** length] how often each sequence came; kept: first drafted tokens that
+    stayed.
+    """
 
     counts: Tensor
     kept: int
@@ -125,7 +127,8 @@ def sequences(tables: Tables, outputs: list[list[int]]) -> Tensor:
 
 
 def chi_squared(counts: Tensor, expected: Tensor) -> tuple[float, int]:
-    """The statistic and its degrees of freedom. counts, expected: [cells]; the rare ones are pooled.
+    """The statistic and its degrees of freedom. counts, expected: [cells]; the rare ones are
+    pooled.
 
     Infinite if something came that cannot come.
     """

@@ -51,7 +51,7 @@ def cells(target: Table, draft: Table, drafted: Prefix):
     prefixes = [drafted[:seen] for seen in range(len(drafted) + 1)]
     p = torch.stack([target[prefix] for prefix in prefixes])
     q = torch.stack([draft[prefix] for prefix in prefixes])
-    q[-1] = torch.nan  # the bonus row is read by nobody
+    q[-1] = torch.nan  # the bonus row is never read
     accepts = []
     for row, token in enumerate(drafted):
         ratio = (p[row, token] / q[row, token]).clamp(max=1)

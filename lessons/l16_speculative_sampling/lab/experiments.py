@@ -1,5 +1,5 @@
-"""What is counted on the embedded pair (acceptance, tokens a step), what is timed there (c), and what
-is predicted for an 8B draft beside a 70B target.
+"""What is counted on the embedded pair (acceptance, tokens a step), what is timed there (c), and
+what is predicted for an 8B draft beside a 70B target.
 
     python -m lessons.l16_speculative_sampling.lab.experiments      prints all of it
 """
@@ -90,8 +90,8 @@ def pass_s(model, batch: int, new: int, context: int = 64, rounds: int = 9) -> f
 
 
 def predicted_pass_s(model: ModelShape, batch: int, new: int, context: int = CONTEXT) -> float:
-    """Seconds that a pass must take at least on one H100, if the model fitted; only ratios of it are
-    used, and in a ratio the number of GPUs cancels.
+    """Seconds that a pass must take at least on one H100, if the model fitted; only ratios of it
+    are used, and in a ratio the number of GPUs cancels.
     """
     chip, tokens = CHIPS["h100"], batch * new
     pairs = batch * (new * context + new * (new + 1) / 2)
@@ -129,8 +129,11 @@ def main() -> None:
     target, draft, _ = embedded_pair()
     for batch in (1, 4, 16, 32):
         one = pass_s(target, batch, 1)
-        print(f"batch {batch}: c = {pass_s(draft, batch, 1) / one:.2f}, a pass over {COUNT + 1} "
-              f"tokens takes {pass_s(target, batch, COUNT + 1) / one:.2f} of one over 1")  # fmt: skip
+        print(
+            f"batch {batch}: c = {pass_s(draft, batch, 1) / one:.2f}, a pass over {COUNT + 1} "
+            # Fmt: skip.
+            f"tokens takes {pass_s(target, batch, COUNT + 1) / one:.2f} of one over 1"
+        )
 
 
 if __name__ == "__main__":

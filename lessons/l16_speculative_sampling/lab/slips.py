@@ -20,7 +20,7 @@ def slipped(p, q, drafted, u, cu_rows, verify_one):
 
 
 def one_sequence(p, q, drafted, u, rest_of, ratio_of=lambda p, q: p / q, bonus_of=None):
-    """verify_sequence, whose rest, ratio and bonus row are somebody else's."""
+    """verify_sequence, whose rest, ratio and bonus row are another sequence's."""
     emitted, last = [], len(drafted) - 1
     for row in range(last):
         token = drafted[row]

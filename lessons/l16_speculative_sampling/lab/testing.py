@@ -1,4 +1,6 @@
-"""What tests and exercises share: rows of p and q with known edges, whose sums are exact in float32."""
+"""What tests and exercises share: rows of p and q with known edges, whose sums are exact in
+float32.
+"""
 
 from typing import NamedTuple
 
@@ -60,8 +62,8 @@ def in_units(rows: int, vocab_size: int, units: int = UNITS) -> Tensor:
 def rows_of(counts: list[int], vocab_size: int, kind: str = "normal") -> Rows:
     """Sequences with so many drafted tokens each; -1: padding without rows.
 
-    Rows lie apart with NaN between them. In bonus rows drafted is -1 and q is NaN, or in every other
-    one something that looks like a distribution.
+    Rows lie apart with NaN between them. In bonus rows drafted is -1 and q is NaN, or in every
+    other one something that looks like a distribution.
     """
     total = sum(count + 1 for count in counts)
     # With coarse steps a random number often falls on the very end of a token.

@@ -15,8 +15,8 @@ from lessons.toolbox.measure.device import default_device
 
 MODELS = Path(__file__).parents[3] / "models"
 MOST_PROMPT, NEW_TOKENS = 96, 32
-# What is timed is longer than what is counted, because a batch of one has one prompt alone: in a few
-# tokens of it nothing is repeated yet, and whether a draft is right is chance.
+# What is timed is longer than what is counted, because a batch of one has one prompt alone: in a
+# few tokens of it nothing is repeated yet, and whether a draft is right is chance.
 TIMED_TOKENS = 128
 SHAPE = "models/tiny, models/tiny-draft" + (
     "" if ON_GPU else f" · threads {torch.get_num_threads()}"

@@ -1,7 +1,7 @@
 """What speculation gains, as a formula: alpha, K and c.
 
-alpha: the probability that a drafted token stays, taken as the same for each. K: drafted tokens of a
-step. c: the time of one pass of the draft over the time of one pass of the target.
+alpha: the probability that a drafted token stays, taken as the same for each. K: drafted tokens of
+a step. c: the time of one pass of the draft over the time of one pass of the target.
 
 Source: Leviathan et al. 2023, section 3.
 """

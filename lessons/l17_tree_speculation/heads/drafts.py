@@ -1,7 +1,7 @@
 """Who fills a tree: Medusa's heads, or EAGLE's layer with a small cache of its own.
 
-Both go down the tree level by level. `level_logits` says what may stand behind each node of a level,
-and a `Choice` (guesses.py) makes the children of it.
+Both go down the tree level by level. `level_logits` says what may stand behind each node of a
+level, and a `Choice` (guesses.py) makes the children of it.
 """
 
 import torch
@@ -21,8 +21,8 @@ from lessons.l17_tree_speculation.trees.tree import MOST_NODES, Tree
 
 
 class HeadDrafter:
-    """What both drafters share. taps: where they want the target to be read. lm_head: what their guesses
-    come from, if it is not the target's last matrix.
+    """What both drafters share. taps: where they want the target to be read. lm_head: what their
+    guesses come from, if it is not the target's last matrix.
     """
 
     taps: tuple[int, ...] = ()
@@ -102,7 +102,9 @@ class MedusaDrafter(HeadDrafter):
         return len(self.heads.heads)
 
     def level_logits(self, depth, level, trees, tokens) -> Tensor:
-        """One row a request; its nodes share it, because a head does not know the guesses: [P, V]."""
+        """One row a request; its nodes share it, because a head does not know the guesses: [P,
+        V].
+        """
         rows = list(dict.fromkeys(parent.request.row for parent in level))
         hidden = torch.stack([self.newest[row] for row in rows])
         logits = self.logits(self.heads.heads[depth](hidden))
@@ -202,8 +204,8 @@ class EagleDrafter(HeadDrafter):
         return sum(at <= depth for at in depths[: parent.node])
 
     def catch_up(self, requests: list[Request]) -> dict[int, Tensor]:
-        """Run the pairs that the target has made since: its features, each with the next token. Of each
-        request: [pairs, hidden_size].
+        """Run the pairs that the target has made since: its features, each with the next token. Of
+        each request: [pairs, hidden_size].
         """
         new = {}
         for request in requests:
@@ -226,8 +228,8 @@ class EagleDrafter(HeadDrafter):
 
     def go_deeper(self, depth, requests, trees, tokens) -> dict[int, Tensor]:
         """Run the tree down to `depth`, whose tokens are known. Nodes that ran before run again: it
-        is one small layer, and so a level is one pass whatever the tree looks like. Of each request:
-        [nodes, hidden_size].
+        is one small layer, and so a level is one pass whatever the tree looks like. Of each
+        request: [nodes, hidden_size].
         """
         new, shapes, inputs = {}, {}, []
         for request in requests:

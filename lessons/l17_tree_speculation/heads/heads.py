@@ -1,10 +1,10 @@
 """Drafts that read the target's hidden states: Medusa's heads, and EAGLE's one layer.
 
-Read `MedusaHeads`, then `EagleDraft`, then `Eagle3Draft`. All of them end in the target's own head, or
-in some of its rows (small_head.py). They belong to one set of target weights (heads_files.py).
+Read `MedusaHeads`, then `EagleDraft`, then `Eagle3Draft`. All of them end in the target's own head,
+or in some of its rows (small_head.py). They belong to one set of target weights (heads_files.py).
 
-A *feature* is what the target computed for a token: for Medusa and EAGLE its hidden state behind the
-last norm, for EAGLE-3 what stands behind several of its layers.
+A *feature* is what the target computed for a token: for Medusa and EAGLE its hidden state behind
+the last norm, for EAGLE-3 what stands behind several of its layers.
 
 Sources: Cai et al. 2024, Medusa, section 2.1; Li et al. 2024, EAGLE, section 4; Li et al. 2025,
 EAGLE-3, sections 3.1 and 3.2.
@@ -24,8 +24,8 @@ from lessons.toolbox.model.config import ModelConfig
 
 class DraftHeads(nn.Module):
     """What all of them share. taps: where they read the target; (): the feature is the hidden state
-    behind the last norm. lm_head: None where they end in the target's. acceptance: how often each guess
-    was right, as best_tree wants it; None if nobody has measured it.
+    behind the last norm. lm_head: None where they end in the target's. acceptance: how often each
+    guess was right, as best_tree wants it; None if it was never measured.
     """
 
     kind: str
@@ -150,7 +150,9 @@ class EagleDraft(FeatureDraft):
         self.layer = DecoderLayer(self.config)
 
     def features(self, tapped: Tensor) -> Tensor:
-        """What the layer gets of the target's features, [T, hidden_size]: they are taken as they are."""
+        """What the layer gets of the target's features, [T, hidden_size]: they are taken as they
+        are.
+        """
         return tapped
 
     def forward(self, embeddings: Tensor, features: Tensor, attend: Callable) -> Tensor:
@@ -188,7 +190,9 @@ class Eagle3Draft(FeatureDraft):
         self.norm = RMSNorm(size, eps)
 
     def features(self, tapped: Tensor) -> Tensor:
-        """Three features side by side become one. tapped: [T, 3 · hidden_size] -> [T, hidden_size]."""
+        """Three features side by side become one. tapped: [T, 3 · hidden_size] -> [T,
+        hidden_size].
+        """
         return self.fuse(tapped)
 
     def forward(self, embeddings: Tensor, features: Tensor, attend: Callable) -> Tensor:

@@ -1,4 +1,6 @@
-"""Heads on the disk. They belong to one set of target weights: `load_heads` refuses another target's."""
+"""Heads on the disk. They belong to one set of target weights: `load_heads` refuses another
+target's.
+"""
 
 import hashlib
 import json
@@ -42,8 +44,8 @@ def find_heads(name_or_path: str | os.PathLike) -> str:
 def load_heads(name_or_path: str | os.PathLike, target: Decoder) -> Heads:
     """Heads from a folder, on the target's device and in its dtype.
 
-    Raises CheckpointError, one line, for files that cannot be read, heads of another kind, of another
-    target, or whose sizes or tensors do not fit.
+    Raises CheckpointError, one line, for files that cannot be read, heads of another kind, of
+    another target, or whose sizes or tensors do not fit.
     """
     from lessons.toolbox.model.stored import open_file  # here, because training alone needs no file
 
@@ -51,7 +53,8 @@ def load_heads(name_or_path: str | os.PathLike, target: Decoder) -> Heads:
     config = read_json(Path(folder, "config.json"))
     if config.get("kind") not in tuple(KINDS):
         raise CheckpointError(
-            f"kind in {folder}/config.json: got {config.get('kind')!r}; accepted: {', '.join(KINDS)}"
+            f"kind in {folder}/config.json: got {config.get('kind')!r}; accepted: "
+            f"{', '.join(KINDS)}"
         )
     ours = fingerprint(target)
     if config.get("target_fingerprint") != ours:

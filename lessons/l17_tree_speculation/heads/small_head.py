@@ -1,10 +1,11 @@
 """A last matrix for drafts: of the target's rows only those of the tokens that are used most.
 
-The target's last matrix is a large part of a small draft, and a draft reads all of it for every guess.
-But most tokens of a text are among a few. What the matrix leaves out is never guessed, and comes from
-the target itself.
+The target's last matrix is a large part of a small draft, and a draft reads all of it for every
+guess. But most tokens of a text are among a few. What the matrix leaves out is never guessed, and
+comes from the target itself.
 
-Sources: Zhao et al. 2025, FR-Spec (arXiv 2502.14856); the published EAGLE-3 drafts, `draft_vocab_size` and `d2t`.
+Sources: Zhao et al. 2025, FR-Spec (arXiv 2502.14856); the published EAGLE-3 drafts,
+`draft_vocab_size` and `d2t`.
 """
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.toolbox.model.arguments import check_whole, refuse
 
-# The logit of every other token. Its probability is 0, as that of -inf would be. But if a request allows
-# only such tokens, they are equally likely and not nan.
+# The logit of every other token. Its probability is 0, as that of -inf would be. But if a request
+# allows only such tokens, they are equally likely and not nan.
 NEVER = -1e4
 
 

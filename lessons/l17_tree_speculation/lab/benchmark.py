@@ -1,5 +1,5 @@
-"""Seconds of 128 tokens for each request of a batch: one token a pass, and with heads that fill a tree.
-All give the same greedy tokens. Then the attention alone: a tree in one launch, path by path.
+"""Seconds of 128 tokens for each request of a batch: one token a pass, and with heads that fill a
+tree. All give the same greedy tokens. Then the attention alone: a tree in one launch, path by path.
 
     python -m lessons.toolbox.measure.bench 17
 """

@@ -16,7 +16,7 @@ from lessons.l16_speculative_sampling.lab.enumeration import Prefix, Table, midd
 from lessons.l17_tree_speculation.trees.guesses import NOT_DRAWN
 from lessons.l17_tree_speculation.trees.tree import Tree
 
-ROOT = -7  # stands for the root's token, which nobody asks for
+ROOT = -7  # stands for the root's token, which is never asked for
 
 
 def fills(tree: Tree, draft: Table, vocab_size: int) -> Iterator[tuple[list[int], float]]:
@@ -77,7 +77,7 @@ def cells(tree: Tree, target: Table, draft: Table, tokens: list[int]):
         for child, ratio in zip(children, ratios):
             accepts[child] = list(zip(*middles(ratio)))
         if not children:
-            q[node] = torch.nan  # nobody reads what stands behind a leaf
+            q[node] = torch.nan  # what follows a leaf is never read
     for *chosen, (number, size) in product(*accepts, list(zip(*middles(torch.cat(draws))))):
         u = torch.full((len(tree), 2), float(number), dtype=torch.float64)
         for node, (accept, share) in enumerate(chosen):

@@ -1,5 +1,5 @@
-"""What is counted on the embedded model: how often guesses are right, tokens a pass, and how far typical
-acceptance leaves the target's distribution. Nothing is timed.
+"""What is counted on the embedded model: how often guesses are right, tokens a pass, and how far
+typical acceptance leaves the target's distribution. Nothing is timed.
 
     python -m lessons.l17_tree_speculation.lab.experiments
 
@@ -116,8 +116,8 @@ def surprise(outputs: list[list[int]], requests: int = REQUESTS) -> float:
 
 @torch.inference_mode()
 def lost_probability(outputs: list[list[int]], kind: str, tree: Tree, requests: int) -> float:
-    """The total variation between what typical acceptance emits next and what the target would, mean
-    over the places of some answers at which heads have something to read.
+    """The total variation between what typical acceptance emits next and what the target would,
+    mean over the places of some answers at which heads have something to read.
 
     Behind a text the rule is certain where a guess of the root passes: all of the probability goes
     to one token, and 1 - p of it is in the wrong place. Where no guess passes, nothing is.

@@ -1,5 +1,5 @@
-"""The lesson's three pictures: a tree with its mask, what typical acceptance makes of a distribution,
-and how many tokens the best tree of so many nodes gives.
+"""The lesson's three pictures: a tree with its mask, what typical acceptance makes of a
+distribution, and how many tokens the best tree of so many nodes gives.
 
     python -m lessons.l17_tree_speculation.lab.pictures
 
@@ -34,7 +34,8 @@ MASK_SVG, TYPICAL_SVG, NODES_SVG = (HERE / f"{name}.svg" for name in ("mask", "t
 EXAMPLE = Tree((-1, 0, 0, 0, 1, 1, 2))
 WORDS = ("in", "range", "self", "enum", "(", "s", ".")
 MASK_ALT = (
-    "A tree of seven nodes: the root in, its children range, self and enum; behind range an opening "
+    "A tree of seven nodes: the root in, its children range, self and enum; behind range an "
+    "opening "
     "bracket and s, behind self a point. Beside it the mask: each node sees the text in front, the "
     "nodes on its way from the root, and itself."
 )
@@ -42,11 +43,13 @@ ANIMALS = ("cat", "dog", "bird", "fish", "ant")
 P = (0.4, 0.3, 0.15, 0.1, 0.05)
 GUESSES = (1, 2)  # dog first, then bird
 TYPICAL_ALT = (
-    "Five words with the target's probabilities, and what is emitted if a head guesses dog and bird: "
+    "Five words with the target's probabilities, and what is emitted if a head guesses dog and "
+    "bird: "
     "with exact acceptance the same, with typical acceptance always dog."
 )
 NODES_ALT = (
-    "Expected tokens a pass over the nodes of the best tree, for Medusa, EAGLE and EAGLE-3 heads on "
+    "Expected tokens a pass over the nodes of the best tree, for Medusa, EAGLE and EAGLE-3 heads "
+    "on "
     "the embedded model: all rise, and flatten from about 16 nodes on."
 )
 NAMES = {"medusa": "Medusa", "eagle": "EAGLE", "eagle3": "EAGLE-3"}
@@ -159,7 +162,8 @@ def draw_nodes(found: dict | None = None) -> ClassFigure:
     best = max(found["kinds"], key=lambda kind: found["kinds"][kind]["expected"]["64"])
     few, many = (found["kinds"][best]["expected"][nodes] for nodes in ("16", "64"))
     fig, ax = frame(
-        f"{NAMES[best]}: 16 nodes give {few:.1f} tokens a pass, 64 nodes {many:.1f}, so few are enough",
+        f"{NAMES[best]}: 16 nodes give {few:.1f} tokens a pass, 64 nodes {many:.1f}, so few are "
+        "enough",
         "computed from counted acceptances, greedy, held-out code, models/tiny",
         (10, 4.8),
     )

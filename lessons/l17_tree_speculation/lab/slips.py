@@ -10,7 +10,7 @@ from lessons.l16_speculative_sampling.naive import residual
 
 
 def walked(p, q, tree, tokens, u, *, next_rest, next_share, weights_of=None):
-    """verify_tree, whose next p, next q and last weights are somebody else's."""
+    """verify_tree, whose next p, next q and last weights are another sequence's."""
     path = [0]
     while True:
         node = path[-1]
@@ -60,7 +60,9 @@ def residual_not_updated(p, q, tree, tokens, u):
 
 
 def residual_of_the_first_q(p, q, tree, tokens, u):
-    """The second sibling is held against q as it was, although it was drawn from q without the first."""
+    """The second sibling is held against q as it was, although it was drawn from q without the
+    first.
+    """
     return walked(
         p, q, tree, tokens, u, next_rest=next_residual, next_share=lambda share, token: share
     )

@@ -1,4 +1,6 @@
-"""What tests and exercises share: trees over pages, and heads that are right often, but not always."""
+"""What tests and exercises share: trees over pages, and heads that are right often, but not
+always.
+"""
 
 from collections.abc import Sequence
 
@@ -48,8 +50,8 @@ def random_heads(
     scale: float = 0.5,
     guessed: Sequence[int] | None = None,
 ) -> Heads:
-    """Untrained heads of any kind, in the target's dtype. guessed: the tokens that they can guess, if
-    not all.
+    """Untrained heads of any kind, in the target's dtype. guessed: the tokens that they can guess,
+    if not all.
     """
     sizes = dict(intermediate_size=24)
     if kind == MedusaHeads.kind:

@@ -1,5 +1,5 @@
-"""What the experiments and the benchmark serve: lesson 16's prompts, and the heads that belong to the
-embedded target.
+"""What the experiments and the benchmark serve: lesson 16's prompts, and the heads that belong to
+the embedded target.
 """
 
 from functools import lru_cache

@@ -72,7 +72,9 @@ class Chosen:
     """For trees whose nodes were chosen without chance. Exact, token for token."""
 
     def paths(self, logits: Tensor, asked: list[Asked], q: Tensor | None) -> list[list[int]]:
-        """Sample behind every node as plain decoding would, then follow what was sampled. logits: [R, V]."""
+        """Sample behind every node as plain decoding would, then follow what was sampled. logits:
+        [R, V].
+        """
         owners, behind = behind_each_node(asked)
         extended = [
             Request(
@@ -117,8 +119,8 @@ def verify_trees(
 ) -> tuple[list[list[int]], list[int]]:
     """verify_tree for B trees at once: the nodes that stay of each, and the token behind them.
 
-    p, q: [R, V], u: [R, 2], the nodes of all trees one after the other. All trees go down a level at
-    a time, and ask their children in turn. -1 for a tree whose p holds NaN.
+    p, q: [R, V], u: [R, 2], the nodes of all trees one after the other. All trees go down a level
+    at a time, and ask their children in turn. -1 for a tree whose p holds NaN.
     """
     device, starts = p.device, starts_of(asked)
     children, tokens = child_table(asked).to(device), [t for one in asked for t in one.tokens]

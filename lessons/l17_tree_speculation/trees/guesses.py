@@ -37,7 +37,9 @@ class Parent(NamedTuple):
 
 
 class Ranked:
-    """The likeliest tokens. Nothing is drawn, so nothing has to be known about their probability."""
+    """The likeliest tokens. Nothing is drawn, so nothing has to be known about their
+    probability.
+    """
 
     q = None
 

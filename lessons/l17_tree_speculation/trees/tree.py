@@ -7,8 +7,8 @@
 Node 0 is the root: the newest token, which is certain. All others are drafted. A tree is a shape
 only; the tokens of its nodes are chosen in each step.
 
-Sources: Miao et al. 2024, SpecInfer, section 4.2 (tree attention); Cai et al. 2024, Medusa, sections
-2.1.2 and 2.3.3 (which tree).
+Sources: Miao et al. 2024, SpecInfer, section 4.2 (tree attention); Cai et al. 2024, Medusa,
+sections 2.1.2 and 2.3.3 (which tree).
 """
 
 import heapq
@@ -97,12 +97,12 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether nobody has a sibling: lesson 16's shape, for which no mask is needed."""
+        """Whether no node has a sibling: lesson 16's shape, for which no mask is needed."""
         return self.depth == len(self) - 1
 
     def first(self, nodes: int) -> "Tree":
-        """The first nodes, the root at least. Parents stand in front, so these are a tree, too; and of
-        `best_tree`'s the best one of so many nodes.
+        """The first nodes, the root at least. Parents stand in front, so these are a tree, too; and
+        of `best_tree`'s the best one of so many nodes.
         """
         return self if nodes >= len(self) else Tree(self.parents[:nodes])
 
@@ -133,7 +133,8 @@ def full_tree(widths: Sequence[int]) -> Tree:
 
 def tree_of_ranks(ranks: Sequence[tuple[int, ...]]) -> Tree:
     """Medusa's and vLLM's notation: each node but the root as the way to it, a rank for each depth.
-    (0, 2) is the third best guess behind the best first one. Nodes get numbers by depth, then by rank.
+    (0, 2) is the third best guess behind the best first one. Nodes get numbers by depth, then by
+    rank.
 
     Raises ValueError unless all ways differ, and each node's parent and better siblings are there.
     """

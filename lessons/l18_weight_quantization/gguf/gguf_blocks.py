@@ -4,7 +4,7 @@
     weight.dequantize()                            [N, K] float32, as llama.cpp computes them
 
 A row of a matrix is cut into blocks of 32 values, or super-blocks of 256. Each is a record of its
-own: its scales stand beside its codes, so whoever has a block's bytes has all that it means.
+own: its scales stand beside its codes, so a block's bytes are all that it means.
 
 All these formats pack codes by one rule, `unpack_runs`: the lowest bits of a run of bytes are the
 first values, the next bits of the same bytes are the next values. So a mask or a shift of 32 bytes

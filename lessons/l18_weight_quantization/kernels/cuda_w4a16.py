@@ -63,8 +63,8 @@ def w4a16_cuda(x: Tensor, weight: GroupedInt, bias: Tensor | None = None) -> Ten
 
 
 def check_layout(weight: GroupedInt) -> None:
-    """Raise ValueError unless the matrix has 4 bits, float16 scales, dense rows, and groups of whole
-    loads: a lane's 32 codes share a scale.
+    """Raise ValueError unless the matrix has 4 bits, float16 scales, dense rows, and groups of
+    whole loads: a lane's 32 codes share a scale.
     """
     if not isinstance(weight, GroupedInt) or weight.bits != 4:
         raise ValueError(f"weight: got {describe(weight)}; accepted: GroupedInt of 4 bits")
@@ -82,8 +82,8 @@ def check_layout(weight: GroupedInt) -> None:
 
 
 def check_rows(x: Tensor, codes: Tensor) -> None:
-    """Raise ValueError unless every row of x: [M, K] and of codes: [N, bytes] starts at a multiple of
-    16 bytes, because a lane loads 16 bytes at once, and a grid holds the rows of x.
+    """Raise ValueError unless every row of x: [M, K] and of codes: [N, bytes] starts at a multiple
+    of 16 bytes, because a lane loads 16 bytes at once, and a grid holds the rows of x.
     """
     for name, tensor in dict(x=x, codes=codes).items():
         stride = tensor.stride(0) * tensor.element_size()

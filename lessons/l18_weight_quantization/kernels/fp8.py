@@ -1,18 +1,20 @@
 """A product of FP8 with FP8: both factors have 8 bits, so the tensor cores multiply FP8 themselves.
 
-`matmul` of optimized.py stores the matrix in FP8 and multiplies in x's type. That halves the bytes, which
-is all that counts for few rows. With many rows the FLOPs count, and Hopper multiplies FP8 at twice the
-rate of BF16. For that x must be FP8 too: `quantize_rows` gives each row of x a scale of its own, found
-when the row is there ("dynamic"), and the row's and the matrix's scales multiply the finished sums.
+`matmul` of optimized.py stores the matrix in FP8 and multiplies in x's type. That halves the bytes,
+which is all that counts for few rows. With many rows the FLOPs count, and Hopper multiplies FP8 at
+twice the rate of BF16. For that x must be FP8 too: `quantize_rows` gives each row of x a scale of
+its own, found when the row is there ("dynamic"), and the row's and the matrix's scales multiply the
+finished sums.
 
 Where sums are kept: Hopper's FP8 instruction adds up with fewer bits than float32 has (about 14 of
-mantissa, as DeepSeek measured), and by default a kernel keeps adding in that register down the whole
-row. Here every step of 128 columns starts from zero, and its sum is added to a float32 register, times its
-scales. So a scale for each 128 × 128 tile of the matrix costs nothing more.
+mantissa, as DeepSeek measured), and by default a kernel keeps adding in that register down the
+whole row. Here every step of 128 columns starts from zero, and its sum is added to a float32
+register, times its scales. So a scale for each 128 × 128 tile of the matrix costs nothing more.
 
-It needs sm_89: an A100 has no FP8 instruction at all, whatever a guide says, and reads FP8 weights by
-`matmul` only. Hopper and Blackwell multiply FP8 only in their tall instructions (WGMMA and tcgen05), so
-the tile of 16 rows is converted to float16 there. It still reads half the bytes of BF16.
+It needs sm_89: an A100 has no FP8 instruction at all, whatever a guide says, and reads FP8 weights
+by `matmul` only. Hopper and Blackwell multiply FP8 only in their tall instructions (WGMMA and
+tcgen05), so the tile of 16 rows is converted to float16 there. It still reads half the bytes of
+BF16.
 
 Sources: DeepSeek-V3 technical report 2024, section 3.3.2 (fine-grained scales, promotion of sums);
 Micikevicius et al. 2022, FP8 Formats for Deep Learning.
@@ -53,8 +55,9 @@ def quantize_rows_kernel(
         is_x = start + column < size
         x = tl.load(x_row + start + column, mask=is_x, other=0.0).to(tl.float32)
         x = tl.div_rn(x, tl.zeros_like(x) + scale)
-        # Clamped, because the division may round up, and beyond 448 E4M3 has only NaN. A NaN in x stays
-        # one: plain minimum and maximum would turn it into a number, and the answer would look right.
+        # Clamped, because the division may round up, and beyond 448 E4M3 has only NaN. A NaN in x
+        # stays one: plain minimum and maximum would turn it into a number, and the answer would
+        # look right.
         x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
         x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         tl.store(values_ptr + row * size + start + column, x.to(tl.float8e4nv), mask=is_x)
@@ -82,8 +85,8 @@ def scaled_matmul_kernel(
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program: a tile of (x · x_scale) · (w · w_scale)ᵀ. x: [M, K], w: [N, K], both float8 or both
-    int8; x_scales: [M]; w_scales: one for SCALE_ROWS rows and BLOCK_K columns -> out: [M, N].
+    """One program: a tile of (x · x_scale) · (w · w_scale)ᵀ. x: [M, K], w: [N, K], both float8 or
+    both int8; x_scales: [M]; w_scales: one for SCALE_ROWS rows and BLOCK_K columns -> out: [M, N].
     """
     SUM: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -110,8 +113,8 @@ def scaled_matmul_kernel(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: [M, K] -> values [M, K] float8_e4m3fn and scales [M] float32, x ≈ values · scales. The largest
-    magnitude of each row becomes 448.
+    """x: [M, K] -> values [M, K] float8_e4m3fn and scales [M] float32, x ≈ values · scales. The
+    largest magnitude of each row becomes 448.
     """
     num_rows, size = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -127,7 +130,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def fp8_matmul(
     x: Tensor, weight: Float8Weight, bias: Tensor | None = None, tiles: GemmTiles | None = None
 ) -> Tensor:
-    """x: [M, K], quantized row by row; weight: [N, K], E4M3; bias: [N] or None -> [M, N] in x's dtype.
+    """x: [M, K], quantized row by row; weight: [N, K], E4M3; bias: [N] or None -> [M, N] in x's
+    dtype.
 
     Unlike `matmul`, it rounds x to 8 bits, so its result is less exact. Raises ValueError.
     """

@@ -25,9 +25,9 @@ FLOAT8_HOOKS = {torch.float8_e4m3fn: unpack.e4m3, torch.float8_e5m2: unpack.e5m2
 class Operand(NamedTuple):
     """A quantized matrix, [N, K], as the kernel takes it.
 
-    codes: [N, bytes of a row] uint8. scales: [N / scale_rows, groups]; zeros: the same, or None. In a
-    group of group_bytes bytes, byte i holds column i of the group in its low half and column
-    i + group_bytes in its high half; with one code a byte, column i. arrange: puts the columns of x:
+    codes: [N, bytes of a row] uint8. scales: [N / scale_rows, groups]; zeros: the same, or None. In
+    a group of group_bytes bytes, byte i holds column i of the group in its low half and column i +
+    group_bytes in its high half; with one code a byte, column i. arrange: puts the columns of x:
     [M, K] into the order in which the matrix stores them.
     """
 
@@ -114,7 +114,9 @@ def of_mxfp4(weight: Mxfp4Weight) -> Operand:
 
 
 def neighbours_apart(x: Tensor, group_size: int) -> Tensor:
-    """Columns 0, 2, 4 … of each group, then 1, 3, 5 …. x: [M, K] -> [M, groups, 2, group_size / 2]."""
+    """Columns 0, 2, 4 … of each group, then 1, 3, 5 …. x: [M, K] -> [M, groups, 2, group_size /
+    2].
+    """
     return x.unflatten(1, (-1, group_size // 2, 2)).transpose(2, 3)
 
 
@@ -137,7 +139,8 @@ def step_bytes(operand: Operand, longest: int | None = None) -> int | None:
     """Bytes of a row that the kernel takes at a time; None where no number of them will do.
 
     The largest power of two that divides a group, so that a step has one scale. A group that is too
-    short for that must be a power of two itself, of 4 bytes or more, so that a step has whole groups.
+    short for that must be a power of two itself, of 4 bytes or more, so that a step has whole
+    groups.
     """
     longest = longest or LONGEST_STEP[operand.codes_a_byte]
     row, group = operand.codes.shape[1], operand.group_bytes

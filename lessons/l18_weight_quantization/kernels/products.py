@@ -1,20 +1,28 @@
-"""One kernel for every format: x · Wᵀ, where W is unpacked in registers on its way to the tensor cores.
+"""One kernel for every format: x · Wᵀ, where W is unpacked in registers on its way to the tensor
+cores.
 
-`quantized_matmul_kernel` is lesson 7's tiled product with a hook, UNPACK, that says how codes become
-numbers (unpack.py). The matrix leaves memory as codes and is never written back as numbers.
+`quantized_matmul_kernel` is lesson 7's tiled product with a hook, UNPACK, that says how codes
+become numbers (unpack.py). The matrix leaves memory as codes and is never written back as numbers.
 
 Three decisions:
 
-- **What is added up in which type.** The tensor cores multiply numbers of x's type and add in float32.
-  Codes of whole numbers minus their zero point are exact in 16 bits, so a product has no error of its
-  own. A group's scale is applied to the float32 sum of that group: once for each output, not for each
+- **What is added up in which type.** The tensor cores multiply numbers of x's type and add in
+  float32.
+  Codes of whole numbers minus their zero point are exact in 16 bits, so a product has no error of
+    its
+  own. A group's scale is applied to the float32 sum of that group: once for each output, not for
+    each
   weight, and never rounded to 16 bits. Groups shorter than a step (fewer than 64 weights of 4 bits)
   cannot wait that long; there the scale is rounded to x's type and multiplies the weights.
-- **In which order.** A sum may be taken in any order as long as both factors agree. Each 32-bit word
+- **In which order.** A sum may be taken in any order as long as both factors agree. Each 32-bit
+  word
   gives its even and its odd bytes separately, so x is split the same way: `tl.split` of neighbours.
-- **Split-K.** At batch 1 a 4096 × 4096 matrix has 32 tiles of outputs and an H200 132 processors. So the
-  row of W is cut into splits; each writes a float32 partial of its own, and `add_partials_kernel` adds
-  them in the order of their numbers. There are no atomic additions, so the same input gives the same bits.
+- **Split-K.** At batch 1 a 4096 × 4096 matrix has 32 tiles of outputs and an H200 132 processors.
+  So the
+  row of W is cut into splits; each writes a float32 partial of its own, and `add_partials_kernel`
+    adds
+  them in the order of their numbers. There are no atomic additions, so the same input gives the
+    same bits.
 
 Sources: Frantar et al. 2024, MARLIN (W4A16 near the memory's rate); Triton's tutorial 03.
 """
@@ -88,11 +96,12 @@ def quantized_matmul_kernel(
     WHOLE_STEPS: tl.constexpr,
     UNPACK: tl.constexpr,
 ):
-    """One program: a tile of out = x · Wᵀ, over one split of the row. x: [M, K] -> out: [splits, M, N].
+    """One program: a tile of out = x · Wᵀ, over one split of the row. x: [M, K] -> out: [splits, M,
+    N].
 
     words: [N, row_bytes / 4] uint32, CODES codes a byte, neighbours GROUP_BYTES apart (GroupedInt).
-    scales, zeros: [N / SCALE_ROWS, groups]; zeros may be None. MIDDLE: the zero point that UNPACK has
-    subtracted. ONE_GROUP: a step of BLOCK_BYTES lies in one group. WHOLE_STEPS: row_bytes is a
+    scales, zeros: [N / SCALE_ROWS, groups]; zeros may be None. MIDDLE: the zero point that UNPACK
+    has subtracted. ONE_GROUP: a step of BLOCK_BYTES lies in one group. WHOLE_STEPS: row_bytes is a
     multiple of BLOCK_BYTES.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty

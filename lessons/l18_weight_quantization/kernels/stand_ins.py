@@ -1,11 +1,11 @@
-"""What stands for the kernels on a CPU: PyTorch's own products with packed integers, where it has fast
-ones, and else the naive product.
+"""What stands for the kernels on a CPU: PyTorch's own products with packed integers, where it has
+fast ones, and else the naive product.
 
 PyTorch reads packed weights quickly for x in bfloat16 alone. There its products unpack in vector
-registers, as our kernel does, and with few rows they beat BF16, because they read a half or a quarter
-of its bytes. For float32 the same functions are plain loops over numbers, many times slower than a
-float32 product, so float32 is dequantized. With more rows the arithmetic decides, and a product that
-unpacks for every few rows again loses to one that does not unpack.
+registers, as our kernel does, and with few rows they beat BF16, because they read a half or a
+quarter of its bytes. For float32 the same functions are plain loops over numbers, many times slower
+than a float32 product, so float32 is dequantized. With more rows the arithmetic decides, and a
+product that unpacks for every few rows again loses to one that does not unpack.
 """
 
 import torch
@@ -44,8 +44,8 @@ def matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Te
 
 
 def matmul_for(device: torch.device) -> Multiply:
-    """What a QuantizedLinear multiplies by on a device: the kernels where they are compiled, PyTorch
-    where they would be interpreted.
+    """What a QuantizedLinear multiplies by on a device: the kernels where they are compiled,
+    PyTorch where they would be interpreted.
     """
     return optimized.matmul if device.type == "cuda" else matmul
 

@@ -6,17 +6,18 @@ lesson 12 hands LOAD to its kernels. The compiler puts its lines into the kernel
     UNPACK(word, PLACE, dtype, table_ptr) -> [N, 2 · W] of type dtype
 
 word: [N, W] uint32, four bytes of codes each. PLACE: a constant. The hook takes the two codes that
-begin at bit PLACE and at bit PLACE + 16 of each word. So PLACE 0 gives the codes of bytes 0 and 2, in
-order, and PLACE 8 those of bytes 1 and 3; with 4 bits a code, 4 and 12 give the high halves.
+begin at bit PLACE and at bit PLACE + 16 of each word. So PLACE 0 gives the codes of bytes 0 and 2,
+in order, and PLACE 8 those of bytes 1 and 3; with 4 bits a code, 4 and 12 give the high halves.
 
 Why words, and why not bytes: an H200 that reads 4-bit weights at full speed has time for about 3.4
-instructions a weight. Registers are 32 bits wide, so a mask or a shift of a word serves two codes at
-once, and the result is already the pair of 16-bit numbers that a tensor core wants. The loop compiled for
-sm_90 has 3.2 instructions a weight of 4 bits, all included (3.9 with zero points, and 5.1 for 8 bits,
-which have time for 6.9). Unpacked byte by byte it had 5.6, and half of them moved bytes from place to
-place: no tuning of tiles would have reached more than 60 % of the memory's rate. By the same count zero
-points cost a little of that rate, MXFP4 more (4.6), and NF4 more than half of it (8.3): it looks each
-number up, and its step is half as long, because 64 weights share a scale.
+instructions a weight. Registers are 32 bits wide, so a mask or a shift of a word serves two codes
+at once, and the result is already the pair of 16-bit numbers that a tensor core wants. The loop
+compiled for sm_90 has 3.2 instructions a weight of 4 bits, all included (3.9 with zero points, and
+5.1 for 8 bits, which have time for 6.9). Unpacked byte by byte it had 5.6, and half of them moved
+bytes from place to place: no tuning of tiles would have reached more than 60 % of the memory's
+rate. By the same count zero points cost a little of that rate, MXFP4 more (4.6), and NF4 more than
+half of it (8.3): it looks each number up, and its step is half as long, because 64 weights share a
+scale.
 
 No hook converts an integer. A code is put into the bits of a float whose exponent is known:
 
@@ -56,8 +57,8 @@ def int4(word, PLACE: tl.constexpr, dtype: tl.constexpr, table_ptr):
 def int8(word, PLACE: tl.constexpr, dtype: tl.constexpr, table_ptr):
     """Whole numbers of 8 bits: q − 128.
 
-    bfloat16 has room for 7 bits of q. The eighth decides what is subtracted: 128 + (q mod 128) minus
-    256 if q is below 128, minus 128 if not.
+    bfloat16 has room for 7 bits of q. The eighth decides what is subtracted: 128 + (q mod 128)
+    minus 256 if q is below 128, minus 128 if not.
     """
     code = (word >> PLACE) & 0x00FF00FF
     if dtype == tl.bfloat16:
@@ -72,12 +73,13 @@ def int8(word, PLACE: tl.constexpr, dtype: tl.constexpr, table_ptr):
 def minifloat(
     word, PLACE: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr, EXPONENT_BITS: tl.constexpr
 ):
-    """Floats of BITS bits, of which 1 is the sign: their bits, moved to where a wider float has them.
+    """Floats of BITS bits, of which 1 is the sign: their bits, moved to where a wider float has
+    them.
 
     The wider float's exponent counts from another bias, so the result is too small by a power of
     two, and a product mends that. It is exact for the smallest (subnormal) codes too. Codes that
-    stand for NaN or infinity are read as numbers, except those of E5M2 with a float16 x, which has the
-    same exponent: a quantizer that saturates never writes them.
+    stand for NaN or infinity are read as numbers, except those of E5M2 with a float16 x, which has
+    the same exponent: a quantizer that saturates never writes them.
     """
     HALF: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
     WIDE: tl.constexpr = 8 if dtype == tl.bfloat16 else 5  # bits of HALF's exponent

@@ -2,9 +2,9 @@
 
     python -m lessons.toolbox.measure.bench 18
 
-Every provider multiplies the same numbers: small whole numbers with one scale, which 4 bits, 8 bits,
-FP8 and BF16 all hold exactly. So their outputs can be compared, and only bytes and work differ. On a CPU
-stand_ins.py stands for the kernels, which are interpreted and not timed.
+Every provider multiplies the same numbers: small whole numbers with one scale, which 4 bits, 8
+bits, FP8 and BF16 all hold exactly. So their outputs can be compared, and only bytes and work
+differ. On a CPU stand_ins.py stands for the kernels, which are interpreted and not timed.
 """
 
 from functools import lru_cache
@@ -155,7 +155,9 @@ def scaled_mm(x: Tensor, weights: Matrices):
 
 @on_gpu
 def tinygemm(x: Tensor, weights: Matrices):
-    """PyTorch's own int4 product, which torchao and gpt-fast call. It packs once, before the clock."""
+    """PyTorch's own int4 product, which torchao and gpt-fast call. It packs once, before the
+    clock.
+    """
     codes = (weights.bf16 / SCALE + 8).to(torch.uint8)
     pairs = codes[:, ::2] << 4 | codes[:, 1::2]
     scales = weights.int4.scales.to(x.dtype).T

@@ -20,7 +20,9 @@ def small_decoder() -> Decoder:
 
 
 def numbers(rows: int, columns: int) -> torch.Tensor:
-    """[rows, columns] float32 with a few large weights. The same in every run, because ties would be rare failures."""
+    """[rows, columns] float32 with a few large weights. The same in every run, because ties would
+    be rare failures.
+    """
     generator = torch.Generator().manual_seed(rows * 1000 + columns)
     matrix = torch.randn(rows, columns, generator=generator)
     matrix[:, 3] *= 6

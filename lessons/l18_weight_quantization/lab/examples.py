@@ -1,5 +1,5 @@
-"""What the pictures show: a matrix of the embedded model in every format, and two weights whose inputs
-go together.
+"""What the pictures show: a matrix of the embedded model in every format, and two weights whose
+inputs go together.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,9 @@ WEIGHT_NAME = "layers.4.mlp.down_proj"
 
 @cache
 def weight_with_an_outlier() -> Tensor:
-    """[384, 1024] float32: the matrix of the embedded model whose largest weight stands out most."""
+    """[384, 1024] float32: the matrix of the embedded model whose largest weight stands out
+    most.
+    """
     model = load_decoder(MODEL)
     return model.get_submodule(WEIGHT_NAME).weight.detach().float()
 
@@ -77,8 +79,8 @@ class TwoWeights:
 
 
 def rounded_with_feedback(weight: tuple[float, float], correlation: float) -> TwoWeights:
-    """GPTQ on two weights and whole numbers. The inputs have variance 1 and this correlation c, so a
-    change (d1, d2) changes the output by d1² + 2 c d1 d2 + d2² in the mean.
+    """GPTQ on two weights and whole numbers. The inputs have variance 1 and this correlation c, so
+    a change (d1, d2) changes the output by d1² + 2 c d1 d2 + d2² in the mean.
     """
 
     def error(codes: tuple[float, float]) -> float:

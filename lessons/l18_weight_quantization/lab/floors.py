@@ -58,6 +58,8 @@ def turning_batch(name: str, chip: str = "h200") -> float:
 
 
 def meeting_batch(chip: str = "h200") -> float:
-    """The batch at which INT4, bound by BF16's arithmetic, takes as long as FP8, bound by its bytes."""
+    """The batch at which INT4, bound by BF16's arithmetic, takes as long as FP8, bound by its
+    bytes.
+    """
     bits = FORMATS["FP8"].bits
     return bits / 16 * peak("INT4", chip) / CHIPS[chip].memory_bytes_per_s

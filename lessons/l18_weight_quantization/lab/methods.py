@@ -1,10 +1,10 @@
-"""Every method and format on the embedded model: bits a weight beside what they cost in quality. Nothing
-is timed, so the counts are the same on every machine, up to the rounding of sums.
+"""Every method and format on the embedded model: bits a weight beside what they cost in quality.
+Nothing is timed, so the counts are the same on every machine, up to the rounding of sums.
 
     python -m lessons.l18_weight_quantization.lab.methods [NAME …]
 
-counts the methods of these names again, or all of METHODS and then "qat" and "qlora" (a quarter of an
-hour on one core), and writes each to results/counted/l18_quality.json, which the README quotes.
+counts the methods of these names again, or all of METHODS and then "qat" and "qlora" (a quarter of
+an hour on one core), and writes each to results/counted/l18_quality.json, which the README quotes.
 """
 
 import json
@@ -77,8 +77,8 @@ def calibrated(name: str, way: str, format: str, method: Callable, **options) ->
 
 
 def gguf(format: str) -> Method:
-    """A format of llama.cpp, with its own choice for rows that its blocks do not fill: 384 columns are
-    no multiple of 256, so only down_proj has what the name says.
+    """A format of llama.cpp, with its own choice for rows that its blocks do not fill: 384 columns
+    are no multiple of 256, so only down_proj has what the name says.
     """
 
     def quantize(weight: Tensor) -> QuantizedWeight:
@@ -127,7 +127,9 @@ def recorded() -> dict:
 
 
 class Yardstick:
-    """The embedded model as it was trained, and its predictions and answers on held-out text, made once."""
+    """The embedded model as it was trained, and its predictions and answers on held-out text, made
+    once.
+    """
 
     def __init__(self, windows: int = 24):
         self.model = Decoder.from_pretrained(TINY)
@@ -182,7 +184,9 @@ def four_digits(found):
 
 
 def write(found: dict) -> None:
-    """Put these parts into the file, in place of their last counts. Rows stay in the order of METHODS."""
+    """Put these parts into the file, in place of their last counts. Rows stay in the order of
+    METHODS.
+    """
     record = (recorded() if FILE.exists() else {"rows": []}) | four_digits(found)
     order = [method.name for method in METHODS]
     record["rows"] = sorted(record["rows"], key=lambda row: order.index(row["name"]))

@@ -1,4 +1,6 @@
-"""The picture of bits against loss: every method on the embedded model, from the record of methods.py."""
+"""The picture of bits against loss: every method on the embedded model, from the record of
+methods.py.
+"""
 
 import numpy as np
 
@@ -7,7 +9,8 @@ from lessons.l18_weight_quantization.lab.quality import WINDOW, WINDOWS
 from lessons.toolbox.draw.figure import GREY, HALO, PALETTE, ClassFigure, frame, log_axis, style
 
 PARETO_ALT = (
-    "Added loss over bits a weight for rounding, AWQ and GPTQ on the embedded model: 8 bits add next "
+    "Added loss over bits a weight for rounding, AWQ and GPTQ on the embedded model: 8 bits add "
+    "next "
     "to nothing, 4 bits in groups little, 4 bits with one scale for a matrix more than all others."
 )
 
@@ -44,8 +47,8 @@ MANY_BITS = 7.5  # from here on the right panel
 
 @style()
 def draw_pareto(found: dict | None = None) -> ClassFigure:
-    """Added loss over bits a weight, from the record, with 95 % intervals. INT4 with one scale for a
-    row, for 128 and for 32 weights is a line for each way.
+    """Added loss over bits a weight, from the record, with 95 % intervals. INT4 with one scale for
+    a row, for 128 and for 32 weights is a line for each way.
     """
     found = found or recorded()
     rows = {row["name"]: row for row in found["rows"]}

@@ -1,5 +1,5 @@
-"""The lesson's pictures: one matrix in every format, the numbers that 4 and 8 bits can name, why GPTQ's
-second weight moves, what a step costs at least, and loss over bits for every method.
+"""The lesson's pictures: one matrix in every format, the numbers that 4 and 8 bits can name, why
+GPTQ's second weight moves, what a step costs at least, and loss over bits for every method.
 
     python -m lessons.l18_weight_quantization.lab.pictures
 
@@ -41,7 +41,8 @@ PATCH = (10, 96)  # rows and columns of the matrix that are drawn
 MAGNIFIED, GAP = 4, 3
 DRAWN = ("BF16", "FP8", "INT4")
 FORMATS_ALT = (
-    "A piece of one weight matrix in twelve formats, with what rounding changed, the bits of a weight "
+    "A piece of one weight matrix in twelve formats, with what rounding changed, the bits of a "
+    "weight "
     "and the error: one scale for the whole matrix is wrong by half at 4 bits."
 )
 GRIDS_ALT = (
@@ -49,7 +50,8 @@ GRIDS_ALT = (
     "histogram of a group of weights: whole numbers at even steps, floating ones closer near 0."
 )
 FEEDBACK_ALT = (
-    "The error of an output over two weights is a long, tilted valley. Rounding both weights to the "
+    "The error of an output over two weights is a long, tilted valley. Rounding both weights to "
+    "the "
     "nearest leaves it; after the first is rounded, the second moves along it before it is rounded."
 )
 FLOOR_ALT = (
@@ -62,8 +64,8 @@ FLOOR_ALT = (
 
 @style()
 def draw_formats(weight: Tensor | None = None) -> ClassFigure:
-    """Each format is a row: a piece of the matrix, what rounding changed there, bits and error of the
-    whole matrix. weight: [N, K], default a matrix of the embedded model.
+    """Each format is a row: a piece of the matrix, what rounding changed there, bits and error of
+    the whole matrix. weight: [N, K], default a matrix of the embedded model.
     """
     weight = weight_with_an_outlier() if weight is None else weight
     rows = formats_of(weight)
@@ -136,17 +138,19 @@ def grids() -> dict[str, np.ndarray]:
 
 @style()
 def draw_grids(weight: Tensor | None = None) -> ClassFigure:
-    """Every number of each format as a stroke, under the weights of groups of 64, each divided by its
-    largest magnitude. weight: [N, K], default a matrix of the embedded model.
+    """Every number of each format as a stroke, under the weights of groups of 64, each divided by
+    its largest magnitude. weight: [N, K], default a matrix of the embedded model.
     """
     weight = weight_with_an_outlier() if weight is None else weight
     groups = weight.unflatten(1, (-1, 64))
     ratios = (groups / groups.abs().amax(-1, keepdim=True)).flatten()
     inside = float((ratios.abs() < 0.5).float().mean())
     fig, (above, ax) = _stacked(
-        f"{inside:.0%} of the weights lie below half of their group's largest: NF4 and the floats put "
+        f"{inside:.0%} of the weights lie below half of their group's largest: NF4 and the floats "
+        "put "
         "their numbers there",
-        f"groups of 64 weights of {WEIGHT_NAME}, models/tiny; each has one at ±1; each format scaled to ±1",
+        f"groups of 64 weights of {WEIGHT_NAME}, models/tiny; each has one at ±1; each format "
+        "scaled to ±1",
     )
     above.hist(ratios.numpy(), bins=81, range=(-1, 1), color=PALETTE[0])
     above.set_yticks([])
@@ -185,7 +189,8 @@ def draw_feedback(correlation: float = 0.8) -> ClassFigure:
         f"Inputs with correlation {correlation:.1f}: the second weight moves from "
         f"{case.weight[1]:.2f} to {case.moved[1]:.2f}, and the error falls from "
         f"{case.nearest_error:.2f} to {case.feedback_error:.2f}",
-        "error: mean square of the output's change; inputs of variance 1; the codes are whole numbers",
+        "error: mean square of the output's change; inputs of variance 1; the codes are whole "
+        "numbers",
         (10, 5.6),
     )
     x, y = np.meshgrid(np.linspace(0.4, 4.2, 200), np.linspace(-0.3, 3.3, 200))
@@ -227,7 +232,8 @@ def draw_floor(chip: str = "h200") -> ClassFigure:
     data_sheet = CHIPS[chip]
     by = "FP8" if data_sheet.fp8_flops_per_s else "BF16, because it has no units for FP8"
     fig, ax = frame(
-        f"INT4 weights can be {gains[0]:.1f} times as fast at batch 1, and no faster than BF16 from "
+        f"INT4 weights can be {gains[0]:.1f} times as fast at batch 1, and no faster than BF16 "
+        "from "
         f"batch {same} on",
         f"lower bounds from the data sheet of the {data_sheet.name}, predicted, not measured: "
         f"Llama-3-8B's layers, INT4 of 4.16 bits multiplied in BF16, FP8 in {by}",

@@ -5,15 +5,17 @@
 Five measures, because no single one tells everything:
 
 - loss: nats a token on held-out code. Perplexity is exp(loss).
-- added loss: the loss less the reference's on the same tokens. The paired difference is known far more
+- added loss: the loss less the reference's on the same tokens. The paired difference is known far
+  more
   exactly than the loss itself, because a hard text is hard for both.
-- kl: how far the predicted distributions are from the reference's, KL(reference ‖ model) in nats. It sees
+- kl: how far the predicted distributions are from the reference's, KL(reference ‖ model) in nats.
+  It sees
   changes that the loss does not, because errors that help and errors that hurt do not cancel.
 - flips: the share of positions at which another token is the likeliest one.
 - agreement: the share of a greedy answer before its first token that differs from the reference's.
 
-An interval holds the middle 95 % of the means that resampled windows give (Efron 1979). It says how much
-the choice of the text matters, nothing about other kinds of text.
+An interval holds the middle 95 % of the means that resampled windows give (Efron 1979). It says how
+much the choice of the text matters, nothing about other kinds of text.
 """
 
 import math
@@ -63,8 +65,8 @@ class Quality:
 
 
 def held_out_windows(tokenizer, count: int = WINDOWS, length: int = WINDOW) -> Tensor:
-    """Windows spread evenly over the modules of Python's library that the embedded models never saw:
-    [count, length + 1] int64.
+    """Windows spread evenly over the modules of Python's library that the embedded models never
+    saw: [count, length + 1] int64.
     """
     check_whole(count=count, length=length)
     quiet = dict(add_special_tokens=False, verbose=False)  # whole modules are longer than a context
@@ -80,8 +82,8 @@ def held_out_windows(tokenizer, count: int = WINDOWS, length: int = WINDOW) -> T
 
 @torch.inference_mode()
 def predictions(model: Decoder, windows: Tensor) -> Iterator[Tensor]:
-    """The log-probabilities of every next token: [length, V] float32 for each window of [length + 1]
-    tokens.
+    """The log-probabilities of every next token: [length, V] float32 for each window of [length +
+    1] tokens.
     """
     windows = windows.to(model.device)
     attend = whole_sequence(model, windows.shape[1] - 1, attention_torch)
@@ -100,8 +102,8 @@ def greedy_answers(model: Decoder, windows: Tensor, rung: Rung = PREALLOCATED) -
 
 
 def bits_per_weight(model: nn.Module) -> float:
-    """Stored bits a weight, over the matrices of the linear layers, scales and all; lm_head, which is
-    left as it is, does not count.
+    """Stored bits a weight, over the matrices of the linear layers, scales and all; lm_head, which
+    is left as it is, does not count.
     """
     bits = numbers = 0
     for name, part in model.named_modules():
@@ -125,9 +127,9 @@ def quality(
     answers: list[list[int]] | None = None,
     rung: Rung = PREALLOCATED,
 ) -> Quality:
-    """windows: [count, length + 1] int64; reference: `predictions` of the reference, one a window, kept
-    in a list or made while it is read; answers: its `greedy_answers`. Without answers the agreement is
-    that of a model with itself, 1. rung: how greedy answers are generated.
+    """windows: [count, length + 1] int64; reference: `predictions` of the reference, one a window,
+    kept in a list or made while it is read; answers: its `greedy_answers`. Without answers the
+    agreement is that of a model with itself, 1. rung: how greedy answers are generated.
     """
     rows = []
     for window, found, wanted in zip(windows, predictions(model, windows), reference, strict=True):
@@ -158,8 +160,8 @@ def agreed(answer: list[int], wanted: list[int]) -> float:
 
 
 def interval(values: Tensor) -> Interval:
-    """The mean of values: [N] float64, one a window, and the middle 95 % of the means of N values drawn
-    from them with replacement.
+    """The mean of values: [N] float64, one a window, and the middle 95 % of the means of N values
+    drawn from them with replacement.
     """
     generator = torch.Generator().manual_seed(0)  # the same windows are drawn for every model
     drawn = torch.randint(len(values), (SAMPLES, len(values)), generator=generator)

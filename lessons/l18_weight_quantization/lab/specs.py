@@ -103,8 +103,8 @@ def matmul_spec(
     )
 
 
-# Decode: every format, on every chip that has the type. A T4 has no bfloat16 and no matrix unit that
-# Triton uses.
+# Decode: every format, on every chip that has the type. A T4 has no bfloat16 and no matrix unit
+# that Triton uses.
 KERNELS = [
     matmul_spec(name, "bf16", None, WITH_MATRIX_UNITS, splits=name == "int4_g128")
     for name in FORMATS

@@ -129,8 +129,8 @@ def mxfp4(weight: Mxfp4Weight, n: int) -> list[float]:
 
 
 def problem(weight: QuantizedWeight, multiply: Callable) -> tuple[Callable, Callable, dict]:
-    """(fast, plain, tensors) for `prove(fast, plain, (x, tensors, bias))`: the product as a function
-    of x: [M, K], the tensors that the matrix consists of, and a bias.
+    """(fast, plain, tensors) for `prove(fast, plain, (x, tensors, bias))`: the product as a
+    function of x: [M, K], the tensors that the matrix consists of, and a bias.
 
     fast: `multiply`. plain: in float64 the sum of products of `numbers`, which are exact; in other
     types `dequantize_matmul`.

@@ -1,5 +1,5 @@
-"""QAT and QLoRA on the embedded model, each in about a minute of one core: what a little training gives
-back, and what it teaches.
+"""QAT and QLoRA on the embedded model, each in about a minute of one core: what a little training
+gives back, and what it teaches.
 """
 
 import copy
@@ -35,8 +35,8 @@ def trained(
     rate: float,
     loss_of: Callable[[Tensor], Tensor],
 ) -> None:
-    """Train `weights` in place, ROWS windows a step, with AdamW at a rate that falls to zero. windows:
-    [N, T + 1] int64; loss_of: (window) -> a scalar.
+    """Train `weights` in place, ROWS windows a step, with AdamW at a rate that falls to zero.
+    windows: [N, T + 1] int64; loss_of: (window) -> a scalar.
     """
     optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     steps = len(windows) // ROWS
@@ -54,9 +54,9 @@ def trained(
 
 
 def count_qat(yardstick) -> dict:
-    """INT4 with one scale a row: rounded at once, and after the rounded model has learned to predict
-    what the model in full precision predicts. Learning from the model rather than from the text shows
-    what rounding costs alone: the model itself cannot get better by it.
+    """INT4 with one scale a row: rounded at once, and after the rounded model has learned to
+    predict what the model in full precision predicts. Learning from the model rather than from the
+    text shows what rounding costs alone: the model itself cannot get better by it.
 
     Source: Liu et al. 2023, LLM-QAT, section 3.1 (the loss).
     """
@@ -92,8 +92,8 @@ def logits_of(model: Decoder, tokens: Tensor) -> Tensor:
 
 
 def prose_windows(tokenizer, train: int, test: int) -> tuple[Tensor, Tensor]:
-    """Windows of the help texts of Python's library, English prose, which the embedded model has never
-    seen: [train, LORA_WINDOW + 1] and [test, LORA_WINDOW + 1] int64, of different texts.
+    """Windows of the help texts of Python's library, English prose, which the embedded model has
+    never seen: [train, LORA_WINDOW + 1] and [test, LORA_WINDOW + 1] int64, of different texts.
     """
     topics = importlib.import_module("pydoc_data.topics").topics
     texts = [text for _, text in sorted(topics.items())]

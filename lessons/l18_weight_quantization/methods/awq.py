@@ -1,17 +1,18 @@
 """AWQ: protect the columns that meet large inputs, by scaling them up before they are rounded.
 
-A column of W that always meets large inputs matters more than the others, but giving it more bits would
-make the format irregular. So it is multiplied by s > 1, and its input is divided by s:
+A column of W that always meets large inputs matters more than the others, but giving it more bits
+would make the format irregular. So it is multiplied by s > 1, and its input is divided by s:
 
     (W · diag(s)) · (diag(s)⁻¹ · x) = W · x
 
 Nothing changes until W · diag(s) is rounded. Then the error of column k, about half a step of its
-group, is divided by s[k] on its way to the output. The price is paid by its neighbours when the group's
-step grows, so s is searched: s = mean|x|^α, with α from 0 (round to nearest) to 0.95. Dividing the input
-costs nothing at run time, because 1/s is folded into what comes before: into the norm's weight, or into
-the rows of the matrix before.
+group, is divided by s[k] on its way to the output. The price is paid by its neighbours when the
+group's step grows, so s is searched: s = mean|x|^α, with α from 0 (round to nearest) to 0.95.
+Dividing the input costs nothing at run time, because 1/s is folded into what comes before: into the
+norm's weight, or into the rows of the matrix before.
 
-Source: Lin et al. 2023, AWQ, section 3.2 and equations 4 and 5; its clipping is in the published code.
+Source: Lin et al. 2023, AWQ, section 3.2 and equations 4 and 5; its clipping is in the published
+code.
 """
 
 import copy
@@ -59,8 +60,8 @@ def awq(
     symmetric: bool = False,
     multiply: Multiply = dequantize_matmul,
 ) -> Decoder:
-    """A twin of the model, the linear layers of its decoder layers quantized one layer after the other;
-    norms and matrices before them hold the folded scales.
+    """A twin of the model, the linear layers of its decoder layers quantized one layer after the
+    other; norms and matrices before them hold the folded scales.
 
     windows: [count, length] int64, the calibration tokens. bits, group_size, symmetric: as in
     `round_to_nearest`. Layers of other kinds than FOLDS (experts, latent attention) are clipped and
@@ -106,8 +107,8 @@ def search(
     group_size: int | None,
     symmetric: bool = False,
 ) -> Tensor:
-    """The scales that change the outputs least, [K] float32. weights: [N, K] each, all of which read
-    this input; gram: [K, K], mean_abs: [K], of that input.
+    """The scales that change the outputs least, [K] float32. weights: [N, K] each, all of which
+    read this input; gram: [K, K], mean_abs: [K], of that input.
     """
 
     def error(scales: Tensor) -> float:
@@ -122,8 +123,8 @@ def search(
 
 
 def scales_for(mean_abs: Tensor, alpha: float) -> Tensor:
-    """mean|x|^α: [K] float32, spread around 1, so that folding keeps the size of what comes before. An
-    input that never came gets the smallest scale that another one has.
+    """mean|x|^α: [K] float32, spread around 1, so that folding keeps the size of what comes before.
+    An input that never came gets the smallest scale that another one has.
     """
     seen = mean_abs[mean_abs > 0]
     if not len(seen):
@@ -174,8 +175,8 @@ def repeats_of(layer: DecoderLayer, fold: Fold) -> tuple[int, int]:
 def fold_scales(
     before: nn.Module, after: list[nn.Linear], scales: Tensor, repeats: tuple[int, int] = (1, 1)
 ) -> None:
-    """Multiply the columns of `after` by scales, [K], and divide what comes before by them, in place.
-    The outputs of `after` stay what they were, up to rounding.
+    """Multiply the columns of `after` by scales, [K], and divide what comes before by them, in
+    place. The outputs of `after` stay what they were, up to rounding.
     """
     for linear in after:
         linear.weight *= scales.to(linear.weight.dtype)
@@ -197,8 +198,8 @@ def fold_scales(
 def clipped(
     weight: Tensor, gram: Tensor, bits: int, group_size: int | None, symmetric: bool = False
 ) -> Tensor:
-    """weight: [N, K], its largest values cut where that changes the output least: each group of each
-    row chooses one of SHRINKS. A cut value is wrong by more, and all others get a finer step.
+    """weight: [N, K], its largest values cut where that changes the output least: each group of
+    each row chooses one of SHRINKS. A cut value is wrong by more, and all others get a finer step.
 
     The error of a group is judged alone, as if other groups had none.
     """

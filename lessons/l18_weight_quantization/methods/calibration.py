@@ -1,12 +1,13 @@
-"""What the linear layers of a model receive on a stated text, and the walk through the model, layer by
-layer, that GPTQ and AWQ share.
+"""What the linear layers of a model receive on a stated text, and the walk through the model, layer
+by layer, that GPTQ and AWQ share.
 
-Neither method trains. Both ask one question of each linear layer: by how much does its output change
-when its matrix W becomes Ŵ? For inputs x the answer is
+Neither method trains. Both ask one question of each linear layer: by how much does its output
+change when its matrix W becomes Ŵ? For inputs x the answer is
 
     E |(Ŵ − W) x|² = trace((Ŵ − W) · E[x xᵀ] · (Ŵ − W)ᵀ)
 
-so all that is kept of the text is E[x xᵀ], [K, K], and the mean of |x|, [K], however long the text is.
+so all that is kept of the text is E[x xᵀ], [K, K], and the mean of |x|, [K], however long the text
+is.
 
 Source: Frantar et al. 2022, GPTQ, section 3 (the layer-wise problem).
 """
@@ -43,8 +44,8 @@ def calibration_text() -> list[str]:
 
 
 def calibration_windows(tokenizer, count: int = WINDOWS, length: int = WINDOW) -> Tensor:
-    """`count` windows of `length` tokens, from all modules in turn: [count, length] int64. tokenizer:
-    as load_tokenizer returns it. Raises ValueError for more windows than the text has.
+    """`count` windows of `length` tokens, from all modules in turn: [count, length] int64.
+    tokenizer: as load_tokenizer returns it. Raises ValueError for more windows than the text has.
     """
     check_whole(count=count, length=length)
     quiet = dict(add_special_tokens=False, verbose=False)  # whole modules are longer than a context
@@ -91,15 +92,17 @@ class InputStatistics:
 
 
 def output_error(change: Tensor, gram: Tensor) -> Tensor:
-    """How much the output changes: the mean of |change · x|², summed over outputs; a scalar. change:
-    [N, K], Ŵ − W; gram: [K, K].
+    """How much the output changes: the mean of |change · x|², summed over outputs; a scalar.
+    change: [N, K], Ŵ − W; gram: [K, K].
     """
     change = change.to(gram.dtype)
     return ((change @ gram) * change).sum()
 
 
 def collect(module: nn.Module, run: Callable[[], object]) -> dict[str, InputStatistics]:
-    """What each nn.Linear inside `module` receives while `run()` runs, by its name in the module."""
+    """What each nn.Linear inside `module` receives while `run()` runs, by its name in the
+    module.
+    """
     linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
     found = {
         name: InputStatistics.of(part.weight.new_empty(0, part.in_features))
@@ -129,8 +132,8 @@ def layer_by_layer(model: Decoder, windows: Tensor, replace: Replace) -> Decoder
     """A twin of the model, each decoder layer replaced by replace(layer, statistics of its linear
     layers). windows: [count, length] int64.
 
-    The statistics of a layer come from the replaced layers before it, so a layer can make up for some
-    of the error that it receives. Only one layer's statistics are in memory.
+    The statistics of a layer come from the replaced layers before it, so a layer can make up for
+    some of the error that it receives. Only one layer's statistics are in memory.
     """
     if windows.ndim != 2 or not windows.numel():
         refuse("windows", tuple(windows.shape), "tokens, [count, length]")

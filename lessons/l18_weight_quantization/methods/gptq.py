@@ -1,17 +1,18 @@
 """GPTQ: round one input column after the other, and let the columns that are left make up for it.
 
-A linear layer should keep its outputs, so we minimize E |(Ŵ − W) x|². Suppose that some columns of W are
-already rounded. Which values of the other columns, still free, are best? That is a least-squares
-problem, and its solution needs only H = E[x xᵀ]: after column j has moved by its rounding error, each
-free column k moves by
+A linear layer should keep its outputs, so we minimize E |(Ŵ − W) x|². Suppose that some columns of
+W are already rounded. Which values of the other columns, still free, are best? That is a
+least-squares problem, and its solution needs only H = E[x xᵀ]: after column j has moved by its
+rounding error, each free column k moves by
 
     w[:, k] −= (w[:, j] − ŵ[:, j]) / U[j, j] · U[j, k],        Uᵀ U = H⁻¹, U upper triangular
 
 Row j of U is row j of the inverse of H restricted to the columns j … K − 1, up to a factor, so one
-Cholesky decomposition holds the solutions of all K steps. test_gptq.py solves the least-squares problem
-of every step in full and finds the same codes.
+Cholesky decomposition holds the solutions of all K steps. test_gptq.py solves the least-squares
+problem of every step in full and finds the same codes.
 
-Source: Frantar et al. 2022, GPTQ, equations 2 and 3, section 3.3 and algorithm 1. desc_act in files.
+Source: Frantar et al. 2022, GPTQ, equations 2 and 3, section 3.3 and algorithm 1. desc_act in
+files.
 """
 
 import torch
@@ -46,7 +47,8 @@ def gptq(
     act_order: bool = False,
     multiply: Multiply = dequantize_matmul,
 ) -> Decoder:
-    """A twin of the model, the linear layers of its decoder layers quantized one layer after the other.
+    """A twin of the model, the linear layers of its decoder layers quantized one layer after the
+    other.
 
     windows: [count, length] int64, the calibration tokens. The rest as in `gptq_weight`.
     """
@@ -73,9 +75,9 @@ def gptq_weight(
 ) -> GroupedInt:
     """weight: [N, K]; gram: [K, K], the mean of x xᵀ -> whole numbers of 4 or 8 bits.
 
-    group_size, symmetric: as in `round_to_nearest`. act_order: columns whose inputs are largest come
-    first, while many columns are left to make up for them; groups are then runs of columns in that
-    order. damping: this share of the mean of H's diagonal is added to it. Raises ValueError.
+    group_size, symmetric: as in `round_to_nearest`. act_order: columns whose inputs are largest
+    come first, while many columns are left to make up for them; groups are then runs of columns in
+    that order. damping: this share of the mean of H's diagonal is added to it. Raises ValueError.
     """
     group_size = check_groups(weight, bits, group_size)
     columns = weight.shape[1]
@@ -97,8 +99,8 @@ def gptq_weight(
 
 
 def inverse_factor(gram: Tensor, damping: float) -> Tensor:
-    """U, [K, K] upper triangular, with Uᵀ U the inverse of the damped gram. An input that never came
-    counts like the mean input there, so its column is only rounded.
+    """U, [K, K] upper triangular, with Uᵀ U the inverse of the damped gram. An input that never
+    came counts like the mean input there, so its column is only rounded.
     """
     gram = gram.clone()
     diagonal = gram.diagonal()  # a view

@@ -1,15 +1,16 @@
-"""Quantization-aware training: the model learns with rounded weights, so it learns weights that round well.
+"""Quantization-aware training: the model learns with rounded weights, so it learns weights that
+round well.
 
     student = prepared(model, quantize)        # multiplies by rounded weights
     ...                                        # any training loop
     model = finished(student, dequantize_matmul)
 
-Rounding has no useful gradient: it is 0 between two codes. The straight-through estimator pretends that
-it is 1, so the gradient of the loss at the rounded weight moves the weight behind it, which is kept in
-full precision until it crosses to another code.
+Rounding has no useful gradient: it is 0 between two codes. The straight-through estimator pretends
+that it is 1, so the gradient of the loss at the rounded weight moves the weight behind it, which is
+kept in full precision until it crosses to another code.
 
-Sources: Bengio et al. 2013, Estimating or Propagating Gradients Through Stochastic Neurons, section 4;
-Jacob et al. 2018, Quantization and Training of Neural Networks, section 3.
+Sources: Bengio et al. 2013, Estimating or Propagating Gradients Through Stochastic Neurons, section
+4; Jacob et al. 2018, Quantization and Training of Neural Networks, section 3.
 """
 
 from collections.abc import Callable

@@ -2,12 +2,12 @@
 
     y = W₄ x + (α / r) · B (A x),        A: [r, K], B: [N, r]
 
-Only A and B learn, so gradients and the optimizer's state exist for r · (N + K) numbers in place of N · K.
-B starts at zero, so training starts from the quantized model.
+Only A and B learn, so gradients and the optimizer's state exist for r · (N + K) numbers in place of
+N · K. B starts at zero, so training starts from the quantized model.
 
 To serve it without the two extra products, the correction is merged into the matrix. The sum is no
-longer made of 4-bit codes. In 16 bits next to nothing is lost. Rounding the sum to 4 bits again loses
-something, because most entries of B A are smaller than a step.
+longer made of 4-bit codes. In 16 bits next to nothing is lost. Rounding the sum to 4 bits again
+loses something, because most entries of B A are smaller than a step.
 
 Sources: Hu et al. 2021, LoRA, section 4.1; Dettmers et al. 2023, QLoRA, section 3.
 """
@@ -63,7 +63,9 @@ def adapters(model: Decoder) -> list[nn.Parameter]:
 
 
 def merged(model: Decoder) -> Decoder:
-    """A twin of plain linear layers in the model's dtype: adapters and dequantized matrices in one."""
+    """A twin of plain linear layers in the model's dtype: adapters and dequantized matrices in
+    one.
+    """
 
     def replace(_: str, part: LoraLinear) -> nn.Linear:
         return linear_of(part.merged_weight().to(model.dtype), part.base.bias)

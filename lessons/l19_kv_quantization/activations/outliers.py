@@ -1,11 +1,12 @@
-"""Outliers: how large the largest channel is beside the others, and models that have some on request.
+"""Outliers: how large the largest channel is beside the others, and models that have some on
+request.
 
-Both changes below leave the model's function exactly as it was: what one matrix multiplies, the next one
-divides by. Only what lies between the two matrices gets loud channels, as in models of 7B parameters and
-more, whose loud channels training has made.
+Both changes below leave the model's function exactly as it was: what one matrix multiplies, the
+next one divides by. Only what lies between the two matrices gets loud channels, as in models of 7B
+parameters and more, whose loud channels training has made.
 
-Sources: Dettmers et al. 2022, LLM.int8(), section 4 (outliers in activations); Liu et al. 2024, KIVI,
-section 3.1 (in K).
+Sources: Dettmers et al. 2022, LLM.int8(), section 4 (outliers in activations); Liu et al. 2024,
+KIVI, section 3.1 (in K).
 """
 
 import copy
@@ -21,8 +22,8 @@ Change = Callable[[nn.Module], None]  # changes a copied decoder layer in place
 
 
 def channel_ratio(largest: Tensor) -> float:
-    """The loudest channel over the one in the middle. largest: [..., channels], the largest magnitude
-    of each.
+    """The loudest channel over the one in the middle. largest: [..., channels], the largest
+    magnitude of each.
     """
     return float((largest.amax(-1) / largest.median(-1).values).max())
 
@@ -39,8 +40,8 @@ def with_layers(model: Decoder, change: Change) -> Decoder:
 
 
 def with_loud_activations(model: Decoder, channels: list[int], factor: float) -> Decoder:
-    """Multiply these channels behind both norms of each layer, and divide the matrices that read them.
-    The opposite of smoothquant.py.
+    """Multiply these channels behind both norms of each layer, and divide the matrices that read
+    them. The opposite of smoothquant.py.
     """
 
     def change(layer: nn.Module) -> None:
@@ -53,8 +54,8 @@ def with_loud_activations(model: Decoder, channels: list[int], factor: float) ->
 
 
 def with_loud_keys(model: Decoder, channels: list[int], factor: float) -> Decoder:
-    """Multiply these channels of every K head, and divide the same of the query heads. A channel comes
-    with its partner half a head away, because RoPE turns the two together.
+    """Multiply these channels of every K head, and divide the same of the query heads. A channel
+    comes with its partner half a head away, because RoPE turns the two together.
     """
     config = model.config
     half = config.head_dim // 2
@@ -86,7 +87,9 @@ def norms_of(layer: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]]:
 
 
 def fold(norm: nn.Module, readers: list[nn.Linear], scales: Tensor) -> None:
-    """Divide the output of a norm by scales: [K], and multiply the columns of its readers by them."""
+    """Divide the output of a norm by scales: [K], and multiply the columns of its readers by
+    them.
+    """
     norm.weight.div_(scales)
     for linear in readers:
         linear.weight.mul_(scales)

@@ -1,12 +1,13 @@
 """SmoothQuant: move the loudness of activations into the weights, which bear it better.
 
-An int8 product has one scale for a whole token, so a loud channel takes the bits of all others. For any
-s > 0 the product is the same:
+An int8 product has one scale for a whole token, so a loud channel takes the bits of all others. For
+any s > 0 the product is the same:
 
     x Wᵀ = (x / s) · (W s)ᵀ        s[k] = max |x[:, k]|^α / max |W[:, k]|^(1 − α)
 
-With α = 0 the weights are evened out, with α = 1 the activations, and between them each bears a part. A
-norm stands in front of the matrices, so dividing by s costs nothing: it is folded into the norm's weight.
+With α = 0 the weights are evened out, with α = 1 the activations, and between them each bears a
+part. A norm stands in front of the matrices, so dividing by s costs nothing: it is folded into the
+norm's weight.
 
 Source: Xiao et al. 2022, SmoothQuant, sections 4 (equation 4) and 5.
 """
@@ -21,8 +22,8 @@ from lessons.toolbox.model.arguments import is_number, refuse
 
 
 def smoothing_scales(act_max: Tensor, weights: list[Tensor], alpha: float) -> Tensor:
-    """s: [K]. act_max: [K], the largest |x| of each channel; weights: [N, K] each, all matrices that
-    read x. 1 where a channel is never used.
+    """s: [K]. act_max: [K], the largest |x| of each channel; weights: [N, K] each, all matrices
+    that read x. 1 where a channel is never used.
     """
     weight_max = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
     scales = act_max.to(weight_max.dtype) ** alpha / weight_max ** (1 - alpha)
@@ -30,7 +31,9 @@ def smoothing_scales(act_max: Tensor, weights: list[Tensor], alpha: float) -> Te
 
 
 def activation_maxima(model: Decoder, run) -> dict[str, Tensor]:
-    """The largest |x| of each channel that each linear layer receives while run() runs: [K] by name."""
+    """The largest |x| of each channel that each linear layer receives while run() runs: [K] by
+    name.
+    """
     return {name: found.max_abs for name, found in collect(model, run).items()}
 
 
@@ -38,8 +41,8 @@ def smoothed(model: Decoder, maxima: dict[str, Tensor], alpha: float) -> Decoder
     """A twin with the same function whose norms and matrices have taken in s. maxima: from
     `activation_maxima`. Raises ValueError for an alpha outside 0 to 1.
 
-    Only the matrices behind norms, as in the paper. o_proj and down_proj read a product of the model,
-    into which nothing can be folded so simply.
+    Only the matrices behind norms, as in the paper. o_proj and down_proj read a product of the
+    model, into which nothing can be folded so simply.
     """
     if not is_number(alpha, 0, 1):
         refuse("alpha", alpha, "0 to 1")

@@ -1,13 +1,15 @@
 """W8A8: both sides of a product in 8 bits, so that the matrix units multiply twice as fast.
 
-Lesson 18 keeps the activations as they are and saves bytes, which is what a decode step lacks. A prompt
-lacks FLOPs. There the activations become codes too, each token with a scale of its own, found when the
-token arrives ("dynamic"). The scales are outside of the sum over k, so they are applied once at its end:
+Lesson 18 keeps the activations as they are and saves bytes, which is what a decode step lacks. A
+prompt lacks FLOPs. There the activations become codes too, each token with a scale of its own,
+found when the token arrives ("dynamic"). The scales are outside of the sum over k, so they are
+applied once at its end:
 
     out[m, n] = x_scale[m] · w_scale[n] · Σ_k x_code[m, k] · w_code[n, k]
 
-Naive: `w8a8_by_numbers`, codes made and undone before an ordinary product. Optimized: `w8a8_matmul`,
-codes multiplied as they are: whole numbers added up in int32 without any rounding, E4M3 in float32.
+Naive: `w8a8_by_numbers`, codes made and undone before an ordinary product. Optimized:
+`w8a8_matmul`, codes multiplied as they are: whole numbers added up in int32 without any rounding,
+E4M3 in float32.
 
 Source: Xiao et al. 2022, SmoothQuant, section 2 and figure 3 (which scales a product can take).
 """
@@ -29,7 +31,9 @@ from lessons.toolbox.model.arguments import refuse
 
 @dataclass(frozen=True)
 class Int8Weight(QuantizedWeight):
-    """Whole numbers with a sign, as matrix units multiply them: values: [N, K] int8, scales: [N, 1]."""
+    """Whole numbers with a sign, as matrix units multiply them: values: [N, K] int8, scales: [N,
+    1].
+    """
 
     values: Tensor
     scales: Tensor
@@ -56,7 +60,9 @@ def to_eight_bits(weight: Tensor, name: str) -> EightBits:
 
 
 def quantize_tokens(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """x: [T, K] -> codes: [T, K], int8 or float8_e4m3fn, and the scale of each token: [T, 1] float32."""
+    """x: [T, K] -> codes: [T, K], int8 or float8_e4m3fn, and the scale of each token: [T, 1]
+    float32.
+    """
     dtype = torch.int8 if name == "int8" else torch.float8_e4m3fn
     codes, scales = FORMATS[name].quantize(wide(x))
     return codes.view(dtype), scales
@@ -74,7 +80,9 @@ def quantize_tokens_by_kernel(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def format_of(weight: EightBits) -> str:
-    """ "int8" or "fp8". Raises ValueError for any other weight, or another granularity than rows."""
+    """ "int8" or "fp8". Raises ValueError for any other weight, or another granularity than
+    rows.
+    """
     names = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
     if getattr(weight, "values", None) is None or weight.values.dtype not in names:
         refuse("weight", type(weight).__name__, "Int8Weight, or Float8Weight of E4M3")
@@ -93,8 +101,8 @@ def w8a8_by_numbers(x: Tensor, weight: EightBits, bias: Tensor | None = None) ->
 
 
 def w8a8_matmul(x: Tensor, weight: EightBits, bias: Tensor | None = None) -> Tensor:
-    """Optimized: x: [T, K] -> [T, N] in x's dtype, the product taken over codes: by `w8a8_kernel` on a
-    GPU that has the format, by PyTorch's int8 product on a CPU.
+    """Optimized: x: [T, K] -> [T, N] in x's dtype, the product taken over codes: by `w8a8_kernel`
+    on a GPU that has the format, by PyTorch's int8 product on a CPU.
     """
     name = format_of(weight)
     if x.is_cuda and (name == "int8" or has_e4m3(x.device)):
@@ -139,8 +147,8 @@ def w8a8_kernel(
         x = tl.load(x_row + k, mask=is_row[:, None] & (k < num_inputs), other=0.0)
         w = tl.load(w_row + k, mask=is_column[:, None] & (k < num_inputs), other=0.0)
         if IS_FLOAT:
-            # Hopper's matrix units keep 14 bits of a sum of E4M3 products. So the sum of each tile is
-            # added to one in float32.
+            # Hopper's matrix units keep 14 bits of a sum of E4M3 products. So the sum of each tile
+            # is added to one in float32.
             acc = tl.dot(x, tl.trans(w), acc, max_num_imprecise_acc=BLOCK_K)
         else:
             acc = tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)

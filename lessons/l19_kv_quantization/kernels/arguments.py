@@ -16,14 +16,15 @@ def check_codes(
 ) -> tuple[Tensor, Tensor]:
     """Raise ValueError unless codes and scales, as in `quantized_decode`, fit each other and q.
 
-    Returns views of the shapes and the dtype that the numbers would have, [num_blocks, block_size, Hkv,
-    D], for lesson 12's checks. They hold nothing.
+    Returns views of the shapes and the dtype that the numbers would have, [num_blocks, block_size,
+    Hkv, D], for lesson 12's checks. They hold nothing.
     """
     plain = []
     for name, codes, scales in (("k", k_codes, k_scales), ("v", v_codes, v_scales)):
         if codes.dtype != torch.uint8 or codes.ndim != 4 or codes.stride(-1) != 1:
             raise ValueError(
-                f"{name}_codes: got {codes.dtype} {tuple(codes.shape)}; accepted: uint8 [num_blocks, "
+                f"{name}_codes: got {codes.dtype} {tuple(codes.shape)}; accepted: uint8 "
+                "[num_blocks, "
                 "block_size, Hkv, bytes of a row], dense rows"
             )
         shape, count = codes.shape[:3], format.scales_per_row
@@ -34,7 +35,8 @@ def check_codes(
             )
         if scales.stride()[:2] != (shape[1] * count, count) or scales.device != codes.device:
             raise ValueError(
-                f"{name}_scales: got strides {scales.stride()} on {scales.device}; accepted: the slots "
+                f"{name}_scales: got strides {scales.stride()} on {scales.device}; accepted: the "
+                "slots "
                 f"of a head side by side, on {codes.device}"
             )
         plain.append(q.new_empty(codes.shape[-1] * 8 // format.bits).expand(*shape, -1))

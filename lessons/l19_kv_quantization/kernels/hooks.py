@@ -19,7 +19,7 @@ def scaled_load(ptr, offset, column, mask, scale_ptr, slot):
     """Codes of 8 bits, E4M3 or int8, times the scale of their slot."""
     codes = tl.load(ptr + offset + column, mask=mask, other=0.0)
     scale = tl.load(scale_ptr + slot)[:, None].to(tl.float32)
-    # Not 0 · scale, because the scale of a slot that nobody uses may be NaN.
+    # Not 0 · scale, because the scale of an unused slot may be NaN.
     return tl.where(mask, codes.to(tl.float32) * scale, 0.0).to(scale_ptr.dtype.element_ty)
 
 
@@ -27,9 +27,10 @@ def scaled_load(ptr, offset, column, mask, scale_ptr, slot):
 def e4m3_bits_load(ptr, offset, column, mask, scale_ptr, slot):
     """`scaled_load` of E4M3 codes for chips before sm_89, which have no instruction for them.
 
-    E4M3 and float16 have their sign, exponent and mantissa in the same order. So the seven lower bits
-    of a code, moved 7 places up, are the float16 number that is 2^(15 − 7) times too small, because
-    the two formats count exponents from 15 and from 7. This holds for subnormal numbers, too.
+    E4M3 and float16 have their sign, exponent and mantissa in the same order. So the seven lower
+    bits of a code, moved 7 places up, are the float16 number that is 2^(15 − 7) times too small,
+    because the two formats count exponents from 15 and from 7. This holds for subnormal numbers,
+    too.
     """
     codes = tl.load(ptr + offset + column, mask=mask, other=0).to(tl.uint16)
     bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
@@ -51,9 +52,9 @@ def split_bytes(bytes_of_row):
 def whole_rows(ptr, offset, mask):
     """The codes of 4 bits of a tile whose rows are full, D = BLOCK_D: [N, D] int32.
 
-    Loaded without a mask. A mask made for D columns tells the compiler nothing about D / 2 bytes, and it
-    would load byte by byte. Behind a sequence's end the table lookup gives block 0, so these loads hit
-    memory that is there, and what they bring is masked when it has become numbers.
+    Loaded without a mask. A mask made for D columns tells the compiler nothing about D / 2 bytes,
+    and it would load byte by byte. Behind a sequence's end the table lookup gives block 0, so these
+    loads hit memory that is there, and what they bring is masked when it has become numbers.
     """
     HALF: tl.constexpr = mask.shape[1] // 2
     return split_bytes(tl.load(ptr + offset + tl.arange(0, HALF)[None, :]))

@@ -1,28 +1,33 @@
-"""KIVI: K with a scale for each channel, V with a scale for each token, in 4 bits, and the newest tokens
-as they are.
+"""KIVI: K with a scale for each channel, V with a scale for each token, in 4 bits, and the newest
+tokens as they are.
 
-In K the same few channels are large for every token, so a scale for each token is ruled by them and all
-other channels lose their bits. A scale for each channel is not. But a channel's scale belongs to many
-tokens, so it can only be known when all of them are there. KIVI waits until a group of 32 tokens is
-complete, and keeps what is not, and at least the last `residual` tokens, in full precision.
+In K the same few channels are large for every token, so a scale for each token is ruled by them and
+all other channels lose their bits. A scale for each channel is not. But a channel's scale belongs
+to many tokens, so it can only be known when all of them are there. KIVI waits until a group of 32
+tokens is complete, and keeps what is not, and at least the last `residual` tokens, in full
+precision.
 
     tokens        0 …… 31 | 32 …… 63 | 64 ………………… 107
                   codes     codes      full precision: residual 32, and 12 on the way to a group
 
-When a token becomes codes depends on how many have come after it. This is why the engine has scales a
-token instead:
+When a token becomes codes depends on how many have come after it. This is why the engine has scales
+a token instead:
 
-- a page border: with pages of 32 tokens or a multiple, no group lies in two pages. Other sizes would
+- a page border: with pages of 32 tokens or a multiple, no group lies in two pages. Other sizes
+  would
   tear a group's scales from its codes when a block is shared or swapped.
-- preemption by computing again: the prompt and the answer so far run in one piece, and their queries
+- preemption by computing again: the prompt and the answer so far run in one piece, and their
+  queries
   see more in full precision than they did at first. The tokens may come out differently.
-- the prefix cache: who finds a page of codes reads codes where somebody else read full precision.
-- speculation: a rejected token can be taken back while it is in full precision. Afterwards it is in its
-  group's scales for good, so `residual` has to be as long as a draft, at least. And even then a draft
+- the prefix cache: who finds a page of codes reads codes where the first one read full precision.
+- speculation: a rejected token can be taken back while it is in full precision. Afterwards it is in
+  its
+  group's scales for good, so `residual` has to be as long as a draft, at least. And even then a
+    draft
   leaves a trace: it pushes older tokens over the border, and they stay codes.
 
-Source: Liu et al. 2024, KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, section 3 (the
-algorithm: appendix A). There with 2 bits, G = 32 and R = 32 to 128.
+Source: Liu et al. 2024, KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, section 3
+(the algorithm: appendix A). There with 2 bits, G = 32 and R = 32 to 128.
 """
 
 import torch
@@ -37,8 +42,8 @@ INT4 = FORMATS["int4"]
 
 
 def quantize_keys(k: Tensor) -> tuple[Tensor, Tensor]:
-    """k: [n · 32, Hkv, D] -> codes: [n · 32, Hkv, D / 2] uint8 and scales: [n, Hkv, D, 2]: scale and
-    low of each channel of each group.
+    """k: [n · 32, Hkv, D] -> codes: [n · 32, Hkv, D / 2] uint8 and scales: [n, Hkv, D, 2]: scale
+    and low of each channel of each group.
     """
     by_channel = k.unflatten(0, (-1, GROUP)).movedim(1, -1)  # [n, Hkv, D, 32]
     packed, scales = INT4.quantize(by_channel)
@@ -55,8 +60,8 @@ def dequantize_keys(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def quantize_values(v: Tensor) -> tuple[Tensor, Tensor]:
-    """v: [T, Hkv, D], D a multiple of 32 -> codes: [T, Hkv, D / 2] uint8 and scales: [T, Hkv, D / 32,
-    2]: scale and low of each 32 channels of a token.
+    """v: [T, Hkv, D], D a multiple of 32 -> codes: [T, Hkv, D / 2] uint8 and scales: [T, Hkv, D /
+    32, 2]: scale and low of each 32 channels of a token.
     """
     codes, scales = INT4.quantize(v.unflatten(-1, (-1, GROUP)))
     return codes.flatten(-2), scales
@@ -83,8 +88,8 @@ class KiviCache:
         self.k = self.v = None
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """k, v: [T, Hkv, D] of the next tokens. Groups that are complete, and older than the residual,
-        become codes.
+        """k, v: [T, Hkv, D] of the next tokens. Groups that are complete, and older than the
+        residual, become codes.
         """
         if k.shape[-1] % GROUP or v.shape[-1] % GROUP:
             refuse("k, v", (k.shape[-1], v.shape[-1]), f"heads of a multiple of {GROUP} values")
@@ -96,7 +101,9 @@ class KiviCache:
             self.coded += GROUP
 
     def rewind(self, tokens: int) -> None:
-        """Keep the first `tokens` tokens. Raises ValueError if one of the others is a code already."""
+        """Keep the first `tokens` tokens. Raises ValueError if one of the others is a code
+        already.
+        """
         if not self.coded <= tokens <= self.coded + len(self.k):
             refuse(
                 "tokens",

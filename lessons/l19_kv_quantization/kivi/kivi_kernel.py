@@ -1,8 +1,9 @@
 """KIVI's decode step with lesson 12's kernel: once over pages of codes, once over what is in full
 precision, and lesson 10's `combine` merges the two.
 
-The kernel needs nothing new: LOAD reads K with a scale for each channel, LOAD_V reads V with a scale for
-each token. That a context lies in two caches is a split of the keys, and any two splits can be merged.
+The kernel needs nothing new: LOAD reads K with a scale for each channel, LOAD_V reads V with a
+scale for each token. That a context lies in two caches is a split of the keys, and any two splits
+can be merged.
 """
 
 from typing import NamedTuple
@@ -68,8 +69,8 @@ class KiviPages(NamedTuple):
 
 
 def side_by_side(rows: list[Tensor]) -> Tensor:
-    """[T, Hkv, D] each -> [B, most, Hkv, D], zeros behind the shorter ones. `most` is a multiple of a
-    group, because the kernel is compiled for it.
+    """[T, Hkv, D] each -> [B, most, Hkv, D], zeros behind the shorter ones. `most` is a multiple of
+    a group, because the kernel is compiled for it.
     """
     most = max(1, -(-max(map(len, rows)) // GROUP)) * GROUP
     return torch.stack([pad(row, (0, 0, 0, 0, 0, most - len(row))) for row in rows])

@@ -1,10 +1,10 @@
-"""Decode attention over codes beside the same over numbers, by context; and products of 8 bits on both
-sides, by tokens.
+"""Decode attention over codes beside the same over numbers, by context; and products of 8 bits on
+both sides, by tokens.
 
     python -m lessons.toolbox.measure.bench 19
 
-On a CPU no kernel reads codes, so a quantized cache saves memory and costs time there: that is what the
-first figure shows.
+On a CPU no kernel reads codes, so a quantized cache saves memory and costs time there: that is what
+the first figure shows.
 """
 
 import random
@@ -34,8 +34,8 @@ FP8 = FORMATS["fp8"]
 
 
 def inputs_of(context: int, device: torch.device) -> tuple:
-    """q: [B, Hq, D], the codes and scales of K and V, the numbers that they mean, and the step's batch,
-    whose blocks lie in random order.
+    """q: [B, Hq, D], the codes and scales of K and V, the numbers that they mean, and the step's
+    batch, whose blocks lie in random order.
     """
     count = context // SIXTEEN
     order = random.Random(1).sample(range(BATCH * count), BATCH * count)

@@ -1,12 +1,12 @@
-"""The lesson's pictures: what scales of two kinds do to a page of K, how many sequences fit, where a
-smaller cache saves nothing, the channels of an activation before and after SmoothQuant, and what each
-cache loses.
+"""The lesson's pictures: what scales of two kinds do to a page of K, how many sequences fit, where
+a smaller cache saves nothing, the channels of an activation before and after SmoothQuant, and what
+each cache loses.
 
     python -m lessons.l19_kv_quantization.lab.pictures
 
-writes page.svg, fit.svg, loses.svg, outliers.svg and quality.svg beside this file. Nothing is timed. K
-and the activations are those of models/tiny on held-out code; sequences and bytes are computed. The last
-picture reads results/counted/l19_quality.json.
+writes page.svg, fit.svg, loses.svg, outliers.svg and quality.svg beside this file. Nothing is
+timed. K and the activations are those of models/tiny on held-out code; sequences and bytes are
+computed. The last picture reads results/counted/l19_quality.json.
 """
 
 import json
@@ -49,11 +49,13 @@ PAGE_ALT = (
     "channels, the error with a scale for each channel is faint."
 )
 FIT_ALT = (
-    "Sequences that fit over the context, both axes logarithmic: three parallel falling lines for a "
+    "Sequences that fit over the context, both axes logarithmic: three parallel falling lines for "
+    "a "
     "cache of 16 bits, FP8 and INT4, each above the one before."
 )
 LOSES_ALT = (
-    "How many times shorter a decode step is with an FP8 cache, over the context, for batches of 1, 8 "
+    "How many times shorter a decode step is with an FP8 cache, over the context, for batches of "
+    "1, 8 "
     "and 32: all begin near 1 at short contexts and approach 1.97."
 )
 OUTLIERS_ALT = (
@@ -62,8 +64,10 @@ OUTLIERS_ALT = (
     "steeper."
 )
 QUALITY_ALT = (
-    "KL to the model as it is, by what has a scale of its own, for K, for V and for K with a loud channel. For K a scale for "
-    "each channel loses least, and a channel that was made loud changes nothing for it, while all other "
+    "KL to the model as it is, by what has a scale of its own, for K, for V and for K with a loud "
+    "channel. For K a scale for "
+    "each channel loses least, and a channel that was made loud changes nothing for it, while all "
+    "other "
     "scales lose far more."
 )
 
@@ -75,14 +79,16 @@ LOUD_LAYER = 2  # whose down_proj receives the loudest channel
 
 @lru_cache
 def embedded_model() -> Decoder:
-    """models/tiny in float32 on the CPU, also where there is a GPU: the README quotes its numbers."""
+    """models/tiny in float32 on the CPU, also where there is a GPU: the README quotes its
+    numbers.
+    """
     return Decoder.from_pretrained(str(MODELS / "tiny"))
 
 
 @lru_cache
 def seen(layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a held-out prompt of PAGE tokens or more, rotated, as the cache stores them: [T,
-    heads, D] each.
+    """q, k and v of a held-out prompt of PAGE tokens or more, rotated, as the cache stores them:
+    [T, heads, D] each.
     """
     target, kept = embedded_model(), []
 
@@ -129,7 +135,8 @@ def draw_page(layer: int = 1, head: int = 1) -> ClassFigure:
     by_token, by_channel = errors_of(page)
     lost = [float(error.norm() / page.norm()) for error in (by_token, by_channel)]
     fig, axes = frame(
-        f"K has loud channels: a scale for each channel loses {lost[1]:.1%} of it, a scale for each "
+        f"K has loud channels: a scale for each channel loses {lost[1]:.1%} of it, a scale for "
+        "each "
         f"token {lost[0]:.1%}",
         f"models/tiny, layer {layer}, KV head {head}, {PAGE} tokens of held-out code; INT4",
         (11, 4.4),
@@ -159,8 +166,8 @@ def smoothing(x: Tensor, weight: Tensor, alpha: float) -> Tensor:
 
 
 def product_error(x: Tensor, weight: Tensor, s: Tensor) -> tuple[float, float]:
-    """Relative error of x · weightᵀ in INT8 after the channels were moved by s: [K], with one scale for
-    all tokens, and with one for each. The weight has one for each row.
+    """Relative error of x · weightᵀ in INT8 after the channels were moved by s: [K], with one scale
+    for all tokens, and with one for each. The weight has one for each row.
     """
     int8, exact = FORMATS["int8"], x @ weight.T
     rows = to_eight_bits(weight * s, "int8").dequantize()
@@ -181,7 +188,8 @@ def draw_outliers(alpha: float = 0.5, layer: int = LOUD_LAYER) -> ClassFigure:
     fig, axes = frame(
         f"α = {alpha:g}: the loudest channel falls from {loud[0]:.0f} to {loud[1]:.1f} times the "
         f"median, the INT8 error from {errors[0][0]:.1%} to {errors[1][0]:.1%}",
-        f"models/tiny, down_proj of layer {layer}, held-out code; one scale for all tokens (with one for "
+        f"models/tiny, down_proj of layer {layer}, held-out code; one scale for all tokens (with "
+        "one for "
         f"each: {errors[0][1]:.1%} to {errors[1][1]:.1%})",
         (11, 4.8),
         (1, 1),
@@ -229,7 +237,8 @@ def draw_quality(found: dict | None = None, bits: int = 4) -> ClassFigure:
     parts = {"k": "K", "v": "V", "k, a loud channel": "K with a loud channel (made so)"}
     loud = [entry["k, a loud channel"]["kl"]["mean"] for entry in (row, channel)]
     fig, ax = frame(
-        f"With a loud channel in K, a scale a token and head loses {loud[0] / loud[1]:.0f} times as much "
+        f"With a loud channel in K, a scale a token and head loses {loud[0] / loud[1]:.0f} times "
+        "as much "
         "as a scale a channel",
         f"counted · models/tiny, held-out code, {bits} bits with a scale and a low; K or V alone",
         (11, 5),

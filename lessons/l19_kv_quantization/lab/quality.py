@@ -2,8 +2,8 @@
 
     python -m lessons.l19_kv_quantization.lab.quality      # writes results/counted/l19_quality.json
 
-The measures are those of lesson 18's harness: loss, KL and flips on held-out code, beside the model as it
-is. Four questions:
+The measures are those of lesson 18's harness: loss, KL and flips on held-out code, beside the model
+as it is. Four questions:
 
 - formats: the three of the engine, and KIVI's two kinds of scales, in 8, 4 and 2 bits.
 - scales: whole numbers with one scale for a tensor, page, token, head or channel.
@@ -53,8 +53,8 @@ Change = Callable[[Tensor], Tensor]  # [T, Hkv, D] -> what is left of it
 
 
 class WithCache:
-    """A decoder whose K and V go through `k` and `v` before anybody attends to them, as in a cache that
-    holds codes. Everything else is the decoder's.
+    """A decoder whose K and V go through `k` and `v` before they are attended to, as in a cache
+    that holds codes. Everything else is the decoder's.
     """
 
     def __init__(self, model: Decoder, k: Change, v: Change):
@@ -83,8 +83,9 @@ def by_row(name: str, x: Tensor) -> Tensor:
 
 
 def by_group(bits: int, over: str, x: Tensor) -> Tensor:
-    """x: [T, Hkv, D] after whole numbers of so many bits, with a scale and a low for each group. over:
-    what shares them, one of SHARED. Pages are those that are complete; the rest is as it is, as in KIVI.
+    """x: [T, Hkv, D] after whole numbers of so many bits, with a scale and a low for each group.
+    over: what shares them, one of SHARED. Pages are those that are complete; the rest is as it is,
+    as in KIVI.
     """
     tokens = len(x)
     whole = tokens // PAGE * PAGE
@@ -123,7 +124,9 @@ def in_parts(bits: int, x: Tensor) -> Tensor:
 
 
 def formats(measure: Callable, model: Decoder) -> dict:
-    """The engine's formats, and KIVI's scales. bits: of a stored number, scales of 16 bits and all."""
+    """The engine's formats, and KIVI's scales. bits: of a stored number, scales of 16 bits and
+    all.
+    """
     width, found = model.config.head_dim, {}
     for name, format in FORMATS.items():
         bits = 8 * row_bytes(format, width, 2) / width
@@ -154,9 +157,10 @@ def scales(measure: Callable, model: Decoder, loud: Decoder) -> dict:
 
 @torch.inference_mode()
 def outliers(model: Decoder, windows: Tensor) -> dict:
-    """How uneven K, V and the inputs of linear layers are, by layer. channel: the loudest channel over the
-    one in the middle. first token, token: the norm of the first token, and of the loudest of the others,
-    over the one in the middle. channels: the largest magnitude of each channel of the first KV head.
+    """How uneven K, V and the inputs of linear layers are, by layer. channel: the loudest channel
+    over the one in the middle. first token, token: the norm of the first token, and of the loudest
+    of the others, over the one in the middle. channels: the largest magnitude of each channel of
+    the first KV head.
     """
     count, seen = len(model.layers), {"k": [], "v": []}
 

@@ -1,5 +1,5 @@
-"""What the tests of this lesson share: caches of codes whose pages lie in random order, and generation
-over codes in its plainest form.
+"""What the tests of this lesson share: caches of codes whose pages lie in random order, and
+generation over codes in its plainest form.
 """
 
 from functools import partial
@@ -35,15 +35,15 @@ class CodedInputs(NamedTuple):
 
 
 def coded(format: RowFormat, inputs: PagedInputs) -> CodedInputs:
-    """`paged` inputs with K and V as codes. Slots that nobody wrote hold NaN scales."""
+    """`paged` inputs with K and V as codes. Slots that were never written hold NaN scales."""
     q, k_cache, v_cache, *rest = inputs
     (k_codes, k_scales), (v_codes, v_scales) = (coded_cache(format, x) for x in (k_cache, v_cache))
     return CodedInputs(q, k_codes, v_codes, k_scales, v_scales, *rest)
 
 
 def coded_cache(format: RowFormat, cache: Tensor) -> tuple[Tensor, Tensor]:
-    """cache: [num_blocks, block_size, Hkv, D], NaN where nobody wrote -> codes and scales, the
-    slots of a head side by side.
+    """cache: [num_blocks, block_size, Hkv, D], NaN where nothing was written -> codes and scales,
+    the slots of a head side by side.
     """
     written = cache.isfinite().all(-1, keepdim=True)
     codes, scales = format.quantize(torch.where(written, cache, 0.0))
@@ -54,8 +54,8 @@ def coded_cache(format: RowFormat, cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attention_over(format: RowFormat, q, k, v, *arguments, **options) -> Tensor:
-    """Lesson 2's attention to what is left of k and v after their codes: q: [T, Hq, D]; k, v: [T, Hkv,
-    D] -> [T, Hq, D].
+    """Lesson 2's attention to what is left of k and v after their codes: q: [T, Hq, D]; k, v: [T,
+    Hkv, D] -> [T, Hq, D].
     """
     k, v = (format.dequantize(*format.quantize(x)) for x in (k, v))
     return attention(q, k, v, *arguments, **options)
@@ -65,8 +65,8 @@ def attention_over(format: RowFormat, q, k, v, *arguments, **options) -> Tensor:
 def naive_answers(
     model: Decoder, prompts: list[list[int]], limits: list[int], format: RowFormat
 ) -> list[list[int]]:
-    """The definition of generation over a quantized cache: one request at a time, everything computed
-    again for each token, and every K and V as its codes mean it. Greedy.
+    """The definition of generation over a quantized cache: one request at a time, everything
+    computed again for each token, and every K and V as its codes mean it. Greedy.
     """
     answers = []
     over_codes = partial(attention_over, format)

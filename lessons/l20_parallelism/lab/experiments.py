@@ -84,7 +84,9 @@ def timed(world: Group, run: Callable[[], object], on_all: bool = True) -> float
 
 
 def one_pass(model: Decoder, num_prompts: int, length: int) -> Callable[[], Tensor]:
-    """A pass over the prompts into an empty cache, up to the logits after the last token: [1, V]."""
+    """A pass over the prompts into an empty cache, up to the logits after the last token: [1,
+    V].
+    """
     pool = new_pool(model, num_prompts)
     prompts = [[7 * place % CONFIG.vocab_size for place in range(length)]] * num_prompts
 

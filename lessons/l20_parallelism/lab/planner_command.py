@@ -123,7 +123,8 @@ def print_plan(it: Plan, console: Console) -> None:
         console.print(
             f"Decode step of {it.running}: {duration(decode.seconds)}, of these "
             f"{duration(decode.communication_s)} messages. First token of a prompt of "
-            f"{it.context}: {duration(ttft.seconds)}. At most {it.tokens_per_s_per_gpu:.0f} tokens/s a GPU."
+            f"{it.context}: {duration(ttft.seconds)}. At most {it.tokens_per_s_per_gpu:.0f} "
+            "tokens/s a GPU."
         )
     console.print(NOTE, style="dim")
 

@@ -1,23 +1,31 @@
-"""All adapters of a step in two launches: rows of one adapter form a segment, and a program owns a tile
-of one segment.
+"""All adapters of a step in two launches: rows of one adapter form a segment, and a program owns a
+tile of one segment.
 
-    h = x Aᵀ            shrink: K numbers of a row become r       one program: a tile of rows, a split of K
-    y += scaling · h B   expand: r numbers become N                one program: a tile of rows, a tile of N
+    h = x Aᵀ            shrink: K numbers of a row become r       one program: a tile of rows, a
+                        split of K
+    y += scaling · h B   expand: r numbers become N                one program: a tile of rows, a
+                         tile of N
 
 Three decisions:
 
-- **Which row belongs to whom is data, not launches.** `order` lists the rows by adapter and `tiles` says
-  which slot a program multiplies by. A row is loaded through its number in `order`, so nothing is moved,
-  and a row without an adapter stands in no tile. Padding tiles have no rows, so the grid of a CUDA graph
+- **Which row belongs to whom is data, not launches.** `order` lists the rows by adapter and `tiles`
+  says
+  which slot a program multiplies by. A row is loaded through its number in `order`, so nothing is
+    moved,
+  and a row without an adapter stands in no tile. Padding tiles have no rows, so the grid of a CUDA
+    graph
   can stay the same while the adapters of a batch change.
-- **Ranks may differ.** A program reads the rank of its slot and masks or leaves out what lies beyond it.
+- **Ranks may differ.** A program reads the rank of its slot and masks or leaves out what lies
+  beyond it.
   So an adapter of rank 8 beside one of rank 64 reads rank 8's bytes. A rank of 0 ends the program.
 - **The same bits in every company.** A shrink has few outputs and a long sum, so K is split between
   programs. Each split writes a float32 partial of its own; expand adds them in the order of their
-  numbers. The length of a split is fixed, not the number, and a row's sums read only that row and its
+  numbers. The length of a split is fixed, not the number, and a row's sums read only that row and
+    its
   adapter. So a row's result does not depend on which other rows and adapters are in the batch.
 
-Sources: Chen et al. 2023, Punica (SGMV); Sheng et al. 2023, S-LoRA (rows of different ranks, section 5).
+Sources: Chen et al. 2023, Punica (SGMV); Sheng et al. 2023, S-LoRA (rows of different ranks,
+section 5).
 """
 
 from lessons.toolbox.kernels.triton_ import tl, triton
@@ -57,8 +65,8 @@ def shrink_kernel(
     SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """partials[split, place] = x[row, the split's columns] · A[slot]ᵀ. One program: a tile, a split, a
-    block of ranks.
+    """partials[split, place] = x[row, the split's columns] · A[slot]ᵀ. One program: a tile, a
+    split, a block of ranks.
 
     x: [num_rows, size]; a: [S, max_rank, size]; partials: [splits, num_rows, max_rank] float32, by
     places in `order`. Beyond a slot's rank nothing is written.
@@ -104,8 +112,8 @@ def expand_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """out[row] += scaling[slot] · h[place] · B[slot], h the sum of the partials. One program: a tile of
-    rows and of outputs, so each number of out has one writer.
+    """out[row] += scaling[slot] · h[place] · B[slot], h the sum of the partials. One program: a
+    tile of rows and of outputs, so each number of out has one writer.
 
     b: [S, max_rank, num_outputs]; out: [num_rows, num_outputs], the base product.
     """

@@ -1,11 +1,11 @@
-"""What stands for the kernels on a CPU: two batched products for all adapters, in place of two small ones
-for each.
+"""What stands for the kernels on a CPU: two batched products for all adapters, in place of two
+small ones for each.
 
-A small product is slow on a CPU because it pays for its call, for picking its rows and for putting them
-back. `torch.bmm` multiplies all segments in one call, if they are equally long. So shorter ones are padded
-with copies of their own first row, and what comes out for those is thrown away. Where one segment is much
-longer than the others (a prompt beside decoding rows) that would be mostly padding. Then each segment is
-multiplied by itself, because such products are large enough.
+A small product is slow on a CPU because it pays for its call, for picking its rows and for putting
+them back. `torch.bmm` multiplies all segments in one call, if they are equally long. So shorter
+ones are padded with copies of their own first row, and what comes out for those is thrown away.
+Where one segment is much longer than the others (a prompt beside decoding rows) that would be
+mostly padding. Then each segment is multiplied by itself, because such products are large enough.
 """
 
 import torch

@@ -10,9 +10,9 @@ class SlotWeights(NamedTuple):
     """S slots of one layer, each with room for an adapter of rank R at most.
 
     a: [S, R, K] and b: [S, R, N], both with a row for each rank, so that loads are wide in both
-    products. scaling: [S] float32, alpha / r as PEFT defines it. ranks: [S] int32, how many rows count;
-    0: the adapter in this slot leaves the layer alone. Rows beyond a slot's rank are zeros; the kernels
-    never read them.
+    products. scaling: [S] float32, alpha / r as PEFT defines it. ranks: [S] int32, how many rows
+    count; 0: the adapter in this slot leaves the layer alone. Rows beyond a slot's rank are zeros;
+    the kernels never read them.
     """
 
     a: Tensor

@@ -3,9 +3,9 @@ for each adapter.
 
     python -m lessons.toolbox.measure.bench 21
 
-One linear layer of Llama-3-8B's width. l21_batch times the corrections alone, l21_adapters a whole layer,
-the base product within the time. On a CPU with a quarter of the width; there stand_ins.py stands for the
-kernels, which are interpreted and not timed.
+One linear layer of Llama-3-8B's width. l21_batch times the corrections alone, l21_adapters a whole
+layer, the base product within the time. On a CPU with a quarter of the width; there stand_ins.py
+stands for the kernels, which are interpreted and not timed.
 """
 
 from functools import lru_cache
@@ -73,8 +73,8 @@ def all_at_once(x: Tensor, layer: Layer, batch: AdapterBatch):
 
 
 def merged_matrices(x: Tensor, layer: Layer, batch: AdapterBatch):
-    """A merged matrix for each adapter, made before the clock: no correction, but a base product for
-    each, and as many matrices in memory.
+    """A merged matrix for each adapter, made before the clock: no correction, but a base product
+    for each, and as many matrices in memory.
     """
     matrices = []
     for slot, first, count in batch.segments:
@@ -119,7 +119,9 @@ CORRECTIONS = {
 
 
 def correction_bytes(num_rows: int) -> int:
-    """Each adapter once, x once, the result once: a version that adds to nothing need not read zeros."""
+    """Each adapter once, x once, the result once: a version that adds to nothing need not read
+    zeros.
+    """
     adapters = min(num_rows, NUM_ADAPTERS) * RANK * 2 * WIDTH
     return (adapters + 2 * num_rows * WIDTH) * DTYPE.itemsize
 

@@ -1,10 +1,10 @@
-"""The lesson's pictures: the bytes of an adapter and how many fit, a batch whose rows are sorted into
-segments and tiles, and what adapters add to a decode step.
+"""The lesson's pictures: the bytes of an adapter and how many fit, a batch whose rows are sorted
+into segments and tiles, and what adapters add to a decode step.
 
     python -m lessons.l21_multi_lora.lab.pictures
 
-writes bytes.svg, batch.svg and loses.svg beside this file. Nothing is timed: bytes are computed, and the
-batch is what `AdapterBatch.of` makes of its rows.
+writes bytes.svg, batch.svg and loses.svg beside this file. Nothing is timed: bytes are computed,
+and the batch is what `AdapterBatch.of` makes of its rows.
 """
 
 from collections.abc import Sequence
@@ -39,13 +39,16 @@ from lessons.toolbox.measure.hardware import CHIPS
 HERE = Path(__file__).parent
 BYTES_SVG, BATCH_SVG, LOSES_SVG = (HERE / f"{name}.svg" for name in ("bytes", "batch", "loses"))
 BYTES_ALT = (
-    "Left: bytes of an adapter over its rank for three choices of matrices, rising lines far below the "
+    "Left: bytes of an adapter over its rank for three choices of matrices, rising lines far below "
+    "the "
     "base model. Right: how many adapters fit beside the base, a falling line, and how many merged "
     "models fit, a low flat line."
 )
 BATCH_ALT = (
-    "Eleven rows of a batch in four colours and grey. In the middle the same rows sorted by adapter into "
-    "four segments, without the grey ones. On the right tiles of at most three rows, each with the slot "
+    "Eleven rows of a batch in four colours and grey. In the middle the same rows sorted by "
+    "adapter into "
+    "four segments, without the grey ones. On the right tiles of at most three rows, each with the "
+    "slot "
     "that it reads."
 )
 LOSES_ALT = (
@@ -62,7 +65,8 @@ def draw_bytes(model: str = "llama-3-8b", gpu: str = "h100", marked: int = 16) -
     base, here = base_bytes(shape), adapter_bytes(shape, marked)
     fit = adapters_that_fit(shape, marked, memory)
     fig, (left, right) = frame(
-        f"Rank {marked} on all seven matrices is {here / 1e6:.0f} MB: {fit} adapters fit beside the "
+        f"Rank {marked} on all seven matrices is {here / 1e6:.0f} MB: {fit} adapters fit beside "
+        "the "
         f"base, or {memory // base} merged models",
         f"computed · {model}, 16 bits, a GPU of {memory / 1e9:.0f} GB, no cache",
         (12, 5),
@@ -108,7 +112,8 @@ def draw_batch(row_slots: Sequence[int] = ROWS, names=NAMES, block_m: int = 3) -
     tiles = [tuple(tile) for tile in batch.tiles.tolist() if tile[2]]
     num_sorted = batch.num_rows_with_adapter
     fig, ax = frame(
-        f"{len(row_slots)} rows of {len(batch.segments)} adapters: one launch of {len(tiles)} tiles, "
+        f"{len(row_slots)} rows of {len(batch.segments)} adapters: one launch of {len(tiles)} "
+        "tiles, "
         f"{len(row_slots) - num_sorted} rows in none",
         f"AdapterBatch.of, tiles of {block_m} rows here (the kernels take {BLOCK_M})",
         (11, 6.2),

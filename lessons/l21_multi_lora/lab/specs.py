@@ -64,8 +64,8 @@ def expand_spec(dtype: str, tiles: Tiles, max_rank: int, chips: tuple[int, ...])
     )
 
 
-# The ranks that vLLM's max_lora_rank is given most; a T4 has no bfloat16 and no matrix unit that Triton
-# uses.
+# The ranks that vLLM's max_lora_rank is given most; a T4 has no bfloat16 and no matrix unit that
+# Triton uses.
 KERNELS = [
     spec(dtype, tiles, rank, chips)
     for spec in (shrink_spec, expand_spec)

@@ -18,7 +18,8 @@ PLAIN_VALUES: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
     "bias": ("none",),
-    # pissa, olora, corda, loftq, mica and lora_ga also change the base matrix, which is not in the file
+    # pissa, olora, corda, loftq, mica and lora_ga also change the base matrix, which is not in the
+    # file
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 # what only training, other layers or the place of the base model need

@@ -3,7 +3,8 @@
     adapter = load_adapter("models/tiny-lora-sql")
     adapter.layers["layers.0.self_attn.q_proj"]     # A: [r, K], B: [N, r], scaling
 
-Only safetensors are read. An adapter_model.bin is a pickle, which may run any code, and stays closed.
+Only safetensors are read. An adapter_model.bin is a pickle, which may run any code, and stays
+closed.
 """
 
 import json
@@ -47,8 +48,8 @@ class LayerAdapter(NamedTuple):
 
 @dataclass(eq=False)
 class Adapter:
-    """A whole adapter, on the host. Two are one only if they are the same object, because a folder may
-    hold other numbers the next time that it is read.
+    """A whole adapter, on the host. Two are one only if they are the same object, because a folder
+    may hold other numbers the next time that it is read.
     """
 
     name: str
@@ -68,8 +69,8 @@ class Adapter:
 
 
 def load_adapter(folder: str | os.PathLike, name: str | None = None) -> Adapter:
-    """An adapter by its folder. name: default the folder's. Raises CheckpointError, in one line, for
-    one that cannot be read, or that does more than A and B.
+    """An adapter by its folder. name: default the folder's. Raises CheckpointError, in one line,
+    for one that cannot be read, or that does more than A and B.
     """
     folder = find_adapter(folder)
     config = read_adapter_config(folder)
@@ -110,7 +111,7 @@ def read_pairs(folder: Path) -> dict[str, dict[str, Tensor]]:
                 accepted = ", ".join(STORED_DTYPES)
                 raise CheckpointError(f"tensor {name} in {file} is {dtype}; supported: {accepted}")
             tensor = tensors.get_tensor(name)
-            # Because an infinity beside a mask of zeros would be everybody's NaN.
+            # Because an infinity beside a mask of zeros would be a NaN in every row.
             if not tensor.isfinite().all():
                 raise CheckpointError(f"tensor {name} in {file} holds NaN or infinity")
             layer = layer.removeprefix(PREFIX).removeprefix("model.")
@@ -123,7 +124,9 @@ def read_pairs(folder: Path) -> dict[str, dict[str, Tensor]]:
 def read_layer(
     folder: Path, layer: str, pair: dict[str, Tensor], config: AdapterConfig
 ) -> LayerAdapter:
-    """One layer's A and B. Raises CheckpointError where they do not fit each other or the config."""
+    """One layer's A and B. Raises CheckpointError where they do not fit each other or the
+    config.
+    """
     missing = [part for part in PARTS if part not in pair]
     if missing:
         raise CheckpointError(f"{folder}: {layer} has no {missing[0]}")
@@ -176,8 +179,8 @@ def save_adapter(
     base_model: str | None = None,
     **config,
 ) -> None:
-    """Write an adapter as PEFT does. pairs: {decoder's layer: (A [r, K], B [N, r])}, all of one rank
-    unless `config` has a rank_pattern; other keys of `config` go into adapter_config.json.
+    """Write an adapter as PEFT does. pairs: {decoder's layer: (A [r, K], B [N, r])}, all of one
+    rank unless `config` has a rank_pattern; other keys of `config` go into adapter_config.json.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""The lesson's pictures: rows on their way to experts of other GPUs, and how much each GPU then has;
-and for the notebook's slider, from when on experts compute longer than they read.
+"""The lesson's pictures: rows on their way to experts of other GPUs, and how much each GPU then
+has; and for the notebook's slider, from when on experts compute longer than they read.
 
     python -m lessons.l23_experts.lab.pictures
 
@@ -104,7 +104,8 @@ def draw_reads(num_experts: int = 8, top_k: int = 2, gpu: str = "h100") -> Class
     fig, ax = frame(
         f"{num_experts} experts, {top_k} a token: arithmetic takes longer from "
         f"{ridge * num_experts / top_k:.0f} tokens on",
-        f"PREDICTED, nothing measured · {LAYER_WEIGHTS / 1e9:.2f} billion weights in 16 bits · even "
+        f"PREDICTED, nothing measured · {LAYER_WEIGHTS / 1e9:.2f} billion weights in 16 bits · "
+        "even "
         f"router · {chip.name}",
         (9, 4.8),
     )

@@ -20,7 +20,8 @@ from lessons.toolbox.draw.figure import GREY, ROLES, ClassFigure, frame, save_sv
 HERE = Path(__file__).parent
 MASKS_SVG = HERE / "masks.svg"
 MASKS_ALT = (
-    "Left: an automaton of two states for numbers with commas between them. Middle and right: the same "
+    "Left: an automaton of two states for numbers with commas between them. Middle and right: the "
+    "same "
     "trie of ten tokens, walked from state 0 and from state 1. Each node shows the state that it "
     "reaches, or a cross. The tokens of nodes with a state are allowed."
 )

@@ -88,7 +88,9 @@ def library(source: str, file_name: str, kernel: str) -> Path:
 
 
 def _emulator(folder: Path) -> list[str]:
-    """The emulator's object files, without the kernel's flags: nobody watches the watcher."""
+    """The emulator's object files, without the kernel's flags: the watcher is not watched
+    itself.
+    """
     for name in EMULATOR:
         if not (target := folder / f"{name}.o").exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:

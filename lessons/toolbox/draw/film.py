@@ -70,8 +70,8 @@ def film(
 ) -> Figure | None:
     """Draw what the programs (default: the first and the last) load and store, one panel an access.
 
-    tensors: {name: [...]}, default: all arguments of the kernels; more than two dimensions are drawn
-    as rows of the last one. kernel: only the accesses of this one. columns: panels beside
+    tensors: {name: [...]}, default: all arguments of the kernels; more than two dimensions are
+    drawn as rows of the last one. kernel: only the accesses of this one. columns: panels beside
     each other, as many as fit by default. most: of a longer strip the first ones and the last two
     are drawn, and the caption says so. Returns None where nothing can be recorded.
     """

@@ -41,12 +41,13 @@ def ladder_plot(
 
     rungs: [{"name", "lesson", "tokens_per_s": float or None, "identical": bool or None, "stand_in":
     bool or the reason, "not_run": the reason or None, "step": over the rung below, or left out,
-    "regime": {"label", "gain", "measured", "device"} or None}]. A rung whose step shows nothing says
-    that its idea pays in its regime. "device", which may be left out, is where the gain was measured or for which it is
-    predicted. "stand_in" marks a rung that exists for its tokens' sake on this device: its bar is
-    hollow and says "tokens only". A rung that did not run has no bar but its reason.
-    peers: [{"name", "tokens_per_s": float or None, "not_run"}], vertical lines; those that did not
-    run are named in the caption. predicted_for: the device of predictions that name none.
+    "regime": {"label", "gain", "measured", "device"} or None}]. A rung whose step shows nothing
+    says that its idea pays in its regime. "device", which may be left out, is where the gain was
+    measured or for which it is predicted. "stand_in" marks a rung that exists for its tokens' sake
+    on this device: its bar is hollow and says "tokens only". A rung that did not run has no bar but
+    its reason. peers: [{"name", "tokens_per_s": float or None, "not_run"}], vertical lines; those
+    that did not run are named in the caption. predicted_for: the device of predictions that name
+    none.
 
     Raises ValueError for no rungs, for more than 24 rungs or 8 peers, and for a rung that has
     neither a speed nor a reason.

@@ -67,7 +67,7 @@ def _check(name: str, values: Sequence, start: dict) -> None:
 
 
 def _has_front_end() -> bool:
-    """Whether somebody can move a slider: Jupyter, VS Code or Colab, not a run without a page."""
+    """Whether a slider can be moved: Jupyter, VS Code or Colab, not a run without a page."""
     shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
     if shell is None or not hasattr(shell, "kernel"):
         return False

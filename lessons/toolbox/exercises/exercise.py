@@ -167,7 +167,7 @@ def generate(path: Path) -> str:
 
 
 def is_edited(text: str) -> bool:
-    """Whether somebody changed a generated text: its header's checksum no longer fits (or the
+    """Whether a generated text was changed: its header's checksum no longer fits (or the
     header is gone).
     """
     header, _, body = text.partition("# ruff: noqa\n")

@@ -145,8 +145,8 @@ def use_implementation(impl: str = "exercises") -> list[tuple[str, str, str]]:
 
     Returns (exercise id, "module:function" that it replaces, "used" or why not), one entry per
     exercise with `replaces`. Solved means: no longer a stub. Whether it is right is for its checks,
-    and for whoever compares the tokens. Call it once, before the work starts. Raises ExerciseError
-    for an unknown folder.
+    and for the caller that compares the tokens. Call it once, before the work starts. Raises
+    ExerciseError for an unknown folder.
     """
     folder = folder_of(impl)
     entries = [entry for entry in all_exercises() if entry.replaces]

@@ -5,7 +5,7 @@
     accesses.loads(x), accesses.stores(out)      how often each element was touched, in its shape
     accesses.read_bytes, accesses.written_bytes  all of it; `loaded` and `stored` count elements
 
-A formula says what a kernel should move; this sees a second read, a row that nobody wrote, an
+A formula says what a kernel should move; this sees a second read, a row that was never written, an
 address outside every tensor. Only addresses under a true mask count, because a masked load reads
 nothing from memory.
 """

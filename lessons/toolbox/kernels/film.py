@@ -2,7 +2,8 @@
 
     with Film() as film:
         out = rms_norm(x, weight, 1e-5)
-    film.accesses[0].program, film.accesses[0].line     who did it, and where it stands in the kernel
+    film.accesses[0].program, film.accesses[0].line     who did it, and where it stands in the
+                                                        kernel
     film.accesses[0].elements(x)                        how often it touched each element of x
     film.programs(), film.kernels()                     in the order of the grid, of the launches
 

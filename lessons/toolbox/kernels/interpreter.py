@@ -11,9 +11,9 @@ docstring states the rule that it restores. `patches` says how they are installe
 `lessons.toolbox.kernels.triton_` calls `make_faithful()` wherever kernels are interpreted. Checked
 with Triton 3.6 and 3.7.
 
-What stays different: programs run one after another, in an order that `order` may draw, float32 sums
-are added in another order, exp and friends are correctly rounded, no inline assembly, no bfloat16
-atomics, no Gluon (`lessons.toolbox.simulator` runs it).
+What stays different: programs run one after another, in an order that `order` may draw, float32
+sums are added in another order, exp and friends are correctly rounded, no inline assembly, no
+bfloat16 atomics, no Gluon (`lessons.toolbox.simulator` runs it).
 """
 
 import math

@@ -213,8 +213,8 @@ def _scale(record, lines, limit) -> tuple[float, str]:
 def _caption(record) -> str:
     """The line under the figure: device, dtype, shape, and what would make the picture untrue.
 
-    The rest stands in the record: versions, date, repetitions, what was not run and why. Noise shows
-    in the band, and where memory ran out stands on the line's own label.
+    The rest stands in the record: versions, date, repetitions, what was not run and why. Noise
+    shows in the band, and where memory ran out stands on the line's own label.
     """
     device = record["fingerprint"].get("device", "unknown device")
     quick = "quick run, fewer sizes" if record["quick"] else None

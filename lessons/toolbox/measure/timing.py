@@ -10,7 +10,7 @@ Why this does not call `triton.testing.do_bench` (which is the same in Triton 3.
 - It times one function at a time and runs it seven times before the first run that counts, so
   candidates cannot take turns.
 - Where Python needs longer to launch the function than the GPU needs to flush and run it, a part
-  of the launch is inside the time, and nobody knows how large a part.
+  of the launch is inside the time, and it is unknown how large a part.
 - It flushes by writing, so the timed run also waits for those lines to be written back.
 
 `do_bench_cudagraph` hides the launch, but it flushes nothing and cannot capture a function that

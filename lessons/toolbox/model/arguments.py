@@ -53,12 +53,16 @@ def check_positive(**values: float) -> None:
 
 
 def check_kind(kind: type | tuple[type, ...], what: str, **values) -> None:
-    """Raise ValueError that names the first value that is no `kind`, and says `what` is accepted."""
+    """Raise ValueError that names the first value that is no `kind`, and says `what` is
+    accepted.
+    """
     for name, value in values.items():
         if not isinstance(value, kind):
             refuse(name, value, what)
 
 
 def named(config, names: str) -> dict:
-    """{name: value} of some fields, their names between blanks, for a check that names the wrong one."""
+    """{name: value} of some fields, their names between blanks, for a check that names the wrong
+    one.
+    """
     return {name: getattr(config, name) for name in names.split()}

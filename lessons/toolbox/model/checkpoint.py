@@ -112,7 +112,9 @@ def find_weights(name_or_path: str | os.PathLike, config: ModelConfig) -> Path:
 
 
 def check_room(folder: Path, num_tensors: int, config: ModelConfig) -> None:
-    """Raise CheckpointError where fewer tensors are stored than the config has layers and experts."""
+    """Raise CheckpointError where fewer tensors are stored than the config has layers and
+    experts.
+    """
     moe, num_layers = config.moe, config.num_hidden_layers
     expert_layers = sum(moe.has_experts(layer) for layer in range(num_layers)) if moe else 0
     num_experts = expert_layers * moe.n_routed_experts if moe and not moe.are_stacked else 0
@@ -163,8 +165,8 @@ def fill(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """As load_weights, from the tensors of a catalog. given: tensors of the decoder that somebody
-    else has read, by their names in it and of its shapes, [N, K] for a matrix.
+    """As load_weights, from the tensors of a catalog. given: tensors of the decoder that the
+    caller has read, by their names in it and of its shapes, [N, K] for a matrix.
     """
     model.load_state_dict(read_tensors(model, folder, stored, given, device, dtype), assign=True)
     if model.config.tie_word_embeddings:

@@ -119,7 +119,8 @@ class MoEConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer: Llama 2/3, Qwen2/2.5, Qwen3, Mistral, Phi-3, Gemma 2/3; Mixtral
-    and Qwen3-MoE, which have `moe`; gpt-oss, which has `moe` and `attention_sinks`; DeepSeek-V2 and V3, which have `mla` and `moe`.
+    and Qwen3-MoE, which have `moe`; gpt-oss, which has `moe` and `attention_sinks`; DeepSeek-V2 and
+    V3, which have `mla` and `moe`.
 
     Every field carries the name under which config.json files hold it; `load_config` reads them.
     Raises ValueError for sizes that do not fit together.

@@ -204,7 +204,9 @@ def _check_numbers(content: dict[str, Any], within: str = "") -> None:
 
 
 def _checked_ropes(name: str, rope: Any, family: Family) -> dict[str, Any]:
-    """The RoPE object `name`, or its objects for both kinds of layers. Refuses as `_checked_rope`."""
+    """The RoPE object `name`, or its objects for both kinds of layers. Refuses as
+    `_checked_rope`.
+    """
     # the older key holds what the layers without a window do
     if not family.rope_by_layer or name == "rope_scaling":
         return _checked_rope(name, rope, family)

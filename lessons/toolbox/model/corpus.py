@@ -119,12 +119,15 @@ GENERATED = (
 )
 LONGEST = 100_000  # characters; what is longer was generated, or is a table
 LONG_LINE = 30  # characters; shorter lines stand in any module
-# A file is a copy if more than this share of its long lines, and no fewer than so many, are held out.
+# A file is a copy if more than this share of its long lines, and no fewer than so many, are held
+# out.
 COPIED, FEWEST_COPIED = 0.1, 5
 
 
 def corpus() -> tuple[list[str], list[str]]:
-    """The standard library's modules as (train, held_out) lists of source texts, in a fixed order."""
+    """The standard library's modules as (train, held_out) lists of source texts, in a fixed
+    order.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     train, held_out, seen = [], [], set()
     for path in sorted(root.rglob("*.py")):

@@ -21,9 +21,10 @@ class Family(NamedTuple):
     fields: from transformers' config, the fields of ModelConfig that are the family's own. needs
     and reads: keys that the file must and may hold, beside those of every family. fixed: the one
     supported value of keys that transformers does not know. read_as: the model_type whose class
-    reads the file, if it is another one. rope_types: those that its RoPE object may have. also_called: {another name of a key: the key}. stored_as:
-    {part of a tensor's name in the decoder: the same part in the checkpoints}. rope_by_layer: whether
-    its rope_parameters hold one object for the layers with a window, and one for the others.
+    reads the file, if it is another one. rope_types: those that its RoPE object may have.
+    also_called: {another name of a key: the key}. stored_as: {part of a tensor's name in the
+    decoder: the same part in the checkpoints}. rope_by_layer: whether its rope_parameters hold one
+    object for the layers with a window, and one for the others.
     """
 
     fields: Callable[[Any], dict[str, Any]]

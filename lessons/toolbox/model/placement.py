@@ -43,7 +43,7 @@ def read_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def launching_on(device: torch.device) -> AbstractContextManager:
-    """Inside it this thread launches kernels on the device, if that is a GPU. Triton needs it on a machine
-    with several: it asks no tensor where it lies.
+    """Inside it this thread launches kernels on the device, if that is a GPU. Triton needs it on a
+    machine with several: it asks no tensor where it lies.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

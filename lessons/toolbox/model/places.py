@@ -10,7 +10,8 @@ from lessons.toolbox.model.families import FAMILIES
 
 
 def turning_last(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    """tensor: [H · D, K]. A matrix of q or k whose heads' rotary coordinates come last, as `attend` wants them.
+    """tensor: [H · D, K]. A matrix of q or k whose heads' rotary coordinates come last, as `attend`
+    wants them.
 
     In Phi-3's checkpoints they come first. That moves q and k alike, and no product of the two
     depends on their order.

@@ -17,7 +17,7 @@ from pathlib import Path
 from lessons.toolbox.measure import device
 
 ROOT = Path(__file__).resolve().parents[3]
-# The machine's other pytest plugins stay out: what they do to a test nobody here has seen.
+# The machine's other pytest plugins stay out: what they do to a test was never tried.
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 

@@ -28,7 +28,7 @@ def names_on_gpu(kernel: str, room: Path) -> list[str]:
     source, found = (room / name).read_text(encoding="utf-8").replace("\\\n", " "), []
     for entry in ENTRY_POINT.findall(source):
         macro = re.search(MACRO.format(entry), source)
-        # A macro's parameter is nobody's name: each use of the macro is a kernel.
+        # A macro's parameter is no kernel's name: each use of the macro is a kernel.
         found += re.findall(rf"^{macro[1]}\((\w+),", source, re.MULTILINE) if macro else [entry]
     return found
 

@@ -2,9 +2,9 @@
 `kernel[grid](*arguments)`.
 
 The kernel's own Python code runs, unchanged, with stand-ins for `gl`, `mbarrier`, `tma`,
-`warpgroup_mma`, `warpgroup_mma_wait` and `fence_async_shared`. It computes the numbers, and it finds
-what the interpreter cannot: copies and products that are used before they have ended, buffers that
-are filled too early, wrong phases, wrong byte counts, deadlocks. It says nothing of speed, and
+`warpgroup_mma`, `warpgroup_mma_wait` and `fence_async_shared`. It computes the numbers, and it
+finds what the interpreter cannot: copies and products that are used before they have ended, buffers
+that are filled too early, wrong phases, wrong byte counts, deadlocks. It says nothing of speed, and
 nothing of what the compiler checks: layouts, registers, how much shared memory there is.
 
     with schedule(seed=3, ends="latest"):

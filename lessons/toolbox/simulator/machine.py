@@ -1,9 +1,9 @@
 """One program of a simulated kernel: its partitions take turns, and what they started runs beside
 them.
 
-A partition is a thread, and one thread runs at a time. It runs until it waits or does something that
-another partition could notice; then the scheduler draws what happens next: a partition goes on, or a
-piece of work in flight (a copy, a matrix product) ends.
+A partition is a thread, and one thread runs at a time. It runs until it waits or does something
+that another partition could notice; then the scheduler draws what happens next: a partition goes
+on, or a piece of work in flight (a copy, a matrix product) ends.
 
     ends = "random"    work ends at a random moment between its start and the wait for it
     ends = "latest"    work ends only when no partition can go on: as late as the kernel allows

@@ -1,4 +1,5 @@
-"""Simulated shared memory: allocations that start as poison, views of them, and who uses which part.
+"""Simulated shared memory: allocations that start as poison, views of them, and who uses which
+part.
 
 A part that a copy fills may be neither read nor written, and a part that a copy or a product reads
 may not be written, until that work has ended. Ordinary stores become visible to TMA and to the

@@ -1,7 +1,7 @@
 """Simulated TMA: tensor descriptors, and copies that run beside the partition that started them.
 
-Rows and columns outside the tensor are read as zeros (or NaN) and are not written; a load brings the
-bytes of a whole tile to its barrier all the same.
+Rows and columns outside the tensor are read as zeros (or NaN) and are not written; a load brings
+the bytes of a whole tile to its barrier all the same.
 """
 
 from dataclasses import dataclass

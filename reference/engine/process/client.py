@@ -3,8 +3,8 @@
     engine = AsyncProcessEngine(AsyncEngineArgs(model="models/tiny"))
     async for output in engine.generate("def f(", SamplingParams(), "request 1"): ...
 
-A thread waits at the pipe. Each message holds what a step has made for everybody, so the thread wakes
-up once a step, fills the mailboxes and rings once, exactly as the engine's own thread would.
+A thread waits at the pipe. Each message holds what a step has made for all requests, so the thread
+wakes up once a step, fills the mailboxes and rings once, exactly as the engine's own thread would.
 """
 
 import asyncio
@@ -147,9 +147,9 @@ class CoreClient(Generates):
         return done
 
     def _send_what_waits(self) -> None:
-        """Whoever has the lock sends everybody's. Nobody waits for it, because a thread that has it may
-        come here again: garbage is collected at any line, and a dropped stream then says that nobody
-        reads it.
+        """The thread that has the lock sends all orders. None waits for it, because a thread that
+        has it may come here again: garbage is collected at any line, and a dropped stream then says
+        that no client reads it.
         """
         while self.outgoing and self.lock.acquire(blocking=False):
             dead = None
@@ -196,7 +196,7 @@ class CoreClient(Generates):
             self._end(message.failure)
 
     def _news(self, changes: list[Change]) -> Iterator[tuple[Reader, RequestOutput]]:
-        """Who gets what. A request that nobody reads any more was forgotten."""
+        """Who gets what. A request without a reader was forgotten."""
         for number, news in changes:
             reader = self.readers.get(number)
             if reader is None:
@@ -213,7 +213,7 @@ class CoreClient(Generates):
             yield reader, output
 
     def _end(self, said: str) -> None:
-        """The engine answers nobody any more."""
+        """The engine answers no call any more."""
         with self.lock:
             self.failure = self.failure or EngineDeadError(said)
             readers, self.readers = self.readers, {}
@@ -222,7 +222,7 @@ class CoreClient(Generates):
         for done in replies.values():
             if done.set_running_or_notify_cancel():
                 done.set_exception(EngineDeadError(f"the engine has ended: {said}"))
-        self._send_what_waits()  # to nobody: who asked while the lock was taken here is told so
+        self._send_what_waits()  # to no caller: who asked while the lock was taken here is told so
 
     def cause_of_death(self) -> str:
         """Why nothing comes any more."""

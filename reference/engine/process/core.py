@@ -53,7 +53,7 @@ class Core:
         return self.served.send(enter)
 
     def forget(self, number: int, request_id: str) -> Future:
-        """Nobody reads this request any more."""
+        """This request has no reader any more."""
 
         def forget() -> None:
             waiter = self.served.waiters.get(request_id)
@@ -67,7 +67,7 @@ class Core:
         return self.served.send(partial(self.served.forget, request_id))
 
     def begin_drain(self) -> Future:
-        """Let nobody in any more. The reply comes when all have their answers."""
+        """Let no request in any more. The reply comes when all have their answers."""
         drained = Future()
 
         def begin() -> None:
@@ -101,8 +101,8 @@ class Core:
     # ------------------------------------------------------------ in and out
 
     def serve(self) -> None:
-        """Do what is ordered, until that is the end. Raises EOFError or OSError when nobody is at the
-        other end.
+        """Do what is ordered, until that is the end. Raises EOFError or OSError when no process is
+        at the other end.
         """
         threading.Thread(target=self._tell_of_the_end, name="end", daemon=True).start()
         while not self.is_over:
@@ -123,7 +123,7 @@ class Core:
         with self.sending:
             self.steps.append(step)
         if not (step.num_generation_tokens or step.finished_requests):
-            self._send()  # nobody's bell rings, and the counts have changed
+            self._send()  # no client's bell rings, and the counts have changed
 
     def _reply(self, number: int, done: Future) -> None:
         error = done.exception()
@@ -135,13 +135,13 @@ class Core:
 
     def _tell_of_the_end(self) -> None:
         self.served.thread.join()
-        self._send()  # a step may have raised when nobody waited
+        self._send()  # a step may have raised when no client waited
 
     def _send(self, **news: Any) -> None:
         failure = self.served.failure
         has_failed = failure is not None and not isinstance(failure, SystemExit)
         said = one_line(f"{type(failure).__name__}: {failure}") if has_failed else None
-        with self.sending, suppress(OSError):  # nobody is at the other end
+        with self.sending, suppress(OSError):  # no process is at the other end
             message = Message(self.served.stats(), steps=self.steps, failure=said, **news)
             self.pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
             self.steps = []
@@ -154,7 +154,7 @@ def core_main(pipe: Connection, args: AsyncEngineArgs, adapters: list[LoRAReques
     # a service, and this one has answers to finish.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    with suppress(EOFError, OSError):  # nobody is at the other end
+    with suppress(EOFError, OSError):  # no process is at the other end
         try:
             served = AsyncLLMEngine.from_engine_args(args, adapters)
         except Exception as error:

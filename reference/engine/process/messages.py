@@ -1,5 +1,6 @@
-"""What goes through the pipe. An engine's output holds the whole answer so far; only what is new of it
-is sent, and the other side puts it together again. So a long answer costs no more than its tokens.
+"""What goes through the pipe. An engine's output holds the whole answer so far; only what is new of
+it is sent, and the other side puts it together again. So a long answer costs no more than its
+tokens.
 """
 
 from dataclasses import dataclass, field
@@ -49,8 +50,9 @@ Change = tuple[int, RequestOutput | list[Grown] | Raised]
 
 @dataclass
 class Message:
-    """From the engine, once a step. replies: (number of an order, what it returned, what it raised).
-    steps: what was counted since the last message. failure: why the engine has ended, if it has.
+    """From the engine, once a step. replies: (number of an order, what it returned, what it
+    raised). steps: what was counted since the last message. failure: why the engine has ended, if
+    it has.
     """
 
     stats: EngineStats
@@ -102,8 +104,8 @@ def grown(old: CompletionOutput, new: CompletionOutput) -> Grown:
 
 
 def with_news(told: RequestOutput, news: list[Grown]) -> RequestOutput:
-    """A new output: the one before and what is new of its answers. Its metrics are those of the first
-    output, until the last one comes.
+    """A new output: the one before and what is new of its answers. Its metrics are those of the
+    first output, until the last one comes.
     """
     answers = []
     for old, new in zip(told.outputs, news):

@@ -1,1 +1,3 @@
-"""The fields of each API: read strictly, and refused by name where the server cannot honour them."""
+"""The fields of each API: read strictly, and refused by name where the server cannot honour
+them.
+"""

@@ -68,7 +68,9 @@ class StructuredOutputs(Wire):
 
 
 class SamplingFields(Wire):
-    """What /v1/completions and /v1/chat/completions have in common. Defaults are SamplingParams'."""
+    """What /v1/completions and /v1/chat/completions have in common. Defaults are
+    SamplingParams'.
+    """
 
     model: str | None = Field(default=None, description="of /v1/models; default: the base model")
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)

@@ -32,8 +32,9 @@ def check_answers(service: Service, prompts: list[list[int]], n: int) -> None:
 
 
 class OpenAIAnswer:
-    """A call's answer in OpenAI's envelope: whole, or in chunks. choice: what of an answer is shown;
-    its second argument says whether it is the answer's first delta. kinds: "object" of both forms.
+    """A call's answer in OpenAI's envelope: whole, or in chunks. choice: what of an answer is
+    shown; its second argument says whether it is the answer's first delta. kinds: "object" of both
+    forms.
     """
 
     def __init__(self, run: Run, body: SamplingFields, kinds: tuple[str, str], choice: Choice):

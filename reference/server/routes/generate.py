@@ -1,5 +1,5 @@
-"""/generate of two servers, vLLM's legacy one and text-generation-inference; and what else the latter
-has. Which one is meant shows in the body.
+"""/generate of two servers, vLLM's legacy one and text-generation-inference; and what else the
+latter has. Which one is meant shows in the body.
 """
 
 from collections.abc import AsyncIterator
@@ -164,8 +164,8 @@ class Tgi:
 
 
 async def new_tgi(service: Service, body: TgiRequest, http: Request, stream: bool) -> Tgi:
-    """Read a request. do_sample is false by default, which is greedy, unless a temperature, top_k or
-    top_p asks for sampling.
+    """Read a request. do_sample is false by default, which is greedy, unless a temperature, top_k
+    or top_p asks for sampling.
     """
     wishes = body.parameters
     if stream and wishes.best_of not in (None, 1):

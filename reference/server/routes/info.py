@@ -18,7 +18,7 @@ def new_router(service: Service) -> APIRouter:
 
     @router.get("/", include_in_schema=False)
     async def about() -> dict[str, Any]:
-        """For whoever opens the address in a browser."""
+        """For a person who opens the address in a browser."""
         return {
             "server": "The Inference Ladder",
             "version": VERSION,

@@ -104,7 +104,9 @@ def choice_of(body: CountTokensRequest) -> str | NamedToolChoice:
 
 
 async def prompt(service: Service, body: CountTokensRequest) -> tuple[list[int], list[Picture]]:
-    """The ids of the prompt, and its pictures. An answer whose beginning the client has written is gone on with."""
+    """The ids of the prompt, and its pictures. An answer whose beginning the client has written is
+    gone on with.
+    """
     tools, choice = tools_of(body), choice_of(body)
     check_tools(tools, choice)
     how = TemplateFields()

@@ -3,10 +3,11 @@
     python -m lessons.toolbox.proof.pretended --report FILE pytest lessons/l03_kv_cache
     python -m lessons.toolbox.proof.pretended --report FILE --shapes reference.ladder --out build
 
-Tensors on "cuda" lie on the CPU (tensor.py), torch.cuda answers for a GPU (cuda.py, graphs.py), kernels are
-checked and interpreted (launches.py). --shapes: no floating-point number is kept and no kernel
-runs, so a benchmark of any size takes seconds, and says nothing but that it runs. FILE receives
-what was launched. Whatever such a process records is marked as rehearsed and proves nothing.
+Tensors on "cuda" lie on the CPU (tensor.py), torch.cuda answers for a GPU (cuda.py, graphs.py),
+kernels are checked and interpreted (launches.py). --shapes: no floating-point number is kept and no
+kernel runs, so a benchmark of any size takes seconds, and says nothing but that it runs. FILE
+receives what was launched. Whatever such a process records is marked as rehearsed and proves
+nothing.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def pretend(keep_values: bool) -> None:
     Hosts.keep_values = keep_values
     cuda.install()
     launches.install()
-    # The kernels are interpreted, and nobody but the interpreter's own patches shall know.
+    # The kernels are interpreted, and only the interpreter's own patches shall know.
     device.interpreting = lambda: False
     timing.FLUSH_BYTES, timing.ONCE = 2**10, True  # times are not what a rehearsal is for
     if not keep_values:
@@ -51,7 +52,9 @@ def same_layout(output, truth, tolerance: float) -> str:
 
 
 class Skips:
-    """A pytest plugin: what cannot be rehearsed is skipped, and a test's interpreting has limits."""
+    """A pytest plugin: what cannot be rehearsed is skipped, and a test's interpreting has
+    limits.
+    """
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):

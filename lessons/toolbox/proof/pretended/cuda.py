@@ -67,8 +67,8 @@ ANSWERS = {
     "set_sync_debug_mode": None,
 }
 
-# What a borrowed machine does not have installed: it has PyTorch, Triton, transformers and pytest. Some
-# of these have machine code, too, which would look for the real GPU behind torch.cuda.
+# What a borrowed machine does not have installed: it has PyTorch, Triton, transformers and pytest.
+# Some of these have machine code, too, which would look for the real GPU behind torch.cuda.
 ABSENT = (
     "bitsandbytes",
     "torchao",

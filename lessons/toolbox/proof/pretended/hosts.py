@@ -61,8 +61,8 @@ def compute(func, name: str, args: tuple, kwargs: dict, on_gpu: bool):
 
 
 def compute_without_values(func, name: str, args: tuple, kwargs: dict, on_gpu: bool):
-    """The shapes of the operation's results. An integer is 0; what goes to the CPU is 1, and a truth
-    is what it is of ones.
+    """The shapes of the operation's results. An integer is 0; what goes to the CPU is 1, and a
+    truth is what it is of ones.
     """
     if name == "_local_scalar_dense":
         return 1.0 if args[0].is_floating_point() else 0

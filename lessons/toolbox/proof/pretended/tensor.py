@@ -162,15 +162,15 @@ def to_cpu(x: PretendedTensor, dtype: torch.dtype) -> Tensor:
 def on_hosts(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The arguments of an operation as the hosts take them."""
     args, kwargs = tree_map_only(PretendedTensor, lambda x: x.host, (args, kwargs))
-    kwargs.pop("pin_memory", None)  # there is nobody to pin it for
+    kwargs.pop("pin_memory", None)  # there is no device to pin it for
     if is_cuda(kwargs.get("device")):
         kwargs["device"] = torch.device("cpu")
     return args, kwargs
 
 
 def as_given(x: Tensor) -> Tensor:
-    """x, after an operation that wrote into it. Raises NotImplementedError if it has another shape now, which
-    a wrapper cannot follow.
+    """x, after an operation that wrote into it. Raises NotImplementedError if it has another shape
+    now, which a wrapper cannot follow.
     """
     if isinstance(x, PretendedTensor) and x.shape != x.host.shape:
         raise NotImplementedError("a pretended tensor cannot change its shape in place")
