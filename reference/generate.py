@@ -2,7 +2,8 @@
 
 python -m reference.generate "def quicksort("
 python -m reference.generate "import" -n 3 --temperature 0.8 --max-tokens 60
-python -m reference.generate "import" --tensor-parallel-size 2    # in two worker processes (lesson 20)
+# in two worker processes (lesson 20)
+python -m reference.generate "import" --tensor-parallel-size 2
 """
 
 import argparse

@@ -4,11 +4,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.course_rules import Complaints, complete_rooms, rooms, within
+from tests.course_rules import Complaints, committed_files, complete_rooms, rooms, within
 
 ENTRIES_OF_A_ROOM = 12
 ENTRIES_OF_THE_REFERENCE = 15
 # What measures, draws and tests is found by its folder. Commands and empty files need no reader.
+# Words that say nothing of who acts.
+VAGUE = re.compile(r"\b(?:whoever|somebody|nobody|everybody|anybody)\b", re.IGNORECASE)
+TESTED = ("lessons", "reference", "solutions", "models")
+NOT_HELD = {"checks", "lab", "test_equivalence.py"}
 NOT_THE_SUBJECT = {"lab", "checks", "__init__.py", "__main__.py", "test_equivalence.py"}
 
 
@@ -49,3 +53,18 @@ def unnamed_modules(root: Path) -> Complaints:
 def named(path: str, texts: list[str]) -> bool:
     """Whether a path is written in one of the texts, and is not the end of another one."""
     return any(re.search(rf"(?<![\w/]){re.escape(path)}\b", text) for text in texts)
+
+
+def vague_persons(root: Path) -> Complaints:
+    """Words in the code that a caller, a request or a sequence hides behind. Tests are not held to it
+    yet, nor is a committed figure whose label is one of these words.
+    """
+    complaints = []
+    for path in committed_files(root, ".py"):
+        where = path.relative_to(root)
+        if where.parts[0] in TESTED and not NOT_HELD & set(where.parts):
+            text = path.read_text(encoding="utf-8")
+            for found in VAGUE.finditer(text):
+                line = text.count("\n", 0, found.start()) + 1
+                complaints.append(f"{within(root, path)}:{line}: {found[0]!r}: say who it is")
+    return complaints

@@ -33,6 +33,7 @@ RULES = {
     "notebooks' outputs": notebook_rules.bad_notebooks,
     "first screens": house_rules.crowded_folders,
     "modules that a room's text names": house_rules.unnamed_modules,
+    "who it is that acts": house_rules.vague_persons,
 }
 ANATOMY = {
     "parts of a lesson": anatomy_rules.missing_parts,
@@ -192,3 +193,6 @@ def test_a_crowded_room_and_an_unnamed_module_are_seen(tmp_path):
         (room / f"{number}.txt").write_text("")
     (complaint,) = house_rules.crowded_folders(tmp_path)
     assert "13 entries" in complaint and "kernels" in complaint
+    (room / "cache.py").write_text('"""Nobody owns it.\n\nSomebodys do not count."""')
+    (complaint,) = house_rules.vague_persons(tmp_path)
+    assert complaint.startswith("lessons/l03_cache/cache.py:1: 'Nobody'")

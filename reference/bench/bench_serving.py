@@ -29,7 +29,9 @@ def parser() -> OneLineParser:
     p = OneLineParser(
         "python -m reference.bench.bench_serving",
         description=__doc__.split("\n\n")[0],
-        epilog="Times are in milliseconds in what is printed, and counted from the intended arrival.",
+        epilog=(
+            "Times are in milliseconds in what is printed, and counted from the intended arrival."
+        ),
     )
     p.add_argument("--base-url", default=None, help="default: http://HOST:PORT")
     p.add_argument("--host", default="127.0.0.1")

@@ -1,7 +1,8 @@
 """How fast is the engine beside transformers, on one thread of this CPU: the same weights, requests
 and tokens, all in one run.
 
-    python -m reference.bench.speed --out build            # three workloads and the engine's overhead
+    # three workloads and the engine's overhead
+    python -m reference.bench.speed --out build
     python -m reference.bench.speed --row demo
 
 Each contender runs once a round, and a ratio compares two runs of one round. Seconds are of

@@ -179,7 +179,8 @@ def bnb_layouts(config: dict[str, Any]) -> list[Layout]:
 
 # modules_in_block_to_quantize and lm_head only say which layers have codes; the tensors tell
 GPTQ_HARMLESS = """damp_percent damp_auto_increment dataset tokenizer batch_size cache_block_outputs
-    block_name_to_quantize module_name_preceding_first_block modules_in_block_to_quantize model_seqlen
+    block_name_to_quantize module_name_preceding_first_block modules_in_block_to_quantize
+    model_seqlen
     exllama_config use_exllama disable_exllama use_cuda_fp16 max_input_length pad_token_id
     static_groups true_sequential model_name_or_path model_file_base_name act_group_aware
     sym desc_act lm_head mse method pack_impl offload_to_disk offload_to_disk_path"""

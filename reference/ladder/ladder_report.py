@@ -1,7 +1,8 @@
 """What the ladder shows: the table, the sample, ladder.json (schema in the README) and the figure
 drawn from it.
 
-    python -m reference.ladder.ladder_report build/ladder.json      # draw the figure again, anywhere
+    # draw the figure again, anywhere
+    python -m reference.ladder.ladder_report build/ladder.json
 """
 
 import argparse

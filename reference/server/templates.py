@@ -23,7 +23,8 @@ MOST_CHARACTERS = 100_000  # of a client's template
 MOST_SECONDS = 2.0  # that it may take
 # What the server itself hands to a template.
 RESERVED = ("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt",
-            "continue_final_message", "return_dict", "return_tensors", "tokenizer_kwargs", "padding",
+            "continue_final_message", "return_dict", "return_tensors", "tokenizer_kwargs",
+            "padding",
             "truncation", "max_length", "return_assistant_tokens_mask", "conversation")  # fmt: skip
 
 

@@ -8,7 +8,8 @@ scheduler and block manager, and only the model is replaced by a formula for the
     from reference.simulator.traces import poisson
 
     trace, deployment = poisson("rate=8"), new_deployment("llama-3-8b", "h100")
-    served = simulate(trace, deployment, Policy("chunked"), replicas=2)   # served.ttft_s, served.itl_s
+    # served.ttft_s, served.itl_s
+    served = simulate(trace, deployment, Policy("chunked"), replicas=2)
     gpus_needed(trace, deployment, Policy("chunked"), Slo(ttft_s=0.5, itl_s=0.05)).gpus
 
 Read replica.py, then cluster.py. What is left out: the time of routing, of the network in front of

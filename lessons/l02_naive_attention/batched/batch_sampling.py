@@ -3,10 +3,12 @@
 `sampling.sample` is the specification, one row at a time. Here all rows go together:
 
     batch = SamplingBatch.of(params, prompts, outputs, device)  # when the set of requests changes
-    tokens = sample_batch(logits, batch)                        # logits: [B, V] -> [B] on the device
+    # logits: [B, V] -> [B] on the device
+    tokens = sample_batch(logits, batch)
     batch.append(tokens)                                        # before the next step is sampled
     answers = read_tokens(tokens)                               # a list; here Python waits
-    batch = batch.select([0, 2])                                # rows 0 and 2 go on, as rows 0 and 1
+    # rows 0 and 2 go on, as rows 0 and 1
+    batch = batch.select([0, 2])
 
 Python decides which passes are needed from the parameters, which it knows, and never from the value
 of a tensor. So `sample_batch` and `append` can be captured in a CUDA graph.

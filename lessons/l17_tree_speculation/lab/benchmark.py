@@ -110,7 +110,9 @@ def attention_floor_s(context_len: int) -> float:
 BENCHMARKS = [
     Benchmark(
         name="l17_batch",
-        title="A tree of 16 nodes with a batch of {x}: {speedup:.2f}x the speed of one token a pass",
+        title=(
+            "A tree of 16 nodes with a batch of {x}: {speedup:.2f}x the speed of one token a pass"
+        ),
         x_name="requests of a batch",
         x_values=[1, 2, 4, 8, 16],
         quick_x_values=[1, 8],

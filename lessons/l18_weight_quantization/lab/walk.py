@@ -31,5 +31,7 @@ def film_of_splits() -> ClassFigure | None:
         tensors,
         programs=[(0, 0, 0), (0, 0, 1)],
         kernel="quantized_matmul_kernel",
-        title="Each split reads one group of every row: its codes once, and the x that belongs to it",
+        title=(
+            "Each split reads one group of every row: its codes once, and the x that belongs to it"
+        ),
     )

@@ -158,7 +158,9 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l19_products",
-        title="Products of int8 codes are {speedup:.1f}x as fast as by way of numbers at {x} tokens",
+        title=(
+            "Products of int8 codes are {speedup:.1f}x as fast as by way of numbers at {x} tokens"
+        ),
         x_name="tokens of a step",
         x_values=[16, 64, 256, 1024, 4096] if ON_GPU else [16, 64, 256, 1024],
         quick_x_values=[64],

@@ -18,7 +18,7 @@ from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.measure.hardware import CHIPS, lookup
 from lessons.toolbox.model.arguments import named
 
-NAME = "python -m lessons.l20_parallelism.planner.planner"
+NAME = "python -m lessons.l20_parallelism.planner"
 NOTE = (
     "Predictions, not measurements: floors of each GPU's part, plus latency and bytes of every "
     "message; experts chosen evenly."

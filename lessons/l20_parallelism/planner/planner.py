@@ -1,15 +1,14 @@
 """A model on many GPUs, thought through before anything is bought: what each GPU holds, how many
 sequences fit, how long a step takes, and which layout is best.
 
-    python -m lessons.l20_parallelism.planner.planner --model llama-3-70b --chip h100 --gpus 2 --context 4096
-    python -m lessons.l20_parallelism.planner.planner --model llama-3-405b --chip h100 --gpus 8 --bits-per-weight 8
-    python -m lessons.l20_parallelism.planner.planner --model deepseek-v3 --chip h200 --tp 8 --ep 8 --bits-per-weight 8
+    python -m lessons.l20_parallelism.planner --model llama-3-70b --chip h100 --gpus 2 --context 4096
+    python -m lessons.l20_parallelism.planner --model llama-3-405b --chip h100 --gpus 8 --bits-per-weight 8
+    python -m lessons.l20_parallelism.planner --model deepseek-v3 --chip h200 --tp 8 --ep 8 --bits-per-weight 8
 
 Lesson 1's plan.py splits evenly over any number of GPUs. New here: the layout, what does not shrink
 (shares.py), what GPUs tell each other (scaling.py), and the search. Every time is a prediction.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -180,10 +179,3 @@ def search(
             low, high = (middle, high) if is_good(middle) else (low, middle - 1)
         found.append(plan(model, chip, layout, low, **rest))
     return sorted(found, key=lambda found: found.tokens_per_s_per_gpu, reverse=True)
-
-
-if __name__ == "__main__":
-    # imported here, because it prints plans, and so needs this module
-    from lessons.l20_parallelism.lab.planner_command import main
-
-    sys.exit(main())

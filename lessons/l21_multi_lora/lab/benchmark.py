@@ -155,7 +155,10 @@ SHARED = dict(
 BENCHMARKS = [
     Benchmark(
         name="l21_batch",
-        title=f"{NUM_ADAPTERS} adapters at once: {{speedup:.1f}}x faster than one by one at {{x}} rows",
+        title=(
+            f"{NUM_ADAPTERS} adapters at once: {{speedup:.1f}}x faster than one by one at {{x}} "
+            "rows"
+        ),
         x_name="rows of the batch",
         x_values=BATCHES,
         quick_x_values=BATCHES[:1],

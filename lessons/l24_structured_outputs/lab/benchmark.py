@@ -106,7 +106,9 @@ def applied_bytes(rows: int) -> float:
 BENCHMARKS = [
     Benchmark(
         name="l24_masks",
-        title="A mask of {x} tokens: the trie makes it {speedup:.0f}x faster than trying every token",
+        title=(
+            "A mask of {x} tokens: the trie makes it {speedup:.0f}x faster than trying every token"
+        ),
         x_name="tokens of the vocabulary",
         x_values=VOCABULARIES,
         quick_x_values=VOCABULARIES[:1],

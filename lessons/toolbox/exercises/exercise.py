@@ -194,15 +194,3 @@ def write_stub(path: Path, folder: Path = EXERCISES, force: bool = False) -> str
             note = f"written anew; your version is {backup.name}"
     target.write_text(fresh, encoding="utf-8")
     return f"{target.name}: {note}"
-
-
-# ---------------------------------------------------------------- for notebooks
-
-
-def check(which: str | int | None = None, impl: str = "exercises") -> bool:
-    """Run the checks of a lesson ("02"), of one exercise ("2.1") or of all, print a summary; True
-    if every one passed.
-    """
-    from lessons.toolbox.exercises.report import run_checks
-
-    return run_checks(which, impl)
