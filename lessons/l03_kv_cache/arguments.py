@@ -30,13 +30,18 @@ def check_one_device(**tensors: Tensor) -> None:
         raise ValueError(f"{', '.join(tensors)}: got {found}; accepted: {accepted}")
 
 
+def values_are_free(x: Tensor) -> bool:
+    """Whether the values of x: [...] may be read: on the CPU, on a GPU if LADDER_CHECK_VALUES is set."""
+    return KERNELS_RUN and (x.is_cpu or (x.is_cuda and VALUES_ON_GPU))
+
+
 def check_values(least: int, most: int, **tensors: Tensor) -> None:
     """Raise ValueError unless the values of each tensor of integers, [...], are least to most.
 
-    Looks where that is free, on the CPU; on a GPU only if LADDER_CHECK_VALUES is set.
+    Looks where `values_are_free`.
     """
-    for name, x in tensors.items() if KERNELS_RUN else ():
-        if x.numel() and (x.is_cpu or (x.is_cuda and VALUES_ON_GPU)):
+    for name, x in tensors.items():
+        if x.numel() and values_are_free(x):
             smallest, largest = (int(value) for value in x.aminmax())
             if smallest < least or largest > most:
                 got = f"values from {smallest} to {largest}"

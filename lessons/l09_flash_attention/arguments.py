@@ -35,6 +35,11 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...]
         raise ValueError(
             f"q, k, v: got {shapes}; accepted: [T, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv]"
         )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise ValueError(
+            "q, k, v: got tensors that require grad; accepted: none that do, because these kernels "
+            "have no backward pass (torch.no_grad() around the call)"
+        )
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"q, k, v: got {shapes}; accepted: Hq a multiple of Hkv")
     if not all(1 <= x.shape[2] <= LARGEST_HEAD_DIM for x in (q, v)):

@@ -13,7 +13,7 @@ from lessons.l03_kv_cache.batch import Batch
 from lessons.l04_positions.optimized import LESSON_04
 from lessons.l09_flash_attention.tiles import Tiles
 from lessons.l12_paged_kv.kernels.apart import apart
-from lessons.l12_paged_kv.kernels.arguments import check_decode, check_prefill
+from lessons.l12_paged_kv.kernels.arguments import check_decode, check_places, check_prefill
 from lessons.l12_paged_kv.kernels.hooks import paged_row
 from lessons.l12_paged_kv.kernels.launch import launch_decode, launch_prefill
 
@@ -40,6 +40,8 @@ def paged_decode(
     cache in which sequence b owns block b. float32 inside. Raises ValueError.
     """
     check_decode(q, k_cache, v_cache, block_table, context_lens, window)
+    if row_of is paged_row:
+        check_places(block_table, context_lens, *k_cache.shape[:2])
     how = softmax_scale, window, num_splits, split_size, max_context_len, row_of
     return launch_decode(q, k_cache, v_cache, block_table, context_lens, *how)[0]
 
@@ -65,6 +67,8 @@ def paged_prefill(
     None takes lesson 9's for this chip. Raises ValueError.
     """
     check_prefill(q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window)
+    if row_of is paged_row:
+        check_places(block_table, context_lens, *k_cache.shape[:2])
     how = softmax_scale, window, max_seqlen_q, tiles, row_of
     return launch_prefill(q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, *how)
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache.arguments import check_one_device
-from lessons.l12_paged_kv.kernels.arguments import check_prefill
+from lessons.l12_paged_kv.kernels.arguments import check_places, check_prefill
 from lessons.l17_tree_speculation.trees.tree import MOST_NODES
 from lessons.toolbox.model.arguments import refuse
 
@@ -22,6 +22,7 @@ def check_tree(
 ) -> None:
     """Raise ValueError unless tree: [T, W] int8 and the rest, as in `tree_attention`, fit."""
     check_prefill(q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window)
+    check_places(block_table, context_lens, *k_cache.shape[:2])
     fits = tree.dtype == torch.int8 and tree.ndim == 2 and len(tree) == len(q)
     if not fits or not 1 <= tree.shape[1] <= MOST_NODES or not tree.is_contiguous():
         got = f"{tree.dtype} {list(tree.shape)} with strides {list(tree.stride())}"

@@ -97,6 +97,7 @@ def matmul(
     operand = operand_of(weight)
     if operand is None:
         return dequantize_matmul(x, weight, bias)
+    check_scales(operand)
     if operand.arrange is not None:
         x = operand.arrange(x)
     if x.stride(1) != 1:
@@ -196,6 +197,17 @@ def tiles_for(x: Tensor, operand: Operand) -> Tiles:
     few = FEW_ROWS[operand.codes_a_byte]
     by_rows = {few.block_m: few, **MORE_ROWS}
     return next(tiles for rows, tiles in by_rows.items() if len(x) <= rows)
+
+
+def check_scales(operand: Operand) -> None:
+    """Raise ValueError unless there is a scale, and a zero point if there are any, for each group."""
+    num_outputs, row_bytes = operand.codes.shape
+    groups = triton.cdiv(row_bytes, min(operand.group_bytes, row_bytes))
+    shape = (triton.cdiv(num_outputs, operand.scale_rows), groups)
+    for name in ("scales", "zeros"):
+        given = getattr(operand, name)
+        if given is not None and given.shape != shape:
+            raise ValueError(f"{name}: got {tuple(given.shape)}; accepted: {shape}, one a group")
 
 
 def check_matmul(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lessons.l03_kv_cache.arguments import check_one_device
 from lessons.l09_flash_attention.tiles import Tiles, has_e4m3
-from lessons.l12_paged_kv.kernels.arguments import check_decode, check_prefill
+from lessons.l12_paged_kv.kernels.arguments import check_decode, check_places, check_prefill
 from lessons.l12_paged_kv.kernels.launch import Stored, launch_decode, launch_prefill
 from lessons.l19_kv_quantization.formats import RowFormat
 from lessons.l19_kv_quantization.kernels.arguments import check_codes
@@ -74,6 +74,7 @@ def quantized_decode(
     """
     plain = check_codes(format, q, k_codes, v_codes, k_scales, v_scales)
     check_decode(q, *plain, block_table, context_lens, window)
+    check_places(block_table, context_lens, *k_codes.shape[:2])
     check_one_device(q=q, k_codes=k_codes, v_codes=v_codes)
     *caches, how = stored(format, k_codes, v_codes, k_scales, v_scales)
     options = softmax_scale, window, num_splits, split_size, max_context_len
@@ -101,6 +102,7 @@ def quantized_prefill(
     """
     plain = check_codes(format, q, k_codes, v_codes, k_scales, v_scales)
     check_prefill(q, *plain, block_table, cu_seqlens_q, context_lens, window)
+    check_places(block_table, context_lens, *k_codes.shape[:2])
     check_one_device(q=q, k_codes=k_codes, v_codes=v_codes)
     *caches, how = stored(format, k_codes, v_codes, k_scales, v_scales)
     options = softmax_scale, window, max_seqlen_q, tiles

@@ -128,4 +128,9 @@ def check_add_lora(out: Tensor, x: Tensor, weights: SlotWeights, batch: AdapterB
             f"out: got {out.dtype} {tuple(out.shape)}; accepted: {x.dtype} "
             f"[{num_rows}, {num_outputs}] with dense rows"
         )
+    num_slots = len(weights.a)
+    if strange := [part.slot for part in batch.segments if not 0 <= part.slot < num_slots]:
+        raise ValueError(
+            f"batch: got slot {strange[0]}; accepted: -1 for no adapter, or 0 to {num_slots - 1}"
+        )
     check_one_device(x=x, out=out, row_slots=batch.row_slots, **weights._asdict())

@@ -1,11 +1,16 @@
-"""Bad input to the kernels' wrappers, refused in one line each. What lies on the device (lengths,
-the table's entries) is not read: the caller answers for them.
+"""Bad input to the kernels' wrappers, refused in one line each. Lengths and the table's entries are
+read on a CPU only: on a GPU that would wait for the device, so there the caller answers for them.
 """
 
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.arguments import MAX_GRID, check_one_device
+from lessons.l03_kv_cache.arguments import (
+    MAX_GRID,
+    check_one_device,
+    check_values,
+    values_are_free,
+)
 from lessons.l05_gqa.arguments import DTYPES, MAX_GROUP, MAX_HEAD_DIM, MAX_QUERY_TILE
 from lessons.l05_gqa.tiles import tiles_for
 
@@ -56,6 +61,13 @@ def check_prefill(
     check_one_device(q=q, cu_seqlens_q=cu_seqlens_q)
     if not cu_seqlens_q.is_contiguous():
         raise ValueError(f"cu_seqlens_q: got stride {cu_seqlens_q.stride()}; accepted: contiguous")
+    if values_are_free(cu_seqlens_q):
+        starts = cu_seqlens_q.tolist()
+        if starts != sorted(starts) or starts[0] != 0 or starts[-1] > len(q):
+            raise ValueError(
+                f"cu_seqlens_q: got {starts}; accepted: ascending from 0 to at most {len(q)}, the "
+                "rows of q"
+            )
 
 
 def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None) -> None:
@@ -126,6 +138,20 @@ def check_sequences(q: Tensor, block_table: Tensor, context_lens: Tensor, block_
         raise ValueError(
             f"context_lens: got {len(context_lens)} sequences; accepted: up to {MAX_GRID}"
         )
+
+
+def check_places(
+    block_table: Tensor, context_lens: Tensor, num_blocks: int, block_size: int
+) -> None:
+    """Raise ValueError unless each length fits its row of block_table: [B, max_blocks], and the
+    entries that it uses name blocks of the pool. context_lens: [B]. Other entries may be anything.
+    """
+    if not values_are_free(block_table):
+        return
+    check_values(0, block_table.shape[1] * block_size, context_lens=context_lens)
+    in_use = -(-context_lens // block_size)
+    is_used = torch.arange(block_table.shape[1]) < in_use[:, None]
+    check_values(0, num_blocks - 1, block_table=block_table[is_used])
 
 
 def check_splits(

@@ -31,7 +31,7 @@ from lessons.l11_cuda_graphs.naive import fused_latents
 from lessons.l12_paged_kv import naive
 from lessons.l12_paged_kv.kernels import stand_ins
 from lessons.l12_paged_kv.kernels.apart import apart
-from lessons.l12_paged_kv.kernels.arguments import check_sequences, check_splits
+from lessons.l12_paged_kv.kernels.arguments import check_places, check_sequences, check_splits
 from lessons.l12_paged_kv.kernels.hooks import paged_row
 from lessons.toolbox.kernels.triton_ import tl, triton
 
@@ -165,6 +165,7 @@ def paged_mla_decode(
     Raises ValueError.
     """
     check_sequences(q, block_table, context_lens, latents.shape[1])
+    check_places(block_table, context_lens, *latents.shape[:2])
     capacity = block_table.shape[1] * latents.shape[1]
     # Lesson 6's check wants a block a sequence; a view of that shape passes on dtype and width.
     as_if_contiguous = latents[:1, :1].expand(len(q), capacity, -1)

@@ -217,7 +217,7 @@ def test_random_histories_of_slots(model, seed, request):
                 assert pair is None or torch.equal(weights.a[slot, :rank].cpu(), pair.a)
     for adapter in adapters:
         if held[adapter]:
-            refused("one that nobody uses", slots.drop, adapter)
+            refused("one that no request uses", slots.drop, adapter)
         else:
             slots.drop(adapter)
             assert adapter not in slots.slot_of
