@@ -8,11 +8,11 @@ from tests.course_rules import Complaints, committed_files, complete_rooms, room
 
 ENTRIES_OF_A_ROOM = 12
 ENTRIES_OF_THE_REFERENCE = 15
-# What measures, draws and tests is found by its folder. Commands and empty files need no reader.
 # Words that say nothing of who acts.
 VAGUE = re.compile(r"\b(?:whoever|somebody|nobody|everybody|anybody)\b", re.IGNORECASE)
 TESTED = ("lessons", "reference", "solutions", "models")
 NOT_HELD = {"checks", "lab", "test_equivalence.py"}
+# What measures, draws and tests is found by its folder. Commands and empty files need no reader.
 NOT_THE_SUBJECT = {"lab", "checks", "__init__.py", "__main__.py", "test_equivalence.py"}
 
 
