@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 10's exercises: real slips, and the hint for the learner who made them."""
+"""Wrong answers to lesson 10's exercises: real slips, and the hint for each."""
 
 import math
 from functools import partial, reduce
