@@ -75,7 +75,8 @@ answers.slips(
     - share * frequency + (1 - share) * frequency / s.factor
     + frequency / s.factor
 
-    scaling_multiplied: You speed the pairs up. A longer context needs slower ones: divide by factor.
+    scaling_multiplied: You speed the pairs up. A longer context needs slower ones: divide by
+        factor.
     - * frequency / s.factor
     + * frequency * s.factor
 

@@ -61,7 +61,8 @@ answers.slips(
 
     norm_forgotten: The latent's RMSNorm is missing.
     - c_kv = (
-    -     c_kv * torch.rsqrt(c_kv.square().mean(-1, keepdim=True) + 1e-6) * weights["kv_a_layernorm"]
+    -     c_kv * torch.rsqrt(c_kv.square().mean(-1, keepdim=True) + 1e-6)
+    -     * weights["kv_a_layernorm"]
     - )
 
     norm_over_both: You norm the latent together with the rotary key: only the latent is normed.

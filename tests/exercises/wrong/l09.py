@@ -360,94 +360,62 @@ answers.alternative("9.2")(partial(slipped_sinks, slip="none"))
 # ---------------------------------------------------------------- 9.3 predict
 
 
-def slipped_traffic(
-    num_tokens,
-    num_heads,
-    head_dim,
-    itemsize,
-    block,
-    *,
-    triangle=1,
-    diagonal_full=False,
-    full_square=False,
-    kv=2,
-    per_tile="rows",
-    q_each=False,
-    all_heads=True,
-    itemsized=True,
-    once=False,
-    score_passes=4,
-    score_heads=True,
-    half_scores=False,
-):
-    """The four numbers with one slip."""
-    count = num_tokens // block
-    visited = count**2 if full_square else count * (count + triangle) // 2
-    full = visited if diagonal_full else visited - count
-    row = head_dim * (itemsize if itemsized else 1)
-    tiles = count if once else visited
-    q = (visited * block if q_each else num_tokens) * row
-    read = (num_heads if all_heads else 1) * (
-        q + tiles * (block if per_tile == "rows" else 1) * kv * row
-    )
-    scores = (
-        score_passes
-        * (num_heads if score_heads else 1)
-        * num_tokens**2
-        * itemsize
-        // (2 if half_scores else 1)
-    )
-    return visited, full, read, scores
+answers.slips(
+    "9.3",
+    """
+    no_diagonal: The diagonal's tiles are visited too.
+    - count * (count + 1) // 2
+    + count * (count - 1) // 2
 
+    no_skipping: Tiles above the diagonal are skipped.
+    - count * (count + 1) // 2
+    + count**2
 
-for name, slip, hint in [
-    ("no_diagonal", dict(triangle=-1), "The diagonal's tiles are visited too."),
-    ("no_skipping", dict(full_square=True), "Tiles above the diagonal are skipped."),
-    (
-        "diagonal_without_mask",
-        dict(diagonal_full=True),
-        "A tile on the diagonal is half hidden: it needs a mask.",
-    ),
-    ("k_alone", dict(kv=1), "You count k alone; v is read as well."),
-    ("a_row_a_tile", dict(per_tile="one"), "A tile holds `block` rows of k and of v."),
-    (
-        "q_for_every_tile",
-        dict(q_each=True),
-        "q is loaded once: it stays in registers while the keys go by.",
-    ),
-    ("one_head", dict(all_heads=False), "These bytes are of one head."),
-    ("elements", dict(itemsized=False), "You count elements, not bytes."),
-    (
-        "keys_once",
-        dict(once=True),
-        "Every tile of queries reads its keys again; k and v are not read once.",
-    ),
-    (
-        "two_passes",
-        dict(score_passes=2),
-        "Scores and probabilities are each written and read: four passes.",
-    ),
-    ("scores_of_one_head", dict(score_heads=False), "Each head has scores of its own."),
-    (
-        "scores_half",
-        dict(half_scores=True),
-        "The naive matrix is whole: what is masked is stored as well.",
-    ),
-]:
-    answers.wrong("9.3", hint, name)(partial(slipped_traffic, **slip))
+    diagonal_without_mask: A tile on the diagonal is half hidden: it needs a mask.
+    - return visited, visited - count
+    + return visited, visited
 
+    k_alone: You count k alone; v is read as well.
+    - visited * block * 2 * row
+    + visited * block * row
 
-@answers.wrong("9.3", "Half of a whole number as a float: large counts are rounded.")
-def rounded_counts(num_tokens, num_heads, head_dim, itemsize, block):
-    _, _, _, scores = slipped_traffic(num_tokens, num_heads, head_dim, itemsize, block)
-    count = num_tokens // block
-    visited, row = int(count * (count + 1) * 0.5), head_dim * itemsize
-    return (
-        visited,
-        visited - count,
-        num_heads * row * (num_tokens + 2 * visited * block),
-        scores,
-    )
+    a_row_a_tile: A tile holds `block` rows of k and of v.
+    - visited * block * 2 * row
+    + visited * 2 * row
+
+    q_for_every_tile: q is loaded once: it stays in registers while the keys go by.
+    - (num_tokens * row
+    + (visited * block * row
+
+    one_head: These bytes are of one head.
+    - read = num_heads * (
+    + read = (
+
+    elements: You count elements, not bytes.
+    - row = head_dim * itemsize
+    + row = head_dim
+
+    keys_once: Every tile of queries reads its keys again; k and v are not read once.
+    - visited * block * 2 * row
+    + count * block * 2 * row
+
+    two_passes: Scores and probabilities are each written and read: four passes.
+    - read, 4 * num_heads
+    + read, 2 * num_heads
+
+    scores_of_one_head: Each head has scores of its own.
+    - read, 4 * num_heads * num_tokens**2
+    + read, 4 * num_tokens**2
+
+    scores_half: The naive matrix is whole: what is masked is stored as well.
+    - read, 4 * num_heads * num_tokens**2 * itemsize
+    + read, 4 * num_heads * num_tokens**2 * itemsize // 2
+
+    rounded_counts: Half of a whole number as a float: large counts are rounded.
+    - count * (count + 1) // 2
+    + int(count * (count + 1) * 0.5)
+    """,
+)
 
 
 @answers.alternative("9.3")

@@ -284,7 +284,8 @@ answers.slips(
     reads_unwritten: 0 · NaN is NaN: replace the values of empty splits by 0 before you weigh them.
     - value = tl.where((lse == float("-inf"))[:, None], 0.0, value)
 
-    frozen_max: You keep the first step's maximum. A later step may hold a larger lse: exp overflows.
+    frozen_max: You keep the first step's maximum. A later step may hold a larger lse: exp
+        overflows.
     - m_new = tl.maximum(m_i, tl.max(lse, axis=0))
     + m_new = tl.maximum(m_i, tl.max(lse, axis=0))
     + if start > 0:
@@ -465,7 +466,8 @@ answers.slips(
     - torch.exp(m - m_new)
     + torch.ones_like(m)
 
-    heads_across: Your rows mix query heads of different KV heads: heads 0 … group-1 share KV head 0.
+    heads_across: Your rows mix query heads of different KV heads: heads 0 … group-1 share
+        KV head 0.
     - q[b].view(num_kv_heads, group, head_dim)
     + q[b].view(group, num_kv_heads, head_dim).transpose(0, 1)
 

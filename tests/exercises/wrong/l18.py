@@ -272,7 +272,8 @@ answers.slips(
     - if self.order is not None:
     -     x = x[:, self.order]
 
-    OrderTheOtherWayRound: Stored column j is column order[j] of the matrix, not the other way round.
+    OrderTheOtherWayRound: Stored column j is column order[j] of the matrix, not the other way
+        round.
     - codes[:, order]
     + codes[:, order.argsort()]
     - x[:, self.order]
@@ -386,7 +387,7 @@ class ByArithmetic:
 
 @answers.alternative("18.2")
 class HalfByHalf:
-    """Never a whole matrix: the low halves meet their inputs, then the high ones, then the zeros."""
+    """Never a whole matrix: the low halves meet their inputs, then the high ones, the zeros."""
 
     def __init__(self, codes, scales, zeros, group_size, order=None, input_scales=None):
         N, K = codes.shape
