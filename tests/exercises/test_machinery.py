@@ -1,11 +1,12 @@
 """The test of the tests: what the checks of every exercise reject and accept; then the generator,
-which loses nobody's work.
+which never loses a learner's work.
 """
 
 import os
 import random
 
 import pytest
+import torch
 
 from lessons.toolbox.exercises.exercise import (
     EXERCISES,
@@ -22,7 +23,7 @@ from lessons.toolbox.exercises.loading import load_exercise, load_file
 from tests.exercises.checking import tolerances_times
 from tests.exercises.killing import rejects
 from tests.exercises.running import NOT_RUN, PASS, TODO, checks_of, run_check
-from tests.exercises.wrong import answers_of
+from tests.exercises.wrong import Answers, answers_of
 
 ALL = all_exercises()
 each_exercise = pytest.mark.parametrize("entry", ALL, ids=[entry.id for entry in ALL])
@@ -105,7 +106,7 @@ def test_exercise_file_comes_from_its_solution(solution):
     """Compared as text, never rewritten: the file may hold a learner's work."""
     text = (EXERCISES / solution.name).read_text(encoding="utf-8")
     if is_edited(text) and "CI" not in os.environ:
-        pytest.skip("somebody solved exercises in it")
+        pytest.skip("a learner solved exercises in it")
     assert text == generate(solution), (
         f"run: python -m lessons.toolbox.exercises generate {solution.name[1:3]}"
     )
@@ -124,6 +125,31 @@ def test_stub_keeps_imports_and_docstrings(solution, tmp_path):
     ] == [
         line for line in solution.read_text().splitlines() if line.startswith(("import ", "from "))
     ]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ("- no such line\n+ one", "slip 'rotten' of exercise 4.3: found 0 times"),
+        ("- num_kv_heads\n+ num_heads", "slip 'rotten' of exercise 4.3: found .* times"),
+        ("", "these slips change nothing: .'rotten'"),
+    ],
+)
+def test_a_slip_that_does_not_fit_its_solution(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Answers().slips("4.3", f"rotten: a hint\n{changes}")
+
+
+def test_a_slip_is_the_solution_with_its_changes():
+    answers = Answers()
+    answers.slips(
+        "4.3", "twice: a hint\nof two lines\n- dtype.itemsize\n+ (2 *\n+     dtype.itemsize)"
+    )
+    [answer] = answers.wrong_for("4.3")
+    entry = next(entry for entry in ALL if entry.id == "4.3")
+    right = load_exercise(SOLUTIONS, entry)(1, 1, 2, torch.float16)
+    assert answer.function(1, 1, 2, torch.float16) == tuple(2 * value for value in right)
+    assert (answer.name, answer.hint) == ("twice", "a hint of two lines")
 
 
 # ---------------------------------------------------------------- generating

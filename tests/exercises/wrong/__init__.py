@@ -1,18 +1,25 @@
-"""Wrong answers, one file a lesson: real slips, each with the hint for whoever made it.
-wrong/l02.py is the example to copy.
+"""Wrong answers, one file a lesson: real slips, each with the hint for the learner who made it.
 
-    answers = Answers()
+answers = Answers()
 
-    @answers.wrong("2.1", "Your mask is aligned top left. Where does the last query stand when there are more keys than queries?")
-    def top_left_mask(q, k, v): ...
+answers.slips("18.1", '''                 # the solution with a few lines changed: see slips.py
+    sixteen_steps: 16 codes have 15 steps between them.
+    - (high - low) / 15
+    + (high - low) / 16
+''')
 
-    answers.alternative("2.1")(another_right_function)     # right, but written another way: the checks must not mind
+@answers.wrong("2.1", "Your mask is aligned top left.")        # another algorithm, written out
+def top_left_mask(q, k, v): ...
+
+answers.alternative("2.1")(another_right_function)  # written another way: checks must not mind
 """
 
 import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from tests.exercises.wrong.slips import read_slips, slipped
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,13 @@ class Answers:
             return function
 
         return register
+
+    def slips(self, exercise_id: str, text: str) -> None:
+        """Register the solution with each of the changes in a text: see slips.py. Raises ValueError
+        if a change does not fit the solution any more.
+        """
+        for slip in read_slips(text):
+            self.wrong(exercise_id, slip.hint, slip.name)(slipped(exercise_id, slip))
 
     def alternative(self, exercise_id: str) -> Callable:
         """Register another right solution."""

@@ -1,7 +1,4 @@
-"""Wrong answers to lesson 04's exercises: real slips, and the hint for whoever made them."""
-
-import math
-from functools import partial
+"""Wrong answers to lesson 04's exercises: real slips, and the hint for each."""
 
 import torch
 
@@ -16,194 +13,115 @@ answers = Answers()
 # ---------------------------------------------------------------- 4.1 RoPE from its formula
 
 
-def slipped_rotation(
-    config,
-    positions,
-    dtype,
-    *,
-    exponent=2,
-    layout="half",
-    swapped=False,
-    sign=1,
-    precision=torch.float32,
-    restart=False,
-    theta=None,
-    scaling="own",
-    ramp="turns",
-    out_dtype=None,
-    in_place=False,
-    reused=False,
-    by_index=False,
-    refuses=True,
-    late=0,
-    own_strides=True,
-    table_rows=None,
-):
-    """RoPE with one slip. The keyword switches exist only here, to spell the wrong answers briefly."""
-    dim, s = config.head_dim, config.rope_scaling
-    if refuses and s is not None and s.rope_type not in ("linear", "llama3"):
-        raise ValueError(f"rope_type: got {s.rope_type!r}")
-    frequency = (theta or config.rope_theta) ** (
-        -exponent * torch.arange(dim // 2, dtype=torch.float32) / dim
-    )
-    if s is not None and scaling != "ignored":
-        turns = (
-            s.original_max_position_embeddings * frequency / (1 if ramp == "no 2π" else 2 * math.pi)
-        )
-        low, high = (
-            (s.low_freq_factor, s.high_freq_factor) if ramp != "fixed factors" else (1.0, 4.0)
-        )
-        share = ((turns - low) / (high - low)).clamp(0, 1)
-        share = {
-            "no blend": (turns > high).float(),
-            "wavelengths blended": share,
-            "inverted": 1 - share,
-        }.get(ramp, share)
-        if s.rope_type != "llama3" or scaling == "linear":
-            share = torch.zeros_like(share)
-        slowed = frequency * s.factor if scaling == "multiplied" else frequency / s.factor
-        frequency = (
-            1 / (share / frequency + (1 - share) / slowed)
-            if ramp == "wavelengths blended"
-            else share * frequency + (1 - share) * slowed
-        )
-    at = torch.arange(len(positions)) if restart else positions + late
-    if not own_strides:
-        at = at.as_strided(at.shape, (1,))
-    if table_rows is not None:
-        at = at.clamp(max=table_rows - 1)
-    angles = at[:, None, None].to(precision) * frequency.to(precision)
-    cos, sin = (angles.sin(), angles.cos()) if swapped else (angles.cos(), angles.sin())
+answers.slips(
+    "4.1",
+    """
+    strides_ignored: You read x or positions as if their values lay one behind the other.
+    - positions[:, None, None]
+    + positions.as_strided(positions.shape, (1,))[:, None, None]
+    - first, second = x.chunk(2, dim=-1)
+    + x = x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1))
+    + first, second = x.chunk(2, dim=-1)
 
-    def rotate(x):
-        if not own_strides:
-            x = x.as_strided(x.shape, (x.shape[1] * dim, dim, 1))
-        if layout == "interleaved":
-            return naive.rotate_interleaved(x, cos.to(torch.float32), sign * sin.to(torch.float32))
-        first, second = x.chunk(2, -1)
-        out_first = first * cos - sign * second * sin
-        out_second = second * cos + sign * (out_first if reused else first) * sin
-        out = torch.cat([out_first, out_second], -1).to(out_dtype or x.dtype)
-        return x.copy_(out) if in_place else out
+    end_of_a_table: Your angles end with a table. The formula knows no last position.
+    - positions[:, None, None]
+    + positions.clamp(max=4095)[:, None, None]
 
-    return rotate
+    d_in_the_exponent: Your frequencies fall half as fast: the exponent is -2i / D for the pairs
+        i = 0 … D/2 - 1.
+    - torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    + torch.arange(config.head_dim // 2, dtype=torch.float32)
 
+    layouts_mixed: You turn neighbours, Meta's layout. Here coordinate i goes with i + D/2.
+    - x.chunk(2, dim=-1)
+    + x[..., 0::2], x[..., 1::2]
+    - torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    + torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
 
-for name, slip, hint in [
-    (
-        "strides_ignored",
-        dict(own_strides=False),
-        "You read x or positions as if their values lay one behind the other.",
-    ),
-    (
-        "end_of_a_table",
-        dict(table_rows=4096),
-        "Your angles end with a table. The formula knows no last position.",
-    ),
-    (
-        "d_in_the_exponent",
-        dict(exponent=1),
-        "Your frequencies fall half as fast: the exponent is -2i / D for the pairs i = 0 … D/2 - "
-        "1.",
-    ),
-    (
-        "layouts_mixed",
-        dict(layout="interleaved"),
-        "You turn neighbours, Meta's layout. Here coordinate i goes with i + D/2.",
-    ),
-    (
-        "cos_and_sin_swapped",
-        dict(swapped=True),
-        "cos and sin have changed places: position 0 must change nothing.",
-    ),
-    (
-        "turned_backwards",
-        dict(sign=-1),
-        "You turn the other way: the minus belongs to the first half.",
-    ),
-    (
-        "angles_in_bfloat16",
-        dict(precision=torch.bfloat16),
-        "Your angles are computed in half precision, where neighbours coincide.",
-    ),
-    (
-        "angles_in_float16",
-        dict(precision=torch.float16),
-        "Your angles are computed in half precision, where far ones are rounded.",
-    ),
-    (
-        "positions_restart",
-        dict(restart=True),
-        "You count from 0. `positions` says where the tokens stand: others are in the cache.",
-    ),
-    (
-        "one_position_late",
-        dict(late=1),
-        "Your positions are one too high: the first token stands at 0.",
-    ),
-    (
-        "theta_10000",
-        dict(theta=10000.0),
-        "You take theta = 10000; config.rope_theta has the checkpoint's.",
-    ),
-    ("scaling_ignored", dict(scaling="ignored"), "You ignore config.rope_scaling."),
-    (
-        "scaling_of_all_positions",
-        dict(scaling="linear"),
-        "You divide every frequency, as if positions were scaled. llama3 spares fast pairs.",
-    ),
-    (
-        "scaling_multiplied",
-        dict(scaling="multiplied"),
-        "You speed the pairs up. A longer context needs slower ones: divide by factor.",
-    ),
-    (
-        "without_2_pi",
-        dict(ramp="no 2π"),
-        "A turn is 2π: that many radians are one turn, not one radian.",
-    ),
-    (
-        "ramp_inverted",
-        dict(ramp="inverted"),
-        "You slow the fast pairs and spare the slow ones: it is the other way round.",
-    ),
-    (
-        "no_blend",
-        dict(ramp="no blend"),
-        "Between the two factors the frequencies blend; you cut at one of them.",
-    ),
-    (
-        "blends_wavelengths",
-        dict(ramp="wavelengths blended"),
-        "You blend wavelengths. The checkpoint blends frequencies.",
-    ),
-    (
-        "fixed_factors",
-        dict(ramp="fixed factors"),
-        "You take 1 and 4 for the two factors; the config has its own.",
-    ),
-    (
-        "returns_float32",
-        dict(out_dtype=torch.float32),
-        "You compute in float32, which is fine, and forget to return x's dtype.",
-    ),
-    (
-        "changes_x",
-        dict(in_place=True),
-        "You turn the caller's x in place; a new tensor is asked for.",
-    ),
-    (
-        "first_half_reused",
-        dict(reused=True),
-        "The second half needs the first as it was, not as it is after turning.",
-    ),
-    (
-        "accepts_anything",
-        dict(refuses=False),
-        "An unknown rope_type gives wrong answers without a word; raise ValueError.",
-    ),
-]:
-    answers.wrong("4.1", hint, name)(partial(slipped_rotation, **slip))
+    cos_and_sin_swapped: cos and sin have changed places: position 0 must change nothing.
+    - angles.cos(), angles.sin()
+    + angles.sin(), angles.cos()
+
+    turned_backwards: You turn the other way: the minus belongs to the first half.
+    - first * cos - second * sin, second * cos + first * sin
+    + first * cos + second * sin, second * cos - first * sin
+
+    angles_in_bfloat16: Your angles are computed in half precision, where neighbours coincide.
+    - positions[:, None, None].float() * frequency.to(positions.device)
+    + positions[:, None, None].bfloat16() * frequency.bfloat16()
+
+    angles_in_float16: Your angles are computed in half precision, where far ones are rounded.
+    - positions[:, None, None].float() * frequency.to(positions.device)
+    + positions[:, None, None].half() * frequency.half()
+
+    positions_restart: You count from 0. `positions` says where the tokens stand: others are in the
+        cache.
+    - positions[:, None, None]
+    + torch.arange(len(positions))[:, None, None]
+
+    one_position_late: Your positions are one too high: the first token stands at 0.
+    - positions[:, None, None]
+    + (positions + 1)[:, None, None]
+
+    theta_10000: You take theta = 10000; config.rope_theta has the checkpoint's.
+    - config.rope_theta **
+    + 10000.0 **
+
+    scaling_ignored: You ignore config.rope_scaling.
+    - frequency = share * frequency + (1 - share) * frequency / s.factor
+
+    scaling_of_all_positions: You divide every frequency, as if positions were scaled. llama3 spares
+        fast pairs.
+    - share * frequency + (1 - share) * frequency / s.factor
+    + frequency / s.factor
+
+    scaling_multiplied: You speed the pairs up. A longer context needs slower ones: divide by
+        factor.
+    - * frequency / s.factor
+    + * frequency * s.factor
+
+    without_2_pi: A turn is 2π: that many radians are one turn, not one radian.
+    - / (2 * math.pi)
+
+    ramp_inverted: You slow the fast pairs and spare the slow ones: it is the other way round.
+    - (turns - s.low_freq_factor)
+    + (s.high_freq_factor - turns)
+
+    no_blend: Between the two factors the frequencies blend; you cut at one of them.
+    - share = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(
+    -     0, 1
+    - )
+    + share = (turns > s.high_freq_factor).float()
+
+    blends_wavelengths: You blend wavelengths. The checkpoint blends frequencies.
+    - share * frequency + (1 - share) * frequency / s.factor
+    + 1 / (share / frequency + (1 - share) * s.factor / frequency)
+
+    fixed_factors: You take 1 and 4 for the two factors; the config has its own.
+    - (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    + (turns - 1.0) / (4.0 - 1.0)
+
+    returns_float32: You compute in float32, which is fine, and forget to return x's dtype.
+    - .to(
+    -     x.dtype
+    - )
+    + .float()
+
+    changes_x: You turn the caller's x in place; a new tensor is asked for.
+    - return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(
+    -     x.dtype
+    - )
+    + return x.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
+
+    first_half_reused: The second half needs the first as it was, not as it is after turning.
+    - second * cos + first * sin
+    + second * cos + (first * cos - second * sin) * sin
+
+    accepts_anything: An unknown rope_type gives wrong answers without a word; raise ValueError.
+    - if s.rope_type not in ("linear", "llama3"):
+    -     raise ValueError(f"rope_type: got {s.rope_type!r}; accepted: linear, llama3")
+    """,
+)
 
 
 @answers.alternative("4.1")
@@ -217,107 +135,70 @@ def by_the_lessons_tables(config, positions, dtype):
 # ---------------------------------------------------------------- 4.2 ALiBi
 
 
-def slipped_bias(
-    num_heads,
-    num_queries,
-    num_keys,
-    *,
-    sign=-1,
-    slopes="published",
-    align="bottom right",
-    dtype=torch.float32,
-    mirrored=False,
-    masked=False,
-):
-    """ALiBi's bias with one slip."""
-    known = 1 << (num_heads.bit_length() - 1)
-    larger = alibi_slopes(2 * known).tolist()
-    found = {
-        "published": alibi_slopes(num_heads).tolist(),
-        "one formula": [2 ** (-8 * i / num_heads) for i in range(1, num_heads + 1)],
-        "from one": [2 ** (-8 * i / num_heads) for i in range(num_heads)],
-        "first of the larger": alibi_slopes(1 << (num_heads - 1).bit_length()).tolist()[:num_heads],
-        "even ones": alibi_slopes(known).tolist() + larger[1::2][: num_heads - known],
-        "continued": alibi_slopes(known).tolist() + larger[: num_heads - known],
-        "sorted": sorted(alibi_slopes(num_heads).tolist(), reverse=True),
-        "repeated": (2 * alibi_slopes(known).tolist())[:num_heads],
-    }[slopes]
-    start = {
-        "bottom right": num_keys - num_queries,
-        "top left": 0,
-        "last query alone": num_keys - 1,
-    }[align]
-    query = (
-        torch.arange(start, start + num_queries)
-        if align != "last query alone"
-        else torch.full((num_queries,), start)
-    )
-    distance = query[:, None] - torch.arange(num_keys)
-    distance = distance.abs() if mirrored else distance
-    bias = sign * torch.tensor(found)[:, None, None] * distance
-    return (bias.masked_fill(distance < 0, -torch.inf) if masked else bias).to(dtype)
+answers.slips(
+    "4.2",
+    """
+    slope_positive: Your bias grows with the distance: far keys would win. It is minus slope ·
+        distance.
+    - return -torch.tensor
+    + return torch.tensor
 
+    one_formula_for_all: 12 heads do not get 2^(-8i/12): first those of 8, then every other one of
+        16.
+    - 2 ** int(math.log2(num_heads))
+    + num_heads
 
-for name, slip, hint in [
-    (
-        "slope_positive",
-        dict(sign=1),
-        "Your bias grows with the distance: far keys would win. It is minus slope · distance.",
-    ),
-    (
-        "one_formula_for_all",
-        dict(slopes="one formula"),
-        "12 heads do not get 2^(-8i/12): first those of 8, then every other one of 16.",
-    ),
-    ("starts_at_one", dict(slopes="from one"), "Your first slope is 1. The first is 2^(-8/n)."),
-    (
-        "first_of_the_larger",
-        dict(slopes="first of the larger"),
-        "You take the first slopes of the next larger power of two.",
-    ),
-    (
-        "every_second_slope",
-        dict(slopes="even ones"),
-        "Of the larger set you take the 2nd, 4th, …: these are the smaller set again.",
-    ),
-    (
-        "continues_the_larger",
-        dict(slopes="continued"),
-        "Of the larger set every other slope is taken, the 1st, 3rd, 5th, …",
-    ),
-    (
-        "sorted",
-        dict(slopes="sorted"),
-        "You sort the slopes: a trained head keeps its own, and the extra ones come last.",
-    ),
-    (
-        "repeated",
-        dict(slopes="repeated"),
-        "The extra heads get slopes of their own, not those of the first heads again.",
-    ),
-    (
-        "top_left",
-        dict(align="top left"),
-        "Your first query stands at key 0. Behind a cache the last query stands at the last key.",
-    ),
-    (
-        "one_query_for_all",
-        dict(align="last query alone"),
-        "All your queries stand at the last key; only the last one does.",
-    ),
-    (
-        "mirrored",
-        dict(mirrored=True),
-        "You take the distance without its sign; what lies ahead gets a positive bias here.",
-    ),
-    (
-        "mask_inside",
-        dict(masked=True),
-        "You put the causal mask into the bias; it is not part of it.",
-    ),
-    ("in_float64", dict(dtype=torch.float64), "float32 is asked for."),
-]:
-    answers.wrong("4.2", hint, name)(partial(slipped_bias, **slip))
+    starts_at_one: Your first slope is 1. The first is 2^(-8/n).
+    - 2 ** int(math.log2(num_heads))
+    + num_heads
+    - range(1, known + 1)
+    + range(known)
+
+    first_of_the_larger: You take the first slopes of the next larger power of two.
+    - 2 ** int(math.log2(num_heads))
+    + 2 ** math.ceil(math.log2(num_heads))
+    - torch.tensor(slopes)
+    + torch.tensor(slopes[:num_heads])
+
+    every_second_slope: Of the larger set you take the 2nd, 4th, …: these are the smaller set again.
+    - range(1, 2 * known, 2)
+    + range(2, 2 * known + 1, 2)
+
+    continues_the_larger: Of the larger set every other slope is taken, the 1st, 3rd, 5th, …
+    - range(1, 2 * known, 2)
+    + range(1, 2 * known)
+
+    sorted: You sort the slopes: a trained head keeps its own, and the extra ones come last.
+    - torch.tensor(slopes)
+    + torch.tensor(sorted(slopes, reverse=True))
+
+    repeated: The extra heads get slopes of their own, not those of the first heads again.
+    - [2 ** (-8 * i / (2 * known)) for i in range(1, 2 * known, 2)][: num_heads - known]
+    + slopes[: num_heads - known]
+
+    top_left: Your first query stands at key 0. Behind a cache the last query stands at the last
+        key.
+    - torch.arange(num_keys - num_queries, num_keys)
+    + torch.arange(num_queries)
+
+    one_query_for_all: All your queries stand at the last key; only the last one does.
+    - torch.arange(num_keys - num_queries, num_keys)
+    + torch.full((num_queries,), num_keys - 1)
+
+    mirrored: You take the distance without its sign; what lies ahead gets a positive bias here.
+    - query[:, None] - torch.arange(num_keys)
+    + (query[:, None] - torch.arange(num_keys)).abs()
+
+    mask_inside: You put the causal mask into the bias; it is not part of it.
+    - return -torch.tensor(slopes)[:, None, None] * distance
+    + bias = -torch.tensor(slopes)[:, None, None] * distance
+    + return bias.masked_fill(distance < 0, -torch.inf)
+
+    in_float64: float32 is asked for.
+    - torch.tensor(slopes)
+    + torch.tensor(slopes, dtype=torch.float64)
+    """,
+)
 
 
 @answers.alternative("4.2")
@@ -337,62 +218,65 @@ def element_by_element(num_heads, num_queries, num_keys):
 # ---------------------------------------------------------------- 4.3 predict
 
 
-def slipped_bytes(
-    num_heads,
-    num_kv_heads,
-    head_dim,
-    dtype,
-    *,
-    turned=10,
-    rotates_v=False,
-    copies=2,
-    fused=2,
-    itemsize=None,
-    heads="both",
-    per=1,
-):
-    """The two numbers with one slip."""
-    row = head_dim * (itemsize or dtype.itemsize)
-    count = {"both": num_heads + num_kv_heads, "q alone": num_heads, "as many": 2 * num_heads}[
-        heads
-    ] + rotates_v * num_kv_heads
-    return (turned * count * row + copies * 2 * num_kv_heads * row) // per, fused * (
-        num_heads + 2 * num_kv_heads
-    ) * row // per
+answers.slips(
+    "4.3",
+    """
+    v_rotated: v is not rotated: its content has no position.
+    - (num_heads + num_kv_heads)
+    + (num_heads + 2 * num_kv_heads)
 
+    reads_alone: You count what is read; every result is written as well.
+    - step_by_step = 10
+    + step_by_step = 6
 
-for name, slip, hint in [
-    ("v_rotated", dict(rotates_v=True), "v is not rotated: its content has no position."),
-    ("reads_alone", dict(turned=6), "You count what is read; every result is written as well."),
-    (
-        "writes_alone",
-        dict(turned=4, copies=1, fused=1),
-        "You count what is written; every input is read as well.",
-    ),
-    (
-        "one_pass",
-        dict(turned=2),
-        "You count one pass. Each of the five operations reads and writes.",
-    ),
-    (
-        "halves_are_free",
-        dict(turned=9),
-        "The minus is an operation of its own: it reads a half and writes a half.",
-    ),
-    ("minus_of_all", dict(turned=11), "The minus touches one half alone."),
-    ("sum_reads_one", dict(turned=9), "The sum reads two tensors."),
-    ("no_copies", dict(copies=0), "k and v still have to be copied into the cache."),
-    (
-        "fused_write_only",
-        dict(fused=1),
-        "Fused, each is still read once: two passes over q, k and v.",
-    ),
-    ("q_alone", dict(heads="q alone"), "k turns as well."),
-    ("as_many_kv_heads", dict(heads="as many"), "k has num_kv_heads heads, which may be fewer."),
-    ("always_two_bytes", dict(itemsize=2), "You count 2 bytes a value whatever the dtype."),
-    ("in_kib", dict(per=1024), "Bytes are asked for."),
-]:
-    answers.wrong("4.3", hint, name)(partial(slipped_bytes, **slip))
+    writes_alone: You count what is written; every input is read as well.
+    - step_by_step = 10
+    + step_by_step = 4
+    - 2 * 2 * num_kv_heads
+    + 2 * num_kv_heads
+    - return step_by_step, 2 *
+    + return step_by_step,
+
+    one_pass: You count one pass. Each of the five operations reads and writes.
+    - step_by_step = 10
+    + step_by_step = 2
+
+    halves_are_free: The minus is an operation of its own: it reads a half and writes a half.
+    - step_by_step = 10
+    + step_by_step = 9
+
+    minus_of_all: The minus touches one half alone.
+    - step_by_step = 10
+    + step_by_step = 11
+
+    sum_reads_one: The sum reads two tensors.
+    - step_by_step = 10
+    + step_by_step = 9
+
+    no_copies: k and v still have to be copied into the cache.
+    - + 2 * 2 * num_kv_heads * row
+
+    fused_write_only: Fused, each is still read once: two passes over q, k and v.
+    - return step_by_step, 2 *
+    + return step_by_step,
+
+    q_alone: k turns as well.
+    - (num_heads + num_kv_heads)
+    + num_heads
+
+    as_many_kv_heads: k has num_kv_heads heads, which may be fewer.
+    - (num_heads + num_kv_heads)
+    + 2 * num_heads
+
+    always_two_bytes: You count 2 bytes a value whatever the dtype.
+    - dtype.itemsize
+    + 2
+
+    in_kib: Bytes are asked for.
+    - return step_by_step, 2 * (num_heads + 2 * num_kv_heads) * row
+    + return step_by_step // 1024, 2 * (num_heads + 2 * num_kv_heads) * row // 1024
+    """,
+)
 
 
 @answers.alternative("4.3")
@@ -414,188 +298,114 @@ def operation_by_operation(num_heads, num_kv_heads, head_dim, dtype):
 # ---------------------------------------------------------------- 4.4 the kernel
 
 
-@triton.jit
-def slipped_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    positions_ptr,
-    slot_mapping_ptr,
-    cos_sin_ptr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    POSITION: tl.constexpr,
-    REUSED: tl.constexpr,
-    V_TURNS: tl.constexpr,
-    K_TURNS: tl.constexpr,
-    UNSKIPPED: tl.constexpr,
-    Q_SKIPPED: tl.constexpr,
-    SWAPPED: tl.constexpr,
-    SIGN: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
-    K_IN_PLACE: tl.constexpr,
-    ROUNDS: tl.constexpr,
-):
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pair = tl.arange(0, PAIRS)
-    inside = pair < HEAD_DIM // 2
-    slot = tl.load(slot_mapping_ptr + token)
-    position = tl.load(positions_ptr + token)
-    if POSITION == "token":
-        position = token
-    if POSITION == "slot":
-        position = tl.maximum(slot, 0)
-    cos = tl.load(cos_sin_ptr + position * HEAD_DIM + pair, mask=inside, other=0.0)
-    sin = SIGN * tl.load(
-        cos_sin_ptr + position * HEAD_DIM + HEAD_DIM // 2 + pair, mask=inside, other=0.0
-    )
-    if SWAPPED:
-        cos, sin = sin, cos
-    if ROUNDS:
-        cos, sin = cos.to(tl.bfloat16).to(tl.float32), sin.to(tl.bfloat16).to(tl.float32)
-    is_q = head < NUM_HEADS
-    is_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
-    if head < NUM_HEADS:
-        x_ptr = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM
-        out_ptr = x_ptr
-    elif head < NUM_HEADS + NUM_KV_HEADS:
-        x_ptr = k_ptr + (token * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM
-        out_ptr = k_cache_ptr + (slot * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM
-    else:
-        x_ptr = v_ptr + (token * NUM_KV_HEADS + head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM
-        out_ptr = v_cache_ptr + (slot * NUM_KV_HEADS + head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM
-    one, other = (2 * pair, 2 * pair + 1) if NEIGHBOURS else (pair, pair + HEAD_DIM // 2)
-    first = tl.load(x_ptr + one, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + other, mask=inside, other=0.0).to(tl.float32)
-    out_first = first * cos - second * sin
-    out_second = second * cos + (out_first if REUSED else first) * sin
-    turns = is_q | (is_k & K_TURNS) | (~is_q & ~is_k & V_TURNS)
-    out_first, out_second = tl.where(turns, out_first, first), tl.where(turns, out_second, second)
-    kept = inside & ((is_q & (not Q_SKIPPED)) | (slot >= 0) | UNSKIPPED)
-    tl.store(out_ptr + one, out_first.to(out_ptr.dtype.element_ty), mask=kept)
-    tl.store(out_ptr + other, out_second.to(out_ptr.dtype.element_ty), mask=kept)
-    if K_IN_PLACE:
-        tl.store(x_ptr + one, out_first.to(out_ptr.dtype.element_ty), mask=inside & is_k)
+answers.slips(
+    "4.4",
+    """
+    as_given: All four bugs are there. Work the example through, then a token whose slot is -1.
+    - tl.load(positions_ptr + token)
+    + token
+    - second * cos + first * sin
+    + second * cos + (first * cos - second * sin) * sin
+    - turns = head < NUM_HEADS + NUM_KV_HEADS
+    + turns = head >= 0
+    - inside & ((head < NUM_HEADS) | (slot >= 0))
+    + inside
 
+    offset_ignored: You turn by the token's number in the batch. `positions` says where it stands.
+    - tl.load(positions_ptr + token)
+    + token
 
-def slipped_write(q, k, v, k_cache, v_cache, positions, slot_mapping, cos_sin_cache, **slip):
-    """The wrapper of the exercise with the kernel above. Every switch is off unless given."""
-    (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
-    switches = dict(
-        POSITION="own",
-        REUSED=False,
-        V_TURNS=False,
-        K_TURNS=True,
-        UNSKIPPED=False,
-        Q_SKIPPED=False,
-        SWAPPED=False,
-        SIGN=1,
-        NEIGHBOURS=False,
-        K_IN_PLACE=False,
-        ROUNDS=False,
-    )
-    slipped_kernel[num_tokens, num_heads + 2 * num_kv_heads](
-        q,
-        k,
-        v,
-        k_cache,
-        v_cache,
-        positions,
-        slot_mapping,
-        cos_sin_cache,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        PAIRS=triton.next_power_of_2(head_dim // 2),
-        **switches | slip,
-    )
+    slot_for_position: You turn by the slot. A row of the cache is a place, not a position.
+    - tl.load(positions_ptr + token)
+    + tl.maximum(tl.load(slot_mapping_ptr + token), 0)
 
+    first_half_reused: The second half needs the first as it was loaded, not as it is after turning.
+    - second * cos + first * sin
+    + second * cos + (first * cos - second * sin) * sin
 
-AS_GIVEN = dict(POSITION="token", REUSED=True, V_TURNS=True, UNSKIPPED=True)
-for name, slip, hint in [
-    (
-        "as_given",
-        AS_GIVEN,
-        "All four bugs are there. Work the example through, then a token whose slot is -1.",
-    ),
-    (
-        "offset_ignored",
-        dict(POSITION="token"),
-        "You turn by the token's number in the batch. `positions` says where it stands.",
-    ),
-    (
-        "slot_for_position",
-        dict(POSITION="slot"),
-        "You turn by the slot. A row of the cache is a place, not a position.",
-    ),
-    (
-        "first_half_reused",
-        dict(REUSED=True),
-        "The second half needs the first as it was loaded, not as it is after turning.",
-    ),
-    (
-        "v_rotated",
-        dict(V_TURNS=True),
-        "v turns as well. Its content has no position: only q and k meet in a score.",
-    ),
-    (
-        "slot_not_skipped",
-        dict(UNSKIPPED=True),
-        "A slot of -1 writes into the row before the cache: somebody else's memory.",
-    ),
-    (
-        "q_of_a_skipped_token",
-        dict(Q_SKIPPED=True),
-        "A token that is not kept still asks: its q turns all the same.",
-    ),
-    ("k_not_rotated", dict(K_TURNS=False), "k enters the cache unrotated."),
-    (
-        "cos_and_sin_swapped",
-        dict(SWAPPED=True),
-        "cos and sin have changed places: position 0 must change nothing.",
-    ),
-    (
-        "turned_backwards",
-        dict(SIGN=-1),
-        "You turn the other way: the minus belongs to the first half.",
-    ),
-    (
-        "layouts_mixed",
-        dict(NEIGHBOURS=True),
-        "You turn neighbours; here coordinate i goes with i + D/2.",
-    ),
-    ("k_changed", dict(K_IN_PLACE=True), "k itself changes. Only its row in the cache does."),
-    (
-        "rounded_tables",
-        dict(ROUNDS=True),
-        "cos and sin are rounded to bfloat16 before they are used.",
-    ),
-    (
-        "three_left_v",
-        AS_GIVEN | dict(V_TURNS=False),
-        "Three bugs are left: the position, the second half, the slot of -1.",
-    ),
-    (
-        "three_left_slot",
-        AS_GIVEN | dict(UNSKIPPED=False),
-        "The position and the second half are left. Once q is right, look at v again.",
-    ),
-    (
-        "three_left_half",
-        AS_GIVEN | dict(REUSED=False),
-        "Three bugs are left: the position, v, the slot of -1.",
-    ),
-    (
-        "three_left_position",
-        AS_GIVEN | dict(POSITION="own"),
-        "The second half and the slot of -1 are left. Once q is right, look at v again.",
-    ),
-]:
-    answers.wrong("4.4", hint, name)(partial(slipped_write, **slip))
+    v_rotated: v turns as well. Its content has no position: only q and k meet in a score.
+    - turns = head < NUM_HEADS + NUM_KV_HEADS
+    + turns = head >= 0
+
+    slot_not_skipped: A slot of -1 writes into the row before the cache: somebody else's memory.
+    - inside & ((head < NUM_HEADS) | (slot >= 0))
+    + inside
+
+    q_of_a_skipped_token: A token that is not kept still asks: its q turns all the same.
+    - inside & ((head < NUM_HEADS) | (slot >= 0))
+    + inside & (slot >= 0)
+
+    k_not_rotated: k enters the cache unrotated.
+    - turns = head < NUM_HEADS + NUM_KV_HEADS
+    + turns = head < NUM_HEADS
+
+    cos_and_sin_swapped: cos and sin have changed places: position 0 must change nothing.
+    - cos = tl.load(
+    + sin = tl.load(
+    - sin = tl.load(
+    + cos = tl.load(
+
+    turned_backwards: You turn the other way: the minus belongs to the first half.
+    - first * cos - second * sin
+    + first * cos + second * sin
+    - second * cos + first * sin
+    + second * cos - first * sin
+
+    layouts_mixed: You turn neighbours; here coordinate i goes with i + D/2.
+    - tl.load(x_ptr + pair
+    + tl.load(x_ptr + 2 * pair
+    - tl.load(x_ptr + HEAD_DIM // 2 + pair
+    + tl.load(x_ptr + 2 * pair + 1
+    - tl.store(out_ptr + pair
+    + tl.store(out_ptr + 2 * pair
+    - tl.store(out_ptr + HEAD_DIM // 2 + pair
+    + tl.store(out_ptr + 2 * pair + 1
+
+    k_changed: k itself changes. Only its row in the cache does.
+    - tl.store(out_ptr + pair
+    + is_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    + tl.store(x_ptr + pair, out_first.to(x_ptr.dtype.element_ty), mask=inside & is_k)
+    + tl.store(out_ptr + pair
+
+    rounded_tables: cos and sin are rounded to bfloat16 before they are used.
+    - slot = tl.load(slot_mapping_ptr + token)
+    + cos, sin = cos.to(tl.bfloat16).to(tl.float32), sin.to(tl.bfloat16).to(tl.float32)
+    + slot = tl.load(slot_mapping_ptr + token)
+
+    three_left_v: Three bugs are left: the position, the second half, the slot of -1.
+    - tl.load(positions_ptr + token)
+    + token
+    - second * cos + first * sin
+    + second * cos + (first * cos - second * sin) * sin
+    - inside & ((head < NUM_HEADS) | (slot >= 0))
+    + inside
+
+    three_left_slot: The position and the second half are left. Once q is right, look at v again.
+    - tl.load(positions_ptr + token)
+    + token
+    - second * cos + first * sin
+    + second * cos + (first * cos - second * sin) * sin
+    - turns = head < NUM_HEADS + NUM_KV_HEADS
+    + turns = head >= 0
+
+    three_left_half: Three bugs are left: the position, v, the slot of -1.
+    - tl.load(positions_ptr + token)
+    + token
+    - turns = head < NUM_HEADS + NUM_KV_HEADS
+    + turns = head >= 0
+    - inside & ((head < NUM_HEADS) | (slot >= 0))
+    + inside
+
+    three_left_position: The second half and the slot of -1 are left. Once q is right, look at v
+        again.
+    - second * cos + first * sin
+    + second * cos + (first * cos - second * sin) * sin
+    - turns = head < NUM_HEADS + NUM_KV_HEADS
+    + turns = head >= 0
+    - inside & ((head < NUM_HEADS) | (slot >= 0))
+    + inside
+    """,
+)
 
 
 @answers.wrong("4.4", "PyTorch does it all. Write the kernel.")

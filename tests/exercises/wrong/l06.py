@@ -1,12 +1,10 @@
-"""Wrong answers to lesson 06's exercises: real slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 06's exercises: real slips, and the hint for each."""
 
 import math
-from functools import partial
 
 import torch
 
 from lessons.l02_naive_attention import naive
-from lessons.l02_naive_attention.optimized import attention_torch
 from solutions.l06_mla import AbsorbedCache
 from tests.exercises.wrong import Answers
 
@@ -15,192 +13,131 @@ answers = Answers()
 # ---------------------------------------------------------------- 6.1 from the weights
 
 
-def slipped_layer(
-    x,
-    weights,
-    mla,
-    num_heads,
-    cos,
-    sin,
-    factor=1.0,
-    mscale_all_dim=0.0,
-    *,
-    layout="pairs",
-    q_layout=None,
-    turn=("q", "k"),
-    whole_head=False,
-    norm="latent",
-    eps=1e-6,
-    norm_weight=True,
-    kv_b="per head",
-    q_split="nope first",
-    width="qk",
-    m_power=2,
-    own_keys=False,
-    causal=True,
-    key_first=False,
-    out_dtype=None,
-):
-    """The layer with one slip. The keyword switches exist only here, to spell the wrong answers
-    briefly.
+answers.slips(
+    "6.1",
     """
-    rank, nope, rope, v_dim = (
-        mla.kv_lora_rank,
-        mla.qk_nope_head_dim,
-        mla.qk_rope_head_dim,
-        mla.v_head_dim,
-    )
+    latent_rotated: You rotate the latent. W_UK could then never move into the query: only k_pe and
+        q_pe carry the position.
+    - k_nope, v = (
+    + c_kv = torch.cat([rotated(c_kv[:, None, :rope])[:, 0], c_kv[:, rope:]], dim=-1)
+    + k_nope, v = (
 
-    def rotated(pe, how):
-        a, b = (pe[..., 0::2], pe[..., 1::2]) if how == "pairs" else pe.chunk(2, -1)
-        c, s = cos[:, None], sin[:, None]
-        both = (
-            (a * c - b * s, b * c + a * s) if how != "backwards" else (a * c + b * s, b * c - a * s)
-        )
-        return torch.cat(both, -1) if how != "pairs" else torch.stack(both, -1).flatten(-2)
+    whole_head_rotated: You rotate the coordinates without position too. Only the last `rope` turn.
+    - out = attention(
+    + if nope >= rope:
+    +     q, k = (torch.cat([rotated(y[..., :rope]), y[..., rope:]], -1) for y in (q, k))
+    + else:
+    +     q, k = (torch.cat([y[..., :nope] * cos[:, None, :1], y[..., nope:]], -1) for y in (q, k))
+    + out = attention(
 
-    q = (x @ weights["q_proj"].T).unflatten(-1, (num_heads, nope + rope))
-    q_nope, q_pe = (
-        (q[..., :nope], q[..., nope:])
-        if q_split == "nope first"
-        else (q[..., rope:], q[..., :rope])
-    )
-    down = x @ weights["kv_a_proj_with_mqa"].T
-    if norm == "both":
-        down = down * torch.rsqrt(down.square().mean(-1, keepdim=True) + eps)
-    c_kv, k_pe = (
-        (down[:, :rank], down[:, rank:]) if not key_first else (down[:, rope:], down[:, :rope])
-    )
-    if norm == "latent":
-        c_kv = c_kv * torch.rsqrt(c_kv.square().mean(-1, keepdim=True) + eps)
-    if norm != "none" and norm_weight:
-        c_kv = c_kv * weights["kv_a_layernorm"]
-    if "latent" in turn:
-        c_kv = torch.cat([rotated(c_kv[:, None, :rope], layout)[:, 0], c_kv[:, rope:]], -1)
-    up = c_kv @ weights["kv_b_proj"].T
-    if kv_b == "per head":
-        k_nope, v = up.unflatten(-1, (num_heads, -1)).split([nope, v_dim], -1)
-    elif kv_b == "v first":
-        v, k_nope = up.unflatten(-1, (num_heads, -1)).split([v_dim, nope], -1)
-    else:
-        k_nope, v = (
-            part.unflatten(-1, (num_heads, -1))
-            for part in up.split([num_heads * nope, num_heads * v_dim], -1)
-        )
-    if whole_head and nope >= rope:
-        q_nope, k_nope = (
-            torch.cat([rotated(y[..., :rope], layout), y[..., rope:]], -1) for y in (q_nope, k_nope)
-        )
-    elif whole_head:
-        q_nope, k_nope = (y * cos[:, None, :1] for y in (q_nope, k_nope))
-    keys = k_pe[:, None].expand(-1, num_heads, -1)
-    if own_keys:
-        keys = torch.stack([k_pe.roll(2 * h, -1) for h in range(num_heads)], 1)
-    q_pe = rotated(q_pe, q_layout or layout) if "q" in turn else q_pe
-    keys = rotated(keys, layout) if "k" in turn else keys
-    scale = {
-        "qk": nope + rope,
-        "latent and key": rank + rope,
-        "latent": rank,
-        "nope": nope,
-        "v": v_dim,
-    }[width] ** -0.5
-    scale *= (0.1 * mscale_all_dim * math.log(factor) + 1) ** m_power
-    out = naive.attention(
-        torch.cat([q_nope, q_pe], -1), torch.cat([k_nope, keys], -1), v, scale, causal=causal
-    )
-    return (out.flatten(-2) @ weights["o_proj"].T).to(out_dtype or x.dtype)
+    key_not_rotated: k_pe is not rotated.
+    - rotated(k_pe[:, None])
+    + k_pe[:, None]
 
+    query_not_rotated: q_pe is not rotated.
+    - rotated(q[..., nope:])
+    + q[..., nope:]
 
-for name, slip, hint in [
-    (
-        "latent_rotated",
-        dict(turn=("q", "k", "latent")),
-        "You rotate the latent. W_UK could then never move into the query: only k_pe and q_pe "
-        "carry the position.",
-    ),
-    (
-        "whole_head_rotated",
-        dict(whole_head=True),
-        "You rotate the coordinates without position too. Only the last `rope` turn.",
-    ),
-    ("key_not_rotated", dict(turn=("q",)), "k_pe is not rotated."),
-    ("query_not_rotated", dict(turn=("k",)), "q_pe is not rotated."),
-    (
-        "halves",
-        dict(layout="halves"),
-        "You rotate coordinate i with i + rope / 2. In these weights the pairs are (2i, 2i + 1).",
-    ),
-    (
-        "layouts_mixed",
-        dict(q_layout="halves"),
-        "q_pe and k_pe are rotated in different layouts; their product means nothing then.",
-    ),
-    (
-        "backwards",
-        dict(layout="backwards"),
-        "Halves in place of pairs, and the angle's sign is turned.",
-    ),
-    (
-        "key_of_each_head",
-        dict(own_keys=True),
-        "Each head gets a rotary key of its own. There is one, and all heads share it.",
-    ),
-    ("norm_forgotten", dict(norm="none"), "The latent's RMSNorm is missing."),
-    (
-        "norm_over_both",
-        dict(norm="both"),
-        "You norm the latent together with the rotary key: only the latent is normed.",
-    ),
-    ("norm_weight_forgotten", dict(norm_weight=False), "kv_a_layernorm's weight is not used."),
-    ("norm_eps", dict(eps=1e-5), "The norm adds 1e-6, whatever the model's other norms add."),
-    (
-        "all_k_then_all_v",
-        dict(kv_b="all k first"),
-        "kv_b_proj lies head by head, nope rows and then v_dim rows; you take all of W_UK first.",
-    ),
-    ("v_before_k", dict(kv_b="v first"), "In each head of kv_b_proj k's rows come before v's."),
-    (
-        "rope_before_nope",
-        dict(q_split="rope first"),
-        "A head of q holds its nope coordinates first, the rotary ones last.",
-    ),
-    (
-        "key_before_latent",
-        dict(key_first=True),
-        "kv_a_proj_with_mqa gives the latent first, the rotary key last.",
-    ),
-    (
-        "scale_of_the_row",
-        dict(width="latent and key"),
-        "1 / √(rank + rope) is the cache row's width. The scores are those of heads of nope + "
-        "rope.",
-    ),
-    (
-        "scale_of_the_latent",
-        dict(width="latent"),
-        "1 / √rank is the latent's width. The scores are those of heads of nope + rope.",
-    ),
-    ("scale_without_rope", dict(width="nope"), "A head of q and k is nope + rope wide, not nope."),
-    (
-        "scale_of_v",
-        dict(width="v"),
-        "The scale comes from the width of q and k, not from that of v.",
-    ),
-    (
-        "mscale_forgotten",
-        dict(m_power=0),
-        "The scale lacks m²: a stretched model sharpens its softmax.",
-    ),
-    (
-        "mscale_once",
-        dict(m_power=1),
-        "m enters once. q and k are scaled by m each, so their product by m².",
-    ),
-    ("not_causal", dict(causal=False), "Your tokens see their future."),
-    ("returns_float64", dict(out_dtype=torch.float64), "The result has another dtype than x."),
-]:
-    answers.wrong("6.1", hint, name)(partial(slipped_layer, **slip))
+    halves: You rotate coordinate i with i + rope / 2. In these weights the pairs are (2i, 2i + 1).
+    - pe[..., 0::2], pe[..., 1::2]
+    + *pe.chunk(2, dim=-1)
+    - torch.stack([a * c - b * s, b * c + a * s], dim=-1).flatten(-2)
+    + torch.cat([a * c - b * s, b * c + a * s], dim=-1)
+
+    layouts_mixed: q_pe and k_pe are rotated in different layouts; their product means nothing then.
+    - q = torch.cat([q[..., :nope], rotated(q[..., nope:])], dim=-1)
+    + q_pe = rotated(q[..., nope:].unflatten(-1, (2, -1)).mT.flatten(-2))  # halves as pairs
+    + q = torch.cat([q[..., :nope], q_pe.unflatten(-1, (-1, 2)).mT.flatten(-2)], dim=-1)
+
+    backwards: Halves in place of pairs, and the angle's sign is turned.
+    - pe[..., 0::2], pe[..., 1::2]
+    + *pe.chunk(2, dim=-1)
+    - torch.stack([a * c - b * s, b * c + a * s], dim=-1).flatten(-2)
+    + torch.cat([a * c + b * s, b * c - a * s], dim=-1)
+
+    key_of_each_head: Each head gets a rotary key of its own. There is one, and all heads share it.
+    - rotated(k_pe[:, None]).expand(-1, num_heads, -1)
+    + rotated(torch.stack([k_pe.roll(2 * h, -1) for h in range(num_heads)], dim=1))
+
+    norm_forgotten: The latent's RMSNorm is missing.
+    - c_kv = (
+    -     c_kv * torch.rsqrt(c_kv.square().mean(-1, keepdim=True) + 1e-6)
+    -     * weights["kv_a_layernorm"]
+    - )
+
+    norm_over_both: You norm the latent together with the rotary key: only the latent is normed.
+    - c_kv, k_pe = (x @ weights["kv_a_proj_with_mqa"].T).split([rank, rope], dim=-1)
+    + down = x @ weights["kv_a_proj_with_mqa"].T
+    + down = down * torch.rsqrt(down.square().mean(-1, keepdim=True) + 1e-6)
+    + c_kv, k_pe = down.split([rank, rope], dim=-1)
+    - c_kv * torch.rsqrt(c_kv.square().mean(-1, keepdim=True) + 1e-6)
+    + c_kv
+
+    norm_weight_forgotten: kv_a_layernorm's weight is not used.
+    - * weights["kv_a_layernorm"]
+
+    norm_eps: The norm adds 1e-6, whatever the model's other norms add.
+    - keepdim=True) + 1e-6
+    + keepdim=True) + 1e-5
+
+    all_k_then_all_v: kv_b_proj lies head by head, nope rows and then v_dim rows; you take all of
+        W_UK first.
+    - .unflatten(-1, (num_heads, nope + v_dim))
+    - .split([nope, v_dim], dim=-1)
+    + .split([num_heads * nope, num_heads * v_dim], dim=-1)
+    - k = torch.cat(
+    + k_nope, v = k_nope.unflatten(-1, (num_heads, -1)), v.unflatten(-1, (num_heads, -1))
+    + k = torch.cat(
+
+    v_before_k: In each head of kv_b_proj k's rows come before v's.
+    - k_nope, v = (
+    + v, k_nope = (
+    - .split([nope, v_dim], dim=-1)
+    + .split([v_dim, nope], dim=-1)
+
+    rope_before_nope: A head of q holds its nope coordinates first, the rotary ones last.
+    - [q[..., :nope], rotated(q[..., nope:])]
+    + [q[..., rope:], rotated(q[..., :rope])]
+
+    key_before_latent: kv_a_proj_with_mqa gives the latent first, the rotary key last.
+    - c_kv, k_pe = (x @ weights["kv_a_proj_with_mqa"].T).split([rank, rope], dim=-1)
+    + k_pe, c_kv = (x @ weights["kv_a_proj_with_mqa"].T).split([rope, rank], dim=-1)
+
+    scale_of_the_row: 1 / √(rank + rope) is the cache row's width. The scores are those of heads of
+        nope + rope.
+    - (nope + rope) ** -0.5
+    + (rank + rope) ** -0.5
+
+    scale_of_the_latent: 1 / √rank is the latent's width. The scores are those of heads of nope +
+        rope.
+    - (nope + rope) ** -0.5
+    + rank**-0.5
+
+    scale_without_rope: A head of q and k is nope + rope wide, not nope.
+    - (nope + rope) ** -0.5
+    + nope**-0.5
+
+    scale_of_v: The scale comes from the width of q and k, not from that of v.
+    - (nope + rope) ** -0.5
+    + v_dim**-0.5
+
+    mscale_forgotten: The scale lacks m²: a stretched model sharpens its softmax.
+    - m * m * (nope + rope)
+    + (nope + rope)
+
+    mscale_once: m enters once. q and k are scaled by m each, so their product by m².
+    - m * m * (nope + rope)
+    + m * (nope + rope)
+
+    not_causal: Your tokens see their future.
+    - (nope + rope) ** -0.5)
+    + (nope + rope) ** -0.5, causal=False)
+
+    returns_float64: The result has another dtype than x.
+    - return out.flatten(-2) @ weights["o_proj"].T
+    + return (out.flatten(-2) @ weights["o_proj"].T).double()
+    """,
+)
 
 
 @answers.alternative("6.1")
@@ -234,183 +171,119 @@ def one_head_after_the_other(x, weights, mla, num_heads, cos, sin, factor=1.0, m
 # ---------------------------------------------------------------- 6.2 a cache of latents
 
 
-class SlippedCache(AbsorbedCache):
-    """The cache with one slip: the attributes named in `slip` differ from what the class says here."""
+answers.slips(
+    "6.2",
+    """
+    rows_built_anew: Each append copies the whole buffer. Write into the rows there are.
+    - end = self.length + len(c_kv)
+    + end = self.length + len(c_kv)
+    + self.rows = self.rows.clone()
 
-    order = "latent first"
-    start = "length"  # where new rows go
-    eager = False  # length moves with the first layer of a pass
-    step_by_one = False
-    whole = drop_new = False  # attends to all rows, or only to the old ones
-    causal = True
-    top_left = False
-    scale = "config"
-    weights = "per head"
-    transposed = False  # W_UK's values read along the wrong axis
-    values = "first"  # which columns of a row are its value
-    pe = True  # q_pe takes part
-    v_from_k = False
-    expand = None  # None, or from how many new tokens on k and v are expanded
-    repeat = False  # rows copied for every head
-    anew = False  # the buffer is built anew by every append
+    scale_of_the_row: 1 / √(rank + rope): absorbing changes how the products are grouped, not the
+        scores. The scale stays that of nope + rope.
+    - self.config.softmax_scale
+    + mla.latent_dim**-0.5
 
-    def __init__(self, model, capacity, **slip):
-        super().__init__(model, capacity)
-        vars(self).update(slip)
+    scale_of_the_latent: 1 / √rank: the scale stays that of the heads, nope + rope.
+    - self.config.softmax_scale
+    + mla.kv_lora_rank**-0.5
 
-    def append(self, layer, k_pe, c_kv):
-        start = max(self.length - 1, 0) if self.start == "over the last" else self.length
-        end = start + len(c_kv)
-        if self.anew:
-            self.rows = self.rows.clone()
-        self.rows[layer, start:end] = torch.cat(
-            [c_kv, k_pe] if self.order == "latent first" else [k_pe, c_kv], -1
-        )[:, 0]
-        if layer == (0 if self.eager else 1):
-            self.length = self.length + 1 if self.step_by_one else end
-        return end
+    mscale_forgotten: 1 / √(nope + rope) lacks what config.softmax_scale knows: the stretched
+        context.
+    - self.config.softmax_scale
+    + mla.qk_head_dim**-0.5
 
-    def attend(self, layer, q, k_pe, c_kv):
-        mla, heads = self.config.mla, q.shape[1]
-        rank, nope, v_dim = mla.kv_lora_rank, mla.qk_nope_head_dim, mla.v_head_dim
-        end = self.append(layer, k_pe, c_kv) - (len(q) if self.drop_new else 0)
-        rows = self.rows[layer, : len(self.rows[layer]) if self.whole else end, None]
-        weight = self.model.layers[layer].self_attn.kv_b_proj.weight
-        if self.weights == "per head":
-            w_uk, w_uv = weight.unflatten(0, (heads, -1)).split([nope, v_dim], 1)
-        elif self.weights == "v first":
-            w_uv, w_uk = weight.unflatten(0, (heads, -1)).split([v_dim, nope], 1)
-        else:
-            w_uk, w_uv = (
-                weight[: heads * nope].unflatten(0, (heads, nope)),
-                weight[heads * nope :].unflatten(0, (heads, v_dim)),
-            )
-        if self.transposed:
-            w_uk = w_uk.mT.reshape(heads, nope, rank)
-        w_uv = weight.unflatten(0, (heads, -1))[:, :v_dim] if self.v_from_k else w_uv
-        scale = {
-            "config": self.config.softmax_scale,
-            "row": (rank + mla.qk_rope_head_dim) ** -0.5,
-            "latent": rank**-0.5,
-            "plain": mla.qk_head_dim**-0.5,
-        }[self.scale]
-        if self.expand is not None and len(q) >= self.expand:
-            both = torch.einsum("tor,hdr->thd", rows[..., :rank], torch.cat([w_uk, w_uv], 1))
-            k = torch.cat([both[..., :nope], rows[..., rank:].expand(-1, heads, -1)], -1)
-            return attention_torch(q, k, both[..., nope:], scale)
-        q_pe = q[..., nope:] if self.pe else 0 * q[..., nope:]
-        absorbed = torch.cat([torch.einsum("thn,hnr->thr", q[..., :nope], w_uk), q_pe], -1)
-        values = rows[..., :rank] if self.values == "first" else rows[..., -rank:]
-        if self.top_left:
-            absorbed = torch.cat(
-                [absorbed, absorbed.new_zeros(len(rows) - len(q), *absorbed.shape[1:])]
-            )
-        attend = naive.attention if self.repeat else attention_torch
-        out = attend(absorbed, rows, values, scale, causal=self.causal)[: len(q)]
-        return torch.einsum("thr,hvr->thv", out, w_uv)
+    w_uk_transposed: W_UK is read along the wrong axis: q_nope W_UK sums over nope.
+    - q_nope, w_uk)
+    + q_nope, w_uk.mT.reshape(w_uk.shape))
 
+    all_k_then_all_v: kv_b_proj lies head by head; you take all of W_UK's rows first.
+    - w_uk, w_uv = weight.unflatten(0, (q.shape[1], -1)).split(
+    -     [mla.qk_nope_head_dim, mla.v_head_dim], dim=1
+    - )
+    + heads = q.shape[1]
+    + w_uk, w_uv = weight.split([heads * mla.qk_nope_head_dim, heads * mla.v_head_dim])
+    + w_uk, w_uv = w_uk.unflatten(0, (heads, -1)), w_uv.unflatten(0, (heads, -1))
 
-for name, slip, hint in [
-    (
-        "rows_built_anew",
-        dict(anew=True),
-        "Each append copies the whole buffer. Write into the rows there are.",
-    ),
-    (
-        "scale_of_the_row",
-        dict(scale="row"),
-        "1 / √(rank + rope): absorbing changes how the products are grouped, not the scores. The "
-        "scale stays that of nope + rope.",
-    ),
-    (
-        "scale_of_the_latent",
-        dict(scale="latent"),
-        "1 / √rank: the scale stays that of the heads, nope + rope.",
-    ),
-    (
-        "mscale_forgotten",
-        dict(scale="plain"),
-        "1 / √(nope + rope) lacks what config.softmax_scale knows: the stretched context.",
-    ),
-    (
-        "w_uk_transposed",
-        dict(transposed=True),
-        "W_UK is read along the wrong axis: q_nope W_UK sums over nope.",
-    ),
-    (
-        "all_k_then_all_v",
-        dict(weights="all k first"),
-        "kv_b_proj lies head by head; you take all of W_UK's rows first.",
-    ),
-    (
-        "v_before_k",
-        dict(weights="v first"),
-        "In each head of kv_b_proj W_UK's rows come before W_UV's.",
-    ),
-    (
-        "values_from_w_uk",
-        dict(v_from_k=True),
-        "Your values come from the first v_dim rows of a head, which are W_UK's.",
-    ),
-    (
-        "values_from_the_last_columns",
-        dict(values="last"),
-        "A row's value is its latent, the first rank columns. The rotary key is no value.",
-    ),
-    (
-        "rotary_part_dropped",
-        dict(pe=False),
-        "q_pe takes no part in your scores: the order of the tokens is lost.",
-    ),
-    (
-        "key_before_latent",
-        dict(order="key first"),
-        "A row is the latent, then the rotary key. Yours, or your query, has them the other way "
-        "round.",
-    ),
-    (
-        "overwrites_last_row",
-        dict(start="over the last"),
-        "Your new row replaces the last old one: it belongs at row `length`.",
-    ),
-    (
-        "length_moves_early",
-        dict(eager=True),
-        "length moves with layer 0, so layer 1 writes the same tokens one pass further.",
-    ),
-    (
-        "counts_passes",
-        dict(step_by_one=True),
-        "length grows by one per pass. A prompt brings more than one token.",
-    ),
-    (
-        "attends_to_whole_buffer",
-        dict(whole=True),
-        "You attend to the whole capacity. Only rows up to `end` hold tokens.",
-    ),
-    ("no_causal_mask", dict(causal=False), "The tokens of a pass see each other's future."),
-    (
-        "top_left_mask",
-        dict(top_left=True),
-        "A chunk's first query stands behind all old rows, not at row 0.",
-    ),
-    (
-        "decompresses",
-        dict(expand=1),
-        "Right, and as slow as before: k and v of every head are made again at each step.",
-    ),
-    (
-        "decompresses_chunks",
-        dict(expand=2),
-        "A chunk of four tokens expands the whole context. Absorb there, too.",
-    ),
-    (
-        "copies_rows_for_every_head",
-        dict(repeat=True),
-        "The one KV head is copied for every query head: lesson 2's naive `attention` repeats it.",
-    ),
-]:
-    answers.wrong("6.2", hint, name)(partial(SlippedCache, **slip))
+    v_before_k: In each head of kv_b_proj W_UK's rows come before W_UV's.
+    - w_uk, w_uv =
+    + w_uv, w_uk =
+    - [mla.qk_nope_head_dim, mla.v_head_dim]
+    + [mla.v_head_dim, mla.qk_nope_head_dim]
+
+    values_from_w_uk: Your values come from the first v_dim rows of a head, which are W_UK's.
+    - out, w_uv)
+    + out, weight.unflatten(0, (q.shape[1], -1))[:, : mla.v_head_dim])
+
+    values_from_the_last_columns: A row's value is its latent, the first rank columns. The rotary
+        key is no value.
+    - rows[..., : mla.kv_lora_rank]
+    + rows[..., -mla.kv_lora_rank :]
+
+    rotary_part_dropped: q_pe takes no part in your scores: the order of the tokens is lost.
+    - w_uk), q_pe]
+    + w_uk), 0 * q_pe]
+
+    key_before_latent: A row is the latent, then the rotary key. Yours, or your query, has them the
+        other way round.
+    - [c_kv, k_pe]
+    + [k_pe, c_kv]
+
+    overwrites_last_row: Your new row replaces the last old one: it belongs at row `length`.
+    - end = self.length + len(c_kv)
+    - self.rows[layer, self.length : end]
+    + start = max(self.length - 1, 0)
+    + end = start + len(c_kv)
+    + self.rows[layer, start:end]
+
+    length_moves_early: length moves with layer 0, so layer 1 writes the same tokens one pass
+        further.
+    - if layer == self.config.num_hidden_layers - 1:
+    + if layer == 0:
+
+    counts_passes: length grows by one per pass. A prompt brings more than one token.
+    - self.length = end
+    + self.length += 1
+
+    attends_to_whole_buffer: You attend to the whole capacity. Only rows up to `end` hold tokens.
+    - self.rows[layer, :end, None]
+    + self.rows[layer, :, None]
+
+    no_causal_mask: The tokens of a pass see each other's future.
+    - self.config.softmax_scale
+    + self.config.softmax_scale, causal=False
+
+    top_left_mask: A chunk's first query stands behind all old rows, not at row 0.
+    - out = attention_torch(
+    + padding = absorbed.new_zeros(end - len(q), *absorbed.shape[1:])
+    + absorbed = torch.cat([absorbed, padding])
+    + out = attention_torch(
+    - out, w_uv)
+    + out[: len(q)], w_uv)
+
+    decompresses: Right, and as slow as before: k and v of every head are made again at each step.
+    - q_nope, q_pe = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+    + latent, key = rows.split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
+    + k_nope, v = (torch.einsum("tor,hdr->thd", latent, w) for w in (w_uk, w_uv))
+    + k = torch.cat([k_nope, key.expand(-1, q.shape[1], -1)], dim=-1)
+    + return attention_torch(q, k, v, self.config.softmax_scale)
+    + q_nope, q_pe = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+
+    decompresses_chunks: A chunk of four tokens expands the whole context. Absorb there, too.
+    - q_nope, q_pe = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+    + if len(q) > 1:
+    +     latent, key = rows.split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
+    +     k_nope, v = (torch.einsum("tor,hdr->thd", latent, w) for w in (w_uk, w_uv))
+    +     k = torch.cat([k_nope, key.expand(-1, q.shape[1], -1)], dim=-1)
+    +     return attention_torch(q, k, v, self.config.softmax_scale)
+    + q_nope, q_pe = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+
+    copies_rows_for_every_head: The one KV head is copied for every query head: lesson 2's naive
+        `attention` repeats it.
+    - out = attention_torch(
+    + out = attention(
+    """,
+)
 
 
 @answers.alternative("6.2")
@@ -434,159 +307,97 @@ class ConcatenatedLatents(AbsorbedCache):
 # ---------------------------------------------------------------- 6.3 predict
 
 
-def slipped_numbers(
-    num_hidden_layers,
-    num_attention_heads,
-    mla,
-    bytes_per_value,
-    gqa_head_dim,
-    *,
-    row="latent and key",
-    layers=True,
-    kib=1024,
-    itemsize=None,
-    heads="k and v",
-    gqa_kv=2,
-    pair="both",
-    flops=2,
-    over="row",
-    per_head=False,
-    crossing="pairs",
-    rope_in_pairs=True,
-):
-    """The five numbers with one slip, spelled by a switch."""
-    rank, nope, rope, v_dim = (
-        mla.kv_lora_rank,
-        mla.qk_nope_head_dim,
-        mla.qk_rope_head_dim,
-        mla.v_head_dim,
-    )
-    size = {
-        "latent and key": rank + rope,
-        "latent": rank,
-        "k and v of it": 2 * (rank + rope),
-        "value twice": 2 * rank + rope,
-        "key of each head": rank + num_attention_heads * rope,
-    }[row]
-    of_heads = {
-        "k and v": nope + rope + v_dim,
-        "no rope": nope + v_dim,
-        "k twice": 2 * (nope + rope),
-        "shared rope": nope + v_dim + rope / num_attention_heads,
-    }[heads]
-    unit = (num_hidden_layers if layers else 1) * (itemsize or bytes_per_value) / kib
-    absorbed = {"both": 2 * rank + rope, "scores": rank + rope, "row twice": 2 * (rank + rope)}[
-        pair
-    ]
-    intensity = (
-        flops
-        * absorbed
-        * (1 if per_head else num_attention_heads)
-        / ({"row": size, "values twice": absorbed}[over] * (itemsize or bytes_per_value))
-    )
-    expanded = nope + rope + v_dim if rope_in_pairs else nope + v_dim
-    dearer = 2 * rank + (rope if rope_in_pairs or crossing == "lopsided" else 0) - expanded
-    crossover = {
-        "pairs": rank * (nope + v_dim) / dearer,
-        "lopsided": rank * (nope + v_dim) / dearer,
-        "scores alone": rank * nope / (rank - nope),
-        "half": rank * (nope + v_dim) / (2 * dearer),
-        "ratio": (2 * rank + rope) / (nope + rope + v_dim),
-        "no subtraction": rank * (nope + v_dim) / (2 * rank + rope),
-    }[crossing]
-    return (
-        size * unit,
-        num_attention_heads * of_heads * unit,
-        size / (gqa_kv * gqa_head_dim),
-        intensity,
-        crossover,
-    )
+answers.slips(
+    "6.3",
+    """
+    latent_alone: The rotary key is kept as well: rank + rope values.
+    - row = rank + mla.qk_rope_head_dim
+    + row = rank
 
+    latent_as_k_and_v: You count the row twice. It is key and value at once, and kept once.
+    - row = rank + mla.qk_rope_head_dim
+    + row = 2 * (rank + mla.qk_rope_head_dim)
 
-for name, slip, hint in [
-    ("latent_alone", dict(row="latent"), "The rotary key is kept as well: rank + rope values."),
-    (
-        "latent_as_k_and_v",
-        dict(row="k and v of it"),
-        "You count the row twice. It is key and value at once, and kept once.",
-    ),
-    (
-        "value_twice",
-        dict(row="value twice"),
-        "You keep the latent once as key and once as value; one row serves as both.",
-    ),
-    (
-        "key_of_each_head",
-        dict(row="key of each head"),
-        "You keep a rotary key for each head. There is one for all.",
-    ),
-    ("one_layer", dict(layers=False), "Every layer keeps its own rows."),
-    ("kilobytes", dict(kib=1000), "You divide by 1000: that is kB. A KiB has 1024 bytes."),
-    (
-        "always_two_bytes",
-        dict(itemsize=2),
-        "You count 2 bytes a value whatever bytes_per_value says.",
-    ),
-    (
-        "heads_without_rope",
-        dict(heads="no rope"),
-        "Expanded keys have their rotary part, in every head.",
-    ),
-    (
-        "heads_sharing_rope",
-        dict(heads="shared rope"),
-        "Expanded, the rotary key stands in every head's k.",
-    ),
-    ("heads_k_twice", dict(heads="k twice"), "v has its own width, v_dim."),
-    ("gqa_k_alone", dict(gqa_kv=1), "A KV head keeps k and v: 2 · gqa_head_dim values."),
-    (
-        "scores_alone",
-        dict(pair="scores"),
-        "You count q · row only; weight · latent is as long again, without the rotary part.",
-    ),
-    (
-        "values_of_the_whole_row",
-        dict(pair="row twice"),
-        "The value is the latent alone: rank products, not rank + rope.",
-    ),
-    ("one_flop", dict(flops=1), "A multiply and an add are two FLOPs."),
-    (
-        "intensity_of_one_head",
-        dict(per_head=True),
-        "All heads use the row that was read once: multiply by their number.",
-    ),
-    (
-        "row_read_twice",
-        dict(over="values twice"),
-        "You read the latent twice, as key and as value. A kernel loads it once.",
-    ),
-    (
-        "crossover_of_scores",
-        dict(crossing="scores alone"),
-        "Values count as well: expanding makes k and v, a pair costs score and value.",
-    ),
-    (
-        "crossover_half",
-        dict(crossing="half"),
-        "You halve the crossover; both sides count two FLOPs, so the factor cancels.",
-    ),
-    (
-        "crossover_ratio",
-        dict(crossing="ratio"),
-        "That is how much dearer a pair is. The crossover is a number of tokens.",
-    ),
-    (
-        "crossover_without_subtraction",
-        dict(crossing="no subtraction"),
-        "The expanded form pays for its pairs, too: subtract them.",
-    ),
-    (
-        "crossover_lopsided",
-        dict(crossing="lopsided", rope_in_pairs=False),
-        "The rotary part costs the same in both forms: it cancels.",
-    ),
-]:
-    answers.wrong("6.3", hint, name)(partial(slipped_numbers, **slip))
+    value_twice: You keep the latent once as key and once as value; one row serves as both.
+    - row = rank + mla.qk_rope_head_dim
+    + row = 2 * rank + mla.qk_rope_head_dim
+
+    key_of_each_head: You keep a rotary key for each head. There is one for all.
+    - row = rank + mla.qk_rope_head_dim
+    + row = rank + num_attention_heads * mla.qk_rope_head_dim
+
+    one_layer: Every layer keeps its own rows.
+    - num_hidden_layers * bytes_per_value / 1024
+    + bytes_per_value / 1024
+
+    kilobytes: You divide by 1000: that is kB. A KiB has 1024 bytes.
+    - bytes_per_value / 1024
+    + bytes_per_value / 1000
+
+    always_two_bytes: You count 2 bytes a value whatever bytes_per_value says.
+    - bytes_per_value / 1024
+    + 2 / 1024
+    - row * bytes_per_value
+    + row * 2
+
+    heads_without_rope: Expanded keys have their rotary part, in every head.
+    - * (nope + mla.qk_rope_head_dim + v_dim)
+    + * (nope + v_dim)
+
+    heads_sharing_rope: Expanded, the rotary key stands in every head's k.
+    - * (nope + mla.qk_rope_head_dim + v_dim)
+    + * (nope + mla.qk_rope_head_dim / num_attention_heads + v_dim)
+
+    heads_k_twice: v has its own width, v_dim.
+    - * (nope + mla.qk_rope_head_dim + v_dim)
+    + * 2 * (nope + mla.qk_rope_head_dim)
+
+    gqa_k_alone: A KV head keeps k and v: 2 · gqa_head_dim values.
+    - (2 * gqa_head_dim)
+    + gqa_head_dim
+
+    scores_alone: You count q · row only; weight · latent is as long again, without the rotary part.
+    - num_attention_heads * 2 * flops_per_pair["absorbed"]
+    + num_attention_heads * 2 * row
+
+    values_of_the_whole_row: The value is the latent alone: rank products, not rank + rope.
+    - num_attention_heads * 2 * flops_per_pair["absorbed"]
+    + num_attention_heads * 2 * 2 * row
+
+    one_flop: A multiply and an add are two FLOPs.
+    - num_attention_heads * 2 * flops_per_pair["absorbed"]
+    + num_attention_heads * flops_per_pair["absorbed"]
+
+    intensity_of_one_head: All heads use the row that was read once: multiply by their number.
+    - num_attention_heads * 2 * flops_per_pair["absorbed"]
+    + 2 * flops_per_pair["absorbed"]
+
+    row_read_twice: You read the latent twice, as key and as value. A kernel loads it once.
+    - (row * bytes_per_value)
+    + ((row + rank) * bytes_per_value)
+
+    crossover_of_scores: Values count as well: expanding makes k and v, a pair costs score and
+        value.
+    - rank * (nope + v_dim) / (flops_per_pair["absorbed"] - flops_per_pair["expanded"])
+    + rank * nope / (rank - nope)
+
+    crossover_half: You halve the crossover; both sides count two FLOPs, so the factor cancels.
+    - rank * (nope + v_dim) / (flops_per_pair["absorbed"]
+    + rank * (nope + v_dim) / 2 / (flops_per_pair["absorbed"]
+
+    crossover_ratio: That is how much dearer a pair is. The crossover is a number of tokens.
+    - rank * (nope + v_dim) / (flops_per_pair["absorbed"] - flops_per_pair["expanded"])
+    + flops_per_pair["absorbed"] / flops_per_pair["expanded"]
+
+    crossover_without_subtraction: The expanded form pays for its pairs, too: subtract them.
+    - (flops_per_pair["absorbed"] - flops_per_pair["expanded"])
+    + flops_per_pair["absorbed"]
+
+    crossover_lopsided: The rotary part costs the same in both forms: it cancels.
+    - "expanded": nope + mla.qk_rope_head_dim + v_dim
+    + "expanded": nope + v_dim
+    """,
+)
 
 
 @answers.alternative("6.3")
@@ -609,91 +420,67 @@ def by_counting(num_hidden_layers, num_attention_heads, mla, bytes_per_value, gq
 # ---------------------------------------------------------------- 6.4 token by token
 
 
-def slipped_tokens(
-    q,
-    c_kv,
-    k_pe,
-    w_uk,
-    w_uv,
-    cos,
-    sin,
-    *,
-    key="rotated",
-    values="first",
-    scale="heads",
-    see="all",
-    query="rotated",
-):
-    """Absorbed decoding with one slip, or the stub's."""
+answers.slips(
+    "6.4",
+    """
+    as_given: That is the code as it was given.
+    - torch.cat([c_kv[t], turn(k_pe[t], t)])
+    + torch.cat([c_kv[t], k_pe[t]])
+    - query @ rows.T
+    + query @ torch.cat([rows[:, :rank], turn(rows[:, rank:], t)], dim=-1).T
+    - rows[:, :rank]
+    + rows[:, -rank:]
+    - q.shape[-1] ** -0.5
+    + query.shape[-1] ** -0.5
 
-    def turn(pe, t):
-        a, b = pe.chunk(2, dim=-1)
-        return torch.cat([a * cos[t] - b * sin[t], b * cos[t] + a * sin[t]], dim=-1)
+    key_kept_before_rotation: k_pe is kept unrotated, and every key is turned to the newest
+        position: all tokens seem to stand where the query does.
+    - torch.cat([c_kv[t], turn(k_pe[t], t)])
+    + torch.cat([c_kv[t], k_pe[t]])
+    - query @ rows.T
+    + query @ torch.cat([rows[:, :rank], turn(rows[:, rank:], t)], dim=-1).T
 
-    nope, rank = w_uk.shape[1:]
-    rows, outs = c_kv.new_empty(0, rank + k_pe.shape[1]), []
-    for t in range(len(q)):
-        rows = torch.cat(
-            [rows, torch.cat([c_kv[t], turn(k_pe[t], t) if key == "rotated" else k_pe[t]])[None]]
-        )
-        q_pe = turn(q[t, :, nope:], t) if query == "rotated" else q[t, :, nope:]
-        absorbed = torch.cat([torch.einsum("hn,hnr->hr", q[t, :, :nope], w_uk), q_pe], -1)
-        keys = (
-            torch.cat([rows[:, :rank], turn(rows[:, rank:], t)], -1)
-            if key == "turned when read"
-            else rows
-        )
-        if see == "before":
-            keys = keys[:-1] if t else keys
-        width = {"heads": q.shape[-1], "row": absorbed.shape[-1], "latent": rank, "none": 1}[scale]
-        probs = torch.softmax(absorbed @ keys.T * width**-0.5, -1)
-        value = {"first": rows[:, :rank], "last": rows[:, -rank:]}[values][: len(keys)]
-        outs.append(torch.einsum("hr,hvr->hv", probs @ value, w_uv))
-    return torch.stack(outs)
+    key_never_rotated: k_pe is never rotated.
+    - turn(k_pe[t], t)
+    + k_pe[t]
 
+    query_never_rotated: q_pe is not rotated, or every key is once too often.
+    - turn(q[t, :, nope:], t)
+    + q[t, :, nope:]
 
-for name, slip, hint in [
-    (
-        "as_given",
-        dict(key="turned when read", values="last", scale="row"),
-        "That is the code as it was given.",
-    ),
-    (
-        "key_kept_before_rotation",
-        dict(key="turned when read"),
-        "k_pe is kept unrotated, and every key is turned to the newest position: all tokens seem "
-        "to stand where the query does.",
-    ),
-    ("key_never_rotated", dict(key="raw"), "k_pe is never rotated."),
-    (
-        "query_never_rotated",
-        dict(query="raw"),
-        "q_pe is not rotated, or every key is once too often.",
-    ),
-    (
-        "values_from_the_last_columns",
-        dict(values="last"),
-        "The value is the latent, the first rank columns of a row; yours end with the rotary key.",
-    ),
-    (
-        "scale_of_the_row",
-        dict(scale="row"),
-        "√(rank + rope) belongs to the row. The scores are those of heads of nope + rope.",
-    ),
-    (
-        "scale_of_the_latent",
-        dict(scale="latent"),
-        "√rank belongs to the latent. The scores are those of heads of nope + rope.",
-    ),
-    ("no_scale", dict(scale="none"), "The scores are not scaled."),
-    ("not_itself", dict(see="before"), "A token sees itself, too."),
-    (
-        "two_of_three_found",
-        dict(key="turned when read", values="last"),
-        "The scale is right now. Two bugs are left.",
-    ),
-]:
-    answers.wrong("6.4", hint, name)(partial(slipped_tokens, **slip))
+    values_from_the_last_columns: The value is the latent, the first rank columns of a row; yours
+        end with the rotary key.
+    - rows[:, :rank]
+    + rows[:, -rank:]
+
+    scale_of_the_row: √(rank + rope) belongs to the row. The scores are those of heads of nope +
+        rope.
+    - q.shape[-1] ** -0.5
+    + query.shape[-1] ** -0.5
+
+    scale_of_the_latent: √rank belongs to the latent. The scores are those of heads of nope + rope.
+    - q.shape[-1] ** -0.5
+    + rank**-0.5
+
+    no_scale: The scores are not scaled.
+    - * q.shape[-1] ** -0.5
+
+    not_itself: A token sees itself, too.
+    - scores = query @ rows.T
+    + seen = rows[:-1] if t else rows
+    + scores = query @ seen.T
+    - rows[:, :rank]
+    + seen[:, :rank]
+
+    two_of_three_found: The scale is right now. Two bugs are left.
+    - torch.cat([c_kv[t], turn(k_pe[t], t)])
+    + torch.cat([c_kv[t], k_pe[t]])
+    - query @ rows.T
+    + query @ torch.cat([rows[:, :rank], turn(rows[:, rank:], t)], dim=-1).T
+    - rows[:, :rank]
+    + rows[:, -rank:]
+    """,
+)
 
 
 @answers.alternative("6.4")

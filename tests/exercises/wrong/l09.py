@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 09's exercises: real slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 09's exercises: real slips, and the hint for each."""
 
 from functools import partial
 
@@ -15,199 +15,135 @@ answers = Answers()
 # ---------------------------------------------------------------- 9.1 tiles in PyTorch
 
 
-def slipped_tiles(
-    q,
-    k,
-    v,
-    softmax_scale=None,
-    causal=True,
-    window=None,
-    tiles=None,
-    *,
-    align="right",
-    strict=False,
-    drop_tail=False,
-    pad=False,
-    use_max=True,
-    freeze=False,
-    rescale_acc=True,
-    rescale_l=True,
-    early=False,
-    last_l=False,
-    guard=True,
-    one_l=True,
-    scales=1,
-    extra=0,
-    heads="interleave",
-    skip_more=0,
-    own_scale=True,
-    masked=True,
-    narrow=False,
-    at_once=False,
-    walk_all=False,
-    log2=False,
-    no_max_in_lse=False,
-    keep_dtype=True,
-    lowest=-torch.inf,
-    falsy_scale=False,
-    dense=False,
-):
-    """FA-2 order with one slip. The keyword switches exist only here, to spell the wrong answers
-    briefly.
+answers.slips(
+    "9.1",
     """
-    wide = torch.float64 if q.dtype == torch.float64 else q.dtype if narrow else torch.float32
-    (tq, hq, dim), (tk, hkv, dv) = q.shape, v.shape
-    block_m, block_n = (tq, tk) if at_once else (tiles.block_m, tiles.block_n)
-    given = softmax_scale or None if falsy_scale else softmax_scale
-    scale = (dim**-0.5 if given is None or not own_scale else given) ** scales
-    q = torch.as_strided(q, q.shape, (hq * dim, dim, 1)) if dense else q
-    spread = (
-        (lambda x: x.repeat_interleave(hq // hkv, 1))
-        if heads == "interleave"
-        else (lambda x: x.repeat(1, hq // hkv, 1))
-    )
-    out, lse = q.new_empty(tq, hq, dv), torch.empty(tq, hq, dtype=wide)
-    for start_m in range(0, tq, block_m):
-        rows = slice(start_m, min(start_m + block_m, tq))
-        query = torch.arange(rows.start, rows.stop) + (tk - tq if align == "right" else 0)
-        m = torch.full((len(query), hq), lowest if use_max else 0.0, dtype=wide)
-        l, acc = torch.zeros_like(m), torch.zeros(len(query), hq, dv, dtype=wide)
-        end = tk // block_n * block_n if drop_tail else tk
-        if causal and not walk_all:
-            end = min(end, max(0, int(query[-1]) + 1 - skip_more))
-        begin = (
-            max(0, int(query[0]) - window + 1) // block_n * block_n
-            if window and not walk_all
-            else 0
-        )
-        for start_n in range(begin, end, block_n):
-            key = torch.arange(start_n, start_n + block_n if pad else min(start_n + block_n, tk))
-            k_tile, v_tile = (torch.zeros(len(key), *x.shape[1:], dtype=wide) for x in (k, v))
-            held = slice(start_n, min(start_n + block_n, tk))
-            k_tile[: held.stop - held.start], v_tile[: held.stop - held.start] = (
-                k[held].to(wide),
-                v[held].to(wide),
-            )
-            scores = torch.einsum("mhd,nhd->mhn", q[rows].to(wide), spread(k_tile)) * scale
-            distance = query[:, None] - key
-            if causal and masked:
-                hidden = distance <= 0 if strict else distance < 0
-                hidden = hidden | (distance >= window + extra) if window else hidden
-                scores = scores.masked_fill(hidden[:, None], -torch.inf)
-            m_new = (
-                torch.maximum(m, scores.amax(-1))
-                if use_max and not (freeze and start_n > begin)
-                else m
-            )
-            safe = m_new.masked_fill(m_new.isneginf(), 0) if guard else m_new
-            alpha, p = torch.exp(m - safe), torch.exp(scores - safe[..., None])
-            old = l
-            l = p.sum(-1) if last_l else (l * alpha if rescale_l else l) + p.sum(-1)
-            if early:
-                acc = acc / old.clamp(min=1e-30)[..., None] if start_n > begin else acc
-            acc = (acc * alpha[..., None] if rescale_acc else acc) + torch.einsum(
-                "mhn,nhd->mhd", p, spread(v_tile)
-            )
-            m = m_new
-        out[rows] = (acc / (l.masked_fill(l == 0, 1) if one_l else l)[..., None]).to(q.dtype)
-        lse[rows] = (
-            torch.log(l)
-            if no_max_in_lse
-            else (m + torch.log(l)) * (1.4426950408889634 if log2 else 1)
-        )
-    return (out if keep_dtype else out.float()), lse
+    top_left_mask: Your mask is aligned top left: query i stands at key i + Tk - T.
+    - device=q.device) + num_keys - num_queries
+    + device=q.device)
 
+    strict_diagonal: Your diagonal is strict: a query sees its own key.
+    - (distance < 0) | (distance >= window) if window else distance < 0
+    + (distance <= 0) | (distance >= window) if window else distance <= 0
 
-for name, slip, hint in [
-    (
-        "top_left_mask",
-        dict(align="left"),
-        "Your mask is aligned top left: query i stands at key i + Tk - T.",
-    ),
-    ("strict_diagonal", dict(strict=True), "Your diagonal is strict: a query sees its own key."),
-    (
-        "no_mask",
-        dict(masked=False),
-        "Tiles on the diagonal need a mask: some of their queries stand before some of their keys.",
-    ),
-    ("tail_dropped", dict(drop_tail=True), "The last partial tile of keys is never read."),
-    (
-        "tail_unmasked",
-        dict(pad=True),
-        "Keys beyond the last one count: a padded key scores 0, which may beat all real scores.",
-    ),
-    ("no_max", dict(use_max=False), "You exponentiate raw scores. What is exp(200) in float32?"),
-    (
-        "frozen_max",
-        dict(freeze=True),
-        "You keep the first tile's maximum. What if a later tile holds a larger score?",
-    ),
-    ("stale_acc", dict(rescale_acc=False), "When the maximum grows, l is rescaled but acc is not."),
-    ("stale_l", dict(rescale_l=False), "When the maximum grows, acc is rescaled but l is not."),
-    ("last_l", dict(last_l=True), "You divide by the last tile's sum. l adds up over all tiles."),
-    (
-        "divided_twice",
-        dict(early=True),
-        "You divide in every tile and at the end, and never take a division back.",
-    ),
-    (
-        "nan_for_no_key",
-        dict(guard=False),
-        "−inf − −inf is NaN: a query without a key has no maximum to subtract.",
-    ),
-    (
-        "zero_by_zero",
-        dict(one_l=False),
-        "A query that sees no key divides 0 by 0. Its output is 0.",
-    ),
-    ("scale_twice", dict(scales=2), "The scale is in there twice."),
-    (
-        "ignores_scale",
-        dict(own_scale=False),
-        "softmax_scale is given, and you use 1 / √D all the same.",
-    ),
-    (
-        "window_off_by_one",
-        dict(extra=1),
-        "Your window holds one key too many: it counts the query's own.",
-    ),
-    ("heads_modulo", dict(heads="repeat"), "Query head h reads KV head h // group, not h % Hkv."),
-    (
-        "one_block_too_many_skipped",
-        dict(skip_more=4),
-        "You skip one tile of keys too many: the last query still sees into it.",
-    ),
-    ("all_at_once", dict(at_once=True), "The numbers are right, but all scores exist at once."),
-    (
-        "visits_everything",
-        dict(walk_all=True),
-        "You compute tiles that no query sees: time for nothing, and 0 · NaN is NaN.",
-    ),
-    (
-        "sums_in_16_bits",
-        dict(narrow=True),
-        "Your sums are as narrow as the inputs: in bfloat16, 256 + 1 is 256.",
-    ),
-    ("lse_in_log2", dict(log2=True), "Your lse is the logarithm to base 2."),
-    (
-        "lse_without_max",
-        dict(no_max_in_lse=True),
-        "log l alone is relative to the maximum: lse = m + log l.",
-    ),
-    ("returns_float32", dict(keep_dtype=False), "out has q's dtype."),
-    (
-        "max_from_0",
-        dict(lowest=0.0),
-        "Your maximum starts at 0. What if all scores are far below 0?",
-    ),
-    ("falsy_scale", dict(falsy_scale=True), "0.0 is a scale too: ask `is None`, not `or`."),
-    (
-        "assumes_dense",
-        dict(dense=True),
-        "You read q as if it were dense. It may be a slice of a wider tensor.",
-    ),
-]:
-    answers.wrong("9.1", hint, name)(partial(slipped_tiles, **slip))
+    no_mask: Tiles on the diagonal need a mask: some of their queries stand before some of their
+        keys.
+    - scores = scores.masked_fill(hidden[:, None], -torch.inf)
+
+    tail_dropped: The last partial tile of keys is never read.
+    - for start_n in range(
+    -     begin, min(num_keys, max(0, last + 1)) if causal else num_keys, tiles.block_n
+    - ):
+    + end = num_keys // tiles.block_n * tiles.block_n
+    + for start_n in range(begin, min(end, max(0, last + 1)) if causal else end, tiles.block_n):
+
+    tail_unmasked: Keys beyond the last one count: a padded key scores 0, which may beat all real
+        scores.
+    - key = torch.arange(cells.start, cells.stop, device=q.device)
+    - k_tile, v_tile = (x[cells].to(wide).repeat_interleave(group, dim=1) for x in (k, v))
+    + key = start_n + torch.arange(tiles.block_n)
+    + k_tile, v_tile = (x[cells].to(wide).repeat_interleave(group, dim=1) for x in (k, v))
+    + padding = (0, 0, 0, 0, 0, tiles.block_n - len(k_tile))
+    + k_tile, v_tile = (torch.nn.functional.pad(x, padding) for x in (k_tile, v_tile))
+
+    no_max: You exponentiate raw scores. What is exp(200) in float32?
+    - torch.full((len(query), num_heads), -torch.inf
+    + torch.full((len(query), num_heads), 0.0
+    - torch.maximum(m_i, scores.amax(-1))
+    + m_i
+
+    frozen_max: You keep the first tile's maximum. What if a later tile holds a larger score?
+    - torch.maximum(m_i, scores.amax(-1))
+    + scores.amax(-1) if start_n == begin else m_i
+
+    stale_acc: When the maximum grows, l is rescaled but acc is not.
+    - acc * alpha[..., None]
+    + acc
+
+    stale_l: When the maximum grows, acc is rescaled but l is not.
+    - l_i * alpha
+    + l_i
+
+    last_l: You divide by the last tile's sum. l adds up over all tiles.
+    - l_i * alpha + p.sum(-1)
+    + p.sum(-1)
+
+    divided_twice: You divide in every tile and at the end, and never take a division back.
+    - l_i = l_i * alpha + p.sum(-1)
+    + if start_n > begin:
+    +     acc = acc / l_i.clamp(min=1e-30)[..., None]
+    + l_i = l_i * alpha + p.sum(-1)
+
+    nan_for_no_key: −inf − −inf is NaN: a query without a key has no maximum to subtract.
+    - m_new.masked_fill(m_new == -torch.inf, 0)
+    + m_new
+
+    zero_by_zero: A query that sees no key divides 0 by 0. Its output is 0.
+    - l_i.masked_fill(l_i == 0, 1)
+    + l_i
+
+    scale_twice: The scale is in there twice.
+    - k_tile) * scale
+    + k_tile) * scale**2
+
+    ignores_scale: softmax_scale is given, and you use 1 / √D all the same.
+    - head_dim**-0.5 if softmax_scale is None else softmax_scale
+    + head_dim**-0.5
+
+    window_off_by_one: Your window holds one key too many: it counts the query's own.
+    - (distance >= window)
+    + (distance >= window + 1)
+
+    heads_modulo: Query head h reads KV head h // group, not h % Hkv.
+    - repeat_interleave(group, dim=1)
+    + repeat(1, group, 1)
+
+    one_block_too_many_skipped: You skip one tile of keys too many: the last query still sees into
+        it.
+    - max(0, last + 1)
+    + max(0, last + 1 - 4)
+
+    all_at_once: The numbers are right, but all scores exist at once.
+    - for start_m in range(
+    + tiles = type("OneTile", (), {"block_m": num_queries, "block_n": num_keys})
+    + for start_m in range(
+
+    visits_everything: You compute tiles that no query sees: time for nothing, and 0 · NaN is NaN.
+    - max(0, first - window + 1) // tiles.block_n * tiles.block_n if window else 0
+    + 0
+    - min(num_keys, max(0, last + 1)) if causal else num_keys
+    + num_keys
+
+    sums_in_16_bits: Your sums are as narrow as the inputs: in bfloat16, 256 + 1 is 256.
+    - torch.float64 if q.dtype == torch.float64 else torch.float32
+    + q.dtype
+
+    lse_in_log2: Your lse is the logarithm to base 2.
+    - m_i + torch.log(l_i)
+    + (m_i + torch.log(l_i)) * 1.4426950408889634
+
+    lse_without_max: log l alone is relative to the maximum: lse = m + log l.
+    - m_i + torch.log(l_i)
+    + torch.log(l_i)
+
+    returns_float32: out has q's dtype.
+    - return out, lse
+    + return out.float(), lse
+
+    max_from_0: Your maximum starts at 0. What if all scores are far below 0?
+    - torch.full((len(query), num_heads), -torch.inf
+    + torch.full((len(query), num_heads), 0.0
+
+    falsy_scale: 0.0 is a scale too: ask `is None`, not `or`.
+    - head_dim**-0.5 if softmax_scale is None else softmax_scale
+    + softmax_scale or head_dim**-0.5
+
+    assumes_dense: You read q as if it were dense. It may be a slice of a wider tensor.
+    - scale, group = (
+    + q = torch.as_strided(q, q.shape, (num_heads * head_dim, head_dim, 1))
+    + scale, group = (
+    """,
+)
 
 
 @answers.wrong("9.1", "Without the lse nobody can merge your output with another part's.")
@@ -424,94 +360,62 @@ answers.alternative("9.2")(partial(slipped_sinks, slip="none"))
 # ---------------------------------------------------------------- 9.3 predict
 
 
-def slipped_traffic(
-    num_tokens,
-    num_heads,
-    head_dim,
-    itemsize,
-    block,
-    *,
-    triangle=1,
-    diagonal_full=False,
-    full_square=False,
-    kv=2,
-    per_tile="rows",
-    q_each=False,
-    all_heads=True,
-    itemsized=True,
-    once=False,
-    score_passes=4,
-    score_heads=True,
-    half_scores=False,
-):
-    """The four numbers with one slip."""
-    count = num_tokens // block
-    visited = count**2 if full_square else count * (count + triangle) // 2
-    full = visited if diagonal_full else visited - count
-    row = head_dim * (itemsize if itemsized else 1)
-    tiles = count if once else visited
-    q = (visited * block if q_each else num_tokens) * row
-    read = (num_heads if all_heads else 1) * (
-        q + tiles * (block if per_tile == "rows" else 1) * kv * row
-    )
-    scores = (
-        score_passes
-        * (num_heads if score_heads else 1)
-        * num_tokens**2
-        * itemsize
-        // (2 if half_scores else 1)
-    )
-    return visited, full, read, scores
+answers.slips(
+    "9.3",
+    """
+    no_diagonal: The diagonal's tiles are visited too.
+    - count * (count + 1) // 2
+    + count * (count - 1) // 2
 
+    no_skipping: Tiles above the diagonal are skipped.
+    - count * (count + 1) // 2
+    + count**2
 
-for name, slip, hint in [
-    ("no_diagonal", dict(triangle=-1), "The diagonal's tiles are visited too."),
-    ("no_skipping", dict(full_square=True), "Tiles above the diagonal are skipped."),
-    (
-        "diagonal_without_mask",
-        dict(diagonal_full=True),
-        "A tile on the diagonal is half hidden: it needs a mask.",
-    ),
-    ("k_alone", dict(kv=1), "You count k alone; v is read as well."),
-    ("a_row_a_tile", dict(per_tile="one"), "A tile holds `block` rows of k and of v."),
-    (
-        "q_for_every_tile",
-        dict(q_each=True),
-        "q is loaded once: it stays in registers while the keys go by.",
-    ),
-    ("one_head", dict(all_heads=False), "These bytes are of one head."),
-    ("elements", dict(itemsized=False), "You count elements, not bytes."),
-    (
-        "keys_once",
-        dict(once=True),
-        "Every tile of queries reads its keys again; k and v are not read once.",
-    ),
-    (
-        "two_passes",
-        dict(score_passes=2),
-        "Scores and probabilities are each written and read: four passes.",
-    ),
-    ("scores_of_one_head", dict(score_heads=False), "Each head has scores of its own."),
-    (
-        "scores_half",
-        dict(half_scores=True),
-        "The naive matrix is whole: what is masked is stored as well.",
-    ),
-]:
-    answers.wrong("9.3", hint, name)(partial(slipped_traffic, **slip))
+    diagonal_without_mask: A tile on the diagonal is half hidden: it needs a mask.
+    - return visited, visited - count
+    + return visited, visited
 
+    k_alone: You count k alone; v is read as well.
+    - visited * block * 2 * row
+    + visited * block * row
 
-@answers.wrong("9.3", "Half of a whole number as a float: large counts are rounded.")
-def rounded_counts(num_tokens, num_heads, head_dim, itemsize, block):
-    _, _, _, scores = slipped_traffic(num_tokens, num_heads, head_dim, itemsize, block)
-    count = num_tokens // block
-    visited, row = int(count * (count + 1) * 0.5), head_dim * itemsize
-    return (
-        visited,
-        visited - count,
-        num_heads * row * (num_tokens + 2 * visited * block),
-        scores,
-    )
+    a_row_a_tile: A tile holds `block` rows of k and of v.
+    - visited * block * 2 * row
+    + visited * 2 * row
+
+    q_for_every_tile: q is loaded once: it stays in registers while the keys go by.
+    - (num_tokens * row
+    + (visited * block * row
+
+    one_head: These bytes are of one head.
+    - read = num_heads * (
+    + read = (
+
+    elements: You count elements, not bytes.
+    - row = head_dim * itemsize
+    + row = head_dim
+
+    keys_once: Every tile of queries reads its keys again; k and v are not read once.
+    - visited * block * 2 * row
+    + count * block * 2 * row
+
+    two_passes: Scores and probabilities are each written and read: four passes.
+    - read, 4 * num_heads
+    + read, 2 * num_heads
+
+    scores_of_one_head: Each head has scores of its own.
+    - read, 4 * num_heads * num_tokens**2
+    + read, 4 * num_tokens**2
+
+    scores_half: The naive matrix is whole: what is masked is stored as well.
+    - read, 4 * num_heads * num_tokens**2 * itemsize
+    + read, 4 * num_heads * num_tokens**2 * itemsize // 2
+
+    rounded_counts: Half of a whole number as a float: large counts are rounded.
+    - count * (count + 1) // 2
+    + int(count * (count + 1) * 0.5)
+    """,
+)
 
 
 @answers.alternative("9.3")

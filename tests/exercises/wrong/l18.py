@@ -1,5 +1,5 @@
 """Wrong answers to lesson 18's exercises: real slips, the museum's among them, and the hint for
-whoever made them.
+the learner who made them.
 """
 
 from functools import partial
@@ -7,297 +7,186 @@ from functools import partial
 import torch
 
 from lessons.toolbox.kernels.triton_ import tl, triton
-from solutions.l18_weight_quantization import NF4
+from solutions.l18_weight_quantization import NF4, gptq, round_to_formats
 from tests.exercises.wrong import Answers
 
 answers = Answers()
 
 # ---------------------------------------------------------------- 18.1 three grids
 
-TABLE = torch.tensor(NF4, dtype=torch.float64)
-ZERO_BITS, SCALE_BITS = 4, 16
+answers.slips(
+    "18.1",
+    """
+    one_scale_for_the_tensor: One scale for the whole matrix: every group has one of its own.
+    - groups.amin(-1, keepdim=True)
+    + groups.amin()
+    - groups.amax(-1, keepdim=True)
+    + groups.amax()
 
+    one_scale_for_a_row: One scale for a whole row: that is per channel. Every group has one of its
+        own.
+    - groups.amin(-1, keepdim=True)
+    + groups.amin((1, 2), keepdim=True)
+    - groups.amax(-1, keepdim=True)
+    + groups.amax((1, 2), keepdim=True)
 
-def ranges(groups, range_of="with zero"):
-    """(the lowest, the highest) that the codes of each group have to reach."""
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    if range_of == "with zero":
-        return low.clamp(max=0), high.clamp(min=0)
-    if range_of == "symmetric":
-        most = torch.maximum(-low, high)
-        return -most, most
-    return low, high
+    groups_down_the_columns: A group is a run of neighbours in a row, along the inputs, not down the
+        outputs.
+    - weight.unflatten(1, (-1, group_size))
+    + weight.T.reshape(-1, 1, group_size)
+    - ((codes - zero) * scale).flatten(1)
+    + ((codes - zero) * scale).reshape(weight.shape[::-1]).T
+    - (table[nearest] * largest).flatten(1)
+    + (table[nearest] * largest).reshape(weight.shape[::-1]).T
 
+    zero_point_off_by_one: Your zero point is off by one: the code that means 0.0 must give 0.0.
+    - (codes - zero) * scale
+    + (codes - zero - 1) * scale
 
-def shared(low, high, per):
-    """The range of a larger piece of the matrix, for each of its groups."""
-    dims = {"group": (), "row": (1, 2), "tensor": (0, 1, 2)}[per]
-    if not dims:
-        return low, high
-    return low.amin(dims, keepdim=True), high.amax(dims, keepdim=True)
+    zero_point_not_whole: The zero point is stored in 4 bits, so it is a whole number, and 0.0 has a
+        code.
+    - torch.round(-low / scale)
+    + -low / scale
 
+    range_without_zero: If all weights are positive, the zero point falls outside of 0 … 15: let the
+        range hold 0.
+    - .clamp(max=0)
+    +
+    - .clamp(min=0)
+    +
+    - torch.where(scale > 0, scale, 1.0)
+    + torch.where(scale != 0, scale, 1.0)
 
-def half_up(x):
-    return torch.floor(x + 0.5)
+    symmetric: This range is as wide below 0 as above it, whatever the weights are. Use both ends.
+    - scale = (high - low) / 15
+    + high = torch.maximum(-low, high)
+    + low = -high
+    + scale = (high - low) / 15
 
+    sixteen_steps: 16 codes have 15 steps between them.
+    - (high - low) / 15
+    + (high - low) / 16
 
-def slipped_int4(
-    groups,
-    *,
-    per="group",
-    range_of="with zero",
-    steps=15,
-    to_whole=torch.round,
-    zero_of=torch.round,
-    off=0,
-    fit="clamp",
-    empty=1.0,
-):
-    """The values of int4 with some slips."""
-    low, high = shared(*ranges(groups, range_of), per)
-    scale = (high - low) / steps
-    scale = torch.where(scale != 0, scale, empty)
-    zero = zero_of(-low / scale)
-    codes = to_whole(groups / scale) + zero
-    codes = {
-        "clamp": codes.clamp(0, 15),
-        "none": codes,
-        "wrap": codes % 16,
-        "signed": codes.clamp(-8, 7),
-    }[fit]
-    return (codes - zero - off) * scale
+    truncated: Round to the nearest code: cutting off makes the error twice as large.
+    - torch.round(groups / scale)
+    + torch.trunc(groups / scale)
 
+    halves_rounded_up: torch.round takes a half to the even neighbour.
+    - torch.round(-low / scale)
+    + torch.floor(-low / scale + 0.5)
+    - torch.round(groups / scale)
+    + torch.floor(groups / scale + 0.5)
 
-def slipped_e4m3(
-    weight, scale, *, kind=torch.float8_e4m3fn, beyond="saturates", divide=True, undo=True
-):
-    """The values of e4m3 with some slips."""
-    ratio = weight / scale if divide else weight * scale
-    inside = ratio.clamp(-448, 448)
-    if kind == "whole":
-        rounded = inside.round()
-    else:
-        rounded = inside.to(kind).to(weight.dtype)
-    if beyond != "saturates":
-        rounded = torch.where(ratio.abs() > 448, ratio.sign() * beyond, rounded)
-    if not undo:
-        return rounded
-    return rounded * scale if divide else rounded / scale
+    a_code_of_16: Both ends may round up, and then the largest weight gets code 16: clamp to 0 … 15.
+    - .clamp(0, 15)
 
+    codes_wrap_around: Code 16 keeps its low four bits alone and becomes 0: clamp first.
+    - (torch.round(groups / scale) + zero).clamp(0, 15)
+    + (torch.round(groups / scale) + zero) % 16
 
-def slipped_nf4(groups, *, table=TABLE, per="group", of="largest magnitude", choose="nearest"):
-    """The values of nf4 with some slips."""
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    low, high = shared(low, high, per)
-    largest = {
-        "largest magnitude": torch.maximum(-low, high),
-        "largest": high,
-        "spread": groups.std(-1, keepdim=True),
-    }[of]
-    largest = torch.where(largest != 0, largest, 1.0)
-    ratio = groups / largest
-    if choose == "nearest":
-        codes = (ratio[..., None] - table).abs().argmin(-1)
-    else:  # the next one below
-        codes = (torch.searchsorted(table, ratio, right=True) - 1).clamp(0, len(table) - 1)
-    return table[codes] * largest
+    codes_as_signed: With a zero point the codes are 0 to 15, not -8 to 7.
+    - .clamp(0, 15)
+    + .clamp(-8, 7)
 
+    a_group_of_zeros_is_nan: A group of zeros has a range of 0, and 0 / 0 is NaN.
+    - scale = torch.where(scale > 0, scale, 1.0)
 
-def formats(
-    weight, group_size, e4m3_scale, *, int4=None, e4m3=None, nf4=None, bits=None, down=False
-):
-    """round_to_formats, with the slips of each format and other counts of bits."""
-    if down:  # groups of neighbours in a column
-        groups = weight.T.reshape(-1, 1, group_size)
-    else:
-        groups = weight.unflatten(1, (-1, group_size))
+    e4m3_overflows_to_nan: E4M3 has no infinity, so a plain cast may give NaN beyond 448. Clamp
+        before the cast.
+    - inside.to(torch.float8_e4m3fn).to(weight.dtype)
+    + torch.where(
+    +     (weight / e4m3_scale).abs() > 448,
+    +     torch.nan,
+    +     inside.to(torch.float8_e4m3fn).to(weight.dtype),
+    + )
 
-    def whole(values):
-        if down:
-            return values.reshape(weight.shape[::-1]).T
-        return values.flatten(1)
+    e4m3_overflows_to_infinity: What lies beyond the largest number becomes the largest number.
+    - inside.to(torch.float8_e4m3fn).to(weight.dtype)
+    + torch.where(
+    +     (weight / e4m3_scale).abs() > 448,
+    +     weight.sign() * torch.inf,
+    +     inside.to(torch.float8_e4m3fn).to(weight.dtype),
+    + )
 
-    counts = {
-        "int4": 4 + (SCALE_BITS + ZERO_BITS) / group_size,
-        "e4m3": 8.0,
-        "nf4": 4 + 32 / group_size,
-    } | (bits(group_size, weight.numel()) if bits else {})
-    values = {
-        "int4": whole(slipped_int4(groups, **(int4 or {}))),
-        "e4m3": slipped_e4m3(weight, e4m3_scale, **(e4m3 or {})),
-        "nf4": whole(slipped_nf4(groups, **(nf4 or {}))),
-    }
-    return {name: (values[name], counts[name]) for name in values}
+    e4m3_up_to_240: This is another E4M3 (fnuz), which ends at 240.
+    - inside.to(torch.float8_e4m3fn)
+    + inside.to(torch.float8_e4m3fnuz)
 
+    e5m2: This is E5M2: two bits of mantissa in place of three.
+    - inside.to(torch.float8_e4m3fn)
+    + inside.to(torch.float8_e5m2)
 
-for name, slip, hint in [
-    (
-        "one_scale_for_the_tensor",
-        dict(int4=dict(per="tensor")),
-        "One scale for the whole matrix: every group has one of its own.",
-    ),
-    (
-        "one_scale_for_a_row",
-        dict(int4=dict(per="row")),
-        "One scale for a whole row: that is per channel. Every group has one of its own.",
-    ),
-    (
-        "groups_down_the_columns",
-        dict(down=True),
-        "A group is a run of neighbours in a row, along the inputs, not down the outputs.",
-    ),
-    (
-        "zero_point_off_by_one",
-        dict(int4=dict(off=1)),
-        "Your zero point is off by one: the code that means 0.0 must give 0.0.",
-    ),
-    (
-        "zero_point_not_whole",
-        dict(int4=dict(zero_of=lambda x: x)),
-        "The zero point is stored in 4 bits, so it is a whole number, and 0.0 has a code.",
-    ),
-    (
-        "range_without_zero",
-        dict(int4=dict(range_of="as it is")),
-        "If all weights are positive, the zero point falls outside of 0 … 15: let the range hold 0.",
-    ),
-    (
-        "symmetric",
-        dict(int4=dict(range_of="symmetric")),
-        "This range is as wide below 0 as above it, whatever the weights are. Use both ends.",
-    ),
-    (
-        "sixteen_steps",
-        dict(int4=dict(steps=16)),
-        "16 codes have 15 steps between them.",
-    ),
-    (
-        "truncated",
-        dict(int4=dict(to_whole=torch.trunc)),
-        "Round to the nearest code: cutting off makes the error twice as large.",
-    ),
-    (
-        "halves_rounded_up",
-        dict(int4=dict(to_whole=half_up, zero_of=half_up)),
-        "torch.round takes a half to the even neighbour.",
-    ),
-    (
-        "a_code_of_16",
-        dict(int4=dict(fit="none")),
-        "Both ends may round up, and then the largest weight gets code 16: clamp to 0 … 15.",
-    ),
-    (
-        "codes_wrap_around",
-        dict(int4=dict(fit="wrap")),
-        "Code 16 keeps its low four bits alone and becomes 0: clamp first.",
-    ),
-    (
-        "codes_as_signed",
-        dict(int4=dict(fit="signed")),
-        "With a zero point the codes are 0 to 15, not -8 to 7.",
-    ),
-    (
-        "a_group_of_zeros_is_nan",
-        dict(int4=dict(empty=0.0)),
-        "A group of zeros has a range of 0, and 0 / 0 is NaN.",
-    ),
-    (
-        "e4m3_overflows_to_nan",
-        dict(e4m3=dict(beyond=torch.nan)),
-        "E4M3 has no infinity, so a plain cast may give NaN beyond 448. Clamp before the cast.",
-    ),
-    (
-        "e4m3_overflows_to_infinity",
-        dict(e4m3=dict(beyond=torch.inf)),
-        "What lies beyond the largest number becomes the largest number.",
-    ),
-    (
-        "e4m3_up_to_240",
-        dict(e4m3=dict(kind=torch.float8_e4m3fnuz)),
-        "This is another E4M3 (fnuz), which ends at 240.",
-    ),
-    (
-        "e5m2",
-        dict(e4m3=dict(kind=torch.float8_e5m2)),
-        "This is E5M2: two bits of mantissa in place of three.",
-    ),
-    (
-        "e4m3_as_whole_numbers",
-        dict(e4m3=dict(kind="whole")),
-        "The steps of a floating format grow with the number. These are INT8's even steps.",
-    ),
-    (
-        "e4m3_scale_the_wrong_way",
-        dict(e4m3=dict(divide=False)),
-        "Divide by the scale before the cast and multiply after it.",
-    ),
-    (
-        "e4m3_not_scaled_back",
-        dict(e4m3=dict(undo=False)),
-        "What the codes mean includes the scale: multiply after the cast.",
-    ),
-    (
-        "nf4_as_uniform_int4",
-        dict(nf4=dict(table=torch.linspace(-1, 1, 16, dtype=torch.float64))),
-        "NF4's numbers do not lie at even distances: there is a table of them.",
-    ),
-    (
-        "nf4_one_scale_for_the_tensor",
-        dict(nf4=dict(per="tensor")),
-        "NF4 has a scale for each group, too.",
-    ),
-    (
-        "nf4_largest_without_magnitude",
-        dict(nf4=dict(of="largest")),
-        "The largest magnitude may be that of a negative weight.",
-    ),
-    (
-        "nf4_scaled_by_the_spread",
-        dict(nf4=dict(of="spread")),
-        "The table ends at ±1, so the scale is the largest magnitude, not the standard deviation.",
-    ),
-    (
-        "nf4_rounded_down",
-        dict(nf4=dict(choose="below")),
-        "Take the nearest number of the table, not the next one below.",
-    ),
-    (
-        "int4_is_4_bits",
-        dict(bits=lambda size, total: {"int4": 4.0}),
-        "The scale and the zero of each group are stored, too.",
-    ),
-    (
-        "zero_points_are_free",
-        dict(bits=lambda size, total: {"int4": 4 + SCALE_BITS / size}),
-        "A zero point takes 4 bits a group.",
-    ),
-    (
-        "scales_of_32_bits",
-        dict(bits=lambda size, total: {"int4": 4 + (32 + ZERO_BITS) / size}),
-        "INT4's scales are stored in 16 bits here.",
-    ),
-    (
-        "nf4_is_4_bits",
-        dict(bits=lambda size, total: {"nf4": 4.0}),
-        "NF4 stores a scale of 32 bits for each group.",
-    ),
-    (
-        "bits_of_a_group",
-        dict(bits=lambda size, total: {"int4": 4.0 * size + 20, "nf4": 4.0 * size + 32}),
-        "These are the bits of a group. Asked are the bits of one weight.",
-    ),
-    (
-        "e4m3_counts_its_scale",
-        dict(bits=lambda size, total: {"e4m3": 8 + 32 / size}),
-        "E4M3 has one scale for the whole matrix here, which counts as 0 bits.",
-    ),
-]:
-    answers.wrong("18.1", hint, name)(partial(formats, **slip))
+    e4m3_as_whole_numbers: The steps of a floating format grow with the number. These are INT8's
+        even steps.
+    - inside.to(torch.float8_e4m3fn).to(weight.dtype)
+    + inside.round()
+
+    e4m3_scale_the_wrong_way: Divide by the scale before the cast and multiply after it.
+    - (weight / e4m3_scale)
+    + (weight * e4m3_scale)
+    - .to(weight.dtype) * e4m3_scale
+    + .to(weight.dtype) / e4m3_scale
+
+    e4m3_not_scaled_back: What the codes mean includes the scale: multiply after the cast.
+    - .to(weight.dtype) * e4m3_scale
+    + .to(weight.dtype)
+
+    nf4_as_uniform_int4: NF4's numbers do not lie at even distances: there is a table of them.
+    - torch.tensor(NF4, dtype=weight.dtype)
+    + torch.linspace(-1, 1, 16, dtype=weight.dtype)
+
+    nf4_one_scale_for_the_tensor: NF4 has a scale for each group, too.
+    - groups.abs().amax(-1, keepdim=True)
+    + groups.abs().amax()
+
+    nf4_largest_without_magnitude: The largest magnitude may be that of a negative weight.
+    - groups.abs().amax(-1, keepdim=True)
+    + groups.amax(-1, keepdim=True)
+    - torch.where(largest > 0, largest, 1.0)
+    + torch.where(largest != 0, largest, 1.0)
+
+    nf4_scaled_by_the_spread: The table ends at ±1, so the scale is the largest magnitude, not the
+        standard deviation.
+    - groups.abs().amax(-1, keepdim=True)
+    + groups.std(-1, keepdim=True)
+
+    nf4_rounded_down: Take the nearest number of the table, not the next one below.
+    - ((groups / largest)[..., None] - table).abs().argmin(-1)
+    + (torch.searchsorted(table, groups / largest, right=True) - 1).clamp(0, 15)
+
+    int4_is_4_bits: The scale and the zero of each group are stored, too.
+    - 4 + (16 + 4) / group_size
+    + 4.0
+
+    zero_points_are_free: A zero point takes 4 bits a group.
+    - 4 + (16 + 4) / group_size
+    + 4 + 16 / group_size
+
+    scales_of_32_bits: INT4's scales are stored in 16 bits here.
+    - 4 + (16 + 4) / group_size
+    + 4 + (32 + 4) / group_size
+
+    nf4_is_4_bits: NF4 stores a scale of 32 bits for each group.
+    - 4 + 32 / group_size
+    + 4.0
+
+    bits_of_a_group: These are the bits of a group. Asked are the bits of one weight.
+    - 4 + (16 + 4) / group_size
+    + 4.0 * group_size + 20
+    - 4 + 32 / group_size
+    + 4.0 * group_size + 32
+
+    e4m3_counts_its_scale: E4M3 has one scale for the whole matrix here, which counts as 0 bits.
+    - (e4m3, 8.0)
+    + (e4m3, 8 + 32 / group_size)
+    """,
+)
 
 
 @answers.alternative("18.1")
 def group_by_group(weight, group_size, e4m3_scale):
     int4, nf4 = [], []
+    table = torch.tensor(NF4, dtype=torch.float64)
     for row in weight:
         for group in row.split(group_size):
             if not group.any():
@@ -310,8 +199,8 @@ def group_by_group(weight, group_size, e4m3_scale):
             codes = torch.clamp((group / scale).round() + zero, min=0, max=15)
             int4.append((codes - zero) * scale)
             largest = group.abs().max()
-            middles = (TABLE[1:] + TABLE[:-1]) / 2
-            nf4.append(TABLE[torch.bucketize(group / largest, middles)] * largest)
+            middles = (table[1:] + table[:-1]) / 2
+            nf4.append(table[torch.bucketize(group / largest, middles)] * largest)
     e4m3 = (weight / e4m3_scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * e4m3_scale
     return {
         "e4m3": (e4m3, 8.0),
@@ -327,243 +216,149 @@ def e4m3_by_exponents(weight, group_size, e4m3_scale):
     exponent = (torch.frexp(ratio).exponent - 1).clamp(min=-6)
     step = torch.ldexp(torch.ones_like(ratio), exponent - 3)
     e4m3 = (torch.round(ratio / step) * step).clamp(-448, 448) * e4m3_scale
-    groups = weight.view(len(weight), -1, group_size)
-    return {
-        "int4": (slipped_int4(groups).view_as(weight), 4 + 20 / group_size),
-        "e4m3": (e4m3, 8.0),
-        "nf4": (slipped_nf4(groups).view_as(weight), 4 + 32 / group_size),
-    }
+    return round_to_formats(weight, group_size, e4m3_scale) | {"e4m3": (e4m3, 8.0)}
 
 
 # ---------------------------------------------------------------- 18.2 two codes in a byte
 
-
-class Slipped:
-    """PackedLinear, whose steps the wrong answers below replace."""
-
-    def __init__(self, codes, scales, zeros, group_size, order=None, input_scales=None):
-        self.scales, self.zeros, self.group_size = scales, zeros, group_size
-        self.order, self.input_scales = order, input_scales
-        self.packed = self.pack(self.stored(codes))
-
-    def stored(self, codes):
-        return codes if self.order is None else codes[:, self.order]
-
-    def pack(self, codes):
-        low, high = codes.unflatten(1, (-1, self.group_size)).chunk(2, dim=-1)
-        return (low | high << 4).flatten(1)
-
-    def unpack(self):
-        halves = self.packed.unflatten(1, (-1, self.group_size // 2))
-        return torch.cat([halves & 15, halves >> 4], dim=-1)  # [N, groups, group_size]
-
-    def meant(self, codes):
-        return (codes.float() - self.zeros[..., None].float()) * self.scales[..., None]
-
-    def scaled(self, x):
-        return x if self.input_scales is None else x / self.input_scales
-
-    def ordered(self, x):
-        return x if self.order is None else x[:, self.order]
-
-    def __call__(self, x):
-        return self.ordered(self.scaled(x)) @ self.meant(self.unpack()).flatten(1).T
-
-
-@answers.wrong("18.2", "Your nibbles are swapped: the first half of a group lies in the low bits.")
-class NibblesSwapped(Slipped):
-    def pack(self, codes):
-        packed = super().pack(codes)
-        return packed >> 4 | packed << 4
-
-    def unpack(self):
-        return super().unpack().roll(self.group_size // 2, -1)
-
-
-@answers.wrong("18.2", "You pack into the low bits first and read the high bits first.")
-class NibblesSwappedWhenRead(Slipped):
-    def unpack(self):
-        return super().unpack().roll(self.group_size // 2, -1)
-
-
-@answers.wrong(
+answers.slips(
     "18.2",
-    "Neighbours share a byte in your layout. Here column i and column i + half of a group do.",
+    """
+    NibblesSwapped: Your nibbles are swapped: the first half of a group lies in the low bits.
+    - (low | high << 4)
+    + (high | low << 4)
+    - [halves & 15, halves >> 4]
+    + [halves >> 4, halves & 15]
+
+    NibblesSwappedWhenRead: You pack into the low bits first and read the high bits first.
+    - [halves & 15, halves >> 4]
+    + [halves >> 4, halves & 15]
+
+    NeighboursShareAByte: Neighbours share a byte in your layout. Here column i and column i + half
+        of a group do.
+    - stored.unflatten(1, (-1, group_size)).chunk(2, dim=-1)
+    + stored[:, ::2], stored[:, 1::2]
+    - torch.cat([halves & 15, halves >> 4], dim=-1)
+    + torch.stack([halves & 15, halves >> 4], dim=-1).flatten(2)
+
+    HalvesOfARow: The two halves are those of a group, not those of the whole row.
+    - stored.unflatten(1, (-1, group_size)).chunk(2, dim=-1)
+    + stored.chunk(2, dim=-1)
+    - halves = self.packed.unflatten(1, (-1, self.group_size // 2))
+    + halves = self.packed
+    - torch.cat([halves & 15, halves >> 4], dim=-1)
+    + torch.cat([halves & 15, halves >> 4], dim=-1).unflatten(1, (-1, self.group_size))
+
+    OneCodeInAByte: You store one code in a byte. Two fit: the second one is shifted up by 4.
+    - (low | high << 4).flatten(1)
+    + stored
+    - halves = self.packed.unflatten(1, (-1, self.group_size // 2))
+    +
+    - torch.cat([halves & 15, halves >> 4], dim=-1)
+    + self.packed.unflatten(1, (-1, self.group_size))
+
+    HighHalfNotShifted: The high half was shifted up by 4, so it has to be shifted down again.
+    - halves >> 4
+    + halves & 240
+
+    LowHalfNotMasked: A byte's low half has to be cut out with a mask.
+    - halves & 15
+    + halves
+
+    GroupsIgnoreTheOrder: Your groups are runs of the matrix's columns. With act-order they are runs
+        of stored columns.
+    - codes if order is None else codes[:, order]
+    + codes
+    - if self.order is not None:
+    -     x = x[:, self.order]
+
+    OrderTheOtherWayRound: Stored column j is column order[j] of the matrix, not the other way
+        round.
+    - codes[:, order]
+    + codes[:, order.argsort()]
+    - x[:, self.order]
+    + x[:, self.order.argsort()]
+
+    InputsNotReordered: The columns are stored in another order, so the inputs must follow it.
+    - if self.order is not None:
+    -     x = x[:, self.order]
+
+    InputScalesForgotten: AWQ's scales were applied to one side only: the matrix was multiplied, so
+        divide the inputs.
+    - if self.input_scales is not None:
+    -     x = x / self.input_scales
+
+    InputsMultiplied: Matrix and inputs are both multiplied by AWQ's scales. The two have to cancel.
+    - x / self.input_scales
+    + x * self.input_scales
+
+    InputScalesInStoredOrder: input_scales lie in the matrix's columns: divide before you change the
+        order.
+    - if self.input_scales is not None:
+    -     x = x / self.input_scales
+    +
+    - x = x[:, self.order]
+    + x = x[:, self.order]
+    - return x @ stored.T
+    + if self.input_scales is not None:
+    +     x = x / self.input_scales
+    + return x @ stored.T
+
+    ZerosForgotten: Subtract the zero point of each group from its codes.
+    - (codes - self.zeros[..., None].float())
+    + codes
+
+    ZerosOffByOne: Your zero point is off by one: code == zero must mean 0.0.
+    - (codes - self.zeros[..., None].float())
+    + (codes - self.zeros[..., None].float() - 1)
+
+    ZerosAreEight: All of your zero points are 8. That is the symmetric format.
+    - (codes - self.zeros[..., None].float())
+    + (codes - 8)
+
+    ScaledBeforeTheZero: The zero point counts codes: subtract it before you multiply by the scale.
+    - (codes - self.zeros[..., None].float()) * self.scales[..., None]
+    + codes * self.scales[..., None] - self.zeros[..., None].float()
+
+    SubtractedInBytes: uint8 minus uint8 wraps around below 0. Convert first.
+    - torch.cat([halves & 15, halves >> 4], dim=-1).float()
+    + torch.cat([halves & 15, halves >> 4], dim=-1)
+    - (codes - self.zeros[..., None].float())
+    + (codes - self.zeros[..., None]).float()
+
+    SignedNibbles: The codes are 0 to 15: bit 3 is no sign.
+    - (codes - self.zeros[..., None].float())
+    + (torch.where(codes > 7, codes - 16, codes) - self.zeros[..., None].float())
+
+    GroupsInterleaved: Column k belongs to group k // group_size.
+    - ((codes - self.zeros[..., None].float()) * self.scales[..., None]).flatten(1)
+    + codes.transpose(1, 2).reshape(codes.shape)
+    + stored = (stored - self.zeros[..., None].float()) * self.scales[..., None]
+    + stored = stored.reshape(codes.mT.shape).mT.flatten(1)
+
+    FirstScaleForAll: All groups have the scale and the zero of the first one of the row.
+    - (codes - self.zeros[..., None].float()) * self.scales[..., None]
+    + (codes - self.zeros[:, :1, None].float()) * self.scales[:, :1, None]
+
+    ProductIn16Bits: The product is asked in float32: 16 bits lose too much.
+    - return x @ stored.T
+    + return x.bfloat16().float() @ stored.bfloat16().float().T
+
+    KeepsTheMatrix: You keep the dequantized matrix as well: it is eight times as large as what you
+        packed.
+    - self.packed = (low | high << 4).flatten(1)
+    + self.packed = (low | high << 4).flatten(1)
+    + whole = stored.unflatten(1, (-1, group_size)).float() - zeros[..., None].float()
+    + self.matrix = (whole * scales[..., None]).flatten(1)
+    - return x @ stored.T
+    + return x @ self.matrix.T
+
+    GroupByGroup: You go through the groups in Python. All of them unpack in one operation.
+    - return x @ stored.T
+    + groups = zip(x.split(self.group_size, 1), stored.split(self.group_size, 1))
+    + return sum(part @ columns.T for part, columns in groups)
+    """,
 )
-class NeighboursShareAByte(Slipped):
-    def pack(self, codes):
-        return codes[:, ::2] | codes[:, 1::2] << 4
-
-    def unpack(self):
-        pairs = torch.stack([self.packed & 15, self.packed >> 4], dim=-1)
-        return pairs.view(len(pairs), -1, self.group_size)
-
-
-@answers.wrong("18.2", "The two halves are those of a group, not those of the whole row.")
-class HalvesOfARow(Slipped):
-    def pack(self, codes):
-        low, high = codes.chunk(2, dim=1)
-        return low | high << 4
-
-    def unpack(self):
-        row = torch.cat([self.packed & 15, self.packed >> 4], dim=1)
-        return row.unflatten(1, (-1, self.group_size))
-
-
-@answers.wrong("18.2", "You store one code in a byte. Two fit: the second one is shifted up by 4.")
-class OneCodeInAByte(Slipped):
-    def pack(self, codes):
-        return codes
-
-    def unpack(self):
-        return self.packed.unflatten(1, (-1, self.group_size))
-
-
-@answers.wrong("18.2", "The high half was shifted up by 4, so it has to be shifted down again.")
-class HighHalfNotShifted(Slipped):
-    def unpack(self):
-        halves = self.packed.unflatten(1, (-1, self.group_size // 2))
-        return torch.cat([halves & 15, halves & 240], dim=-1)
-
-
-@answers.wrong("18.2", "A byte's low half has to be cut out with a mask.")
-class LowHalfNotMasked(Slipped):
-    def unpack(self):
-        halves = self.packed.unflatten(1, (-1, self.group_size // 2))
-        return torch.cat([halves, halves >> 4], dim=-1)
-
-
-@answers.wrong(
-    "18.2",
-    "Your groups are runs of the matrix's columns. With act-order they are runs of stored columns.",
-)
-class GroupsIgnoreTheOrder(Slipped):
-    def stored(self, codes):
-        return codes
-
-    def ordered(self, x):
-        return x
-
-
-@answers.wrong("18.2", "Stored column j is column order[j] of the matrix, not the other way round.")
-class OrderTheOtherWayRound(Slipped):
-    def stored(self, codes):
-        return codes if self.order is None else codes[:, self.order.argsort()]
-
-    def ordered(self, x):
-        return x if self.order is None else x[:, self.order.argsort()]
-
-
-@answers.wrong("18.2", "The columns are stored in another order, so the inputs must follow it.")
-class InputsNotReordered(Slipped):
-    def ordered(self, x):
-        return x
-
-
-@answers.wrong(
-    "18.2",
-    "AWQ's scales were applied to one side only: the matrix was multiplied, so divide the inputs.",
-)
-class InputScalesForgotten(Slipped):
-    def scaled(self, x):
-        return x
-
-
-@answers.wrong(
-    "18.2", "Matrix and inputs are both multiplied by AWQ's scales. The two have to cancel."
-)
-class InputsMultiplied(Slipped):
-    def scaled(self, x):
-        return x if self.input_scales is None else x * self.input_scales
-
-
-@answers.wrong(
-    "18.2", "input_scales lie in the matrix's columns: divide before you change the order."
-)
-class InputScalesInStoredOrder(Slipped):
-    def __call__(self, x):
-        return self.scaled(self.ordered(x)) @ self.meant(self.unpack()).flatten(1).T
-
-
-@answers.wrong("18.2", "Subtract the zero point of each group from its codes.")
-class ZerosForgotten(Slipped):
-    def meant(self, codes):
-        return codes.float() * self.scales[..., None]
-
-
-@answers.wrong("18.2", "Your zero point is off by one: code == zero must mean 0.0.")
-class ZerosOffByOne(Slipped):
-    def meant(self, codes):
-        return (codes.float() - self.zeros[..., None].float() - 1) * self.scales[..., None]
-
-
-@answers.wrong("18.2", "All of your zero points are 8. That is the symmetric format.")
-class ZerosAreEight(Slipped):
-    def meant(self, codes):
-        return (codes.float() - 8) * self.scales[..., None]
-
-
-@answers.wrong("18.2", "The zero point counts codes: subtract it before you multiply by the scale.")
-class ScaledBeforeTheZero(Slipped):
-    def meant(self, codes):
-        return codes.float() * self.scales[..., None] - self.zeros[..., None].float()
-
-
-@answers.wrong("18.2", "uint8 minus uint8 wraps around below 0. Convert first.")
-class SubtractedInBytes(Slipped):
-    def meant(self, codes):
-        return (codes - self.zeros[..., None]).float() * self.scales[..., None]
-
-
-@answers.wrong("18.2", "The codes are 0 to 15: bit 3 is no sign.")
-class SignedNibbles(Slipped):
-    def meant(self, codes):
-        codes = torch.where(codes > 7, codes.float() - 16, codes.float())
-        return (codes - self.zeros[..., None].float()) * self.scales[..., None]
-
-
-@answers.wrong("18.2", "Column k belongs to group k // group_size.")
-class GroupsInterleaved(Slipped):
-    def meant(self, codes):
-        by_column = codes.transpose(1, 2).reshape(codes.shape)
-        values = super().meant(by_column)
-        return values.reshape(codes.transpose(1, 2).shape).transpose(1, 2)
-
-
-@answers.wrong("18.2", "All groups have the scale and the zero of the first one of the row.")
-class FirstScaleForAll(Slipped):
-    def meant(self, codes):
-        return (codes.float() - self.zeros[:, :1, None].float()) * self.scales[:, :1, None]
-
-
-@answers.wrong("18.2", "The product is asked in float32: 16 bits lose too much.")
-class ProductIn16Bits(Slipped):
-    def __call__(self, x):
-        matrix = self.meant(self.unpack()).flatten(1).bfloat16().float()
-        return self.ordered(self.scaled(x)).bfloat16().float() @ matrix.T
-
-
-@answers.wrong(
-    "18.2",
-    "You keep the dequantized matrix as well: it is eight times as large as what you packed.",
-)
-class KeepsTheMatrix(Slipped):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.matrix = self.meant(self.unpack()).flatten(1)
-
-    def __call__(self, x):
-        return self.ordered(self.scaled(x)) @ self.matrix.T
-
-
-@answers.wrong("18.2", "You go through the groups in Python. All of them unpack in one operation.")
-class GroupByGroup(Slipped):
-    def __call__(self, x):
-        x, out = self.ordered(self.scaled(x)), 0
-        for index, values in enumerate(self.meant(self.unpack()).unbind(1)):
-            start = index * self.group_size
-            out = out + x[:, start : start + self.group_size] @ values.T
-        return out
 
 
 @answers.alternative("18.2")
@@ -592,7 +387,7 @@ class ByArithmetic:
 
 @answers.alternative("18.2")
 class HalfByHalf:
-    """Never a whole matrix: the low halves meet their inputs, then the high ones, then the zeros."""
+    """Never a whole matrix: the low halves meet their inputs, then the high ones, the zeros."""
 
     def __init__(self, codes, scales, zeros, group_size, order=None, input_scales=None):
         N, K = codes.shape
@@ -621,161 +416,103 @@ class HalfByHalf:
 
 # ---------------------------------------------------------------- 18.3 GPTQ
 
+answers.slips(
+    "18.3",
+    """
+    no_error_feedback: Nothing is passed on: this is round to nearest. Later columns can make up for
+        the error.
+    - weight[:, j + 1 :] -= error[:, None] * factor[j, j + 1 :]
 
-def slipped_gptq(
-    weight,
-    factor,
-    group_size,
-    *,
-    feedback="row of U",
-    divide=True,
-    sign=1,
-    targets="later",
-    scales_from="now",
-    per="group",
-    levels=7,
-    lowest=-8,
-    to_whole=torch.round,
-    highest=7,
-    clamp=True,
-    empty=1.0,
-    error_of="weight",
-):
-    """gptq with some slips, spelled by switches."""
-    now, K = weight.clone(), weight.shape[1]
-    codes = torch.zeros(weight.shape, dtype=torch.int64)
-    scales = weight.new_zeros(len(weight), K // group_size)
-    for j in range(K):
-        group = j // group_size
-        part = slice(group * group_size, (group + 1) * group_size)
-        if j % group_size == 0 or scales_from == "every column":
-            source = weight if scales_from == "before" else now
-            pieces = source if per in ("row", "tensor") else source[:, part]
-            largest = pieces.abs().amax(-1)
-            scales[:, group] = (largest.max() if per == "tensor" else largest) / levels
-        scale = scales[:, group]
-        ratio = now[:, j] / torch.where(scale > 0, scale, empty)
-        column = to_whole(ratio)
-        column = column.clamp(lowest, highest) if clamp else column
-        codes[:, j] = column.nan_to_num(0).long()
-        from_ = {"weight": now, "before": weight}[error_of][:, j]
-        error = from_ - column * scale
-        if divide:
-            error = error / factor[j, j]
-        reach = {
-            "row of U": factor[j],
-            "the next column": factor[j] * (torch.arange(K) == j + 1),
-            "the group": factor[j] * (torch.arange(K) // group_size == group),
-            "U squared": factor[j] ** 2,
-            "none": torch.zeros(K, dtype=weight.dtype),
-            "H inverse": (factor.T @ factor)[j],
-            "evenly": torch.ones(K, dtype=weight.dtype) / K,
-        }[feedback]
-        later = torch.arange(K) > j if targets == "later" else torch.arange(K) != j
-        now = now - sign * error[:, None] * reach * later
-    return codes, scales
+    the_error_is_added: Later columns lose e · U[j, k]: yours make the error larger.
+    - weight[:, j + 1 :] -=
+    + weight[:, j + 1 :] +=
 
+    not_divided_by_the_diagonal: e is the error divided by U[j, j].
+    - / factor[j, j]
 
-for name, slip, hint in [
-    (
-        "no_error_feedback",
-        dict(feedback="none"),
-        "Nothing is passed on: this is round to nearest. Later columns can make up for the error.",
-    ),
-    (
-        "the_error_is_added",
-        dict(sign=-1),
-        "Later columns lose e · U[j, k]: yours make the error larger.",
-    ),
-    (
-        "not_divided_by_the_diagonal",
-        dict(divide=False),
-        "e is the error divided by U[j, j].",
-    ),
-    (
-        "the_next_column_alone",
-        dict(feedback="the next column"),
-        "All later columns share the error, not just the next one.",
-    ),
-    (
-        "feedback_ends_at_the_group",
-        dict(feedback="the group"),
-        "A group shares a scale. The error goes to all later columns, of later groups as well.",
-    ),
-    (
-        "a_row_of_the_inverse",
-        dict(feedback="H inverse"),
-        "A row of H⁻¹ is right for the first column alone. Row j of U knows which columns are done.",
-    ),
-    (
-        "shared_out_evenly",
-        dict(feedback="evenly"),
-        "How much a column takes depends on how its input goes together with input j: U[j, k].",
-    ),
-    (
-        "scales_from_the_original",
-        dict(scales_from="before"),
-        "A group's scale is chosen when the group begins, from the weights as they are by then.",
-    ),
-    (
-        "scales_at_every_column",
-        dict(scales_from="every column"),
-        "One scale holds for a whole group: choose it at its first column and leave it.",
-    ),
-    (
-        "one_scale_for_a_row",
-        dict(per="row"),
-        "The scale is that of the group's columns, not of the whole row.",
-    ),
-    (
-        "one_scale_for_the_tensor",
-        dict(per="tensor"),
-        "Each row has scales of its own, and each group of it.",
-    ),
-    (
-        "divided_by_eight",
-        dict(levels=8),
-        "The largest code above 0 is 7.",
-    ),
-    (
-        "codes_from_0_to_15",
-        dict(lowest=0, highest=15),
-        "The format is symmetric: codes run from -8 to 7.",
-    ),
-    (
-        "codes_beyond_four_bits",
-        dict(clamp=False),
-        "Feedback may make a weight larger than what the scale was chosen for: clamp to -8 … 7.",
-    ),
-    (
-        "cut_off",
-        dict(to_whole=torch.trunc),
-        "Round to the nearest code.",
-    ),
-    (
-        "a_row_of_zeros_is_nan",
-        dict(empty=0.0),
-        "A group of zeros has scale 0, and 0 / 0 is NaN, which then spreads to later columns.",
-    ),
-    (
-        "error_of_the_original",
-        dict(error_of="before"),
-        "The error is that of the column as it is now: what came from the left is in it.",
-    ),
-]:
-    answers.wrong("18.3", hint, name)(partial(slipped_gptq, **slip))
+    the_next_column_alone: All later columns share the error, not just the next one.
+    - weight[:, j + 1 :] -= error[:, None] * factor[j, j + 1 :]
+    + weight[:, j + 1 : j + 2] -= error[:, None] * factor[j, j + 1 : j + 2]
 
+    feedback_ends_at_the_group: A group shares a scale. The error goes to all later columns, of
+        later groups as well.
+    - weight[:, j + 1 :] -= error[:, None] * factor[j, j + 1 :]
+    + end = (group + 1) * group_size
+    + weight[:, j + 1 : end] -= error[:, None] * factor[j, j + 1 : end]
 
-@answers.wrong("18.3", "Your answer is right, but the caller's weight has changed. Work on a copy.")
-def in_place(weight, factor, group_size):
-    codes, scales = slipped_gptq(weight, factor, group_size)
-    weight -= 1
-    return codes, scales
+    a_row_of_the_inverse: A row of H⁻¹ is right for the first column alone. Row j of U knows which
+        columns are done.
+    - factor[j, j + 1 :]
+    + (factor.T @ factor)[j, j + 1 :]
+
+    shared_out_evenly: How much a column takes depends on how its input goes together with input j:
+        U[j, k].
+    - error[:, None] * factor[j, j + 1 :]
+    + error[:, None] / weight.shape[1]
+
+    scales_from_the_original: A group's scale is chosen when the group begins, from the weights as
+        they are by then.
+    - weight = weight.clone()
+    + original, weight = weight, weight.clone()
+    - weight[:, j : j + group_size].abs()
+    + original[:, j : j + group_size].abs()
+
+    scales_at_every_column: One scale holds for a whole group: choose it at its first column and
+        leave it.
+    - if j % group_size == 0:  # because the columns of this group hold all feedback so far
+    -     scales[:, group] = weight[:, j : j + group_size].abs().amax(-1) / 7
+    + scales[:, group] = weight.unflatten(1, (-1, group_size))[:, group].abs().amax(-1) / 7
+
+    one_scale_for_a_row: The scale is that of the group's columns, not of the whole row.
+    - weight[:, j : j + group_size].abs()
+    + weight.abs()
+
+    one_scale_for_the_tensor: Each row has scales of its own, and each group of it.
+    - weight[:, j : j + group_size].abs().amax(-1)
+    + weight.abs().max()
+
+    divided_by_eight: The largest code above 0 is 7.
+    - .abs().amax(-1) / 7
+    + .abs().amax(-1) / 8
+
+    codes_from_0_to_15: The format is symmetric: codes run from -8 to 7.
+    - .clamp(-8, 7)
+    + .clamp(0, 15)
+
+    codes_beyond_four_bits: Feedback may make a weight larger than what the scale was chosen for:
+        clamp to -8 … 7.
+    - .clamp(-8, 7)
+
+    cut_off: Round to the nearest code.
+    - torch.round(ratio)
+    + torch.trunc(ratio)
+
+    a_row_of_zeros_is_nan: A group of zeros has scale 0, and 0 / 0 is NaN, which then spreads to
+        later columns.
+    - torch.where(scale > 0, scale, 1.0)
+    + scale
+    - codes[:, j] = torch.round(ratio).clamp(-8, 7).long()
+    - error = (weight[:, j] - codes[:, j] * scale)
+    + code = torch.round(ratio).clamp(-8, 7)
+    + codes[:, j] = code.nan_to_num(0).long()
+    + error = (weight[:, j] - code * scale)
+
+    error_of_the_original: The error is that of the column as it is now: what came from the left is
+        in it.
+    - weight = weight.clone()
+    + original, weight = weight, weight.clone()
+    - error = (weight[:, j]
+    + error = (original[:, j]
+
+    in_place: Your answer is right, but the caller's weight has changed. Work on a copy.
+    - weight = weight.clone()
+    """,
+)
 
 
 @answers.wrong("18.3", "You go through the rows in Python. All rows take the same step at once.")
 def row_by_row(weight, factor, group_size):
-    rows = [slipped_gptq(row[None], factor, group_size) for row in weight]
+    rows = [gptq(row[None], factor, group_size) for row in weight]
     codes, scales = zip(*rows)
     return torch.cat(codes), torch.cat(scales)
 
@@ -821,107 +558,134 @@ def with_unit_rows(weight, factor, group_size):
 
 # ---------------------------------------------------------------- 18.4 the kernel
 
+answers.slips(
+    "18.4",
+    """
+    nibbles_swapped: The low four bits belong to the first half of the group's inputs.
+    - tl.load(x_ptr + column)
+    + tl.load(x_ptr + column + HALF)
+    - tl.load(x_ptr + column + HALF)
+    + tl.load(x_ptr + column)
 
-@triton.jit
-def slipped_kernel(
-    x_ptr,
-    packed_ptr,
-    scales_ptr,
-    zeros_ptr,
-    out_ptr,
-    N,
-    K,
-    stride_packed,
-    stride_group,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLIP: tl.constexpr,
-):
-    """gemv_kernel with one slip, chosen by its name."""
-    HALF: tl.constexpr = GROUP_SIZE // 2
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if SLIP == "rows of the first program":
-        row = tl.arange(0, BLOCK_N)
-    is_row = row < N
-    is_in = is_row
-    if SLIP == "unmasked":
-        is_in = row >= 0
-    byte = tl.arange(0, HALF)
-    acc = tl.zeros((BLOCK_N,), tl.float32)
-    groups = K // GROUP_SIZE
-    if SLIP == "the last group is left out":
-        groups -= 1
-    for group in range(0, groups):
-        start = group * HALF
-        if SLIP == "groups of bytes":
-            start = group * GROUP_SIZE % (K // 2)
-        line, of_group = stride_packed, stride_group
-        if SLIP == "dense rows":
-            line, of_group = K // 2, K // GROUP_SIZE
-        packed = tl.load(
-            packed_ptr + row[:, None] * line + start + byte[None, :], mask=is_in[:, None], other=0
-        )
-        if SLIP == "loaded twice":
-            packed = tl.load(
-                packed_ptr + row[:, None] * line + start + byte[None, :],
-                mask=is_in[:, None],
-                other=0,
-            )
-        column = group * GROUP_SIZE + byte
-        low_column, high_column = column, column + HALF
-        if SLIP == "nibbles swapped":
-            low_column, high_column = column + HALF, column
-        if SLIP == "neighbours":
-            low_column = group * GROUP_SIZE + 2 * byte
-            high_column = low_column + 1
-        if SLIP == "halves of a row":
-            low_column = group * HALF + byte
-            high_column = low_column + K // 2
-        x_low = tl.load(x_ptr + low_column).to(tl.float32)
-        x_high = tl.load(x_ptr + high_column).to(tl.float32)
-        which = group
-        if SLIP == "first scale":
-            which = 0
-        scale = tl.load(scales_ptr + row * of_group + which, mask=is_in, other=0.0)
-        scale = scale.to(tl.float32)
-        zero = tl.load(zeros_ptr + row * of_group + which, mask=is_in, other=0)
-        zero = zero.to(tl.float32)[:, None]
-        if SLIP == "zero forgotten":
-            zero = zero * 0.0
-        if SLIP == "zero off by one":
-            zero = zero + 1.0
-        if SLIP == "zero is 8":
-            zero = zero * 0.0 + 8.0
-        low, high = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
-        if SLIP == "low not masked":
-            low = packed.to(tl.float32)
-        if SLIP == "high not shifted":
-            high = (packed & 240).to(tl.float32)
-        if SLIP == "wraps below zero":
-            low = ((packed & 15) - zero.to(tl.uint8)).to(tl.float32) + zero
-        term = tl.sum((low - zero) * x_low[None, :] + (high - zero) * x_high[None, :], axis=1)
-        if SLIP == "low half alone":
-            term = tl.sum((low - zero) * x_low[None, :], axis=1)
-        if SLIP == "scaled before the zero":
-            high_term = (high * scale[:, None] - zero) * x_high[None, :]
-            term = tl.sum((low * scale[:, None] - zero) * x_low[None, :] + high_term, axis=1)
-            scale = scale * 0.0 + 1.0
-        if SLIP == "zero once a group":
-            codes = low * x_low[None, :] + high * x_high[None, :]
-            term = tl.sum(codes, axis=1) - tl.sum(zero, axis=1)
-        if SLIP == "overwritten":
-            acc = scale * term
-        elif SLIP == "scaled at the end":
-            acc = (acc + term) * scale
-        elif SLIP == "sixteen bits":
-            acc = (acc + scale * term).to(tl.float16).to(tl.float32)
-        else:
-            acc += scale * term
-    tl.store(out_ptr + row, acc, mask=is_row)
+    neighbours: A byte holds column i and column i + half of its group, not two neighbours.
+    - column = group * GROUP_SIZE + byte
+    + column = group * GROUP_SIZE + 2 * byte
+    - column + HALF
+    + column + 1
+
+    halves_of_a_row: The two halves are those of a group, not those of the whole row.
+    - column = group * GROUP_SIZE + byte
+    + column = group * HALF + byte
+    - column + HALF
+    + column + K // 2
+
+    low_not_masked: The low four bits have to be cut out: & 15.
+    - (packed & 15)
+    + packed
+
+    high_not_shifted: The high four bits have to be shifted down: >> 4.
+    - (packed >> 4)
+    + (packed & 240)
+
+    low_half_alone: Each byte holds two codes. The high ones are missing.
+    - low * x_low[None, :] + high * x_high[None, :]
+    + low * x_low[None, :]
+
+    first_scale: Every group has its own scale and zero: + group.
+    - scales_ptr + row * stride_group + group
+    + scales_ptr + row * stride_group
+    - zeros_ptr + row * stride_group + group
+    + zeros_ptr + row * stride_group
+
+    zero_forgotten: A code means (code - zero) · scale.
+    - (packed & 15).to(tl.float32) - zero
+    + (packed & 15).to(tl.float32)
+    - (packed >> 4).to(tl.float32) - zero
+    + (packed >> 4).to(tl.float32)
+
+    zero_off_by_one: Your zero point is off by one: code == zero must add nothing.
+    - zero.to(tl.float32)[:, None]
+    + zero.to(tl.float32)[:, None] + 1.0
+
+    zero_is_8: All of your zero points are 8. That is the symmetric format.
+    - (packed & 15).to(tl.float32) - zero
+    + (packed & 15).to(tl.float32) - 8.0
+    - (packed >> 4).to(tl.float32) - zero
+    + (packed >> 4).to(tl.float32) - 8.0
+
+    zero_once_a_group: If you take the zero out of the sum, it is multiplied by the sum of the
+        group's inputs.
+    - (packed & 15).to(tl.float32) - zero
+    + (packed & 15).to(tl.float32)
+    - (packed >> 4).to(tl.float32) - zero
+    + (packed >> 4).to(tl.float32)
+    - tl.sum(low * x_low[None, :] + high * x_high[None, :], axis=1)
+    + (
+    +     tl.sum(low * x_low[None, :] + high * x_high[None, :], axis=1) - tl.sum(zero, axis=1)
+    + )
+
+    wraps_below_zero: uint8 minus uint8 wraps around below 0. Convert to float32 first.
+    - (packed & 15).to(tl.float32) - zero
+    + ((packed & 15) - zero.to(tl.uint8)).to(tl.float32)
+
+    scaled_before_the_zero: The zero counts codes: subtract it before you scale.
+    - (packed & 15).to(tl.float32) - zero
+    + (packed & 15).to(tl.float32) * scale.to(tl.float32)[:, None] - zero
+    - (packed >> 4).to(tl.float32) - zero
+    + (packed >> 4).to(tl.float32) * scale.to(tl.float32)[:, None] - zero
+    - acc += scale.to(tl.float32) * tl.sum
+    + acc += tl.sum
+
+    scaled_at_the_end: The scale of a group multiplies that group's sum alone.
+    - acc += scale.to(tl.float32) * tl.sum(low * x_low[None, :] + high * x_high[None, :], axis=1)
+    + acc += tl.sum(low * x_low[None, :] + high * x_high[None, :], axis=1)
+    + acc *= scale.to(tl.float32)
+
+    overwritten: Each group adds to acc: `=` forgets the groups in front.
+    - acc += scale
+    + acc = scale
+
+    groups_of_bytes: A group of GROUP_SIZE codes takes half as many bytes.
+    - group * HALF + byte[None, :]
+    + group * GROUP_SIZE % (K // 2) + byte[None, :]
+
+    the_last_group_is_left_out: Walk over all K // GROUP_SIZE groups.
+    - range(0, K // GROUP_SIZE)
+    + range(0, K // GROUP_SIZE - 1)
+
+    rows_of_the_first_program: Program p has rows p · BLOCK_N and on.
+    - tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    + tl.arange(0, BLOCK_N)
+
+    unmasked: Rows beyond N lie outside of the tensors: their loads need a mask.
+    - is_row = row < N
+    + is_row = row >= 0
+    - tl.store(out_ptr + row, acc, mask=is_row)
+    + tl.store(out_ptr + row, acc, mask=row < N)
+
+    dense_rows: Rows may lie apart: use stride_packed and stride_group.
+    - row[:, None] * stride_packed
+    + row[:, None] * (K // 2)
+    - scales_ptr + row * stride_group
+    + scales_ptr + row * (K // GROUP_SIZE)
+    - zeros_ptr + row * stride_group
+    + zeros_ptr + row * (K // GROUP_SIZE)
+
+    loaded_twice: You load every byte twice. Unpack both codes from one load.
+    - packed = tl.load(packed_ptr + offset, mask=is_row[:, None], other=0)
+    + packed = tl.load(packed_ptr + offset, mask=is_row[:, None], other=0)
+    + packed = tl.load(packed_ptr + offset, mask=is_row[:, None], other=0)
+
+    sixteen_bits: Add up in float32: float16 loses the small terms.
+    - high * x_high[None, :], axis=1)
+    + high * x_high[None, :], axis=1)
+    + acc = acc.to(tl.float16).to(tl.float32)
+    """,
+)
 
 
-def gemv(x, packed, scales, zeros, group_size, *, kernel=slipped_kernel, rows=8, **options):
-    """The wrapper of 18.4 around another kernel."""
+def gemv(x, packed, scales, zeros, group_size, *, kernel, rows=8):
+    """The wrapper of 18.4 around a kernel."""
     out = torch.empty(len(packed), dtype=torch.float32, device=x.device)
     kernel[(triton.cdiv(len(packed), rows),)](
         x,
@@ -935,42 +699,8 @@ def gemv(x, packed, scales, zeros, group_size, *, kernel=slipped_kernel, rows=8,
         scales.stride(0),
         GROUP_SIZE=group_size,
         BLOCK_N=rows,
-        **options,
     )
     return out
-
-
-for slip, hint in [
-    (
-        "nibbles swapped",
-        "The low four bits belong to the first half of the group's inputs.",
-    ),
-    ("neighbours", "A byte holds column i and column i + half of its group, not two neighbours."),
-    ("halves of a row", "The two halves are those of a group, not those of the whole row."),
-    ("low not masked", "The low four bits have to be cut out: & 15."),
-    ("high not shifted", "The high four bits have to be shifted down: >> 4."),
-    ("low half alone", "Each byte holds two codes. The high ones are missing."),
-    ("first scale", "Every group has its own scale and zero: + group."),
-    ("zero forgotten", "A code means (code - zero) · scale."),
-    ("zero off by one", "Your zero point is off by one: code == zero must add nothing."),
-    ("zero is 8", "All of your zero points are 8. That is the symmetric format."),
-    (
-        "zero once a group",
-        "If you take the zero out of the sum, it is multiplied by the sum of the group's inputs.",
-    ),
-    ("wraps below zero", "uint8 minus uint8 wraps around below 0. Convert to float32 first."),
-    ("scaled before the zero", "The zero counts codes: subtract it before you scale."),
-    ("scaled at the end", "The scale of a group multiplies that group's sum alone."),
-    ("overwritten", "Each group adds to acc: `=` forgets the groups in front."),
-    ("groups of bytes", "A group of GROUP_SIZE codes takes half as many bytes."),
-    ("the last group is left out", "Walk over all K // GROUP_SIZE groups."),
-    ("rows of the first program", "Program p has rows p · BLOCK_N and on."),
-    ("unmasked", "Rows beyond N lie outside of the tensors: their loads need a mask."),
-    ("dense rows", "Rows may lie apart: use stride_packed and stride_group."),
-    ("loaded twice", "You load every byte twice. Unpack both codes from one load."),
-    ("sixteen bits", "Add up in float32: float16 loses the small terms."),
-]:
-    answers.wrong("18.4", hint, slip.replace(" ", "_"))(partial(gemv, SLIP=slip))
 
 
 @answers.wrong("18.4", "PyTorch did the work here. The kernel has to: a result leaves by tl.store.")

@@ -1,10 +1,11 @@
-"""Wrong answers to lesson 19's exercises: real slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 19's exercises: real slips, and the hint for each."""
 
 from functools import partial
 
 import torch
 
 from lessons.l02_naive_attention.naive import attention
+from solutions.l19_kv_quantization import smooth_linear
 from tests.exercises.wrong import Answers
 
 answers = Answers()
@@ -12,120 +13,71 @@ answers = Answers()
 # ---------------------------------------------------------------- 19.1 predict
 
 
-def slipped_plan(
-    num_layers,
-    num_kv_heads,
-    head_dim,
-    context,
-    bits,
-    group,
-    weight_bytes,
-    memory_bytes,
-    *,
-    both=2,
-    scales="group",
-    divide=lambda left, bytes: left // bytes,
-    left="rest",
-    weights="read",
-    gain="tokens",
-):
-    """cache_plan with one slip, spelled by a switch."""
-    values = both * num_layers * num_kv_heads * head_dim * context
-    count = {
-        "group": values // group,
-        "none": 0,
-        "token": 2 * num_layers * context,
-        "head": 2 * num_layers * num_kv_heads,
-        "four_bytes": 2 * values // group,
-    }[scales]
-    plain, small = 2 * values, values * bits // 8 + 2 * count
-    small_weights = weight_bytes if weights == "read" else weight_bytes * bits // 16
-    room = memory_bytes if left == "all" else memory_bytes - weight_bytes
-    room_after = memory_bytes - small_weights if weights == "smaller" else room
-    few, many = divide(room, plain), divide(room_after, small)
-    read = 0 if weights == "not_read" else weight_bytes
-    before = read + few * plain
-    after = (small_weights if weights == "smaller" else read) + many * small
-    return (
-        plain,
-        small,
-        few,
-        many,
-        {
-            "tokens": (many / after) / (few / before),
-            "requests": many / few,
-            "time": before / after,
-            "same_batch": before / (read + few * small),
-            "upside_down": (few / before) / (many / after),
-        }[gain],
-    )
+answers.slips(
+    "19.1",
+    """
+    k_alone: K and V are both stored: two values where you count one.
+    - values = 2 * num_layers
+    + values = num_layers
 
+    no_scales: The scales are stored and read too: 16 bits for each group of values.
+    - + 2 * values // group
 
-for name, slip, hint in [
-    ("k_alone", dict(both=1), "K and V are both stored: two values where you count one."),
-    (
-        "no_scales",
-        dict(scales="none"),
-        "The scales are stored and read too: 16 bits for each group of values.",
-    ),
-    (
-        "a_scale_a_token",
-        dict(scales="token"),
-        "A scale belongs to `group` values of one head, not to a whole token of a layer.",
-    ),
-    (
-        "a_scale_a_head",
-        dict(scales="head"),
-        "One scale for a head's whole context? Every token has groups of its own.",
-    ),
-    ("scales_of_32_bits", dict(scales="four_bytes"), "A scale has 16 bits, two bytes."),
-    (
-        "weights_take_no_room",
-        dict(left="all"),
-        "The weights lie in the same memory: the cache gets what they leave.",
-    ),
-    (
-        "smaller_weights",
-        dict(weights="smaller"),
-        "Only the cache is quantized here. The weights keep their bytes.",
-    ),
-    (
-        "parts_of_sequences",
-        dict(divide=lambda left, bytes: left / bytes),
-        "Half a sequence cannot run: whole ones only.",
-    ),
-    (
-        "one_more",
-        dict(divide=lambda left, bytes: -(-left // bytes)),
-        "You round up: the last sequence does not fit.",
-    ),
-    (
-        "requests_for_tokens",
-        dict(gain="requests"),
-        "More sequences are more bytes a step. Divide the tokens of a step by its bytes.",
-    ),
-    (
-        "weights_are_not_read",
-        dict(weights="not_read"),
-        "A step reads the weights too, whatever the cache looks like.",
-    ),
-    (
-        "time_of_a_step",
-        dict(gain="time"),
-        "This compares the time of a step. Each step gives as many tokens as sequences run.",
-    ),
-    (
-        "the_same_batch",
-        dict(gain="same_batch"),
-        "The smaller cache runs as many sequences as fit into it, not as many as before.",
-    ),
-    (
-        "upside_down",
-        dict(gain="upside_down"),
-        "This is how much slower 16 bits are: turn the ratio around.",
-    ),
-]:
-    answers.wrong("19.1", hint, name)(partial(slipped_plan, **slip))
+    a_scale_a_token: A scale belongs to `group` values of one head, not to a whole token of a layer.
+    - 2 * values // group
+    + 2 * (2 * num_layers * context)
+
+    a_scale_a_head: One scale for a head's whole context? Every token has groups of its own.
+    - 2 * values // group
+    + 2 * (2 * num_layers * num_kv_heads)
+
+    scales_of_32_bits: A scale has 16 bits, two bytes.
+    - 2 * values // group
+    + 4 * values // group
+
+    weights_take_no_room: The weights lie in the same memory: the cache gets what they leave.
+    - memory_bytes - weight_bytes
+    + memory_bytes
+
+    smaller_weights: Only the cache is quantized here. The weights keep their bytes.
+    - left // small
+    + (memory_bytes - weight_bytes * bits // 16) // small
+    - seconds_after = weight_bytes
+    + seconds_after = weight_bytes * bits // 16
+
+    parts_of_sequences: Half a sequence cannot run: whole ones only.
+    - left // plain, left // small
+    + left / plain, left / small
+
+    one_more: You round up: the last sequence does not fit.
+    - left // plain, left // small
+    + -(-left // plain), -(-left // small)
+
+    requests_for_tokens: More sequences are more bytes a step. Divide the tokens of a step by its
+        bytes.
+    - (many / seconds_after) / (few / seconds_before)
+    + many / few
+
+    weights_are_not_read: A step reads the weights too, whatever the cache looks like.
+    - seconds_before = weight_bytes + few * plain
+    - seconds_after = weight_bytes + many * small
+    + seconds_before = few * plain
+    + seconds_after = many * small
+
+    time_of_a_step: This compares the time of a step. Each step gives as many tokens as sequences
+        run.
+    - (many / seconds_after) / (few / seconds_before)
+    + seconds_before / seconds_after
+
+    the_same_batch: The smaller cache runs as many sequences as fit into it, not as many as before.
+    - (many / seconds_after) / (few / seconds_before)
+    + seconds_before / (weight_bytes + few * small)
+
+    upside_down: This is how much slower 16 bits are: turn the ratio around.
+    - (many / seconds_after) / (few / seconds_before)
+    + (few / seconds_before) / (many / seconds_after)
+    """,
+)
 
 
 @answers.alternative("19.1")
@@ -157,231 +109,137 @@ def by_filling(
 # ---------------------------------------------------------------- 19.2 SmoothQuant
 
 
-def to_codes(values, dtype, overflow="saturates", rounding=torch.round):
-    """Values -> codes. overflow: "saturates", "wraps" (int8), "nan" (float8)."""
-    if dtype != torch.int8:
-        beyond = values.abs() > 464  # halfway from 448 to the next number, if there were one
-        codes = values.clamp(-448, 448)
-        if overflow == "nan":
-            codes = torch.where(beyond, torch.nan, codes)
-        return codes.to(dtype)
-    values = rounding(values)
-    if overflow == "saturates":
-        values = values.clamp(-127, 127)
-    return values.to(torch.int32).to(torch.int8)
+answers.slips(
+    "19.2",
+    """
+    x_alone_is_smoothed: You divide x and leave the weight as it is: the product changes. Who takes
+        s over?
+    - x, weight = x / s, weight * s
+    + x = x / s
 
+    the_weight_alone_is_smoothed: You multiply the weight and leave x as it is: the product changes.
+    - x, weight = x / s, weight * s
+    + weight = weight * s
 
-def slipped_smooth(
-    x,
-    weight,
-    act_max,
-    alpha,
-    dtype,
-    x_scale=None,
-    *,
-    of_x=lambda x, s: x / s,
-    of_weight=lambda weight, s: weight * s,
-    turned=False,
-    by="calibration",
-    weight_max="column",
-    dead="one",
-    scale_of_x="token",
-    scale_of_w="row",
-    zero_rows="one",
-    largest=None,
-    overflow="saturates",
-    rounding=torch.round,
-    inverse=False,
-    ignore_static=False,
-    product="right",
-):
-    """smooth_linear with some slips, spelled by switches."""
-    most = largest or (127.0 if dtype == torch.int8 else 448.0)
-    x, weight, dim = x.clone(), weight.clone(), {"column": 0, "mean": 0}.get(weight_max)
-    of_w = weight.abs().mean(0) if weight_max == "mean" else weight.abs().amax(dim)
-    of_act = act_max if by == "calibration" else x.abs().amax(0)
-    a = 1 - alpha if turned else alpha
-    s = of_act**a / of_w.expand_as(of_act) ** (1 - a)
-    if dead == "one":
-        s = torch.where((of_act > 0) & (of_w > 0), s, 1.0)
-    elif dead == "epsilon":
-        s = s.clamp(1e-5, 1e5)
-    rows_x, rows_w = of_x(x, s), of_weight(weight, s)
+    upside_down: You multiply x by s, so its loud channels become louder: divide x, multiply the
+        weight.
+    - x / s, weight * s
+    + x * s, weight / s
 
-    def scale(rows, kind):
-        if kind == "tensor":
-            found = rows.abs().max().expand(len(rows), 1) / most
-        elif kind == "signed":
-            found = rows.amax(1, keepdim=True) / most
-        else:
-            found = rows.abs().amax(1, keepdim=True) / most
-        return torch.where(found > 0, found, 1.0) if zero_rows == "one" else found
+    not_smoothed: Neither x nor the weight was smoothed.
+    - x, weight = x / s, weight * s
 
-    if x_scale is None or ignore_static:
-        x_scale = scale(rows_x, scale_of_x)
-    w_scale = scale(rows_w, scale_of_w)
-    x_codes, w_codes = (
-        to_codes(rows / of, dtype, overflow, rounding)
-        for rows, of in ((rows_x, x_scale), (rows_w, w_scale))
-    )
-    if product == "int8":
-        sums = (x_codes.float() @ w_codes.float().T).to(torch.int32).to(torch.int8).float()
-        sums = sums if dtype == torch.int8 else (x_codes.float() @ w_codes.float().T)
-    else:
-        sums = x_codes.float() @ w_codes.float().T
-    out = {
-        "right": lambda: sums * x_scale * w_scale.T,
-        "int8": lambda: sums * x_scale * w_scale.T,
-        "x_scale_only": lambda: sums * x_scale,
-        "w_scale_only": lambda: sums * w_scale.T,
-        "none": lambda: sums,
-        "divided": lambda: sums / (x_scale * w_scale.T),
-        "smoothed_again": lambda: ((x_codes.float() * s) @ w_codes.float().T) * x_scale * w_scale.T,
-    }[product]()
-    if inverse:
-        x_scale, w_scale = 1 / x_scale, 1 / w_scale
-    return s, x_codes, x_scale, w_codes, w_scale, out
+    alpha_reversed: alpha belongs to the activations, 1 - alpha to the weight: at 1, x loses all
+        outliers.
+    - act_max**alpha / weight_max ** (1 - alpha)
+    + act_max ** (1 - alpha) / weight_max**alpha
 
+    its_own_maximum: s is folded into the weights once, so it comes from the calibration, not from
+        this x.
+    - weight_max = weight.abs().amax(dim=0)
+    + weight_max, act_max = weight.abs().amax(dim=0), x.abs().amax(dim=0)
 
-SMOOTHS = [
-    (
-        "x_alone_is_smoothed",
-        dict(of_weight=lambda weight, s: weight),
-        "You divide x and leave the weight as it is: the product changes. Who takes s over?",
-    ),
-    (
-        "the_weight_alone_is_smoothed",
-        dict(of_x=lambda x, s: x),
-        "You multiply the weight and leave x as it is: the product changes.",
-    ),
-    (
-        "upside_down",
-        dict(of_x=lambda x, s: x * s, of_weight=lambda weight, s: weight / s),
-        "You multiply x by s, so its loud channels become louder: divide x, multiply the weight.",
-    ),
-    (
-        "not_smoothed",
-        dict(of_x=lambda x, s: x, of_weight=lambda weight, s: weight),
-        "Neither x nor the weight was smoothed.",
-    ),
-    (
-        "alpha_reversed",
-        dict(turned=True),
-        "alpha belongs to the activations, 1 - alpha to the weight: at 1, x loses all outliers.",
-    ),
-    (
-        "its_own_maximum",
-        dict(by="batch"),
-        "s is folded into the weights once, so it comes from the calibration, not from this x.",
-    ),
-    (
-        "one_number_for_the_weight",
-        dict(weight_max="all"),
-        "The weight counts channel by channel: the largest |weight[:, k]| over the outputs.",
-    ),
-    (
-        "mean_of_the_weight",
-        dict(weight_max="mean"),
-        "Asked is the largest |weight| of the channel, not the mean.",
-    ),
-    (
-        "dead_channels",
-        dict(dead="nan"),
-        "A channel without activations or weights gives s = 0 or infinity, and then 0 / 0: let s be 1.",
-    ),
-    (
-        "dead_channels_by_a_small_number",
-        dict(dead="epsilon"),
-        "Where a maximum is 0, s is 1, not a very small or very large number.",
-    ),
-    (
-        "a_scale_for_the_tensor",
-        dict(scale_of_x="tensor"),
-        "One scale for all tokens: a loud token takes the bits of the quiet ones. One a token.",
-    ),
-    (
-        "signed_maximum",
-        dict(scale_of_x="signed"),
-        "The largest value is not the largest |value|: what about the negative ones?",
-    ),
-    (
-        "a_scale_for_the_weight",
-        dict(scale_of_w="tensor"),
-        "The weight has a scale for each row, which is one output.",
-    ),
-    (
-        "zero_rows",
-        dict(zero_rows="nan"),
-        "A row of zeros has the largest value 0, and 0 / 0 is NaN: its scale is 1.",
-    ),
-    ("by_128", dict(largest=128.0), "The largest code is 127 (or 448), so divide by that."),
-    (
-        "always_127",
-        dict(largest=127.0),
-        "float8 goes up to 448, so divide by 448 there.",
-    ),
-    (
-        "wraps_around",
-        dict(overflow="wraps"),
-        "A value beyond 127 wraps around to a negative code: clamp before you convert.",
-    ),
-    (
-        "nan_beyond_448",
-        dict(overflow="nan"),
-        "E4M3 has no infinity: beyond 448 a conversion may give NaN. Clamp before you convert.",
-    ),
-    (
-        "cut_off",
-        dict(rounding=torch.trunc),
-        "A conversion to int8 cuts off the fraction: round first.",
-    ),
-    ("rounds_down", dict(rounding=torch.floor), "Round to the nearest, not down."),
-    (
-        "scales_upside_down",
-        dict(inverse=True),
-        "You return 1 / scale. A value is its code times the scale.",
-    ),
-    (
-        "static_is_ignored",
-        dict(ignore_static=True),
-        "A given x_scale is the scale of all tokens, even if it is too small.",
-    ),
-    (
-        "multiplies_in_int8",
-        dict(product="int8"),
-        "127 · 127 does not fit into int8: multiply in a wider type.",
-    ),
-    (
-        "without_the_weights_scale",
-        dict(product="x_scale_only"),
-        "Both sides were divided by a scale: the product needs both scales.",
-    ),
-    (
-        "without_the_scale_of_x",
-        dict(product="w_scale_only"),
-        "Both sides were divided by a scale: the product lacks that of x.",
-    ),
-    ("without_scales", dict(product="none"), "This is the product of the codes: scale it back."),
-    (
-        "divided_by_scales",
-        dict(product="divided"),
-        "Codes times scales are the values: multiply the product by both scales.",
-    ),
-    (
-        "smoothed_back",
-        dict(product="smoothed_again"),
-        "s cancels already, because the weight was multiplied by it: do not undo it in x.",
-    ),
-]
-for name, slip, hint in SMOOTHS:
-    answers.wrong("19.2", hint, name)(partial(slipped_smooth, **slip))
+    one_number_for_the_weight: The weight counts channel by channel: the largest |weight[:, k]| over
+        the outputs.
+    - weight.abs().amax(dim=0)
+    + weight.abs().amax()
+
+    mean_of_the_weight: Asked is the largest |weight| of the channel, not the mean.
+    - weight.abs().amax(dim=0)
+    + weight.abs().mean(dim=0)
+
+    dead_channels: A channel without activations or weights gives s = 0 or infinity, and then 0 / 0:
+        let s be 1.
+    - s = torch.where((act_max > 0) & (weight_max > 0), s, 1.0)
+
+    dead_channels_by_a_small_number: Where a maximum is 0, s is 1, not a very small or very large
+        number.
+    - torch.where((act_max > 0) & (weight_max > 0), s, 1.0)
+    + s.clamp(1e-5, 1e5)
+
+    a_scale_for_the_tensor: One scale for all tokens: a loud token takes the bits of the quiet ones.
+        One a token.
+    - x_scale = row_scale(x)
+    + x_scale = row_scale(x.abs().amax().expand(len(x), 1))
+
+    signed_maximum: The largest value is not the largest |value|: what about the negative ones?
+    - x_scale = row_scale(x)
+    + x_scale = row_scale(x.clamp(min=0))
+
+    a_scale_for_the_weight: The weight has a scale for each row, which is one output.
+    - w_scale = row_scale(weight)
+    + w_scale = row_scale(weight.abs().amax().expand(len(weight), 1))
+
+    zero_rows: A row of zeros has the largest value 0, and 0 / 0 is NaN: its scale is 1.
+    - torch.where(most > 0, most / largest, 1.0)
+    + most / largest
+
+    by_128: The largest code is 127 (or 448), so divide by that.
+    - most / largest
+    + most / 128
+
+    always_127: float8 goes up to 448, so divide by 448 there.
+    - most / largest
+    + most / 127
+
+    wraps_around: A value beyond 127 wraps around to a negative code: clamp before you convert.
+    - values.round() if dtype == torch.int8
+    + (rows / scale).round().int() if dtype == torch.int8
+
+    nan_beyond_448: E4M3 has no infinity: beyond 448 a conversion may give NaN. Clamp before you
+        convert.
+    - else values)
+    + else values.where((rows / scale).abs() <= 464, torch.nan))
+
+    cut_off: A conversion to int8 cuts off the fraction: round first.
+    - values.round()
+    + values.trunc()
+
+    rounds_down: Round to the nearest, not down.
+    - values.round()
+    + values.floor()
+
+    scales_upside_down: You return 1 / scale. A value is its code times the scale.
+    - return s, x_codes, x_scale, w_codes, w_scale, product
+    + return s, x_codes, 1 / x_scale, w_codes, 1 / w_scale, product
+
+    static_is_ignored: A given x_scale is the scale of all tokens, even if it is too small.
+    - row_scale(x) if x_scale is None else x_scale
+    + row_scale(x)
+
+    multiplies_in_int8: 127 · 127 does not fit into int8: multiply in a wider type.
+    - product = (x_codes.float() @ w_codes.float().T)
+    + product = x_codes.float() @ w_codes.float().T
+    + product = product.int().to(dtype).float() if dtype == torch.int8 else product
+    + product = product
+
+    without_the_weights_scale: Both sides were divided by a scale: the product needs both scales.
+    - * x_scale * w_scale.T
+    + * x_scale
+
+    without_the_scale_of_x: Both sides were divided by a scale: the product lacks that of x.
+    - * x_scale * w_scale.T
+    + * w_scale.T
+
+    without_scales: This is the product of the codes: scale it back.
+    - * x_scale * w_scale.T
+
+    divided_by_scales: Codes times scales are the values: multiply the product by both scales.
+    - * x_scale * w_scale.T
+    + / (x_scale * w_scale.T)
+
+    smoothed_back: s cancels already, because the weight was multiplied by it: do not undo it in x.
+    - (x_codes.float() @
+    + (x_codes.float() * s @
+    """,
+)
 
 
 @answers.wrong(
     "19.2", "Your loop runs over tokens or outputs: the maximum of all rows is one call."
 )
 def row_by_row(x, weight, act_max, alpha, dtype, x_scale=None):
-    parts = [slipped_smooth(row[None], weight, act_max, alpha, dtype, x_scale) for row in x]
+    parts = [smooth_linear(row[None], weight, act_max, alpha, dtype, x_scale) for row in x]
     s, _, _, w_codes, w_scale, _ = parts[0]
     x_codes, out = (torch.cat([part[at].float() for part in parts]) for at in (1, 5))
     scale = torch.cat([part[2] for part in parts]) if x_scale is None else x_scale
@@ -440,196 +298,137 @@ def with_reciprocals(x, weight, act_max, alpha, dtype, x_scale=None):
 # ---------------------------------------------------------------- 19.3 a louder token
 
 
-def slipped_write(
-    pages,
-    k,
-    v,
-    slot,
-    *,
-    k_per="channel",
-    v_per="head",
-    grows=True,
-    shrinks=False,
-    again="right",
-    fresh=True,
-    most=127.0,
-    rounding=torch.round,
-    wraps=False,
-    zero_scales=True,
-    v_place="row",
-    k_by_v=False,
-    v_by_k=False,
-    place=divmod,
-):
-    """write_token with some slips, spelled by switches."""
-    page_size = pages.k_codes.shape[1]
-    page, row = place(slot, page_size)
-    page, row = page % len(pages.k_codes), row % page_size
+answers.slips(
+    "19.3",
+    """
+    k_per_token: One scale of K for all channels of a head: a loud channel takes the bits of the
+        others.
+    - k.abs() / 127
+    + k.abs().amax(-1, keepdim=True) / 127
 
-    def codes_of(values, scale):
-        divided = values / (torch.where(scale > 0, scale, 1.0) if zero_scales else scale)
-        codes = rounding(divided.nan_to_num(0.0, 127, -127))
-        if not zero_scales:
-            codes = torch.where(divided.isnan(), -128.0, codes)  # what a conversion of NaN may give
-        return (codes if wraps else codes.clamp(-128, 127)).to(torch.int32).to(torch.int8)
+    k_per_page: One scale of K for all heads and channels of the page.
+    - k.abs() / 127
+    + k.abs().amax() / 127
 
-    own = pages.k_scales[page].nan_to_num(1.0).clone()
-    if row == 0 and fresh:
-        own = torch.zeros_like(k)
-    largest = {
-        "channel": k.abs(),
-        "token": k.abs().amax(-1, keepdim=True).expand_as(k),
-        "page": k.abs().max().expand_as(k),
-        "over_heads": k.abs().amax(0, keepdim=True).expand_as(k),
-    }[k_per]
-    new = largest / most if shrinks or (row == 0 and fresh) else torch.maximum(own, largest / most)
-    if not grows and row:
-        new = own
-    ratio = own / torch.where(new > 0, new, 1.0)
-    rows = slice(0, row)
-    if again == "inverse":
-        ratio = torch.where(ratio > 0, 1 / ratio, 0.0)
-    if again == "newest":
-        rows = slice(max(row - 1, 0), row)
-    if again != "never":
-        earlier = rounding(pages.k_codes[page, rows].float() * ratio)
-        pages.k_codes[page, rows] = earlier.clamp(-128, 127).to(torch.int8)
-    if again == "all_pages":
-        others = torch.arange(len(pages.k_codes)) != page
-        pages.k_codes[others] = (pages.k_codes[others].float() * 0.5).to(torch.int8)
+    k_over_heads: Each head has channels, and scales, of its own.
+    - k.abs() / 127
+    + k.abs().amax(0, keepdim=True) / 127
 
-    v_scale = v.abs().amax(-1) / most
-    if v_per == "token":
-        v_scale = v.abs().max().expand_as(v_scale) / most
-    pages.k_codes[page, row] = codes_of(k, v_scale[:, None].expand_as(k) if k_by_v else new)
-    pages.k_scales[page] = new
-    if v_per == "channel":
-        pages.v_codes[page, row] = codes_of(v, v.abs() / most)
-    else:
-        by = k.abs().amax(-1) / most if v_by_k else v_scale
-        pages.v_codes[page, row] = codes_of(v, by[:, None])
-    if v_place == "row":
-        pages.v_scales[page, row] = v_scale
-    elif v_place == "page":
-        pages.v_scales[page, 0] = v_scale
-    elif v_place == "next":
-        pages.v_scales[page, (row + 1) % page_size] = v_scale
-    elif v_place == "whole_page":
-        pages.v_scales[page] = v_scale
-    elif v_place == "turned":
-        pages.v_scales.flatten(0, 1)[row * len(pages.k_codes) + page] = v_scale
-    else:
-        pages.v_scales[page, row] = 1 / v_scale
+    v_over_heads: V has a scale for each token and *head*: the maximum is taken over the head's
+        values.
+    - v.abs().amax(dim=-1)
+    + v.abs().amax().expand(len(v))
 
+    v_per_channel: V has one scale a head, so all its values are divided by the same number.
+    - v / divisor[:, None]
+    + v.sign() * 127
 
-WRITES = [
-    (
-        "k_per_token",
-        dict(k_per="token"),
-        "One scale of K for all channels of a head: a loud channel takes the bits of the others.",
-    ),
-    ("k_per_page", dict(k_per="page"), "One scale of K for all heads and channels of the page."),
-    ("k_over_heads", dict(k_per="over_heads"), "Each head has channels, and scales, of its own."),
-    (
-        "v_over_heads",
-        dict(v_per="token"),
-        "V has a scale for each token and *head*: the maximum is taken over the head's values.",
-    ),
-    (
-        "v_per_channel",
-        dict(v_per="channel"),
-        "V has one scale a head, so all its values are divided by the same number.",
-    ),
-    (
-        "reuses_the_pages_scale",
-        dict(grows=False),
-        "The scale of the page is too small for a louder token, whose codes are cut off at 127.",
-    ),
-    (
-        "reuses_and_wraps",
-        dict(grows=False, wraps=True),
-        "The page's scale is too small for a louder token, and its codes wrap around.",
-    ),
-    (
-        "the_newest_scale",
-        dict(shrinks=True),
-        "A quieter token makes the scale smaller, and the codes in front of it leave the range.",
-    ),
-    (
-        "never_again",
-        dict(again="never"),
-        "The scale grew, and the codes in the page still mean multiples of the old one.",
-    ),
-    (
-        "only_the_newest_again",
-        dict(again="newest"),
-        "Every row in front of the slot has the page's scale, not only the last one.",
-    ),
-    (
-        "upside_down",
-        dict(again="inverse"),
-        "With a larger scale, codes become smaller: times old / new.",
-    ),
-    (
-        "former_owner",
-        dict(fresh=False),
-        "Row 0 is the first of a sequence in this page: whose scale do you start from?",
-    ),
-    (
-        "all_pages_again",
-        dict(again="all_pages"),
-        "Other pages have scales of their own: only this page's codes change.",
-    ),
-    ("by_128", dict(most=128.0), "The largest code is 127, so a scale is the maximum / 127."),
-    ("cut_off", dict(rounding=torch.trunc), "int8 cuts the fraction off: round first."),
-    (
-        "zero_by_zero",
-        dict(zero_scales=False),
-        "A channel of zeros has the scale 0, and 0 / 0 is no code: divide by 1 there.",
-    ),
-    (
-        "v_scale_of_the_page",
-        dict(v_place="page"),
-        "You store V's scale in row 0 of the page: each token overwrites that of the first.",
-    ),
-    (
-        "v_scale_of_the_next_slot",
-        dict(v_place="next"),
-        "V's scale stands a row too far: it belongs to the slot of its token.",
-    ),
-    (
-        "v_scale_everywhere",
-        dict(v_place="whole_page"),
-        "You store V's scale in all rows of the page, and the earlier tokens lose theirs.",
-    ),
-    (
-        "v_scale_turned",
-        dict(v_place="turned"),
-        "Slot i is page i // page_size, row i mod page_size: V's scale went to another slot.",
-    ),
-    (
-        "v_scale_inverse",
-        dict(v_place="inverse"),
-        "You store 1 / scale: a value is its code times the scale.",
-    ),
-    (
-        "k_by_the_scale_of_v",
-        dict(k_by_v=True),
-        "K's codes were made with V's scale. Each has scales of its own.",
-    ),
-    (
-        "v_by_the_scale_of_k",
-        dict(v_by_k=True),
-        "V's codes were made with K's largest value. Each has scales of its own.",
-    ),
-    (
-        "page_and_row_turned",
-        dict(place=lambda slot, size: divmod(slot, size)[::-1]),
-        "divmod gives the page first, then the row.",
-    ),
-]
-for name, slip, hint in WRITES:
-    answers.wrong("19.3", hint, name)(partial(slipped_write, **slip))
+    reuses_the_pages_scale: The scale of the page is too small for a louder token, whose codes are
+        cut off at 127.
+    - torch.maximum(own, k.abs() / 127)
+    + own if row else k.abs() / 127
+    - (k / divisor).round()
+    + (k / divisor).round().clamp(-128, 127)
+
+    reuses_and_wraps: The page's scale is too small for a louder token, and its codes wrap around.
+    - torch.maximum(own, k.abs() / 127)
+    + own if row else k.abs() / 127
+    - (k / divisor).round()
+    + (k / divisor).round().int()
+
+    the_newest_scale: A quieter token makes the scale smaller, and the codes in front of it leave
+        the range.
+    - torch.maximum(own, k.abs() / 127)
+    + k.abs() / 127
+    - earlier.round()
+    + earlier.round().clamp(-128, 127)
+
+    never_again: The scale grew, and the codes in the page still mean multiples of the old one.
+    - pages.k_codes[page, :row] = earlier.round().to(torch.int8)
+
+    only_the_newest_again: Every row in front of the slot has the page's scale, not only the last
+        one.
+    - pages.k_codes[page, :row] = earlier.round().to(torch.int8)
+    + newest = max(row - 1, 0)
+    + pages.k_codes[page, newest:row] = earlier[newest:].round().to(torch.int8)
+
+    upside_down: With a larger scale, codes become smaller: times old / new.
+    - (own / divisor)
+    + torch.where(own > 0, divisor / own, 0.0)
+    - earlier.round()
+    + earlier.round().clamp(-128, 127)
+
+    former_owner: Row 0 is the first of a sequence in this page: whose scale do you start from?
+    - pages.k_scales[page] if row else torch.zeros_like(k)
+    + pages.k_scales[page].nan_to_num(1.0)
+
+    all_pages_again: Other pages have scales of their own: only this page's codes change.
+    - pages.k_codes[page, :row] = earlier.round().to(torch.int8)
+    + pages.k_codes[page, :row] = earlier.round().to(torch.int8)
+    + others = torch.arange(len(pages.k_codes)) != page
+    + pages.k_codes[others] = (pages.k_codes[others] * 0.5).to(torch.int8)
+
+    by_128: The largest code is 127, so a scale is the maximum / 127.
+    - k.abs() / 127
+    + k.abs() / 128
+    - (k / divisor).round()
+    + (k / divisor).round().clamp(max=127)
+    - v.abs().amax(dim=-1) / 127
+    + v.abs().amax(dim=-1) / 128
+    - (v / divisor[:, None]).round()
+    + (v / divisor[:, None]).round().clamp(max=127)
+
+    cut_off: int8 cuts the fraction off: round first.
+    - earlier.round()
+    + earlier
+    - (k / divisor).round()
+    + (k / divisor)
+    - (v / divisor[:, None]).round()
+    + (v / divisor[:, None])
+
+    zero_by_zero: A channel of zeros has the scale 0, and 0 / 0 is no code: divide by 1 there.
+    - (k / divisor).round()
+    + (k / scale).round().nan_to_num(-128)
+    - (v / divisor[:, None]).round()
+    + (v / scale[:, None]).round().nan_to_num(-128)
+
+    v_scale_of_the_page: You store V's scale in row 0 of the page: each token overwrites that of the
+        first.
+    - pages.v_scales[page, row]
+    + pages.v_scales[page, 0]
+
+    v_scale_of_the_next_slot: V's scale stands a row too far: it belongs to the slot of its token.
+    - pages.v_scales[page, row]
+    + pages.v_scales[page, (row + 1) % pages.v_scales.shape[1]]
+
+    v_scale_everywhere: You store V's scale in all rows of the page, and the earlier tokens lose
+        theirs.
+    - pages.v_scales[page, row]
+    + pages.v_scales[page]
+
+    v_scale_turned: Slot i is page i // page_size, row i mod page_size: V's scale went to another
+        slot.
+    - pages.v_scales[page, row]
+    + pages.v_scales.flatten(0, 1)[row * len(pages.k_codes) + page]
+
+    v_scale_inverse: You store 1 / scale: a value is its code times the scale.
+    - pages.v_scales[page, row] = scale
+    + pages.v_scales[page, row] = 1 / scale
+
+    k_by_the_scale_of_v: K's codes were made with V's scale. Each has scales of its own.
+    - (k / divisor).round()
+    + (k / v.abs().amax(-1, keepdim=True) * 127).round().clamp(-128, 127)
+
+    v_by_the_scale_of_k: V's codes were made with K's largest value. Each has scales of its own.
+    - (v / divisor[:, None]).round()
+    + (v / k.abs().amax(-1, keepdim=True) * 127).round().clamp(-128, 127)
+
+    page_and_row_turned: divmod gives the page first, then the row.
+    - page, row = divmod(slot, pages.k_codes.shape[1])
+    + row, page = divmod(slot, pages.k_codes.shape[1])
+    + row, page = row % pages.k_codes.shape[1], page % len(pages.k_codes)
+    """,
+)
 
 
 @answers.wrong("19.3", "Your loop runs over rows, heads or channels: let tensors do it.")
