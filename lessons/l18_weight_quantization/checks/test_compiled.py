@@ -3,18 +3,9 @@
 import pytest
 
 from lessons.l18_weight_quantization.lab.specs import KERNELS
-from lessons.toolbox.kernels.compile_check import check_all
+from lessons.toolbox.proof.compiled import of_16_bits, reports_of
 
 HOPPER, BLACKWELL = 90, 100
-
-
-def reports_of(part: str):
-    """The reports of all specs with `part` in their names; skips where nothing can be compiled."""
-    reports = check_all([spec for spec in KERNELS if part in spec.name or part in spec.kernel])
-    for report in reports:
-        if not report.was_run:
-            pytest.skip(report.error)
-    return reports
 
 
 @pytest.mark.compiler
@@ -23,11 +14,10 @@ def test_every_configuration_compiles(format_name):
     """Nothing is spilled, and no integer is converted: codes become numbers by bit operations.
     float32 and a T4 have no matrix instruction.
     """
-    for report in reports_of(format_name):
+    for report in reports_of(KERNELS, format_name):
         assert report.fits and not report.local_memory_instructions, report
         assert not any(name.startswith("I2F") for name in report.census), report
-        has_units = report.chip >= 80 and "fp32" not in report.name
-        assert bool(report.matrix_instruction) == has_units, report
+        assert bool(report.matrix_instruction) == of_16_bits(report), report
 
 
 @pytest.mark.compiler
@@ -36,7 +26,7 @@ def test_codes_and_x_are_loaded_16_bytes_at_once():
     x two halves of 16 rows of 128 bytes, 1 load each; the prologue loads 3 steps, the loop one. A
     step of NF4 is half as long, too short for that.
     """
-    for report in reports_of("bf16_16x") + reports_of("fp16_16x"):
+    for report in reports_of(KERNELS, "bf16_16x") + reports_of(KERNELS, "fp16_16x"):
         if report.chip >= 80 and "fp32" not in report.name:
             assert report.loads_128bit >= (8 if "nf4" in report.name else 4 * (4 + 2)), report
 
@@ -46,7 +36,7 @@ def test_few_rows_leave_room_for_four_programs_of_an_sm():
     """4-bit codes, 16 rows: 128 threads of at most 128 registers, four times in 65536; and four
     times the shared memory in an H200's 227 KiB.
     """
-    for report in reports_of("bf16_16x128"):
+    for report in reports_of(KERNELS, "bf16_16x128"):
         if report.chip in (HOPPER, BLACKWELL):
             assert report.registers <= 128 and 4 * report.shared_bytes <= 227 * 1024, report
 
@@ -58,10 +48,10 @@ def test_more_rows_run_on_warpgroup_instructions():
     """
     expected = {HOPPER: "HGMMA", BLACKWELL: "UTCHMMA"}
     for rows in (64, 128):
-        for report in reports_of(f"bf16_{rows}x64"):
+        for report in reports_of(KERNELS, f"bf16_{rows}x64"):
             if report.chip in expected:
                 assert report.matrix_instruction == expected[report.chip], report
-    for report in reports_of("bf16_16x") + reports_of("bf16_32x"):
+    for report in reports_of(KERNELS, "bf16_16x") + reports_of(KERNELS, "bf16_32x"):
         if report.chip in expected and "fp32" not in report.name:
             assert report.matrix_instruction == "HMMA", report
 
@@ -72,7 +62,7 @@ def test_a_zero_point_costs_no_round_through_shared_memory():
     kernel stores to shared memory no more often than without.
     """
     plain, zeros = (
-        {r.chip: r.census.get("STS", 0) for r in reports_of(name) if r.chip == HOPPER}
+        {r.chip: r.census.get("STS", 0) for r in reports_of(KERNELS, name) if r.chip == HOPPER}
         for name in ("int4_g128_bf16_16x128", "int4_g128_zeros_bf16_16x128")
     )
     assert zeros[HOPPER] <= plain[HOPPER] + 2, (plain, zeros)
@@ -80,7 +70,7 @@ def test_a_zero_point_costs_no_round_through_shared_memory():
 
 @pytest.mark.compiler
 def test_the_sum_of_partials_compiles():
-    for report in reports_of("add_partials"):
+    for report in reports_of(KERNELS, "add_partials"):
         assert report.fits and report.loads_128bit, report
 
 
@@ -90,13 +80,13 @@ def test_fp8_is_multiplied_as_fp8():
     and Blackwell: mma.sync converts to float16 first (HMMA), only WGMMA and tcgen05 multiply FP8.
     """
     tall = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA"}
-    for report in reports_of("scaled_fp8e4nv"):
+    for report in reports_of(KERNELS, "scaled_fp8e4nv"):
         expected = (
             tall if report.name.endswith("128x128") else {89: "QMMA", 90: "HMMA", 100: "HMMA"}
         )
         assert report.fits and report.matrix_instruction == expected[report.chip], report
-    for report in reports_of("scaled_i8"):
+    for report in reports_of(KERNELS, "scaled_i8"):
         expected = "IGMMA" if report.name.endswith("128x128") and report.chip == HOPPER else "IMMA"
         assert report.fits and report.matrix_instruction == expected, report
-    for report in reports_of("quantize_rows"):
+    for report in reports_of(KERNELS, "quantize_rows"):
         assert report.fits and report.loads_128bit, report

@@ -4,18 +4,9 @@ import pytest
 
 from lessons.l12_paged_kv.lab.specs import KERNELS as LESSON_12
 from lessons.l19_kv_quantization.lab.specs import KERNELS
-from lessons.toolbox.kernels.compile_check import check_all
+from lessons.toolbox.proof.compiled import reports_of
 
 MAX_SPILL = {"int4_decode_bf16_4x128_paged_16_sm100": 8}  # bytes
-
-
-def reports_of(part: str, specs=KERNELS):
-    """The reports of all specs with `part` in their names; skips where nothing can be compiled."""
-    reports = check_all([spec for spec in specs if part in spec.name])
-    for report in reports:
-        if not report.was_run:
-            pytest.skip(report.error)
-    return reports
 
 
 @pytest.mark.compiler
@@ -23,7 +14,7 @@ def reports_of(part: str, specs=KERNELS):
 @pytest.mark.sample(2, of="compiler")
 def test_every_configuration_compiles(kernel):
     """No spills, tensor cores, and loads of 16 bytes, although a number has 8 or 4 bits."""
-    for report in reports_of(kernel):
+    for report in reports_of(KERNELS, kernel):
         allowed = MAX_SPILL.get(f"{report.name}_sm{report.chip}", 0)
         assert not report.error and report.spill_bytes <= allowed, report
         assert report.shared_bytes <= report.shared_limit_bytes, report
@@ -37,15 +28,17 @@ def test_codes_need_no_wider_memory_than_numbers():
     """A tile of codes in shared memory is half or a quarter of lesson 12's, and as many are under way.
     The numbers themselves need room there too, because the tensor cores read K from it.
     """
-    (plain,) = (r for r in reports_of("decode_bf16_4x128_paged_16", LESSON_12) if r.chip == 90)
+    (plain,) = (r for r in reports_of(LESSON_12, "decode_bf16_4x128_paged_16") if r.chip == 90)
     for name in ("fp8", "int8", "int4"):
-        (coded,) = (r for r in reports_of(f"{name}_decode_bf16_4x128_paged_16") if r.chip == 90)
+        (coded,) = (
+            r for r in reports_of(KERNELS, f"{name}_decode_bf16_4x128_paged_16") if r.chip == 90
+        )
         assert coded.shared_bytes < plain.shared_bytes, coded
 
 
 @pytest.mark.compiler
 def test_the_products_of_8_bits_are_8_bit_products():
-    found = {(r.name, r.chip): r.matrix_instruction for r in reports_of("w8a8_")}
+    found = {(r.name, r.chip): r.matrix_instruction for r in reports_of(KERNELS, "w8a8_")}
     assert found["w8a8_int8_4096", 90] == "IGMMA" and found["w8a8_fp8_4096", 90] == "QGMMA"
     assert found["w8a8_int8_4096", 80] == "IMMA"
     # 16 rows are too few for a warpgroup, and Triton then multiplies E4M3 as 16-bit numbers.
