@@ -105,15 +105,12 @@ def test_one_row_of_a_picture_in_a_block_is_enough():
 def test_each_row_of_each_picture_has_a_name_of_its_own():
     names, one, two = PictureNames(ROWS), a_picture(), a_picture()
     ids = [1, 2, *[IMAGE] * ROWS, 3, *[IMAGE] * ROWS, 4]
-    found, other, with_adapter = list(ids), list(ids), list(ids)
+    found, other = list(ids), list(ids)
     names.put(found, [Placed(2, one), Placed(3 + ROWS, two)])
     names.put(other, [Placed(2, two), Placed(3 + ROWS, one)])
-    names.put(with_adapter, [Placed(2, one), Placed(3 + ROWS, two)], 1 << 32)
     assert len({*found}) == len(ids), "two rows have the same name"
     assert [id for id in found if id >= 0] == [1, 2, 3, 4]
     assert other[2 : 2 + ROWS] == found[3 + ROWS : -1]
-    rows = {name for name in with_adapter if name < 0}
-    assert len(rows) == 2 * ROWS and not rows & {*found}, "an adapter shares another one's rows"
 
 
 @pytest.mark.sample(1, of="wrong names of pictures")
@@ -121,7 +118,7 @@ def test_each_row_of_each_picture_has_a_name_of_its_own():
 def test_keys_that_do_not_name_the_picture_are_found(wrong, monkeypatch):
     """What the two tests above are worth."""
 
-    def put(self, names, pictures, offset=0):
+    def put(self, names, pictures):
         for start, picture in pictures:
             if wrong == "a number for all":
                 names[start : start + ROWS] = [-1] * ROWS

@@ -14,17 +14,15 @@ class Sequence(Request):
     computed: how many of its tokens have K and V in the cache. places: how many it takes of a
     scheduler's (one for each answer that will fork from it). reuses_prefix: whether a prefix cache
     may spare it tokens (lesson 13). preemptions: how often it had to give back its blocks (lesson
-    15).
+    15). names: how the prefix cache knows the tokens, where equal tokens may have other K and V;
+    None: as they are.
     """
 
     computed: int = 0
     places: int = 1
     reuses_prefix: bool = True
     preemptions: int = 0
-    # How a prefix cache knows the tokens, where equal tokens may have other K and V; None: as they
-    # are.
     names: list[int] | None = None
-    name_offset: int = 0  # of each token that is sampled
     all_tokens: list[int] = field(init=False)
 
     # Requests are compared by their fields, but two sequences are one only if they are the same.
@@ -63,7 +61,7 @@ class Sequence(Request):
         self.output.append(token)
         self.all_tokens.append(token)
         if self.names is not None:
-            self.names.append(token + self.name_offset)
+            self.names.append(token)
 
 
 class Chunk(NamedTuple):

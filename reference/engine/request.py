@@ -177,14 +177,16 @@ def names_of(request: EngineRequest, sight: Sight | None) -> dict:
     equal tokens have other K and V, so they get other names. Fields of a Sequence. sight: of a
     model that sees pictures.
     """
-    adapter, pictures = request.adapter, request.pictures
-    if adapter is None and not pictures:
+    if request.adapter is None and not request.pictures:
         return {}
-    offset = 0 if adapter is None else adapter.serial << 32  # above all token ids
-    names = [token + offset for token in request.prompt_token_ids]
-    if pictures:
-        sight.names.put(names, pictures, offset)
-    return {"names": names, "name_offset": offset}
+    names = list(request.prompt_token_ids)
+    if request.pictures:
+        sight.names.put(names, request.pictures)
+    if request.adapter is not None:
+        # The first name alone, because a block is known by all names before it, too. No token has
+        # the number: ids and rows of pictures are below 2^32.
+        names[0] += request.adapter.serial << 32
+    return {"names": names}
 
 
 def ends(step: Step) -> list[tuple[int, Chunk]]:

@@ -167,13 +167,11 @@ class PictureNames:
         first = -1 - self.number_of(picture) * self.tokens_per_image
         return range(first, first - self.tokens_per_image, -1)
 
-    def put(self, names: list[int], pictures: Sequence[Placed], offset: int = 0) -> None:
-        """Write the names of the pictures' rows where they are placed. offset: what keeps the
-        adapter's names apart from those of others; it is a multiple of 2^32.
-        """
+    def put(self, names: list[int], pictures: Sequence[Placed]) -> None:
+        """Write the names of the pictures' rows where they are placed."""
         for start, picture in pictures:
             rows = self.rows_of(picture)
-            names[start : start + len(rows)] = [name - offset for name in rows]
+            names[start : start + len(rows)] = rows
 
 
 def new_sight(eyes: Eyes, args: EngineArgs, max_model_len: int) -> Sight:
