@@ -3,6 +3,7 @@ advice agree, and that the memories of a GPU follow from its data sheet.
 """
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -225,7 +226,9 @@ def test_pictures_are_legible(name):
 
 def test_the_queue_is_drawn_as_it_happened():
     figure = pictures.draw_queue(setup_s=0.02, work_s=0.01, calls=2)
-    assert not texts_outside(figure) and "the work takes 1" in figure._suptitle.get_text()
+    (shown,) = re.findall(r"the work takes ([\d.]+) ms", figure._suptitle.get_text())
+    # 10 ms of sleep take longer on a busy machine, and never less.
+    assert not texts_outside(figure) and 10 <= float(shown) < 100
 
 
 def test_the_phases_are_drawn_with_their_ratio():
