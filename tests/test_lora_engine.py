@@ -162,9 +162,17 @@ def test_drafts_change_no_adapter_s_tokens(draft, way, model, prompts, requests,
         drafter.double().eval().requires_grad_(False)
     config = dict(num_speculative_tokens=3, **DRAFTS[draft])
     engine = new_engine(model, drafter, speculative_config=config, **WAYS.get(way, {}))
+    run, trees_run = engine.runner.run, []
+
+    def watched(chunks, tables, row_slots=None, trees=()):
+        trees_run.extend(tree for tree in trees if tree is not None)
+        return run(chunks, tables, row_slots, trees)
+
+    engine.runner.run = watched
     got, _ = serve(engine, prompts, requests)
     assert got == expected
     assert engine.speculation.drafted, "nothing was drafted"
+    assert bool(trees_run) is ("speculative_token_tree" in DRAFTS[draft])
 
 
 def test_blocks_are_shared_with_the_same_adapter_only(model, prompts, requests, expected):

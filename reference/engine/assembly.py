@@ -164,7 +164,9 @@ def new_runner(
     size = num_blocks, args.block_size, max_model_len
     runner = ModelRunner(model, *size, args.kv_cache_dtype, adapters, tree is not None)
     runner.taps = taps
-    if replays(args, model, tree):
+    # Captured steps with drafts have no room for the slots of adapters.
+    has_room = adapters is None or args.speculative_config is None
+    if has_room and replays(args, model, tree):
         from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets
 
         # because every sequence that decodes owns a block

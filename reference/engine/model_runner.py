@@ -80,7 +80,7 @@ class ModelRunner:
             if self.adapters is None:
                 return self.run(chunks, owned, trees=trees)
             with self.adapters.rows_of(step) as row_slots:
-                return self.run(chunks, owned, row_slots)
+                return self.run(chunks, owned, row_slots, trees)
 
     @torch.inference_mode()
     def run(
