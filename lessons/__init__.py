@@ -36,7 +36,9 @@ if sys.argv[:1] == ["-m"]:  # `python -m lessons…`: its libraries are imported
 
     sys.excepthook = say_interrupted
 
-if "TRITON_INTERPRET" not in os.environ and not _cuda_is_usable():
+# LADDER_CHIP: kernels are compiled for this chip, and toolbox.gpu runs what the compiler made.
+runs_compiled = bool(os.environ.get("LADDER_CHIP"))
+if "TRITON_INTERPRET" not in os.environ and not runs_compiled and not _cuda_is_usable():
     os.environ["TRITON_INTERPRET"] = "1"
     if "triton" in sys.modules:
         warnings.warn(

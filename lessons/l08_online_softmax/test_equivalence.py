@@ -180,7 +180,9 @@ def test_probes_with_known_answers(softmax):
         lse.cpu(), torch.tensor([math.log(37), -INF, math.log(3), math.nan, 1e5]), equal_nan=True
     )
     assert (probs[1] == 0).all() and (probs[2, 3:] == 0).all() and probs[3].isnan().all()
-    assert probs[4, 7] == 1 and probs[4].sum() == 1
+    # not exactly 1: a GPU divides float32 to within 2 units in the last place (PTX, div.full)
+    torch.testing.assert_close(probs[4, 7].cpu(), torch.tensor(1.0), rtol=2**-22, atol=0)
+    assert (probs[4].cpu() == 0).sum() == 36
     for shift in (50, -2000):  # far below 0 a max that starts at 0 would never be left
         torch.testing.assert_close(softmax(scores + shift)[0], probs, equal_nan=True)
     assert not len(softmax(scores[:0])[0])

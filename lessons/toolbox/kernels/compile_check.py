@@ -199,6 +199,7 @@ def compile_triton(jobs: list[Job]) -> list[dict]:
         results = Path(folder) / "results.jsonl"
         environment = os.environ | {
             "TRITON_INTERPRET": "0",
+            "LADDER_CHIP": "",
             "TRITON_CACHE_DIR": folder,
             "TRITON_DUMP_PTXAS_LOG": "1",
             "OMP_NUM_THREADS": "1",

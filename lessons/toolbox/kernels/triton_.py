@@ -19,6 +19,8 @@ arguments. Gluon is never interpreted: without a GPU `lessons.toolbox.simulator`
 `compile_check` checks it everywhere.
 """
 
+import os
+
 from lessons.toolbox.measure.device import has_triton, interpreting
 
 
@@ -75,6 +77,10 @@ if has_triton():
         from lessons.toolbox.kernels.interpreter import make_faithful
 
         make_faithful()
+    elif os.environ.get("LADDER_CHIP"):
+        from lessons.toolbox.gpu import triton_driver
+
+        triton_driver.install(triton_driver.chip())
 else:
     triton, tl = _Absent("triton"), _Absent("tl")
     tl.constexpr = _Constexpr

@@ -1,0 +1,188 @@
+"""The machine: it runs a kernel's instructions, one after another, for all threads at once.
+
+Threads that stand at the same instruction form a *front*: (place, mask). A branch that only some of
+them take splits a front in two. The front at the lowest place goes on, because compilers lay code
+out so that the paths of a branch meet further down: there the fronts become one again. A front that
+waits (for a barrier, for a copy) is set aside until what it waits for has happened.
+
+`launch` runs a whole grid: programs in batches that fit into memory, in a drawn order.
+
+Source: Collange, Stack-less SIMT reconvergence at low cost (2011): the front at the lowest place.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lessons.toolbox.gpu.barriers import Barriers
+from lessons.toolbox.gpu.decode import Step, decode
+from lessons.toolbox.gpu.faults import Fault, UnknownInstruction
+from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
+from lessons.toolbox.gpu.ptx import Kernel
+from lessons.toolbox.gpu.threads import WARP, Threads
+
+BYTES_OF_REGISTERS = 400 * 2**20  # of the programs that run together
+MOST_STEPS = 50_000_000  # of a launch: a kernel that does not end
+
+__all__ = ["Fault", "Launch", "UnknownInstruction", "compiled_steps", "launch"]
+
+
+@dataclass
+class Launch:
+    """What ran. executed: {place of an instruction: warps that executed it}."""
+
+    kernel: Kernel
+    programs: int
+    steps: int = 0  # instructions, each for all threads of a front
+    executed: Counter = field(default_factory=Counter)
+
+
+def compiled_steps(kernel: Kernel) -> list[Step]:
+    """What each instruction does, found once for a kernel. Raises UnknownInstruction."""
+    if not hasattr(kernel, "steps"):
+        kernel.steps = [decode(instruction, kernel) for instruction in kernel.instructions]
+    return kernel.steps
+
+
+def launch(
+    kernel: Kernel,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    buffers: list[Buffer],
+    parameters: dict[str, bytes],
+    shared_bytes: int = 0,
+    seed: int = 0,
+) -> Launch:
+    """Run every program of the grid. parameters: {name: its bytes}; shared_bytes: all of a program's,
+    with those that the launch gives. Raises Fault, UnknownInstruction.
+    """
+    steps = compiled_steps(kernel)
+    generator = np.random.default_rng(seed)
+    smallest = [
+        instruction.type
+        for instruction in kernel.instructions
+        if instruction.op in ("ld", "st", "atom", "red") and instruction.has("global")
+    ]
+    cell = min([4, *(int(type_[1:]) // 8 for type_ in smallest)])
+    memory = GlobalMemory(buffers, cell)
+    count = grid[0] * grid[1] * grid[2]
+    order = generator.permutation(count)
+    done = Launch(kernel, count)
+    shared_bytes = max(shared_bytes, kernel.shared_bytes)
+    together = programs_together(kernel, block, shared_bytes)
+    for first in range(0, count, together):
+        programs = np.sort(order[first : first + together])
+        threads = Threads(
+            kernel, programs, grid, block, memory, shared_bytes, parameters, generator
+        )
+        Run(threads, steps, done).go()
+    return done
+
+
+def programs_together(kernel: Kernel, block: tuple, shared_bytes: int) -> int:
+    """How many programs run in lockstep: as many as fit into memory."""
+    warps = -(-block[0] * block[1] * block[2] // WARP)
+    registers = {o for i in kernel.instructions for o in i.operands if isinstance(o, str)}
+    each = warps * WARP * 5 * len(registers) + shared_bytes * (3 + 2 * warps)
+    return max(1, BYTES_OF_REGISTERS // max(each, 1))
+
+
+class Run:
+    """One batch of programs on their way through the code."""
+
+    def __init__(self, threads: Threads, steps: list[Step], done: Launch):
+        self.threads, self.steps, self.done = threads, steps, done
+        self.fronts: dict[int, np.ndarray] = {0: threads.alive.copy()}
+        self.barriers = Barriers(threads)
+        threads.barriers = self.barriers
+
+    def go(self) -> None:
+        """Run until no thread is left. Raises Fault."""
+        with np.errstate(all="ignore"):
+            while self.fronts or self.barriers.any_waiting():
+                if not self.fronts:
+                    self.take(self.barriers.woken())
+                place = min(self.fronts)
+                self.advance(place, self.fronts.pop(place))
+        self.barriers.end()
+
+    def take(self, fronts: dict[int, np.ndarray]) -> None:
+        """Add fronts; those at one place become one."""
+        for place, mask in fronts.items():
+            self.fronts[place] = self.fronts[place] | mask if place in self.fronts else mask
+
+    def advance(self, place: int, mask: np.ndarray | None) -> None:
+        """Run a front until it splits, waits, ends or reaches another one."""
+        threads, steps, executed = self.threads, self.steps, self.done.executed
+        mask = self.whole(mask)
+        start = self.done.steps
+        while place < len(steps):
+            step = steps[place]
+            threads.pc = place
+            self.done.steps += 1
+            executed[place] += self.warps_in(mask)
+            if self.done.steps - start > MOST_STEPS:
+                threads.fail("the kernel does not end", threads.active(mask))
+            taking, leaving = self.split(step, mask)
+            if step.control is not None:
+                self.take(step.control(self, taking, leaving))
+                return
+            if taking is not NOBODY:
+                try:
+                    step.run(threads, taking)
+                except KeyError as unknown:
+                    if str(unknown)[1:-1] not in step.reads:
+                        raise
+                    threads.fail(
+                        f"register {unknown} is read before it is written", threads.active(taking)
+                    )
+            place += 1
+            if place in self.fronts:
+                self.take({place: self.masked(mask)})
+                return
+        self.end(mask)
+
+    def whole(self, mask: np.ndarray | None) -> np.ndarray | None:
+        """None where a mask holds all threads that have not ended."""
+        if mask is None or (mask == self.threads.alive).all():
+            return None
+        return mask
+
+    def masked(self, mask: np.ndarray | None) -> np.ndarray:
+        return self.threads.alive.copy() if mask is None else mask
+
+    def warps_in(self, mask: np.ndarray | None) -> int:
+        if mask is None:
+            mask = self.threads.alive
+        return int(mask.reshape(-1, WARP).any(1).sum())
+
+    def split(self, step: Step, mask: np.ndarray | None):
+        """(the threads for which the predicate holds, the others); NOBODY for no thread."""
+        if step.predicate is None:
+            return mask, NOBODY
+        holds = self.threads.registers.get(step.predicate)
+        if holds is None:
+            self.threads.fail(
+                f"register {step.predicate!r} is read before it is written",
+                self.threads.active(mask),
+            )
+        if step.negated:
+            holds = ~holds
+        if len(holds) == 1:
+            return (mask, NOBODY) if holds[0] else (NOBODY, mask)
+        inside = holds if mask is None and self.threads.alive.all() else holds & self.masked(mask)
+        if not inside.any():
+            return NOBODY, mask
+        outside = ~holds & self.masked(mask)
+        if not outside.any():
+            return mask, NOBODY
+        return inside, outside
+
+    def end(self, mask: np.ndarray | None) -> None:
+        """The threads are done."""
+        self.threads.alive = self.threads.alive & ~self.masked(mask)
+        self.barriers.some_ended()
+
+
+NOBODY = np.zeros(0, dtype=bool)  # an empty mask, known by its identity

@@ -1,0 +1,168 @@
+"""A program's shared memory, and who may touch it when.
+
+Warps run in any order. What one warp writes, another may read only after a barrier that both pass,
+and so for a write after a read. The machine runs one order, so it looks at the order that barriers
+*promise*, with a clock for each warp (a vector clock):
+
+    clock[p, w, u]   how much of warp u's past warp w of program p knows of
+    clock[p, w, w]   its own time; it steps on at every barrier
+
+A barrier lets its warps know of each other's past. Each cell of memory remembers who wrote it last
+and when, and when each warp read it last. A read is in order if the reader's clock knows of the
+write, a write if it knows of the write and of all reads before.
+
+Source: Flanagan and Freund, FastTrack: efficient and precise dynamic race detection (PLDI 2009),
+section 3.
+"""
+
+import numpy as np
+
+from lessons.toolbox.gpu.values import UNSIGNED
+
+# A cell's record of its last write: the writer's time, the instruction, the warp.
+TIME, PLACE = 26, 6
+IN_FLIGHT = 1 << 36  # a time that no clock reaches: an asynchronous copy is still writing
+
+
+class SharedMemory:
+    """The shared memory of all programs that run together, [programs, size] bytes.
+
+    cell: bytes that are watched as one, the size of the kernel's smallest access.
+    """
+
+    def __init__(self, programs: int, size: int, warps: int, cell: int):
+        self.size = -(-max(size, 16) // 16) * 16
+        self.asked = size
+        self.cell, self.warps = cell, warps
+        self.bytes = np.full(programs * self.size, 0xFF, dtype=np.uint8)  # NaN in every float type
+        cells = programs * self.size // cell
+        self.written = np.zeros(cells, dtype=np.int64)  # time << TIME | place << PLACE | warp
+        self.read = np.zeros((warps, cells), dtype=np.int64)  # time << TIME | place
+        self.clock = np.zeros((programs, warps, warps), dtype=np.int64)
+        own = np.arange(warps)
+        self.clock[:, own, own] = 1
+
+    def view(self, size: int) -> np.ndarray:
+        """The bytes as unsigned integers of one size."""
+        return self.bytes.view(UNSIGNED[size])
+
+    # ------------------------------------------------------------ order
+
+    def synchronize(self, warps: np.ndarray) -> None:
+        """A barrier of the warps, [programs, warps] bool: they learn of each other's past."""
+        taking = warps.any(1)
+        clock = self.clock[taking]
+        known = np.where(warps[taking][:, :, None], clock, 0).max(1)
+        clock = np.where(warps[taking][:, :, None], known[:, None], clock)
+        own = np.arange(self.warps)
+        clock[:, own, own] += warps[taking]
+        self.clock[taking] = clock
+
+    # ------------------------------------------------------------ access
+
+    def places(self, threads, address: np.ndarray, size: int, lanes: np.ndarray) -> np.ndarray:
+        """Where in `bytes` the lanes' addresses lie. Raises Fault outside of the memory."""
+        outside = (address < 0) | (address + size > self.asked)
+        if outside.any():
+            at = int(address[outside][0])
+            threads.fail(
+                f"shared memory at {at}, {size} bytes: the kernel has {self.asked}",
+                lanes[outside],
+            )
+        if size > 1 and (address & (size - 1)).any():
+            odd = (address & (size - 1)) != 0
+            threads.fail(
+                f"shared memory at {int(address[odd][0])} is not a multiple of {size}", lanes[odd]
+            )
+        return threads.cta[lanes] * self.size + address
+
+    def note_read(self, threads, places: np.ndarray, size: int, lanes: np.ndarray) -> None:
+        """Check and note that the lanes read `size` bytes at `places`."""
+        mine, warp = self._clocks(threads, lanes)
+        stamp = (self._own(mine, warp) << TIME) | threads.pc
+        for cell in self._cells(places, size):
+            self._after_write(threads, self.written[cell], mine, lanes, "reads")
+            self.read[warp, cell] = stamp
+
+    def note_write(self, threads, places: np.ndarray, size: int, lanes: np.ndarray) -> None:
+        """Check and note that the lanes write `size` bytes at `places`."""
+        mine, warp = self._clocks(threads, lanes)
+        stamp = (self._own(mine, warp) << TIME) | (threads.pc << PLACE) | warp
+        for cell in self._cells(places, size):
+            self._after_write(threads, self.written[cell], mine, lanes, "writes")
+            self._after_reads(threads, cell, mine, lanes)
+            self.written[cell] = stamp
+
+    def _cells(self, places: np.ndarray, size: int) -> list[np.ndarray]:
+        first = places // self.cell
+        return [first + k for k in range(max(1, size // self.cell))]
+
+    def _clocks(self, threads, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where each lane's row of `clock` begins, and its warp in the program."""
+        warp = threads.warp_of_program[lanes]
+        return (threads.cta[lanes] * self.warps + warp) * self.warps, warp
+
+    def _own(self, mine: np.ndarray, warp: np.ndarray) -> np.ndarray:
+        return self.clock.reshape(-1)[mine + warp]
+
+    def _after_write(self, threads, written, mine, lanes, what: str) -> None:
+        writer = written & ((1 << PLACE) - 1)
+        late = (written >> TIME) > self.clock.reshape(-1)[mine + writer]
+        if late.any():
+            bad = int(np.flatnonzero(late)[0])
+            record = int(written[bad])
+            line = threads.line_of((record >> PLACE) & ((1 << (TIME - PLACE)) - 1))
+            if record >> TIME >= IN_FLIGHT:
+                why = f"what the asynchronous copy of {line} is still filling"
+            else:
+                why = f"what warp {record & 63} wrote at {line}, with no barrier in between"
+            threads.fail(f"race in shared memory: it {what} {why}", lanes[bad : bad + 1])
+
+    def _after_reads(self, threads, cell: np.ndarray, mine, lanes) -> None:
+        for warp in range(self.warps):
+            read = self.read[warp, cell]
+            late = (read >> TIME) > self.clock.reshape(-1)[mine + warp]
+            if late.any():
+                bad = int(np.flatnonzero(late)[0])
+                line = threads.line_of(int(read[bad]) & ((1 << TIME) - 1))
+                threads.fail(
+                    f"race in shared memory: it writes what warp {warp} reads at {line}, with no "
+                    f"barrier in between",
+                    lanes[bad : bad + 1],
+                )
+
+    def load(self, threads, address: np.ndarray, size: int, count: int, lanes: np.ndarray) -> list:
+        """`count` values of `size` bytes for each lane: arrays [lanes]. Raises Fault."""
+        places = self.places(threads, address, size * count, lanes)
+        self.note_read(threads, places, size * count, lanes)
+        view, first = self.view(size), places // size
+        return [view[first + k] for k in range(count)]
+
+    def store(self, threads, address: np.ndarray, size: int, values: list, lanes) -> None:
+        """values: for each element of the vector an array [lanes]. Raises Fault."""
+        places = self.places(threads, address, size * len(values), lanes)
+        self.note_write(threads, places, size * len(values), lanes)
+        view, first = self.view(size), places // size
+        for k, value in enumerate(values):
+            view[first + k] = value
+
+    # ------------------------------------------------------------ asynchronous copies
+
+    def begin_copy(self, threads, places: np.ndarray, size: int, lanes: np.ndarray) -> None:
+        """Mark bytes that are being filled: no warp may touch them, and they hold garbage."""
+        self.note_write(threads, places, size, lanes)
+        stamp = (IN_FLIGHT << TIME) | (threads.pc << PLACE)
+        warp = threads.warp_of_program[lanes]
+        for cell in self._cells(places, size):
+            self.written[cell] = stamp | warp
+        for k in range(size):
+            self.bytes[places + k] = 0xFF
+
+    def end_copy(self, threads, places: np.ndarray, data: np.ndarray, lanes: np.ndarray) -> None:
+        """Fill them. data: [lanes, bytes]. From here on they count as written by the lane's warp."""
+        mine, warp = self._clocks(threads, lanes)
+        stamp = (self._own(mine, warp) << TIME) | warp
+        for cell in self._cells(places, data.shape[1]):
+            place = self.written[cell] & (((1 << TIME) - 1) ^ ((1 << PLACE) - 1))
+            self.written[cell] = stamp | place
+        self.bytes[places[:, None] + np.arange(data.shape[1])] = data

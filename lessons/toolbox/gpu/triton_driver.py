@@ -1,0 +1,181 @@
+"""Triton's driver for a GPU that is this machine: `kernel[grid](*tensors)` compiles for a chip and
+runs here, on tensors of the CPU.
+
+    LADDER_CHIP=80 python -m pytest lessons/l09_flash_attention/test_equivalence.py
+
+With LADDER_CHIP in the environment `import lessons` leaves Triton's interpreter off, and
+`toolbox.kernels.triton_` calls `install`. Triton itself then specialises the arguments, compiles,
+checks the shared memory against the chip's limit, and launches, as it does for a GPU. Its last
+step, from PTX to machine code, is left out: the PTX is what runs.
+"""
+
+import ctypes
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import GPUDriver
+
+from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
+from lessons.toolbox.gpu.machine import Launch, launch
+from lessons.toolbox.gpu.ptx import Kernel, parse
+from lessons.toolbox.gpu.written import written_parameters
+
+ROOT = Path(__file__).parents[3]
+CHIP = "LADDER_CHIP"
+# Shared memory that one program may have, in bytes. Source: CUDA C++ Programming Guide 13, table of
+# technical specifications.
+SHARED_LIMIT = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+COUNTS: Counter[str] = Counter()  # kernel -> launches
+
+
+def chip() -> int | None:
+    """The chip that LADDER_CHIP names, None without one. Raises ValueError."""
+    text = os.environ.get(CHIP, "")
+    if not text:
+        return None
+    if not text.isdigit() or int(text) not in SHARED_LIMIT:
+        raise ValueError(f"{CHIP}: got {text!r}; accepted: {', '.join(map(str, SHARED_LIMIT))}")
+    return int(text)
+
+
+def install(capability: int) -> None:
+    """From now on every @triton.jit kernel of this process compiles for the chip and runs here."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    # A folder of its own, because PTX stands there in the place of machine code.
+    triton.knobs.cache.dir = str(ROOT / "build" / "machine" / f"triton-{triton.__version__}")
+    CUDABackend.make_cubin = lambda self, ptx, metadata, options, arch: ptx.encode()
+    triton.runtime.driver.set_active(MachineDriver(capability))
+
+
+class MachineDriver(GPUDriver):
+    """What Triton asks a driver."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+        self.utils = self  # load_binary and get_device_properties
+        self.launcher_cls = Launcher
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+        self.get_device_capability = lambda device: divmod(capability, 10)
+
+    def get_current_target(self) -> GPUTarget:
+        """The chip to compile for."""
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        """Where the tensors lie."""
+        return torch.device("cpu")
+
+    def get_device_properties(self, device: int) -> dict:
+        """What Triton compares a kernel with."""
+        return {"max_shared_mem": SHARED_LIMIT[self.capability] * 1024, "warpSize": 32}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
+        """(module, function, registers, spills, most threads): the function is the parsed PTX."""
+        kernels = parse(binary.decode())
+        return kernels, kernels[name], 0, 0, 1024
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Triton's own drivers ask for a GPU; this one is set by `install`."""
+        return False
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        """No C++ is compiled."""
+        return ty
+
+    def get_benchmarker(self):
+        """Nothing is timed here."""
+        raise RuntimeError("a kernel on this machine has no time: use `make profile`")
+
+
+class Launcher:
+    """One compiled kernel, to be called with a grid and arguments."""
+
+    def __init__(self, source, metadata):
+        self.source, self.metadata = source, metadata
+
+    def __call__(self, x, y, z, stream, function: Kernel, packed, facts, enter, leave, *arguments):
+        given = flat(self.source.fn.arg_names, self.source.signature.values(), arguments)
+        buffers, values = bind(function, given)
+        parameters = {
+            name: as_bytes(value, type_, size)
+            for (name, type_, size), value in zip(
+                function.parameters, [*values, *[0] * len(function.parameters)]
+            )
+        }
+        warps = total_warps(function, self.metadata.num_warps)
+        done = launch(
+            function,
+            (x, y, z),
+            (32 * warps, 1, 1),
+            buffers,
+            parameters,
+            self.metadata.shared,
+            seed=int(torch.randint(2**31, (), generator=ORDER)),
+        )
+        COUNTS[function.name] += 1
+        for told in WATCHERS:
+            told(done)
+
+
+ORDER = torch.Generator()  # of programs and roundings, apart from the tests' own random numbers
+WATCHERS: list = []  # called with each Launch
+
+
+def total_warps(function: Kernel, asked: int) -> int:
+    """Warps of a program: a kernel with partitions has more than its options say."""
+    return max(asked, function.threads // 32)
+
+
+def flat(names, signature, arguments) -> list[tuple[str, object]]:
+    """(name, value) of the arguments that the kernel has as parameters; tuples one by one."""
+    found = []
+    for name, type_, value in zip(names, signature, arguments):
+        if isinstance(type_, tuple):
+            inner = [f"{name}[{i}]" for i in range(len(type_))]
+            found += flat(inner, type_, value)
+        elif type_ != "constexpr":
+            found.append((name, value))
+    return found
+
+
+def bind(kernel: Kernel, given: list[tuple[str, object]]) -> tuple[list[Buffer], list]:
+    """The storages of the tensors, each once, and the values of all parameters."""
+    writes = written_parameters(kernel)
+    buffers: dict[int, Buffer] = {}
+    values = []
+    for (name, value), (parameter, _, _) in zip(given, kernel.parameters):
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            key = storage.data_ptr() or id(storage)
+            if key not in buffers:
+                buffers[key] = Buffer(bytes_of(storage), name, False)
+            buffers[key].watched |= parameter in writes
+            offset = value.storage_offset() * value.element_size()
+            value = GlobalMemory.address(list(buffers).index(key), offset)
+        values.append(value)
+    return list(buffers.values()), values
+
+
+def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
+    """The storage itself, not a copy."""
+    if not storage.nbytes():
+        return np.zeros(0, dtype=np.uint8)
+    data = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def as_bytes(value, type_: str, size: int) -> bytes:
+    """A parameter's value as its type lies in memory."""
+    if value is None:
+        value = 0
+    if type_ in ("f32", "f64", "f16"):
+        return np.array(value, dtype=f"f{size}").tobytes()
+    return (int(value) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
