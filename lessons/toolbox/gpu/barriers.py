@@ -72,32 +72,31 @@ class Barriers:
         warps = mask.reshape(threads.num_programs, threads.warps, -1).any(2)
         threads.shared.synchronize(warps)
 
-    def some_ended(self) -> None:
-        """Threads have ended: nothing to do until no other can go on."""
-
-    def woken(self) -> dict[int, np.ndarray]:
+    def woken(self, stalled: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
         """When no front is left: those whose barrier is complete because other threads have ended.
-        Raises Fault if there is none.
+        Raises Fault if there is none. stalled: {place: who waits at an mbarrier}.
         """
         fronts: dict[int, np.ndarray] = {}
         for number in {at for _, at in self.waiting}:
             for place, mask in self.released(number).items():
                 fronts[place] = fronts.get(place, False) | mask
         if not fronts:
-            self.deadlock()
+            self.deadlock(stalled)
         return fronts
 
-    def deadlock(self) -> None:
+    def deadlock(self, stalled: dict[int, np.ndarray]) -> None:
         """Raises Fault: who waits where."""
         threads = self.threads
-        program = min(int(threads.cta[mask.argmax()]) for mask in self.waiting.values())
+        masks = [*self.waiting.values(), *stalled.values()]
+        program = min(int(threads.cta[mask.argmax()]) for mask in masks)
         parts = []
         for (place, number), mask in sorted(self.waiting.items()):
             here = int(mask[threads.cta == program].sum())
             if here:
                 parts.append(f"{here} threads at barrier {number} of {threads.line_of(place - 1)}")
+        for place, mask in sorted(stalled.items()):
+            here = int(mask[threads.cta == program].sum())
+            if here:
+                parts.append(f"{here} threads at the mbarrier of {threads.line_of(place)}")
         name = threads.name_of(int(threads.programs[program]))
         threads.fail(f"deadlock in {name}: {' and '.join(parts)} wait for others that never come", [])
-
-    def end(self) -> None:
-        """All threads have ended."""

@@ -13,10 +13,13 @@ from lessons.toolbox.gpu.instructions import (
     control,
     conversions,
     copies,
+    mbarrier,
     memory,
     moves,
     tensor_cores,
+    tma,
     warps,
+    wgmma,
 )
 from lessons.toolbox.gpu.ptx import Address, Instruction, Kernel
 
@@ -27,13 +30,16 @@ FAMILIES = (
     control,
     conversions,
     copies,
+    mbarrier,
     memory,
     moves,
     tensor_cores,
+    tma,
     warps,
+    wgmma,
 )
 # Their first operand is no register that they fill.
-WITHOUT_RESULT = ("st", "red", "bar", "barrier", "bra", "cp", "stmatrix", "membar", "fence")
+WITHOUT_RESULT = ("st", "red", "bar", "barrier", "bra", "cp", "stmatrix", "fence", "mbarrier")
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,8 @@ def decode(instruction: Instruction, kernel: Kernel) -> Step:
         try:
             built = build(instruction, kernel)
         except (KeyError, ValueError, IndexError, StopIteration):
-            break
-        if family is control:
+            continue  # the name is known, this form of it is not: another family may know it
+        if family in (control, mbarrier):
             return Step(None, built, instruction.predicate, instruction.negated, reads(instruction))
         return Step(built, None, instruction.predicate, instruction.negated, reads(instruction))
     raise UnknownInstruction(

@@ -53,9 +53,10 @@ def launch(
     parameters: dict[str, bytes],
     shared_bytes: int = 0,
     seed: int = 0,
+    maps: dict | None = None,
 ) -> Launch:
     """Run every program of the grid. parameters: {name: its bytes}; shared_bytes: all of a program's,
-    with those that the launch gives. Raises Fault, UnknownInstruction.
+    with those that the launch gives; maps: {parameter: TensorMap}. Raises Fault, UnknownInstruction.
     """
     steps = compiled_steps(kernel)
     generator = np.random.default_rng(seed)
@@ -76,6 +77,7 @@ def launch(
         threads = Threads(
             kernel, programs, grid, block, memory, shared_bytes, parameters, generator
         )
+        threads.maps = maps or {}
         Run(threads, steps, done).go()
     return done
 
@@ -94,18 +96,47 @@ class Run:
     def __init__(self, threads: Threads, steps: list[Step], done: Launch):
         self.threads, self.steps, self.done = threads, steps, done
         self.fronts: dict[int, np.ndarray] = {0: threads.alive.copy()}
+        self.stalled: dict[int, np.ndarray] = {}  # at an mbarrier whose phase is not complete
+        self.seen_changes = -1  # of mbarriers, when they stalled
         self.barriers = Barriers(threads)
-        threads.barriers = self.barriers
 
     def go(self) -> None:
         """Run until no thread is left. Raises Fault."""
+        threads = self.threads
         with np.errstate(all="ignore"):
-            while self.fronts or self.barriers.any_waiting():
+            while self.fronts or self.stalled or self.barriers.any_waiting():
+                if threads.events and threads.random.random() < 0.3:
+                    self.end_a_copy()
                 if not self.fronts:
-                    self.take(self.barriers.woken())
+                    self.wake()
                 place = min(self.fronts)
                 self.advance(place, self.fronts.pop(place))
-        self.barriers.end()
+            while threads.events:  # copies that no thread waited for
+                self.end_a_copy()
+
+    def end_a_copy(self) -> None:
+        """One copy of the engine ends, in no particular order."""
+        events = self.threads.events
+        events.pop(int(self.threads.random.integers(len(events))))()
+
+    def stall(self, place: int, mask: np.ndarray) -> None:
+        """Threads that wait at an mbarrier: they come back here when one has changed."""
+        if mask.any():
+            self.stalled[place] = self.stalled[place] | mask if place in self.stalled else mask
+
+    def wake(self) -> None:
+        """Nobody can go on: look who may by now. Raises Fault if nobody ever will."""
+        changes = self.threads.mbarriers.changes
+        if self.stalled and changes != self.seen_changes:
+            self.seen_changes = changes
+            fronts, self.stalled = self.stalled, {}
+            self.take(fronts)
+        elif self.threads.events:
+            self.end_a_copy()
+            self.seen_changes = -1
+            self.wake()
+        else:
+            self.take(self.barriers.woken(self.stalled))
 
     def take(self, fronts: dict[int, np.ndarray]) -> None:
         """Add fronts; those at one place become one."""
@@ -129,6 +160,8 @@ class Run:
                 self.take(step.control(self, taking, leaving))
                 return
             if taking is not NOBODY:
+                if threads.products is not None and threads.products.flying:
+                    self.check_in_flight(step, taking)
                 try:
                     step.run(threads, taking)
                 except KeyError as unknown:
@@ -179,10 +212,18 @@ class Run:
             return mask, NOBODY
         return inside, outside
 
+    def check_in_flight(self, step: Step, mask: np.ndarray | None) -> None:
+        """Raises Fault if the step reads a register that a matrix product is still filling."""
+        early = step.reads & self.threads.products.names(self.masked(mask))
+        if early:
+            self.threads.fail(
+                f"register {sorted(early)[0]} is read while a matrix product (wgmma) fills it",
+                self.threads.active(mask),
+            )
+
     def end(self, mask: np.ndarray | None) -> None:
         """The threads are done."""
         self.threads.alive = self.threads.alive & ~self.masked(mask)
-        self.barriers.some_ended()
 
 
 NOBODY = np.zeros(0, dtype=bool)  # an empty mask, known by its identity

@@ -75,6 +75,7 @@ class Kernel:
     threads: int = 0  # of a program, where the code says it (.reqntid)
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # -> index of the instruction after it
+    tables: dict[str, list[str]] = field(default_factory=dict)  # of brx.idx: labels to choose from
     widths: dict[str, int] = field(default_factory=dict)  # register or its prefix -> bits, 1: pred
     shared: dict[str, int] = field(default_factory=dict)  # variable -> offset in shared memory
     shared_bytes: int = 0  # of the variables above
@@ -160,7 +161,7 @@ class Body:
 
     def __init__(self, kernel: Kernel, files: dict[int, str]):
         self.kernel, self.files = kernel, files
-        self.line = Line()
+        self.line, self.label = Line(), ""
         self.scopes: list[dict[str, str]] = [{}]  # innermost last: name -> unique name
         self.opened = 0
 
@@ -184,7 +185,8 @@ class Body:
                     self.locate(directive[2])
                 at = directive.end()
             elif label := re.compile(r"([\w$]+):(?!:)").match(text, at):
-                self.kernel.labels[self.renamed(label[1])] = len(self.kernel.instructions)
+                self.label = self.renamed(label[1])
+                self.kernel.labels[self.label] = len(self.kernel.instructions)
                 at = label.end()
             else:
                 end = text.index(";", at)
@@ -218,7 +220,10 @@ class Body:
                 self.kernel.widths[self.renamed(re.sub(r"<\d+>$", "", name))] = bits
         elif text.startswith((".shared", ".local")):
             declare(text, self.kernel)
-        elif text and not text.startswith("."):  # .pragma, .branchtargets say nothing to us
+        elif text.startswith(".branchtargets"):
+            names = text.removeprefix(".branchtargets").split(",")
+            self.kernel.tables[self.label] = [self.renamed(name.strip()) for name in names]
+        elif text and not text.startswith("."):  # .pragma says nothing to us
             self.kernel.instructions.append(self.instruction(text))
 
     def instruction(self, text: str) -> Instruction:

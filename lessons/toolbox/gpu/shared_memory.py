@@ -11,6 +11,10 @@ A barrier lets its warps know of each other's past. Each cell of memory remember
 and when, and when each warp read it last. A read is in order if the reader's clock knows of the
 write, a write if it knows of the write and of all reads before.
 
+From Hopper on, hardware beside the warps touches shared memory too: the copy engine (TMA), which
+has a clock of its own here, and the tensor cores (WGMMA), which read on a warp's behalf until it
+waits for them. They see what a warp stored only after its `fence.proxy.async`.
+
 Source: Flanagan and Freund, FastTrack: efficient and precise dynamic race detection (PLDI 2009),
 section 3.
 """
@@ -34,13 +38,18 @@ class SharedMemory:
         self.size = -(-max(size, 16) // 16) * 16
         self.asked = size
         self.cell, self.warps = cell, warps
+        self.engine = warps  # the copy engine, as one more that reads and writes
+        agents = warps + 1
         self.bytes = np.full(programs * self.size, 0xFF, dtype=np.uint8)  # NaN in every float type
         cells = programs * self.size // cell
         self.written = np.zeros(cells, dtype=np.int64)  # time << TIME | place << PLACE | warp
-        self.read = np.zeros((warps, cells), dtype=np.int64)  # time << TIME | place
-        self.clock = np.zeros((programs, warps, warps), dtype=np.int64)
-        own = np.arange(warps)
+        self.read = np.zeros((agents, cells), dtype=np.int64)  # time << TIME | place
+        self.clock = np.zeros((programs, agents, agents), dtype=np.int64)
+        own = np.arange(agents)
         self.clock[:, own, own] = 1
+        # up to when a warp's stores are visible to hardware beside the warps
+        self.fenced = np.zeros((programs, agents), dtype=np.int64)
+        self.fenced[:, self.engine] = IN_FLIGHT
 
     def view(self, size: int) -> np.ndarray:
         """The bytes as unsigned integers of one size."""
@@ -50,13 +59,19 @@ class SharedMemory:
 
     def synchronize(self, warps: np.ndarray) -> None:
         """A barrier of the warps, [programs, warps] bool: they learn of each other's past."""
-        taking = warps.any(1)
-        clock = self.clock[taking]
-        known = np.where(warps[taking][:, :, None], clock, 0).max(1)
-        clock = np.where(warps[taking][:, :, None], known[:, None], clock)
-        own = np.arange(self.warps)
-        clock[:, own, own] += warps[taking]
+        taking = np.flatnonzero(warps.any(1))
+        clock, meets = self.clock[taking], np.zeros((len(taking), self.warps + 1), dtype=bool)
+        meets[:, : self.warps] = warps[taking]
+        known = np.where(meets[:, :, None], clock, 0).max(1)
+        clock = np.where(meets[:, :, None], known[:, None], clock)
+        own = np.arange(self.warps + 1)
+        clock[:, own, own] += meets
         self.clock[taking] = clock
+
+    def fence(self, cta: np.ndarray, agent: np.ndarray) -> None:
+        """What these warps have stored so far is visible to the hardware beside them."""
+        self.fenced[cta, agent] = self.clock[cta, agent, agent]
+        self.clock[cta, agent, agent] += 1
 
     # ------------------------------------------------------------ access
 
@@ -84,6 +99,36 @@ class SharedMemory:
             self._after_write(threads, self.written[cell], mine, lanes, "reads")
             self.read[warp, cell] = stamp
 
+    def note_read_beside(self, threads, places: np.ndarray, size: int, lanes: np.ndarray) -> list:
+        """The same for hardware beside the warps that the lanes have started. Until `end_read` no
+        warp may write there. Returns what end_read wants.
+        """
+        mine, warp = self._clocks(threads, lanes)
+        stamp = (IN_FLIGHT << TIME) | threads.pc
+        cta, marks = threads.cta[lanes], []
+        for cell in self._cells(places, size):
+            written = self.written[cell]
+            self._after_write(threads, written, mine, lanes, "reads")
+            writer = written & ((1 << PLACE) - 1)
+            hidden = (written >> TIME) > self.fenced[cta, writer]
+            if hidden.any():
+                bad = int(np.flatnonzero(hidden)[0])
+                line = threads.line_of((int(written[bad]) >> PLACE) & ((1 << (TIME - PLACE)) - 1))
+                threads.fail(
+                    f"shared memory: it reads beside the warps what warp {int(writer[bad])} stored "
+                    f"at {line}, with no fence.proxy.async in between",
+                    lanes[bad : bad + 1],
+                )
+            self.read[warp, cell] = stamp
+            marks.append((warp, cell, stamp))
+        return marks
+
+    def end_read(self, threads, marks: list, cta: np.ndarray) -> None:
+        """Reads beside the warps have ended: from here on they count as their warp's, now."""
+        for warp, cell, stamp in marks:
+            own = self.clock[cta, warp, warp]
+            self.read[warp, cell] = (own << TIME) | (stamp & ((1 << TIME) - 1))
+
     def note_write(self, threads, places: np.ndarray, size: int, lanes: np.ndarray) -> None:
         """Check and note that the lanes write `size` bytes at `places`."""
         mine, warp = self._clocks(threads, lanes)
@@ -100,7 +145,8 @@ class SharedMemory:
     def _clocks(self, threads, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where each lane's row of `clock` begins, and its warp in the program."""
         warp = threads.warp_of_program[lanes]
-        return (threads.cta[lanes] * self.warps + warp) * self.warps, warp
+        agents = self.warps + 1
+        return (threads.cta[lanes] * agents + warp) * agents, warp
 
     def _own(self, mine: np.ndarray, warp: np.ndarray) -> np.ndarray:
         return self.clock.reshape(-1)[mine + warp]
@@ -115,21 +161,24 @@ class SharedMemory:
             if record >> TIME >= IN_FLIGHT:
                 why = f"what the asynchronous copy of {line} is still filling"
             else:
-                why = f"what warp {record & 63} wrote at {line}, with no barrier in between"
+                why = f"what {self.who(record & 63)} wrote at {line}, with no barrier in between"
             threads.fail(f"race in shared memory: it {what} {why}", lanes[bad : bad + 1])
 
     def _after_reads(self, threads, cell: np.ndarray, mine, lanes) -> None:
-        for warp in range(self.warps):
+        for warp in range(self.warps + 1):
             read = self.read[warp, cell]
             late = (read >> TIME) > self.clock.reshape(-1)[mine + warp]
             if late.any():
                 bad = int(np.flatnonzero(late)[0])
                 line = threads.line_of(int(read[bad]) & ((1 << TIME) - 1))
                 threads.fail(
-                    f"race in shared memory: it writes what warp {warp} reads at {line}, with no "
+                    f"race in shared memory: it writes what {self.who(warp)} reads at {line}, with no "
                     f"barrier in between",
                     lanes[bad : bad + 1],
                 )
+
+    def who(self, agent: int) -> str:
+        return "the copy engine" if agent == self.engine else f"warp {agent}"
 
     def load(self, threads, address: np.ndarray, size: int, count: int, lanes: np.ndarray) -> list:
         """`count` values of `size` bytes for each lane: arrays [lanes]. Raises Fault."""
@@ -155,14 +204,22 @@ class SharedMemory:
         warp = threads.warp_of_program[lanes]
         for cell in self._cells(places, size):
             self.written[cell] = stamp | warp
-        for k in range(size):
-            self.bytes[places + k] = 0xFF
+        self.bytes.reshape(-1, size)[places // size] = 0xFF
 
-    def end_copy(self, threads, places: np.ndarray, data: np.ndarray, lanes: np.ndarray) -> None:
-        """Fill them. data: [lanes, bytes]. From here on they count as written by the lane's warp."""
+    def end_copy(
+        self, threads, places: np.ndarray, data: np.ndarray, lanes: np.ndarray, by_engine=False
+    ) -> None:
+        """Fill them. data: [lanes, bytes]. From here on they count as written by the lane's warp, or
+        by the copy engine.
+        """
         mine, warp = self._clocks(threads, lanes)
-        stamp = (self._own(mine, warp) << TIME) | warp
+        if by_engine:
+            warp = np.full(len(lanes), self.engine)
+            own = self.clock[threads.cta[lanes], self.engine, self.engine]
+        else:
+            own = self._own(mine, warp)
+        stamp = (own << TIME) | warp
         for cell in self._cells(places, data.shape[1]):
             place = self.written[cell] & (((1 << TIME) - 1) ^ ((1 << PLACE) - 1))
             self.written[cell] = stamp | place
-        self.bytes[places[:, None] + np.arange(data.shape[1])] = data
+        self.bytes.reshape(-1, data.shape[1])[places // data.shape[1]] = data

@@ -11,6 +11,7 @@ import numpy as np
 
 from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.gpu.global_memory import GlobalMemory
+from lessons.toolbox.gpu.mbarriers import MemoryBarriers
 from lessons.toolbox.gpu.ptx import Kernel, Line
 from lessons.toolbox.gpu.shared_memory import SharedMemory
 from lessons.toolbox.gpu.values import DTYPES, UNSIGNED, number
@@ -58,6 +59,11 @@ class Threads:
         )
         self.local = np.zeros((self.count, kernel.local_bytes), dtype=np.uint8)
         self.registers: dict[str, np.ndarray] = self.special(grid, block)
+        self.mbarriers = MemoryBarriers(self)
+        self.products = None  # matrix products beside the warps (wgmma)
+        self.events: list = []  # copies of the engine that have not ended: functions
+        self.stores: list = []  # of the engine, that no thread has waited for
+        self.maps: dict[str, object] = {}  # parameter -> tensor map
         self.alive = self.thread < self.block_size  # the last warp may have fewer than 32
         self.pc = 0
 
@@ -111,6 +117,12 @@ class Threads:
         if len(value) == 1:
             return np.broadcast_to(value, len(lanes))
         return value if lanes is self.lanes else value[lanes]
+
+    def fence(self, mask: np.ndarray | None) -> None:
+        """fence.proxy.async: the hardware beside the warps sees what these have stored."""
+        lanes = self.active(mask)
+        warps = np.unique(np.stack([self.cta[lanes], self.warp_of_program[lanes]]), axis=1)
+        self.shared.fence(warps[0], warps[1])
 
     # ------------------------------------------------------------ words
 

@@ -12,6 +12,7 @@ step, from PTX to machine code, is left out: the PTX is what runs.
 import ctypes
 import os
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 
 from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
+from lessons.toolbox.gpu.instructions.tma import TensorMap
 from lessons.toolbox.gpu.machine import Launch, launch
 from lessons.toolbox.gpu.ptx import Kernel, parse
 from lessons.toolbox.gpu.written import written_parameters
@@ -102,8 +104,10 @@ class Launcher:
         self.source, self.metadata = source, metadata
 
     def __call__(self, x, y, z, stream, function: Kernel, packed, facts, enter, leave, *arguments):
-        given = flat(self.source.fn.arg_names, self.source.signature.values(), arguments)
-        buffers, values = bind(function, given)
+        metas = iter(getattr(self.metadata, "tensordesc_meta", None) or ())
+        signature = self.source.signature.values()
+        given = flat(self.source.fn.arg_names, signature, arguments, metas)
+        buffers, values, maps = bind(function, given)
         parameters = {
             name: as_bytes(value, type_, size)
             for (name, type_, size), value in zip(
@@ -118,6 +122,7 @@ class Launcher:
             buffers,
             parameters,
             self.metadata.shared,
+            maps=maps,
             seed=int(torch.randint(2**31, (), generator=ORDER)),
         )
         COUNTS[function.name] += 1
@@ -134,34 +139,78 @@ def total_warps(function: Kernel, asked: int) -> int:
     return max(asked, function.threads // 32)
 
 
-def flat(names, signature, arguments) -> list[tuple[str, object]]:
-    """(name, value) of the arguments that the kernel has as parameters; tuples one by one."""
+def flat(names, signature, arguments, metas) -> list[tuple[str, object]]:
+    """(name, value) of the arguments that the kernel has as parameters; tuples one by one. metas: what
+    the compiler made of each tensor descriptor.
+    """
     found = []
     for name, type_, value in zip(names, signature, arguments):
         if isinstance(type_, tuple):
             inner = [f"{name}[{i}]" for i in range(len(type_))]
-            found += flat(inner, type_, value)
+            found += flat(inner, type_, value, metas)
+        elif isinstance(type_, str) and type_.startswith("tensordesc"):
+            found += of_descriptor(name, value, next(metas, None))
         elif type_ != "constexpr":
             found.append((name, value))
     return found
 
 
-def bind(kernel: Kernel, given: list[tuple[str, object]]) -> tuple[list[Buffer], list]:
-    """The storages of the tensors, each once, and the values of all parameters."""
+@dataclass(frozen=True)
+class Descriptor:
+    """A tensor descriptor of the host with what the compiler decided about it."""
+
+    tensor: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    box: list[int]
+    swizzle: int  # bytes
+
+
+def of_descriptor(name: str, value, meta: dict | None) -> list[tuple[str, object]]:
+    """The parameters of a tensor descriptor: a tensor map, or its parts where the kernel uses
+    pointers; then its sizes and strides.
+    """
+    sizes = [*value.shape, *value.strides]
+    tail = [(name, size) for size in sizes]
+    if meta is None:
+        flags = [value.padding == "nan", getattr(value, "round_f32_to_tf32", False)]
+        return [(name, value.base), *tail, *((name, flag) for flag in flags), *tail]
+    width = {0: 0, 1: 32, 2: 64, 3: 128}[meta["swizzle"]]
+    box = list(meta["block_size"])
+    return [(name, Descriptor(value.base, value.shape, value.strides, box, width)), *tail]
+
+
+def bind(kernel: Kernel, given: list[tuple[str, object]]) -> tuple[list[Buffer], list, dict]:
+    """The storages of the tensors, each once; the values of all parameters; {parameter: tensor map}."""
     writes = written_parameters(kernel)
     buffers: dict[int, Buffer] = {}
-    values = []
+    values, maps = [], {}
+
+    def address_of(name: str, tensor: torch.Tensor, is_written: bool) -> int:
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr() or id(storage)
+        if key not in buffers:
+            buffers[key] = Buffer(bytes_of(storage), name, False)
+        buffers[key].watched |= is_written
+        offset = tensor.storage_offset() * tensor.element_size()
+        return GlobalMemory.address(list(buffers).index(key), offset)
+
     for (name, value), (parameter, _, _) in zip(given, kernel.parameters):
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            key = storage.data_ptr() or id(storage)
-            if key not in buffers:
-                buffers[key] = Buffer(bytes_of(storage), name, False)
-            buffers[key].watched |= parameter in writes
-            offset = value.storage_offset() * value.element_size()
-            value = GlobalMemory.address(list(buffers).index(key), offset)
+        if isinstance(value, Descriptor):
+            size = value.tensor.element_size()
+            maps[parameter] = TensorMap(
+                address_of(name, value.tensor, parameter in writes),
+                tuple(value.shape),
+                tuple(stride * size for stride in value.strides),
+                tuple(value.box),
+                size,
+                value.swizzle,
+            )
+            value = 0
+        elif isinstance(value, torch.Tensor):
+            value = address_of(name, value, parameter in writes)
         values.append(value)
-    return list(buffers.values()), values
+    return list(buffers.values()), values, maps
 
 
 def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:

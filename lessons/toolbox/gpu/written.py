@@ -32,7 +32,8 @@ def written_parameters(kernel: Kernel) -> set[str]:
         seen.add(register)
         for instruction in made_of.get(register, []):
             if instruction.op == "ld" and instruction.has("param"):
-                found.add(instruction.operands[1].base)
+                base = instruction.operands[1].base
+                (found.add if base in everything else waiting.append)(base)
             elif instruction.op == "ld" and kernel.width(register) == 64:
                 found = everything
             elif instruction.op != "ld":

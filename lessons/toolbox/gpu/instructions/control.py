@@ -34,6 +34,20 @@ def branch(instruction: Instruction, kernel: Kernel):
     return control
 
 
+def branch_by_table(instruction: Instruction, kernel: Kernel):
+    """brx.idx i, table: to the label that register i counts."""
+    index, table = instruction.operands
+    labels = [kernel.labels[name] for name in kernel.tables[table]]
+    read = reader(index, "u32")
+
+    def control(run, taking, leaving):
+        held, which = run.masked(taking), run.threads.spread(read(run.threads))
+        parts = [(place, held & (which == k)) for k, place in enumerate(labels)]
+        return fronts_of(run, *parts, (run.threads.pc + 1, leaving))
+
+    return control
+
+
 def end(instruction: Instruction, kernel: Kernel):
     """ret, exit: the threads are done."""
 
@@ -92,4 +106,4 @@ def barrier(instruction: Instruction, kernel: Kernel):
     return control
 
 
-KNOWN = {"bra": branch, "ret": end, "exit": end, "trap": trap, "bar": barrier, "barrier": barrier}
+KNOWN = {"bra": branch, "brx": branch_by_table, "ret": end, "exit": end, "trap": trap, "bar": barrier, "barrier": barrier}

@@ -73,23 +73,28 @@ def memory_of(threads: Threads, space: str):
 
 
 def load_parameter(instruction: Instruction, kernel: Kernel):
-    """A parameter is the same in every thread; a register may hold its address."""
+    """A parameter is the same in every thread, unless a register says which one."""
     target, source = instruction.operands
     targets = target if isinstance(target, tuple) else (target,)
     size = DTYPES[instruction.type].itemsize
     kind = "i" if instruction.type[0] == "s" else "u"
-    widths = [kernel.width(name) // 8 for name in targets]
-    by_name = kernel.has_parameter(source.base)
-    address = None if by_name else reader(source.base, "u64")
+    widths = [max(size, kernel.width(name) // 8) for name in targets]
+    address = None if kernel.has_parameter(source.base) else reader(source.base, "u64")
+
+    def value(threads, name: str, start: int, width: int):
+        stored = np.frombuffer(threads.parameters[name], f"{kind}{size}", 1, start)
+        return stored.astype(f"{kind}{width}")
 
     def run(threads, mask):
-        name, start = source.base, source.offset
-        if not by_name:
-            name, start = threads.kernel.parameter_at(int(address(threads)[0]) + source.offset)
-        data = threads.parameters[name]
-        for k, (target, width) in enumerate(zip(targets, widths)):
-            value = np.frombuffer(data, f"{kind}{size}", 1, start + k * size)
-            threads.write(target, value.astype(f"{kind}{max(width, size)}"), mask)
+        for k, (name, width) in enumerate(zip(targets, widths)):
+            if address is None:
+                found = value(threads, source.base, source.offset + k * size, width)
+            else:
+                where, inverse = np.unique(address(threads), return_inverse=True)
+                places = [kernel.parameter_at(int(at) + source.offset) for at in where]
+                every = [value(threads, at, start + k * size, width) for at, start in places]
+                found = np.concatenate(every)[inverse]
+            threads.write(name, found, mask)
 
     return run
 

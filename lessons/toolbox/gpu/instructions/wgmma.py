@@ -1,0 +1,244 @@
+"""wgmma: Hopper's matrix product of a warpgroup (four warps), from shared memory, beside the warps.
+
+    wgmma.mma_async ...   starts d = a · b + d; a may lie in registers, b always in shared memory
+    wgmma.commit_group    closes a group of products
+    wgmma.wait_group n    waits for all groups but the last n
+
+Until it is waited for, the registers of d are nobody's: to read them is a fault. So is a store to
+the shared memory that a product still reads.
+
+A descriptor says where a matrix lies: its address, two strides, and the swizzle: which 16-byte
+chunks of a row change places, so that the 8 rows of a core matrix lie in different banks.
+
+Source: NVIDIA, PTX ISA 9.0, 9.7.15.7 (wgmma; matrix descriptor; core matrices, swizzles).
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from lessons.toolbox.gpu.instructions.tensor_cores import (
+    BITS,
+    accumulator_order,
+    numbers,
+    operand_matrix,
+    product,
+    whole_warps,
+)
+from lessons.toolbox.gpu.ptx import Instruction, Kernel
+from lessons.toolbox.gpu.threads import WARP, predicate_reader, reader
+
+GROUP = 4 * WARP  # threads of a warpgroup
+SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}  # field of a descriptor -> bytes of a swizzled row
+
+
+def swizzled(address: np.ndarray, width: int) -> np.ndarray:
+    """Where a 16-byte chunk lies: bits 4 to 6 of its address, changed by bits 7 to 9."""
+    mask = {128: 7, 64: 3, 32: 1, 0: 0}[width]
+    return address ^ ((address >> 7) & mask) << 4
+
+
+def chunks(descriptor: np.ndarray, rows: int, row_bytes: int, across: bool) -> np.ndarray:
+    """The addresses of a matrix's 16-byte chunks: [groups, rows, row_bytes / 16].
+
+    across: the rows that lie in memory are those of k (the operand is transposed): `rows` is then K
+    and row_bytes the bytes of M or N.
+    """
+    field = descriptor.astype(np.uint64)
+
+    def bytes_of(first):
+        return ((field >> np.uint64(first)) & np.uint64(0x3FFF)).astype(np.int64)[:, None, None] * 16
+
+    start, leading, stride = bytes_of(0), bytes_of(16), bytes_of(32)
+    modes = np.unique(field >> np.uint64(62))
+    if len(modes) > 1:
+        raise ValueError("descriptors with different swizzles")
+    width = SWIZZLES[int(modes[0])]
+    row, chunk = np.arange(rows)[None, :, None], np.arange(row_bytes // 16)[None, None, :]
+    inner, outer = row % 8, row // 8
+    if across:
+        if width:
+            wide = chunk * 16
+            offset = wide // width * leading + outer * stride + inner * width + wide % width
+        else:
+            offset = chunk * stride + outer * leading + inner * 16
+    elif width:
+        offset = outer * stride + inner * width + chunk * 16
+    else:
+        offset = outer * stride + chunk * leading + inner * 16
+    return swizzled(start + offset, width)
+
+
+@dataclass
+class Product:
+    """One instruction in flight. lanes: the threads of its warpgroups; group: of each thread, -1 while
+    open; marks: what it reads of shared memory.
+    """
+
+    names: tuple[str, ...]
+    lanes: np.ndarray  # [count] bool
+    group: np.ndarray  # [count]
+    marks: list  # (the lane of each mark, [(warp, cell, stamp), ...])
+
+
+class Products:
+    """All that are in flight. values: what the registers will hold."""
+
+    def __init__(self, count: int):
+        self.closed = np.zeros(count, dtype=np.int64)
+        self.flying: list[Product] = []
+        self.values: dict[str, np.ndarray] = {}
+
+    def names(self, here: np.ndarray) -> set[str]:
+        """The registers in flight in any of these threads."""
+        return {n for flying in self.flying if (flying.lanes & here).any() for n in flying.names}
+
+
+def products(threads) -> Products:
+    if threads.products is None:
+        threads.products = Products(threads.count)
+    return threads.products
+
+
+def multiply(instruction: Instruction, kernel: Kernel):
+    """wgmma.mma_async.sync.aligned.m64nNkK.f32.bf16.bf16 d, a, b, scale-d, ..."""
+    what = instruction.modifiers[0]
+    if what == "fence":
+        return lambda threads, mask: None
+    if what == "commit_group":
+        return commit
+    if what == "wait_group":
+        left = int(instruction.operands[0], 0)
+        return lambda threads, mask: wait(threads, mask, left)
+    shape = next(word for word in instruction.modifiers if re.fullmatch(r"m64n\d+k\d+", word))
+    _, columns, depth = map(int, re.findall(r"\d+", shape))
+    d, a, b, keeps, *rest = instruction.operands
+    to, of_a, of_b = instruction.modifiers[-3:]
+    signs, turned = rest[:2], [word != "0" for word in rest[2:]]
+    if any(sign != "1" for sign in signs) or to not in ("f32", "s32"):
+        raise ValueError(instruction.text)
+    a_turned = turned[0] if len(turned) == 2 else False
+    b_turned = turned[-1] if turned else False
+    keeps = predicate_reader(keeps)
+    size = np.dtype("f4" if to == "f32" else "i4")
+    order = accumulator_order(16, columns).reshape(-1)
+    inverse = np.argsort(order)
+
+    def run(threads, mask):
+        groups = warpgroups(threads, mask)
+        flight = products(threads)
+        marks = []
+        right = from_shared(threads, b, groups, columns, depth, of_b, b_turned, marks, None)
+        if isinstance(a, tuple):
+            every = operand_matrix(threads, a, 16, depth, of_a, False)
+            left = every[groups // WARP + np.arange(4)[:, None]].swapaxes(0, 1)
+            left = left.reshape(len(groups), 64, depth)
+        else:
+            left = from_shared(threads, a, groups, 64, depth, of_a, a_turned, marks, True)
+        lanes = np.zeros(threads.count, dtype=bool)
+        lanes.reshape(-1, WARP)[groups // WARP + np.arange(4)[:, None]] = True
+        held = [flight.values.get(name, threads.registers.get(name)) for name in d]
+        held = [np.zeros(1, np.uint32) if x is None else x for x in held]
+        whole = np.stack([threads.spread(x).reshape(-1, WARP) for x in held], axis=1)
+        warps = groups[:, None] // WARP + np.arange(4)
+        c = whole[warps].reshape(len(groups), 4, -1)[:, :, order].reshape(len(groups), 64, columns)
+        c = np.ascontiguousarray(c).view(size)
+        kept = threads.spread(keeps(threads))[groups][:, None, None]
+        result = product(left, right.swapaxes(1, 2), np.where(kept, c, size.type(0)))
+        result = result.reshape(len(groups), 4, -1)[:, :, inverse].view(np.uint32)
+        result = result.reshape(len(groups), 4, len(d), WARP)
+        for k, name in enumerate(d):
+            value = threads.spread(held[k]).copy()
+            value.reshape(-1, WARP)[warps] = result[:, :, k]
+            flight.values[name] = value
+        flight.flying.append(Product(d, lanes, np.where(lanes, -1, 0), marks))
+
+    return run
+
+
+def warpgroups(threads, mask) -> np.ndarray:
+    """The first lanes of the warpgroups of a mask. Raises Fault if a part of one is elsewhere."""
+    whole_warps(threads, mask)
+    lanes = threads.active(mask)
+    first = lanes[threads.thread[lanes] % GROUP == 0]
+    if len(first) * GROUP != len(lanes):
+        threads.fail("only a part of the warpgroup takes part", lanes)
+    return first
+
+
+def from_shared(threads, name, groups, rows, depth, type_, turned, marks, own_rows) -> np.ndarray:
+    """[groups, rows, depth] of an operand in shared memory. own_rows: warp w reads rows 16 w to
+    16 w + 15 alone, else every warp reads all.
+    """
+    descriptor = threads.spread(threads.registers[name])[groups]
+    size = BITS[type_] // 8
+    where = chunks(
+        descriptor, *((depth, rows * size) if turned else (rows, depth * size)), across=turned
+    )
+    shared = threads.shared
+    flat, count = where.reshape(len(groups), -1), where[0].size
+    for warp in range(4):
+        part = where[:, 16 * warp : 16 * warp + 16] if own_rows and not turned else where
+        part = part.reshape(len(groups), -1)
+        lanes = np.repeat(groups + warp * WARP, part.shape[1])
+        places = shared.places(threads, part.reshape(-1), 16, lanes)
+        marks.append((lanes, shared.note_read_beside(threads, places, 16, lanes)))
+    lanes = np.repeat(groups, count)
+    places = shared.places(threads, flat.reshape(-1), 16, lanes)
+    stored = shared.bytes.reshape(-1, 16)[places // 16].reshape(*where.shape[:2], -1)
+    found = numbers(np.ascontiguousarray(stored).view(f"u{size}"), type_)
+    return found.swapaxes(1, 2) if turned else found
+
+
+def commit(threads, mask) -> None:
+    """Close a group: it holds the products since the last one."""
+    flight = products(threads)
+    here = np.zeros(threads.count, dtype=bool)
+    here[threads.active(mask)] = True
+    flight.closed += here
+    for flying in flight.flying:
+        open_ = flying.lanes & here & (flying.group < 0)
+        flying.group = np.where(open_, flight.closed, flying.group)
+
+
+def wait(threads, mask, left: int) -> None:
+    """Wait for all groups but the last `left`: their registers hold the sums."""
+    flight = products(threads)
+    here = np.zeros(threads.count, dtype=bool)
+    here[threads.active(mask)] = True
+    ended = []
+    for flying in flight.flying:
+        now = flying.lanes & here & (flying.group >= 0) & (flying.group <= flight.closed - left)
+        if now.any():
+            flying.lanes = flying.lanes & ~now
+            end_reads(threads, flying, now)
+            ended.append((flying.names, now))
+    flight.flying = [flying for flying in flight.flying if flying.lanes.any()]
+    for names, now in ended:
+        for other in flight.flying:  # a later product adds to the same sums
+            if set(other.names) & set(names):
+                now = now & ~other.lanes
+        for name in names:
+            threads.write(name, flight.values[name], now)
+    for flying in flight.flying:  # what others still read stays marked
+        for _, marks in flying.marks:
+            for warp, cell, stamp in marks:
+                threads.shared.read[warp, cell] = stamp
+
+
+def end_reads(threads, flying: Product, now: np.ndarray) -> None:
+    """The products of the threads `now` have ended: their shared memory is free."""
+    left = []
+    for lanes, marks in flying.marks:
+        done = now[lanes]
+        if done.any():
+            ended = [(warp[done], cell[done], stamp) for warp, cell, stamp in marks]
+            threads.shared.end_read(threads, ended, threads.cta[lanes[done]])
+        if not done.all():
+            keep = ~done
+            left.append((lanes[keep], [(w[keep], c[keep], stamp) for w, c, stamp in marks]))
+    flying.marks = left
+
+
+KNOWN = {"wgmma": multiply}
