@@ -24,7 +24,7 @@ from torch import Tensor
 from lessons.l09_flash_attention.arguments import check_heads, check_options
 from lessons.l09_flash_attention.hopper.rings import allocate_ring, fill, release, tile_of, wait_for
 from lessons.toolbox.kernels.triton_ import triton
-from lessons.toolbox.measure.device import has_triton
+from lessons.toolbox.measure.device import compiled_chip, has_triton
 from lessons.toolbox.simulator.launch import simulate
 
 if has_triton():
@@ -277,7 +277,8 @@ def flash_attention_hopper(
         return TensorDescriptor.from_tensor(x.flatten(1), [rows, head_dim], layout)
 
     if out.numel():
-        kernel = flash_hopper_kernel if q.is_cuda else simulate(flash_hopper_kernel)
+        is_compiled = q.is_cuda or compiled_chip() == 90
+        kernel = flash_hopper_kernel if is_compiled else simulate(flash_hopper_kernel)
         scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         kernel[num_heads, triton.cdiv(len(q), BLOCK_M)](
             tiles_of(q, ROWS),

@@ -10,7 +10,6 @@ step, from PTX to machine code, is left out: the PTX is what runs.
 """
 
 import ctypes
-import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,21 +27,10 @@ from lessons.toolbox.gpu.ptx import Kernel, parse
 from lessons.toolbox.gpu.written import written_parameters
 
 ROOT = Path(__file__).parents[3]
-CHIP = "LADDER_CHIP"
 # Shared memory that one program may have, in bytes. Source: CUDA C++ Programming Guide 13, table of
 # technical specifications.
 SHARED_LIMIT = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 COUNTS: Counter[str] = Counter()  # kernel -> launches
-
-
-def chip() -> int | None:
-    """The chip that LADDER_CHIP names, None without one. Raises ValueError."""
-    text = os.environ.get(CHIP, "")
-    if not text:
-        return None
-    if not text.isdigit() or int(text) not in SHARED_LIMIT:
-        raise ValueError(f"{CHIP}: got {text!r}; accepted: {', '.join(map(str, SHARED_LIMIT))}")
-    return int(text)
 
 
 def install(capability: int) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lessons.toolbox.cuda_cpu import emulator
+from lessons.toolbox.measure.device import compiled_chip
 
 MISSING = (
     "cuda.core is not installed, so no CUDA C++ kernel can run: pip install cuda-core "
@@ -61,6 +62,14 @@ class CudaKernel:
         device = common_device(self.name, arguments)
         if device.type == "cpu":
             given = typed(self.name, arguments)
+            if chip := compiled_chip():
+                from lessons.toolbox.gpu import cuda_launch
+
+                source = self.file.read_text(encoding="utf-8")
+                cuda_launch.run(
+                    source, self.file.name, self.name, chip, grid, block, shared_bytes, given
+                )
+                return
             emulator.launch(self.file, self.name, grid, block, shared_bytes, given)
         else:
             self.launch_on_gpu(device, grid, block, shared_bytes, arguments)

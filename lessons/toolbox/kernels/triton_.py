@@ -8,7 +8,9 @@
 It gives the real modules, and makes the file work on every machine:
 
 - with a CUDA device the kernels are compiled, as after `import triton`;
-- without one they run in Triton's interpreter, mended by `lessons.toolbox.kernels.interpreter` to
+- with LADDER_CHIP=80 they are compiled for that chip, and `toolbox.gpu` runs what the compiler
+  made, on the CPU;
+- without either they run in Triton's interpreter, mended by `lessons.toolbox.kernels.interpreter` to
   round as a GPU does;
 - without Triton (macOS, Windows) the file still imports, so that its PyTorch parts, its
   documentation and its source can be used; launching a kernel raises one line that says so.
@@ -19,9 +21,7 @@ arguments. Gluon is never interpreted: without a GPU `lessons.toolbox.simulator`
 `compile_check` checks it everywhere.
 """
 
-import os
-
-from lessons.toolbox.measure.device import has_triton, interpreting
+from lessons.toolbox.measure.device import compiled_chip, has_triton, interpreting
 
 
 class TritonMissing(RuntimeError):
@@ -77,10 +77,10 @@ if has_triton():
         from lessons.toolbox.kernels.interpreter import make_faithful
 
         make_faithful()
-    elif os.environ.get("LADDER_CHIP"):
-        from lessons.toolbox.gpu import triton_driver
+    elif compiled_chip():
+        from lessons.toolbox.gpu.triton_driver import install
 
-        triton_driver.install(triton_driver.chip())
+        install(compiled_chip())
 else:
     triton, tl = _Absent("triton"), _Absent("tl")
     tl.constexpr = _Constexpr

@@ -39,6 +39,8 @@ NEEDS_CAPABILITY = {
 }
 # In a process that pretends to have a GPU (proof.pretended), and in its children, this is set.
 REHEARSING = "LADDER_REHEARSES"
+CHIP = "LADDER_CHIP"
+RUNS = (75, 80, 86, 89, 90)  # chips whose instructions toolbox.gpu knows
 TRITON_KNOWN = ("3.6", "3.7")  # the interpreter's patches were checked with these
 
 
@@ -58,6 +60,16 @@ def interpreting() -> bool:
     """
     # what Triton takes for true
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def compiled_chip() -> int | None:
+    """The chip whose compiled code `toolbox.gpu` runs on this CPU: what LADDER_CHIP names, as 80 for
+    sm_80. None without it. Raises ValueError.
+    """
+    text = os.environ.get(CHIP, "")
+    if text and text not in map(str, RUNS):
+        raise ValueError(f"{CHIP}: got {text!r}; accepted: {', '.join(map(str, RUNS))}")
+    return int(text) if text else None
 
 
 def rehearsing() -> bool:

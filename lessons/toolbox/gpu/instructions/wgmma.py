@@ -94,6 +94,14 @@ class Products:
         """The registers in flight in any of these threads."""
         return {n for flying in self.flying if (flying.lanes & here).any() for n in flying.names}
 
+    def value(self, threads, name: str) -> np.ndarray:
+        """[count]: what a sum adds to: the register, or what a product in flight leaves there."""
+        value = threads.spread(threads.registers.get(name, np.zeros(1, dtype=np.uint32)))
+        for flying in self.flying:
+            if name in flying.names:
+                value = np.where(flying.lanes, self.values[name], value)
+        return value
+
 
 def products(threads) -> Products:
     if threads.products is None:
@@ -138,9 +146,8 @@ def multiply(instruction: Instruction, kernel: Kernel):
             left = from_shared(threads, a, groups, 64, depth, of_a, a_turned, marks, True)
         lanes = np.zeros(threads.count, dtype=bool)
         lanes.reshape(-1, WARP)[groups // WARP + np.arange(4)[:, None]] = True
-        held = [flight.values.get(name, threads.registers.get(name)) for name in d]
-        held = [np.zeros(1, np.uint32) if x is None else x for x in held]
-        whole = np.stack([threads.spread(x).reshape(-1, WARP) for x in held], axis=1)
+        held = [flight.value(threads, name) for name in d]
+        whole = np.stack([x.reshape(-1, WARP) for x in held], axis=1)
         warps = groups[:, None] // WARP + np.arange(4)
         c = whole[warps].reshape(len(groups), 4, -1)[:, :, order].reshape(len(groups), 64, columns)
         c = np.ascontiguousarray(c).view(size)
@@ -149,7 +156,7 @@ def multiply(instruction: Instruction, kernel: Kernel):
         result = result.reshape(len(groups), 4, -1)[:, :, inverse].view(np.uint32)
         result = result.reshape(len(groups), 4, len(d), WARP)
         for k, name in enumerate(d):
-            value = threads.spread(held[k]).copy()
+            value = held[k].copy()
             value.reshape(-1, WARP)[warps] = result[:, :, k]
             flight.values[name] = value
         flight.flying.append(Product(d, lanes, np.where(lanes, -1, 0), marks))
