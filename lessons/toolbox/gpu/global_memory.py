@@ -139,6 +139,8 @@ class GlobalMemory:
                 if (late := (touched != 0) & (touched != program)).any():
                     self.race(threads, buffer, "writes", how, touched, late, lanes)
             buffer.writer[cell] = program
+            if (late := buffer.writer[cell] != program).any():  # in this very instruction
+                self.race(threads, buffer, "writes", "writes", buffer.writer[cell], late, lanes)
 
     def race(self, threads, buffer: Buffer, what: str, how: str, other, late, lanes) -> None:
         bad = int(np.flatnonzero(late)[0])

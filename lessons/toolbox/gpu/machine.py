@@ -98,6 +98,7 @@ class Run:
         self.fronts: dict[int, np.ndarray] = {0: threads.alive.copy()}
         self.stalled: dict[int, np.ndarray] = {}  # at an mbarrier whose phase is not complete
         self.seen_changes = -1  # of mbarriers, when they stalled
+        self.last_step = done.steps + MOST_STEPS
         self.barriers = Barriers(threads)
 
     def go(self) -> None:
@@ -147,13 +148,12 @@ class Run:
         """Run a front until it splits, waits, ends or reaches another one."""
         threads, steps, executed = self.threads, self.steps, self.done.executed
         mask = self.whole(mask)
-        start = self.done.steps
         while place < len(steps):
             step = steps[place]
             threads.pc = place
             self.done.steps += 1
             executed[place] += self.warps_in(mask)
-            if self.done.steps - start > MOST_STEPS:
+            if self.done.steps > self.last_step:
                 threads.fail("the kernel does not end", threads.active(mask))
             taking, leaving = self.split(step, mask)
             if step.control is not None:
@@ -222,8 +222,14 @@ class Run:
             )
 
     def end(self, mask: np.ndarray | None) -> None:
-        """The threads are done."""
-        self.threads.alive = self.threads.alive & ~self.masked(mask)
+        """The threads are done. Raises Fault if a store of theirs is still reading shared memory."""
+        ending = self.masked(mask)
+        for lanes, _ in self.threads.stores:
+            if ending[lanes].any():
+                self.threads.fail(
+                    "the program ends before the copy engine has read what it stores", lanes
+                )
+        self.threads.alive = self.threads.alive & ~ending
 
 
 NOBODY = np.zeros(0, dtype=bool)  # an empty mask, known by its identity

@@ -24,15 +24,18 @@ class Rounding:
         given = os.environ.get(VARIABLE, "")
         self.seed = int(given) if given.isdigit() else random.SystemRandom().getrandbits(16)
 
-    def approximated(self, x: np.ndarray, units: float) -> np.ndarray:
-        """float32 results, off by at most `units` of 2^-23 of themselves."""
+    def approximated(self, exact: np.ndarray, units: float) -> np.ndarray:
+        """float64 -> float32, off by at most `units` of 2^-23 of the number. Half a unit is left for
+        the rounding itself.
+        """
+        near = exact.astype(np.float32)
         if not self.seed:
-            return x.astype(np.float32)
-        x = np.ascontiguousarray(x, dtype=np.float32)
-        mixed = (x.view(np.uint32) ^ np.uint32(self.seed)) * np.uint32(2654435761)
+            return near
+        mixed = (near.view(np.uint32) ^ np.uint32(self.seed)) * np.uint32(2654435761)
         mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(2246822519)
         drawn = (mixed >> np.uint32(8)).astype(np.float64) * 2.0**-23 - 1  # [-1, 1)
-        return np.where(np.isfinite(x), x * (1 + drawn * units * 2.0**-23), x).astype(np.float32)
+        moved = (exact * (1 + drawn * (units - 0.5) * 2.0**-23)).astype(np.float32)
+        return np.where(np.isfinite(near), moved, near)
 
     def sum_order(self, count: int) -> np.ndarray:
         """In which order `count` products are added."""

@@ -194,6 +194,10 @@ class SharedMemory:
         view, first = self.view(size), places // size
         for k, value in enumerate(values):
             view[first + k] = value
+        for k, value in enumerate(values):  # of threads that store at one place the last one wins
+            if (lost := view[first + k] != value).any():
+                bad = np.flatnonzero(lost)[:1]
+                threads.fail("two threads store different values at one place", lanes[bad])
 
     # ------------------------------------------------------------ asynchronous copies
 

@@ -3,6 +3,8 @@
     python -m lessons.toolbox.proof gpu [--lesson 03] [--out DIR] [--budget-minutes 9] [--pack FILE]
     python -m lessons.toolbox.proof gpu --rehearse [...]    the same steps on a pretended GPU
     python -m lessons.toolbox.proof cpu [...]    the tests of equivalence without a GPU
+    python -m lessons.toolbox.proof compiled --chip 90 [...]    the same with the code that the
+                                                 compilers make for a chip, run on the CPU
     python -m lessons.toolbox.proof table        each kernel: interpreter or emulator, compiler, GPU
     python -m lessons.toolbox.proof readme       the same, written into the READMEs
 
@@ -19,7 +21,7 @@ import sys
 from pathlib import Path
 
 from lessons.toolbox.command import OneLineParser, run_command
-from lessons.toolbox.measure.device import has_gpu, interpreting
+from lessons.toolbox.measure.device import RUNS, has_gpu, interpreting
 from lessons.toolbox.proof import machine, table
 from lessons.toolbox.proof.machine import ROOT
 from lessons.toolbox.proof.rehearsal import Rehearsal, folder
@@ -33,6 +35,8 @@ NEEDED += ("numpy", "matplotlib")
 def prove(options: argparse.Namespace, here: machine.Machine, root: Path = ROOT) -> int:
     """The commands gpu and cpu on the machine `here`; the exit code says whether all passed."""
     folder = "cpu" if here.interpreted else machine.device_folder(here.fingerprint["device"])
+    if here.chip:
+        folder = f"sm_{here.chip}"
     out = (options.out or root / "results" / folder).resolve()
     lessons = machine.rooms(root, options.lesson)
     run = Run(here, out, lessons, 60 * options.budget_minutes, root, options.pack)
@@ -102,6 +106,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, about in (
         ("gpu", "prove and measure everything on this machine's GPU"),
         ("cpu", "prove every kernel without one: interpreted, CUDA C++ emulated"),
+        ("compiled", "prove every kernel without one: compiled for a chip, run on the CPU"),
     ):
         run = commands.add_parser(name, help=about)
         run.add_argument("--out", type=Path, help="folder of the results: results/<device>")
@@ -109,6 +114,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         run.add_argument("--budget-minutes", type=float, default=9, help="the run ends then")
         run.add_argument("--pack", type=Path, help="an archive of that folder, after each step")
         run.set_defaults(rehearse=False)
+        run.set_defaults(chip=None)
+        if name == "compiled":
+            run.add_argument("--chip", type=int, required=True, choices=RUNS, help="80 for sm_80")
         if name == "gpu":
             run.add_argument("--rehearse", action="store_true", help="pretend a GPU, prove nothing")
     commands.add_parser("table", help="what is proved, and where")
@@ -126,7 +134,7 @@ def run_proof(options: argparse.Namespace) -> int:
     """What the command line asks for; returns the exit code."""
     if options.command in ("table", "readme"):
         return show() if options.command == "table" else readme()
-    interpreted = options.command == "cpu"
+    interpreted = options.command in ("cpu", "compiled")
     is_rehearsed = getattr(options, "rehearse", False)
     if why := not_installed() if is_rehearsed else why_not_here(interpreted):
         raise ValueError(why)
@@ -134,7 +142,7 @@ def run_proof(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if is_rehearsed:
         return rehearse(options)
-    return prove(options, machine.this_machine(interpreted))
+    return prove(options, machine.this_machine(interpreted, options.chip))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 @dataclass(frozen=True)
 class Machine:
     """Where the steps run. interpreted: on a CPU, in Triton's interpreter and in
-    the emulator for CUDA C++.
+    the emulator for CUDA C++; with a chip (80 for sm_80) as the code that the compilers make for it,
+    run by `toolbox.gpu`.
     """
 
     fingerprint: dict
@@ -32,9 +33,15 @@ class Machine:
     sanitizer: str | None  # path of compute-sanitizer
     jobs: int  # lessons whose equivalence is tested at once
     workers: int = 1  # processes that share the tests of one of them
+    chip: int | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a step's process must know of it."""
+        return {device.CHIP: str(self.chip), "TRITON_INTERPRET": "0"} if self.chip else {}
 
 
-def this_machine(interpreted: bool = False) -> Machine:
+def this_machine(interpreted: bool = False, chip: int | None = None) -> Machine:
     """The machine that this process runs on."""
     fingerprint = device.fingerprint()
     # a test process takes gigabytes
@@ -45,7 +52,9 @@ def this_machine(interpreted: bool = False) -> Machine:
     jobs, workers = max(1, jobs), 1
     if not interpreted and importlib.util.find_spec("xdist"):
         workers = max(1, device.core_count() // jobs)
-    return Machine(fingerprint, interpreted, sanitizer, jobs, workers)
+    if chip:
+        fingerprint |= {"chip": chip, "interpreted": False}
+    return Machine(fingerprint, interpreted, sanitizer, jobs, workers, chip)
 
 
 def device_folder(name: str) -> str:

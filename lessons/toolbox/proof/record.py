@@ -76,15 +76,18 @@ def is_cuda_cpp(kernel) -> bool:
 
 def where(kernel) -> str:
     """Where this process runs a kernel: "cuda", or without a GPU "interpreter", for Gluon
-    "simulator", for CUDA C++ "emulator"; "rehearsal" on a pretended GPU, which proves nothing.
+    "simulator", for CUDA C++ "emulator", or "sm_80" for the compiled code of that chip;
+    "rehearsal" on a pretended GPU, which proves nothing.
     """
     # here, because it imports PyTorch, which the reading of records does without
-    from lessons.toolbox.measure.device import has_gpu, interpreting, rehearsing
+    from lessons.toolbox.measure.device import compiled_chip, has_gpu, interpreting, rehearsing
 
     if rehearsing():
         return "rehearsal"
     if has_gpu() and not interpreting():
         return "cuda"
+    if chip := compiled_chip():
+        return f"sm_{chip}"
     if is_cuda_cpp(kernel):
         return "emulator"
     return "simulator" if getattr(kernel, "is_gluon", bool)() else "interpreter"

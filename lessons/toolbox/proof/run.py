@@ -55,9 +55,12 @@ class Run(Steps):
             folder.mkdir(parents=True, exist_ok=True)
         device = machine.fingerprint["device"]
         self.proof = {"device": device, "interpreted": machine.interpreted, "steps": {}}
+        if machine.chip:
+            self.proof["chip"] = machine.chip
         if (file := out / "proof.json").exists():
             earlier = json.loads(file.read_text(encoding="utf-8"))
             is_alike = earlier["interpreted"] == machine.interpreted
+            is_alike &= earlier.get("chip") == machine.chip
             if is_alike and not earlier.get("rehearsed"):
                 self.proof["steps"] = earlier["steps"]
         self.say(f"{device}: lessons {' '.join(lessons)}; {budget_s:.0f} s; into {out}")
@@ -65,6 +68,8 @@ class Run(Steps):
     @property
     def places(self) -> tuple[str, ...]:
         """Where kernels must have run for their proofs to count here."""
+        if self.machine.chip:
+            return (f"sm_{self.machine.chip}",)
         return record.WITHOUT_GPU if self.machine.interpreted else ("cuda",)
 
     def everything(self) -> None:
@@ -153,7 +158,7 @@ class Run(Steps):
     def environment(self, step: Step) -> dict[str, str]:
         """Variables that the step's process gets besides its own."""
         watched = sanitizer.ENVIRONMENT if step.kind in sanitizer.CLEAN else {}
-        return step.environment | watched
+        return self.machine.environment | step.environment | watched
 
     def finish(self, step: Step, command: Command) -> None:
         """Record how a step went. A slip in our bookkeeping must not waste the GPU for others."""

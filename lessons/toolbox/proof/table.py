@@ -22,10 +22,13 @@ BEGIN, END = f"<!-- proofs: {COMMAND} -->", "<!-- end of proofs -->"
 PROVED, NOT_YET = "proved", "not yet"
 INTERPRETED, SIMULATED, EMULATED = "interpreter only", "simulator only", "emulator only"
 STALE, NOT_FOR_IT = "stale", "–"
+EXECUTED = "compiled code executed"
 MEANING = (
     "A cell holds registers a thread, bytes spilled and KiB of shared memory, the most over all "
     "launches of the kernel. `!`: it spills, or does not fit the chip. `–`: the kernel is not for "
-    "this chip. `stale`: the kernel has changed since."
+    "this chip. `stale`: the kernel has changed since. *Compiled code executed*: the chips for which "
+    "the tests of equivalence have passed with the code that the compilers make for them, run on a "
+    "CPU by `lessons/toolbox/gpu/`. It is no GPU, and tells no time."
 )
 
 
@@ -130,9 +133,7 @@ def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     """
     on_gpu, without = [], NOT_YET
     for proof in proofs:
-        passed = [step for step in proof["steps"].values() if step["status"] == "passed"]
-        found = [step["kernels"][key] for step in passed if key in step.get("kernels", ())]
-        if not found:
+        if proof.get("chip") or not (found := records_of(key, proof)):
             continue
         is_current = current_hash in {entry["hash"] for entry in found}
         if proof["interpreted"]:
@@ -142,6 +143,25 @@ def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
         else:
             on_gpu.append(f"{PROVED if is_current else STALE} on {proof['device']}")
     return ", ".join(on_gpu) or without
+
+
+def records_of(key: str, proof: dict) -> list[dict]:
+    """What the steps that passed there recorded of a kernel."""
+    passed = [step for step in proof["steps"].values() if step["status"] == "passed"]
+    return [step["kernels"][key] for step in passed if key in step.get("kernels", ())]
+
+
+def executed_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
+    """The chips whose compiled code has run on a CPU and was right: "80, 90"; "stale" if the kernel
+    has changed since; "not yet".
+    """
+    ran = {proof["chip"]: records_of(key, proof) for proof in proofs if proof.get("chip")}
+    current = [
+        chip for chip, found in ran.items() if current_hash in {entry["hash"] for entry in found}
+    ]
+    if current:
+        return ", ".join(map(str, sorted(current)))
+    return STALE if any(ran.values()) else NOT_YET
 
 
 def steps_of(proof: dict, lesson: str) -> dict:
@@ -154,7 +174,9 @@ def steps_of(proof: dict, lesson: str) -> dict:
 
 
 def rows(kernels: dict[str, Kernel], proofs: list[dict]) -> list[list[str]]:
-    """[lesson, kernel with a link, a cell for each chip, how it is proved] of each kernel."""
+    """[lesson, kernel with a link, a cell for each chip, for which chips its compiled code has run,
+    how it is proved] of each kernel.
+    """
     known = compile_check.recorded()
     lines = []
     for key, kernel in kernels.items():
@@ -166,14 +188,15 @@ def rows(kernels: dict[str, Kernel], proofs: list[dict]) -> list[list[str]]:
         link = f"[`{name}`](../{kernel.file})"
         # A lesson that launches an older kernel with hooks of its own proves it under its old name.
         proved = proofs if lesson == kernel.lesson else [steps_of(p, lesson) for p in proofs]
-        cell = proof_cell(f"{kernel.lesson}/{name}", kernel.hash, proved)
-        lines.append([lesson, link, *cells, cell])
+        key = f"{kernel.lesson}/{name}"
+        executed = executed_cell(key, kernel.hash, proved)
+        lines.append([lesson, link, *cells, executed, proof_cell(key, kernel.hash, proved)])
     return lines
 
 
 def markdown(rows: list[list[str]]) -> str:
     """The table of results/README.md."""
-    names = ["lesson", "kernel", *(f"sm_{chip}" for chip in CHIPS), "proved"]
+    names = ["lesson", "kernel", *(f"sm_{chip}" for chip in CHIPS), EXECUTED, "proved"]
     lines = [names, ["---"] * len(names), *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     compilers = sorted({report.compiler for report in compile_check.recorded().values()})
@@ -183,18 +206,20 @@ def markdown(rows: list[list[str]]) -> str:
 def sentence(rows: list[list[str]]) -> str:
     """README.md's sentence on what is proved."""
     compiled = []
-    for chip, cells in zip(CHIPS, zip(*(row[2:-1] for row in rows))):
+    for chip, cells in zip(CHIPS, zip(*(row[2:-2] for row in rows))):
         fit = sum(cell[0].isdigit() and not cell.endswith("!") for cell in cells)
         compiled.append(f"{fit} for sm_{chip}")
     interpreted, simulated, emulated = (
         sum(row[-1] == where for row in rows) for where in (INTERPRETED, SIMULATED, EMULATED)
     )
     on_gpu = sum(PROVED in row[-1] for row in rows)
+    executed = sum(row[-2][0].isdigit() for row in rows)
     return (
         f"Of the {len(rows)} kernels, {interpreted} are proved equal to the naive code in Triton's "
         f"interpreter alone, {simulated or 'none'} in our simulator of Gluon alone, "
         f"{emulated or 'none'} in the emulator for CUDA C++ alone and "
-        f"{on_gpu or 'none'} on a GPU, and the compiler takes "
+        f"{on_gpu or 'none'} on a GPU. The compiled code of {executed or 'none'} has run on a CPU, "
+        f"instruction by instruction, and was equal too; that is no GPU. The compiler takes "
         f"{', '.join(compiled[:-1])} and {compiled[-1]} without spills "
         f"([the table](results/README.md))."
     )

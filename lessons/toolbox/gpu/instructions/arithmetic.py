@@ -189,11 +189,13 @@ def floating(instruction: Instruction):
         given = [read(threads) for read in sources]
         if flush:
             given = [flush(x) for x in given]
-        result = function(*given)
         if units:
-            near = ROUNDING.approximated(result, units)
+            exact = function(*(x.astype(np.float64) for x in given))
+            near = ROUNDING.approximated(exact, units)
             # 2^0 and cos 0 are 1 by the manual's tables, and kernels rely on it
-            result = np.where(given[0] == 0, result, near)
+            result = np.where(given[0] == 0, exact.astype(np.float32), near)
+        else:
+            result = function(*given)
         if flush:
             result = flush(result)
         if saturate:
