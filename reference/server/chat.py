@@ -105,11 +105,15 @@ async def prompt_of(
     return service.with_rows(ids, pictures), pictures
 
 
-async def encode(service: Service, name: str, text: str, special: bool = True) -> list[int]:
-    """The ids of a text; a long one is read in a thread, so that no stream waits for it."""
+async def encode(
+    service: Service, name: str, text: str, special: bool = True, keep: int | None = None
+) -> list[int]:
+    """The ids of a text; a long one is read in a thread, so that no stream waits for it. The
+    arguments are those of Tokens.encode.
+    """
     if len(text) < MANY_CHARACTERS:
-        return service.tokens.encode(name, text, special)
-    return await asyncio.to_thread(service.tokens.encode, name, text, special)
+        return service.tokens.encode(name, text, special, keep)
+    return await asyncio.to_thread(service.tokens.encode, name, text, special, keep)
 
 
 def check_tools(tools: list[Tool] | None, choice: Any) -> None:

@@ -57,7 +57,7 @@ def test_the_embedded_tokenizer_comes_back(tiny, texts, tmp_path):
     file = read_gguf(tmp_path / "x.gguf")
     again = tokenizer_of(file)
     assert ids_of(again, texts) == ids_of(tiny, texts)
-    assert [again.decode(ids) for ids in ids_of(tiny, texts)] == texts
+    assert [again.decode(ids[1:]) for ids in ids_of(tiny, texts)] == texts
     assert (again.eos_token, again.pad_token) == (tiny.eos_token, tiny.pad_token)
     assert file.metadata["tokenizer.ggml.eos_token_id"] == tiny.eos_token_id
     # ids that the model has and the tokenizer does not
@@ -82,16 +82,14 @@ def test_llama_cpp_cuts_differently_at_line_breaks_only(tiny, texts):
     for line in texts[0].splitlines():
         words = " ".join(line.split())
         assert nearest(words)["input_ids"] == tiny(words)["input_ids"]
-    assert [nearest.decode(ids) for ids in ids_of(nearest, texts)] == texts
+    assert [nearest.decode(ids[1:]) for ids in ids_of(nearest, texts)] == texts
 
 
-def test_chat_template_and_begin_of_text(tiny):
+def test_chat_template(tiny):
     metadata = tokenizer_metadata(tiny, VOCABULARY)
     metadata |= {"tokenizer.chat_template": "{{ messages[0].content }}!"}
     del metadata[WHOLE]
-    metadata["tokenizer.ggml.add_bos_token"] = True
     again = tokenizer_of(as_file(metadata))
-    assert again("def")["input_ids"] == [0, *tiny("def")["input_ids"]]
     turn = [dict(role="user", content="a")]
     assert again.apply_chat_template(turn, tokenize=False) == "a!"
     assert tokenizer_metadata(again, VOCABULARY)["tokenizer.chat_template"].endswith("!")
@@ -109,7 +107,7 @@ def test_byte_level_rules_are_those_of_transformers(rule, model_type, tiny, text
     content = dict(tokens=list(tokens), merges=list(merges))
     theirs = ggml.GGUF_TO_FAST_CONVERTERS[model_type](content).converted()
     texts = [text.replace("<|endoftext|>", "") for text in texts]
-    expected = [theirs.encode(text, add_special_tokens=False).ids for text in texts]
+    expected = [[0, *theirs.encode(text, add_special_tokens=False).ids] for text in texts]
     assert ids_of(tokenizer_of(as_file(metadata)), texts) == expected
 
 
