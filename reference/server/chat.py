@@ -101,7 +101,8 @@ async def prompt_of(
     else:
         accepted = "none, because the server was started without --trust-request-chat-template"
         raise refused("chat_template", how.chat_template, accepted)
-    ids = await encode(service, "messages", text, how.add_special_tokens)
+    # None, as /tokenize may have it, is no: the template has written what begins a text
+    ids = await encode(service, "messages", text, bool(how.add_special_tokens))
     return service.with_rows(ids, pictures), pictures
 
 
