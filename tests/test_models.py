@@ -20,6 +20,7 @@ from models.answers import goes_round, parses_so_far, repeats_a_line
 from models.evaluate import model_card
 from models.stop import Stop
 from models.text import PHASES, batches, windows
+from models.tokenizer import begins_every_text
 from tests.training_cases import train_small_models
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -60,6 +61,14 @@ def test_the_tokenizer_loses_nothing(text):
     tokenizer = load_tokenizer("models/tiny")
     first, *ids = tokenizer(text)["input_ids"]
     assert first == tokenizer.bos_token_id and tokenizer.decode(ids) == text
+
+
+def test_the_tokenizer_says_what_begins_a_text():
+    """The rule that train_tokenizer writes is that of the committed files."""
+    backend = load_tokenizer("models/tiny").backend_tokenizer
+    committed = backend.to_str()
+    backend.post_processor = begins_every_text(0)
+    assert backend.to_str() == committed
 
 
 def test_the_card_is_generated_from_the_figures(figures):
