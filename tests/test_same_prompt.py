@@ -207,6 +207,8 @@ def test_prompts_and_conversations_served(rule, tmp_path):
                 if path != "/generate":  # text-generation-inference has no such field
                     bodies += [body | dict(add_special_tokens=special) for special in (True, False)]
                 found[path] = [read(await post(path, one)) for one in bodies]
+            cut = ROUTES["/v1/completions"][0] | dict(prompt="hi there", truncate_prompt_tokens=4)
+            found["cut"] = (await post("/v1/completions", cut))["choices"][0]["prompt_token_ids"]
             talks = [dict(messages=TURN, **more) for more in ({}, dict(add_special_tokens=True))]
             found["messages"] = [(await post("/tokenize", talk))["tokens"] for talk in talks]
             used = [(await post("/v1/chat/completions", talk))["usage"] for talk in talks]
@@ -220,6 +222,8 @@ def test_prompts_and_conversations_served(rule, tmp_path):
     assert found["/tokenize"] == found["/v1/completions"] == [own, own, bare]
     assert found["/v1/embeddings"] == [len(own), len(own), len(bare)]
     assert found["/generate"] == [own]
+    theirs.truncation_side = "left"  # as vLLM sets it
+    assert found["cut"] == theirs("hi there", truncation=True, max_length=4)["input_ids"]
     ids = theirs.apply_chat_template(TURN, tokenize=True, return_dict=False)
     text = theirs.apply_chat_template(TURN, tokenize=False)
     again = theirs(text)["input_ids"]  # what a client gets that asks for it
