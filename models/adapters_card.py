@@ -40,7 +40,7 @@ def loss_of(model: Decoder, tokenizer, texts: list[str]) -> float:
     """Nats per token, behind an end-of-text token as in training."""
     total, count = 0.0, 0
     for text in texts:
-        ids = torch.tensor([0, *tokenizer(text)["input_ids"]])
+        ids = torch.tensor(tokenizer(text)["input_ids"])
         hidden = model(ids[:-1], whole_sequence(model, len(ids) - 1))
         total += float(F.cross_entropy(model.logits(hidden), ids[1:], reduction="sum"))
         count += len(ids) - 1
@@ -49,7 +49,7 @@ def loss_of(model: Decoder, tokenizer, texts: list[str]) -> float:
 
 def looks_like(model: Decoder, tokenizer, style: str, texts: list[str]) -> int:
     """Of greedy answers behind the first lines of examples, how many have the style's look."""
-    prompts = [[0, *tokenizer(text.splitlines()[0])["input_ids"]] for text in texts]
+    prompts = [tokenizer(text.splitlines()[0])["input_ids"] for text in texts]
     answers = generate(model, prompts, NEW_TOKENS)
     return sum(LOOKS[style](tokenizer.decode(answer)) for answer in answers)
 

@@ -15,7 +15,7 @@ def texts_behind(model, tokenizer, prompt: str, length: int, device: str, **samp
     """The prompt and at most `length` new tokens, once for each sequence that `sampling`, arguments
     of transformers' generate, asks for.
     """
-    ids = torch.tensor([[0, *tokenizer(prompt)["input_ids"]]], device=device)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)
     rows = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -93,7 +93,8 @@ def real_answers(tokenizer, texts: list[str], length: int = 200) -> list[str]:
         for text in texts:
             _, prompt, behind = text.partition(request["prompt"])
             if prompt:
-                ids = tokenizer(behind[: 20 * length])["input_ids"][:length]
+                ids = tokenizer(behind[: 20 * length], add_special_tokens=False)["input_ids"]
+                ids = ids[:length]
                 answers.append(prompt + tokenizer.decode(ids))
                 break
     return answers

@@ -195,7 +195,8 @@ complete Python code. They are ordinary Hugging Face checkpoints:
   {", ".join(f"`{m}`" for m in held["modules"])}.
 - **Tokenizer**: byte-level BPE with {VOCAB_SIZE} entries. A newline and the indentation after it
   can be one token, and digits stay single. `{END}` (id 0) begins every document and ends
-  every generation.
+  every generation. The tokenizer puts it before a text by its own rule, in tokenizer.json, so
+  transformers, vLLM and this course's engine make the same prompt of the same text.
 - **Target**: next-token cross-entropy, Muon for the hidden matrices and AdamW for the rest. GQA,
   RoPE, SwiGLU, RMSNorm, tied embeddings, head dimension 64. {phases_text(tiny)}.
 - **Loops**: {loops_text(figures)}.

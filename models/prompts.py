@@ -36,7 +36,8 @@ def requests() -> list[dict]:
         length = round(math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST))))
         text = ""
         for line in lines[start:]:
-            if text and len(tokenizer(text + line)["input_ids"]) > length:
+            ids = tokenizer(text + line, add_special_tokens=False)["input_ids"]
+            if text and len(ids) > length:
                 break
             text += line
         found.append(

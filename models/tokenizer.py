@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from lessons.toolbox.model.corpus import END, corpus
@@ -17,6 +17,15 @@ VOCAB_SIZE = 4096
 # Digits one by one, and one token for "go to column 8": a newline stays with the indentation
 # after it.
 PIECES = r"\d|\n+[ \t]*| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|[ \t]+(?!\S)|\s+"
+
+
+def begins_every_text(end: int) -> processors.TemplateProcessing:
+    """Puts END, whose id is `end`, before every text, as before every document of the training. It
+    is saved in tokenizer.json, so every engine that reads the folder gives a text the same tokens.
+    """
+    return processors.TemplateProcessing(
+        single=[END, "$A"], pair=[END, "$A", f"{END}:1", "$B:1"], special_tokens=[(END, end)]
+    )
 
 
 def train_tokenizer() -> None:
@@ -35,6 +44,7 @@ def train_tokenizer() -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator(corpus()[0], trainer)
+    tokenizer.post_processor = begins_every_text(tokenizer.token_to_id(END))
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END,

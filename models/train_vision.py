@@ -115,7 +115,8 @@ class Speaking:
     def loss(self, seen: Tensor, names) -> Tensor:
         """seen: [B, N, text_size] -> nats a token of the names and of the end behind them."""
         prompt = prompt_ids(self.tokenizer, self.random.choice(QUESTIONS))
-        answers = [[*self.tokenizer(name)["input_ids"], 0] for name in names]
+        bare = self.tokenizer(list(names), add_special_tokens=False)["input_ids"]
+        answers = [[*ids, 0] for ids in bare]
         longest = max(map(len, answers))
         rows = [[*prompt, *answer, *[0] * (longest - len(answer))] for answer in answers]
         targets = [[*answer, *[-100] * (longest - len(answer))] for answer in answers]

@@ -70,7 +70,7 @@ def prompt_of(question: str) -> str:
 def prompt_ids(tokenizer, question: str) -> list[int]:
     """Its tokens, with all places of the picture."""
     text = prompt_of(question).replace(IMAGE_TOKEN, IMAGE_TOKEN * VISION.tokens_per_image)
-    return [0, *tokenizer(text)["input_ids"]]
+    return tokenizer(text)["input_ids"]
 
 
 def write_json(name: str, content: dict) -> None:

@@ -234,8 +234,8 @@ def test_a_subset_asks_as_much_of_a_rung_as_all_requests_do():
 def test_requests_for_no_token_or_without_room_for_three(model_folder, tmp_path, quick):
     """One asks for nothing, one leaves room for a single token of the 1024 that the model knows."""
     text = "a " * 1021
-    tokens = load_tokenizer(str(model_folder))(text, add_special_tokens=False)["input_ids"]
-    assert len(tokens) == 1022, "1023 with the start token"
+    tokens = load_tokenizer(str(model_folder))(text)["input_ids"]
+    assert len(tokens) == 1023, "1022 and the start token"
     requests = [{"prompt": "x", "max_new_tokens": 0}, {"prompt": text, "max_new_tokens": 1}]
     (tmp_path / "requests.json").write_text(json.dumps(requests))
     assert climb(model_folder, tmp_path, "--prompts", str(tmp_path / "requests.json")) == 0
@@ -422,7 +422,7 @@ def test_options_out_of_range_are_refused(arguments, said, capsys):
 def test_peers_give_the_same_tokens_and_no_more_than_asked_for(model_folder):
     tokenizer, limits = load_tokenizer(str(model_folder)), [6, 3, 9]
     texts = ["def f(x):", "import os", "class A:\n    def __init__(self, name):\n"]
-    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
     want = generate(Decoder.from_pretrained(str(model_folder)), prompts, limits)
     model = peers.load_peer_model(str(model_folder), torch.device("cpu"), torch.float32)
     # A model that drafts for itself: all of its guesses are right.

@@ -20,6 +20,7 @@ from models.answers import goes_round, parses_so_far, repeats_a_line
 from models.evaluate import model_card
 from models.stop import Stop
 from models.text import PHASES, batches, windows
+from models.tokenizer import begins_every_text
 from tests.training_cases import train_small_models
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -58,7 +59,16 @@ def test_both_models_share_one_tokenizer():
 )
 def test_the_tokenizer_loses_nothing(text):
     tokenizer = load_tokenizer("models/tiny")
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    first, *ids = tokenizer(text)["input_ids"]
+    assert first == tokenizer.bos_token_id and tokenizer.decode(ids) == text
+
+
+def test_the_tokenizer_says_what_begins_a_text():
+    """The rule that train_tokenizer writes is that of the committed files."""
+    backend = load_tokenizer("models/tiny").backend_tokenizer
+    committed = backend.to_str()
+    backend.post_processor = begins_every_text(0)
+    assert backend.to_str() == committed
 
 
 def test_the_card_is_generated_from_the_figures(figures):
@@ -84,7 +94,7 @@ def test_the_recorded_quality_is_that_of_the_weights(figures):
     tiny, draft = (Decoder.from_pretrained(f"models/{name}") for name in ("tiny", "tiny-draft"))
     losses, agree = [], []
     for text in texts:
-        tokens = [0, *tokenizer(text)["input_ids"]]
+        tokens = tokenizer(text)["input_ids"]
         rows, draft_rows = logits(tiny, tokens)[:-1], logits(draft, tokens)[:-1]
         losses.append(
             torch.nn.functional.cross_entropy(rows, torch.tensor(tokens[1:]), reduction="none")

@@ -58,14 +58,13 @@ def test_transformers_computes_our_logits(peer):
     decoder, eyes = load_llava(FOLDER, "cpu", "float32")
     pictures = [picture_of((64, 64)), picture_of((90, 70))]
     text = f"{TEXT}a\n# <image>\n# And this?\n"
-    inputs = processor(images=pictures, text=f"<|endoftext|>{text}", return_tensors="pt")
+    inputs = processor(images=pictures, text=text, return_tensors="pt")
     ids = inputs["input_ids"][0].tolist()
     ours = [read_picture(picture, VISION) for picture in pictures]
     pixels = torch.stack([normalized(one.pixels, VISION) for one in ours])
     torch.testing.assert_close(inputs["pixel_values"], pixels, atol=1e-6, rtol=1e-6)
     tokenizer = processor.tokenizer
-    short = [0, *tokenizer(text, add_special_tokens=False)["input_ids"]]
-    prompt = {"prompt_token_ids": short, "multi_modal_data": {"image": ours}}
+    prompt = {"prompt_token_ids": tokenizer(text)["input_ids"], "multi_modal_data": {"image": ours}}
     assert whole_ids(eyes, prompt)[0] == ids
     want = theirs(**inputs).logits[0]
     got = plain_logits(decoder, eyes, ids, ours)
@@ -123,8 +122,8 @@ def test_the_decoder_is_models_tiny_and_every_text_keeps_its_tokens():
     text = "".join(map(chr, [*range(1, 0xD7FF, 37), *range(0x10000, 0x10FFFF, 9973)])) + "ÿ\xff"
     ids = before(text)["input_ids"]
     assert after(text)["input_ids"] == ids and VISION.image_token_id not in ids
-    assert after("a<image>b")["input_ids"][1] == VISION.image_token_id
-    assert after.decode(ids) == before.decode(ids) == text
+    assert after("a<image>b")["input_ids"][2] == VISION.image_token_id
+    assert ids[0] == 0 and after.decode(ids[1:]) == before.decode(ids[1:]) == text
 
 
 BROKEN = {

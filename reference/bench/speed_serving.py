@@ -149,7 +149,7 @@ def new_requests(args: argparse.Namespace) -> tuple[list, list]:
     tokenizer = load_tokenizer(args.model)
     sizes = args.streams, 0, tokenizer, args.input_len, args.output_len
     texts = bench_data.as_text(bench_data.random_requests(*sizes), tokenizer)
-    ids = [tokenizer(one.prompt, add_special_tokens=False)["input_ids"] for one in texts]
+    ids = [tokenizer(one.prompt)["input_ids"] for one in texts]
     told = [BenchRequest(found, len(found), one.max_tokens) for found, one in zip(ids, texts)]
     return told, texts
 

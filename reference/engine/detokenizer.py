@@ -8,10 +8,11 @@ from reference.engine.sampling_params import SamplingParams
 
 
 def encode(tokenizer, text: str) -> list[int]:
-    """The token ids of a prompt, opened by the tokenizer's start token if it has one."""
-    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    """The token ids of a prompt, as vLLM and transformers have them: the tokenizer's own rule (the
+    post-processor in its tokenizer.json) decides which special tokens begin and end a text.
+    """
     # not verbose, because the caller says better that a prompt is too long
-    return start + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return tokenizer(text, verbose=False)["input_ids"]
 
 
 class Detokenizer:

@@ -34,6 +34,8 @@ class Prompts:
             if re.search("[\ud800-\udfff]", text):
                 refuse("prompt", text, "text without halves of surrogate pairs")
             prompt = encode(self.tokenizer, text)
+            if not prompt:
+                refuse("prompt", text, "text of one token at least")
         ids, pictures = self.checked(prompt), ()
         if self.runner.sight is not None:
             ids, pictures = self.runner.sight.placed(ids, data)

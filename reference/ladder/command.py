@@ -24,8 +24,8 @@ REPOSITORY = Path(__file__).parents[2]
 def load_requests(
     path: Path, tokenizer, count: int | None = None
 ) -> tuple[list[list[int]], list[int]]:
-    """The first `count` prompts as token ids, each opened by the tokenizer's start token if it has
-    one, and how many new tokens each asks for.
+    """The first `count` prompts as token ids, as the engine reads them, and how many new tokens
+    each asks for.
 
     Raises ValueError for a file that holds no such requests.
     """

@@ -184,7 +184,8 @@ def text_pipeline(model, prompts, max_new_tokens, on_token=None):
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
     rows = []
     for row, (prompt, limit) in enumerate(zip(prompts, max_new_tokens)):
-        text = tokenizer.decode(prompt)
+        # the pipeline's tokenizer puts special tokens around the text again
+        text = tokenizer.decode(prompt, skip_special_tokens=True)
         if pipe.preprocess(text)["input_ids"][0].tolist() != prompt:
             raise ValueError(f"its tokens of prompt {row} are not the request's")
         config = _greedy(model, limit)

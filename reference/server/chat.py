@@ -101,15 +101,20 @@ async def prompt_of(
     else:
         accepted = "none, because the server was started without --trust-request-chat-template"
         raise refused("chat_template", how.chat_template, accepted)
-    ids = await encode(service, "messages", text, how.add_special_tokens)
+    # None, as /tokenize may have it, is no: the template has written what begins a text
+    ids = await encode(service, "messages", text, bool(how.add_special_tokens))
     return service.with_rows(ids, pictures), pictures
 
 
-async def encode(service: Service, name: str, text: str, special: bool = True) -> list[int]:
-    """The ids of a text; a long one is read in a thread, so that no stream waits for it."""
+async def encode(
+    service: Service, name: str, text: str, special: bool = True, keep: int | None = None
+) -> list[int]:
+    """The ids of a text; a long one is read in a thread, so that no stream waits for it. The
+    arguments are those of Tokens.encode.
+    """
     if len(text) < MANY_CHARACTERS:
-        return service.tokens.encode(name, text, special)
-    return await asyncio.to_thread(service.tokens.encode, name, text, special)
+        return service.tokens.encode(name, text, special, keep)
+    return await asyncio.to_thread(service.tokens.encode, name, text, special, keep)
 
 
 def check_tools(tools: list[Tool] | None, choice: Any) -> None:

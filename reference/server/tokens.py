@@ -31,6 +31,9 @@ class Tokens:
     def __init__(self, tokenizer, max_model_len: int):
         self.tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
+        # a tokenizer.json may ask for both, and transformers' call does neither
+        self.backend.no_truncation()
+        self.backend.no_padding()
         self.max_model_len = max_model_len
 
     @cached_property
@@ -46,18 +49,24 @@ class Tokens:
     def bytes_of_letters(self) -> dict[str, int]:
         return byte_of_letter()
 
-    def encode(self, name: str, text: str, special: bool = True) -> list[int]:
+    def encode(
+        self, name: str, text: str, special: bool = True, keep: int | None = None
+    ) -> list[int]:
         """The ids of a prompt, as reference.engine.detokenizer.encode gives them. special: with the
-        start token, if the tokenizer has one. Raises ApiError, without reading it, for a text that
-        is too long for any model of this length. name: of the field.
+        tokens that the tokenizer's own rule puts around a text, which may be none. keep: how many
+        ids at most, as in `cut`; the text loses its beginning, and the tokens around it stay, as in
+        vLLM. Raises ApiError, without reading it, for a text that is too long for any model of this
+        length. name: of the field.
         """
         if SURROGATE.search(text):
             raise refused(name, text, "text without halves of surrogate pairs")
         if len(text) > self.longest * self.max_model_len:
             raise bad_request(self.too_long(name, f"{len(text)} characters"), name)
-        bos = self.tokenizer.bos_token_id
-        start = [bos] if special and bos is not None else []
-        return start + self.backend.encode(text, add_special_tokens=False).ids
+        found = self.backend.encode(text, add_special_tokens=False)
+        if keep is not None:
+            around = self.backend.num_special_tokens_to_add(is_pair=False) if special else 0
+            found.truncate(max(0, self.kept(keep) - around), direction="left")
+        return self.backend.post_process(found, add_special_tokens=special).ids
 
     def check(self, name: str, ids: list[int]) -> list[int]:
         """Token ids that the model can run. Raises ApiError for others."""
@@ -72,13 +81,16 @@ class Tokens:
         most = self.max_model_len - 1
         return f"{name}: got {length}; accepted: at most {most} tokens (max_model_len {most + 1})"
 
+    def kept(self, keep: int) -> int:
+        """How many ids of a prompt truncate_prompt_tokens keeps: -1 stands for as many as fit."""
+        return self.max_model_len - 1 if keep == -1 else keep
+
     def cut(self, name: str, ids: list[int], keep: int | None) -> list[int]:
         """The last `keep` tokens of a prompt: None for all, −1 for as many as fit. Raises ApiError
         for a prompt that is empty or too long.
         """
         if keep is not None:
-            keep = self.max_model_len - 1 if keep == -1 else keep
-            ids = ids[-keep:] if keep else []
+            ids = ids[max(0, len(ids) - self.kept(keep)) :]
         if not ids:
             raise refused(name, "no tokens", "one token at least")
         if len(ids) >= self.max_model_len:

@@ -7,11 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tokenizers import pre_tokenizers
+from tokenizers import pre_tokenizers, processors
 
 from lessons.toolbox.model.checkpoint import load_tokenizer
 from lessons.toolbox.model.config_json import CheckpointError
-from lessons.toolbox.model.corpus import HELD_OUT
+from lessons.toolbox.model.corpus import END, HELD_OUT
 from reference.checkpoints.gguf import gguf_tokenizer
 from reference.checkpoints.gguf.gguf_file import GgufFile, read_gguf, write_gguf
 from reference.checkpoints.gguf.gguf_tokenizer import (
@@ -24,8 +24,10 @@ from reference.checkpoints.gguf.gguf_tokenizer import (
     tokenizer_metadata,
     tokenizer_of,
 )
+from reference.engine.detokenizer import encode
 
 VOCABULARY = 4096
+GGML = "tokenizer.ggml."
 ODD = "Ünïcode ＡＢ é 中文 😀 I'LL we've 12345 x=1.5e-3\r\n\r\n\t  \n   def f(a):  # <|endoftext|> end  "
 
 
@@ -57,7 +59,7 @@ def test_the_embedded_tokenizer_comes_back(tiny, texts, tmp_path):
     file = read_gguf(tmp_path / "x.gguf")
     again = tokenizer_of(file)
     assert ids_of(again, texts) == ids_of(tiny, texts)
-    assert [again.decode(ids) for ids in ids_of(tiny, texts)] == texts
+    assert [again.decode(ids[1:]) for ids in ids_of(tiny, texts)] == texts
     assert (again.eos_token, again.pad_token) == (tiny.eos_token, tiny.pad_token)
     assert file.metadata["tokenizer.ggml.eos_token_id"] == tiny.eos_token_id
     # ids that the model has and the tokenizer does not
@@ -82,16 +84,14 @@ def test_llama_cpp_cuts_differently_at_line_breaks_only(tiny, texts):
     for line in texts[0].splitlines():
         words = " ".join(line.split())
         assert nearest(words)["input_ids"] == tiny(words)["input_ids"]
-    assert [nearest.decode(ids) for ids in ids_of(nearest, texts)] == texts
+    assert [nearest.decode(ids[1:]) for ids in ids_of(nearest, texts)] == texts
 
 
-def test_chat_template_and_begin_of_text(tiny):
+def test_chat_template(tiny):
     metadata = tokenizer_metadata(tiny, VOCABULARY)
     metadata |= {"tokenizer.chat_template": "{{ messages[0].content }}!"}
     del metadata[WHOLE]
-    metadata["tokenizer.ggml.add_bos_token"] = True
     again = tokenizer_of(as_file(metadata))
-    assert again("def")["input_ids"] == [0, *tiny("def")["input_ids"]]
     turn = [dict(role="user", content="a")]
     assert again.apply_chat_template(turn, tokenize=False) == "a!"
     assert tokenizer_metadata(again, VOCABULARY)["tokenizer.chat_template"].endswith("!")
@@ -109,7 +109,7 @@ def test_byte_level_rules_are_those_of_transformers(rule, model_type, tiny, text
     content = dict(tokens=list(tokens), merges=list(merges))
     theirs = ggml.GGUF_TO_FAST_CONVERTERS[model_type](content).converted()
     texts = [text.replace("<|endoftext|>", "") for text in texts]
-    expected = [theirs.encode(text, add_special_tokens=False).ids for text in texts]
+    expected = [[0, *theirs.encode(text, add_special_tokens=False).ids] for text in texts]
     assert ids_of(tokenizer_of(as_file(metadata)), texts) == expected
 
 
@@ -120,6 +120,71 @@ def test_llama_3_takes_three_digits_at_a_time():
     one = pre_tokenizers.Sequence(gguf_tokenizer.RULES["qwen2"]).pre_tokenize_str("a12345 b\n")
     assert [piece for piece, _ in one] == ["a", *"12345", " b", "\n"]
 
+
+# ---------------------------------------------------------------- what begins and ends a text
+
+TEXTS = ["def f(", "", " ", "a\n"]
+
+
+@pytest.mark.parametrize("ends", [None, False, True])
+@pytest.mark.parametrize(
+    "rule, begins, expected",
+    [
+        ("qwen2", True, True),
+        ("qwen2", False, False),
+        ("qwen2", None, False),  # as llama.cpp has it where a file says nothing
+        ("gpt-2", None, False),
+        ("smollm", None, False),
+        ("llama-bpe", None, True),
+        ("llama-v3", None, True),
+        ("llama-bpe", False, False),
+    ],
+)
+def test_a_file_says_what_begins_and_ends_a_text(rule, begins, expected, ends, tiny):
+    """By add_bos_token and add_eos_token; None: the file has no such key. Its having a
+    bos_token_id says nothing.
+    """
+    metadata = tokenizer_metadata(tiny, VOCABULARY)
+    del metadata[WHOLE]
+    metadata |= {f"{GGML}pre": rule, f"{GGML}bos_token_id": 5, f"{GGML}eos_token_id": 6}
+    metadata |= {f"{GGML}add_bos_token": begins, f"{GGML}add_eos_token": ends}
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    tokenizer = tokenizer_of(as_file(metadata))
+    first, last = [5] * expected, [6] * bool(ends)
+    for text in TEXTS:
+        bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert encode(tokenizer, text) == [*first, *bare, *last]
+    assert tokenizer("a", "b")["input_ids"].count(6) == 2 * len(last)
+
+
+@pytest.mark.parametrize("begins", [None, False, True])
+@pytest.mark.parametrize("ends", [None, False, True])
+def test_sentence_piece_begins_a_text_unless_the_file_says_no(begins, ends):
+    said = {f"{GGML}add_bos_token": begins, f"{GGML}add_eos_token": ends}
+    said = {key: value for key, value in said.items() if value is not None}
+    ids = encode(tokenizer_of(as_file(sentence_piece() | said)), "abc")
+    bare = joined_by_score("abc", sentence_piece())
+    assert ids == [1] * (begins is not False) + bare + [2] * bool(ends)
+
+
+@pytest.mark.parametrize("single", [["$A"], [END, "$A"], ["$A", END], [END, "$A", END]])
+def test_what_begins_and_ends_a_text_is_written(single):
+    """Under llama.cpp's keys, and read from them without the whole tokenizer.json."""
+    tokenizer = load_tokenizer("models/tiny")
+    rule = processors.TemplateProcessing(single=single, special_tokens=[(END, 0)])
+    tokenizer.backend_tokenizer.post_processor = rule
+    metadata = tokenizer_metadata(tokenizer, VOCABULARY)
+    said = [metadata[f"{GGML}add_{key}_token"] for key in ("bos", "eos")]
+    assert said == [single[0] == END, single[-1] == END]
+    whole = tokenizer_of(as_file(metadata))
+    del metadata[WHOLE]
+    parts = tokenizer_of(as_file(metadata))
+    for text in ("def", ""):
+        ids = tokenizer(text)["input_ids"]
+        assert encode(whole, text) == encode(parts, text) == ids
+
+
+# ---------------------------------------------------------------- SentencePiece
 
 PIECES = ["▁", "a", "b", "c", "ab", "bc", "abc", "▁a", "▁ab", "ca", "cab", "▁abc", "<tool>"]
 
@@ -179,9 +244,6 @@ def test_refuses_to_write_another_kind():
         tokenizer_metadata(tokenizer_of(as_file(sentence_piece())), 300)
 
 
-GGML = "tokenizer.ggml."
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -199,6 +261,7 @@ GGML = "tokenizer.ggml."
         ({f"{GGML}merges": ["qqq zzz"]}, "the tokenizer in x.gguf cannot be read"),
         ({f"{GGML}eos_token_id": 4096}, "eos_token_id is 4096; accepted: 0 to 4095"),
         ({f"{GGML}bos_token_id": None, f"{GGML}add_bos_token": True}, "there is no bos_token_id"),
+        ({f"{GGML}eos_token_id": None, f"{GGML}add_eos_token": True}, "there is no eos_token_id"),
         ({WHOLE: "{}"}, "the tokenizer in x.gguf cannot be read"),
         ({WHOLE: "other"}, "have different tokens"),
     ],

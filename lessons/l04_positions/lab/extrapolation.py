@@ -67,16 +67,15 @@ ALT = (
 
 def held_out_tokens() -> Tensor:
     """The modules that models/figures.json names as held out, one after the other, as this Python
-    has them: [tokens] int64.
+    has them and with no special token between them: [tokens] int64.
     """
     modules = json.loads((ROOT / "models" / "figures.json").read_text(encoding="utf-8"))[
         "held_out"
     ]["modules"]
     files = (importlib.util.find_spec(name) for name in modules)
     texts = [Path(spec.origin).read_text(encoding="utf-8") for spec in files if spec is not None]
-    return torch.cat(
-        [torch.tensor(ids) for ids in load_tokenizer("models/tiny")(texts)["input_ids"]]
-    )
+    ids = load_tokenizer("models/tiny")(texts, add_special_tokens=False)["input_ids"]
+    return torch.cat([torch.tensor(part) for part in ids])
 
 
 def stretched(model: Decoder, rope_type: str | None, factor: float) -> Decoder:

@@ -64,6 +64,7 @@ def generate_by_pipeline(
     model: Decoder, tokenizer, texts: list[str], limits: list[int], batch_size: int
 ) -> list[list[int]]:
     """pipeline("text-generation"): one limit for the whole job, the largest."""
+    bare = dict(add_special_tokens=False)  # as task_requests reads the texts
     logging.set_verbosity_error()
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -71,11 +72,12 @@ def generate_by_pipeline(
         warnings.simplefilter("ignore")
         pipe = pipeline("text-generation", model=peer_of(model), tokenizer=tokenizer)
         config = configured(model, max(limits))
-        found = pipe(texts, batch_size=batch_size, generation_config=config, return_tensors=True)
+        options = dict(batch_size=batch_size, generation_config=config, return_tensors=True)
+        found = pipe(texts, **options, **bare)
     rows = []
     for (answer,), text, limit in zip(found, texts, limits):
         # the tokens of a short prompt come back with their padding in front
-        tokens, prompt = answer["generated_token_ids"], tokenizer(text)["input_ids"]
+        tokens, prompt = answer["generated_token_ids"], tokenizer(text, **bare)["input_ids"]
         tokens = list(tokens)
         start = first_match(tokens, prompt)
         rows.append(until_stop(tokens[start + len(prompt) :], limit, model.config.eos_token_ids))

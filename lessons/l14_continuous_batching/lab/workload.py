@@ -97,7 +97,10 @@ TASKS = (
 
 
 def task_requests(tokenizer, count: int = len(TASKS)) -> tuple[list[list[int]], list[int]]:
-    """(prompts as token ids, tokens that each answer may have) of `count` tasks; they repeat."""
+    """(prompts as token ids, tokens that each answer may have) of `count` tasks; they repeat. The
+    functions are in the middle of a module, so no special token begins them.
+    """
     chosen = [TASKS[i % len(TASKS)] for i in range(count)]
     texts = [TEMPLATE.format(name=name, args=args, task=task) for name, args, task, _ in chosen]
-    return [tokenizer(text)["input_ids"] for text in texts], [limit for *_, limit in chosen]
+    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return prompts, [limit for *_, limit in chosen]

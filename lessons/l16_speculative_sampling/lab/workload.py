@@ -34,5 +34,6 @@ def held_out_prompts(count: int) -> list[list[int]]:
     """The ends of the ladder's prompts, at most 96 tokens each, over again if they are too few."""
     tokenizer = embedded_pair()[2]
     texts = [request["prompt"] for request in json.loads((MODELS / "prompts.json").read_text())]
-    encoded = [tokenizer(text)["input_ids"][-MOST_PROMPT:] for text in texts]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    encoded = [ids[-MOST_PROMPT:] for ids in encoded]
     return [encoded[index % len(encoded)] for index in range(count)]

@@ -167,11 +167,9 @@ def test_bits_of_a_model_count_its_linear_layers():
 
 
 def test_held_out_windows_are_spread_over_all_texts(monkeypatch):
-    class Letters:
-        bos_token_id, eos_token_id = None, 0
-
-        def __call__(self, text, **_):
-            return {"input_ids": list(text.encode())}
+    class Letters:  # its rule begins every text with 0
+        def __call__(self, text, add_special_tokens=True, **_):
+            return {"input_ids": [0] * add_special_tokens + list(text.encode())}
 
     texts = ["ab", "cdefgh"]
     monkeypatch.setattr(lab, "corpus", lambda: (["seen in training"], texts))

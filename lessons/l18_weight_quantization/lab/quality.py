@@ -66,13 +66,11 @@ class Quality:
 
 def held_out_windows(tokenizer, count: int = WINDOWS, length: int = WINDOW) -> Tensor:
     """Windows spread evenly over the modules of Python's library that the embedded models never
-    saw: [count, length + 1] int64.
+    saw: [count, length + 1] int64. Each module begins as the tokenizer begins a text.
     """
     check_whole(count=count, length=length)
-    quiet = dict(add_special_tokens=False, verbose=False)  # whole modules are longer than a context
-    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    texts = (tokenizer(text, **quiet)["input_ids"] for text in corpus()[1])
-    parts = (ids if first is None else [first, *ids] for ids in texts)
+    # not verbose, because whole modules are longer than a context
+    parts = (tokenizer(text, verbose=False)["input_ids"] for text in corpus()[1])
     stream = torch.tensor([token for part in parts for token in part])
     if count * (length + 1) > len(stream):
         refuse("count", count, f"at most {len(stream) // (length + 1)} windows of {length} tokens")

@@ -100,7 +100,8 @@ def prose_windows(tokenizer, train: int, test: int) -> tuple[Tensor, Tensor]:
     parts = [text for i, text in enumerate(texts) if i % 4], texts[::4]
     found = []
     for part, count in zip(parts, (train, test)):
-        stream = torch.tensor(tokenizer("\n".join(part), verbose=False)["input_ids"])
+        quiet = dict(add_special_tokens=False, verbose=False)  # longer than a context
+        stream = torch.tensor(tokenizer("\n".join(part), **quiet)["input_ids"])
         starts = torch.linspace(0, len(stream) - LORA_WINDOW - 1, count).long()
         found.append(stream[starts[:, None] + torch.arange(LORA_WINDOW + 1)])
     return found[0][torch.randperm(train, generator=torch.Generator().manual_seed(0))], found[1]

@@ -44,8 +44,9 @@ def calibration_text() -> list[str]:
 
 
 def calibration_windows(tokenizer, count: int = WINDOWS, length: int = WINDOW) -> Tensor:
-    """`count` windows of `length` tokens, from all modules in turn: [count, length] int64.
-    tokenizer: as load_tokenizer returns it. Raises ValueError for more windows than the text has.
+    """`count` windows of `length` tokens, from all modules in turn: [count, length] int64. Nearly
+    all of them begin in the middle of a module, so there are no special tokens. tokenizer: as
+    load_tokenizer returns it. Raises ValueError for more windows than the text has.
     """
     check_whole(count=count, length=length)
     quiet = dict(add_special_tokens=False, verbose=False)  # whole modules are longer than a context

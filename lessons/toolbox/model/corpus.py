@@ -183,11 +183,10 @@ def copies(text: str, secret: set[str]) -> bool:
 
 
 def token_stream(texts: list[str]) -> np.ndarray:
-    """Every text, each preceded by the end-of-text token, as one array of ids: [tokens] int64."""
+    """Every text as one array of ids: [tokens] int64. The tokenizer begins each of them with END."""
     tokenizer = load_tokenizer("models/tiny")
-    end = tokenizer.convert_tokens_to_ids(END)
     parts = [np.empty(0, np.int64)]
     for first in range(0, len(texts), 256):  # some at a time, because an encoding holds much beside
         for encoded in tokenizer.backend_tokenizer.encode_batch(texts[first : first + 256]):
-            parts.append(np.array([end, *encoded.ids], dtype=np.int64))
+            parts.append(np.array(encoded.ids, dtype=np.int64))
     return np.concatenate(parts)

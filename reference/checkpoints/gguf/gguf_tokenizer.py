@@ -123,8 +123,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     in_bytes = cut.ByteLevel(add_prefix_space=False, use_regex=not own_words)
     backend.pre_tokenizer = cut.Sequence([*RULES[rule], in_bytes])
     backend.decoder = decoders.ByteLevel()
-    if metadata.get("tokenizer.ggml.add_bos_token", rule == "llama-bpe"):
-        backend.post_processor = _begins_with(metadata, tokens)
+    _put_around(backend, metadata, tokens, begins=rule == "llama-bpe")
     return backend
 
 
@@ -159,19 +158,31 @@ def _sentence_piece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     backend.decoder = decoders.Sequence(
         [*steps, decoders.Strip(content=" ", left=1)] if prefixed else steps
     )
-    if metadata.get("tokenizer.ggml.add_bos_token", True):
-        backend.post_processor = _begins_with(metadata, tokens)
+    _put_around(backend, metadata, tokens, begins=True)
     return backend
 
 
-def _begins_with(metadata: dict[str, Any], tokens: list[str]):
-    """Puts the token that begins a text before every text."""
-    bos = _id_in(metadata, "bos", tokens)
-    if bos is None:
-        raise CheckpointError("tokenizer.ggml.add_bos_token is true, but there is no bos_token_id")
-    name = tokens[bos]
-    return processors.TemplateProcessing(
-        single=[name, "$A"], pair=[name, "$A", name, "$B:1"], special_tokens=[(name, bos)]
+def _put_around(
+    backend: Tokenizer, metadata: dict[str, Any], tokens: list[str], begins: bool
+) -> None:
+    """Make the backend begin and end every text as add_bos_token and add_eos_token say. begins:
+    what llama.cpp assumes of this vocabulary where a file has no add_bos_token; it never assumes
+    that a text ends with a token.
+    """
+    found = {}
+    for key, default in (("bos", begins), ("eos", False)):
+        found[key] = []
+        if metadata.get(f"tokenizer.ggml.add_{key}_token", default):
+            id = _id_in(metadata, key, tokens)
+            if id is None:
+                said = f"tokenizer.ggml.add_{key}_token is true, but there is no {key}_token_id"
+                raise CheckpointError(said)
+            found[key] = [(tokens[id], id)]
+    first, last = ([name for name, _ in found[key]] for key in ("bos", "eos"))
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*first, "$A", *last],
+        pair=[*first, "$A", *last, *first, "$B:1", *last],
+        special_tokens=list(dict.fromkeys(found["bos"] + found["eos"])),
     )
 
 
@@ -218,13 +229,15 @@ def tokenizer_metadata(tokenizer, vocab_size: int) -> dict[str, Any]:
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     rule = content["pre_tokenizer"]
     named = {json.dumps(_rule_content(name)): name for name in RULES}.get(json.dumps(rule), NEAREST)
+    before, after = _tokens_around(tokenizer)
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": named,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.add_bos_token": tokenizer.bos_token_id in tokenizer("")["input_ids"],
+        "tokenizer.ggml.add_bos_token": before == [tokenizer.bos_token_id],
+        "tokenizer.ggml.add_eos_token": after == [tokenizer.eos_token_id],
         WHOLE: whole,
     }
     for name, key in SPECIAL.items():
@@ -234,6 +247,15 @@ def tokenizer_metadata(tokenizer, vocab_size: int) -> dict[str, Any]:
     if tokenizer.chat_template:
         metadata["tokenizer.chat_template"] = tokenizer.chat_template
     return metadata
+
+
+def _tokens_around(tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and after every text."""
+    text = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    starts = (at for at in range(len(whole)) if whole[at : at + len(text)] == text)
+    start = next(starts)
+    return whole[:start], whole[start + len(text) :]
 
 
 def _rule_content(name: str) -> dict[str, Any]:

@@ -94,7 +94,8 @@ class SamplingFields(Wire):
     truncate_prompt_tokens: int | None = Field(
         default=None,
         ge=-1,
-        description="keep so many of the prompt's last tokens; -1: all that fit",
+        description="keep so many of the prompt's last tokens, among them the special ones that "
+        "the tokenizer puts around a text; -1: all that fit",
     )
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -26,7 +26,7 @@ async def read_prompts(
     tokens, found = service.tokens, []
     for one in [value] if is_one else value:
         if isinstance(one, str):
-            ids = await encode(service, name, one, special)
+            ids = await encode(service, name, one, special, keep)
         else:
             ids = tokens.check(name, one)
         found.append(tokens.cut(name, ids, keep))
