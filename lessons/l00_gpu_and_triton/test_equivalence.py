@@ -15,7 +15,7 @@ from lessons.l00_gpu_and_triton.optimized import (
 )
 from lessons.toolbox.kernels.accesses import Accesses
 from lessons.toolbox.kernels.bounds import in_bounds
-from lessons.toolbox.measure.device import default_device, interpreting
+from lessons.toolbox.measure.device import capability, default_device, interpreting
 from lessons.toolbox.proof.planted import with_bug
 from lessons.toolbox.proof.refusals import assert_message, assert_refused
 from lessons.toolbox.proof.traps import poisoned, poisoned_empty
@@ -91,7 +91,7 @@ def test_tile_product(m, k, n, precision, seed, proof):
     if (
         precision == "tf32"
         and interpreting() is False
-        and torch.cuda.get_device_capability() < (8, 0)
+        and capability() < (8, 0)
     ):
         pytest.skip(
             "NOT RUN: needs a GPU that has TF32, of compute capability 8.0 or newer, or none"

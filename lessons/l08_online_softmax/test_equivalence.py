@@ -311,7 +311,9 @@ def test_merge_probes_with_known_answers(seed):
     for function in (merge_states, partials.merge_states_torch, naive.merge_states):
         out, lse = function(outs, lses)
         assert (out[0] == 0).all() and lse[0] == -INF
-        assert torch.equal(out[1], outs[0, 1]) and lse[1] == 2
+        # not bit by bit: a GPU divides by 1 to within 2 units in the last place (PTX, div.full)
+        torch.testing.assert_close(out[1], outs[0, 1], rtol=2**-22, atol=0)
+        torch.testing.assert_close(lse[1].cpu(), torch.tensor(2.0), rtol=2**-22, atol=0)
         torch.testing.assert_close(out[2], outs[:, 2].mean(0))
         torch.testing.assert_close(lse[2].cpu(), torch.tensor(3 + math.log(5)))
     order = torch.randperm(5, device=DEVICE)

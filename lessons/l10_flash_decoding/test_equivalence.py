@@ -398,20 +398,20 @@ def test_combine_kernel(empty, seed, proof):
 
 
 def test_one_split_combined_is_itself(seed):
-    """So the wrapper may leave the combine kernel out, and an empty split more or less changes no
-    bit.
+    """So the wrapper may leave the combine kernel out, and empty splits change nothing. Up to 2 units
+    in the last place, within which a GPU divides by 1 (PTX, div.full).
     """
     out, lse = partials(1, 0, seed)
-    assert torch.equal(combine(out, lse)[0], out[:, :, 0]) and torch.equal(
-        combine(out, lse)[1], lse[:, :, 0]
-    )
+    close = partial(torch.testing.assert_close, rtol=2**-22, atol=0)
+    close(combine(out, lse)[0], out[:, :, 0])
+    close(combine(out, lse)[1], lse[:, :, 0], atol=2**-22)
     for more in (1, 15, 16, 100):
         nothing = torch.full((2, 2, more), -torch.inf, device=DEVICE)
         padded = (
             torch.cat([out, torch.zeros(2, 2, more, 16, device=DEVICE)], dim=2),
             torch.cat([lse, nothing], dim=2),
         )
-        assert torch.equal(combine(*padded)[0], out[:, :, 0])
+        close(combine(*padded)[0], out[:, :, 0])
 
 
 def test_nan_is_not_hidden(seed):

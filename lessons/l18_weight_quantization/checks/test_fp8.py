@@ -14,14 +14,14 @@ from lessons.l18_weight_quantization.kernels.fp8 import (
 )
 from lessons.l18_weight_quantization.lab.testing import DEVICE, matrix, numbers
 from lessons.l18_weight_quantization.optimized import matmul
-from lessons.toolbox.measure.device import interpreting
+from lessons.toolbox.measure.device import capability, interpreting
 from lessons.toolbox.proof.numerics import draw, poisoned, prove
 from lessons.toolbox.proof.refusals import assert_message
 
 SMALL = GemmTiles(16, 32, 128, 4, 2)
 # An A100 has no FP8 instruction.
 needs_fp8 = pytest.mark.skipif(
-    not interpreting() and torch.cuda.get_device_capability() < (8, 9), reason="needs sm_89"
+    not interpreting() and capability() < (8, 9), reason="needs sm_89"
 )
 
 

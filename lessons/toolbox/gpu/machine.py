@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lessons.toolbox.gpu.barriers import Barriers
-from lessons.toolbox.gpu.decode import Step, decode
+from lessons.toolbox.gpu.decode import Step, decode, names
 from lessons.toolbox.gpu.faults import Fault, UnknownInstruction
 from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
 from lessons.toolbox.gpu.ptx import Kernel
-from lessons.toolbox.gpu.threads import WARP, Threads
+from lessons.toolbox.gpu.threads import WARP, Threads, garbage
 
 BYTES_OF_REGISTERS = 400 * 2**20  # of the programs that run together
 MOST_STEPS = 50_000_000  # of a launch: a kernel that does not end
@@ -42,7 +42,16 @@ def compiled_steps(kernel: Kernel) -> list[Step]:
     """What each instruction does, found once for a kernel. Raises UnknownInstruction."""
     if not hasattr(kernel, "steps"):
         kernel.steps = [decode(instruction, kernel) for instruction in kernel.instructions]
+        read = frozenset().union(*(step.reads for step in kernel.steps))
+        written = {name for i in kernel.instructions if i.operands for name in names(i.operands[0])}
+        kernel.undefined = sorted((read - written) & declared(kernel, read))
     return kernel.steps
+
+
+def declared(kernel: Kernel, registers: frozenset[str]) -> set[str]:
+    """Those of the names that the kernel declares as registers."""
+    prefixes = kernel.widths.keys()
+    return {name for name in registers if name.rstrip("0123456789") in prefixes or name in prefixes}
 
 
 def launch(
@@ -78,6 +87,8 @@ def launch(
             kernel, programs, grid, block, memory, shared_bytes, parameters, generator
         )
         threads.maps = maps or {}
+        for name in kernel.undefined:  # nothing ever writes them: the compiler does not care
+            threads.write(name, garbage(kernel.width(name)), None)
         Run(threads, steps, done).go()
     return done
 

@@ -72,6 +72,13 @@ def compiled_chip() -> int | None:
     return int(text) if text else None
 
 
+def capability() -> tuple[int, int] | None:
+    """The compute capability that kernels are compiled for: (8, 0); None where they are interpreted."""
+    if chip := compiled_chip():
+        return divmod(chip, 10)
+    return torch.cuda.get_device_capability() if has_gpu() else None
+
+
 def rehearsing() -> bool:
     """Whether the GPU of this process is pretended, so that nothing it records counts."""
     return os.environ.get(REHEARSING) == "1"

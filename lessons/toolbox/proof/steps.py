@@ -57,6 +57,8 @@ class Steps:
         for number in first_of(MOST_VARIANTS, self.lessons):
             room = self.lessons[number]
             found = sorted(room.rglob("test_*.py"))
+            if self.machine.chip:  # each kernel once more: the other tests are the same everywhere
+                found = [path for path in found if "proof.record(" in path.read_text("utf-8")]
             tests = [f"lessons/{room.name}/{path.relative_to(room)}" for path in found]
             if tests:
                 workers = self.machine.workers
