@@ -88,11 +88,7 @@ def test_every_nth(stride, count, seed, proof):
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("m, k, n", [(16, 16, 16), (16, 32, 64)])
 def test_tile_product(m, k, n, precision, seed, proof):
-    if (
-        precision == "tf32"
-        and interpreting() is False
-        and capability() < (8, 0)
-    ):
+    if precision == "tf32" and interpreting() is False and capability() < (8, 0):
         pytest.skip(
             "NOT RUN: needs a GPU that has TF32, of compute capability 8.0 or newer, or none"
         )

@@ -278,7 +278,7 @@ def test_a_planted_bug_is_seen(name, seed, tmp_path):
     ],
 )
 def test_what_is_written_behind_the_group_or_the_head_is_seen(old, new, tmp_path):
-    with pytest.raises(NotEquivalent, match="canary|fault"):
+    with pytest.raises(NotEquivalent, match=r"canary|fault"):
         assert_writes_only_its_rows(with_bug(optimized, tmp_path, old, new))
 
 

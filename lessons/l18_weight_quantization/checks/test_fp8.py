@@ -20,9 +20,7 @@ from lessons.toolbox.proof.refusals import assert_message
 
 SMALL = GemmTiles(16, 32, 128, 4, 2)
 # An A100 has no FP8 instruction.
-needs_fp8 = pytest.mark.skipif(
-    not interpreting() and capability() < (8, 9), reason="needs sm_89"
-)
+needs_fp8 = pytest.mark.skipif(not interpreting() and capability() < (8, 9), reason="needs sm_89")
 
 
 def plain_rows(x):

@@ -26,7 +26,7 @@ class Barriers:
         may do so now. count: threads that it takes, [count of threads]; None: all.
         """
         threads = self.threads
-        if count is None and mask is None and not self.waiting:  # everybody at once
+        if count is None and mask is None and not self.waiting:  # all threads at once
             self.meet(threads.alive)
             return {place: threads.alive.copy()}
         mask = threads.alive.copy() if mask is None else mask
@@ -99,4 +99,6 @@ class Barriers:
             if here:
                 parts.append(f"{here} threads at the mbarrier of {threads.line_of(place)}")
         name = threads.name_of(int(threads.programs[program]))
-        threads.fail(f"deadlock in {name}: {' and '.join(parts)} wait for others that never come", [])
+        threads.fail(
+            f"deadlock in {name}: {' and '.join(parts)} wait for others that never come", []
+        )

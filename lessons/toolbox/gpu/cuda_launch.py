@@ -67,9 +67,7 @@ def run(
         raise ValueError(f"name: got {name!r}; accepted: {', '.join(kernels)}")
     kernel = kernels[name]
     if len(given) != len(kernel.parameters):
-        raise ValueError(
-            f"{name}: got {len(given)} arguments; accepted: {len(kernel.parameters)}"
-        )
+        raise ValueError(f"{name}: got {len(given)} arguments; accepted: {len(kernel.parameters)}")
     buffers, values, _ = bind(kernel, [(f"argument {i}", value) for i, value in enumerate(given)])
     parameters = {}
     for index, ((parameter, type_, size), value, x) in enumerate(

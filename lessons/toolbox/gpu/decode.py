@@ -91,9 +91,8 @@ def names(operand) -> list[str]:
         return [name for part in operand for name in names(part)]
     text = operand.base if isinstance(operand, Address) else operand
     text = text.lstrip("!")
-    return [text] if text[:1] in ("%", "") and text or not_a_number(text) else []
+    return [text] if not_a_number(text) else []
 
 
 def not_a_number(text: str) -> bool:
     return bool(text) and not (text[0].isdigit() or text[0] == "-")
-

@@ -17,15 +17,12 @@ import numpy as np
 
 from lessons.toolbox.gpu.barriers import Barriers
 from lessons.toolbox.gpu.decode import Step, decode, names
-from lessons.toolbox.gpu.faults import Fault, UnknownInstruction
 from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
 from lessons.toolbox.gpu.ptx import Kernel
 from lessons.toolbox.gpu.threads import WARP, Threads, garbage
 
 BYTES_OF_REGISTERS = 400 * 2**20  # of the programs that run together
 MOST_STEPS = 50_000_000  # of a launch: a kernel that does not end
-
-__all__ = ["Fault", "Launch", "UnknownInstruction", "compiled_steps", "launch"]
 
 
 @dataclass
@@ -137,7 +134,7 @@ class Run:
             self.stalled[place] = self.stalled[place] | mask if place in self.stalled else mask
 
     def wake(self) -> None:
-        """Nobody can go on: look who may by now. Raises Fault if nobody ever will."""
+        """No thread can go on: look which may by now. Raises Fault if none ever will."""
         changes = self.threads.mbarriers.changes
         if self.stalled and changes != self.seen_changes:
             self.seen_changes = changes
@@ -170,7 +167,7 @@ class Run:
             if step.control is not None:
                 self.take(step.control(self, taking, leaving))
                 return
-            if taking is not NOBODY:
+            if taking is not NO_THREAD:
                 if threads.products is not None and threads.products.flying:
                     self.check_in_flight(step, taking)
                 try:
@@ -202,9 +199,9 @@ class Run:
         return int(mask.reshape(-1, WARP).any(1).sum())
 
     def split(self, step: Step, mask: np.ndarray | None):
-        """(the threads for which the predicate holds, the others); NOBODY for no thread."""
+        """(the threads for which the predicate holds, the others); NO_THREAD for no thread."""
         if step.predicate is None:
-            return mask, NOBODY
+            return mask, NO_THREAD
         holds = self.threads.registers.get(step.predicate)
         if holds is None:
             self.threads.fail(
@@ -214,13 +211,13 @@ class Run:
         if step.negated:
             holds = ~holds
         if len(holds) == 1:
-            return (mask, NOBODY) if holds[0] else (NOBODY, mask)
+            return (mask, NO_THREAD) if holds[0] else (NO_THREAD, mask)
         inside = holds if mask is None and self.threads.alive.all() else holds & self.masked(mask)
         if not inside.any():
-            return NOBODY, mask
+            return NO_THREAD, mask
         outside = ~holds & self.masked(mask)
         if not outside.any():
-            return mask, NOBODY
+            return mask, NO_THREAD
         return inside, outside
 
     def check_in_flight(self, step: Step, mask: np.ndarray | None) -> None:
@@ -243,4 +240,4 @@ class Run:
         self.threads.alive = self.threads.alive & ~ending
 
 
-NOBODY = np.zeros(0, dtype=bool)  # an empty mask, known by its identity
+NO_THREAD = np.zeros(0, dtype=bool)  # an empty mask, known by its identity

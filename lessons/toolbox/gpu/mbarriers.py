@@ -64,7 +64,9 @@ class MemoryBarriers:
         state, where = self.at(address, lanes), threads.cta[lanes]
         counts = np.bincount(where, minlength=threads.num_programs)
         if (state.left < counts).any():
-            threads.fail(f"more arrivals at the mbarrier at {address} than its phase expects", lanes)
+            threads.fail(
+                f"more arrivals at the mbarrier at {address} than its phase expects", lanes
+            )
         agents = threads.warp_of_program[lanes]
         np.maximum.at(state.arrived, where, shared.clock[where, agents])
         state.bytes += counts * announced

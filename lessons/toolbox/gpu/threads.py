@@ -23,7 +23,6 @@ GARBAGE = {size: UNSIGNED[size](0xCDCDCDCDCDCDCDCD & ((1 << 8 * size) - 1)) for 
 GARBAGE_PREDICATE = np.bool_(True)
 
 
-
 def garbage(bits: int) -> np.ndarray:
     """[1]: what a register of this width holds that no instruction writes."""
     value = GARBAGE_PREDICATE if bits == 1 else GARBAGE[bits // 8]

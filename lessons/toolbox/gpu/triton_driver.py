@@ -22,7 +22,7 @@ from triton.backends.driver import GPUDriver
 
 from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
 from lessons.toolbox.gpu.instructions.tma import TensorMap
-from lessons.toolbox.gpu.machine import Launch, launch
+from lessons.toolbox.gpu.machine import launch
 from lessons.toolbox.gpu.ptx import Kernel, parse
 from lessons.toolbox.gpu.written import written_parameters
 

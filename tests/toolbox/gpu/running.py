@@ -42,9 +42,7 @@ def kernel_of(body: str, buffers: int, outside: str = "") -> Kernel:
     text = HEAD.format(
         outside=outside,
         parameters=",\n".join(f".param .u64 {name}" for name in names),
-        pointers="\n".join(
-            f"ld.param.u64 %rd{30 + i}, [{name}];" for i, name in enumerate(names)
-        ),
+        pointers="\n".join(f"ld.param.u64 %rd{30 + i}, [{name}];" for i, name in enumerate(names)),
         body="\n".join(lines),
     )
     return parse(text)["tried"]

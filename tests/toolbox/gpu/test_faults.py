@@ -25,7 +25,9 @@ def fails(body: str, match: str, arrays=None, **options) -> None:
 
 def test_a_load_behind_the_last_element():
     body = "mad.wide.u32 %rd1, %r70, 4, %rd30;\nld.global.b32 %r1, [%rd1+1024];"
-    fails(body, r"kernel.py:9, program \(0, 0, 0\), thread 0: 4 bytes at 1024 of x0, which has 1024")
+    fails(
+        body, r"kernel.py:9, program \(0, 0, 0\), thread 0: 4 bytes at 1024 of x0, which has 1024"
+    )
     fails(body.replace("+1024", "+-8"), "thread 0: 4 bytes, 8 before the first of x0")
     run(body.replace("+1024", "+896"), [words()])
 
@@ -37,7 +39,9 @@ def test_only_the_threads_of_the_predicate_load():
 
 
 def test_a_misaligned_address():
-    fails("ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd30+4];", "byte 4 of x0 is not a multiple of 16")
+    fails(
+        "ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd30+4];", "byte 4 of x0 is not a multiple of 16"
+    )
 
 
 def test_two_programs_write_the_same_bytes():
@@ -103,7 +107,11 @@ def test_shared_memory_has_an_end():
 
 def test_a_deadlock_says_who_waits():
     body = "setp.lt.u32 %p1, %r70, 32;\n@%p1 bar.sync 1, 64;\nbar.sync 2, 64;"
-    fails(body, "deadlock in program .*barrier 1 of kernel.py:9.*barrier 2 of kernel.py:10", threads=64)
+    fails(
+        body,
+        "deadlock in program .*barrier 1 of kernel.py:9.*barrier 2 of kernel.py:10",
+        threads=64,
+    )
 
 
 def test_threads_that_have_ended_are_not_waited_for():
@@ -114,7 +122,9 @@ def test_a_shuffle_without_a_part_of_the_warp():
     body = "setp.lt.u32 %p1, %r70, 8;\n@%p1 bra on;\nbra.uni off;\non:\n"
     body += "shfl.sync.bfly.b32 %r1, %r70, 1, 31, -1;\noff:"
     fails(body, "threads of the warp that must take part are elsewhere")
-    fails("shfl.sync.bfly.b32 %r1, %r70, 1, 31, 0xFF;", "a thread takes part that the mask does not")
+    fails(
+        "shfl.sync.bfly.b32 %r1, %r70, 1, 31, 0xFF;", "a thread takes part that the mask does not"
+    )
 
 
 # ---------------------------------------------------------------- asynchronous copies
@@ -128,7 +138,9 @@ COPY = (
 
 def test_a_copy_is_waited_for():
     read = "ld.shared.b32 %r5, [%r1];"
-    fails(COPY + read, "what the asynchronous copy of kernel.py:12 is still filling", outside=SHARED)
+    fails(
+        COPY + read, "what the asynchronous copy of kernel.py:12 is still filling", outside=SHARED
+    )
     fails(COPY + "cp.async.wait_group 1;\n" + read, "still filling", outside=SHARED)
     run(COPY + "cp.async.wait_group 0;\n" + read, [words()], outside=SHARED)
 

@@ -223,7 +223,14 @@ def test_an_approximation_stays_within_the_manual(
 def test_comparisons_with_nan():
     x = np.tile(np.array([1, 2, NAN, 2], np.float32), 8)
     y = np.tile(np.array([2, 2, 2, NAN], np.float32), 8)
-    expected = {"lt": "1000", "le": "1100", "eq": "0100", "ne": "1000", "neu": "1011", "ltu": "1011"}
+    expected = {
+        "lt": "1000",
+        "le": "1100",
+        "eq": "0100",
+        "ne": "1000",
+        "neu": "1011",
+        "ltu": "1011",
+    }
     expected |= {"nan": "0011", "num": "1100", "gt": "0000", "geu": "0111"}
     for name, want in expected.items():
         text = f"setp.{name}.f32 %p1, %r1, %r2;\nselp.b32 %r9, 1, 0, %p1;"
@@ -307,9 +314,7 @@ def test_votes_and_sums(seed):
     for op, function in {"add": np.add, "max": np.maximum, "min": np.minimum}.items():
         out = computed(f"redux.sync.{op}.s32 %r9, %r1, -1;", [x], "%r9", "b32").view(np.int32)
         assert (out == function.reduce(x, dtype=np.int32)).all()
-    elected = computed(
-        "elect.sync %r8|%p1, -1;\nselp.b32 %r9, 1, 0, %p1;", [x], "%r9", "b32"
-    )
+    elected = computed("elect.sync %r8|%p1, -1;\nselp.b32 %r9, 1, 0, %p1;", [x], "%r9", "b32")
     assert elected.sum() == 1
 
 
@@ -338,7 +343,7 @@ def test_random_programs(seed):
     text = []
     for step in range(60):
         chosen = plain[int(generator.integers(len(plain)))]
-        kinds, result, function = INTEGERS[chosen]
+        kinds, _, function = INTEGERS[chosen]
         a, b, to = (int(i) for i in generator.integers(0, 4, 3))
         head, rest = chosen.split(" ", 1)
         tail = rest.split("%r2")[1]

@@ -85,4 +85,3 @@ def fence(instruction: Instruction, kernel: Kernel):
 
 
 KNOWN = {"atom": atomic, "red": atomic, "membar": fence, "fence": fence}
-

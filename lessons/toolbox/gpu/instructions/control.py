@@ -106,4 +106,12 @@ def barrier(instruction: Instruction, kernel: Kernel):
     return control
 
 
-KNOWN = {"bra": branch, "brx": branch_by_table, "ret": end, "exit": end, "trap": trap, "bar": barrier, "barrier": barrier}
+KNOWN = {
+    "bra": branch,
+    "brx": branch_by_table,
+    "ret": end,
+    "exit": end,
+    "trap": trap,
+    "bar": barrier,
+    "barrier": barrier,
+}

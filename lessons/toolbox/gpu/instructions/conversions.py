@@ -134,4 +134,3 @@ def pair_as_bits(of: str) -> str:
 
 
 KNOWN = {"cvt": convert}
-

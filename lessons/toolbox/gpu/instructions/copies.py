@@ -1,7 +1,7 @@
 """cp.async: from global to shared memory beside the computation (Ampere).
 
 A thread starts copies, closes a group with commit_group, and waits with wait_group N until all but
-its last N groups have arrived. Until then the bytes in shared memory are nobody's: they hold
+its last N groups have arrived. Until then the bytes in shared memory belong to no thread: they hold
 garbage here, and a warp that touches them is a fault. Other warps see them only after a barrier
 that follows the wait.
 
@@ -43,7 +43,7 @@ def in_flight(threads) -> InFlight:
 
 def copy(instruction: Instruction, kernel: Kernel):
     """cp.async.cg.shared.global [to], [from], 16{, size}: `size` bytes, the rest zeros."""
-    if not instruction.has("async"):
+    if not instruction.has("async") or instruction.has("bulk"):  # bulk: the copy engine's
         raise ValueError(instruction.text)
     if instruction.has("commit_group"):
         return commit
@@ -98,9 +98,11 @@ def wait(threads, mask, left: int) -> None:
     waiting[threads.active(mask)] = True
     arrive(
         threads,
-        lambda copy: waiting[copy.lanes]
-        & (copy.group >= 0)
-        & (copy.group <= flight.closed[copy.lanes] - left),
+        lambda copy: (
+            waiting[copy.lanes]
+            & (copy.group >= 0)
+            & (copy.group <= flight.closed[copy.lanes] - left)
+        ),
     )
 
 

@@ -141,4 +141,3 @@ class Local:
 
 
 KNOWN = {"ld": load, "ldu": load, "st": store}
-

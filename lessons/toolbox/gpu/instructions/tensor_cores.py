@@ -100,7 +100,10 @@ def multiply(instruction: Instruction, kernel: Kernel):
     d, a_names, b_names, c_names = instruction.operands
     out, size = accumulator_order(rows, columns), SUMS[to, of_c]
     inverse = np.argsort(out.reshape(-1))
-    for names, each in ((a_names, rows * depth * BITS[of_a]), (b_names, columns * depth * BITS[of_b])):
+    for names, each in (
+        (a_names, rows * depth * BITS[of_a]),
+        (b_names, columns * depth * BITS[of_b]),
+    ):
         if len(names) * WARP * 32 != each:
             raise ValueError(instruction.text)
 
@@ -197,4 +200,3 @@ def store_matrix(instruction: Instruction, kernel: Kernel):
 
 
 KNOWN = {"mma": multiply, "ldmatrix": load_matrix, "stmatrix": store_matrix}
-

@@ -141,10 +141,13 @@ def groups(instruction: Instruction):
         here[threads.active(mask)] = True
         left = []
         for lanes, marks in threads.stores:
-            if here[lanes].all():
-                threads.shared.end_read(threads, marks, threads.cta[lanes])
-            else:
-                left.append((lanes, marks))
+            done, still = here[lanes], ~here[lanes]
+            if done.any():
+                ended = [(warp[done], cell[done], stamp) for warp, cell, stamp in marks]
+                threads.shared.end_read(threads, ended, threads.cta[lanes[done]])
+            if still.any():
+                marks = [(warp[still], cell[still], stamp) for warp, cell, stamp in marks]
+                left.append((lanes[still], marks))
         threads.stores = left
 
     return run

@@ -4,7 +4,7 @@
     wgmma.commit_group    closes a group of products
     wgmma.wait_group n    waits for all groups but the last n
 
-Until it is waited for, the registers of d are nobody's: to read them is a fault. So is a store to
+Until it is waited for, the registers of d belong to no thread: to read them is a fault. So is a store to
 the shared memory that a product still reads.
 
 A descriptor says where a matrix lies: its address, two strides, and the swizzle: which 16-byte
@@ -27,7 +27,7 @@ from lessons.toolbox.gpu.instructions.tensor_cores import (
     whole_warps,
 )
 from lessons.toolbox.gpu.ptx import Instruction, Kernel
-from lessons.toolbox.gpu.threads import WARP, predicate_reader, reader
+from lessons.toolbox.gpu.threads import WARP, predicate_reader
 
 GROUP = 4 * WARP  # threads of a warpgroup
 SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}  # field of a descriptor -> bytes of a swizzled row
@@ -48,7 +48,9 @@ def chunks(descriptor: np.ndarray, rows: int, row_bytes: int, across: bool) -> n
     field = descriptor.astype(np.uint64)
 
     def bytes_of(first):
-        return ((field >> np.uint64(first)) & np.uint64(0x3FFF)).astype(np.int64)[:, None, None] * 16
+        return ((field >> np.uint64(first)) & np.uint64(0x3FFF)).astype(np.int64)[
+            :, None, None
+        ] * 16
 
     start, leading, stride = bytes_of(0), bytes_of(16), bytes_of(32)
     modes = np.unique(field >> np.uint64(62))
