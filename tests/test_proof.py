@@ -433,7 +433,7 @@ from lessons.toolbox.proof import __main__ as proof
 from lessons.toolbox.proof import machine
 proof.why_not_here = lambda interpreted: ""
 here = machine.Machine({"device": "Pretend"}, False, None, 2)
-machine.this_machine = lambda interpreted: here
+machine.this_machine = lambda interpreted, chip=None: here
 sys.exit(proof.main(["gpu", "--out", "out"]))
 """
 
@@ -671,10 +671,18 @@ def test_the_table_and_its_sentence_follow_the_records(monkeypatch):
     proofs = [proof_of("NVIDIA Pretend", kernels["01/k"].hash)]
     rows = table.rows(kernels, proofs)
     assert rows[0][:2] == ["01", "[`k`](../lessons/l01_copy/optimized.cu)"]
-    assert rows[0][2:] == ["–"] * 3 + ["8 / 0 / 0.0"] * 2 + ["proved on NVIDIA Pretend"]
+    compiled = ["–"] * 3 + ["8 / 0 / 0.0"] * 2
+    assert rows[0][2:] == [*compiled, "not yet", "proved on NVIDIA Pretend"]
     assert f"| {' | '.join(rows[0])} |" in table.markdown(rows)
     said = table.sentence(rows)
     assert "Of the 1 kernels, 0 are" in said and "1 on a GPU" in said and "1 for sm_90" in said
+    assert "compiled code of none has run" in said
+    ran = [proof_of("cpu", kernels["01/k"].hash) | {"chip": chip} for chip in (90, 80)]
+    rows = table.rows(kernels, [*proofs, *ran])
+    assert rows[0][-2:] == ["80, 90", "proved on NVIDIA Pretend"], "it is no GPU, and no interpreter"
+    assert "compiled code of 1 has run" in table.sentence(rows)
+    old = proof_of("cpu", "another") | {"chip": 80}
+    assert table.rows(kernels, [old])[0][-2:] == ["stale", "not yet"]
     known.pop(jobs[0].key)
     on_cpu = {"01/k.cu": kernels["01/k"]}
     emulated = table.rows(on_cpu, [proof_of("cpu", kernels["01/k"].hash, key="01/k.cu")])
