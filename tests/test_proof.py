@@ -679,7 +679,9 @@ def test_the_table_and_its_sentence_follow_the_records(monkeypatch):
     assert "compiled code of none has run" in said
     ran = [proof_of("cpu", kernels["01/k"].hash) | {"chip": chip} for chip in (90, 80)]
     rows = table.rows(kernels, [*proofs, *ran])
-    assert rows[0][-2:] == ["80, 90", "proved on NVIDIA Pretend"], "it is no GPU, and no interpreter"
+    assert rows[0][-2:] == ["80, 90", "proved on NVIDIA Pretend"], (
+        "it is no GPU, and no interpreter"
+    )
     assert "compiled code of 1 has run" in table.sentence(rows)
     old = proof_of("cpu", "another") | {"chip": 80}
     assert table.rows(kernels, [old])[0][-2:] == ["stale", "not yet"]
