@@ -8,7 +8,7 @@ import torch
 from lessons.l09_flash_attention.tiles import Tiles
 from lessons.l12_paged_kv.kernels.hooks import contiguous_row
 from lessons.l12_paged_kv.kernels.paged import decode_kernel, prefill_kernel
-from lessons.l12_paged_kv.lab.testing import decoded, paged
+from lessons.l12_paged_kv.lab.testing import DEVICE, decoded, paged
 from lessons.l12_paged_kv.naive import gathered, gathered_attention
 from lessons.l12_paged_kv.optimized import paged_decode, paged_prefill
 from lessons.toolbox.proof.numerics import (
@@ -198,6 +198,26 @@ def test_nothing_is_written_beside_the_results(seed, monkeypatch):
     assert len(checks) == 2 + 4 + 1 and all(x.isfinite().all() for x in results)
     for check in checks:
         check()
+
+
+@pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="NOT RUN: needs a sparse file as memory, which no GPU reads"
+)
+def test_heads_beyond_two_to_the_31_elements(seed, tmp_path):
+    """A pool that stores head after head, so large that the third head begins behind element 2^31:
+    4.3 GB of addresses, 100 kB in use.
+    """
+    pages = paged([40], block_size=8, heads=(3, 3, 16, 16), dtype=torch.float16, seed=seed)
+    num_blocks, block_size, heads, width = pages.k_cache.shape
+    apart = 2**30 + num_blocks * block_size * width
+    size = (heads - 1) * apart + num_blocks * block_size * width
+    far = []
+    for name, cache in (("k", pages.k_cache), ("v", pages.v_cache)):
+        file = torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=torch.float16)
+        far.append(file.as_strided(cache.shape, (block_size * width, width, apart, 1)).copy_(cache))
+    near, away = pages, pages._replace(k_cache=far[0], v_cache=far[1])
+    assert_same_bits(paged_decode(*away.decode), paged_decode(*near.decode))
+    assert_same_bits(paged_prefill(*away), paged_prefill(*near))
 
 
 def test_probes_with_known_answers(seed):

@@ -8,6 +8,9 @@ when its token is written, and no later token changes it. Paging, prefix caching
 copies on write and the rewind of a rejected draft rely on that. kivi.py has scales that many tokens
 share, and shows what becomes of these then.
 
+A row with a NaN or an infinity gets a scale of NaN or infinity, so the whole row comes back as NaN
+and the fault stays visible. Integers have no NaN: such a code is 0.
+
 The scale is stored in the model's dtype, and codes are made with the scale as it was stored, so
 that rounding the scale costs no accuracy. Names: vLLM calls these formats fp8_per_token_head,
 int8_per_token_head and int4_per_token_head.
@@ -59,7 +62,7 @@ class Int8:
         x's dtype.
         """
         scales = nonzero((wide(x).abs().amax(-1, keepdim=True) / 127).to(x.dtype))
-        codes = (wide(x) / wide(scales)).round().clamp(-127, 127)
+        codes = (wide(x) / wide(scales)).round().clamp(-127, 127).nan_to_num()
         return codes.to(torch.int8).view(torch.uint8), scales
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -85,7 +88,8 @@ class Int4:
         """
         low = x.amin(-1, keepdim=True)
         scale = nonzero(((wide(x.amax(-1, keepdim=True)) - wide(low)) / 15).to(x.dtype))
-        codes = ((wide(x) - wide(low)) / wide(scale)).round().clamp(0, 15).to(torch.uint8)
+        whole = ((wide(x) - wide(low)) / wide(scale)).round().clamp(0, 15).nan_to_num()
+        codes = whole.to(torch.uint8)
         return codes[..., 0::2] | codes[..., 1::2] << 4, torch.cat([scale, low], dim=-1)
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:

@@ -113,6 +113,18 @@ def quantized_prefill(
 
 
 @triton.jit
+def smaller(a, b):
+    """The minimum of two numbers; a NaN stays one, so that tl.reduce finds it in a row."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def larger(a, b):
+    """The maximum of two numbers; a NaN stays one."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def quantize_kernel(
     x_ptr,
     codes_ptr,
@@ -144,23 +156,23 @@ def quantize_kernel(
         scales_ptr += slot * stride_ss + head * stride_sh
         codes_ptr += slot * stride_slot + head * stride_head
         if IS_INT4:
-            low = tl.min(tl.where(inside, x, float("inf")), axis=0)
-            span = tl.max(tl.where(inside, x, float("-inf")), axis=0) - low
+            low = tl.reduce(tl.where(inside, x, float("inf")), 0, smaller)
+            span = tl.reduce(tl.where(inside, x, float("-inf")), 0, larger) - low
             tl.store(scales_ptr + 1, low.to(scales_ptr.dtype.element_ty))
         else:
-            low, span = 0.0, tl.max(tl.abs(x), axis=0)
+            low, span = 0.0, tl.reduce(tl.abs(x), 0, larger)
         scale = tl.div_rn(span, LARGEST).to(scales_ptr.dtype.element_ty)
         scale = tl.where(scale == 0.0, 1.0, scale).to(scales_ptr.dtype.element_ty)
         tl.store(scales_ptr, scale)
         ratio = tl.div_rn(x - low, tl.zeros_like(x) + scale.to(tl.float32))
         if IS_FLOAT:
             # A NaN stays one: plain minimum and maximum would turn it into a number.
-            ratio = tl.maximum(ratio, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-            ratio = tl.minimum(ratio, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+            ratio = smaller(larger(ratio, -LARGEST), LARGEST)
             tl.store(codes_ptr + column, ratio.to(codes_ptr.dtype.element_ty), mask=inside)
         else:
             # 1.5 · 2^23 has no bits left behind the point, so adding it rounds to the nearest even.
             whole = (ratio + 12582912.0) - 12582912.0
+            whole = tl.where(whole == whole, whole, 0.0)  # because integers have no NaN
             if IS_INT4:
                 codes = tl.minimum(tl.maximum(whole, 0.0), LARGEST).to(tl.int32)
                 low_half, high_half = tl.split(tl.reshape(codes, (BLOCK_D // 2, 2)))

@@ -120,11 +120,12 @@ def decode_kernel(
         mask=in_group[:, None] & (column < HEAD_DIM),
         other=0.0,
     )
-    k_ptr += kv_head * stride_kh
-    v_ptr += kv_head * stride_vh
+    in_pool = kv_head.to(tl.int64)  # because a head's place in a large pool may pass 2^31
+    k_ptr += in_pool * stride_kh
+    v_ptr += in_pool * stride_vh
     if k_scale_ptr is not None:  # known when it is compiled; lesson 19 has scales
-        k_scale_ptr += kv_head * stride_sh
-        v_scale_ptr += kv_head * stride_sh
+        k_scale_ptr += in_pool * stride_sh
+        v_scale_ptr += in_pool * stride_sh
     table_ptr = block_table_ptr + sequence * stride_table
 
     length = tl.load(context_lens_ptr + sequence).to(tl.int32)
