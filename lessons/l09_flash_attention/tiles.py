@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lessons.toolbox.measure.device import compiled_chip
+
 VISITED, UNMASKED, SKIPPED = "visited, with a mask", "visited, no mask needed", "skipped"
 
 
@@ -129,7 +131,12 @@ def capability(device: torch.device) -> int | None:
     return 10 * major + minor
 
 
+def chip_of(device: torch.device) -> int | None:
+    """As `capability`; on a CPU the chip whose compiled code it runs, None if it interprets."""
+    return capability(device) or compiled_chip()
+
+
 def has_e4m3(device: torch.device) -> bool:
     """Whether Triton converts E4M3 there: from sm_89 on, and in the interpreter."""
-    chip = capability(device)
+    chip = chip_of(device)
     return chip is None or chip >= 89

@@ -15,7 +15,7 @@ from torch import Tensor
 from lessons.l09_flash_attention.arguments import check_heads, check_options, check_tiles
 from lessons.l09_flash_attention.naive import tile_scores
 from lessons.l09_flash_attention.optimized import LOG2_E, key_range, load_rows
-from lessons.l09_flash_attention.tiles import Tiles, capability, has_e4m3
+from lessons.l09_flash_attention.tiles import Tiles, chip_of, has_e4m3
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 E4M3_MAX = 448.0
@@ -149,18 +149,17 @@ def flash_attention_fp8(
     """
     check_heads(q, k, v)
     check_options(q, softmax_scale, causal, None, None, None, None)
-    if not has_e4m3(q.device):
-        raise ValueError(
-            f"q: got a GPU of compute capability {capability(q.device) / 10}; accepted: 8.9 or "
-            "newer, "
-            f"because older ones have no 8-bit floating point"
-        )
     if q.shape[2] not in (32, 64, 128, 256) or v.shape[2] != q.shape[2]:
         raise ValueError(
             f"q, k, v: got head sizes {q.shape[2]} and {v.shape[2]}; accepted: 32, 64, 128 or 256, "
             f"the same for all"
         )
     check_tiles(tiles, len(q), smallest=32)  # because 8-bit products add 32 at a time
+    if not has_e4m3(q.device):
+        raise ValueError(
+            f"q: got a GPU of compute capability {chip_of(q.device) / 10}; accepted: 8.9 or newer, "
+            f"because older ones have no 8-bit floating point"
+        )
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = map(quantize, (q, k, v))
     # Transposed once, because the 8-bit matrix instruction reads its operands along the summed
     # dimension only: the keys, for V.
