@@ -7,7 +7,7 @@ FROM python:3.12-slim
 # from the same image, and the driver comes from the host.
 ARG VARIANT=cpu
 
-# g++ is for the emulator of CUDA C++, and for torch.compile and Triton, which compile small C files.
+# g++ is for torch.compile and Triton, which compile small C files.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends git g++ make \
     && rm -rf /var/lib/apt/lists/*

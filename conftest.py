@@ -10,7 +10,7 @@ import torch
 
 # first, because it decides how Triton runs before any test imports Triton
 import lessons  # noqa: F401
-from lessons.toolbox.cuda_cpu import compiling as cuda_cpu
+from lessons.toolbox.gpu import nvrtc
 from lessons.toolbox.kernels.order import program_order
 
 # also mends the interpreter for kernels that tests declare themselves
@@ -49,7 +49,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(items):
     if has_gpu():
         return
-    missing = {"gpu": "needs a CUDA device", "cuda_cpp": cuda_cpu.why_not_here()}
+    missing = {"gpu": "needs a CUDA device", "cuda_cpp": nvrtc.why_not_here()}
     for item in items:
         for marker, why in missing.items():
             if why and item.get_closest_marker(marker):

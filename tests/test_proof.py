@@ -25,7 +25,7 @@ from lessons.l12_paged_kv.kernels.cuda_paged import DECODE as PAGED_DECODE
 from lessons.l18_weight_quantization.kernels.cuda_w4a16 import W4A16
 from lessons.toolbox.kernels import compile_check
 from lessons.toolbox.kernels.compile_report import CHIPS, Report
-from lessons.toolbox.measure.device import has_gpu, interpreting
+from lessons.toolbox.measure.device import has_gpu, interpreting, machine_chip
 from lessons.toolbox.proof import __main__ as proof
 from lessons.toolbox.proof import machine as proof_machine
 from lessons.toolbox.proof import record as proof_record
@@ -251,7 +251,7 @@ def test_a_cuda_file_is_known_by_its_text_and_anything_else_is_refused(tmp_path)
     assert proof_record.kernel_name(source) == "09/optimized.cu"
     source.write_text("__global__ void f() { }")
     assert proof_record.hash_of(source) != before
-    assert proof_record.where(source) == ("cuda" if has_gpu() else "emulator")
+    assert proof_record.where(source) == ("cuda" if has_gpu() else f"sm_{machine_chip()}")
     for wrong, said in (
         (len, "accepted: a @triton.jit function"),
         (tmp_path / "x.cu", "accepted: one that stands in a folder"),
@@ -622,10 +622,11 @@ def test_reports_are_recorded_in_a_file_a_lesson(tmp_path, monkeypatch):
     assert [recorded[job.key].registers for job in jobs] == [8] * len(CHIPS)
 
 
-def proof_of(device, digest, status="passed", key="01/k"):
-    step = {"status": status, "kernels": {key: {"hash": digest}}}
+def proof_of(device, digest, status="passed", chip=None):
+    where = "interpreter" if chip is None else f"sm_{chip}"
+    step = {"status": status, "kernels": {"01/k": {"hash": digest, "where": where}}}
     found = {"01 equivalence": step, "ladder": {"status": "passed"}}
-    return {"device": device, "interpreted": device == "cpu", "steps": found}
+    return {"device": device, "interpreted": device == "cpu", "steps": found, "chip": chip}
 
 
 @pytest.mark.parametrize(
@@ -640,27 +641,27 @@ def proof_of(device, digest, status="passed", key="01/k"):
 )
 def test_how_a_kernel_is_proved(proofs, cell):
     assert table.proof_cell("01/k", "new", [proof_of(*given) for given in proofs]) == cell
-    of_cuda = [proof_of(*given, key="01/k.cu") for given in proofs]
-    assert table.proof_cell("01/k.cu", "new", of_cuda) == cell.replace("interpreter", "emulator")
 
 
-def test_gluon_on_a_cpu_is_simulated():
+def test_gluon_on_a_cpu_is_compiled():
     from lessons.l09_flash_attention.hopper.gluon_flash import flash_hopper_kernel
     from lessons.toolbox.kernels.kernel_hash import kernel_hash
 
     assert len(kernel_hash(flash_hopper_kernel)) == 16  # Triton gives it an attribute `kernel`
     if interpreting():
-        assert proof_record.where(flash_hopper_kernel) == "simulator"
-    found = {"where": "simulator", "hash": "new", "errors": None}
+        assert proof_record.where(flash_hopper_kernel) == "sm_90"
+    found = {"where": "sm_90", "hash": "new", "errors": None}
     case = proof_record.Case("test.py::test_k", "passed", 1.0, {"01/k": found})
     proof = proof_of("cpu", "new")
     proof["steps"]["01 equivalence"] |= proof_record.gathered([case], proof_record.WITHOUT_GPU)
-    assert table.proof_cell("01/k", "new", [proof]) == "simulator only"
-    assert table.proof_cell("01/k", "other", [proof]) == "stale in the simulator"
+    assert table.proof_cell("01/k", "new", [proof]) == "compiled code only"
+    assert table.proof_cell("01/k", "other", [proof]) == "stale in the compiled code"
+    assert table.executed_cell("01/k", "new", [proof]) == "90"
+    assert table.executed_cell("01/k", "other", [proof]) == "stale"
     assert not proof_record.gathered([case], ("cuda",))["kernels"]
-    rows = [["01", "k", *["–"] * 5, cell] for cell in ("simulator only", "interpreter only")]
+    rows = [["01", "k", *["–"] * 5, cell] for cell in ("compiled code only", "interpreter only")]
     assert "2 kernels, 1 are" in table.sentence(rows)
-    assert "1 in our simulator" in table.sentence(rows)
+    assert "1 of Gluon and CUDA C++" in table.sentence(rows)
 
 
 def test_the_table_and_its_sentence_follow_the_records(monkeypatch):
@@ -677,19 +678,15 @@ def test_the_table_and_its_sentence_follow_the_records(monkeypatch):
     said = table.sentence(rows)
     assert "Of the 1 kernels, 0 are" in said and "1 on a GPU" in said and "1 for sm_90" in said
     assert "compiled code of none has run" in said
-    ran = [proof_of("cpu", kernels["01/k"].hash) | {"chip": chip} for chip in (90, 80)]
+    ran = [proof_of("cpu", kernels["01/k"].hash, chip=chip) for chip in (90, 80)]
     rows = table.rows(kernels, [*proofs, *ran])
     assert rows[0][-2:] == ["80, 90", "proved on NVIDIA Pretend"], (
         "it is no GPU, and no interpreter"
     )
     assert "compiled code of 1 has run" in table.sentence(rows)
-    old = proof_of("cpu", "another") | {"chip": 80}
+    old = proof_of("cpu", "another", chip=80)
     assert table.rows(kernels, [old])[0][-2:] == ["stale", "not yet"]
     known.pop(jobs[0].key)
-    on_cpu = {"01/k.cu": kernels["01/k"]}
-    emulated = table.rows(on_cpu, [proof_of("cpu", kernels["01/k"].hash, key="01/k.cu")])
-    assert emulated[0][-1] == "emulator only"
-    assert "1 in the emulator for CUDA C++ alone and none on a GPU" in table.sentence(emulated)
     changed = table.rows(kernels, [])
     assert changed[0][5] == "stale" and "0 for sm_90" in table.sentence(changed)
     assert "none on a GPU" in table.sentence(changed)

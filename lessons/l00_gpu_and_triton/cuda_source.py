@@ -1,7 +1,7 @@
 """CUDA C++ that stands in a Python string, launched like a kernel of a .cu file.
 
-On a GPU it is compiled by NVRTC; on a CPU by this machine's C++ compiler, and the emulator watches
-every access (`lessons.toolbox.cuda_cpu`).
+NVRTC compiles it, for the GPU that is there. Without one its compiled code runs on the CPU, where
+every access is watched (`lessons.toolbox.gpu`).
 """
 
 import hashlib
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lessons.toolbox.cuda_cpu.compiling import CompileError
-from lessons.toolbox.cuda_cpu.emulator import CudaError
+from lessons.toolbox.gpu.faults import Fault
+from lessons.toolbox.gpu.nvrtc import CompileError
 from lessons.toolbox.kernels.cuda_cpp import CudaKernel
 
 FOLDER = Path(__file__).parents[2] / "build" / "cuda_sources"
@@ -22,12 +22,11 @@ def run_cuda(source: str, name: str, grid: int, block: int, *arguments: Tensor |
     """Launch the `extern "C" __global__` function `name` of `source` with `grid` blocks of `block`
     threads. A tensor arrives as the address of its first element, an int as `long long`.
 
-    Raises RuntimeError where no compiler is, CompileError, CudaError for what the kernel does
-    wrong.
+    Raises CompileError, also where no compiler is, and Fault for what the kernel does wrong.
     """
     try:
         _kernel(source, name)[grid, block](*arguments)
-    except (CompileError, CudaError) as error:
+    except (CompileError, Fault) as error:
         raise type(error)(_with_lines(str(error), source)) from None
 
 

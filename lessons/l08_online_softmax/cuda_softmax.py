@@ -1,5 +1,6 @@
 """Launches the kernels of optimized.cu: the same softmax as optimized.softmax, one block of 1024
-threads a row. On CPU tensors they run in the emulator of `lessons.toolbox.cuda_cpu`.
+threads a row. On CPU tensors `lessons.toolbox.gpu` runs their
+compiled code.
 """
 
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Launches the kernels of optimized.cu: attention of one sequence in CUDA C++, for reading beside
-flash_kernel. On CPU tensors they run in the emulator of `lessons.toolbox.cuda_cpu`.
+flash_kernel. On CPU tensors `lessons.toolbox.gpu` runs their
+compiled code.
 """
 
 from pathlib import Path

@@ -6,9 +6,9 @@ A failure shows in letters what the kernel read and wrote.
 import pytest
 import torch
 
-from lessons.toolbox.cuda_cpu import compiling
-from lessons.toolbox.cuda_cpu.compiling import CompileError
-from lessons.toolbox.cuda_cpu.emulator import CudaError, seeded
+from lessons.toolbox.gpu import nvrtc
+from lessons.toolbox.gpu.arguments import ORDER
+from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.measure.device import default_device, has_gpu
 from tests.exercises.checking import assert_equal, call, check
 from tests.exercises.kernel_film import assert_loads_once, assert_solves
@@ -194,14 +194,14 @@ def test_any_product(impl, case, seed):
 
 
 def assert_sums(impl, x, want, seed):
-    """The same under two orders of the threads; what the emulator finds is the message."""
-    if not has_gpu() and (reason := compiling.why_not_here()):
+    """The same in two orders of the programs; what is found in the compiled code is the message."""
+    if not has_gpu() and (reason := nvrtc.why_not_here()):
         pytest.skip(f"NOT RUN: {reason}")
     for order in (seed, seed + 1):
+        ORDER.manual_seed(order)
         try:
-            with seeded(order):
-                got = call(impl, dict(x=x))
-        except (CompileError, CudaError) as error:
+            got = call(impl, dict(x=x))
+        except (nvrtc.CompileError, Fault) as error:
             raise AssertionError(str(error)) from None
         assert_equal(got, want, atol=1e-3, label="out")
 

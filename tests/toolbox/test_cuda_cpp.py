@@ -1,6 +1,5 @@
 """The launcher of .cu files: what it hands to cuda.core, and what it says where there is none.
-On a CPU it
-hands over to the emulator, which test_cuda_cpu*.py test.
+On a CPU it hands over to the machine, which gpu/test_cuda_*.py test.
 """
 
 import contextlib

@@ -176,11 +176,11 @@ def test_what_cannot_run_is_told_without_triton_or_with_an_unknown_one(monkeypat
     monkeypatch.setattr(device, "has_gpu", lambda: False)
     monkeypatch.setattr(device, "interpreting", lambda: True)
     monkeypatch.setattr(device, "has_triton", lambda: False)
-    monkeypatch.setattr(device.compiling, "compiler", lambda: None)
+    monkeypatch.setattr(device.nvrtc, "why_not_here", lambda: "needs NVRTC")
     missing = dict(device.what_cannot_run_here())
     assert "pip install triton" in missing["Triton kernels, in any form"]
     assert "they are not compiled either" in missing["Gluon kernels"]
-    assert "no C++ compiler" in missing["CUDA C++ kernels"] and len(missing) == 4
+    assert "needs NVRTC" in missing["CUDA C++ kernels"] and len(missing) == 4
     monkeypatch.setattr(device, "has_triton", lambda: True)
     monkeypatch.setattr(device, "version_of", lambda package: "9.9.0")
     missing = dict(device.what_cannot_run_here())

@@ -1,7 +1,6 @@
 """The Hopper kernel equals the oracle on a CPU and on a Hopper GPU; planted bugs are caught."""
 
 import importlib.util
-import random
 import re
 from pathlib import Path
 
@@ -13,8 +12,9 @@ from lessons.l09_flash_attention.hopper import rings
 from lessons.l09_flash_attention.hopper.gluon_flash import flash_hopper_kernel
 from lessons.l09_flash_attention.lab import specs
 from lessons.l09_flash_attention.naive import attention
+from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.kernels.compile_check import check_all
-from lessons.toolbox.measure.device import compiled_chip, default_device
+from lessons.toolbox.measure.device import default_device, machine_chip
 from lessons.toolbox.proof.numerics import (
     ATTENTION_INPUTS,
     NotEquivalent,
@@ -22,12 +22,10 @@ from lessons.toolbox.proof.numerics import (
     floor_for,
     prove,
 )
-from lessons.toolbox.simulator.launch import schedule
-from lessons.toolbox.simulator.machine import ENDS, Hazard
 
 DEVICE = default_device()
-LENGTHS = [1, 63, 64, 65, 127, 128, 129, 300]
-LONG = [1000, 4097] if DEVICE.type == "cuda" else []  # the simulator takes 4 ms a tile
+LENGTHS = [1, 63, 64, 65, 127, 128, 129, 200]
+LONG = [1000, 4097] if DEVICE.type == "cuda" else []  # a CPU takes a second for 10 tiles
 
 
 def inputs(
@@ -63,8 +61,15 @@ def proved(q, k, v, causal, kernel=hopper.flash_attention_hopper, name="normal")
 
 @pytest.fixture
 def hopper_or_cpu():
-    if DEVICE.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+    chip = 10 * torch.cuda.get_device_capability()[0] if DEVICE.type == "cuda" else machine_chip()
+    if chip != 90:
         pytest.skip("NOT RUN: needs a GPU of compute capability 9.0, or none")
+
+
+@pytest.fixture
+def compiled_on_cpu(hopper_or_cpu):
+    if DEVICE.type == "cuda":
+        pytest.skip("NOT RUN: needs a process without a GPU")
 
 
 # ---------------------------------------------------------------- equal to the oracle
@@ -72,14 +77,15 @@ def hopper_or_cpu():
 
 @pytest.mark.parametrize("length", LENGTHS + LONG)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_hopper_kernel(length, head_dim, seed, proof, hopper_or_cpu):
     for causal in (True, False):
-        given = inputs(length, length + 5, 4, 2, head_dim, seed=seed)
+        given = inputs(length, length + 5, 2, 1, head_dim, seed=seed)
         proof.record(flash_hopper_kernel, proved(*given, causal))
 
 
 @pytest.mark.parametrize("num_queries, num_keys", [(1, 1), (1, 700), (5, 129), (200, 70), (300, 1)])
+@pytest.mark.sample(2)
 def test_hopper_kernel_is_aligned_bottom_right(num_queries, num_keys, seed, proof, hopper_or_cpu):
     """With more queries than keys the first ones see no key: 0 and -inf, whole programs of them."""
     for causal in (True, False):
@@ -88,6 +94,7 @@ def test_hopper_kernel_is_aligned_bottom_right(num_queries, num_keys, seed, proo
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTION_INPUTS if name != "non_contiguous"])
+@pytest.mark.sample(2)
 def test_hopper_kernel_on_hard_inputs(name, seed, proof, hopper_or_cpu):
     given = inputs(150, 280, 2, 1, 64, seed=seed, name=name)
     proof.record(flash_hopper_kernel, proved(*given, True, name=name))
@@ -95,17 +102,14 @@ def test_hopper_kernel_on_hard_inputs(name, seed, proof, hopper_or_cpu):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_hopper_kernel_with_grouped_heads(kv_heads, seed, proof, hopper_or_cpu):
-    given = inputs(70, 140, 8, kv_heads, 64, seed=seed)
+    given = inputs(20, 140, 8, kv_heads, 64, seed=seed)
     proof.record(flash_hopper_kernel, proved(*given, True))
 
 
-def test_every_order_of_events_gives_the_same_bits(seed):
-    """In the simulator: 20 schedules, with work that ends at random and as late as it may."""
-    given = inputs(200, 400, seed=seed, on="cpu")
-    results = []
-    for number in range(20):
-        with schedule(seed + number, ENDS[number % 2]):
-            results.append(hopper.flash_attention_hopper(*given))
+def test_every_order_of_events_gives_the_same_bits(seed, compiled_on_cpu):
+    """Programs, and the ends of copies, in four drawn orders."""
+    given = inputs(200, 400, seed=seed)
+    results = [hopper.flash_attention_hopper(*given) for _ in range(4)]
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
 
@@ -126,13 +130,14 @@ def test_hopper_refuses_what_it_does_not_do():
 WAIT_LOOP = (
     "            acc = warpgroup_mma_wait(0, deps=(adding,))\n            release(v, i - 1)\n"
 )
-# a race shows as whatever the drawn schedule makes of it
-RACE = r"still (reads|fills)|deadlock|more arrivals|bytes more|is used before"
+# What is told first depends on the drawn order of events.
+RACE = r"race in shared memory|deadlock|more arrivals|is read while"
+WAITS = r"deadlock in program .* at the mbarrier of "
+UNFINISHED = r"is read while a matrix product \(wgmma\) fills it"
 FIRST_SCORES = "    scores = warpgroup_mma_wait(0, deps=(pending,))\n"
 WAIT_SCORES = "scores = warpgroup_mma_wait(1, deps=(pending,))"
-STORED = (
-    "    q_tile.store((acc / column(l_safe, OUT)).to(out_desc.dtype))\n    fence_async_shared()\n"
-)
+STORED = "    q_tile.store((acc / column(l_safe, OUT)).to(out_desc.dtype))\n"
+FENCE = "    fence_async_shared()  # Triton's compiler would add it; in CUDA C++ you have to\n"
 SENT = "    tma.async_copy_shared_to_global(out_desc, [start_m, head * HEAD_DIM], q_tile)\n"
 BUGS = {
     "no wait for a tile": (
@@ -150,7 +155,7 @@ BUGS = {
         "mbarrier.wait(ready.index(i % STAGES), 0)",
         r"",
     ),
-    "wrong phase of free": ("phase ^ 1)", "phase)", r"deadlock: .*load_tiles waits at .*free\[0\]"),
+    "wrong phase of free": ("phase ^ 1)", "phase)", WAITS),
     "no wait for a free buffer": (
         "mbarrier.wait(free.index(stage), phase ^ 1)",
         "pass",
@@ -181,7 +186,7 @@ BUGS = {
         "\n".join(reversed(WAIT_LOOP.rstrip("\n").split("\n"))) + "\n",
         RACE,
     ),
-    "k never freed": ("            release(k, i)\n", "", r"deadlock: .*k\.free\[\d\] is in phase"),
+    "k never freed": ("            release(k, i)\n", "", WAITS),
     "one consumer is enough to free": (
         "count=CONSUMERS",
         "count=1",
@@ -190,12 +195,12 @@ BUGS = {
     "half the bytes expected": (
         "desc.block_type.nbytes)",
         "desc.block_type.nbytes // 2)",
-        r"copies bring \d+ bytes more to .*ready\[\d\] than it expects",
+        RACE,
     ),
     "twice the bytes expected": (
         "desc.block_type.nbytes)",
         "desc.block_type.nbytes * 2)",
-        r"deadlock: .*ready\[\d\] is in phase 0, 0 of 1 arrivals and \d+ bytes are missing",
+        WAITS,
     ),
     "the first buffer, always": (
         "ready.index(stage), tiles.index(stage))",
@@ -206,24 +211,23 @@ BUGS = {
     "scores used before their wait": (
         WAIT_SCORES,
         "scores = warpgroup_mma_wait(2, deps=(pending,))",
-        r"the product of .* is used before its warpgroup_mma_wait",
+        UNFINISHED,
     ),
     "acc used before its wait": (
         "            acc = warpgroup_mma_wait(0, deps=(adding,))\n",
         "            acc = warpgroup_mma_wait(1, deps=(adding,))\n",
-        r"the product of .* is used before its warpgroup_mma_wait",
+        UNFINISHED,
     ),
-    "a ring of one buffer": ("STAGES=STAGES", "STAGES=1", r"deadlock"),
-    "no fence before the store": ("    fence_async_shared()\n", "", r"without fence_async_shared"),
+    "a ring of one buffer": ("STAGES=STAGES", "STAGES=1", WAITS),
     "the store starts before its tile is written": (
-        STORED + "    # TMA drops rows beyond the last\n" + SENT,
-        SENT + STORED,
-        r"writes q\.tiles\[\d\], which the TMA store",
+        STORED + FENCE + "    # TMA drops rows beyond the last\n" + SENT,
+        SENT + STORED + FENCE,
+        RACE,
     ),
     "the program ends before its store": (
         "    tma.store_wait(pendings=0)\n",
         "",
-        r"the program ended before the TMA store",
+        r"the program ends before the copy engine has read",
     ),
     "queries that see no key visit no tile": (
         "gl.maximum(1, (end + BLOCK_N - 1) // BLOCK_N)",
@@ -266,21 +270,17 @@ def module_with(bug, folder: Path):
     return module
 
 
-@pytest.mark.skipif(bool(compiled_chip()), reason="NOT RUN: it expects the simulator's words")
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.sample(4)
-def test_a_planted_bug_is_caught(bug, tmp_path, seed):
+def test_a_planted_bug_is_caught(bug, tmp_path, seed, compiled_on_cpu):
     kernel = module_with(bug, tmp_path).flash_attention_hopper
-    shapes = [(200, 600, True), (300, 100, True), (70, 300, False)]
-    with pytest.raises((Hazard, NotEquivalent)) as caught:
-        for number in range(6):
-            num_queries, num_keys, causal = shapes[number % 3]
-            given = inputs(num_queries, num_keys, 4, 2, seed=seed, on="cpu")
-            with schedule(random.getrandbits(32), ENDS[number % 2]):
-                proved(*given, causal, kernel)
+    with pytest.raises(NotEquivalent) as caught:
+        for num_queries, num_keys, causal in [(200, 600, True), (300, 100, True), (70, 300, False)]:
+            given = inputs(num_queries, num_keys, 2, 1, seed=seed)
+            proved(*given, causal, kernel)
     said = BUGS[bug][2]
     assert re.search(said, str(caught.value)), caught.value
-    assert not said or isinstance(caught.value, Hazard)
+    assert not said or isinstance(caught.value, Fault)
 
 
 # ---------------------------------------------------------------- the compiler

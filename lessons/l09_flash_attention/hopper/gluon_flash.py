@@ -1,12 +1,11 @@
 """FlashAttention for Hopper, in Gluon: one warp fetches tiles, two warpgroups of 64 rows each
 compute, and each runs a matrix product beside its softmax.
 
-It runs on a CPU in `lessons.toolbox.simulator` and compiles for sm_90; it has NOT RUN on a GPU yet.
+Its compiled code for sm_90 runs on a CPU (`lessons.toolbox.gpu`); it has NOT RUN on a GPU yet.
 Read `compute_tiles` beside flash_kernel. What is new:
 
 - a producer partition, `load_tiles`, that only asks the TMA engine for the next tiles and hands
-  them
-  over through `rings.py`;
+  them over through `rings.py`;
 - the order of a step: q · kᵀ of this tile and p · v of the tile before are both started, then only
   q · kᵀ is waited for. While this tile's softmax runs, p · v goes on;
 - two consumers with barriers of their own: while one computes exp, the other has the tensor cores.
@@ -23,9 +22,9 @@ from torch import Tensor
 
 from lessons.l09_flash_attention.arguments import check_heads, check_options
 from lessons.l09_flash_attention.hopper.rings import allocate_ring, fill, release, tile_of, wait_for
+from lessons.toolbox.gpu.gluon import on_the_machine
 from lessons.toolbox.kernels.triton_ import triton
-from lessons.toolbox.measure.device import compiled_chip, has_triton
-from lessons.toolbox.simulator.launch import simulate
+from lessons.toolbox.measure.device import has_triton
 
 if has_triton():
     from triton.experimental import gluon
@@ -199,7 +198,7 @@ def compute_tiles(
     gl.store(lse_ptr + place, lse, mask=row < num_queries)
     # where q was: all products that read it have ended
     q_tile.store((acc / column(l_safe, OUT)).to(out_desc.dtype))
-    fence_async_shared()
+    fence_async_shared()  # Triton's compiler would add it; in CUDA C++ you have to
     # TMA drops rows beyond the last
     tma.async_copy_shared_to_global(out_desc, [start_m, head * HEAD_DIM], q_tile)
     tma.store_wait(pendings=0)
@@ -251,7 +250,7 @@ def flash_hopper_kernel(
 def flash_attention_hopper(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """One sequence on a Hopper GPU, or in the simulator on a CPU. q: [T, Hq, D], k, v: [Tk, Hkv, D]
+    """One sequence, on a Hopper GPU or on a CPU that runs its code. q: [T, Hq, D], k, v: [Tk, Hkv, D]
     -> out: [T, Hq, D], lse: [T, Hq] float32.
 
     bfloat16, dense, D 64 or 128. Raises ValueError.
@@ -277,10 +276,10 @@ def flash_attention_hopper(
         return TensorDescriptor.from_tensor(x.flatten(1), [rows, head_dim], layout)
 
     if out.numel():
-        is_compiled = q.is_cuda or compiled_chip() == 90
-        kernel = flash_hopper_kernel if is_compiled else simulate(flash_hopper_kernel)
+        if not q.is_cuda:
+            on_the_machine(90)
         scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-        kernel[num_heads, triton.cdiv(len(q), BLOCK_M)](
+        flash_hopper_kernel[num_heads, triton.cdiv(len(q), BLOCK_M)](
             tiles_of(q, ROWS),
             tiles_of(k, BLOCK_N),
             tiles_of(v, BLOCK_N),

@@ -1,5 +1,6 @@
 """Launches the kernels of optimized.cu: `paged_decode` in CUDA C++, for reading beside
-decode_kernel. On CPU tensors they run in the emulator of `lessons.toolbox.cuda_cpu`.
+decode_kernel. On CPU tensors `lessons.toolbox.gpu` runs their
+compiled code.
 """
 
 from pathlib import Path

@@ -121,8 +121,7 @@ def decode_kernel(
         other=0.0,
     )
     in_pool = kv_head.to(tl.int64)  # because a head's place in a large pool may pass 2^31
-    k_ptr += in_pool * stride_kh
-    v_ptr += in_pool * stride_vh
+    k_ptr, v_ptr = k_ptr + in_pool * stride_kh, v_ptr + in_pool * stride_vh
     if k_scale_ptr is not None:  # known when it is compiled; lesson 19 has scales
         k_scale_ptr += in_pool * stride_sh
         v_scale_ptr += in_pool * stride_sh

@@ -1,6 +1,6 @@
 """Launches the kernels of optimized.cu: a product with 4-bit codes for few rows, in CUDA C++, for
-reading beside quantized_matmul_kernel. On CPU tensors they run in the emulator of
-`lessons.toolbox.cuda_cpu`.
+reading beside quantized_matmul_kernel. On CPU tensors `lessons.toolbox.gpu` runs their
+compiled code.
 """
 
 from pathlib import Path

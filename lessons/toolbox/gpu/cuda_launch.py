@@ -2,66 +2,43 @@
 runs it on tensors of the CPU.
 """
 
+import math
 from functools import cache
 
 import numpy as np
 import torch
 
+from lessons.toolbox.gpu.arguments import ORDER, WATCHERS, as_bytes, bind
 from lessons.toolbox.gpu.machine import Launch, launch
+from lessons.toolbox.gpu.nvrtc import ptx_of
 from lessons.toolbox.gpu.ptx import Kernel, parse
-from lessons.toolbox.gpu.triton_driver import ORDER, WATCHERS, as_bytes, bind
 
-
-class CompileError(RuntimeError):
-    """NVRTC refuses a file, or is not there."""
+MAX_THREADS = 1024  # of a block, on every GPU
+MAX_SHARED_BYTES = 227 * 1024  # of a block, on an H100
 
 
 @cache
 def compiled(source: str, file: str, chip: int) -> dict[str, Kernel]:
-    """{name: Kernel} of a file. Raises CompileError, one line."""
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError:
-        raise CompileError("NVRTC is not installed: pip install cuda-bindings") from None
-    suffix = "a" if chip >= 90 else ""
-    options = [f"--gpu-architecture=sm_{chip}{suffix}", "--std=c++17", "--generate-line-info"]
-
-    def done(answer):
-        status, *values = answer
-        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(f"{file}: {first_error(nvrtc, program) or status.name}")
-        return values[0] if values else None
-
-    program = None
-    try:
-        program = done(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], []))
-    except RuntimeError as error:  # the library itself is not there
-        if isinstance(error, CompileError):
-            raise
-        raise CompileError(f"NVRTC cannot be loaded: {error}") from None
-    done(nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options]))
-    text = b" " * done(nvrtc.nvrtcGetPTXSize(program))
-    done(nvrtc.nvrtcGetPTX(program, text))
-    return parse(text.rstrip(b"\0 ").decode())
-
-
-def first_error(nvrtc, program) -> str:
-    """What the compiler complains of first."""
-    if program is None:
-        return ""
-    _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
-    nvrtc.nvrtcGetProgramLog(program, log)
-    lines = [line for line in log.decode().splitlines() if "error" in line]
-    return lines[0].strip() if lines else ""
+    """{name: Kernel} of a file. Raises CompileError."""
+    return parse(ptx_of(source, file, chip))
 
 
 def run(
     source: str, file: str, name: str, chip: int, grid, block, shared_bytes: int, given: list
 ) -> Launch:
     """Launch kernel `name`. given: tensors and NumPy scalars, one for each parameter. Raises
-    CompileError, ValueError for arguments that do not fit, Fault.
+    CompileError, ValueError for arguments that do not fit or a launch that no GPU takes, Fault.
     """
+    grid, block = three(grid), three(block)
+    if not 0 < math.prod(block) <= MAX_THREADS or min(grid) < 1:
+        raise ValueError(
+            f"{name}: got grid {grid}, block {block}; accepted: 1 to {MAX_THREADS} threads a "
+            f"block, 1 block or more"
+        )
+    if not 0 <= shared_bytes <= MAX_SHARED_BYTES:
+        raise ValueError(
+            f"{name}: got {shared_bytes} bytes of shared memory; accepted: 0 to {MAX_SHARED_BYTES}"
+        )
     kernels = compiled(source, file, chip)
     if name not in kernels:
         raise ValueError(f"name: got {name!r}; accepted: {', '.join(kernels)}")
@@ -77,8 +54,8 @@ def run(
         parameters[parameter] = as_bytes(value, type_, size)
     done = launch(
         kernel,
-        three(grid),
-        three(block),
+        grid,
+        block,
         buffers,
         parameters,
         kernel.shared_bytes + shared_bytes,

@@ -9,22 +9,17 @@ checks the shared memory against the chip's limit, and launches, as it does for 
 step, from PTX to machine code, is left out: the PTX is what runs.
 """
 
-import ctypes
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 
-from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
-from lessons.toolbox.gpu.instructions.tma import TensorMap
+from lessons.toolbox.gpu.arguments import ORDER, WATCHERS, Descriptor, as_bytes, bind
 from lessons.toolbox.gpu.machine import launch
 from lessons.toolbox.gpu.ptx import Kernel, parse
-from lessons.toolbox.gpu.written import written_parameters
 
 ROOT = Path(__file__).parents[3]
 # Shared memory that one program may have, in bytes. Source: CUDA C++ Programming Guide 13, table of
@@ -118,10 +113,6 @@ class Launcher:
             told(done)
 
 
-ORDER = torch.Generator()  # of programs and roundings, apart from the tests' own random numbers
-WATCHERS: list = []  # called with each Launch
-
-
 def total_warps(function: Kernel, asked: int) -> int:
     """Warps of a program: a kernel with partitions has more than its options say."""
     return max(asked, function.threads // 32)
@@ -143,17 +134,6 @@ def flat(names, signature, arguments, metas) -> list[tuple[str, object]]:
     return found
 
 
-@dataclass(frozen=True)
-class Descriptor:
-    """A tensor descriptor of the host with what the compiler decided about it."""
-
-    tensor: torch.Tensor
-    shape: list[int]
-    strides: list[int]
-    box: list[int]
-    swizzle: int  # bytes
-
-
 def of_descriptor(name: str, value, meta: dict | None) -> list[tuple[str, object]]:
     """The parameters of a tensor descriptor: a tensor map, or its parts where the kernel uses
     pointers; then its sizes and strides.
@@ -166,53 +146,3 @@ def of_descriptor(name: str, value, meta: dict | None) -> list[tuple[str, object
     width = {0: 0, 1: 32, 2: 64, 3: 128}[meta["swizzle"]]
     box = list(meta["block_size"])
     return [(name, Descriptor(value.base, value.shape, value.strides, box, width)), *tail]
-
-
-def bind(kernel: Kernel, given: list[tuple[str, object]]) -> tuple[list[Buffer], list, dict]:
-    """The storages of the tensors, each once; the values of all parameters; {parameter: tensor map}."""
-    writes = written_parameters(kernel)
-    buffers: dict[int, Buffer] = {}
-    values, maps = [], {}
-
-    def address_of(name: str, tensor: torch.Tensor, is_written: bool) -> int:
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr() or id(storage)
-        if key not in buffers:
-            buffers[key] = Buffer(bytes_of(storage), name, False)
-        buffers[key].watched |= is_written
-        offset = tensor.storage_offset() * tensor.element_size()
-        return GlobalMemory.address(list(buffers).index(key), offset)
-
-    for (name, value), (parameter, _, _) in zip(given, kernel.parameters):
-        if isinstance(value, Descriptor):
-            size = value.tensor.element_size()
-            maps[parameter] = TensorMap(
-                address_of(name, value.tensor, parameter in writes),
-                tuple(value.shape),
-                tuple(stride * size for stride in value.strides),
-                tuple(value.box),
-                size,
-                value.swizzle,
-            )
-            value = 0
-        elif isinstance(value, torch.Tensor):
-            value = address_of(name, value, parameter in writes)
-        values.append(value)
-    return list(buffers.values()), values, maps
-
-
-def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
-    """The storage itself, not a copy."""
-    if not storage.nbytes():
-        return np.zeros(0, dtype=np.uint8)
-    data = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-    return np.frombuffer(data, dtype=np.uint8)
-
-
-def as_bytes(value, type_: str, size: int) -> bytes:
-    """A parameter's value as its type lies in memory."""
-    if value is None:
-        value = 0
-    if type_ in ("f32", "f64", "f16"):
-        return np.array(value, dtype=f"f{size}").tobytes()
-    return (int(value) & ((1 << 8 * size) - 1)).to_bytes(size, "little")

@@ -6,9 +6,9 @@
     SOFTMAX[num_rows, 1024](scores, probs, lse, num_columns, stride_row)
 
 The tensors' device decides where it runs. On a GPU: compiled by NVRTC through cuda.core (NVIDIA's
-Python package, no nvcc), on PyTorch's stream. On a CPU: compiled by this machine's C++ compiler and
-run by `lessons.toolbox.cuda_cpu`, which finds races, addresses out of bounds and barriers that
-some threads miss, and tells no times. What is missing for either is said in one line, and naming a
+Python package, no nvcc), on PyTorch's stream. On a CPU: compiled by NVRTC for an H100, or for the
+chip of LADDER_CHIP, and run by `lessons.toolbox.gpu`, instruction by instruction. That finds races,
+addresses out of bounds and barriers that some threads miss, and tells no times. What is missing for either is said in one line, and naming a
 kernel costs nothing. `compile_check.check_cuda` compiles the same source for five GPU generations
 without a GPU.
 
@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lessons.toolbox.cuda_cpu import emulator
-from lessons.toolbox.measure.device import compiled_chip
+from lessons.toolbox.measure.device import machine_chip
 
 MISSING = (
     "cuda.core is not installed, so no CUDA C++ kernel can run: pip install cuda-core "
@@ -55,22 +54,17 @@ class CudaKernel:
     def launch(self, grid, block, shared_bytes: int = 0, *, arguments: tuple) -> None:
         """Run the kernel where the tensors are; on a GPU, put it on the current stream.
 
-        Raises ValueError for arguments that no kernel takes, RuntimeError without cuda.core or a
-        C++ compiler or if the file does not compile; on a CPU CudaError for what the kernel does
-        wrong.
+        Raises ValueError for arguments that no kernel takes, RuntimeError without cuda.core or
+        NVRTC or if the file does not compile; on a CPU Fault for what the kernel does wrong.
         """
         device = common_device(self.name, arguments)
         if device.type == "cpu":
-            given = typed(self.name, arguments)
-            if chip := compiled_chip():
-                from lessons.toolbox.gpu import cuda_launch
+            # here, because a lesson that is only read does not need the machine
+            from lessons.toolbox.gpu import cuda_launch
 
-                source = self.file.read_text(encoding="utf-8")
-                cuda_launch.run(
-                    source, self.file.name, self.name, chip, grid, block, shared_bytes, given
-                )
-                return
-            emulator.launch(self.file, self.name, grid, block, shared_bytes, given)
+            code = self.file.read_text(encoding="utf-8"), self.file.name, self.name, machine_chip()
+            given = typed(self.name, arguments)
+            cuda_launch.run(*code, grid, block, shared_bytes, given)
         else:
             self.launch_on_gpu(device, grid, block, shared_bytes, arguments)
 
@@ -109,8 +103,8 @@ def common_device(name: str, arguments: tuple) -> torch.device:
     if len(devices) != 1 or next(iter(devices)).type not in ("cuda", "cpu"):
         found = ", ".join(sorted(map(str, devices))) or "no tensor"
         raise ValueError(
-            f"{name}: got {found}; accepted: tensors on one device, a GPU or the CPU, where the "
-            f"kernel runs in the emulator"
+            f"{name}: got {found}; accepted: tensors on one device, a GPU or the CPU, which "
+            f"runs the kernel's compiled code"
         )
     return devices.pop()
 

@@ -13,7 +13,7 @@ with Triton 3.6 and 3.7.
 
 What stays different: programs run one after another, in an order that `order` may draw, float32
 sums are added in another order, exp and friends are correctly rounded, no inline assembly, no
-bfloat16 atomics, no Gluon (`lessons.toolbox.simulator` runs it).
+bfloat16 atomics, no Gluon (`lessons.toolbox.gpu` runs it).
 """
 
 import math

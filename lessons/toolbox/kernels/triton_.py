@@ -17,8 +17,8 @@ It gives the real modules, and makes the file work on every machine:
 
 Rules for kernel files: this import instead of `import triton`; at module level nothing but
 decorators, `tl.constexpr` values and `triton.Config`s; wrappers take the device from their
-arguments. Gluon is never interpreted: without a GPU `lessons.toolbox.simulator` runs it, and
-`compile_check` checks it everywhere.
+arguments. Gluon is never interpreted: without a GPU `lessons.toolbox.gpu` runs its compiled
+code (`gluon.on_the_machine`).
 """
 
 from lessons.toolbox.measure.device import compiled_chip, has_triton, interpreting

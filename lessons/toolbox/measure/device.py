@@ -16,7 +16,7 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-from lessons.toolbox.cuda_cpu import compiling
+from lessons.toolbox.gpu import nvrtc
 
 try:
     import torch
@@ -70,6 +70,13 @@ def compiled_chip() -> int | None:
     if text and text not in map(str, RUNS):
         raise ValueError(f"{CHIP}: got {text!r}; accepted: {', '.join(map(str, RUNS))}")
     return int(text) if text else None
+
+
+def machine_chip() -> int:
+    """The chip for which kernels that are never interpreted, of CUDA C++ and Gluon, are compiled on
+    a CPU: that of LADDER_CHIP, else an H100's.
+    """
+    return compiled_chip() or 90
 
 
 def capability() -> tuple[int, int] | None:
@@ -238,8 +245,8 @@ def what_cannot_run_here() -> list[tuple[str, str]]:
         ),
         (
             "CUDA C++ kernels",
-            not gpu and bool(compiling.why_not_here()),
-            f"{why}; {compiling.why_not_here()}",
+            not gpu and bool(nvrtc.why_not_here()),
+            f"{why}; CUDA C++ {nvrtc.why_not_here()}",
         ),
         (
             "compiled kernels",

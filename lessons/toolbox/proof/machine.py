@@ -23,9 +23,8 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the steps run. interpreted: on a CPU, in Triton's interpreter and in
-    the emulator for CUDA C++; with a chip (80 for sm_80) as the code that the compilers make for it,
-    run by `toolbox.gpu`.
+    """Where the steps run. interpreted: on a CPU, in Triton's interpreter; CUDA C++ and Gluon, and with a
+    chip (80 for sm_80) everything, as the code that the compilers make, run by `toolbox.gpu`.
     """
 
     fingerprint: dict

@@ -4,7 +4,7 @@ wrote.
     def test_softmax(proof, dtype):
         proof.record(softmax_kernel, prove(fused_softmax, softmax, inputs))
 
-The same test proves the kernel on a CPU (Triton in its interpreter, CUDA C++ in the emulator) and
+The same test proves the kernel on a CPU (Triton in its interpreter, CUDA C++ and Gluon by their compiled code) and
 for real on a GPU; the record says which. A test that passes leaves its kernels as properties of its case in pytest's JUnit file
 (`--junitxml FILE`). A test that asks for `proof` and records nothing fails, because a proof that
 names no kernel proves none.
@@ -66,7 +66,7 @@ def hash_of(kernel) -> str:
     return kernel_hash(kernel)
 
 
-WITHOUT_GPU = ("interpreter", "simulator", "emulator")
+WITHOUT_GPU = ("interpreter", "sm_90")  # the second for Gluon and CUDA C++
 
 
 def is_cuda_cpp(kernel) -> bool:
@@ -75,22 +75,19 @@ def is_cuda_cpp(kernel) -> bool:
 
 
 def where(kernel) -> str:
-    """Where this process runs a kernel: "cuda", or without a GPU "interpreter", for Gluon
-    "simulator", for CUDA C++ "emulator", or "sm_80" for the compiled code of that chip;
-    "rehearsal" on a pretended GPU, which proves nothing.
+    """Where this process runs a kernel: "cuda"; without a GPU "interpreter", or "sm_80" for the
+    compiled code of that chip; "rehearsal" on a pretended GPU, which proves nothing.
     """
     # here, because it imports PyTorch, which the reading of records does without
-    from lessons.toolbox.measure.device import compiled_chip, has_gpu, interpreting, rehearsing
+    from lessons.toolbox.measure.device import has_gpu, interpreting, machine_chip, rehearsing
 
     if rehearsing():
         return "rehearsal"
     if has_gpu() and not interpreting():
         return "cuda"
-    if chip := compiled_chip():
-        return f"sm_{chip}"
-    if is_cuda_cpp(kernel):
-        return "emulator"
-    return "simulator" if getattr(kernel, "is_gluon", bool)() else "interpreter"
+    is_interpreted = interpreting() and not is_cuda_cpp(kernel)
+    is_interpreted &= not getattr(kernel, "is_gluon", bool)()
+    return "interpreter" if is_interpreted else f"sm_{machine_chip()}"
 
 
 # ---------------------------------------------------------------- what a test records

@@ -1,5 +1,5 @@
-"""Which kernels there are, and what is known of each: proved on a CPU (in Triton's interpreter or in
-the emulator for CUDA C++), compiled for which chips, proved on which GPU.
+"""Which kernels there are, and what is known of each: proved on a CPU (in Triton's interpreter or by
+their compiled code), compiled for which chips, proved on which GPU.
 
 Everything is made from files alone (sources, results/compiled/, results/<device>/proof.json), so
 that it is the same on every machine.
@@ -15,12 +15,11 @@ from lessons.toolbox.kernels import compile_check
 from lessons.toolbox.kernels.compile_report import CHIPS, Job, Report
 from lessons.toolbox.kernels.kernel_hash import kernel_hash
 from lessons.toolbox.proof.machine import ROOT, rooms
-from lessons.toolbox.proof.record import is_cuda_cpp
 
 COMMAND = "`python -m lessons.toolbox.proof readme` writes it"
 BEGIN, END = f"<!-- proofs: {COMMAND} -->", "<!-- end of proofs -->"
 PROVED, NOT_YET = "proved", "not yet"
-INTERPRETED, SIMULATED, EMULATED = "interpreter only", "simulator only", "emulator only"
+INTERPRETED, COMPILED = "interpreter only", "compiled code only"
 STALE, NOT_FOR_IT = "stale", "–"
 EXECUTED = "compiled code executed"
 MEANING = (
@@ -125,8 +124,8 @@ def proofs(root: Path = ROOT) -> list[dict]:
 
 def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     """ "proved on NVIDIA H200", "stale on ..." for each GPU that has seen the kernel; else
-    "interpreter only", "stale in the interpreter", for Gluon the same of the simulator, for CUDA C++
-    of the emulator, or "not yet".
+    "interpreter only", "stale in the interpreter"; for Gluon and CUDA C++, which no interpreter runs,
+    the same of their compiled code; or "not yet".
 
     Proved: a lesson's whole test_equivalence.py passed there, and in it the kernel with the source
     that it has now.
@@ -137,12 +136,16 @@ def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
             continue
         is_current = current_hash in {entry["hash"] for entry in found}
         if proof["interpreted"]:
-            default = "emulator" if is_cuda_cpp(key) else "interpreter"
-            place = found[0].get("where", default)
+            place = "interpreter" if where_of(found[0]) == "interpreter" else "compiled code"
             without = f"{place} only" if is_current else f"{STALE} in the {place}"
         else:
             on_gpu.append(f"{PROVED if is_current else STALE} on {proof['device']}")
     return ", ".join(on_gpu) or without
+
+
+def where_of(record: dict) -> str:
+    """Where a kernel ran that a step without a GPU recorded: "interpreter" or a chip, "sm_90"."""
+    return record.get("where", "interpreter")
 
 
 def records_of(key: str, proof: dict) -> list[dict]:
@@ -155,13 +158,12 @@ def executed_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     """The chips whose compiled code has run on a CPU and was right: "80, 90"; "stale" if the kernel
     has changed since; "not yet".
     """
-    ran = {proof["chip"]: records_of(key, proof) for proof in proofs if proof.get("chip")}
-    current = [
-        chip for chip, found in ran.items() if current_hash in {entry["hash"] for entry in found}
-    ]
+    ran = [record for proof in proofs for record in records_of(key, proof)]
+    hashes = {(where_of(record), record["hash"]) for record in ran if "sm_" in where_of(record)}
+    current = {int(where[3:]) for where, hash in hashes if hash == current_hash}
     if current:
         return ", ".join(map(str, sorted(current)))
-    return STALE if any(ran.values()) else NOT_YET
+    return STALE if hashes else NOT_YET
 
 
 def steps_of(proof: dict, lesson: str) -> dict:
@@ -209,16 +211,15 @@ def sentence(rows: list[list[str]]) -> str:
     for chip, cells in zip(CHIPS, zip(*(row[2:-2] for row in rows))):
         fit = sum(cell[0].isdigit() and not cell.endswith("!") for cell in cells)
         compiled.append(f"{fit} for sm_{chip}")
-    interpreted, simulated, emulated = (
-        sum(row[-1] == where for row in rows) for where in (INTERPRETED, SIMULATED, EMULATED)
+    interpreted, run_compiled = (
+        sum(row[-1] == where for row in rows) for where in (INTERPRETED, COMPILED)
     )
     on_gpu = sum(PROVED in row[-1] for row in rows)
     executed = sum(row[-2][0].isdigit() for row in rows)
     return (
         f"Of the {len(rows)} kernels, {interpreted} are proved equal to the naive code in Triton's "
-        f"interpreter alone, {simulated or 'none'} in our simulator of Gluon alone, "
-        f"{emulated or 'none'} in the emulator for CUDA C++ alone and "
-        f"{on_gpu or 'none'} on a GPU. The compiled code of {executed or 'none'} has run on a CPU, "
+        f"interpreter, {run_compiled or 'none'} of Gluon and CUDA C++, which no interpreter runs, by "
+        f"their compiled code, and {on_gpu or 'none'} on a GPU. The compiled code of {executed or 'none'} has run on a CPU, "
         f"instruction by instruction, and was equal too; that is no GPU. The compiler takes "
         f"{', '.join(compiled[:-1])} and {compiled[-1]} without spills "
         f"([the table](results/README.md))."

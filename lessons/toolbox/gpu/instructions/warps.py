@@ -16,9 +16,15 @@ LANES = np.arange(WARP)
 
 
 def taking_part(threads: Threads, mask, members: np.ndarray) -> np.ndarray:
-    """[count] bool: the threads that are here. Raises Fault if one that is named is not."""
+    """[count] bool: the threads that are here. Raises Fault if one that is named is not.
+
+    members: [count], the mask that each thread gives. What threads that are elsewhere hold in that
+    register counts for nothing.
+    """
     here = threads.alive if mask is None else mask
-    named = (members.astype(np.uint64) >> threads.lane.astype(np.uint64)) & np.uint64(1) == 1
+    given = np.where(here, members, 0).astype(np.uint32).reshape(-1, WARP)
+    members = np.bitwise_or.reduce(given, axis=1).repeat(WARP)
+    named = (members >> threads.lane.astype(np.uint32)) & np.uint32(1) == 1
     warp_is_here = here.reshape(-1, WARP).any(1)[threads.lanes // WARP]
     missing = warp_is_here & named & ~here & (threads.thread < threads.block_size)
     if missing.any():

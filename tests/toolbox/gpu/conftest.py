@@ -1,4 +1,4 @@
-"""What the tests of the emulator for CUDA C++ share."""
+"""What the tests of CUDA C++ share."""
 
 import pytest
 

@@ -1,0 +1,60 @@
+"""NVRTC, NVIDIA's compiler of CUDA C++ as a library: it needs no GPU, no driver and no nvcc."""
+
+from functools import cache
+
+
+class CompileError(RuntimeError):
+    """NVRTC refuses a file, or is not there."""
+
+
+@cache
+def why_not_here() -> str:
+    """Why this machine cannot compile CUDA C++, in one line; "" if it can."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError, OSError) as error:
+        return (
+            "needs NVRTC, which Linux and Windows have: pip install cuda-bindings "
+            f"nvidia-cuda-nvrtc ({first_line(error)})"
+        )
+    return ""
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def ptx_of(source: str, file: str, chip: int) -> str:
+    """The PTX of a file's text for a chip, 90 for sm_90a. Raises CompileError, one line."""
+    if why := why_not_here():
+        raise CompileError(f"{file} cannot be compiled: {why}")
+    from cuda.bindings import nvrtc
+
+    def done(answer):
+        status, *values = answer
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"{file}: {first_error(nvrtc, program) or status.name}")
+        return values[0] if values else None
+
+    program = None
+    program = done(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], []))
+    suffix = "a" if chip >= 90 else ""
+    options = [f"--gpu-architecture=sm_{chip}{suffix}", "--std=c++17", "--generate-line-info"]
+    done(nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options]))
+    text = b" " * done(nvrtc.nvrtcGetPTXSize(program))
+    done(nvrtc.nvrtcGetPTX(program, text))
+    return text.rstrip(b"\0 ").decode()
+
+
+def first_error(nvrtc, program) -> str:
+    """What the compiler complains of first."""
+    if program is None:
+        return ""
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log = b" " * size
+    nvrtc.nvrtcGetProgramLog(program, log)
+    lines = [line for line in log.decode().splitlines() if "error" in line]
+    return lines[0].strip() if lines else ""
