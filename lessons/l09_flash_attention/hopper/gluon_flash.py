@@ -17,6 +17,8 @@ heads. Source: Shah et al. 2024, FlashAttention-3, algorithms 1 (producer, consu
 within a warpgroup).
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -276,22 +278,21 @@ def flash_attention_hopper(
         return TensorDescriptor.from_tensor(x.flatten(1), [rows, head_dim], layout)
 
     if out.numel():
-        if not q.is_cuda:
-            on_the_machine(90)
         scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-        flash_hopper_kernel[num_heads, triton.cdiv(len(q), BLOCK_M)](
-            tiles_of(q, ROWS),
-            tiles_of(k, BLOCK_N),
-            tiles_of(v, BLOCK_N),
-            tiles_of(out, ROWS),
-            lse,
-            len(q),
-            len(k),
-            scale * LOG2_E,
-            CAUSAL=causal,
-            GROUP=num_heads // k.shape[1],
-            STAGES=STAGES,
-            CONSUMERS=CONSUMERS,
-            num_warps=NUM_WARPS,
-        )
+        with nullcontext() if q.is_cuda else on_the_machine(90):
+            flash_hopper_kernel[num_heads, triton.cdiv(len(q), BLOCK_M)](
+                tiles_of(q, ROWS),
+                tiles_of(k, BLOCK_N),
+                tiles_of(v, BLOCK_N),
+                tiles_of(out, ROWS),
+                lse,
+                len(q),
+                len(k),
+                scale * LOG2_E,
+                CAUSAL=causal,
+                GROUP=num_heads // k.shape[1],
+                STAGES=STAGES,
+                CONSUMERS=CONSUMERS,
+                num_warps=NUM_WARPS,
+            )
     return out, lse

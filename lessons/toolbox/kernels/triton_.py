@@ -70,7 +70,12 @@ class _Constexpr:
 
 if has_triton():
     import triton
+    import triton.experimental.gluon.language
     import triton.language as tl
+
+    # triton.language.core as the compiler wants it: an interpreted kernel leaves it changed behind.
+    # Gluon takes its functions from there, so it is imported above, before any kernel runs.
+    COMPILED = dict(vars(tl.core))
 
     if interpreting():
         from lessons.toolbox.kernels import order  # noqa: F401  registers its patch
