@@ -33,7 +33,7 @@ def run_cuda(source: str, name: str, grid: int, block: int, *arguments: Tensor |
 def _with_lines(message: str, source: str) -> str:
     """The message, and below it the lines of the source that it names."""
     lines = source.split("\n")
-    named = dict.fromkeys(int(number) for number in re.findall(r"\.cu:(\d+)", message))
+    named = dict.fromkeys(int(number) for number in re.findall(r"\.cu[:(](\d+)", message))
     shown = [f"  line {n}: {lines[n - 1].strip()}" for n in named if 0 < n <= len(lines)]
     return "\n".join([message, *shown])
 

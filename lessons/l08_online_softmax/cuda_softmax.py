@@ -1,6 +1,5 @@
 """Launches the kernels of optimized.cu: the same softmax as optimized.softmax, one block of 1024
-threads a row. On CPU tensors `lessons.toolbox.gpu` runs their
-compiled code.
+threads a row. On CPU tensors `lessons.toolbox.gpu` runs them.
 """
 
 from pathlib import Path

@@ -1,6 +1,5 @@
 """Launches the kernels of optimized.cu: attention of one sequence in CUDA C++, for reading beside
-flash_kernel. On CPU tensors `lessons.toolbox.gpu` runs their
-compiled code.
+flash_kernel. On CPU tensors `lessons.toolbox.gpu` runs them.
 """
 
 from pathlib import Path

@@ -1,6 +1,5 @@
 """Launches the kernels of optimized.cu: `paged_decode` in CUDA C++, for reading beside
-decode_kernel. On CPU tensors `lessons.toolbox.gpu` runs their
-compiled code.
+decode_kernel. On CPU tensors `lessons.toolbox.gpu` runs them.
 """
 
 from pathlib import Path

@@ -1,6 +1,5 @@
 """Launches the kernels of optimized.cu: a product with 4-bit codes for few rows, in CUDA C++, for
-reading beside quantized_matmul_kernel. On CPU tensors `lessons.toolbox.gpu` runs their
-compiled code.
+reading beside quantized_matmul_kernel. On CPU tensors `lessons.toolbox.gpu` runs them.
 """
 
 from pathlib import Path

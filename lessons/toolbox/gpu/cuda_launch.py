@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from lessons.toolbox.gpu.arguments import ORDER, WATCHERS, as_bytes, bind
-from lessons.toolbox.gpu.machine import Launch, launch
+from lessons.toolbox.gpu.machine import SHARED_LIMIT, Launch, launch
 from lessons.toolbox.gpu.nvrtc import ptx_of
 from lessons.toolbox.gpu.ptx import Kernel, parse
 
 MAX_THREADS = 1024  # of a block, on every GPU
-MAX_SHARED_BYTES = 227 * 1024  # of a block, on an H100
 
 
 @cache
@@ -35,9 +34,9 @@ def run(
             f"{name}: got grid {grid}, block {block}; accepted: 1 to {MAX_THREADS} threads a "
             f"block, 1 block or more"
         )
-    if not 0 <= shared_bytes <= MAX_SHARED_BYTES:
+    if not 0 <= shared_bytes <= (most := SHARED_LIMIT[chip]):
         raise ValueError(
-            f"{name}: got {shared_bytes} bytes of shared memory; accepted: 0 to {MAX_SHARED_BYTES}"
+            f"{name}: got {shared_bytes} bytes of shared memory; accepted: 0 to {most}"
         )
     kernels = compiled(source, file, chip)
     if name not in kernels:

@@ -9,7 +9,7 @@ class Fault(NotEquivalent):
     """
 
     def __init__(self, message: str):
-        super().__init__("fault", message)
+        super().__init__("fault", message.removeprefix("fault: "))
 
 
 class UnknownInstruction(Exception):

@@ -15,8 +15,8 @@ from lessons.toolbox.measure.device import compiled_chip, has_gpu
 
 @contextmanager
 def on_the_machine(chip: int) -> Iterator[None]:
-    """Within it Gluon's kernels compile for the chip and run on tensors of the CPU. Raises ValueError
-    where Triton has another GPU to compile for.
+    """Within it Gluon's kernels compile for the chip and run on tensors of the CPU. Raises
+    ValueError where Triton has another GPU to compile for.
     """
     if compiled_chip() == chip:
         yield
@@ -24,7 +24,8 @@ def on_the_machine(chip: int) -> Iterator[None]:
     if compiled_chip() or has_gpu():
         there = f"LADDER_CHIP={compiled_chip()}" if compiled_chip() else "a GPU"
         raise ValueError(
-            f"device: got cpu and {there}; accepted: a process without, or one with LADDER_CHIP={chip}"
+            f"device: got cpu and {there}; accepted: a process without, or one with "
+            f"LADDER_CHIP={chip}"
         )
     import triton
     from triton.backends.nvidia.compiler import CUDABackend
@@ -58,11 +59,11 @@ def compile_what_gluon_borrows() -> None:
 
     spec = importlib.util.spec_from_file_location(standard.__name__, standard.__file__)
     copy = importlib.util.module_from_spec(spec)
-    triton.knobs.runtime.interpret = False
+    before, triton.knobs.runtime.interpret = triton.knobs.runtime.interpret, False
     try:
         spec.loader.exec_module(copy)
     finally:
-        triton.knobs.runtime.interpret = True
+        triton.knobs.runtime.interpret = before
     for name, function in vars(borrowed).items():
         of_triton = getattr(standard, name, None)
         if of_triton is not None and getattr(function, "fn", None) is getattr(of_triton, "fn", 0):

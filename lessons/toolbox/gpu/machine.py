@@ -22,6 +22,10 @@ from lessons.toolbox.gpu.ptx import Kernel
 from lessons.toolbox.gpu.threads import WARP, Threads, garbage
 
 BYTES_OF_REGISTERS = 400 * 2**20  # of the programs that run together
+# Shared memory that one program may have, in bytes. Source: CUDA C++ Programming Guide 13, table of
+# technical specifications.
+KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+SHARED_LIMIT = {chip: 1024 * kib for chip, kib in KIB.items()}
 MOST_STEPS = 50_000_000  # of a launch: a kernel that does not end
 
 

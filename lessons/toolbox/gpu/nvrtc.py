@@ -27,6 +27,11 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def architecture(capability: int) -> str:
+    """90 -> "sm_90a": with the instructions of that generation alone, where there are any."""
+    return f"sm_{capability}{'a' if capability >= 90 else ''}"
+
+
 def ptx_of(source: str, file: str, chip: int) -> str:
     """The PTX of a file's text for a chip, 90 for sm_90a. Raises CompileError, one line."""
     if why := why_not_here():
@@ -36,13 +41,12 @@ def ptx_of(source: str, file: str, chip: int) -> str:
     def done(answer):
         status, *values = answer
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(f"{file}: {first_error(nvrtc, program) or status.name}")
+            raise CompileError(first_error(nvrtc, program) or f"{file}: {status.name}")
         return values[0] if values else None
 
     program = None
     program = done(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], []))
-    suffix = "a" if chip >= 90 else ""
-    options = [f"--gpu-architecture=sm_{chip}{suffix}", "--std=c++17", "--generate-line-info"]
+    options = [f"--gpu-architecture={architecture(chip)}", "--std=c++17", "--generate-line-info"]
     done(nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options]))
     text = b" " * done(nvrtc.nvrtcGetPTXSize(program))
     done(nvrtc.nvrtcGetPTX(program, text))

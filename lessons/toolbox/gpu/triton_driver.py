@@ -18,13 +18,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 
 from lessons.toolbox.gpu.arguments import ORDER, WATCHERS, Descriptor, as_bytes, bind
-from lessons.toolbox.gpu.machine import launch
+from lessons.toolbox.gpu.machine import SHARED_LIMIT, launch
 from lessons.toolbox.gpu.ptx import Kernel, parse
 
 ROOT = Path(__file__).parents[3]
-# Shared memory that one program may have, in bytes. Source: CUDA C++ Programming Guide 13, table of
-# technical specifications.
-SHARED_LIMIT = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 COUNTS: Counter[str] = Counter()  # kernel -> launches
 
 
@@ -59,7 +56,7 @@ class MachineDriver(GPUDriver):
 
     def get_device_properties(self, device: int) -> dict:
         """What Triton compares a kernel with."""
-        return {"max_shared_mem": SHARED_LIMIT[self.capability] * 1024, "warpSize": 32}
+        return {"max_shared_mem": SHARED_LIMIT[self.capability], "warpSize": 32}
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
         """(module, function, registers, spills, most threads): the function is the parsed PTX."""

@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from lessons.toolbox.gpu.nvrtc import architecture
+
 
 def compile_triton(spec: dict, chip: int, stderr: Path) -> dict:
     """The fields of a Report that the compiler fills, for a KernelSpec as a dict. A compiler's
@@ -113,10 +115,8 @@ def compile_cuda(source: str, chip: int) -> dict:
         return {"error": "not run: cuda.core not installed"}
     log = io.StringIO()
     try:
-        # "a": with the instructions of this generation alone, WGMMA and tcgen05 among them.
-        options = ProgramOptions(
-            arch=f"sm_{chip}{'a' if chip >= 90 else ''}", std="c++17", ptxas_options=["-v"]
-        )
+        arch = architecture(chip)
+        options = ProgramOptions(arch=arch, std="c++17", ptxas_options=["-v"])
         cubin = Program(source, "c++", options).compile("cubin", logs=log).code
     except Exception as error:
         missing = "DynamicLibNotFound" in type(error).__name__

@@ -8,9 +8,9 @@
 The tensors' device decides where it runs. On a GPU: compiled by NVRTC through cuda.core (NVIDIA's
 Python package, no nvcc), on PyTorch's stream. On a CPU: compiled by NVRTC for an H100, or for the
 chip of LADDER_CHIP, and run by `lessons.toolbox.gpu`, instruction by instruction. That finds races,
-addresses out of bounds and barriers that some threads miss, and tells no times. What is missing for either is said in one line, and naming a
-kernel costs nothing. `compile_check.check_cuda` compiles the same source for five GPU generations
-without a GPU.
+addresses out of bounds and barriers that some threads miss, and tells no times. What is missing for
+either is said in one line, and naming a kernel costs nothing. `compile_check.check_cuda` compiles
+the same source for five GPU generations without a GPU.
 
 How Python values arrive: a tensor as the address of its first element, an int as `long long`, a
 float as `float`; a NumPy scalar as the type that it has. On a GPU nothing checks them against the
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lessons.toolbox.gpu.nvrtc import architecture
 from lessons.toolbox.measure.device import machine_chip
 
 MISSING = (
@@ -154,10 +155,3 @@ def compiled(source: str, file_name: str, device_index: int):
         raise RuntimeError(
             f"{file_name} does not compile for compute capability {major}.{minor}: {lines[0]}"
         ) from None
-
-
-def architecture(capability: int) -> str:
-    """90 -> "sm_90a", as compile_check compiles: with the instructions of that generation alone,
-    where there are any.
-    """
-    return f"sm_{capability}{'a' if capability >= 90 else ''}"

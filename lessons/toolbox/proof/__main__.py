@@ -5,7 +5,7 @@
     python -m lessons.toolbox.proof cpu [...]    the tests of equivalence without a GPU
     python -m lessons.toolbox.proof compiled --chip 90 [...]    the same with the code that the
                                                  compilers make for a chip, run on the CPU
-    python -m lessons.toolbox.proof table        each kernel: interpreter or compiled code, compiler, GPU
+    python -m lessons.toolbox.proof table        each kernel: on a CPU, by the compiler, on a GPU
     python -m lessons.toolbox.proof readme       the same, written into the READMEs
 
 A test of equivalence records its proof through the fixture of `record`. `run` runs all that needs a

@@ -23,8 +23,9 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the steps run. interpreted: on a CPU, in Triton's interpreter; CUDA C++ and Gluon, and with a
-    chip (80 for sm_80) everything, as the code that the compilers make, run by `toolbox.gpu`.
+    """Where the steps run. interpreted: on a CPU. Triton's interpreter runs the kernels; CUDA C++
+    and Gluon run as the code that the compilers make (`toolbox.gpu`), and with a chip (80 for
+    sm_80) all kernels do.
     """
 
     fingerprint: dict

@@ -4,9 +4,9 @@ wrote.
     def test_softmax(proof, dtype):
         proof.record(softmax_kernel, prove(fused_softmax, softmax, inputs))
 
-The same test proves the kernel on a CPU (Triton in its interpreter, CUDA C++ and Gluon by their compiled code) and
-for real on a GPU; the record says which. A test that passes leaves its kernels as properties of its case in pytest's JUnit file
-(`--junitxml FILE`). A test that asks for `proof` and records nothing fails, because a proof that
+The same test proves the kernel on a CPU (Triton in its interpreter, CUDA C++ and Gluon by their
+compiled code) and for real on a GPU; the record says which. A test that passes leaves its kernels
+as properties of its case in pytest's JUnit file (`--junitxml FILE`). A test that asks for `proof` and records nothing fails, because a proof that
 names no kernel proves none.
 """
 
@@ -85,9 +85,9 @@ def where(kernel) -> str:
         return "rehearsal"
     if has_gpu() and not interpreting():
         return "cuda"
-    is_interpreted = interpreting() and not is_cuda_cpp(kernel)
-    is_interpreted &= not getattr(kernel, "is_gluon", bool)()
-    return "interpreter" if is_interpreted else f"sm_{machine_chip()}"
+    if interpreting() and not (is_cuda_cpp(kernel) or getattr(kernel, "is_gluon", bool)()):
+        return "interpreter"
+    return f"sm_{machine_chip()}"
 
 
 # ---------------------------------------------------------------- what a test records

@@ -1,5 +1,5 @@
-"""Which kernels there are, and what is known of each: proved on a CPU (in Triton's interpreter or by
-their compiled code), compiled for which chips, proved on which GPU.
+"""Which kernels there are, and what is known of each: proved on a CPU (in Triton's interpreter or
+by their compiled code), compiled for which chips, proved on which GPU.
 
 Everything is made from files alone (sources, results/compiled/, results/<device>/proof.json), so
 that it is the same on every machine.
@@ -124,8 +124,8 @@ def proofs(root: Path = ROOT) -> list[dict]:
 
 def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     """ "proved on NVIDIA H200", "stale on ..." for each GPU that has seen the kernel; else
-    "interpreter only", "stale in the interpreter"; for Gluon and CUDA C++, which no interpreter runs,
-    the same of their compiled code; or "not yet".
+    "interpreter only", "stale in the interpreter"; for Gluon and CUDA C++, which no interpreter
+    runs, the same of their compiled code; or "not yet".
 
     Proved: a lesson's whole test_equivalence.py passed there, and in it the kernel with the source
     that it has now.
@@ -218,8 +218,9 @@ def sentence(rows: list[list[str]]) -> str:
     executed = sum(row[-2][0].isdigit() for row in rows)
     return (
         f"Of the {len(rows)} kernels, {interpreted} are proved equal to the naive code in Triton's "
-        f"interpreter, {run_compiled or 'none'} of Gluon and CUDA C++, which no interpreter runs, by "
-        f"their compiled code, and {on_gpu or 'none'} on a GPU. The compiled code of {executed or 'none'} has run on a CPU, "
+        f"interpreter, {run_compiled or 'none'} of Gluon and CUDA C++, which no interpreter runs, "
+        f"by their compiled code, and {on_gpu or 'none'} on a GPU. The compiled code of "
+        f"{executed or 'none'} has run on a CPU, "
         f"instruction by instruction, and was equal too; that is no GPU. The compiler takes "
         f"{', '.join(compiled[:-1])} and {compiled[-1]} without spills "
         f"([the table](results/README.md))."
