@@ -238,6 +238,44 @@ def test_comparisons_with_nan():
         assert "".join(map(str, out[:4])) == want, name
 
 
+def test_comparing_two_halves_at_once():
+    """The first predicate is of the lower halves, the second of the upper ones: Triton compares
+    bfloat16 so from Hopper on. Of single numbers the second one is the opposite.
+    """
+    one, two, nan = 0x3F80, 0x4000, 0x7FC0
+    x = np.tile(np.array([one | two << 16, two | one << 16, nan | one << 16], np.uint32), 11)[:32]
+    y = np.full(32, one | one << 16, np.uint32)
+    for name, want in (("eq", "1 0 0 1 0 1"), ("neu", "0 1 1 0 1 0"), ("lt", "0 0 0 0 0 0")):
+        text = f"setp.{name}.bf16x2 %p1|%p2, %r1, %r2;\nselp.b32 %r9, 1, 0, %p1;"
+        text += "\nselp.b32 %r8, 2, 0, %p2;\nor.b32 %r9, %r9, %r8;"
+        found = computed(text, [x, y], "%r9", "b32")[:3]
+        assert [int(n) for n in want.split()] == [b for n in found for b in (n & 1, n >> 1)], name
+    text = "setp.ne.s32 %p3, %r1, %r1;\nsetp.lt.or.s32 %p1|%p2, %r1, 0, %p3;"
+    text += "\nselp.b32 %r9, 1, 0, %p1;\nselp.b32 %r8, 2, 0, %p2;\nor.b32 %r9, %r9, %r8;"
+    numbers = np.arange(-16, 16, dtype=np.int32)
+    assert computed(text, [numbers], "%r9", "b32").tolist() == [1] * 16 + [2] * 16
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "add.sat.s32 %r1, %r2, %r3;",
+        "add.cc.u32 %r1, %r2, %r3;",
+        "fma.rz.f32 %r1, %r2, %r3, %r4;",
+        "fma.rn.relu.bf16x2 %r1, %r2, %r3, %r4;",
+        "add.ftz.f16 %rs1, %rs2, %rs3;",
+        "max.f32 %r1, %r2, %r3, %r4;",
+        "min.xorsign.abs.f32 %r1, %r2, %r3;",
+        "setp.lt.ftz.f32 %p1, %r1, %r2;",
+        "atom.global.add.noftz.f16x2 %r1, [%rd1], %r2;",
+        "cvt.rn.relu.bf16.f32 %rs1, %r1;",
+    ],
+)
+def test_a_word_that_changes_the_result_is_not_skipped(text):
+    with pytest.raises(UnknownInstruction, match="does not know"):
+        run(text, [])
+
+
 def test_halves(seed):
     """bfloat16 and float16 against torch, which rounds each operation once."""
     import torch

@@ -68,6 +68,9 @@ ERROR = {
     "cos": 5.7,
     "tanh": 4096.0,  # 2^-11
 }
+WORDS = {"rn", "ftz", "sat", "approx"}
+SOME_WORDS = {"mul": {"lo", "hi", "wide"}, "mad": {"lo", "hi", "wide"}, "div": {"full"}}
+SOME_WORDS |= {"min": {"NaN"}, "max": {"NaN"}}
 
 
 def smaller_or_larger(instruction: Instruction):
@@ -272,8 +275,14 @@ def mixed(instruction: Instruction):
 
 
 def any_arithmetic(instruction: Instruction, kernel: Kernel):
-    """Of one type, or of two."""
+    """Of one type, or of two. What a word would change and nothing here does is not known."""
     modifiers = instruction.modifiers
+    known = WORDS | SOME_WORDS.get(instruction.op, set()) | DTYPES.keys() | {"pred"}
+    is_single = instruction.type in ("f32", "f64")
+    if not known.issuperset(modifiers) or (not is_single and instruction.has("sat", "ftz")):
+        raise ValueError(instruction.text)
+    if instruction.op in ("min", "max") and len(instruction.operands) != 3:
+        raise ValueError(instruction.text)
     if len(modifiers) > 1 and modifiers[-2] == "f32" and modifiers[-1] in ("bf16", "f16"):
         return mixed(instruction)
     return compute(instruction, kernel)

@@ -8,7 +8,7 @@ import numpy as np
 from lessons.toolbox.gpu.instructions.memory import address_reader, space_of
 from lessons.toolbox.gpu.ptx import Address, Instruction, Kernel
 from lessons.toolbox.gpu.threads import reader
-from lessons.toolbox.gpu.values import DTYPES, UNSIGNED
+from lessons.toolbox.gpu.values import DTYPES, PAIRS, UNSIGNED
 
 CHANGES = {
     "add": lambda old, x: old + x,
@@ -36,7 +36,7 @@ def atomic(instruction: Instruction, kernel: Kernel):
     values = [reader(operand, type_) for operand in given]
     size = DTYPES[type_].itemsize
     change = CHANGES.get(name)
-    if type_ in ("f16", "bf16"):  # computed in float32, and rounded
+    if type_ in ("f16", "bf16", *PAIRS):  # computed in float32, and rounded
         raise ValueError(instruction.text)
 
     def run(threads, mask):

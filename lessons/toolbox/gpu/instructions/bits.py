@@ -7,7 +7,7 @@ import numpy as np
 
 from lessons.toolbox.gpu.ptx import Instruction, Kernel
 from lessons.toolbox.gpu.threads import predicate_reader, reader
-from lessons.toolbox.gpu.values import DTYPES, pack, widen
+from lessons.toolbox.gpu.values import DTYPES, FLOATS, PAIRS, pack, unpack, widen
 
 COMPARE = {
     "eq": np.equal,
@@ -23,39 +23,59 @@ COMPARE = {
     "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
     "nan": lambda a, b: np.isnan(a) | np.isnan(b),
 }
+JOINED = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 # True as well where an operand is NaN. `ne` of ordered numbers is false there.
 UNORDERED = {"equ": "eq", "neu": "ne", "ltu": "lt", "leu": "le", "gtu": "gt", "geu": "ge"}
 
 
 def compare(instruction: Instruction, kernel: Kernel):
-    """setp: a predicate from two numbers; combined with another one by setp.lt.and."""
+    """setp.lt p|q, a, b: p says whether it holds, q the opposite; both combined with another one by
+    setp.lt.and. Of packed numbers p is for the lower halves and q for the upper ones.
+    """
     name, *rest, type_ = instruction.modifiers
+    if not JOINED.keys() >= set(rest):
+        raise ValueError(instruction.text)
     target, first, second, *more = instruction.operands
-    function = COMPARE[UNORDERED.get(name, name)]
-    also_nan = name in UNORDERED
-    is_float = type_ in ("f16", "bf16", "f32", "f64")
     left, right = reader(first, type_), reader(second, type_)
-    combine = next((word for word in rest if word in ("and", "or", "xor")), None)
+    combine = next((word for word in rest if word in JOINED), None)
     other = predicate_reader(more[0]) if more else None
-    joined = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
     target, _, opposite = target.partition("|")
+    holds = comparison(name, PAIRS.get(type_, type_))
 
     def run(threads, mask):
         a, b = left(threads), right(threads)
-        if type_ == "bf16":
-            a, b = widen(a, type_), widen(b, type_)
-        found = function(a, b)
-        if is_float and name == "ne":
-            found = found & ~(np.isnan(a) | np.isnan(b))
-        if also_nan:
-            found = found | np.isnan(a) | np.isnan(b)
-        if opposite:
-            threads.write(opposite, ~found, mask)
-        if combine:
-            found = joined[combine](found, other(threads))
-        threads.write(target, found, mask)
+        if type_ in PAIRS:
+            found, second = map(holds, unpack(a), unpack(b))
+        else:
+            found = holds(a, b)
+            second = ~found
+        for name, value in ((target, found), (opposite, second)):
+            if name:
+                if combine:
+                    value = JOINED[combine](value, other(threads))
+                threads.write(name, value, mask)
 
     return run
+
+
+def comparison(name: str, type_: str):
+    """Of two arrays of a type: whether it holds for each pair. False where an operand is NaN, but for
+    the names in UNORDERED.
+    """
+    function, is_float = COMPARE[UNORDERED.get(name, name)], type_ in ("f16", "bf16", "f32", "f64")
+
+    def holds(a, b):
+        if type_ in ("f16", "bf16"):
+            a, b = widen(a, type_), widen(b, type_)
+        elif type_ in FLOATS:
+            a, b = a.view(FLOATS[type_]), b.view(FLOATS[type_])
+        found = function(a, b)
+        if is_float and name in ("ne", *UNORDERED):
+            either = np.isnan(a) | np.isnan(b)
+            found = found & ~either if name == "ne" else found | either
+        return found
+
+    return holds
 
 
 def select(instruction: Instruction, kernel: Kernel):

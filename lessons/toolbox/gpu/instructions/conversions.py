@@ -24,6 +24,7 @@ from lessons.toolbox.gpu.values import (
 
 TO_INTEGER = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 HALF = ("bf16", "f16")
+WORDS = ("rn", "rz", "rna", "ftz", "sat")
 
 
 def convert(instruction: Instruction, kernel: Kernel):
@@ -31,6 +32,8 @@ def convert(instruction: Instruction, kernel: Kernel):
     to, of = instruction.modifiers[-2:]
     if to.endswith("x2"):
         return to_pair(instruction, to, of)
+    if not ({*TO_INTEGER, *WORDS} | DTYPES.keys()).issuperset(instruction.modifiers):
+        raise ValueError(instruction.text)
     target, operand = instruction.operands
     source = reader(operand, of)
     width = kernel.width(target) // 8
@@ -47,19 +50,23 @@ def convert(instruction: Instruction, kernel: Kernel):
 
 def converter(instruction: Instruction, to: str, of: str):
     """The function from numbers of one type to those of another."""
+    are_integers = to[0] in "usb" and of[0] in "usb"
+    if instruction.has("rna") != (to == "tf32") or (instruction.has("sat") and not are_integers):
+        raise ValueError(instruction.text)
     if to in HALF:
         cut = towards_zero if instruction.has("rz") else narrow
         return lambda x: cut(as_float32(x, of), to)
     if to == "tf32":
         return to_tf32
-    if to[0] in "usb" and of[0] in "usb":
+    if are_integers:
         return saturating(to) if instruction.has("sat") else lambda x: x.astype(DTYPES[to])
     if to[0] in "usb":
         rounding = next(TO_INTEGER[word] for word in instruction.modifiers if word in TO_INTEGER)
         return lambda x: to_integer(rounding(as_float32(x, of)), to)
     if instruction.has(*TO_INTEGER):  # a float without its fraction
         rounding = next(TO_INTEGER[word] for word in instruction.modifiers if word in TO_INTEGER)
-        return lambda x: rounding(x).astype(DTYPES[to])
+        flush = flushed if instruction.has("ftz") and to == "f32" else lambda x: x
+        return lambda x: rounding(flush(x)).astype(DTYPES[to])
     if instruction.has("rz") and to == "f32" and of != "f16":
         raise ValueError("float32 by cutting")
     ftz = instruction.has("ftz")
