@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.lab.traffic import Pass, total_bytes
 from lessons.l03_kv_cache.generate import generate
 from lessons.l05_gqa.optimized import IN_GROUPS
 from lessons.l07_kernel_fusion import naive, optimized
@@ -19,10 +18,11 @@ from lessons.l07_kernel_fusion.fused_decoder import FUSED_LAYERS
 from lessons.l07_kernel_fusion.lab import launches, layer_profile, traffic
 from lessons.l07_kernel_fusion.lab import pictures as picture
 from lessons.l07_kernel_fusion.lab.launches import MODELS, STEPS, schedule
-from lessons.l07_kernel_fusion.lab.traffic import Traffic, chains, passes_of
+from lessons.l07_kernel_fusion.lab.traffic import chains
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.kernels import accesses
 from lessons.toolbox.measure.hardware import lookup
+from lessons.toolbox.measure.passes import Pass, Traffic, passes_of, total_bytes
 from lessons.toolbox.model.config import ModelConfig
 from tests.excerpts import excerpts, plain_readme, stray_excerpts
 

@@ -113,7 +113,8 @@ def score_bytes_gain() -> float:
     Llama-3-8B.
     """
     from lessons.l01_roofline.planner.models import find_model
-    from lessons.l02_naive_attention.lab.traffic import total_bytes, versions
+    from lessons.l02_naive_attention.lab.traffic import versions
+    from lessons.toolbox.measure.passes import total_bytes
 
     model = find_model("llama-3-8b")
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads

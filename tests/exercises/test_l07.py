@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import torch
 
-from lessons.l02_naive_attention.lab.traffic import total_bytes
 from lessons.l07_kernel_fusion import naive
 from lessons.l07_kernel_fusion.lab import launches
 from lessons.l07_kernel_fusion.lab.traffic import chains
 from lessons.toolbox.kernels.accesses import Accesses
 from lessons.toolbox.measure.device import default_device, interpreting
+from lessons.toolbox.measure.passes import total_bytes
 from lessons.toolbox.model.config import ModelConfig
 from tests.exercises.checking import assert_equal, call, check, compare
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lessons.l02_naive_attention.lab.traffic import Pass, total_bytes, versions
+from lessons.l02_naive_attention.lab.traffic import versions
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities
 from lessons.toolbox.draw.figure import ClassFigure, save_svg
 from lessons.toolbox.draw.plotting import bars, class_plot, gantt
+from lessons.toolbox.measure.passes import Pass, total_bytes
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 8192, 32, 8, 128  # Llama-3-8B
 SVG = Path(__file__).parent / "passes.svg"

@@ -12,7 +12,6 @@ the least it can do; the real ones may read a row twice.
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,15 +21,7 @@ from torch.utils._pytree import tree_leaves
 from lessons.l01_roofline.planner.models import ModelShape, find_model
 from lessons.l02_naive_attention import naive, optimized
 from lessons.toolbox.measure.hardware import Chip, lookup
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One operation on the scores, and the bytes of scores that it reads and writes."""
-
-    name: str
-    read_bytes: int
-    written_bytes: int
+from lessons.toolbox.measure.passes import Pass, total_bytes
 
 
 class ScoreTraffic(TorchDispatchMode):
@@ -103,11 +94,6 @@ def kernel_pass(
     return Pass(
         "softmax_kernel", num_heads * read * itemsize, num_heads * num_queries * num_keys * itemsize
     )
-
-
-def total_bytes(passes: list[Pass]) -> int:
-    """Bytes of scores that all passes move."""
-    return sum(p.read_bytes + p.written_bytes for p in passes)
 
 
 def versions(

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
-from lessons.l02_naive_attention.lab.traffic import Pass
 from lessons.l02_naive_attention.rope import Rotate, rotation
 from lessons.l07_kernel_fusion.fused_decoder import Ops, fused
-from lessons.l07_kernel_fusion.lab.traffic import Traffic, fused_pass
+from lessons.l07_kernel_fusion.lab.traffic import fused_pass
 from lessons.toolbox.measure.hardware import lookup
+from lessons.toolbox.measure.passes import Pass, Traffic
 from lessons.toolbox.model.config import ModelConfig
 
 MODELS = {

@@ -7,12 +7,12 @@ time.
 
 from pathlib import Path
 
-from lessons.l02_naive_attention.lab.traffic import Pass, total_bytes
 from lessons.l07_kernel_fusion.lab.launches import LAUNCH_S, MODELS, SHORTEST_S, STEPS, schedule
 from lessons.l07_kernel_fusion.lab.traffic import chains
 from lessons.toolbox.draw.figure import ClassFigure, save_svg
 from lessons.toolbox.draw.plotting import class_plot, gantt
 from lessons.toolbox.measure.hardware import lookup
+from lessons.toolbox.measure.passes import Pass, total_bytes
 
 ROWS, SIZE = 4096, 4096
 PASSES_SVG, LAUNCHES_SVG = (Path(__file__).parent / name for name in ("passes.svg", "launches.svg"))

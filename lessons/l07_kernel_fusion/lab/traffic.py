@@ -10,60 +10,14 @@ no numbers, a chain is counted at full size without the memory.
 
 import argparse
 import sys
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from lessons.l02_naive_attention.lab.traffic import Pass, total_bytes
 from lessons.l07_kernel_fusion import naive
+from lessons.toolbox.measure.passes import Pass, passes_of, total_bytes
 
 EPS = 1e-5
-
-
-class Traffic(TorchDispatchMode):
-    """Within it every operation that moves data is appended to `passes`. Use it under
-    torch.no_grad().
-
-    Views and allocations move nothing. A tensor that several operands show (the same storage and
-    offset) is read once.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.passes: list[Pass] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        name = func._schema.name.removeprefix("aten::")
-        # What gives back its operand's storage without writing to it is a view.
-        is_view = not func._schema.is_mutable and _storages(results) <= _storages(operands)
-        if results and not is_view and not name.startswith(("empty", "new_empty")):
-            self.passes.append(Pass(name, _distinct_bytes(operands), _distinct_bytes(results)))
-        return out
-
-
-def _storages(tensors: list[Tensor]) -> set[int]:
-    return {x.untyped_storage()._cdata for x in tensors}
-
-
-def _distinct_bytes(tensors: list[Tensor]) -> int:
-    return sum(
-        {
-            (x.untyped_storage()._cdata, x.storage_offset(), x.shape): x.nbytes for x in tensors
-        }.values()
-    )
-
-
-def passes_of(function: Callable, *arguments) -> list[Pass]:
-    """The passes of function(*arguments), whose tensors have any shape; best on the meta device."""
-    with torch.no_grad(), Traffic() as traffic:
-        function(*arguments)
-    return traffic.passes
 
 
 def fused_pass(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> Pass:

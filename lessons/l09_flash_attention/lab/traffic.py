@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lessons.l02_naive_attention.lab.traffic import total_bytes, versions
+from lessons.l02_naive_attention.lab.traffic import versions
 from lessons.l09_flash_attention.tiles import Tiles, key_range
 from lessons.toolbox.measure.hardware import lookup
+from lessons.toolbox.measure.passes import total_bytes
 
 
 @dataclass(frozen=True)

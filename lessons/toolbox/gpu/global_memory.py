@@ -97,6 +97,8 @@ class GlobalMemory:
 
     def load(self, threads, address: np.ndarray, size: int, count: int, lanes: np.ndarray) -> list:
         """`count` values of `size` bytes for each lane: arrays [lanes]. Raises Fault."""
+        if threads.counts:
+            threads.counts.access(threads, "loaded", address, size * count, lanes)
         found = [np.empty(len(lanes), dtype=UNSIGNED[size]) for _ in range(count)]
         for buffer, offset, chosen in self.parts(threads, address, size * count, lanes):
             if buffer.watched:
@@ -108,6 +110,8 @@ class GlobalMemory:
 
     def store(self, threads, address: np.ndarray, size: int, values: list, lanes) -> None:
         """values: for each element of the vector an array [lanes]. Raises Fault."""
+        if threads.counts:
+            threads.counts.access(threads, "stored", address, size * len(values), lanes)
         for buffer, offset, chosen in self.parts(threads, address, size * len(values), lanes):
             self.note_write(threads, buffer, offset, size * len(values), lanes[chosen])
             view, first = buffer.view(size), offset // size

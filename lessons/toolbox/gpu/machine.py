@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lessons.toolbox.gpu.barriers import Barriers
+from lessons.toolbox.gpu.counters import Counts, counts_for
 from lessons.toolbox.gpu.decode import Step, decode, names
 from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
 from lessons.toolbox.gpu.ptx import Kernel
@@ -37,6 +38,10 @@ class Launch:
     programs: int
     steps: int = 0  # instructions, each for all threads of a front
     executed: Counter = field(default_factory=Counter)
+    grid: tuple[int, int, int] = (1, 1, 1)
+    warps: int = 0  # of a program
+    shared_bytes: int = 0  # of a program
+    counts: Counts | None = None  # within `counting`
 
 
 def compiled_steps(kernel: Kernel) -> list[Step]:
@@ -79,15 +84,17 @@ def launch(
     memory = GlobalMemory(buffers, cell)
     count = grid[0] * grid[1] * grid[2]
     order = generator.permutation(count)
-    done = Launch(kernel, count)
     shared_bytes = max(shared_bytes, kernel.shared_bytes)
+    warps = -(-block[0] * block[1] * block[2] // WARP)
+    done = Launch(kernel, count, grid=grid, warps=warps, shared_bytes=shared_bytes)
+    done.counts = counts_for(kernel)
     together = programs_together(kernel, block, shared_bytes)
     for first in range(0, count, together):
         programs = np.sort(order[first : first + together])
         threads = Threads(
             kernel, programs, grid, block, memory, shared_bytes, parameters, generator
         )
-        threads.maps = maps or {}
+        threads.maps, threads.counts = maps or {}, done.counts
         for name in kernel.undefined:  # nothing ever writes them: the compiler does not care
             threads.write(name, garbage(kernel.width(name)), None)
         Run(threads, steps, done).go()
@@ -168,6 +175,8 @@ class Run:
             if self.done.steps > self.last_step:
                 threads.fail("the kernel does not end", threads.active(mask))
             taking, leaving = self.split(step, mask)
+            if threads.counts:
+                threads.counts.executed(place, len(threads.active(taking)))
             if step.control is not None:
                 self.take(step.control(self, taking, leaving))
                 return

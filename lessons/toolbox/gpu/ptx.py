@@ -56,6 +56,7 @@ class Instruction:
     negated: bool  # @!%p
     line: Line
     text: str
+    source: Line = Line()  # the same, or where the user's own code called a function of Triton's
 
     @property
     def type(self) -> str:
@@ -81,6 +82,7 @@ class Kernel:
     shared_bytes: int = 0  # of the variables above
     local: dict[str, int] = field(default_factory=dict)  # variable -> offset in a thread's memory
     local_bytes: int = 0
+    text: str = ""  # of the whole file
 
     def width(self, register: str) -> int:
         """Bits of a register, 1 for a predicate."""
@@ -118,7 +120,7 @@ def parse(text: str) -> dict[str, Kernel]:
     outside = re.sub(r"\{.*?^\}", "", text, flags=re.DOTALL | re.MULTILINE)
     kernels = {}
     for entry in re.finditer(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{;]*)\{", text, re.DOTALL):
-        kernel = Kernel(entry[1], parameters_of(entry[2]))
+        kernel = Kernel(entry[1], parameters_of(entry[2]), text=text)
         if asked := re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", entry[3]):
             kernel.threads = int(asked[1])
         declare(outside, kernel)
@@ -161,7 +163,7 @@ class Body:
 
     def __init__(self, kernel: Kernel, files: dict[int, str]):
         self.kernel, self.files = kernel, files
-        self.line, self.label = Line(), ""
+        self.line, self.source, self.label = Line(), Line(), ""
         self.scopes: list[dict[str, str]] = [{}]  # innermost last: name -> unique name
         self.opened = 0
 
@@ -207,9 +209,18 @@ class Body:
         return name
 
     def locate(self, text: str) -> None:
-        """`.loc 1 46 26, function_name ..., inlined_at 1 90 4`: the line itself, not its caller."""
+        """`.loc 1 46 26, function_name ..., inlined_at 1 90 4`: the line itself, not its caller.
+
+        A comment behind it may tell the callers: `// standard.py:191:40 @[ mine.py:140:37 ]`.
+        """
         file, number = text.split()[:2]
         self.line = Line(self.files.get(int(file), ""), int(number))
+        chain = re.findall(r"([^\s:\[\]]+):(\d+):\d+", text.partition("//")[2])
+        by_name = {Path(path).name: path for path in self.files.values()}
+        lines = [self.line, *(Line(by_name.get(name, ""), int(n)) for name, n in chain[1:])]
+        own = [line for line in lines if line and line.file and "/triton/" not in line.file]
+        if self.line:
+            self.source = own[0] if own else self.line
 
     def statement(self, text: str) -> None:
         if text.startswith(".reg"):
@@ -235,7 +246,7 @@ class Body:
         operands = tuple(map(self.operand, split_operands(rest)))
         predicate = self.renamed(predicate) if predicate else None
         return Instruction(
-            op, tuple(modifiers), operands, predicate, bool(negated), self.line, text
+            op, tuple(modifiers), operands, predicate, bool(negated), self.line, text, self.source
         )
 
     def operand(self, text: str):

@@ -183,6 +183,8 @@ class SharedMemory:
     def load(self, threads, address: np.ndarray, size: int, count: int, lanes: np.ndarray) -> list:
         """`count` values of `size` bytes for each lane: arrays [lanes]. Raises Fault."""
         places = self.places(threads, address, size * count, lanes)
+        if threads.counts:
+            threads.counts.shared_access(threads, address, size * count, lanes)
         self.note_read(threads, places, size * count, lanes)
         view, first = self.view(size), places // size
         return [view[first + k] for k in range(count)]
@@ -190,6 +192,8 @@ class SharedMemory:
     def store(self, threads, address: np.ndarray, size: int, values: list, lanes) -> None:
         """values: for each element of the vector an array [lanes]. Raises Fault."""
         places = self.places(threads, address, size * len(values), lanes)
+        if threads.counts:
+            threads.counts.shared_access(threads, address, size * len(values), lanes)
         self.note_write(threads, places, size * len(values), lanes)
         view, first = self.view(size), places // size
         for k, value in enumerate(values):

@@ -73,6 +73,7 @@ class Threads:
         self.maps: dict[str, object] = {}  # parameter -> tensor map
         self.alive = self.thread < self.block_size  # the last warp may have fewer than 32
         self.pc = 0
+        self.counts = None  # of `counters`, where they are asked for
 
     def special(self, grid: tuple, block: tuple) -> dict[str, np.ndarray]:
         """The registers that say which thread this is."""

@@ -62,6 +62,11 @@ def atomic(instruction: Instruction, kernel: Kernel):
 
 def places_of(threads, space: str, where, size: int, lanes) -> list[tuple[np.ndarray, int]]:
     """(array of unsigned integers, index) for each lane."""
+    if threads.counts:
+        if space == "shared":
+            threads.counts.shared_access(threads, where, size, lanes)
+        else:
+            threads.counts.access(threads, "stored", where, size, lanes)
     if space == "shared":
         places = threads.shared.places(threads, where, size, lanes) // size
         return [(threads.shared.view(size), int(place)) for place in places]

@@ -61,7 +61,10 @@ def copy(instruction: Instruction, kernel: Kernel):
 
     def run(threads, mask):
         lanes = threads.active(mask)
-        places = threads.shared.places(threads, threads.of(to(threads), lanes), size, lanes)
+        target = threads.of(to(threads), lanes)
+        places = threads.shared.places(threads, target, size, lanes)
+        if threads.counts:
+            threads.counts.shared_access(threads, target, size, lanes)
         threads.shared.begin_copy(threads, places, size, lanes)
         data = np.zeros((len(lanes), size), dtype=np.uint8)
         wanted = np.full(len(lanes), size)
