@@ -11,9 +11,12 @@ LAB ?=
 REHEARSE ?=
 PACK ?=
 SERVE ?= --port 8000
+FILE ?=
+GPU ?=
+COMPARE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all check progress lab bench doctor gpu proof slides clean
+.PHONY: help setup demo serve test test-all check progress lab bench doctor gpu proof profile slides clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +59,10 @@ gpu: ## prove and measure everything that needs a GPU, 9 minutes a run, the next
 
 proof: setup ## which kernels are proved: in the interpreter, by the compiler, on which GPU
 	@$(RUN) -m lessons.toolbox.proof table
+
+profile: setup ## a lesson's kernels line by line, counted without a GPU: LESSON=09, or FILE=mine.py:try_it (GPU=a100, COMPARE=naive)
+	@$(RUN) -m lessons.toolbox.profile $(if $(FILE),$(FILE),$(LESSON)) $(if $(GPU),--gpu $(GPU)) $(if $(COMPARE),--compare $(COMPARE)) \
+	  $(if $(filter-out file,$(origin OUT)),--out $(OUT))
 
 slides: setup ## every figure as a PNG without its caption, for a projector (LESSON=03 for one; OUT=build/slides)
 	@$(RUN) -m reference.bench.slides $(if $(LESSON),--lesson $(LESSON)) $(if $(filter-out file,$(origin OUT)),--out $(OUT))

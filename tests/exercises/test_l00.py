@@ -198,7 +198,7 @@ def assert_sums(impl, x, want, seed):
     if not has_gpu() and (reason := nvrtc.why_not_here()):
         pytest.skip(f"NOT RUN: {reason}")
     for order in (seed, seed + 1):
-        ORDER.manual_seed(order)
+        ORDER.seed(order)
         try:
             got = call(impl, dict(x=x))
         except (nvrtc.CompileError, Fault) as error:

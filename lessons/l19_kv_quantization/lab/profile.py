@@ -1,6 +1,5 @@
 """What `make profile LESSON=19` runs: one new token over a cache of 8-bit whole numbers."""
 
-
 from lessons.l12_paged_kv.lab.profile import LENGTHS, TABLE, K, Q, V
 from lessons.l12_paged_kv.optimized import paged_decode
 from lessons.l19_kv_quantization.formats import Int8

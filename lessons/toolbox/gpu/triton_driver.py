@@ -103,7 +103,7 @@ class Launcher:
             parameters,
             self.metadata.shared,
             maps=maps,
-            seed=int(torch.randint(2**31, (), generator=ORDER)),
+            seed=ORDER.getrandbits(31),
         )
         COUNTS[function.name] += 1
         for told in WATCHERS:

@@ -11,10 +11,12 @@ nothing is timed. Operations of PyTorch are listed with the bytes that they move
 import argparse
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +32,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m lessons.toolbox.profile", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("what", help="a lesson's number, or FILE.py:FUNCTION")
+    parser.add_argument(
+        "what", nargs="?", default="", help="a lesson's number, or FILE.py:FUNCTION"
+    )
     parser.add_argument("--gpu", default="h100", choices=GPUS, help="compile for it: h100")
     parser.add_argument("--kernel", default="", help="only kernels with this in their name")
     parser.add_argument("--compare", default="", help="another function of the file, beside it")
@@ -40,6 +44,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def functions_of(what: str) -> tuple[dict[str, Callable], str]:
     """({name: function}, the one to run) of "09" or "mine.py:try_it". Raises ValueError."""
+    if not what:
+        raise ValueError("nothing named; accepted: LESSON=09, or FILE=mine.py:try_it")
     file, colon, name = what.rpartition(":")
     if colon:
         path = Path(file)
@@ -59,7 +65,11 @@ def functions_of(what: str) -> tuple[dict[str, Callable], str]:
             )
         module = importlib.import_module(".".join(found[0].relative_to(ROOT).with_suffix("").parts))
         name = "optimized"
-    functions = {n: f for n, f in vars(module).items() if callable(f) and n[0] != "_"}
+    functions = {
+        n: f
+        for n, f in vars(module).items()
+        if inspect.isfunction(f) and f.__module__ == module.__name__
+    }
     if name not in functions:
         raise ValueError(f"function: got {name!r}; accepted: {', '.join(functions)}")
     return functions, name
@@ -84,6 +94,13 @@ def profiled(function: Callable, gpu: str):
     return profiles(seen, lookup(gpu)), passes
 
 
+def where(error: Exception) -> str:
+    """The last line of the course's code, or the user's, that an error passed through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not {"site-packages", "toolbox"} & set(Path(f.filename).parts)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: " if own else ""
+
+
 def report(options: argparse.Namespace) -> int:
     """In the process that compiles: run, print, write."""
     from lessons.toolbox.measure.passes import total_bytes
@@ -95,7 +112,10 @@ def report(options: argparse.Namespace) -> int:
         raise ValueError(f"COMPARE={options.compare}; accepted: {', '.join(functions)}")
     written, shown = {}, []
     for each in filter(None, (options.compare, name)):
-        kernels, passes = profiled(functions[each], options.gpu)
+        try:
+            kernels, passes = profiled(functions[each], options.gpu)
+        except Exception as error:
+            raise ValueError(f"{each}() did not end: {where(error)}{error}") from None
         kernels = [k for k in kernels if options.kernel in k.kernel.name]
         print(f"\n{each}: {len(kernels)} kernels, {len(passes)} operations of PyTorch that move "
               f"{margin.size(total_bytes(passes))}\n")  # fmt: skip

@@ -25,9 +25,10 @@ def facts(profile: KernelProfile) -> list[str]:
     registers = f"{known['registers']} registers a thread, {known['spill_bytes']} bytes spilled, "
     loaded, stored = profile.loaded_bytes, profile.stored_bytes
     asked = 32 * total["sectors"]
+    times = f"{profile.launches} launches of " if profile.launches > 1 else ""
     lines = [
-        f"{profile.kernel.name}: {profile.launches} × {profile.programs // profile.launches} "
-        f"programs of {profile.warps} warps, compiled for {profile.chip.name}",
+        f"{profile.kernel.name}: {times}{profile.programs // profile.launches} programs of "
+        f"{profile.warps} warps, compiled for {profile.chip.name}",
         f"  {registers if known else ''}{profile.shared_bytes / 1024:.3g} KiB of shared memory; "
         f"{programs} programs fit on an SM (limit: {limit})",
         f"  memory: {size(loaded)} loaded and {size(stored)} stored at least; {size(asked)} asked "
@@ -68,14 +69,17 @@ def source(profile: KernelProfile) -> list[str]:
     found = []
     for file, rows in files.items():
         found += [f"  {Path(file).name}", HEAD]
+        indent = min(map(indentation, (code(file, number) for number in rows)))
         last = min(rows) - 1
         for number in sorted(rows):
             if number - last - 1 > GAP:
                 found.append(f"{'⋮':>5}")
                 last = number - 1
             for silent in range(last + 1, number):
-                found.append(f"{silent:>5} {'':>51}  {code(file, silent)}".rstrip())
-            found.append(f"{number:>5} {margin(rows[number], issued)}  {code(file, number)}")
+                found.append(f"{silent:>5} {'':>51}  {cut(code(file, silent)[indent:])}".rstrip())
+            found.append(
+                f"{number:>5} {margin(rows[number], issued)}  {cut(code(file, number)[indent:])}"
+            )
             last = number
     return found
 
@@ -104,10 +108,17 @@ def source_lines(file: str) -> tuple[str, ...]:
 
 
 def code(file: str, number: int) -> str:
-    """A line of the source, cut to the width."""
+    """A line of the source."""
     lines = source_lines(file)
-    found = lines[number - 1] if number <= len(lines) else ""
-    return found if len(found) <= WIDTH else found[: WIDTH - 1] + "…"
+    return lines[number - 1] if number <= len(lines) else ""
+
+
+def indentation(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def cut(line: str) -> str:
+    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
 
 
 def conclusions(profile: KernelProfile, most: int) -> list[str]:

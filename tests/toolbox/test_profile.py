@@ -1,0 +1,105 @@
+"""`make profile`: what it prints and writes of a lesson's kernels and of one's own, and its refusals."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lessons.toolbox.measure.device import has_triton
+from lessons.toolbox.profile.__main__ import functions_of, main
+
+pytestmark = pytest.mark.skipif(not has_triton(), reason="NOT RUN: needs Triton's compiler")
+ROOT = Path(__file__).parents[2]
+MINE = """
+import torch
+from lessons.toolbox.kernels.triton_ import tl, triton
+
+@triton.jit
+def transpose_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    tile = tl.load(x_ptr + row * SIZE + column)
+    tl.store(out_ptr + column * SIZE + row, tile)
+
+def try_it():
+    x = torch.arange(64.0 * 64).view(64, 64)
+    out = torch.empty(64, 64)
+    transpose_kernel[(1,)](x, out, 64)
+    assert torch.equal(out, x.T)
+
+def nothing():
+    return torch.ones(3)
+
+def too_far():
+    transpose_kernel[(1,)](torch.zeros(10), torch.empty(64, 64), 64)
+"""
+
+
+def profile(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "lessons.toolbox.profile", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_copy_with_gaps_beside_one_without(tmp_path):
+    """Lesson 0: every eighth float needs a sector for each, and the line is named."""
+    done = profile("00", "--compare", "gaps", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "optimized.py:" in done.stdout
+    assert "asks for 8,192 sectors where 1,024 would do" in done.stdout
+    assert "No line asks for more sectors or passes than its bytes need." in done.stdout
+    found = json.loads((tmp_path / "l00_h100.json").read_text())
+    (scale,), (gaps,) = found["optimized"]["kernels"], found["gaps"]["kernels"]
+    numbers = 8192 * 8
+    assert scale["total"]["sectors"] == scale["total"]["least_sectors"] == 2 * numbers * 4 // 32
+    assert (scale["loaded_bytes"], scale["stored_bytes"]) == (numbers * 4, numbers * 4)
+    assert gaps["total"]["sectors"] == 8192 + 1024 and gaps["total"]["least_sectors"] == 2048
+    assert next(iter(scale["floors_s"])) == "memory", "the longest comes first"
+    assert scale["floors_s"]["memory"] == pytest.approx(2 * numbers * 4 / 3.35e12)
+    assert scale["registers"] > 0 and scale["spill_bytes"] == 0
+    assert {p.name for p in tmp_path.glob("*.png")} == {
+        "l00_h100_scale_kernel.png",
+        "l00_h100_every_nth_kernel.png",
+    }
+
+
+def test_a_kernel_of_ones_own(tmp_path):
+    """A transposition through registers: its stores lie a row apart, or its loads do."""
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    done = profile(f"{file}:try_it", "--gpu", "a100", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "compiled for A100" in done.stdout and "tile = tl.load" in done.stdout
+    (kernel,) = json.loads((tmp_path / "try_it_a100.json").read_text())["try_it"]["kernels"]
+    assert kernel["total"]["least_sectors"] == 2 * 64 * 64 * 4 // 32
+    assert (kernel["loaded_bytes"], kernel["stored_bytes"]) == (64 * 64 * 4, 64 * 64 * 4)
+    done = profile(f"{file}:nothing", "--out", str(tmp_path))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "no kernel was launched" in done.stderr
+    done = profile(f"{file}:too_far", "--out", str(tmp_path))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "mine.py:8" in done.stderr and "which has 40 bytes" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["99"], "LESSON=99: nothing to profile; accepted: 00, 01"),
+        (["nowhere.py:f"], "accepted: a lesson's number, or FILE.py:FUNCTION"),
+        (["00", "--gpu", "h900"], "--gpu: invalid choice: 'h900'"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, said, capsys, monkeypatch):
+    monkeypatch.setattr("lessons.toolbox.profile.__main__.compiled_chip", lambda: 90)
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err
+    assert code == 2 and said in error and error.count("\n") == 1
+
+
+def test_every_profile_has_what_it_is_compared_with():
+    for file in sorted((ROOT / "lessons").glob("l*/lab/profile.py")):
+        functions, name = functions_of(file.parts[-3][1:3])
+        assert name == "optimized" and len(functions) > 1, file
