@@ -2,12 +2,19 @@
 message each. `--junitxml` writes them down.
 """
 
+import json
 import os
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from lessons.toolbox.exercises.exercise import ExerciseError, all_exercises
 from lessons.toolbox.exercises.loading import folder_of, load_exercise
+from lessons.toolbox.gpu.arguments import WATCHERS
+from lessons.toolbox.gpu.counters import counting
+from lessons.toolbox.measure.device import compiled_chip
 from tests.exercises import running
 from tests.exercises.running import FAIL, NOT_RUN, PASS, TODO, Outcome
 from tests.exercises.wrong import answers_of
@@ -65,14 +72,53 @@ def pytest_pyfunc_call(pyfuncitem):
     if checks is None:
         return None
     check = checks[pyfuncitem.funcargs.get("case")]
-    outcome = _run(check, pyfuncitem.config, pyfuncitem.funcargs["seed"])
+    with watching_sectors() as sectors:
+        outcome = _run(check, pyfuncitem.config, pyfuncitem.funcargs["seed"])
     record = ("exercise", check.exercise_id), ("status", outcome.status)
     pyfuncitem.user_properties += [*record, ("message", outcome.message)]
+    if sectors:
+        pyfuncitem.user_properties.append(
+            (
+                "sectors",
+                json.dumps(worst(sectors, pyfuncitem.config.exercises[check.exercise_id].file)),
+            )
+        )
     if outcome.status == NOT_RUN:
         pytest.skip(outcome.message)
     if outcome.status != PASS:
         pytest.fail(outcome.message, pytrace=False)
     return True
+
+
+@contextmanager
+def watching_sectors():
+    """Within it, where kernels are compiled for the CPU, each launch is counted and kept."""
+    launches = []
+    if not compiled_chip():
+        yield launches
+        return
+    WATCHERS.append(launches.append)
+    try:
+        with counting():
+            yield launches
+    finally:
+        WATCHERS.remove(launches.append)
+
+
+def worst(launches, file) -> tuple[int, int, int]:
+    """(sectors, those that would do, line) of the line of `file` that asks for most in vain."""
+    found = Counter()
+    for launch in launches:
+        columns = launch.counts.columns
+        for place, instruction in enumerate(launch.kernel.instructions):
+            # by its name, because a kernel that was compiled before may have come from elsewhere
+            if Path(instruction.source.file).name == file:
+                line = instruction.source.number
+                found[line, "asked"] += int(columns["sectors"][place])
+                found[line, "least"] += int(columns["least_sectors"][place])
+    lines = {line for line, _ in found}
+    rows = [(found[line, "asked"], found[line, "least"], line) for line in lines]
+    return max(rows, key=lambda row: (row[0] - row[1], row[0]), default=(0, 0, 0))
 
 
 def _run(check, config, seed) -> Outcome:

@@ -104,6 +104,18 @@ def read_exercises(path: Path) -> list[Exercise]:
     return found
 
 
+def has_kernel(entry: Exercise) -> bool:
+    """Whether the learner writes a part of a Triton kernel."""
+    source = (SOLUTIONS / entry.file).read_text(encoding="utf-8")
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
+        if any(ast.unparse(call) == "triton.jit" for call in getattr(node, "decorator_list", [])):
+            inside = lines[node.lineno : node.end_lineno]
+            if f"# SOLUTION {entry.id}" in map(str.strip, inside) or node.lineno in entry.lines:
+                return True
+    return False
+
+
 def untouched_line(source: str, exercise_id: str) -> int | None:
     """The line at which an exercise still raises NotImplementedError("Exercise 2.1: …"), None once
     it is gone.

@@ -21,9 +21,11 @@ from lessons.toolbox.exercises.exercise import (
     ROOT,
     Exercise,
     all_exercises,
+    has_kernel,
     untouched_line,
 )
 from lessons.toolbox.exercises.loading import folder_of
+from lessons.toolbox.measure.device import CHIP, has_gpu, has_triton
 
 PASS, FAIL, TODO, NOT_RUN, CHANGED = "PASS", "FAIL", "TODO", "NOT RUN", "CHANGED"
 # the worst first
@@ -37,6 +39,7 @@ LOOKS = {
 # exercise id -> [status, fingerprint of the code that had it]
 PROGRESS_FILE = ROOT / "build" / "progress.json"
 
+LAVISH = 1.5  # times the sectors that its bytes need: worth a sentence
 IN_A_LINE = 4  # exercises of the map
 
 # ---------------------------------------------------------------- make check
@@ -50,7 +53,16 @@ def run_checks(which: str | int | None, impl: str = "exercises") -> bool:
     folder_of(impl)  # an unknown one is said at once
     with console.status("checking …"):
         records = _records(entries, impl)
-    statuses = {entry: _print_exercise(console, entry, records) for entry in entries}
+    kernels = [e for e in entries if status_of(e, records) == PASS and has_kernel(e)]
+    compiled = []
+    if kernels and has_triton() and not has_gpu():
+        with console.status("running the compiled kernels …"):
+            compiled = _records(kernels, impl, {CHIP: "90", "TRITON_INTERPRET": "0"})
+    statuses = {}
+    for entry in entries:
+        statuses[entry] = _print_exercise(console, entry, records)
+        if entry in kernels and compiled:
+            console.print("          " + escape(traffic_of(entry, compiled)))
     found = list(statuses.values())
     counts = [f"{LOOKS[s]} {found.count(s)} {s}[/]" for s in LOOKS if s in found]
     console.print("  ".join(counts) + ("   (NOT RUN is no pass)" if NOT_RUN in found else ""))
@@ -59,7 +71,32 @@ def run_checks(which: str | int | None, impl: str = "exercises") -> bool:
     return not {FAIL, TODO} & set(found)
 
 
-def _records(entries: list[Exercise], impl: str) -> list[dict[str, str]]:
+def status_of(entry: Exercise, records: list[dict[str, str]]) -> str:
+    """That of its worst check; no check is no pass either."""
+    found = [record["status"] for record in records if record.get("exercise") == entry.id]
+    return next((status for status in LOOKS if status in found), NOT_RUN)
+
+
+def traffic_of(entry: Exercise, records: list[dict[str, str]]) -> str:
+    """One sentence on the memory traffic of a kernel's compiled code, from its most telling check."""
+    mine = [record for record in records if record.get("exercise") == entry.id]
+    if failed := next((r["message"] for r in mine if r["status"] == FAIL), ""):
+        return f"its code compiled for an H100 is not right: {failed}"
+    found = [json.loads(record["sectors"]) for record in mine if "sectors" in record]
+    if not found:
+        return "its code compiled for an H100 was not run by these checks"
+    asked, least, line = max(found, key=lambda row: row[0] - row[1])
+    if asked <= LAVISH * least:
+        return "compiled for an H100 it is right too, and no line wastes sectors of memory"
+    return (
+        f"compiled for an H100 it is right too; line {line} asks for {asked:,} sectors of 32 bytes "
+        f"where {least:,} would do"
+    )
+
+
+def _records(
+    entries: list[Exercise], impl: str, variables: dict[str, str] | None = None
+) -> list[dict[str, str]]:
     """The properties that tests/exercises/conftest.py gives every check. Each exercise by itself if
     the run broke off, because one that hangs or crashes must not hide the others.
     """
@@ -67,7 +104,7 @@ def _records(entries: list[Exercise], impl: str) -> list[dict[str, str]]:
     marks = " or ".join(entry.marker for entry in entries)
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", *files]
     # installed plugins take longer to import than most checks to run
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | (variables or {})
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command += ["-m", marks, "--impl", impl, "--junitxml", str(report)]
@@ -78,7 +115,7 @@ def _records(entries: list[Exercise], impl: str) -> list[dict[str, str]]:
             cases = ElementTree.parse(report).iter("testcase")
             return [{p.get("name"): p.get("value") for p in c.iter("property")} for c in cases]
     if len(entries) > 1:
-        return [record for entry in entries for record in _records([entry], impl)]
+        return [record for entry in entries for record in _records([entry], impl, variables)]
     return [{"exercise": entries[0].id, "status": FAIL, "message": _why_it_broke_off(done)}]
 
 
@@ -97,10 +134,9 @@ def _why_it_broke_off(done: subprocess.CompletedProcess) -> str:
 
 
 def _print_exercise(console: Console, entry: Exercise, records: list[dict[str, str]]) -> str:
-    """Print one exercise. Its status is that of its worst check; no check is no pass either."""
+    """Print one exercise; returns its status."""
     mine = [record for record in records if record.get("exercise") == entry.id]
-    found = [record["status"] for record in mine]
-    status = next((status for status in LOOKS if status in found), NOT_RUN)
+    found, status = [record["status"] for record in mine], status_of(entry, records)
     count = f"[dim]{found.count(PASS)} of {len(found)} checks passed[/]"
     title = f"[bold]{entry.id}[/]  {escape(entry.title)}"
     console.print(f"{LOOKS[status]} {status:7}[/] {title}  {count}")

@@ -77,12 +77,16 @@ def functions_of(what: str) -> tuple[dict[str, Callable], str]:
 
 def profiled(function: Callable, gpu: str):
     """(profiles of the kernels, passes of PyTorch's operations) of one call."""
+    import triton
+
     from lessons.toolbox.gpu.arguments import WATCHERS
     from lessons.toolbox.gpu.counters import counting
     from lessons.toolbox.measure.hardware import lookup
     from lessons.toolbox.measure.passes import passes_of
     from lessons.toolbox.profile.counted import profiles
 
+    # because code that was compiled before may name another file with the same source
+    triton.knobs.compilation.always_compile = True
     function()  # once before, because what is prepared once belongs to no launch
     seen: list = []
     WATCHERS.append(seen.append)

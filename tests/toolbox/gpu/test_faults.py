@@ -100,6 +100,13 @@ def test_two_threads_store_different_values_at_one_place():
     run(body.replace("VALUE", "%r71"), [words()], outside=SHARED)
 
 
+def test_copies_of_a_sum_may_differ_in_their_last_bits():
+    """A compiler fuses a product into a butterfly's first addition, and the partners round otherwise."""
+    body = "and.b32 %r3, %r70, 1;\nadd.u32 %r3, %r3, FIRST;\nst.shared.b32 [tile], %r3;"
+    run(body.replace("FIRST", "0x40000000"), [words()], outside=SHARED)  # 2.0 and the next float
+    fails(body.replace("FIRST", "1000000"), "store different values", outside=SHARED)
+
+
 def test_shared_memory_has_an_end():
     fails("ld.shared.b32 %r1, [tile+1024];", "the kernel has 1024", outside=SHARED)
     fails("ld.shared.b32 %r1, [tile+2];", "not a multiple of 4", outside=SHARED)
