@@ -103,3 +103,75 @@ def test_every_profile_has_what_it_is_compared_with():
     for file in sorted((ROOT / "lessons").glob("l*/lab/profile.py")):
         functions, name = functions_of(file.parts[-3][1:3])
         assert name == "optimized" and len(functions) > 1, file
+
+
+def asked(kernel: dict) -> float:
+    """How many times its least bytes a kernel asks for."""
+    return 32 * kernel["total"]["sectors"] / (kernel["loaded_bytes"] + kernel["stored_bytes"])
+
+
+def moved(passes: list[dict]) -> int:
+    return sum(each["read_bytes"] + each["written_bytes"] for each in passes)
+
+
+def limits(kernel: dict) -> str:
+    return next(iter(kernel["floors_s"]))
+
+
+def what_lesson_3_says(found):
+    _, decode = found["optimized"]["kernels"]
+    assert 3.9 < asked(decode) < 4.1 and limits(decode) == "shared memory"
+
+
+def what_lesson_1_says(found):
+    (copy,) = found["optimized"]["kernels"]
+    assert asked(copy) == 1 and moved(found["naive"]["passes"]) == 64 * copy["total"]["sectors"]
+
+
+def what_lesson_7_says(found):
+    both = sum(k["loaded_bytes"] + k["stored_bytes"] for k in found["optimized"]["kernels"])
+    clones = moved(found["optimized"]["passes"])
+    assert moved(found["naive"]["passes"]) - clones > 3 * both
+
+
+def what_lesson_9_says(found):
+    (flash,) = found["optimized"]["kernels"]
+    ratio = moved(found["naive"]["passes"]) / (flash["loaded_bytes"] + flash["stored_bytes"])
+    assert 38 < ratio < 42
+
+
+def what_lesson_10_says(found):
+    splits, merge = found["optimized"]["kernels"]
+    assert asked(splits) < 1.02 and limits(splits) == "memory"
+    assert limits(merge) == "shared memory"
+
+
+def what_lesson_12_says(found):
+    decode, _ = found["optimized"]["kernels"]
+    extra = decode["total"]["sectors"] - decode["total"]["least_sectors"]
+    assert extra < 0.01 * decode["total"]["sectors"]
+
+
+def what_lesson_18_says(found):
+    (line,) = found["optimized"]["kernels"][0]["findings"]
+    assert "asks for 3,072 sectors where 384 would do" in line
+
+
+def what_lesson_19_says(found):
+    ours, theirs = (found[name]["kernels"][0] for name in ("optimized", "bfloat16"))
+    assert 0.45 < ours["loaded_bytes"] / theirs["loaded_bytes"] < 0.55
+    assert limits(ours) == "instructions issued"
+
+
+SAY = {"01": what_lesson_1_says, "03": what_lesson_3_says, "07": what_lesson_7_says,
+       "09": what_lesson_9_says, "10": what_lesson_10_says, "12": what_lesson_12_says,
+       "18": what_lesson_18_says, "19": what_lesson_19_says}  # fmt: skip
+
+
+@pytest.mark.parametrize("lesson", SAY)
+@pytest.mark.sample(2)
+def test_what_the_lessons_say(lesson, tmp_path):
+    beside = {"19": "bfloat16"}.get(lesson, "naive")
+    done = profile(lesson, "--compare", beside, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    SAY[lesson](json.loads((tmp_path / f"l{lesson}_h100.json").read_text()))
