@@ -221,8 +221,17 @@ def merge_states(
             BLOCK_D=triton.next_power_of_2(head_dim),
             BLOCK_N=min(BLOCK_KEYS, block_for(len(lses))),
             STAGES=STAGES,
+            num_warps=merge_warps(triton.next_power_of_2(head_dim)),
         )
     return out, lse
+
+
+def merge_warps(block_d: int) -> int:
+    """Warps of a program that merges rows of block_d columns: no more than lie along one row, each
+    over 128 columns. A column's sum then stays in a warp. Across warps it would go through shared
+    memory, in few of its banks.
+    """
+    return max(1, block_d // 128)
 
 
 def merge_states_torch(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from lessons.l05_gqa.arguments import check_grouped_inputs
 from lessons.l05_gqa.optimized import LESSON_05, LOG2_E
 from lessons.l05_gqa.tiles import SMALLEST_TILE, has_matrix_units, tiles_for, warps_for
 from lessons.l07_kernel_fusion.fused_decoder import fused
-from lessons.l08_online_softmax.partials import STAGES, online_values
+from lessons.l08_online_softmax.partials import STAGES, merge_warps, online_values
 from lessons.l09_flash_attention.optimized import LESSON_09
 from lessons.l10_flash_decoding.arguments import check_partials, check_splits
 from lessons.l10_flash_decoding.naive import LESSON_10_TORCH
@@ -297,6 +297,7 @@ def combine(
             BLOCK_D=triton.next_power_of_2(head_dim),
             BLOCK_S=BLOCK_S,
             NUM_STAGES=STAGES,
+            num_warps=merge_warps(triton.next_power_of_2(head_dim)),
         )
     return out, lse
 

@@ -5,7 +5,7 @@ generations, and tests assert.
 """
 
 from lessons.l08_online_softmax.optimized import MAX_BLOCK, TILE_BYTES, TILE_STAGES, warps_for
-from lessons.l08_online_softmax.partials import BLOCK_KEYS, STAGES
+from lessons.l08_online_softmax.partials import BLOCK_KEYS, STAGES, merge_warps
 from lessons.toolbox.kernels.compile_check import KernelSpec
 
 ROOM = "lessons.l08_online_softmax"
@@ -69,6 +69,7 @@ KERNELS += [
             "num_rows": "i32",
         },
         constexprs={"HEAD_DIM": dim, "BLOCK_D": dim, "BLOCK_N": splits, "STAGES": STAGES},
+        num_warps=merge_warps(dim),
         divisible_by_16=("num_rows",),
     )
     for dtype in ("bf16", "fp32")

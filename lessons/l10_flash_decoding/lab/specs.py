@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from lessons.l05_gqa.lab import specs as gqa
 from lessons.l06_mla.lab import specs as mla
-from lessons.l08_online_softmax.partials import STAGES
+from lessons.l08_online_softmax.partials import STAGES, merge_warps
 from lessons.l10_flash_decoding.mla import split_tiles
 from lessons.l10_flash_decoding.optimized import BLOCK_S
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
@@ -38,6 +38,7 @@ KERNELS += [
             "num_splits": "i32",
         },
         constexprs={"HEAD_DIM": dim, "BLOCK_D": dim, "BLOCK_S": BLOCK_S, "NUM_STAGES": STAGES},
+        num_warps=merge_warps(dim),
     )
     for dtype, dim in (("bf16", 128), ("bf16", 512), ("fp32", 64))
 ]
