@@ -37,7 +37,7 @@ def line_figure(profile: KernelProfile):
         told = f"{share:.0f} %{wasted(row)}"
         colour = ROLES["naive"].colour if wasted(row) else "black"
         ax.text(share + 0.3, at, told, va="center", fontsize=12, color=colour)
-    ax.set_xlim(0, 1.6 * max(shares))
+    ax.set_xlim(0, 1.8 * max(shares))  # room for the words behind the longest bar
     for axes in (text, ax):
         axes.set_ylim(len(rows) - 0.4, -0.6)
     ax.set_yticks([])
