@@ -41,7 +41,7 @@ def profile(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.sample(2, of="profiles")
+@pytest.mark.sample(2, of="compiled code")
 def test_a_copy_with_gaps_beside_one_without(tmp_path):
     """Lesson 0: every eighth float needs a sector for each, and the line is named."""
     done = profile("00", "--compare", "gaps", "--out", str(tmp_path))
@@ -64,7 +64,7 @@ def test_a_copy_with_gaps_beside_one_without(tmp_path):
     }
 
 
-@pytest.mark.sample(2, of="profiles")
+@pytest.mark.sample(2, of="compiled code")
 def test_a_kernel_of_ones_own(tmp_path):
     """A transposition through registers: its stores lie a row apart, or its loads do."""
     file = tmp_path / "mine.py"
@@ -171,7 +171,7 @@ SAY = {"01": what_lesson_1_says, "03": what_lesson_3_says, "07": what_lesson_7_s
 
 
 @pytest.mark.parametrize("lesson", SAY)
-@pytest.mark.sample(2, of="profiles")
+@pytest.mark.sample(2, of="compiled code")
 def test_what_the_lessons_say(lesson, tmp_path):
     beside = {"19": "bfloat16"}.get(lesson, "naive")
     done = profile(lesson, "--compare", beside, "--out", str(tmp_path))
