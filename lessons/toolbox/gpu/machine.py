@@ -18,6 +18,7 @@ import numpy as np
 from lessons.toolbox.gpu.barriers import Barriers
 from lessons.toolbox.gpu.counters import Counts, counts_for
 from lessons.toolbox.gpu.decode import Step, decode, names
+from lessons.toolbox.gpu.faults import UnknownInstruction
 from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
 from lessons.toolbox.gpu.ptx import Kernel
 from lessons.toolbox.gpu.threads import WARP, Threads, garbage
@@ -186,8 +187,14 @@ class Run:
                 try:
                     step.run(threads, taking)
                 except KeyError as unknown:
-                    if str(unknown)[1:-1] not in step.reads:
+                    name = str(unknown)[1:-1]
+                    if name not in step.reads:
                         raise
+                    if not declared(threads.kernel, frozenset([name])):
+                        raise UnknownInstruction(
+                            f"{threads.kernel.name}, {threads.line_of(place)}: the machine does not "
+                            f"know the variable {name!r} (of __device__ or __constant__?)"
+                        ) from None
                     threads.fail(
                         f"register {unknown} is read before it is written", threads.active(taking)
                     )

@@ -276,6 +276,11 @@ def test_a_word_that_changes_the_result_is_not_skipped(text):
         run(text, [])
 
 
+def test_a_variable_that_is_no_register_is_named():
+    with pytest.raises(UnknownInstruction, match=r"kernel.py:8: .* the variable 'table'"):
+        run("mov.u64 %rd1, table;", [])
+
+
 def test_halves(seed):
     """bfloat16 and float16 against torch, which rounds each operation once."""
     import torch
