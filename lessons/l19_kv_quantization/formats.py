@@ -38,7 +38,7 @@ class Float8:
         """x: [..., D] -> codes: [..., D] uint8, the bits of E4M3 numbers, and scales: [..., 1] in
         x's dtype.
         """
-        scales = nonzero((wide(x).abs().amax(-1, keepdim=True) / E4M3_MAX).to(x.dtype))
+        scales = nonzero(divided(wide(x).abs().amax(-1, keepdim=True), E4M3_MAX).to(x.dtype))
         # Clamped, because a cast beyond 448 gives NaN: the format has no infinity to saturate to.
         ratio = (wide(x) / wide(scales)).clamp(-E4M3_MAX, E4M3_MAX)
         return ratio.float().to(torch.float8_e4m3fn).view(torch.uint8), scales
@@ -61,7 +61,7 @@ class Int8:
         """x: [..., D] -> codes: [..., D] uint8, the bits of int8 numbers, and scales: [..., 1] in
         x's dtype.
         """
-        scales = nonzero((wide(x).abs().amax(-1, keepdim=True) / 127).to(x.dtype))
+        scales = nonzero(divided(wide(x).abs().amax(-1, keepdim=True), 127).to(x.dtype))
         codes = (wide(x) / wide(scales)).round().clamp(-127, 127).nan_to_num()
         return codes.to(torch.int8).view(torch.uint8), scales
 
@@ -87,7 +87,7 @@ class Int4:
         x's dtype.
         """
         low = x.amin(-1, keepdim=True)
-        scale = nonzero(((wide(x.amax(-1, keepdim=True)) - wide(low)) / 15).to(x.dtype))
+        scale = nonzero(divided(wide(x.amax(-1, keepdim=True)) - wide(low), 15).to(x.dtype))
         whole = ((wide(x) - wide(low)) / wide(scale)).round().clamp(0, 15).nan_to_num()
         codes = whole.to(torch.uint8)
         return codes[..., 0::2] | codes[..., 1::2] << 4, torch.cat([scale, low], dim=-1)
@@ -106,6 +106,13 @@ FORMATS: dict[str, RowFormat] = {format.name: format for format in (Float8(), In
 def wide(x: Tensor) -> Tensor:
     """x: [...] in float32, or as it is in float64: what scales and codes are computed in."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def divided(x: Tensor, by: float) -> Tensor:
+    """x: [...] / by, rounded once. By a tensor, because on a GPU PyTorch multiplies by 1 / by where
+    `by` is a Python number, and that rounds twice.
+    """
+    return x / x.new_full((), by)
 
 
 def nonzero(scales: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from lessons.toolbox.command import OneLineParser, run_command
-from lessons.toolbox.measure.device import RUNS, has_gpu, interpreting
+from lessons.toolbox.measure.device import RUNS, core_count, has_gpu, interpreting
 from lessons.toolbox.proof import machine, table
 from lessons.toolbox.proof.machine import ROOT
 from lessons.toolbox.proof.rehearsal import Rehearsal, folder
@@ -113,6 +113,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         run.add_argument("--lesson", help="only this lesson: number or name")
         run.add_argument("--budget-minutes", type=float, default=9, help="the run ends then")
         run.add_argument("--pack", type=Path, help="an archive of that folder, after each step")
+        run.add_argument("--jobs", type=int, help="lessons tested at once, if not by memory")
         run.set_defaults(rehearse=False)
         run.set_defaults(chip=None)
         if name == "compiled":
@@ -142,7 +143,11 @@ def run_proof(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if is_rehearsed:
         return rehearse(options)
-    return prove(options, machine.this_machine(interpreted, options.chip))
+    here = machine.this_machine(interpreted, options.chip)
+    if options.jobs:
+        workers = max(1, core_count() // options.jobs) if here.workers > 1 else 1
+        here = dataclasses.replace(here, jobs=options.jobs, workers=workers)
+    return prove(options, here)
 
 
 if __name__ == "__main__":
