@@ -1,12 +1,14 @@
 """`make gpu`: everything that only a GPU can prove, in one run under a time budget, step after
 step.
 
-Steps, in this order: of every lesson the tests that record a proof or need a GPU (several lessons at once,
-since nothing is timed there), the benchmarks that the front page is about, the ladder, the engine's tests,
-the other benchmarks (one at a time), compute-sanitizer, all other tests of the lessons. Before benchmarks
-are timed their candidates run once, several lessons at once, so that all cores compile. A step that fails or takes too long is recorded, and the next
-one runs; the next run tries it again when all others are done. After every step the files of the output
-folder are whole, so a run that is cut loses only the step under way; the next run skips what is finished.
+Steps, in this order: of every lesson the tests that record a proof or need a GPU (several lessons
+at once, since nothing is timed there), the benchmarks that the front page is about, the ladder,
+the engine's tests, the other benchmarks (one at a time), compute-sanitizer, all other tests of
+the lessons. Before benchmarks are timed their candidates run once, several lessons at once, so
+that all cores compile. A step that fails or takes too long is recorded, and the next one runs;
+the next run tries it again when all others are done. After every step the files of the output
+folder are whole, so a run that is cut loses only the step under way; the next run skips what is
+finished.
 
     proof.json             {device, interpreted, steps: {"02 equivalence": {status, seconds, source,
                            fingerprint, tests, failed, kernels}, "ladder": {...}, ...}}
