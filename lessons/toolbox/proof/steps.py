@@ -72,6 +72,7 @@ class Steps:
                 yield self.testing(f"{number} checks", tests, source_hash(room), workers)
 
     def paths(self, files: Iterable[Path]) -> list[str]:
+        """As pytest takes them, from the root on."""
         return [path.relative_to(self.root).as_posix() for path in files]
 
     def testing(
