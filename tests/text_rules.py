@@ -15,8 +15,6 @@ from tests.link_rules import HIDDEN, slug
 
 # Of a README, as it is read: folded hints and answers, code and formulas do not count.
 CORE_WORDS = 1800
-# Lessons that are longer still, with their words. These numbers may only fall.
-LONGER = {"l22": 3174}
 FOLD = re.compile(r"<details>(?:(?!<details>).)*?</details>", re.DOTALL)
 MEAN_WORDS = (12, 22)  # of a sentence
 MOST_DOTS = 2  # "·" between words in a line of prose; between numbers it multiplies
@@ -42,11 +40,11 @@ def long_cores(root: Path) -> Complaints:
     """Lessons whose README.md is no text for one evening."""
     complaints = []
     for room in complete_rooms(root):
-        words, most = core_words(room), LONGER.get(room.name[:3], CORE_WORDS)
-        if words > most:
+        words = core_words(room)
+        if words > CORE_WORDS:
             complaints.append(
-                f"{room.name}/README.md: {words} words, at most {most}; what is not needed to go on "
-                f"belongs into MORE.md"
+                f"{room.name}/README.md: {words} words, at most {CORE_WORDS}; what is not needed "
+                f"to go on belongs into MORE.md"
             )
     return complaints
 
