@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP, Attend, Attention, Decoder, RMSNorm, swap
 from lessons.l02_naive_attention.variants.gemma import GemmaRMSNorm
+from lessons.l03_kv_cache.cache import AttentionOps
 from lessons.l03_kv_cache.generate import Rung
-from lessons.l05_gqa.optimized import LESSON_05, LESSON_05_TORCH
-from lessons.l07_kernel_fusion import optimized, stand_ins
-from lessons.l07_kernel_fusion.rows import DTYPES
+from lessons.l04_positions.stand_ins import LESSON_04_TORCH
+from lessons.l07_kernel_fusion import stand_ins
 
 NORMS = (RMSNorm, GemmaRMSNorm)
 
@@ -48,7 +48,11 @@ def ops_for(model: Decoder) -> Ops:
     """The kernels where they are compiled and have the model's dtype; PyTorch where they would be
     interpreted, or for float64.
     """
-    return ops_of(optimized if model.device.type == "cuda" and model.dtype in DTYPES else stand_ins)
+    if model.device.type != "cuda":
+        return ops_of(stand_ins)
+    from lessons.l07_kernel_fusion import optimized, rows  # here, because a CPU needs no kernels
+
+    return ops_of(optimized if model.dtype in rows.DTYPES else stand_ins)
 
 
 # ---------------------------------------------------------------- parts
@@ -201,4 +205,12 @@ def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
     return FusedDecoder(swap(model, parts))
 
 
-FUSED_LAYERS = Rung("fused layers", LESSON_05, LESSON_05_TORCH, prepare=fused)
+def grouped_attention() -> AttentionOps:
+    """Lesson 5's kernels, which read each KV head once."""
+    from lessons.l05_gqa.optimized import LESSON_05  # here, because a CPU needs no kernels
+
+    return LESSON_05
+
+
+# In PyTorch lesson 5 does what lesson 4 does: its decode repeats no head either.
+FUSED_LAYERS = Rung("fused layers", grouped_attention, LESSON_04_TORCH, prepare=fused)
