@@ -9,12 +9,8 @@ from functools import partial
 
 import torch
 
-from lessons.l02_naive_attention.batched.batch_sampling import batch_probabilities
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import read_requests, sampling_batch
-from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l12_paged_kv.runner import step_batch
-from lessons.l14_continuous_batching.loop import StepSampler
 from lessons.l19_kv_quantization.formats import FORMATS, kv_bytes_per_token
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.engine_args import EngineArgs
@@ -108,6 +104,13 @@ def run_largest_step(
     max_model_len, and a token sampled for each sequence. Returns the bytes of the cache that it ran
     over.
     """
+    # here, because only a GPU is measured
+    from lessons.l02_naive_attention.batched.batch_sampling import batch_probabilities
+    from lessons.l02_naive_attention.batched.requests import sampling_batch
+    from lessons.l02_naive_attention.request import read_requests
+    from lessons.l02_naive_attention.sampling import SamplingParams
+    from lessons.l14_continuous_batching.loop import StepSampler
+
     tokens = args.max_num_batched_tokens
     places = min(args.max_num_seqs, tokens)
     # All own the same blocks, because what is written does not matter, and few are in the way.

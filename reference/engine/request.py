@@ -49,6 +49,11 @@ class EngineSequence(Sequence):
         return self.finish_reason is not None
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether its token is always the likeliest, by the logits as they are."""
+        return self.sampling.temperature == 0 and not self.sampling.has_penalties
+
+    @property
     def wants_logprobs(self) -> bool:
         return self.params.wants_logprobs
 
