@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.variants.score_rules import sinks_of
 from lessons.l03_kv_cache.batch import Batch, new_batch
 from lessons.l03_kv_cache.cache import AttentionOps, KVPool
 from lessons.l03_kv_cache.generate import Rung
@@ -62,9 +61,7 @@ def new_pool(
         layers=model.stage_layers,
         max_context_len=max_context_len,
     )
-    pool.sinks = sinks_of(model)
-    if hasattr(pool, "learn_layers"):  # a pool of latents, which the layers expand
-        pool.learn_layers(model)
+    pool.learn_layers(model)
     return pool
 
 

@@ -11,7 +11,6 @@ import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l12_paged_kv.runner import step_batch
-from lessons.l19_kv_quantization.formats import FORMATS, kv_bytes_per_token
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model_runner import ModelRunner
@@ -34,9 +33,9 @@ def blocks_that_fit(
     if args.num_gpu_blocks_override:
         return args.num_gpu_blocks_override
     configs = [model.config] if draft is None else [model.config, draft]
-    format, itemsize = FORMATS.get(args.kv_cache_dtype), model.dtype.itemsize
+    itemsize = model.dtype.itemsize
     block_bytes = args.block_size * sum(
-        kv_bytes_per_token(config, format, itemsize) for config in configs
+        bytes_per_token(config, args.kv_cache_dtype, itemsize) for config in configs
     )
     # a layer is as large as another
     block_bytes = block_bytes * len(model.stage_layers) // len(model.layers)
@@ -52,6 +51,15 @@ def blocks_that_fit(
             f"max_num_batched_tokens)"
         )
     return min(num_blocks, args.max_num_seqs * longest)
+
+
+def bytes_per_token(config: ModelConfig, kv_cache_dtype: str, itemsize: int) -> int:
+    """K and V of one token in all layers. itemsize: bytes of a number in the model's dtype."""
+    if kv_cache_dtype == "auto":
+        return config.kv_bytes_per_token(itemsize)
+    from lessons.l19_kv_quantization.formats import FORMATS, kv_bytes_per_token
+
+    return kv_bytes_per_token(config, FORMATS[kv_cache_dtype], itemsize)
 
 
 def cache_memory(

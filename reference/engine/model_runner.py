@@ -22,7 +22,7 @@ from lessons.l12_paged_kv.runner import (
     step_batch,
 )
 from lessons.l14_continuous_batching.sequence import Step
-from reference.weights.packed import packed
+from reference.engine.packed import packed
 
 if TYPE_CHECKING:  # features are imported where one is asked for
     from lessons.l12_paged_kv.more.swap import HostSwap
