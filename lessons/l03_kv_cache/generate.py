@@ -35,8 +35,9 @@ class Rung:
     """How a rung of the ladder serves a request.
 
     kernels: its operations on a GPU, or a function that imports them, so that a CPU does not have
-    to. stand_ins: the same in PyTorch, for a CPU, where kernels would be interpreted. prepare(model) -> model: done once. cache: KVPool, or a class with its
-    `for_model` and `attending`.
+    to. stand_ins: the same in PyTorch, for a CPU, where kernels would be interpreted.
+    prepare(model) -> model: done once. cache: KVPool, or a class with its `for_model` and
+    `attending`.
     """
 
     name: str
