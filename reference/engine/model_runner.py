@@ -162,7 +162,8 @@ def rung_of(model: Decoder, kv_cache_dtype: str, runs_trees: bool) -> Rung:
         from lessons.l19_kv_quantization.runner import quantized_rung_of
 
         rung = quantized_rung_of(model, kv_cache_dtype)
-    if runs_trees and rung is PAGED:
+    # by its operations, because a quantized cache is another rung with the same ones
+    if runs_trees and rung.kernels is PAGED.kernels:
         from lessons.l17_tree_speculation.optimized import LESSON_17
         from lessons.l17_tree_speculation.stand_ins import LESSON_17_TORCH
 
