@@ -125,12 +125,8 @@ def row_bytes(format: RowFormat, width: int, scale_itemsize: int) -> int:
     return width * format.bits // 8 + format.scales_per_row * scale_itemsize
 
 
-def kv_bytes_per_token(config: ModelConfig, format: RowFormat | None, itemsize: int) -> int:
-    """K and V of one token in all layers, scales and all; itemsize: of the model's dtype. None: the
-    cache that is not quantized.
-    """
-    if format is None:
-        return config.kv_bytes_per_token(itemsize)
+def kv_bytes_per_token(config: ModelConfig, format: RowFormat, itemsize: int) -> int:
+    """K and V of one token in all layers, scales and all; itemsize: of the model's dtype."""
     rows = [(1, config.mla.latent_dim)] if config.mla else None
     if rows is None:
         rows = [(config.num_key_value_heads, d) for d in (config.head_dim, config.v_head_dim)]
