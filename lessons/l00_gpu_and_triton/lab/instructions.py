@@ -86,7 +86,9 @@ def counted_sectors(distances: list[int], itemsize: int) -> list[int]:
 
 def load_of(recording: Recording) -> int:
     """The step, from 0, that loads from memory."""
-    return next(i for i, s in enumerate(recording.steps) if s.request and s.request.kind == "loaded")
+    return next(
+        i for i, s in enumerate(recording.steps) if s.request and s.request.kind == "loaded"
+    )
 
 
 def _step(recording: Recording, operation: str, operand: str = "") -> int:

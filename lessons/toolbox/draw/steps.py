@@ -16,7 +16,8 @@ from lessons.toolbox.gpu.counters import SECTOR, WARP
 from lessons.toolbox.gpu.recorder import Recording, Request, Step
 from lessons.toolbox.gpu.words import in_words
 
-WIDTH, LEFT, LINE, CELL = 13.8, 1.75, 0.25, 0.375  # inches: of the figure, of names, of text, of a lane
+# inches: of the figure, of names, of source lines, of a line of text, of a lane
+WIDTH, LEFT, SOURCE, LINE, CELL = 13.8, 1.75, 6.5, 0.25, 0.375
 NOW, READ, WRITTEN, OFF, UNUSED = "#FFE9A8", "#EEEEEE", "#BFD9EA", "white", "#F6D5BC"
 LOADED, STORED, INK, PALE, EDGE = "#0072B2", "#F3B37A", "#222222", "#777777", "#BBBBBB"
 MOST_DIGITS = 3  # of a number in a lane's cell
@@ -106,7 +107,7 @@ class _Panel:
                 number, line = source[row]
                 self.ax.text(0, y, f"{number:>3}  {_cut(line[indent:], 58)}", **look)
             if 0 <= places[row] < len(instructions):
-                self.ax.text(6.2, y, _cut(instructions[places[row]].text, 70), **look)
+                self.ax.text(SOURCE, y, _cut(instructions[places[row]].text, 70), **look)
         return top + LINE * (2 * self.around + 1)
 
     # ---- the registers
@@ -120,7 +121,9 @@ class _Panel:
     def strip(self, top, name: str, values, colour: str, taking) -> float:
         """One register: a cell for each lane, or one for all where they hold the same."""
         is_mask = values.dtype == bool
-        texts, what = (["on" if v else "off" for v in values], "") if is_mask else self._told(values)
+        texts, what = (
+            (["on" if v else "off" for v in values], "") if is_mask else self._told(values)
+        )
         label = f"{name}{what}"
         self.ax.text(0, top + CELL / 2, label, fontsize=11, va="center", family="monospace")
         y, height = top + 0.04, CELL - 0.08
@@ -194,9 +197,7 @@ class _Panel:
         """Its cells, each with the lane that wants it. In a narrow cell there is no room for a number:
         it is written into the free cells to the right, if there are two.
         """
-        colour, ink = (
-            (LOADED, "white") if self.step.request.kind == "loaded" else (STORED, INK)
-        )
+        colour, ink = (LOADED, "white") if self.step.request.kind == "loaded" else (STORED, INK)
         for cell, lane in enumerate(lanes):
             ground = UNUSED if lane is None else colour
             self._box(x + cell * width, y + 0.04, width, CELL - 0.08, ground)

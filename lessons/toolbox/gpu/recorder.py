@@ -150,7 +150,9 @@ def record_warp(launch: Callable[[], object], program: int = 0, warp: int = 0) -
     recording = Recording("", program, warp, [])
 
     def told(name: str, tensors: dict) -> None:
-        recording.dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()}
+        recording.dtypes = {
+            name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()
+        }
 
     with watching_launches(told), counting(partial(WarpSteps, recording=recording)):
         launch()

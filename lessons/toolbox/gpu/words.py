@@ -74,7 +74,7 @@ def a_shift(instruction: Instruction) -> str:
         return f"{target} = the bits of {a}, moved by {by} places."
     if instruction.op == "shl":
         return f"{target} = {a} · {2 ** int(by)}: the bits of {a}, moved {by} to the left."
-    return f"{target} = {a} / {2 ** int(by)}, rounded down: the bits of {a}, moved {by} to the right."
+    return f"{target} = {a} / {2 ** int(by)}, rounded down: its bits, moved {by} to the right."
 
 
 def bit_by_bit(instruction: Instruction) -> str:
@@ -186,6 +186,6 @@ WORDS = {
     "cvt": a_conversion,
     "cvta": an_address,
     "bra": a_branch,
-    "bar": lambda instruction: "A barrier: each warp waits until all warps of the program are here.",
+    "bar": lambda instruction: "A barrier: each warp waits here for all warps of the program.",
     "ret": lambda instruction: "The threads have ended.",
 }
