@@ -17,19 +17,23 @@ from lessons.l00_gpu_and_triton.lab.instructions import (
     NEIGHBOURS,
     TITLES,
     YOURS,
+    draw_banks,
     draw_still,
     load_of,
+    show_banks,
     show_instructions,
 )
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
-from lessons.toolbox.draw.steps import steps_figure
+from lessons.toolbox.draw.steps import passes_of, steps_figure
 from lessons.toolbox.exercises.exercise import SOLUTIONS, generate
 from lessons.toolbox.gpu import another_process
 from lessons.toolbox.gpu.another_process import call
 from lessons.toolbox.gpu.words import in_words
 from lessons.toolbox.measure.device import has_triton
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+PAGES = "".join(
+    (Path(__file__).parents[1] / name).read_text("utf-8") for name in ("README.md", "MORE.md")
+)
 LAB = "lessons.l00_gpu_and_triton.lab.instructions"
 needs_compiler = pytest.mark.skipif(not has_triton(), reason="NOT RUN: needs Triton's compiler")
 
@@ -95,6 +99,46 @@ def test_the_sectors_of_the_prediction_are_the_counted_ones(itemsize):
     assert counted == [sectors_of_stride(distance, itemsize) for distance in distances]
 
 
+@needs_compiler
+def test_the_table_of_counts():
+    """MORE.md's rows, counted again."""
+    for row in call(f"{LAB}:counted_rows", chip=90):
+        assert f"| {' | '.join(row)} |" in PAGES, row
+
+
+@pytest.fixture(scope="module")
+def summed():
+    if not has_triton():
+        pytest.skip("NOT RUN: needs Triton's compiler")
+    return call(f"{LAB}:sum_over_rows", chip=90)
+
+
+def test_banks(summed):
+    """The passes that are drawn are those that are counted. Of the picture: a pass of 32 banks, and
+    lanes 64 bytes apart, of which eight want different words of one bank.
+    """
+    shared = [s.request for s in summed.steps if s.request and s.request.kind == "shared"]
+    assert len(shared) > 10 and {request.size for request in shared} == {4, 16}
+    for request in shared:
+        assert len(passes_of(request)) == request.counted["passes"]
+    title = draw_banks(summed).get_suptitle()
+    assert title == "32 words in 1 pass, 16 in 8: a bank conflict"
+    worst = max(shared, key=lambda request: request.counted["passes"])
+    assert set(np.diff(worst.address)) == {64} and worst.counted["least_passes"] == 1
+    answered = passes_of(worst)
+    assert [sorted(one) for one in answered] == [[0, 16]] * 8
+    lanes = [lane for one in answered for answer in one.values() for lane in answer]
+    assert sorted(lanes) == list(range(16))
+
+
+def test_floats_of_shared_memory_are_read_as_floats(summed):
+    """Column c of the input holds c: the first warp stores the sum of its 8 rows, 8c."""
+    store = next(s for s in summed.steps if s.request and s.request.kind == "shared")
+    value = store.instruction.operands[1]
+    assert value in summed.floats and store.instruction.operands[0].base not in summed.floats
+    assert store.read[value].view(np.float32)[:16].tolist() == [32.0 * lane for lane in range(16)]
+
+
 @pytest.mark.sample(2, of="compiled code")
 def test_every_instruction_has_words_that_name_its_registers(found):
     for recording in found.values():
@@ -106,8 +150,10 @@ def test_every_instruction_has_words_that_name_its_registers(found):
 
 
 @pytest.mark.sample(2, of="pictures")
-def test_steps_are_readable(found):
-    figures = [draw_still(found)]
+def test_steps_are_readable(found, summed):
+    figures = [draw_still(found), draw_banks(summed)]
+    asking = [at for at, one in enumerate(summed.steps) if one.request]
+    figures += [steps_figure([(summed, at)], "A sum", CAPTION) for at in asking]
     for name, recording in found.items():
         for at in (0, load_of(recording), len(recording.steps) - 1):
             figures.append(steps_figure([(recording, at)], TITLES[name], CAPTION))
@@ -117,9 +163,11 @@ def test_steps_are_readable(found):
     assert re.search(r"from lane (\d+)", TITLES[LAST])[1] == "22"
 
 
-def test_the_readme_shows_the_committed_picture():
-    assert f"![{instructions.INSTRUCTIONS_ALT}](lab/instructions.svg)" in README
-    assert instructions.INSTRUCTIONS_ALT in instructions.INSTRUCTIONS_SVG.read_text("utf-8")
+@pytest.mark.parametrize("name", ["instructions", "banks"])
+def test_the_text_shows_the_committed_picture(name):
+    alt = getattr(instructions, f"{name.upper()}_ALT")
+    assert f"![{alt}](lab/{name}.svg)" in PAGES
+    assert alt in getattr(instructions, f"{name.upper()}_SVG").read_text("utf-8")
 
 
 def test_without_a_compiler_one_line_and_the_committed_picture(monkeypatch, capsys):
@@ -128,10 +176,15 @@ def test_without_a_compiler_one_line_and_the_committed_picture(monkeypatch, caps
     shown = []
     monkeypatch.setattr(IPython.display, "display", shown.append)
     monkeypatch.setattr(another_process, "has_triton", lambda: False)
-    show_instructions()
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "Triton is not installed, so no kernel can be compiled" in said
-    assert instructions.INSTRUCTIONS_ALT in shown[0].data
+    for show, alt in (
+        (show_instructions, instructions.INSTRUCTIONS_ALT),
+        (show_banks, instructions.BANKS_ALT),
+    ):
+        show()
+        said = capsys.readouterr().out
+        assert said.count("\n") == 1
+        assert "Triton is not installed, so no kernel can be compiled" in said
+        assert alt in shown.pop().data
 
 
 @needs_compiler

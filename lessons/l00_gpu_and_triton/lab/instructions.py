@@ -2,24 +2,30 @@
 warp, and which sectors of memory its loads and stores ask for.
 
     show_instructions()                    in a notebook: a slider
+    show_banks()                           and what shared memory answers in one pass, and in eight
     python -m lessons.l00_gpu_and_triton.lab.instructions
 
-writes instructions.svg beside this file. Nothing is timed, and no GPU is needed: the code for an
-H100 runs on the CPU.
+writes instructions.svg and banks.svg beside this file. Nothing is timed, and no GPU is needed: the
+code for an H100 runs on the CPU.
 """
 
+import linecache
+from collections import Counter
 from pathlib import Path
 
 import torch
 
 from lessons.l00_gpu_and_triton import optimized
+from lessons.l00_gpu_and_triton.lab import profile as profile_of
 from lessons.toolbox.draw.figure import ClassFigure, save_svg
 from lessons.toolbox.draw.slider import slider
 from lessons.toolbox.draw.steps import steps_figure
 from lessons.toolbox.exercises.exercise import ExerciseError, all_exercises
 from lessons.toolbox.exercises.loading import folder_of, load_exercise, load_file
 from lessons.toolbox.gpu.another_process import call
+from lessons.toolbox.gpu.counters import WORD
 from lessons.toolbox.gpu.recorder import Recording, record_warp
+from lessons.toolbox.profile.__main__ import profiled
 
 CHIP = 90
 COUNT, BLOCK = 150, 128  # 128 threads a program: each has one element
@@ -32,12 +38,26 @@ TITLES = {
     GAPS: "A warp copies every eighth element",
     YOURS: "Your kernel of exercise 0.1: its first warp",
 }
+KERNELS = {
+    "`scale`": profile_of.optimized,
+    "`every_nth`, distance 8": profile_of.gaps,
+    "`row_max`": profile_of.rows,
+    "`column_sums`": profile_of.columns,
+    "`tile_product`": profile_of.tiles,
+}
 INSTRUCTIONS_SVG = Path(__file__).parent / "instructions.svg"
 INSTRUCTIONS_ALT = (
     "Four instructions of a copy kernel with the registers of one warp. Each lane gets its number. "
     "A mask is off in the lanes behind the end. The load of neighbours asks for 4 sectors, that of "
     "every eighth element for 32."
 )
+BANKS_SVG = Path(__file__).parent / "banks.svg"
+BANKS_ALT = (
+    "Two instructions of a sum over rows. 32 lanes load neighbouring words of shared memory in one "
+    "pass. 16 lanes store words that are 64 bytes apart: they meet in two banks and need 8 passes."
+)
+ROWS, COLUMNS = 32, 64  # of the sum: one step of its loop
+BANKS_CAPTION = f"compiled for an H100, run on a CPU · column_sums of {ROWS} × {COLUMNS}, 4 warps"
 CAPTION = f"compiled for an H100, run on a CPU · {COUNT} elements, {BLOCK} a program, 4 warps"
 
 
@@ -84,6 +104,32 @@ def counted_sectors(distances: list[int], itemsize: int) -> list[int]:
     return found
 
 
+def sum_over_rows() -> Recording:
+    """The steps of a warp of `column_sums`. To be called where kernels are compiled."""
+    x = torch.arange(float(COLUMNS)).repeat(ROWS, 1)
+    return record_warp(lambda: optimized.column_sums(x))
+
+
+def counted_rows() -> list[list[str]]:
+    """The table of MORE.md: what the kernels of lab/profile.py ask of memory, counted, and what would
+    do for the same bytes. To be called where kernels are compiled.
+    """
+    rows = []
+    for name, function in KERNELS.items():
+        (profile,) = profiled(function, "h100")[0]
+        loads, stores = Counter(), Counter()
+        for line, row in profile.lines.items():
+            is_store = line and "tl.store" in linecache.getline(line.file, line.number)
+            (stores if is_store else loads).update(row)
+        pairs = [
+            (loads["sectors"], loads["least_sectors"]),
+            (stores["sectors"], stores["least_sectors"]),
+            (profile.total["passes"], profile.total["least_passes"]),
+        ]
+        rows.append([name, *(f"{many:,} / {least:,}" if many else "0" for many, least in pairs)])
+    return rows
+
+
 def load_of(recording: Recording) -> int:
     """The step, from 0, that loads from memory."""
     return next(
@@ -114,6 +160,33 @@ def draw_still(found: dict[str, Recording]) -> ClassFigure:
     return steps_figure(shown, title, CAPTION, around=0)
 
 
+def draw_banks(recording: Recording) -> ClassFigure:
+    """Of the sum's accesses to shared memory the one with the fewest passes, of as many lanes as there
+    are, and the one with the most.
+    """
+    asking = [(i, s.request) for i, s in enumerate(recording.steps) if s.request]
+    shared = [(i, r) for i, r in asking if r.kind == "shared" and r.size == WORD]
+    best, _ = min(shared, key=lambda pair: (pair[1].counted["passes"], -len(pair[1].lanes)))
+    worst, request = max(shared, key=lambda pair: pair[1].counted["passes"])
+    few = recording.steps[best].request
+    title = (
+        f"{len(few.lanes)} words in {few.counted['passes']} pass, "
+        f"{len(request.lanes)} in {request.counted['passes']}: a bank conflict"
+    )
+    return steps_figure([(recording, best), (recording, worst)], title, BANKS_CAPTION, around=0)
+
+
+def show_banks() -> None:
+    """The picture of banks: recorded now, or the committed one, after one line that says why."""
+    from IPython.display import SVG, display
+
+    try:
+        display(draw_banks(call(f"{__name__}:sum_over_rows", chip=CHIP)))
+    except RuntimeError as error:
+        print(f"Shared memory's banks are not recorded here: {error}. A picture in its place:")
+        display(SVG(filename=str(BANKS_SVG)))
+
+
 def show_instructions() -> None:
     """A slider over the instructions. Where the code cannot be compiled or run, one line says why and
     the committed picture is shown.
@@ -140,3 +213,4 @@ if __name__ == "__main__":
     own = "lessons.l00_gpu_and_triton.lab.instructions"
     lessons_own = call(f"{own}:recordings", None, chip=CHIP)
     save_svg(draw_still(lessons_own), INSTRUCTIONS_SVG, alt=INSTRUCTIONS_ALT)
+    save_svg(draw_banks(call(f"{own}:sum_over_rows", chip=CHIP)), BANKS_SVG, alt=BANKS_ALT)

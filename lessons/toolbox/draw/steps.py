@@ -1,5 +1,6 @@
 """One step of a warp as a figure: the line of the source, the instruction and its neighbours, the
-registers of 32 lanes, and the memory that a load or store asks for, sector by sector.
+registers of 32 lanes, and the memory that a load or store asks for: sector by sector, or, in shared
+memory, pass by pass.
 
     steps_figure([(recording, 16)], title="...")       recording: of toolbox.gpu.recorder
 
@@ -12,7 +13,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from lessons.toolbox.draw.figure import ClassFigure, frame, style
-from lessons.toolbox.gpu.counters import SECTOR, WARP
+from lessons.toolbox.gpu.counters import BANKS, SECTOR, WARP, WORD
 from lessons.toolbox.gpu.recorder import Recording, Request, Step
 from lessons.toolbox.gpu.words import in_words
 
@@ -20,7 +21,7 @@ from lessons.toolbox.gpu.words import in_words
 WIDTH, LEFT, SOURCE, LINE, CELL = 13.8, 1.75, 6.5, 0.25, 0.375
 NOW, READ, WRITTEN, OFF, UNUSED = "#FFE9A8", "#EEEEEE", "#BFD9EA", "white", "#F6D5BC"
 LOADED, STORED, INK, PALE, EDGE = "#0072B2", "#F3B37A", "#222222", "#777777", "#BBBBBB"
-MOST_DIGITS = 3  # of a number in a lane's cell
+MOST_DIGITS, CUT = 3, "…"  # of a number in a lane's cell; what is written for a longer one
 WIDE = 0.25  # inches of a cell that holds a number of two digits
 ROW_OF_SECTORS = 4  # and twice as many, half as wide, where that makes too many rows
 
@@ -52,6 +53,8 @@ def _height(step: Step, around: int) -> float:
 
 
 def _rows(request: Request) -> int:
+    if request.kind == "shared":
+        return len(passes_of(request)) + 1  # and the numbers of banks
     return -(-len(_sectors(request)) // _in_a_row(request))
 
 
@@ -59,6 +62,25 @@ def _sectors(request: Request) -> np.ndarray:
     """The sectors that are asked for, in order."""
     first, last = request.address // SECTOR, (request.address + request.size - 1) // SECTOR
     return np.unique(np.concatenate([first, last]))
+
+
+def passes_of(request: Request) -> list[dict[int, list[int]]]:
+    """For each pass of shared memory: {bank: the lanes that it answers}. Lanes that ask for the same
+    word are answered together; different words of one bank have to wait for each other.
+    """
+    found: list[dict[int, list[int]]] = []
+    part = min(WARP, WARP * WORD // request.size)  # lanes that are served together
+    for first in range(0, WARP, part):
+        waiting: dict[int, dict[int, list[int]]] = {}  # {bank: {word: lanes}}
+        for lane, address in zip(request.lanes.tolist(), request.address.tolist()):
+            if not first <= lane < first + part:
+                continue
+            for word in range(address // WORD, (address + request.size - 1) // WORD + 1):
+                waiting.setdefault(word % BANKS, {}).setdefault(word, []).append(lane)
+        for number in range(max(map(len, waiting.values()), default=0)):
+            answered = {bank: list(words.values()) for bank, words in waiting.items()}
+            found.append({b: lanes[number] for b, lanes in answered.items() if number < len(lanes)})
+    return found
 
 
 def _in_a_row(request: Request) -> int:
@@ -83,7 +105,8 @@ class _Panel:
         for name, values in self.step.written.items():
             top = self.strip(top, f"→ {name}", values, WRITTEN, self.step.lanes)
         if self.step.request:
-            self.memory(top + 0.1)
+            draw = self.banks if self.step.request.kind == "shared" else self.memory
+            draw(top + 0.1)
 
     # ---- the code
 
@@ -112,8 +135,8 @@ class _Panel:
 
     # ---- the registers
 
-    def lanes(self, top: float) -> float:
-        self.ax.text(0, top + CELL / 2, "lane", color=PALE, fontsize=11, va="center")
+    def lanes(self, top: float, what: str = "lane") -> float:
+        self.ax.text(0, top + CELL / 2, what, color=PALE, fontsize=11, va="center")
         for lane in range(WARP):
             self._text(LEFT + CELL * (lane + 0.5), top + CELL / 2, str(lane), PALE)
         return top + CELL
@@ -122,12 +145,12 @@ class _Panel:
         """One register: a cell for each lane, or one for all where they hold the same."""
         is_mask = values.dtype == bool
         texts, what = (
-            (["on" if v else "off" for v in values], "") if is_mask else self._told(values)
+            (["on" if v else "off" for v in values], "") if is_mask else self._told(name, values)
         )
         label = f"{name}{what}"
         self.ax.text(0, top + CELL / 2, label, fontsize=11, va="center", family="monospace")
         y, height = top + 0.04, CELL - 0.08
-        if len(set(texts)) == 1:
+        if len(set(texts)) == 1 and texts[0] != CUT:
             self._box(LEFT, y, CELL * WARP, height, OFF if texts[0] == "off" else colour)
             self._text(LEFT + CELL * WARP / 2, y + height / 2, f"{texts[0]} in every lane")
             return top + CELL
@@ -138,7 +161,7 @@ class _Panel:
             self._text(LEFT + CELL * (lane + 0.5), y + height / 2, text, ink)
         return top + CELL
 
-    def _told(self, values: np.ndarray) -> tuple[list[str], str]:
+    def _told(self, register: str, values: np.ndarray) -> tuple[list[str], str]:
         """(a text for each lane, what it is counted from)."""
         place = self.recording.place_in(values.astype(np.int64)) if values.itemsize == 8 else None
         if place:
@@ -147,21 +170,23 @@ class _Panel:
             what = f" = {_short(name)} +"
             if set(texts) == {"0"}:
                 return [f"the address of {_short(name)}"], ""
-        elif self._is_float():
+        elif self._is_float(register):
             texts, what = [f"{v:g}" for v in values.view(f"f{values.itemsize}")], ""
         else:
             texts, what = [str(v) for v in values.view(f"i{values.itemsize}")], ""
         if len(set(texts)) == 1:
             return texts[:1], what
-        texts = [text if len(text) <= MOST_DIGITS else "…" for text in texts]
+        texts = [text if len(text) <= MOST_DIGITS else CUT for text in texts]
         return np.resize(texts, WARP).tolist(), what
 
-    def _is_float(self) -> bool:
-        """Whether the bits are a float: the type says so, or the tensor that they come from or go to."""
+    def _is_float(self, register: str) -> bool:
+        """Whether the bits are a float: the tensor that they come from or go to says so, or a
+        calculation.
+        """
         if self.step.request and self.step.request.kind != "shared":
             name, _ = self.recording.place_in(self.step.request.address)
             return self.recording.dtypes.get(name, "") == "float32"
-        return self.step.instruction.type.startswith("f")
+        return register.removeprefix("→ ") in self.recording.floats
 
     # ---- memory
 
@@ -192,6 +217,31 @@ class _Panel:
                 )
             lanes = [whose.get(int(sector) * cells + cell) for cell in range(cells)]
             self.sector(x, y, width, lanes)
+
+    def banks(self, top: float) -> None:
+        """Shared memory: a column for each bank, a row for each pass."""
+        request, counted = self.step.request, self.step.request.counted
+        many, least = counted["passes"], counted["least_passes"]
+        passes = passes_of(request)
+        banks = len(set().union(*passes))
+        words = (
+            f"Shared memory: {len(request.lanes)} lanes meet in {banks} of {BANKS} banks: {many} "
+            f"pass{'es' * (many != 1)}, and {'no fewer' if many == least else least} would do"
+        )
+        self.ax.text(0, top + 0.22, words, fontsize=12, fontweight="bold", va="center")
+        top = self.lanes(top + 0.42, "bank")
+        for number, answered in enumerate(passes):
+            y = top + CELL * number
+            self.ax.text(
+                0, y + CELL / 2, f"pass {number + 1}", va="center", fontsize=11, color=PALE
+            )
+            for bank in range(BANKS):
+                lanes = answered.get(bank)
+                ground = LOADED if lanes else UNUSED
+                self._box(LEFT + CELL * bank, y + 0.04, CELL, CELL - 0.08, ground)
+                if lanes:
+                    text = f"{lanes[0]}{'…' * (len(lanes) > 1)}"
+                    self._text(LEFT + CELL * (bank + 0.5), y + CELL / 2, text, "white")
 
     def sector(self, x: float, y: float, width: float, lanes: list[int | None]) -> None:
         """Its cells, each with the lane that wants it. In a narrow cell there is no room for a number:

@@ -65,6 +65,12 @@ class Recording:
             return None
         return self.buffers[number - 1], address - (number << WINDOW)
 
+    @property
+    def floats(self) -> set[str]:
+        """The registers that some instruction adds, multiplies or compares as floats."""
+        calculations = [i for i in self.instructions if i.type.startswith("f") and i.op != "cvt"]
+        return {name for i in calculations for name in names(i.operands)}
+
     def code(self, number: int) -> str:
         """A line of the kernel's source."""
         return linecache.getline(self.file, number).rstrip()

@@ -117,11 +117,12 @@ def an_address(instruction: Instruction) -> str:
 
 
 def asking(instruction: Instruction) -> tuple[str, str]:
-    """(who takes part, what the others do)."""
+    """(who takes part, what the others do). Of shared memory the words are many already."""
     if not instruction.predicate:
         return "Every lane", ""
     state = "off" if instruction.negated else "on"
-    return f"Each lane where {instruction.predicate} is {state}", " The others do nothing."
+    others = "" if space(instruction) else " The others do nothing."
+    return f"Each lane where {instruction.predicate} is {state}", others
 
 
 def size_of(operand, instruction: Instruction) -> int:
@@ -144,7 +145,7 @@ def a_load(instruction: Instruction) -> str:
     who, others = asking(instruction)
     size = size_of(target, instruction)
     return (
-        f"{who} loads {size} bytes{space(instruction)} from its own address {at(source)} into "
+        f"{who} loads {size} bytes from its own address {at(source)}{space(instruction)} into "
         f"{name_of(target)}.{others}"
     )
 
@@ -154,8 +155,8 @@ def a_store(instruction: Instruction) -> str:
     who, others = asking(instruction)
     size = size_of(source, instruction)
     return (
-        f"{who} stores {size} bytes of {name_of(source)}{space(instruction)} at its own address "
-        f"{at(target)}.{others}"
+        f"{who} stores {size} bytes of {name_of(source)} at its own address "
+        f"{at(target)}{space(instruction)}.{others}"
     )
 
 
