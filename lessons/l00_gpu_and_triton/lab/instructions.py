@@ -46,11 +46,7 @@ KERNELS = {
     "`tile_product`": profile_of.tiles,
 }
 INSTRUCTIONS_SVG = Path(__file__).parent / "instructions.svg"
-INSTRUCTIONS_ALT = (
-    "Four instructions of a copy kernel with the registers of one warp. Each lane gets its number. "
-    "A mask is off in the lanes behind the end. The load of neighbours asks for 4 sectors, that of "
-    "every eighth element for 32."
-)
+INSTRUCTIONS_ALT = "A warp's load of neighbours: 4 sectors; of every eighth element: 32."
 BANKS_SVG = Path(__file__).parent / "banks.svg"
 BANKS_ALT = (
     "Two instructions of a sum over rows. 32 lanes load neighbouring words of shared memory in one "
