@@ -3,6 +3,8 @@
     with counting():
         kernel[grid](...)       # each Launch then has `counts`
 
+A kind of `Counts` that also keeps what happens (`recorder`) may count in its place: counting(kind).
+
 **Global memory.** The loads or stores of a warp's threads by one instruction are a *request*. Memory
 answers in *sectors* of 32 bytes. A request needs at least as many as its distinct bytes fill; more
 are fetched where the threads' addresses have gaps.
@@ -15,7 +17,7 @@ Source: CUDA C++ Best Practices Guide 13, sections 10.2.1 (coalescing) and 10.2.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -26,23 +28,25 @@ from lessons.toolbox.gpu.ptx import Instruction, Kernel
 SECTOR, BANKS, WORD, WARP = 32, 32, 4, 32
 GLOBAL = ("requests", "sectors", "least_sectors", "bytes")
 SHARED = ("shared_requests", "passes", "least_passes")
-_on = False
+_kind: "Callable[[Kernel], Counts] | None" = None
 
 
 @contextmanager
-def counting() -> Iterator[None]:
-    """Within it launches count what they do. It makes them a few times slower."""
-    global _on
-    before, _on = _on, True
+def counting(kind: "Callable[[Kernel], Counts] | None" = None) -> Iterator[None]:
+    """Within it launches count what they do. It makes them a few times slower. kind: what makes a
+    launch's Counts from its kernel; None: Counts itself.
+    """
+    global _kind
+    before, _kind = _kind, kind or Counts
     try:
         yield
     finally:
-        _on = before
+        _kind = before
 
 
 def counts_for(kernel: Kernel) -> "Counts | None":
     """Where a launch counts; None outside of `counting`."""
-    return Counts(kernel) if _on else None
+    return _kind and _kind(kernel)
 
 
 class Counts:
@@ -56,8 +60,14 @@ class Counts:
         # the sectors of each buffer that were touched: {(loads or stores, buffer's number): [sectors]}
         self.touched: dict[tuple[str, int], np.ndarray] = {}
 
-    def executed(self, place: int, threads: int) -> None:
-        self.columns["threads"][place] += threads
+    def executed(self, threads, mask, taking) -> None:
+        """The threads of `mask` stand at an instruction, and `taking` of them, for which its
+        predicate holds, are about to run it.
+        """
+        self.columns["threads"][threads.pc] += len(threads.active(taking))
+
+    def done(self, threads) -> None:
+        """The instruction has been run."""
 
     def access(self, threads, kind: str, address: np.ndarray, size: int, lanes) -> None:
         """Lanes load or store `size` bytes each in global memory. kind: "loaded" or "stored"."""

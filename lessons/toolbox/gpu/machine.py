@@ -177,7 +177,7 @@ class Run:
                 threads.fail("the kernel does not end", threads.active(mask))
             taking, leaving = self.split(step, mask)
             if threads.counts:
-                threads.counts.executed(place, len(threads.active(taking)))
+                threads.counts.executed(threads, mask, taking)
             if step.control is not None:
                 self.take(step.control(self, taking, leaving))
                 return
@@ -198,6 +198,8 @@ class Run:
                     threads.fail(
                         f"register {unknown} is read before it is written", threads.active(taking)
                     )
+                if threads.counts:
+                    threads.counts.done(threads)
             place += 1
             if place in self.fronts:
                 self.take({place: self.masked(mask)})

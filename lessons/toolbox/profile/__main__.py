@@ -51,10 +51,11 @@ def functions_of(what: str) -> tuple[dict[str, Callable], str]:
         path = Path(file)
         if path.suffix != ".py" or not path.is_file():
             raise ValueError(f"got {what!r}; accepted: a lesson's number, or FILE.py:FUNCTION")
-        sys.path.insert(0, str(path.parent.resolve()))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        # last, and under a name of its own, because a file may be called profile.py or copy.py
+        sys.path.append(str(path.parent.resolve()))
+        spec = importlib.util.spec_from_file_location(f"profiled_{path.stem}", path)
         module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
+        sys.modules[module.__name__] = module
         spec.loader.exec_module(module)
     else:
         found = sorted((ROOT / "lessons").glob(f"l{what.zfill(2)}_*/lab/profile.py"))
