@@ -37,7 +37,7 @@ def bind(kernel: Kernel, given: list[tuple[str, object]]) -> tuple[list[Buffer],
         storage = tensor.untyped_storage()
         key = storage.data_ptr() or id(storage)
         if key not in buffers:
-            buffers[key] = Buffer(bytes_of(storage), name, False)
+            buffers[key] = Buffer(bytes_of(storage), name, False, tensor.dtype)
         buffers[key].watched |= is_written
         offset = tensor.storage_offset() * tensor.element_size()
         return GlobalMemory.address(list(buffers).index(key), offset)

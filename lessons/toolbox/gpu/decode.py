@@ -4,6 +4,7 @@ the machine calls it each time that the instruction is reached.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from lessons.toolbox.gpu.faults import UnknownInstruction
 from lessons.toolbox.gpu.instructions import (
@@ -85,13 +86,14 @@ def reads(instruction: Instruction) -> frozenset[str]:
     return frozenset(found)
 
 
-def names(operand) -> list[str]:
+@cache
+def names(operand) -> tuple[str, ...]:
     """The registers in an operand."""
     if isinstance(operand, tuple):
-        return [name for part in operand for name in names(part)]
+        return tuple(name for part in operand for name in names(part))
     text = operand.base if isinstance(operand, Address) else operand
     text = text.lstrip("!")
-    return [text] if not_a_number(text) else []
+    return (text,) if not_a_number(text) else ()
 
 
 def not_a_number(text: str) -> bool:

@@ -49,10 +49,15 @@ def compiled_steps(kernel: Kernel) -> list[Step]:
     """What each instruction does, found once for a kernel. Raises UnknownInstruction."""
     if not hasattr(kernel, "steps"):
         kernel.steps = [decode(instruction, kernel) for instruction in kernel.instructions]
-        read = frozenset().union(*(step.reads for step in kernel.steps))
-        written = {name for i in kernel.instructions if i.operands for name in names(i.operands[0])}
-        kernel.undefined = sorted((read - written) & declared(kernel, read))
+        kernel.undefined = undefined_registers(kernel)
     return kernel.steps
+
+
+def undefined_registers(kernel: Kernel) -> list[str]:
+    """Those that some step reads and no instruction writes."""
+    read = frozenset().union(*(step.reads for step in kernel.steps))
+    written = {name for i in kernel.instructions if i.operands for name in names(i.operands[0])}
+    return sorted((read - written) & declared(kernel, read))
 
 
 def declared(kernel: Kernel, registers: frozenset[str]) -> set[str]:
@@ -70,9 +75,11 @@ def launch(
     shared_bytes: int = 0,
     seed: int = 0,
     maps: dict | None = None,
+    runner: "type[Run] | None" = None,
 ) -> Launch:
     """Run every program of the grid. parameters: {name: its bytes}; shared_bytes: all of a program's,
-    with those that the launch gives; maps: {parameter: TensorMap}. Raises Fault, UnknownInstruction.
+    with those that the launch gives; maps: {parameter: TensorMap}; runner: in which order fronts go
+    on, None for Run. Raises Fault, UnknownInstruction.
     """
     steps = compiled_steps(kernel)
     generator = np.random.default_rng(seed)
@@ -98,7 +105,7 @@ def launch(
         threads.maps, threads.counts = maps or {}, done.counts
         for name in kernel.undefined:  # nothing ever writes them: the compiler does not care
             threads.write(name, garbage(kernel.width(name)), None)
-        Run(threads, steps, done).go()
+        (runner or Run)(threads, steps, done).go()
     return done
 
 
@@ -125,7 +132,7 @@ class Run:
         """Run until no thread is left. Raises Fault."""
         threads = self.threads
         with np.errstate(all="ignore"):
-            while self.fronts or self.stalled or self.barriers.any_waiting():
+            while self.unfinished():
                 if threads.events and threads.random.random() < 0.3:
                     self.end_a_copy()
                 if not self.fronts:
@@ -134,6 +141,9 @@ class Run:
                 self.advance(place, self.fronts.pop(place))
             while threads.events:  # copies that no thread waited for
                 self.end_a_copy()
+
+    def unfinished(self) -> bool:
+        return bool(self.fronts or self.stalled or self.barriers.any_waiting())
 
     def end_a_copy(self) -> None:
         """One copy of the engine ends, in no particular order."""
@@ -168,11 +178,12 @@ class Run:
         """Run a front until it splits, waits, ends or reaches another one."""
         threads, steps, executed = self.threads, self.steps, self.done.executed
         mask = self.whole(mask)
+        warps = self.warps_in(mask)
         while place < len(steps):
             step = steps[place]
             threads.pc = place
             self.done.steps += 1
-            executed[place] += self.warps_in(mask)
+            executed[place] += warps
             if self.done.steps > self.last_step:
                 threads.fail("the kernel does not end", threads.active(mask))
             taking, leaving = self.split(step, mask)
