@@ -5,6 +5,7 @@
     python -m lessons.toolbox.proof cpu [...]    the tests of equivalence without a GPU
     python -m lessons.toolbox.proof compiled --chip 90 [...]    the same with the code that the
                                                  compilers make for a chip, run on the CPU
+    python -m lessons.toolbox.proof planted --chip 80 [...]      bugs in that code: are they found?
     python -m lessons.toolbox.proof table        each kernel: on a CPU, by the compiler, on a GPU
     python -m lessons.toolbox.proof readme       the same, written into the READMEs
 
@@ -24,6 +25,7 @@ from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.measure.device import RUNS, core_count, has_gpu, interpreting
 from lessons.toolbox.proof import machine, table
 from lessons.toolbox.proof.machine import ROOT
+from lessons.toolbox.proof.planting import command as planting
 from lessons.toolbox.proof.rehearsal import Rehearsal, folder
 from lessons.toolbox.proof.run import Run
 
@@ -120,6 +122,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             run.add_argument("--chip", type=int, required=True, choices=RUNS, help="80 for sm_80")
         if name == "gpu":
             run.add_argument("--rehearse", action="store_true", help="pretend a GPU, prove nothing")
+    bugs = commands.add_parser("planted", help="plant bugs in compiled code, and count those found")
+    bugs.add_argument("--chip", type=int, required=True, choices=RUNS, help="80 for sm_80")
+    bugs.add_argument("--lesson", help="only this lesson: number or name")
+    bugs.add_argument("--each", type=int, default=6, help="bugs of a kind in a kernel, at most")
+    bugs.add_argument("--seconds", type=float, default=120, help="of processor time for a kernel")
     commands.add_parser("table", help="what is proved, and where")
     commands.add_parser("readme", help="write it into the READMEs")
     return parser.parse_args(argv)
@@ -135,6 +142,10 @@ def run_proof(options: argparse.Namespace) -> int:
     """What the command line asks for; returns the exit code."""
     if options.command in ("table", "readme"):
         return show() if options.command == "table" else readme()
+    if options.command == "planted":
+        if missing := not_installed():
+            raise ValueError(missing)
+        return planting.main(options.chip, options.lesson, options.each, options.seconds)
     interpreted = options.command in ("cpu", "compiled")
     is_rehearsed = getattr(options, "rehearse", False)
     if why := not_installed() if is_rehearsed else why_not_here(interpreted):
