@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lessons.toolbox.gpu.barriers import Barriers
-from lessons.toolbox.gpu.counters import Counts, counts_for
+from lessons.toolbox.gpu.counters import Counts, counts_for, sampled
 from lessons.toolbox.gpu.decode import Step, decode, names
 from lessons.toolbox.gpu.faults import UnknownInstruction
 from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
@@ -43,6 +43,7 @@ class Launch:
     warps: int = 0  # of a program
     shared_bytes: int = 0  # of a program
     counts: Counts | None = None  # within `counting`
+    ran: int = 0  # programs that ran: all but within `counting(n)`
 
 
 def compiled_steps(kernel: Kernel) -> list[Step]:
@@ -91,18 +92,20 @@ def launch(
     cell = min([4, *(int(type_[1:]) // 8 for type_ in smallest)])
     memory = GlobalMemory(buffers, cell)
     count = grid[0] * grid[1] * grid[2]
-    order = generator.permutation(count)
+    order = sampled(generator.permutation(count))
     shared_bytes = max(shared_bytes, kernel.shared_bytes)
     warps = -(-block[0] * block[1] * block[2] // WARP)
     done = Launch(kernel, count, grid=grid, warps=warps, shared_bytes=shared_bytes)
-    done.counts = counts_for(kernel)
+    done.counts, done.ran = counts_for(kernel), len(order)
     together = programs_together(kernel, block, shared_bytes)
-    for first in range(0, count, together):
+    for first in range(0, len(order), together):
         programs = np.sort(order[first : first + together])
         threads = Threads(
             kernel, programs, grid, block, memory, shared_bytes, parameters, generator
         )
         threads.maps, threads.counts = maps or {}, done.counts
+        if done.counts and not first:
+            done.counts.programs = programs
         for name in kernel.undefined:  # nothing ever writes them: the compiler does not care
             threads.write(name, garbage(kernel.width(name)), None)
         (runner or Run)(threads, steps, done).go()

@@ -68,10 +68,12 @@ class KernelProfile:
     pipes: Counter = field(default_factory=Counter)  # threads' results, by part of the SM
     loaded_bytes: int = 0  # of distinct sectors, launch by launch
     stored_bytes: int = 0
+    first: Launch | None = None  # of the launches
 
     def add(self, launch: Launch) -> None:
         """One more launch, counted."""
         counts = launch.counts
+        self.first = self.first or launch
         self.launches += 1
         self.programs += launch.programs
         self.loaded_bytes += counts.footprint("loaded")

@@ -146,6 +146,9 @@ def multiply(instruction: Instruction, kernel: Kernel):
             left = left.reshape(len(groups), 64, depth)
         else:
             left = from_shared(threads, a, groups, 64, depth, of_a, a_turned, marks, True)
+        if threads.counts:
+            rows = columns if isinstance(a, tuple) else columns + 64
+            threads.counts.matrix_read(threads, rows * depth * BITS[of_b] // 8, len(groups))
         lanes = np.zeros(threads.count, dtype=bool)
         lanes.reshape(-1, WARP)[groups // WARP + np.arange(4)[:, None]] = True
         held = [flight.value(threads, name) for name in d]
