@@ -66,6 +66,7 @@ class Counts:
     """
 
     def __init__(self, kernel: Kernel):
+        self.instructions = kernel.instructions
         names = ("threads", *GLOBAL, *SHARED)
         self.columns = {name: np.zeros(len(kernel.instructions), np.int64) for name in names}
         # The way of each warp, for the time model: (place, which warps: None for all), in order, of the
@@ -137,7 +138,7 @@ class Counts:
         part = min(WARP, WARP * WORD // size)  # threads that are served together
         warp, lane = threads.warp[lanes], threads.lane[lanes]
         group = warp * WARP + lane // part
-        if part < WARP:
+        if part < WARP and self.instructions[threads.pc].op == "ld":
             group = np.where(twins(warp, lane, address, 2 * part), group // 2 * 2, group)
         passes = passes_of(group, address, size)
         self._add(SHARED, threads.pc, len(np.unique(warp)), int(passes.sum()), len(passes))

@@ -13,284 +13,24 @@ issued again here, in order, on the clock of an SM that holds as many programs a
 A launch is as long as its busiest SM: programs that do not fit run in further waves. Before it and after
 it comes the launch itself.
 
-CONSTANTS are fitted on the points of `points.py`; all other numbers are the chip's. The clock is the data
-sheet's. Kernels that use the copy engine (TMA) are not predicted.
+The replay is in `replay.py`, with the constants. The clock is the data sheet's. Kernels that use the copy
+engine (TMA) are not predicted, and no chip but Hopper, because no other was held against measurements.
 """
 
-import heapq
+import json
 import math
-from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
-from lessons.toolbox.gpu.counters import SECTOR, WARP, matrix_flops
-from lessons.toolbox.gpu.decode import WITHOUT_RESULT, names, reads
-from lessons.toolbox.gpu.ptx import Instruction, Kernel
+from lessons.toolbox.gpu.counters import SECTOR
+from lessons.toolbox.measure.hardware import lookup
+from lessons.toolbox.profile.replay import CONSTANTS, SM, Constants, Cost, Unpredicted, costs
 
-SCHEDULERS = 4
-FREE = ("mov", "cvta", "ret", "prefetch", "prefetchu", "griddepcontrol", "fence")  # or renamed away
-
-
-@dataclass(frozen=True)
-class Constants:
-    """Of Hopper, in clocks unless the name says otherwise."""
-
-    launch: float = 3000  # of a launch, outside of the SMs
-    start: float = 500  # of a program: its first instructions and parameters
-    alu: float = 5
-    functions: float = 20
-    shuffle: float = 25
-    shared: float = 30
-    matrix: float = 33
-    barrier: float = 20
-    l1: float = 40
-    l2: float = 270
-    memory: float = 800
-    fetch: float = 8  # of 128 bytes of code that run for the first time
-    sm_bytes: float = 64  # a clock, from L2
-    l2_bytes_per_s: float = 5.5e12  # of all SMs together
-    memory_share: float = 0.92  # of the data sheet's bandwidth that a copy reaches
-    mma_share: float = 0.62  # of the matrix units' rate that mma (not wgmma) reaches
-
-
-CONSTANTS = Constants()
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one execution of an instruction by a warp needs. busy: clocks of its unit."""
-
-    unit: str
-    busy: float
-    latency: float
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    sectors: float = 0  # of global memory
-    first: float = 0  # of them, those that come from memory and not from a cache
-    kind: str = ""  # "free", "barrier", "copy", "commit", "wait", "product"
-    left: int = 0  # groups that a wait leaves open
-
-
-class Unpredicted(ValueError):
-    """A kernel that the model does not know how to time."""
-
-
-def costs(kernel: Kernel, launch, capability: int, c: Constants) -> list[Cost]:
-    """One for each instruction. Raises Unpredicted."""
-    columns = launch.counts.columns
-    executed = launch.executed
-    found = []
-    for place, instruction in enumerate(kernel.instructions):
-        many = max(executed[place], 1)
-        per = {name: float(columns[name][place]) / many for name in columns}
-        cost = cost_of(instruction, per, capability, c)
-        found.append(cost)
-    return found
-
-
-def cost_of(instruction: Instruction, per: dict[str, float], capability: int, c: Constants) -> Cost:
-    """per: {column: of one execution}."""
-    from lessons.toolbox.profile.counted import RATES, pipe
-
-    op = instruction.op
-    fills = op not in WITHOUT_RESULT and instruction.operands
-    writes = tuple(names(instruction.operands[0])) if fills else ()
-    needs = tuple(reads(instruction))
-
-    def cost(unit="", busy=1.0, latency=c.alu, **more) -> Cost:
-        return Cost(unit, busy, latency, needs, writes, **more)
-
-    if op == "mbarrier" or instruction.has("bulk") or op.startswith("tcgen05"):
-        raise Unpredicted(
-            f"{instruction.text[:60]!r}: kernels with the copy engine are not predicted"
-        )
-    if op in FREE or (op == "ld" and instruction.has("param")):
-        return cost(kind="free", busy=0, latency=0)
-    if op in ("bar", "barrier"):
-        kind = "free" if instruction.has("warp") else "barrier"
-        return cost(kind=kind, latency=c.barrier if kind == "barrier" else 0)
-    if op == "wgmma":
-        return product(instruction, cost, c)
-    if op == "cp":
-        return copy(instruction, per, cost, c)
-    if op == "mma":
-        rate = 1024 * c.mma_share  # FLOPs a clock of one scheduler's matrix unit: 4096 of an SM
-        return cost("matrix", matrix_flops(instruction) / rate, c.matrix)
-    if per["requests"]:
-        latency = c.memory if per["first_sectors"] else c.l2
-        if op == "ld" and per["own_sectors"] > 0.9 * per["sectors"]:
-            latency = c.l1
-        return cost("load/store", per["sectors"] / 4, latency if op != "st" else 0,
-                    sectors=per["sectors"], first=per["first_sectors"])  # fmt: skip
-    if per["passes"]:
-        return cost("shared", per["passes"], c.shared if op not in ("st", "stmatrix") else 0)
-    if op == "shfl":
-        return cost("shared", 1, c.shuffle)
-    if name := pipe(instruction):
-        busy = WARP * SCHEDULERS / RATES[capability][name]
-        return cost(name, busy, c.functions if name == "functions" else c.alu)
-    return cost()
-
-
-def product(instruction: Instruction, cost, c: Constants) -> Cost:
-    what = instruction.modifiers[0]
-    if what == "wait_group":
-        return replace(cost(kind="wait", left=int(instruction.operands[0], 0)), unit="products")
-    if what == "commit_group":
-        return replace(cost(kind="commit"), unit="products")
-    if what == "fence":
-        return cost(kind="free", busy=0, latency=0)
-    return cost("matrix", matrix_flops(instruction) / 1024, c.matrix, kind="product")
-
-
-def copy(instruction: Instruction, per: dict, cost, c: Constants) -> Cost:
-    if instruction.has("commit_group"):
-        return replace(cost(kind="commit"), unit="copies")
-    if instruction.has("wait_group", "wait_all"):
-        left = int(instruction.operands[0], 0) if instruction.has("wait_group") else 0
-        return replace(cost(kind="wait", left=left), unit="copies")
-    latency = c.memory if per["first_sectors"] else c.l2
-    return cost("load/store", max(per["sectors"] / 4, per["passes"]), latency if per["sectors"] else
-                c.shared, sectors=per["sectors"], first=per["first_sectors"], kind="copy")  # fmt: skip
-
-
-# ---------------------------------------------------------------- the replay
-
-
-@dataclass
-class Warp:
-    """One warp on its way. groups: unit -> [when each closed group is done]."""
-
-    number: int
-    program: int
-    path: np.ndarray
-    at: int = 0
-    time: float = 0.0
-
-    def __post_init__(self):
-        self.ready: dict[str, float] = {}
-        self.open = defaultdict(float)
-        self.groups: dict[str, list[float]] = defaultdict(list)
-
-
-class SM:
-    """One SM with some programs on it. rates: bytes a clock from L2 and from memory."""
-
-    def __init__(self, costs: list[Cost], c: Constants, l2_rate: float, memory_rate: float):
-        self.costs, self.c = costs, c
-        self.l2_rate, self.memory_rate = l2_rate, memory_rate
-        self.free = defaultdict(float)  # (unit, scheduler) -> when it is free
-        self.fetched: dict[int, float] = {}  # line of code -> when it is here
-        self.busy = defaultdict(float)
-        self.end = 0.0
-
-    def run(self, programs: list[list[np.ndarray]]) -> float:
-        """Clocks until all warps have ended. programs: of each, the path of every warp."""
-        warps = [
-            Warp(k, number, path, time=self.c.start)
-            for number, paths in enumerate(programs)
-            for k, path in enumerate(paths)
-        ]
-        self.at_barrier: dict[int, list[Warp]] = defaultdict(list)
-        self.alive = [len(paths) for paths in programs]
-        self.queue: list[tuple[float, int, Warp]] = []
-        for tie, warp in enumerate(warps):
-            warp.number = tie
-            self.push(warp)
-        while self.queue:
-            when, _, warp = heapq.heappop(self.queue)
-            cost = self.costs[warp.path[warp.at]]
-            start = max(when, *(self.free[key] for key in self.units(cost, warp)))
-            if self.queue and start > self.queue[0][0]:
-                heapq.heappush(self.queue, (start, warp.number, warp))
-                continue
-            self.issue(cost, warp, start)
-        return self.end
-
-    def units(self, cost: Cost, warp: Warp) -> list[tuple]:
-        scheduler = warp.number % SCHEDULERS
-        whole = cost.unit in ("shared", "load/store")  # one for all schedulers
-        return [("issue", scheduler), (cost.unit, 0 if whole else scheduler)]
-
-    def push(self, warp: Warp) -> None:
-        """Queue a warp for the moment at which its next instruction may be issued."""
-        while warp.at < len(warp.path):
-            place = int(warp.path[warp.at])
-            cost = self.costs[place]
-            when = max((warp.ready.get(name, 0.0) for name in cost.reads), default=0.0)
-            if cost.kind == "free":
-                for name in cost.writes:
-                    warp.ready[name] = when
-                warp.at += 1
-                continue
-            when = max(when, warp.time, self.code(place, warp.time))
-            if cost.kind == "wait":
-                done = warp.groups[cost.unit]
-                late = done[: len(done) - cost.left] if cost.left else done
-                when = max(when, max(late, default=0.0))
-            heapq.heappush(self.queue, (when, warp.number, warp))
-            return
-        self.end = max(self.end, warp.time)
-        self.alive[warp.program] -= 1
-        self.release(warp.program)
-
-    def code(self, place: int, now: float) -> float:
-        """When an instruction's code is here: 8 instructions are a line."""
-        line = place // 8
-        if line not in self.fetched:
-            before = self.fetched.get(line - 1, now)
-            self.fetched[line] = max(now, before) + self.c.fetch
-        return self.fetched[line]
-
-    def issue(self, cost: Cost, warp: Warp, start: float) -> None:
-        """Run one instruction and queue the warp for its next."""
-        issue, unit = self.units(cost, warp)
-        self.free[issue] = start + 1
-        self.busy["instructions issued"] += 1 / SCHEDULERS
-        if cost.unit and cost.kind != "wait":
-            self.free[unit] = start + cost.busy
-        done = start + cost.busy - 1 + cost.latency
-        if cost.sectors:
-            done = self.transfer(cost, start)
-        for name in cost.writes:
-            warp.ready[name] = done
-        if cost.kind in ("copy", "product"):
-            which = "copies" if cost.kind == "copy" else "products"
-            warp.open[which] = max(warp.open[which], done)
-        elif cost.kind == "commit":
-            warp.groups[cost.unit].append(warp.open.pop(cost.unit, 0.0))
-        warp.time, warp.at = start + 1, warp.at + 1
-        self.end = max(self.end, done)
-        if cost.kind == "barrier":
-            self.at_barrier[warp.program].append(warp)
-            self.release(warp.program)
-        else:
-            self.push(warp)
-
-    def transfer(self, cost: Cost, start: float) -> float:
-        """When the sectors of a request are there, or stored."""
-        for unit, sectors, rate in (
-            ("L2 cache", cost.sectors, self.l2_rate),
-            ("memory", cost.first, self.memory_rate),
-        ):
-            needed = sectors * SECTOR / rate
-            self.busy[unit] += needed
-            self.free[unit] = max(self.free[unit], start) + needed
-        return max(self.free["L2 cache"], self.free["memory"], start) + cost.latency
-
-    def release(self, program: int) -> None:
-        """Let the warps go on if all of the program have come to the barrier."""
-        waiting = self.at_barrier[program]
-        if waiting and len(waiting) >= self.alive[program]:
-            now = max(warp.time for warp in waiting) + self.c.barrier
-            self.at_barrier[program] = []
-            for warp in waiting:
-                warp.time = now
-                self.push(warp)
-
-
-# ---------------------------------------------------------------- a launch
+RECORD = Path(__file__).resolve().parents[3] / "results" / "h200" / "time_model.json"
+HOPPER = ("h100", "h200")  # they run the same code
 
 
 @dataclass(frozen=True)
@@ -321,9 +61,10 @@ def predict(profile, c: Constants = CONSTANTS) -> Prediction:
     found = costs(profile.kernel, launch, profile.capability, c)
     found = [replace(x, first=x.first * share(x, launch, chip)) for x in found]
     sm = SM(found, c, l2_rate, memory_rate)
-    clocks = sm.run(paths_of(launch, together))
-    clocks *= on_one / together
-    busy = {name: min(1.0, time * on_one / together / clocks) for name, time in sm.busy.items()}
+    paths, typical = paths_of(launch, together)
+    once = sm.run(paths)
+    busy = {name: min(1.0, time / once) for name, time in sm.busy.items()}
+    clocks = once * max(1.0, on_one / together * typical) if on_one > together else once
     return Prediction((clocks + c.launch) / clock, clocks, busy)
 
 
@@ -344,18 +85,50 @@ def share(cost: Cost, launch, chip) -> float:
     return real / guessed
 
 
-def paths_of(launch, together: int) -> list[list[np.ndarray]]:
-    """The paths of the warps of so many programs, the longest among them: [program][warp] -> places."""
+def paths_of(launch, together: int) -> tuple[list[list[np.ndarray]], float]:
+    """The paths of the warps of so many programs, the longest among them, [program][warp] -> places; and
+    how long all programs are on average, as a share of these.
+    """
     path, count = launch.counts.path, len(launch.counts.programs)
     warps = launch.warps
     every = np.ones(count * warps, dtype=bool)
     places = np.array([place for place, _ in path])
     lengths = sum((every if mask is None else mask).astype(np.int64) for _, mask in path)
-    order = np.argsort(-lengths.reshape(count, warps).sum(1), kind="stable")
+    lengths = lengths.reshape(count, warps).sum(1)
+    order = np.argsort(-lengths, kind="stable")
     chosen = [order[round(k)] for k in np.linspace(0, count - 1, together)]
     found = []
     for program in chosen:
         mine = slice(program * warps, (program + 1) * warps)
         went = np.stack([(every if mask is None else mask)[mine] for _, mask in path])
         found.append([places[went[:, warp]] for warp in range(warps)])
-    return found
+    return found, float(lengths.mean() / lengths[chosen].mean())
+
+
+# ---------------------------------------------------------------- in words
+
+
+@cache
+def errors() -> dict[str, dict]:
+    """{what limits: {"points", "median", "worst"}} of the record, "all" among them."""
+    return json.loads(RECORD.read_text(encoding="utf-8"))["errors"]
+
+
+def text(profile) -> list[str]:
+    """What `make profile` prints: the time on each chip that runs the code, and how wrong it may be."""
+    if profile.capability != 90:
+        return ["  No time is predicted: the model was held against a Hopper GPU alone."]
+    try:
+        found = [(lookup(name), predict(replace(profile, chip=lookup(name)))) for name in HOPPER]
+    except Unpredicted as reason:
+        return [f"  No time is predicted: {reason}"]
+    lines = [
+        f"  Predicted on {chip.name}: {1e6 * each.seconds:.3g} µs, limit: {each.limit}"
+        for chip, each in found
+    ]
+    known = errors().get(found[-1][1].limit, errors()["all"])
+    lines.append(
+        f"  The model's error for such kernels on an H200: median {known['median']:.0%}, worst "
+        f"{known['worst']:.0%} of {known['points']} points"
+    )
+    return lines
