@@ -5,7 +5,7 @@
 
 A lesson's lab/profile.py holds functions of no arguments: `optimized`, and others to compare with.
 The kernels are compiled for the GPU and run on `lessons.toolbox.gpu`, so no GPU is needed, and
-nothing is timed. Operations of PyTorch are listed with the bytes that they move.
+nothing is timed: for Hopper `time_model` predicts. Operations of PyTorch are listed with the bytes that they move.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def where(error: Exception) -> str:
 def report(options: argparse.Namespace) -> int:
     """In the process that compiles: run, print, write."""
     from lessons.toolbox.measure.passes import total_bytes
-    from lessons.toolbox.profile import figure, margin
+    from lessons.toolbox.profile import figure, margin, time_model
 
     check_writable(options.out)
     functions, name = functions_of(options.what)
@@ -127,7 +127,10 @@ def report(options: argparse.Namespace) -> int:
         for profile in kernels:
             print(margin.text(profile), end="\n\n")
         written[each] = {
-            "kernels": [profile.as_json() for profile in kernels],
+            "kernels": [
+                profile.as_json() | {"predicted": time_model.as_json(profile)}
+                for profile in kernels
+            ],
             "passes": [vars(one) for one in passes],
         }
         shown += [(each, profile) for profile in kernels]

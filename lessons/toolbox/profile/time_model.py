@@ -114,21 +114,38 @@ def errors() -> dict[str, dict]:
     return json.loads(RECORD.read_text(encoding="utf-8"))["errors"]
 
 
+def predictions(profile) -> dict[str, Prediction]:
+    """{chip's name: prediction} for the chips that run this code. Raises Unpredicted."""
+    if profile.capability != 90:
+        raise Unpredicted("the model was held against a Hopper GPU alone")
+    chips = map(lookup, HOPPER)
+    return {chip.name: predict(replace(profile, chip=chip)) for chip in chips}
+
+
 def text(profile) -> list[str]:
     """What `make profile` prints: the time on each chip that runs the code, and how wrong it may be."""
-    if profile.capability != 90:
-        return ["  No time is predicted: the model was held against a Hopper GPU alone."]
     try:
-        found = [(lookup(name), predict(replace(profile, chip=lookup(name)))) for name in HOPPER]
+        found = predictions(profile)
     except Unpredicted as reason:
         return [f"  No time is predicted: {reason}"]
     lines = [
-        f"  Predicted on {chip.name}: {1e6 * each.seconds:.3g} µs, limit: {each.limit}"
-        for chip, each in found
+        f"  Predicted on {name}: {1e6 * each.seconds:.3g} µs, limit: {each.limit}"
+        for name, each in found.items()
     ]
-    known = errors().get(found[-1][1].limit, errors()["all"])
+    known = errors().get(found["H200"].limit, errors()["all"])
     lines.append(
         f"  The model's error for such kernels on an H200: median {known['median']:.0%}, worst "
         f"{known['worst']:.0%} of {known['points']} points"
     )
     return lines
+
+
+def as_json(profile) -> dict[str, dict]:
+    """{chip's name: {"predicted_s", "limit"}}; empty where nothing is predicted."""
+    try:
+        found = predictions(profile)
+    except Unpredicted:
+        return {}
+    return {
+        name: {"predicted_s": each.seconds, "limit": each.limit} for name, each in found.items()
+    }
