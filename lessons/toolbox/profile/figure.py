@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lessons.toolbox.draw.figure import ROLES, frame, number, save, style
+from lessons.toolbox.draw.figure import ROLES, frame, log_axis, number, save, style
 from lessons.toolbox.draw.plotting import roofline
 from lessons.toolbox.profile.counted import KernelProfile
 from lessons.toolbox.profile.margin import busiest, source_lines
@@ -85,7 +85,7 @@ def model_figure(points: list[dict], device: str, summary: dict):
     """Predicted over measured time of the points of `points.py`, both axes in µs."""
     title = f"Half of the predictions are within {100 * summary['median']:.0f} % of the H200's time"
     caption = f"{device} · {summary['points']} kernels · grey band: within 35 %"
-    fig, (ax,) = frame(title, caption, (9, 8))
+    fig, ax = frame(title, caption, (9, 8))
     times = [1e6 * point["measured_s"] for point in points]
     ends = [0.8 * min(times), 1.25 * max(times)]
     ax.fill_between(ends, [0.65 * x for x in ends], [1.35 * x for x in ends], color="0.9")
@@ -97,7 +97,9 @@ def model_figure(points: list[dict], device: str, summary: dict):
         some = [p for p in points if (p["source"] == "counters.json") == of_launches]
         x, y = ([1e6 * p[name] for p in some] for name in ("measured_s", "predicted_s"))
         ax.scatter(x, y, 60, color=ROLES[role].colour, label=what, zorder=3)
-    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    log_axis(ax.xaxis, *ends)
+    log_axis(ax.yaxis, *ends)
+    ax.set(xlim=ends, ylim=ends)
     ax.set(xlabel="measured time (µs)", ylabel="predicted time (µs)")
     ax.legend(loc="upper left")
     return fig

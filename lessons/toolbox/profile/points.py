@@ -135,7 +135,7 @@ def predicted() -> Iterator[dict]:
                 "name": f"{theirs['function']}: {theirs['kernel']}",
                 "source": "counters.json",
                 "measured_s": theirs["duration_s"],
-                "predicted_s": found.seconds,
+                "predicted_s": float(found.seconds),
                 "limit": found.limit,
             }
     for point in larger():
@@ -145,7 +145,7 @@ def predicted() -> Iterator[dict]:
             "name": f"{point.series}, {point.x}",
             "source": f"{point.record}.json",
             "measured_s": point.measured_s,
-            "predicted_s": sum(each.seconds for each in found) + EVENTS_S,
+            "predicted_s": float(sum(each.seconds for each in found)) + EVENTS_S,
             "limit": max(found, key=lambda each: each.seconds).limit,
         }
 
@@ -163,7 +163,7 @@ def ranked(points: list[dict]) -> tuple[int, int]:
             ratio = a["measured_s"] / b["measured_s"]
             if a["source"] == b["source"] and not 1 / 1.1 < ratio < 1.1:
                 pairs += 1
-                right += (a["predicted_s"] > b["predicted_s"]) == (ratio > 1)
+                right += int((a["predicted_s"] > b["predicted_s"]) == (ratio > 1))
     return right, pairs
 
 
