@@ -61,13 +61,13 @@ def sampled(order: np.ndarray) -> np.ndarray:
 
 
 class Counts:
-    """Of each instruction of a kernel, [instructions]: `threads` that took part, and the columns
-    of GLOBAL and SHARED.
+    """Of each instruction of a kernel, [instructions]: `threads` that took part, the columns of GLOBAL
+    and SHARED, and `flops` of tcgen05, whose shape the code does not tell (see matrix_flops).
     """
 
     def __init__(self, kernel: Kernel):
         self.instructions = kernel.instructions
-        names = ("threads", *GLOBAL, *SHARED)
+        names = ("threads", "flops", *GLOBAL, *SHARED)
         self.columns = {name: np.zeros(len(kernel.instructions), np.int64) for name in names}
         # The way of each warp, for the time model: (place, which warps: None for all), in order, of the
         # programs of the first batch.

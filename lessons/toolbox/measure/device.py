@@ -38,7 +38,7 @@ NEEDS_CAPABILITY = {
 # In a process that pretends to have a GPU (proof.pretended), and in its children, this is set.
 REHEARSING = "LADDER_REHEARSES"
 CHIP = "LADDER_CHIP"
-RUNS = (75, 80, 86, 89, 90)  # chips whose instructions toolbox.gpu knows
+RUNS = (75, 80, 86, 89, 90, 100)  # chips whose instructions toolbox.gpu knows
 TRITON_KNOWN = ("3.6", "3.7")  # the interpreter's patches were checked with these
 
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 
-from lessons.toolbox.gpu.decode import decode, names
-from lessons.toolbox.gpu.machine import compiled_steps, undefined_registers
+from lessons.toolbox.gpu.decode import compiled_steps, decode, names, undefined_registers
 from lessons.toolbox.gpu.ptx import Address, Instruction, Kernel
 from lessons.toolbox.gpu.values import DTYPES
 
