@@ -39,7 +39,14 @@ def test_our_counts_are_the_gpus(lesson):
 
 WRONG = {
     "a wide load never goes together": ("00", "counters.twins = lambda warp, *_: warp < 0"),
-    "sectors of 64 bytes": ("00", "counters.SECTOR = 64"),
+    "a sector too many for each request": (
+        "00",
+        "old = counters.Counts._add\n"
+        "def more(self, names, place, *n):\n"
+        "    n = (n[0], n[1] + n[0], *n[2:]) if names is counters.GLOBAL else n\n"
+        "    old(self, names, place, *n)\n"
+        "counters.Counts._add = more",
+    ),
     "64 banks": ("00", "counters.BANKS = 64"),
     "a copy's lines do not matter": ("18", "counters.LINE = 1 << 40"),
     "products read nothing": ("18", "counters.Counts.matrix_read = lambda *_: None"),
