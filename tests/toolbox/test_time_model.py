@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.gpu.counters import counting
 from lessons.toolbox.measure.hardware import lookup
 from lessons.toolbox.profile import points, time_model
 from lessons.toolbox.profile.counted import KernelProfile
+from lessons.toolbox.profile.figure import model_figure
 from lessons.toolbox.profile.replay import CONSTANTS, Unpredicted
 from lessons.toolbox.profile.time_model import predict
 from tests.toolbox.gpu.running import run
@@ -121,3 +123,11 @@ def test_the_model_is_as_good_as_the_course_says(record):
     everything = record["errors"]["all"]
     assert everything["median"] <= 0.15
     assert record["pairs_right"] >= 0.9 * record["pairs"]
+
+
+def test_the_figure_has_a_mark_for_each_point(record):
+    figure = model_figure(record)
+    assert sum(len(marks.get_offsets()) for marks in figure.axes[0].collections[1:]) == len(
+        record["table"]
+    )
+    assert not texts_outside(figure) and not overlapping_texts(figure)

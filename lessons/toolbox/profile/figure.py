@@ -81,10 +81,12 @@ def roofline_figure(shown: list[tuple[str, KernelProfile]]):
 
 
 @style()
-def model_figure(points: list[dict], device: str, summary: dict):
-    """Predicted over measured time of the points of `points.py`, both axes in µs."""
-    title = f"Half of the predictions are within {100 * summary['median']:.0f} % of the H200's time"
-    caption = f"{device} · {summary['points']} kernels · grey band: within 35 %"
+@style()
+def model_figure(record: dict):
+    """Predicted over measured time of all points of results/h200/time_model.json, axes in µs."""
+    points, device, median = record["table"], record["device"], record["errors"]["all"]["median"]
+    title = f"Half of the predictions are within {100 * median:.0f} % of the H200's time"
+    caption = f"{device} · {record['points']} kernels · grey band: within 35 %"
     fig, ax = frame(title, caption, (9, 8))
     times = [1e6 * point["measured_s"] for point in points]
     ends = [0.8 * min(times), 1.25 * max(times)]

@@ -25,13 +25,16 @@ from pathlib import Path
 import torch
 
 from lessons.toolbox.command import OneLineParser, run_command
+from lessons.toolbox.draw.figure import save
 from lessons.toolbox.measure.device import CHIP, compiled_chip, has_triton
 from lessons.toolbox.profile import measured
+from lessons.toolbox.profile.figure import model_figure
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORD = ROOT / "results" / "h200" / "time_model.json"
 EVENTS_S = 1.3e-6  # fitted: the smallest copies of l01_scale_copy minus their prediction
 SAMPLE = 6  # programs
+ALT = "Predicted over measured times, nearly on the diagonal"
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,7 @@ def run(options: argparse.Namespace) -> int:
               flush=True)  # fmt: skip
     found = summary(points) | {"device": "NVIDIA H200", "table": points}
     RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    save(model_figure(found), RECORD.with_suffix(""), alt=ALT)
     print(
         json.dumps(found["errors"], indent=1), found["pairs_right"], "of", found["pairs"], "pairs"
     )
