@@ -219,7 +219,7 @@ class Run:
                 if threads.counts:
                     threads.counts.done(threads)
                 if threads.unfenced:
-                    note_written(threads, step.writes, self.masked(taking))
+                    note_written(threads, place, step.writes, self.masked(taking))
             place += 1
             if place in self.fronts:
                 self.take({place: self.masked(mask)})

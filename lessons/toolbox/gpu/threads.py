@@ -167,10 +167,15 @@ class Threads:
 
 
 def unfenced(kernel: Kernel, count: int) -> dict[str, np.ndarray]:
-    """At a kernel's begin no register of a warpgroup's product is fenced."""
+    """At a kernel's begin no register of a warpgroup's product is fenced, and none that is copied
+    into one.
+    """
     products = [i for i in kernel.instructions if i.op == "wgmma" and i.has("mma_async")]
-    operands = [o for i in products for o in i.operands[:2] if isinstance(o, tuple)]
-    return {name: np.ones(count, dtype=bool) for operand in operands for name in operand}
+    names = {name for i in products for o in i.operands[:2] if isinstance(o, tuple) for name in o}
+    moves = [i.operands for i in kernel.instructions if i.op == "mov" and names]
+    while more := {of for to, of in moves if to in names and of[:2] == "%r"} - names:
+        names |= more
+    return {name: np.ones(count, dtype=bool) for name in names}
 
 
 def reader(operand: str, type_: str) -> Reader:

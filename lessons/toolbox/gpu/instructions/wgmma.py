@@ -143,10 +143,19 @@ def fence(threads, mask) -> None:
             threads.unfenced[name] = late & ~here
 
 
-def note_written(threads, names: frozenset[str], here: np.ndarray) -> None:
-    """Threads have written registers. here: [count] bool."""
+def note_written(threads, place: int, names: frozenset[str], here: np.ndarray) -> None:
+    """Threads have written registers at a place of the code. here: [count] bool. A copy of a register is as late as that one,
+    because the assembler gives both the same place: Triton's compiler puts copies behind the fence.
+    """
     for name in names & threads.unfenced.keys():
-        threads.unfenced[name] = threads.unfenced[name] | here
+        late = threads.unfenced.get(copied(threads.kernel.instructions[place]), True)
+        threads.unfenced[name] = np.where(here, late, threads.unfenced[name])
+
+
+def copied(instruction: Instruction) -> str:
+    """The register that a plain move copies; "" for anything else."""
+    source = instruction.operands[-1] if instruction.op == "mov" else ""
+    return source if isinstance(source, str) and source.startswith("%r") else ""
 
 
 def check_fenced(threads, names: list[str], lanes: np.ndarray) -> None:
