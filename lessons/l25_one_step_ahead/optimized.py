@@ -3,7 +3,7 @@
 Read `step` beside naive.py's. The scheduler is lesson 15's, unchanged: it counts a placeholder as a
 token. Its value is put into the next pass on the device, which has it before the host does.
 
-Sources: Zhu et al. 2024, NanoFlow, section 4.2 (scheduling beside the GPU); vLLM's pull request
+Sources: Zhu et al. 2024, NanoFlow (scheduling beside the GPU); vLLM's pull request
 19970 (placeholders).
 """
 

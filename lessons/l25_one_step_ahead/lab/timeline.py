@@ -1,8 +1,8 @@
 """A loop whose host needs time, too: what host and device did when, recorded on a clock.
 
-    run = recorded(OneStepAhead, device_ms=5)
-    run.step_ms        # the mean time of a step, in the middle of the run
-    run.spans          # who did what, from when to when
+run = recorded(OneStepAhead, device_ms=5)
+run.step_ms        # the mean time of a step, in the middle of the run
+run.spans          # who did what, from when to when
 """
 
 from collections.abc import Callable

@@ -29,9 +29,7 @@ class Placed(NamedTuple):
 class VirtualDevice:
     """A model that is a hash (lesson 15) on a stream. pass_s, sample_s: what they take, seconds."""
 
-    def __init__(
-        self, blocks: BlockManager, stream, pass_s: float = 0.0, sample_s: float = 0.0
-    ):
+    def __init__(self, blocks: BlockManager, stream, pass_s: float = 0.0, sample_s: float = 0.0):
         self.blocks, self.stream = blocks, stream
         self.memory = TokenMemory(blocks)
         self.pass_s, self.sample_s = pass_s, sample_s
@@ -55,9 +53,7 @@ class VirtualDevice:
         table = list(self.blocks.tables[sequence.row])
         return Placed(sequence, sequence.computed, tokens, table, row)
 
-    def run(
-        self, passed: Pass, chunks: list[Placed], copies: list, before: Pass | None
-    ) -> None:
+    def run(self, passed: Pass, chunks: list[Placed], copies: list, before: Pass | None) -> None:
         """The pass itself: copy blocks, write all new tokens, see what each sequence sees."""
         for slots in self.memory.tensors:
             if copies:
