@@ -83,7 +83,9 @@ class Drawn:
 
     @classmethod
     def of(cls, tokens: Tensor) -> "Drawn":
-        """Begin the copy. It is queued here, so it does not wait for what is launched later."""
+        """Begin the copy of tokens: [S]. It is queued here, so it does not wait for what is launched
+        later.
+        """
         if not tokens.is_cuda:
             return cls(tokens, tokens)
         on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)

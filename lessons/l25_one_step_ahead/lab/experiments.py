@@ -34,6 +34,16 @@ def step_ms(device_ms: float, prepare_ms: float = 0.0) -> Ways:
     return Ways(*(recorded(loop, device_ms, host_ms).step_ms for loop in (Serial, OneStepAhead)))
 
 
+class CountedBlocks(BlockManager):
+    """Counts the blocks that were ever taken."""
+
+    taken = 0
+
+    def take(self, count: int) -> list[int]:
+        self.taken += max(0, count)
+        return super().take(count)
+
+
 class Run:
     """Requests that arrive at times of a virtual clock. device_ms: of a step."""
 
@@ -44,7 +54,7 @@ class Run:
             self.clock.now_s += seconds
 
         host = Host(dict(HOST_MS), self.clock, pause)
-        self.blocks = BlockManager(BLOCKS, block_size)
+        self.blocks = CountedBlocks(BLOCKS, block_size)
         self.device = BusyDevice(host, self.blocks, VirtualStream(self.clock), device_ms)
         self.told_s: dict[int, list[float]] = {}
         self.loop = loop(BusyScheduler(host, self.blocks), self.device, self.on_token)
@@ -92,10 +102,7 @@ def late_end(tokens: int, loop: type = OneStepAhead, block_size: int = 16) -> tu
         row += 1
         wanted = answer(row, request.prompt, tokens)
     request.row, request.stop_token_ids = row, frozenset(wanted[-1:])
-    run, most = Run(loop, block_size=block_size), 0
-    run.loop.scheduler.add(request)
-    while not run.loop.is_idle:
-        run.loop.step()
-        most = max(most, sum(len(table) for table in run.blocks.tables.values()))
+    run = Run(loop, block_size=block_size)
+    run.serve([(0.0, request)])
     assert request.output == wanted
-    return run.device.computed_tokens, most
+    return run.device.computed_tokens, run.blocks.taken

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from lessons.l25_one_step_ahead.lab.timeline import HOST_MS, Host, serve
+from lessons.l25_one_step_ahead.lab.timeline import HOST_MS, BusyDevice, Host, serve
 
 
 class SleepingStream:
@@ -31,10 +31,19 @@ class SleepingStream:
         work.result()
 
 
+class IdleDevice(BusyDevice):
+    """Reads and writes no memory, so that a clock shows the sleeping alone: what it says depends on
+    how many tokens a sequence has.
+    """
+
+    def run(self, passed, chunks, copies, before):
+        passed.logits = {chunk.sequence: [chunk.start] for chunk in chunks}
+
+
 def served(loop: type, device_ms: float, answer: int) -> list[list[int]]:
     """What timeline.recorded serves, in real time."""
     host, stream = Host(dict(HOST_MS), time.perf_counter, time.sleep), SleepingStream()
     try:
-        return serve(loop, host, stream, device_ms, answer)
+        return serve(loop, host, stream, device_ms, answer, IdleDevice)
     finally:
         stream.thread.shutdown()

@@ -120,12 +120,14 @@ def recorded(
     return Recorded(host.spans, outputs)
 
 
-def serve(loop: type, host: Host, stream, device_ms: float, answer: int) -> list[list[int]]:
-    """The tokens of REQUESTS requests of `answer` tokens each."""
+def serve(
+    loop: type, host: Host, stream, device_ms: float, answer: int, kind: type = BusyDevice
+) -> list[list[int]]:
+    """The tokens of REQUESTS requests of `answer` tokens each. kind: of the device."""
     blocks = BlockManager(BLOCKS, 16)
     scheduler = BusyScheduler(host, blocks)
     requests = [new_request(row, [row] * 4, answer) for row in range(REQUESTS)]
     for request in requests:
         scheduler.add(request)
-    run_until_idle(loop(scheduler, BusyDevice(host, blocks, stream, device_ms)))
+    run_until_idle(loop(scheduler, kind(host, blocks, stream, device_ms)))
     return [request.output for request in requests]

@@ -10,7 +10,7 @@ from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l14_continuous_batching.sequence import Chunk, Sequence, Step
 from lessons.l15_chunked_prefill.lab.virtual import TokenMemory, next_token
 from lessons.l25_one_step_ahead.device import PLACEHOLDER, Pass
-from lessons.l25_one_step_ahead.stream import VirtualStream, Work
+from lessons.l25_one_step_ahead.stream import Work
 
 
 class Placed(NamedTuple):
