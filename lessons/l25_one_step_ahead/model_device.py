@@ -124,7 +124,10 @@ def put_tokens(tokens: Tensor, step: Step, before: Pass) -> None:
             to.append(start - 1)
             source.append(rows[chunk.sequence])
     if to:
-        tokens[send(to, tokens.device)] = before.tokens.tokens[send(source, tokens.device)]
+        ids = before.tokens.tokens[send(source, tokens.device)]
+        # -1 is a row with bad logits. It ends when it is read; until then any id will do, but one
+        # that is no row of the embedding would end the program of a GPU.
+        tokens[send(to, tokens.device)] = ids.clamp(min=0)
 
 
 # ---------------------------------------------------------------- copies that do not wait

@@ -8,16 +8,20 @@ import pytest
 import torch
 
 from lessons.l02_naive_attention import naive as one_at_a_time
+from lessons.l02_naive_attention.batched.batch_sampling import BAD_LOGITS
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l11_cuda_graphs.lab.testing import new_model, new_prompts
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.optimized import RadixTree
+from lessons.l14_continuous_batching.sequence import Chunk, Step
+from lessons.l15_chunked_prefill.lab.virtual import new_request
 from lessons.l25_one_step_ahead import generate as rung
+from lessons.l25_one_step_ahead.device import PLACEHOLDER, Pass
 from lessons.l25_one_step_ahead.generate import generate
 from lessons.l25_one_step_ahead.lab.histories import History
 from lessons.l25_one_step_ahead.lab.testing import DEVICE_SLIPS, FOUND_BY, LOOP_SLIPS
-from lessons.l25_one_step_ahead.model_device import ModelDevice, put_tokens
+from lessons.l25_one_step_ahead.model_device import Drawn, ModelDevice, put_tokens
 from lessons.l25_one_step_ahead.naive import Serial
 from lessons.l25_one_step_ahead.optimized import OneStepAhead
 
@@ -215,12 +219,7 @@ def test_a_wrong_device_is_found(wrong, seed, monkeypatch):
 
 
 def test_tokens_are_put_where_their_placeholders_are(seed):
-    """By hand: rows of the pass before in another order, and a prompt that has none."""
-    from lessons.l14_continuous_batching.sequence import Chunk, Step
-    from lessons.l15_chunked_prefill.lab.virtual import new_request
-    from lessons.l25_one_step_ahead.device import PLACEHOLDER, Pass
-    from lessons.l25_one_step_ahead.model_device import Drawn
-
+    """By hand: rows of the pass before in another order, a prompt that has none, and bad logits."""
     a, b, c = (new_request(row, [1, 2, 3], 9) for row in range(3))
     for sequence in (a, c):
         sequence.computed = 3
@@ -230,3 +229,6 @@ def test_tokens_are_put_where_their_placeholders_are(seed):
     tokens = torch.tensor([0, 1, 2, 3, 0])
     put_tokens(tokens, step, before)
     assert tokens.tolist() == [72, 1, 2, 3, 70]
+    before.tokens.tokens[1] = BAD_LOGITS  # no id, and the next pass runs before it is read
+    put_tokens(tokens, step, before)
+    assert tokens.tolist() == [0, 1, 2, 3, 70]

@@ -78,6 +78,8 @@ def engine_here(
         args.speculative_config.check_context(max_model_len)
     sight = None
     if eyes is not None:
+        if args.async_scheduling:
+            refuse("async_scheduling", True, "False with a model that sees pictures")
         from reference.vision.sight import new_sight
 
         sight = new_sight(eyes, args, max_model_len)
@@ -129,6 +131,10 @@ def engine_on(runner: ModelRunner, tokenizer, args: EngineArgs) -> Engine:
     blocks = new_blocks(args, runner.pool.num_blocks)
     scheduler = new_scheduler(args, runner, blocks)
     engine = Engine(runner, scheduler, tokenizer, runner.max_model_len, args.seed)
+    if args.async_scheduling:
+        from reference.features.ahead import Ahead
+
+        engine.ahead = Ahead(engine)
     return taking_turns(engine, args)
 
 

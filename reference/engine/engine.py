@@ -33,6 +33,7 @@ from reference.engine.text import Prompts, new_detokenizer
 if TYPE_CHECKING:
     from lessons.l21_multi_lora.slots import LoRARequest
     from lessons.l22_serving.fair import FairQueue
+    from reference.features.ahead import Ahead
     from reference.features.structured import Structures
 
 
@@ -60,6 +61,7 @@ class Engine:
         self.sampler = Sampler()
         self.requests: dict[str, EngineRequest] = {}
         self.fair: FairQueue | None = None  # whose turn it is, where users take turns
+        self.ahead: Ahead | None = None  # runs steps, where they are scheduled one ahead
         self.admit: Callable[[EngineRequest], None] = lambda request: None  # may raise
         self.device = runner.model.device
         self.ids, self.seeds = count(), Random(seed)  # of sequences, of requests
@@ -180,9 +182,7 @@ class Engine:
         return request.output()
 
     def let_go(self, request: EngineRequest) -> None:
-        """A request has ended: it needs its adapter no more, and took so much of its user's
-        share.
-        """
+        """A request has ended: it needs no adapter any more, and took its share of its user's."""
         if request.adapter is not None:
             self.runner.adapters.store.give_back(request.adapter)
         if request.ticket is not None:
@@ -228,14 +228,17 @@ class Engine:
         the others go on.
         """
         step = self.scheduler.schedule()
-        if not step.chunks:
+        sequences = [chunk.sequence for chunk in step.chunks]
+        if self.ahead is not None:
+            sequences += self.ahead.sequences
+        if not sequences:
             return []
         self.note_scheduled(step)
         try:
             with launching_on(self.device):
                 touched = self.run(step)
         except BaseException:
-            for request in {chunk.sequence.request for chunk in step.chunks}:
+            for request in {sequence.request for sequence in sequences}:
                 self.abort_request(request.request_id)
             raise
         for request in touched:
@@ -246,6 +249,8 @@ class Engine:
 
     def run(self, step: Step) -> list[EngineRequest]:
         """Run, score, sample, tidy up. Returns the requests that got a token."""
+        if self.ahead is not None:
+            return self.ahead.run(step)
         hidden = self.runner(step, self.scheduler.blocks.tables)
         self.score_prompts(step, hidden)
         sampled = self.scheduler.finish(step)
@@ -290,8 +295,6 @@ class Engine:
     def score_prompts(self, step: Step, hidden: Tensor) -> None:
         """Log-probabilities of prompts, for those that ask for them. hidden: [T, hidden_size]."""
         if any(one.sequence.params.prompt_logprobs is not None for one in step.chunks):
-            from reference.features.prompt_scores import (
-                score_prompts,  # here: it imports the sampler
-            )
+            from reference.features.prompt_scores import score_prompts
 
             score_prompts(self.runner, step, hidden)
