@@ -22,6 +22,7 @@ from torch import Tensor
 from lessons.l02_naive_attention.batched.batch_sampling import SamplingBatch, read_tokens
 from lessons.l02_naive_attention.batched.requests import sampling_batch
 from lessons.l03_kv_cache.batch import Batch, new_batch
+from lessons.l03_kv_cache.cache import KVPool
 from lessons.l12_paged_kv.runner import step_batch
 from lessons.l14_continuous_batching.loop import StepRunner, StepSampler
 from lessons.l14_continuous_batching.sequence import Sequence, Step
@@ -40,20 +41,15 @@ class ModelDevice:
     def launch(self, step: Step, before: Pass | None = None) -> Pass:
         """As Device.launch."""
         passed = Pass.of(step)
-        batch = self.new_batch(step)
+        # Any id will do where a placeholder is, because it is written over.
+        chunks = [(known(chunk.tokens), chunk.sequence.computed) for chunk in step.chunks]
+        tables = [self.runner.blocks.tables[chunk.sequence.row] for chunk in step.chunks]
+        batch = batch_sent(self.runner.pool, chunks, tables)
         if before is not None:
             put_tokens(batch.tokens, step, before)
         rows = [row for row, chunk in enumerate(step.chunks) if chunk.is_sampled]
         passed.logits = self.runner.run(batch, batch.logits_at[send(rows, self.device)])
         return passed
-
-    def new_batch(self, step: Step) -> Batch:
-        """The step's batch, with any id at all where a placeholder is."""
-        chunks = [(known(chunk.tokens), chunk.sequence.computed) for chunk in step.chunks]
-        tables = [self.runner.blocks.tables[chunk.sequence.row] for chunk in step.chunks]
-        if self.device.type != "cuda":
-            return step_batch(self.runner.pool, chunks, tables)
-        return sent(new_batch(chunks, self.runner.pool.block_size, "cpu", tables), self.device)
 
     @torch.inference_mode()
     def sample(self, passed: Pass, sequences: list[Sequence]) -> None:
@@ -88,10 +84,10 @@ class Drawn:
         """
         if not tokens.is_cuda:
             return cls(tokens, tokens)
-        on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        on_host = torch.empty_like(tokens, device="cpu", pin_memory=True)
         on_host.copy_(tokens, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(tokens.device))
         return cls(tokens, on_host, event)
 
     def read(self) -> list[int]:
@@ -133,6 +129,14 @@ def put_tokens(tokens: Tensor, step: Step, before: Pass) -> None:
 # ---------------------------------------------------------------- copies that do not wait
 
 
+def batch_sent(pool: KVPool, chunks: list[tuple[list[int], int]], tables: list[list[int]]) -> Batch:
+    """Lesson 12's `step_batch`; for a GPU it is made on the host and sent. Arguments as there."""
+    device = pool.k_slots.device
+    if device.type == "cpu":
+        return step_batch(pool, chunks, tables)
+    return sent(new_batch(chunks, pool.block_size, torch.device("cpu"), tables), device)
+
+
 def send(values: list[int], device: torch.device) -> Tensor:
     """A list as a tensor on the device: [len(values)] int64."""
     return sent(torch.tensor(values, dtype=torch.int64), device)
@@ -142,10 +146,11 @@ def sent(values, device: torch.device):
     """A tensor of the host on the device, or a dataclass with all tensors in it. Nothing waits: the
     copy is made from pinned memory, which PyTorch keeps until the copy has been made.
     """
-    if device.type != "cuda":
+    if device.type == "cpu":
         return values
     if isinstance(values, Tensor):
-        return values.pin_memory().to(device, non_blocking=True)
+        pinned = values.pin_memory() if device.type == "cuda" else values
+        return torch.empty_like(values, device=device).copy_(pinned, non_blocking=True)
     if isinstance(values, (list, tuple)):
         return type(values)(sent(value, device) for value in values)
     if not is_dataclass(values):

@@ -61,6 +61,7 @@ class ModelRunner:
         self.features: Tensor | None = None
         # Writes tokens that the host does not know yet into those of the next step: [T] int64.
         self.late: Callable[[Tensor], None] | None = None
+        self.new_batch = step_batch
 
     def capture(self, graphs, buckets: Sequence[int], most_each: int = 1) -> None:
         """From now on steps that only decode are replayed. Arguments: DecodeGraphs."""
@@ -106,7 +107,7 @@ class ModelRunner:
         if self.captured is not None and is_plain and self.captured.fits(chunks):
             hidden, self.features = self.captured(chunks, tables, row_slots, trees, self.late)
             return hidden
-        batch = step_batch(self.pool, chunks, tables)
+        batch = self.new_batch(self.pool, chunks, tables)
         if any(trees):
             from lessons.l17_tree_speculation.runner import with_trees
 

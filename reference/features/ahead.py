@@ -21,7 +21,14 @@ from torch import Tensor
 from lessons.l14_continuous_batching.loop import StepSampler
 from lessons.l14_continuous_batching.sequence import Chunk, Step
 from lessons.l25_one_step_ahead.device import PLACEHOLDER
-from lessons.l25_one_step_ahead.model_device import Drawn, known, new_sampling_batch, put_tokens
+from lessons.l25_one_step_ahead.model_device import (
+    Drawn,
+    batch_sent,
+    known,
+    new_sampling_batch,
+    put_tokens,
+    send,
+)
 from reference.engine.nucleus import searching_batch
 from reference.engine.request import EngineRequest, EngineSequence, ends
 from reference.engine.sampler import adjust, constrained, likeliest, logprobs_of
@@ -61,6 +68,7 @@ class Ahead:
         self.engine = engine
         self.launched: Launched | None = None
         self.draw = StepSampler(sampling_batch_sent)
+        engine.runner.new_batch = batch_sent
 
     @property
     def sequences(self) -> list[EngineSequence]:
@@ -133,7 +141,11 @@ class Ahead:
                 sequences += [parent, *children]
         if not sequences:
             return None
-        launched = self.drawn(engine.runner.logits(hidden, rows), sequences)
+        # By a tensor that is sent: for a list of rows Python would wait.
+        if rows != list(range(len(hidden))):
+            hidden = hidden[send(rows, hidden.device)]
+        logits = engine.runner.logits(hidden, list(range(len(rows))))
+        launched = self.drawn(logits, sequences)
         for sequence in sequences:
             sequence.all_tokens.append(PLACEHOLDER)
             # It ends by its limit, which needs no token to be known.
