@@ -105,7 +105,7 @@ class AheadHistory(History):
 def test_random_histories_one_step_ahead(request):
     """Arrivals, priorities, aborts, forks, scored prompts, failing passes, preemption, caches."""
 
-    @histories(500 if request.config.getoption("--all") else 15)
+    @histories(500 if request.config.getoption("--all") else 12)
     @given(HOUSE, REQUESTS, FAULTS)
     def check(house, requests, faults):
         AheadHistory(house, requests, faults).run()

@@ -42,7 +42,7 @@ WAYS = {
 @each_loop
 def test_random_histories(loop, request):
     """500 in the long form. A failure names its seed: History.drawn(seed).run(loop) repeats it."""
-    for seed in range(500 if request.config.getoption("--all") else 60):
+    for seed in range(500 if request.config.getoption("--all") else 40):
         try:
             History.drawn(seed).run(loop)
         except Exception as error:
