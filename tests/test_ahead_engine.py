@@ -22,6 +22,7 @@ from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs
 from reference.features.ahead import Ahead
 from reference.features.decode_graphs import DecodeGraphs
+from reference.trace.recorder import read_trace, traced
 from tests import engine_histories
 from tests.engine_cases import greedy, new_engine, new_model, random_prompts, run
 from tests.engine_histories import History, House, VirtualRunner
@@ -81,7 +82,7 @@ class AheadHistory(History):
     def __init__(self, house, requests, faults, part: type = Ahead):
         engine = engine_histories.new_engine(house, faults, Engine)
         engine.runner.__class__ = LateRunner
-        engine.ahead = part(engine)
+        engine.run = part(engine).run
         super().__init__(house, requests, faults, engine=engine)
 
     def step(self) -> None:
@@ -164,7 +165,7 @@ def test_a_planted_slip_is_found(part):
 
 def ahead_engine(model, num_blocks, block_size, **how) -> Engine:
     engine = new_engine(model, num_blocks, block_size, **how)
-    engine.ahead = Ahead(engine)
+    engine.run = Ahead(engine).run
     return engine
 
 
@@ -188,7 +189,8 @@ def simulated(part: type | None, kind=DecodeGraphs) -> Engine:
     runner = engine.runner
     runner.pool.ops = LESSON_12
     runner.captured = kind(runner.model, runner.pool, SimulatedGraphs(1), [1, 3], 24)
-    engine.ahead = part and part(engine)
+    if part is not None:
+        engine.run = part(engine).run
     return engine
 
 
@@ -273,7 +275,7 @@ def test_a_pass_that_fails_takes_its_requests_along_and_no_others(temperature):
     """Greedy it fails when it is sampled, drawn when it is told."""
     engine = engine_histories.new_engine(House(40, 4, 4, 16), {}, Engine)
     engine.runner.__class__ = type("LateBadLogits", (LateRunner, BadLogits), {})
-    engine.ahead = Ahead(engine)
+    engine.run = Ahead(engine).run
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=4, detokenize=False)
     engine.add_request("a", [1, 2, 3], params)
     with pytest.raises(ValueError, match="not finite"):
@@ -288,6 +290,17 @@ def test_a_pass_that_fails_takes_its_requests_along_and_no_others(temperature):
     while engine.has_unfinished_requests:
         engine.step()
     assert [one.output for one in kept.sequences] == request.alone(kept)
+
+
+def test_a_traced_engine_stays_one_step_ahead(tmp_path):
+    model, prompts, limits = new_model(), random_prompts(3), [3, 5, 2]
+    params = [greedy(limit) for limit in limits]
+    engine = ahead_engine(model, 40, 4)
+    part = engine.run.__self__
+    with traced(engine, tmp_path / "trace.json"):
+        got = run(engine, prompts, params)
+    assert [got[str(at)][0] for at in range(3)] == alone(model, prompts, limits)
+    assert engine.run.__self__ is part and len(read_trace(tmp_path / "trace.json").steps) > 5
 
 
 @pytest.mark.parametrize(

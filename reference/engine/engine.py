@@ -33,7 +33,6 @@ from reference.engine.text import Prompts, new_detokenizer
 if TYPE_CHECKING:
     from lessons.l21_multi_lora.slots import LoRARequest
     from lessons.l22_serving.fair import FairQueue
-    from reference.features.ahead import Ahead
     from reference.features.structured import Structures
 
 
@@ -61,7 +60,7 @@ class Engine:
         self.sampler = Sampler()
         self.requests: dict[str, EngineRequest] = {}
         self.fair: FairQueue | None = None  # whose turn it is, where users take turns
-        self.ahead: Ahead | None = None  # runs steps, where they are scheduled one ahead
+        self.under_way: list[EngineSequence] = []  # launched and not told, if a step is ahead
         self.admit: Callable[[EngineRequest], None] = lambda request: None  # may raise
         self.device = runner.model.device
         self.ids, self.seeds = count(), Random(seed)  # of sequences, of requests
@@ -182,7 +181,9 @@ class Engine:
         return request.output()
 
     def let_go(self, request: EngineRequest) -> None:
-        """A request has ended: it needs no adapter any more, and took its share of its user's."""
+        """A request has ended: it needs its adapter no more, and took so much of its user's
+        share.
+        """
         if request.adapter is not None:
             self.runner.adapters.store.give_back(request.adapter)
         if request.ticket is not None:
@@ -224,13 +225,10 @@ class Engine:
     def advance(self) -> list[EngineRequest]:
         """One pass of the model. Returns the requests that got a token.
 
-        If the pass raises, the requests in it are aborted, because it is unknown what was written;
-        the others go on.
+        If it raises, its requests are aborted, because it is unknown what was written.
         """
         step = self.scheduler.schedule()
-        sequences = [chunk.sequence for chunk in step.chunks]
-        if self.ahead is not None:
-            sequences += self.ahead.sequences
+        sequences = self.under_way + [chunk.sequence for chunk in step.chunks]
         if not sequences:
             return []
         self.note_scheduled(step)
@@ -249,8 +247,6 @@ class Engine:
 
     def run(self, step: Step) -> list[EngineRequest]:
         """Run, score, sample, tidy up. Returns the requests that got a token."""
-        if self.ahead is not None:
-            return self.ahead.run(step)
         hidden = self.runner(step, self.scheduler.blocks.tables)
         self.score_prompts(step, hidden)
         sampled = self.scheduler.finish(step)

@@ -1,7 +1,7 @@
 """async_scheduling=True: the engine schedules and launches a step while the one before it runs.
 
-Lesson 25's loop as a part of the engine, which `Engine.run` hands each step to. The tokens are the
-serial engine's. What a step has sampled is told one step later, and so is an end by a stop token or
+Lesson 25's loop as a part of the engine: its `run` takes the place of the engine's own. The tokens
+are the serial engine's. What a step has sampled is told one step later, and so is an end by a stop token or
 a stop string, whose row of the pass that is running then is lost.
 
 The placeholder of a token that is on its way is the last of `all_tokens` alone. `output` holds what
@@ -70,22 +70,18 @@ class Ahead:
         self.draw = StepSampler(sampling_batch_sent)
         engine.runner.new_batch = batch_sent
 
-    @property
-    def sequences(self) -> list[EngineSequence]:
-        """Those of the pass that was launched and not told."""
-        return [] if self.launched is None else self.launched.sequences
-
     def run(self, step: Step) -> list[EngineRequest]:
         """Launch a step, tell the one before it, sample. Returns the requests that got a token. If
         it raises, neither step is told.
         """
+        launched = None
         try:
             hidden = self.launch(step) if step.chunks else None
             touched = self.tell()
-            self.launched = None if hidden is None else self.sample(step, hidden)
-        except BaseException:
-            self.launched = None
-            raise
+            launched = None if hidden is None else self.sample(step, hidden)
+        finally:
+            self.launched = launched
+            self.engine.under_way = [] if launched is None else launched.sequences
         return touched
 
     def launch(self, step: Step) -> Tensor:

@@ -194,12 +194,12 @@ def traced(engine, path: str | Path) -> Iterator[Recorder]:
     except OSError as error:
         raise ValueError(f"trace: {error}; accepted: a file that can be written") from None
     with open(path, "w", encoding="utf-8") as file:
-        recorder = Recorder(engine, file)
-        engine.run = partial(recorder.run, engine.run)  # this engine's, in front of its class's
+        recorder, run = Recorder(engine, file), engine.run
+        engine.run = partial(recorder.run, run)  # this engine's, in front of its class's
         try:
             yield recorder
         finally:
-            del engine.run
+            engine.run = run
             recorder.close()
 
 
