@@ -63,7 +63,12 @@ def engine_over(
     sees pictures. Raises ValueError.
     """
     with launching_on(model.device):
-        return engine_here(model, tokenizer, args, drafter, eyes)
+        engine = engine_here(model, tokenizer, args, drafter, eyes)
+    if args.async_scheduling:
+        from reference.features.ahead import Ahead
+
+        engine.run = Ahead(engine).run  # in front of its class's
+    return engine
 
 
 def engine_here(
@@ -131,10 +136,6 @@ def engine_on(runner: ModelRunner, tokenizer, args: EngineArgs) -> Engine:
     blocks = new_blocks(args, runner.pool.num_blocks)
     scheduler = new_scheduler(args, runner, blocks)
     engine = Engine(runner, scheduler, tokenizer, runner.max_model_len, args.seed)
-    if args.async_scheduling:
-        from reference.features.ahead import Ahead
-
-        engine.run = Ahead(engine).run  # in front of its class's
     return taking_turns(engine, args)
 
 

@@ -194,12 +194,15 @@ def traced(engine, path: str | Path) -> Iterator[Recorder]:
     except OSError as error:
         raise ValueError(f"trace: {error}; accepted: a file that can be written") from None
     with open(path, "w", encoding="utf-8") as file:
-        recorder, run = Recorder(engine, file), engine.run
-        engine.run = partial(recorder.run, run)  # this engine's, in front of its class's
+        recorder = Recorder(engine, file)
+        part = vars(engine).get("run")  # what runs its steps, where that is not its class
+        engine.run = partial(recorder.run, engine.run)  # this engine's, in front of its class's
         try:
             yield recorder
         finally:
-            engine.run = run
+            del engine.run
+            if part is not None:
+                engine.run = part
             recorder.close()
 
 
