@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=25
-# Generated from solutions/l25_one_step_ahead.py, checksum d1ebd4b99023. Generating again never overwrites your edits.
+# Generated from solutions/l25_one_step_ahead.py, checksum 97183ad300d3. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 25: two time lines, and a loop that is one step ahead of its device."""
 
@@ -21,7 +21,8 @@ def two_time_lines(
 
         one after the other: the host begins with step n when step n - 1 has ended on the device.
         one step ahead: it begins with step n when step n - 2 has ended, whose tokens it tells
-            first, and when it has launched step n - 1. (Of the first two steps, nothing has to end.)
+            first, and when it has launched step n - 1. (For the first two steps nothing has to
+            end.)
     In both, the device begins with step n when it is launched and step n - 1 has ended.
     Errors: none to raise.
 
@@ -50,9 +51,7 @@ class Device(Protocol):
 
 
 @exercise("25.2", "A loop that is one step ahead", minutes=40, difficulty=3)
-def decode_ahead(
-    device: Device, first: list[int], limits: list[int], stop: int
-) -> list[list[int]]:
+def decode_ahead(device: Device, first: list[int], limits: list[int], stop: int) -> list[list[int]]:
     """Generate answers, and launch each pass before you read the one before it.
 
     first[r]: the last token of request r's prompt. limits[r]: the most tokens of its answer, 1 or

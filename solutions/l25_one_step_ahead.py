@@ -18,7 +18,8 @@ def two_time_lines(
 
         one after the other: the host begins with step n when step n - 1 has ended on the device.
         one step ahead: it begins with step n when step n - 2 has ended, whose tokens it tells
-            first, and when it has launched step n - 1. (Of the first two steps, nothing has to end.)
+            first, and when it has launched step n - 1. (For the first two steps nothing has to
+            end.)
     In both, the device begins with step n when it is launched and step n - 1 has ended.
     Errors: none to raise.
 

@@ -79,8 +79,8 @@ class Drawn:
 
     @classmethod
     def of(cls, tokens: Tensor) -> "Drawn":
-        """Begin the copy of tokens: [S]. It is queued here, so it does not wait for what is launched
-        later.
+        """Begin the copy of tokens: [S]. It is queued here, so it does not wait for what is
+        launched later.
         """
         if not tokens.is_cuda:
             return cls(tokens, tokens)

@@ -1,4 +1,4 @@
-"""A device whose latency can be set, on a clock that is advanced: nothing sleeps, and a run repeats.
+"""A device whose latency can be set, on a clock that is advanced: nothing sleeps, a run repeats.
 
 `VirtualStream` does two things that a GPU does. Work that was launched takes time while the host
 goes on. And it is done in order, and as late as it may be: only when the host waits for it. So a

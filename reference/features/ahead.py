@@ -1,8 +1,8 @@
 """async_scheduling=True: the engine schedules and launches a step while the one before it runs.
 
 Lesson 25's loop as a part of the engine: its `run` takes the place of the engine's own. The tokens
-are the serial engine's. What a step has sampled is told one step later, and so is an end by a stop token or
-a stop string, whose row of the pass that is running then is lost.
+are the serial engine's. What a step has sampled is told one step later, and so is an end by a stop
+token or a stop string, whose row of the pass that is running then is lost.
 
 The placeholder of a token that is on its way is the last of `all_tokens` alone. `output` holds what
 is known, so the sampler, the detokenizer and the client never meet it.
@@ -121,8 +121,8 @@ class Ahead:
 
     def sample(self, step: Step, hidden: Tensor) -> Launched | None:
         """Begin to draw for the sequences that are still here, and for those that fork from them
-        now. All tokens before are known, so biases and structures are as in the serial loop. hidden:
-        [T, hidden_size]. None: no sequence wants a token.
+        now. All tokens before are known, so biases and structures are as in the serial loop.
+        hidden: [T, hidden_size]. None: no sequence wants a token.
         """
         engine, scheduler = self.engine, self.engine.scheduler
         here = set(scheduler.running)

@@ -143,8 +143,8 @@ def compare_loop(impl, first, limits, stop):
     late = sum(len(answer) < limit for answer, limit in zip(want, limits))
     most = sum(map(len, want)) + late
     assert device.rows <= most, (
-        f"your passes have {device.rows} rows in all, and {most} are enough: one for each token, and "
-        f"one more for each answer that the stop token ends early"
+        f"your passes have {device.rows} rows in all, and {most} are enough: one for each token, "
+        f"and one more for each answer that the stop token ends early"
     )
 
 

@@ -1,4 +1,6 @@
-"""Time on the virtual clock: what a step takes, what is late, and that the host waits in one place."""
+"""Time on the virtual clock: what a step takes, what is late, and that the host waits in one
+place.
+"""
 
 from itertools import pairwise
 

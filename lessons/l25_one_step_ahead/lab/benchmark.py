@@ -1,5 +1,5 @@
-"""Step time over the latency of the device, in real time: a host that needs 2 ms a step, and a device
-that sleeps. Both loops serve the same four requests.
+"""Step time over the latency of the device, in real time: a host that needs 2 ms a step, and a
+device that sleeps. Both loops serve the same four requests.
 
 python -m lessons.toolbox.measure.bench 25
 """
@@ -25,8 +25,8 @@ def in_a_loop(loop: type):
 BENCHMARKS = [
     Benchmark(
         name="l25_steps",
-        title=f"A host of {HOST:g} ms before a device of {{x}} ms: {{speedup:.2f}}x faster one step "
-        "ahead",
+        title=f"A host of {HOST:g} ms before a device of {{x}} ms: {{speedup:.2f}}x faster "
+        "one step ahead",
         x_name="milliseconds of the device in a step",
         x_values=LATENCIES_MS,
         quick_x_values=LATENCIES_MS[2:4],

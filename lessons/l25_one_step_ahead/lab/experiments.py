@@ -1,4 +1,4 @@
-"""The numbers of the text that come from a virtual clock: what the loop gains, and where it loses."""
+"""The numbers of the text that come from a virtual clock: what the loop gains, where it loses."""
 
 from typing import NamedTuple
 

@@ -1,5 +1,5 @@
-"""The lesson's picture: what host and device do, one after the other and one step ahead, as recorded
-on a virtual clock.
+"""The lesson's picture: what host and device do, one after the other and one step ahead, as
+recorded on a virtual clock.
 
     python -m lessons.l25_one_step_ahead.lab.pictures
 
@@ -25,9 +25,9 @@ LOOPS = {"one after the other": Serial, "one step ahead": OneStepAhead}
 LETTERS = {"schedule": "s", "launch": "l", "sample": "p", "tell": "t", "pass": ""}
 COLOURS = PALETTE[:3]  # of steps, in turn
 ALT = (
-    "Four rows of bars over time. In the upper two the host and the device take turns: the device is "
-    "idle for 2 of 7 milliseconds. In the lower two the host schedules and launches a step while the "
-    "device runs the one before, and the device is never idle."
+    "Four rows of bars over time. In the upper two the host and the device take turns: the device "
+    "is idle for 2 of 7 milliseconds. In the lower two the host schedules and launches a step "
+    "while the device runs the one before, and the device is never idle."
 )
 
 

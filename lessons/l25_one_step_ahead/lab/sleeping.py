@@ -1,7 +1,7 @@
 """The same device in real time: a thread that sleeps for as long as each piece of work takes.
 
-Nothing computes while a thread sleeps, so host and device overlap on any machine, and a clock on the
-wall shows what the order of the work gains.
+Nothing computes while a thread sleeps, so host and device overlap on any machine, and a clock on
+the wall shows what the order of the work gains.
 """
 
 import time

@@ -1,5 +1,5 @@
-"""What the tests and the notebook share: versions of the loop and of the device with one planted slip
-each.
+"""What the tests and the notebook share: versions of the loop and of the device with one planted
+slip each.
 """
 
 from lessons.l25_one_step_ahead.device import PLACEHOLDER
@@ -77,7 +77,7 @@ class PlaceholderIsAnId(VirtualDevice):
 
 
 class RowsByPlace(VirtualDevice):
-    """The i-th sequence of a pass takes the i-th token of the one before, whoever has come or gone."""
+    """The i-th sequence of a pass takes the i-th token of the one before, though some have gone."""
 
     def launch(self, step, before=None):
         self.place = 0
