@@ -42,7 +42,7 @@ def test_the_readme_quotes_what_the_clock_says():
     serial, ahead = first_tokens_ms(5)
     assert f"comes after `{ahead:.1f} ms` in the mean, instead of `{serial:.1f} ms`" in README
     serial, ahead = first_tokens_ms(20)
-    assert f"with d = `20 ms` after `{ahead:.0f} ms` instead of `{serial:.0f} ms`" in README
+    assert f"with a device of `20 ms` after `{ahead:.0f} ms` instead of `{serial:.0f} ms`" in README
     in_turns, one_ahead = two_time_lines([3.0] * 400, [9.0] * 400)
     assert f"12 / 9 = {in_turns[-1] / one_ahead[-1]:.2f}" in README
     assert f"{64 // 2} of {64 * 100 + 64 // 2}" in README
