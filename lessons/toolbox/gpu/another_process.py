@@ -48,15 +48,15 @@ def call(function: str, *arguments, chip: int):
             process.stdin.write(f"{folder}\n")
             process.stdin.flush()
             code = process.stdout.readline().strip()
-        except (
-            BaseException
-        ):  # an interrupt: a late answer would be taken for that of the next call
+        except BaseException:
+            # interrupted: a late answer would be taken for that of the next call
             process.kill()
             raise
         if code != "0":
             said = Path(folder) / "said"  # missing where no fork was made
             lines = said.read_text("utf-8", "replace").strip().splitlines() if said.exists() else []
-            raise RuntimeError(f"{function}: {lines[-1] if lines else f'exit code {code}'}")
+            why = lines[-1] if lines else f"its process ended, exit code {code or 'unknown'}"
+            raise RuntimeError(f"{function}: {why}")
         return pickle.loads((Path(folder) / "answer").read_bytes())
 
 

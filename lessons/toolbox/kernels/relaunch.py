@@ -1,8 +1,8 @@
 """Launches of Triton's interpreter, made again where kernels are compiled.
 
-    with launches_of() as launches:
+    with launches_of() as launches, Film() as film:
         rms_norm(x, weight, 1e-5)           # interpreted here
-    accesses, why_not = call("lessons.toolbox.kernels.relaunch:filmed", launches, chip=90)
+    film = compiled(film, launches)         # film: the interpreter's, of the same launches
 
 A launch is its kernel, the grid, the options, and its arguments as they were before it. A kernel
 travels by its module and name, or as source text where it has no file (a notebook's cell) or belongs
@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
@@ -46,15 +46,24 @@ class Launch:
     named: dict
 
     def run(self) -> None:
+        """Make it."""
         self.kernel[self.grid](*self.arguments, **self.named)
 
 
+@dataclass
+class Launches:
+    """Packed launches, in order. why_not: why one of them could not be packed."""
+
+    packed: list[bytes] = field(default_factory=list)
+    why_not: str | None = None
+
+
 @contextmanager
-def launches_of() -> Iterator[list[bytes]]:
+def launches_of() -> Iterator[Launches]:
     """Within it each launch of an interpreted kernel is packed before it begins."""
     from triton.runtime.interpreter import InterpretedFunction  # here: it may not be installed
 
-    packed: list[bytes] = []
+    launches = Launches()
     run = InterpretedFunction.run
 
     def watched(this, *arguments, grid, **named):
@@ -62,24 +71,31 @@ def launches_of() -> Iterator[list[bytes]]:
             known = {name: x for name, x in named.items() if name in this.arg_names}
             grid = grid(inspect.getcallargs(this.fn, *arguments, **known))
         options = {name: x for name, x in named.items() if name != "warmup"}
-        packed.append(pack(Launch(this, tuple(grid), arguments, options)))
+        try:
+            launches.packed.append(pack(Launch(this, tuple(grid), arguments, options)))
+        except (
+            Exception
+        ) as error:  # an argument that cannot be pickled: the launch runs all the same
+            launches.why_not = in_one_line(error)
         return run(this, *arguments, grid=grid, **named)
 
     with mock.patch.object(InterpretedFunction, "run", watched):
-        yield packed
+        yield launches
 
 
-def compiled(film: Film, launches: list[bytes]) -> Film:
+def compiled(film: Film, launches: Launches) -> Film:
     """The film of what the compiled code does in the launches of an interpreted film, with that one's
     addresses and arguments. The interpreted one itself where compiled code would stop, because an
     access lies outside, and, after a line that says why, where the kernels do not compile or not run.
     """
     if any(len(access.outside) for access in film.accesses):
         return film
-    try:
-        accesses, why_not = call(f"{__name__}:filmed", launches, chip=CHIP)
-    except RuntimeError as error:
-        accesses, why_not = [], str(error)
+    accesses, why_not = [], launches.why_not
+    if not why_not:
+        try:
+            accesses, why_not = call(f"{__name__}:filmed", launches.packed, chip=CHIP)
+        except RuntimeError as error:
+            why_not = str(error)
     if why_not:
         print(f"The film is the interpreter's, because the compiled kernel gave: {why_not}")
         return film
@@ -92,24 +108,24 @@ def filmed(launches: list[bytes]) -> tuple[list[Access], str | None]:
     """The accesses of the launches, made again, and in one line why there are no more of them. To be
     called where kernels are compiled. Addresses are those of the process that packed the launches.
     """
-    memories: dict[int, int] = {}
-    with Film(start_of=lambda start: memories.get(start, start)) as film:
+    starts: dict[int, int] = {}
+    with Film(start_of=lambda start: starts.get(start, start)) as film:
+        why_not = None
         try:
-            for launch in launches:
-                unpacked = pickle.loads(launch)
-                memories = {m.bytes.data_ptr(): m.start for m in Memory.all}
-                unpacked.run()
-        except (
-            Exception
-        ) as error:  # of the compiler, the machine, or whatever a learner's file raises
-            return film.accesses, in_one_line(error)
-    return film.accesses, None
+            for packed in launches:
+                launch = pickle.loads(packed)
+                starts.update((memory.bytes.data_ptr(), memory.start) for memory in Memory.all)
+                launch.run()
+        except Exception as error:  # the compiler's, the machine's, or that of a learner's file
+            why_not = in_one_line(error)
+    return film.accesses, why_not
 
 
 def in_one_line(error: Exception) -> str:
     """What went wrong. The compiler's messages show the source first, and end with the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
+    kind, reason = type(error).__name__, lines[-1] if lines else ""
+    return reason if reason.lower().startswith(kind.lower()) else f"{kind}: {reason}"
 
 
 # ---- packing
