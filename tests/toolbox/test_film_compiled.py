@@ -94,7 +94,7 @@ def test_a_wrong_mask_shows():
     said = " ".join(t.get_text() for t in figure.findobj() if hasattr(t, "get_text")).split()
     assert "compiled for an H100, run on a CPU" in " ".join(said)
     text = film_text(lambda: rows[(2,)](x, out, 5, 1, BLOCK=8), {"x": x}, programs=[0])
-    assert "load x, 4 / 1 sectors" in text and text.split("\n")[3:5] == ["     RRRRR", "     R····"]
+    assert "load x, 4/1 sectors" in text and text.split("\n")[3:5] == ["     RRRRR", "     R····"]
     recording, _ = record(lambda: rows[(3,)](x, out, 5, 1, BLOCK=8))
     assert recording.chip is None and recording.source.endswith("stops at an address outside")
     assert [len(a.outside) for a in recording.accesses if a.kind == "load"].count(1) == 1

@@ -97,7 +97,7 @@ def test_the_film_of_the_readme():
     figure = pictures.draw_program()
     assert not texts_outside(figure) and not overlapping_texts(figure)
     texts = [" ".join(t.get_text().split()) for t in figure.findobj(Text)]
-    for title in ("1. load x 8 / 2 sectors", "1. load x 4 / 1 sectors", "2. store out 2 sectors"):
+    for title in ("1. load x 8/2 sectors", "1. load x 4/1 sectors", "2. store out 2 sectors"):
         assert title in texts
         numbers = title.split("x ")[-1].split("out ")[-1]
         assert numbers in pictures.PROGRAM_SVG.read_text(encoding="utf-8")

@@ -88,10 +88,10 @@ def film(
         p: strip if len(strip) <= most else strip[: most - 2] + strip[-2:]
         for p, strip in strips.items()
     }
-    drawn = sum(map(len, strips.values()))
-    words = _caption(recording, named, kernel)
-    if drawn < total:
-        words += f" · {drawn} of {total} accesses drawn"
+    drawn = [panel for strip in strips.values() for panel in strip]
+    words = _caption(recording, named, kernel) + _units(drawn)
+    if len(drawn) < total:
+        words += f" · {len(drawn)} of {total} accesses drawn"
     strips = {name_of(p, recording.dimensions()): strip for p, strip in strips.items()}
     return _draw(strips, title or "What each program loads and stores", words, columns)
 
@@ -111,18 +111,24 @@ def _caption(recording: Film, named: Mapping[str, Tensor], kernel: str | None) -
         f"{', '.join(kernels)}, {count} program{'s' * (count != 1)}",
         ", ".join(shapes),
     ]
-    if any(access.sectors != access.needed for access in recording.accesses):
-        words.append("sectors of 32 bytes: asked for / enough for the same bytes")
-    if any(access.together > 1 for access in recording.accesses):
-        words.append("2 a lane: elements that it takes in one instruction")
     return " · ".join(words)
+
+
+def _units(drawn: list[Panel]) -> str:
+    """What the numbers above the panels mean."""
+    words = ""
+    if any(panel.access.sectors != panel.access.needed for panel in drawn):
+        words += " · sectors of 32 bytes: asked for/needed"
+    if any(panel.access.together > 1 for panel in drawn):
+        words += " · a lane: elements that it takes in one instruction"
+    return words
 
 
 def _draw(
     strips: Mapping[str, list[Panel]], title: str, words: str, columns: int | None
 ) -> ClassFigure:
     every = [panel for strip in strips.values() for panel in strip]
-    # a title's longest line: 16 / 4 sectors
+    # a title's longest line: 16/4 sectors
     narrow = 1.45 if any(panel.access.sectors for panel in every) else 1.25
     width = min(1.8, max(narrow, *(0.11 * panel.cells.shape[1] for panel in every)))
     columns = min(columns or int(WIDTH / width), max(map(len, strips.values())))

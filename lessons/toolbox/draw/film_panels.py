@@ -43,7 +43,7 @@ class Panel:
         """How many sectors its warps asked for, and where fewer would do, how many."""
         asked, needed = self.access.sectors, self.access.needed
         plural = "s" * (asked != 1)
-        return f"{asked} sector{plural}" if asked == needed else f"{asked} / {needed} sectors"
+        return f"{asked} sector{plural}" if asked == needed else f"{asked}/{needed} sectors"
 
 
 def record(

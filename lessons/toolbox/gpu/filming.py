@@ -1,8 +1,8 @@
 """What the machine sees of a launch's loads, stores and atomic operations, for a film.
 
 The compiler makes many instructions of one `tl.load`, and each runs for some of a program's warps.
-Here they become one access again: those that follow each other, belong to one line of the source, and
-repeat neither an instruction in a warp nor go beyond the end of a group of asynchronous copies.
+Here they become one access again: those of one operation that follow each other, until a warp repeats
+an instruction, as in a loop, or closes a group of asynchronous copies.
 """
 
 import linecache
@@ -49,6 +49,12 @@ class Shot:
     together: int = 0
     itemsize: int = 1
 
+    def is_of(self, kind: str, instruction: Instruction) -> bool:
+        """Whether the compiler made the instruction of the same operation, in the same call of the
+        function that holds it.
+        """
+        return (self.kind, self.instruction.location) == (kind, instruction.location)
+
     def developed(self) -> Access:
         """As the film keeps it."""
         source = self.instruction.source
@@ -89,7 +95,7 @@ class Filming(Counts):
         for program in np.unique(programs).tolist():
             here = {(threads.pc, warp) for warp in warps[programs == program].tolist()}
             shot = self.current.get(program)
-            if not (shot and same_access(shot.instruction, instruction)) or shot.seen & here:
+            if not (shot and shot.is_of(kind, instruction)) or shot.seen & here:
                 shot = Shot(self.kernel, place_of(threads.grid, program), kind, instruction)
                 self.current[program] = shot
                 self.shots.append(shot)
@@ -98,7 +104,6 @@ class Filming(Counts):
     def access(self, threads, kind, address, size, lanes) -> None:
         """Lanes ask for `size` bytes each: what they touch is part of their programs' accesses."""
         super().access(threads, kind, address, size, lanes)
-        by_engine = self.instructions[threads.pc].has("bulk")  # one lane starts it, for all
         which, offset = places_of(threads.memory.buffers, address)
         for program, number in np.unique([threads.program[lanes] - 1, which], axis=1).T.tolist():
             mine = (threads.program[lanes] - 1 == program) & (which == number)
@@ -111,12 +116,7 @@ class Filming(Counts):
             shot.outside.append(begin + elements[~inside])
             shot.sectors += len(pairs(threads.warp[lanes[mine]], address[mine] // SECTOR)[0])
             shot.itemsize = itemsize
-            shot.together = 1 if by_engine else max(shot.together, size // itemsize)
-
-
-def same_access(first: Instruction, second: Instruction) -> bool:
-    """Whether the compiler made both of one operation in one call of the function that holds it."""
-    return kind_of(first) == kind_of(second) and first.location == second.location
+            shot.together = max(shot.together, size // itemsize)
 
 
 def kind_of(instruction: Instruction) -> str | None:

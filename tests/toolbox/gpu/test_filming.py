@@ -30,7 +30,7 @@ def places(access, array: np.ndarray) -> list[int]:
 def test_loads_and_stores_of_each_program_in_order():
     """Two programs of two warps copy a number a thread: 64 neighbours are 8 sectors."""
     body = (
-        PLACE.format(threads=64, step=4) + "ld.global.b32 %r2, [%rd2];\nst.global.b32 [%rd3], %r2;"
+        PLACE.format(threads=64, step=4) + "ld.global.b32 %r2, [%rd2]; st.global.b32 [%rd3], %r2;"
     )
     x, out = np.arange(128, dtype=np.uint32), np.zeros(128, np.uint32)
     found = film_of(body, [x, out], grid=2, threads=64)
@@ -85,7 +85,7 @@ $again: {loads} add.u64 %rd2, %rd2, 256; add.u32 %r9, %r9, 1; setp.lt.u32 %p1, %
 
 def test_two_calls_of_a_function_are_two_accesses():
     """Both loads are of line 9, which two lines call, one after the other."""
-    called = ".loc 1 9 3 // mine.py:9:3 @[ mine.py:{}:1 ]\nld.global.b32 %r2, [%rd2+{}];"
+    called = ".loc 1 9 3 // mine.py:9:3 @[ mine.py:{}:1 ]\nld.global.b32 %r2, [%rd2+{}];\n"
     body = PLACE.format(threads=32, step=4) + called.format(20, 0) + called.format(21, 128)
     x = np.zeros(64, np.uint32)
     found = film_of(body, [x, x.copy()])
