@@ -42,6 +42,13 @@ def boxes(x, out):
 
 
 @triton.jit
+def through_memory(first_ptr, second_ptr, out_ptr):
+    tl.store(first_ptr, 5)
+    tl.debug_barrier()
+    tl.store(out_ptr + tl.load(second_ptr), 1)
+
+
+@triton.jit
 def racing(out_ptr):
     tl.store(out_ptr, tl.program_id(0))
 

@@ -21,6 +21,7 @@ from tests.toolbox.film_kernels import (
     pipelined,
     racing,
     rows,
+    through_memory,
     wide,
 )
 
@@ -87,7 +88,7 @@ def test_warps_that_hold_copies_ask_again():
     assert (load.elements(x)[1] > 0).all() and not load.elements(x)[::2].any()
 
 
-def test_a_wrong_mask_shows():
+def test_a_wrong_mask_shows(capsys):
     """It reads the neighbour's first column; in the last row it leaves x, and the interpreter goes on."""
     x, out = torch.zeros(3, 5), torch.zeros(3)
     figure = film(lambda: rows[(2,)](x, out, 5, 1, BLOCK=8), {"x": x}, programs=[0])
@@ -98,6 +99,7 @@ def test_a_wrong_mask_shows():
     recording, _ = record(lambda: rows[(3,)](x, out, 5, 1, BLOCK=8))
     assert recording.chip is None and recording.source.endswith("stops at an address outside")
     assert [len(a.outside) for a in recording.accesses if a.kind == "load"].count(1) == 1
+    assert not capsys.readouterr().out, "compiled code was not tried"
 
 
 def test_loads_ahead_of_their_use_are_accesses_of_their_own():
@@ -161,6 +163,13 @@ def test_views_of_one_storage_and_two_launches():
     _, again = both(launch)
     moved = [a.elements(whole).sum(1).tolist() for a in again.accesses]
     assert moved == [[256, 0], [0, 256], [0, 256], [256, 0]]
+
+
+def test_what_is_written_by_one_name_is_read_by_another():
+    """Both are the same memory there too: element 5, and not 0, is stored."""
+    place, out = torch.zeros(1, dtype=torch.int64), torch.zeros(8)
+    _, again = both(lambda: through_memory[(1,)](place, place.view(1, 1), out, num_warps=1))
+    assert again.accesses[-1].elements(out).nonzero().tolist() == [[5]]
 
 
 @pytest.mark.parametrize(

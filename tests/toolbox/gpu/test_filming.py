@@ -127,10 +127,9 @@ setp.lt.u32 %p1, %r70, 0;
     assert (off.kind, len(off.addresses), off.sectors) == ("load", 0, 0)
 
 
-@pytest.mark.parametrize("shift, outside", [(64, [128, 132]), (-8, [-8, -4])])
-def test_a_wrong_mask_shows_up_to_the_fault(shift, outside):
-    """Of 32 lanes the last two, or the first two, leave the array; the store never runs."""
-    shift = 8 if shift > 0 else shift
+@pytest.mark.parametrize("shift", [8, -8, 4096, -4096])
+def test_a_wrong_mask_shows_up_to_the_fault(shift):
+    """The lanes that leave the array are told apart, near it and far from it. The store never runs."""
     body = (
         PLACE.format(threads=32, step=4)
         + f"""
@@ -138,9 +137,20 @@ ld.global.b32 %r2, [%rd2+{shift}];
 st.global.b32 [%rd3], %r2;
 """
     )
+    asked = [shift + 4 * lane for lane in range(32)]
     x, accesses = np.zeros(32, np.uint32), []
     with pytest.raises(Fault, match="4 bytes"), filming(accesses):
         run(body, [x, x.copy()])
     (load,) = accesses
-    assert len(load.addresses) == 30
-    assert (load.outside - x.ctypes.data).tolist() == outside
+    assert places(load, x) == [at for at in asked if 0 <= at < 128]
+    outside = [at for at in asked if not 0 <= at < 128]
+    assert (load.outside - x.ctypes.data).tolist() == outside and outside
+
+
+def test_an_address_in_no_buffer():
+    """Far beyond the last one: a Fault, and an access of nothing but wild addresses."""
+    body = PLACE.format(threads=32, step=4) + f"ld.global.b32 %r2, [%rd2+{2**45}];"
+    x, accesses = np.zeros(32, np.uint32), []
+    with pytest.raises(Fault, match="in no buffer"), filming(accesses):
+        run(body, [x, x.copy()])
+    assert [(len(a.addresses), len(a.outside)) for a in accesses] == [(0, 32)]
