@@ -96,7 +96,7 @@ class Filming(Counts):
             here = {(threads.pc, warp) for warp in warps[programs == program].tolist()}
             shot = self.current.get(program)
             if not (shot and shot.is_of(kind, instruction)) or shot.seen & here:
-                shot = Shot(self.kernel, place_of(threads.grid, program), kind, instruction)
+                shot = Shot(self.kernel, threads.place_of(program), kind, instruction)
                 self.current[program] = shot
                 self.shots.append(shot)
             shot.seen |= here
@@ -128,12 +128,6 @@ def kind_of(instruction: Instruction) -> str | None:
     if instruction.op in KINDS and space_of(instruction) == "global":
         return KINDS[instruction.op]
     return None
-
-
-def place_of(grid: tuple[int, int, int], program: int) -> Program:
-    """A program's place in the grid."""
-    x, y, _ = grid
-    return program % x, program // x % y, program // (x * y)
 
 
 def places_of(buffers: list[Buffer], address: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
