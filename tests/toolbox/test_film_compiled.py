@@ -18,6 +18,7 @@ from tests.toolbox.film_cases import LESSONS
 from tests.toolbox.film_kernels import (
     accepted_by_the_interpreter,
     boxes,
+    ignoring,
     pipelined,
     racing,
     rows,
@@ -175,7 +176,8 @@ def test_what_is_written_by_one_name_is_read_by_another():
 @pytest.mark.parametrize(
     "launch, reason",
     [
-        (lambda x: accepted_by_the_interpreter[(1,)](x), "best"),
+        (lambda x: accepted_by_the_interpreter[(1,)](x), "Loop-carried variable best"),
+        (lambda x: ignoring[(1,)](x, THIS=lambda: 0), "pickle"),
         (lambda x: racing[(3,)](x), "race in global memory: it writes bytes of out_ptr"),
     ],
 )

@@ -11,7 +11,7 @@
 `lessons.toolbox.draw.film` draws it.
 
 Where kernels are compiled for a CPU (LADDER_CHIP), a film is what the compiled code does, with the
-sectors that its warps ask for. `compiled` takes such a film of launches that were interpreted.
+sectors that its warps ask for. `relaunch.compiled` takes such a film of interpreted launches.
 
 In Triton's interpreter an address outside every tensor is kept, and not touched: a load gets NaN
 there (for integers -1), a store goes nowhere. So a kernel with a wrong mask can be filmed to its end
@@ -55,7 +55,9 @@ class Access:
     kernel: str
     program: Program
     kind: str  # "load", "store" or "atomic"
-    line: str  # of the kernel's source, without its indentation; "" where it cannot be read
+    # Of the kernel's source, without its indentation; "" where it cannot be read. Of a call over
+    # more than one line the compiler names the line of an argument.
+    line: str
     addresses: np.ndarray  # int64: what it touched, under a true mask and inside a tensor
     outside: np.ndarray  # int64: what it would have touched outside every tensor
     # Of compiled code. The interpreter knows no warps: 0.
