@@ -5,10 +5,12 @@ Here they become one access again: those of one operation that follow each other
 an instruction, as in a loop, or closes a group of asynchronous copies.
 """
 
+import ast
 import linecache
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -63,7 +65,7 @@ class Shot:
             self.kernel,
             self.program,
             self.kind,
-            linecache.getline(source.file, source.number).strip(),
+            first_line(source.file, source.number),
             addresses,
             np.concatenate(self.outside),
             self.sectors,
@@ -117,6 +119,19 @@ class Filming(Counts):
             shot.sectors += len(pairs(threads.warp[lanes[mine]], address[mine] // SECTOR)[0])
             shot.itemsize = itemsize
             shot.together = max(shot.together, size // itemsize)
+
+
+@cache
+def first_line(file: str, number: int) -> str:
+    """The first line of the statement that line `number` belongs to, without its indentation. Of a call
+    over more lines the compiler names that of an argument.
+    """
+    lines = linecache.getlines(file)
+    statements = [
+        node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.stmt)
+    ]
+    around = [node.lineno for node in statements if node.lineno <= number <= node.end_lineno]
+    return lines[max(around) - 1].strip() if around else ""
 
 
 def kind_of(instruction: Instruction) -> str | None:

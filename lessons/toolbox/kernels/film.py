@@ -55,9 +55,7 @@ class Access:
     kernel: str
     program: Program
     kind: str  # "load", "store" or "atomic"
-    # Of the kernel's source, without its indentation; "" where it cannot be read. Of a call over
-    # more than one line the compiler names the line of an argument.
-    line: str
+    line: str  # of the kernel's source, without its indentation; "" where it cannot be read
     addresses: np.ndarray  # int64: what it touched, under a true mask and inside a tensor
     outside: np.ndarray  # int64: what it would have touched outside every tensor
     # Of compiled code. The interpreter knows no warps: 0.
