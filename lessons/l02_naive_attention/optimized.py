@@ -88,7 +88,7 @@ def fused_softmax(
         )
     if scores.shape[2] > 1 and scores.stride(2) != 1:
         raise ValueError(
-            f"scores: got strides {scores.stride()}; accepted: rows that lie dense, stride 1 in "
+            f"scores: got strides {scores.stride()}; accepted: rows that are dense, stride 1 in "
             f"the last dimension"
         )
     num_heads, num_queries, num_keys = scores.shape
