@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=06
-# Generated from solutions/l06_mla.py, checksum c39e63bb06b6. Generating again never overwrites your edits.
+# Generated from solutions/l06_mla.py, checksum 427f7589b501. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 06: latent attention from its weights, a cache with absorbed weights, its
 numbers, three bugs.
@@ -40,7 +40,7 @@ def latent_attention(
                                                           1e-6) · weight
         kv_b_proj           [H · (nope + v_dim), rank]    head by head: k's nope rows, then v's rows
         o_proj              [hidden, H · v_dim]
-    cos, sin: [T, rope / 2]. The rotary coordinates lie in pairs: (2i, 2i + 1) turns by angle i, a →
+    cos, sin: [T, rope / 2]. The rotary coordinates are in pairs: (2i, 2i + 1) turns by angle i, a →
     a cos − b sin and b → b cos + a sin.
     Scores are scaled by m² / √(nope + rope), m = 0.1 · mscale_all_dim · ln(factor) + 1 (1 for a
     factor of 1, or without mscale_all_dim). The arguments stay as they were. Errors: none to raise.

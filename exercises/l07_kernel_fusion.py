@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=07
-# Generated from solutions/l07_kernel_fusion.py, checksum 3cd783b1fb7d. Generating again never overwrites your edits.
+# Generated from solutions/l07_kernel_fusion.py, checksum eab93b562475. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 07: a kernel that adds and norms in one pass, the loop that uses it, three
 operations with bugs, bytes.
@@ -78,7 +78,7 @@ def run_layers(layers, last_norm, x: Tensor, attend: Callable) -> Tensor:
                                             of this layer)
                                             x = x + layer.mlp(layer.post_attention_layernorm(x))
     and after the last one:                 return last_norm(x)
-    Here no addition stands alone. Each of the norms has a second way to be called, which is one
+    Here no addition is alone. Each of the norms has a second way to be called, which is one
     kernel on a GPU:
         norm(x)                             -> the norm of x
         norm.after_adding(branch, residual) -> residual += branch, in place; the norm of it
@@ -165,7 +165,7 @@ def predict(
         one kernel:       x and residual read, residual and the norm written
     A step launches one kernel for each operation. A layer has 7 matrix products, 2 for the cache
     and attention, 10 for RoPE, 2 additions to the residual, 2 norms of 8 launches each, silu, and
-    silu · up; fused, an addition with the norm behind it is one, and silu · up is one. Beside the
+    silu · up; fused, an addition with the norm after it is one, and silu · up is one. Beside the
     layers: embedding, RoPE's tables (9), the one norm that has no addition before it (8 launches,
     fused 1), the output head.
     A step takes as long as its launches, or as long as moving step_gb bytes, whichever is longer.

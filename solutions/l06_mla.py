@@ -37,7 +37,7 @@ def latent_attention(
                                                           1e-6) · weight
         kv_b_proj           [H · (nope + v_dim), rank]    head by head: k's nope rows, then v's rows
         o_proj              [hidden, H · v_dim]
-    cos, sin: [T, rope / 2]. The rotary coordinates lie in pairs: (2i, 2i + 1) turns by angle i, a →
+    cos, sin: [T, rope / 2]. The rotary coordinates are in pairs: (2i, 2i + 1) turns by angle i, a →
     a cos − b sin and b → b cos + a sin.
     Scores are scaled by m² / √(nope + rope), m = 0.1 · mscale_all_dim · ln(factor) + 1 (1 for a
     factor of 1, or without mscale_all_dim). The arguments stay as they were. Errors: none to raise.
