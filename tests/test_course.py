@@ -35,6 +35,7 @@ RULES = {
     "first screens": house_rules.crowded_folders,
     "modules that a room's text names": house_rules.unnamed_modules,
     "who it is that acts": house_rules.vague_persons,
+    "plain words": house_rules.unplain_words,
     "one evening a lesson": text_rules.long_cores,
     "minutes of a lesson": minutes.wrong_minutes,
 }
@@ -231,3 +232,22 @@ def test_a_crowded_room_and_an_unnamed_module_are_seen(tmp_path):
     (room / "cache.py").write_text('"""Nobody owns it.\n\nSomebodys do not count."""')
     (complaint,) = house_rules.vague_persons(tmp_path)
     assert complaint.startswith("lessons/l03_cache/cache.py:1: 'Nobody'")
+
+
+def test_a_word_that_is_not_plain_is_seen(tmp_path):
+    """In a text and in a notebook's Markdown, not in code, and only with this meaning."""
+    room = tmp_path / "lessons/l03_cache"
+    room.mkdir(parents=True)
+    plain = "A stand-in may lie, and understand. `behind` is a name. It lies.\n"
+    (room / "README.md").write_text(plain + "The row lies\n behind it.\n")
+    cells = [
+        {"cell_type": "markdown", "source": ["Nobody waits."]},
+        {"cell_type": "code", "source": ["behind = 1"]},
+    ]
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks/03_cache.ipynb").write_text(json.dumps({"cells": cells}))
+    found = house_rules.unplain_words(tmp_path)
+    assert [complaint.split(": ")[1].split(" in ")[0] for complaint in found] == [
+        "'behind'",
+        "'Nobody'",
+    ]
