@@ -32,14 +32,13 @@ def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rota
     `s` for short:
         None                      as it is
         s.rope_type "linear"      every frequency divided by s.factor
-        s.rope_type "llama3"      by a pair's turns in the trained context,
-                                  s.original_max_position_embeddings · frequency / 2π:
-                                  more than s.high_freq_factor: as it is; fewer than
-                                    s.low_freq_factor: divided by s.factor;
-                                  in between a blend: share · frequency + (1 - share) · frequency /
-                                    s.factor, where share grows
-                                  linearly with the turns from 0 at low_freq_factor to 1 at
-                                    high_freq_factor
+        s.rope_type "llama3"      depends on how often the pair turns in the trained context:
+                                  turns = s.original_max_position_embeddings · frequency / 2π
+            turns > s.high_freq_factor     as it is
+            turns < s.low_freq_factor      divided by s.factor
+            in between                     share · frequency + (1 - share) · frequency / s.factor,
+                                           where share grows linearly with the turns, from 0 at
+                                           low_freq_factor to 1 at high_freq_factor
     Another rope_type: ValueError. Angles in float32 at least, whatever the model's dtype: bfloat16
     has no position 257.
     dtype: the model's, in case you want to prepare cos and sin. Every layer calls the function that

@@ -83,10 +83,11 @@ def run_layers(layers, last_norm, x: Tensor, attend: Callable) -> Tensor:
     """All layers of the decoder and its last norm, every addition inside a norm. x: [T,
     hidden_size] -> hidden: like x.
 
-    The plain decoder, for each layer:      x = x + layer.self_attn(layer.input_layernorm(x), attend
-                                            of this layer)
-                                            x = x + layer.mlp(layer.post_attention_layernorm(x))
-    and after the last one:                 return last_norm(x)
+    The plain decoder:
+        for each layer:
+            x = x + layer.self_attn(layer.input_layernorm(x), attend of this layer)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return last_norm(x)
     Here no addition is alone. Each of the norms has a second way to be called, which is one
     kernel on a GPU:
         norm(x)                             -> the norm of x
