@@ -84,10 +84,10 @@ def vague_persons(root: Path) -> Complaints:
 
 
 def unplain_words(root: Path) -> Complaints:
-    """Such words in the front page, the ways in, and the texts and notebooks of the lessons that were
-    read for them.
+    """Such words in the front page, the ways in, the texts beside the lessons, and the texts and
+    notebooks of the lessons that were read for them.
     """
-    texts = [root / "README.md", root / "INSTALL.md"]
+    texts = [root / "README.md", root / "INSTALL.md", *sorted((root / "lessons").glob("*.md"))]
     for room in complete_rooms(root):
         if int(room.name[1:3]) <= LAST_READ:
             notebook = root / "notebooks" / f"{room.name[1:]}.ipynb"
