@@ -11,10 +11,9 @@ import torch
 
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l02_naive_attention import naive, optimized
-from lessons.l02_naive_attention.decoder import Decoder, RMSNorm
+from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.lab import inside, traffic
 from lessons.l02_naive_attention.lab import pictures as picture
-from lessons.l02_naive_attention.rope import apply_rope
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.kernels.accesses import Accesses
@@ -276,19 +275,3 @@ def test_the_weights_inside_a_model_are_those_it_uses():
     assert inside.most_spread(weights) == (0, 2)
     figure = inside.draw_head(weights, 0, 2, list("abcde"), "a head")
     assert not texts_outside(figure)
-
-
-def test_the_examples_of_a_norm_a_rotation_and_sampling():
-    """Of step 9, and of MORE.md's decoder around attention."""
-    a, b = RMSNorm(2, 0.0)(torch.tensor([3.0, 4.0])).tolist()
-    assert f"/ 2) = ({a:.2f}, {b:.2f})" in README
-    cos, sin = torch.tensor(1.0).cos().view(1, 1, 1), torch.tensor(1.0).sin().view(1, 1, 1)
-    turned = apply_rope(torch.tensor([[[1.0, 0.0]]]), cos.expand(1, 1, 2), sin.expand(1, 1, 2))
-    assert "(cos 1, sin 1) = ({:.2f}, {:.2f})".format(*turned.flatten().tolist()) in README
-    logits = torch.tensor([2.0, 1, 0, -1, -2])
-    for said, params in (
-        ("probabilities {:.3f}, {:.3f}, {:.3f}, {:.3f}, {:.3f}", SamplingParams()),
-        ("top_k = 2:   {:.3f}, {:.3f}, {:.0f}, {:.0f}, {:.0f}", SamplingParams(top_k=2)),
-        ("top_p = 0.9:   {:.3f}, {:.3f}, {:.3f}, {:.0f}, {:.0f}", SamplingParams(top_p=0.9)),
-    ):
-        assert said.format(*probabilities(logits, params, [], []).tolist()) in README
