@@ -55,7 +55,7 @@ class Batch:
             tree=None if self.tree is None else self.tree[:tokens],
             num_decodes=0,
         )
-        behind = replace(
+        rest = replace(
             self,
             cu_seqlens_q=self.cu_seqlens_q[count:] - tokens,
             context_lens=self.context_lens[count:],
@@ -63,7 +63,7 @@ class Batch:
             tree=None,
             num_decodes=0,
         )
-        return front, behind
+        return front, rest
 
 
 def new_batch(

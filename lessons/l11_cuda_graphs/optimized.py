@@ -150,7 +150,7 @@ class PinnedCopies:
 
 
 class CudaGraphs:
-    """PyTorch's CUDA graphs behind one method. All of them share one memory pool, which only one of
+    """PyTorch's CUDA graphs as one method. All of them share one memory pool, which only one of
     them uses at a time.
     """
 
