@@ -74,7 +74,8 @@ __device__ void start_copy(unsigned tile, const bf16* x, long long start, int ro
     }
 }
 
-// What a lane names for 16 rows and two chunks of a tile. Matrices 0 and 1 are the rows' halves in `load_rows_first`, the chunks in the other.
+// The row that a lane names to ldmatrix, for 16 rows and two chunks of a tile. Its four matrices of 8 rows and one chunk come in one of two
+// orders: first both halves of the rows, or first both chunks.
 template <int D, class Layout> __device__ unsigned rows_first(unsigned tile, int row, int chunk, int lane) {
     return tile + 16 * Layout::template place<D / CHUNK>(row + lane % 16, chunk + lane / 16);
 }
@@ -87,7 +88,7 @@ template <int D, class Layout> __device__ unsigned chunks_first(unsigned tile, i
 template <int D, class Layout, int BUFFERS>
 __device__ void flash_forward(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* lse, long long num_queries, long long num_keys,
                               long long num_kv_heads, float softmax_scale, long long causal) {
-    constexpr int BLOCK_N = 4096 / D;  // keys: K and V of a tile together are as large as the queries of a block, which come first
+    constexpr int BLOCK_N = 4096 / D;  // keys: K and V of a tile together have room for the queries of a block, which come first
     __shared__ __align__(128) bf16 memory[BUFFERS][2][BLOCK_N * D];
     long long num_heads = gridDim.x, head = blockIdx.x, kv_head = head / (num_heads / num_kv_heads);
     long long start_m = static_cast<long long>(gridDim.y - 1 - blockIdx.y) * BLOCK_M;  // backwards: the heaviest first
