@@ -45,8 +45,8 @@ class Sampler:
         return [Emitted([token], [logprobs]) for token, logprobs in zip(chosen, found)]
 
     def choose(self, logits: Tensor, sequences: list[EngineSequence]) -> list[int]:
-        """A token for each row. logits: [B, V]. It does not depend on the other rows, so neither way of sampling
-        shows in the tokens.
+        """A token for each row. It does not depend on the other rows, so neither way of sampling
+        shows in the tokens. logits: [B, V].
         """
         if all(sequence.is_greedy for sequence in sequences):
             return likeliest(logits)
