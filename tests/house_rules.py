@@ -69,8 +69,8 @@ def named(path: str, texts: list[str]) -> bool:
 
 
 def vague_persons(root: Path) -> Complaints:
-    """Words in the code that a caller, a request or a sequence hides behind. Tests are not held to it
-    yet, nor is a committed figure whose label is one of these words.
+    """Words in the code that a caller, a request or a sequence hides behind. Tests are not held to
+    it yet, nor is a committed figure whose label is one of these words.
     """
     complaints = []
     for path in committed_files(root, ".py"):

@@ -1,4 +1,6 @@
-"""The engine's two shortcuts, to top-p and for greedy steps, find what lesson 2 finds, and only that."""
+"""The engine's two shortcuts, to top-p and for greedy steps, find what lesson 2 finds, and only
+that.
+"""
 
 import pytest
 import torch

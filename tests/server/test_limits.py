@@ -40,8 +40,8 @@ def status_of(live, data: bytes) -> int:
 
 
 def for_little_work(ask: Callable[[], int | bool], most_s: float = 1.0) -> int | bool:
-    """What `ask` returns, which takes at most so much CPU time of all threads, the server's too. The
-    least of three tries counts, because a busy machine makes a second of any work.
+    """What `ask` returns, which takes at most so much CPU time of all threads, the server's too.
+    The least of three tries counts, because a busy machine makes a second of any work.
     """
     least_s = math.inf
     for _ in range(3):

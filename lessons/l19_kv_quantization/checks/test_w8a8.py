@@ -164,7 +164,9 @@ def test_loud_channels_change_no_function(model, tokens):
 
 
 def test_smoothing_mends_what_loud_channels_break(model, tokens):
-    """INT8 on both sides: the error grows with two loud channels, and smoothing takes most of it away."""
+    """INT8 on both sides: the error grows with two loud channels, and smoothing takes most of it
+    away.
+    """
     want = logits_of(model, tokens)
     loud = with_loud_activations(model, [3, 7], 200.0)
     maxima = activation_maxima(loud, lambda: logits_of(loud, tokens))

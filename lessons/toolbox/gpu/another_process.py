@@ -1,4 +1,5 @@
-"""A function called in another process, whose kernels are compiled for a chip and run on this machine.
+"""A function called in another process, whose kernels are compiled for a chip and run on this
+machine.
 
     steps = call("lessons.l00_gpu_and_triton.lab.steps:recordings", chip=90)
 

@@ -1,4 +1,6 @@
-"""A profile as text: the kernel's figures, then its source with what each line did in the margin."""
+"""A profile as text: the kernel's figures, then its source with what each line did in the
+margin.
+"""
 
 from collections import Counter
 from functools import cache

@@ -2,13 +2,14 @@
 
     python -m lessons.toolbox.profile.points          # predicts them all, writes results/h200/time_model.json and .svg
 
-Two kinds of points. Nsight Compute's durations of the profiles' small launches (counters.json). And medians
-of the benchmarks, of larger shapes: there the machine runs a sample of the grid's programs, evenly spread
-(`counting(programs=SAMPLE)`), and the model takes the others to be like them. A benchmark's stopwatch is a
-pair of events, which adds EVENTS_S to what the kernel takes, and a call may be two launches.
+Two kinds of points. Nsight Compute's durations of the profiles' small launches (counters.json). And
+medians of the benchmarks, of larger shapes: there the machine runs a sample of the grid's programs,
+evenly spread (`counting(programs=SAMPLE)`), and the model takes the others to be like them. A
+benchmark's stopwatch is a pair of events, which adds EVENTS_S to what the kernel takes, and a call
+may be two launches.
 
-The constants of `replay.py` were fitted on the launches alone, but for the rate of L2 and EVENTS_S, so the
-benchmarks' errors are nearly those of points that the model has never seen.
+The constants of `replay.py` were fitted on the launches alone, but for the rate of L2 and EVENTS_S,
+so the benchmarks' errors are nearly those of points that the model has never seen.
 """
 
 import argparse
@@ -39,7 +40,9 @@ ALT = "Predicted over measured times, nearly on the diagonal"
 
 @dataclass(frozen=True)
 class Point:
-    """A benchmark's median: results/h200/{record}.json, its series, its x. call: runs the kernel."""
+    """A benchmark's median: results/h200/{record}.json, its series, its x. call: runs the
+    kernel.
+    """
 
     record: str
     series: str
@@ -159,7 +162,9 @@ def errors(points: list[dict]) -> list[float]:
 
 
 def ranked(points: list[dict]) -> tuple[int, int]:
-    """(pairs in the right order, pairs): of points of one source whose times differ by 10 % or more."""
+    """(pairs in the right order, pairs): of points of one source whose times differ by 10 % or
+    more.
+    """
     right = pairs = 0
     for k, a in enumerate(points):
         for b in points[:k]:
@@ -171,7 +176,9 @@ def ranked(points: list[dict]) -> tuple[int, int]:
 
 
 def summary(points: list[dict]) -> dict:
-    """What is said of the model: errors of all points, of either source, and by what limits them; pairs."""
+    """What is said of the model: errors of all points, of either source, and by what limits them;
+    pairs.
+    """
     right, pairs = ranked(points)
     kinds = {"all": points, "launches": [], "benchmarks": []}
     for point in points:

@@ -1,7 +1,8 @@
-"""An SM on which programs' warps go their way once more, with a clock: the heart of `time_model.py`.
+"""An SM on which programs' warps go their way once more, with a clock: the heart of
+`time_model.py`.
 
-CONSTANTS are of Hopper, and fitted on the points of `points.py`, each to two digits, the same for every
-kernel. All other numbers are the chip's.
+CONSTANTS are of Hopper, and fitted on the points of `points.py`, each to two digits, the same for
+every kernel. All other numbers are the chip's.
 """
 
 import heapq

@@ -99,7 +99,9 @@ class Errors:
 
 
 def floor_for(arithmetic: str | torch.dtype, inputs: str = "normal") -> float:
-    """The floor of a dtype or of "tf32" for named inputs. Raises ValueError, naming the known ones."""
+    """The floor of a dtype or of "tf32" for named inputs. Raises ValueError, naming the known
+    ones.
+    """
     name = str(arithmetic).removeprefix("torch.")
     if name not in FLOORS:
         raise ValueError(f"arithmetic is {name!r}, known are {', '.join(FLOORS)}")
@@ -296,11 +298,12 @@ def prove(
     included, that nothing of an output was left unwritten (`torch.empty` returns poison), and that
     two calls give the same bits, the second with the kernel's programs in the opposite order.
 
-    inputs: tensors, lists and dicts of them, and anything else, which is passed as it is (and not protected).
-    arithmetic:    "float32", "tf32", "float16", "bfloat16", "float64": sets the floor; default: the dtype of the output.
-    floor:         another floor, for inputs that amplify rounding: `floor_for(dtype, inputs="large_logits")`.
-    mutates:       positions of inputs that the function writes to; they are compared as outputs and may change.
-    deterministic: the property claimed. False only for kernels with floating-point atomics.
+    inputs: tensors, lists and dicts of them, and anything else, which is passed as it is (and not
+    protected). arithmetic:    "float32", "tf32", "float16", "bfloat16", "float64": sets the floor;
+    default: the dtype of the output. floor:         another floor, for inputs that amplify
+    rounding: `floor_for(dtype, inputs="large_logits")`. mutates:       positions of inputs that the
+    function writes to; they are compared as outputs and may change. deterministic: the property
+    claimed. False only for kernels with floating-point atomics.
     """
     wide = [tree_map(_upcast, x) for x in _clone(inputs)]
     ref64 = _run(naive, wide, mutates)

@@ -35,8 +35,8 @@ MEANING = (
 class Kernel:
     """A kernel of a lesson and how it is compiled: a job for each launch and chip.
 
-    source_hash: what a test records; None: that of the first job. A job's hash counts the hooks of its
-    launch, too.
+    source_hash: what a test records; None: that of the first job. A job's hash counts the hooks of
+    its launch, too.
     """
 
     file: str  # "lessons/l03_kv_cache/optimized.py"
@@ -127,8 +127,8 @@ def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     "interpreter only", "stale in the interpreter"; for Gluon and CUDA C++, which no interpreter
     runs, the same of their compiled code; or "not yet".
 
-    Proved: all tests of a lesson that record a proof passed there, and among them the kernel with the
-    source that it has now.
+    Proved: all tests of a lesson that record a proof passed there, and among them the kernel with
+    the source that it has now.
     """
     on_gpu, without = [], NOT_YET
     for proof in proofs:

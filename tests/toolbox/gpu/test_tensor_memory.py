@@ -164,7 +164,9 @@ def descriptor(variable: str, register: str, swizzle: int, leading: int, stride:
 
 
 def in_rows_of_128(x: np.ndarray) -> np.ndarray:
-    """[rows, 64] of 2 bytes as a 128-byte swizzle lays them out: chunk c of row r is at c ^ (r mod 8)."""
+    """[rows, 64] of 2 bytes as a 128-byte swizzle lays them out: chunk c of row r is at c ^ (r mod
+    8).
+    """
     rows = len(x)
     chunk = np.arange(8) ^ (np.arange(rows) % 8)[:, None]
     return x.reshape(rows, 8, 8)[np.arange(rows)[:, None], chunk]
