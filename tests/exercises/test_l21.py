@@ -162,8 +162,8 @@ def test_switch_refuses_dora(impl, seed):
             assert "use_dora" in str(error), f"your ValueError says {error}; name use_dora"
             continue
         raise AssertionError(
-            f"your function returned a {type(got).__name__} for an adapter with use_dora; it cannot "
-            "be merged by A and B alone, so raise ValueError"
+            f"your function returned a {type(got).__name__} for an adapter with use_dora; it "
+            "cannot be merged by A and B alone, so raise ValueError"
         )
 
 

@@ -124,7 +124,8 @@ def test_random_bytes_in_a_good_request(live, seed):
 
 
 @pytest.mark.parametrize(
-    "part", [b'\\"', b"[],", b'"",', b'{"a":0},', b'"[",', b'"\\\\",', b"[[],[]],", b"1,", b'\\u0041']
+    "part",
+    [b'\\"', b"[],", b'"",', b'{"a":0},', b'"[",', b'"\\\\",', b"[[],[]],", b"1,", b'\\u0041'],
 )  # fmt: skip
 def test_checks_of_json_take_time_in_proportion(part):
     enough = b'{"b":[' + b"[]," * 70 + b"0],"  # brackets, so that they are counted

@@ -237,8 +237,8 @@ def draw_roofline() -> ClassFigure:
         peaks={"bfloat16": chip.bf16_flops_per_s},
         title="A row read once serves all heads: 16 of them wait for memory, 128 for the matrix "
         "units",
-        caption=f"Predicted, not measured · absorbed decode attention, bfloat16 · {chip.name} by its "
-        "data sheet",
+        caption=f"Predicted, not measured · absorbed decode attention, bfloat16 · {chip.name} by "
+        "its data sheet",
     )
 
 

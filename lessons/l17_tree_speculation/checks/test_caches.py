@@ -103,7 +103,8 @@ def second_best_children(self, logits, parents):
     return [tokens[: parent.count] for parent, tokens in zip(parents, best)]
 
 
-STEPS = {  # new tokens of each sequence, or its tree; how many are taken apart from what stands behind
+# New tokens of each sequence, or its tree; how many are taken apart from what follows.
+STEPS = {
     "trees in front": ([BRANCHES, 1, chain(2), 7, 1], 3),
     "a prompt in front": ([7, BRANCHES, 1], 0),
     "a tree behind a prompt": ([BRANCHES, 5, BRANCHES], 0),

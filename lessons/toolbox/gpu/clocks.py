@@ -154,8 +154,8 @@ class Cells:
                 bad = int(np.flatnonzero(late)[0])
                 line = threads.line_of(int(read[bad]) & ((1 << TIME) - 1))
                 threads.fail(
-                    f"race in {self.name}: it writes what {self.clocks.who(agent)} reads at {line}, "
-                    f"with no barrier in between",
+                    f"race in {self.name}: it writes what {self.clocks.who(agent)} reads at "
+                    f"{line}, with no barrier in between",
                     lanes[bad : bad + 1],
                 )
 
@@ -168,7 +168,8 @@ class Cells:
             bad = int(np.flatnonzero(hidden)[0])
             record = int(written[bad])
             threads.fail(
-                f"{self.name}: it reads beside the warps what {self.clocks.who(record & 63)} stored "
-                f"at {threads.line_of(place_of(record))}, with no fence.proxy.async in between",
+                f"{self.name}: it reads beside the warps what {self.clocks.who(record & 63)} "
+                f"stored at {threads.line_of(place_of(record))}, with no fence.proxy.async in "
+                f"between",
                 lanes[bad : bad + 1],
             )

@@ -83,7 +83,8 @@ class TensorMemory:
         if (mine.sum(1) != columns).any():
             bad = np.flatnonzero(mine.sum(1) != columns)[:1]
             threads.fail(
-                f"it frees {columns} columns from {int(address[bad][0])} on, which are no allocation",
+                f"it frees {columns} columns from {int(address[bad][0])} on, which are no "
+                f"allocation",
                 lanes[bad],
             )
         rows = np.broadcast_to(np.arange(0, LANES, HALF), (len(lanes), LANES // HALF))
@@ -113,7 +114,8 @@ class TensorMemory:
         if outside.any():
             at = int(first[outside][0])
             threads.fail(
-                f"columns {at} to {at + count - 1} of tensor memory are not allocated to the program",
+                f"columns {at} to {at + count - 1} of tensor memory are not allocated to the "
+                f"program",
                 lanes[outside],
             )
 

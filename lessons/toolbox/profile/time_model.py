@@ -8,7 +8,7 @@ are issued again here, in order, on the clock of an SM that holds as many progra
     a result comes after the unit's latency; shared memory gives one pass a clock;
     memory gives each SM its share of the bandwidth, and answers after a latency, so that few bytes
     in flight leave it idle (Little's law);
-    a barrier holds a warp until the others have come, a wait until the copies or products are there.
+    a barrier holds a warp until the others have come, a wait until copies or products are there.
 
 A launch is as long as its busiest SM: programs that do not fit run in further waves. Before it and
 after it comes the launch itself.

@@ -2,14 +2,15 @@
 
 Three computations of the same thing:
     ref64   the naive version in float64 on the upcast inputs: the oracle
-    eager   the naive version in the test's own dtype: the error that a plain implementation makes anyway
+    eager   the naive version in the test's own dtype: the error that a plain implementation has
     out     the optimized version under test
 
     E0  NaN and infinities stand at the same places                    (NaN never passes)
     E1  rms(out) <= 1.5 rms(eager) + floor                             catches a scale 1 % off
-    E2  max|out - ref64| <= 2 max|eager - ref64| + rounding            catches a dropped tile, a wrong mask
+    E2  max|out - ref64| <= 2 max|eager - ref64| + rounding            catches a wrong mask
     E3  E1 for every tile of 64 rows, with factor 3                    catches one wrong tail row
-    E4  bias(out) <= 1.5 bias(eager) + 4 rms(eager) / sqrt(rows) + floor / 2  catches truncation in place of rounding
+    E4  bias(out) <= 1.5 bias(eager) + 4 rms(eager) / sqrt(rows)       catches truncation in place
+                     + floor / 2                                       of rounding
 
 with rms(x) = |x - ref64| / |ref64| (Frobenius norms) and bias(x) = |<x, ref64> / <ref64, ref64> -
 1|, by how much x is too large or too small as a whole: rounding errors cancel there, and the middle

@@ -25,9 +25,9 @@ EXECUTED = "compiled code executed"
 MEANING = (
     "A cell holds registers a thread, bytes spilled and KiB of shared memory, the most over all "
     "launches of the kernel. `!`: it spills, or does not fit the chip. `–`: the kernel is not for "
-    "this chip. `stale`: the kernel has changed since. *Compiled code executed*: the chips for which "
-    "the tests of equivalence have passed with the code that the compilers make for them, run on a "
-    "CPU by `lessons/toolbox/gpu/`. It is no GPU, and tells no time."
+    "this chip. `stale`: the kernel has changed since. *Compiled code executed*: the chips for "
+    "which the tests of equivalence have passed with the code that the compilers make for them, "
+    "run on a CPU by `lessons/toolbox/gpu/`. It is no GPU, and tells no time."
 )
 
 
@@ -224,8 +224,8 @@ def sentence(rows: list[list[str]]) -> str:
     executed = sum(row[-2][0].isdigit() for row in rows)
     return (
         f"Of the {len(rows)} kernels, {on_gpu or 'none'} are proved equal to the naive code on a "
-        f"GPU{others}. The compiled code of {executed or 'none'} has also run on a CPU, instruction "
-        f"by instruction, and was equal. The compiler takes "
+        f"GPU{others}. The compiled code of {executed or 'none'} has also run on a CPU, "
+        f"instruction by instruction, and was equal. The compiler takes "
         f"{', '.join(compiled[:-1])} and {compiled[-1]} without spills "
         f"([the table](results/README.md))."
     )

@@ -176,8 +176,8 @@ def half_of(threads, base: np.ndarray, rows: int, lanes: np.ndarray) -> np.ndarr
     accepted = (0, HALF) if rows == 64 else (0,)
     if rows not in (64, 128) or not np.isin(lane, accepted).all():
         threads.fail(
-            f"a matrix of {rows} rows at lane {int(lane[0])}; accepted: 128 rows at lane 0, 64 rows "
-            f"at lane 0 or 16",
+            f"a matrix of {rows} rows at lane {int(lane[0])}; accepted: 128 rows at lane 0, 64 "
+            f"rows at lane 0 or 16",
             lanes,
         )
     return lane

@@ -1,7 +1,8 @@
 """tcgen05: warps and tensor memory. They allocate columns, and move rows to their registers and
 back.
 
-    tcgen05.alloc [place], columns    a warp allocates columns; place in shared memory gets the first
+    tcgen05.alloc [place], columns    a warp allocates columns; the first is stored at place in
+                                      shared memory
     tcgen05.dealloc d, columns
     tcgen05.ld.SHAPE.xN r, [d]        N registers of each thread from N columns
     tcgen05.st.SHAPE.xN [d], r
@@ -136,8 +137,8 @@ def check_quarter(threads, row: np.ndarray, split: int | None, lanes: np.ndarray
     if wrong.any():
         k = int(np.flatnonzero(wrong)[0])
         threads.fail(
-            f"warp {int(threads.warp_of_program[lanes[k]])} at lane {int(row[k])} of tensor memory; "
-            f"it reaches lanes {int(quarter[k])} to {int(quarter[k]) + WARP - 1}",
+            f"warp {int(threads.warp_of_program[lanes[k]])} at lane {int(row[k])} of tensor "
+            f"memory; it reaches lanes {int(quarter[k])} to {int(quarter[k]) + WARP - 1}",
             lanes[k : k + 1],
         )
 
