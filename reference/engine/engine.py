@@ -24,7 +24,7 @@ from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse
 from lessons.toolbox.model.placement import launching_on
 from reference.engine.model_runner import ModelRunner
-from reference.engine.outputs import RequestOutput, SpeculationCounts
+from reference.engine.outputs import RequestOutput
 from reference.engine.request import EngineRequest, EngineSequence, bias_of, names_of, sampled_rows
 from reference.engine.sampler import Sampler
 from reference.engine.sampling_params import SamplingParams
@@ -126,8 +126,6 @@ class Engine:
             self.let_go(request)
             raise
         request.waiting_to_fork = request.sequences[1:]
-        if self.speculation is not None:
-            request.metrics.speculation = SpeculationCounts()
         self.requests[request_id] = request
 
     def read_prompt(self, prompt: str | list[int] | dict) -> tuple:
@@ -269,9 +267,7 @@ class Engine:
             for token, logprobs in zip(emitted.tokens, emitted.logprobs):
                 if not sequence.finished:  # drafted tokens may follow the one that ends an answer
                     sequence.take(token, logprobs)
-            metrics = sequence.request.metrics
-            metrics.first_token = metrics.first_token or now
-            metrics.last_token = now
+            sequence.request.note_token(now)
         return sequences
 
     def fork(self, sampled: list[EngineSequence]) -> None:

@@ -149,6 +149,11 @@ class EngineRequest:
             return 0
         return len(self.prompt_token_ids) + sum(len(one.output) for one in self.sequences)
 
+    def note_token(self, now: float) -> None:
+        """For its metrics: a token came. now: in seconds of the monotonic clock."""
+        self.metrics.first_token = self.metrics.first_token or now
+        self.metrics.last_token = now
+
     def output(self) -> RequestOutput:
         """The request as it stands: of `best_of` answers the n likeliest, once all have ended."""
         self.metrics.preemptions = sum(sequence.preemptions for sequence in self.sequences)

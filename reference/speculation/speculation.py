@@ -104,7 +104,9 @@ class Speculation:
             # Nodes of a tree for which nothing could be drawn are none.
             drafted = sum(token >= 0 for token in self.drafts.get(sequence, NO_DRAFT).tokens)
             accepted = min(got, len(tokens) - 1)
-            for counts in (self.counts, sequence.request.metrics.speculation):
+            metrics = sequence.request.metrics
+            metrics.speculation = metrics.speculation or SpeculationCounts()
+            for counts in (self.counts, metrics.speculation):
                 counts.add(drafted, accepted, got)
             if drafted:
                 self.in_step[sequence.row] = drafted, accepted
