@@ -38,9 +38,8 @@ BYTES_ALT = (
     "all heads of V3 would take 4880."
 )
 CROSSOVER_ALT = (
-    "FLOPs over new tokens after 8192 cached ones: the expanded form starts high and flat, the absorbed low "
-    "and linear; they "
-    "cross at 169 new tokens."
+    "FLOPs over new tokens after 8192 cached ones: the expanded form starts high and flat, the "
+    "absorbed low and linear; they cross at 169 new tokens."
 )
 ROOFLINE_ALT = (
     "H200's roofline: absorbed decode with 16 heads is at 30 FLOP per byte on the memory "

@@ -83,8 +83,8 @@ def _start(chip: int) -> subprocess.Popen:
 
 
 def serve() -> None:
-    """Answer each folder that is named on standard input with the exit code of a fork that makes its
-    call. Ends with the process that asks, because then there is no more input.
+    """Answer each folder that is named on standard input with the exit code of a fork that makes
+    its call. Ends with the process that asks, because then there is no more input.
     """
     import triton  # here, because it may not be installed
 
