@@ -97,7 +97,7 @@ def test_drafts_are_verified_in_replayed_steps(model, method):
     prompts, limits = [[7, 8, 9] * 3, [5, 6] * 3], [6, 5]
     got = run(engine, prompts, [greedy(limit) for limit in limits])
     assert [got[str(at)][0] for at in range(2)] == alone(model, prompts, limits)
-    assert engine.speculation.accepted and max(buckets) > 2
+    assert engine.speculation.counts.accepted and max(buckets) > 2
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_trees_are_verified_in_replayed_steps(model, kind, tree):
     prompts, limits = [[7, 8, 9], [5, 6]], [5, 3]
     got = run(engine, prompts, [greedy(limit) for limit in limits])
     assert [got[str(at)][0] for at in range(2)] == alone(model, prompts, limits)
-    assert engine.speculation.drafted and max(buckets) > 2
+    assert engine.speculation.counts.drafted and max(buckets) > 2
 
 
 def test_swapped_blocks_come_back_from_the_host(model):
@@ -193,7 +193,7 @@ def test_trees_over_a_cache_of_codes():
     assert engine.runner.captured is None
     got = run(engine, PROMPT, [greedy(4)])["0"]
     assert got == naive_answers(model, PROMPT, [4], FORMATS["int8"])
-    assert engine.speculation.drafted
+    assert engine.speculation.counts.drafted
 
 
 def test_a_gguf_file_in_replayed_steps(tmp_path):

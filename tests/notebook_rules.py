@@ -88,7 +88,7 @@ def _texts(output: dict) -> list[str]:
     return ["".join(output.get("text", "")), *("".join(value) for value in data.values())]
 
 
-# ---------------------------------------------------------------- source that a notebook has printed
+# --------------------------------------------------------------- source that a notebook has printed
 
 HOLD_SOURCE = ("lessons/", "reference/", "models/", "exercises/", "solutions/")
 DEFINITION = re.compile(r"^(\s*)(?:async )?(?:def|class) (\w+)\b")

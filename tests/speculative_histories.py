@@ -26,6 +26,7 @@ from lessons.l17_tree_speculation.heads.drafts import HeadDrafter
 from lessons.l17_tree_speculation.naive import verify_tree
 from lessons.l17_tree_speculation.trees.guesses import Ranked
 from lessons.l17_tree_speculation.trees.tree import Tree, chain
+from reference.engine.engine import Engine
 from reference.engine.request import EngineRequest, by_priority
 from reference.engine.sampling_params import SamplingParams
 from reference.features.swap import PoolsSwap
@@ -33,7 +34,7 @@ from reference.speculation.head_proposers import HeadProposer
 from reference.speculation.lookahead import LookaheadScheduler
 from reference.speculation.proposers import DraftModelProposer, NgramProposer
 from reference.speculation.protocol import Draft
-from reference.speculation.speculative_engine import SpeculativeEngine
+from reference.speculation.speculation import Speculation
 from reference.speculation.tree_guesses import DrawnIfSampled
 from reference.speculation.verification import ACCEPTS, DRAFTS, DRAWS, Row, node_numbers, numbers
 from tests.engine_histories import CONFIG, LOGITS, LONGEST, History, House, VirtualRunner, hashes
@@ -196,7 +197,7 @@ class TreeRunner(VirtualRunner):
             self.pool.v_slots[0, table[place // size] * size + place % size] = held + depth
 
 
-def new_engine(house: House, faults, drafting: Drafting, kind, draft) -> SpeculativeEngine:
+def new_engine(house: House, faults, drafting: Drafting, kind, draft) -> Engine:
     size = house.num_blocks, house.block_size
     if house.cache is None:
         blocks = BlockManager(*size)
@@ -219,7 +220,7 @@ def new_engine(house: House, faults, drafting: Drafting, kind, draft) -> Specula
         how["host"] = Host(swap, house.host_blocks)
     scheduler = LookaheadScheduler(blocks, **how)
     runner.rules = LookaheadRules(scheduler)
-    return kind(runner, scheduler, None, LONGEST)
+    return Engine(runner, scheduler, None, LONGEST, speculation=kind(runner, scheduler))
 
 
 class LookaheadRules(Rules):
@@ -258,7 +259,7 @@ class DraftedHistory(History):
         requests,
         faults,
         drafting: Drafting,
-        kind=SpeculativeEngine,
+        kind=Speculation,
         draft=VirtualDraft,
     ):
         least = house.max_num_seqs * (1 + drafting.most)
@@ -268,18 +269,19 @@ class DraftedHistory(History):
         super().__init__(house, requests, faults, engine=engine)
         self.drafting = drafting
         self.seen |= dict(accepted=0, rejected=0, stopped_inside=0, moved=0)
-        self.hand_out, engine.hand_out = engine.hand_out, self.look_at
+        engine.sampler = self.look_at
 
-    def look_at(self, emitted, drafts):
-        """Stands in front of the engine's hand_out."""
-        for sequence, (tokens, *_) in emitted.items():
+    def look_at(self, logits, sequences):
+        """What is verified, on its way to the engine."""
+        speculation = self.engine.speculation
+        found, drafts = speculation.verify(logits, sequences), speculation.drafts
+        for sequence, (tokens, _, path) in zip(sequences, found):
             drafted = len(drafts[sequence].tokens) if sequence in drafts else 0
             self.seen["accepted"] += len(tokens) - 1
             self.seen["rejected"] += drafted - (len(tokens) - 1)
-            path = emitted[sequence].path
             self.seen["moved"] += any(node != place for place, node in enumerate(path))
             self.seen["stopped_inside"] += not sequence.stop_token_ids.isdisjoint(tokens[:-1])
-        self.hand_out(emitted, drafts)
+        return found
 
     def params(self, index: int) -> SamplingParams:
         params = super().params(index)
@@ -292,7 +294,7 @@ class DraftedHistory(History):
 
     def check_end(self) -> None:
         super().check_end()
-        proposer = self.engine.proposer
+        proposer = self.engine.speculation.proposer
         kept = proposer.known if self.drafting.kind == "ngram" else getattr(proposer, "held", {})
         assert not kept, "the proposer remembers who has gone"
 

@@ -434,9 +434,10 @@ def test_lines_are_vllms():
     setting = Setting(1.0, 1.0, 2, Objectives(ttft_s=1), (99,), tuple(bench_report.METRICS))
     printed = report(summarize(run, setting), setting)
     names = [text.partition(":")[0].strip("=- ") for text in printed]
-    want = """Serving Benchmark Result, Successful requests, Failed requests, Maximum request concurrency,
-    Request rate configured (RPS), Benchmark duration (s), Total input tokens, Total generated tokens,
-    Request throughput (req/s), Request goodput (req/s), Output token throughput (tok/s),
+    want = """Serving Benchmark Result, Successful requests, Failed requests,
+    Maximum request concurrency, Request rate configured (RPS), Benchmark duration (s),
+    Total input tokens, Total generated tokens, Request throughput (req/s),
+    Request goodput (req/s), Output token throughput (tok/s),
     Peak output token throughput (tok/s), Peak concurrent requests, Total Token throughput (tok/s),
     Time to First Token, Mean TTFT (ms), Median TTFT (ms), P99 TTFT (ms),
     Time per Output Token (excl. 1st token), Mean TPOT (ms), Median TPOT (ms), P99 TPOT (ms),

@@ -278,8 +278,8 @@ TENSOR_BUGS = {
 @pytest.mark.parametrize("bug", TENSOR_BUGS)
 @pytest.mark.sample(4)
 def test_a_bug_in_the_pipelined_kernel_is_caught(bug, tmp_path, monkeypatch, seed):
-    """Two blocks of queries, the second not full; three tiles of keys, the last not full, and masked
-    by one query alone.
+    """Two blocks of queries, the second not full; three tiles of keys, the last not full, and
+    masked by one query alone.
     """
     right, wrong, by = TENSOR_BUGS[bug]
     pipelined = cuda_flash.VERSIONS["pipelined"]

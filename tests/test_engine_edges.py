@@ -92,19 +92,19 @@ def test_only_guesses_that_were_drawn_count_as_drafted():
     eagle = EagleDraft(CONFIG, 32).to(model.device).eval().requires_grad_(False)
     tree = dict(speculative_token_tree="[(0,),(1,),(2,),(3,)]", draft_sample_method="probabilistic")
     engine = speculative_engine(model, "eagle", eagle, 4, tree)
-    drawn, propose = [], engine.proposer.propose
+    drawn, propose = [], engine.speculation.proposer.propose
 
     def noted(*arguments):
         drafts = propose(*arguments)
         drawn.extend(token for draft in drafts for token in draft.tokens if token >= 0)
         return drafts
 
-    engine.proposer.propose = noted
+    engine.speculation.proposer.propose = noted
     wish = SamplingParams(max_tokens=20, temperature=1.0, top_k=1, seed=1, detokenize=False)
     engine.add_request("a", [1, 2, 3, 4], wish)
     while engine.has_unfinished_requests:
         [output] = engine.step()
-    assert engine.speculation.drafted == output.metrics.speculation.drafted == len(drawn) > 0
+    assert engine.speculation.counts.drafted == output.metrics.speculation.drafted == len(drawn) > 0
 
 
 def test_a_draft_with_a_shorter_context_reads_as_much_of_a_table_as_it_may():

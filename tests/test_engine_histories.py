@@ -120,14 +120,17 @@ class SkipsScores(Engine):
 class ForksLate(Engine):
     """The other answers begin when the first has a token already."""
 
-    def sample(self, step, hidden, sampled):
-        waiting = {s.request: s.request.waiting_to_fork for s in sampled if not s.output}
-        for request in waiting:
+    def sample(self, step, hidden):
+        begun = [chunk.sequence for chunk in step.chunks if not chunk.sequence.output]
+        self.waiting = {s.request: s.request.waiting_to_fork for s in begun}
+        for request in self.waiting:
             request.waiting_to_fork = []
-        touched = super().sample(step, hidden, sampled)
-        for request, children in waiting.items():
+        return super().sample(step, hidden)
+
+    def fork(self, sampled):
+        super().fork(sampled)
+        for request, children in self.waiting.items():
             request.waiting_to_fork = children
-        return touched
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_drafts_change_no_adapter_s_tokens(draft, way, model, prompts, requests,
     engine.runner.run = watched
     got, _ = serve(engine, prompts, requests)
     assert got == expected
-    assert engine.speculation.drafted, "nothing was drafted"
+    assert engine.speculation.counts.drafted, "nothing was drafted"
     assert bool(trees_run) is ("speculative_token_tree" in DRAFTS[draft])
 
 

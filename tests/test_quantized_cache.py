@@ -69,7 +69,7 @@ def poison(engine) -> None:
     """Nobody may see what nobody wrote."""
     pools = [engine.runner.pool]
     if engine.scheduler.__class__.__name__.startswith("Lookahead"):
-        pools += engine.proposer.pools
+        pools += engine.speculation.proposer.pools
     for pool in pools:
         pool.k_scales.fill_(torch.nan)
         pool.v_scales.fill_(torch.nan)
@@ -132,7 +132,7 @@ def test_rejected_drafts_leave_nothing_behind(model, drafters, expected, name, m
     """The next token writes over codes and scale of a rejected one."""
     engine = new_engine(model, name, method, drafters[method], num_gpu_blocks_override=22)
     assert answers_of(engine) == expected[name]
-    assert engine.speculation.drafted > engine.speculation.accepted
+    assert engine.speculation.counts.drafted > engine.speculation.counts.accepted
 
 
 def test_prefixes_are_found_in_codes(model, expected):

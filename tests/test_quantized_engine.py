@@ -112,7 +112,7 @@ def test_speculation_with_a_quantized_target_and_its_own_weights_as_the_draft(mo
     for name, drafter in {"in full precision": new_model(), "itself": model}.items():
         engine = engine_over(model, None, EngineArgs(speculative_config=config, **small), drafter)
         assert run(engine, prompts, params) == want, name
-        speculation = engine.speculation
+        speculation = engine.speculation.counts
         assert speculation.drafted
         if name == "itself":
             assert speculation.accepted == speculation.drafted

@@ -153,7 +153,8 @@ def test_what_no_number_of_gpus_reaches_is_said(capsys):
 def test_every_policy_and_both_figures(tmp_path, capsys):
     out = tmp_path / "figures"
     code, said, err = run(
-        "--trace", SMALL, "--policy", "all", "--most-replicas", "4", "--out", str(out), capsys=capsys
+        "--trace", SMALL, "--policy", "all", "--most-replicas", "4", "--out", str(out),
+        capsys=capsys,
     )  # fmt: skip
     assert code == 0 and all(name in said for name in POLICIES), err
     assert sorted(p.name for p in out.iterdir()) == [

@@ -142,16 +142,17 @@ class SharesAConstraint(Engine):
 class ShiftsTheMasks(Engine):
     """Each row has the constraint of its neighbour."""
 
-    def sample(self, step, hidden, sampled):
+    def sample(self, step, hidden):
+        sampled = [chunk.sequence for chunk in step.chunks if chunk.is_sampled]
         if len(sampled) > 1:
             constraints = [sequence.constraint for sequence in sampled]
             for at, sequence in enumerate(sampled):
                 sequence.constraint = constraints[at - 1]
-            found = super().sample(step, hidden, sampled)
+            found = super().sample(step, hidden)
             for sequence, own in zip(sampled, constraints):
                 sequence.constraint = own
             return found
-        return super().sample(step, hidden, sampled)
+        return super().sample(step, hidden)
 
 
 @pytest.mark.parametrize("kind", [ForgetsWhatItRead, SharesAConstraint, ShiftsTheMasks])

@@ -252,7 +252,9 @@ def test_bytes(impl, case, seed):
 
 @check("4.3")
 def test_counted_operation_by_operation(impl, seed):
-    """Against PyTorch's own operations, on tensors without memory; the tables' share is taken off."""
+    """Against PyTorch's own operations, on tensors without memory; the tables' share is taken
+    off.
+    """
     g = torch.Generator().manual_seed(seed)
     kv_heads, group, half = (int(torch.randint(1, 5, (1,), generator=g)) for _ in range(3))
     heads, dim = kv_heads * group, 2 * half

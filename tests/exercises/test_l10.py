@@ -106,7 +106,9 @@ def test_keeps_float32(impl, seed):
 
 @check("10.1")
 def test_slices(impl, seed):
-    """Both tensors are slices of wider ones, as a workspace with room for more splits gives them."""
+    """Both tensors are slices of wider ones, as a workspace with room for more splits gives
+    them.
+    """
     inputs = partials(seed, empty=(2,))
     want = merged(**inputs)
     inputs = {name: in_wider_memory(x) for name, x in inputs.items()}

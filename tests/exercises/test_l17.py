@@ -200,7 +200,9 @@ def test_verification(impl, case, seed):
 
 @check("17.3", seconds=5)
 def test_more_siblings_than_the_draft_has_tokens(impl, seed):
-    """q has two tokens, and both were drawn: nothing is left of it, and p is still a distribution."""
+    """q has two tokens, and both were drawn: nothing is left of it, and p is still a
+    distribution.
+    """
     p = torch.tensor([[0.1, 0.2, 0.7]] * 3, dtype=torch.float64)
     q = torch.tensor([[0.5, 0.5, 0.0]] * 3, dtype=torch.float64)
     u = torch.tensor([[0.0, 0.9], [0.95, 0.0], [0.95, 0.0]], dtype=torch.float64)

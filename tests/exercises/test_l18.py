@@ -294,7 +294,9 @@ def by_least_squares(weight, hessian, group_size):
 
 
 def problem(seed: int, N=3, K=12, group_size=4, outlier=False, zeros=False) -> tuple[dict, tuple]:
-    """Arguments of gptq, clear of ties, and the answer. Inputs are correlated, as activations are."""
+    """Arguments of gptq, clear of ties, and the answer. Inputs are correlated, as activations
+    are.
+    """
     generator = torch.Generator().manual_seed(seed)
     while True:
         mix = torch.randn(K, K, generator=generator, dtype=torch.float64)

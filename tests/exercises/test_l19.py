@@ -246,7 +246,9 @@ def written(tokens, page_size, slots):
 
 @cache
 def tokens_of(seed, slots, page_size, num_heads, head_dim, loudness, zeros=False, outlier=1.0):
-    """Random (k, v) for the slots, token i as loud as loudness[i mod their number]; and `written`."""
+    """Random (k, v) for the slots, token i as loud as loudness[i mod their number]; and
+    `written`.
+    """
     for draw in itertools.count():
         g = torch.Generator().manual_seed(1000 * seed + draw)
         tokens = []

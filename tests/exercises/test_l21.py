@@ -130,8 +130,8 @@ def test_switch_square(impl, seed):
 
 @check("21.2", seconds=5)
 def test_switch_bfloat16(impl, seed):
-    """The sum is rounded once. Nearly nothing is left of it, so a correction that was rounded before
-    it is added loses all.
+    """The sum is rounded once. Nearly nothing is left of it, so a correction that was rounded
+    before it is added loses all.
     """
     new = adapter_of(seed, 4, 1.0, 16, 16, most=60)
     weight = -carrying(torch.zeros(16, 16), new, 1).bfloat16()
@@ -162,8 +162,8 @@ def test_switch_refuses_dora(impl, seed):
             assert "use_dora" in str(error), f"your ValueError says {error}; name use_dora"
             continue
         raise AssertionError(
-            f"your function returned a {type(got).__name__} for an adapter with use_dora; it cannot "
-            "be merged by A and B alone, so raise ValueError"
+            f"your function returned a {type(got).__name__} for an adapter with use_dora; it "
+            "cannot be merged by A and B alone, so raise ValueError"
         )
 
 

@@ -287,8 +287,8 @@ def random_theirs(folder: Path) -> PreTrainedModel | None:
 
 def save_theirs(model: PreTrainedModel, folder: Path) -> None:
     """save_pretrained, with both dimensions of every expert's matrix. transformers (5.17) keeps the
-    experts in one tensor and squeezes what it cuts out of it, so a matrix of one row or column would
-    be stored as a vector, which transformers cannot read either.
+    experts in one tensor and squeezes what it cuts out of it, so a matrix of one row or column
+    would be stored as a vector, which transformers cannot read either.
     """
     model.save_pretrained(folder)
     file, config = folder / "model.safetensors", model.config

@@ -303,8 +303,9 @@ def test_published_configs_load_with_all_that_they_hold(name, tmp_path):
 
 
 # Keys that may say anything, listed here again so that a key becomes harmless only on purpose.
-TRAINING = """architectures attention_dropout bos_token_id dtype embd_pdrop id2label initializer_range label2id
-    num_mtp_layers output_hidden_states output_router_logits pad_token_id pretraining_tp
+TRAINING = """architectures attention_dropout bos_token_id dtype embd_pdrop id2label
+    initializer_range label2id num_mtp_layers output_hidden_states output_router_logits
+    pad_token_id pretraining_tp
     problem_type resid_pdrop return_dict router_aux_loss_coef
     transformers_version use_cache"""
 NOT_IN_USE = {

@@ -1,4 +1,6 @@
-"""`make profile`: what it prints and writes of a lesson's kernels and of one's own, and its refusals."""
+"""`make profile`: what it prints and writes of a lesson's kernels and of one's own, and its
+refusals.
+"""
 
 import json
 import subprocess
@@ -118,7 +120,9 @@ def test_cuda_c_plus_plus_is_profiled_too(tmp_path):
 
 
 def test_a_file_may_be_called_like_a_module(tmp_path):
-    """profile.py, copy.py or random.py: what Python itself imports by that name is still its own."""
+    """profile.py, copy.py or random.py: what Python itself imports by that name is still its
+    own.
+    """
     file = tmp_path / "profile.py"
     file.write_text(MINE)
     done = profile(f"{file}:try_it", "--out", str(tmp_path))

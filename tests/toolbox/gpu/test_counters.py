@@ -6,7 +6,8 @@ import pytest
 from lessons.toolbox.gpu.counters import Counts, counting, matrix_flops
 from tests.toolbox.gpu.running import kernel_of, run
 
-LOAD = "mul.wide.u32 %rd1, %r70, {step};\nadd.u64 %rd1, %rd1, %rd30;\nld.global.{type} {to}, [%rd1+{first}];"
+LOAD = "mul.wide.u32 %rd1, %r70, {step};\nadd.u64 %rd1, %rd1, %rd30;\n"
+LOAD += "ld.global.{type} {to}, [%rd1+{first}];"
 SHARED = "mul.lo.u32 %r1, %r70, {step};\nst.shared.{type} [%r1], {of};"
 
 

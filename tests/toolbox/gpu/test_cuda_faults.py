@@ -19,8 +19,8 @@ THREE = (
 WRONG = {  # name: (the kernel's third line and on, what the message says)
     "store behind the end": (
         "x[i + 1] = 1.0f;",
-        r"^fault: k, small.cu:3, program \(0, 0, 0\), thread 63: 4 bytes at 256 of argument 0, which has "
-        r"256 bytes \[st.global",
+        r"^fault: k, small.cu:3, program \(0, 0, 0\), thread 63: 4 bytes at 256 of argument 0, "
+        r"which has 256 bytes \[st.global",
     ),
     "load before the start": (
         "y[i] = x[i - 1];",
@@ -38,7 +38,8 @@ WRONG = {  # name: (the kernel's third line and on, what the message says)
     ),
     "race in shared memory": (
         "__shared__ float a[64];\n    a[i] = x[i];\n    y[i] = a[63 - i];",
-        r"race in shared memory: it (reads|writes) what warp \d (wrote|reads) at small.cu:[45], with no",
+        r"race in shared memory: it (reads|writes) what warp \d (wrote|reads) at small.cu:[45], "
+        r"with no",
     ),
     "barrier for a part of a warp": (
         "if (i < 40)\n        __syncthreads();",

@@ -132,7 +132,9 @@ def test_two_threads_store_different_values_at_one_place():
 
 
 def test_copies_of_a_sum_may_differ_in_their_last_bits():
-    """A compiler fuses a product into a butterfly's first addition, and the partners round otherwise."""
+    """A compiler fuses a product into a butterfly's first addition, and the partners round
+    otherwise.
+    """
     body = "and.b32 %r3, %r70, 1;\nadd.u32 %r3, %r3, FIRST;\nst.shared.b32 [tile], %r3;"
     run(body.replace("FIRST", "0x40000000"), [words()], outside=SHARED)  # 2.0 and the next float
     fails(body.replace("FIRST", "1000000"), "store different values", outside=SHARED)

@@ -435,8 +435,9 @@ def test_a_matrix_product(type_, seed, monkeypatch):
             c_regs[r, lane] = word(c[g + 8 * (r // 2), 2 * t + r % 2], sums)
     names = [f"%r{i + 1}" for i in range(10)]
     kinds = f"{sums}.{type_}.{type_}.{sums}"
+    sums_at = ", ".join(f"%r{i}" for i in range(20, 24))
     text = (
-        f"mma.sync.aligned.m16n8k{depth}.row.col.{kinds} {{{', '.join(f'%r{i}' for i in range(20, 24))}}}, "
+        f"mma.sync.aligned.m16n8k{depth}.row.col.{kinds} {{{sums_at}}}, "
         f"{{{', '.join(names[:4])}}}, {{{', '.join(names[4:6])}}}, {{{', '.join(names[6:])}}};"
     )
     out = np.zeros((16, 8))
