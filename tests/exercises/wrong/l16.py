@@ -202,14 +202,10 @@ answers.slips(
 )
 
 
-def softmaxed(logits, temperature, greedy="one hot"):
+def softmaxed(logits, temperature):
     """[B, T, V] logits -> probabilities."""
     scaled = logits / temperature[:, None, None]
-    if greedy == "divided":
-        return scaled.softmax(-1)
     best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-    if greedy == "as at temperature 1":
-        best = logits.softmax(-1)
     return torch.where(temperature[:, None, None] == 0, best, scaled.softmax(-1))
 
 
