@@ -1,5 +1,5 @@
-"""Wrong answers to lesson 00's puzzles: real slips, and the hint for whoever made them. The products
-and CUDA C++ stand in l00_tiles.py.
+"""Wrong answers to lesson 00's puzzles: real slips, each with a hint. The products and CUDA C++ are
+in l00_tiles.py.
 """
 
 import torch
@@ -119,7 +119,7 @@ answers.slips(
     - mask=column < columns
     + mask=column >= 0
 
-    no_other: Places behind the row have no `other`, so they hold garbage, and you add it.
+    no_other: Places after the end of the row have no `other`, so they hold garbage, and you add it.
     - mask=column < columns, other=0.0
     + mask=column < columns
 
@@ -163,11 +163,11 @@ answers.slips(
     - row * stride_row + column * stride_column
     + row * columns + column
 
-    row_stride_only: Neighbours in a row lie stride_column apart, not 1.
+    row_stride_only: Neighbours in a row are stride_column apart, not 1.
     - row * stride_row + column * stride_column
     + row * stride_row + column
 
-    column_stride_only: Rows of x lie stride_row apart, not `columns`.
+    column_stride_only: Rows of x are stride_row apart, not `columns`.
     - row * stride_row + column * stride_column
     + row * columns + column * stride_column
 
@@ -242,8 +242,7 @@ answers.slips(
     - out_ptr + column * rows + row
     + out_ptr + row * columns + column
 
-    rows_and_columns_swapped: You load from the place in out. x[r, c] lies r · columns + c behind
-        x_ptr.
+    rows_and_columns_swapped: You load from the place in out. x[r, c] is at x_ptr + r · columns + c.
     - x_ptr + row * columns + column
     + x_ptr + column * rows + row
 

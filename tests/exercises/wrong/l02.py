@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 02's exercises: real slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 02's exercises: real slips, each with a hint."""
 
 import torch
 
@@ -13,8 +13,7 @@ answers = Answers()
 answers.slips(
     "2.1",
     """
-    top_left_mask: Your mask is aligned top left. Which key does the LAST query stand at when Tk >
-        Tq?
+    top_left_mask: Your mask is aligned top left. Which key is the LAST query's own when Tk > Tq?
     - sees.tril(num_keys - num_queries)
     + sees.tril()
     - sees.triu(num_keys - num_queries - window + 1)
@@ -54,8 +53,8 @@ answers.slips(
     + weights = (scores - scores.amax(-1, keepdim=True).clamp(min=-1e4)).exp() * sees
     + weights = weights / weights.sum(-1, keepdim=True)
 
-    strides_ignored: You read q, k or v as if its rows lay one behind the other. Its strides say
-        where they lie.
+    strides_ignored: You read q, k or v as if it were contiguous. Its strides say where its rows
+        are.
     - group = num_heads // num_kv_heads
     + group = num_heads // num_kv_heads
     + k = k.as_strided(k.shape, (num_kv_heads * head_dim, head_dim, 1))
@@ -190,7 +189,7 @@ answers.slips(
     + p = (p - p.max()).exp()
     + p = p / p.sum(-1, keepdim=True)
 
-    strides_ignored: You read the logits as if their rows lay one behind the other.
+    strides_ignored: You read the logits as if they were contiguous.
     - logits.double()
     + logits.as_strided(logits.shape, (vocab_size, 1)).double()
 

@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 03's exercises: real slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 03's exercises: real slips, each with a hint."""
 
 import torch
 
@@ -16,7 +16,7 @@ answers = Answers()
 answers.slips(
     "3.1",
     """
-    top_left_mask: Your first query sees row 0 alone. It stands at row context_lens[b] - T.
+    top_left_mask: Your first query sees row 0 alone. Its own row is context_lens[b] - T.
     - context_lens[:, None] - num_queries + step  # [B, T], a query's own row
     + 0 * context_lens[:, None] + step
 
@@ -36,8 +36,8 @@ answers.slips(
     + total = (scores - scores.max()).exp().sum(-1).permute(0, 3, 1, 2)
     + return (out / total[..., None]).flatten(2, 3)
 
-    strides_ignored: You read an argument as if its rows lay one behind the other. Its strides say
-        where they lie.
+    strides_ignored: You read an argument as if it were contiguous. Its strides say where its rows
+        are.
     - grouped = q
     + strides = capacity * num_kv_heads * head_dim, num_kv_heads * head_dim, head_dim, 1
     + k_cache = k_cache.as_strided(k_cache.shape, strides)
@@ -183,7 +183,7 @@ answers.slips(
     + self.blocks(self.k_slots)[:, :1, :held] = old_k[:, :1]
     + self.blocks(self.v_slots)[:, :1, :held] = old_v[:, :1]
 
-    growth_of_k_alone: K moves, and V stays behind.
+    growth_of_k_alone: K moves, and V does not.
     - self.blocks(self.v_slots)[:, :, :held] = old_v
 
     table_stays: cos_sin_cache still ends where the old block did.
@@ -210,7 +210,7 @@ answers.slips(
     - max(SMALLEST_BUCKET, 1 << (tokens - 1).bit_length())
     + 1 << (tokens - 1).bit_length()
 
-    counts_nobodys_slot: You count the slot that is nobody's. Only blocks are copied.
+    counts_the_spare_slot: You count the spare slot. Only blocks are copied.
     - self.k_slots = self.new_slots(old_k
     + self.growth_copy_bytes += self.k_slots.nbytes + self.v_slots.nbytes
     + self.k_slots = self.new_slots(old_k
@@ -261,7 +261,7 @@ answers.slips(
     - self.ops.decode if batch.max_seqlen_q == 1 else self.ops.prefill
     + self.ops.prefill
 
-    ignores_first_block: The batch's first sequence lies in first_block, and you read block 0.
+    ignores_first_block: The batch's first sequence is in block first_block, and you read block 0.
     - k_cache = self.blocks(k_slots)[first_block:]
     - v_cache = self.blocks(v_slots)[first_block:]
     + k_cache = self.blocks(k_slots)
@@ -283,8 +283,8 @@ answers.slips(
     - self.written_bytes += k.nbytes + v.nbytes
     + self.written_bytes += k.nbytes
 
-    all_move_up: In your list everyone moves up. Only the last sequence has to move, into the free
-        block.
+    all_move_up: In your list every sequence moves up. Only the last sequence has to move, into the
+        free block.
     - if block < len(remaining):
     -     self.move(len(remaining), block, last)
     -     remaining[block] = last
@@ -293,7 +293,7 @@ answers.slips(
     +     self.move(b + 1, b, held[b + 1])
     + return held[:block] + held[block + 1 :]
 
-    takes_the_last_block: You copy the pool's last block. The last sequence may lie before it.
+    takes_the_last_block: You copy the pool's last block. The last sequence may be in one before it.
     - self.move(len(remaining), block, last)
     + self.move(self.num_blocks - 1, block, last)
 
@@ -319,15 +319,15 @@ answers.slips(
     - self.move(len(remaining), block, last)
     + self.move(block, len(remaining), last)
 
-    list_alone: In your list everyone moves up. Only the last sequence has to move, into the free
-        block.
+    list_alone: In your list every sequence moves up. Only the last sequence has to move, into the
+        free block.
     - if block < len(remaining):
     -     self.move(len(remaining), block, last)
     -     remaining[block] = last
     - return remaining
     + return held[:block] + held[block + 1 :]
 
-    erases: Nothing need be erased: nobody reads behind a length.
+    erases: Nothing need be erased: rows after a length are never read.
     - if block < len(remaining):
     + self.blocks(self.k_slots)[:, len(remaining)] = 0
     + if block < len(remaining):
@@ -364,7 +364,7 @@ answers.slips(
     - *remaining, last = held
     + remaining, last = held, held.pop()
 
-    counts_itself: You append behind what you wrote before. The batch says where its tokens go.
+    counts_itself: You append after what you wrote before. The batch says where its tokens go.
     - read = self.ops
     + self.appended = getattr(self, "appended", 0) + len(batch.tokens)
     + first = self.appended - len(batch.tokens)
@@ -571,7 +571,8 @@ answers.slips(
     - left_over = answer[-1:]
     + told += answer
 
-    positions_off_by_one: Your positions are one too high: the next token stands behind those held.
+    positions_off_by_one: Your positions are one too high: the next token comes right after those
+        held.
     - batch = new_batch([(new, held)]
     + batch = new_batch([(new, held + 1)]
 

@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 05's exercises: real slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 05's exercises: real slips, each with a hint."""
 
 from dataclasses import replace
 
@@ -44,8 +44,8 @@ answers.slips(
     + p = (scores - scores.amax(-1, keepdim=True).clamp(min=-1e4)).exp()
     + p = (p / p.sum(-1, keepdim=True)).to(v.dtype)
 
-    strides_ignored: You read q, k or v as if its rows lay one behind the other. Its strides say
-        where they lie.
+    strides_ignored: You read q, k or v as if it were contiguous. Its strides say where its rows
+        are.
     - rows = q.unflatten
     + k = k.as_strided(k.shape, (k.shape[1] * k.shape[2], k.shape[2], 1))
     + rows = q.unflatten
@@ -65,7 +65,7 @@ answers.slips(
     no_mask: Your prompt's tokens see their future.
     - .masked_fill(~sees, -torch.inf)
 
-    top_left_mask: A chunk's first query stands behind all older tokens, not at the first one.
+    top_left_mask: A chunk's first query comes after all older tokens, not at the first one.
     - causal_mask(len(q), len(k), window, q.device)
     + torch.ones(len(q), len(k), dtype=torch.bool).tril()
 
@@ -142,26 +142,26 @@ answers.slips(
     + k_ptr += sequence * stride_kb
     + v_ptr += sequence * stride_vb
 
-    rows_behind_the_group_written: The padded rows are stored, over the next group's heads. Mask the
+    rows_after_the_group_written: The padded rows are stored, over the next group's heads. Mask the
         store with row < GROUP.
     - out.to(out_ptr.dtype.element_ty), mask=in_group
     + out.to(out_ptr.dtype.element_ty), mask=(row < BLOCK_M)[:, None] & in_head
 
-    rows_behind_the_group_loaded: The padded rows of q are loaded: the next group's heads, and at
-        the end out of bounds.
+    rows_after_the_group_loaded: The padded rows of q are loaded: the next group's heads, and at the
+        end out of bounds.
     - mask=in_group, other=0.0,
     + mask=(row < BLOCK_M)[:, None] & in_head, other=0.0,
 
-    columns_behind_the_head_written: Columns from HEAD_DIM on are stored, over the next head. Mask
+    columns_after_the_head_written: Columns from HEAD_DIM on are stored, over the next head. Mask
         the store with them too.
     - out.to(out_ptr.dtype.element_ty), mask=in_group
     + out.to(out_ptr.dtype.element_ty), mask=(row < GROUP)[:, None] & (column < BLOCK_D)[None, :]
 
-    unused_rows_loaded: You load rows behind `length`. A weight of 0 times NaN is NaN.
+    unused_rows_loaded: You load rows after `length`. A weight of 0 times NaN is NaN.
     - held = (key < length)[:, None] & in_head
     + held = (key >= 0)[:, None] & in_head
 
-    tail_keys_unmasked: Keys behind `length` score 0 and get weight 2^(0 - max): set their scores to
+    tail_keys_unmasked: Keys after `length` score 0 and get weight 2^(0 - max): set their scores to
         -inf.
     - scores = tl.where((key < length)[None, :], scores, float("-inf"))
 
@@ -247,7 +247,7 @@ answers.slips(
     + heads = weight.view(-1, num_kv_heads, config.head_dim, *weight.shape[1:])
     + converted[name] = heads.sum(0).flatten(0, 1)
 
-    two_bugs_left_bias: Two bugs are left: who forms a group, and what they become.
+    two_bugs_left_bias: Two bugs are left: which heads form a group, and what they become.
     - heads = weight.view(num_kv_heads, -1, config.head_dim, *weight.shape[1:])
     - converted[name] = heads.mean(1).flatten(0, 1)
     + heads = weight.view(-1, num_kv_heads, config.head_dim, *weight.shape[1:])

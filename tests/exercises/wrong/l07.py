@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 07's exercises: real slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 07's exercises: real slips, each with a hint."""
 
 import torch
 
@@ -12,7 +12,7 @@ answers = Answers()
 answers.slips(
     "7.1",
     """
-    eps_outside: eps stands inside the root: 1 / √(mean + eps), not 1 / (√mean + eps).
+    eps_outside: eps is inside the root: 1 / √(mean + eps), not 1 / (√mean + eps).
     - tl.rsqrt(mean_square + eps)
     + (1.0 / (tl.sqrt(mean_square) + eps))
 
@@ -129,12 +129,12 @@ answers.alternative("7.1")(optimized.add_rms_norm)
 answers.slips(
     "7.2",
     """
-    own_norm_again: Behind a layer's MLP stands the NEXT layer's input_layernorm.
+    own_norm_again: After a layer's MLP comes the NEXT layer's input_layernorm.
     - normed = norms[2 * index + 2].after_adding(layer.mlp(normed), x)
     + following = norms[2 * index] if index < len(layers) - 1 else last_norm
     + normed = following.after_adding(layer.mlp(normed), x)
 
-    last_norm_forgotten: Behind the last MLP stands last_norm.
+    last_norm_forgotten: After the last MLP comes last_norm.
     - + [last_norm]
     + + [layers[-1].input_layernorm]
 
@@ -167,7 +167,7 @@ answers.slips(
     - normed = norms[0](x)
     + normed = x
 
-    adds_alone: Right, but the additions stand alone: 2n kernels more. Use after_adding.
+    adds_alone: Right, but the additions are kernels of their own: 2n more. Use after_adding.
     - normed = norms[2 * index + 1].after_adding(branch, x)
     - normed = norms[2 * index + 2].after_adding(layer.mlp(normed), x)
     + x = x + branch
@@ -309,7 +309,7 @@ answers.slips(
     + wide = x.float() - x.float().mean(-1, keepdim=True)
     + normed
 
-    eps_outside: eps stands inside the root.
+    eps_outside: eps is inside the root.
     - torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     + (1 / (wide.square().mean(dim=-1, keepdim=True).sqrt() + eps))
 
@@ -402,15 +402,15 @@ answers.slips(
     - max(eager_ms, bytes_ms), max(fused_ms, bytes_ms)
     + min(eager_ms, bytes_ms), min(fused_ms, bytes_ms)
 
-    one_junction: A layer has two junctions: behind the attention and behind the MLP.
+    one_junction: A layer has two junctions: after the attention and after the MLP.
     - (22 * num_layers
     + (21 * num_layers
 
-    junction_of_two: Fused, an addition and the norm behind it are one launch.
+    junction_of_two: Fused, an addition and the norm after it are one launch.
     - (22 * num_layers
     + (24 * num_layers
 
-    no_norm_outside: n layers have 2n additions and 2n + 1 norms: one norm stands alone.
+    no_norm_outside: n layers have 2n additions and 2n + 1 norms: one norm follows no addition.
     - 1 + 9 + 8 + 1)
     + 1 + 9 + 1)
     - 1 + 9 + 1 + 1)
@@ -468,7 +468,7 @@ answers.slips(
     - 1 + 9 + 1 + 1)
     + 1 + 9 + 1)
 
-    first_norm_not_fused: The norm that stands alone is one kernel too.
+    first_norm_not_fused: The norm that follows no addition is one kernel too.
     - 1 + 9 + 1 + 1)
     + 1 + 9 + 8 + 1)
     """,

@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 08's exercises: real slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 08's exercises: real slips, each with a hint."""
 
 import torch
 

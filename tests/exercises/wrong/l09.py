@@ -14,7 +14,7 @@ answers = Answers()
 answers.slips(
     "9.1",
     """
-    top_left_mask: Your mask is aligned top left: query i stands at key i + Tk - T.
+    top_left_mask: Your mask is aligned top left: query i has position i + Tk - T.
     - device=q.device) + num_keys - num_queries
     + device=q.device)
 
@@ -22,7 +22,7 @@ answers.slips(
     - (distance < 0) | (distance >= window) if window else distance < 0
     + (distance <= 0) | (distance >= window) if window else distance <= 0
 
-    no_mask: Tiles on the diagonal need a mask: some of their queries stand before some of their
+    no_mask: Tiles on the diagonal need a mask: some of their queries come before some of their
         keys.
     - scores = scores.masked_fill(hidden[:, None], -torch.inf)
 
@@ -139,7 +139,7 @@ answers.slips(
     + q = torch.as_strided(q, q.shape, (num_heads * head_dim, head_dim, 1))
     + scale, group = (
 
-    forgets_lse: Without the lse nobody can merge your output with another part's.
+    forgets_lse: Without the lse your output cannot be merged with another part's.
     - return out, lse
     + return out, torch.zeros_like(lse)
     """,
@@ -264,8 +264,8 @@ answers.slips(
     - float("-inf")
     + -1e4
 
-    next_head: You read BLOCK_D columns of k. Behind HEAD_DIM begins the next head, and 0 · NaN is
-        NaN.
+    next_head: You read BLOCK_D columns of k. From HEAD_DIM on they are the next head's, and 0 · NaN
+        is NaN.
     - tl.load(k_ptr + k_cell, mask=held, other=0.0)
     + tl.load(k_ptr + k_cell, mask=k_cell < num_keys * num_heads * HEAD_DIM, other=0.0)
 
@@ -418,7 +418,7 @@ def by_two_triangles(num_tokens, num_heads, head_dim, itemsize, block):
 answers.slips(
     "9.4",
     """
-    as_given: More than one bug is left. Draw 4 queries behind 3 cached keys.
+    as_given: More than one bug is left. Draw 4 queries after 3 cached keys.
     - first = start_m + num_keys - num_queries
     - begin, full_end, end = 0, num_keys // block_n * block_n, num_keys
     + first = start_m
@@ -428,12 +428,12 @@ answers.slips(
     - first - window + 1
     + first + block_m - window
 
-    top_left: The first query stands at key start_m + num_keys - num_queries.
+    top_left: The first query has position start_m + num_keys - num_queries.
     - first = start_m + num_keys - num_queries
     + first = start_m
 
-    last_key_skipped: The tile's last query stands at first + block_m - 1, and sees its own key: end
-        is one behind.
+    last_key_skipped: The tile's last query has position first + block_m - 1, and sees its own key:
+        end is one more.
     - first + block_m)
     + first + block_m - 1)
 

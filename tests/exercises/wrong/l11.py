@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 11's exercises: real slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 11's exercises: real slips, each with a hint."""
 
 import itertools
 import math
@@ -231,7 +231,7 @@ def by_search(
 answers.slips(
     "11.3",
     """
-    as_given: Which line does the error name? More bugs may stand behind it.
+    as_given: Which line does the error name? More bugs may come after it.
     - state.seed.add_(1)
     + state.seed = state.seed + 1
     - # A row of padding gets what was there.
@@ -334,7 +334,7 @@ answers.slips(
     - state.memory, 0.0
     + memory, 0.0
 
-    one_row_too_far: The newest of n tokens stands at row n - 1.
+    one_row_too_far: The newest of n tokens is in row n - 1.
     - place = (state.lengths - 1).clamp(min=0)
     + place = state.lengths.clamp(max=state.memory.shape[1] - 1)
 
@@ -384,7 +384,7 @@ answers.slips(
     + buffer[1:, :batch] = inputs[1:].to(buffer.device)
     + buffer[:, batch:] = torch.tensor([[0], [0], [-1], [0]], device=buffer.device)
 
-    stale_positions: The positions in the buffer stay as captured: every token stands at 0.
+    stale_positions: The positions in the buffer stay as captured: every token has position 0.
     - buffer[:, :batch] = inputs.to(buffer.device)
     + others = [0, 2, 3]
     + buffer[others, :batch] = inputs[others].to(buffer.device)
@@ -398,7 +398,7 @@ answers.slips(
     - buffer[:, :batch] = inputs.to(buffer.device)
     + buffer[:3, :batch] = inputs[:3].to(buffer.device)
 
-    no_padding: Columns behind the batch keep an older step's values and write into a row that is
+    no_padding: Columns after the batch keep an older step's values and write into a row that is
         another's by now.
     - buffer[:, batch:] = torch.tensor([[0], [0], [-1], [0]], device=buffer.device)
 
@@ -422,7 +422,7 @@ answers.slips(
     - logits[:batch].clone()
     + logits.clone()
 
-    bucket_too_small: Your bucket is not larger than the batch: who finds no place?
+    bucket_too_small: Your bucket is not larger than the batch: which sequences find no place?
     - buffer, graph, logits = self.captured[bucket]
     + bucket = max([b for b in self.buckets if b <= batch], default=self.buckets[0])
     + buffer, graph, logits = self.captured[bucket]
@@ -474,7 +474,7 @@ answers.slips(
     forgets_the_pool: A graph owns no memory that it reads. Keep model and pool in an attribute.
     - self.model, self.pool = model, pool  # because the graphs go on reading them
 
-    never_replays: You copy the inputs and read the output. Who ran the graph?
+    never_replays: You copy the inputs and read the output. When does the graph run?
     - graph.replay()
     - return
     + return

@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 12's exercises: real slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 12's exercises: real slips, each with a hint."""
 
 import torch
 
@@ -36,7 +36,7 @@ answers.slips(
     - 1 - used / reserved, 1 - used / owned
     + 100 * (1 - used / reserved), 100 * (1 - used / owned)
 
-    of_the_whole_pool: Free blocks are no waste: anybody can have them. Count owned blocks.
+    of_the_whole_pool: Free blocks are no waste: any sequence can have them. Count owned blocks.
     - owned = sum(blocks) * block_size
     + owned = num_blocks * block_size
 
@@ -116,7 +116,7 @@ answers.slips(
     + table = []
     + fresh = self.pool.take(
 
-    KeepsTheOld: Whoever got a copy still counts as an owner of the old block: release it.
+    KeepsTheOld: A sequence that got a copy still counts as an owner of the old block: release it.
     - self.pool.release([table[at]])
 
     CopiesBackwards: A pair is (from block, to block): you copy the empty block over the full one.
@@ -138,7 +138,8 @@ answers.slips(
     + table += fresh
     + self.tables[sequence] = table
 
-    CountsNobody: The child's blocks count one owner: the first who leaves frees them for both.
+    CountsOneOwner: The child's blocks count one owner: the first sequence that leaves frees them
+        for both.
     - self.pool.share(self.tables[child])
 
     SharesFullBlocks: The child shares the parent's full blocks only, and misses the last tokens.
@@ -149,7 +150,7 @@ answers.slips(
     - self.tables.pop(sequence)
     + self.tables.pop(sequence)[:-1]
 
-    FreesForAll: free takes shared blocks from those who still read them.
+    FreesForAll: free takes shared blocks from sequences that still read them.
     - self.pool.release(self.tables.pop(sequence))
     + for block in self.tables.pop(sequence):
     +     while self.pool.owners[block]:
@@ -183,7 +184,7 @@ answers.slips(
     - tokens > held and
     + (tokens > held or held % self.block_size) and
 
-    TablesOfNobody: A sequence without blocks has no table: needs and a refused grow leave none.
+    EmptyTables: A sequence without blocks has no table: needs and a refused grow leave none.
     - table = self.tables.get(sequence, [])
     - at
     + table = self.tables.setdefault(sequence, [])
@@ -247,7 +248,7 @@ answers.slips(
     - page = tl.load(entry, mask=in_use, other=0).to(tl.int64)
     + page = sequence + 0 * key
 
-    one_page_for_a_tile: All 16 keys of a tile from the page of the first: a tile may lie in several
+    one_page_for_a_tile: All 16 keys of a tile from the page of the first: a tile may span several
         pages.
     - max_blocks + key // PAGE_SIZE
     + max_blocks + start // PAGE_SIZE + 0 * key
@@ -262,7 +263,7 @@ answers.slips(
     - page * stride_vblock + key % PAGE_SIZE * stride_vn
     + page * stride_vblock + (key - start) % PAGE_SIZE * stride_vn
 
-    rows_backwards: Rows in a page stand in the order of the keys.
+    rows_backwards: Rows in a page are in the order of the keys.
     - page * stride_kblock + key % PAGE_SIZE * stride_kn
     + page * stride_kblock + (PAGE_SIZE - 1 - key % PAGE_SIZE) * stride_kn
     - page * stride_vblock + key % PAGE_SIZE * stride_vn
@@ -320,7 +321,7 @@ answers.slips(
     - acc / l_i
     + acc
 
-    max_from_0: Your maximum starts at a number. What if all scores lie below it? Start at −inf.
+    max_from_0: Your maximum starts at a number. What if all scores are below it? Start at −inf.
     - m_i = tl.full((), float("-inf"), tl.float32)
     + m_i = tl.full((), 0.0, tl.float32)
 
@@ -332,7 +333,7 @@ answers.slips(
 )
 
 
-@answers.wrong("12.3", "You copy all pages to one place first. Read them where they lie.")
+@answers.wrong("12.3", "You copy all pages to one place first. Read them where they are.")
 def gathers(q, k_cache, v_cache, block_table, context_lens):
     group = q.shape[1] // k_cache.shape[2]
     out = torch.zeros_like(q)

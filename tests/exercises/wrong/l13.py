@@ -20,7 +20,7 @@ answers.slips(
     - min(same, length - 1) // block_size * block_size
     + min(-(-same // block_size) * block_size, length - 1)
 
-    nothing_runs: With every block known you run nothing. Who gives the logits of the last token?
+    nothing_runs: With every block known you run nothing. What gives the logits of the last token?
     - min(same, length - 1)
     + min(same, length)
 
@@ -173,7 +173,7 @@ answers.slips(
     + known.append(block)
     - known.append(self.block_of[before])
 
-    returns_all_blocks: Blocks behind the last whole one do not count.
+    returns_all_blocks: Blocks after the last whole one do not count.
     - return known
     + return known + list(blocks)[len(known) :]
 
@@ -183,7 +183,7 @@ answers.slips(
     - return known
     + return self.count - first
 
-    no_eviction: You forget nothing, so you hand out blocks that hold somebody else's tokens.
+    no_eviction: You forget nothing, so you hand out blocks that hold another prompt's tokens.
     - if block in self.name_of:
     + if False:
 
@@ -310,7 +310,7 @@ answers.slips(
     + for key, block in zip(new, new_blocks):  # a node for each block
     +     node.children[key] = node = Node([key], [block], {}, node)
 
-    never_cuts: You hang what differs behind the whole edge, also behind what does not fit.
+    never_cuts: You hang what differs after the whole edge, also after the part that does not fit.
     - cut(child, same)
     - node
     + node
@@ -351,7 +351,7 @@ answers.slips(
     + child.blocks[:same] = blocks[len(found) : len(found) + same]
     + found += child.blocks[:same]
 
-    by_the_last_key: A child stands by the first key of its edge.
+    by_the_last_key: A child is found by the first key of its edge.
     - node.children[new[0]]
     + node.children[new[-1]]
     - {below.keys[0]: below}

@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 14's exercises: real slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 14's exercises: real slips, each with a hint."""
 
 import heapq
 
@@ -16,7 +16,7 @@ answers = Answers()
 answers.slips(
     "14.1",
     """
-    waves_sorted: You sort the answers. Nobody knows their lengths.
+    waves_sorted: You sort the answers. Their lengths are not known in advance.
     - starts = range
     + lengths = sorted(lengths)
     + starts = range
@@ -30,7 +30,7 @@ answers.slips(
     - max(lengths[start : start + num_places])
     + sum(lengths[start : start + num_places])
 
-    no_tail: Total over places is a lower bound: in the end some places find nobody to take them.
+    no_tail: Total over places is a lower bound: at the end some places have no request left.
     - max(free_at)
     + -(-sum(lengths) // num_places)
 
@@ -42,8 +42,8 @@ answers.slips(
     + for at, length in enumerate(lengths):
     +     free_at[at % num_places] += length
 
-    longest_first: You start with the longest answers. Nobody knows their lengths: take them as they
-        come.
+    longest_first: You start with the longest answers. Their lengths are not known: take requests as
+        they come.
     - for length in lengths:
     + for length in sorted(lengths, reverse=True):
 
@@ -119,7 +119,7 @@ answers.slips(
     - logits[b, len(rows[b]) - 1]
     + logits[b, -1]
 
-    left_without_a_mask: Padding on the left stands before the prompt, which sees it unless the mask
+    left_without_a_mask: Padding on the left comes before the prompt, which sees it unless the mask
         hides it.
     - [row + [pad_token] * (width - len(row)) for row in rows]
     + [[pad_token] * (width - len(row)) + row for row in rows]
@@ -145,7 +145,7 @@ answers.slips(
     + if calls == max(limits) or all(answer[-1] in stop_token_ids for answer in answers):
     +     break
 
-    everybodys_limit: Each row has its own limit; you give all of them the largest.
+    the_largest_limit: Each row has its own limit; you give all of them the largest.
     - < limits[b]
     + < max(limits)
 
@@ -249,7 +249,10 @@ def with_lengths(model, prompts, limits, stop_token_ids, pad_token):
 # ---------------------------------------------------------------- 14.3 the scheduler
 
 for slip, hint in [
-    (testing.LeavesLate, "Who has finished stays for another step: place and blocks are not free."),
+    (
+        testing.LeavesLate,
+        "A finished request stays for another step: its place and blocks are not free.",
+    ),
     (
         testing.NeverBinds,
         "Your admission never says no: ask can_grow, and the tokens of this step, before you grow.",
@@ -267,8 +270,8 @@ for slip, hint in [
         "More sequences run than there are places: while len(self.running) < self.max_num_seqs.",
     ),
     (testing.NoBudget, "A step may have max_num_batched_tokens tokens, decodes among them."),
-    (testing.InWaves, "Somebody waits although a place is free: this is a static batch."),
-    (testing.KeepsBlocks, "Who leaves gives back the blocks as well as the place."),
+    (testing.InWaves, "A request waits although a place is free: this is a static batch."),
+    (testing.KeepsBlocks, "A request that leaves gives back its blocks as well as its place."),
 ]:
     answers.wrong("14.3", hint, slip.__name__)(slip)
 
@@ -280,7 +283,8 @@ answers.slips(
     - if chunks and tokens
     + if tokens
 
-    DecodesAreFree: You count prompts against the budget, and forget who decodes already.
+    DecodesAreFree: You count prompts against the budget, and forget the requests that decode
+        already.
     - tokens = len(chunks)
     + tokens = 0
 
@@ -296,12 +300,12 @@ answers.slips(
     - self.waiting.append(
     + self.waiting.appendleft(
 
-    OneAtATime: One new request a step. All who find room come in at once.
+    OneAtATime: One new request a step. All that find room come in at once.
     - chunks.append(Chunk(first, first.to_compute))
     + chunks.append(Chunk(first, first.to_compute))
     + break
 
-    ReturnsTheOthers: leave() returns who has finished, and yours returns who goes on.
+    ReturnsTheOthers: leave() returns the finished requests, and yours returns those that go on.
     - return done
     + return list(self.running)
     """,

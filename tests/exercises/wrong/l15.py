@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 15's exercises: real slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 15's exercises: real slips, each with a hint."""
 
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ answers.slips(
     - len(ends)
     + max(1, prompt_len // chunk)
 
-    always_one_step_more: If the chunks fill the prompt exactly, no step comes behind them.
+    always_one_step_more: If the chunks fill the prompt exactly, no step follows them.
     - len(ends)
     + prompt_len // chunk + 1
 
@@ -103,7 +103,7 @@ answers.slips(
     + step.append((id, count, True))
     + budget -= count if lacking > 1 else 0
 
-    prompts_before_decodes: A prompt takes the budget, and a decode behind it waits. Decodes go
+    prompts_before_decodes: A prompt takes the budget, and a decode after it waits. Decodes go
         first.
     - [*decodes, *prompts, *waiting[:places]]
     + [*running, *waiting[:places]]
@@ -140,7 +140,7 @@ answers.slips(
     +     break
     + if count:
 
-    newcomers_first: Those who run come before those who wait.
+    newcomers_first: Running requests come before waiting ones.
     - [*decodes, *prompts, *waiting[:places]]
     + [*waiting[:places], *decodes, *prompts]
 
@@ -206,16 +206,17 @@ answers.slips(
     - while not self.blocks.can_grow(sequence.row, held, held + count):
     + if not self.blocks.can_grow(sequence.row, held, held + count):
 
-    PreemptsTheFirst: The last of `running` goes. If you send away who is served first, nobody is
-        sure to end.
+    PreemptsTheFirst: The last of `running` goes. If you preempt the one that is served first, no
+        request is sure to end.
     - last = self.running[-1]
     + last = self.running[0]
 
-    PreemptsItself: You send away who lacks a block, the first too. It is the last who goes.
+    PreemptsItself: You preempt the request that lacks a block, even the first. It is the last one
+        that goes.
     - last = self.running[-1]
     + last = sequence
 
-    PreemptsTheLargest: You send away the largest. It may be the first, and then nobody ends.
+    PreemptsTheLargest: You preempt the largest. It may be the first, and then no request ends.
     - last = self.running[-1]
     + last = max(self.running, key=lambda other: len(self.blocks.tables.get(other.row, ())))
 
@@ -229,7 +230,7 @@ answers.slips(
     KeepsComputed: Its blocks are gone, and with them its K and V: computed is 0 again.
     - sequence.computed = 0
 
-    KeepsChunk: The step may hold its chunk already. Its blocks are somebody else's now.
+    KeepsChunk: The step may hold its chunk already. Its blocks are another request's now.
     - step.chunks[:] = [chunk for chunk in step.chunks if chunk.sequence is not sequence]
 
     KeepsBlocks: You keep its blocks: then preempting it makes no room.
@@ -237,7 +238,7 @@ answers.slips(
     - sequence.computed
     + sequence.computed
 
-    BackOfTheQueue: It came before all who wait, so it goes to the front, in its order.
+    BackOfTheQueue: It came before all that wait, so it goes to the front, in its order.
     - sequence.preemptions += 1
     - insort(self.waiting, sequence, key=self.order)
     + sequence.preemptions += 1
@@ -248,10 +249,10 @@ answers.slips(
     + sequence.computed = 0
     + del sequence.all_tokens[len(sequence.prompt) :]
 
-    CountsNothing: Right, but nobody counts: sequence.preemptions stays 0.
+    CountsNothing: Right, but not counted: sequence.preemptions stays 0.
     - sequence.preemptions += 1
 
-    WholePrompts: At most `most` tokens: the rest of the budget is somebody else's.
+    WholePrompts: At most `most` tokens: the rest of the budget is for other requests.
     - min(sequence.to_compute, most)
     + sequence.to_compute
 

@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 16's exercises: the museum's slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 16's exercises: the museum's slips, each with a hint."""
 
 import torch
 
@@ -13,7 +13,7 @@ answers = Answers()
 answers.slips(
     "16.1",
     """
-    no_bonus_token: A step always emits one token that nobody drafted: after a rejection, or the
+    no_bonus_token: A step always emits one token that was not drafted: after a rejection, or the
         bonus.
     - sum(alpha**kept for kept in range(k + 1))
     + sum(alpha**kept for kept in range(1, k + 1))
@@ -93,8 +93,8 @@ answers.slips(
     - (p[row] - q[row]).clamp(min=0)
     + (p[row] - q[row]).abs()
 
-    resampled_at_the_last_position: The new token stands where the rejected one stood: use the row
-        of the rejection.
+    resampled_at_the_last_position: The new token takes the rejected one's place: use the row of the
+        rejection.
     - (p[row] - q[row]).clamp(min=0)
     + p[-1]
 
@@ -125,7 +125,7 @@ answers.slips(
     - return [*emitted, int(draw(p[-1], u[-1, 1:]))]
     + return emitted
 
-    residual_for_the_bonus: Behind the last drafted token nothing was drafted: draw from p itself.
+    residual_for_the_bonus: After the last drafted token nothing was drafted: draw from p itself.
     - return [*emitted, int(draw(p[-1], u[-1, 1:]))]
     + rest = (p[-1] - q[-1]).clamp(min=0) if drafted else p[-1]
     + return [*emitted, int(draw(rest, u[-1, 1:]))]
@@ -177,8 +177,8 @@ answers.slips(
     + passes.long().cumprod(dim=1).sum(dim=1)
     + kept = kept.min().expand_as(kept)
 
-    counts_what_passes: A token that would pass behind a rejected one is lost: count the leading
-        ones (cumprod).
+    counts_what_passes: A token that would pass after a rejected one is lost: count the leading ones
+        (cumprod).
     - passes.long().cumprod(dim=1).sum(dim=1)
     + passes.sum(dim=1)
 

@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 17's exercises: the museum's slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 17's exercises: the museum's slips, each with a hint."""
 
 import torch
 
@@ -14,8 +14,8 @@ answers = Answers()
 answers.slips(
     "17.1",
     """
-    positions_by_order: Two siblings stand at the same place of two texts: a position is held plus
-        the depth.
+    positions_by_order: Two siblings have the same place in two texts: a position is held plus the
+        depth.
     - [held + depth for depth in depths]
     + [held + node for node in range(len(parents))]
 
@@ -42,7 +42,7 @@ answers.slips(
     - held + depth + 1
     + held + depth
 
-    no_token_behind_the_path: Behind the last node that stays the target samples one more.
+    no_token_after_the_path: After the last node that stays the target samples one more.
     - max(depths) + 1
     + max(depths)
 
@@ -118,8 +118,8 @@ answers.slips(
     - torch.nn.functional.silu
     + torch.relu
 
-    heads_behind_each_other: Every head starts from the target's hidden state, not from the head in
-        front of it.
+    heads_in_a_chain: Every head starts from the target's hidden state, not from the head in front
+        of it.
     - later = hidden + torch.nn.functional.silu(hidden @ weight.T + bias)
     + later = hidden = hidden + torch.nn.functional.silu(hidden @ weight.T + bias)
 
@@ -206,7 +206,7 @@ answers.slips(
     + rest = (p[node] - q[node]).clamp(min=0) if node in parents else p[node]
     + return [*emitted, int(draw(rest, u[node, 1:]))]
 
-    bonus_from_the_root: The token behind a path comes from the row of its last node.
+    bonus_from_the_root: The token after a path comes from the row of its last node.
     - draw(rest, u
     + draw(p[0] if emitted else rest, u
 
@@ -214,7 +214,7 @@ answers.slips(
     - draw(rest, u
     + draw(p[-1], u
 
-    residual_at_a_leaf: Behind a leaf nothing was drawn, so nothing is subtracted: rows of q there
+    residual_at_a_leaf: After a leaf nothing was drawn, so nothing is subtracted: rows of q there
         hold anything.
     - return [*emitted, int(draw(rest, u[node, 1:]))]
     + if node not in parents:
@@ -276,8 +276,8 @@ def recursively(p, q, parents, tokens, u, node=0):
 answers.slips(
     "17.4",
     """
-    cache_not_compacted: The path's rows lie where their nodes were. The next step will look behind
-        `held`.
+    cache_not_compacted: The path's rows are where their nodes were. The next step reads the rows
+        right after `held`.
     - kept[slots[: len(path)]] = cache[slots[path]]
 
     rows_overwrite_each_other: A row's new place may hold a row that has not moved yet. Read all,
@@ -302,11 +302,11 @@ answers.slips(
     max_tokens_overshot: A path may be longer than what the request may still emit: cut at left.
     - or len(emitted) == left
 
-    stop_token_inside_the_path_ignored: Whatever stands behind a stop token was never said.
+    stop_token_inside_the_path_ignored: What comes after a stop token is not part of the answer.
     - token in stop or len(emitted) == left
     + len(emitted) == left
 
-    no_token_behind_the_path: The token that the target sampled behind the path is emitted, too.
+    no_token_after_the_path: The token that the target sampled after the path is emitted, too.
     - [*(tokens[node] for node in path[1:]), last]
     + [tokens[node] for node in path[1:]]
 
@@ -315,7 +315,7 @@ answers.slips(
     - held + len(emitted), emitted
     + held + len(emitted) + 1, emitted
 
-    the_whole_tree_is_held: Only the path stays. What lies behind it will be written over.
+    the_whole_tree_is_held: Only the path stays. What comes after it will be overwritten.
     - held + len(emitted), emitted
     + held + len(tokens), emitted
     """,

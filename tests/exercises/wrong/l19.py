@@ -31,7 +31,7 @@ answers.slips(
     - 2 * values // group
     + 4 * values // group
 
-    weights_take_no_room: The weights lie in the same memory: the cache gets what they leave.
+    weights_take_no_room: The weights are in the same memory: the cache gets what they leave.
     - memory_bytes - weight_bytes
     + memory_bytes
 
@@ -116,7 +116,7 @@ answers.slips(
     - x, weight = x / s, weight * s
     + weight = weight * s
 
-    upside_down: You multiply x by s, so its loud channels become louder: divide x, multiply the
+    upside_down: You multiply x by s, so its outlier channels become larger: divide x, multiply the
         weight.
     - x / s, weight * s
     + x * s, weight / s
@@ -152,8 +152,8 @@ answers.slips(
     - torch.where((act_max > 0) & (weight_max > 0), s, 1.0)
     + s.clamp(1e-5, 1e5)
 
-    a_scale_for_the_tensor: One scale for all tokens: a loud token takes the bits of the quiet ones.
-        One a token.
+    a_scale_for_the_tensor: One scale for all tokens: a token of large magnitude takes the bits of
+        the others. One a token.
     - x_scale = row_scale(x)
     + x_scale = row_scale(x.abs().amax().expand(len(x), 1))
 
@@ -295,7 +295,7 @@ def with_reciprocals(x, weight, act_max, alpha, dtype, x_scale=None):
 answers.slips(
     "19.3",
     """
-    k_per_token: One scale of K for all channels of a head: a loud channel takes the bits of the
+    k_per_token: One scale of K for all channels of a head: an outlier channel takes the bits of the
         others.
     - k.abs() / 127
     + k.abs().amax(-1, keepdim=True) / 127
@@ -391,7 +391,7 @@ answers.slips(
     - pages.v_scales[page, row]
     + pages.v_scales[page, 0]
 
-    v_scale_of_the_next_slot: V's scale stands a row too far: it belongs to the slot of its token.
+    v_scale_of_the_next_slot: V's scale is a row too far: it belongs to the slot of its token.
     - pages.v_scales[page, row]
     + pages.v_scales[page, (row + 1) % pages.v_scales.shape[1]]
 
@@ -484,11 +484,11 @@ def by_largest_values(pages, k, v, slot):
 answers.slips(
     "19.4",
     """
-    nibbles_swapped: Value 2i stands in the low four bits of byte i, value 2i + 1 in the high four.
+    nibbles_swapped: Value 2i is in the low four bits of byte i, value 2i + 1 in the high four.
     - column % 2 * 4
     + (1 - column % 2) * 4
 
-    halves: Here neighbours share a byte: value c lies in byte c // 2, not in byte c mod (D / 2).
+    halves: Here neighbours share a byte: value c is in byte c // 2, not in byte c mod (D / 2).
     - column // 2,
     + column % (column.shape[1] // 2),
     - column % 2 * 4
@@ -528,8 +528,8 @@ answers.slips(
     - * scale + lowest
     + * lowest + scale
 
-    scale_of_the_key: You read the scale by the key's number in the sequence. Scales lie by slot, as
-        the rows do.
+    scale_of_the_key: You read the scale by the key's number in the sequence. Scales are stored by
+        slot, as the rows are.
     - slot[:, None] * 2
     + tl.arange(0, slot.shape[0])[:, None] * 2
 
@@ -561,8 +561,8 @@ answers.slips(
     + k_scales,
     + head_dim
 
-    unmasked_scales: Scales of slots that nobody uses are NaN, and 0 · NaN is NaN: mask the loads of
-        scales, too.
+    unmasked_scales: Scales of unused slots are NaN, and 0 · NaN is NaN: mask the loads of scales,
+        too.
     - tl.load(pair, mask=mask, other=0.0)
     + tl.load(pair)
     - tl.load(pair + 1, mask=mask, other=0.0)

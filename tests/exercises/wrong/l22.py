@@ -174,7 +174,7 @@ answers.slips(
     - stays_s = sum(shot.end_s - shot.due_s for shot in shots)
     + stays_s = sum(ttft_s)
 
-    in_system_of_those_with_tokens: Who was refused was there as well, until its end.
+    in_system_of_those_with_tokens: A refused request was there as well, until its end.
     - stays_s = sum(shot.end_s - shot.due_s for shot in shots)
     + stays_s = sum(shot.end_s - shot.due_s for shot in shots if shot.token_s)
 
@@ -304,7 +304,8 @@ answers.slips(
     - v, now = max(v, largest_finish), wishes[coming].arrival
     + now = wishes[coming].arrival
 
-    idle_begins_anew_at_0: v never falls. If it goes back to 0, who was served before pays for it.
+    idle_begins_anew_at_0: v never falls. If it goes back to 0, users that were served before pay
+        for it.
     - v, now = max(v, largest_finish), wishes[coming].arrival
     + v, now = 0.0, wishes[coming].arrival
 
@@ -510,8 +511,8 @@ answers.slips(
         the request.
     - self.engine.abort(request_id)
 
-    aborted_but_still_listed: Who left is still listed, so the loop steps an engine that has nothing
-        to do.
+    aborted_but_still_listed: A reader that left is still listed, so the loop steps an engine that
+        has nothing to do.
     - del self.inboxes[request_id]
     - self.engine.abort(request_id)
     + self.engine.abort(request_id)
@@ -613,7 +614,7 @@ answers.slips(
     drain_returns_at_once: drain() returns before the answers have been computed.
     - await self.has_ended.wait()
 
-    drain_aborts: Those who are there get their whole answers: a drain aborts no request.
+    drain_aborts: Requests that are there get their whole answers: a drain aborts no request.
     - self.is_draining = True
     + self.is_draining = True
     + for request_id in [*self.inboxes]:
