@@ -100,7 +100,7 @@ def test_attends_as_if_recomputed(impl, case, seed):
         held += new
 
 
-@check("3.2", {"from_block_0": "a decode and a chunk", "from_block_1": "the blocks behind another"})
+@check("3.2", {"from_block_0": "a decode and a chunk", "from_block_1": "the blocks after another"})
 def test_several_sequences(impl, case, seed):
     """Each sequence reads its own block; what other blocks hold does not show."""
     first = int(case[-1])
@@ -177,7 +177,7 @@ def test_a_new_pool_holds_zeros(impl, seed):
 
 
 @check("3.2")
-def test_a_slot_of_minus_one_is_nobodys(impl, seed):
+def test_a_slot_of_minus_one_is_the_spare_one(impl, seed):
     """The token with slot -1 leaves all blocks as they were."""
     pool = impl(CONFIG, 2, 4, LESSON_03_TORCH)
     batch = new_batch([([5], 0), ([6], 0)], 4)
@@ -262,9 +262,9 @@ def test_forgetting_the_newest(impl, case, seed):
 FORGOTTEN = {  # block, tokens held before, what the others hold, why
     "first": (0, [5, 3, 4], [4, 3], "the last sequence takes block 0"),
     "middle": (1, [5, 3, 4], [5, 4], "it may be longer than the one that ended"),
-    "last": (2, [5, 3, 4], [5, 3], "nobody has to move"),
-    "fewer": (0, [5, 4], [4], "the last sequence need not lie in the last block"),
-    "only": (0, [5], [], "nobody is left"),
+    "last": (2, [5, 3, 4], [5, 3], "no sequence has to move"),
+    "fewer": (0, [5, 4], [4], "the last sequence need not be in the last block"),
+    "only": (0, [5], [], "no sequence is left"),
 }
 
 
@@ -287,11 +287,11 @@ def test_forgetting_a_sequence(impl, case, seed):
         assert_equal(getattr(pool, name), slots, label=f"your {name} after forget({block})")
 
 
-@check("3.2", {"behind": "nobody lies in that block", "negative": "nor in one before the first"})
+@check("3.2", {"after": "no sequence is in that block", "negative": "nor in one before the first"})
 def test_forget_refuses(impl, case, seed):
     pool = impl(CONFIG, 3, 8, LESSON_03_TORCH)
     try:
-        pool.forget(2 if case == "behind" else -1, [5, 3])
+        pool.forget(2 if case == "after" else -1, [5, 3])
     except ValueError:
         return
     raise AssertionError("expected a ValueError")

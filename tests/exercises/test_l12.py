@@ -68,14 +68,14 @@ def test_plan(impl, case, seed):
 HISTORIES = {  # name: ((num_blocks, block_size), why)
     "blocks_of_four": ((14, 4), "sequences grow, fork and end in any order"),
     "blocks_of_one": ((9, 1), "every token is the first of a new block"),
-    "one_block_each": ((6, 50), "nobody ever fills a block"),
+    "one_block_each": ((6, 50), "no sequence ever fills a block"),
     "a_tight_pool": ((5, 3), "the pool runs full at every moment"),
 }
 
 
 @check("12.2", {case: why for case, (_, why) in HISTORIES.items()}, seconds=20)
 def test_any_history(impl, case, seed):
-    """Everybody reads what he wrote; owners and free blocks add up; no block is lost."""
+    """Every sequence reads what it wrote; owners and free blocks add up; no block is lost."""
     for n in range(12):
         random_history(impl(*HISTORIES[case][0]), seed + n, 50)
 
@@ -96,12 +96,12 @@ def test_manager_example(impl, seed):
 
 @check("12.2", seconds=5)
 def test_copies_only_what_is_written(impl, seed):
-    """A shared block that is full is not written any more, so nobody copies it."""
+    """A shared block that is full is not written any more, so it is not copied."""
     manager = impl(8, 4)
     manager.grow(0, 0, 8)
     manager.fork(0, 1)
-    assert_equal(manager.needs(1, 8, 9), 1, label="needs behind a full shared block")
-    assert_equal(manager.grow(1, 8, 9), [], label="the copies behind a full shared block")
+    assert_equal(manager.needs(1, 8, 9), 1, label="needs after a full shared block")
+    assert_equal(manager.grow(1, 8, 9), [], label="the copies after a full shared block")
     assert_equal(manager.num_free, 5, label="the free blocks after it")
     manager.grow(0, 8, 10)
     manager.fork(0, 2)
@@ -144,21 +144,21 @@ def test_refused_changes_nothing(impl, seed):
 
 def pages(seed, lengths, block_size, heads=(2, 1), head_dim=8, scale=1.0, gaps=False, far=False):
     """q, k_cache, v_cache, block_table and context_lens. Pages in random order; NaN in what is not
-    in use, and in one block, which stands in the table where a sequence has no block.
+    in use, and in one block, which is in the table where a sequence has no block.
     """
     g = torch.Generator().manual_seed(seed)
     counts = [-(-n // block_size) for n in lengths]
     total = sum(counts) + 4
     order = torch.randperm(total, generator=g).tolist()
-    nobody = order.pop()
+    unowned = order.pop()
     shape = (total, block_size, heads[1], head_dim)
     k_cache, v_cache = (torch.full(shape, float("nan")) for _ in range(2))
-    if gaps:  # blocks and rows lie apart, V's further than K's
+    if gaps:  # blocks and rows are apart, V's further than K's
         wide = torch.full((total, block_size + 1, heads[1], head_dim + 2), float("nan"))
         k_cache = wide[:, :block_size, :, :head_dim]
         wide = torch.full((total, block_size + 2, heads[1], head_dim + 4), float("nan"))
         v_cache = wide[:, :block_size, :, :head_dim]
-    table = torch.full((len(lengths), max(counts) + 2), nobody, dtype=torch.int32)
+    table = torch.full((len(lengths), max(counts) + 2), unowned, dtype=torch.int32)
     for b, length in enumerate(lengths):
         for index in range(counts[b]):
             table[b, index] = block = order.pop()
@@ -192,7 +192,7 @@ PAGE_CASES = {  # name: (options, why)
     "pages_of_1": (dict(lengths=[5], block_size=1), "every key has a page of its own"),
     "pages_of_5": (
         dict(lengths=[23], block_size=5),
-        "a tile of 16 keys lies in four or five pages",
+        "a tile of 16 keys spans four or five pages",
     ),
     "pages_of_40": (dict(lengths=[70], block_size=40), "a page holds several tiles"),
     "ragged": (dict(lengths=[17, 3], block_size=4), "each sequence has its own row of the table"),
@@ -205,7 +205,7 @@ PAGE_CASES = {  # name: (options, why)
     "large": (dict(lengths=[20], block_size=4, scale=9.0), "exp of a large score overflows"),
     "far_below": (
         dict(lengths=[20], block_size=4, far=True),
-        "all scores lie near -20000: neither a maximum nor a mask is large enough there",
+        "all scores are near -20000: neither a maximum nor a mask is large enough there",
     ),
     "gaps": (
         dict(lengths=[9, 9], block_size=4, heads=(2, 2), head_dim=6, gaps=True),
@@ -237,11 +237,11 @@ def test_paged_example(impl, seed):
 
 @check("12.3", seconds=30)
 def test_nothing_is_gathered(impl, seed):
-    """Five pages stand in the table again and again, so a copy of 200 keys is larger than the pool.
+    """Five pages are in the table again and again, so a copy of 200 keys is larger than the pool.
     A dense copy of a cache with gaps is as large as the pool: 9 pages of 4 keys.
     """
     inputs = pages(seed, [20], 4, heads=(1, 1), head_dim=16, gaps=True)
     block_table = inputs["block_table"][:, :5].repeat(1, 10)
     inputs |= dict(block_table=block_table, context_lens=torch.tensor([200], dtype=torch.int32))
-    got = assert_largest_tensor(9 * 4 * 16, "read the pages where they lie", impl, **inputs)
+    got = assert_largest_tensor(9 * 4 * 16, "read the pages where they are", impl, **inputs)
     assert_equal(got, by_gathering(**inputs), atol=2e-5, dtype=torch.float32)
