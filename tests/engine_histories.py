@@ -1,5 +1,5 @@
 """Histories for the engine: who comes when, with what wishes, who gives up, which passes fail; and
-what everybody must get.
+what every request must get.
 
 The model is lesson 15's memory of tokens, so a block that was lost, mixed up or not copied is seen
 at once; its logits are a row of a table, chosen by a hash of the context. Everything else is the
@@ -119,7 +119,7 @@ def hashes(context: list[int]) -> list[int]:
 
 
 def alone(request: EngineRequest) -> list[list[int]]:
-    """The answers that a request gets when nobody else is there."""
+    """The answers that a request gets when no other request is there."""
     answers = []
     for sequence in request.sequences:
         output = []
@@ -229,7 +229,7 @@ class History:
 
     def check_end(self) -> None:
         assert_clean(self.engine)
-        assert set(self.ended) == set(range(len(self.asked))), "somebody was forgotten"
+        assert set(self.ended) == set(range(len(self.asked))), "a request was forgotten"
         for index, request in self.requests.items():
             for sequence, want in zip(request.sequences, self.alone(request)):
                 assert sequence.finished

@@ -1,5 +1,5 @@
 """What a committed notebook must hold: outputs without errors, figures that show something, no
-place on somebody's machine, and no source that has changed since it was printed.
+place on one machine, and no source that has changed since it was printed.
 """
 
 import ast

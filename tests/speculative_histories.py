@@ -1,8 +1,8 @@
-"""Histories for the speculative engine: those of engine_histories.py, with somebody who drafts.
+"""Histories for the speculative engine: those of engine_histories.py, with a drafter.
 
 A draft model is played by a second hash over a second memory of tokens, in the same blocks. It
 reads its context back through the block table before each token, so a slot that it never wrote, or
-that belongs to somebody else now, is seen at once.
+that belongs to another request now, is seen at once.
 """
 
 from dataclasses import replace
@@ -297,7 +297,7 @@ class DraftedHistory(History):
         assert not kept, "the proposer remembers who has gone"
 
 
-# ---------------------------------------------------------------- what everybody must get
+# ---------------------------------------------------------------- what every request must get
 
 
 def alone(sequence, drafting: Drafting) -> list[int]:

@@ -117,7 +117,7 @@ def test_a_draft_with_a_shorter_context_reads_as_much_of_a_table_as_it_may():
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "draft"])
-def test_a_grammar_that_fails_is_said_whoever_asked_for_the_mask_first(method, monkeypatch):
+def test_a_grammar_that_fails_is_said_whichever_asked_for_the_mask_first(method, monkeypatch):
     monkeypatch.setattr(matcher_module, "MOST_ITEMS", 200)
     drafts = dict(method=method, num_speculative_tokens=3)
     if method == "draft":

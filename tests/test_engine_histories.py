@@ -1,4 +1,4 @@
-"""Random histories of the whole engine: nothing that happens to others changes anybody's tokens,
+"""Random histories of the whole engine: nothing that happens to others changes a request's tokens,
 nothing leaks, and nothing but what can never fit is refused.
 """
 
@@ -108,7 +108,7 @@ class ScoresTwice(Engine):
 
 
 class SkipsScores(Engine):
-    """Takes what a prefix cache knows, although nobody has scored it."""
+    """Takes what a prefix cache knows, although no request has scored it."""
 
     def new_sequences(self, request, priority):
         sequences = super().new_sequences(request, priority)

@@ -89,7 +89,7 @@ def cap_of_another_size(*arguments, cap, **options):
 
 
 def masked_first(q, k, v, softmax_scale, window=None, *, cap, sinks):
-    """The slip: tanh makes -cap of what the mask hides, and everybody sees it a little."""
+    """The slip: tanh makes -cap of what the mask hides, and every query sees it a little."""
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
     sees = causal_mask(len(q), len(k), window)
     scores = cap * torch.tanh((scores * softmax_scale).masked_fill(~sees, -torch.inf) / cap)

@@ -124,7 +124,7 @@ def test_traffic_command(capsys):
     assert "rows, size: got 0, 4096; accepted: 1 or more" in capsys.readouterr().err
 
 
-def test_accesses_see_a_second_read_and_a_row_that_nobody_wrote(seed, monkeypatch):
+def test_accesses_see_a_second_read_and_a_row_that_was_not_written(seed, monkeypatch):
     x, weight = torch.randn(3, 40), torch.ones(40)
     if not accesses.interpreting():
         pytest.skip("NOT RUN: accesses are counted in the interpreter")

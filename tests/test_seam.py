@@ -122,7 +122,7 @@ def run(model: Decoder, pool: KVPool, chunks, tables) -> Tensor:
 
 
 def alone(model: Decoder, tokens: list[int]) -> Tensor:
-    """Logits of a sequence that nobody shares a step with: [T, vocab_size]."""
+    """Logits of a sequence that shares its steps with no other: [T, vocab_size]."""
     return model.logits(model(torch.tensor(tokens), whole_sequence(model, len(tokens))))
 
 

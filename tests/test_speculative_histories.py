@@ -1,5 +1,5 @@
 """Random histories of the speculative engine: its tokens are those of a request that runs alone,
-and no block leaks, whatever is drafted, and whoever comes, goes or is preempted.
+and no block leaks, whatever is drafted, and whichever request comes, goes or is preempted.
 """
 
 from collections import Counter
@@ -159,7 +159,7 @@ class LastRow(SpeculativeEngine):
 
 
 class DraftsByChance(SpeculativeEngine):
-    """Only as many tokens are drafted as the step has room for beside everybody else's."""
+    """Only as many tokens are drafted as the step has room for beside other requests' tokens."""
 
     def draft(self, step):
         for chunk in step.chunks[1:]:

@@ -1,4 +1,4 @@
-"""Token trees in the engine: nobody's tokens change, drawn siblings keep the distribution, and
+"""Token trees in the engine: no tokens change, drawn siblings keep the distribution, and
 heads guess what lesson 17 says.
 """
 

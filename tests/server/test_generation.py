@@ -72,7 +72,7 @@ def test_merged_streams_and_their_errors():
 
 
 def test_a_reader_who_stops_holds_few_outputs():
-    """Of two prompts of one call. Nobody runs ahead of the reader, so mailboxes can skip."""
+    """Of two prompts of one call. Neither runs ahead of the reader, so mailboxes can skip."""
     import asyncio
 
     class Output:

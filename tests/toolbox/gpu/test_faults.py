@@ -58,7 +58,7 @@ def test_a_program_reads_what_another_one_writes():
         fails(body, "race in global memory", grid=4, seed=seed)
 
 
-def test_a_register_that_nobody_wrote():
+def test_a_register_that_was_not_written():
     body = "setp.ge.u32 %p1, %r70, 0;\n@%p1 bra on;\nmov.u32 %r2, 1;\non:\nadd.s32 %r1, %r2, 1;"
     fails(body, "register '?%r2'? is read before it is written")
     # what nothing ever writes is the compiler's "undefined": it holds garbage
