@@ -175,7 +175,7 @@ def _same_lines(definition: list[str], shown: list[str]) -> int:
 
 
 def _excerpts(source: str) -> Iterator[tuple[str, str, str | None]]:
-    """(name of the function, first, last) of each `excerpt(...)` whose bounds stand in the cell."""
+    """(name of the function, first, last) of each `excerpt(...)` whose bounds are in the cell."""
     if "excerpt(" not in source:
         return
     for node in ast.walk(ast.parse(source)):

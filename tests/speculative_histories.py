@@ -280,7 +280,7 @@ class DraftedHistory(History):
         self.hand_out, engine.hand_out = engine.hand_out, self.look_at
 
     def look_at(self, emitted, drafts):
-        """Stands in front of the engine's hand_out."""
+        """Called in place of the engine's hand_out."""
         for sequence, (tokens, *_) in emitted.items():
             drafted = len(drafts[sequence].tokens) if sequence in drafts else 0
             self.seen["accepted"] += len(tokens) - 1

@@ -41,7 +41,7 @@ def params(tokens: int) -> SamplingParams:
 
 
 class Gate:
-    """Lets the engine's steps through one by one, so that a test knows where the engine stands."""
+    """Lets the engine's steps through one by one, so that a test knows where the engine is."""
 
     def __init__(self, engine: Engine):
         self.passes = threading.Semaphore(0)
@@ -367,7 +367,7 @@ def test_a_user_with_one_request_does_not_wait_for_anothers_many(model, order, p
 
 
 def test_what_a_request_did_not_use_brings_its_users_next_one_forward(model):
-    """Users a and b, two requests each, in the order a b b a: a's second is laid out behind 42
+    """Users a and b, two requests each, in the order a b b a: a's second is laid out after 42
     tokens of her first. That is aborted before it runs, so a's second takes its turn.
     """
     engine = new_engine(model, 60, 4, max_num_seqs=1, order=by_user)

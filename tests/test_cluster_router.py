@@ -141,7 +141,7 @@ def test_what_routers_choose():
 
 
 def test_a_prefix_aware_router_computes_less():
-    """Eight prefixes, each longer than what is new: on its replica a prompt begins behind it."""
+    """Eight prefixes, each longer than what is new: on its replica a prompt begins after it."""
     lines = [(6.0, 24, 4, f"{row % 8}", 20) for row in range(64)]
     trace = trace_of(lines)
     loads = {}

@@ -131,7 +131,7 @@ def test_kubernetes_leads_clients_to_the_router_and_the_router_to_every_server()
     headless, service = manifest("replicas"), manifest("service")
     name, (port,) = headless["metadata"]["name"], headless["spec"]["ports"]
     assert args.replicas == [f"dns://{name}:{port['port']}"] and args.host == "0.0.0.0"
-    # a headless service maps no ports: the name stands for the pods themselves
+    # a headless service maps no ports: the name is that of the pods themselves
     (listens,) = pod()["containers"][0]["ports"]
     assert headless["spec"]["clusterIP"] == "None" and port["port"] == listens["containerPort"]
     labels = manifest("deployment")["spec"]["template"]["metadata"]["labels"]

@@ -1,4 +1,4 @@
-"""Where two rules of the engine meet: a stop string and min_tokens, a step that raises behind a
+"""Where two rules of the engine meet: a stop string and min_tokens, a step that raises after a
 last token, a drafted place at which nothing could be drawn.
 """
 
@@ -67,7 +67,7 @@ def test_bytes_that_became_no_character_show_also_at_a_stop_token(llm):
     assert stopped.token_ids == [first] and stopped.text == "\ufffd"
 
 
-def test_a_step_that_raises_behind_a_last_token_leaves_nothing(llm, monkeypatch):
+def test_a_step_that_raises_after_a_last_token_leaves_nothing(llm, monkeypatch):
     """The first answer of three has ended when the step is interrupted."""
     take, calls = EngineSequence.take, []
 

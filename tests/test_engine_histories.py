@@ -97,7 +97,7 @@ class AbortsTheFirstAnswer(Engine):
 
 
 class ScoresTwice(Engine):
-    """After a preemption it scores the prompt again, behind the scores that are there."""
+    """After a preemption it scores the prompt again, after the scores that are there."""
 
     def score_prompts(self, step, hidden):
         for chunk in step.chunks:

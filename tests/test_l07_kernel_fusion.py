@@ -265,7 +265,7 @@ def test_generates_the_tokens_of_the_rung_below(seed):
 
 @pytest.mark.parametrize("launch_us, size", [(0.5, 1024), (5.0, 4096), (10.0, 16384)])
 def test_the_slider_of_launches_and_bytes(launch_us, size):
-    """For one row launches decide, for many the bytes: their ratios stand in the title."""
+    """For one row launches decide, for many the bytes: their ratios are in the title."""
     figure = picture.draw_fusing(launch_us, size)
     assert not texts_outside(figure) and not overlapping_texts(figure)
     assert figure.get_suptitle().startswith("add + RMSNorm: 9x at one row, 5.")

@@ -108,7 +108,7 @@ def test_a_window_without_lines_makes_no_loop():
 
 
 def faded(factor: float, vocab: int = 7):
-    """Log-probabilities that give each token of the third copy and those behind it `factor` times
+    """Log-probabilities that give each token of the third copy and those after it `factor` times
     what the copy in front of it got, and all other tokens of the text 0.8.
     """
     tokens, before = [0, 1, *[2, 3, 4] * 5], [-1] * 8 + list(range(5, 14))

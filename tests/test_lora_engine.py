@@ -184,7 +184,7 @@ def test_blocks_are_shared_with_the_same_adapter_only(model, prompts, requests, 
     got, known = serve(engine, prompts, requests)
     assert got == expected and all(known)
     _, known = serve(engine, prompts[3:4], requests, ["a"])
-    head = (9 // 4) * 4  # of which "a" has run the same tokens behind other prompts
+    head = (9 // 4) * 4  # of which "a" has run the same tokens after other prompts
     assert known == [head]
 
 

@@ -57,7 +57,7 @@ def llm_over(engine) -> LLM:
 
 
 def at_run(engine, number: int, what) -> None:
-    """Let what() happen right behind the `number`-th order to run a step."""
+    """Let what() happen right after the `number`-th order to run a step."""
     talk, count = engine.runner.talk, []
     tell = talk.tell
 

@@ -1,7 +1,7 @@
 """The engine over a quantized cache: whatever the scheduler does, every request gets the tokens of
 naive generation with the same quantizer.
 
-In float64, where two orders of the same sum differ by about 1e-15. A code differs if a number lies
+In float64, where two orders of the same sum differ by about 1e-15. A code differs if a number is
 that close to the middle between two codes, which happens to one value in about 1e13, and a token
 differs only if the two likeliest are nearly equal besides. The requests are the same in every run.
 """

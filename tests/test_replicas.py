@@ -62,7 +62,7 @@ def test_an_end_that_no_reader_has_been_told_is_still_to_come(model, engine):
     assert not engine.requests and engine.abort_request("a") is None
 
 
-def test_who_leaves_behind_the_end_gets_the_answer(model, engine):
+def test_a_reader_that_leaves_after_the_end_gets_the_answer(model, engine):
     engine.add_request("a", [1, 2, 3], greedy(1))
     silent_step(engine, "a")
     output = engine.abort_request("a")

@@ -93,7 +93,7 @@ class CachesDrafts(SpeculativeEngine):
 
 
 class BonusFromTheDraft(SpeculativeEngine):
-    """What stands behind the accepted tokens is the draft's next one where there is one."""
+    """What follows the accepted tokens is the draft's next one where there is one."""
 
     def verify(self, step, hidden, drafts):
         emitted = super().verify(step, hidden, drafts)
@@ -138,7 +138,7 @@ class Overshoots(SpeculativeEngine):
 
 
 class VerifiesAtTheLastRow(Verifier):
-    """The token behind a rejection is taken from the row behind the whole draft."""
+    """The token after a rejection is taken from the row after the whole draft."""
 
     def compare(self, logits, rows, drafts):
         found, first = super().compare(logits, rows, drafts), 0

@@ -57,10 +57,8 @@ class Structured:
         return replace(super().params(index), structured_outputs=wish(index))
 
     def logits_after(self, table: torch.Tensor, sequence, output: list[int]) -> torch.Tensor:
-        logits, allowed = (
-            super().logits_after(table, sequence, output),
-            mask_after(sequence, output),
-        )
+        logits = super().logits_after(table, sequence, output)
+        allowed = mask_after(sequence, output)
         if allowed is None:
             return logits
         if not allowed[:END].any():  # nothing but the end may follow, however early

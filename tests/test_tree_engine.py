@@ -167,7 +167,7 @@ def test_a_tree_takes_no_more_room_than_its_answer(model):
 
 
 def medusa_guess(model, heads, text: list[int], behind: list[int]):
-    """[V] behind a text without its newest token: head i for the guess behind i others."""
+    """[V] after a text without its newest token: head i for the guess after i others."""
     hidden = model(torch.tensor(text[:-1]), whole_sequence(model, len(text) - 1))
     return (heads.lm_head or model.logits)(heads.heads[len(behind)](hidden[-1:]))[0]
 
@@ -322,7 +322,7 @@ def siblings_see_each_other(batch, trees):
 
 
 def positions_by_order(batch, trees):
-    """Node i stands i places behind the root."""
+    """Node i is i places after the root."""
     return replace(batch, tree=with_trees(batch, trees).tree)
 
 

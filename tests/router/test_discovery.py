@@ -1,4 +1,4 @@
-"""A name that stands for several replicas, as a headless service of Kubernetes does."""
+"""A name of several replicas, as a headless service of Kubernetes does."""
 
 import asyncio
 import socket

@@ -322,7 +322,7 @@ async def test_the_router_goes_to_its_replicas_alone(target):
 
 
 async def test_no_write_waits_for_an_acknowledgement():
-    """Nagle's algorithm would hold back the body behind its headers, and each event."""
+    """Nagle's algorithm would hold back the body after its headers, and each event."""
     async with cluster(count=1) as router:
         await router.ask("hello")
         (connection,) = router.server.server_state.connections

@@ -14,7 +14,7 @@ WORDS = [f"w{at} " for at in range(40)]
 
 
 def output(prompt: int, lengths: list[int]) -> RequestOutput:
-    """A request as it stands. lengths: tokens of each answer so far."""
+    """A request as it is. lengths: tokens of each answer so far."""
     answers = []
     for index, length in enumerate(lengths):
         ids = list(range(length))

@@ -506,7 +506,7 @@ def test_the_module_runs_as_a_command():
 
 
 def test_records_of_a_lesson_are_found_wherever_they_were_written(tmp_path):
-    """Those of GPUs first; what else lies in a device's folder is left alone."""
+    """Those of GPUs first; what else is in a device's folder is left alone."""
     record = {"schema": 1, "series": {}, "name": "l07_norm"}
     for path, content in {
         "cpu/l07_norm.json": record,

@@ -17,7 +17,7 @@ THREE = (
     'extern "C" __global__ void k(float* x, float* y, long long n) {\n    int i = threadIdx.x;\n'
 )
 WRONG = {  # name: (the kernel's third line and on, what the message says)
-    "store behind the end": (
+    "store after the end": (
         "x[i + 1] = 1.0f;",
         r"^fault: k, small.cu:3, program \(0, 0, 0\), thread 63: 4 bytes at 256 of argument 0, which has "
         r"256 bytes \[st.global",
