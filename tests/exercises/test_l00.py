@@ -70,7 +70,7 @@ def test_row_sums_load_once(impl, seed):
 
 
 def view(case, seed):
-    """A view whose elements are not side by side."""
+    """A view whose elements are not contiguous."""
     if case == "every_second_column":
         return random(seed, 4, 12)[:, ::2]
     if case == "transposed":

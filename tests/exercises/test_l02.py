@@ -39,7 +39,7 @@ def oracle(q, k, v, **options):
 
 ATTENTION_CASES = {
     "square": (dict(), "as many queries as keys"),
-    "fewer_queries": (dict(queries=3, keys=7), "the last query has the last key's position"),
+    "fewer_queries": (dict(queries=3, keys=7), "the last query belongs to the last key"),
     "one_query": (dict(queries=1, keys=6), "decoding: the one query sees everything"),
     "more_queries": (dict(queries=6, keys=4), "the first two queries see no key and get zeros"),
     "shared_kv_heads": (dict(heads=6, kv_heads=2), "query heads 0, 1, 2 read KV head 0"),

@@ -189,7 +189,7 @@ def plain_loop(layers, last_norm, x):
     "7.2",
     {
         "one_layer": "two junctions",
-        "two_layers": "the next layer's norm comes after this one's MLP",
+        "two_layers": "the next layer's norm follows this one's MLP",
         "five_layers": "every layer its number",
     },
 )

@@ -192,7 +192,7 @@ PAGE_CASES = {  # name: (options, why)
     "pages_of_1": (dict(lengths=[5], block_size=1), "every key has a page of its own"),
     "pages_of_5": (
         dict(lengths=[23], block_size=5),
-        "a tile of 16 keys spans four or five pages",
+        "a tile of 16 keys is in four or five pages",
     ),
     "pages_of_40": (dict(lengths=[70], block_size=40), "a page holds several tiles"),
     "ragged": (dict(lengths=[17, 3], block_size=4), "each sequence has its own row of the table"),

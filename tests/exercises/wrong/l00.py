@@ -119,7 +119,7 @@ answers.slips(
     - mask=column < columns
     + mask=column >= 0
 
-    no_other: Places after the end of the row have no `other`, so they hold garbage, and you add it.
+    no_other: Places after the row have no `other`, so they hold garbage, and you add it.
     - mask=column < columns, other=0.0
     + mask=column < columns
 
@@ -242,7 +242,8 @@ answers.slips(
     - out_ptr + column * rows + row
     + out_ptr + row * columns + column
 
-    rows_and_columns_swapped: You load from the place in out. x[r, c] is at x_ptr + r · columns + c.
+    rows_and_columns_swapped: You load from the place in out. x[r, c] is r · columns + c after
+        x_ptr.
     - x_ptr + row * columns + column
     + x_ptr + column * rows + row
 

@@ -167,7 +167,7 @@ def product_of_columns(a, b):
 answers.slips(
     "0.11",
     """
-    no_barrier: There is no barrier: a thread reads what another one may not have written yet.
+    no_barrier: There is no barrier: a thread reads what another thread may not have written yet.
     - part[thread] = x[thread];
     - __syncthreads();
     + part[thread] = x[thread];
@@ -175,8 +175,8 @@ answers.slips(
     - __syncthreads();
     + part[thread] += part[thread + half];
 
-    before_the_loop_only: In each step a thread reads what another one wrote in the step before: a
-        barrier a step.
+    before_the_loop_only: In each step a thread reads what another thread wrote in the step before:
+        a barrier a step.
     - part[thread] += part[thread + half];
     - __syncthreads();
     + part[thread] += part[thread + half];

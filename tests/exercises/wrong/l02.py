@@ -13,7 +13,7 @@ answers = Answers()
 answers.slips(
     "2.1",
     """
-    top_left_mask: Your mask is aligned top left. Which key is the LAST query's own when Tk > Tq?
+    top_left_mask: Your mask is aligned top left. Which key belongs to the LAST query when Tk > Tq?
     - sees.tril(num_keys - num_queries)
     + sees.tril()
     - sees.triu(num_keys - num_queries - window + 1)
@@ -53,8 +53,8 @@ answers.slips(
     + weights = (scores - scores.amax(-1, keepdim=True).clamp(min=-1e4)).exp() * sees
     + weights = weights / weights.sum(-1, keepdim=True)
 
-    strides_ignored: You read q, k or v as if it were contiguous. Its strides say where its rows
-        are.
+    strides_ignored: You read q, k or v as if its rows followed each other. Its strides say where
+        they are.
     - group = num_heads // num_kv_heads
     + group = num_heads // num_kv_heads
     + k = k.as_strided(k.shape, (num_kv_heads * head_dim, head_dim, 1))
@@ -189,7 +189,7 @@ answers.slips(
     + p = (p - p.max()).exp()
     + p = p / p.sum(-1, keepdim=True)
 
-    strides_ignored: You read the logits as if they were contiguous.
+    strides_ignored: You read the logits as if their rows followed each other.
     - logits.double()
     + logits.as_strided(logits.shape, (vocab_size, 1)).double()
 

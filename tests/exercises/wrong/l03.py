@@ -16,7 +16,7 @@ answers = Answers()
 answers.slips(
     "3.1",
     """
-    top_left_mask: Your first query sees row 0 alone. Its own row is context_lens[b] - T.
+    top_left_mask: Your first query sees row 0 alone. Its row is context_lens[b] - T.
     - context_lens[:, None] - num_queries + step  # [B, T], a query's own row
     + 0 * context_lens[:, None] + step
 
@@ -36,8 +36,8 @@ answers.slips(
     + total = (scores - scores.max()).exp().sum(-1).permute(0, 3, 1, 2)
     + return (out / total[..., None]).flatten(2, 3)
 
-    strides_ignored: You read an argument as if it were contiguous. Its strides say where its rows
-        are.
+    strides_ignored: You read an argument as if its rows followed each other. Its strides say where
+        they are.
     - grouped = q
     + strides = capacity * num_kv_heads * head_dim, num_kv_heads * head_dim, head_dim, 1
     + k_cache = k_cache.as_strided(k_cache.shape, strides)
@@ -261,7 +261,7 @@ answers.slips(
     - self.ops.decode if batch.max_seqlen_q == 1 else self.ops.prefill
     + self.ops.prefill
 
-    ignores_first_block: The batch's first sequence is in block first_block, and you read block 0.
+    ignores_first_block: The batch's first sequence is in first_block, and you read block 0.
     - k_cache = self.blocks(k_slots)[first_block:]
     - v_cache = self.blocks(v_slots)[first_block:]
     + k_cache = self.blocks(k_slots)
@@ -293,7 +293,7 @@ answers.slips(
     +     self.move(b + 1, b, held[b + 1])
     + return held[:block] + held[block + 1 :]
 
-    takes_the_last_block: You copy the pool's last block. The last sequence may be in one before it.
+    takes_the_last_block: You copy the pool's last block. The last sequence may be before it.
     - self.move(len(remaining), block, last)
     + self.move(self.num_blocks - 1, block, last)
 
@@ -327,7 +327,7 @@ answers.slips(
     - return remaining
     + return held[:block] + held[block + 1 :]
 
-    erases: Nothing need be erased: rows after a length are never read.
+    erases: Nothing need be erased: nothing after a length is read.
     - if block < len(remaining):
     + self.blocks(self.k_slots)[:, len(remaining)] = 0
     + if block < len(remaining):
@@ -571,8 +571,7 @@ answers.slips(
     - left_over = answer[-1:]
     + told += answer
 
-    positions_off_by_one: Your positions are one too high: the next token comes right after those
-        held.
+    positions_off_by_one: Your positions are one too high: the next token comes after those held.
     - batch = new_batch([(new, held)]
     + batch = new_batch([(new, held + 1)]
 

@@ -16,7 +16,7 @@ answers = Answers()
 answers.slips(
     "4.1",
     """
-    strides_ignored: You read x or positions as if they were contiguous.
+    strides_ignored: You read x or positions as if their values followed each other.
     - positions[:, None, None]
     + positions.as_strided(positions.shape, (1,))[:, None, None]
     - first, second = x.chunk(2, dim=-1)
@@ -59,7 +59,7 @@ answers.slips(
     - positions[:, None, None]
     + torch.arange(len(positions))[:, None, None]
 
-    one_position_late: Your positions are one too high: the first token has position 0.
+    one_position_late: Your positions are one too high: the first token is at 0.
     - positions[:, None, None]
     + (positions + 1)[:, None, None]
 
@@ -176,16 +176,15 @@ answers.slips(
     - [2 ** (-8 * i / (2 * known)) for i in range(1, 2 * known, 2)][: num_heads - known]
     + slopes[: num_heads - known]
 
-    top_left: Your first query has position 0. After a cache the last query has that of the last
-        key.
+    top_left: Your first query is at key 0. With a cache the last query belongs to the last key.
     - torch.arange(num_keys - num_queries, num_keys)
     + torch.arange(num_queries)
 
-    one_query_for_all: All your queries have the last key's position; only the last one has it.
+    one_query_for_all: All your queries are at the last key; only the last one is.
     - torch.arange(num_keys - num_queries, num_keys)
     + torch.full((num_queries,), num_keys - 1)
 
-    mirrored: You take the distance without its sign; keys ahead get a positive bias here.
+    mirrored: You take the distance without its sign; what is ahead gets a positive bias here.
     - query[:, None] - torch.arange(num_keys)
     + (query[:, None] - torch.arange(num_keys)).abs()
 
@@ -311,7 +310,7 @@ answers.slips(
     - inside & ((head < NUM_HEADS) | (slot >= 0))
     + inside
 
-    offset_ignored: You turn by the token's number in the batch. Its position is in `positions`.
+    offset_ignored: You turn by the token's number in the batch. `positions` says where it is.
     - tl.load(positions_ptr + token)
     + token
 
@@ -327,7 +326,7 @@ answers.slips(
     - turns = head < NUM_HEADS + NUM_KV_HEADS
     + turns = head >= 0
 
-    slot_not_skipped: A slot of -1 writes into the row before the cache: memory of another tensor.
+    slot_not_skipped: A slot of -1 writes into the row before the cache: another tensor's memory.
     - inside & ((head < NUM_HEADS) | (slot >= 0))
     + inside
 

@@ -44,8 +44,8 @@ answers.slips(
     + p = (scores - scores.amax(-1, keepdim=True).clamp(min=-1e4)).exp()
     + p = (p / p.sum(-1, keepdim=True)).to(v.dtype)
 
-    strides_ignored: You read q, k or v as if it were contiguous. Its strides say where its rows
-        are.
+    strides_ignored: You read q, k or v as if its rows followed each other. Its strides say where
+        they are.
     - rows = q.unflatten
     + k = k.as_strided(k.shape, (k.shape[1] * k.shape[2], k.shape[2], 1))
     + rows = q.unflatten

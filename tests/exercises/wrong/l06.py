@@ -434,7 +434,7 @@ answers.slips(
     + query.shape[-1] ** -0.5
 
     key_kept_before_rotation: k_pe is kept unrotated, and every key is turned to the newest
-        position: all tokens seem to have the query's position.
+        position: all tokens seem to be where the query is.
     - torch.cat([c_kv[t], turn(k_pe[t], t)])
     + torch.cat([c_kv[t], k_pe[t]])
     - query @ rows.T

@@ -167,7 +167,7 @@ answers.slips(
     - normed = norms[0](x)
     + normed = x
 
-    adds_alone: Right, but the additions are kernels of their own: 2n more. Use after_adding.
+    adds_alone: Right, but the additions are kernels, too: 2n more. Use after_adding.
     - normed = norms[2 * index + 1].after_adding(branch, x)
     - normed = norms[2 * index + 2].after_adding(layer.mlp(normed), x)
     + x = x + branch
@@ -410,7 +410,7 @@ answers.slips(
     - (22 * num_layers
     + (24 * num_layers
 
-    no_norm_outside: n layers have 2n additions and 2n + 1 norms: one norm follows no addition.
+    no_norm_outside: n layers have 2n additions and 2n + 1 norms: one norm has no addition.
     - 1 + 9 + 8 + 1)
     + 1 + 9 + 1)
     - 1 + 9 + 1 + 1)
@@ -468,7 +468,7 @@ answers.slips(
     - 1 + 9 + 1 + 1)
     + 1 + 9 + 1)
 
-    first_norm_not_fused: The norm that follows no addition is one kernel too.
+    first_norm_not_fused: The norm without an addition is one kernel too.
     - 1 + 9 + 1 + 1)
     + 1 + 9 + 8 + 1)
     """,

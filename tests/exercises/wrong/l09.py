@@ -14,7 +14,7 @@ answers = Answers()
 answers.slips(
     "9.1",
     """
-    top_left_mask: Your mask is aligned top left: query i has position i + Tk - T.
+    top_left_mask: Your mask is aligned top left: query i belongs to key i + Tk - T.
     - device=q.device) + num_keys - num_queries
     + device=q.device)
 
@@ -22,8 +22,7 @@ answers.slips(
     - (distance < 0) | (distance >= window) if window else distance < 0
     + (distance <= 0) | (distance >= window) if window else distance <= 0
 
-    no_mask: Tiles on the diagonal need a mask: some of their queries come before some of their
-        keys.
+    no_mask: Tiles on the diagonal need a mask: some of their queries are before some of their keys.
     - scores = scores.masked_fill(hidden[:, None], -torch.inf)
 
     tail_dropped: The last partial tile of keys is never read.
@@ -428,12 +427,12 @@ answers.slips(
     - first - window + 1
     + first + block_m - window
 
-    top_left: The first query has position start_m + num_keys - num_queries.
+    top_left: The first query belongs to key start_m + num_keys - num_queries.
     - first = start_m + num_keys - num_queries
     + first = start_m
 
-    last_key_skipped: The tile's last query has position first + block_m - 1, and sees its own key:
-        end is one more.
+    last_key_skipped: The tile's last query belongs to key first + block_m - 1, and sees it: end is
+        one more.
     - first + block_m)
     + first + block_m - 1)
 

@@ -231,7 +231,7 @@ def by_search(
 answers.slips(
     "11.3",
     """
-    as_given: Which line does the error name? More bugs may come after it.
+    as_given: Which line does the error name? More bugs may follow it.
     - state.seed.add_(1)
     + state.seed = state.seed + 1
     - # A row of padding gets what was there.
@@ -334,7 +334,7 @@ answers.slips(
     - state.memory, 0.0
     + memory, 0.0
 
-    one_row_too_far: The newest of n tokens is in row n - 1.
+    one_row_too_far: The newest of n tokens is at row n - 1.
     - place = (state.lengths - 1).clamp(min=0)
     + place = state.lengths.clamp(max=state.memory.shape[1] - 1)
 
@@ -384,7 +384,7 @@ answers.slips(
     + buffer[1:, :batch] = inputs[1:].to(buffer.device)
     + buffer[:, batch:] = torch.tensor([[0], [0], [-1], [0]], device=buffer.device)
 
-    stale_positions: The positions in the buffer stay as captured: every token has position 0.
+    stale_positions: The positions in the buffer stay as captured: every token is at 0.
     - buffer[:, :batch] = inputs.to(buffer.device)
     + others = [0, 2, 3]
     + buffer[others, :batch] = inputs[others].to(buffer.device)
