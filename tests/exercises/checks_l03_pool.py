@@ -287,7 +287,7 @@ def test_forgetting_a_sequence(impl, case, seed):
         assert_equal(getattr(pool, name), slots, label=f"your {name} after forget({block})")
 
 
-@check("3.2", {"behind": "no sequence is in that block", "negative": "nor in one before the first"})
+@check("3.2", {"after": "no sequence is in that block", "negative": "nor in one before the first"})
 def test_forget_refuses(impl, case, seed):
     pool = impl(CONFIG, 3, 8, LESSON_03_TORCH)
     try:

@@ -62,7 +62,7 @@ def oracle(config, x, positions):
 
 ROPE_CASES = {  # name: (config, first position, heads, why)
     "from_zero": (CONFIG, 0, 3, "positions 0, 1, 2, …"),
-    "behind_a_cache": (CONFIG, 700, 2, "the first new token is at position 700"),
+    "after_a_cache": (CONFIG, 700, 2, "the first new token is at position 700"),
     "theta": (replace(CONFIG, rope_theta=500000.0), 30, 2, "theta comes from the checkpoint"),
     "linear": (
         replace(CONFIG, rope_scaling=RopeScaling("linear", 4.0)),
