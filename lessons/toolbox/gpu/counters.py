@@ -116,9 +116,12 @@ class Counts:
         program = threads.programs[warp // threads.warps] + 1
         buffers = sectors >> (WINDOW - 5)
         for number in np.unique(buffers):
-            here = buffers == number
-            at, whose = sectors[here] & ((1 << (WINDOW - 5)) - 1), program[here]
+            if not 0 < number <= len(threads.memory.buffers):
+                continue  # an address in no buffer, for which a Fault comes next
             touched = self._sectors(threads, kind, int(number))
+            at = sectors & ((1 << (WINDOW - 5)) - 1)
+            here = (buffers == number) & (at < len(touched))
+            at, whose = at[here], program[here]
             first += len(np.unique(at[touched[at] == 0]))
             own += int((touched[at] == whose).sum())
             touched[at] = whose
