@@ -47,7 +47,7 @@ def new_engine(model, **arguments):
     engine = engine_over(model, None, EngineArgs(**small | arguments))
     for slots in engine.runner.pool.tensors:
         if slots.is_floating_point():
-            slots.fill_(torch.nan)  # nobody may see what nobody wrote
+            slots.fill_(torch.nan)  # no row may be read that was not written
     return engine
 
 
@@ -67,7 +67,7 @@ def count_replays(engine) -> list[int]:
     return buckets
 
 
-def test_decode_steps_are_replayed_and_everybody_gets_the_same_tokens(model):
+def test_decode_steps_are_replayed_and_every_request_gets_the_same_tokens(model):
     engine = new_engine(model)
     buckets = count_replays(engine)
     prompts, limits = random_prompts(6), [random.randint(2, 7) for _ in range(6)]

@@ -1,4 +1,4 @@
-"""The shape of the house: what stands on a folder's first screen, and whether its text names it."""
+"""The shape of the house: what is on a folder's first screen, and whether its text names it."""
 
 import json
 import re

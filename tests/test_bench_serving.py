@@ -176,8 +176,8 @@ def test_without_usage_parts_are_counted():
 
 
 def test_time_counts_from_the_intended_arrival():
-    """One place at the client, and a server that stalls: whoever had to wait has waited. Measured
-    from the sending, one of ten would have been late.
+    """One place at the client, and a server that stalls: a request that had to wait has waited.
+    Measured from the sending, one of ten would have been late.
     """
     arrivals = [0.1 * i for i in range(10)]
     run = load(["0.05 0 1"] * 10, arrivals, concurrency=1, server=FakeServer(stall=(0, 5)))

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: what is replayed, and that it changes nobody's tokens. Without a GPU
+"""Decode steps as CUDA graphs: what is replayed, and that it changes no tokens. Without a GPU
 on simulated graphs, and on a pretended GPU.
 """
 

@@ -1,4 +1,4 @@
-"""Random histories of the whole engine: nothing that happens to others changes anybody's tokens,
+"""Random histories of the whole engine: nothing that happens to others changes a request's tokens,
 nothing leaks, and nothing but what can never fit is refused.
 """
 
@@ -97,7 +97,7 @@ class AbortsTheFirstAnswer(Engine):
 
 
 class ScoresTwice(Engine):
-    """After a preemption it scores the prompt again, behind the scores that are there."""
+    """After a preemption it scores the prompt again, after the scores that are there."""
 
     def score_prompts(self, step, hidden):
         for chunk in step.chunks:
@@ -108,7 +108,7 @@ class ScoresTwice(Engine):
 
 
 class SkipsScores(Engine):
-    """Takes what a prefix cache knows, although nobody has scored it."""
+    """Takes what a prefix cache knows, although no request has scored it."""
 
     def new_sequences(self, request, priority):
         sequences = super().new_sequences(request, priority)

@@ -47,7 +47,7 @@ BAD_LINES = {
     "no tokens": json.dumps(LINE | {"prompt_tokens": 0}),
     "half a token": json.dumps(LINE | {"output_tokens": 1.5}),
     "more tokens than there are": json.dumps(LINE | {"prompt_tokens": 10**12}),
-    "a field that nobody reads": json.dumps(LINE | {"prompt": "text"}),
+    "a field that is not read": json.dumps(LINE | {"prompt": "text"}),
     "a prefix longer than its prompt": json.dumps(LINE | {"prefix": "a", "prefix_tokens": 101}),
     "a prefix that is no name": json.dumps(LINE | {"prefix": 7}),
     "deep": "[" * 100_000,

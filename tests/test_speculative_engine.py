@@ -1,4 +1,4 @@
-"""Speculation in the engine: nobody's tokens change, whatever a request asks for."""
+"""Speculation in the engine: no tokens change, whatever a request asks for."""
 
 import random
 from dataclasses import replace
@@ -60,7 +60,7 @@ def new_engine(model, method=None, drafter=None, count=3, speculative=None, **ar
     for pool in pools:
         for slots in pool.tensors:
             if slots.is_floating_point():
-                slots.fill_(torch.nan)  # nobody may see what nobody wrote
+                slots.fill_(torch.nan)  # no row may be read that was not written
     return engine
 
 
@@ -102,7 +102,7 @@ def test_every_wish_is_served_as_without_speculation(model, drafters, method):
         engine = new_engine(model, method, drafters[method], **house)
         assert run(engine, prompts, params, [0, 0, 1, 2, 2, 4]) == want, house
         assert engine.speculation.counts.drafted
-        # Heads that nobody has trained are hardly ever right.
+        # Untrained heads are hardly ever right.
         assert engine.speculation.counts.accepted or method in ("medusa", "eagle")
 
 
@@ -143,7 +143,7 @@ def test_an_aborted_request_takes_nothing_with_it(model, drafters):
     for _ in range(3):
         engine.step()
     assert engine.abort_request("a").outputs[0].finish_reason == "abort"
-    assert engine.abort_request("nobody") is None
+    assert engine.abort_request("unknown") is None
     while engine.has_unfinished_requests:
         engine.step()
     assert_clean(engine)

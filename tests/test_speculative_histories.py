@@ -1,5 +1,5 @@
 """Random histories of the speculative engine: its tokens are those of a request that runs alone,
-and no block leaks, whatever is drafted, and whoever comes, goes or is preempted.
+and no block leaks, whatever is drafted, and whichever request comes, goes or is preempted.
 """
 
 from collections import Counter
@@ -91,7 +91,7 @@ class CachesDrafts(Speculation):
 
 
 class BonusFromTheDraft(Speculation):
-    """What stands behind the accepted tokens is the draft's next one where there is one."""
+    """What follows the accepted tokens is the draft's next one where there is one."""
 
     def verify(self, logits, sequences):
         found = super().verify(logits, sequences)
@@ -141,7 +141,7 @@ class Overshoots(Speculation):
 
 
 class VerifiesAtTheLastRow(Verifier):
-    """The token behind a rejection is taken from the row behind the whole draft."""
+    """The token after a rejection is taken from the row after the whole draft."""
 
     def compare(self, logits, rows, drafts):
         found, first = super().compare(logits, rows, drafts), 0
@@ -162,7 +162,7 @@ class LastRow(Speculation):
 
 
 class DraftsByChance(Speculation):
-    """Only as many tokens are drafted as the step has room for beside everybody else's."""
+    """Only as many tokens are drafted as the step has room for beside other requests' tokens."""
 
     def draft(self, step):
         for chunk in step.chunks[1:]:

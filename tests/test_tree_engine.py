@@ -1,4 +1,4 @@
-"""Token trees in the engine: nobody's tokens change, drawn siblings keep the distribution, and
+"""Token trees in the engine: no tokens change, drawn siblings keep the distribution, and
 heads guess what lesson 17 says.
 """
 
@@ -169,7 +169,7 @@ def test_a_tree_takes_no_more_room_than_its_answer(model):
 
 
 def medusa_guess(model, heads, text: list[int], behind: list[int]):
-    """[V] behind a text without its newest token: head i for the guess behind i others."""
+    """[V] after a text without its newest token: head i for the guess after i others."""
     hidden = model(torch.tensor(text[:-1]), whole_sequence(model, len(text) - 1))
     return (heads.lm_head or model.logits)(heads.heads[len(behind)](hidden[-1:]))[0]
 
@@ -324,7 +324,7 @@ def siblings_see_each_other(batch, trees):
 
 
 def positions_by_order(batch, trees):
-    """Node i stands i places behind the root."""
+    """Node i is i places after the root."""
     return replace(batch, tree=with_trees(batch, trees).tree)
 
 

@@ -23,7 +23,7 @@ def moves_nothing(pool, moves):
 
 
 def moves_one_too_far(path, begin, table, size):
-    """The places behind the right ones."""
+    """The places after the right ones."""
     return path_moves(path, begin + 1, [*table, table[-1]], size)
 
 
@@ -39,7 +39,7 @@ def moves_one_after_the_other(pool, moves):
 
 
 class TellsTheCacheFirst(Speculation):
-    """Full blocks are remembered as the tokens lie there before the path is in one piece."""
+    """Full blocks are remembered as the tokens are there before the path is in one piece."""
 
     def verify(self, logits, sequences):
         self.lying = {sequence: list(sequence.tokens) for sequence in self.drafts}
@@ -53,7 +53,7 @@ class TellsTheCacheFirst(Speculation):
 
 
 class BonusOfTheLastNode(Verifier):
-    """The token behind the path is the one behind the tree's last node."""
+    """The token after the path is the one after the tree's last node."""
 
     def compare(self, logits, rows, drafts):
         found, first = super().compare(logits, rows, drafts), 0
@@ -114,7 +114,7 @@ class Overshoots(Speculation):
 
 
 class OneAfterAnother(TreeRunner):
-    """Positions by order: each node stands behind the one in front of it."""
+    """Positions by order: each node comes after the one before it."""
 
     def write_positions(self, table, held, tree):
         pass

@@ -250,7 +250,7 @@ class ToyModel:
 
     def logits(self, hidden):
         logits = torch.nn.functional.one_hot(hidden[:, 0] % self.vocab_size, self.vocab_size)
-        # the largest logit of all lies neither in the first row nor in the last
+        # the largest logit of all is neither in the first row nor in the last
         return logits * torch.tensor([1.0, 2.0, 1.0]).repeat(len(hidden))[: len(hidden), None]
 
     def greedy(self, prompt, max_new_tokens, stop_token_ids):

@@ -254,7 +254,7 @@ class Warp:
 
 WARP_CASES = {
     "plain": "32 lanes, each with something",
-    "the_largest_last": "the max sits in lane 31: everybody has to hear of it",
+    "the_largest_last": "the max sits in lane 31: every lane has to get it",
     "the_largest_first": "the max sits in lane 0",
     "neighbours": "lanes 2k and 2k + 1 differ most: they meet in one round alone",
     "halves": "the two halves of the warp differ most",

@@ -151,7 +151,7 @@ def walked(p, q, parents, tokens, u) -> list[int]:
 
 
 def drawn_tree(draws: random.Random, parents: list[int], vocab_size: int = 6) -> dict:
-    """Arguments of verify_drawn: siblings drawn without replacement, NaN in q behind leaves."""
+    """Arguments of verify_drawn: siblings drawn without replacement, NaN in q after leaves."""
     generator = torch.Generator().manual_seed(draws.randrange(2**31))
     count = len(parents)
 
@@ -258,8 +258,8 @@ def pass_of(
 PATH_CASES = {  # name: (options of pass_of, why)
     "contiguous": (dict(contiguous=True), "the path moves together"),
     "paged": (dict(), "places become slots through the table"),
-    "nearly_done": (dict(left=2), "nobody emits more than is left"),
-    "stop": (dict(stops=True), "nothing comes behind a stop token"),
+    "nearly_done": (dict(left=2), "no sequence emits more than is left"),
+    "stop": (dict(stops=True), "nothing comes after a stop token"),
 }
 
 

@@ -291,7 +291,7 @@ def test_an_address_that_is_refused(what, seeing, host):
     "ip", ["127.0.0.1", "10.0.0.8", "169.254.169.254", "::1", "::ffff:10.0.0.1"]
 )
 def test_a_name_that_leads_to_a_private_address_is_not_asked(ip, seeing, monkeypatch):
-    """The operator allowed the name; whoever owns it points it at what only this server reaches."""
+    """The operator allowed the name; its owner points it at what only this server reaches."""
 
     def resolve(host, port, *args, **more):
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET

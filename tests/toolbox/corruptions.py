@@ -223,7 +223,7 @@ def logits_of(model: Decoder) -> torch.Tensor:
 def save_weights(config: ModelConfig, folder: Path) -> None:
     """Random weights of the shape that the course's decoder has."""
     state = decoder_class(config)(config).state_dict()
-    parts: dict[str, list] = {}  # those that lie in one stored tensor, one below the other
+    parts: dict[str, list] = {}  # those that are in one stored tensor, one below the other
     for name, tensor in state.items():
         parts.setdefault(stored_name(name, config), []).append(tensor)
     prefixed = {f"model.{name}": torch.cat(tensors) for name, tensors in parts.items()}

@@ -189,7 +189,7 @@ def test_original_context_of_llama3_scaling_defaults_to_the_context(tmp_path):
             ),
             (None, 9),
         ),
-        # all layers lie before max_window_layers, 28 if it is absent
+        # all layers are before max_window_layers, 28 if it is absent
         (dict(model_type="qwen2", sliding_window=9, use_sliding_window=True), ()),
         # transformers' default for sliding_window
         (dict(model_type="qwen2", use_sliding_window=True, max_window_layers=1), (None, 4096)),

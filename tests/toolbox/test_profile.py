@@ -68,7 +68,7 @@ def test_a_copy_with_gaps_beside_one_without(tmp_path):
 
 @pytest.mark.sample(2, of="compiled code")
 def test_a_kernel_of_ones_own(tmp_path):
-    """A transposition through registers: its stores lie a row apart, or its loads do."""
+    """A transposition through registers: its stores are a row apart, or its loads do."""
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     done = profile(f"{file}:try_it", "--gpu", "a100", "--out", str(tmp_path))

@@ -12,7 +12,7 @@ SHARED = "mul.lo.u32 %r1, %r70, {step};\nst.shared.{type} [%r1], {of};"
 
 
 def of_op(done, op: str, *names: str) -> tuple[int, ...]:
-    """The columns of the only instruction with this operation behind the pointer's."""
+    """The columns of the only instruction with this operation after the pointer's."""
     places = [
         i
         for i, instruction in enumerate(done.kernel.instructions)
