@@ -4,11 +4,22 @@ A step whose requests are all greedy takes the likeliest token of each row. One 
 lesson 2's sampler for a batch, by way of lesson 14's; it is imported with the first such request.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from reference.engine.outputs import Logprob, Logprobs
 from reference.engine.request import EngineSequence
+
+
+class Emitted(NamedTuple):
+    """What a sequence gets from a step: a token, or with drafts several, and what its request wants
+    to know of each.
+    """
+
+    tokens: list[int]
+    logprobs: list[Logprobs | None]
 
 
 class Sampler:
@@ -20,9 +31,7 @@ class Sampler:
         self.draw = None  # lesson 14's StepSampler, once a request is not greedy
 
     @torch.inference_mode()
-    def __call__(
-        self, logits: Tensor, sequences: list[EngineSequence]
-    ) -> tuple[list[int], list[Logprobs | None]]:
+    def __call__(self, logits: Tensor, sequences: list[EngineSequence]) -> list[Emitted]:
         """A token for each row, and the log-probabilities that its request asks for. logits: [B,
         V], which are changed. Raises ValueError for logits that are not finite.
         """
@@ -32,11 +41,12 @@ class Sampler:
         for row, sequence in enumerate(sequences):
             adjust(logits, row, sequence, must_end=must_end[row])
         chosen = self.choose(logits, sequences)
-        return chosen, logprobs_of(raw, chosen, sequences)
+        found = logprobs_of(raw, chosen, sequences)
+        return [Emitted([token], [logprobs]) for token, logprobs in zip(chosen, found)]
 
     def choose(self, logits: Tensor, sequences: list[EngineSequence]) -> list[int]:
         """A token for each row. It does not depend on the other rows, so neither way of sampling
-        shows in the tokens.
+        shows in the tokens. logits: [B, V].
         """
         if all(sequence.is_greedy for sequence in sequences):
             return likeliest(logits)

@@ -72,9 +72,10 @@ def _assert_inside(film: Film, tensors: dict[str, Tensor]) -> None:
         return
     worst = min(wild, key=lambda access: access.program)
     raise AssertionError(
-        f"program {name_of(worst.program, film.dimensions())} {VERBS[worst.kind]} {len(worst.outside)} "
-        f"{'element' if len(worst.outside) == 1 else 'elements'} outside the tensors: which places "
-        f"does its mask have to exclude?{_picture(film, tensors, worst.program)}"
+        f"program {name_of(worst.program, film.dimensions())} {VERBS[worst.kind]} "
+        f"{len(worst.outside)} {'element' if len(worst.outside) == 1 else 'elements'} outside the "
+        f"tensors: which places does its mask have to exclude?"
+        f"{_picture(film, tensors, worst.program)}"
     )
 
 

@@ -70,7 +70,9 @@ def accepted_by_the_interpreter(x_ptr):
 
 
 def film_here() -> tuple[str, list, str]:
-    """Called in the other process: a film without another one, of a kernel that leaves its tensors."""
+    """Called in the other process: a film without another one, of a kernel that leaves its
+    tensors.
+    """
     x, out = torch.zeros(2, 5), torch.zeros(2)
     with Film() as kept:
         try:

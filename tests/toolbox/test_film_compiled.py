@@ -96,7 +96,9 @@ def test_warps_that_hold_copies_ask_again():
 
 
 def test_a_wrong_mask_shows(capsys):
-    """It reads the neighbour's first column; in the last row it leaves x, and the interpreter goes on."""
+    """It reads the neighbour's first column; in the last row it leaves x, and the interpreter goes
+    on.
+    """
     x, out = torch.zeros(3, 5), torch.zeros(3)
     figure = film(lambda: rows[(2,)](x, out, 5, 1, BLOCK=8), {"x": x}, programs=[0])
     said = " ".join(t.get_text() for t in figure.findobj() if hasattr(t, "get_text")).split()

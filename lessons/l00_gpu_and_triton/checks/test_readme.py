@@ -93,7 +93,9 @@ def test_pictures_are_readable(draw):
 @pytest.mark.skipif(not interpreting(), reason="NOT RUN: the film is drawn beside the interpreter")
 @pytest.mark.sample(2, of="compiled code")
 def test_the_film_of_the_readme():
-    """4 warps hold the 16 elements, 2 sectors: each asks for both. Of the store only one warp does."""
+    """4 warps hold the 16 elements, 2 sectors: each asks for both. Of the store only one warp
+    does.
+    """
     figure = pictures.draw_program()
     assert not texts_outside(figure) and not overlapping_texts(figure)
     texts = [" ".join(t.get_text().split()) for t in figure.findobj(Text)]
@@ -156,7 +158,9 @@ def test_a_puzzles_picture_is_readable(exercise_id):
 @pytest.mark.skipif(not interpreting(), reason="NOT RUN: addresses are seen in the interpreter")
 @pytest.mark.sample(2, of="compiled code")
 def test_a_learners_file_is_compiled_as_it_stands(tmp_path, capsys):
-    """Solved, then of a type that only the interpreter accepts: one line, and the interpreter's film."""
+    """Solved, then of a type that only the interpreter accepts: one line, and the interpreter's
+    film.
+    """
     file = tmp_path / "l00_gpu_and_triton.py"
     solved = (SOLUTIONS / file.name).read_text(encoding="utf-8")
     # an integer before the loop and a float in it: no type for the compiler

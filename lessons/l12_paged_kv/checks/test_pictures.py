@@ -1,5 +1,5 @@
-"""Proves that the pictures fit, that the simulation loses no memory, and that the README quotes what
-the code says.
+"""Proves that the pictures fit, that the simulation loses no memory, and that the README quotes
+what the code says.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What each program of the decode kernel touches, recorded from its compiled code: a film strip, one
-panel a program.
+"""What each program of the decode kernel touches, recorded from its compiled code: a film strip,
+one panel a program.
 
     draw_walk(lengths=[10, 7, 13])
 """
@@ -17,8 +17,8 @@ EMPTY, OWNED, LOADED = "#F4F4F4", "#BFD9EA", PALETTE[0]
 
 
 def loads_of_programs(inputs: PagedInputs) -> tuple[list[Tensor], str]:
-    """How often the program of each sequence loads each row of K, a tensor [num_blocks, block_size] each;
-    and in words, where that was recorded.
+    """How often the program of each sequence loads each row of K, a tensor [num_blocks, block_size]
+    each; and in words, where that was recorded.
     """
     q, k_cache, v_cache, table, _, lens = inputs
     recording, _ = record(lambda: paged_decode(q, k_cache, v_cache, table, lens, num_splits=1))

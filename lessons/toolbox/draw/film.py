@@ -8,8 +8,8 @@
 
 Each panel is one access and shows one tensor: what is touched now, what the program has touched
 before, and what would lie outside. The addresses are those of the kernel's compiled code, run on a
-CPU; of a kernel that does not compile, or that leaves its tensors, Triton's interpreter gives them. On
-a GPU there are none: then the launch runs, one line says so, and the figure is None.
+CPU; of a kernel that does not compile, or that leaves its tensors, Triton's interpreter gives them.
+On a GPU there are none: then the launch runs, one line says so, and the figure is None.
 """
 
 from collections.abc import Iterable, Mapping

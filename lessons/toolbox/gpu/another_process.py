@@ -1,4 +1,5 @@
-"""A function called in another process, whose kernels are compiled for a chip and run on this machine.
+"""A function called in another process, whose kernels are compiled for a chip and run on this
+machine.
 
     steps = call("lessons.l00_gpu_and_triton.lab.steps:recordings", chip=90)
 
@@ -82,8 +83,8 @@ def _start(chip: int) -> subprocess.Popen:
 
 
 def serve() -> None:
-    """Answer each folder that is named on standard input with the exit code of a fork that makes its
-    call. Ends with the process that asks, because then there is no more input.
+    """Answer each folder that is named on standard input with the exit code of a fork that makes
+    its call. Ends with the process that asks, because then there is no more input.
     """
     import triton  # here, because it may not be installed
 

@@ -1,8 +1,8 @@
 """What the machine sees of a launch's loads, stores and atomic operations, for a film.
 
 The compiler makes many instructions of one `tl.load`, and each runs for some of a program's warps.
-Here they become one access again: those of one operation that follow each other, until a warp repeats
-an instruction, as in a loop, or closes a group of asynchronous copies.
+Here they become one access again: those of one operation that follow each other, until a warp
+repeats an instruction, as in a loop, or closes a group of asynchronous copies.
 """
 
 import ast
@@ -25,8 +25,8 @@ KINDS = {"ld": "load", "ldu": "load", "st": "store", "atom": "atomic", "red": "a
 
 @contextmanager
 def filming(accesses: list[Access], start_of: Callable[[int], int] = int) -> Iterator[None]:
-    """Within it compiled kernels run slower, and at its end, by a Fault too, `accesses` has got theirs.
-    start_of: the address that a storage is to have in the film, for the one that it has.
+    """Within it compiled kernels run slower, and at its end, by a Fault too, `accesses` has got
+    theirs. start_of: the address that a storage is to have in the film, for the one that it has.
     """
     shots: list[Shot] = []
     try:
@@ -123,8 +123,8 @@ class Filming(Counts):
 
 @cache
 def first_line(file: str, number: int) -> str:
-    """The first line of the statement that line `number` belongs to, without its indentation. Of a call
-    over more lines the compiler names that of an argument.
+    """The first line of the statement that line `number` belongs to, without its indentation. Of a
+    call over more lines the compiler names that of an argument.
     """
     lines = linecache.getlines(file)
     statements = [
@@ -146,8 +146,8 @@ def kind_of(instruction: Instruction) -> str | None:
 
 
 def places_of(buffers: list[Buffer], address: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(number of the buffer, bytes from its first) of each address; of one in no buffer those of the
-    buffer that it misses by least.
+    """(number of the buffer, bytes from its first) of each address; of one in no buffer those of
+    the buffer that it misses by least.
     """
     starts = np.array([GlobalMemory.address(i) for i in range(len(buffers))])
     sizes = np.array([len(buffer.data) for buffer in buffers])

@@ -213,7 +213,9 @@ def predicate_reader(operand: str) -> Reader:
 
 
 def smallest_access(kernel: Kernel, space: str) -> int:
-    """The size of a kernel's smallest access to a space, at most 4 bytes: what is watched as one."""
+    """The size of a kernel's smallest access to a space, at most 4 bytes: what is watched as
+    one.
+    """
     sizes = [4]
     for instruction in kernel.instructions:
         if instruction.op in ("ld", "st", "atom", "red") and instruction.has(space):

@@ -14,8 +14,8 @@ Where kernels are compiled for a CPU (LADDER_CHIP), a film is what the compiled 
 sectors that its warps ask for. `relaunch.compiled` takes such a film of interpreted launches.
 
 In Triton's interpreter an address outside every tensor is kept, and not touched: a load gets NaN
-there (for integers -1), a store goes nowhere. So a kernel with a wrong mask can be filmed to its end
-without spoiling anything, which compiled code does not allow: it stops there with a Fault.
+there (for integers -1), a store goes nowhere. So a kernel with a wrong mask can be filmed to its
+end without spoiling anything, which compiled code does not allow: it stops there with a Fault.
 """
 
 import contextlib
@@ -78,8 +78,8 @@ class Access:
 
 
 class Film:
-    """Within it every access of a kernel is kept, of an interpreted one or of one that is compiled for
-    a CPU. Raises RuntimeError where a GPU runs them.
+    """Within it every access of a kernel is kept, of an interpreted one or of one that is compiled
+    for a CPU. Raises RuntimeError where a GPU runs them.
     """
 
     def __init__(self, start_of: Callable[[int], int] = int):

@@ -5,8 +5,8 @@
     film = compiled(film, launches)         # film: the interpreter's, of the same launches
 
 A launch is its kernel, the grid, the options, and its arguments as they were before it. A kernel
-travels by its module and name, or as source text where it has no file (a notebook's cell) or belongs
-to a function.
+travels by its module and name, or as source text where it has no file (a notebook's cell) or
+belongs to a function.
 """
 
 import ast
@@ -84,9 +84,10 @@ def launches_of() -> Iterator[Launches]:
 
 
 def compiled(film: Film, launches: Launches) -> Film:
-    """The film of what the compiled code does in the launches of an interpreted film, with that one's
-    addresses and arguments. The interpreted one itself where compiled code would stop, because an
-    access lies outside, and, after a line that says why, where the kernels do not compile or not run.
+    """The film of what the compiled code does in the launches of an interpreted film, with that
+    one's addresses and arguments. The interpreted one itself where compiled code would stop,
+    because an access lies outside, and, after a line that says why, where the kernels do not
+    compile or not run.
     """
     if any(len(access.outside) for access in film.accesses):
         return film
@@ -105,8 +106,9 @@ def compiled(film: Film, launches: Launches) -> Film:
 
 
 def filmed(launches: list[bytes]) -> tuple[list[Access], str | None]:
-    """The accesses of the launches, made again, and in one line why there are no more of them. To be
-    called where kernels are compiled. Addresses are those of the process that packed the launches.
+    """The accesses of the launches, made again, and in one line why there are no more of them. To
+    be called where kernels are compiled. Addresses are those of the process that packed the
+    launches.
     """
     starts: dict[int, int] = {}
     with Film(start_of=lambda start: starts.get(start, start)) as film:
@@ -198,8 +200,8 @@ def _tensor(memory: Memory, dtype, shape, stride, offset) -> Tensor:
 
 
 def _from_file(module: str, file: str, name: str):
-    """The kernel of that name, from its module, or from its file where it is no module of a package,
-    as a learner's file is none.
+    """The kernel of that name, from its module, or from its file where it is no module of a
+    package, as a learner's file is none.
     """
     try:
         found = importlib.import_module(module)

@@ -71,7 +71,8 @@ def run(
 
 def computed(instructions: str, inputs: list, result: str, type_: str) -> np.ndarray:
     """What a register holds after some instructions: [32], one for each thread. inputs: arrays [32]
-    of 2, 4 or 8 bytes, found in %rs, %r or %rd 1, 2, 3 ...; result: the register, type_: b32, b64, b16.
+    of 2, 4 or 8 bytes, found in %rs, %r or %rd 1, 2, 3 ...; result: the register, type_: b32, b64,
+    b16.
     """
     registers = {2: "%rs", 4: "%r", 8: "%rd"}
     body = []

@@ -73,7 +73,8 @@ def test_instructions_of_one_operation_are_one_access_until_one_repeats():
         PLACE.format(threads=32, step=4)
         + f"""
 mov.u32 %r9, 0;
-$again: {loads} add.u64 %rd2, %rd2, 256; add.u32 %r9, %r9, 1; setp.lt.u32 %p1, %r9, 3; @%p1 bra $again;
+$again: {loads} add.u64 %rd2, %rd2, 256;
+add.u32 %r9, %r9, 1; setp.lt.u32 %p1, %r9, 3; @%p1 bra $again;
 {loads}
 """
     )
@@ -97,7 +98,8 @@ def test_copies_of_two_groups_are_two_accesses():
         PLACE.format(threads=32, step=16)
         + """
 mul.lo.u32 %r3, %r70, 16;
-cp.async.cg.shared.global [%r3], [%rd2], 16; cp.async.commit_group; cp.async.cg.shared.global [%r3+512], [%rd2+512], 16; cp.async.commit_group;
+cp.async.cg.shared.global [%r3], [%rd2], 16; cp.async.commit_group;
+cp.async.cg.shared.global [%r3+512], [%rd2+512], 16; cp.async.commit_group;
 cp.async.wait_group 0;
 """
     )
@@ -129,7 +131,9 @@ setp.lt.u32 %p1, %r70, 0;
 
 @pytest.mark.parametrize("shift", [8, -8, 4096, -4096])
 def test_a_wrong_mask_shows_up_to_the_fault(shift):
-    """The lanes that leave the array are told apart, near it and far from it. The store never runs."""
+    """The lanes that leave the array are told apart, near it and far from it. The store never
+    runs.
+    """
     body = (
         PLACE.format(threads=32, step=4)
         + f"""
