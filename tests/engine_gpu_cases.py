@@ -77,6 +77,17 @@ def test_decode_steps_are_replayed_and_every_request_gets_the_same_tokens(model)
     assert_clean(engine)
 
 
+def test_replayed_steps_that_are_scheduled_ahead_give_the_same_tokens(model):
+    """Greedy and drawn. The third request comes while the others run, and waits for a place."""
+    prompts, limits = [[1, 2, 3], [4, 5], [6]], [2, 4, 2]
+    rows = [RowParams(temperature=0), RowParams(temperature=0.8, seed=5), RowParams(temperature=0)]
+    engine = new_engine(model, async_scheduling=True, max_num_seqs=2)
+    params = [greedy(limit) for limit in limits]
+    params[1] = replace(params[1], temperature=0.8, seed=5)
+    got = run(engine, prompts, params, [0, 0, 1])
+    assert [got[str(at)][0] for at in range(3)] == alone(model, prompts, limits, rows)
+
+
 def test_an_eager_engine_captures_nothing(model, monkeypatch):
     monkeypatch.setattr(CudaGraphs, "capture", lambda *_: 1 / 0)
     engine = new_engine(model, enforce_eager=True)

@@ -57,6 +57,7 @@ TAKES = {
         swap_space=(1.5,),
         enable_prefix_caching=(True,),
         enable_chunked_prefill=(True,),
+        async_scheduling=(True,),
         enforce_eager=(True,),
         quantization=(None,),
         limit_mm_per_prompt=(None,),

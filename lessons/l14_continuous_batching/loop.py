@@ -22,6 +22,7 @@ from lessons.l02_naive_attention.batched.requests import sampling_batch
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.request import OnToken, check_call, read_requests
 from lessons.l02_naive_attention.sampling import SamplingParams
+from lessons.l03_kv_cache.batch import Batch
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l12_paged_kv.runner import new_pool, paged_rung_of, step_batch
 from lessons.l14_continuous_batching.optimized import ContinuousScheduler
@@ -102,7 +103,10 @@ class StepRunner:
         sampled = [index for index, chunk in enumerate(step.chunks) if chunk.is_sampled]
         # Before the model runs, because a list becomes a copy to the GPU, and the copy waits for
         # it.
-        rows = batch.logits_at[sampled]
+        return self.run(batch, batch.logits_at[sampled])
+
+    def run(self, batch: Batch, rows: Tensor) -> Tensor:
+        """The pass itself. rows: [S] int64, of `hidden`, which become logits: [S, V]."""
         hidden = self.model(batch.tokens, self.pool.attending(batch))
         return self.model.logits(hidden[rows])
 
@@ -117,15 +121,19 @@ class StepSampler:
         self.rows: list[int] = []
         self.batch: SamplingBatch | None = None
 
-    @torch.inference_mode()
     def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
         """A token for each row of logits: [S, V]."""
+        return read_tokens(self.draw(logits, sequences))
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+        """The same on the device, which Python does not wait for. -> [S] int64"""
         rows = [sequence.row for sequence in sequences]
         if rows != self.rows:
             self.rows, self.batch = rows, self.new_batch(sequences, logits.device)
         tokens = sample_batch(logits, self.batch)
         self.batch.append(tokens)
-        return read_tokens(tokens)
+        return tokens
 
 
 class ModelExecutor:

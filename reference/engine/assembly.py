@@ -63,7 +63,12 @@ def engine_over(
     sees pictures. Raises ValueError.
     """
     with launching_on(model.device):
-        return engine_here(model, tokenizer, args, drafter, eyes)
+        engine = engine_here(model, tokenizer, args, drafter, eyes)
+    if args.async_scheduling:
+        from reference.features.ahead import Ahead
+
+        engine.run = Ahead(engine).run  # in front of its class's
+    return engine
 
 
 def engine_here(
@@ -78,6 +83,8 @@ def engine_here(
         args.speculative_config.check_context(max_model_len)
     sight = None
     if eyes is not None:
+        if args.async_scheduling:
+            refuse("async_scheduling", True, "False with a model that sees pictures")
         from reference.vision.sight import new_sight
 
         sight = new_sight(eyes, args, max_model_len)

@@ -62,6 +62,7 @@ class Engine:
         self.sampler = Sampler() if speculation is None else speculation.verify
         self.requests: dict[str, EngineRequest] = {}
         self.fair: FairQueue | None = None  # whose turn it is, where users take turns
+        self.under_way: list[EngineSequence] = []  # launched and not told, if a step is ahead
         self.admit: Callable[[EngineRequest], None] = lambda request: None  # may raise
         self.device = runner.model.device
         self.ids, self.seeds = count(), Random(seed)  # of sequences, of requests
@@ -222,18 +223,18 @@ class Engine:
     def advance(self) -> list[EngineRequest]:
         """One pass of the model. Returns the requests that got a token.
 
-        If the pass raises, the requests in it are aborted, because it is unknown what was written;
-        the others go on.
+        If it raises, its requests are aborted, because it is unknown what was written.
         """
         step = self.scheduler.schedule()
-        if not step.chunks:
+        sequences = self.under_way + [chunk.sequence for chunk in step.chunks]
+        if not sequences:
             return []
         self.note_scheduled(step)
         try:
             with launching_on(self.device):
                 touched = self.run(step)
         except BaseException:
-            for request in {chunk.sequence.request for chunk in step.chunks}:
+            for request in {sequence.request for sequence in sequences}:
                 self.abort_request(request.request_id)
             raise
         for request in touched:

@@ -50,6 +50,7 @@ class EngineArgs:
     at most 1 GiB. preemption_mode: what becomes of the K and V of a request whose blocks another
     one needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's
     memory. scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens.
+    async_scheduling: each step is scheduled and launched while the one before it runs.
     enforce_eager: no CUDA graphs of decode steps; on a CPU there are none. quantization: weights in
     fewer bits while they are loaded, a name of reference.weights.quantization; None: as the
     checkpoint has them. kv_cache_dtype: "auto", the model's own dtype, or "fp8" (E4M3), "int8" or
@@ -84,6 +85,7 @@ class EngineArgs:
     swap_space: float = 4.0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    async_scheduling: bool = False
     scheduling_policy: str = "fcfs"
     enforce_eager: bool = False
     quantization: str | None = None
@@ -114,6 +116,7 @@ class EngineArgs:
         switches = (
             "enable_prefix_caching",
             "enable_chunked_prefill",
+            "async_scheduling",
             "enforce_eager",
             "enable_lora",
             "enable_expert_parallel",
@@ -152,6 +155,7 @@ class EngineArgs:
 
             self.speculative_config = SpeculativeConfig.read(self.speculative_config)
         self._check_workers()
+        self._check_ahead()
         least = self.max_num_seqs * self.rows_each
         if self.max_num_batched_tokens is None:
             self.max_num_batched_tokens = max(2048, least)
@@ -197,6 +201,20 @@ class EngineArgs:
         # because a group of quantized weights would be cut through
         is_plain = self.quantization is None or not self.cuts_model
         self._require("quantization", is_plain, "None where a model is cut into parts")
+
+    def _check_ahead(self) -> None:
+        """What async_scheduling cannot do yet."""
+        # Drafts follow the last token, adapters and workers have copies of a step of their own.
+        others = {
+            "speculative_config": self.speculative_config is not None,
+            "enable_lora": self.enable_lora,
+            "several processes": self.has_workers,
+            "preemption_mode swap": self.preemption_mode == "swap",
+        }
+        for name, is_asked in others.items():
+            self._require(
+                "async_scheduling", not (self.async_scheduling and is_asked), f"False with {name}"
+            )
 
     @classmethod
     def read(cls, **arguments) -> "EngineArgs":

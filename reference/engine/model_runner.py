@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -59,6 +59,9 @@ class ModelRunner:
         # Where lesson 17's drafts read the model, and what they found in the last step: [T, F].
         self.taps: tuple[int, ...] = ()
         self.features: Tensor | None = None
+        # Writes tokens that the host does not know yet into those of the next step: [T] int64.
+        self.late: Callable[[Tensor], None] | None = None
+        self.new_batch = step_batch
 
     def capture(self, graphs, buckets: Sequence[int], most_each: int = 1) -> None:
         """From now on steps that only decode are replayed. Arguments: DecodeGraphs."""
@@ -102,13 +105,15 @@ class ModelRunner:
         # A captured step looks tokens up and sees no picture.
         is_plain = self.sight is None or self.sight.splice is None
         if self.captured is not None and is_plain and self.captured.fits(chunks):
-            hidden, self.features = self.captured(chunks, tables, row_slots, trees)
+            hidden, self.features = self.captured(chunks, tables, row_slots, trees, self.late)
             return hidden
-        batch = step_batch(self.pool, chunks, tables)
+        batch = self.new_batch(self.pool, chunks, tables)
         if any(trees):
             from lessons.l17_tree_speculation.runner import with_trees
 
             batch = with_trees(batch, trees)
+        if self.late is not None:
+            self.late(batch.tokens)
         attend = self.pool.attending(batch)
         with self.adapters_over(row_slots):
             return self.forward(batch.tokens, attend)

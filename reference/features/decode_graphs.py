@@ -91,14 +91,18 @@ class DecodeGraphs:
         tables: list[list[int]],
         row_slots: list[int] | None = None,
         trees: Sequence[Tree | None] = (),
+        late: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Replay a step that fits. tables: the blocks of each sequence. row_slots: the adapter of
-        each token, None for none. trees: where a sequence's tokens are the nodes of one. Returns
-        hidden: [T, hidden_size] and what was tapped: [T, F], the same without taps.
+        each token, None for none. trees: where a sequence's tokens are the nodes of one. late:
+        writes tokens that the host does not know yet into those that the graph reads, [T] int64.
+        Returns hidden: [T, hidden_size] and what was tapped: [T, F], the same without taps.
         """
         count = sum(len(new) for new, _ in chunks)
         bucket = bucket_for(count, self.buckets)
         self.copy_in(bucket, *self.filled(bucket, chunks, tables, trees))
+        if late is not None:
+            late(self.inputs[bucket][0][0, :count])
         if (buffers := self.adapter_rows.get(bucket)) is not None:
             buffers.copy_in(self.rows_in(bucket, row_slots or [], "cpu"))
         self.graphs[bucket].replay()

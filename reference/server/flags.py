@@ -33,7 +33,6 @@ WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
     "guided-decoding-backend": (True, "there is one backend"),
     "structured-outputs-config": (True, "there is one backend"),
     "worker-use-ray": (False, "--distributed-executor-backend names who starts the workers"),
-    "async-scheduling": (False, "a step is scheduled when the one before has ended"),
     "max-seq-len-to-capture": (True, "decode graphs reach to max_model_len"),
     "compilation-config": (True, "decode steps are captured as they are"),
     "disable-custom-all-reduce": (False, "there is one all-reduce"),

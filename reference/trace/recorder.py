@@ -15,10 +15,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from lessons.toolbox.command import OneLineParser, run_command
 
@@ -195,12 +196,10 @@ def traced(engine, path: str | Path) -> Iterator[Recorder]:
         raise ValueError(f"trace: {error}; accepted: a file that can be written") from None
     with open(path, "w", encoding="utf-8") as file:
         recorder = Recorder(engine, file)
-        engine.run = partial(recorder.run, engine.run)  # this engine's, in front of its class's
-        try:
+        run = partial(recorder.run, engine.run)
+        # This engine's, in front of its class's or of a part's that runs its steps.
+        with mock.patch.object(engine, "run", run), closing(recorder):
             yield recorder
-        finally:
-            del engine.run
-            recorder.close()
 
 
 # ---------------------------------------------------------------- reading

@@ -191,6 +191,20 @@ def test_a_step_of_the_engine_waits_for_its_tokens(monkeypatch):
     assert max(waits[2:]) <= inputs + rows + tokens, waits
 
 
+def test_a_step_that_is_scheduled_ahead_waits_for_nothing(monkeypatch):
+    """Its inputs and its sampler's are sent, its tokens arrive before they are read."""
+    monkeypatch.setattr(Hosts, "keep_values", False)
+    llm, waits = LLM(str(MODELS / "tiny"), max_num_seqs=4, async_scheduling=True), []
+    for seed in range(5):
+        params = SamplingParams(top_p=0.9, seed=seed, max_tokens=3 + seed, ignore_eos=True)
+        llm.engine.add_request(str(seed), "def f(", params)
+    while llm.engine.has_unfinished_requests:
+        before = Hosts.waits
+        llm.engine.step()
+        waits.append(Hosts.waits - before)
+    assert len(waits) > 7 and not any(waits), waits
+
+
 # ---------------------------------------------------------------- what a GPU refuses
 
 

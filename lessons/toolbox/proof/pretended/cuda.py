@@ -268,6 +268,7 @@ def install() -> None:
     nn.utils.rnn.pad_sequence = whole(aten.pad_sequence.default, nn.utils.rnn.pad_sequence)
     torch.Tensor.to = moved(torch.Tensor.to)
     torch.Tensor.type_as = lambda self, other: self.to(other)
+    torch.Tensor.pin_memory = lambda self, *args: self  # there is no device to pin it for
     torch.Tensor.cuda = lambda self, *args, **options: self.to(DEVICE)
     # A module that moves gets new parameters, because the old ones cannot become pretended.
     torch.__future__.set_overwrite_module_params_on_conversion(True)

@@ -1,0 +1,90 @@
+"""The lesson's picture: what host and device do, one after the other and one step ahead, as
+recorded on a virtual clock.
+
+    python -m lessons.l25_one_step_ahead.lab.pictures
+
+writes timeline.svg beside this file.
+"""
+
+import sys
+from pathlib import Path
+
+from matplotlib.axes import Axes
+
+from lessons.l25_one_step_ahead.lab.timeline import HOST_MS, Recorded, Span, recorded
+from lessons.l25_one_step_ahead.naive import Serial
+from lessons.l25_one_step_ahead.optimized import OneStepAhead
+from lessons.toolbox.command import OneLineParser, run_command
+from lessons.toolbox.draw.figure import GREY, PALETTE, ClassFigure, frame, save_svg, style
+
+HERE = Path(__file__).parent
+TIMELINE_SVG = HERE / "timeline.svg"
+DEVICE_MS = 5.0
+SHOWN_MS = 29.0
+LOOPS = {"one after the other": Serial, "one step ahead": OneStepAhead}
+LETTERS = {"schedule": "s", "launch": "l", "sample": "p", "tell": "t", "pass": ""}
+COLOURS = PALETTE[:3]  # of steps, in turn
+ALT = (
+    "Four rows of bars over time. In the upper two the host and the device take turns: the device "
+    "is idle for 2 of 7 milliseconds. In the lower two the host schedules and launches a step "
+    "while the device runs the one before, and the device is never idle."
+)
+
+
+@style()
+def draw_timeline(device_ms: float = DEVICE_MS) -> ClassFigure:
+    """Both time lines from the start; a colour for each step, its number on the device's bar."""
+    runs = {label: recorded(loop, device_ms) for label, loop in LOOPS.items()}
+    serial, ahead = (run.step_ms for run in runs.values())
+    host_ms = sum(HOST_MS.values())
+    fig, ax = frame(
+        f"A host of {host_ms:g} ms and a device of {device_ms:g} ms: a step takes {serial:.0f} ms "
+        f"one after the other, {ahead:.0f} ms one step ahead",
+        "virtual clock · s schedules, l launches, t tells the tokens of the step of its colour",
+        (12, 4.6),
+    )
+    for place, (label, run) in enumerate(runs.items()):
+        draw_run(ax, run, 3.2 - 2.4 * place, label)
+    ax.set(xlim=(0, SHOWN_MS), ylim=(-0.5, 4.6), yticks=[], xlabel="milliseconds")
+    ax.spines["left"].set_visible(False)
+    return fig
+
+
+def draw_run(ax: Axes, run: Recorded, top: float, label: str) -> None:
+    """Two rows of bars: the host's at the height `top`, and the device's below it."""
+    ax.text(0, top + 0.62, label, fontweight="bold")
+    for y, lane in ((top, "host"), (top - 1, "device")):
+        ax.text(-0.3, y, lane, ha="right", va="center")
+        ax.plot([0, SHOWN_MS], [y - 0.36, y - 0.36], color=GREY, lw=0.8)
+    for span in run.spans:
+        if span.start_s * 1e3 < SHOWN_MS:
+            draw_bar(ax, span, top if span.lane == "host" else top - 1)
+
+
+def draw_bar(ax: Axes, span: Span, y: float) -> None:
+    """One bar, and what it is."""
+    start, end = span.start_s * 1e3, min(span.end_s * 1e3, SHOWN_MS)
+    colour = COLOURS[span.number % len(COLOURS)]
+    hatch = "//" if span.what == "sample" else ""
+    box = dict(height=0.7, left=start, color=colour, edgecolor="white", hatch=hatch, alpha=0.75)
+    ax.barh(y, end - start, **box)
+    text = LETTERS[span.what] if span.lane == "host" else str(span.number)
+    if span.what != "sample" and end - start > 0.4:
+        ax.text((start + end) / 2, y, text, ha="center", va="center")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line, which takes no arguments; returns the exit code."""
+    prog = "python -m lessons.l25_one_step_ahead.lab.pictures"
+    OneLineParser(prog, description=__doc__.split("\n\n")[0]).parse_args(argv)
+    return run_command("pictures", draw_all)
+
+
+def draw_all() -> int:
+    """Draw the picture again, beside this file."""
+    save_svg(draw_timeline(), TIMELINE_SVG, alt=ALT)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Lesson 25: excerpts are lines of the sources, and the README quotes what the code says."""
+
+from pathlib import Path
+
+from lessons.l01_roofline.calculators import weight_bytes
+from lessons.l01_roofline.planner.models import find_model
+from lessons.l25_one_step_ahead.lab.experiments import LATENCIES_MS, first_tokens_ms, step_ms
+from lessons.l25_one_step_ahead.lab.testing import DEVICE_SLIPS, LOOP_SLIPS
+from lessons.toolbox.measure.hardware import CHIPS
+from solutions.l25_one_step_ahead import two_time_lines
+from tests.excerpts import plain_readme, stray_excerpts
+
+ROOM = Path(__file__).parents[1] / "lessons/l25_one_step_ahead"
+README = plain_readme(ROOM)
+
+
+def test_the_excerpts_are_lines_of_the_sources():
+    assert not stray_excerpts(ROOM)
+
+
+def test_the_readme_quotes_the_step_of_a_model():
+    """The bottleneck: a step reads all weights once, and a host of 2 ms comes on top."""
+    weights, memory = weight_bytes(find_model("llama-3-8b")), CHIPS["h100"].memory_bytes_per_s
+    device_ms = 1e3 * weights / memory
+    assert f"takes at least {device_ms:.1f} ms" in README
+    assert f"it reads {weights / 1e9:.1f} GB of weights at {memory / 1e12:.2f} TB/s" in README
+    assert f"the device idles {2 / (2 + device_ms):.0%} of the time" in README
+    half = device_ms / 2
+    assert f"a step takes {half:.1f} ms, and the device idles {2 / (2 + half):.0%}" in README
+
+
+def test_the_readme_quotes_what_the_clock_says():
+    """The table of step 2, the masks of step 8, the first tokens, and the quiz."""
+    for device_ms in LATENCIES_MS:
+        serial, ahead = step_ms(device_ms)
+        row = f"| {device_ms} | {serial:.0f} | {ahead:.0f} | {serial / ahead:.2f} |"
+        assert row in README, row
+    for masks_ms in (2, 4):
+        _, ahead = step_ms(5, masks_ms)
+        assert f"{masks_ms} ms" in README and f"{ahead:.0f} ms" in README
+    assert step_ms(5, 2).ahead < 5.01 and 5.99 < step_ms(5, 4).ahead < 6.01
+    serial, ahead = first_tokens_ms(5)
+    assert f"comes after `{ahead:.1f} ms` in the mean, instead of `{serial:.1f} ms`" in README
+    serial, ahead = first_tokens_ms(20)
+    assert f"with a device of `20 ms` after `{ahead:.0f} ms` instead of `{serial:.0f} ms`" in README
+    in_turns, one_ahead = two_time_lines([3.0] * 400, [9.0] * 400)
+    assert f"12 / 9 = {in_turns[-1] / one_ahead[-1]:.2f}" in README
+    assert f"{64 // 2} of {64 * 100 + 64 // 2}" in README
+    assert f"1 / 0.0018 s = {1 / 0.0018:.0f} tokens/s" in README
+
+
+def test_more_counts_the_planted_slips():
+    words = {4: "four", 5: "five"}
+    assert f"{words[len(LOOP_SLIPS)]} loops and {words[len(DEVICE_SLIPS)]} devices" in README
