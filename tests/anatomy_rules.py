@@ -1,4 +1,4 @@
-"""The anatomy of a complete lesson: its files, and the fourteen points of its README.md.
+"""The anatomy of a complete lesson: its files, and the fourteen points of its README.md and MORE.md.
 
 The course reports what a lesson lacks as a warning, because a lesson may have good reasons.
 """
@@ -11,21 +11,21 @@ from tests.course_rules import Complaints, complete_rooms
 from tests.link_rules import LINK, rows_of_tests
 from tests.markdown import section, sections
 
-HEADINGS = (
-    "You will be able to",
-    "The bottleneck",
-    "The idea in one picture",
-    "Derivation",
-    "Code",
-    "What must hold",
-    # points 3 to 14, in this order
-    "Exercises",
-    "Measured",
-    "Where it loses",
-    "In production",
-    "Quiz",
-    "Next",
-)
+HEADINGS = {  # in this order
+    "README.md": (
+        "You will be able to",
+        "The bottleneck",
+        "The idea in one picture",
+        "Derivation",
+        "Code",
+        "Exercises",
+        "Measured",
+        "Where it loses",
+        "Quiz",
+        "Next",
+    ),
+    "MORE.md": ("What must hold", "In production", "Museum"),
+}
 OPENING = {
     "how long it takes": r"\d+ (?:min|h)",
     "whether a CPU is enough": r"\bCPU\b",
@@ -57,12 +57,24 @@ def missing_parts(root: Path) -> Complaints:
 
 
 def bad_readmes(root: Path) -> Complaints:
-    """What the README.md of a complete lesson lacks of the fourteen points."""
+    """What the README.md and MORE.md of a complete lesson lack of the fourteen points."""
     complaints = []
     for room in complete_rooms(root):
-        text = (room / "README.md").read_text(encoding="utf-8")
-        complaints += [f"{room.name}/README.md: {complaint}" for complaint in _readme(text)]
+        for name, lacks in (("README.md", _readme), ("MORE.md", _more)):
+            file = room / name
+            text = file.read_text(encoding="utf-8") if file.exists() else ""
+            complaints += [f"{room.name}/{name}: {complaint}" for complaint in lacks(text)]
     return complaints
+
+
+def _more(text: str) -> Iterator[str]:
+    yield from _headings(list(sections(text)), HEADINGS["MORE.md"])
+    rows = rows_of_tests(text)
+    if not rows:
+        yield "What must hold: there is no table"
+    for row in rows:
+        if "test_" not in row:
+            yield f"What must hold: no test is named in the row {row!r}"
 
 
 def _readme(text: str) -> Iterator[str]:
@@ -73,15 +85,9 @@ def _readme(text: str) -> Iterator[str]:
     for said, pattern in OPENING.items():
         if not re.search(pattern, opening):
             yield f"the lines under the title do not say {said}"
-    yield from _headings(list(sections(text)))
+    yield from _headings(list(sections(text)), HEADINGS["README.md"])
     if not any(bang for bang, *_ in LINK.findall(section(text, "The idea in one picture"))):
         yield "The idea in one picture: shows no image"
-    rows = rows_of_tests(text)
-    if not rows:
-        yield "What must hold: there is no table"
-    for row in rows:
-        if "test_" not in row:
-            yield f"What must hold: no test is named in the row {row!r}"
     exercises = section(text, "Exercises")
     if exercises.count("<details>") < 3:
         yield "Exercises: fewer than three folded hints"
@@ -93,11 +99,11 @@ def _readme(text: str) -> Iterator[str]:
         yield "Next: fewer than three primary sources (a link, or the title in italics)"
 
 
-def _headings(names: list[str]) -> Iterator[str]:
+def _headings(names: list[str], headings: tuple[str, ...]) -> Iterator[str]:
     found = []
     for name in names:
-        found += [wanted for wanted in HEADINGS if name.lower().startswith(wanted.lower())]
-    if missing := [wanted for wanted in HEADINGS if wanted not in found]:
+        found += [wanted for wanted in headings if name.lower().startswith(wanted.lower())]
+    if missing := [wanted for wanted in headings if wanted not in found]:
         yield f"headings are missing: {', '.join(missing)}"
-    elif found != list(HEADINGS):
-        yield f"headings are not in the order {', '.join(HEADINGS)}"
+    elif found != list(headings):
+        yield f"headings are not in the order {', '.join(headings)}"

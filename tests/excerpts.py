@@ -6,10 +6,12 @@ import re
 import textwrap
 from pathlib import Path
 
+from lessons.toolbox.proof.pages import pages
+
 
 def plain_readme(room: Path) -> str:
     """A room's README, in which a term that is linked to the glossary is a word like any other."""
-    text = (room / "README.md").read_text(encoding="utf-8")
+    text = pages(room)
     return re.sub(r"\[([^\]]*)\]\([./]*GLOSSARY\.md#[^)]*\)", r"\1", text)
 
 
@@ -24,7 +26,7 @@ def stray_excerpts(room: Path, *elsewhere: Path) -> list[str]:
     """
     files = [*sorted(room.rglob("*.py")), *elsewhere]
     sources = [file.read_text(encoding="utf-8") for file in files]
-    text = (room / "README.md").read_text(encoding="utf-8")
+    text = pages(room)
     return [code for code in excerpts(text) if not any(_holds(s, code) for s in sources)]
 
 

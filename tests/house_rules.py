@@ -32,9 +32,12 @@ def crowded_folders(root: Path) -> Complaints:
 
 
 def entries(folder: Path) -> Iterator[Path]:
-    """What a listing shows, without what Python writes and asks for."""
+    """What a listing shows, without what Python writes and asks for, and without MORE.md, because
+    it continues README.md.
+    """
+    silent = ("__init__.py", "__pycache__", "MORE.md")
     for path in folder.iterdir() if folder.exists() else ():
-        if path.name not in ("__init__.py", "__pycache__") and not path.name.startswith("."):
+        if path.name not in silent and not path.name.startswith("."):
             yield path
 
 

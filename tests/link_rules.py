@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from lessons.toolbox.proof.pages import pages
 from tests.course_rules import Complaints, committed_files, complete_rooms, within
 from tests.markdown import section
 
@@ -76,7 +77,7 @@ def unknown_tests(root: Path) -> Complaints:
     known = _test_names(root)
     complaints = []
     for room in complete_rooms(root):
-        for row in rows_of_tests((room / "README.md").read_text(encoding="utf-8")):
+        for row in rows_of_tests(pages(room)):
             for name in re.findall(r"\btest_\w+", row):
                 if name not in known:
                     complaints.append(f"{room.name}/README.md: there is no test {name}")

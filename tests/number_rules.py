@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from lessons.toolbox.proof.pages import pages
 from tests.course_rules import Complaints, committed_files, complete_rooms, within
 from tests.markdown import section
 
@@ -98,7 +99,7 @@ def unsourced_numbers(root: Path) -> Complaints:
     """
     complaints = []
     for room in complete_rooms(root):
-        text = (room / "README.md").read_text(encoding="utf-8")
+        text = pages(room)
         for heading in ("Measured", "Where it loses"):
             for number in _unsourced(section(text, heading)):
                 complaints.append(

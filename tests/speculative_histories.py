@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.batched.batch_sampling import batch_probabilities
-from lessons.l02_naive_attention.request import Request, sampling_batch
+from lessons.l02_naive_attention.batched.requests import sampling_batch
+from lessons.l02_naive_attention.request import Request
 from lessons.l02_naive_attention.sampling import sample
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l13_prefix_caching.cache import CachingBlockManager

@@ -34,6 +34,7 @@ RULES = {
     "first screens": house_rules.crowded_folders,
     "modules that a room's text names": house_rules.unnamed_modules,
     "who it is that acts": house_rules.vague_persons,
+    "one evening a lesson": text_rules.long_cores,
 }
 ANATOMY = {
     "parts of a lesson": anatomy_rules.missing_parts,
@@ -78,6 +79,19 @@ def test_hard_texts_are_seen(tmp_path):
     assert "words in the mean" in sentences
     assert "a row of fragments" in fragments
     assert "'slot' is used before it is linked" in unlinked
+
+
+def test_a_long_core_is_seen_and_folds_do_not_count(tmp_path):
+    room = tmp_path / "lessons/l03_cache"
+    room.mkdir(parents=True)
+    line, hidden = "one [two](three.md) four\n", "    code\n<!-- why -->\n"
+    fold = "<details>a <details>b\nc</details> d</details>\n"
+    (room / "README.md").write_text("# A title\n\n" + 599 * line + hidden + fold)
+    assert text_rules.core_words(room) == 2 + 3 * 599
+    assert not text_rules.long_cores(tmp_path)
+    (room / "README.md").write_text(600 * line + "five\n")
+    (complaint,) = text_rules.long_cores(tmp_path)
+    assert "1801 words, at most 1800" in complaint
 
 
 # ---------------------------------------------------------------- notebooks

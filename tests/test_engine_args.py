@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lessons.l19_kv_quantization.formats import FORMATS
 from reference import LLM, SamplingParams
-from reference.engine.engine_args import WITHOUT_EFFECT, EngineArgs
+from reference.engine.engine_args import KV_FORMATS, WITHOUT_EFFECT, EngineArgs
 
 MODEL = str(Path(__file__).resolve().parents[1] / "models/tiny")
 
@@ -134,3 +135,7 @@ def test_wishes_that_cannot_work(wishes, said):
     with pytest.raises(ValueError) as error:
         SamplingParams(**wishes)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_every_format_of_lesson_19_is_accepted():
+    assert tuple(FORMATS) == KV_FORMATS

@@ -22,8 +22,8 @@ from lessons.l07_kernel_fusion.fused_decoder import FusedDecoder, fused
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError
+from reference.engine.packed import packed
 from reference.ladder.rungs import left_out, rungs_of
-from reference.weights.packed import packed
 from tests.random_families import FAMILIES, check_logits, check_rungs, prompts_of, random_shape
 from tests.test_deepseek import random_model
 from tests.test_more_families import refusal

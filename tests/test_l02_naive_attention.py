@@ -20,8 +20,9 @@ from lessons.toolbox.kernels.accesses import Accesses
 from lessons.toolbox.measure.device import interpreting
 from lessons.toolbox.measure.hardware import lookup
 from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.proof.pages import pages
 
-README = (Path(traffic.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+README = pages(Path(traffic.__file__).parents[1])
 README = re.sub(r"\[([^\]]*)\]\(\.\./GLOSSARY[^)]*\)", r"\1", README)  # terms as they are read
 
 

@@ -25,10 +25,11 @@ from lessons.l04_positions.naive import (
 )
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.model.config import ModelConfig, RopeScaling
+from lessons.toolbox.proof.pages import pages
 from solutions.l04_positions import rotation_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "lessons" / "l04_positions" / "README.md").read_text(encoding="utf-8")
+README = pages(ROOT / "lessons" / "l04_positions")
 RECORD = ROOT / "results" / "cpu" / "l04_extrapolation.json"
 
 

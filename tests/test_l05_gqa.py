@@ -24,9 +24,10 @@ from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.kernels.compile_check import check_all
 from lessons.toolbox.measure.hardware import CHIPS
 from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.proof.pages import pages
 
 ROOT = Path(__file__).resolve().parents[1]
-README = " ".join((ROOT / "lessons" / "l05_gqa" / "README.md").read_text(encoding="utf-8").split())
+README = " ".join(pages(ROOT / "lessons" / "l05_gqa").split())
 CONFIG = ModelConfig(
     "llama",
     vocab_size=31,
@@ -122,7 +123,7 @@ def test_the_mean_of_the_example():
 def test_the_excerpts_stand_in_the_sources():
     room = ROOT / "lessons" / "l05_gqa"
     sources = ["".join((room / name).read_text().split()) for name in ("naive.py", "optimized.py")]
-    excerpts = (room / "README.md").read_text().split("```python\n")[1:]
+    excerpts = pages(room).split("```python\n")[1:]
     assert len(excerpts) == 3
     for excerpt in excerpts:
         assert any("".join(excerpt.split("```")[0].split()) in source for source in sources)

@@ -23,6 +23,7 @@ from lessons.l06_mla.lab.counts import (
 from lessons.l06_mla.naive import EXPANDED
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.model.config import MLAConfig
+from lessons.toolbox.proof.pages import pages
 
 
 def as_transformers(shape, layers: int) -> DeepseekV2Config:
@@ -159,7 +160,7 @@ def test_each_picture_can_be_read(name):
 
 def test_the_counted_numbers_of_the_readme():
     """Each is computed here and must stand in the text, so that neither can change alone."""
-    text = " ".join((picture.HERE.parent / "README.md").read_text(encoding="utf-8").split())
+    text = " ".join(pages(picture.HERE.parent).split())
     chip, v3 = picture.CHIPS["h200"], counts.COMPARED[2]
     behind = next(
         new
@@ -203,7 +204,7 @@ def test_the_counted_numbers_of_the_readme():
 def test_the_excerpts_stand_in_the_sources():
     room = picture.HERE.parent
     sources = ["".join((room / name).read_text().split()) for name in ("naive.py", "optimized.py")]
-    excerpts = (room / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    excerpts = pages(room).split("```python\n")[1:]
     assert len(excerpts) == 4
     for excerpt in excerpts:
         assert any("".join(excerpt.split("```")[0].split()) in source for source in sources)

@@ -92,7 +92,7 @@ TRUE_BITS = {
 
 
 def test_the_table_of_formats():
-    lines = section(README, "Derivation").splitlines()
+    lines = section(README, "Formats in numbers").splitlines()
     tables = {
         line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in lines if line.count("|") == 7
     }

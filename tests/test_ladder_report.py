@@ -4,6 +4,7 @@ title and a table that say what ran.
 
 import io
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -256,7 +257,8 @@ def test_the_table_is_one_line_a_rung_at_132_columns(data):
         assert name in rows, text
     splits, graphs = rows["10 steps in splits *"], rows["11 in lockstep, CUDA graphs"]
     assert "tokens only" in splits and "4.50" not in splits and "22.50" not in splits
-    assert "~8.81× context 64k, batch 1" in splits
+    # measured on a GPU, or predicted with a tilde
+    assert re.search(r"\d× context 64k, batch 1", splits)
     assert "not run" in graphs
     assert "3.00" in rows["11 32 requests in lockstep *"]
     assert "at the 50.0 GB/s" in text and "marked ~ are predicted for: H200." in text

@@ -15,8 +15,8 @@ import pytest
 
 from lessons.l02_naive_attention.naive import generate as alone
 from reference import LLM, AsyncEngineArgs, AsyncLLMEngine, SamplingParams
-from reference.engine.detokenizer import Detokenizer
 from reference.engine.llm import one_each
+from reference.engine.text import Detokenizer
 from tests.engine_cases import assert_clean
 
 REPOSITORY = Path(__file__).resolve().parents[1]

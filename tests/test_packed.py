@@ -14,11 +14,11 @@ from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l17_tree_speculation.heads.heads import MedusaHeads
 from lessons.l17_tree_speculation.lab.testing import random_heads
 from lessons.toolbox.model.config import ModelConfig
+from reference.engine import packed as module
 from reference.engine.engine import Engine
 from reference.engine.model_runner import ModelRunner
+from reference.engine.packed import PackedLinear, can_pack, packed, packed_heads, rounded_up
 from reference.engine.sampling_params import SamplingParams
-from reference.weights import packed as module
-from reference.weights.packed import PackedLinear, can_pack, packed, packed_heads, rounded_up
 
 pytestmark = [
     pytest.mark.usefixtures("seed"),

@@ -129,7 +129,7 @@ def test_every_correction_says_where_it_is_derived():
     assert len(corrections) > 40
     for printed, true, place in corrections:
         number, room = re.fullmatch(
-            r"\[lesson (\d+)\]\(l(\d\d)_\w+/README\.md#[\w-]+\)", place
+            r"\[lesson (\d+)\]\(l(\d\d)_\w+/(?:README|MORE)\.md#[\w-]+\)", place
         ).groups()
         assert int(number) == int(room) and printed and true, printed
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lessons.l19_kv_quantization.formats import FORMATS, kv_bytes_per_token
 from lessons.l20_parallelism.checks.test_planner import shape_of
 from lessons.l20_parallelism.optimized import new_part
 from lessons.l20_parallelism.planner.shares import Layout, shares
@@ -28,6 +27,7 @@ from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 from reference import LLM, BeamSearchParams, SamplingParams
 from reference.engine.assembly import new_engine
+from reference.engine.cache_memory import bytes_per_token
 from reference.engine.engine_args import EngineArgs
 from reference.parallel.engine import devices_for
 from reference.parallel.replicas import SLACK, Router
@@ -221,7 +221,7 @@ def test_a_worker_holds_what_the_planner_says(
         if kv_cache_dtype == "auto":
             assert found.bytes_per_token == share.kv_bytes_per_token
         local = local_config(config, 0, tp, spread)
-        each = kv_bytes_per_token(local, FORMATS.get(kv_cache_dtype), 4) // local.num_hidden_layers
+        each = bytes_per_token(local, kv_cache_dtype, 4) // local.num_hidden_layers
         assert found.bytes_per_token == each * len(share.stage)
         # one slot is nobody's
         assert found.pool_bytes == found.bytes_per_token * (pool.num_blocks * pool.block_size + 1)

@@ -111,7 +111,7 @@ def course(tmp_path):
         "lessons/toolbox/measure/bench.py": BENCH,
         "conftest.py": CONFTEST,
         "pytest.ini": INI,
-        "reference/ladder.py": LADDER,
+        "reference/ladder/__main__.py": LADDER,
         "lessons/l01_copy/lab/benchmark.py": "",
         "compute-sanitizer": SANITIZER.format(python=sys.executable, root=tmp_path),
     }
@@ -285,7 +285,9 @@ def test_a_whole_run_and_its_resumption(course, capsys):
     code, _, steps = gpu(course, capsys)
     assert code == 0 and set(steps) == {
         "01 benchmark",
+        "01 checks",
         "01 equivalence",
+        "02 checks",
         "02 equivalence",
         "ladder",
         "memcheck",
@@ -294,7 +296,8 @@ def test_a_whole_run_and_its_resumption(course, capsys):
     for number in ("01", "02"):
         lesson = steps[f"{number} equivalence"]
         kernel = lesson["kernels"][f"{number}/copy_kernel"]
-        assert (lesson["status"], lesson["tests"], kernel["cases"]) == ("passed", 3, 2)
+        assert (lesson["status"], lesson["tests"], kernel["cases"]) == ("passed", 2, 2)
+        assert steps[f"{number} checks"]["tests"] == 3
         assert lesson["fingerprint"]["device"] == "NVIDIA Pretend 9000"
     assert (course / "out" / "l01_copy.json").exists() and (course / "out" / "ladder.json").exists()
     for tool in ("memcheck", "racecheck"):
@@ -302,11 +305,11 @@ def test_a_whole_run_and_its_resumption(course, capsys):
         assert steps[tool]["status"] == "passed"
     assert (course / "warmed").read_text() == "01"
     log = (course / "out" / "log.txt").read_text()
-    assert "3 passed, 1 deselected" in log and "--kernel-name kns=copy_kernel" in log
+    assert "2 passed, 2 deselected" in log and "--kernel-name kns=copy_kernel" in log
     assert "test_large[0.5]" in log.split("---- memcheck")[1]
 
     code, said, again = gpu(course, capsys)
-    assert code == 0 and said.count("finished   earlier") == 6 and again == steps
+    assert code == 0 and said.count("finished   earlier") == 8 and again == steps
     assert (course / "warmed").read_text() == "01", "for what is finished nothing is compiled"
     write(course, "lessons/l02_more/optimized.py", OPTIMIZED.replace("out[0]", "out[-1]"))
     code, said, changed = gpu(course, capsys)
@@ -321,7 +324,7 @@ def test_a_whole_run_and_its_resumption(course, capsys):
 
 
 def test_what_failed_is_tried_again_behind_all_others(course, capsys):
-    wrong = TESTS.format(room="l01_copy") + "def test_wrong(): assert 0\n"
+    wrong = TESTS.format(room="l01_copy") + "def test_wrong(proof): assert 0\n"
     write(course, "lessons/l01_copy/test_equivalence.py", wrong)
     gpu(course, capsys, tool=False, lesson="01")
     code, said, _ = gpu(course, capsys, tool=False)
@@ -363,7 +366,7 @@ def test_the_results_in_one_file(course, capsys):
         assert "out/proof.json" in archive.getnames() and "out/l01_copy.json" in archive.getnames()
     shutil.unpack_archive(pack, course / "elsewhere")
     _, said, _ = gpu(course, capsys, out="elsewhere/out", tool=False)
-    assert said.count("finished   earlier") == 4
+    assert said.count("finished   earlier") == 6
 
 
 def test_the_engine_is_tested_too_and_proves_no_kernel(course, capsys):
@@ -378,7 +381,7 @@ def test_the_engine_is_tested_too_and_proves_no_kernel(course, capsys):
 
 
 def test_a_failure_is_recorded_and_stops_nothing(course, capsys):
-    wrong = TESTS.format(room="l01_copy") + "def test_wrong(): assert 0\n"
+    wrong = TESTS.format(room="l01_copy") + "def test_wrong(proof): assert 0\n"
     write(course, "lessons/l01_copy/test_equivalence.py", wrong)
     (course / "bench_exit").touch()
     code, said, steps = gpu(course, capsys)
@@ -388,7 +391,7 @@ def test_a_failure_is_recorded_and_stops_nothing(course, capsys):
     assert first["failed"] == ["lessons/l01_copy/test_equivalence.py::test_wrong"]
     assert steps["01 benchmark"]["status"] == "failed"
     assert set(steps["memcheck"]["watched"]) == {"02/copy_kernel"}
-    assert "2 steps failed" in said and "assert 0" in (course / "out" / "log.txt").read_text()
+    assert "3 steps failed" in said and "assert 0" in (course / "out" / "log.txt").read_text()
     proved = {"steps": steps, "interpreted": False, "device": "P"}
     digest = first["kernels"]["01/copy_kernel"]["hash"]
     assert table.proof_cell("01/copy_kernel", digest, [proved]) == "not yet", (
@@ -404,7 +407,7 @@ def test_a_lesson_that_hangs_is_ended_with_its_children(course, capsys, monkeypa
     )
     monkeypatch.setattr(proof_steps, "HANGS_S", 2)
     hanging = """
-def test_hangs():
+def test_hangs(proof):
     import subprocess, pathlib
     child = subprocess.Popen(["sleep", "600"])
     pathlib.Path("child").write_text(str(child.pid))
@@ -440,7 +443,7 @@ sys.exit(proof.main(["gpu", "--out", "out"]))
 
 @pytest.mark.sample(5, of="processes")
 def test_an_interrupted_run_ends_at_once_and_keeps_what_is_finished(course):
-    hangs = "def test_hangs():\n    import time; time.sleep(600)\n"
+    hangs = "def test_hangs(proof):\n    import time; time.sleep(600)\n"
     write(course, "lessons/l02_more/test_equivalence.py", hangs)
     command = [sys.executable, "-c", INTERRUPTED]
     run = subprocess.Popen(
@@ -660,8 +663,9 @@ def test_gluon_on_a_cpu_is_compiled():
     assert table.executed_cell("01/k", "other", [proof]) == "stale"
     assert not proof_record.gathered([case], ("cuda",))["kernels"]
     rows = [["01", "k", *["–"] * 5, cell] for cell in ("compiled code only", "interpreter only")]
-    assert "2 kernels, 1 are" in table.sentence(rows)
-    assert "1 of Gluon and CUDA C++" in table.sentence(rows)
+    said = table.sentence(rows)
+    assert "2 kernels, none are" in said
+    assert "(1 in Triton's interpreter only, 1 by its compiled code only)" in said
 
 
 def test_the_table_and_its_sentence_follow_the_records(monkeypatch):
@@ -676,20 +680,22 @@ def test_the_table_and_its_sentence_follow_the_records(monkeypatch):
     assert rows[0][2:] == [*compiled, "not yet", "proved on NVIDIA Pretend"]
     assert f"| {' | '.join(rows[0])} |" in table.markdown(rows)
     said = table.sentence(rows)
-    assert "Of the 1 kernels, 0 are" in said and "1 on a GPU" in said and "1 for sm_90" in said
-    assert "compiled code of none has run" in said
+    assert (
+        "Of the 1 kernels, 1 are proved" in said and "on a GPU." in said and "1 for sm_90" in said
+    )
+    assert "compiled code of none has also run" in said
     ran = [proof_of("cpu", kernels["01/k"].hash, chip=chip) for chip in (90, 80)]
     rows = table.rows(kernels, [*proofs, *ran])
     assert rows[0][-2:] == ["80, 90", "proved on NVIDIA Pretend"], (
         "it is no GPU, and no interpreter"
     )
-    assert "compiled code of 1 has run" in table.sentence(rows)
+    assert "compiled code of 1 has also run" in table.sentence(rows)
     old = proof_of("cpu", "another", chip=80)
     assert table.rows(kernels, [old])[0][-2:] == ["stale", "not yet"]
     known.pop(jobs[0].key)
     changed = table.rows(kernels, [])
     assert changed[0][5] == "stale" and "0 for sm_90" in table.sentence(changed)
-    assert "none on a GPU" in table.sentence(changed)
+    assert "none are proved" in table.sentence(changed)
 
 
 def test_a_readme_is_rewritten_between_its_markers_only():

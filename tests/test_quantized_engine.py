@@ -33,7 +33,7 @@ from reference import LLM, SamplingParams
 from reference.engine.assembly import engine_over
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import load_model
-from reference.weights.packed import can_pack, packed
+from reference.engine.packed import can_pack, packed
 from reference.weights.quantization import ACCEPTED, METHODS, Settings, check_stored, quantize_model
 from reference.weights.quantize import GGUF, main
 from tests.engine_cases import LONGEST, assert_clean, greedy, new_engine, new_model, run

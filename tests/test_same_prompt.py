@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 from lessons.toolbox.model.checkpoint import REPOSITORY
 from reference import LLM, SamplingParams
-from reference.engine.detokenizer import encode
+from reference.engine.text import encode
 from reference.ladder.command import load_requests
 from reference.server.errors import ApiError
 from reference.server.tokens import Tokens

@@ -1,11 +1,15 @@
-"""The engine's shortcut to top-p finds what lesson 2's search finds, and only that."""
+"""The engine's two shortcuts, to top-p and for greedy steps, find what lesson 2 finds, and only that."""
 
 import pytest
 import torch
 
 from lessons.l02_naive_attention.batched.batch_cuts import lowest_kept
-from reference.engine import sampler
-from reference.engine.sampler import among_largest, lowest_reaching
+from lessons.l02_naive_attention.batched.batch_sampling import SamplingBatch, sample_batch
+from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams
+from reference.engine import nucleus
+from reference.engine.nucleus import among_largest, lowest_reaching
+from reference.engine.request import EngineSequence
+from reference.engine.sampler import Sampler, likeliest
 
 pytestmark = pytest.mark.usefixtures("seed")
 
@@ -61,13 +65,52 @@ def test_short_rows():
 
 def test_a_row_that_is_found_wrongly_would_be_seen(monkeypatch):
     """Rows that need more than the largest entries must be searched."""
-    honest = sampler.among_largest
+    honest = nucleus.among_largest
 
     def always(p, wanted):
         lowest, is_found = honest(p, wanted)
         return lowest, torch.ones_like(is_found)
 
-    monkeypatch.setattr(sampler, "among_largest", always)
+    monkeypatch.setattr(nucleus, "among_largest", always)
     p = probabilities(1000)
     found, want = both(p, 0.9 * p.double().sum((1, 2), keepdim=True))
     assert not torch.allclose(found, want, rtol=1e-3, atol=0)
+
+
+# ---------------------------------------------------------------- greedy steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [7, 512, 1000])
+def test_a_greedy_step_takes_what_lesson_2_takes(dtype, width):
+    """Of equal logits the first, also where most of a row are equal."""
+    logits = torch.randint(-3, 4, (40, width)).to(dtype)
+    logits[0] = -torch.inf
+    logits[0, width // 2 :] = 1.5
+    logits[1] = 0
+    batch = SamplingBatch.of([GREEDY] * 40, [[]] * 40, [[]] * 40)
+    assert likeliest(logits) == sample_batch(logits, batch).tolist()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_greedy_step_refuses_what_lesson_2_refuses(bad):
+    logits = torch.randn(3, 300)
+    logits[1, 200] = bad
+    with pytest.raises(ValueError, match="the largest of row 1 is not finite"):
+        likeliest(logits)
+    with pytest.raises(ValueError, match="the largest of row 0 is not finite"):
+        likeliest(torch.full((1, 4), -torch.inf))
+
+
+def test_only_plain_greedy_requests_are_spared_the_draw():
+    """A penalty changes the logits, so such a row has to be sampled by lesson 2."""
+    penalized = SamplingParams(temperature=0, presence_penalty=2.0, seed=0)
+    for params, is_greedy in ((GREEDY, True), (penalized, False), (SamplingParams(seed=0), False)):
+        sequence = EngineSequence(0, [1], 4, params, frozenset())
+        assert sequence.is_greedy == is_greedy
+    logits = torch.zeros(1, 4)
+    logits[0, 1], logits[0, 2] = 1.0, 0.5
+    one = EngineSequence(0, [3], 4, penalized, frozenset(), output=[1])
+    assert Sampler()(logits.clone(), [one])[0] == [2]
+    plain = EngineSequence(1, [3], 4, GREEDY, frozenset(), output=[1])
+    assert Sampler()(logits.clone(), [plain])[0] == [1]

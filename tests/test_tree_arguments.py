@@ -8,6 +8,7 @@ import pytest
 from lessons.l17_tree_speculation.lab.testing import random_heads
 from lessons.l17_tree_speculation.trees.tree import Tree
 from lessons.toolbox.model.checkpoint import REPOSITORY
+from lessons.toolbox.proof.pages import pages
 from reference.speculation.drafting import check_depth
 from reference.speculation.speculative_config import SpeculativeConfig
 from tests.engine_cases import assert_clean, greedy, new_model
@@ -52,7 +53,7 @@ def test_a_tree_may_be_asked_for_in_any_spelling():
 
 
 def test_the_readmes_config_is_one():
-    text = (REPOSITORY / "lessons/l17_tree_speculation/README.md").read_text(encoding="utf-8")
+    text = pages(REPOSITORY / "lessons/l17_tree_speculation")
     (shown,) = re.findall(r"speculative_config=(\{.*?\})", text, re.DOTALL)
     config = SpeculativeConfig.read(ast.literal_eval(shown))
     assert config.num_speculative_tokens == 4 and config.tree == Tree((-1, 0, 0, 1, 1))

@@ -1,8 +1,9 @@
-"""How a lesson's text reads, measured: sentences of a length that one takes in at once, no rows of
-fragments, and the glossary linked where a lesson introduces a term.
+"""How a lesson's text reads, measured: a core that one evening is enough for, sentences of a length
+that one takes in at once, no rows of fragments, and the glossary linked where a lesson introduces a
+term.
 
 A measure is no proof: a good text may break one for a reason. So the course warns, in the long form
-of the tests (`make test-all`).
+of the tests (`make test-all`). Only the length of the core is held.
 """
 
 import re
@@ -12,6 +13,9 @@ from pathlib import Path
 from tests.course_rules import Complaints, complete_rooms
 from tests.link_rules import HIDDEN, slug
 
+# Of a README, as it is read: folded hints and answers, code and formulas do not count.
+CORE_WORDS = 1800
+FOLD = re.compile(r"<details>(?:(?!<details>).)*?</details>", re.DOTALL)
 MEAN_WORDS = (12, 22)  # of a sentence
 MOST_DOTS = 2  # "·" between words in a line of prose; between numbers it multiplies
 DOT = re.compile(r"[A-Za-z`*)\]]{2} · ")
@@ -30,6 +34,30 @@ def hard_to_read(root: Path) -> Complaints:
         found = [*_sentences(text), *_fragments(text), *_unlinked(text, own)]
         complaints += [f"{room.name}/README.md: {why}" for why in found]
     return complaints
+
+
+def long_cores(root: Path) -> Complaints:
+    """Lessons whose README.md is no text for one evening."""
+    complaints = []
+    for room in complete_rooms(root):
+        words = core_words(room)
+        if words > CORE_WORDS:
+            complaints.append(
+                f"{room.name}/README.md: {words} words, at most {CORE_WORDS}; what is not needed "
+                f"to go on belongs into MORE.md"
+            )
+    return complaints
+
+
+def core_words(room: Path) -> int:
+    """Words of a README that are read from top to bottom: headings, sentences and tables."""
+    text = (room / "README.md").read_text(encoding="utf-8")
+    folded = 1
+    while folded:  # from the innermost fold outwards
+        text, folded = FOLD.subn("", text)
+    text = re.sub(r"<!--.*?-->|^```.*?^```|^    .*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    return len(re.findall(r"[^\s|]*\w[^\s|]*", text))
 
 
 def prose(text: str) -> str:

@@ -125,7 +125,7 @@ class Decoder(nn.Module):
                 f"model_type {self.config.model_type!r} has latent attention: load it with "
                 "DeepseekDecoder (lessons.l06_mla.deepseek), not with Decoder"
             )
-        if self.config.moe is not None or self.config.norms_after or self.config.attention_sinks:
+        if not self.config.is_plain:
             raise CheckpointError(
                 f"model_type {self.config.model_type!r} has experts or norms that Decoder lacks: "
                 "load it with load_decoder (lessons.l06_mla.deepseek)"

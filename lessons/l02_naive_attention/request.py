@@ -6,14 +6,8 @@ Every rung of the ladder takes the same arguments and refuses the same mistakes,
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.batched.batch_sampling import (
-    SamplingBatch,
-    read_tokens,
-    sample_batch,
-)
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams, sample
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse, shown
@@ -63,27 +57,6 @@ def take_next_tokens(
         [r.output for r in requests],
     )
     hand_out(tokens, requests, on_token)
-
-
-def sampling_batch(requests: list[Request], device: torch.device | str) -> SamplingBatch:
-    """How these requests are sampled together. It holds while they stay, and stay in this order."""
-    return SamplingBatch.of(
-        [r.sampling for r in requests],
-        [r.prompt for r in requests],
-        [r.output for r in requests],
-        device,
-    )
-
-
-def take_batch_tokens(
-    logits: Tensor, batch: SamplingBatch, requests: list[Request], on_token: OnToken | None = None
-) -> None:
-    """take_next_tokens for a whole batch at once. batch: sampling_batch(requests), told of every
-    token since.
-    """
-    tokens = sample_batch(logits, batch)
-    batch.append(tokens)
-    hand_out(read_tokens(tokens), requests, on_token)
 
 
 def hand_out(tokens: list[int], requests: list[Request], on_token: OnToken | None) -> None:

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.rope import new_cos_sin_cache, new_local_cos_sin_cache
-from lessons.l02_naive_attention.variants.score_rules import sinks_of
 from lessons.l03_kv_cache.batch import Batch
-from lessons.l03_kv_cache.score_rules import with_rules
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.placement import read_device, read_dtype
@@ -74,7 +72,11 @@ class KVPool:
             check_layers(layers, config.num_hidden_layers)
         dtype, device = read_dtype(dtype), read_device(device, "meta")
         self.config = config
-        self.ops = with_rules(ops, config)
+        self.ops = ops
+        if config.has_score_rules:  # what few models have is imported for them
+            from lessons.l03_kv_cache.score_rules import with_rules
+
+            self.ops = with_rules(ops, config)
         self.sinks: list[Tensor | None] = []  # of each layer, in a model whose scores have rules
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -99,8 +101,17 @@ class KVPool:
         """An empty pool on the model's device, in its dtype. Raises ValueError."""
         check_kind(Decoder, "a decoder", model=model)
         pool = cls(model.config, num_blocks, block_size, ops, model.dtype, model.device)
-        pool.sinks = sinks_of(model)
+        pool.learn_layers(model)
         return pool
+
+    def learn_layers(self, model: Decoder) -> None:
+        """Keep what attention reads from the layers: their sinks, in a model whose scores have
+        rules.
+        """
+        if self.config.has_score_rules:
+            from lessons.l02_naive_attention.variants.score_rules import sinks_of
+
+            self.sinks = sinks_of(model)
 
     @staticmethod
     def rows(config: ModelConfig) -> tuple[tuple[int, int], tuple[int, int]]:

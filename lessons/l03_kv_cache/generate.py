@@ -34,20 +34,23 @@ def as_it_is(model: Decoder) -> Decoder:
 class Rung:
     """How a rung of the ladder serves a request.
 
-    kernels: its operations on a GPU. stand_ins: the same in PyTorch, for a CPU, where kernels would
-    be interpreted. prepare(model) -> model: done once. cache: KVPool, or a class with its
-    `for_model` and `attending`.
+    kernels: its operations on a GPU, or a function that imports them, so that a CPU does not have
+    to. stand_ins: the same in PyTorch, for a CPU, where kernels would be interpreted.
+    prepare(model) -> model: done once. cache: KVPool, or a class with its `for_model` and
+    `attending`.
     """
 
     name: str
-    kernels: AttentionOps
+    kernels: AttentionOps | Callable[[], AttentionOps]
     stand_ins: AttentionOps
     prepare: Callable[[Decoder], Decoder] = as_it_is
     cache: type = KVPool
 
     def ops(self, device: torch.device) -> AttentionOps:
         """The operations on this device."""
-        return self.kernels if device.type == "cuda" else self.stand_ins
+        if device.type != "cuda":
+            return self.stand_ins
+        return self.kernels if isinstance(self.kernels, AttentionOps) else self.kernels()
 
     def new_cache(self, model: Decoder, num_blocks: int, block_size: int):
         """An empty cache for `num_blocks` sequences of at most `block_size` tokens."""

@@ -16,11 +16,9 @@ from lessons.toolbox.model.config import ModelConfig
 
 
 def with_rules(ops, config: ModelConfig):
-    """The AttentionOps `ops`; if the model has a rule for its scores, with attention that follows
-    it. With sinks this attention takes `sinks`: [Hq] of the layer as well.
+    """The AttentionOps `ops`, with attention that follows the model's rule for scores. It takes
+    `sinks`: [Hq] of the layer as well, or None.
     """
-    if not config.has_score_rules:
-        return ops
     attend = partial(attend_ruled, cap=config.attn_logit_softcapping)
     return ops._replace(prefill=attend, decode=attend)
 

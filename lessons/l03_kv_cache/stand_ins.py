@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.optimized import attention_torch
 from lessons.l02_naive_attention.rope import rotate
 from lessons.l03_kv_cache.batch import Batch, sequences
 from lessons.l03_kv_cache.cache import AttentionOps
@@ -49,6 +48,8 @@ def prefill(
     window: int | None,
 ) -> Tensor:
     """New tokens attend to all of their sequence up to themselves. q: [T, Hq, D] -> [T, Hq, Dv]."""
+    from lessons.l02_naive_attention.optimized import attention_torch  # here: kernels are beside it
+
     return attend_each(attention_torch, q, k_cache, v_cache, batch, softmax_scale, window)
 
 

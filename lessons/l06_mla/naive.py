@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l03_kv_cache.batch import Batch
-from lessons.l03_kv_cache.cache import AttentionOps, KVPool
+from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH
 from lessons.l04_positions.stand_ins import turn_
@@ -27,17 +27,8 @@ class LatentPool(KVPool):
 
     layer_of: dict[int, MLAttention]
 
-    @classmethod
-    def for_model(
-        cls, model: Decoder, num_blocks: int, block_size: int, ops: AttentionOps
-    ) -> "LatentPool":
-        """An empty pool on the model's device, in its dtype. model: from `latent`."""
-        pool = super().for_model(model, num_blocks, block_size, ops)
-        pool.learn_layers(model)
-        return pool
-
     def learn_layers(self, model: Decoder) -> None:
-        """Keep the layers, whose matrices expand the latents."""
+        """Keep the layers, whose matrices expand the latents. model: from `latent`."""
         self.layer_of = {i: model.layers[i].self_attn.expanded for i in model.stage_layers}
 
     @staticmethod

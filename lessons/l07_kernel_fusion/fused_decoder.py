@@ -19,13 +19,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP, Attend, Attention, Decoder, RMSNorm, swap
-from lessons.l02_naive_attention.variants.gemma import GemmaRMSNorm
+from lessons.l03_kv_cache.cache import AttentionOps
 from lessons.l03_kv_cache.generate import Rung
-from lessons.l05_gqa.optimized import LESSON_05, LESSON_05_TORCH
-from lessons.l07_kernel_fusion import optimized, stand_ins
-from lessons.l07_kernel_fusion.rows import DTYPES
-
-NORMS = (RMSNorm, GemmaRMSNorm)
+from lessons.l04_positions.stand_ins import LESSON_04_TORCH
+from lessons.l07_kernel_fusion import stand_ins
 
 
 class Ops(NamedTuple):
@@ -48,7 +45,11 @@ def ops_for(model: Decoder) -> Ops:
     """The kernels where they are compiled and have the model's dtype; PyTorch where they would be
     interpreted, or for float64.
     """
-    return ops_of(optimized if model.device.type == "cuda" and model.dtype in DTYPES else stand_ins)
+    if model.device.type != "cuda":
+        return ops_of(stand_ins)
+    from lessons.l07_kernel_fusion import optimized, rows  # here, because a CPU needs no kernels
+
+    return ops_of(optimized if model.dtype in rows.DTYPES else stand_ins)
 
 
 # ---------------------------------------------------------------- parts
@@ -76,7 +77,7 @@ class AddedNorm(nn.Module):
     then norms.
     """
 
-    def __init__(self, norm: GemmaRMSNorm):
+    def __init__(self, norm: RMSNorm):
         super().__init__()
         self.norm, self.weight, self.eps = norm, norm.weight, norm.eps
 
@@ -182,23 +183,31 @@ def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
     """
     if isinstance(model, FusedDecoder):
         return model
+    ops = ops or ops_for(model)
+    kinds = {RMSNorm: partial(FusedRMSNorm, ops=ops)}
+    if model.config.norms_after:
+        from lessons.l02_naive_attention.variants.gemma import GemmaRMSNorm  # few models have it
+
+        kinds[GemmaRMSNorm] = AddedNorm
     norms = [model.norm]
     for index in model.stage_layers:
         layer = model.layers[index]
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
-    if strange := [type(norm).__name__ for norm in norms if type(norm) not in NORMS]:
+    if strange := [type(norm).__name__ for norm in norms if type(norm) not in kinds]:
         raise ValueError(
             f"model: got {type(model).__name__} with {strange[0]}; accepted: a decoder whose "
             "layers have the norms of lessons.l02_naive_attention (decoder.py, gemma.py)"
         )
-    ops = ops or ops_for(model)
-    parts = {
-        RMSNorm: partial(FusedRMSNorm, ops=ops),
-        GemmaRMSNorm: AddedNorm,
-        MLP: partial(FusedMLP, ops=ops),
-        Attention: partial(FusedAttention, ops=ops),
-    }
-    return FusedDecoder(swap(model, parts))
+    parts = {MLP: partial(FusedMLP, ops=ops), Attention: partial(FusedAttention, ops=ops)}
+    return FusedDecoder(swap(model, kinds | parts))
 
 
-FUSED_LAYERS = Rung("fused layers", LESSON_05, LESSON_05_TORCH, prepare=fused)
+def grouped_attention() -> AttentionOps:
+    """Lesson 5's kernels, which read each KV head once."""
+    from lessons.l05_gqa.optimized import LESSON_05  # here, because a CPU needs no kernels
+
+    return LESSON_05
+
+
+# In PyTorch lesson 5 does what lesson 4 does: its decode repeats no head either.
+FUSED_LAYERS = Rung("fused layers", grouped_attention, LESSON_04_TORCH, prepare=fused)

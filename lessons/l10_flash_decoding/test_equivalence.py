@@ -48,6 +48,7 @@ from lessons.toolbox.proof.numerics import (
     prove,
     with_canaries,
 )
+from lessons.toolbox.proof.pages import pages
 from lessons.toolbox.proof.refusals import KINDS, assert_refused
 
 # NumPy, the interpreter's engine, warns of what is meant: an empty split divides 0 by 0 and takes
@@ -660,7 +661,8 @@ def test_a_wave_model_by_hand():
 
 
 def test_the_readme_quotes_the_model():
-    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    text = pages(Path(__file__).parent)
+    text = text[: text.index("## The prediction and a measurement")]  # then come measured ones
     rows = [
         [float(cell) for cell in row.split("|")[1:-1]]
         for row in re.findall(r"^\| \d{4,}.*$", text, re.MULTILINE)

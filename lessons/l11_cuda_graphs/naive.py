@@ -17,15 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lessons.l02_naive_attention.batched.requests import sampling_batch, take_batch_tokens
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import (
-    OnToken,
-    Request,
-    check_call,
-    read_requests,
-    sampling_batch,
-    take_batch_tokens,
-)
+from lessons.l02_naive_attention.request import OnToken, Request, check_call, read_requests
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.batch import Batch, new_batch
 from lessons.l03_kv_cache.cache import KVPool

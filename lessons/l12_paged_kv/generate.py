@@ -15,15 +15,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from lessons.l02_naive_attention.batched.requests import sampling_batch, take_batch_tokens
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import (
-    OnToken,
-    Request,
-    check_call,
-    read_requests,
-    sampling_batch,
-    take_batch_tokens,
-)
+from lessons.l02_naive_attention.request import OnToken, Request, check_call, read_requests
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l11_cuda_graphs.naive import MAX_BATCH, prompt_groups, unfinished
 from lessons.l12_paged_kv.more.swap import HostSwap

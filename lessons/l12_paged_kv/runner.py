@@ -13,16 +13,22 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.variants.score_rules import sinks_of
 from lessons.l03_kv_cache.batch import Batch, new_batch
-from lessons.l03_kv_cache.cache import KVPool
+from lessons.l03_kv_cache.cache import AttentionOps, KVPool
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l12_paged_kv.blocks import BlockManager, Copy
 from lessons.l12_paged_kv.kernels.stand_ins import LESSON_12_TORCH, paged_batch
-from lessons.l12_paged_kv.optimized import LESSON_12
 
-PAGED = Rung("paged cache", LESSON_12, LESSON_12_TORCH, prepare=fused)
+
+def paged_kernels() -> AttentionOps:
+    """This lesson's kernels, which read K and V through a block table."""
+    from lessons.l12_paged_kv.optimized import LESSON_12  # here, because a CPU needs no kernels
+
+    return LESSON_12
+
+
+PAGED = Rung("paged cache", paged_kernels, LESSON_12_TORCH, prepare=fused)
 
 
 def paged_rung_of(model: Decoder) -> Rung:
@@ -55,9 +61,7 @@ def new_pool(
         layers=model.stage_layers,
         max_context_len=max_context_len,
     )
-    pool.sinks = sinks_of(model)
-    if hasattr(pool, "learn_layers"):  # a pool of latents, which the layers expand
-        pool.learn_layers(model)
+    pool.learn_layers(model)
     return pool
 
 

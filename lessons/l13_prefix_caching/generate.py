@@ -16,15 +16,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lessons.l02_naive_attention.batched.requests import sampling_batch, take_batch_tokens
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import (
-    OnToken,
-    Request,
-    check_call,
-    read_requests,
-    sampling_batch,
-    take_batch_tokens,
-)
+from lessons.l02_naive_attention.request import OnToken, Request, check_call, read_requests
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l11_cuda_graphs.naive import MAX_BATCH, MAX_PREFILL_TOKENS, unfinished

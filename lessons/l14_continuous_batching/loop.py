@@ -18,8 +18,9 @@ from lessons.l02_naive_attention.batched.batch_sampling import (
     read_tokens,
     sample_batch,
 )
+from lessons.l02_naive_attention.batched.requests import sampling_batch
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import OnToken, check_call, read_requests, sampling_batch
+from lessons.l02_naive_attention.request import OnToken, check_call, read_requests
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l12_paged_kv.runner import new_pool, paged_rung_of, step_batch

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.batched.batch_sampling import batch_probabilities
+from lessons.l02_naive_attention.batched.requests import sampling_batch
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.random_streams import streams_of, uniform
-from lessons.l02_naive_attention.request import Request, sampling_batch
+from lessons.l02_naive_attention.request import Request
 from lessons.l16_speculative_sampling.naive import DRAFTS
 from lessons.l16_speculative_sampling.runner import RewindingRunner
 from lessons.l16_speculative_sampling.stand_ins import draw_rows

@@ -63,16 +63,17 @@ def test_any_number_of_drafted_tokens(count, seed, proof):
 def test_probabilities_of_a_softmax(vocab_size, seed, proof):
     """Sums that are not exact: where a random number lies 2e-6 from a boundary either side counts."""
     rows = rows_of([3] * 40, vocab_size)
+    device, cu_rows = rows.p.device, rows.cu_rows.cpu()
     p, q = (torch.randn(2, len(rows.p), vocab_size) * 2).softmax(-1)
     u = torch.rand(len(p), 2).clamp(1e-5, 1 - 1e-5)
-    bonus = rows.cu_rows[1:].long() - 1
-    rows = Rows(p, q, torch.multinomial(q, 1).squeeze(1), u, rows.cu_rows)
+    bonus = cu_rows[1:].long() - 1
+    rows = Rows(p, q, torch.multinomial(q, 1).squeeze(1), u, cu_rows)
     rows.q[bonus] = torch.nan
     low, high = (expected(rows._replace(u=u + shift))[0].view(-1, 4) for shift in (-2e-6, 2e-6))
     is_clear = (low == high).all(1)
     assert is_clear.sum() >= 30
     for function in (verify, verify_torch):
-        tokens, _ = function(*(x.to(rows.p.device) for x in rows), 4)
+        tokens, _ = function(*(x.to(device) for x in rows), 4)
         assert torch.equal(tokens.cpu().view(-1, 4)[is_clear], low[is_clear])
     proof.record(verify_kernel)
 

@@ -38,7 +38,7 @@ class Float8:
         """x: [..., D] -> codes: [..., D] uint8, the bits of E4M3 numbers, and scales: [..., 1] in
         x's dtype.
         """
-        scales = nonzero((wide(x).abs().amax(-1, keepdim=True) / E4M3_MAX).to(x.dtype))
+        scales = nonzero(divided(wide(x).abs().amax(-1, keepdim=True), E4M3_MAX).to(x.dtype))
         # Clamped, because a cast beyond 448 gives NaN: the format has no infinity to saturate to.
         ratio = (wide(x) / wide(scales)).clamp(-E4M3_MAX, E4M3_MAX)
         return ratio.float().to(torch.float8_e4m3fn).view(torch.uint8), scales
@@ -61,7 +61,7 @@ class Int8:
         """x: [..., D] -> codes: [..., D] uint8, the bits of int8 numbers, and scales: [..., 1] in
         x's dtype.
         """
-        scales = nonzero((wide(x).abs().amax(-1, keepdim=True) / 127).to(x.dtype))
+        scales = nonzero(divided(wide(x).abs().amax(-1, keepdim=True), 127).to(x.dtype))
         codes = (wide(x) / wide(scales)).round().clamp(-127, 127).nan_to_num()
         return codes.to(torch.int8).view(torch.uint8), scales
 
@@ -87,7 +87,7 @@ class Int4:
         x's dtype.
         """
         low = x.amin(-1, keepdim=True)
-        scale = nonzero(((wide(x.amax(-1, keepdim=True)) - wide(low)) / 15).to(x.dtype))
+        scale = nonzero(divided(wide(x.amax(-1, keepdim=True)) - wide(low), 15).to(x.dtype))
         whole = ((wide(x) - wide(low)) / wide(scale)).round().clamp(0, 15).nan_to_num()
         codes = whole.to(torch.uint8)
         return codes[..., 0::2] | codes[..., 1::2] << 4, torch.cat([scale, low], dim=-1)
@@ -108,6 +108,13 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def divided(x: Tensor, by: float) -> Tensor:
+    """x: [...] / by, rounded once. By a tensor, because on a GPU PyTorch multiplies by 1 / by where
+    `by` is a Python number, and that rounds twice.
+    """
+    return x / x.new_full((), by)
+
+
 def nonzero(scales: Tensor) -> Tensor:
     """scales: [...], with 1 for 0: a row of equal numbers then has codes that mean them."""
     return torch.where(scales == 0, torch.ones_like(scales), scales)
@@ -118,12 +125,8 @@ def row_bytes(format: RowFormat, width: int, scale_itemsize: int) -> int:
     return width * format.bits // 8 + format.scales_per_row * scale_itemsize
 
 
-def kv_bytes_per_token(config: ModelConfig, format: RowFormat | None, itemsize: int) -> int:
-    """K and V of one token in all layers, scales and all; itemsize: of the model's dtype. None: the
-    cache that is not quantized.
-    """
-    if format is None:
-        return config.kv_bytes_per_token(itemsize)
+def kv_bytes_per_token(config: ModelConfig, format: RowFormat, itemsize: int) -> int:
+    """K and V of one token in all layers, scales and all; itemsize: of the model's dtype."""
     rows = [(1, config.mla.latent_dim)] if config.mla else None
     if rows is None:
         rows = [(config.num_key_value_heads, d) for d in (config.head_dim, config.v_head_dim)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.arguments import check_one_device
-from lessons.l09_flash_attention.tiles import Tiles, has_e4m3
+from lessons.l09_flash_attention.tiles import Tiles, chip_of, has_e4m3
 from lessons.l12_paged_kv.kernels.arguments import check_decode, check_places, check_prefill
 from lessons.l12_paged_kv.kernels.launch import Stored, launch_decode, launch_prefill
 from lessons.l19_kv_quantization.formats import RowFormat
@@ -187,12 +187,21 @@ def quantize_kernel(
 LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 15.0}
 
 
+def writes_e4m3(device: torch.device) -> bool:
+    """Whether `quantize_kernel` rounds to E4M3 as PyTorch does: from sm_90 on, and in the interpreter.
+    For sm_89 Triton 3.7 first cuts float32 to float16, so a number just above the middle between two
+    codes is taken for the middle, and goes to the even one.
+    """
+    chip = chip_of(device)
+    return chip is None or chip >= 90
+
+
 def quantize_rows(
     format: RowFormat, x: Tensor, codes: Tensor, scales: Tensor, slot_mapping: Tensor
 ) -> None:
     """x: [T, Hkv, D] into the slots slot_mapping: [T] int64 of codes: [slots, Hkv, bytes] and
     scales: [slots, Hkv, scales of a row]; −1 skips a token. Bit for bit what `format.quantize`
-    gives.
+    gives; with fp8 only where `writes_e4m3`.
     """
     (num_tokens, num_heads, head_dim), name = x.shape, format.name
     if name == "fp8":

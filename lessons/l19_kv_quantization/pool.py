@@ -17,7 +17,6 @@ from lessons.l02_naive_attention.decoder import Attend
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.cache import AttentionOps, KVPool
 from lessons.l06_mla.deepseek import MLAttention
-from lessons.l09_flash_attention.tiles import has_e4m3
 from lessons.l12_paged_kv.kernels.apart import apart
 from lessons.l12_paged_kv.kernels.latents import PagedLatentPool
 from lessons.l19_kv_quantization.formats import RowFormat
@@ -25,6 +24,7 @@ from lessons.l19_kv_quantization.optimized import (
     quantize_rows,
     quantized_decode,
     quantized_prefill,
+    writes_e4m3,
 )
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
@@ -151,7 +151,7 @@ class KernelPool(QuantizedPool):
 
     def store(self, codes: Tensor, scales: Tensor, x: Tensor, slot_mapping: Tensor) -> None:
         """As in QuantizedPool, in one pass."""
-        if self.format.name == "fp8" and not has_e4m3(x.device):
+        if self.format.name == "fp8" and not writes_e4m3(x.device):
             super().store(codes, scales, x, slot_mapping)  # PyTorch converts on every chip
             return
         quantize_rows(self.format, x, codes, scales, slot_mapping)

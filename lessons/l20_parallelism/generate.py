@@ -33,9 +33,9 @@ from lessons.l20_parallelism.processes.launch import RankError, run_ranks, world
 from lessons.l20_parallelism.processes.mesh import Links, Mesh, new_links
 from lessons.l20_parallelism.shards.loading import load_sharded, refuse_quantized_parts
 from lessons.l20_parallelism.shards.sharding import local_config
-from lessons.toolbox.command import OneLineParser, one_line, run_command
+from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.measure.device import default_device
-from lessons.toolbox.model.arguments import check_whole, refuse
+from lessons.toolbox.model.arguments import check_whole, one_line, refuse
 from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
 from lessons.toolbox.model.placement import DTYPES, read_device
 

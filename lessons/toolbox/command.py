@@ -9,21 +9,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-LONGEST_LINE = 300  # characters
+from lessons.toolbox.model.arguments import one_line
+
 NUMBERS = {"int": "a whole number", "float": "a number"}
 NO_NUMBER = re.compile(r"argument (\S+): invalid (int|float) value: (.*)", re.DOTALL)
 ROOM_BYTES = 2**20  # more than a record and its figures take
-
-
-def one_line(message: str, longest: int = LONGEST_LINE) -> str:
-    """`message` as one printable line. Of a longer one both ends are kept."""
-    line = " ".join(message.split())
-    # because a name in a file may hold what a terminal obeys or cannot print
-    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
-    if len(line) <= longest:
-        return line
-    end = longest // 3
-    return f"{line[: longest - end - 5]} ... {line[-end:]}"
 
 
 class OneLineParser(argparse.ArgumentParser):

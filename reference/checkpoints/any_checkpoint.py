@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l06_mla.deepseek import load_decoder
 from lessons.toolbox.model import checkpoint
 from lessons.toolbox.model.config_json import read_json
 
@@ -47,9 +46,13 @@ def load_any(
     CheckpointError.
     """
     stored = stored_method(name_or_path)
+    # Each reader, and each decoder but lesson 2's, is imported where a file asks for it.
     if stored is None:
+        if checkpoint.load_config(name_or_path).is_plain:
+            return Decoder.from_pretrained(name_or_path, device, dtype)
+        from lessons.l06_mla.deepseek import load_decoder
+
         return load_decoder(name_or_path, device, dtype)
-    # Each reader is imported where a file asks for it.
     if stored == GGUF:
         from reference.checkpoints.gguf.gguf_model import load_gguf
 

@@ -68,7 +68,7 @@ PARTS = (
     Box("CUDA graphs", "reference/features/decode_graphs.py", 6.7, 2.6),
     Box("structured outputs", "reference/features/structured.py", 11.2, 4.4),
     Box("drafts, verification", "reference/speculation/speculative_engine.py", 11.2, 3.5),
-    Box("text of tokens", "reference/engine/detokenizer.py", 11.2, 2.6),
+    Box("text of tokens", "reference/engine/text.py", 11.2, 2.6),
 )
 WHOLE = (
     Box("quantized weights", "reference/weights/quantization.py", 2.2, 1.0),

@@ -9,13 +9,8 @@ from functools import partial
 
 import torch
 
-from lessons.l02_naive_attention.batched.batch_sampling import batch_probabilities
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import read_requests, sampling_batch
-from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l12_paged_kv.runner import step_batch
-from lessons.l14_continuous_batching.loop import StepSampler
-from lessons.l19_kv_quantization.formats import FORMATS, kv_bytes_per_token
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model_runner import ModelRunner
@@ -38,9 +33,9 @@ def blocks_that_fit(
     if args.num_gpu_blocks_override:
         return args.num_gpu_blocks_override
     configs = [model.config] if draft is None else [model.config, draft]
-    format, itemsize = FORMATS.get(args.kv_cache_dtype), model.dtype.itemsize
+    itemsize = model.dtype.itemsize
     block_bytes = args.block_size * sum(
-        kv_bytes_per_token(config, format, itemsize) for config in configs
+        bytes_per_token(config, args.kv_cache_dtype, itemsize) for config in configs
     )
     # a layer is as large as another
     block_bytes = block_bytes * len(model.stage_layers) // len(model.layers)
@@ -56,6 +51,15 @@ def blocks_that_fit(
             f"max_num_batched_tokens)"
         )
     return min(num_blocks, args.max_num_seqs * longest)
+
+
+def bytes_per_token(config: ModelConfig, kv_cache_dtype: str, itemsize: int) -> int:
+    """K and V of one token in all layers. itemsize: bytes of a number in the model's dtype."""
+    if kv_cache_dtype == "auto":
+        return config.kv_bytes_per_token(itemsize)
+    from lessons.l19_kv_quantization.formats import FORMATS, kv_bytes_per_token
+
+    return kv_bytes_per_token(config, FORMATS[kv_cache_dtype], itemsize)
 
 
 def cache_memory(
@@ -108,6 +112,13 @@ def run_largest_step(
     max_model_len, and a token sampled for each sequence. Returns the bytes of the cache that it ran
     over.
     """
+    # here, because only a GPU is measured
+    from lessons.l02_naive_attention.batched.batch_sampling import batch_probabilities
+    from lessons.l02_naive_attention.batched.requests import sampling_batch
+    from lessons.l02_naive_attention.request import read_requests
+    from lessons.l02_naive_attention.sampling import SamplingParams
+    from lessons.l14_continuous_batching.loop import StepSampler
+
     tokens = args.max_num_batched_tokens
     places = min(args.max_num_seqs, tokens)
     # All own the same blocks, because what is written does not matter, and few are in the way.

@@ -23,13 +23,12 @@ from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse
 from lessons.toolbox.model.placement import launching_on
-from reference.engine.detokenizer import new_detokenizer
 from reference.engine.model_runner import ModelRunner
 from reference.engine.outputs import RequestOutput
-from reference.engine.prompts import Prompts
 from reference.engine.request import EngineRequest, EngineSequence, bias_of, ends, names_of
 from reference.engine.sampler import Sampler
 from reference.engine.sampling_params import SamplingParams
+from reference.engine.text import Prompts, new_detokenizer
 
 if TYPE_CHECKING:
     from lessons.l21_multi_lora.slots import LoRARequest

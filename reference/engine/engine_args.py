@@ -9,18 +9,19 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from lessons.l19_kv_quantization.formats import FORMATS
-from lessons.toolbox.model.arguments import check_kind, is_number, is_whole, refuse
+from lessons.toolbox.model.arguments import check_counts, check_kind, is_number, is_whole, refuse
 
 if TYPE_CHECKING:
     from reference.speculation.speculative_config import SpeculativeConfig
 
+# lesson 19's, named here so that a cache of plain numbers does not import it
+KV_FORMATS = ("fp8", "int8", "int4")
 CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "fair"),
     "preemption_mode": ("recompute", "swap"),
-    "kv_cache_dtype": ("auto", *FORMATS),
+    "kv_cache_dtype": ("auto", *KV_FORMATS),
 }
-LONGER_NAMES = {f"{name}_per_token_head": name for name in FORMATS} | {"fp8_e4m3": "fp8"}
+LONGER_NAMES = {f"{name}_per_token_head": name for name in KV_FORMATS} | {"fp8_e4m3": "fp8"}
 MOST_PICTURES = 8  # of a prompt, unless limit_mm_per_prompt says otherwise
 BACKENDS = ("mp", "ray")
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -232,14 +233,3 @@ def read_picture_limit(limit: dict[str, int] | str | None) -> dict[str, int]:
     if not fits:
         refuse("limit_mm_per_prompt", limit, '{"image": a whole number, 0 or more}')
     return dict(given)
-
-
-def check_counts(arguments, *names: str, low: int = 1, optional: bool = False) -> None:
-    """Raise ValueError that names the first of these attributes that is no whole number from `low`
-    on. optional: it may be None.
-    """
-    accepted = f"{'None, or ' if optional else ''}a whole number, {low} or more and below 2**31"
-    for name in names:
-        value = getattr(arguments, name)
-        if not is_whole(value, low) and not (optional and value is None):
-            refuse(name, value, accepted)

@@ -14,10 +14,15 @@ from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l12_paged_kv.blocks import BlockManager, Copy
-from lessons.l12_paged_kv.optimized import LESSON_12
-from lessons.l12_paged_kv.runner import copy_blocks, new_pool, paged_rung_of, step_batch
+from lessons.l12_paged_kv.runner import (
+    PAGED,
+    copy_blocks,
+    new_pool,
+    paged_rung_of,
+    step_batch,
+)
 from lessons.l14_continuous_batching.sequence import Step
-from reference.weights.packed import packed
+from reference.engine.packed import packed
 
 if TYPE_CHECKING:  # features are imported where one is asked for
     from lessons.l12_paged_kv.more.swap import HostSwap
@@ -157,7 +162,8 @@ def rung_of(model: Decoder, kv_cache_dtype: str, runs_trees: bool) -> Rung:
         from lessons.l19_kv_quantization.runner import quantized_rung_of
 
         rung = quantized_rung_of(model, kv_cache_dtype)
-    if runs_trees and rung.kernels is LESSON_12:
+    # by its operations, because a quantized cache is another rung with the same ones
+    if runs_trees and rung.kernels is PAGED.kernels:
         from lessons.l17_tree_speculation.optimized import LESSON_17
         from lessons.l17_tree_speculation.stand_ins import LESSON_17_TORCH
 

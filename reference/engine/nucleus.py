@@ -13,13 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lessons.l02_naive_attention.batched.batch_cuts import lowest_kept
 from lessons.l02_naive_attention.batched.batch_math import BLOCK, blocks_of
 from lessons.l02_naive_attention.batched.batch_rows import SamplingBatch, is_searched
 from lessons.l02_naive_attention.batched.batch_sampling import BAD_LOGITS, COLDEST, HOTTEST
+from lessons.l02_naive_attention.batched.requests import sampling_batch
 from lessons.l02_naive_attention.random_streams import uniform
 from lessons.l02_naive_attention.sampling import SamplingParams
 
 LIKELY = 512  # entries among which a row's top-p nearly always ends
+
+
+def searching_batch(sequences: list, device: torch.device) -> SamplingBatch:
+    """A sampling batch that on a CPU finds top-p by looking at values."""
+    batch = sampling_batch(sequences, device)
+    if device.type == "cpu":
+        batch.search, batch.shortcut = lowest_reaching, shortcut_of(batch)
+    return batch
 
 
 def is_plain(params: SamplingParams) -> bool:
@@ -123,3 +133,34 @@ def first_above(running: np.ndarray, mass: np.ndarray) -> tuple[np.ndarray, np.n
     mass = np.minimum(mass, running[:, -1] * (1 - 2.0**-52))
     place = (running <= mass[:, None]).sum(axis=1)
     return np.minimum(place, running.shape[1] - 1), mass  # a row of NaN exceeds nothing
+
+
+# ---------------------------------------------------------------- beside other wishes
+
+
+def lowest_reaching(p: Tensor, wanted: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
+    """Lesson 2's lowest_kept for a CPU, where a step may read values: NumPy's selection is
+    vectorized, and a row's largest entries nearly always weigh enough. p, kept, weights (which is
+    p): [B, blocks, BLOCK]; wanted: [B, 1, 1] -> [B, 1, 1].
+    """
+    lowest, is_found = among_largest(p, wanted)
+    if bool(is_found.all()):
+        return lowest
+    # Row by row, because a row's token must not depend on who shares its batch.
+    return torch.where(is_found, lowest, lowest_kept(p, wanted, kept, weights=weights))
+
+
+def among_largest(p: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The entry with which a row's largest reach `wanted`, 0 for a wanted of inf; and whether
+    LIKELY entries are enough to know it. p: [B, blocks, BLOCK], wanted: [B, 1, 1] -> [B, 1, 1]
+    twice.
+    """
+    row = p.flatten(1).numpy()
+    count = min(LIKELY, row.shape[1])
+    few = np.sort(np.partition(row, -count, axis=1)[:, -count:], axis=1)
+    entries = torch.from_numpy(few).flip(1)
+    is_before = entries.cumsum(dim=1, dtype=torch.float64) < wanted.view(-1, 1)
+    place = is_before.sum(dim=1, keepdim=True)
+    entry = entries.gather(1, place.clamp(max=count - 1))[:, :, None]
+    asks_nothing = wanted == torch.inf
+    return entry.masked_fill(asks_nothing, 0), (place < count)[:, :, None] | asks_nothing

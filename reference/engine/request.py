@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lessons.l14_continuous_batching.sequence import Chunk, Sequence, Step
 from lessons.l15_chunked_prefill.preemption import by_arrival
-from reference.engine.detokenizer import Detokenizer
 from reference.engine.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from reference.engine.sampling_params import SamplingParams
+from reference.engine.text import Detokenizer
 
 if TYPE_CHECKING:  # what only some requests have is imported where they ask for it
     from lessons.l17_tree_speculation.trees.tree import Tree
@@ -47,6 +47,11 @@ class EngineSequence(Sequence):
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether its token is always the likeliest, by the logits as they are."""
+        return self.sampling.temperature == 0 and not self.sampling.has_penalties
 
     @property
     def wants_logprobs(self) -> bool:

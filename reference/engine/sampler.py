@@ -1,25 +1,23 @@
-"""Logits to tokens for the sequences of a step, as each of their requests asks for them."""
+"""Logits to tokens for the sequences of a step, as each of their requests asks for them.
 
-import numpy as np
+A step whose requests are all greedy takes the likeliest token of each row. One that draws asks
+lesson 2's sampler for a batch, by way of lesson 14's; it is imported with the first such request.
+"""
+
 import torch
 from torch import Tensor
 
-from lessons.l02_naive_attention.batched.batch_cuts import lowest_kept
-from lessons.l02_naive_attention.batched.batch_sampling import SamplingBatch
-from lessons.l02_naive_attention.request import sampling_batch
-from lessons.l14_continuous_batching.loop import StepSampler
-from reference.engine.nucleus import LIKELY, shortcut_of
 from reference.engine.outputs import Logprob, Logprobs
 from reference.engine.request import EngineSequence
 
 
 class Sampler:
-    """Lesson 14's sampler behind what only the engine knows: structures, biases, least lengths,
-    logprobs.
+    """A token for each row. What only the engine knows comes first: structures, biases, least
+    lengths, log-probabilities.
     """
 
     def __init__(self):
-        self.sample = StepSampler(searching_batch)
+        self.draw = None  # lesson 14's StepSampler, once a request is not greedy
 
     @torch.inference_mode()
     def __call__(
@@ -33,8 +31,38 @@ class Sampler:
         must_end = constrained(logits, wanted)
         for row, sequence in enumerate(sequences):
             adjust(logits, row, sequence, must_end=must_end[row])
-        chosen = self.sample(logits, sequences)
+        chosen = self.choose(logits, sequences)
         return chosen, logprobs_of(raw, chosen, sequences)
+
+    def choose(self, logits: Tensor, sequences: list[EngineSequence]) -> list[int]:
+        """A token for each row. It does not depend on the other rows, so neither way of sampling
+        shows in the tokens.
+        """
+        if all(sequence.is_greedy for sequence in sequences):
+            return likeliest(logits)
+        if self.draw is None:
+            from lessons.l14_continuous_batching.loop import StepSampler
+            from reference.engine.nucleus import searching_batch
+
+            self.draw = StepSampler(searching_batch)
+        return self.draw(logits, sequences)
+
+
+def likeliest(logits: Tensor) -> list[int]:
+    """The token with the largest logit of each row, the first of equal ones. logits: [B, V]. Raises
+    ValueError for a row whose largest logit is not finite.
+    """
+    if logits.device.type == "cpu":  # by NumPy, because PyTorch's argmax takes ten times as long
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        tokens = torch.from_numpy(wide.numpy().argmax(axis=1))
+    else:
+        tokens = logits.argmax(dim=-1)
+    is_finite = logits.gather(1, tokens[:, None])[:, 0].isfinite()
+    ids = torch.where(is_finite, tokens, -1).tolist()  # one copy, for which the CPU waits
+    if -1 in ids:
+        row = ids.index(-1)
+        raise ValueError(f"logits: the largest of row {row} is not finite; accepted: finite")
+    return ids
 
 
 def constrained(logits: Tensor, wanted: list) -> list[bool]:
@@ -46,14 +74,6 @@ def constrained(logits: Tensor, wanted: list) -> list[bool]:
     from reference.features.structured import apply_constraints  # here: few batches need it
 
     return apply_constraints(logits, wanted)
-
-
-def searching_batch(sequences: list, device: torch.device) -> SamplingBatch:
-    """A sampling batch that on a CPU finds top-p by looking at values."""
-    batch = sampling_batch(sequences, device)
-    if device.type == "cpu":
-        batch.search, batch.shortcut = lowest_reaching, shortcut_of(batch)
-    return batch
 
 
 def adjust(
@@ -69,34 +89,6 @@ def adjust(
     is_early = so_far < sequence.params.min_tokens and not must_end
     if is_early and sequence.stop_token_ids:
         logits[row, list(sequence.stop_token_ids)] = -torch.inf
-
-
-def lowest_reaching(p: Tensor, wanted: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
-    """Lesson 2's lowest_kept for a CPU, where a step may read values: NumPy's selection is
-    vectorized, and a row's largest entries nearly always weigh enough. p, kept, weights (which is
-    p): [B, blocks, BLOCK]; wanted: [B, 1, 1] -> [B, 1, 1].
-    """
-    lowest, is_found = among_largest(p, wanted)
-    if bool(is_found.all()):
-        return lowest
-    # Row by row, because a row's token must not depend on who shares its batch.
-    return torch.where(is_found, lowest, lowest_kept(p, wanted, kept, weights=weights))
-
-
-def among_largest(p: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The entry with which a row's largest reach `wanted`, 0 for a wanted of inf; and whether
-    LIKELY entries are enough to know it. p: [B, blocks, BLOCK], wanted: [B, 1, 1] -> [B, 1, 1]
-    twice.
-    """
-    row = p.flatten(1).numpy()
-    count = min(LIKELY, row.shape[1])
-    few = np.sort(np.partition(row, -count, axis=1)[:, -count:], axis=1)
-    entries = torch.from_numpy(few).flip(1)
-    is_before = entries.cumsum(dim=1, dtype=torch.float64) < wanted.view(-1, 1)
-    place = is_before.sum(dim=1, keepdim=True)
-    entry = entries.gather(1, place.clamp(max=count - 1))[:, :, None]
-    asks_nothing = wanted == torch.inf
-    return entry.masked_fill(asks_nothing, 0), (place < count)[:, :, None] | asks_nothing
 
 
 def logprobs_of(

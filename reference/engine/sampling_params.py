@@ -7,8 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
-from lessons.toolbox.model.arguments import check_kind, is_number, is_whole, refuse
-from reference.engine.engine_args import check_counts
+from lessons.toolbox.model.arguments import check_counts, check_kind, is_number, is_whole, refuse
 
 if TYPE_CHECKING:
     from reference.features.structured import StructuredOutputsParams

@@ -29,7 +29,7 @@ def load_requests(
 
     Raises ValueError for a file that holds no such requests.
     """
-    from reference.engine.detokenizer import encode
+    from reference.engine.text import encode
 
     accepted = '; accepted: a JSON list of {"prompt": text, "max_new_tokens": count}'
     try:

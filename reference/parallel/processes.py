@@ -28,7 +28,7 @@ from lessons.l20_parallelism.processes.launch import (
     started,
 )
 from lessons.l20_parallelism.processes.mesh import Mesh, new_links
-from lessons.toolbox.command import one_line
+from lessons.toolbox.model.arguments import one_line
 from reference.engine.engine_args import EngineArgs
 from reference.parallel.worker import Worker
 

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from lessons.l20_parallelism.processes.launch import RankError, children_find_the_course, join_world
 from lessons.l20_parallelism.processes.mesh import Mesh, new_links
-from lessons.toolbox.command import one_line
+from lessons.toolbox.model.arguments import one_line
 from reference.engine.engine_args import EngineArgs
 from reference.parallel.processes import COLLECTIVE_TIMEOUT_S, DEATH_S, Refused
 from reference.parallel.worker import Worker

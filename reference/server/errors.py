@@ -11,8 +11,7 @@ import re
 
 from fastapi.responses import JSONResponse
 
-from lessons.toolbox.command import one_line
-from lessons.toolbox.model.arguments import shown
+from lessons.toolbox.model.arguments import one_line, shown
 
 OPENAI_KINDS = {
     401: "authentication_error",

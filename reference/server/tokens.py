@@ -52,7 +52,7 @@ class Tokens:
     def encode(
         self, name: str, text: str, special: bool = True, keep: int | None = None
     ) -> list[int]:
-        """The ids of a prompt, as reference.engine.detokenizer.encode gives them. special: with the
+        """The ids of a prompt, as reference.engine.text.encode gives them. special: with the
         tokens that the tokenizer's own rule puts around a text, which may be none. keep: how many
         ids at most, as in `cut`; the text loses its beginning, and the tokens around it stay, as in
         vLLM. Raises ApiError, without reading it, for a text that is too long for any model of this

@@ -16,6 +16,7 @@ from lessons.toolbox.model.config_json import CheckpointError, read_json
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import load_model
 from reference.engine.model_runner import ModelRunner
+from reference.engine.packed import packed_heads
 from reference.speculation.head_proposers import EagleProposer, MedusaProposer
 from reference.speculation.proposers import DraftModelProposer, NgramProposer
 from reference.speculation.protocol import Proposer
@@ -31,7 +32,6 @@ from reference.speculation.speculative_config import (
     SpeculativeConfig,
 )
 from reference.speculation.tree_guesses import DrawnIfSampled
-from reference.weights.packed import packed_heads
 
 Drafter = Decoder | Heads | None  # what drafts, as it was loaded; None for n-grams
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.batched.batch_sampling import batch_probabilities
 from lessons.l17_tree_speculation.trees.guesses import Drawn, Parent, Ranked
-from reference.engine.sampler import searching_batch
+from reference.engine.nucleus import searching_batch
 from reference.speculation.verification import DRAFTS, Row, adjust_rows, node_numbers
 
 

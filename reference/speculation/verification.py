@@ -36,9 +36,10 @@ from lessons.l16_speculative_sampling.stand_ins import verify_for
 from lessons.l17_tree_speculation.naive import follow
 from lessons.l17_tree_speculation.trees.accept import Asked, verify_trees
 from lessons.l17_tree_speculation.trees.tree import MOST_NODES
+from reference.engine.nucleus import searching_batch
 from reference.engine.outputs import Logprobs
 from reference.engine.request import EngineSequence
-from reference.engine.sampler import adjust, searching_batch, top_logprobs
+from reference.engine.sampler import adjust, top_logprobs
 from reference.features.structured import apply_constraints
 from reference.speculation.protocol import Draft
 

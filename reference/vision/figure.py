@@ -14,7 +14,7 @@ import numpy as np
 from lessons.toolbox.draw.figure import GREY, PALETTE, ClassFigure, frame, save_svg, style
 from lessons.toolbox.model.checkpoint import load_tokenizer
 from reference.checkpoints.any_checkpoint import llava_folder
-from reference.engine.detokenizer import encode
+from reference.engine.text import encode
 from reference.vision.config import read_vision_config
 from reference.vision.pictures import Picture
 from reference.vision.prompt import VisionInputs

@@ -24,7 +24,7 @@ from reference.checkpoints.gguf.gguf_tokenizer import (
     tokenizer_metadata,
     tokenizer_of,
 )
-from reference.engine.detokenizer import encode
+from reference.engine.text import encode
 
 VOCABULARY = 4096
 GGML = "tokenizer.ggml."

@@ -4,12 +4,11 @@ than a second's work, and the server lives on. test_limits.py has those that are
 
 import json
 import socket
-import time
 
 import httpx
 import pytest
 
-from tests.server.test_limits import head, status_of
+from tests.server.test_limits import for_little_work, head, status_of
 
 BIG = 10**9
 ONE = dict(prompt="x", max_tokens=1)
@@ -109,9 +108,7 @@ NO_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" + 400 * "0"
 def test_what_cannot_be_is_refused_at_once(live, name):
     path, body = CASES[name]
     data = json.dumps(body).encode()
-    begin = time.process_time()
-    status = status_of(live, head(path, len(data)) + data)
-    assert time.process_time() - begin < 1.5  # of all threads, ours too, and of a busy machine
+    status = for_little_work(lambda: status_of(live, head(path, len(data)) + data), most_s=1.5)
     assert 400 <= status < 500, status
     assert httpx.get(f"{live.url}/health", timeout=60).status_code == 200
 
@@ -149,9 +146,7 @@ POST = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\
     ids=lambda value: None if isinstance(value, tuple) else "",
 )
 def test_heads_and_bodies_that_are_too_much(live, data, status):
-    begin = time.process_time()
-    assert status_of(live, data) in status
-    assert time.process_time() - begin < 1
+    assert for_little_work(lambda: status_of(live, data)) in status
 
 
 def test_many_who_send_half_a_request_delay_nobody(live):
@@ -161,9 +156,7 @@ def test_many_who_send_half_a_request_delay_nobody(live):
     try:
         for at, wire in enumerate(wires):
             wire.sendall(half if at % 2 else half[: at + 1])
-        begin = time.process_time()
-        assert live.post("/v1/completions", ONE).status_code == 200
-        assert time.process_time() - begin < 1
+        assert for_little_work(lambda: live.post("/v1/completions", ONE).status_code) == 200
     finally:
         for wire in wires:
             wire.close()

@@ -3,10 +3,13 @@ dropped.
 """
 
 import json
+import math
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -34,6 +37,20 @@ def status_of(live, data: bytes) -> int:
         except ConnectionResetError:
             return 0
     return int(answer.split()[1]) if answer else 0
+
+
+def for_little_work(ask: Callable[[], int | bool], most_s: float = 1.0) -> int | bool:
+    """What `ask` returns, which takes at most so much CPU time of all threads, the server's too. The
+    least of three tries counts, because a busy machine makes a second of any work.
+    """
+    least_s = math.inf
+    for _ in range(3):
+        begin = time.process_time()
+        answer = ask()
+        least_s = min(least_s, time.process_time() - begin)
+        if least_s < most_s:
+            return answer
+    raise AssertionError(f"it took {least_s:.2f} s of CPU time, three times")
 
 
 @pytest.mark.parametrize(
@@ -64,9 +81,8 @@ def status_of(live, data: bytes) -> int:
     ],
 )  # fmt: skip
 def test_hostile_bodies(live, body, status):
-    begin = time.process_time()
-    assert status_of(live, head(length=len(body)) + body) == status
-    assert time.process_time() - begin < 1  # of all threads, so the server's too
+    data = head(length=len(body)) + body
+    assert for_little_work(lambda: status_of(live, data)) == status
 
 
 @pytest.mark.parametrize(
@@ -88,9 +104,7 @@ def test_hostile_bodies(live, body, status):
     ],
 )  # fmt: skip
 def test_hostile_requests(live, data, status):
-    begin = time.process_time()
-    assert status_of(live, data) == status
-    assert time.process_time() - begin < 1  # of all threads, so the server's too
+    assert for_little_work(lambda: status_of(live, data)) == status
 
 
 def test_a_body_without_a_length_is_read_to_its_limit_only(live):
@@ -115,10 +129,16 @@ def test_random_bytes_in_a_good_request(live, seed):
 def test_checks_of_json_take_time_in_proportion(part):
     enough = b'{"b":[' + b"[]," * 70 + b"0],"  # brackets, so that they are counted
     for start in (enough + b'"a":"', enough + b'"a":['):
-        begin = time.thread_time()
-        with suppress(ApiError):
-            check_json(start + part * (2**19 // len(part)))
-        assert time.thread_time() - begin < 0.5
+        data = start + part * (2**19 // len(part))
+        assert for_little_work(partial(is_json, data), most_s=0.5) in (True, False)
+
+
+def is_json(data: bytes) -> bool:
+    """Whether the server would go on with these bytes."""
+    with suppress(ApiError):
+        check_json(data)
+        return True
+    return False
 
 
 def test_brackets_in_strings_do_not_count():

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -263,7 +263,7 @@ def outcome(raw: dict, folder: Path) -> str:
         save_weights(config, folder)
         assert torch.isfinite(logits_of(load_decoder(folder))).all()
         return "ours alone"
-    theirs.save_pretrained(folder)
+    save_theirs(theirs, folder)
     write_config(folder, raw)
     ours, wanted = logits_of(load_decoder(folder)), theirs_of(theirs, PROMPT % config.vocab_size)
     if not (wanted.isnan().all() and ours.isnan().all()):  # as both are for a rope factor of 1e-300
@@ -283,6 +283,22 @@ def random_theirs(folder: Path) -> PreTrainedModel | None:
         print("transformers:", repr(error)[:200])
         return None
     return model
+
+
+def save_theirs(model: PreTrainedModel, folder: Path) -> None:
+    """save_pretrained, with both dimensions of every expert's matrix. transformers (5.17) keeps the
+    experts in one tensor and squeezes what it cuts out of it, so a matrix of one row or column would
+    be stored as a vector, which transformers cannot read either.
+    """
+    model.save_pretrained(folder)
+    file, config = folder / "model.safetensors", model.config
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".experts." in name and name.endswith(".weight") and tensor.dim() < 2:
+            is_last = name.endswith(("down_proj.weight", "w2.weight"))
+            tensors[name] = tensor.view(config.hidden_size if is_last else width, -1)
+    save_file(tensors, file, metadata=dict(format="pt"))
 
 
 def check_line(message: str) -> None:

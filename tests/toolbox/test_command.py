@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from lessons.toolbox import command
-from lessons.toolbox.command import OneLineParser, check_writable, one_line, run_command
+from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from lessons.toolbox.draw import figure
+from lessons.toolbox.model.arguments import LONGEST_LINE, one_line
 
 REPOSITORY = Path(__file__).parents[2]
 COMMANDS = {
@@ -44,7 +45,7 @@ def test_a_mistake_is_one_short_line_and_2(capsys):
     assert run_command("try", raises(OSError(28, "No space left on device"))) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 2 and said.startswith("try: two lines \\x1b[2Jx")
-    assert max(map(len, said.splitlines())) <= command.LONGEST_LINE
+    assert max(map(len, said.splitlines())) <= LONGEST_LINE
     with pytest.raises(KeyError):  # a bug is no mistake of the caller, and keeps its traceback
         run_command("try", raises(KeyError("a bug")))
 

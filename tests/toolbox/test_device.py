@@ -13,6 +13,7 @@ import types
 import pytest
 import torch
 
+from lessons.toolbox.gpu import nvrtc
 from lessons.toolbox.measure import device
 
 
@@ -176,7 +177,7 @@ def test_what_cannot_run_is_told_without_triton_or_with_an_unknown_one(monkeypat
     monkeypatch.setattr(device, "has_gpu", lambda: False)
     monkeypatch.setattr(device, "interpreting", lambda: True)
     monkeypatch.setattr(device, "has_triton", lambda: False)
-    monkeypatch.setattr(device.nvrtc, "why_not_here", lambda: "needs NVRTC")
+    monkeypatch.setattr(nvrtc, "why_not_here", lambda: "needs NVRTC")
     missing = dict(device.what_cannot_run_here())
     assert "pip install triton" in missing["Triton kernels, in any form"]
     assert "they are not compiled either" in missing["Gluon kernels"]

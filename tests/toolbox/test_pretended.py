@@ -101,7 +101,8 @@ def step_of(tmp_path, launched) -> dict:
     """What a rehearsal records of a lesson whose tests passed, and launched this."""
     here = machine.Machine({"device": "pretended GPU"}, False, None, 1)
     (tmp_path / "lessons" / "l01_copy").mkdir(parents=True)
-    (tmp_path / "lessons" / "l01_copy" / "test_equivalence.py").touch()
+    tests = tmp_path / "lessons" / "l01_copy" / "test_equivalence.py"
+    tests.write_text("proof.record(kernel)")  # so that it is one of the first to run
     run = rehearsal.Rehearsal(here, tmp_path / "out", machine.rooms(tmp_path), 60, tmp_path)
     assert run.key("source") != run.key("source"), "nothing is resumed"
     (step,) = run.equivalence()

@@ -9,9 +9,10 @@ import pytest
 
 from lessons.l00_gpu_and_triton.lab.specs import KERNELS, SPILLING
 from lessons.toolbox.kernels.compile_check import check, check_all
+from lessons.toolbox.proof.pages import pages
 
 pytestmark = pytest.mark.compiler
-README = Path(__file__).parents[1] / "README.md"
+README = pages(Path(__file__).parents[1])
 
 
 def run(reports):
@@ -33,9 +34,7 @@ def test_the_report_of_the_readme():
     reports = [*run(check_all([s for s in KERNELS if 90 in s.chips], [90])), spilling]
     found = {report.name: report for report in reports}
     assert spilling.spill_bytes > 0 and found["scale"].loads_128bit > 0
-    rows = re.findall(
-        r"^\| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \| (\w+|–) \|", README.read_text(), re.M
-    )
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \| (\w+|–) \|", README, re.M)
     assert len(rows) == 4
     for name, registers, spilled, wide_loads, matrix in rows:
         report = found[name]

@@ -23,8 +23,9 @@ from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.exercises.exercise import SOLUTIONS, generate
 from lessons.toolbox.measure.device import interpreting
 from lessons.toolbox.measure.hardware import lookup
+from lessons.toolbox.proof.pages import pages
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+README = pages(Path(__file__).parents[1])
 
 
 def test_the_table_of_memories():

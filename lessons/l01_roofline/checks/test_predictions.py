@@ -16,9 +16,10 @@ from lessons.l01_roofline.planner.plan import make_plan, ways_out
 from lessons.l01_roofline.planner.report import amount
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS, Chip, ridge_point
+from lessons.toolbox.proof.pages import pages
 
 ROOM = Path(__file__).parents[1]
-README = (ROOM / "README.md").read_text(encoding="utf-8")
+README = pages(ROOM)
 LLAMA, LARGE = MODELS["llama-3-8b"], MODELS["llama-3-70b"]
 
 

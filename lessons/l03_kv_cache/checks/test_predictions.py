@@ -17,9 +17,10 @@ from lessons.l03_kv_cache.lab.work import flops, pairs_run, tokens_run
 from lessons.l03_kv_cache.naive import ConcatCache
 from lessons.l03_kv_cache.optimized import PREALLOCATED
 from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.proof.pages import pages
 
 ROOM = Path(__file__).parents[1]
-README = (ROOM / "README.md").read_text(encoding="utf-8")
+README = pages(ROOM)
 LLAMA = MODELS["llama-3-8b"]
 
 

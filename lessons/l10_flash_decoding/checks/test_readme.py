@@ -17,9 +17,10 @@ from lessons.l10_flash_decoding.lab.occupancy import (
 from lessons.l10_flash_decoding.naive import combine
 from lessons.l10_flash_decoding.splits import cdiv, split_bounds, wave_efficiency
 from lessons.toolbox.measure.hardware import CHIPS
+from lessons.toolbox.proof.pages import pages
 
 ROOM = Path(__file__).parents[1]
-README = (ROOM / "README.md").read_text(encoding="utf-8")
+README = pages(ROOM)
 H200 = CHIPS["h200"]
 
 

@@ -15,6 +15,7 @@ from lessons.l11_cuda_graphs.lab.testing import captured
 from lessons.l11_cuda_graphs.lab.timeline import LaunchCost, eager_spans, graph_spans, recorded_step
 from lessons.l11_cuda_graphs.lab.workload import LLAMA_8B, step_bytes
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
+from lessons.toolbox.proof.pages import pages
 
 
 def test_the_model_on_paper():
@@ -104,7 +105,7 @@ def test_the_predictions_of_the_readme():
     """Its table, and the memory that it names, as the simulator records them and the model
     predicts.
     """
-    text, cost = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8"), LaunchCost()
+    text, cost = pages(Path(__file__).parents[1]), LaunchCost()
     models = {
         "models/tiny, 512": (pictures.TINY, 512),
         "Llama-3-8B, 4096": (replace(LLAMA_8B, num_hidden_layers=32), 4096),

@@ -14,9 +14,10 @@ from lessons.l11_cuda_graphs.lab.timeline import (
 from lessons.l11_cuda_graphs.lab.workload import TINY, step_bytes
 from lessons.l11_cuda_graphs.optimized import bucket_for
 from lessons.l11_cuda_graphs.simulator import SimulatedGraph
+from lessons.toolbox.proof.pages import pages
 
 ROOM = Path(__file__).parents[1]
-README = (ROOM / "README.md").read_text(encoding="utf-8")
+README = pages(ROOM)
 
 
 def test_the_excerpts_of_the_readme_are_the_code():

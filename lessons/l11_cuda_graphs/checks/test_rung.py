@@ -8,8 +8,9 @@ import torch
 
 from lessons.l02_naive_attention import naive as one_at_a_time
 from lessons.l02_naive_attention.batched.batch_sampling import SamplingBatch
+from lessons.l02_naive_attention.batched.requests import sampling_batch
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.request import read_requests, sampling_batch
+from lessons.l02_naive_attention.request import read_requests
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l06_mla.deepseek import DeepseekDecoder
 from lessons.l11_cuda_graphs import naive, optimized

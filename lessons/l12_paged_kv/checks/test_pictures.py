@@ -14,8 +14,10 @@ from lessons.l12_paged_kv.lab.workload import ALPACA, MAX_TOKENS, SHAREGPT, Mix,
 from lessons.l12_paged_kv.more.waste import expected_empty_share, more_requests
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.device import interpreting
+from lessons.toolbox.proof.pages import pages
 
-README = Path(__file__).parents[1] / "README.md"
+ROOM = Path(__file__).parents[1]
+README = pages(ROOM)
 DRAW = [pictures.draw_tables, pictures.draw_waste, pictures.draw_block_size]
 
 
@@ -40,7 +42,7 @@ def test_the_simulation_loses_no_memory():
 
 
 def test_the_readme_quotes_the_simulation():
-    text = README.read_text(encoding="utf-8")
+    text = README
     for mix in (ALPACA, SHAREGPT):
         for policy, report in reports(mix).items():
             parts = [report.waste[name] for name in ("used", "reserved", "internal", "external")]
@@ -50,7 +52,7 @@ def test_the_readme_quotes_the_simulation():
 
 
 def test_the_readme_quotes_the_formulas():
-    text = README.read_text(encoding="utf-8")
+    text = README
     for tokens in (100, 180, 500):
         share, gain = expected_empty_share(tokens, 16), MAX_TOKENS / (tokens + 7.5)
         row = f"| {tokens} | {share:.1%} | {gain:.0f} × |"
@@ -62,8 +64,8 @@ def test_the_readme_quotes_the_formulas():
 
 
 def test_the_excerpts_stand_in_the_sources():
-    sources = [file.read_text(encoding="utf-8") for file in README.parent.rglob("*.py")]
-    excerpts = README.read_text(encoding="utf-8").split("```python\n")[1:]
+    sources = [file.read_text(encoding="utf-8") for file in ROOM.rglob("*.py")]
+    excerpts = README.split("```python\n")[1:]
     assert len(excerpts) == 2
     for excerpt in excerpts:
         code = excerpt.split("```")[0]

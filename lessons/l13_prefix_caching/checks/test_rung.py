@@ -26,6 +26,7 @@ from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l13_prefix_caching.optimized import RadixTree
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.model.config import MLAConfig
+from lessons.toolbox.proof.pages import pages
 
 CACHES = {"hash blocks": HashBlocks, "radix tree": RadixTree}
 both_caches = pytest.mark.parametrize("new_cache", CACHES.values(), ids=CACHES)
@@ -292,6 +293,6 @@ def test_the_excerpts_of_the_readme_are_the_code():
     room = Path(traffic.__file__).parents[1]
     source = "".join((room / name).read_text() for name in ("naive.py", "optimized.py"))
     known = {line.strip() for line in source.splitlines()}
-    blocks = (room / "README.md").read_text().split("```python\n")[1:]
+    blocks = pages(room).split("```python\n")[1:]
     lines = [line for block in blocks for line in block.split("```")[0].splitlines()]
     assert len(lines) > 5 and {line.strip() for line in lines} <= known

@@ -12,8 +12,9 @@ from lessons.l14_continuous_batching.lab import cost, figures, pictures, workloa
 from lessons.l14_continuous_batching.lab.cost import Sample, StepCost, fit, measured_steps
 from lessons.l14_continuous_batching.lab.occupancy import gain, offline, place_rows
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
+from lessons.toolbox.proof.pages import pages
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+README = pages(Path(__file__).parents[1])
 
 
 # ---------------------------------------------------------------- workload

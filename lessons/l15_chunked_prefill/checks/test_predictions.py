@@ -28,9 +28,10 @@ from lessons.l15_chunked_prefill.lab.experiments import (
 from lessons.l15_chunked_prefill.lab.virtual import new_request
 from lessons.l15_chunked_prefill.lab.workload import BUDGET, DECODES, arriving_prompt
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.toolbox.proof.pages import pages
 
 ROOM = Path(__file__).parents[1]
-README = (ROOM / "README.md").read_text(encoding="utf-8")
+README = pages(ROOM)
 
 
 @pytest.mark.parametrize("budget", [None, *BUDGETS])

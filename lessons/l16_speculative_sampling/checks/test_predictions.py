@@ -21,9 +21,10 @@ from lessons.l16_speculative_sampling.lab.experiments import (
 from lessons.l16_speculative_sampling.lab.workload import MODELS
 from lessons.l16_speculative_sampling.more.adaptive import AdaptiveCount
 from lessons.l16_speculative_sampling.more.speed import best_count, expected_tokens, speedup
+from lessons.toolbox.proof.pages import pages
 
 ROOM = Path(__file__).parents[1]
-README = (ROOM / "README.md").read_text(encoding="utf-8")
+README = pages(ROOM)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)

@@ -19,9 +19,10 @@ from lessons.l17_tree_speculation.lab.experiments import (
 from lessons.l17_tree_speculation.lab.workload import KINDS, is_there
 from lessons.l17_tree_speculation.trees.tree import Tree, best_tree, expected_tokens, full_tree
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
+from lessons.toolbox.proof.pages import pages
 
 ROOM = Path(__file__).parents[1]
-README = (ROOM / "README.md").read_text(encoding="utf-8")
+README = pages(ROOM)
 
 
 def found_for(kind: str) -> dict:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.batched.batch_sampling import read_tokens, sample_batch
-from lessons.l02_naive_attention.request import Request, sampling_batch
+from lessons.l02_naive_attention.batched.requests import sampling_batch
+from lessons.l02_naive_attention.request import Request
 from lessons.l16_speculative_sampling.drafts import distributions, numbers
 from lessons.l16_speculative_sampling.naive import ACCEPTS, DRAWS
 from lessons.l16_speculative_sampling.stand_ins import draw_rows

@@ -24,7 +24,7 @@ from lessons.l09_flash_attention.tiles import has_e4m3
 from lessons.l18_weight_quantization.naive import to_float8
 from lessons.l18_weight_quantization.weights import Float8Weight, QuantizedWeight
 from lessons.l19_kv_quantization.formats import FORMATS, wide
-from lessons.l19_kv_quantization.optimized import quantize_rows
+from lessons.l19_kv_quantization.optimized import quantize_rows, writes_e4m3
 from lessons.toolbox.kernels.triton_ import tl, triton
 from lessons.toolbox.model.arguments import refuse
 
@@ -106,7 +106,8 @@ def w8a8_matmul(x: Tensor, weight: EightBits, bias: Tensor | None = None) -> Ten
     """
     name = format_of(weight)
     if x.is_cuda and (name == "int8" or has_e4m3(x.device)):
-        codes, scales = quantize_tokens_by_kernel(x, name)
+        is_exact = name == "int8" or writes_e4m3(x.device)
+        codes, scales = (quantize_tokens_by_kernel if is_exact else quantize_tokens)(x, name)
         return scaled_product(codes, scales, weight, bias, x.dtype)
     if name == "fp8":  # no CPU multiplies E4M3: what is left is the naive way
         return w8a8_by_numbers(x, weight, bias)

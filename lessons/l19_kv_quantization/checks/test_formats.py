@@ -120,7 +120,6 @@ def test_a_pool_is_as_large_as_was_computed(name):
     runner = quantized_runner(new_deepseek(), name, 5, 3, 32)
     config = runner.model.config
     assert runner.pool.bytes_per_token == kv_bytes_per_token(config, FORMATS[name], 8)
-    assert kv_bytes_per_token(CONFIG, None, 4) == CONFIG.kv_bytes_per_token(4)
 
 
 def test_what_is_refused(seed):

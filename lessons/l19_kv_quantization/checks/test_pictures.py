@@ -21,9 +21,10 @@ from lessons.l19_kv_quantization.lab.testing import attention_over
 from lessons.l19_kv_quantization.lab.ways_out import bits_per_value, five_ways, way
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
+from lessons.toolbox.proof.pages import pages
 
 ROOM = Path(__file__).parents[1]
-TEXT = (ROOM / "README.md").read_text(encoding="utf-8")
+TEXT = pages(ROOM)
 README = re.sub(r"\[([^\]]*)\]\(\.\./GLOSSARY[^)]*\)", r"\1", TEXT)  # terms as they are read
 GUIDES = (ROOM.parent / "GUIDES.md").read_text(encoding="utf-8")
 

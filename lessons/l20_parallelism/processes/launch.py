@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lessons.l20_parallelism.processes.group import Group
-from lessons.toolbox.command import one_line
-from lessons.toolbox.model.arguments import check_whole
+from lessons.toolbox.model.arguments import check_whole, one_line
 
 ROOT = str(Path(__file__).resolve().parents[3])
 # A rank whose neighbour died complains about the wire, and of several failures the first of these

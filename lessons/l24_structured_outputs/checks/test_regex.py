@@ -1,5 +1,5 @@
 """Proves regular expressions: against Python's re, and that hostile ones are refused in one line
-and within a second.
+and after little work.
 """
 
 import random
@@ -116,7 +116,7 @@ def test_patterns_that_are_refused(pattern, said):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("pattern", HOSTILE_PATTERNS, ids=range(len(HOSTILE_PATTERNS)))
-def test_hostile_patterns_are_refused_within_a_second(pattern):
+def test_hostile_patterns_are_refused_soon(pattern):
     assert_refused("too large|in one another|1 to 20000", "regex", pattern)
 
 

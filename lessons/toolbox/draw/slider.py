@@ -13,27 +13,32 @@ from collections.abc import Callable, Mapping, Sequence
 
 
 def slider(
-    draw: Callable, *, start: Mapping[str, object] | None = None, **ranges: Sequence
+    draw: Callable,
+    *,
+    start: Mapping[str, object] | None = None,
+    still: Callable[[], object] | None = None,
+    **ranges: Sequence,
 ) -> None:
     """Show draw(name=value, ...) and redraw it whenever a slider moves.
 
     ranges: {parameter of draw: (low, high, step, start)}, whole numbers if all four are; or a list
     of the values to choose from, of which `start` names the first shown (default: the first).
-    draw returns a figure, or prints. Raises ValueError for anything else.
+    draw returns a figure, or prints. still: a function that draws what a page shows on which
+    nothing moves; None: draw at the start. Raises ValueError for anything else.
     """
     start = dict(start or {})
     for name, values in ranges.items():
         _check(name, values, start)
         start.setdefault(name, values[3] if isinstance(values, tuple) else values[0])
-    still = draw(**start)
+    picture = still() if still else draw(**start)
     if not _has_front_end():
-        _show(still)
+        _show(picture)
         return
     try:
         import ipywidgets
         from IPython.display import display
     except ImportError:
-        _show(still)
+        _show(picture)
         return
     controls = {name: _control(ipywidgets, name, v, start[name]) for name, v in ranges.items()}
 
@@ -47,11 +52,11 @@ def slider(
     for control in controls.values():
         control.observe(redraw, names="value")
     with output:
-        _show(still)
+        _show(draw(**start) if still else picture)
     box = ipywidgets.VBox([*controls.values(), output])
     bundle = box._repr_mimebundle_()
-    if hasattr(still, "savefig"):  # what a front end without widgets shows instead
-        bundle["image/png"] = _png(still)
+    if hasattr(picture, "savefig"):  # what a front end without widgets shows instead
+        bundle["image/png"] = _png(picture)
     display(bundle, raw=True)
 
 

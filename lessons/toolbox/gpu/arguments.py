@@ -1,6 +1,7 @@
 """How a launch's arguments reach the machine: tensors as buffers, numbers as bytes."""
 
 import ctypes
+import os
 import random
 from dataclasses import dataclass
 
@@ -12,7 +13,9 @@ from lessons.toolbox.gpu.instructions.tma import TensorMap
 from lessons.toolbox.gpu.ptx import Kernel
 from lessons.toolbox.gpu.written import written_parameters
 
-ORDER = random.Random(0)  # of programs and roundings, apart from the tests' own random numbers
+# Of programs, warps and copies, apart from the tests' own random numbers. A fault names the seed of its
+# launch; VARIABLE gives every launch one.
+ORDER, VARIABLE = random.Random(), "LADDER_ORDER"
 WATCHERS: list = []  # called with each Launch
 
 
@@ -27,6 +30,12 @@ class Descriptor:
     swizzle: int  # bytes
 
 
+def order_seed() -> int:
+    """The seed of a launch's order."""
+    given = os.environ.get(VARIABLE, "")
+    return int(given) if given.isdigit() else ORDER.getrandbits(31)
+
+
 def bind(kernel: Kernel, given: list[tuple[str, object]]) -> tuple[list[Buffer], list, dict]:
     """The storages of the tensors, each once; the values of all parameters; {parameter: tensor map}."""
     writes = written_parameters(kernel)
@@ -37,7 +46,7 @@ def bind(kernel: Kernel, given: list[tuple[str, object]]) -> tuple[list[Buffer],
         storage = tensor.untyped_storage()
         key = storage.data_ptr() or id(storage)
         if key not in buffers:
-            buffers[key] = Buffer(bytes_of(storage), name, False)
+            buffers[key] = Buffer(bytes_of(storage), name, False, tensor.dtype)
         buffers[key].watched |= is_written
         offset = tensor.storage_offset() * tensor.element_size()
         return GlobalMemory.address(list(buffers).index(key), offset)

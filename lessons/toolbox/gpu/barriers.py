@@ -70,7 +70,7 @@ class Barriers:
         """The warps of a mask learn of each other's past."""
         threads = self.threads
         warps = mask.reshape(threads.num_programs, threads.warps, -1).any(2)
-        threads.shared.synchronize(warps)
+        threads.clocks.synchronize(warps)
 
     def woken(self, stalled: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
         """When no front is left: those whose barrier is complete because other threads have ended.

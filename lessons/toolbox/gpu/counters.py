@@ -3,6 +3,8 @@
     with counting():
         kernel[grid](...)       # each Launch then has `counts`
 
+A kind of `Counts` that also keeps what happens (`recorder`) may count in its place: counting(kind).
+
 **Global memory.** The loads or stores of a warp's threads by one instruction are a *request*. Memory
 answers in *sectors* of 32 bytes. A request needs at least as many as its distinct bytes fill; more
 are fetched where the threads' addresses have gaps.
@@ -15,7 +17,7 @@ Source: CUDA C++ Best Practices Guide 13, sections 10.2.1 (coalescing) and 10.2.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -23,41 +25,69 @@ import numpy as np
 from lessons.toolbox.gpu.global_memory import WINDOW
 from lessons.toolbox.gpu.ptx import Instruction, Kernel
 
-SECTOR, BANKS, WORD, WARP = 32, 32, 4, 32
-GLOBAL = ("requests", "sectors", "least_sectors", "bytes")
+SECTOR, LINE, BANKS, WORD, WARP = 32, 128, 32, 4, 32
+GLOBAL = ("requests", "sectors", "least_sectors", "bytes", "first_sectors", "own_sectors")
 SHARED = ("shared_requests", "passes", "least_passes")
-_on = False
+_kind: "Callable[[Kernel], Counts] | None" = None
+_programs: int | None = None
 
 
 @contextmanager
-def counting() -> Iterator[None]:
-    """Within it launches count what they do. It makes them a few times slower."""
-    global _on
-    before, _on = _on, True
+def counting(
+    kind: "Callable[[Kernel], Counts] | None" = None, programs: int | None = None
+) -> Iterator[None]:
+    """Within it launches count what they do. It makes them a few times slower. kind: what makes a
+    launch's Counts from its kernel; None: Counts itself. programs: of each launch only so many run,
+    evenly spread over the grid, so what it computes is incomplete; None: all.
+    """
+    global _kind, _programs
+    before, (_kind, _programs) = (_kind, _programs), (kind or Counts, programs)
     try:
         yield
     finally:
-        _on = before
+        _kind, _programs = before
 
 
 def counts_for(kernel: Kernel) -> "Counts | None":
     """Where a launch counts; None outside of `counting`."""
-    return Counts(kernel) if _on else None
+    return _kind and _kind(kernel)
+
+
+def sampled(order: np.ndarray) -> np.ndarray:
+    """Those of a grid's programs, in a drawn order, that run: all, or a sample within `counting(n)`."""
+    if _programs is None or len(order) <= _programs:
+        return order
+    return np.linspace(0, len(order) - 1, _programs).astype(np.int64)
 
 
 class Counts:
-    """Of each instruction of a kernel, [instructions]: `threads` that took part, and the columns
-    of GLOBAL and SHARED.
+    """Of each instruction of a kernel, [instructions]: `threads` that took part, the columns of GLOBAL
+    and SHARED, and `flops` of tcgen05, whose shape the code does not tell (see matrix_flops).
     """
 
     def __init__(self, kernel: Kernel):
-        names = ("threads", *GLOBAL, *SHARED)
+        self.instructions = kernel.instructions
+        names = ("threads", "flops", *GLOBAL, *SHARED)
         self.columns = {name: np.zeros(len(kernel.instructions), np.int64) for name in names}
-        # the sectors of each buffer that were touched: {(loads or stores, buffer's number): [sectors]}
+        # The way of each warp, for the time model: (place, which warps: None for all), in order, of the
+        # programs of the first batch.
+        self.path: list[tuple[int, np.ndarray | None]] = []
+        self.programs: np.ndarray | None = None
+        # Who touched each sector of a buffer last, a program's number + 1, 0 for none:
+        # {(loads or stores, buffer's number): [sectors]}
         self.touched: dict[tuple[str, int], np.ndarray] = {}
 
-    def executed(self, place: int, threads: int) -> None:
-        self.columns["threads"][place] += threads
+    def executed(self, threads, mask, taking) -> None:
+        """The threads of `mask` stand at an instruction, and `taking` of them, for which its
+        predicate holds, are about to run it.
+        """
+        self.columns["threads"][threads.pc] += len(threads.active(taking))
+        if threads.programs is self.programs:
+            warps = (threads.alive if mask is None else mask).reshape(-1, WARP).any(1)
+            self.path.append((threads.pc, None if warps.all() else warps))
+
+    def done(self, threads) -> None:
+        """The instruction has been run."""
 
     def access(self, threads, kind: str, address: np.ndarray, size: int, lanes) -> None:
         """Lanes load or store `size` bytes each in global memory. kind: "loaded" or "stored"."""
@@ -66,8 +96,9 @@ class Counts:
         warp = threads.warp[lanes]
         requests, which = np.unique(warp, return_inverse=True)
         chunks, _ = pairs(which, address // size)
-        _, sectors = pairs(which, address // SECTOR)
+        of_request, sectors = pairs(which, address // SECTOR)
         distinct = np.bincount(chunks, minlength=len(requests)) * size
+        first, own = self._touch(threads, kind, sectors, requests[of_request])
         self._add(
             GLOBAL,
             threads.pc,
@@ -75,17 +106,29 @@ class Counts:
             len(sectors),
             int((-(-distinct // SECTOR)).sum()),
             len(lanes) * size,
+            first,
+            own,
         )
+
+    def _touch(self, threads, kind: str, sectors: np.ndarray, warp: np.ndarray) -> tuple[int, int]:
+        """Note who touches the sectors; (those that no program had touched, those that the same program had)."""
+        first = own = 0
+        program = threads.programs[warp // threads.warps] + 1
         buffers = sectors >> (WINDOW - 5)
         for number in np.unique(buffers):
-            at = sectors[buffers == number] & ((1 << (WINDOW - 5)) - 1)
-            self._sectors(threads, kind, int(number))[at] = True
+            here = buffers == number
+            at, whose = sectors[here] & ((1 << (WINDOW - 5)) - 1), program[here]
+            touched = self._sectors(threads, kind, int(number))
+            first += len(np.unique(at[touched[at] == 0]))
+            own += int((touched[at] == whose).sum())
+            touched[at] = whose
+        return first, own
 
     def _sectors(self, threads, kind: str, number: int) -> np.ndarray:
         key = (kind, number)
         if key not in self.touched:
             size = len(threads.memory.buffers[number - 1].data)
-            self.touched[key] = np.zeros(size // SECTOR + 1, dtype=bool)
+            self.touched[key] = np.zeros(size // SECTOR + 1, dtype=np.int32)
         return self.touched[key]
 
     def shared_access(self, threads, address: np.ndarray, size: int, lanes) -> None:
@@ -94,13 +137,37 @@ class Counts:
             return
         part = min(WARP, WARP * WORD // size)  # threads that are served together
         warp, lane = threads.warp[lanes], threads.lane[lanes]
-        groups, which = np.unique(warp * WARP + lane // part, return_inverse=True)
-        words = address[:, None] // WORD + np.arange(max(1, size // WORD))
-        each = np.repeat(which, words.shape[1])
-        group, word = pairs(each, words.reshape(-1))
-        in_bank = np.bincount(group * BANKS + word % BANKS, minlength=len(groups) * BANKS)
-        passes = in_bank.reshape(-1, BANKS).max(1)
-        self._add(SHARED, threads.pc, len(np.unique(warp)), int(passes.sum()), len(groups))
+        group = warp * WARP + lane // part
+        if part < WARP and self.instructions[threads.pc].op == "ld":
+            group = np.where(twins(warp, lane, address, 2 * part), group // 2 * 2, group)
+        passes = passes_of(group, address, size)
+        self._add(SHARED, threads.pc, len(np.unique(warp)), int(passes.sum()), len(passes))
+
+    def async_copy(self, threads, target, source, size: int, lanes, live) -> None:
+        """Lanes copy `size` bytes each from `source` in global memory to `target` in shared memory; those
+        that are not live write zeros.
+        """
+        if not live.all():
+            self.shared_access(threads, target[~live], size, lanes[~live])
+        if not live.any():
+            return
+        warp, target, source = threads.warp[lanes[live]], target[live], source[live]
+        part = min(WARP, WARP * WORD // size)
+        # because one piece of data goes to one place a pass: lanes with the same source queue up
+        order = np.lexsort((source, warp))
+        fresh = np.r_[True, (np.diff(warp[order]) != 0) | (np.diff(source[order]) != 0)]
+        turn = np.empty(len(order), np.int64)
+        turn[order] = np.arange(len(order)) - np.flatnonzero(fresh)[np.cumsum(fresh) - 1]
+        keys = np.stack([warp, source // LINE, turn])
+        _, group = np.unique(keys, axis=1, return_inverse=True)
+        passes = passes_of(group.reshape(-1), target, size)
+        warps, many = np.unique(warp, return_counts=True)
+        self._add(SHARED, threads.pc, len(warps), int(passes.sum()), int((-(-many // part)).sum()))
+
+    def matrix_read(self, threads, matrix_bytes: int, groups: int) -> None:
+        """Each of `groups` warpgroups reads operands of that many bytes from shared memory."""
+        passes = groups * (matrix_bytes // (BANKS * WORD))
+        self._add(SHARED, threads.pc, groups, passes, passes)
 
     def _add(self, names: tuple[str, ...], place: int, *numbers: int) -> None:
         for name, number in zip(names, numbers):
@@ -108,7 +175,29 @@ class Counts:
 
     def footprint(self, kind: str) -> int:
         """Bytes of distinct sectors "loaded" or "stored": what must cross the bus at least once."""
-        return SECTOR * sum(int(x.sum()) for (k, _), x in self.touched.items() if k == kind)
+        return SECTOR * sum(int((x > 0).sum()) for (k, _), x in self.touched.items() if k == kind)
+
+
+def twins(warp: np.ndarray, lane: np.ndarray, address: np.ndarray, many: int) -> np.ndarray:
+    """[lanes]: whether each thread of its `many` has the address of its neighbour, or of its next but one."""
+    _, row = np.unique(warp, return_inverse=True)
+    of = np.full((row.max() + 1, WARP), -1, dtype=np.int64)
+    of[row, lane] = address
+    found = np.zeros((len(of), WARP // many), dtype=bool)
+    for distance in (1, 2):
+        other = of[:, np.arange(WARP) ^ distance]
+        same = (of == other) | (of < 0) | (other < 0)
+        found |= same.reshape(len(of), -1, many).all(2)
+    return found[row, lane // many]
+
+
+def passes_of(group: np.ndarray, address: np.ndarray, size: int) -> np.ndarray:
+    """Passes of each group of threads, in the order of their numbers: the most words of one bank."""
+    groups, which = np.unique(group, return_inverse=True)
+    words = address[:, None] // WORD + np.arange(max(1, size // WORD))
+    each, word = pairs(np.repeat(which, words.shape[1]), words.reshape(-1))
+    in_bank = np.bincount(each * BANKS + word % BANKS, minlength=len(groups) * BANKS)
+    return in_bank.reshape(-1, BANKS).max(1)
 
 
 def pairs(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

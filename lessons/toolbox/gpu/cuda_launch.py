@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from lessons.toolbox.gpu.arguments import ORDER, WATCHERS, as_bytes, bind
+from lessons.toolbox.gpu.arguments import WATCHERS, as_bytes, bind, order_seed
 from lessons.toolbox.gpu.machine import SHARED_LIMIT, Launch, launch
 from lessons.toolbox.gpu.nvrtc import ptx_of
 from lessons.toolbox.gpu.ptx import Kernel, parse
@@ -58,7 +58,7 @@ def run(
         buffers,
         parameters,
         kernel.shared_bytes + shared_bytes,
-        seed=ORDER.getrandbits(31),
+        seed=order_seed(),
     )
     for told in WATCHERS:
         told(done)

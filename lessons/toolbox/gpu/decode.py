@@ -4,6 +4,7 @@ the machine calls it each time that the instruction is reached.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from lessons.toolbox.gpu.faults import UnknownInstruction
 from lessons.toolbox.gpu.instructions import (
@@ -16,6 +17,7 @@ from lessons.toolbox.gpu.instructions import (
     mbarrier,
     memory,
     moves,
+    tcgen05,
     tensor_cores,
     tma,
     warps,
@@ -33,6 +35,7 @@ FAMILIES = (
     mbarrier,
     memory,
     moves,
+    tcgen05,
     tensor_cores,
     tma,
     warps,
@@ -45,7 +48,7 @@ WITHOUT_RESULT = ("st", "red", "bar", "barrier", "bra", "cp", "stmatrix", "fence
 @dataclass(frozen=True)
 class Step:
     """run(threads, mask) for what only computes; control(run, taking, leaving) for what decides
-    where threads go on. reads: the registers that it needs.
+    where threads go on. reads, writes: the registers that it needs, that it fills at once.
     """
 
     run: Callable | None
@@ -53,6 +56,7 @@ class Step:
     predicate: str | None
     negated: bool
     reads: frozenset[str]
+    writes: frozenset[str]
 
 
 def decode(instruction: Instruction, kernel: Kernel) -> Step:
@@ -65,9 +69,9 @@ def decode(instruction: Instruction, kernel: Kernel) -> Step:
             built = build(instruction, kernel)
         except (KeyError, ValueError, IndexError, StopIteration):
             continue  # the name is known, this form of it is not: another family may know it
-        if family in (control, mbarrier):
-            return Step(None, built, instruction.predicate, instruction.negated, reads(instruction))
-        return Step(built, None, instruction.predicate, instruction.negated, reads(instruction))
+        run, steers = (None, built) if family in (control, mbarrier) else (built, None)
+        when = instruction.predicate, instruction.negated
+        return Step(run, steers, *when, reads(instruction), writes(instruction))
     raise UnknownInstruction(
         f"{kernel.name}, {instruction.line}: the machine does not know {instruction.text!r}"
     )
@@ -75,7 +79,7 @@ def decode(instruction: Instruction, kernel: Kernel) -> Step:
 
 def reads(instruction: Instruction) -> frozenset[str]:
     """The registers that an instruction needs, its predicate among them."""
-    first = 0 if instruction.op in WITHOUT_RESULT else 1
+    first = int(has_result(instruction))
     found = set(names(instruction.operands[first:]))
     for operand in instruction.operands[:first]:
         if isinstance(operand, Address):
@@ -85,14 +89,51 @@ def reads(instruction: Instruction) -> frozenset[str]:
     return frozenset(found)
 
 
-def names(operand) -> list[str]:
+def writes(instruction: Instruction) -> frozenset[str]:
+    """The registers that an instruction fills. A product of a warpgroup fills them later."""
+    if instruction.op == "wgmma" or not has_result(instruction):
+        return frozenset()
+    return frozenset(names(instruction.operands[:1]))
+
+
+def has_result(instruction: Instruction) -> bool:
+    """Whether the first operand is what it fills. Of tcgen05 only a load from tensor memory does."""
+    if instruction.op == "tcgen05":
+        return instruction.has("ld")
+    return instruction.op not in WITHOUT_RESULT
+
+
+@cache
+def names(operand) -> tuple[str, ...]:
     """The registers in an operand."""
     if isinstance(operand, tuple):
-        return [name for part in operand for name in names(part)]
+        return tuple(name for part in operand for name in names(part))
     text = operand.base if isinstance(operand, Address) else operand
     text = text.lstrip("!")
-    return [text] if not_a_number(text) else []
+    return (text,) if not_a_number(text) else ()
 
 
 def not_a_number(text: str) -> bool:
     return bool(text) and not (text[0].isdigit() or text[0] == "-")
+
+
+def compiled_steps(kernel: Kernel) -> list[Step]:
+    """What each instruction does, found once for a kernel. Raises UnknownInstruction."""
+    if not hasattr(kernel, "steps"):
+        kernel.steps = [decode(instruction, kernel) for instruction in kernel.instructions]
+        kernel.undefined = undefined_registers(kernel)
+        kernel.read = sorted(declared(kernel, frozenset().union(*(s.reads for s in kernel.steps))))
+    return kernel.steps
+
+
+def declared(kernel: Kernel, registers: frozenset[str]) -> set[str]:
+    """Those of the names that the kernel declares as registers."""
+    prefixes = kernel.widths.keys()
+    return {name for name in registers if name.rstrip("0123456789") in prefixes or name in prefixes}
+
+
+def undefined_registers(kernel: Kernel) -> list[str]:
+    """Those that some step reads and no instruction writes."""
+    read = frozenset().union(*(step.reads for step in kernel.steps))
+    written = {name for i in kernel.instructions if i.operands for name in names(i.operands[0])}
+    return sorted((read - written) & declared(kernel, read))

@@ -17,10 +17,12 @@ MANY = -1  # read by more than one program
 
 
 class Buffer:
-    """Bytes that a kernel may touch. watched: whether the kernel may write them at all."""
+    """Bytes that a kernel may touch. watched: whether the kernel may write them at all; dtype: of the
+    tensor that lies there, where it is known.
+    """
 
-    def __init__(self, data: np.ndarray, name: str, watched: bool):
-        self.data, self.name, self.watched = data, name, watched
+    def __init__(self, data: np.ndarray, name: str, watched: bool, dtype=None):
+        self.data, self.name, self.watched, self.dtype = data, name, watched, dtype
         self.views: dict[int, np.ndarray] = {}
         self.writer = self.reader = None
 

@@ -5,7 +5,9 @@ them take splits a front in two. The front at the lowest place goes on, because 
 out so that the paths of a branch meet further down: there the fronts become one again. A front that
 waits (for a barrier, for a copy) is set aside until what it waits for has happened.
 
-`launch` runs a whole grid: programs in batches that fit into memory, in a drawn order.
+`launch` runs a whole grid: programs in batches that fit into memory, in an order drawn from a seed.
+In some launches all warps go on together. In others they take turns: a drawn half of them goes as far
+as it can, then the other half. `LADDER_ORDER=7` gives every launch that seed; a fault names its own.
 
 Source: Collange, Stack-less SIMT reconvergence at low cost (2011): the front at the lowest place.
 """
@@ -16,13 +18,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lessons.toolbox.gpu.barriers import Barriers
-from lessons.toolbox.gpu.counters import Counts, counts_for
-from lessons.toolbox.gpu.decode import Step, decode, names
+from lessons.toolbox.gpu.counters import Counts, counts_for, sampled
+from lessons.toolbox.gpu.decode import Step, compiled_steps, declared
 from lessons.toolbox.gpu.faults import UnknownInstruction
 from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
+from lessons.toolbox.gpu.instructions.wgmma import note_written
 from lessons.toolbox.gpu.ptx import Kernel
 from lessons.toolbox.gpu.threads import WARP, Threads, garbage
 
+TURNS = 1 / 4  # of the launches: warps take turns, which makes one up to twice as slow
 BYTES_OF_REGISTERS = 400 * 2**20  # of the programs that run together
 # Shared memory that one program may have, in bytes. Source: CUDA C++ Programming Guide 13, table of
 # technical specifications.
@@ -43,22 +47,7 @@ class Launch:
     warps: int = 0  # of a program
     shared_bytes: int = 0  # of a program
     counts: Counts | None = None  # within `counting`
-
-
-def compiled_steps(kernel: Kernel) -> list[Step]:
-    """What each instruction does, found once for a kernel. Raises UnknownInstruction."""
-    if not hasattr(kernel, "steps"):
-        kernel.steps = [decode(instruction, kernel) for instruction in kernel.instructions]
-        read = frozenset().union(*(step.reads for step in kernel.steps))
-        written = {name for i in kernel.instructions if i.operands for name in names(i.operands[0])}
-        kernel.undefined = sorted((read - written) & declared(kernel, read))
-    return kernel.steps
-
-
-def declared(kernel: Kernel, registers: frozenset[str]) -> set[str]:
-    """Those of the names that the kernel declares as registers."""
-    prefixes = kernel.widths.keys()
-    return {name for name in registers if name.rstrip("0123456789") in prefixes or name in prefixes}
+    ran: int = 0  # programs that ran: all but within `counting(n)`
 
 
 def launch(
@@ -70,9 +59,11 @@ def launch(
     shared_bytes: int = 0,
     seed: int = 0,
     maps: dict | None = None,
+    runner: "type[Run] | None" = None,
 ) -> Launch:
     """Run every program of the grid. parameters: {name: its bytes}; shared_bytes: all of a program's,
-    with those that the launch gives; maps: {parameter: TensorMap}. Raises Fault, UnknownInstruction.
+    with those that the launch gives; maps: {parameter: TensorMap}; runner: in which order fronts go
+    on, None for Run. Raises Fault, UnknownInstruction.
     """
     steps = compiled_steps(kernel)
     generator = np.random.default_rng(seed)
@@ -84,21 +75,27 @@ def launch(
     cell = min([4, *(int(type_[1:]) // 8 for type_ in smallest)])
     memory = GlobalMemory(buffers, cell)
     count = grid[0] * grid[1] * grid[2]
-    order = generator.permutation(count)
+    order, drawn = sampled(generator.permutation(count)), generator.random()
     shared_bytes = max(shared_bytes, kernel.shared_bytes)
     warps = -(-block[0] * block[1] * block[2] // WARP)
     done = Launch(kernel, count, grid=grid, warps=warps, shared_bytes=shared_bytes)
-    done.counts = counts_for(kernel)
+    done.counts, done.ran = counts_for(kernel), len(order)
+    # Another runner has an order of its own, and what is counted is the way of all warps together.
+    takes_turns = runner is None and done.counts is None and drawn < TURNS
     together = programs_together(kernel, block, shared_bytes)
-    for first in range(0, count, together):
+    for first in range(0, len(order), together):
         programs = np.sort(order[first : first + together])
         threads = Threads(
             kernel, programs, grid, block, memory, shared_bytes, parameters, generator
         )
         threads.maps, threads.counts = maps or {}, done.counts
-        for name in kernel.undefined:  # nothing ever writes them: the compiler does not care
+        if done.counts and not first:
+            done.counts.programs = programs
+        # The compiler does not care what it never writes. With turns, the others may not have yet.
+        for name in kernel.read if takes_turns else kernel.undefined:
             threads.write(name, garbage(kernel.width(name)), None)
-        Run(threads, steps, done).go()
+        threads.seed, threads.takes_turns = seed, takes_turns
+        (runner or Run)(threads, steps, done).go()
     return done
 
 
@@ -115,7 +112,12 @@ class Run:
 
     def __init__(self, threads: Threads, steps: list[Step], done: Launch):
         self.threads, self.steps, self.done = threads, steps, done
-        self.fronts: dict[int, np.ndarray] = {0: threads.alive.copy()}
+        self.turn = (
+            drawn_warps(threads) if threads.takes_turns else None
+        )  # whose it is, [count] bool
+        self.fronts: dict[int, np.ndarray] = {}
+        self.resting: dict[int, np.ndarray] = {}  # whose turn it is not
+        Run.take(self, {0: threads.alive.copy()})
         self.stalled: dict[int, np.ndarray] = {}  # at an mbarrier whose phase is not complete
         self.seen_changes = -1  # of mbarriers, when they stalled
         self.last_step = done.steps + MOST_STEPS
@@ -125,15 +127,20 @@ class Run:
         """Run until no thread is left. Raises Fault."""
         threads = self.threads
         with np.errstate(all="ignore"):
-            while self.fronts or self.stalled or self.barriers.any_waiting():
+            while self.unfinished():
                 if threads.events and threads.random.random() < 0.3:
                     self.end_a_copy()
-                if not self.fronts:
-                    self.wake()
+                while not self.fronts:
+                    self.next_turn() if self.resting else self.wake()
                 place = min(self.fronts)
                 self.advance(place, self.fronts.pop(place))
             while threads.events:  # copies that no thread waited for
                 self.end_a_copy()
+            if threads.tensor is not None:
+                threads.tensor.check_freed(threads)
+
+    def unfinished(self) -> bool:
+        return bool(self.fronts or self.resting or self.stalled or self.barriers.any_waiting())
 
     def end_a_copy(self) -> None:
         """One copy of the engine ends, in no particular order."""
@@ -159,31 +166,42 @@ class Run:
         else:
             self.take(self.barriers.woken(self.stalled))
 
+    def next_turn(self) -> None:
+        """None of the warps whose turn it is can go on: the others."""
+        self.turn = ~self.turn
+        fronts, self.resting = self.resting, {}
+        self.take(fronts)
+
     def take(self, fronts: dict[int, np.ndarray]) -> None:
         """Add fronts; those at one place become one."""
         for place, mask in fronts.items():
-            self.fronts[place] = self.fronts[place] | mask if place in self.fronts else mask
+            parts = [(self.fronts, mask)]
+            if self.turn is not None:
+                parts = [(self.fronts, mask & self.turn), (self.resting, mask & ~self.turn)]
+            for added, part in parts:
+                if part.any():
+                    added[place] = added[place] | part if place in added else part
 
     def advance(self, place: int, mask: np.ndarray | None) -> None:
         """Run a front until it splits, waits, ends or reaches another one."""
         threads, steps, executed = self.threads, self.steps, self.done.executed
         mask = self.whole(mask)
+        warps = self.warps_in(mask)
         while place < len(steps):
             step = steps[place]
             threads.pc = place
             self.done.steps += 1
-            executed[place] += self.warps_in(mask)
+            executed[place] += warps
             if self.done.steps > self.last_step:
                 threads.fail("the kernel does not end", threads.active(mask))
             taking, leaving = self.split(step, mask)
             if threads.counts:
-                threads.counts.executed(place, len(threads.active(taking)))
+                threads.counts.executed(threads, mask, taking)
             if step.control is not None:
                 self.take(step.control(self, taking, leaving))
                 return
             if taking is not NO_THREAD:
-                if threads.products is not None and threads.products.flying:
-                    self.check_in_flight(step, taking)
+                self.check_in_flight(step, taking)
                 try:
                     step.run(threads, taking)
                 except KeyError as unknown:
@@ -198,6 +216,10 @@ class Run:
                     threads.fail(
                         f"register {unknown} is read before it is written", threads.active(taking)
                     )
+                if threads.counts:
+                    threads.counts.done(threads)
+                if threads.unfenced:
+                    note_written(threads, place, step.writes, self.masked(taking))
             place += 1
             if place in self.fronts:
                 self.take({place: self.masked(mask)})
@@ -241,12 +263,17 @@ class Run:
         return inside, outside
 
     def check_in_flight(self, step: Step, mask: np.ndarray | None) -> None:
-        """Raises Fault if the step reads a register that a matrix product is still filling."""
-        early = step.reads & self.threads.products.names(self.masked(mask))
+        """Raises Fault if the step reads a register that hardware beside the warp is still filling."""
+        threads, early, who = self.threads, None, ""
+        if threads.products is not None and threads.products.flying:
+            early = step.reads & threads.products.names(self.masked(mask))
+            who = "a matrix product (wgmma)"
+        elif threads.tensor is not None and threads.tensor.loads:
+            early = step.reads & threads.tensor.loading(threads, self.masked(mask))
+            who = "a load from tensor memory (tcgen05.ld)"
         if early:
-            self.threads.fail(
-                f"register {sorted(early)[0]} is read while a matrix product (wgmma) fills it",
-                self.threads.active(mask),
+            threads.fail(
+                f"register {sorted(early)[0]} is read while {who} fills it", threads.active(mask)
             )
 
     def end(self, mask: np.ndarray | None) -> None:
@@ -258,6 +285,14 @@ class Run:
                     "the program ends before the copy engine has read what it stores", lanes
                 )
         self.threads.alive = self.threads.alive & ~ending
+
+
+def drawn_warps(threads: Threads) -> np.ndarray:
+    """[count] bool: half of the warps, drawn; whole warpgroups where they multiply together (wgmma)."""
+    together = 4 if threads.unfenced else 1
+    groups = -(-threads.warps // together)
+    drawn = threads.random.random((threads.num_programs, groups)) < 0.5
+    return np.repeat(drawn, together, axis=1)[:, : threads.warps].repeat(WARP)
 
 
 NO_THREAD = np.zeros(0, dtype=bool)  # an empty mask, known by its identity

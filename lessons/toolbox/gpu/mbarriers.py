@@ -20,7 +20,7 @@ class State:
     left: np.ndarray  # arrivals that are missing
     bytes: np.ndarray  # bytes that are announced and have not come
     phase: np.ndarray  # phases that are complete
-    arrived: np.ndarray  # [programs, agents]: what those who came know
+    arrived: np.ndarray  # [2, programs, agents]: what those who came know (`clocks`)
     complete: np.ndarray  # the same when the last phase was complete
 
 
@@ -44,13 +44,13 @@ class MemoryBarriers:
         threads = self.threads
         if address not in self.states:
             numbers = [np.zeros(threads.num_programs, dtype=np.int64) for _ in range(4)]
-            agents = threads.shared.warps + 1
-            known = [np.zeros((threads.num_programs, agents), dtype=np.int64) for _ in range(2)]
+            shape = (2, threads.num_programs, threads.clocks.agents)
+            known = [np.zeros(shape, dtype=np.int64) for _ in range(2)]
             self.states[address] = State(*numbers, *known)
         state, where = self.states[address], threads.cta[lanes]
         state.expected[where] = state.left[where] = count
         state.phase[where] = state.bytes[where] = 0
-        state.arrived[where] = state.complete[where] = 0
+        state.arrived[:, where] = state.complete[:, where] = 0
 
     def invalidate(self, address: int, lanes: np.ndarray) -> None:
         """The memory may hold something else."""
@@ -60,27 +60,43 @@ class MemoryBarriers:
         """Each lane arrives once; `announced` bytes are to come too. Raises Fault for an arrival that
         the phase does not expect.
         """
-        threads, shared = self.threads, self.threads.shared
+        threads = self.threads
         state, where = self.at(address, lanes), threads.cta[lanes]
         counts = np.bincount(where, minlength=threads.num_programs)
         if (state.left < counts).any():
             threads.fail(
                 f"more arrivals at the mbarrier at {address} than its phase expects", lanes
             )
-        agents = threads.warp_of_program[lanes]
-        np.maximum.at(state.arrived, where, shared.clock[where, agents])
         state.bytes += counts * announced
         state.left -= counts
-        pairs = np.unique(np.stack([where, agents]), axis=1)
-        shared.clock[pairs[0], pairs[1], pairs[1]] += 1
+        self.tell(state, where, threads.warp_of_program[lanes])
         self.turn(state)
+
+    def tell(self, state: State, where: np.ndarray, agents) -> None:
+        """Who waits for this phase will know what these agents know now."""
+        clocks = self.threads.clocks
+        known = clocks.known(where, agents)
+        for told, part in zip(state.arrived, known):
+            np.maximum.at(told, where, part)
+        clocks.step(where, agents)
 
     def bring(self, address: int, lanes: np.ndarray, count: int) -> None:
         """The copy engine has delivered `count` bytes for each lane's program."""
-        state, where, shared = self.at(address, lanes), self.threads.cta[lanes], self.threads.shared
+        state, where = self.at(address, lanes), self.threads.cta[lanes]
         state.bytes -= np.bincount(where, minlength=self.threads.num_programs) * count
-        np.maximum.at(state.arrived, where, shared.clock[where, shared.engine])
-        shared.clock[np.unique(where), shared.engine, shared.engine] += 1
+        self.tell(state, where, self.threads.clocks.agent("the copy engine"))
+        self.turn(state)
+
+    def commit(self, address: int, lanes: np.ndarray) -> None:
+        """The tensor core has done what the lanes committed: it arrives, once for each lane."""
+        state, where = self.at(address, lanes), self.threads.cta[lanes]
+        counts = np.bincount(where, minlength=self.threads.num_programs)
+        if (state.left < counts).any():
+            self.threads.fail(
+                f"more arrivals at the mbarrier at {address} than its phase expects", lanes
+            )
+        state.left -= counts
+        self.tell(state, where, self.threads.clocks.agent("the tensor core"))
         self.turn(state)
 
     def turn(self, state: State) -> None:
@@ -89,7 +105,7 @@ class MemoryBarriers:
         done = (state.left == 0) & (state.bytes == 0) & (state.expected > 0)
         state.phase += done
         state.left = np.where(done, state.expected, state.left)
-        state.complete = np.where(done[:, None], state.arrived, state.complete)
+        state.complete = np.where(done[None, :, None], state.arrived, state.complete)
 
     def is_complete(self, address: int, parity: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """[lanes] bool: whether the last complete phase has the parity. The first wait for parity 1
@@ -100,9 +116,8 @@ class MemoryBarriers:
 
     def acquire(self, address: int, lanes: np.ndarray) -> None:
         """The lanes' warps learn what those knew who arrived."""
-        threads, shared = self.threads, self.threads.shared
+        threads = self.threads
         where, agents = np.unique(
             np.stack([threads.cta[lanes], threads.warp_of_program[lanes]]), axis=1
         )
-        known = self.states[address].complete[where]
-        shared.clock[where, agents] = np.maximum(shared.clock[where, agents], known)
+        threads.clocks.learn(where, agents, self.states[address].complete[:, where])

@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from lessons.toolbox.gpu.clocks import Clocks
 from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.gpu.global_memory import GlobalMemory
 from lessons.toolbox.gpu.mbarriers import MemoryBarriers
 from lessons.toolbox.gpu.ptx import Kernel, Line
 from lessons.toolbox.gpu.shared_memory import SharedMemory
+from lessons.toolbox.gpu.tensor_memory import TensorMemory
 from lessons.toolbox.gpu.values import DTYPES, UNSIGNED, number
 
 WARP = 32
@@ -61,18 +63,24 @@ class Threads:
         self.warp = self.cta * self.warps + self.warp_of_program
         self.programs = programs
         self.program = (programs[self.cta] + 1).astype(np.int32)  # 0 means none
+        has_tensor_memory = any(i.op == "tcgen05" for i in kernel.instructions)
+        beside = ("the copy engine", "the tensor core")[: 1 + has_tensor_memory]
+        self.clocks = Clocks(self.num_programs, self.warps, beside)
         self.shared = SharedMemory(
-            self.num_programs, shared_bytes, self.warps, smallest_access(kernel, "shared")
+            self.num_programs, shared_bytes, self.clocks, smallest_access(kernel, "shared")
         )
+        self.tensor = TensorMemory(self) if has_tensor_memory else None
         self.local = np.zeros((self.count, kernel.local_bytes), dtype=np.uint8)
         self.registers: dict[str, np.ndarray] = self.special(grid, block)
         self.mbarriers = MemoryBarriers(self)
         self.products = None  # matrix products beside the warps (wgmma)
+        # register of such a product -> the threads that wrote it after their last wgmma.fence
+        self.unfenced: dict[str, np.ndarray] = unfenced(kernel, self.count)
         self.events: list = []  # copies of the engine that have not ended: functions
         self.stores: list = []  # of the engine, that no thread has waited for
         self.maps: dict[str, object] = {}  # parameter -> tensor map
         self.alive = self.thread < self.block_size  # the last warp may have fewer than 32
-        self.pc = 0
+        self.pc, self.seed, self.takes_turns = 0, 0, False  # the order's, see `machine`
         self.counts = None  # of `counters`, where they are asked for
 
     def special(self, grid: tuple, block: tuple) -> dict[str, np.ndarray]:
@@ -130,7 +138,7 @@ class Threads:
         """fence.proxy.async: the hardware beside the warps sees what these have stored."""
         lanes = self.active(mask)
         warps = np.unique(np.stack([self.cta[lanes], self.warp_of_program[lanes]]), axis=1)
-        self.shared.fence(warps[0], warps[1])
+        self.clocks.fence(warps[0], warps[1])
 
     # ------------------------------------------------------------ words
 
@@ -153,8 +161,21 @@ class Threads:
                 f", {self.name_of(int(self.program[first]) - 1)}, thread {int(self.thread[first])}"
             )
         raise Fault(
-            f"{self.kernel.name}, {instruction.line}{who}: {what} [{instruction.text[:120]}]"
+            f"{self.kernel.name}, {instruction.line}{who}: {what} [{instruction.text[:120]}] "
+            f"(LADDER_ORDER={self.seed})"
         )
+
+
+def unfenced(kernel: Kernel, count: int) -> dict[str, np.ndarray]:
+    """At a kernel's begin no register of a warpgroup's product is fenced, and none that is copied
+    into one.
+    """
+    products = [i for i in kernel.instructions if i.op == "wgmma" and i.has("mma_async")]
+    names = {name for i in products for o in i.operands[:2] if isinstance(o, tuple) for name in o}
+    moves = [i.operands for i in kernel.instructions if i.op == "mov" and names]
+    while more := {of for to, of in moves if to in names and of[:2] == "%r"} - names:
+        names |= more
+    return {name: np.ones(count, dtype=bool) for name in names}
 
 
 def reader(operand: str, type_: str) -> Reader:

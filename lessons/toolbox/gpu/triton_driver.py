@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 
-from lessons.toolbox.gpu.arguments import ORDER, WATCHERS, Descriptor, as_bytes, bind
+from lessons.toolbox.gpu.arguments import WATCHERS, Descriptor, as_bytes, bind, order_seed
 from lessons.toolbox.gpu.machine import SHARED_LIMIT, launch
 from lessons.toolbox.gpu.ptx import Kernel, parse
 
@@ -103,7 +103,7 @@ class Launcher:
             parameters,
             self.metadata.shared,
             maps=maps,
-            seed=ORDER.getrandbits(31),
+            seed=order_seed(),
         )
         COUNTS[function.name] += 1
         for told in WATCHERS:

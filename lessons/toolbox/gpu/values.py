@@ -108,6 +108,8 @@ def pack(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 def number(text: str, dtype: np.dtype) -> np.ndarray | None:
     """[1]: a constant of PTX ("-3", "0f3F800000", "0d...") in a dtype; None for a name."""
+    if not (text[0].isdigit() or text[0] == "-"):  # said at once, because most operands are names
+        return None
     try:
         if text[:2] in ("0f", "0F"):
             bits = np.array([int(text[2:], 16)], dtype=np.uint32)

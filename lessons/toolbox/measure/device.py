@@ -16,8 +16,6 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-from lessons.toolbox.gpu import nvrtc
-
 try:
     import torch
 except ImportError:  # the doctor still has to say so
@@ -40,7 +38,7 @@ NEEDS_CAPABILITY = {
 # In a process that pretends to have a GPU (proof.pretended), and in its children, this is set.
 REHEARSING = "LADDER_REHEARSES"
 CHIP = "LADDER_CHIP"
-RUNS = (75, 80, 86, 89, 90)  # chips whose instructions toolbox.gpu knows
+RUNS = (75, 80, 86, 89, 90, 100)  # chips whose instructions toolbox.gpu knows
 TRITON_KNOWN = ("3.6", "3.7")  # the interpreter's patches were checked with these
 
 
@@ -214,6 +212,8 @@ def what_cannot_run_here() -> list[tuple[str, str]]:
     """(what, why and the remedy) for each part of the course that this machine cannot run. Empty on
     a recent GPU.
     """
+    from lessons.toolbox.gpu import nvrtc  # here, because only the doctor asks for it
+
     gpu, why = has_gpu(), _why_no_gpu()
     capability = torch.cuda.get_device_capability() if gpu else (0, 0)
     triton = version_of("triton") or "of an unknown version"

@@ -6,6 +6,7 @@ These checks run once, where an object is made or a request is read, never in a 
 import reprlib
 import sys
 
+LONGEST_LINE = 300  # characters
 _short = reprlib.Repr()
 _short.maxstring = 80  # 30 would cut names of keys
 
@@ -16,6 +17,17 @@ def shown(value) -> str:
         return " ".join(_short.repr(value).split())
     except ValueError:  # Python writes no integer of more than 4300 digits
         return f"an integer of {value.bit_length()} bits"
+
+
+def one_line(message: str, longest: int = LONGEST_LINE) -> str:
+    """`message` as one printable line. Of a longer one both ends are kept."""
+    line = " ".join(message.split())
+    # because a name in a file may hold what a terminal obeys or cannot print
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    if len(line) <= longest:
+        return line
+    end = longest // 3
+    return f"{line[: longest - end - 5]} ... {line[-end:]}"
 
 
 def refuse(name: str, value, accepted: str) -> None:
@@ -43,6 +55,17 @@ def check_whole(low: int = 1, **values: int) -> None:
     for name, value in values.items():
         if not is_whole(value, low):
             refuse(name, value, f"a whole number, {low} or more and below 2**31")
+
+
+def check_counts(arguments, *names: str, low: int = 1, optional: bool = False) -> None:
+    """Raise ValueError that names the first of these attributes that is no whole number from `low`
+    on. optional: it may be None.
+    """
+    accepted = f"{'None, or ' if optional else ''}a whole number, {low} or more and below 2**31"
+    for name in names:
+        value = getattr(arguments, name)
+        if not is_whole(value, low) and not (optional and value is None):
+            refuse(name, value, accepted)
 
 
 def check_positive(**values: float) -> None:

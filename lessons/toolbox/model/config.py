@@ -256,6 +256,14 @@ class ModelConfig:
         return self.sliding_windows[layer] if self.sliding_windows else None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether lesson 2's decoder has all its parts: no latents, no experts, no sinks, and no
+        norms after attention and MLP.
+        """
+        has_experts_or_latents = self.moe is not None or self.mla is not None
+        return not (has_experts_or_latents or self.norms_after or self.attention_sinks)
+
+    @property
     def has_score_rules(self) -> bool:
         """Whether attention does more to its scores than scale and mask them."""
         return self.attn_logit_softcapping is not None or self.attention_sinks

@@ -10,8 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lessons.toolbox.command import one_line
-from lessons.toolbox.model.arguments import shown
+from lessons.toolbox.model.arguments import one_line, shown
 from lessons.toolbox.model.config import ModelConfig, RopeScaling
 from lessons.toolbox.model.families import FAMILIES, Family
 

@@ -5,7 +5,7 @@
 
 A lesson's lab/profile.py holds functions of no arguments: `optimized`, and others to compare with.
 The kernels are compiled for the GPU and run on `lessons.toolbox.gpu`, so no GPU is needed, and
-nothing is timed. Operations of PyTorch are listed with the bytes that they move.
+nothing is timed: for Hopper `time_model` predicts. Operations of PyTorch are listed with the bytes that they move.
 """
 
 import argparse
@@ -51,10 +51,11 @@ def functions_of(what: str) -> tuple[dict[str, Callable], str]:
         path = Path(file)
         if path.suffix != ".py" or not path.is_file():
             raise ValueError(f"got {what!r}; accepted: a lesson's number, or FILE.py:FUNCTION")
-        sys.path.insert(0, str(path.parent.resolve()))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        # last, and under a name of its own, because a file may be called profile.py or copy.py
+        sys.path.append(str(path.parent.resolve()))
+        spec = importlib.util.spec_from_file_location(f"profiled_{path.stem}", path)
         module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
+        sys.modules[module.__name__] = module
         spec.loader.exec_module(module)
     else:
         found = sorted((ROOT / "lessons").glob(f"l{what.zfill(2)}_*/lab/profile.py"))
@@ -108,7 +109,7 @@ def where(error: Exception) -> str:
 def report(options: argparse.Namespace) -> int:
     """In the process that compiles: run, print, write."""
     from lessons.toolbox.measure.passes import total_bytes
-    from lessons.toolbox.profile import figure, margin
+    from lessons.toolbox.profile import figure, margin, time_model
 
     check_writable(options.out)
     functions, name = functions_of(options.what)
@@ -126,7 +127,10 @@ def report(options: argparse.Namespace) -> int:
         for profile in kernels:
             print(margin.text(profile), end="\n\n")
         written[each] = {
-            "kernels": [profile.as_json() for profile in kernels],
+            "kernels": [
+                profile.as_json() | {"predicted": time_model.as_json(profile)}
+                for profile in kernels
+            ],
             "passes": [vars(one) for one in passes],
         }
         shown += [(each, profile) for profile in kernels]

@@ -36,6 +36,7 @@ RATES = {
 }
 L2_BYTES = 64  # a clock and SM, from L2. Source: Jia et al. 2018, Dissecting Volta, table 3.1
 FUNCTIONS = ("ex2", "lg2", "sin", "cos", "rcp", "rsqrt", "sqrt", "tanh", "div")
+WHY = " (bank conflicts, or copies from short rows)"
 COLUMNS = ("issued", "threads", *GLOBAL, *SHARED, "flops")
 
 
@@ -68,10 +69,12 @@ class KernelProfile:
     pipes: Counter = field(default_factory=Counter)  # threads' results, by part of the SM
     loaded_bytes: int = 0  # of distinct sectors, launch by launch
     stored_bytes: int = 0
+    first: Launch | None = None  # of the launches
 
     def add(self, launch: Launch) -> None:
         """One more launch, counted."""
         counts = launch.counts
+        self.first = self.first or launch
         self.launches += 1
         self.programs += launch.programs
         self.loaded_bytes += counts.footprint("loaded")
@@ -148,7 +151,7 @@ class KernelProfile:
         for line, row in self.lines.items():
             for many, least, unit, why in (
                 ("sectors", "least_sectors", "sectors", ""),
-                ("passes", "least_passes", "passes of shared memory", " (bank conflicts)"),
+                ("passes", "least_passes", "passes of shared memory", WHY),
             ):
                 if line and row[many] > 1.05 * row[least]:
                     text = (

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lessons.toolbox.draw.figure import ROLES, frame, number, save, style
+from lessons.toolbox.draw.figure import ROLES, frame, log_axis, number, save, style
 from lessons.toolbox.draw.plotting import roofline
 from lessons.toolbox.profile.counted import KernelProfile
 from lessons.toolbox.profile.margin import busiest, source_lines
@@ -78,6 +78,33 @@ def roofline_figure(shown: list[tuple[str, KernelProfile]]):
         title=f"At most {number(best[2] / 1e12)} TFLOP/s: what the counts allow on {chip.name}",
         caption=f"{COUNTED} · the height is a bound, not a measurement",
     )
+
+
+@style()
+@style()
+def model_figure(record: dict):
+    """Predicted over measured time of all points of results/h200/time_model.json, axes in µs."""
+    points, device, median = record["table"], record["device"], record["errors"]["all"]["median"]
+    title = f"Half of the predictions are within {100 * median:.0f} % of the H200's time"
+    caption = f"{device} · {record['points']} kernels · grey band: within 35 %"
+    fig, ax = frame(title, caption, (9, 8))
+    times = [1e6 * point["measured_s"] for point in points]
+    ends = [0.8 * min(times), 1.25 * max(times)]
+    ax.fill_between(ends, [0.65 * x for x in ends], [1.35 * x for x in ends], color="0.9")
+    ax.plot(ends, ends, color="0.5", linewidth=1)
+    for role, of_launches, what in (
+        ("naive", True, "launches of the profiles"),
+        ("optimized", False, "benchmarks, larger shapes"),
+    ):
+        some = [p for p in points if (p["source"] == "counters.json") == of_launches]
+        x, y = ([1e6 * p[name] for p in some] for name in ("measured_s", "predicted_s"))
+        ax.scatter(x, y, 60, color=ROLES[role].colour, label=what, zorder=3)
+    log_axis(ax.xaxis, *ends)
+    log_axis(ax.yaxis, *ends)
+    ax.set(xlim=ends, ylim=ends)
+    ax.set(xlabel="measured time (µs)", ylabel="predicted time (µs)")
+    ax.legend(loc="upper left")
+    return fig
 
 
 def draw(shown: list[tuple[str, KernelProfile]], stem: Path) -> list[Path]:

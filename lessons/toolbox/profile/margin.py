@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from lessons.toolbox.gpu.ptx import Line
+from lessons.toolbox.profile import time_model
 from lessons.toolbox.profile.counted import KernelProfile
 
 BAR, GAP = 24, 2  # characters of a full bar; lines without counts that are still shown
@@ -14,7 +15,8 @@ HEAD = f"{'line':>5} {'issued':>7} {'sectors':>17} {'shared passes':>17} {'MFLOP
 
 def text(profile: KernelProfile, num_findings: int = 8) -> str:
     """Everything that `make profile` prints of one kernel."""
-    return "\n".join([*facts(profile), "", *floors(profile), "", *source(profile), "",
+    predicted = time_model.text(profile)
+    return "\n".join([*facts(profile), "", *floors(profile), *predicted, "", *source(profile), "",
                       *conclusions(profile, num_findings)])  # fmt: skip
 
 

@@ -5,6 +5,7 @@
     python -m lessons.toolbox.proof cpu [...]    the tests of equivalence without a GPU
     python -m lessons.toolbox.proof compiled --chip 90 [...]    the same with the code that the
                                                  compilers make for a chip, run on the CPU
+    python -m lessons.toolbox.proof planted --chip 80 [...]      bugs in that code: are they found?
     python -m lessons.toolbox.proof table        each kernel: on a CPU, by the compiler, on a GPU
     python -m lessons.toolbox.proof readme       the same, written into the READMEs
 
@@ -21,9 +22,10 @@ import sys
 from pathlib import Path
 
 from lessons.toolbox.command import OneLineParser, run_command
-from lessons.toolbox.measure.device import RUNS, has_gpu, interpreting
+from lessons.toolbox.measure.device import RUNS, core_count, has_gpu, interpreting
 from lessons.toolbox.proof import machine, table
 from lessons.toolbox.proof.machine import ROOT
+from lessons.toolbox.proof.planting import command as planting
 from lessons.toolbox.proof.rehearsal import Rehearsal, folder
 from lessons.toolbox.proof.run import Run
 
@@ -113,12 +115,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         run.add_argument("--lesson", help="only this lesson: number or name")
         run.add_argument("--budget-minutes", type=float, default=9, help="the run ends then")
         run.add_argument("--pack", type=Path, help="an archive of that folder, after each step")
+        run.add_argument("--jobs", type=int, help="lessons tested at once, if not by memory")
         run.set_defaults(rehearse=False)
         run.set_defaults(chip=None)
         if name == "compiled":
             run.add_argument("--chip", type=int, required=True, choices=RUNS, help="80 for sm_80")
         if name == "gpu":
             run.add_argument("--rehearse", action="store_true", help="pretend a GPU, prove nothing")
+    bugs = commands.add_parser("planted", help="plant bugs in compiled code, and count those found")
+    bugs.add_argument("--chip", type=int, required=True, choices=RUNS, help="80 for sm_80")
+    bugs.add_argument("--lesson", help="only this lesson: number or name")
+    bugs.add_argument("--each", type=int, default=6, help="bugs of a kind in a kernel, at most")
+    bugs.add_argument("--seconds", type=float, default=120, help="of processor time for a kernel")
     commands.add_parser("table", help="what is proved, and where")
     commands.add_parser("readme", help="write it into the READMEs")
     return parser.parse_args(argv)
@@ -134,6 +142,10 @@ def run_proof(options: argparse.Namespace) -> int:
     """What the command line asks for; returns the exit code."""
     if options.command in ("table", "readme"):
         return show() if options.command == "table" else readme()
+    if options.command == "planted":
+        if missing := not_installed():
+            raise ValueError(missing)
+        return planting.main(options.chip, options.lesson, options.each, options.seconds)
     interpreted = options.command in ("cpu", "compiled")
     is_rehearsed = getattr(options, "rehearse", False)
     if why := not_installed() if is_rehearsed else why_not_here(interpreted):
@@ -142,7 +154,11 @@ def run_proof(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if is_rehearsed:
         return rehearse(options)
-    return prove(options, machine.this_machine(interpreted, options.chip))
+    here = machine.this_machine(interpreted, options.chip)
+    if options.jobs:
+        workers = max(1, core_count() // options.jobs) if here.workers > 1 else 1
+        here = dataclasses.replace(here, jobs=options.jobs, workers=workers)
+    return prove(options, here)
 
 
 if __name__ == "__main__":

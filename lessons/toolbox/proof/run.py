@@ -1,12 +1,14 @@
 """`make gpu`: everything that only a GPU can prove, in one run under a time budget, step after
 step.
 
-Steps, in this order: the tests of equivalence of every lesson and the engine's (several at once, since
-nothing is timed there), the benchmarks that the front page is about, the ladder, the other benchmarks
-(one at a time), compute-sanitizer. Before benchmarks are timed their candidates run once, several
-lessons at once, so that all cores compile. A step that fails or takes too long is recorded, and the next
-one runs; the next run tries it again when all others are done. After every step the files of the output
-folder are whole, so a run that is cut loses only the step under way; the next run skips what is finished.
+Steps, in this order: of every lesson the tests that record a proof or need a GPU (several lessons
+at once, since nothing is timed there), the benchmarks that the front page is about, the ladder,
+the engine's tests, the other benchmarks (one at a time), compute-sanitizer, all other tests of
+the lessons. Before benchmarks are timed their candidates run once, several lessons at once, so
+that all cores compile. A step that fails or takes too long is recorded, and the next one runs;
+the next run tries it again when all others are done. After every step the files of the output
+folder are whole, so a run that is cut loses only the step under way; the next run skips what is
+finished.
 
     proof.json             {device, interpreted, steps: {"02 equivalence": {status, seconds, source,
                            fingerprint, tests, failed, kernels}, "ladder": {...}, ...}}
@@ -76,15 +78,17 @@ class Run(Steps):
         """All steps: proofs, then what is quoted most, then the rest."""
         first = [number for number in HEADLINES if number in self.lessons]
         rest = [number for number in self.lessons if number not in first]
-        self.go([*self.equivalence(), *self.engine()], self.machine.jobs)
+        self.go(self.equivalence(), self.machine.jobs)
         # not beside the tests, because a naive version may take the whole memory for a moment
         self.go(self.warm_ups(first), self.machine.jobs)
         self.go(self.benchmarks(first))
         self.go(self.ladder())
+        self.go(self.engine())
         self.go(self.warm_ups(rest), self.machine.jobs)
         self.go(self.benchmarks(rest))
         for tool in sanitizer.CLEAN:
             self.go(self.watch(tool))
+        self.go(self.checks(), self.machine.jobs)
         self.go_again()
 
     def close(self) -> int:
@@ -191,7 +195,7 @@ class Run(Steps):
         if step.junit is None:
             return {}
         found = record.gathered(record.read(step.junit), self.places)
-        if step.kind == "engine":
+        if step.kind in ("engine", "checks"):
             return {"tests": found["tests"], "failed": found["failed"]}
         if step.kind == "equivalence":
             has_kernels = (self.lessons[step.name[:2]] / "lab" / "specs.py").exists()

@@ -12,6 +12,7 @@ from lessons.toolbox.proof.machine import ROOT, Machine, rooms, source_hash
 # on a GPU, where a kernel may hang
 LIMIT_S = {
     "equivalence": 420,
+    "checks": 420,
     "engine": 240,
     "ladder": 240,
     "warm-up": 120,
@@ -19,6 +20,7 @@ LIMIT_S = {
     "memcheck": 240,
     "racecheck": 240,
 }
+FIRST = ("proof.record(", "mark.gpu")  # in files whose tests are the first to run
 HANGS_S = 120  # after so long in one test pytest prints where it stands
 ENGINE_TESTS = ("tests/engine_gpu_cases.py", "tests/test_engine.py", "tests/test_llm.py")
 # Whose tests compile the most, by a rehearsal. They begin first, because then all cores end together.
@@ -53,16 +55,25 @@ class Steps:
         self.scratch = root / "build" / "proof"
 
     def equivalence(self) -> Iterable[Step]:
-        """The lessons' tests in their rooms, without what the compiler can say anywhere."""
+        """Of each lesson the tests that record proofs or need a GPU (`proof.first`)."""
         for number in first_of(MOST_VARIANTS, self.lessons):
             room = self.lessons[number]
-            found = sorted(room.rglob("test_*.py"))
-            if self.machine.chip:  # each kernel once more: the other tests are the same everywhere
-                found = [path for path in found if "proof.record(" in path.read_text("utf-8")]
-            tests = [f"lessons/{room.name}/{path.relative_to(room)}" for path in found]
-            if tests:
+            texts = {path: path.read_text("utf-8") for path in sorted(room.rglob("test_*.py"))}
+            found = [path for path, text in texts.items() if any(word in text for word in FIRST)]
+            if tests := self.paths(found):
                 workers = self.machine.workers
                 yield self.testing(f"{number} equivalence", tests, source_hash(room), workers)
+
+    def checks(self) -> Iterable[Step]:
+        """All tests in the lessons' rooms, without what the compiler can say anywhere."""
+        for number, room in self.lessons.items():
+            if tests := self.paths(sorted(room.rglob("test_*.py"))):
+                workers = self.machine.workers
+                yield self.testing(f"{number} checks", tests, source_hash(room), workers)
+
+    def paths(self, files: Iterable[Path]) -> list[str]:
+        """As pytest takes them, from the root on."""
+        return [path.relative_to(self.root).as_posix() for path in files]
 
     def testing(
         self, name: str, tests: list[str], source: str, workers: int = 1, watched: Iterable = ()
@@ -75,6 +86,8 @@ class Steps:
         command = [*watched, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         if workers > 1:
             command += ["-p", "xdist.plugin", "-n", str(workers)]
+        if name.endswith("equivalence"):
+            command += ["-p", "lessons.toolbox.proof.first"]
         command += ["-m", "not compiler", "--junitxml", str(junit)]
         command += ["-o", f"faulthandler_timeout={HANGS_S}", *tests]
         return Step(name, command, source, junit)
@@ -89,7 +102,7 @@ class Steps:
     def ladder(self) -> Iterable[Step]:
         """reference.ladder on the embedded model."""
         reference = self.root / "reference"
-        if (reference / "ladder.py").exists():
+        if (reference / "ladder" / "__main__.py").exists():
             command = [sys.executable, "-m", "reference.ladder", "--out", str(self.out)]
             yield Step("ladder", command, source_hash(reference, *rooms(self.root).values()))
 

@@ -127,8 +127,8 @@ def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     "interpreter only", "stale in the interpreter"; for Gluon and CUDA C++, which no interpreter
     runs, the same of their compiled code; or "not yet".
 
-    Proved: a lesson's whole test_equivalence.py passed there, and in it the kernel with the source
-    that it has now.
+    Proved: all tests of a lesson that record a proof passed there, and among them the kernel with the
+    source that it has now.
     """
     on_gpu, without = [], NOT_YET
     for proof in proofs:
@@ -211,17 +211,21 @@ def sentence(rows: list[list[str]]) -> str:
     for chip, cells in zip(CHIPS, zip(*(row[2:-2] for row in rows))):
         fit = sum(cell[0].isdigit() and not cell.endswith("!") for cell in cells)
         compiled.append(f"{fit} for sm_{chip}")
-    interpreted, run_compiled = (
-        sum(row[-1] == where for row in rows) for where in (INTERPRETED, COMPILED)
-    )
     on_gpu = sum(PROVED in row[-1] for row in rows)
+    elsewhere = [
+        f"{count} {where}"
+        for count, where in (
+            (sum(row[-1] == INTERPRETED for row in rows), "in Triton's interpreter only"),
+            (sum(row[-1] == COMPILED for row in rows), "by its compiled code only"),
+        )
+        if count
+    ]
+    others = f" ({', '.join(elsewhere)})" if elsewhere else ""
     executed = sum(row[-2][0].isdigit() for row in rows)
     return (
-        f"Of the {len(rows)} kernels, {interpreted} are proved equal to the naive code in Triton's "
-        f"interpreter, {run_compiled or 'none'} of Gluon and CUDA C++, which no interpreter runs, "
-        f"by their compiled code, and {on_gpu or 'none'} on a GPU. The compiled code of "
-        f"{executed or 'none'} has run on a CPU, "
-        f"instruction by instruction, and was equal too; that is no GPU. The compiler takes "
+        f"Of the {len(rows)} kernels, {on_gpu or 'none'} are proved equal to the naive code on a "
+        f"GPU{others}. The compiled code of {executed or 'none'} has also run on a CPU, instruction "
+        f"by instruction, and was equal. The compiler takes "
         f"{', '.join(compiled[:-1])} and {compiled[-1]} without spills "
         f"([the table](results/README.md))."
     )

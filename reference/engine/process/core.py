@@ -19,7 +19,7 @@ from typing import Any
 
 from lessons.l20_parallelism.processes.launch import end_with_parent
 from lessons.l22_serving.optimized import Waiter
-from lessons.toolbox.command import one_line
+from lessons.toolbox.model.arguments import one_line
 from reference.engine.async_engine import AsyncEngineArgs, AsyncLLMEngine, EngineInfo
 from reference.engine.process.messages import Message, Outbox, Raised
 from reference.engine.stats import IterationStats

@@ -84,6 +84,58 @@ def test_a_word_for_all_threads_is_one_pass():
     assert of_op(counted(body, [], shared=128), "ld", "passes") == (1,)
 
 
+@pytest.mark.parametrize(
+    "shift, passes",
+    [
+        (5, 2),
+        (1, 2),
+        (0, 4),
+        (2, 4),
+    ],  # the lane's number without its last bits; (2: halves stay apart)
+)
+def test_wide_loads_of_neighbours_that_want_the_same(shift, passes):
+    """16 bytes a thread: two quarters of a warp go together where neighbours share an address."""
+    of = {5: "shr.u32 %r1, %r70, 5;", 1: "shr.u32 %r1, %r70, 1;", 0: "mov.u32 %r1, %r70;",
+          2: "and.b32 %r1, %r70, 7;"}[shift]  # fmt: skip
+    body = of + "\nmul.lo.u32 %r1, %r1, 16;\nld.shared.v4.b32 {%r2, %r3, %r4, %r5}, [%r1];"
+    assert of_op(counted(body, [], shared=1024), "ld", "passes") == (passes,)
+
+
+COPY = """
+mul.lo.u32 %r1, %r70, 16;
+mul.wide.u32 %rd1, %r70, {step};
+add.u64 %rd1, %rd1, %rd30;
+setp.lt.u32 %p1, %r70, {live};
+selp.b32 %r2, 16, 0, %p1;
+cp.async.cg.shared.global [%r1], [%rd1], 16, %r2;
+"""
+
+
+@pytest.mark.parametrize(
+    "step, live, passes",
+    [
+        (16, 32, 4),  # four lines of 128 bytes
+        (32, 32, 8),  # eight
+        (128, 32, 32),  # one line a thread
+        (16, 0, 4),  # nothing but zeros
+        (128, 8, 8 + 3),
+    ],
+)
+def test_asynchronous_copies_arrive_by_lines(step, live, passes):
+    body = COPY.format(step=step, live=live).strip()
+    done = counted(body, [np.zeros(4096, np.uint8)], shared=512)
+    assert of_op(done, "cp", "passes") == (passes,)
+
+
+def test_a_sample_of_the_programs():
+    body = LOAD.format(step=4, type="b32", to="%r1", first=0)
+    with counting(programs=3):
+        done = run(body, [np.zeros(4096, np.uint8)], grid=10)
+    assert (done.programs, done.ran) == (10, 3)
+    assert of_op(done, "ld", "requests", "first_sectors") == (3, 4)
+    assert len(done.counts.path) == len(done.kernel.instructions)
+
+
 @pytest.mark.parametrize("pitch, passes", [(128, 32), (144, 4)])
 def test_rows_of_ldmatrix(pitch, passes):
     """Rows 128 bytes apart begin in one bank; with 16 bytes of padding they use all of them."""
@@ -98,7 +150,7 @@ class Warps:
 
     def __init__(self, count: int):
         self.pc, self.warp = 0, np.arange(count) // 32
-        self.lane = np.arange(count) % 32
+        self.lane, self.warps, self.programs = np.arange(count) % 32, 1, np.arange(count // 32)
         self.memory = type("Memory", (), {"buffers": [type("B", (), {"data": bytes(1 << 16)})]})
 
 

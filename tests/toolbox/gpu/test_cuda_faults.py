@@ -40,6 +40,10 @@ WRONG = {  # name: (the kernel's third line and on, what the message says)
         "__shared__ float a[64];\n    a[i] = x[i];\n    y[i] = a[63 - i];",
         r"race in shared memory: it (reads|writes) what warp \d (wrote|reads) at small.cu:[45], with no",
     ),
+    "barrier for a part of a warp": (
+        "if (i < 40)\n        __syncthreads();",
+        "small.cu:4, .* thread 32: 8 threads of a warp come to the barrier, 24 of it do not",
+    ),
     "lanes missing": (
         "if (i < 40)\n        x[i] = __shfl_xor_sync(~0u, x[i], 1);",
         "small.cu:4, .* threads of the warp that must take part are elsewhere",

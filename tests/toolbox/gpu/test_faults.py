@@ -65,6 +65,37 @@ def test_a_register_that_nobody_wrote():
     run("add.s32 %r1, %r2, 1;", [words()])
 
 
+# ---------------------------------------------------------------- the order of warps
+
+
+def test_the_order_of_warps_is_drawn_and_a_fault_names_its_seed():
+    """Each warp's first thread takes a number: warp 1 may come before warp 0."""
+    body = "and.b32 %r1, %r70, 31;\nsetp.eq.u32 %p1, %r1, 0;\nshr.u32 %r2, %r70, 5;\n"
+    body += "mad.wide.u32 %rd1, %r2, 4, %rd31;\n@%p1 atom.global.add.u32 %r3, [%rd30], 1;\n"
+    body += "@%p1 st.global.b32 [%rd1], %r3;"
+    orders = set()
+    for seed in range(60):
+        found = [np.zeros(1, dtype=np.uint32), np.zeros(4, dtype=np.uint32)]
+        run(body, found, threads=128, seed=seed)
+        orders.add(tuple(found[1].tolist()))
+        assert sorted(found[1].tolist()) == [0, 1, 2, 3]
+    assert len(orders) > 4
+    fails("ld.shared.b32 %r1, [tile+1024];", r"\(LADDER_ORDER=41\)$", outside=SHARED, seed=41)
+
+
+def test_warps_may_store_copies_of_a_result_in_any_order():
+    body = "mov.u32 %r1, 7;\nst.shared.b32 [tile], VALUE;\nbar.sync 0;\nld.shared.b32 %r2, [tile];"
+    for seed in range(20):
+        run(body.replace("VALUE", "%r1"), [words()], threads=128, outside=SHARED, seed=seed)
+        fails(
+            body.replace("VALUE", "%r70"),
+            "race in|two threads",
+            threads=128,
+            outside=SHARED,
+            seed=seed,
+        )
+
+
 # ---------------------------------------------------------------- shared memory
 
 

@@ -4,6 +4,8 @@ Source: NVIDIA, PTX ISA 9.0, 9.7.1 (integers), 9.7.3 (floating point), 9.7.4 (ha
 an approximation may be off by stands beside it.
 """
 
+from functools import reduce
+
 import numpy as np
 
 from lessons.toolbox.gpu.ptx import Instruction, Kernel
@@ -74,9 +76,10 @@ SOME_WORDS |= {"min": {"NaN"}, "max": {"NaN"}}
 
 
 def smaller_or_larger(instruction: Instruction):
-    """min and max of floats: NaN only if both are, or with .NaN if one is."""
+    """min and max of floats: NaN only if all are, or with .NaN if one is. Blackwell takes three."""
     table = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}
-    return table[instruction.op][instruction.has("NaN")]
+    function = table[instruction.op][instruction.has("NaN")]
+    return lambda *numbers: reduce(function, numbers)
 
 
 # ---------------------------------------------------------------- decoders
@@ -281,7 +284,8 @@ def any_arithmetic(instruction: Instruction, kernel: Kernel):
     is_single = instruction.type in ("f32", "f64")
     if not known.issuperset(modifiers) or (not is_single and instruction.has("sat", "ftz")):
         raise ValueError(instruction.text)
-    if instruction.op in ("min", "max") and len(instruction.operands) != 3:
+    takes = (3, 4) if instruction.type == "f32" else (3,)
+    if instruction.op in ("min", "max") and len(instruction.operands) not in takes:
         raise ValueError(instruction.text)
     if len(modifiers) > 1 and modifiers[-2] == "f32" and modifiers[-1] in ("bf16", "f16"):
         return mixed(instruction)

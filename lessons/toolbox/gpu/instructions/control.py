@@ -9,7 +9,7 @@ Source: NVIDIA, PTX ISA 9.0, 9.7.12 (control flow), 9.7.14.1 (barriers).
 import numpy as np
 
 from lessons.toolbox.gpu.ptx import Instruction, Kernel
-from lessons.toolbox.gpu.threads import reader
+from lessons.toolbox.gpu.threads import WARP, reader
 from lessons.toolbox.gpu.values import number
 
 
@@ -74,7 +74,8 @@ def trap(instruction: Instruction, kernel: Kernel):
 
 def barrier(instruction: Instruction, kernel: Kernel):
     """bar.sync a{, b}: wait at barrier a for b threads, or for all of the program. Within a warp
-    (bar.warp.sync) there is nothing to wait for, because its threads go in step.
+    (bar.warp.sync) there is nothing to wait for, because its threads go in step. bar.sync is
+    aligned: the threads of a warp that have not ended come together, or nothing is defined.
     """
     if instruction.has("warp"):
         return lambda run, taking, leaving: fronts_of(
@@ -86,10 +87,13 @@ def barrier(instruction: Instruction, kernel: Kernel):
     constant = number(which, np.dtype("u4"))
     which = reader(which, "u32")
     count = reader(counts[0], "u32") if counts else None
+    is_aligned = instruction.op == "bar" or instruction.has("aligned")
 
     def control(run, taking, leaving):
         threads = run.threads
         place = threads.pc + 1
+        if is_aligned and taking is not None and len(taking):
+            check_whole_warps(threads, taking)
         fronts = fronts_of(run, (place, leaving))
         numbers = which(threads)
         if constant is None and len(numbers) > 1:  # warps of one front at several barriers
@@ -104,6 +108,19 @@ def barrier(instruction: Instruction, kernel: Kernel):
         return fronts
 
     return control
+
+
+def check_whole_warps(threads, mask: np.ndarray) -> None:
+    """Raises Fault if the mask holds a part of a warp's threads."""
+    here, missing = mask.reshape(-1, WARP), (threads.alive & ~mask).reshape(-1, WARP)
+    parts = np.flatnonzero(here.any(1) & missing.any(1))
+    if len(parts):
+        warp = int(parts[0])
+        threads.fail(
+            f"{here[warp].sum()} threads of a warp come to the barrier, "
+            f"{missing[warp].sum()} of it do not: a barrier is for whole warps",
+            warp * WARP + np.flatnonzero(here[warp]),
+        )
 
 
 KNOWN = {

@@ -63,8 +63,6 @@ def copy(instruction: Instruction, kernel: Kernel):
         lanes = threads.active(mask)
         target = threads.of(to(threads), lanes)
         places = threads.shared.places(threads, target, size, lanes)
-        if threads.counts:
-            threads.counts.shared_access(threads, target, size, lanes)
         threads.shared.begin_copy(threads, places, size, lanes)
         data = np.zeros((len(lanes), size), dtype=np.uint8)
         wanted = np.full(len(lanes), size)
@@ -72,6 +70,9 @@ def copy(instruction: Instruction, kernel: Kernel):
             wanted = threads.of(live_size(threads), lanes).astype(np.int64)
         part = min(size, 8)
         live = wanted > 0
+        if threads.counts and len(lanes):
+            source = threads.of(of(threads), lanes)
+            threads.counts.async_copy(threads, target, source, size, lanes, live)
         if live.any():
             where = threads.of(of(threads), lanes)[live]
             found = threads.memory.load(threads, where, part, size // part, lanes[live])

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lessons.toolbox.gpu.instructions.descriptors import swizzled
 from lessons.toolbox.gpu.instructions.memory import address_reader
-from lessons.toolbox.gpu.instructions.wgmma import swizzled
 from lessons.toolbox.gpu.ptx import PARAMETERS, Instruction, Kernel
 from lessons.toolbox.gpu.threads import reader
 from lessons.toolbox.gpu.values import UNSIGNED
@@ -105,13 +105,13 @@ def load(threads, map_: TensorMap, lanes, places, addresses, inside, barriers) -
     who = np.broadcast_to(lanes.reshape(-1, *[1] * len(map_.box)), addresses.shape)[inside]
     boxes[inside] = threads.memory.load(threads, addresses[inside], map_.element, 1, who)[0]
     data = boxes.reshape(len(lanes), -1).view(np.uint8).reshape(len(lanes), -1, 16)
-    place = threads.pc
+    place, engine = threads.pc, threads.clocks.agent("the copy engine")
     for k in range(len(lanes)):
 
         def end(k=k):
             threads.pc = place
             mine = np.repeat(lanes[k : k + 1], places.shape[1])
-            threads.shared.end_copy(threads, places[k], data[k], mine, by_engine=True)
+            threads.shared.end_copy(threads, places[k], data[k], mine, engine)
             threads.mbarriers.bring(int(barriers[k]), lanes[k : k + 1], map_.box_bytes)
 
         threads.events.append(end)

@@ -1,16 +1,15 @@
 """wgmma: Hopper's matrix product of a warpgroup (four warps), from shared memory, beside the warps.
 
+    wgmma.fence           what these threads have written to registers is there for the products
     wgmma.mma_async ...   starts d = a · b + d; a may lie in registers, b always in shared memory
     wgmma.commit_group    closes a group of products
     wgmma.wait_group n    waits for all groups but the last n
 
 Until it is waited for, the registers of d belong to no thread: to read them is a fault. So is a store to
-the shared memory that a product still reads.
+the shared memory that a product still reads. A register that a thread has written needs a fence before
+a product uses it, as a or as d, and all need one before the first product.
 
-A descriptor says where a matrix lies: its address, two strides, and the swizzle: which 16-byte
-chunks of a row change places, so that the 8 rows of a core matrix lie in different banks.
-
-Source: NVIDIA, PTX ISA 9.0, 9.7.15.7 (wgmma; matrix descriptor; core matrices, swizzles).
+Source: NVIDIA, PTX ISA 9.0, 9.7.15.7 (wgmma), 9.7.15.7.1 (wgmma.fence).
 """
 
 import re
@@ -18,10 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lessons.toolbox.gpu.instructions.descriptors import (
+    operand_chunks,
+    operand_numbers,
+    swizzle_field,
+)
 from lessons.toolbox.gpu.instructions.tensor_cores import (
     BITS,
     accumulator_order,
-    numbers,
     operand_matrix,
     product,
     whole_warps,
@@ -30,46 +33,7 @@ from lessons.toolbox.gpu.ptx import Instruction, Kernel
 from lessons.toolbox.gpu.threads import WARP, predicate_reader
 
 GROUP = 4 * WARP  # threads of a warpgroup
-SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}  # field of a descriptor -> bytes of a swizzled row
-
-
-def swizzled(address: np.ndarray, width: int) -> np.ndarray:
-    """Where a 16-byte chunk lies: bits 4 to 6 of its address, changed by bits 7 to 9."""
-    mask = {128: 7, 64: 3, 32: 1, 0: 0}[width]
-    return address ^ ((address >> 7) & mask) << 4
-
-
-def chunks(descriptor: np.ndarray, rows: int, row_bytes: int, across: bool) -> np.ndarray:
-    """The addresses of a matrix's 16-byte chunks: [groups, rows, row_bytes / 16].
-
-    across: the rows that lie in memory are those of k (the operand is transposed): `rows` is then K
-    and row_bytes the bytes of M or N.
-    """
-    field = descriptor.astype(np.uint64)
-
-    def bytes_of(first):
-        return ((field >> np.uint64(first)) & np.uint64(0x3FFF)).astype(np.int64)[
-            :, None, None
-        ] * 16
-
-    start, leading, stride = bytes_of(0), bytes_of(16), bytes_of(32)
-    modes = np.unique(field >> np.uint64(62))
-    if len(modes) > 1:
-        raise ValueError("descriptors with different swizzles")
-    width = SWIZZLES[int(modes[0])]
-    row, chunk = np.arange(rows)[None, :, None], np.arange(row_bytes // 16)[None, None, :]
-    inner, outer = row % 8, row // 8
-    if across:
-        if width:
-            wide = chunk * 16
-            offset = wide // width * leading + outer * stride + inner * width + wide % width
-        else:
-            offset = chunk * stride + outer * leading + inner * 16
-    elif width:
-        offset = outer * stride + inner * width + chunk * 16
-    else:
-        offset = outer * stride + chunk * leading + inner * 16
-    return swizzled(start + offset, width)
+SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}  # bits 62 and 63 of a descriptor -> bytes of a row
 
 
 @dataclass
@@ -115,7 +79,7 @@ def multiply(instruction: Instruction, kernel: Kernel):
     """wgmma.mma_async.sync.aligned.m64nNkK.f32.bf16.bf16 d, a, b, scale-d, ..."""
     what = instruction.modifiers[0]
     if what == "fence":
-        return lambda threads, mask: None
+        return fence
     if what == "commit_group":
         return commit
     if what == "wait_group":
@@ -137,6 +101,7 @@ def multiply(instruction: Instruction, kernel: Kernel):
 
     def run(threads, mask):
         groups = warpgroups(threads, mask)
+        check_fenced(threads, [*d, *(a if isinstance(a, tuple) else ())], threads.active(mask))
         flight = products(threads)
         marks = []
         right = from_shared(threads, b, groups, columns, depth, of_b, b_turned, marks, None)
@@ -146,6 +111,9 @@ def multiply(instruction: Instruction, kernel: Kernel):
             left = left.reshape(len(groups), 64, depth)
         else:
             left = from_shared(threads, a, groups, 64, depth, of_a, a_turned, marks, True)
+        if threads.counts:
+            rows = columns if isinstance(a, tuple) else columns + 64
+            threads.counts.matrix_read(threads, rows * depth * BITS[of_b] // 8, len(groups))
         lanes = np.zeros(threads.count, dtype=bool)
         lanes.reshape(-1, WARP)[groups // WARP + np.arange(4)[:, None]] = True
         held = [flight.value(threads, name) for name in d]
@@ -166,6 +134,42 @@ def multiply(instruction: Instruction, kernel: Kernel):
     return run
 
 
+def fence(threads, mask) -> None:
+    """wgmma.fence: products see what these threads have written to registers."""
+    here = np.zeros(threads.count, dtype=bool)
+    here[threads.active(mask)] = True
+    for name, late in threads.unfenced.items():
+        if late.any():
+            threads.unfenced[name] = late & ~here
+
+
+def note_written(threads, place: int, names: frozenset[str], here: np.ndarray) -> None:
+    """Threads have written registers at a place of the code. here: [count] bool. A copy of a register is as late as that one,
+    because the assembler gives both the same place: Triton's compiler puts copies behind the fence.
+    """
+    for name in names & threads.unfenced.keys():
+        late = threads.unfenced.get(copied(threads.kernel.instructions[place]), True)
+        threads.unfenced[name] = np.where(here, late, threads.unfenced[name])
+
+
+def copied(instruction: Instruction) -> str:
+    """The register that a plain move copies; "" for anything else."""
+    source = instruction.operands[-1] if instruction.op == "mov" else ""
+    return source if isinstance(source, str) and source.startswith("%r") else ""
+
+
+def check_fenced(threads, names: list[str], lanes: np.ndarray) -> None:
+    """Raises Fault if a register of a product was written after the last fence, or never fenced."""
+    for name in names:
+        late = threads.unfenced[name][lanes]
+        if late.any():
+            threads.fail(
+                f"a matrix product (wgmma) uses register {name}, and no wgmma.fence came after it "
+                f"was written",
+                lanes[late],
+            )
+
+
 def warpgroups(threads, mask) -> np.ndarray:
     """The first lanes of the warpgroups of a mask. Raises Fault if a part of one is elsewhere."""
     whole_warps(threads, mask)
@@ -181,23 +185,15 @@ def from_shared(threads, name, groups, rows, depth, type_, turned, marks, own_ro
     16 w + 15 alone, else every warp reads all.
     """
     descriptor = threads.spread(threads.registers[name])[groups]
-    size = BITS[type_] // 8
-    where = chunks(
-        descriptor, *((depth, rows * size) if turned else (rows, depth * size)), across=turned
-    )
-    shared = threads.shared
-    flat, count = where.reshape(len(groups), -1), where[0].size
+    width = SWIZZLES[swizzle_field(descriptor, 62)]
+    where = operand_chunks(descriptor, width, rows, depth, type_, turned)
     for warp in range(4):
         part = where[:, 16 * warp : 16 * warp + 16] if own_rows and not turned else where
         part = part.reshape(len(groups), -1)
         lanes = np.repeat(groups + warp * WARP, part.shape[1])
-        places = shared.places(threads, part.reshape(-1), 16, lanes)
-        marks.append((lanes, shared.note_read_beside(threads, places, 16, lanes)))
-    lanes = np.repeat(groups, count)
-    places = shared.places(threads, flat.reshape(-1), 16, lanes)
-    stored = shared.bytes.reshape(-1, 16)[places // 16].reshape(*where.shape[:2], -1)
-    found = numbers(np.ascontiguousarray(stored).view(f"u{size}"), type_)
-    return found.swapaxes(1, 2) if turned else found
+        places = threads.shared.places(threads, part.reshape(-1), 16, lanes)
+        marks.append((lanes, threads.shared.note_read_beside(threads, places, 16, lanes)))
+    return operand_numbers(threads, where, groups, type_, turned)
 
 
 def commit(threads, mask) -> None:
@@ -232,8 +228,7 @@ def wait(threads, mask, left: int) -> None:
             threads.write(name, flight.values[name], now)
     for flying in flight.flying:  # what others still read stays marked
         for _, marks in flying.marks:
-            for warp, cell, stamp in marks:
-                threads.shared.read[warp, cell] = stamp
+            threads.shared.still_read(marks)
 
 
 def end_reads(threads, flying: Product, now: np.ndarray) -> None:

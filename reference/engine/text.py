@@ -1,10 +1,24 @@
-"""Text to token ids, and back one token at a time: a character is never split, and a stop string
-ends the text.
+"""Text to token ids and back. `Prompts` reads what users write, and refuses what the model cannot
+run. `Detokenizer` adds one token at a time to an answer: a character is never split, and a stop
+string ends the text.
 """
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from tokenizers.decoders import DecodeStream
 
+from lessons.toolbox.model.arguments import is_whole, refuse, shown
 from reference.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from reference.engine.model_runner import ModelRunner
+
+
+# ---------------------------------------------------------------- in
 
 
 def encode(tokenizer, text: str) -> list[int]:
@@ -13,6 +27,67 @@ def encode(tokenizer, text: str) -> list[int]:
     """
     # not verbose, because the caller says better that a prompt is too long
     return tokenizer(text, verbose=False)["input_ids"]
+
+
+class Prompts:
+    """Reads and checks prompts for one engine. runner: whose model runs them, and what it can
+    see.
+    """
+
+    def __init__(self, tokenizer, runner: ModelRunner, max_model_len: int):
+        self.tokenizer = tokenizer
+        self.runner = runner
+        self.vocab_size = runner.model.config.vocab_size
+        self.max_model_len = max_model_len
+
+    def read(self, prompt: str | list[int] | dict) -> tuple:
+        """A prompt as text, if it was one, as token ids, and its pictures. Raises ValueError. A
+        dict is vLLM's {"prompt": text} or {"prompt_token_ids": ids}, with or without
+        multi_modal_data.
+        """
+        data = None
+        if isinstance(prompt, dict):
+            from reference.vision.prompt import split  # here: few prompts are dicts
+
+            prompt, data = split(prompt)
+        text = prompt if isinstance(prompt, str) else None
+        if text is not None:
+            if re.search("[\ud800-\udfff]", text):
+                refuse("prompt", text, "text without halves of surrogate pairs")
+            prompt = encode(self.tokenizer, text)
+            if not prompt:
+                refuse("prompt", text, "text of one token at least")
+        ids, pictures = self.checked(prompt), ()
+        if self.runner.sight is not None:
+            ids, pictures = self.runner.sight.placed(ids, data)
+        elif data is not None:
+            refuse("multi_modal_data", data, "none, because this model reads text alone")
+        return text, self.checked(ids) if pictures else ids, pictures
+
+    def checked(self, ids: list[int]) -> list[int]:
+        """A prompt that the model can run. Raises ValueError for any other."""
+        if not isinstance(ids, (list, tuple)) or not ids:
+            refuse("prompt", ids, "text or token ids, one at least")
+        for at, token in enumerate(ids):
+            if not is_whole(token, 0, self.vocab_size - 1):
+                accepted = f"token ids from 0 to {self.vocab_size - 1}"
+                raise ValueError(f"prompt: got {shown(token)} at {at}; accepted: {accepted}")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"prompt: got {len(ids)} tokens; accepted: at most {self.max_model_len - 1}, so "
+                f"that one fits behind them (max_model_len {self.max_model_len})"
+            )
+        return list(ids)
+
+    def check_tokens(self, **wishes: Iterable[int]) -> None:
+        """Raise ValueError for a token that the model does not have."""
+        for name, tokens in wishes.items():
+            for token in tokens:
+                if token >= self.vocab_size:
+                    refuse(name, token, f"token ids below {self.vocab_size}")
+
+
+# ---------------------------------------------------------------- out
 
 
 class Detokenizer:

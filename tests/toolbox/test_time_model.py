@@ -1,0 +1,133 @@
+"""The time model: what a hand works out for a few instructions, and the record of its errors."""
+
+import json
+
+import numpy as np
+import pytest
+
+from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
+from lessons.toolbox.gpu.counters import counting
+from lessons.toolbox.measure.hardware import lookup
+from lessons.toolbox.profile import points, time_model
+from lessons.toolbox.profile.counted import KernelProfile
+from lessons.toolbox.profile.figure import model_figure
+from lessons.toolbox.profile.replay import CONSTANTS, Unpredicted
+from lessons.toolbox.profile.time_model import predict
+from tests.toolbox.gpu.running import run
+
+LOAD = "ld.global.u64 %rd{to}, [%rd{of}];\n"
+
+
+def profile_of(body: str, size: int = 1 << 16, **options) -> KernelProfile:
+    with counting():
+        done = run(body, [np.zeros(size, np.uint8)], **options)
+    found = KernelProfile(done.kernel, lookup("h200"), done.grid, done.warps, done.shared_bytes)
+    found.add(done)
+    return found
+
+
+def clocks(body: str, **options) -> float:
+    return predict(profile_of(body, **options)).clocks
+
+
+def test_loads_that_depend_on_each_other_wait_for_each_other():
+    apart = "".join(LOAD.format(to=k, of=30).replace("]", f"+{1024 * k}]") for k in range(1, 5))
+    chain = "".join(
+        LOAD.format(to=k, of=k - 1 if k > 1 else 30).replace("]", f"+{1024 * k}]") + back(k)
+        for k in range(1, 5)
+    )
+    more = clocks(chain) - clocks(apart)
+    assert more == pytest.approx(3 * CONSTANTS.memory, rel=0.1)
+
+
+def back(k: int) -> str:
+    """The address again, because the machine's buffer holds zeros."""
+    return f"add.u64 %rd{k}, %rd{k}, %rd30;\n"
+
+
+def test_a_second_load_of_the_same_bytes_comes_from_a_cache():
+    body = LOAD.format(to=1, of=30) + back(1) + LOAD.format(to=2, of=1)
+    far = body.replace("[%rd1]", "[%rd1+4096]")
+    assert clocks(far) - clocks(body) == pytest.approx(CONSTANTS.memory - CONSTANTS.l1, rel=0.05)
+
+
+@pytest.mark.parametrize("step, passes", [(4, 1), (8, 2), (128, 32)])
+def test_bank_conflicts_cost_a_clock_a_pass(step, passes):
+    body = f"mul.lo.u32 %r1, %r70, {step};\n" + 20 * "st.shared.b32 [%r1], %r70;\n"
+    ours = clocks(body, shared=8192) - clocks(body.replace(f", {step};", ", 4;"), shared=8192)
+    # because a few are hidden while the code itself arrives
+    assert ours == pytest.approx(20 * (passes - 1), abs=passes + 2)
+
+
+def test_a_barrier_waits_for_the_last_warp():
+    work = "setp.lt.u32 %p1, %r70, 32;\n@!%p1 bra SKIP;\n" + 50 * "add.u32 %r1, %r70, 1;\n"
+    work += "SKIP:\nbar.sync 0;\n"
+    rest = 50 * "mul.lo.u32 %r2, %r70, 3;\n"
+    both, first, second = clocks(work + rest, threads=64), clocks(work), clocks(rest)
+    assert both > 0.95 * (first + second - CONSTANTS.start)
+
+
+def test_programs_that_do_not_fit_run_in_waves():
+    body = "mul.wide.u32 %rd1, %r70, 4;\n" + 40 * "mul.lo.u32 %r1, %r70, 3;\n"
+    small, large = (predict(profile_of(body, grid=132 * n)).clocks for n in (32, 96))
+    assert large == pytest.approx(3 * small, rel=0.01)
+
+
+def test_bandwidth_is_shared_and_latency_is_not():
+    """132 SMs that load 512 bytes a warp wait for memory's latency; with 64 warps each they are limited by
+    its rate.
+    """
+    body = "mad.lo.u32 %r1, %r71, %r72, %r70;\nmul.wide.u32 %rd1, %r1, 16;\nadd.u64 %rd1, %rd1, %rd30;\n"
+    body += "ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%rd1];"
+    few, many = (
+        profile_of(body.replace("%r72", str(threads)), size=16 * 132 * threads, grid=132,
+                   threads=threads)
+        for threads in (32, 1024)
+    )  # fmt: skip
+    assert predict(few).limit == "latency"
+    waited = CONSTANTS.start + CONSTANTS.memory
+    rate = CONSTANTS.memory_share * 4.8e12 / 132 / lookup("h200").clock_hz
+    assert predict(many).clocks - waited == pytest.approx(1024 * 16 / rate, rel=0.15)
+
+
+def test_a_kernel_with_the_copy_engine_is_not_predicted():
+    body = "mbarrier.init.shared::cta.b64 [0], 1;"
+    with pytest.raises(Unpredicted, match="copy engine"):
+        predict(profile_of(body, shared=64))
+    text = time_model.text(profile_of(body, shared=64))
+    assert text[0].startswith("  No time is predicted:")
+
+
+@pytest.fixture(scope="module")
+def record() -> dict:
+    return json.loads(points.RECORD.read_text(encoding="utf-8"))
+
+
+def test_the_record_says_what_its_points_say(record):
+    found = points.summary(record["table"])
+    assert found == {name: record[name] for name in found}
+    benchmarks = {p["source"] for p in record["table"]} - {"counters.json"}
+    assert record["points"] >= 20 and len(benchmarks) >= 5
+
+
+def test_the_points_are_those_of_the_measurements(record):
+    """Every measured time of the table is in the record that it names."""
+    times = {(f"{p.record}.json", f"{p.series}, {p.x}"): p.measured_s for p in points.larger()}
+    for point in record["table"]:
+        if point["source"] != "counters.json":
+            assert point["measured_s"] == times.pop((point["source"], point["name"]))
+    assert not times, "a point of the table was not predicted"
+
+
+def test_the_model_is_as_good_as_the_course_says(record):
+    everything = record["errors"]["all"]
+    assert everything["median"] <= 0.15
+    assert record["pairs_right"] >= 0.9 * record["pairs"]
+
+
+def test_the_figure_has_a_mark_for_each_point(record):
+    figure = model_figure(record)
+    assert sum(len(marks.get_offsets()) for marks in figure.axes[0].collections[1:]) == len(
+        record["table"]
+    )
+    assert not texts_outside(figure) and not overlapping_texts(figure)
