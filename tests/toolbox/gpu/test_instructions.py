@@ -468,3 +468,20 @@ def test_an_unknown_instruction_is_named_and_not_skipped():
 def test_a_kernel_knows_its_lines():
     kernel = kernel_of("add.s32 %r1, %r70, 1;\nadd.s32 %r2, %r1, 1;", 1)
     assert [str(line) for line in kernel.lines] == ["kernel.py:7", "kernel.py:8", "kernel.py:9"]
+
+
+def test_a_parameter_whose_address_only_some_threads_have_made():
+    body = """
+setp.lt.u32 %p1, %r70, 32;
+@!%p1 mov.b64 %rd1, tried_param_1;
+@!%p1 ld.param.u64 %rd2, [%rd1];
+@%p1 mov.b64 %rd1, tried_param_0;
+@%p1 ld.param.u64 %rd2, [%rd1];
+mad.wide.u32 %rd3, %r70, 4, %rd2;
+st.global.u32 [%rd3], %r70;
+"""
+    arrays = [np.zeros(64, np.uint32), np.zeros(64, np.uint32)]
+    run(body, arrays, threads=64)
+    threads = np.arange(64, dtype=np.uint32)
+    assert np.array_equal(arrays[0], np.where(threads < 32, threads, 0))
+    assert np.array_equal(arrays[1], np.where(threads < 32, 0, threads))

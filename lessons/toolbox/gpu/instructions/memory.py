@@ -90,10 +90,13 @@ def load_parameter(instruction: Instruction, kernel: Kernel):
             if address is None:
                 found = value(threads, source.base, source.offset + k * size, width)
             else:
-                where, inverse = np.unique(address(threads), return_inverse=True)
+                lanes = threads.active(mask)  # the others may not have made their address yet
+                asked = threads.of(address(threads), lanes)
+                where, which = np.unique(asked, return_inverse=True)
                 places = [kernel.parameter_at(int(at) + source.offset) for at in where]
                 every = [value(threads, at, start + k * size, width) for at, start in places]
-                found = np.concatenate(every)[inverse]
+                found = np.zeros(threads.count, f"{kind}{width}")
+                found[lanes] = np.concatenate(every)[which]
             threads.write(name, found, mask)
 
     return run
