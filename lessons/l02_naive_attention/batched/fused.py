@@ -1,14 +1,15 @@
-"""Sampling on a GPU in three launches and two passes over the logits: `sample_batch` with kernels.
+"""Sampling on a GPU in a few launches: `sample_batch` with kernels, and without a sort.
 
-`sampling.probabilities` and `sampling.draw` are the specification, row by row with a sort. Here
-nothing is sorted: a program finds by bisection where top-k and top-p cut, among the few tokens that
-can be kept at all (sample_kernels.py). No value is read back, so a step can be captured.
+`sampling.probabilities` and `sampling.draw` are the specification. `sample_fused` takes the same
+random number of each row and gives the same token. Four launches read the logits (two if no row
+asks for top-k or top-p, one if all rows are greedy), and one draws: see sample_kernels.py. Penalties
+are one launch more. No value is read back, so a step can be captured.
 
-What stays is the specification's: of tokens that tie with the k-th all, of equal tokens at the edge
-of top-p those with the smallest ids. Probabilities are float32's, right to 2e-5; a token a billion
-times less likely than the likeliest has 1100 units, and below 2^-41 none, so it is never drawn.
+Probabilities are float32's, right to 2e-5, and counted in units of 2^-40 of the likeliest token's. A
+token a billion times less likely than that has 1100 units. One below 2^-41 has none and is never
+drawn.
 
-Sources: the bisection by bits as in batch_cuts.py; the draw by inverse CDF, Devroye 1986, chapter 3.
+Source: the draw by inverse CDF, Devroye 1986, *Non-uniform random variate generation*, chapter 3.
 """
 
 import torch
@@ -16,19 +17,39 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.batched.batch_penalties import SeenTokens
 from lessons.l02_naive_attention.batched.batch_rows import SamplingBatch, has_penalties, is_sampled
+from lessons.l02_naive_attention.batched.draw_kernel import draw_kernel
 from lessons.l02_naive_attention.batched.sample_kernels import (
-    draw_kernel,
+    BANDS,
+    bands_kernel,
+    largest_kernel,
+    lists_kernel,
+    narrow_kernel,
     penalize_kernel,
-    tile_maxima_kernel,
-    weigh_kernel,
 )
+from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.toolbox.kernels.triton_ import triton
 
-TILE = 256  # tokens, of which the largest is noted
 # Tokens of a part: many programs for a batch of many rows, and more programs a row for few rows.
 LARGE_PART, SMALL_PART = 8192, 2048
-ENOUGH_PROGRAMS = 256  # two for each SM of an H200 or A100
-SLOTS = 2048  # candidates that a program looks at together
+ENOUGH_PROGRAMS = 256  # about two for each SM of an H200 or A100
+TILE = int(
+    __import__("os").environ.get("T", "1024")
+)  # tokens that are held against all bands together
+SLOTS = 2048  # places of the lists that draw_kernel looks at together
+MAX_VOCAB = 2**22  # so that a row's units fit in int64
+# Above it PyTorch takes tokens for equally likely that these kernels, which compare logits, do not.
+HOTTEST = 1e4
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def has_ranks(params: SamplingParams) -> bool:
+    """Whether a row is cut by rank or mass, which asks for a search."""
+    return is_sampled(params) and (params.top_k > 0 or params.top_p < 1)
+
+
+def is_hot(params: SamplingParams) -> bool:
+    """Whether a row has to be sampled in PyTorch."""
+    return params.temperature > HOTTEST
 
 
 def part_size(rows: int, vocab_size: int) -> int:
@@ -38,76 +59,54 @@ def part_size(rows: int, vocab_size: int) -> int:
 
 
 @torch.no_grad()
-def sample_fused(logits: Tensor, batch: SamplingBatch, part: int | None = None) -> Tensor:
-    """batch_sampling.sample_batch for float32, float16 or bfloat16 logits: [B, V] -> [B] int64.
+def sample_fused(logits: Tensor, batch: SamplingBatch, part: int | None = None) -> Tensor | None:
+    """batch_sampling.sample_batch by kernels: [B, V] -> [B] int64, or None for float64 logits, a
+    temperature above HOTTEST or a vocabulary above MAX_VOCAB, which have to be sampled there.
 
-    part: tokens a program, a power of 2 and 16 or more. Logits and batch are checked by the caller.
+    part: tokens a program, a power of 2. Logits and batch were checked by sample_batch.
     """
     rows, vocab_size = logits.shape
+    if logits.dtype not in DTYPES or vocab_size > MAX_VOCAB or batch.any(is_hot):
+        return None
     part = part or part_size(rows, vocab_size)
-    tile = min(TILE, part // 8)
-    tiles, parts = part // tile, triton.cdiv(vocab_size, part)
+    parts = triton.cdiv(vocab_size, part)
     scores = penalized(logits, batch.seen) if batch.any(has_penalties) else logits
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
-    device = logits.device
-    maxima = torch.empty(rows, parts * tiles, dtype=torch.float32, device=device)
-    masses = torch.empty(rows, parts, dtype=torch.int64, device=device)
-    counts = torch.empty(rows, parts, dtype=torch.int32, device=device)
-    candidates = torch.empty(rows, parts * part, dtype=torch.float32, device=device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    asked = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
-    all_tiles = triton.next_power_of_2(parts * tiles)
-    all_parts = triton.next_power_of_2(parts)
 
-    tile_maxima_kernel[rows, parts](
-        scores, maxima, vocab_size, scores.stride(0), TILES=tiles, TILE=tile, num_warps=8
-    )
+    def memory(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
+
+    maxima, lists = memory(parts), memory(parts, part)
+    bands, narrow = memory(parts, BANDS.value), memory(parts, BANDS.value)
+    ranges = memory(parts, 2)
+    masses, counts = memory(parts, 2, dtype=torch.int64), memory(parts, dtype=torch.int32)
+    tokens = memory(dtype=torch.int64)
+    asked = batch.temperature, batch.top_k, batch.top_p, batch.min_p
+    tile = min(part, TILE)
+    row, grid = scores.stride(0), (rows, parts)
+    sizes = dict(PART=part, PARTS=triton.next_power_of_2(parts), num_warps=8)
+
+    largest_kernel[grid](scores, maxima, vocab_size, row, PART=part, num_warps=8)
+    if batch.any(has_ranks):
+        bands_kernel[grid](scores, maxima, *asked, bands, vocab_size, row, TILE=tile, **sizes)
+        found = bands, ranges, narrow
+        narrow_kernel[grid](scores, maxima, *asked, *found, vocab_size, row, TILE=tile, **sizes)
     if batch.any(is_sampled):
-        weigh_kernel[rows, parts](
-            scores,
-            maxima,
-            *asked,
-            masses,
-            counts,
-            candidates,
-            vocab_size,
-            parts * tiles,
-            scores.stride(0),
-            PART=part,
-            ALL_TILES=all_tiles,
-            num_warps=8,
-        )
-    draw_kernel[(rows,)](
-        scores,
-        maxima,
-        *asked,
-        batch.stream,
-        batch.drawn,
-        masses,
-        counts,
-        candidates,
-        tokens,
-        vocab_size,
-        parts * tiles,
-        parts,
-        scores.stride(0),
-        PART=part,
-        TILES=tiles,
-        ALL_TILES=all_tiles,
-        PARTS=all_parts,
-        COLS=max(1, SLOTS // all_parts),
-        num_warps=8,
-    )
+        found = ranges, narrow, masses, counts, lists
+        lists_kernel[grid](scores, maxima, *asked, *found, vocab_size, row, **sizes)
+    numbers = batch.stream, batch.drawn
+    found = masses, counts, lists, tokens
+    sizes["COLS"] = max(1, SLOTS // sizes["PARTS"])
+    draw_kernel[(rows,)](scores, maxima, *asked, *numbers, *found, vocab_size, parts, row, **sizes)
     return tokens
 
 
 def penalized(logits: Tensor, seen: SeenTokens) -> Tensor:
     """SeenTokens.penalize_ on a copy. logits: [B, V] -> [B, V] float32."""
-    scores = logits.to(torch.float32, copy=True)
+    scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     width = seen.tokens.shape[1]
     block = min(1024, triton.next_power_of_2(width))
     penalize_kernel[len(logits), triton.cdiv(width, block)](
-        logits,
         scores,
         seen.tokens,
         seen.counts,
@@ -116,8 +115,8 @@ def penalized(logits: Tensor, seen: SeenTokens) -> Tensor:
         seen.presence,
         seen.frequency,
         width,
-        logits.stride(0),
         scores.stride(0),
         BLOCK=block,
+        enable_fp_fusion=False,  # rounds each product and each difference, as PyTorch does
     )
     return scores
