@@ -30,11 +30,8 @@ from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.toolbox.kernels.triton_ import triton
 
 # Tokens of a part: many programs for a batch of many rows, and more programs a row for few rows.
-LARGE_PART, SMALL_PART = 8192, 2048
+LARGE_PART, SMALL_PART = 4096, 2048
 ENOUGH_PROGRAMS = 256  # about two for each SM of an H200 or A100
-TILE = int(
-    __import__("os").environ.get("T", "1024")
-)  # tokens that are held against all bands together
 SLOTS = 2048  # places of the lists that draw_kernel looks at together
 MAX_VOCAB = 2**22  # so that a row's units fit in int64
 # Above it PyTorch takes tokens for equally likely that these kernels, which compare logits, do not.
@@ -82,15 +79,14 @@ def sample_fused(logits: Tensor, batch: SamplingBatch, part: int | None = None) 
     masses, counts = memory(parts, 2, dtype=torch.int64), memory(parts, dtype=torch.int32)
     tokens = memory(dtype=torch.int64)
     asked = batch.temperature, batch.top_k, batch.top_p, batch.min_p
-    tile = min(part, TILE)
     row, grid = scores.stride(0), (rows, parts)
     sizes = dict(PART=part, PARTS=triton.next_power_of_2(parts), num_warps=8)
 
     largest_kernel[grid](scores, maxima, vocab_size, row, PART=part, num_warps=8)
     if batch.any(has_ranks):
-        bands_kernel[grid](scores, maxima, *asked, bands, vocab_size, row, TILE=tile, **sizes)
+        bands_kernel[grid](scores, maxima, *asked, bands, vocab_size, row, **sizes)
         found = bands, ranges, narrow
-        narrow_kernel[grid](scores, maxima, *asked, *found, vocab_size, row, TILE=tile, **sizes)
+        narrow_kernel[grid](scores, maxima, *asked, *found, vocab_size, row, **sizes)
     if batch.any(is_sampled):
         found = ranges, narrow, masses, counts, lists
         lists_kernel[grid](scores, maxima, *asked, *found, vocab_size, row, **sizes)

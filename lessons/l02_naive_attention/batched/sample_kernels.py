@@ -73,21 +73,16 @@ def store_bands(
     top_k,
     vocab_size,
     PART: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     """The mass of a part from each band's begin on, or with top-k the number of its tokens, in
     float32.
     """
-    bands = tl.arange(0, BANDS)
-    begins = begin_of(bands, low, high)
-    above = tl.zeros((BANDS,), tl.float32)
-    for start in range(0, PART, TILE):
-        ids = part * PART + start + tl.arange(0, TILE)
-        height, worth = weights_of(load_scores(scores_row, ids, vocab_size), highest, scale, min_p)
-        worth = tl.where((top_k < vocab_size) & (worth > 0), 1.0, worth)
-        is_above = height[:, None] >= begins[None, :]
-        above += tl.sum(tl.where(is_above, worth[:, None], 0.0), axis=0)
-    tl.store(bands_ptr + bands, above)
+    x = load_scores(scores_row, part * PART + tl.arange(0, PART), vocab_size)
+    height, worth = weights_of(x, highest, scale, min_p)
+    worth = tl.where((top_k < vocab_size) & (worth > 0), 1.0, worth)
+    for band in tl.static_range(BANDS):
+        is_above = height >= begin_of(band, low, high)
+        tl.store(bands_ptr + band, tl.sum(tl.where(is_above, worth, 0.0), axis=0))
 
 
 @triton.jit
@@ -103,7 +98,6 @@ def bands_kernel(
     stride_s,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     """A program for a part of a row: what is above each band's begin. bands_ptr: [B, parts,
     BANDS].
@@ -118,7 +112,7 @@ def bands_kernel(
         out = bands_ptr + (row * num_parts + part) * BANDS
         scores_row = scores_ptr + row * stride_s
         store_bands(
-            out, scores_row, part, highest, scale, min_p, low, high, top_k, vocab_size, PART, TILE
+            out, scores_row, part, highest, scale, min_p, low, high, top_k, vocab_size, PART
         )
 
 
@@ -155,7 +149,6 @@ def narrow_kernel(
     stride_s,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     """bands_kernel for the band that holds the cut, which is cut into bands again. narrow_ptr: [B,
     parts, BANDS]; ranges_ptr: [B, parts, 2], the heights between which they are.
@@ -175,7 +168,7 @@ def narrow_kernel(
         tl.store(ranges_ptr + 2 * cell + 1, high)
         out, scores_row = narrow_ptr + cell * BANDS, scores_ptr + row * stride_s
         store_bands(
-            out, scores_row, part, highest, scale, min_p, low, high, top_k, vocab_size, PART, TILE
+            out, scores_row, part, highest, scale, min_p, low, high, top_k, vocab_size, PART
         )
 
 

@@ -1,5 +1,5 @@
 """What `make profile LESSON=02` runs: a step's sampling over a vocabulary of Llama 3's size, with
-temperature and top-p; `top_k` and `everything` beside it.
+temperature and top-p; `top_k`, `everything` and PyTorch's version beside it.
 """
 
 import torch
@@ -9,11 +9,10 @@ from lessons.l02_naive_attention.batched.fused import sample_fused
 from lessons.l02_naive_attention.lab.workload import EVERYTHING, TOP_P
 from lessons.l02_naive_attention.sampling import SamplingParams
 
-ROWS, VOCAB_SIZE = 2, 128256
+ROWS, VOCAB_SIZE = 1, 128256
 GENERATOR = torch.Generator().manual_seed(2)
 LOGITS = 2 * torch.randn(ROWS, VOCAB_SIZE, generator=GENERATOR)
 SEEN = [list(range(200))] * ROWS, [list(range(100))] * ROWS
-PART = 8192  # as for the rows of a large batch
 
 
 def batch_of(params: SamplingParams) -> SamplingBatch:
@@ -21,15 +20,15 @@ def batch_of(params: SamplingParams) -> SamplingBatch:
 
 
 def optimized():
-    return sample_fused(LOGITS, batch_of(TOP_P), part=PART)
+    return sample_fused(LOGITS, batch_of(TOP_P))
 
 
 def top_k():
-    return sample_fused(LOGITS, batch_of(SamplingParams(top_k=50)), part=PART)
+    return sample_fused(LOGITS, batch_of(SamplingParams(top_k=50)))
 
 
 def everything():
-    return sample_fused(LOGITS, batch_of(EVERYTHING), part=PART)
+    return sample_fused(LOGITS, batch_of(EVERYTHING))
 
 
 def naive():

@@ -79,15 +79,35 @@ def test_the_batch_changes_nothing(seed, proof):
 
 
 def test_logits_that_are_not_finite_are_told(seed):
-    """Also if they are in a part from which nothing is drawn."""
-    rows = rows_of([2, 2], 97)
-    rows.p[0, 96] = torch.nan
-    rows.u[:3] = 1 - 2.0**-8
-    rows.u[0, 1] = 0.0
-    rows.drafted[0] = rows.p[0, :96].argmin()
-    rows.q[0, rows.drafted[0]] = 1.0
-    tokens, accepted = verify_split(*rows, 3, part=32)
+    rows = rows_of([2, 2], 40)
+    rows.p[:3] = torch.nan
+    tokens, accepted = verify_split(*rows, 3, part=16)
     assert accepted[0] == 0 and tokens[0] == -1 and tokens[3] >= 0
+
+
+def on_the_ends_of_parts() -> Rows:
+    """Draws from p whose number is the sum of one part, of two or of three, or of some tokens."""
+    rows = rows_of([0] * 6, 97, "on the boundary")
+    for row, count in enumerate((32, 64, 96, 32, 5, 70)):
+        p = rows.p[row].zero_()
+        p[::3] = 1 / 64
+        p[96] += 1 - p.sum()
+        rows.u[row, 1] = p[:count].sum()
+    return rows
+
+
+def without_a_residual() -> Rows:
+    """p is half of q, so a rejected token leaves nothing but p to draw from."""
+    rows = rows_of([2, 2], 97, "normal")
+    rows.p.copy_(rows.q.nan_to_num(1 / 128) / 2)
+    rows.u[:, 0] = 0.75
+    return rows
+
+
+@pytest.mark.parametrize("rows_of_a_kind", [on_the_ends_of_parts, without_a_residual])
+def test_edges(rows_of_a_kind, seed, proof):
+    assert_decides(verify_split, rows_of_a_kind(), part=32)
+    proof.record(emit_kernel)
 
 
 BUGS = {
@@ -103,7 +123,6 @@ BUGS = {
     "each part begins at 0": ("(mass - tl.sum(tl.where(parts < part, masses, 0.0), axis=0))", "(mass * 1.0)"),
     "the part itself is taken off": ("parts < part, masses", "parts <= part, masses"),
     "the token before": ("tl.cumsum(rest, axis=0) > rest_of_mass", "tl.cumsum(rest, axis=0) >= rest_of_mass"),
-    "a token of no mass": ("is_above = (rest > 0.0) & ", "is_above = "),
     "the id within its part": ("tl.where(is_above, ids, vocab_size)", "tl.where(is_above, ids - part * PART, vocab_size)"),
     "padding counts as accepted": ("stop - first)\n\n\ndef", "stop - first + 1)\n\n\ndef"),
 }  # fmt: skip
@@ -115,11 +134,16 @@ BUGS = {
 def test_a_planted_bug_is_found(name, seed, tmp_path):
     buggy = with_bug(split, tmp_path, *BUGS[name])
     with pytest.raises(AssertionError):
-        for kind in KINDS * 3:
-            rows = rows_of([3, 5, 2, 4, 1] + 5 * [0], 97, kind)
-            rows.drafted.clamp_(min=0)  # so that no bug reads outside
-            rows.u[::3, 1] = 0.0
+        for rows in (on_the_ends_of_parts(), without_a_residual()):
             assert_decides(buggy.verify_split, rows, part=32)
+        for kind in ("normal", "p is zero", "disjoint", "normal"):
+            rows = rows_of([3, -1, 5, 2, 0], 97, kind)
+            rows.drafted.clamp_(min=0)  # so that no bug reads outside
+            assert_decides(buggy.verify_split, rows, part=32)
+            begin = rows.cu_rows[:-1][rows.cu_rows.diff() > 0].long()
+            rows.drafted[begin] = rows.p[begin].argmax(1)
+            rows.u[begin, 0] = 0.0  # so that a sequence ends later than in its first row
+            assert_decides(buggy.verify_split, sure(rows), q=None, part=32)
 
 
 def test_what_is_refused(seed):

@@ -178,6 +178,7 @@ def verify_split(
         strides = p.stride(0), p.stride(0) if q is None else q.stride(0)
         sizes = dict(SURE=q is None, BLOCK_ROWS=triton.next_power_of_2(max_rows), PART=part)
         masses_kernel[count, parts](*given, vocab_size, *strides, **sizes)
-        sizes["PARTS"] = triton.next_power_of_2(parts)
+        # not fused, so that the mass that is compared and the one that is left are the same number
+        sizes |= dict(PARTS=triton.next_power_of_2(parts), enable_fp_fusion=False)
         emit_kernel[(count,)](*given, tokens, accepted, vocab_size, parts, *strides, **sizes)
     return tokens, accepted
