@@ -121,6 +121,7 @@ def test_only_plain_greedy_requests_are_spared_the_draw():
 
 
 @pytest.mark.parametrize("settings", [dict(top_p=0.8123), dict(top_k=9, repetition_penalty=1.3)])
+@pytest.mark.sample(1)
 def test_the_kernels_choose_the_same_tokens(settings):
     """Step after step, beside a greedy request; logits that are not finite are refused by both."""
     params = [SamplingParams(**settings, seed=7), GREEDY]

@@ -82,6 +82,7 @@ def test_rows_stay_apart(proof):
 
 
 @pytest.mark.parametrize("settings", [{}, dict(min_p=0.2), dict(temperature=0)])
+@pytest.mark.sample(1)
 def test_fewer_launches(settings, monkeypatch):
     """Where no row is cut by rank, or none is drawn, the launches that would find the cut are not
     made.

@@ -43,6 +43,7 @@ def test_any_number_of_drafted_tokens(count, seed, proof):
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2.0**-24])
+@pytest.mark.sample(1)
 def test_the_ends_of_the_random_numbers(u, seed):
     """The first token with any mass, and the last, in whatever part they are."""
     rows = rows_of([2, 0, 3], 97, "normal")
