@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=05
-# Generated from solutions/l05_gqa.py, checksum 37d5474eb3c8. Generating again never overwrites your edits.
+# Generated from solutions/l05_gqa.py, checksum 29bb0488ce0f. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 05: attention that repeats nothing, a kernel for a group, a conversion with
 bugs, the bytes of it all.
@@ -65,7 +65,7 @@ def group_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Exercise 5.2's kernel: what it has to do stands at `gqa_decode`, which launches it."""
+    """Exercise 5.2's kernel: `gqa_decode`, which launches it, says what it has to do."""
     kv_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)  # of the query tile
     # the query head of each row; rows from GROUP on belong to none

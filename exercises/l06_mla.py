@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=06
-# Generated from solutions/l06_mla.py, checksum c39e63bb06b6. Generating again never overwrites your edits.
+# Generated from solutions/l06_mla.py, checksum e4d579a278e5. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 06: latent attention from its weights, a cache with absorbed weights, its
 numbers, three bugs.
@@ -40,7 +40,7 @@ def latent_attention(
                                                           1e-6) · weight
         kv_b_proj           [H · (nope + v_dim), rank]    head by head: k's nope rows, then v's rows
         o_proj              [hidden, H · v_dim]
-    cos, sin: [T, rope / 2]. The rotary coordinates lie in pairs: (2i, 2i + 1) turns by angle i, a →
+    cos, sin: [T, rope / 2]. The rotary coordinates are in pairs: (2i, 2i + 1) turns by angle i, a →
     a cos − b sin and b → b cos + a sin.
     Scores are scaled by m² / √(nope + rope), m = 0.1 · mscale_all_dim · ln(factor) + 1 (1 for a
     factor of 1, or without mscale_all_dim). The arguments stay as they were. Errors: none to raise.
@@ -128,14 +128,17 @@ def mla_numbers(
 ) -> tuple[float, float, float, float, float]:
     """Five numbers of a model with latent attention:
 
-    1. KiB (1024 bytes) that a token leaves in a cache of latents, all layers; 2. KiB that k and v
-    of all heads would take, rotary part included; 3. how many KV heads of gqa_head_dim a
-    grouped-query model of as many layers could keep for the bytes of 1 (or a fraction); 4. FLOPs of
-    absorbed decode attention for each byte of latents read, each row once for all heads: q · row
-    and weight · latent, a multiply and an add are two; the products with W_UK and W_UV are not
-    counted; 5. from how many new tokens on absorbing costs more FLOPs than expanding the whole
-    context, for a context without end (each new token then sees as good as all of it; a fraction is
-    fine, and so is the next whole number). Errors: none to raise.
+    1. KiB (1024 bytes) that a token leaves in a cache of latents, all layers.
+    2. KiB that k and v of all heads would take, rotary part included.
+    3. How many KV heads of gqa_head_dim a grouped-query model of as many layers could keep for the
+       bytes of 1 (or a fraction).
+    4. FLOPs of absorbed decode attention for each byte of latents read. A row is read once for all
+       heads. Count q · row and weight · latent; a multiply and an add are two FLOPs. Leave out the
+       products with W_UK and W_UV.
+    5. From how many new tokens on absorbing costs more FLOPs than expanding the whole context. The
+       context is so long that each new token sees nearly all of it. A fraction is fine, and so is
+       the next whole number.
+    Errors: none to raise.
 
     Example: 2 layers, 4 heads, rank 6, nope 2, rope 2, v_dim 2, 2 bytes, gqa_head_dim 2
         1: 2·(6 + 2)·2 = 32 B = 0.03125 KiB     2: 2·4·(4 + 2)·2 = 96 B = 0.09375 KiB     3: (6 + 2)

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=07
-# Generated from solutions/l07_kernel_fusion.py, checksum 3cd783b1fb7d. Generating again never overwrites your edits.
+# Generated from solutions/l07_kernel_fusion.py, checksum e450b30ee058. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 07: a kernel that adds and norms in one pass, the loop that uses it, three
 operations with bugs, bytes.
@@ -74,11 +74,12 @@ def run_layers(layers, last_norm, x: Tensor, attend: Callable) -> Tensor:
     """All layers of the decoder and its last norm, every addition inside a norm. x: [T,
     hidden_size] -> hidden: like x.
 
-    The plain decoder, for each layer:      x = x + layer.self_attn(layer.input_layernorm(x), attend
-                                            of this layer)
-                                            x = x + layer.mlp(layer.post_attention_layernorm(x))
-    and after the last one:                 return last_norm(x)
-    Here no addition stands alone. Each of the norms has a second way to be called, which is one
+    The plain decoder:
+        for each layer:
+            x = x + layer.self_attn(layer.input_layernorm(x), attend of this layer)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return last_norm(x)
+    Here no addition is alone. Each of the norms has a second way to be called, which is one
     kernel on a GPU:
         norm(x)                             -> the norm of x
         norm.after_adding(branch, residual) -> residual += branch, in place; the norm of it
@@ -165,7 +166,7 @@ def predict(
         one kernel:       x and residual read, residual and the norm written
     A step launches one kernel for each operation. A layer has 7 matrix products, 2 for the cache
     and attention, 10 for RoPE, 2 additions to the residual, 2 norms of 8 launches each, silu, and
-    silu · up; fused, an addition with the norm behind it is one, and silu · up is one. Beside the
+    silu · up; fused, an addition with the norm after it is one, and silu · up is one. Beside the
     layers: embedding, RoPE's tables (9), the one norm that has no addition before it (8 launches,
     fused 1), the output head.
     A step takes as long as its launches, or as long as moving step_gb bytes, whichever is longer.

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=08
-# Generated from solutions/l08_online_softmax.py, checksum dfc7b561bf85. Generating again never overwrites your edits.
+# Generated from solutions/l08_online_softmax.py, checksum be454de314f6. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 08: two parts merged, splits with bugs, bytes and overflow, the butterfly of
 a warp.
@@ -104,7 +104,7 @@ def softmax_numbers(
     """(ms of three passes, ms of the lesson's kernel, the smallest whole score whose exp is inf in
     `dtype`).
 
-    Scores and probabilities, [num_rows, num_columns] of dtype each, lie in memory that moves
+    Scores and probabilities, [num_rows, num_columns] of dtype each, are in memory that moves
     gb_per_s · 10⁹ bytes a second, read and written together; no cache helps, nothing but these
     bytes costs time. Three passes read the scores for the max, for the sum and to divide, and write
     the probabilities. The lesson's kernel keeps a row of up to max_block columns in registers; a
@@ -127,7 +127,7 @@ def warp_merge(
     [32] float32 -> [32], [32].
 
     A register is a tensor of 32 numbers, one for each lane; arithmetic happens in all lanes at
-    once. A lane sees another one's register only through shfl_xor_sync(mask, register, distance):
+    once. A lane sees another lane's register only through shfl_xor_sync(mask, register, distance):
     lane i gets register[i xor distance]. mask: one bit for each lane that takes part; lanes outside
     it get garbage. Five exchanges of m and five of l are enough, and no more are made. A lane may
     have seen nothing: m = −inf and l = 0. If no lane has seen anything, the result is that, without

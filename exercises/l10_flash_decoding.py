@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=10
-# Generated from solutions/l10_flash_decoding.py, checksum 85c45cbfc10b. Generating again never overwrites your edits.
+# Generated from solutions/l10_flash_decoding.py, checksum 9beb256066ab. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 10: partial results merged, waves and bytes of a plan, the merge as a kernel,
 a split decode with bugs.
@@ -98,7 +98,7 @@ def combine_splits(partial_out: Tensor, partial_lse: Tensor) -> Tensor:
 
     partial_out: [R, S, D] and partial_lse: [R, S], float32, dense; −inf, never written rows and
     rows without a key as in 10.1. S is any number from 1 on, more than a step's 16 splits as well:
-    keep a running maximum, sum and weighted values, as lesson 8. Empty splits behind the others
+    keep a running maximum, sum and weighted values, as lesson 8. Empty splits after the others
     must not change a bit, because their number depends on the longest sequence of the batch.
     float32 inside. Every load has a mask and `other=`. Errors: none to raise.
 
@@ -134,7 +134,7 @@ def invariant_decode(
     [B, Hq, D].
 
     k_cache, v_cache: [B, capacity, Hkv, D] float32; the first context_lens[b] rows are in use,
-    those behind may hold NaN. context_lens: [B] int64; 0 gives zeros. Query head h reads KV head h
+    those after them may hold NaN. context_lens: [B] int64; 0 gives zeros. Query head h reads KV head h
     // (Hq / Hkv). Scores are scaled by 1 / √D. window: only the last `window` rows of a sequence
     count. Splits begin at its first counted row, split_size keys each, the last one shorter. A
     sequence's result has the same bits whatever else is in the batch, and however long the cache

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=11
-# Generated from solutions/l11_cuda_graphs.py, checksum 6a52b5ac24fe. Generating again never overwrites your edits.
+# Generated from solutions/l11_cuda_graphs.py, checksum bb7bb8cc3ebf. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 11: which batch sizes to capture, what bounds a step, a step that cannot be
 captured, and the runner.
@@ -148,8 +148,8 @@ class GraphRunner:
         decode_batch(inputs, max_context_len) -> a Batch whose tensors are views of `inputs`
         decode_logits(model, pool, batch) -> logits: [B, V]
     inputs: [4, B] int64 on model.device, rows tokens, positions, slot_mapping, context_lens.
-    max_context_len: how many slots of each block the step may look at. Sequence b of a step stands
-    in block b of the pool. Padding: a column (0, 0, -1, 0) writes nowhere and sees nothing. Any
+    max_context_len: how many slots of each block the step may look at. Sequence b of a step owns
+    block b of the pool. Padding: a column (0, 0, -1, 0) writes nowhere and sees nothing. Any
     other may damage a sequence that does not take part.
 
     A graph does not own the memory that it reads: keep model and pool as long as the runner lives.

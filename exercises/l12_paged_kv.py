@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=12
-# Generated from solutions/l12_paged_kv.py, checksum c06feb17f957. Generating again never overwrites your edits.
+# Generated from solutions/l12_paged_kv.py, checksum 49feb9709aa2. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 12: what blocks leave empty, who owns which block, and attention that reads
 the block table.
@@ -20,7 +20,7 @@ def memory_plan(
     num_blocks: int,
     kv_bytes_per_token: int,
 ) -> tuple[list[int], float, float, int, int]:
-    """How sequences that hold `lengths` tokens lie in a pool of num_blocks blocks of block_size
+    """How sequences that hold `lengths` tokens fit into a pool of num_blocks blocks of block_size
     tokens, and in reservations of reserved_tokens each.
 
     Returns, in this order:
@@ -62,7 +62,7 @@ class BlockManager:
 
     A sequence that holds n tokens owns ceil(n / block_size) blocks, never one more. Forked
     sequences share their blocks. Before one of them writes a token into a block that others own
-    too, it must get a copy of its own: copy on write.
+    too, it must get its own copy: copy on write.
 
     Example: blocks of 4, sequence 0 holds 6 tokens in blocks [0, 1]
         fork(0, 1)          tables {0: [0, 1], 1: [0, 1]}
@@ -140,7 +140,7 @@ def paged_kernel(
     """One program per sequence and query head. q, out: [B, Hq, HEAD_DIM] and block_table: [B,
     max_blocks], all dense; head h reads KV head h // GROUP.
 
-    BLOCK_N keys at a time, whatever PAGE_SIZE is, so a tile may lie in several pages. BLOCK_D is
+    BLOCK_N keys at a time, whatever PAGE_SIZE is, so a tile may span several pages. BLOCK_D is
     the power of two that holds HEAD_DIM values.
     """
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -159,10 +159,10 @@ def paged_decode(
     this wrapper is done. q: [B, Hq, D] float32 -> [B, Hq, D].
 
     k_cache, v_cache: [num_blocks, block_size, Hkv, D] float32, dense in the last dimension, with
-    strides of their own. block_table: [B, max_blocks] int32: key i of sequence b lies in row i mod
+    their own strides. block_table: [B, max_blocks] int32: key i of sequence b is in row i mod
     block_size of block block_table[b, i // block_size]. context_lens: [B] int32, keys of each
-    sequence, its own included; 0 gives zeros. block_size is any number from 1 on. Rows behind a
-    sequence's keys hold NaN, and what stands in the table behind its blocks is not its own. Scores
+    sequence, its own included; 0 gives zeros. block_size is any number from 1 on. Rows after a
+    sequence's keys hold NaN, and what follows its blocks in the table is not its own. Scores
     are scaled by 1 / √D; keep a running maximum, sum and weighted values, as lesson 8. Every load
     has a mask and `other=`. Page numbers times strides need int64. Aim: no copy of K or V. Errors:
     none to raise.

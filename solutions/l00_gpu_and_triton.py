@@ -1,6 +1,6 @@
 """Exercises of lesson 00, the first half: seven small Triton kernels on vectors and rows.
 
-Each kernel stands above the function that launches it. You write the kernel, the launch is given.
+Each kernel is written above the function that launches it. You write the kernel, the launch is given.
 Read the launch first: it says how many programs run and which constants they get.
 """
 
@@ -15,7 +15,7 @@ from lessons.toolbox.kernels.triton_ import tl, triton
 
 @triton.jit
 def copy_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    """x, out: [n]. `at` are the BLOCK places of this program; some of them may lie behind n."""
+    """x, out: [n]. `at` are the BLOCK places of this program; some of them may be n or more."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # SOLUTION 0.1
     inside = at < n
@@ -28,7 +28,7 @@ def copy_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 def copy(x: Tensor) -> Tensor:
     """A copy of x: [n] -> [n]. Write the body of `copy_kernel`: one load, one store.
 
-    Any n from 1 on. The last program has places behind the end, and must neither read nor write
+    Any n from 1 on. The last program has places after the end, and must neither read nor write
     there. Errors: none to raise.
 
     Example, BLOCK = 16: n = 50 takes 4 programs. Program 3 has the places 48 to 63, and copies two:
@@ -87,7 +87,7 @@ def row_sums(x: Tensor) -> Tensor:
     """The sum of each row. x: [R, C], contiguous -> [R]. Write the body of `row_sums_kernel`.
 
     One program a row. BLOCK is the next power of two, because `tl.arange` takes no other length.
-    So some places lie behind the row: give them a value that does not change a sum (`other=`).
+    So some places are after the end of the row: give them a value that does not change a sum (`other=`).
     `tl.sum(values, axis=0)` adds up a block. Aim: load each element once. Errors: none to raise.
 
     Example: x = [[1, 2, 3], [4, 5, 6]]: BLOCK = 4, two programs -> [6, 15].
@@ -113,16 +113,16 @@ def copy_rows_kernel(x_ptr, out_ptr, columns, stride_row, stride_column, BLOCK: 
     # END
 
 
-@exercise("0.4", "Copy rows that do not lie side by side", minutes=8, difficulty=2)
+@exercise("0.4", "Copy rows that are not contiguous", minutes=8, difficulty=2)
 def copy_rows(x: Tensor) -> Tensor:
     """A contiguous copy of a view. x: [R, C], any strides -> [R, C]. Write the body of
     `copy_rows_kernel`.
 
-    x[r, c] lies stride_row · r + stride_column · c elements behind x_ptr. The result is contiguous,
-    so out[r, c] lies C · r + c elements behind out_ptr. Errors: none to raise.
+    x[r, c] is stride_row · r + stride_column · c elements after x_ptr. The result is contiguous, so
+    out[r, c] is C · r + c elements after out_ptr. Errors: none to raise.
 
     Example: whole = [[0, 1, 2, 3], [4, 5, 6, 7]], x = whole[:, ::2] has the strides (4, 2)
-        x[1, 1] lies 4 · 1 + 2 · 1 = 6 elements behind the first -> [[0, 2], [4, 6]].
+        x[1, 1] is 4 · 1 + 2 · 1 = 6 elements after the first -> [[0, 2], [4, 6]].
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(x.shape[1])
@@ -192,9 +192,8 @@ def transpose(x: Tensor) -> Tensor:
     row c and column r of out, and only the address has to know it. Errors: none to raise.
 
     Example: x = [[1, 2, 3], [4, 5, 6]] -> [[1, 4], [2, 5], [3, 6]]
-        6 is x[1, 2], 3 · 1 + 2 = 5 elements behind x_ptr; it becomes out[2, 1], 2 · 2 + 1 = 5
-          behind
-        out_ptr. And 3 moves from place 2 to place 4.
+        6 is x[1, 2], 3 · 1 + 2 = 5 elements after x_ptr; it becomes out[2, 1], which is
+          2 · 2 + 1 = 5 elements after out_ptr. And 3 moves from place 2 to place 4.
     """
     rows, columns = x.shape
     out = torch.empty(columns, rows, dtype=x.dtype, device=x.device)

@@ -36,7 +36,7 @@ def long_row_max(x: Tensor) -> Tensor:
 
     A row is longer than a block. Keep a block of the largest values so far, begun with
     `tl.full([BLOCK], value, tl.float32)`, walk along the row with `for first in range(0, columns,
-    BLOCK)`, and take `tl.maximum(a, b)` of two blocks. One `tl.max` behind the loop is enough. Aim:
+    BLOCK)`, and take `tl.maximum(a, b)` of two blocks. One `tl.max` after the loop is enough. Aim:
     load each element once, at most BLOCK at a time. Errors: none to raise.
 
     Example, BLOCK = 16: a row of 20 values takes two steps. The second one loads 4 of them.
@@ -73,7 +73,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     Finish `product_kernel`: the loop over K, and the store.
 
     `tl.dot(a, b, input_precision="ieee")` multiplies two tiles. Without the last argument a tensor
-    core drops 13 of the 23 bits behind the point of a float32. No side of a tile may be shorter
+    core keeps only 10 of the 23 mantissa bits of a float32. No side of a tile may be shorter
     than 16. All sides are multiples of BLOCK, so no mask is needed. Errors: none to raise.
 
     Example: [2, 32] would be too small for `tl.dot`. With M = N = 16 and K = 32 there is one
@@ -113,7 +113,7 @@ def any_product(a: Tensor, b: Tensor) -> Tensor:
     body of `any_product_kernel`; begin with a copy of yours of 0.9.
 
     Three sides have a tail now, and each tensor has two of them. The tail of K is the one that can
-    spoil a result: both tiles have it, and what stands there is multiplied and added.
+    spoil a result: both tiles have it, and what is loaded there is multiplied and added.
     Errors: none to raise.
 
     Example: a: [1, 3] = [[1, 2, 3]], b: [3, 1] = all 1 -> [[6]]. The one program loads 3 of the 256
@@ -133,7 +133,7 @@ def any_product(a: Tensor, b: Tensor) -> Tensor:
 def block_sum(x: Tensor) -> Tensor:
     """The sum of x: [256] -> [1], by one block of 256 threads.
 
-    Every thread puts one element into shared memory. Then half of the threads add the other half's
+    Each thread puts one element into shared memory. Then half of the threads add the other half's
     elements to theirs, then a quarter, and so on: 256 -> 128 -> … -> 1. A thread reads what
     *another* thread has written, so it has to wait. `__syncthreads()` is a barrier: no thread of
     the block goes on before all have arrived. *All* must arrive, so a barrier inside `if (thread <

@@ -73,7 +73,7 @@ def batch_probabilities(
         top-k: keep the k likeliest tokens, and every token as likely as the k-th; renormalise;
         top-p: keep the fewest likeliest tokens whose mass reaches p (the one that reaches it
           included); renormalise.
-    No row sees another one. The arguments stay as they were. Errors: none to raise.
+    No row depends on another row. The arguments stay as they were. Errors: none to raise.
     Aim: no Python loop over rows, because a server samples hundreds of them at each step.
 
     Example: probabilities 0.5, 0.2, 0.2, 0.1 (temperature 1)
@@ -107,7 +107,7 @@ def generate_greedy(
     (none for 0).
 
     A token of stop_token_ids ends the row and is the last one returned. attending(positions: [T]
-    int64) -> the `attend` of tokens that stand there; model(tokens: [T] int64, attend) -> hidden:
+    int64) -> the `attend` of tokens at these positions; model(tokens: [T] int64, attend) -> hidden:
     [T, hidden_size]; model.logits(hidden) -> [T, V]. Row t of the logits predicts token t + 1. Each
     step runs the whole sequence; positions count from 0. `prompt` stays as it was.
 

@@ -25,7 +25,7 @@ def chunk_attention(
 
     k_cache, v_cache: [B, capacity, Hkv, D], one dtype with q. The first context_lens[b] rows of
     sequence b are in use, and the last T of these belong to the queries themselves: they were
-    written before the call. The rows behind were never written and may hold anything, NaN and
+    written before the call. The rows after them were never written and may hold anything, NaN and
     infinity included; nothing of them may show. context_lens: [B] int64, each at least T and at
     most `capacity`. softmax_scale: 1 / √D if None. Query t of sequence b sees row j if j <=
     context_lens[b] - T + t. window: only the last `window` of these rows. Query head h reads KV
@@ -34,8 +34,8 @@ def chunk_attention(
 
     Example, T = 2, one head, D = 1, softmax_scale = 1, capacity 4, context_lens = [3]:
         q = [0, 0], v_cache = [3, 6, 9, NaN]
-        query 0 stands at row 1, sees rows 0 and 1        -> (3 + 6) / 2 = 4.5
-        query 1 stands at row 2, sees rows 0, 1 and 2     -> (3 + 6 + 9) / 3 = 6
+        query 0 belongs to row 1, sees rows 0 and 1        -> (3 + 6) / 2 = 4.5
+        query 1 belongs to row 2, sees rows 0, 1 and 2     -> (3 + 6 + 9) / 3 = 6
     """
     _, num_queries, _, head_dim = q.shape  # [B, T, Hq, D]
     _, capacity, num_kv_heads, _ = k_cache.shape
@@ -68,14 +68,14 @@ def chunk_attention(
 class KVPool:
     """K and V of several sequences in two buffers, k_slots and v_slots: [layers, slots, Hkv, D].
 
-    Blocks of block_size slots lie one behind the other. Sequence b owns block b: the token at its
-    position p has the slot b · block_size + p. Behind the blocks lies one slot more. It is
-    no sequence's: `ops.write` puts tokens there whose slot is -1.
+    Blocks of block_size slots follow each other. Sequence b owns block b: the token at its
+    position p has the slot b · block_size + p. After the blocks there is one more
+    slot, which belongs to no sequence: `ops.write` puts tokens there whose slot is -1.
 
     The pool counts no tokens. The `Batch` of a step says where its tokens go and how many a
     sequence holds. So the newest tokens of a sequence are forgotten without a call: the next batch
-    says that fewer are held, and writes over them (rejected tokens, lesson 16; a chat whose user
-    edits the last message). `forget` forgets a whole sequence.
+    says that fewer are held, and writes over them (for example, a user edits the last message of
+    a chat). `forget` forgets a whole sequence.
 
     Example: 2 layers, num_blocks=2, block_size=4, 256 bytes a token in all layers.
         the new pool         k_slots: [2, 2 · 4 + 1, Hkv, D], all zeros
@@ -100,7 +100,7 @@ class KVPool:
         check_at_least_one(num_blocks=num_blocks, block_size=block_size)
         self.config, self.ops = config, ops
         self.num_blocks, self.block_size = num_blocks, block_size
-        # which layers are stored here, one behind the other
+        # which layers are stored here: all of them, unless they are given
         self.layers = range(config.num_hidden_layers) if layers is None else layers
         self.written_bytes = 0  # K and V of new tokens
         self.growth_copy_bytes = 0  # K and V copied only to make room
@@ -185,10 +185,10 @@ class KVPool:
     def forget(self, block: int, held: list[int]) -> list[int]:
         """The sequence in `block` has ended. Returns how many tokens each of the others holds.
 
-        held: the same before, sequence b in block b; it stays as it was. The sequences must go on
-        lying in the first blocks without a gap, so the last one takes the block that falls free.
+        held: the same before, sequence b in block b; it stays as it was. The sequences must stay in
+        the first blocks without a gap, so the last one takes the block that becomes free.
         Only its tokens in use are copied, and nothing if it is the last one that ends. Nothing is
-        erased. Raises ValueError if no sequence lies in `block`.
+        erased. Raises ValueError if no sequence is in `block`.
         """
         # SOLUTION
         if not 0 <= block < len(held):
@@ -253,11 +253,11 @@ def chat(
     """The greedy answer to each turn of a conversation; the cache lives on from turn to turn.
 
     turns: the user's tokens, turn by turn, none empty. An answer ends after max_new_tokens (1 or
-    more) tokens, or after a token of stop_token_ids, which is its last. The next turn stands behind
+    more) tokens, or after a token of stop_token_ids, which is its last. The next turn follows
     the whole answer, that last token included. model(tokens: [T] int64, attend) -> hidden: [T,
     hidden_size]; model.logits(hidden) -> [T, V]. cache: empty, one block of cache.block_size slots,
     which hold the whole conversation. new_batch([(new, held)], cache.block_size) is a step that
-    runs the tokens `new` behind `held` others; cache.attending(batch) serves it. Every token passes
+    runs the tokens `new` after `held` others; cache.attending(batch) serves it. Every token passes
     through the model once, the very last one never. `turns` stays as it was.
 
     Example: turns [5, 6] and [7], max_new_tokens=2, answers [1, 2] and [3, 4]

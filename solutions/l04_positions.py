@@ -32,14 +32,13 @@ def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rota
     `s` for short:
         None                      as it is
         s.rope_type "linear"      every frequency divided by s.factor
-        s.rope_type "llama3"      by a pair's turns in the trained context,
-                                  s.original_max_position_embeddings · frequency / 2π:
-                                  more than s.high_freq_factor: as it is; fewer than
-                                    s.low_freq_factor: divided by s.factor;
-                                  in between a blend: share · frequency + (1 - share) · frequency /
-                                    s.factor, where share grows
-                                  linearly with the turns from 0 at low_freq_factor to 1 at
-                                    high_freq_factor
+        s.rope_type "llama3"      depends on how often the pair turns in the trained context:
+                                  turns = s.original_max_position_embeddings · frequency / 2π
+            turns > s.high_freq_factor     as it is
+            turns < s.low_freq_factor      divided by s.factor
+            in between                     share · frequency + (1 - share) · frequency / s.factor,
+                                           where share grows linearly with the turns, from 0 at
+                                           low_freq_factor to 1 at high_freq_factor
     Another rope_type: ValueError. Angles in float32 at least, whatever the model's dtype: bfloat16
     has no position 257.
     dtype: the model's, in case you want to prepare cos and sin. Every layer calls the function that
@@ -80,8 +79,8 @@ def alibi_bias(num_heads: int, num_queries: int, num_keys: int) -> Tensor:
     """What ALiBi adds to the scores before the softmax: [num_heads, num_queries, num_keys] float32.
     No causal mask in it.
 
-    -slope(head) · (query position - key position). The last query stands at the last key (bottom
-    right), as behind a cache; so a key in a query's future, which the mask hides anyway, gets a
+    -slope(head) · (query position - key position). The last query belongs to the last key (bottom
+    right), as after cached tokens; so a key in a query's future, which the mask hides anyway, gets a
     positive bias. Slopes: for n heads, n a power of two, 2^(-8/n), 2^(-16/n), … 2^(-8), head 0 the
     steepest. For another number of heads, those of the largest power of two below it, say m, and
     then the 1st, 3rd, 5th, … of the slopes of 2m heads, as many as are missing. Errors: none to

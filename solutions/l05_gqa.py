@@ -68,7 +68,7 @@ def group_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Exercise 5.2's kernel: what it has to do stands at `gqa_decode`, which launches it."""
+    """Exercise 5.2's kernel: `gqa_decode`, which launches it, says what it has to do."""
     kv_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)  # of the query tile
     # the query head of each row; rows from GROUP on belong to none

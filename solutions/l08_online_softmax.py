@@ -134,7 +134,7 @@ def softmax_numbers(
     """(ms of three passes, ms of the lesson's kernel, the smallest whole score whose exp is inf in
     `dtype`).
 
-    Scores and probabilities, [num_rows, num_columns] of dtype each, lie in memory that moves
+    Scores and probabilities, [num_rows, num_columns] of dtype each, are in memory that moves
     gb_per_s · 10⁹ bytes a second, read and written together; no cache helps, nothing but these
     bytes costs time. Three passes read the scores for the max, for the sum and to divide, and write
     the probabilities. The lesson's kernel keeps a row of up to max_block columns in registers; a
@@ -161,7 +161,7 @@ def warp_merge(
     [32] float32 -> [32], [32].
 
     A register is a tensor of 32 numbers, one for each lane; arithmetic happens in all lanes at
-    once. A lane sees another one's register only through shfl_xor_sync(mask, register, distance):
+    once. A lane sees another lane's register only through shfl_xor_sync(mask, register, distance):
     lane i gets register[i xor distance]. mask: one bit for each lane that takes part; lanes outside
     it get garbage. Five exchanges of m and five of l are enough, and no more are made. A lane may
     have seen nothing: m = −inf and l = 0. If no lane has seen anything, the result is that, without

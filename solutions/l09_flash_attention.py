@@ -35,9 +35,9 @@ def tiled_attention(
 
     Outer loop: tiles.block_m queries; inner loop: tiles.block_n keys; the last tile of each may be
     shorter. softmax_scale: 1 / √D if None. Query head h reads KV head h // (Hq / Hkv). causal:
-    bottom-right aligned, query i stands at key i + Tk - T. window (with causal): a query sees that
+    bottom-right aligned, query i belongs to key i + Tk - T. window (with causal): a query sees that
     many keys, its own included. A query that sees no key: out 0, lse −inf. softcap, alibi_slopes,
-    sinks: always None here; they stand there so that yours can take the place of the lesson's
+    sinks: always None here; they are there so that yours can take the place of the lesson's
     function. out has q's dtype, lse is float32 (float64 for float64). lse: log Σ exp(score), the
     natural logarithm. Aim: no tensor of T · Tk elements, and no tile computed that no query of it
     sees. The arguments stay as they were.
@@ -144,7 +144,7 @@ def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, block: int = 
     A sink is one more score in each row's softmax, the same for all queries of a head, that has no
     key and no value: its weight goes nowhere. out = Σ exp(s_j) v_j / (exp(sink) + Σ exp(s_j)), with
     s = q · k / √D. Tk may be 0: then the sink takes all. D: 1 to 128, not only powers of two.
-    block: queries and keys a tile, a power of two, 16 or more. The launch stands below; the kernel
+    block: queries and keys a tile, a power of two, 16 or more. The launch is below; the kernel
     above is yours: `sink_kernel` computes one tile of queries of one head. Give each tl.dot
     input_precision="ieee", because Triton's default rounds float32 inputs to 10 bits (TF32). Aim:
     no score beyond its tile; masked loads with `other`; float32 sums; nothing written beside `out`.
@@ -219,11 +219,11 @@ def key_range(
     1 in tiles of block_n.
 
     begin: the first key of the first tile that one of these queries sees (with a window; 0
-    without). end: one behind the last key that one of them sees. full_end: tiles before it lie
+    without). end: one past the last key that one of them sees. full_end: tiles before it are
     whole below the diagonal and inside the sequence, so they need no causal mask and no mask for
-    the end. begin and full_end are multiples of block_n. The last query stands at the last key.
+    the end. begin and full_end are multiples of block_n. The last query belongs to the last key.
     window: a query sees that many keys, its own included. No tile that is seen may be left out, and
-    no tile that needs a mask may stand before full_end; begin and end may not be wider than needed.
+    no tile that needs a mask may be before full_end; begin and end may not be wider than needed.
 
     Example: 10 queries, 10 keys, tiles of 4 × 4, causal; the queries 4 to 7:
         end = 8, full_end = 4 (keys 4 to 7 are the diagonal)                       -> (0, 4, 8)

@@ -1,5 +1,6 @@
 """The shape of the house: what stands on a folder's first screen, and whether its text names it."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,15 @@ ENTRIES_OF_A_ROOM = 12
 ENTRIES_OF_THE_REFERENCE = 15
 # Words that say nothing of who acts.
 VAGUE = re.compile(r"\b(?:whoever|somebody|nobody|everybody|anybody)\b", re.IGNORECASE)
+# Words that mean something else in plain English, or say nothing of who acts: say "after", "is", "the
+# request". A stopwatch may still lie, and a stand-in stand in.
+NOT_PLAIN = re.compile(
+    r"\b(?:behind|whoever|somebody|nobody|everybody|anybody|another one|stands?(?!-)|"
+    r"lies? (?:in|on|at|above|below|between|beside|within|far|near|close|side|dense))\b",
+    re.IGNORECASE,
+)
+NO_PROSE = re.compile(r"<!--.*?-->|```.*?```|`[^`\n]*`|\]\([^)]*\)", re.DOTALL)
+LAST_READ = 12  # the later lessons are not held to it yet
 TESTED = ("lessons", "reference", "solutions", "models")
 NOT_HELD = {"checks", "lab", "test_equivalence.py"}
 # What measures, draws and tests is found by its folder. Commands and empty files need no reader.
@@ -71,3 +81,31 @@ def vague_persons(root: Path) -> Complaints:
                 line = text.count("\n", 0, found.start()) + 1
                 complaints.append(f"{within(root, path)}:{line}: {found[0]!r}: say who it is")
     return complaints
+
+
+def unplain_words(root: Path) -> Complaints:
+    """Such words in the front page, the ways in, the texts beside the lessons, and the texts and
+    notebooks of the lessons that were read for them.
+    """
+    texts = [root / "README.md", root / "INSTALL.md", *sorted((root / "lessons").glob("*.md"))]
+    for room in complete_rooms(root):
+        if int(room.name[1:3]) <= LAST_READ:
+            notebook = root / "notebooks" / f"{room.name[1:]}.ipynb"
+            texts += [room / "README.md", room / "MORE.md", notebook]
+    complaints = []
+    for path in filter(Path.exists, texts):
+        prose = NO_PROSE.sub(" ", said_in(path))
+        complaints += [
+            f"{within(root, path)}: {found[0]!r} in {prose[found.start() - 30 : found.end() + 20]!r}"
+            for found in NOT_PLAIN.finditer(prose)
+        ]
+    return complaints
+
+
+def said_in(path: Path) -> str:
+    """A Markdown file, or the Markdown cells of a notebook."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")

@@ -12,6 +12,7 @@ from tests import (
     docstring_rules,
     house_rules,
     link_rules,
+    minutes,
     notebook_rules,
     number_rules,
     text_rules,
@@ -34,7 +35,9 @@ RULES = {
     "first screens": house_rules.crowded_folders,
     "modules that a room's text names": house_rules.unnamed_modules,
     "who it is that acts": house_rules.vague_persons,
+    "plain words": house_rules.unplain_words,
     "one evening a lesson": text_rules.long_cores,
+    "minutes of a lesson": minutes.wrong_minutes,
 }
 ANATOMY = {
     "parts of a lesson": anatomy_rules.missing_parts,
@@ -92,6 +95,25 @@ def test_a_long_core_is_seen_and_folds_do_not_count(tmp_path):
     (room / "README.md").write_text(600 * line + "five\n")
     (complaint,) = text_rules.long_cores(tmp_path)
     assert "1801 words, at most 1800" in complaint
+
+
+def test_minutes_follow_words_figures_steps_and_exercises(tmp_path):
+    """Hints are folded, so they do not count; 11.01 minutes are 15, and the command writes them."""
+    room = tmp_path / "lessons/l03_cache"
+    room.mkdir(parents=True)
+    row = "| [03 cache](lessons/l03_cache/README.md) | slow → fast | 7 | all | none |\n"
+    (tmp_path / "README.md").write_text(row)
+    steps = "".join(f"\n**Step {number}: a word.**" for number in (1, 2))  # 4 words each
+    text = "Read 1 min · code 1 min · plot 10 min\n\n![a figure](a.svg)\n" + steps
+    fold = "\n<details><summary><b>3.1 Sum</b> · 8 minutes · ★</summary>\na hint</details>\n"
+    words = 8 + 2 + 8  # the dots are no words
+    (room / "README.md").write_text(text + fold + (1600 - words) * "word ")
+    assert minutes.minutes(room) == (15, 10)  # 8 + 3 = 11
+    (complaint,) = minutes.wrong_minutes(tmp_path)
+    assert "(1, 1) minutes; by the rule (15, 10)" in complaint
+    minutes.write(tmp_path)
+    assert not minutes.wrong_minutes(tmp_path)
+    assert (tmp_path / "README.md").read_text() == row.replace("| 7 |", "| 35 |")
 
 
 # ---------------------------------------------------------------- notebooks
@@ -210,3 +232,22 @@ def test_a_crowded_room_and_an_unnamed_module_are_seen(tmp_path):
     (room / "cache.py").write_text('"""Nobody owns it.\n\nSomebodys do not count."""')
     (complaint,) = house_rules.vague_persons(tmp_path)
     assert complaint.startswith("lessons/l03_cache/cache.py:1: 'Nobody'")
+
+
+def test_a_word_that_is_not_plain_is_seen(tmp_path):
+    """In a text and in a notebook's Markdown, not in code, and only with this meaning."""
+    room = tmp_path / "lessons/l03_cache"
+    room.mkdir(parents=True)
+    plain = "A stand-in may lie, and understand. `behind` is a name. It lies.\n"
+    (room / "README.md").write_text(plain + "The row lies\n behind it.\n")
+    cells = [
+        {"cell_type": "markdown", "source": ["Nobody waits."]},
+        {"cell_type": "code", "source": ["behind = 1"]},
+    ]
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks/03_cache.ipynb").write_text(json.dumps({"cells": cells}))
+    found = house_rules.unplain_words(tmp_path)
+    assert [complaint.split(": ")[1].split(" in ")[0] for complaint in found] == [
+        "'behind'",
+        "'Nobody'",
+    ]

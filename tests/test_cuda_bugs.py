@@ -6,13 +6,14 @@ fault's sentence, or WRONG for the rules of `numerics.prove`.
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lessons.l08_online_softmax import cuda_softmax, naive
-from lessons.l09_flash_attention import cuda_flash
 from lessons.l09_flash_attention.naive import attention
+from lessons.l09_flash_attention.worklog import cuda_flash
 from lessons.l12_paged_kv.kernels import cuda_paged
 from lessons.l12_paged_kv.lab.testing import decoded, paged
 from lessons.l18_weight_quantization.kernels import cuda_w4a16
@@ -199,7 +200,7 @@ def test_a_bug_in_flash_attention_is_caught(bug, tmp_path, monkeypatch, seed):
     scores grow with the key and lie far below 0.
     """
     right, wrong, by = FLASH_BUGS[bug]
-    planted(right, wrong, cuda_flash, cuda_flash.FLASH, tmp_path, monkeypatch)
+    planted(right, wrong, cuda_flash, cuda_flash.FLASH["tiled"], tmp_path, monkeypatch)
     shapes = (21, 4, 64), (45, 2, 64), (45, 2, 64)
     q, k, v = (draw("normal", shape, seed=seed + i) for i, shape in enumerate(shapes))
     k = k.abs() * torch.linspace(-4, -1, 45)[:, None, None] - 18
@@ -210,6 +211,93 @@ def test_a_bug_in_flash_attention_is_caught(bug, tmp_path, monkeypatch, seed):
                 partial(cuda_flash.flash_attention_cuda, causal=causal),
                 partial(attention, causal=causal),
                 [q.abs(), k, v],
+                floor=2e-5,
+            )
+
+    assert_caught(by, check)
+
+
+# ---------------------------------------------------------------- lesson 9's worklog
+
+TENSOR_BUGS = {
+    "copies are not waited for": ("wait_for_all_groups_but<BUFFERS - 1>();", "", "cp.async|copy"),
+    "one group too many in flight": ("<BUFFERS - 1>();", "<BUFFERS>();", "cp.async|copy"),
+    "no barrier before a tile is read": (
+        "__syncthreads();  // every thread's part of tile n has arrived",
+        "",
+        RACE,
+    ),
+    "no barrier after a tile was read": (
+        "__syncthreads();  // no warp reads tile n any more",
+        "",
+        RACE,
+    ),
+    "K takes the queries' place at once": (
+        "__syncthreads();  // K and V take its place",
+        "",
+        RACE,
+    ),
+    "the next tile in the same buffer": (
+        "shared_address(memory[n % BUFFERS][1]), v + kv_head",
+        "shared_address(memory[(n + 1) % BUFFERS][1]), v + kv_head",
+        f"cp.async|copy|{RACE}|{WRONG}",
+    ),
+    "two rows in one place": ("(chunk ^ row % 8)", "(chunk | row % 8)", f"two|race|{WRONG}"),
+    "rows after the last one are read": ("(there ? 16 : 0)", "(16)", OR_BEYOND),
+    "the other operand's order": ("keys[0], keys[1]", "keys[0], keys[2]", WRONG),
+    "V not transposed": ("load_transposed(values", "load_matrices(values", WRONG),
+    "keys by the rows of V": (
+        "chunks_first<D, Layout>(k_tile",
+        "rows_first<D, Layout>(k_tile",
+        WRONG,
+    ),
+    "halves of a pair swapped": ('"f"(high), "f"(low)', '"f"(low), "f"(high)', WRONG),
+    "a quad's maximum of two lanes": (
+        "distance < 4; distance *= 2) m_new",
+        "distance < 2; distance *= 2) m_new",
+        WRONG,
+    ),
+    "a lane's sum alone": (
+        "distance < 4; distance *= 2) l_i",
+        "distance < 1; distance *= 2) l_i",
+        WRONG,
+    ),
+    "sum not rescaled": ("l_i[r] *= alpha;", "", WRONG),
+    "half of the output not rescaled": ("acc[d][2 * r + 1] *= alpha;", "", WRONG),
+    "causal one too few": ("key > query", "key >= query", WRONG),
+    "the diagonal is not masked": ("if (start_n + BLOCK_N > full_end)", "if (false)", WRONG),
+    "the ragged end is not masked": ("key >= num_keys ||", "", WRONG),
+    "rows after the last one are stored": ("if (row >= num_queries) continue;", "", OR_BEYOND),
+    "scale forgotten": ("softmax_scale * LOG2_E", "LOG2_E", WRONG),
+    "the other KV head": ("v + kv_head * D", "v", WRONG),
+    "logarithm in base 2": ("m_i[r] * LN_2", "m_i[r]", WRONG),
+    "rows g and g + 8 swapped": ("lane / 4 + 8 * r;", "lane / 4 + 8 * (1 - r);", WRONG),
+}
+
+
+@pytest.mark.parametrize("bug", TENSOR_BUGS)
+@pytest.mark.sample(4)
+def test_a_bug_in_the_pipelined_kernel_is_caught(bug, tmp_path, monkeypatch, seed):
+    """Two blocks of queries, the second not full; three tiles of keys, the last not full, and masked
+    by one query alone.
+    """
+    right, wrong, by = TENSOR_BUGS[bug]
+    pipelined = cuda_flash.VERSIONS["pipelined"]
+    others = r"(?m)^FLASH\((?!flash_pipelined_64).*$"
+    kernels = cuda_flash.FLASH["pipelined"]
+    source = SimpleNamespace(SOURCE=pipelined.source)
+    planted(right, wrong, source, kernels, tmp_path, monkeypatch, others)
+    shapes = (70, 4, 64), (141, 2, 64), (141, 2, 64)
+    q, k, v = (draw("normal", shape, seed=seed + i) for i, shape in enumerate(shapes))
+    k = k.abs() * torch.linspace(-4, -1, 141)[:, None, None] - 2
+    given = [x.bfloat16() for x in (q.abs(), k, v)]
+
+    def check():
+        for causal in (True, False):
+            prove(
+                partial(cuda_flash.flash_attention_cuda, causal=causal, version="pipelined"),
+                partial(attention, causal=causal),
+                given,
                 floor=2e-5,
             )
 
@@ -323,12 +411,15 @@ def test_a_bug_in_w4a16_is_caught(bug, tmp_path, monkeypatch, seed):
     assert_caught(by, lambda: prove(fast, plain, (x, tensors, bias)))
 
 
-@pytest.mark.parametrize("module", [cuda_softmax, cuda_flash, cuda_paged, cuda_w4a16])
+@pytest.mark.parametrize(
+    "module", [cuda_softmax, cuda_flash, "pipelined", cuda_paged, cuda_w4a16], ids=str
+)
 def test_without_a_bug_the_same_checks_pass(module, tmp_path, monkeypatch, seed):
     """Else a bug would be caught by a check that rejects everything."""
     tests, bugs = {
         cuda_softmax: (test_a_bug_in_the_softmax_is_caught, SOFTMAX_BUGS),
         cuda_flash: (test_a_bug_in_flash_attention_is_caught, FLASH_BUGS),
+        "pipelined": (test_a_bug_in_the_pipelined_kernel_is_caught, TENSOR_BUGS),
         cuda_paged: (test_a_bug_in_paged_decode_is_caught, PAGED_BUGS),
         cuda_w4a16: (test_a_bug_in_w4a16_is_caught, W4A16_BUGS),
     }[module]

@@ -8,25 +8,18 @@ import pytest
 
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from reference.engine import architecture
+from tests import minutes
 from tests.course_rules import complete_rooms
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FRONT = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-ROW = re.compile(
-    r"^\| \[\d\d .*\]\(lessons/(l\d\d_\w+)/README\.md\) \|[^|]*\| (\d+) \|", re.MULTILINE
-)
-TIMES = re.compile(r"^Read (\d+) min · code (\d+) min · plot (\d+) min", re.MULTILINE)
 
 
 def test_minutes_are_those_of_the_lessons():
-    rows = dict(ROW.findall(FRONT))
+    rows = {room: int(said) for _, room, said in minutes.ROW.findall(FRONT)}
     assert len(rows) >= 16
-    wanted = {}
-    for room in complete_rooms(REPOSITORY):
-        if room.name in rows:
-            times = TIMES.search((room / "README.md").read_text(encoding="utf-8"))
-            wanted[room.name] = str(sum(map(int, times.groups())))
-    assert rows == wanted
+    rooms = [room for room in complete_rooms(REPOSITORY) if room.name in rows]
+    assert rows == {room.name: minutes.sum_of(room) for room in rooms}
 
 
 def test_the_length_of_the_demos_prompts():

@@ -191,6 +191,15 @@ def test_the_counted_numbers_of_the_readme():
         f"16 heads: {16 * 2176 / 1152:.0f}; 128 heads: {128 * 2176 / 1152:.0f}",
     ):
         assert quoted in text, quoted
+    meet = {
+        context: next(
+            new
+            for new in range(1, 400)
+            if absorbed_flops(new, context + new, 128) > expanded_flops(new, context + new, 128)
+        )
+        for context in (8192, 2048)
+    }
+    assert f"after 8192 cached ones at {meet[8192]}, after 2048 at {meet[2048]}" in text
     mla = MLAConfig(None, 6, 2, 2, 2)
     assert (
         f"= {expanded_flops(1, 10, 2, mla)} FLOPs," in text

@@ -80,7 +80,7 @@ def test_the_derivation_on_paper():
     said(f"32 heads: {lse_mb:.1f} MB instead of {naive_tb / 1e12:.1f} TB")
     grid = all_tiles(24, Tiles(4, 4))
     counts = [grid.count(what) for what in (SKIPPED, UNMASKED, VISITED)]
-    said("{} are skipped, {} need no mask, {} lie on the diagonal".format(*counts))
+    said("{} are skipped, {} need no mask, {} are on the diagonal".format(*counts))
 
 
 def test_the_numbers_of_the_bottleneck():

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 from lessons.l08_online_softmax.cuda_softmax import SOFTMAX
-from lessons.l09_flash_attention.cuda_flash import FLASH
+from lessons.l09_flash_attention.worklog.cuda_flash import FLASH
 from lessons.l12_paged_kv.kernels.cuda_paged import DECODE as PAGED_DECODE
 from lessons.l18_weight_quantization.kernels.cuda_w4a16 import W4A16
 from lessons.toolbox.kernels import compile_check
@@ -269,7 +269,7 @@ def test_what_a_sanitizer_is_told_to_watch(tmp_path):
     assert sanitizer.names_on_gpu("08/optimized.cu", tmp_path) == ["softmax_x8", "plain"]
     assert sanitizer.names_on_gpu("08/softmax_kernel", tmp_path) == ["softmax_kernel"]
     # and of the course's own files what Python launches by name
-    launched = {"08": SOFTMAX, "09": FLASH, "12": PAGED_DECODE, "18": W4A16}
+    launched = {"08": SOFTMAX, "09": FLASH["tiled"], "12": PAGED_DECODE, "18": W4A16}
     assert len(list(REPOSITORY.glob("lessons/*/*.cu"))) == len(launched)
     for number, kernels in launched.items():
         names = [kernel.name for kernel in kernels.values()]

@@ -1,4 +1,4 @@
-"""CUDA C++ that stands in a Python string, launched like a kernel of a .cu file.
+"""CUDA C++ in a Python string, launched like a kernel of a .cu file.
 
 NVRTC compiles it, for the GPU that is there. Without one its compiled code runs on the CPU, where
 every access is watched (`lessons.toolbox.gpu`).

@@ -132,11 +132,11 @@ def store(
 
 
 def flat(x: Tensor) -> Tensor:
-    """All memory behind a view, from its first element on: [n]. A kernel gets the same address."""
+    """All memory from a view's first element on: [n]. A kernel gets the same address."""
     storage = x.untyped_storage()
     in_storage = storage.nbytes() // x.itemsize
-    behind = in_storage - x.storage_offset()
-    return x.as_strided((behind,), (1,))
+    remaining = in_storage - x.storage_offset()
+    return x.as_strided((remaining,), (1,))
 
 
 def next_power_of_2(n: int) -> int:
@@ -148,7 +148,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def without_low_bits(x: Tensor) -> Tensor:
-    """float32 as tf32 sees it: 10 bits behind the point in place of 23. x: [...] -> [...]."""
+    """float32 as tf32 sees it: 10 of the 23 mantissa bits are kept. x: [...] -> [...]."""
     bits = x.view(torch.int32)
     kept = bits & ~0x1FFF
     return kept.view(torch.float32)

@@ -254,7 +254,7 @@ def check(x: Tensor, name: str, dimensions: int) -> None:
 
 
 def check_contiguous(x: Tensor, name: str) -> None:
-    """Raise ValueError if the elements of x: [...] do not lie side by side."""
+    """Raise ValueError if the elements of x: [...] are not contiguous."""
     if not x.is_contiguous():
         raise ValueError(f"{name} has strides {x.stride()}; accepted: contiguous")
 

@@ -4,7 +4,7 @@ dollars.
 Everything here is a prediction from shapes and data sheets; nothing is measured. A real engine is
 slower than these floors, and the quotient of the two is the only honest score. "G" is 10⁹ here and
 on data sheets; memory tools count GiB = 2³⁰. The roofline itself is
-`toolbox.measure.hardware.attainable_flops`; here stands what goes into it.
+`toolbox.measure.hardware.attainable_flops`; here is what goes into it.
 
 Sources: Roofline (Williams, Waterman and Patterson 2009); Efficiently Scaling Transformer Inference
 (Pope et al. 2022, 2).

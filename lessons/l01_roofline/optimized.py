@@ -67,7 +67,7 @@ def scale_copy_kernel(x_ptr, out_ptr, n, factor, TILE: tl.constexpr):
     out_ptr += start
     lane = tl.arange(0, TILE)
     if start + TILE <= n:
-        # No mask: under one, the compiler cannot know that eight neighbours share their fate, and
+        # No mask: under one, the compiler cannot know that eight neighbours are masked alike, and
         # loads 2 bytes at a time.
         x = tl.load(x_ptr + lane)
         scaled = (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty)

@@ -5,7 +5,7 @@ It sees a flat run of tokens and calls one function, the course's only seam:
     decoder(tokens: [T], attend) -> hidden: [T, hidden_size]
     attend(layer: int, q: [T, Hq, D], k: [T, Hkv, D], v: [T, Hkv, Dv]) -> [T, Hq, Dv]
 
-The decoder never mixes tokens and never knows where they stand. Whatever depends on a position or
+The decoder never mixes tokens and never knows their positions. Whatever depends on a position or
 on another token happens inside `attend`: rotation, masks, caches. `attend` may overwrite q.
 Read this file from the bottom up: Decoder, DecoderLayer, Attention, MLP, RMSNorm; then rope.py.
 Parameters carry the names of Hugging Face checkpoints, so that loading one is a lookup.
@@ -160,8 +160,8 @@ class Decoder(nn.Module):
 
     @property
     def stage_layers(self) -> range:
-        """The layers that are here: all, or those of a pipeline's stage (lesson 20), one behind the
-        other. In the place of the others stands an nn.Identity.
+        """The layers that are here: all, or a run of them where a model is cut into stages. The
+        others are replaced by an nn.Identity.
         """
         here = [i for i, layer in enumerate(self.layers) if not isinstance(layer, nn.Identity)]
         return range(here[0], here[-1] + 1)

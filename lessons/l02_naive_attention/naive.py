@@ -31,7 +31,7 @@ def causal_mask(
     """Which key each query sees: [Tq, Tk] bool, True = sees. Bottom-right aligned; a window counts
     the query itself.
     """
-    # The last query stands at the last key: fewer queries than keys means that the first keys came
+    # The last query belongs to the last key: fewer queries than keys means that the first keys came
     # from earlier calls.
     query = torch.arange(num_queries, device=device)[:, None] + num_keys - num_queries
     key = torch.arange(num_keys, device=device)[None, :]

@@ -50,11 +50,11 @@ def softmax_kernel(
     sees = key < num_keys
     reads = sees
     if CAUSAL:
-        # bottom-right aligned: the last query stands at the last key
+        # bottom-right aligned: the last query belongs to the last key
         last = query + num_keys - num_queries
         sees = sees & (key <= last) & (key > last - window)
         # From one multiple of 16 keys to another, because only then the compiler knows that
-        # neighbours share their fate, and loads 16 bytes at a time instead of 2. In bfloat16 those
+        # neighbours are masked alike, and loads 16 bytes at a time instead of 2. In bfloat16 those
         # 16 keys are one sector, which memory sends whole anyway.
         reads = reads & (key < (last + 16) // 16 * 16) & (key >= (last - window + 1) // 16 * 16)
     # A masked load reads nothing from memory, so a causal mask halves the bytes that are read.
@@ -88,7 +88,7 @@ def fused_softmax(
         )
     if scores.shape[2] > 1 and scores.stride(2) != 1:
         raise ValueError(
-            f"scores: got strides {scores.stride()}; accepted: rows that lie dense, stride 1 in "
+            f"scores: got strides {scores.stride()}; accepted: rows that are dense, stride 1 in "
             f"the last dimension"
         )
     num_heads, num_queries, num_keys = scores.shape

@@ -47,7 +47,7 @@ def rope_tables(
     dtype: torch.dtype,
     context_len: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of every rotation, each [T, 1, rope_dim]: the angles stand twice, once per half
+    """cos and sin of every rotation, each [T, 1, rope_dim]: the angles are stored twice, once per half
     (Hugging Face layout).
 
     context_len: of how many tokens; None: the last of `positions` is the context's last. LongRoPE

@@ -20,7 +20,7 @@ KERNELS_RUN = True
 
 
 def check_one_device(**tensors: Tensor) -> None:
-    """Raise ValueError unless all tensors, [...] each, lie on one device that holds data: a kernel
+    """Raise ValueError unless all tensors, [...] each, are on one device that holds data: a kernel
     given foreign memory crashes, or reads it.
     """
     has_no_data = KERNELS_RUN and any(x.is_meta for x in tensors.values())

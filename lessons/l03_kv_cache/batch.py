@@ -1,4 +1,4 @@
-"""What one step of the model runs: new tokens, where they stand, and where their K and V go.
+"""What one step of the model runs: new tokens, their positions, and where their K and V go.
 
 A step may hold anything: whole prompts, single new tokens, or both. The tokens of its sequences are
 packed one after the other, because everything in the decoder but `attend` takes each token alone.
@@ -18,13 +18,14 @@ from lessons.toolbox.model.placement import read_device
 
 @dataclass(frozen=True)
 class Batch:
-    """One step: B sequences with T new tokens in all. Tensors lie on the model's device.
+    """One step: B sequences with T new tokens in all. Tensors are on the model's device.
 
+    Lesson 3 needs the fields up to max_context_len. Lessons 12 and 17 fill the others.
     The two integers are known to Python, so no step has to wait for the device to learn them.
     """
 
     tokens: Tensor  # [T] int64
-    positions: Tensor  # [T] int64: where each token stands in its own sequence
+    positions: Tensor  # [T] int64: of each token in its own sequence
     slot_mapping: Tensor  # [T] int64: which slot of the cache takes its K and V; -1: none
     cu_seqlens_q: Tensor  # [B + 1] int32: where each sequence's new tokens begin, and the end
     context_lens: Tensor  # [B] int32: tokens of each sequence once these are written
@@ -34,7 +35,7 @@ class Batch:
     block_table: Tensor | None = None  # [B, max_blocks] int32, from lesson 12 on
     work_list: object | None = None  # what lesson 12's decode reads on a CPU, made once a step
     tree: Tensor | None = None  # [T, W] int8: which new token sees which, from lesson 17 on
-    # In front of prompts, those that run one token each, or a tree: what lesson 12's kernels take
+    # Before the prompts, those that run one token each, or a tree: what lesson 12's kernels take
     # apart.
     num_decodes: int = 0  # sequences; 0, too, if there are no prompts
     num_decode_tokens: int = 0
@@ -54,7 +55,7 @@ class Batch:
             tree=None if self.tree is None else self.tree[:tokens],
             num_decodes=0,
         )
-        behind = replace(
+        rest = replace(
             self,
             cu_seqlens_q=self.cu_seqlens_q[count:] - tokens,
             context_lens=self.context_lens[count:],
@@ -62,7 +63,7 @@ class Batch:
             tree=None,
             num_decodes=0,
         )
-        return front, behind
+        return front, rest
 
 
 def new_batch(
@@ -139,7 +140,7 @@ def check_chunks(
         room = len(table) * block_size
         if not new or held < 0 or held + len(new) > room:
             raise ValueError(
-                f"chunks[{b}]: got {len(new)} new tokens behind {held}; accepted: one or more new "
+                f"chunks[{b}]: got {len(new)} new tokens after {held}; accepted: one or more new "
                 f"ones, and at most {room} together, the room in its block_tables"
             )
 
@@ -154,7 +155,7 @@ def check_integers(**lists: list[int]) -> None:
 
 
 def _padded(tables: Sequence[Sequence[int]]) -> Tensor:
-    """[B, max_blocks] int32. What lies behind a sequence's blocks is no block's number."""
+    """[B, max_blocks] int32. What follows a sequence's blocks is no block's number."""
     width = max(map(len, tables))
     rows = [[*table, *[2**30] * (width - len(table))] for table in tables]
     return torch.tensor(rows, dtype=torch.int32)

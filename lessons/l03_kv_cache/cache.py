@@ -231,7 +231,7 @@ def check_below(limit: int, **numbers: int) -> None:
 
 
 def check_layers(layers: range, num_layers: int) -> None:
-    """Raise ValueError unless `layers` are some of the model's, one behind the other."""
+    """Raise ValueError unless `layers` are some of the model's, one after the other."""
     fits = isinstance(layers, range) and layers.step == 1 and layers
     if not fits or layers.start < 0 or layers.stop > num_layers:
         refuse("layers", layers, f"None, or a range of layers within 0 to {num_layers}")

@@ -64,7 +64,7 @@ class ConcatCache:
         return cache
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Add new tokens behind the old ones. k: [T, Hkv, D]; v: [T, Hkv, Dv]."""
+        """Add new tokens after the old ones. k: [T, Hkv, D]; v: [T, Hkv, Dv]."""
         self.written_bytes += k.nbytes + v.nbytes
         if layer in self.keys:
             old_k, old_v = self.keys[layer], self.values[layer]

@@ -60,7 +60,7 @@ def append_rows(
     distinct; -1 skips a token.
 
     v and v_cache may have heads of another width than k and k_cache. Raises ValueError if shapes,
-    dtypes or strides do not fit. A slot beyond the cache is not checked: it lies on the device.
+    dtypes or strides do not fit. A slot beyond the cache is not checked: it is on the device.
     """
     check_append_inputs(k, v, k_cache, v_cache, slot_mapping)
     check_one_device(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)

@@ -90,7 +90,7 @@ def decode_attention_torch(
     """The newest token attends to all. q: [1, Hq, D]; k: [length, Hkv, D]; v: [length, Hkv, Dv] ->
     [1, Hq, Dv]. k and v may be views.
 
-    No mask, because nothing lies in the newest token's future; a window is a slice. The query heads
+    No mask, because nothing is in the newest token's future; a window is a slice. The query heads
     of a KV head are the rows of one matrix, so K and V are never repeated (lesson 5).
     """
     if window is not None:

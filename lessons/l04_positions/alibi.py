@@ -40,7 +40,7 @@ def alibi_bias(slopes: Tensor, num_queries: int, num_keys: int) -> Tensor:
     """-slope · (distance from the query back to the key), bottom-right aligned. slopes: [H] -> [H,
     Tq, Tk] like slopes.
     """
-    # the last query stands at the last key
+    # the last query belongs to the last key
     query = torch.arange(num_queries, device=slopes.device) + num_keys - num_queries
     distance = query[:, None] - torch.arange(num_keys, device=slopes.device)
     return -slopes[:, None, None] * distance

@@ -35,7 +35,7 @@ def check_rotate_rows(
     check_apart(x=x)
     if x.shape[1] * x.stride(1) > MAX_ELEMENTS:  # rotate_kernel counts a token's in 32 bits
         raise ValueError(
-            f"x: got heads that lie {x.stride(1)} elements apart; accepted: all of a token's "
+            f"x: got heads that are {x.stride(1)} elements apart; accepted: all of a token's "
             "within "
             f"{MAX_ELEMENTS}"
         )
@@ -113,7 +113,7 @@ def check_rope_cache(
 
 
 def _check_head_dim(head_dim: int) -> None:
-    # pairs turn, and a head's pairs lie in one program
+    # pairs turn, and a head's pairs are in one program
     if head_dim % 2 or not 2 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(
             f"head_dim: got {head_dim}; accepted: an even number from 2 to {MAX_HEAD_DIM}"

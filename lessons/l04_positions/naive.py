@@ -1,7 +1,7 @@
 """Rotary positions in plain PyTorch: angles, tables, both layouts, how weights change layout.
 
 Read `inverse_frequencies`, `rotate_half`, `rotate_interleaved`, `half_from_interleaved`, then
-lesson 3's `write` (stand_ins.py), which rotates into new tensors and stores them then. Positions
+lesson 3's `write` (stand_ins.py), which rotates into new tensors and then stores them. Positions
 without a rotation, as biases of the scores, are in alibi.py.
 
 Sources: RoFormer (Su et al. 2021, section 3.2.2; in 3.4.2, equation 34, the pairs are neighbours:

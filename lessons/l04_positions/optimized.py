@@ -2,7 +2,7 @@
 cache, beside v.
 
 Each of q, k and v is read once and written once. Read `load_pairs` and `turn_into` in pairs.py,
-then `rope_cache_kernel` beside lesson 3's `write`, which rotates first and stores then, then the
+then `rope_cache_kernel` beside lesson 3's `write`, which rotates first and then stores, then the
 wrapper `rope_cache`. `rotate_rows` rotates alone. stand_ins.py is the same idea in PyTorch, for
 machines where kernels would be interpreted.
 
@@ -218,7 +218,7 @@ def rope_cache(
 def rotate_rows(
     x: Tensor, positions: Tensor, cos_sin_cache: Tensor, last_position: int, layout: str = "half"
 ) -> Tensor:
-    """Turn x: [T, H, D] in place and return it. The rest as in `rope_cache`, but heads may lie
+    """Turn x: [T, H, D] in place and return it. The rest as in `rope_cache`, but heads may be
     apart: x[..., :rotary_dim].
     """
     check_rotate_rows(x, positions, cos_sin_cache, last_position, layout)

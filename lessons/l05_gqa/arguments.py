@@ -44,7 +44,7 @@ def check_grouped_inputs(
         raise ValueError(f"q, k_cache, v_cache: got strides {strides}; accepted: last one 1")
     if q.shape[1] * q.stride(1) > MAX_ELEMENTS:  # counted in 32 bits, because 64 would spill
         raise ValueError(
-            f"q: got heads that lie {q.stride(1)} elements apart; accepted: all of a token's "
+            f"q: got heads that are {q.stride(1)} elements apart; accepted: all of a token's "
             "within "
             f"{MAX_ELEMENTS}"
         )

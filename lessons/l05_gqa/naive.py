@@ -40,7 +40,7 @@ def decode_mha(
     """The newest token attends to all, every query head to its own KV head. q: [1, H, D]; k, v:
     [length, H, D] -> [1, H, D].
 
-    No mask, because nothing lies in the newest token's future; a window is a slice.
+    No mask, because nothing is in the newest token's future; a window is a slice.
     """
     if window is not None:
         k, v = k[-window:], v[-window:]

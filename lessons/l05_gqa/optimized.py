@@ -59,7 +59,7 @@ def gqa_decode_kernel(
     row, column, step = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     head = kv_head * GROUP + row
     in_head = column[None, :] < HEAD_DIM
-    # the rows behind the group belong to the next KV head's queries
+    # the rows after the group belong to the next KV head's queries
     in_group = (row < GROUP)[:, None] & in_head
     q = tl.load(
         q_ptr + sequence * stride_qb + head[:, None] * stride_qh + column[None, :],
@@ -67,7 +67,7 @@ def gqa_decode_kernel(
         other=0.0,
     )
     length = tl.load(context_lens_ptr + sequence).to(tl.int32)
-    # int64, because head · stride passes 2^31 where all rows of a head lie beside each other
+    # int64, because head · stride passes 2^31 where all rows of a head are next to each other
     k_ptr += sequence * stride_kb + kv_head.to(tl.int64) * stride_kh
     v_ptr += sequence * stride_vb + kv_head.to(tl.int64) * stride_vh
     k_tile = step[:, None] * stride_kn + column[None, :]

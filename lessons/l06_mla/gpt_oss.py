@@ -1,6 +1,6 @@
 """gpt-oss: lesson 2's decoder with sinks in its attention and experts of its own kind.
 
-All experts of a layer lie in one tensor. Gate and up stand in every other column, both are clamped,
+All experts of a layer are in one tensor. Gate and up are in every other column, both are clamped,
 and both have biases. Its published files hold the experts in 4 bits (MXFP4), which lesson 18 reads
 (load_quantized); this decoder reads files in 16 or 32 bits.
 

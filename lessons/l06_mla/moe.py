@@ -53,7 +53,7 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """How well each expert suits each token: [T, hidden_size] -> [T, E], float32 at least,
-        because 16 bits would tie experts whose scores lie close together.
+        because 16 bits would tie experts whose scores are close together.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         return x.to(wide) @ self.weight.to(wide).T

@@ -1,7 +1,7 @@
-"""Absorbed weights: a decode step reads the latents as they lie in the cache, once for all heads,
+"""Absorbed weights: a decode step reads the latents as they are stored in the cache, once for all heads,
 and expands nothing.
 
-W_UK moves into the query and W_UV behind the attention (deepseek.py: absorb, project_values). What
+W_UK moves into the query and W_UV after the attention (deepseek.py: absorb, project_values). What
 is left is one KV head of rank + rope = 576 values, whose first 512 are also its value:
 `mla_decode_kernel` loads each row once and uses it twice. Prefill stays in the expanded form,
 because there absorbing costs more products than it saves (README, Where it loses).
@@ -41,7 +41,7 @@ class AbsorbedPool(LatentPool):
     """LatentPool whose single queries come to the latents, rather than the latents to them."""
 
     def read(self, mla: MLAttention, q: Tensor, latents: Tensor, batch: Batch) -> Tensor:
-        """Prompts expand all latents; a single query reads them as they lie. Shapes as above."""
+        """Prompts expand all latents; a single query reads them as they are. Shapes as above."""
         if batch.max_seqlen_q > 1:
             return super().read(mla, q, latents, batch)
         c_kv = latents[..., : self.config.mla.kv_lora_rank]
@@ -221,7 +221,7 @@ def check_latent_inputs(q: Tensor, kv_cache: Tensor, context_lens: Tensor, rank:
         )
     if q.shape[1] * q.stride(1) > MAX_ELEMENTS:  # counted in 32 bits, because 64 would spill
         raise ValueError(
-            f"q: got heads that lie {q.stride(1)} elements apart; accepted: all of a token's "
+            f"q: got heads that are {q.stride(1)} elements apart; accepted: all of a token's "
             "within "
             f"{MAX_ELEMENTS}"
         )

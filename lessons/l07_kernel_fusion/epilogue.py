@@ -182,14 +182,14 @@ def _launch(kernel, x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def tiles_for(x: Tensor) -> GemmTiles:
-    """Tiles for the dtype of x: [R, K] and the chip that it lies on."""
+    """Tiles for the dtype of x: [R, K] and the chip that it is on."""
     has_tensor_cores = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
     return TENSOR_CORES if x.itemsize == 2 and has_tensor_cores else PLAIN
 
 
 def check_product(x: Tensor, **weights: Tensor) -> None:
     """Raise ValueError unless x: [R, K] and the weights: [I, K], the same I for all, have one of
-    DTYPES, rows that lie dense and one device.
+    DTYPES, dense rows and one device.
     """
     check_one_device(x=x, **weights)
     first = next(iter(weights.values()))
@@ -207,6 +207,4 @@ def check_product(x: Tensor, **weights: Tensor) -> None:
             )
     for name, tensor in {"x": x, **weights}.items():
         if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-            raise ValueError(
-                f"{name}: got strides {tensor.stride()}; accepted: rows that lie dense"
-            )
+            raise ValueError(f"{name}: got strides {tensor.stride()}; accepted: dense rows")

@@ -46,7 +46,7 @@ def qk_norm_kernel(
     row = tl.where(is_q, program, program - q_programs) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_tokens * heads) & (column < size)
-    # int64, because token · stride may pass 2^31, and head · stride where a head's tokens lie
+    # int64, because token · stride may pass 2^31, and head · stride where a head's tokens are
     # beside each other
     token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     at = (

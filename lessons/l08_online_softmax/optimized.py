@@ -112,7 +112,7 @@ def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
 
     float32 inside. A row of −inf alone gives zeros and −inf. The kernel depends on N alone, so a
     row's bits do not depend on how many others there are. Raises ValueError for other shapes,
-    dtypes, or rows that do not lie dense.
+    dtypes, or rows that are not dense.
     """
     check_rows(scores)
     num_rows, num_columns = scores.shape
@@ -175,7 +175,7 @@ def warps_for(block_n: int) -> int:
 def check_rows(
     scores: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
 ) -> None:
-    """Raise ValueError unless scores: [R, N] has one of the dtypes and rows that lie dense."""
+    """Raise ValueError unless scores: [R, N] has one of the dtypes and dense rows."""
     if scores.ndim != 2 or scores.dtype not in dtypes or scores.device.type == "meta":
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
@@ -185,7 +185,7 @@ def check_rows(
         )
     if scores.shape[1] > 1 and scores.stride(1) != 1:
         raise ValueError(
-            f"scores: got strides {scores.stride()}; accepted: rows that lie dense, stride 1 in "
+            f"scores: got strides {scores.stride()}; accepted: dense rows, stride 1 in "
             f"the last dimension"
         )
 

@@ -227,7 +227,7 @@ def merge_states(
 
 
 def merge_warps(block_d: int) -> int:
-    """Warps of a program that merges rows of block_d columns: no more than lie along one row, each
+    """Warps of a program that merges rows of block_d columns: no more than fit along one row, each
     over 128 columns. A column's sum then stays in a warp. Across warps it would go through shared
     memory, in few of its banks.
     """

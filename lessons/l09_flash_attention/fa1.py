@@ -1,4 +1,4 @@
-"""FlashAttention in FA-1 order, in Triton, to read before optimized.py: the keys stand in the outer
+"""FlashAttention in FA-1 order, in Triton, to read before optimized.py: the keys are in the outer
 loop.
 
 A program owns a head. Each tile of keys is loaded once and meets every tile of queries, so m, l and

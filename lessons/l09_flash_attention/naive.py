@@ -2,7 +2,7 @@
 matrix anywhere.
 
 Read `attention` (all scores at once: the oracle), `tile_scores`, `tiled_attention_fa1`, then
-`tiled_attention`. Compare the last two: who stands in the outer loop, and how often `acc` is
+`tiled_attention`. Compare the last two: what is in the outer loop, and how often `acc` is
 divided.
 
 Sources: Dao et al. 2022, FlashAttention, algorithm 1 (keys outside, normalised at every step); Dao

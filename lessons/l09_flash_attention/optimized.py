@@ -40,7 +40,7 @@ def key_range(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """tiles.key_range for queries that stand at the keys first … first + BLOCK_M - 1."""
+    """tiles.key_range for queries that belong to the keys first … first + BLOCK_M - 1."""
     begin, full_end, end = 0, num_keys // BLOCK_N * BLOCK_N, num_keys
     if CAUSAL:
         end = tl.minimum(end, tl.maximum(0, first + BLOCK_M))
@@ -189,7 +189,7 @@ def flash_kernel(
         )
         l_i = tl.full((BLOCK_M,), 1.0 if SINKS else 0.0, tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-        # bottom-right aligned: the last query stands at the last key
+        # bottom-right aligned: the last query belongs to the last key
         first = start_m + num_keys - num_queries
         query = first + tl.arange(0, BLOCK_M)
         edges = key_range(first, num_keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)

@@ -11,7 +11,7 @@ import torch
 from lessons.l02_naive_attention import naive as lesson2
 from lessons.l02_naive_attention.naive import causal_mask
 from lessons.l08_online_softmax.naive import finish, from_scores, merge
-from lessons.l09_flash_attention import cuda_flash, optimized, tiles
+from lessons.l09_flash_attention import optimized, tiles
 from lessons.l09_flash_attention.fa1 import fa1_kernel, flash_attention_fa1
 from lessons.l09_flash_attention.hopper import fp8
 from lessons.l09_flash_attention.hopper.fp8 import flash_attention_fp8, flash_fp8_kernel
@@ -25,6 +25,7 @@ from lessons.l09_flash_attention.naive import (
 )
 from lessons.l09_flash_attention.optimized import flash_attention, flash_kernel
 from lessons.l09_flash_attention.tiles import SKIPPED, UNMASKED, VISITED, Tiles, has_e4m3, tile_map
+from lessons.l09_flash_attention.worklog import cuda_flash
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.kernels.accesses import Accesses
 from lessons.toolbox.kernels.compile_check import CHIPS, check_all, check_cuda

@@ -40,11 +40,11 @@ def key_range(
     """(begin, full_end, end): queries start_m … start_m + block_m - 1 visit the keys begin … end -
     1, tile by tile.
 
-    Tiles before full_end lie below the diagonal and hold no key beyond the last: they need no mask,
+    Tiles before full_end are below the diagonal and hold no key beyond the last: they need no mask,
     except that of a window. begin and full_end are multiples of block_n.
     """
     block_m, block_n = tiles.block_m, tiles.block_n
-    # the key at which the tile's first query stands: bottom-right aligned
+    # the key of the tile's first query: bottom-right aligned
     first = start_m + num_keys - num_queries
     # rounded down: the last tile may be a partial one
     begin, full_end, end = 0, num_keys // block_n * block_n, num_keys
@@ -124,7 +124,7 @@ def tiles_for(capability: int | None, head_dim: int, itemsize: int) -> Tiles:
 
 
 def capability(device: torch.device) -> int | None:
-    """The compute capability of the chip behind a device, 90 for 9.0; None for a CPU."""
+    """The compute capability of a device's chip, 90 for 9.0; None for a CPU."""
     if device.type != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)

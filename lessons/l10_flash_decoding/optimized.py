@@ -65,13 +65,13 @@ def split_decode_kernel(
     row, column, step = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     head = kv_head * GROUP + row
     in_head = column[None, :] < HEAD_DIM
-    in_group = row < GROUP  # the rows behind the group belong to the next KV head's queries
+    in_group = row < GROUP  # the rows after the group belong to the next KV head's queries
     q = tl.load(
         q_ptr + sequence * stride_qb + head[:, None] * stride_qh + column[None, :],
         mask=in_group[:, None] & in_head,
         other=0.0,
     )
-    # int64, because head · stride passes 2^31 where all rows of a head lie beside each other
+    # int64, because head · stride passes 2^31 where all rows of a head are next to each other
     k_ptr += sequence * stride_kb + kv_head.to(tl.int64) * stride_kh
     v_ptr += sequence * stride_vb + kv_head.to(tl.int64) * stride_vh
     k_tile = step[:, None] * stride_kn + column[None, :]
@@ -181,7 +181,7 @@ def flash_decode(
     window: only the last `window` rows count. num_splits: of every sequence (default: enough to
     fill the GPU). split_size: keys in every split instead; then a sequence's bits do not depend on
     its batch. max_context_len: the longest length, if the host knows it (default: capacity;
-    context_lens lies on the device, and reading it there would make the host wait). float32 inside.
+    context_lens is on the device, and reading it there would make the host wait). float32 inside.
     Raises ValueError.
     """
     check_grouped_inputs(q, k_cache, v_cache, context_lens, window)

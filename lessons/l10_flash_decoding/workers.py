@@ -1,7 +1,7 @@
 """A CPU's cores in the place of a GPU's SMs: every split is a task, and as many tasks run at once
 as there are cores.
 
-What stands for the kernels where they would be interpreted: the same splits, the same merge, real
+What takes the kernels' place where they would be interpreted: the same splits, the same merge, real
 waiting for free places.
 """
 

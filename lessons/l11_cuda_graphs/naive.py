@@ -206,7 +206,7 @@ def leave(pool: KVPool, wave: list[Request]) -> list[Request]:
 def step_inputs(running: list[Request], capacity: int) -> Tensor:
     """What changes from step to step, one column a request: [4, B] int64, on the CPU.
 
-    Rows: the token to run, where it stands, the slot of its K and V, how many slots it sees with
+    Rows: the token to run, its position, the slot of its K and V, how many slots it sees with
     its own. Request b owns the slots b · capacity … (b + 1) · capacity - 1.
     """
     # - 1, because the newest token has not run yet

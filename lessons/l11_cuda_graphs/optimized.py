@@ -2,7 +2,7 @@
 whole.
 
 Read `GraphRunner`: buffers that never move, one graph per bucket, and a step that is copy in,
-replay, copy out. `CudaGraphs` is all of PyTorch's API that it needs; simulator.py stands in for it
+replay, copy out. `CudaGraphs` is all of PyTorch's API that it needs; simulator.py takes its place
 where there is no GPU.
 
 Sources: NVIDIA, CUDA C++ programming guide, section "CUDA Graphs"; PyTorch, CUDA semantics, section
@@ -58,7 +58,7 @@ def bucket_for(batch: int, buckets: Sequence[int]) -> int:
 
 
 def padded(inputs: Tensor, bucket: int) -> Tensor:
-    """inputs: [4, B] -> [4, bucket], PADDING behind the columns that are asked for.
+    """inputs: [4, B] -> [4, bucket], PADDING after the columns that are asked for.
 
     Raises ValueError if the bucket is smaller than the batch.
     """
@@ -66,8 +66,8 @@ def padded(inputs: Tensor, bucket: int) -> Tensor:
     if bucket < batch:
         raise ValueError(f"bucket: got {bucket}; accepted: {batch}, the batch, or more")
     column = torch.tensor(PADDING, device=inputs.device)[:, None]
-    behind = column.expand(-1, bucket - batch)
-    return torch.cat([inputs, behind], dim=1)
+    padding = column.expand(-1, bucket - batch)
+    return torch.cat([inputs, padding], dim=1)
 
 
 class GraphRunner:
@@ -150,7 +150,7 @@ class PinnedCopies:
 
 
 class CudaGraphs:
-    """PyTorch's CUDA graphs behind one method. All of them share one memory pool, which only one of
+    """PyTorch's CUDA graphs as one method. All of them share one memory pool, which only one of
     them uses at a time.
     """
 
@@ -227,7 +227,7 @@ def generate(
 def kept_setup(model: Decoder, num_blocks: int, block_size: int) -> Setup:
     """The setup of an earlier call where it is large enough, else a new one.
 
-    It leaves KEPT until its call has ended, so a call inside another one gets a setup of its own.
+    It leaves KEPT until its call has ended, so a call inside another one gets its own setup.
     """
     made_for, setup = KEPT.pop(model, (None, None))
     if made_for == captured_for(model) and holds(setup.pool, num_blocks, block_size):
@@ -249,6 +249,6 @@ def holds(pool: KVPool, num_blocks: int, block_size: int) -> bool:
 
 
 def captured_for(model: Decoder) -> tuple:
-    """What graphs of the model rely on: its config, and where each weight lies."""
+    """What graphs of the model rely on: its config, and the address of each weight."""
     weights = [weight.data_ptr() for weight in model.parameters()]
     return model.config, model.dtype, model.device, weights

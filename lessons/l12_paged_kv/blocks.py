@@ -1,6 +1,6 @@
 """Who owns which block: a free list, a count of owners for each block, a table for each sequence.
 
-Nothing here touches a tensor. A block is a number; where its K and V lie is the pool's business,
+Nothing here touches a tensor. A block is a number; where its K and V are is the pool's business,
 and all layers use the same number. Read `BlockPool`, then `BlockManager.grow`.
 
     manager = BlockManager(num_blocks=8, block_size=4)

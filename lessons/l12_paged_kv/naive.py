@@ -57,7 +57,7 @@ def gathered(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     """A copy of one sequence's rows. cache: [num_blocks, block_size, Hkv, D]; blocks: [max_blocks],
     its row of the block table -> [length, Hkv, D].
     """
-    in_use = blocks[: -(-length // cache.shape[1])]  # behind them stands no block's number
+    in_use = blocks[: -(-length // cache.shape[1])]  # the entries after them are no blocks
     return cache[in_use.long()].flatten(0, 1)[:length]
 
 

@@ -1,7 +1,7 @@
 """Paged attention: the wrappers of the two kernels in paged.py, and this lesson's rung.
 
 The kernels read the block table themselves, so nothing is gathered: K and V are read once, from
-wherever they lie. arguments.py says what the wrappers accept, launch.py how the kernels are
+wherever they are. arguments.py says what the wrappers accept, launch.py how the kernels are
 launched.
 
 Source: Kwon et al. 2023, PagedAttention, section 4.1.
@@ -34,7 +34,7 @@ def paged_decode(
     """One query per sequence over its blocks. q: [B, Hq, D]; k_cache: [num_blocks, block_size, Hkv,
     D]; v_cache: [num_blocks, block_size, Hkv, Dv] -> [B, Hq, Dv].
 
-    block_table: [B, max_blocks] int32; entries behind a sequence's last block are not read.
+    block_table: [B, max_blocks] int32; entries after a sequence's last block are not read.
     context_lens: [B] int32 or int64, tokens with the query's own; 0 gives zeros. num_splits,
     split_size, max_context_len: as in lesson 10's `flash_decode`. row_of: `contiguous_row` for a
     cache in which sequence b owns block b. float32 inside. Raises ValueError.

@@ -3,7 +3,7 @@
     runner = PagedRunner.for_model(model, num_blocks=64, block_size=16, max_context_len=512)
     logits = runner.step({0: prompt, 1: another})    # each sequence by its number
     logits = runner.step({0: [token]})               # the blocks for it are found on the way
-    runner.fork(0, 2)                                # 2 goes on from where 0 stands
+    runner.fork(0, 2)                                # 2 goes on from where 0 is
     runner.free(0)
 
 Read `step`: grow the tables, make the copies that growing asks for, run the model.
@@ -118,7 +118,7 @@ class PagedRunner:
 
     @torch.inference_mode()
     def step(self, new: dict[int, list[int]]) -> Tensor:
-        """Run the new tokens of some sequences, one at least of each. Returns the logits behind the
+        """Run the new tokens of some sequences, one at least of each. Returns the logits after the
         last of each: [B, V], in the order of `new`.
 
         Raises OutOfBlocks; then the sequences before the one that found none have grown.
@@ -154,7 +154,7 @@ class PagedRunner:
         copy_blocks(self.pool, copies)
 
     def fork(self, parent: int, child: int) -> None:
-        """`child` goes on from where `parent` stands, on the same blocks. Nothing is copied now."""
+        """`child` goes on from where `parent` is, on the same blocks. Nothing is copied now."""
         self.blocks.fork(parent, child)
         self.held[child] = self.held[parent]
 

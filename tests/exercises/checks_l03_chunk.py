@@ -46,7 +46,7 @@ def very_negative(seed):
 CHUNKS = {
     "one_sequence": (
         dict(lengths=(9,), capacity=9),
-        "a chunk of 3 behind 6 cached tokens, the buffer full",
+        "a chunk of 3 after 6 cached tokens, the buffer full",
     ),
     "spare_rows": (dict(lengths=(5,)), "9 rows of the buffer are not in use"),
     "different_lengths": (dict(), "each sequence has its own length"),

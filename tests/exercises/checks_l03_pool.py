@@ -100,7 +100,7 @@ def test_attends_as_if_recomputed(impl, case, seed):
         held += new
 
 
-@check("3.2", {"from_block_0": "a decode and a chunk", "from_block_1": "the blocks behind another"})
+@check("3.2", {"from_block_0": "a decode and a chunk", "from_block_1": "the blocks after another"})
 def test_several_sequences(impl, case, seed):
     """Each sequence reads its own block; what other blocks hold does not show."""
     first = int(case[-1])
@@ -262,9 +262,9 @@ def test_forgetting_the_newest(impl, case, seed):
 FORGOTTEN = {  # block, tokens held before, what the others hold, why
     "first": (0, [5, 3, 4], [4, 3], "the last sequence takes block 0"),
     "middle": (1, [5, 3, 4], [5, 4], "it may be longer than the one that ended"),
-    "last": (2, [5, 3, 4], [5, 3], "nobody has to move"),
-    "fewer": (0, [5, 4], [4], "the last sequence need not lie in the last block"),
-    "only": (0, [5], [], "nobody is left"),
+    "last": (2, [5, 3, 4], [5, 3], "no block has to move"),
+    "fewer": (0, [5, 4], [4], "the last sequence need not be in the last block"),
+    "only": (0, [5], [], "none is left"),
 }
 
 
@@ -287,7 +287,7 @@ def test_forgetting_a_sequence(impl, case, seed):
         assert_equal(getattr(pool, name), slots, label=f"your {name} after forget({block})")
 
 
-@check("3.2", {"behind": "nobody lies in that block", "negative": "nor in one before the first"})
+@check("3.2", {"behind": "no sequence is in that block", "negative": "nor in one before the first"})
 def test_forget_refuses(impl, case, seed):
     pool = impl(CONFIG, 3, 8, LESSON_03_TORCH)
     try:

@@ -53,7 +53,7 @@ def test_add(impl, case, seed):
 SUMS = {
     "example": ((2, 3), "the docstring's: BLOCK is 4, a row has 3"),
     "full": ((3, 8), "a row fills its block"),
-    "long": ((5, 50), "14 places behind each row"),
+    "long": ((5, 50), "14 places after each row"),
 }
 
 
@@ -70,7 +70,7 @@ def test_row_sums_load_once(impl, seed):
 
 
 def view(case, seed):
-    """A view whose elements do not lie side by side."""
+    """A view whose elements are not contiguous."""
     if case == "every_second_column":
         return random(seed, 4, 12)[:, ::2]
     if case == "transposed":

@@ -191,7 +191,7 @@ TIMER_CASES = {
         8,
         dict(warmup=0, repetitions=2),
         (5, 5, 5),
-        "somebody else's work is still in the queue",
+        "earlier work is still in the queue",
     ),
     "outlier": (
         [5, 5, 5, 5, 900],

@@ -39,7 +39,7 @@ def oracle(q, k, v, **options):
 
 ATTENTION_CASES = {
     "square": (dict(), "as many queries as keys"),
-    "fewer_queries": (dict(queries=3, keys=7), "the last query stands at the last key"),
+    "fewer_queries": (dict(queries=3, keys=7), "the last query belongs to the last key"),
     "one_query": (dict(queries=1, keys=6), "decoding: the one query sees everything"),
     "more_queries": (dict(queries=6, keys=4), "the first two queries see no key and get zeros"),
     "shared_kv_heads": (dict(heads=6, kv_heads=2), "query heads 0, 1, 2 read KV head 0"),
@@ -80,7 +80,7 @@ def test_large_scores(impl, seed):
 
 @check("2.1")
 def test_very_negative_scores(impl, seed):
-    """All scores lie near -32768: a mask or a first maximum of -10000 is larger than all of them."""
+    """All scores are near -32768: a mask or a first maximum of -10000 is larger than all of them."""
     inputs = attention_inputs(seed, queries=3, keys=6, softmax_scale=0.5)
     for x, first in ((inputs["q"], 256), (inputs["k"], -256)):
         x.copy_((8 * x).round() / 8)[..., 0] = first  # every product is exact in float32
@@ -267,7 +267,7 @@ class ToyModel:
     {
         "first_token": "the last row predicts it",
         "second_token": "its logits come from a longer sequence",
-        "many_tokens": "positions go on counting behind the prompt",
+        "many_tokens": "positions go on counting after the prompt",
         "none": "max_new_tokens=0",
         "stop_token": "any one of several ends the row and is returned",
         "stop_token_in_prompt": "only a generated one ends the row",

@@ -62,7 +62,7 @@ def oracle(config, x, positions):
 
 ROPE_CASES = {  # name: (config, first position, heads, why)
     "from_zero": (CONFIG, 0, 3, "positions 0, 1, 2, …"),
-    "behind_a_cache": (CONFIG, 700, 2, "the first new token stands at position 700"),
+    "behind_a_cache": (CONFIG, 700, 2, "the first new token is at position 700"),
     "theta": (replace(CONFIG, rope_theta=500000.0), 30, 2, "theta comes from the checkpoint"),
     "linear": (
         replace(CONFIG, rope_scaling=RopeScaling("linear", 4.0)),
@@ -202,7 +202,7 @@ BIAS_CASES = {  # name: (heads, queries, keys, why)
     "twelve_heads": (12, 3, 3, "those of 8 heads, then the 1st, 3rd, 5th, 7th of 16"),
     "many_heads": (71, 1, 2, "Falcon-7B's 71: 64 and 7 more"),
     "decode": (8, 1, 9, "one query, at the last key"),
-    "chunk": (6, 3, 10, "three queries behind seven cached keys"),
+    "chunk": (6, 3, 10, "three queries after seven cached keys"),
 }
 
 

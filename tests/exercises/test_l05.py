@@ -29,7 +29,7 @@ READ_CASES = {  # name: (new tokens, all tokens, heads, KV heads, window, why)
     "decode": (1, 9, 6, 2, None, "one new token, 3 query heads to a KV head"),
     "first_token": (1, 1, 6, 2, None, "a softmax over one key is 1"),
     "prompt": (7, 7, 6, 2, None, "a prompt alone: causal, in groups"),
-    "chunk": (3, 8, 6, 2, None, "a chunk's first query stands behind older tokens"),
+    "chunk": (3, 8, 6, 2, None, "a chunk's first query comes after older tokens"),
     "mha": (4, 5, 4, 4, None, "a KV head for every query head"),
     "mqa": (4, 5, 5, 1, None, "one KV head for all"),
     "window_decode": (1, 6, 6, 2, 3, "a step counts its last 3 tokens"),

@@ -50,7 +50,7 @@ NORM_CASES = {
     "many_rows": (dict(rows=17, size=20), "each program has its own row"),
     "tiny_rows": (
         dict(scale=1e-3, eps=1e-5),
-        "rows as small as the root of eps: eps counts, and stands inside the root",
+        "rows as small as the root of eps: eps counts, and is inside the root",
     ),
     "large_float16": (
         dict(dtype=torch.float16, scale=300.0),
@@ -189,7 +189,7 @@ def plain_loop(layers, last_norm, x):
     "7.2",
     {
         "one_layer": "two junctions",
-        "two_layers": "the next layer's norm stands behind this one's MLP",
+        "two_layers": "the next layer's norm follows this one's MLP",
         "five_layers": "every layer its number",
     },
 )

@@ -32,7 +32,7 @@ def tile_inputs(
     seed, queries=16, keys=16, heads=2, kv_heads=2, dim=8, v_dim=8, kind="normal", **options
 ):
     """Random q, k, v and options; kind "ascending": every tile holds a larger score than the one
-    before; "far_below": all scores lie near -20480 · √dim, exact in float32.
+    before; "far_below": all scores are near -20480 · √dim, exact in float32.
     """
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(queries, heads, dim, generator=g)
@@ -77,7 +77,7 @@ TILE_CASES = {
     "grouped_heads": (dict(heads=6, kv_heads=2), "query heads 0, 1, 2 read KV head 0"),
     "other_v": (dict(v_dim=5), "v may be narrower than q and k"),
     "slices": (dict(kind="slices"), "q, k and v are slices of wider tensors"),
-    "far_below": (dict(kind="far_below", dim=16), "all scores lie near -20000: no maximum is 0"),
+    "far_below": (dict(kind="far_below", dim=16), "all scores are near -20000: no maximum is 0"),
     "given_scale": (dict(softmax_scale=0.7), "softmax_scale comes from the caller"),
     "scale_of_zero": (dict(softmax_scale=0.0), "0 is a scale too: all weights are equal"),
 }
@@ -174,7 +174,7 @@ SINK_CASES = {
     "no_key": (dict(keys=0), "the sink takes all"),
     "far_below": (
         dict(keys=21, kind="far_below", sink=-20480.0),
-        "all scores lie near -20000: neither a maximum nor a mask is large enough there",
+        "all scores are near -20000: neither a maximum nor a mask is large enough there",
     ),
 }
 

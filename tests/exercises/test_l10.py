@@ -270,10 +270,10 @@ def test_empty_splits_change_no_bit(impl, seed):
         )
         together = call(impl, padded)
         assert_equal(
-            together, alone, atol=1e-5, label=f"with {more} empty splits behind it, your result"
+            together, alone, atol=1e-5, label=f"with {more} empty splits after it, your result"
         )
         assert torch.equal(together, alone), (
-            f"{more} empty splits behind the others changed the last bits of your result"
+            f"{more} empty splits after the others changed the last bits of your result"
         )
 
 
@@ -335,7 +335,7 @@ DECODE_CASES = {
     ),
     "far_below": (
         dict(heads=1, kv_heads=1, lengths=(30,), far=True),
-        "scores near -20000, lower still behind the first split: exp of their distance overflows",
+        "scores near -20000, lower still after the first split: exp of their distance overflows",
     ),
     "no_sharing": (dict(heads=2, kv_heads=2), "a KV head for each query head"),
     "shared_kv_heads": (dict(heads=6, kv_heads=2), "query heads 0, 1, 2 read KV head 0"),

@@ -68,7 +68,7 @@ def test_plan(impl, case, seed):
 HISTORIES = {  # name: ((num_blocks, block_size), why)
     "blocks_of_four": ((14, 4), "sequences grow, fork and end in any order"),
     "blocks_of_one": ((9, 1), "every token is the first of a new block"),
-    "one_block_each": ((6, 50), "nobody ever fills a block"),
+    "one_block_each": ((6, 50), "no sequence ever fills a block"),
     "a_tight_pool": ((5, 3), "the pool runs full at every moment"),
 }
 
@@ -100,8 +100,8 @@ def test_copies_only_what_is_written(impl, seed):
     manager = impl(8, 4)
     manager.grow(0, 0, 8)
     manager.fork(0, 1)
-    assert_equal(manager.needs(1, 8, 9), 1, label="needs behind a full shared block")
-    assert_equal(manager.grow(1, 8, 9), [], label="the copies behind a full shared block")
+    assert_equal(manager.needs(1, 8, 9), 1, label="needs after a full shared block")
+    assert_equal(manager.grow(1, 8, 9), [], label="the copies after a full shared block")
     assert_equal(manager.num_free, 5, label="the free blocks after it")
     manager.grow(0, 8, 10)
     manager.fork(0, 2)
@@ -192,7 +192,7 @@ PAGE_CASES = {  # name: (options, why)
     "pages_of_1": (dict(lengths=[5], block_size=1), "every key has a page of its own"),
     "pages_of_5": (
         dict(lengths=[23], block_size=5),
-        "a tile of 16 keys lies in four or five pages",
+        "a tile of 16 keys is in four or five pages",
     ),
     "pages_of_40": (dict(lengths=[70], block_size=40), "a page holds several tiles"),
     "ragged": (dict(lengths=[17, 3], block_size=4), "each sequence has its own row of the table"),
@@ -205,7 +205,7 @@ PAGE_CASES = {  # name: (options, why)
     "large": (dict(lengths=[20], block_size=4, scale=9.0), "exp of a large score overflows"),
     "far_below": (
         dict(lengths=[20], block_size=4, far=True),
-        "all scores lie near -20000: neither a maximum nor a mask is large enough there",
+        "all scores are near -20000: neither a maximum nor a mask is large enough there",
     ),
     "gaps": (
         dict(lengths=[9, 9], block_size=4, heads=(2, 2), head_dim=6, gaps=True),
@@ -243,5 +243,5 @@ def test_nothing_is_gathered(impl, seed):
     inputs = pages(seed, [20], 4, heads=(1, 1), head_dim=16, gaps=True)
     block_table = inputs["block_table"][:, :5].repeat(1, 10)
     inputs |= dict(block_table=block_table, context_lens=torch.tensor([200], dtype=torch.int32))
-    got = assert_largest_tensor(9 * 4 * 16, "read the pages where they lie", impl, **inputs)
+    got = assert_largest_tensor(9 * 4 * 16, "read the pages where they are", impl, **inputs)
     assert_equal(got, by_gathering(**inputs), atol=2e-5, dtype=torch.float32)

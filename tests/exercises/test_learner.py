@@ -85,7 +85,7 @@ def test_a_learners_terminal(mine):
     assert int(counted[3]) == total["2.3"]
     assert "Traceback" not in text and "def test_" not in text
     assert (
-        "values[fewer_queries], the last query stands at the last key: your result: worst element ["
+        "values[fewer_queries], the last query belongs to the last key: your result: worst element ["
         in text
     )
     assert "looks like: Your mask is aligned top left." in text

@@ -83,6 +83,40 @@ def test_a_kernel_of_ones_own(tmp_path):
     assert "mine.py:8" in done.stderr and "which has 40 bytes" in done.stderr
 
 
+CUDA = """
+from pathlib import Path
+import torch
+from lessons.toolbox.kernels.cuda_cpp import CudaKernel
+
+COPY = CudaKernel(Path(__file__).with_name("copy.cu"), "copy")
+
+def copied():
+    COPY[2, 64](torch.ones(128), torch.empty(128))
+"""
+CUDA_SOURCE = """
+extern "C" __global__ void copy(const float* x, float* out) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    out[i] = x[i];
+}
+"""
+
+
+@pytest.mark.cuda_cpp
+@pytest.mark.sample(2, of="compiled code")
+def test_cuda_c_plus_plus_is_profiled_too(tmp_path):
+    """With its own source's lines and the assembler's registers, and without a predicted time."""
+    (tmp_path / "copy.cu").write_text(CUDA_SOURCE)
+    file = tmp_path / "mine.py"
+    file.write_text(CUDA)
+    done = profile(f"{file}:copied", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "copy: 2 programs of 2 warps" in done.stdout and "registers a thread" in done.stdout
+    assert "out[i] = x[i];" in done.stdout and "No time is predicted" in done.stdout
+    (kernel,) = json.loads((tmp_path / "copied_h100.json").read_text())["copied"]["kernels"]
+    assert kernel["total"]["sectors"] == kernel["total"]["least_sectors"] == 2 * 128 * 4 // 32
+    assert {line["file"] for line in kernel["lines"]} == {"copy.cu"}
+
+
 def test_a_file_may_be_called_like_a_module(tmp_path):
     """profile.py, copy.py or random.py: what Python itself imports by that name is still its own."""
     file = tmp_path / "profile.py"

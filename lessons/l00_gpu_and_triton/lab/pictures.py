@@ -1,4 +1,4 @@
-"""The lesson's pictures: a GPU from the outside in, what lies where and how fast it is; what a warp
+"""The lesson's pictures: a GPU from the outside in, what is stored where and how fast it is; what a warp
 fetches; how a kernel's numbers become addresses.
 
     python -m lessons.l00_gpu_and_triton.lab.pictures
@@ -36,7 +36,7 @@ GPU_ALT = (
 PROGRAM_ALT = (
     "Programs 0 and 3 of a kernel that scales 50 elements in blocks of 16. Program 0 loads and "
     "stores 16 elements. Program 3 loads and stores only the last two, because the mask excludes "
-    "the 14 places behind the end."
+    "the 14 places after the end."
 )
 GAPS_ALT = (
     "Predicted time of a copy over the distance of the elements that are read. It grows up to a "
@@ -48,7 +48,9 @@ def size_of(num_bytes: float) -> str:
     """A size as people say it: 256 KiB, 50 MiB, 80 GB."""
     if num_bytes >= GB:
         return f"{num_bytes / GB:.0f} GB"
-    return f"{num_bytes / MIB:.0f} MiB" if num_bytes >= MIB else f"{num_bytes / KIB:.0f} KiB"
+    number, unit = (num_bytes / MIB, "MiB") if num_bytes >= MIB else (num_bytes / KIB, "KiB")
+    # two digits, because the 2.5 MiB of a T4 would be rounded to 2
+    return f"{number:.2g} {unit}" if number < 10 else f"{number:.0f} {unit}"
 
 
 def rate_of(bytes_per_s: float) -> str:

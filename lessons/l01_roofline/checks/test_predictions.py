@@ -109,6 +109,7 @@ def test_the_speeds_of_the_museum():
 def test_the_example_of_the_derivation():
     kv = 2 * 2 * 1 * 2 * 2
     assert 2 * 328 + 3 * 5 * kv == 896 and 3 * 2 * 328 + 3 * 5 * 2 * (2 * 2 * (2 + 2)) == 2448
+    assert f"2 · 32 · 8 · 128 · 2 = {calc.kv_bytes_per_token(LLAMA):.0f} bytes" in README
 
 
 def test_the_excerpts_of_the_readme_are_the_code():

@@ -42,8 +42,8 @@ DAYS = 365 / 12  # of a month
 HERE = Path(__file__).parent
 SVG = HERE / "roofline.svg"
 ALT = (
-    "Roofline of an H200 from its data sheet. Decode steps of Llama-3-8B stand far left on the "
-    "memory slope, those of larger batches further right; the prefill of 2048 tokens stands under "
+    "Roofline of an H200 from its data sheet. Decode steps of Llama-3-8B are far left on the "
+    "memory slope, those of larger batches further right; the prefill of 2048 tokens is at "
     "the flat compute roof, right of the ridge."
 )
 
@@ -218,7 +218,7 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
     "hierarchy": (
         draw_hierarchy,
         "Bandwidth over size of the memories of an A100 and an H200, both axes logarithmic. "
-        "Registers and shared memory stand top left, small and fast; HBM bottom right, large and "
+        "Registers and shared memory are top left, small and fast; HBM bottom right, large and "
         "slow; L2 between them.",
     ),
     "break_even": (

@@ -37,7 +37,7 @@ BITS = {
 def largest(p: Tensor, count: int) -> Tensor:
     """The `count` largest entries of each row in descending order.
 
-    p: [B, blocks, BLOCK] -> [B, count], or the whole row if it has fewer entries. They lie in the
+    p: [B, blocks, BLOCK] -> [B, count], or the whole row if it has fewer entries. They are in the
     `count` parts of the row that have the largest maxima, so only these parts are sorted.
     """
     parts = p.view(len(p), -1, PART)
@@ -75,7 +75,7 @@ def reaching(candidates: Tensor, top_k: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _last_place(candidates: Tensor, top_k: Tensor) -> Tensor:
-    """Where the top_k-th largest stands, [B, 1] int64; the last place if there are fewer."""
+    """Where the top_k-th largest is, [B, 1] int64; the last place if there are fewer."""
     count = top_k.view(-1, 1).clamp(max=candidates.shape[1])
     return count.long() - 1
 
@@ -89,7 +89,7 @@ def lowest_kept(p: Tensor, wanted: Tensor, kept: Tensor, weights: Tensor | None 
     p: [B, blocks, BLOCK], from 0 to 1. wanted: [B, 1, 1], above 0. kept: memory as p. weights: as
     p; None counts entries. -> [B, 1, 1], an entry of the row; 0 if the whole row weighs less.
 
-    Floats from 0 to 1 stand in the same order as their bits read as integers. So t is set bit by
+    Floats from 0 to 1 are in the same order as their bits read as integers. So t is set bit by
     bit from the highest, and ends on the entry itself, whatever the row holds.
     """
     integer, bits = BITS[p.dtype]
@@ -123,7 +123,7 @@ def keep_down_to(p: Tensor, cut: Tensor, wanted: Tensor, above: Tensor, ties: Te
 
 
 def _end_after(ties: Tensor, last: Tensor) -> None:
-    """Zero what stands behind the id `last`, in place. ties: [B, blocks, BLOCK], last: [B, 1]."""
+    """Zero what follows the id `last`, in place. ties: [B, blocks, BLOCK], last: [B, 1]."""
     block, slot = last // BLOCK, last % BLOCK
     slots = torch.arange(BLOCK, device=ties.device)
     blocks = torch.arange(ties.shape[1], device=ties.device)

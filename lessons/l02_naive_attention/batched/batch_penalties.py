@@ -28,7 +28,7 @@ class SeenTokens:
 
     tokens: Tensor  # [B, L] int64
     counts: Tensor  # [B, L] int64
-    distinct: Tensor  # [B, 1] int64; behind so many tokens stand repetitions
+    distinct: Tensor  # [B, 1] int64; the tokens after so many are repetitions
     repetition: Tensor  # [B, 1] float64, and so are the other two
     presence: Tensor
     frequency: Tensor

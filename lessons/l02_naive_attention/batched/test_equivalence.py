@@ -19,6 +19,7 @@ from lessons.l02_naive_attention.batched.sample_kernels import (
     narrow_kernel,
     penalize_kernel,
 )
+from lessons.l02_naive_attention.lab.specs import KERNELS
 from lessons.l02_naive_attention.lab.testing import (
     DEVICE,
     HOSTILE,
@@ -31,6 +32,7 @@ from lessons.l02_naive_attention.lab.testing import (
 )
 from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams
 from lessons.toolbox.measure.device import interpreting
+from lessons.toolbox.proof.compiled import Bounds
 from lessons.toolbox.proof.traps import poisoned, poisoned_empty
 
 # A difference of two infinite logits, about which NumPy, the interpreter's engine, warns.
@@ -146,6 +148,11 @@ def test_a_batch_asks_the_kernels():
     assert fused.sample_fused(logits.double(), batch) is None
     hot = random_rows(1, 40, "normal", temperature=1e300)
     assert fused.sample_fused(hot.logits.to(DEVICE), hot.batch()) is None
+
+
+@pytest.mark.compiler
+def test_the_compiler_spills_nothing():
+    Bounds("^(largest|bands|narrow|lists|draw|penalize)$", registers=128).check(KERNELS)
 
 
 # ---------------------------------------------------------------- wrong versions

@@ -1,4 +1,5 @@
-"""A look into the heads of a real model: the weights of every head, and two heads drawn.
+"""A look into a real model: each tensor of its first layer, the weights of every head, and two
+heads drawn.
 
 The decoder calls `attend(layer, q, k, v)` and knows nothing else. So the author of `attend` sees
 everything: the one below keeps what it computed.
@@ -12,6 +13,43 @@ from lessons.l02_naive_attention.naive import attention, causal_mask, masked_sof
 from lessons.l02_naive_attention.rope import rotation
 from lessons.toolbox.draw.figure import ClassFigure
 from lessons.toolbox.draw.plotting import mask_image
+
+
+@torch.inference_mode()
+def first_layer(model: Decoder, prompt: list[int]) -> list[tuple[str, Tensor]]:
+    """What each line of layer 0 makes of a prompt of T token ids, in the order of the code:
+    [(its name, [T, …] or, for scores and weights, [Hq, T, T])].
+    """
+    layer, places = model.layers[0], torch.arange(len(prompt))
+    rotate, scale = rotation(model.config, places, model.dtype), model.config.softmax_scale
+    qkv = {}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        qkv.update(q=q, k=k, v=v)
+        return attention(rotate(q), rotate(k), v, scale)
+
+    x = model.embed_tokens(torch.tensor(prompt))
+    normed = layer.input_layernorm(x)
+    mixed = layer.self_attn(normed, attend)
+    keys = rotate(qkv["k"]).repeat_interleave(qkv["q"].shape[1] // qkv["k"].shape[1], dim=1)
+    scores = torch.einsum("qhd,khd->hqk", rotate(qkv["q"]), keys) * scale
+    weights = masked_softmax(scores, causal_mask(len(prompt), len(prompt)))
+    middle = x + mixed
+    normed_again = layer.post_attention_layernorm(middle)
+    widened = layer.mlp(normed_again)
+    return [
+        ("x = embedding", x),
+        ("norm(x)", normed),
+        *qkv.items(),
+        ("q, rotated", rotate(qkv["q"])),
+        ("scores", scores),
+        ("weights", weights),
+        ("attention(norm(x))", mixed),
+        ("x + attention", middle),
+        ("norm of that", normed_again),
+        ("MLP", widened),
+        ("x + attention + MLP", middle + widened),
+    ]
 
 
 @torch.inference_mode()

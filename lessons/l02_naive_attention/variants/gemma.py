@@ -1,13 +1,13 @@
 """What Gemma 2 and 3 do otherwise than lesson 2's decoder. Read `decoder.py` first.
 
-- A norm multiplies by 1 + weight, and stands behind attention and MLP too, before their outputs
+- A norm multiplies by 1 + weight, and follows attention and MLP too, before their outputs
   join
   the residual stream.
 - Embeddings are multiplied by √hidden_size, and the MLP's gate is a GELU.
 - Logits may be capped softly.
 
 What layers do otherwise in attention (scale, windows, a cap on scores, another RoPE theta in the
-layers that have a window) stands in the config, and `attend` reads it there.
+layers that have a window) is in the config, and `attend` reads it there.
 
 Sources: Gemma 2 (2024), section 2; Gemma 3 technical report (2025), section 2; transformers'
 modeling_gemma3.

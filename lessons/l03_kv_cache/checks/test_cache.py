@@ -189,10 +189,10 @@ def test_a_pool_needs_room(name):
 
 BAD_CHUNKS = {
     "no sequence": ([], None, "chunks, block_tables: got 0 and 0; accepted: one or more"),
-    "no new token": ([([1], 0), ([], 3)], None, r"chunks\[1\]: got 0 new tokens behind 3"),
-    "more than a block": ([([1], 8)], None, r"chunks\[0\]: got 1 new tokens behind 8; .* most 8"),
+    "no new token": ([([1], 0), ([], 3)], None, r"chunks\[1\]: got 0 new tokens after 3"),
+    "more than a block": ([([1], 8)], None, r"chunks\[0\]: got 1 new tokens after 8; .* most 8"),
     "more than its blocks": ([([1] * 4, 13)], [[0, 1]], "at most 16 together"),
-    "a negative length": ([([1], -1)], None, r"chunks\[0\]: got 1 new tokens behind -1"),
+    "a negative length": ([([1], -1)], None, r"chunks\[0\]: got 1 new tokens after -1"),
     "a table too few": ([([1], 0), ([2], 0)], [[0]], "got 2 and 1; accepted"),
 }
 

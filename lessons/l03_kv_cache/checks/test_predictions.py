@@ -2,6 +2,7 @@
 the counted work of an answer is what the decoder really runs.
 """
 
+import math
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,17 @@ def test_the_example_of_the_derivation():
     )
     assert (tokens_run(3, 4, False), tokens_run(3, 4, True)) == (18, 6)
     assert (pairs_run(3, 4, False), pairs_run(3, 4, True)) == (52, 21)
+
+
+def test_the_example_of_the_running_maximum():
+    """Tiles of one score, 0 and then ln 2, by the lines of decode_kernel."""
+    m, l = 0.0, 1.0
+    m_new = math.log(2)
+    alpha = math.exp(m - m_new)
+    l = l * alpha + 1
+    assert (alpha, l) == pytest.approx((1 / 2, 3 / 2))
+    assert l == pytest.approx(math.exp(0 - m_new) + math.exp(m_new - m_new))
+    assert "alpha = 1/2, l = 1 · 1/2 + 1 = 3/2" in README
 
 
 def test_the_numbers_of_the_readme():

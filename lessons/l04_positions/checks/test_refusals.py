@@ -56,7 +56,7 @@ BAD_ROTATIONS = [
     (dict(positions=INTEGERS[:1].expand(3)), "positions: got .* strides .0,.; accepted"),
     (dict(x=torch.zeros(1, 2, 8).expand(3, 2, 8)), "x: got .* accepted: elements that do not"),
     (dict(x=torch.zeros(3, 1, 8).expand(3, 2, 8)), "x: got .* accepted: elements that do not"),
-    (dict(x=FAR_APART, positions=INTEGERS[:1]), "x: got heads that lie 2147483649 elements apart"),
+    (dict(x=FAR_APART, positions=INTEGERS[:1]), "x: got heads that are 2147483649 elements apart"),
 ]
 
 

@@ -62,7 +62,7 @@ def test_a_device_without_data_is_refused(wrapper):
 def test_heads_too_far_apart_are_refused():
     far = torch.zeros(8).as_strided((2, 1, 8), (0, 2**31 + 1, 1))
     caches = {name: x[:, :, :1] for name, x in arguments().items() if "cache" in name}
-    message = "q: got heads that lie 2147483649 elements apart; accepted: all of a token's within"
+    message = "q: got heads that are 2147483649 elements apart; accepted: all of a token's within"
     assert_message(decode_attention, arguments() | caches | dict(q=far), message)
 
 

@@ -159,9 +159,8 @@ def of_one_layer(
 BENCHMARKS = [
     of_one_layer(
         "l05_kv_heads",
-        f"{HEADS} query heads: {{x}} KV heads cost {{optimized_growth:.0f}}x one when read in "
-        f"groups, "
-        "{naive_growth:.1f}x when repeated",
+        "{x} KV heads become 1: reading in groups gets {optimized_growth:.0f}x cheaper, repeating "
+        "only {naive_growth:.1f}x",
         f"KV heads of {HEADS} query heads (1: MQA, {HEADS}: MHA)",
         [1, 2, 4, 8, 16, 32],
         [1, 8, 32],

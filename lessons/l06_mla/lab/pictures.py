@@ -26,7 +26,7 @@ from lessons.toolbox.measure.hardware import CHIPS
 
 HERE, HEADS, CONTEXT = Path(__file__).parent, 128, 8192
 FLOW_ALT = (
-    "Two ways behind the same cached row of 512 + 64 values. Expanded: W_UK and W_UV make k, 128 "
+    "Two ways from the same cached row of 512 + 64 values. Expanded: W_UK and W_UV make k, 128 "
     "heads of 192, and v, "
     "128 heads of 128, for every cached token. Absorbed: W_UK goes into the query, attention has "
     "one KV head, W_UV "
@@ -38,12 +38,12 @@ BYTES_ALT = (
     "all heads of V3 would take 4880."
 )
 CROSSOVER_ALT = (
-    "FLOPs over new tokens behind 8192: the expanded form starts high and flat, the absorbed low "
+    "FLOPs over new tokens after 8192 cached ones: the expanded form starts high and flat, the absorbed low "
     "and linear; they "
-    "cross at about 170 new tokens."
+    "cross at 169 new tokens."
 )
 ROOFLINE_ALT = (
-    "H200's roofline: absorbed decode with 16 heads lies at 30 FLOP per byte under the memory "
+    "H200's roofline: absorbed decode with 16 heads is at 30 FLOP per byte on the memory "
     "roof, with 128 heads "
     "at 242, just beyond the ridge."
 )
@@ -80,7 +80,7 @@ def arrow(ax, start: tuple[float, float], end: tuple[float, float], colour: str 
 
 @style()
 def draw_flow() -> ClassFigure:
-    """Both forms behind the same row of the cache, with DeepSeek-V3's widths."""
+    """Both forms from the same row of the cache, with DeepSeek-V3's widths."""
     row, heads = V3.latent_dim, HEADS * (V3.qk_head_dim + V3.v_head_dim)
     fig, ax = frame(
         f"A token keeps {row} values; k and v of {HEADS} heads, {heads} values, are made from them "
@@ -118,7 +118,7 @@ def draw_flow() -> ClassFigure:
     arrow(ax, (5.5, 5.1), (6.65, 5.6), colour=fast)
     arrow(ax, (9.15, 5.7), (9.75, 5.7), colour=fast)
     arrow(ax, (5.5, 3.0), (11.1, 5.15), colour=fast)
-    ax.text(9.35, 3.75, "rows as they lie: 576", ha="center", color=fast, **bold)
+    ax.text(9.35, 3.75, "rows as they are stored: 576", ha="center", color=fast, **bold)
     arrow(ax, (12.85, 5.7), (13.75, 5.7), colour=fast)
     ax.text(13.3, 6.4, "Hq × 512", ha="center", color=fast, **bold)
 
@@ -157,7 +157,7 @@ def draw_bytes() -> ClassFigure:
 
 
 def draw_crossover() -> ClassFigure:
-    """GFLOPs of one layer's attention behind 8192 tokens, in both forms, over the number of new
+    """GFLOPs of one layer's attention after 8192 tokens, in both forms, over the number of new
     tokens.
     """
     new = [2**n for n in range(12)]
@@ -176,7 +176,7 @@ def draw_crossover() -> ClassFigure:
         title=f"Absorbing one new token takes a "
         f"{flops['expanded'][0][0] / flops['absorbed'][0][0]:.0f}th of the "
         f"FLOPs; from {crossing} tokens on it takes more",
-        xlabel=f"new tokens behind {CONTEXT} cached ones",
+        xlabel=f"new tokens after {CONTEXT} cached ones",
         ylabel="GFLOP of one layer's attention",
         caption=f"Counted: lessons/l06_mla/lab/counts.py · DeepSeek-V3, {HEADS} heads · the "
         f"crossing does not depend "
@@ -186,7 +186,7 @@ def draw_crossover() -> ClassFigure:
 
 @style()
 def draw_choice(new_tokens: int = 1, context: int = 8192, heads: int = HEADS) -> ClassFigure:
-    """GFLOPs of one layer's attention for new_tokens behind `context` cached ones, in both forms,
+    """GFLOPs of one layer's attention for new_tokens after `context` cached ones, in both forms,
     each cut into what makes or moves rows and what the pairs cost.
     """
     total = context + new_tokens
@@ -196,7 +196,7 @@ def draw_choice(new_tokens: int = 1, context: int = 8192, heads: int = HEADS) ->
     }
     cheaper, dearer = sorted(rows, key=lambda form: rows[form][0])
     fig, ax = frame(
-        f"{new_tokens} new behind {context}: {cheaper} takes "
+        f"{new_tokens} new after {context}: {cheaper} takes "
         f"{rows[dearer][0] / rows[cheaper][0]:.3g} times fewer FLOPs",
         f"DeepSeek-V3, one layer, {heads} heads · light: products with W_UK and W_UV, expanded for "
         f"all {total} tokens, absorbed for the new ones · dark: attention · computed",
@@ -224,7 +224,7 @@ def draw_choice(new_tokens: int = 1, context: int = 8192, heads: int = HEADS) ->
 
 
 def draw_roofline() -> ClassFigure:
-    """Where absorbed decode lies under H200's data sheet: a prediction, no measurement."""
+    """Where absorbed decode is under H200's data sheet: a prediction, no measurement."""
     chip = CHIPS["h200"]
     points = {}
     for heads, role in ((16, "optimized"), (128, "naive")):

@@ -117,7 +117,7 @@ GIVEN = dict(x=torch.zeros(2, 4), gate_weight=torch.zeros(3, 4), up_weight=torch
         (dict(gate_weight=torch.zeros(3, 5)), r"gate_weight: got .* \(3, 5\); accepted: .* 4\]"),
         (dict(up_weight=torch.zeros(2, 4)), "up_weight: got .*the same I for all weights"),
         (dict(up_weight=torch.zeros(3, 4).half()), "up_weight: got torch.float16"),
-        (dict(x=torch.zeros(4, 2).T), r"x: got strides \(1, 2\); accepted: rows that lie dense"),
+        (dict(x=torch.zeros(4, 2).T), r"x: got strides \(1, 2\); accepted: dense rows"),
         (dict(up_weight=torch.zeros(3, 4, device="meta")), "meta"),
     ],
 )

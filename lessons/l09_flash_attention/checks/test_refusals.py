@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lessons.l09_flash_attention import arguments as checks
-from lessons.l09_flash_attention.cuda_flash import flash_attention_cuda
 from lessons.l09_flash_attention.fa1 import flash_attention_fa1
 from lessons.l09_flash_attention.hopper.fp8 import flash_attention_fp8
 from lessons.l09_flash_attention.optimized import flash_attention
 from lessons.l09_flash_attention.tiles import Tiles
+from lessons.l09_flash_attention.worklog.cuda_flash import flash_attention_cuda
 from lessons.toolbox.proof.refusals import assert_message
 
 

@@ -1,7 +1,7 @@
 """FlashAttention with 8-bit matrix products: twice the rate of bfloat16 on paper, and an error that
 has to be looked at.
 
-q, k and v carry one scale a head; the weights p lie between 0 and 1, so a fixed factor moves them
+q, k and v carry one scale a head; the weights p are between 0 and 1, so a fixed factor moves them
 into the range of the format. Read `attention_fp8` (PyTorch, all at once, rounding where the kernel
 rounds), then `flash_fp8_kernel` beside flash_kernel.
 

@@ -184,8 +184,8 @@ def compute_tiles(
             weights, m_i, l_i, alpha = softmax_step(
                 scores, m_i, l_i, qk_scale, first, start_n, num_keys, CAUSAL, part == 0, SCORES, OUT
             )
-            # Here, because ptxas moves no exp behind this loop of tests: without it all of them
-            # land behind the next line, where no product is left to run beside them.
+            # Here, because ptxas moves no exp past this loop of tests: without it all of them
+            # land after the next line, where no product is left to run beside them.
             wait_for(v, i)
             acc = warpgroup_mma_wait(0, deps=(adding,))
             release(v, i - 1)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention import naive as lesson2
-from lessons.l09_flash_attention.cuda_flash import flash_attention_cuda
 from lessons.l09_flash_attention.fa1 import flash_attention_fa1
 from lessons.l09_flash_attention.hopper.fp8 import attention_fp8, flash_attention_fp8
 from lessons.l09_flash_attention.lab import peers
@@ -19,6 +18,7 @@ from lessons.l09_flash_attention.lab.traffic import Shape
 from lessons.l09_flash_attention.naive import attention, tiled_attention
 from lessons.l09_flash_attention.optimized import flash_attention
 from lessons.l09_flash_attention.tiles import Tiles, has_e4m3
+from lessons.l09_flash_attention.worklog.cuda_flash import flash_attention_cuda
 from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.measure.hardware import this_machine, time_floor_s

@@ -57,6 +57,11 @@ def test_the_picture_and_the_counts_that_the_readme_names():
     ends_us = {s: 1e6 * max(p.end_s for p in split_pieces(Decode(65536), s)) for s in (1, 32, 36)}
     assert (round(ends_us[1]), round(ends_us[32])) == (512, 56) and ends_us[36] > ends_us[32]
     assert 8 * 36 - 264 == 24
+    shown = [1e6 * max(p.end_s for p in split_pieces(Decode(65536), s)) for s in (33, 34, 36)]
+    said = "33 splits end after {:.1f} µs, 34 after {:.1f}, 36 after {:.1f}"
+    assert said.format(*shown) in README
+    third = 24 * IN_FLIGHT_BYTES / LATENCY_S / 4.8e12
+    assert abs(third - 1 / 3) < 0.01
     # 64 tiles: 12 splits are as long as 11, so the last one is empty
     assert cdiv(64, 11) == cdiv(64, 12) == 6
     assert split_bounds(64 * 16, 12, block_n=16)[-1] == (1024, 1024)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from lessons.l11_cuda_graphs.lab import pictures
 from lessons.l11_cuda_graphs.lab.timeline import (
     LaunchCost,
     eager_spans,
@@ -73,3 +74,23 @@ def test_what_the_museum_says_of_fusing_and_of_capturing():
     assert f"capturing the fused step {second / third:.1f}×" in README
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
     assert f"{len(sizes)} graphs up to 512, and not {3 + 512 // 8}" in README
+
+
+def test_the_parts_of_the_predicted_graph():
+    """Of Llama-3-8B, where not every kernel is a small one."""
+    cost = LaunchCost()
+    launches = recorded_step(pictures.LLAMA_3_8B, 1, 4096).launches
+    times = [cost.kernel_time_us(launch) for launch in launches]
+    small = [time for time in times if time <= cost.kernel_us]
+    large_ms, gaps_ms = (sum(times) - sum(small)) / 1e3, len(launches) * cost.gap_us / 1e3
+    start_ms, small_ms = (cost.graph_us + cost.latency_us) / 1e3, sum(small) / 1e3
+    whole_ms = graph_spans(launches, cost)[-1].end / 1e3
+    eager = eager_spans(launches, cost)[-1]
+    for said in (
+        f"{start_ms:.3f} ms to start, {len(small)} small kernels of 2 µs, "
+        f"{len(times) - len(small)} large ones of {large_ms:.3f} ms together, {len(times)} gaps",
+        f"{start_ms:.3f} + {small_ms:.3f} + {large_ms:.3f} + {gaps_ms:.3f} = {whole_ms:.2f} ms",
+        f"{len(times)} · 6 µs = {eager.cpu_end / 1e3:.2f} ms, and "
+        f"{(eager.end - eager.cpu_end) / 1e3:.2f} ms more",
+    ):
+        assert said in README, said

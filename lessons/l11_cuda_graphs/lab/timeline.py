@@ -121,7 +121,7 @@ def _nbytes(tensors) -> int:
 
 
 def eager_spans(launches: list[Launch], cost: LaunchCost) -> list[Span]:
-    """Each kernel is launched by itself: the GPU waits for the CPU, or runs behind it."""
+    """Each kernel is launched by itself: the GPU waits for the CPU, or runs after it."""
     spans, end = [], 0.0
     for i, launch in enumerate(launches):
         cpu_start = i * cost.eager_us

@@ -28,6 +28,12 @@ def test_the_pictures_fit(draw):
     assert not texts_outside(figure) and not overlapping_texts(figure)
 
 
+def test_the_tables_of_the_readme_are_those_of_the_picture():
+    manager, _ = pictures.example_tables()
+    said = [f"{name} {manager.tables[n]}" for n, name in enumerate("ABCD")]
+    assert f"tables:   {'     '.join(said)}\n" in README
+
+
 def test_the_simulation_loses_no_memory():
     """The five parts are the whole memory, and blocks hold more than any reservation."""
     for mix in (ALPACA, SHAREGPT, Mix("long answers", 50, 600)):

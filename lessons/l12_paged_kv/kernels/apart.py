@@ -21,6 +21,6 @@ def apart(q: Tensor, batch: Batch, decode: Part, prefill: Part) -> Tensor:
     """
     if not batch.num_decodes:
         return prefill(q, batch)
-    front, behind = batch.in_two
+    front, rest = batch.in_two
     tokens = batch.num_decode_tokens
-    return torch.cat([decode(q[:tokens], front), prefill(q[tokens:], behind)])
+    return torch.cat([decode(q[:tokens], front), prefill(q[tokens:], rest)])

@@ -112,7 +112,7 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None
 
 def check_sequences(q: Tensor, block_table: Tensor, context_lens: Tensor, block_size: int) -> None:
     """Raise ValueError unless block_table: [B, max_blocks] int32 and context_lens: [B] fit. q: on
-    whose device they must lie.
+    whose device they must be.
     """
     if context_lens.dtype not in (torch.int32, torch.int64) or context_lens.ndim != 1:
         raise ValueError(

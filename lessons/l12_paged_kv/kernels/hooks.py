@@ -1,4 +1,4 @@
-"""What the two kernels of this lesson leave open: where a key lies, how a tile is loaded, who sees
+"""What the two kernels of this lesson leave open: where a key is, how a tile is loaded, who sees
 whom.
 
 Each is a small Triton function that is handed to a kernel as a `tl.constexpr`. The compiler puts
@@ -6,7 +6,7 @@ its lines into the kernel, so a hook costs nothing at run time, and there is one
 prove and to tune. This lesson has two functions for ROW_OF and two for SEES. Lesson 17 (a tree of
 tokens) and lesson 19 (a cache of 8 or 4 bits) bring others.
 
-    ROW_OF(table_ptr, sequence, key, is_used, PAGE_SIZE) -> block, row    int64, where a key lies
+    ROW_OF(table_ptr, sequence, key, is_used, PAGE_SIZE) -> block, row    int64, where a key is
     LOAD(ptr, offset, column, mask, scale_ptr, slot) -> [N, D]            rows of K
     LOAD_V                                                                rows of V, the same
     SEES(query, key, held, window, token, tree_ptr, stride_tree) -> bool  [M, N]
@@ -19,10 +19,10 @@ NO_WINDOW = 2**30  # keys: more than any context has
 
 @triton.jit
 def paged_row(table_ptr, sequence, key, is_used, PAGE_SIZE: tl.constexpr):
-    """Key i of a sequence lies in row i mod PAGE_SIZE of block table[i // PAGE_SIZE].
+    """Key i of a sequence is in row i mod PAGE_SIZE of block table[i // PAGE_SIZE].
 
     table_ptr: the sequence's own row of the block table. key: [N] int32. is_used: [N], because what
-    lies behind a sequence's blocks is no block's number.
+    follows a sequence's blocks is no block's number.
     """
     block = tl.load(table_ptr + key // PAGE_SIZE, mask=is_used, other=0)
     # int64, because block · stride passes 2^31 in a pool of some gigabytes
@@ -37,7 +37,7 @@ def contiguous_row(table_ptr, sequence, key, is_used, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def plain_load(ptr, offset, column, mask, scale_ptr, slot):
-    """Rows as they lie in the cache. offset: [N, 1] and column: [1, D], in elements; mask: [N, D].
+    """Rows as they are in the cache. offset: [N, 1] and column: [1, D], in elements; mask: [N, D].
 
     scale_ptr (at the scales of the KV head) and slot: [N] (which slot of the pool) are for caches
     that store scales.

@@ -1,6 +1,6 @@
 """DeepSeek's latents in blocks: one row of rank + rope values a token, found through a block table.
 
-A single query reads the latents where they lie: `paged_mla_kernel` is lesson 10's mla_split_kernel
+A single query reads the latents where they are: `paged_mla_kernel` is lesson 10's mla_split_kernel
 that asks ROW_OF. Prompts expand them (lesson 6), and for that they are gathered first.
 
 Sources: DeepSeek-V2 (2024), section 2.1.2; Kwon et al. 2023, PagedAttention, section 4.1.
@@ -40,7 +40,7 @@ class PagedLatentPool(AbsorbedPool):
     """AbsorbedPool whose sequences own blocks of a table, not the block of their own number."""
 
     def read(self, mla: MLAttention, q: Tensor, latents: Tensor, batch: Batch) -> Tensor:
-        """Prompts expand their latents, single queries in front of them read theirs as they lie.
+        """Prompts expand their latents, single queries before them read theirs as they are.
         latents: [num_blocks, block_size, 1, rank + rope], q: [T, H, nope + rope] -> [T, H, v_dim].
         """
         single = partial(super().read, mla)

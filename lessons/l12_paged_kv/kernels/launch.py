@@ -25,7 +25,7 @@ from lessons.toolbox.kernels.triton_ import triton
 
 
 class Stored(NamedTuple):
-    """How numbers lie in a cache: the two hooks that load them, and their scales.
+    """How numbers are stored in a cache: the two hooks that load them, and their scales.
 
     k_scale, v_scale: what the hooks read beside a row, head after head, stride_sh elements apart;
     None without scales. v_head_dim: None if it is the width of v_cache.

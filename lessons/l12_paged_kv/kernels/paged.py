@@ -1,6 +1,6 @@
 """The two kernels of paged attention, one for steps and one for prompts, over one walk of the keys.
 
-`tile_step` is the walk: where do these keys lie (ROW_OF), load them (LOAD, and LOAD_V for their
+`tile_step` is the walk: where are these keys (ROW_OF), load them (LOAD, and LOAD_V for their
 values), mask what a query does not see (SEES), and take them into lesson 8's running sums.
 Around it, `decode_kernel` is lesson 10's split_decode_kernel, and `prefill_kernel` flash_kernel.
 
@@ -114,7 +114,7 @@ def decode_kernel(
     row, step = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     column, v_column = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     head = kv_head * GROUP + row
-    in_group = row < GROUP  # the rows behind the group belong to the next KV head's queries
+    in_group = row < GROUP  # the rows after the group belong to the next KV head's queries
     q = tl.load(
         q_ptr + sequence * stride_qb + head[:, None] * stride_qh + column,
         mask=in_group[:, None] & (column < HEAD_DIM),
@@ -128,7 +128,7 @@ def decode_kernel(
     table_ptr = block_table_ptr + sequence * stride_table
 
     length = tl.load(context_lens_ptr + sequence).to(tl.int32)
-    newest = length - 1  # where the query stands; so many were held before it
+    newest = length - 1  # the query's position; so many were held before it
     # Tiles begin at multiples of BLOCK_N, so that none cuts a page of that size in two.
     first = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
     begin, end = keys_of_split(split, num_splits, split_size, length, length - first, BLOCK_N)
@@ -247,7 +247,7 @@ def prefill_kernel(
             k_scale_ptr += head // GROUP * stride_sh
             v_scale_ptr += head // GROUP * stride_sh
         table_ptr = block_table_ptr + sequence * stride_table
-        # Bottom-right aligned: the last new token stands at the last key.
+        # Bottom-right aligned: the last new token belongs to the last key.
         held = num_keys - num_queries
         begin = tl.maximum(held + start_m - window + 1, 0) // BLOCK_N * BLOCK_N
         end = tl.minimum(num_keys, held + start_m + BLOCK_M)

@@ -209,7 +209,7 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l12_block_size",
-        title="A block of {x} tokens is no slower to read than one of 16, and wastes more",
+        title="Blocks of {x} tokens take {optimized_growth:.2f}x the time of blocks of one, and waste more",
         x_name="tokens in a block",
         x_values=BLOCK_SIZES,
         quick_x_values=[4, 16],

@@ -23,7 +23,7 @@ TABLES_SVG, WASTE_SVG, BLOCK_SIZE_SVG = (
 BLOCK_SIZES = [2**n for n in range(9)]
 TABLES_ALT = (
     "A pool of 32 blocks. Sequences A and B own blocks in no order. C and D are two answers to one "
-    "prompt: they share its first two blocks, and each has a last block of its own."
+    "prompt: they share its first two blocks, then each has its own blocks."
 )
 WASTE_ALT = (
     "Stacked bars of one memory, for two mixes of lengths and four ways to hand it out. Reserved "

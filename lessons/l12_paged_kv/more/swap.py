@@ -1,6 +1,6 @@
 """Blocks that wait in host memory: a sequence gives up its blocks and gets others later.
 
-A request that decodes needs a new block now and then. If none is free, another one has to make
+A request that decodes needs a new block now and then. If none is free, another request has to make
 room. Its K and V can be thrown away and computed again (lesson 15), or be copied to the host and
 back. The copy is cheaper for a long sequence on a fast link, because it costs bytes and no FLOPs.
 

@@ -89,7 +89,7 @@ def waste_of_arena(arena: Arena, sequences: dict[int, Lengths], next_length: int
 def waste_of_blocks(
     sequences: Sequence[Lengths], num_blocks: int, block_size: int, shared_blocks: int = 0
 ) -> Waste:
-    """Blocks given as sequences grow: what is empty lies in each sequence's last block, and every
+    """Blocks given as sequences grow: what is empty is in each sequence's last block, and every
     free block fits every sequence. shared_blocks: full ones that are counted for several sequences.
     """
     used = sum(lengths.now for lengths in sequences) - shared_blocks * block_size

@@ -18,7 +18,7 @@ MAX_THREADS = 1024  # of a block, on every GPU
 
 @cache
 def compiled(source: str, file: str, chip: int) -> dict[str, Kernel]:
-    """{name: Kernel} of a file. Raises CompileError."""
+    """{name: Kernel} of a file, named by its path. Raises CompileError."""
     return parse(ptx_of(source, file, chip))
 
 

@@ -1,6 +1,7 @@
 """NVRTC, NVIDIA's compiler of CUDA C++ as a library: it needs no GPU, no driver and no nvcc."""
 
 from functools import cache
+from pathlib import Path
 
 
 class CompileError(RuntimeError):
@@ -33,15 +34,18 @@ def architecture(capability: int) -> str:
 
 
 def ptx_of(source: str, file: str, chip: int) -> str:
-    """The PTX of a file's text for a chip, 90 for sm_90a. Raises CompileError, one line."""
+    """The PTX of a file's text for a chip, 90 for sm_90a; file: its path, which the lines name. Raises
+    CompileError, one line.
+    """
     if why := why_not_here():
-        raise CompileError(f"{file} cannot be compiled: {why}")
+        raise CompileError(f"{Path(file).name} cannot be compiled: {why}")
     from cuda.bindings import nvrtc
 
     def done(answer):
         status, *values = answer
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(first_error(nvrtc, program) or f"{file}: {status.name}")
+            said = first_error(nvrtc, program) or f"{file}: {status.name}"
+            raise CompileError(said.replace(file, Path(file).name))
         return values[0] if values else None
 
     program = None

@@ -63,7 +63,7 @@ class CudaKernel:
             # here, because a lesson that is only read does not need the machine
             from lessons.toolbox.gpu import cuda_launch
 
-            code = self.file.read_text(encoding="utf-8"), self.file.name, self.name, machine_chip()
+            code = self.file.read_text(encoding="utf-8"), str(self.file), self.name, machine_chip()
             given = typed(self.name, arguments)
             cuda_launch.run(*code, grid, block, shared_bytes, given)
         else:

@@ -117,6 +117,9 @@ def title_of(record: dict) -> str:
         facts["where"] = where_faster(
             {n: naive[n] / optimized[n] for n in common}, record["x_name"]
         )
+    elif optimized:  # where nothing naive runs, as in a number of splits on a GPU
+        first, x = min(optimized), max(optimized)
+        facts["x"], facts["optimized_growth"] = x, optimized[x] / optimized[first]
     if optimized and record["floor_s"]:
         x = facts.setdefault("x", max(optimized))
         facts["floor_percent"] = 100 * record["floor_s"][record["x"].index(x)] / optimized[x]

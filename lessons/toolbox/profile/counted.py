@@ -219,15 +219,23 @@ def assembled(ptx: str, name: str) -> dict[str, int]:
         tool = triton.knobs.nvidia.ptxas.path
     except (ImportError, RuntimeError, AttributeError):
         return {}
-    target = re.search(r"\.target\s+(\w+)", ptx)[1]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "kernel.ptx")
-        file.write_text(ptx, encoding="utf-8")
-        command = [tool, "-v", f"--gpu-name={target}", "-o", "/dev/null", file]
-        said = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = run_ptxas(tool, ptx)
+    # NVRTC writes its newest version of PTX, and Triton's assembler may be older
+    if said.returncode and (newest := re.search(r"current version is '([\d.]+)'", said.stderr)):
+        said = run_ptxas(tool, re.sub(r"\.version [\d.]+", f".version {newest[1]}", ptx))
     if said.returncode:
         return {}
     mine = said.stderr.partition(f"'{name}'")[2].partition("Compiling entry function")[0]
     spilled = re.findall(r"(\d+) bytes spill", mine)
     registers = re.search(r"Used (\d+) registers", mine)
     return {"registers": int(registers[1]), "spill_bytes": sum(map(int, spilled))}
+
+
+def run_ptxas(tool: str, ptx: str) -> subprocess.CompletedProcess:
+    """NVIDIA's assembler over a file's text; what it says of each kernel is in `stderr`."""
+    target = re.search(r"\.target\s+(\w+)", ptx)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx, encoding="utf-8")
+        command = [tool, "-v", f"--gpu-name={target}", "-o", "/dev/null", file]
+        return subprocess.run(command, capture_output=True, text=True, check=False)

@@ -24,14 +24,14 @@ def facts(profile: KernelProfile) -> list[str]:
     """What the kernel is, and what it asks of memory."""
     programs, limit = profile.occupancy()
     total, known = profile.total, profile.assembled
-    registers = f"{known['registers']} registers a thread, {known['spill_bytes']} bytes spilled, "
+    said = "{registers} registers a thread, {spill_bytes} bytes spilled, "
     loaded, stored = profile.loaded_bytes, profile.stored_bytes
     asked = 32 * total["sectors"]
     times = f"{profile.launches} launches of " if profile.launches > 1 else ""
     lines = [
         f"{profile.kernel.name}: {times}{profile.programs // profile.launches} programs of "
         f"{profile.warps} warps, compiled for {profile.chip.name}",
-        f"  {registers if known else ''}{profile.shared_bytes / 1024:.3g} KiB of shared memory; "
+        f"  {said.format(**known) if known else ''}{profile.shared_bytes / 1024:.3g} KiB of shared memory; "
         f"{programs} programs fit on an SM (limit: {limit})",
         f"  memory: {size(loaded)} loaded and {size(stored)} stored at least; {size(asked)} asked "
         f"for, {asked / max(loaded + stored, 1):.1f} times as much",

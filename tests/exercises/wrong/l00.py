@@ -170,7 +170,7 @@ slips(
         "first_row_only": "Every program sums the first row. Which row is program r's?",
         "mask_of_the_place": "The mask compares the place in x with `columns`. Compare the column.",
         "no_mask": "Without a mask a block reads on into the next row.",
-        "no_other": "Places behind the row have no `other`, so they hold garbage, and you add it.",
+        "no_other": "Places after the row have no `other`, so they hold garbage, and you add it.",
         "other_1": "Padding of 1 is added too. Which number changes no sum?",
         "loads_twice": "Each element is needed once: keep the block in a variable.",
         "mean": "You divide by the row's length. The sum is asked for.",
@@ -235,8 +235,8 @@ slips(
     slipped_rows,
     {
         "no_strides": "You read x as if it were contiguous: both strides are missing.",
-        "row_stride_only": "Neighbours in a row lie stride_column apart, not 1.",
-        "column_stride_only": "Rows of x lie stride_row apart, not `columns`.",
+        "row_stride_only": "Neighbours in a row are stride_column apart, not 1.",
+        "column_stride_only": "Rows of x are stride_row apart, not `columns`.",
         "strides_swapped": "The row goes with stride_row, the column with stride_column.",
         "strides_of_x_for_out": "The strides are x's. The result is contiguous.",
     },
@@ -346,8 +346,8 @@ slips(
     {
         "no_mask": "The tiles at the edges have places outside x: mask rows and columns.",
         "not_transposed": "Load and store use the same address, so nothing moves.",
-        "rows_and_columns_swapped": "You load from the place in out. x[r, c] lies r · columns + c "
-        "behind x_ptr.",
+        "rows_and_columns_swapped": "You load from the place in out. x[r, c] is r · columns + c "
+        "after x_ptr.",
         "steps_of_x": "A row of out has `rows` elements, so the step between its rows is `rows`.",
         "both_swapped": "Load and store have changed places: x is read by r · columns + c.",
     },

@@ -212,12 +212,12 @@ for name, places, hint in [
     (
         "no_barrier",
         {},
-        "There is no barrier: a thread reads what another one may not have written yet.",
+        "There is no barrier: a thread reads what another thread may not have written yet.",
     ),
     (
         "before_the_loop_only",
         {"before": SYNC},
-        "In each step a thread reads what another one wrote in the step before: a barrier a step.",
+        "In each step a thread reads what another thread wrote in the step before: a barrier a step.",
     ),
     (
         "in_the_loop_only",

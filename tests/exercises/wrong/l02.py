@@ -85,7 +85,7 @@ for name, slip, hint in [
     (
         "top_left_mask",
         dict(top_left=True),
-        "Your mask is aligned top left. Which key does the LAST query stand at when Tk > Tq?",
+        "Your mask is aligned top left. Which key belongs to the LAST query when Tk > Tq?",
     ),
     (
         "strict_mask",
@@ -122,7 +122,7 @@ for name, slip, hint in [
     (
         "strides_ignored",
         dict(own_strides=False),
-        "You read q, k or v as if its rows lay one behind the other. Its strides say where they lie.",
+        "You read q, k or v as if its rows followed each other. Its strides say where they are.",
     ),
     (
         "softmax_over_queries",
@@ -310,7 +310,7 @@ for name, slip, hint in [
     (
         "strides_ignored",
         dict(own_strides=False),
-        "You read the logits as if their rows lay one behind the other.",
+        "You read the logits as if their rows followed each other.",
     ),
     (
         "cuts_ties",

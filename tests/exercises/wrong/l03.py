@@ -106,7 +106,7 @@ for name, slip, hint in [
     (
         "top_left_mask",
         dict(align="top_left"),
-        "Your first query sees row 0 alone. It stands at row context_lens[b] - T.",
+        "Your first query sees row 0 alone. Its row is context_lens[b] - T.",
     ),
     (
         "aligned_to_capacity",
@@ -127,8 +127,7 @@ for name, slip, hint in [
     (
         "strides_ignored",
         dict(own_strides=False),
-        "You read an argument as if its rows lay one behind the other. Its strides say where they "
-        "lie.",
+        "You read an argument as if its rows followed each other. Its strides say where they are.",
     ),
     ("strict_mask", dict(strict=True), "Your queries do not see their own row."),
     (

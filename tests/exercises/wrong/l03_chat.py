@@ -97,7 +97,7 @@ SLIPS = [
     (
         "positions_off_by_one",
         dict(late=1),
-        "Your positions are one too high: the next token stands behind those held.",
+        "Your positions are one too high: the next token comes after those held.",
     ),
     (
         "last_token_twice",

@@ -187,7 +187,7 @@ SLIPS = [
         "Blocks are longer now, so block 1 begins at another slot. Copy block by block.",
     ),
     ("growth_of_one_block", dict(growth="first block"), "Only block 0 moves. All blocks do."),
-    ("growth_of_k_alone", dict(growth="k alone"), "K moves, and V stays behind."),
+    ("growth_of_k_alone", dict(growth="k alone"), "K moves, and V does not."),
     ("table_stays", dict(table=False), "cos_sin_cache still ends where the old block did."),
     ("grows_late", dict(late=1), "Your block grows one token too late: tokens <= block_size fit."),
     ("grows_early", dict(early=1), "Your block grows although the token fits."),
@@ -201,7 +201,7 @@ SLIPS = [
     (
         "counts_nobodys_slot",
         dict(counts="buffers"),
-        "You count the slot that is nobody's. Only blocks are copied.",
+        "You count the slot that belongs to no sequence. Only blocks are copied.",
     ),
     ("counts_new_slots", dict(counts="new"), "You count the new buffers; only old blocks move."),
     ("counts_k_alone", dict(counts="k alone"), "You count K alone; V moves as well."),
@@ -241,12 +241,12 @@ SLIPS = [
     (
         "ignores_first_block",
         dict(use_first_block=False),
-        "The batch's first sequence lies in first_block, and you read block 0.",
+        "The batch's first sequence is in first_block, and you read block 0.",
     ),
     (
         "counts_itself",
         dict(counts_itself=True),
-        "You append behind what you wrote before. The batch says where its tokens go.",
+        "You append after what you wrote before. The batch says where its tokens go.",
     ),
     ("no_window", dict(window="none"), "You ignore config.sliding_window(layer)."),
     ("one_window", dict(window="of the last layer"), "Each layer has its own window."),
@@ -260,7 +260,7 @@ SLIPS = [
     (
         "takes_the_last_block",
         dict(takes="last block"),
-        "You copy the pool's last block. The last sequence may lie before it.",
+        "You copy the pool's last block. The last sequence may be before it.",
     ),
     (
         "float32_after_growth",
@@ -288,7 +288,7 @@ SLIPS = [
         dict(takes="list alone"),
         "In your list everyone moves up. Only the last sequence has to move, into the free block.",
     ),
-    ("erases", dict(takes="erased"), "Nothing need be erased: nobody reads behind a length."),
+    ("erases", dict(takes="erased"), "Nothing need be erased: nothing after a length is read."),
     (
         "moves_too_few",
         dict(moves="of the one that ended"),

@@ -16,7 +16,7 @@ answers = Answers()
 answers.slips(
     "4.1",
     """
-    strides_ignored: You read x or positions as if their values lay one behind the other.
+    strides_ignored: You read x or positions as if their values followed each other.
     - positions[:, None, None]
     + positions.as_strided(positions.shape, (1,))[:, None, None]
     - first, second = x.chunk(2, dim=-1)
@@ -54,12 +54,12 @@ answers.slips(
     - positions[:, None, None].float() * frequency.to(positions.device)
     + positions[:, None, None].half() * frequency.half()
 
-    positions_restart: You count from 0. `positions` says where the tokens stand: others are in the
+    positions_restart: You count from 0. `positions` says where the tokens are: others are in the
         cache.
     - positions[:, None, None]
     + torch.arange(len(positions))[:, None, None]
 
-    one_position_late: Your positions are one too high: the first token stands at 0.
+    one_position_late: Your positions are one too high: the first token is at 0.
     - positions[:, None, None]
     + (positions + 1)[:, None, None]
 
@@ -176,16 +176,16 @@ answers.slips(
     - [2 ** (-8 * i / (2 * known)) for i in range(1, 2 * known, 2)][: num_heads - known]
     + slopes[: num_heads - known]
 
-    top_left: Your first query stands at key 0. Behind a cache the last query stands at the last
+    top_left: Your first query is at key 0. With a cache the last query belongs to the last
         key.
     - torch.arange(num_keys - num_queries, num_keys)
     + torch.arange(num_queries)
 
-    one_query_for_all: All your queries stand at the last key; only the last one does.
+    one_query_for_all: All your queries are at the last key; only the last one is.
     - torch.arange(num_keys - num_queries, num_keys)
     + torch.full((num_queries,), num_keys - 1)
 
-    mirrored: You take the distance without its sign; what lies ahead gets a positive bias here.
+    mirrored: You take the distance without its sign; what is ahead gets a positive bias here.
     - query[:, None] - torch.arange(num_keys)
     + (query[:, None] - torch.arange(num_keys)).abs()
 
@@ -311,7 +311,7 @@ answers.slips(
     - inside & ((head < NUM_HEADS) | (slot >= 0))
     + inside
 
-    offset_ignored: You turn by the token's number in the batch. `positions` says where it stands.
+    offset_ignored: You turn by the token's number in the batch. `positions` says where it is.
     - tl.load(positions_ptr + token)
     + token
 
@@ -327,7 +327,7 @@ answers.slips(
     - turns = head < NUM_HEADS + NUM_KV_HEADS
     + turns = head >= 0
 
-    slot_not_skipped: A slot of -1 writes into the row before the cache: somebody else's memory.
+    slot_not_skipped: A slot of -1 writes into the row before the cache: another tensor's memory.
     - inside & ((head < NUM_HEADS) | (slot >= 0))
     + inside
 

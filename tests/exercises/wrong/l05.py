@@ -100,7 +100,7 @@ for name, slip, hint in [
     (
         "strides_ignored",
         dict(own_strides=False),
-        "You read q, k or v as if its rows lay one behind the other. Its strides say where they lie.",
+        "You read q, k or v as if its rows followed each other. Its strides say where they are.",
     ),
     ("scale_twice", dict(scale="twice"), "softmax_scale is applied twice."),
     ("no_scale", dict(scale="never"), "The scores are not scaled."),
@@ -113,7 +113,7 @@ for name, slip, hint in [
     (
         "top_left_mask",
         dict(mask="top left"),
-        "A chunk's first query stands behind all older tokens, not at the first one.",
+        "A chunk's first query comes after all older tokens, not at the first one.",
     ),
     ("no_window", dict(windows="none"), "`window` is ignored."),
     ("no_window_in_a_step", dict(windows="prompts"), "A single query ignores `window`."),
@@ -308,8 +308,8 @@ for slip, hint in {
     "at the end out of bounds.",
     "columns_behind_the_head_written": "Columns from HEAD_DIM on are stored, over the next head. "
     "Mask the store with them too.",
-    "unused_rows_loaded": "You load rows behind `length`. A weight of 0 times NaN is NaN.",
-    "tail_keys_unmasked": "Keys behind `length` score 0 and get weight 2^(0 - max): set their "
+    "unused_rows_loaded": "You load rows after `length`. A weight of 0 times NaN is NaN.",
+    "tail_keys_unmasked": "Keys after `length` score 0 and get weight 2^(0 - max): set their "
     "scores to -inf.",
     "scale_twice": "The scale is applied twice.",
     "exp2_without_log2e": "2^x is not e^x: exp2 needs scores that are multiplied with log2(e).",

@@ -80,7 +80,7 @@ answers.slips(
     - keepdim=True) + 1e-6
     + keepdim=True) + 1e-5
 
-    all_k_then_all_v: kv_b_proj lies head by head, nope rows and then v_dim rows; you take all of
+    all_k_then_all_v: kv_b_proj is stored head by head, nope rows and then v_dim rows; you take all of
         W_UK first.
     - .unflatten(-1, (num_heads, nope + v_dim))
     - .split([nope, v_dim], dim=-1)
@@ -197,7 +197,7 @@ answers.slips(
     - q_nope, w_uk)
     + q_nope, w_uk.mT.reshape(w_uk.shape))
 
-    all_k_then_all_v: kv_b_proj lies head by head; you take all of W_UK's rows first.
+    all_k_then_all_v: kv_b_proj is stored head by head; you take all of W_UK's rows first.
     - w_uk, w_uv = weight.unflatten(0, (q.shape[1], -1)).split(
     -     [mla.qk_nope_head_dim, mla.v_head_dim], dim=1
     - )
@@ -253,7 +253,7 @@ answers.slips(
     - self.config.softmax_scale
     + self.config.softmax_scale, causal=False
 
-    top_left_mask: A chunk's first query stands behind all old rows, not at row 0.
+    top_left_mask: A chunk's first query comes after all old rows, not at row 0.
     - out = attention_torch(
     + padding = absorbed.new_zeros(end - len(q), *absorbed.shape[1:])
     + absorbed = torch.cat([absorbed, padding])
@@ -344,7 +344,7 @@ answers.slips(
     - * (nope + mla.qk_rope_head_dim + v_dim)
     + * (nope + v_dim)
 
-    heads_sharing_rope: Expanded, the rotary key stands in every head's k.
+    heads_sharing_rope: Expanded, the rotary key is in every head's k.
     - * (nope + mla.qk_rope_head_dim + v_dim)
     + * (nope + mla.qk_rope_head_dim / num_attention_heads + v_dim)
 
@@ -434,7 +434,7 @@ answers.slips(
     + query.shape[-1] ** -0.5
 
     key_kept_before_rotation: k_pe is kept unrotated, and every key is turned to the newest
-        position: all tokens seem to stand where the query does.
+        position: all tokens seem to be where the query is.
     - torch.cat([c_kv[t], turn(k_pe[t], t)])
     + torch.cat([c_kv[t], k_pe[t]])
     - query @ rows.T

@@ -94,7 +94,7 @@ def slipped_norm(x, residual, weight, eps, *, slip):
 
 
 for name, hint in [
-    ("eps_outside", "eps stands inside the root: 1 / √(mean + eps), not 1 / (√mean + eps)."),
+    ("eps_outside", "eps is inside the root: 1 / √(mean + eps), not 1 / (√mean + eps)."),
     ("eps_forgotten", "You forget eps: rows near zero blow up."),
     (
         "sum_in_float16",
@@ -206,9 +206,9 @@ for name, slip, hint in [
     (
         "own_norm_again",
         dict(norm_order="own"),
-        "Behind a layer's MLP stands the NEXT layer's input_layernorm.",
+        "After a layer's MLP comes the NEXT layer's input_layernorm.",
     ),
-    ("last_norm_forgotten", dict(norm_order="no_last"), "Behind the last MLP stands last_norm."),
+    ("last_norm_forgotten", dict(norm_order="no_last"), "After the last MLP comes last_norm."),
     (
         "branch_added_twice",
         dict(branch_twice=True),
@@ -234,7 +234,7 @@ for name, slip, hint in [
     (
         "adds_alone",
         dict(alone=True),
-        "Right, but the additions stand alone: 2n kernels more. Use after_adding.",
+        "Right, but the additions are kernels, too: 2n more. Use after_adding.",
     ),
     ("norms_twice", dict(double=True), "You norm what after_adding has normed."),
 ]:
@@ -401,7 +401,7 @@ for name, slip, hint in [
     ("one_weight_for_both", dict(norm="one_weight"), "k has a weight of its own."),
     ("q_alone", dict(norm="q_alone"), "k is normed as well."),
     ("layer_norm", dict(norm="layer_norm"), "You subtract the mean: that is LayerNorm."),
-    ("eps_outside", dict(norm="eps_outside"), "eps stands inside the root."),
+    ("eps_outside", dict(norm="eps_outside"), "eps is inside the root."),
     ("no_eps", dict(norm="no_eps"), "eps is forgotten."),
     (
         "one_maximum_for_all",
@@ -527,17 +527,17 @@ for name, slip, hint in [
     (
         "one_junction",
         dict(junctions=1),
-        "A layer has two junctions: behind the attention and behind the MLP.",
+        "A layer has two junctions: after the attention and after the MLP.",
     ),
     (
         "junction_of_two",
         dict(junctions=4),
-        "Fused, an addition and the norm behind it are one launch.",
+        "Fused, an addition and the norm after it are one launch.",
     ),
     (
         "no_norm_outside",
         dict(last_norm=False),
-        "n layers have 2n additions and 2n + 1 norms: one norm stands alone.",
+        "n layers have 2n additions and 2n + 1 norms: one norm has no addition.",
     ),
     ("norm_of_seven", dict(norm=7), "The chain of a norm is 8 launches."),
     (
@@ -556,7 +556,11 @@ for name, slip, hint in [
     ("microseconds", dict(ms=1), "launch_us is in microseconds: divide by 1000."),
     ("mebibytes", dict(mega=2**20), "An MB is 10^6 bytes; 2^20 are a MiB."),
     ("no_head", dict(ends=1), "Embedding and output head are a launch each."),
-    ("first_norm_not_fused", dict(fused_first=8), "The norm that stands alone is one kernel too."),
+    (
+        "first_norm_not_fused",
+        dict(fused_first=8),
+        "The norm without an addition is one kernel too.",
+    ),
 ]:
     answers.wrong("7.4", hint, name)(partial(slipped_prediction, **slip))
 

@@ -18,7 +18,7 @@ answers = Answers()
 answers.slips(
     "9.1",
     """
-    top_left_mask: Your mask is aligned top left: query i stands at key i + Tk - T.
+    top_left_mask: Your mask is aligned top left: query i belongs to key i + Tk - T.
     - device=q.device) + num_keys - num_queries
     + device=q.device)
 
@@ -26,7 +26,7 @@ answers.slips(
     - (distance < 0) | (distance >= window) if window else distance < 0
     + (distance <= 0) | (distance >= window) if window else distance <= 0
 
-    no_mask: Tiles on the diagonal need a mask: some of their queries stand before some of their
+    no_mask: Tiles on the diagonal need a mask: some of their queries are before some of their
         keys.
     - scores = scores.masked_fill(hidden[:, None], -torch.inf)
 
@@ -146,7 +146,7 @@ answers.slips(
 )
 
 
-@answers.wrong("9.1", "Without the lse nobody can merge your output with another part's.")
+@answers.wrong("9.1", "Without the lse your output cannot be merged with another part's.")
 def forgets_lse(q, k, v, softmax_scale=None, causal=True, window=None, tiles=None):
     out, lse = naive.tiled_attention(q, k, v, softmax_scale, causal, window, tiles=tiles)
     return out, torch.zeros_like(lse)
@@ -471,18 +471,17 @@ for name, slip, hint in [
     (
         "as_given",
         dict(top_left=True, short=1, ragged=True, late_begin=True),
-        "More than one bug is left. Draw 4 queries behind 3 cached keys.",
+        "More than one bug is left. Draw 4 queries after 3 cached keys.",
     ),
     (
         "top_left",
         dict(top_left=True),
-        "The first query stands at key start_m + num_keys - num_queries.",
+        "The first query belongs to key start_m + num_keys - num_queries.",
     ),
     (
         "last_key_skipped",
         dict(short=1),
-        "The tile's last query stands at first + block_m - 1, and sees its own key: end is one "
-        "behind.",
+        "The tile's last query belongs to key first + block_m - 1, and sees it: end is one more.",
     ),
     (
         "one_block_too_many_skipped",

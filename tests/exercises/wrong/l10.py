@@ -268,7 +268,7 @@ answers.slips(
     - range(0, num_splits, BLOCK_S)
     + range(0, tl.minimum(num_splits, BLOCK_S), BLOCK_S)
 
-    whole_steps: Splits behind the last whole step of 16 are lost: mask the last step instead.
+    whole_steps: Splits after the last whole step of 16 are lost: mask the last step instead.
     - range(0, num_splits, BLOCK_S)
     + range(0, num_splits // BLOCK_S * BLOCK_S, BLOCK_S)
 
@@ -506,7 +506,7 @@ answers.slips(
     - acc * alpha[..., None]
     + acc
 
-    max_from_0: Your maximum starts at a number. What if all scores lie below it? Start at −inf.
+    max_from_0: Your maximum starts at a number. What if all scores are below it? Start at −inf.
     - m = torch.full((num_kv_heads, group), -torch.inf)
     + m = torch.zeros(num_kv_heads, group)
 

@@ -111,7 +111,7 @@ SLIPS = [
         "stale_positions",
         SlippedRunner,
         dict(copy=1),
-        "The positions in the buffer stay as captured: every token stands at 0.",
+        "The positions in the buffer stay as captured: every token is at 0.",
     ),
     (
         "stale_slots",
@@ -129,7 +129,7 @@ SLIPS = [
         "no_padding",
         SlippedRunner,
         dict(pads=False),
-        "Columns behind the batch keep an older step's values and write into a row that is "
+        "Columns after the batch keep an older step's values and write into a row that is "
         "another's by now.",
     ),
     (

@@ -62,7 +62,7 @@ def slipped_capture(
 
 AS_GIVEN = dict(seed="rebound", memory="rebound", write="mask", longest="item")
 SLIPS = [
-    ("as_given", AS_GIVEN, "Which line does the error name? More bugs may stand behind it."),
+    ("as_given", AS_GIVEN, "Which line does the error name? More bugs may follow it."),
     (
         "length_left",
         dict(longest="item"),
@@ -135,7 +135,7 @@ SLIPS = [
         dict(memory="copy"),
         "You write into a copy, and the next step finds nothing.",
     ),
-    ("one_row_too_far", dict(own_row=False), "The newest of n tokens stands at row n - 1."),
+    ("one_row_too_far", dict(own_row=False), "The newest of n tokens is at row n - 1."),
     ("averages_all", dict(read="all"), "You average rows that are not in use."),
     (
         "divides_by_capacity",

@@ -401,7 +401,7 @@ KERNELS = [
     (
         "one_page_for_a_tile",
         dict(page_of=lambda key, size: key // 16 * 16 // size),
-        "All 16 keys of a tile from the page of the first: a tile may lie in several pages.",
+        "All 16 keys of a tile from the page of the first: a tile may span several pages.",
     ),
     (
         "page_of_16",
@@ -416,7 +416,7 @@ KERNELS = [
     (
         "rows_backwards",
         dict(row_of=lambda key, size: size - 1 - key % size),
-        "Rows in a page stand in the order of the keys.",
+        "Rows in a page are in the order of the keys.",
     ),
     (
         "layer_in_the_block_id",
@@ -456,7 +456,7 @@ KERNELS = [
     (
         "max_from_0",
         dict(lowest=0.0),
-        "Your maximum starts at a number. What if all scores lie below it? Start at −inf.",
+        "Your maximum starts at a number. What if all scores are below it? Start at −inf.",
     ),
     (
         "dense_copies",
@@ -468,7 +468,7 @@ for name, slip, hint in KERNELS:
     answers.wrong("12.3", hint, name)(partial(slipped_decode, **slip))
 
 
-@answers.wrong("12.3", "You copy all pages to one place first. Read them where they lie.")
+@answers.wrong("12.3", "You copy all pages to one place first. Read them where they are.")
 def gathers(q, k_cache, v_cache, block_table, context_lens):
     group = q.shape[1] // k_cache.shape[2]
     out = torch.zeros_like(q)
