@@ -83,6 +83,25 @@ def test_rows_stay_apart(proof):
         proof.record(kernel)
 
 
+def assert_penalizes(penalized=fused.penalized) -> None:
+    """The logits are PyTorch's to the bit, also after tokens that were new and tokens that were not."""
+    rows = random_rows(6, 40, "normal", frequency_penalty=0.3, presence_penalty=0.7)
+    rows.params[1:3] = [SamplingParams(repetition_penalty=1.3), GREEDY]
+    rows.prompts[0] = rows.outputs[0] = []
+    rows.outputs[3] = [7, 7, 7, 2]
+    batch, logits = rows.batch(), rows.logits.to(DEVICE)
+    for _ in range(3):
+        batch.append(torch.randint(40, (6,), device=DEVICE))
+        want = logits.clone()
+        batch.seen.penalize_(want)
+        assert torch.equal(penalized(logits, batch.seen), want)
+
+
+def test_penalties_to_the_bit(proof):
+    assert_penalizes()
+    proof.record(penalize_kernel)
+
+
 @pytest.mark.parametrize("settings", [{}, dict(min_p=0.2), dict(temperature=0)])
 @pytest.mark.sample(1)
 def test_fewer_launches(settings, monkeypatch):
@@ -184,11 +203,11 @@ BUGS = {
     "greedy takes the last": ("tl.min(tl.where(maxima == highest, parts, num_parts)", "tl.max(tl.where(maxima == highest, parts, 0)", "greedy among ties"),
     "greedy is drawn": ("min_p, temperature <= 0", "min_p, temperature < 0", "greedy among ties"),
     "bad logits give a token": ("tl.full((), BAD_LOGITS, tl.int32)", "tl.full((), 0, tl.int32)", "mixed"),
-    "a negative logit is divided": ("tl.div_rn(x, repetition), x * repetition", "tl.div_rn(x, repetition), tl.div_rn(x, repetition)", "penalties"),
-    "frequency is presence": ("frequency * count.to(tl.float32)", "frequency * (count > 0).to(tl.float32)", "penalties"),
-    "the prompt counts as output": ("presence * (count > 0)", "presence * (count >= 0)", "penalties"),
-    "the last seen token is forgotten": ("inside = places < tl.minimum(width, tl.load(distinct_ptr + row))", "inside = places < tl.load(distinct_ptr + row) - 1", "penalties"),
-    "penalized twice": ("- presence * (count > 0).to(tl.float32)", "- 2 * presence * (count > 0).to(tl.float32)", "penalties"),
+    "a negative logit is divided": ("tl.div_rn(x, repetition), x * repetition", "tl.div_rn(x, repetition), tl.div_rn(x, repetition)", "to the bit"),
+    "frequency is presence": ("frequency * count.to(tl.float32)", "frequency * (count > 0).to(tl.float32)", "to the bit"),
+    "the prompt counts as output": ("presence * (count > 0)", "presence * (count >= 0)", "to the bit"),
+    "the last seen token is forgotten": ("inside = places < tl.minimum(width, tl.load(distinct_ptr + row))", "inside = places < tl.load(distinct_ptr + row) - 1", "to the bit"),
+    "penalized twice": ("- presence * (count > 0).to(tl.float32)", "- 2 * presence * (count > 0).to(tl.float32)", "to the bit"),
 }  # fmt: skip
 
 
@@ -218,8 +237,10 @@ def buggy_sampler(folder: Path, monkeypatch, old: str, new: str):
 def test_a_planted_bug_is_found(name, tmp_path, monkeypatch):
     old, new, case = BUGS[name]
     buggy = buggy_sampler(tmp_path, monkeypatch, old, new)
-    rows = mixed_rows() if case == "mixed" else hostile_rows(case)
     with pytest.raises(AssertionError):
+        if case == "to the bit":
+            assert_penalizes(buggy.penalized)
+        rows = hostile_rows(case) if case in HOSTILE else mixed_rows()
         assert_draws(rows, sample=buggy.sample_fused)
 
 
