@@ -40,6 +40,14 @@ def any_program_order():
         yield
 
 
+@pytest.fixture
+def interpreted_films(monkeypatch):
+    """Films stay Triton's interpreter's, for tests of what is drawn, because those of compiled code
+    come from another process.
+    """
+    monkeypatch.setattr("lessons.toolbox.draw.film_panels.compiled", lambda film, launches: film)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--all", action="store_true", help="the long forms of the tests too (make test-all)"

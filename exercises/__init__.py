@@ -1,1 +1,3 @@
-"""Your side of the course: one file a lesson. `make check LESSON=02` checks what you wrote, `make progress` shows the map."""
+"""Your side of the course: one file a lesson. `make check LESSON=02` checks what you wrote, `make
+progress` shows the map.
+"""

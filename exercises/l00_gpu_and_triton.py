@@ -1,10 +1,10 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=00
-# Generated from solutions/l00_gpu_and_triton.py, checksum 361e9bae7d6c. Generating again never overwrites your edits.
+# Generated from solutions/l00_gpu_and_triton.py, checksum 7b9093c62013. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 00, the first half: seven small Triton kernels on vectors and rows.
 
-Each kernel is written above the function that launches it. You write the kernel, the launch is given.
-Read the launch first: it says how many programs run and which constants they get.
+Each kernel is written above the function that launches it. You write the kernel, the launch is
+given. Read the launch first: it says how many programs run and which constants they get.
 """
 
 import torch
@@ -75,8 +75,9 @@ def row_sums(x: Tensor) -> Tensor:
     """The sum of each row. x: [R, C], contiguous -> [R]. Write the body of `row_sums_kernel`.
 
     One program a row. BLOCK is the next power of two, because `tl.arange` takes no other length.
-    So some places are after the end of the row: give them a value that does not change a sum (`other=`).
-    `tl.sum(values, axis=0)` adds up a block. Aim: load each element once. Errors: none to raise.
+    So some places are after the end of the row: give them a value that does not change a sum
+    (`other=`). `tl.sum(values, axis=0)` adds up a block. Aim: load each element once. Errors: none
+    to raise.
 
     Example: x = [[1, 2, 3], [4, 5, 6]]: BLOCK = 4, two programs -> [6, 15].
     """

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=10
-# Generated from solutions/l10_flash_decoding.py, checksum 9beb256066ab. Generating again never overwrites your edits.
+# Generated from solutions/l10_flash_decoding.py, checksum 88d06ae76e85. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 10: partial results merged, waves and bytes of a plan, the merge as a kernel,
 a split decode with bugs.
@@ -134,11 +134,11 @@ def invariant_decode(
     [B, Hq, D].
 
     k_cache, v_cache: [B, capacity, Hkv, D] float32; the first context_lens[b] rows are in use,
-    those after them may hold NaN. context_lens: [B] int64; 0 gives zeros. Query head h reads KV head h
-    // (Hq / Hkv). Scores are scaled by 1 / √D. window: only the last `window` rows of a sequence
-    count. Splits begin at its first counted row, split_size keys each, the last one shorter. A
-    sequence's result has the same bits whatever else is in the batch, and however long the cache
-    is. Errors: none to raise.
+    those after them may hold NaN. context_lens: [B] int64; 0 gives zeros. Query head h reads KV
+    head h // (Hq / Hkv). Scores are scaled by 1 / √D. window: only the last `window` rows of a
+    sequence count. Splits begin at its first counted row, split_size keys each, the last one
+    shorter. A sequence's result has the same bits whatever else is in the batch, and however long
+    the cache is. Errors: none to raise.
 
     Example, one head, D = 1, split_size 2, lengths 3: scores [0, 0, log 2], values [2, 4, 9]
         split 0: m = 0, l = 2, acc = 6; split 1: m = log 2, l = 1, acc = 9; relative to log 2: (6/2

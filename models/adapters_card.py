@@ -90,14 +90,17 @@ def card(figures: dict) -> str:
     for name, of_styles in found.items():
         cells = " | ".join(f"{of_styles[style]['loss']:.3f}" for style in STYLES)
         losses.append(f"| {name} | {cells} |")
+    columns = ["folder", "size (bfloat16)", "examples", "tokens seen"]
+    columns += ["held-out loss, base → adapter", "an answer in the style"]
+    columns += [f"of {figures['answers']} answers, base → adapter"]
     return f"""# Adapters for the embedded model
 
-Three LoRA adapters on `models/tiny` (lesson 21), as PEFT saves them: `PeftModel.from_pretrained` reads
-them, and so does our loader. `python -m models.adapters_card` writes this page and measures every figure
-on it.
+Three LoRA adapters on `models/tiny` (lesson 21), as PEFT saves them: `PeftModel.from_pretrained`
+reads them, and so does our loader. `python -m models.adapters_card` writes this page and measures
+every figure on it.
 
-| folder | size (bfloat16) | examples | tokens seen | held-out loss, base → adapter | an answer in the style | of {figures["answers"]} answers, base → adapter |
-| --- | --- | --- | --- | --- | --- | --- |
+| {" | ".join(columns)} |
+| {" | ".join("---" for _ in columns)} |
 {chr(10).join(rows)}
 
 Held-out loss (nats per token) of every model on every style: each adapter is best at its own.
@@ -106,16 +109,18 @@ Held-out loss (nats per token) of every model on every style: each adapter is be
 | --- | {" | ".join("---" for _ in STYLES)} |
 {chr(10).join(losses)}
 
-- **Text**: *sql* is made by `models/adapter_text.py` from a small grammar: a comment that asks, and the
-  query. *docstring* is functions of Python's standard library (PSF licence) as their first line and their
-  docstring. *tests* is methods of its unittest tests, rewritten as functions with bare asserts.
-- **Held out**: {figures["examples"]} examples of each style. Those of sql are about tables that no training
-  text names; the others come from the modules that the base model was not trained on either
-  (models/README.md).
+- **Text**: *sql* is made by `models/adapter_text.py` from a small grammar: a comment that asks, and
+  the query. *docstring* is functions of Python's standard library (PSF licence) as their first line
+  and their docstring. *tests* is methods of its unittest tests, rewritten as functions with bare
+  asserts.
+- **Held out**: {figures["examples"]} examples of each style. Those of sql are about tables that no
+  training text names; the others come from the modules that the base model was not trained on
+  either (models/README.md).
 - **Answers**: greedy, {NEW_TOKENS} tokens behind the first line of an example.
-- **Training**: rank {RANK}, alpha {ALPHA}, on {", ".join(f"`{target}`" for target in TARGETS)} of all layers;
-  AdamW at {LEARNING_RATE:g}, {ROWS} windows of {WINDOW} tokens a step, seed {facts["seed"]}, on a CPU,
-  PyTorch {facts["torch"]}. `python -m models.train_adapters` trains them again.
+- **Training**: rank {RANK}, alpha {ALPHA}, on {", ".join(f"`{target}`" for target in TARGETS)} of
+  all layers; AdamW at {LEARNING_RATE:g}, {ROWS} windows of {WINDOW} tokens a step, seed
+  {facts["seed"]}, on a CPU, PyTorch {facts["torch"]}. `python -m models.train_adapters` trains them
+  again.
 """
 
 

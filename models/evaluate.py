@@ -136,8 +136,8 @@ def training_text(tiny: dict) -> str:
     """What the weights that are here were trained on, from their training.json."""
     tokens, own = tiny["training_tokens"] / 1e6, tiny["own_tokens"] / 1e6
     return f"""{tokens:.1f} M tokens: {own:.1f} M of the standard library of
-  Python {tiny["python_source"]} (PSF licence), tests included, tables of encodings and the like left out;
-  the rest of the libraries named below."""
+  Python {tiny["python_source"]} (PSF licence), tests included, tables of encodings and the like
+  left out; the rest of the libraries named below."""
 
 
 def phases_text(tiny: dict) -> str:
@@ -163,17 +163,18 @@ def loops_text(figures: dict) -> str:
     """What was done about repeated lines, and what is left of them."""
     tiny, held = figures["tiny"], figures["held_out"]
     return f"""{tiny["loop_updates"]} updates behind the training ({tiny["loop_minutes"]} minutes)
-  taught it that the third copy of a line is less likely than the second (`models/loops.py`). A model of
-  this size still repeats itself: {tiny["greedy_answers_that_repeat_a_line"]:.0%} of its greedy answers
-  repeat a line three times, where {held["answers_that_repeat_a_line"]:.0%} of what the modules' authors
-  wrote behind the same prompts do"""
+  taught it that the third copy of a line is less likely than the second (`models/loops.py`). A
+  model of this size still repeats itself: {tiny["greedy_answers_that_repeat_a_line"]:.0%} of its
+  greedy answers repeat a line three times, where {held["answers_that_repeat_a_line"]:.0%} of what
+  the modules' authors wrote behind the same prompts do"""
 
 
 def acceptance_text(draft: dict) -> str:
     """What the draft learned behind its distillation."""
     return f"""Then {draft["acceptance_tokens"] / 1e6:.1f} M tokens of the standard library
-  ({draft["acceptance_minutes"]} minutes) taught it what speculation lives on: the probability that a token
-  that it drafts is accepted, Σ min(p, q), became larger (`acceptance_loss` in `models/steps.py`)."""
+  ({draft["acceptance_minutes"]} minutes) taught it what speculation lives on: the probability that
+  a token that it drafts is accepted, Σ min(p, q), became larger (`acceptance_loss` in
+  `models/steps.py`)."""
 
 
 def model_card(figures: dict) -> str:
@@ -183,8 +184,8 @@ def model_card(figures: dict) -> str:
     return f"""# The embedded models
 
 Two Llama models, small enough to live in the repository and to run on any laptop, and real: trained
-on the source of Python's standard library and of the libraries that the course installs, so that they
-complete Python code. They are ordinary Hugging Face checkpoints:
+on the source of Python's standard library and of the libraries that the course installs, so that
+they complete Python code. They are ordinary Hugging Face checkpoints:
 `AutoModelForCausalLM.from_pretrained("models/tiny")` works, and so does our loader.
 `python -m models.evaluate` writes this page and measures every figure on it.
 
@@ -207,7 +208,8 @@ complete Python code. They are ordinary Hugging Face checkpoints:
 - **Greedy answers**: 200 tokens behind each of the 32 prompts of the ladder, which are held-out
   code. One is Python if it parses up to its last whole line, or would if it went on. Only lines of
   12 characters or more count as repeated. What the modules' authors wrote behind the same prompts
-  repeats a line in {held["answers_that_repeat_a_line"]:.0%} of them, and a piece of one in {held["answers_that_go_round"]:.0%}.
+  repeats a line in {held["answers_that_repeat_a_line"]:.0%} of them, and a piece of one in
+  {held["answers_that_go_round"]:.0%}.
 
 How far the training went is said by the tokens seen, not by the minutes, because the machine may
 have been busy with other work too.
@@ -215,12 +217,13 @@ have been busy with other work too.
 Train them again: `python -m models.train tokenizer`, then `tiny --tokens 150` (millions), then
 `python -m models.loops`, then `python -m models.train draft --tokens 150` and
 `acceptance --tokens 16`, and `python -m models.evaluate`.
-`python -m models.retrain` does all of it and the heads, in runs of a few minutes. That recipe also reads the
-libraries that the course installs ({", ".join(f"{name}, {to}" for name, to in LIBRARIES.items())}),
-without what they copied from held-out modules. More tokens give better models of the same shape.
-The heads of lesson 17 ([HEADS.md](HEADS.md)), the adapters of lesson 21
-([ADAPTERS.md](ADAPTERS.md)) and the eyes of `models/tiny-vision` ([VISION.md](VISION.md)) belong to
-these weights and have to be trained again as well, and what is recorded under `results/` was recorded with them.
+`python -m models.retrain` does all of it and the heads, in runs of a few minutes. That recipe also
+reads the libraries that the course installs
+({", ".join(f"{name}, {to}" for name, to in LIBRARIES.items())}), without what they copied from
+held-out modules. More tokens give better models of the same shape. The heads of lesson 17
+([HEADS.md](HEADS.md)), the adapters of lesson 21 ([ADAPTERS.md](ADAPTERS.md)) and the eyes of
+`models/tiny-vision` ([VISION.md](VISION.md)) belong to these weights and have to be trained again
+as well, and what is recorded under `results/` was recorded with them.
 
 ## Samples
 

@@ -28,33 +28,37 @@ def card() -> str:
             f"| {found['acceptance'][0][0]:.0%} | {found['greedy']['chain']:.2f} "
             f"| {found['greedy']['tree']:.2f} |"
         )
+    columns = ["folder", "parameters", "weights (bfloat16)", "minutes", "tokens seen"]
+    columns += ["first guess right", f"tokens a pass, chain of {DEPTH}"]
+    columns += [f"tree of {counted['nodes']} nodes"]
     return f"""# Heads for the embedded target
 
 Drafts that read the hidden states of `models/tiny` (lesson 17). `python -m models.heads_card`
 writes this page. They belong to the target with the fingerprint `{config["target_fingerprint"]}`,
 and `load_heads` refuses every other one: train them again after the target.
 
-| folder | parameters | weights (bfloat16) | minutes | tokens seen | first guess right | tokens a pass, chain of {DEPTH} | tree of {counted["nodes"]} nodes |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| {" | ".join(columns)} |
+| {" | ".join("---" for _ in columns)} |
 {chr(10).join(rows)}
 
 - **Data**: {facts["distinct_tokens"] / 1e6:.2f} M tokens of the text that the target was trained on
-  (models/README.md), half of them of the standard library, in windows of {WINDOW}; the target ran over
-  them once, in bfloat16.
-- **Loss**: cross-entropy under the target's own probabilities at the place that a head predicts, over
-  the {FREQUENT} tokens that are used most and {RARE} others, drawn anew in each step. Head i of
-  Medusa, and step i of EAGLE-3 on its own features, count {HEAD_DECAY}^i. EAGLE also learns the
+  (models/README.md), half of them of the standard library, in windows of {WINDOW}; the target ran
+  over them once, in bfloat16.
+- **Loss**: cross-entropy under the target's own probabilities at the place that a head predicts,
+  over the {FREQUENT} tokens that are used most and {RARE} others, drawn anew in each step. Head i
+  of Medusa, and step i of EAGLE-3 on its own features, count {HEAD_DECAY}^i. EAGLE also learns the
   target's features (smooth L1, weight {FEATURE_WEIGHT:g}), with noise on those that it reads.
-- **Optimizers**: Muon and AdamW as for the target, at half of its learning rate. Seed {facts["seed"]}.
-  {facts["device"]}, PyTorch {facts["torch"]}, one thread. The machine was busy with other work, so the
-  tokens seen say how far the training went, not the minutes.
-- **Figures**: greedy decoding of {counted["requests"]} held-out prompts, {counted["new_tokens"]} tokens
-  each, counted by `python -m lessons.l17_tree_speculation.lab.experiments`. *First guess right*: the
-  likeliest token directly behind the newest one.
-- **Acceptance**: `config.json` of each holds how often the guess of each rank was right at each depth,
-  from the same count. The engine chooses its tree by it (`speculative_token_tree="auto"`).
-- **Last matrix**: the target's rows of the {GUESSED} tokens that are used most in the text of their training
-  (lesson 17, *A smaller last matrix*). They are part of the parameters, but were not trained.
+- **Optimizers**: Muon and AdamW as for the target, at half of its learning rate. Seed
+  {facts["seed"]}. {facts["device"]}, PyTorch {facts["torch"]}, one thread. The machine was busy
+  with other work, so the tokens seen say how far the training went, not the minutes.
+- **Figures**: greedy decoding of {counted["requests"]} held-out prompts, {counted["new_tokens"]}
+  tokens each, counted by `python -m lessons.l17_tree_speculation.lab.experiments`. *First guess
+  right*: the likeliest token directly behind the newest one.
+- **Acceptance**: `config.json` of each holds how often the guess of each rank was right at each
+  depth, from the same count. The engine chooses its tree by it (`speculative_token_tree="auto"`).
+- **Last matrix**: the target's rows of the {GUESSED} tokens that are used most in the text of their
+  training (lesson 17, *A smaller last matrix*). They are part of the parameters, but were not
+  trained.
 """
 
 

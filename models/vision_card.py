@@ -70,29 +70,33 @@ def card(figures: dict) -> str:
     counts = " | ".join(f"{n} digits" for n in range(MOST_DIGITS + 1))
     return f"""# A model that sees
 
-`models/tiny-vision` is a vision transformer and a projector in front of `models/tiny`, whose weights it
-shares. Asked about a picture, it says what it shows as a call: `red(4, 7)`, or `red()` for a colour alone.
+`models/tiny-vision` is a vision transformer and a projector in front of `models/tiny`, whose
+weights it shares. Asked about a picture, it says what it shows as a call: `red(4, 7)`, or `red()`
+for a colour alone.
 `python -m models.vision_card` writes this page and measures every figure on it.
 
 | {figures["pictures"]} held-out pictures, greedy answers | all right | the colour | {counts} |
 | --- | --- | --- | {" | ".join("---" for _ in range(MOST_DIGITS + 1))} |
 {chr(10).join(rows)}
 
-- **Pictures**: drawn by `models/vision_pictures.py`: a shade of {", ".join(COLOURS)}; up to {MOST_DIGITS} digits in
-  cells from left to right, of three sizes, shifted by at most two pixels; {len(FONTS)} fonts of DejaVu. It can read
-  nothing else: no photograph, no letter, no digit far from its cell.
-- **Size**: {size / 1e6:.1f} MB in bfloat16. Tower: {VISION.num_hidden_layers} layers of {VISION.hidden_size}, patches of
-  {VISION.patch_size} x {VISION.patch_size} of {VISION.image_size} x {VISION.image_size} pixels, so a picture takes {VISION.tokens_per_image} places of a prompt.
-- **Prompt**: `{prompt_of(QUESTIONS[0])!r}`, which the chat template makes of a question. Questions of the
-  training: {", ".join(QUESTIONS)} What is asked makes no difference to the answer.
-- **Decoder**: `models/tiny`, frozen. It was trained on Python alone, and could not be talked into naming
-  pictures by the usual order, tower first and then both through the decoder: the colours came, the digits
-  did not. So the rows that make it say a name were learnt first, without pictures
-  ({facts["words_seen"]} names, {WORDS[2]:g}), then eyes that give them ({facts["eyes_seen"]} pictures, {EYES[2]:g}, and
-  {facts["rows_seen"]}, {ROWS[2]:g}), then both through the decoder ({facts["both_seen"]} pictures, {BOTH[2]:g}). The numbers
-  behind the commas are AdamW's learning rates.
-- **Training**: {facts["processor_minutes"]} minutes of one core ({facts["threads"]} thread), seed {SEED}, PyTorch {facts["torch"]}.
-  `python -m models.train_vision` trains it again.
+- **Pictures**: drawn by `models/vision_pictures.py`: a shade of {", ".join(COLOURS)}; up to
+  {MOST_DIGITS} digits in cells from left to right, of three sizes, shifted by at most two pixels;
+  {len(FONTS)} fonts of DejaVu. It can read nothing else: no photograph, no letter, no digit far
+  from its cell.
+- **Size**: {size / 1e6:.1f} MB in bfloat16. Tower: {VISION.num_hidden_layers} layers of
+  {VISION.hidden_size}, patches of {VISION.patch_size} x {VISION.patch_size} of {VISION.image_size}
+  x {VISION.image_size} pixels, so a picture takes {VISION.tokens_per_image} places of a prompt.
+- **Prompt**: `{prompt_of(QUESTIONS[0])!r}`, which the chat template makes of a question. Questions
+  of the training: {", ".join(QUESTIONS)} What is asked makes no difference to the answer.
+- **Decoder**: `models/tiny`, frozen. It was trained on Python alone, and could not be talked into
+  naming pictures by the usual order, tower first and then both through the decoder: the colours
+  came, the digits did not. So the rows that make it say a name were learnt first, without pictures
+  ({facts["words_seen"]} names, {WORDS[2]:g}), then eyes that give them ({facts["eyes_seen"]}
+  pictures, {EYES[2]:g}, and {facts["rows_seen"]}, {ROWS[2]:g}), then both through the decoder
+  ({facts["both_seen"]} pictures, {BOTH[2]:g}). The numbers behind the commas are AdamW's learning
+  rates.
+- **Training**: {facts["processor_minutes"]} minutes of one core ({facts["threads"]} thread), seed
+  {SEED}, PyTorch {facts["torch"]}. `python -m models.train_vision` trains it again.
 """
 
 

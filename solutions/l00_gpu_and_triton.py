@@ -1,7 +1,7 @@
 """Exercises of lesson 00, the first half: seven small Triton kernels on vectors and rows.
 
-Each kernel is written above the function that launches it. You write the kernel, the launch is given.
-Read the launch first: it says how many programs run and which constants they get.
+Each kernel is written above the function that launches it. You write the kernel, the launch is
+given. Read the launch first: it says how many programs run and which constants they get.
 """
 
 import torch
@@ -87,8 +87,9 @@ def row_sums(x: Tensor) -> Tensor:
     """The sum of each row. x: [R, C], contiguous -> [R]. Write the body of `row_sums_kernel`.
 
     One program a row. BLOCK is the next power of two, because `tl.arange` takes no other length.
-    So some places are after the end of the row: give them a value that does not change a sum (`other=`).
-    `tl.sum(values, axis=0)` adds up a block. Aim: load each element once. Errors: none to raise.
+    So some places are after the end of the row: give them a value that does not change a sum
+    (`other=`). `tl.sum(values, axis=0)` adds up a block. Aim: load each element once. Errors: none
+    to raise.
 
     Example: x = [[1, 2, 3], [4, 5, 6]]: BLOCK = 4, two programs -> [6, 15].
     """

@@ -80,10 +80,10 @@ def alibi_bias(num_heads: int, num_queries: int, num_keys: int) -> Tensor:
     No causal mask in it.
 
     -slope(head) · (query position - key position). The last query belongs to the last key (bottom
-    right), as after cached tokens; so a key in a query's future, which the mask hides anyway, gets a
-    positive bias. Slopes: for n heads, n a power of two, 2^(-8/n), 2^(-16/n), … 2^(-8), head 0 the
-    steepest. For another number of heads, those of the largest power of two below it, say m, and
-    then the 1st, 3rd, 5th, … of the slopes of 2m heads, as many as are missing. Errors: none to
+    right), as after cached tokens; so a key in a query's future, which the mask hides anyway, gets
+    a positive bias. Slopes: for n heads, n a power of two, 2^(-8/n), 2^(-16/n), … 2^(-8), head 0
+    the steepest. For another number of heads, those of the largest power of two below it, say m,
+    and then the 1st, 3rd, 5th, … of the slopes of 2m heads, as many as are missing. Errors: none to
     raise; all sizes are 1 or more.
 
     Example, 3 heads: m = 2 gives 2^-4 and 2^-8; of 4 heads' slopes 2^-2, 2^-4, 2^-6, 2^-8 the

@@ -1,4 +1,5 @@
-"""The anatomy of a complete lesson: its files, and the fourteen points of its README.md and MORE.md.
+"""The anatomy of a complete lesson: its files, and the fourteen points of its README.md and
+MORE.md.
 
 The course reports what a lesson lacks as a warning, because a lesson may have good reasons.
 """

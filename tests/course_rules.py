@@ -46,5 +46,5 @@ def places_on_a_machine(root: Path) -> Complaints:
     for path in committed_files(root, *TEXTS):
         text = path.read_text(encoding="utf-8", errors="replace")
         for found in re.findall(A_MACHINES_PATH, text):
-            complaints.append(f"{within(root, path)}: a path of somebody's machine: {found!r}")
+            complaints.append(f"{within(root, path)}: a path on one machine: {found!r}")
     return complaints

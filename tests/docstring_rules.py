@@ -17,7 +17,8 @@ COMMANDS = ("main", "parse", "parse_args")  # what they take is in --help
 # a quantity whose name has no unit
 BARE = re.compile(r"(?:^|_)(?:time|latency|duration|elapsed|timeout|bandwidth|throughput)$")
 UNITS = re.compile(
-    r"\b(?:seconds?|s|ms|milliseconds?|µs|microseconds?|ns|bytes?(?:/s)?|[KMGT]i?B(?:/s)?|tokens/s|requests/s)\b"
+    r"\b(?:seconds?|s|ms|milliseconds?|µs|microseconds?|ns|bytes?(?:/s)?|[KMGT]i?B(?:/s)?"
+    r"|tokens/s|requests/s)\b"
 )
 
 

@@ -43,7 +43,7 @@ def new_engine(model, num_blocks, block_size, cache=None, host_blocks=None, **ho
         blocks = CachingBlockManager(num_blocks, block_size, cache(block_size))
     runner = ModelRunner(fused(model), num_blocks, block_size, LONGEST)
     for slots in (runner.pool.k_slots, runner.pool.v_slots):
-        slots.fill_(torch.nan)  # nobody may see what nobody wrote
+        slots.fill_(torch.nan)  # no row may be read that was not written
     if host_blocks is not None:
         how["host"] = Host(HostSwap(Lender(runner.pool, blocks)), host_blocks)
     engine = Engine(runner, ChunkedScheduler(blocks, **how), None, LONGEST)

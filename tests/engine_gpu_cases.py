@@ -47,7 +47,7 @@ def new_engine(model, **arguments):
     engine = engine_over(model, None, EngineArgs(**small | arguments))
     for slots in engine.runner.pool.tensors:
         if slots.is_floating_point():
-            slots.fill_(torch.nan)  # nobody may see what nobody wrote
+            slots.fill_(torch.nan)  # no row may be read that was not written
     return engine
 
 
@@ -67,7 +67,7 @@ def count_replays(engine) -> list[int]:
     return buckets
 
 
-def test_decode_steps_are_replayed_and_everybody_gets_the_same_tokens(model):
+def test_decode_steps_are_replayed_and_every_request_gets_the_same_tokens(model):
     engine = new_engine(model)
     buckets = count_replays(engine)
     prompts, limits = random_prompts(6), [random.randint(2, 7) for _ in range(6)]
@@ -97,7 +97,7 @@ def test_drafts_are_verified_in_replayed_steps(model, method):
     prompts, limits = [[7, 8, 9] * 3, [5, 6] * 3], [6, 5]
     got = run(engine, prompts, [greedy(limit) for limit in limits])
     assert [got[str(at)][0] for at in range(2)] == alone(model, prompts, limits)
-    assert engine.speculation.accepted and max(buckets) > 2
+    assert engine.speculation.counts.accepted and max(buckets) > 2
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_trees_are_verified_in_replayed_steps(model, kind, tree):
     prompts, limits = [[7, 8, 9], [5, 6]], [5, 3]
     got = run(engine, prompts, [greedy(limit) for limit in limits])
     assert [got[str(at)][0] for at in range(2)] == alone(model, prompts, limits)
-    assert engine.speculation.drafted and max(buckets) > 2
+    assert engine.speculation.counts.drafted and max(buckets) > 2
 
 
 def test_swapped_blocks_come_back_from_the_host(model):
@@ -193,7 +193,7 @@ def test_trees_over_a_cache_of_codes():
     assert engine.runner.captured is None
     got = run(engine, PROMPT, [greedy(4)])["0"]
     assert got == naive_answers(model, PROMPT, [4], FORMATS["int8"])
-    assert engine.speculation.drafted
+    assert engine.speculation.counts.drafted
 
 
 def test_a_gguf_file_in_replayed_steps(tmp_path):

@@ -1,5 +1,5 @@
 """Histories for the engine: who comes when, with what wishes, who gives up, which passes fail; and
-what everybody must get.
+what every request must get.
 
 The model is lesson 15's memory of tokens, so a block that was lost, mixed up or not copied is seen
 at once; its logits are a row of a table, chosen by a hash of the context. Everything else is the
@@ -118,17 +118,13 @@ def hashes(context: list[int]) -> list[int]:
     return found
 
 
-def alone(request: EngineRequest) -> list[list[int]]:
-    """The answers that a request gets when nobody else is there."""
-    answers = []
-    for sequence in request.sequences:
-        output = []
-        while len(output) < sequence.max_new_tokens and output[-1:] != [VOCAB - 1]:
-            last = hashes(sequence.prompt + output)[-1]
-            logits = LOGITS[last % len(LOGITS)][None]
-            output += sample(logits, [sequence.sampling], [sequence.prompt], [output])
-        answers.append(output)
-    return answers
+def logits_after(table: Tensor, sequence, output: list[int]) -> Tensor:
+    """[1, VOCAB], without the stop tokens that come too early."""
+    last = hashes(sequence.prompt + output)[-1]
+    logits = table[last % len(table)][None].clone()
+    if len(output) < sequence.params.min_tokens:
+        logits[:, list(sequence.stop_token_ids)] = -torch.inf
+    return logits
 
 
 def new_engine(house: House, faults: dict[int, str], kind: type[Engine]) -> Engine:
@@ -201,8 +197,17 @@ class History:
     def params(self, index: int) -> SamplingParams:
         return self.asked[index].params(index)
 
-    def alone(self, request: EngineRequest) -> list[list[int]]:
-        return alone(request)
+    def alone(self, sequence) -> list[int]:
+        """The answer that a sequence gets when no other request is there."""
+        output = []
+        while len(output) < sequence.max_new_tokens and output[-1:] != [VOCAB - 1]:
+            logits = self.logits_after(LOGITS, sequence, output)
+            output += sample(logits, [sequence.sampling], [sequence.prompt], [output])
+        return output
+
+    def logits_after(self, table: Tensor, sequence, output: list[int]) -> Tensor:
+        """What the next token is sampled from. A feature that changes it does so here."""
+        return logits_after(table, sequence, output)
 
     def can_never_fit(self, asked: Asked) -> bool:
         house = self.house
@@ -229,11 +234,12 @@ class History:
 
     def check_end(self) -> None:
         assert_clean(self.engine)
-        assert set(self.ended) == set(range(len(self.asked))), "somebody was forgotten"
+        assert set(self.ended) == set(range(len(self.asked))), "a request was forgotten"
         for index, request in self.requests.items():
-            for sequence, want in zip(request.sequences, self.alone(request)):
+            for sequence in request.sequences:
                 assert sequence.finished
-                got, has_ended = sequence.output, self.ended[index] == "finished"
+                want, got = self.alone(sequence), sequence.output
+                has_ended = self.ended[index] == "finished"
                 assert got == (want if has_ended else want[: len(got)]), "tokens of another request"
             self.check_prompt(request)
             self.seen["preempted"] += sum(s.preemptions for s in request.sequences)

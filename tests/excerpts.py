@@ -1,5 +1,5 @@
 """What a README says: its words without links to the glossary, and whether its excerpts of source
-code stand in a file of its room, line by line.
+code are in a file of its room, line by line.
 """
 
 import re

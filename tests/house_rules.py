@@ -1,4 +1,4 @@
-"""The shape of the house: what stands on a folder's first screen, and whether its text names it."""
+"""The shape of the house: what is on a folder's first screen, and whether its text names it."""
 
 import json
 import re
@@ -11,8 +11,8 @@ ENTRIES_OF_A_ROOM = 12
 ENTRIES_OF_THE_REFERENCE = 15
 # Words that say nothing of who acts.
 VAGUE = re.compile(r"\b(?:whoever|somebody|nobody|everybody|anybody)\b", re.IGNORECASE)
-# Words that mean something else in plain English, or say nothing of who acts: say "after", "is", "the
-# request". A stopwatch may still lie, and a stand-in stand in.
+# Words that mean something else in plain English, or say nothing of who acts: say "after", "is",
+# "the request". A stopwatch may still lie, and a stand-in stand in.
 NOT_PLAIN = re.compile(
     r"\b(?:behind|whoever|somebody|nobody|everybody|anybody|another one|stands?(?!-)|"
     r"lies? (?:in|on|at|above|below|between|beside|within|far|near|close|side|dense))\b",
@@ -69,8 +69,8 @@ def named(path: str, texts: list[str]) -> bool:
 
 
 def vague_persons(root: Path) -> Complaints:
-    """Words in the code that a caller, a request or a sequence hides behind. Tests are not held to it
-    yet, nor is a committed figure whose label is one of these words.
+    """Words in the code that a caller, a request or a sequence hides behind. Tests are not held to
+    it yet, nor is a committed figure whose label is one of these words.
     """
     complaints = []
     for path in committed_files(root, ".py"):
@@ -96,7 +96,8 @@ def unplain_words(root: Path) -> Complaints:
     for path in filter(Path.exists, texts):
         prose = NO_PROSE.sub(" ", said_in(path))
         complaints += [
-            f"{within(root, path)}: {found[0]!r} in {prose[found.start() - 30 : found.end() + 20]!r}"
+            f"{within(root, path)}: {found[0]!r} in "
+            f"{prose[found.start() - 30 : found.end() + 20]!r}"
             for found in NOT_PLAIN.finditer(prose)
         ]
     return complaints

@@ -1,4 +1,4 @@
-"""How long and how dense a file may be, so that it is read in a sitting."""
+"""How long, how wide and how dense a file may be, so that it is read in a sitting."""
 
 import ast
 import io
@@ -7,9 +7,11 @@ from pathlib import Path
 
 from tests.course_rules import committed_files, rooms, within
 
-LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 300, 60
+LINES_OF_A_FILE, LINES_OF_A_FUNCTION, COLUMNS = 300, 60, 100
 TOKENS_A_LINE = 9.5
 READ_BY_LEARNERS = ("lessons/", "reference/", "models/", "solutions/")
+# Stubs are generated with their exercise's title in one line; slips repeat lines of solutions.
+AS_WIDE_AS_THEY_ARE = ("exercises/l", "tests/exercises/wrong/")
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -46,6 +48,19 @@ def long_functions(root: Path) -> dict[str, int]:
                 continue
             if (lines := lines_of(node)) > LINES_OF_A_FUNCTION:
                 found[f"{name}:{node.name}"] = lines
+    return found
+
+
+def wide_files(root: Path) -> dict[str, int]:
+    """{file: its lines of more than 100 characters}, of all Python files. `ruff format` breaks code
+    alone, so strings, comments and docstrings are held to it here.
+    """
+    found = {}
+    for path in committed_files(root, ".py"):
+        name, lines = within(root, path), path.read_text(encoding="utf-8").splitlines()
+        count = sum(len(line) > COLUMNS for line in lines)
+        if count and not name.startswith(AS_WIDE_AS_THEY_ARE):
+            found[name] = count
     return found
 
 

@@ -2,7 +2,7 @@
 
 
 def sections(text: str) -> dict[str, str]:
-    """{heading of level 2: what stands under it}; code fences hide what looks like a heading."""
+    """{heading of level 2: what is under it}; code fences hide what looks like a heading."""
     found, heading, fenced = {}, "", False
     for line in text.splitlines():
         fenced ^= line.lstrip().startswith("```")

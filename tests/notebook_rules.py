@@ -1,5 +1,5 @@
 """What a committed notebook must hold: outputs without errors, figures that show something, no
-place on somebody's machine, and no source that has changed since it was printed.
+place on one machine, and no source that has changed since it was printed.
 """
 
 import ast
@@ -88,7 +88,7 @@ def _texts(output: dict) -> list[str]:
     return ["".join(output.get("text", "")), *("".join(value) for value in data.values())]
 
 
-# ---------------------------------------------------------------- source that a notebook has printed
+# --------------------------------------------------------------- source that a notebook has printed
 
 HOLD_SOURCE = ("lessons/", "reference/", "models/", "exercises/", "solutions/")
 DEFINITION = re.compile(r"^(\s*)(?:async )?(?:def|class) (\w+)\b")
@@ -175,7 +175,7 @@ def _same_lines(definition: list[str], shown: list[str]) -> int:
 
 
 def _excerpts(source: str) -> Iterator[tuple[str, str, str | None]]:
-    """(name of the function, first, last) of each `excerpt(...)` whose bounds stand in the cell."""
+    """(name of the function, first, last) of each `excerpt(...)` whose bounds are in the cell."""
     if "excerpt(" not in source:
         return
     for node in ast.walk(ast.parse(source)):

@@ -1,6 +1,6 @@
 """Numbers in the texts have a source, and agree with it.
 
-A number that a README quotes from a recorded result carries its source in a comment right behind
+A number that a README quotes from a recorded result carries its source in a comment right after
 it, which no reader sees:
 
     5.3 ×<!-- results/h200/l01_copy.json#series.naive.points.x=4096.median_s
@@ -8,7 +8,7 @@ it, which no reader sees:
 
 FILE#PATH, then `* NUMBER`, `/ NUMBER`, `* PATH` or `/ PATH` as often as needed. In a path, `x=4096`
 picks the entry of a list whose `x` is 4096, a number counts from the start (or the end, if
-negative), and a key that holds a dot stands in quotes.
+negative), and a key that holds a dot is in quotes.
 """
 
 import json
@@ -26,7 +26,7 @@ UNIT = r"(?:[kMGTP]i?B(?:/s)?|[MGTP]?FLOP/s|tokens/s|tokens per second|µs|us|ms
 
 
 def wrong_numbers(root: Path) -> Complaints:
-    """Numbers in a text that differ from the recorded result which the comment behind
+    """Numbers in a text that differ from the recorded result which the comment after
     them names.
     """
     complaints = []
@@ -72,7 +72,7 @@ def evaluate(data, expression: str) -> float:
 
 
 def look_up(data, path: str):
-    """What stands at a dotted path of a JSON document."""
+    """What is at a dotted path of a JSON document."""
     for quoted, bare in re.findall(r"\"([^\"]*)\"|([^.\"]+)", path):
         part = quoted or bare
         if isinstance(data, list) and "=" in part:
@@ -94,7 +94,7 @@ def agrees(quoted: str, value: float) -> bool:
 
 
 def unsourced_numbers(root: Path) -> Complaints:
-    """Measurements under Measured and Where it loses without a comment behind them that says where
+    """Measurements under Measured and Where it loses without a comment after them that says where
     they come from.
     """
     complaints = []

@@ -2,7 +2,7 @@
 
 A test marked `@pytest.mark.sample(3)` then runs three of its cases, drawn anew each time, so a few
 runs meet them all. Tests marked `@pytest.mark.sample(3, of="processes")` are cases of one such
-group, wherever they stand. Without the option every case runs: when a file is tried alone, when a
+group, wherever they are. Without the option every case runs: when a file is tried alone, when a
 proof is recorded, and in `make test-all`.
 """
 

@@ -1,8 +1,8 @@
 """`pytest --since REVISION` (make test SINCE=main): only what a change can reach.
 
 A room is reached by changes in itself, in the rooms below and in the toolbox, because imports point
-one way. What stands on top of the rooms (the reference, the models, the course's own tests) is
-always tested. What stands below (the toolbox's tests) is tested only if something there changed.
+one way. What is on top of the rooms (the reference, the models, the course's own tests) is
+always tested. What is below (the toolbox's tests) is tested only if something there changed.
 """
 
 import re
@@ -87,7 +87,7 @@ def git(root: Path, *arguments: str) -> list[str] | None:
 
 
 def floor_of(path: str) -> int:
-    """On which floor a file stands: the number of its room, or below or on top of the rooms."""
+    """On which floor a file is: the number of its room, or below or on top of the rooms."""
     if path.startswith(GROUND):
         return BELOW
     found = ROOM.match(path)
@@ -95,7 +95,7 @@ def floor_of(path: str) -> int:
 
 
 def floor_of_test(root: Path, item) -> int:
-    """On which floor a test stands, by its file or by the parameter in its name."""
+    """On which floor a test is, by its file or by the parameter in its name."""
     path = item.path.relative_to(root).as_posix()
     parameter = PARAMETER.search(item.name) if path.startswith(OF_ALL_ROOMS) else None
     return int(parameter[1]) if parameter else floor_of(path)

@@ -1,8 +1,8 @@
-"""Histories for the speculative engine: those of engine_histories.py, with somebody who drafts.
+"""Histories for the speculative engine: those of engine_histories.py, with a drafter.
 
 A draft model is played by a second hash over a second memory of tokens, in the same blocks. It
 reads its context back through the block table before each token, so a slot that it never wrote, or
-that belongs to somebody else now, is seen at once.
+that belongs to another request now, is seen at once.
 """
 
 from dataclasses import replace
@@ -26,17 +26,27 @@ from lessons.l17_tree_speculation.heads.drafts import HeadDrafter
 from lessons.l17_tree_speculation.naive import verify_tree
 from lessons.l17_tree_speculation.trees.guesses import Ranked
 from lessons.l17_tree_speculation.trees.tree import Tree, chain
-from reference.engine.request import EngineRequest, by_priority
+from reference.engine.engine import Engine
+from reference.engine.request import by_priority
 from reference.engine.sampling_params import SamplingParams
 from reference.features.swap import PoolsSwap
 from reference.speculation.head_proposers import HeadProposer
 from reference.speculation.lookahead import LookaheadScheduler
 from reference.speculation.proposers import DraftModelProposer, NgramProposer
 from reference.speculation.protocol import Draft
-from reference.speculation.speculative_engine import SpeculativeEngine
+from reference.speculation.speculation import Speculation
 from reference.speculation.tree_guesses import DrawnIfSampled
 from reference.speculation.verification import ACCEPTS, DRAFTS, DRAWS, Row, node_numbers, numbers
-from tests.engine_histories import CONFIG, LOGITS, LONGEST, History, House, VirtualRunner, hashes
+from tests.engine_histories import (
+    CONFIG,
+    LOGITS,
+    LONGEST,
+    History,
+    House,
+    VirtualRunner,
+    hashes,
+    logits_after,
+)
 
 # A draft agrees with the target now and then.
 OTHERS = LOGITS + torch.randn(LOGITS.shape, generator=torch.Generator().manual_seed(1))
@@ -118,11 +128,11 @@ TREE_KINDS = {"sure tree": Ranked, "drawn tree": DrawnIfSampled}
 
 
 class VirtualHeads(HeadDrafter):
-    """What may stand behind a node: a row of the other table, by a hash of its context."""
+    """What may follow a node: a row of the other table, by a hash of its context."""
 
     def level_logits(self, depth, level, trees, tokens):
         found = [
-            logits_behind(OTHERS, one.request, one.request.output + one.behind) for one in level
+            logits_after(OTHERS, one.request, one.request.output + one.behind) for one in level
         ]
         return torch.cat(found)
 
@@ -164,7 +174,7 @@ class Slots(NamedTuple):
 
 
 class TreeRunner(VirtualRunner):
-    """The hash of a node is that of its way, whatever lies between in memory. Positions are stored,
+    """The hash of a node is that of its way, whatever is between in memory. Positions are stored,
     too, by depth; so a text whose K are in order was compacted right.
     """
 
@@ -196,7 +206,7 @@ class TreeRunner(VirtualRunner):
             self.pool.v_slots[0, table[place // size] * size + place % size] = held + depth
 
 
-def new_engine(house: House, faults, drafting: Drafting, kind, draft) -> SpeculativeEngine:
+def new_engine(house: House, faults, drafting: Drafting, kind, draft) -> Engine:
     size = house.num_blocks, house.block_size
     if house.cache is None:
         blocks = BlockManager(*size)
@@ -219,7 +229,7 @@ def new_engine(house: House, faults, drafting: Drafting, kind, draft) -> Specula
         how["host"] = Host(swap, house.host_blocks)
     scheduler = LookaheadScheduler(blocks, **how)
     runner.rules = LookaheadRules(scheduler)
-    return kind(runner, scheduler, None, LONGEST)
+    return Engine(runner, scheduler, None, LONGEST, speculation=kind(runner, scheduler))
 
 
 class LookaheadRules(Rules):
@@ -258,7 +268,7 @@ class DraftedHistory(History):
         requests,
         faults,
         drafting: Drafting,
-        kind=SpeculativeEngine,
+        kind=Speculation,
         draft=VirtualDraft,
     ):
         least = house.max_num_seqs * (1 + drafting.most)
@@ -268,18 +278,19 @@ class DraftedHistory(History):
         super().__init__(house, requests, faults, engine=engine)
         self.drafting = drafting
         self.seen |= dict(accepted=0, rejected=0, stopped_inside=0, moved=0)
-        self.hand_out, engine.hand_out = engine.hand_out, self.look_at
+        engine.sampler = self.look_at
 
-    def look_at(self, emitted, drafts):
-        """Stands in front of the engine's hand_out."""
-        for sequence, (tokens, *_) in emitted.items():
+    def look_at(self, logits, sequences):
+        """What is verified, on its way to the engine."""
+        speculation = self.engine.speculation
+        found, drafts = speculation.verify(logits, sequences), speculation.drafts
+        for sequence, (tokens, _, path) in zip(sequences, found):
             drafted = len(drafts[sequence].tokens) if sequence in drafts else 0
             self.seen["accepted"] += len(tokens) - 1
             self.seen["rejected"] += drafted - (len(tokens) - 1)
-            path = emitted[sequence].path
             self.seen["moved"] += any(node != place for place, node in enumerate(path))
             self.seen["stopped_inside"] += not sequence.stop_token_ids.isdisjoint(tokens[:-1])
-        self.hand_out(emitted, drafts)
+        return found
 
     def params(self, index: int) -> SamplingParams:
         params = super().params(index)
@@ -287,22 +298,23 @@ class DraftedHistory(History):
         least = min(self.drafting.min_tokens, params.max_tokens)
         return replace(params, temperature=temperature, min_tokens=least)
 
-    def alone(self, request: EngineRequest) -> list[list[int]]:
-        return [alone(sequence, self.drafting) for sequence in request.sequences]
+    def alone(self, sequence) -> list[int]:
+        return alone(sequence, self.drafting, self.logits_after)
 
     def check_end(self) -> None:
         super().check_end()
-        proposer = self.engine.proposer
+        proposer = self.engine.speculation.proposer
         kept = proposer.known if self.drafting.kind == "ngram" else getattr(proposer, "held", {})
-        assert not kept, "the proposer remembers who has gone"
+        assert not kept, "the proposer remembers a request that has gone"
 
 
-# ---------------------------------------------------------------- what everybody must get
+# ---------------------------------------------------------------- what every request must get
 
 
-def alone(sequence, drafting: Drafting) -> list[int]:
+def alone(sequence, drafting: Drafting, logits_after) -> list[int]:
     """The answer of a sequence that is alone, one row of probabilities after the other. Where
-    drafts come without their distributions, it is that of plain sampling.
+    drafts come without their distributions, it is that of plain sampling. logits_after: that of the
+    history.
     """
     output, stops = [], frozenset(CONFIG.eos_token_ids)
     is_drawn = drafting.kind.startswith("drawn") and sequence.sampling.temperature > 0
@@ -312,27 +324,27 @@ def alone(sequence, drafting: Drafting) -> list[int]:
         room = LONGEST if drafting.shape is not None else room
         count = min(drafting.most, left, room) if output and is_drawn else 0
         if count <= 0:
-            logits = logits_behind(LOGITS, sequence, output)
+            logits = logits_after(LOGITS, sequence, output)
             output += sample(logits, [sequence.sampling], [sequence.prompt], [output])
             continue
         emits = drafted_round
         if drafting.shape is not None:
             emits, count = tree_round, drafting.tree.first(count + 1)
-        for token in emits(sequence, output, count):
+        for token in emits(sequence, output, count, logits_after):
             output.append(token)
             if token in stops:
                 break
     return output
 
 
-def drafted_round(sequence, output: list[int], count: int) -> list[int]:
+def drafted_round(sequence, output: list[int], count: int, logits_after) -> list[int]:
     """A step of lesson 16's naive.py with the engine's random numbers."""
     drafted, p, q, u = [], [], [], []
     for _ in range(count + 1):
         text = output + drafted
         batch = sampling_batch([sequence_with(sequence, text)], "cpu")
         for table, rows in ((LOGITS, p), (OTHERS, q)):
-            logits = logits_behind(table, sequence, text)
+            logits = logits_after(table, sequence, text)
             rows.append(batch_probabilities(logits, batch).float()[0])
         u.append(torch.cat([numbers(batch, purpose) for purpose in (ACCEPTS, DRAWS)]))
         drafted += draw_rows(q[-1][None], numbers(batch, DRAFTS)).tolist()
@@ -340,13 +352,13 @@ def drafted_round(sequence, output: list[int], count: int) -> list[int]:
     return verify_sequence(*rows)
 
 
-def tree_round(sequence, output: list[int], tree: Tree) -> list[int]:
+def tree_round(sequence, output: list[int], tree: Tree, logits_after) -> list[int]:
     """A step of lesson 17's naive.py with the engine's random numbers."""
-    tokens, p, q, u, behind = [-1] * len(tree), [], [], [], {0: output}
+    tokens, p, q, u, text_of = [-1] * len(tree), [], [], [], {0: output}
     for node, children in enumerate(tree.children):
-        batch = sampling_batch([sequence_with(sequence, behind[node])], "cpu")
+        batch = sampling_batch([sequence_with(sequence, text_of[node])], "cpu")
         for table, rows in ((LOGITS, p), (OTHERS, q)):
-            logits = logits_behind(table, sequence, behind[node])
+            logits = logits_after(table, sequence, text_of[node])
             rows.append(batch_probabilities(logits, batch).float()[0])
         row, left = Row(sequence_with(sequence, output), [], node), q[-1].clone()
         u.append(torch.cat([node_numbers([row], one, "cpu") for one in (ACCEPTS, DRAWS)]))
@@ -355,18 +367,9 @@ def tree_round(sequence, output: list[int], tree: Tree) -> list[int]:
                 number = node_numbers([row], DRAFTS * (1 + place), "cpu")
                 tokens[child] = int(draw_rows(left[None], number))
                 left[tokens[child]] = 0
-            behind[child] = [*behind[node], max(tokens[child], 0)]
+            text_of[child] = [*text_of[node], max(tokens[child], 0)]
     *path, last = verify_tree(torch.stack(p), torch.stack(q), tree, tokens, torch.stack(u))
     return [*(tokens[node] for node in path[1:]), last]
-
-
-def logits_behind(table: Tensor, sequence, output: list[int]) -> Tensor:
-    """[1, VOCAB], without the stop tokens that come too early."""
-    last = hashes(sequence.prompt + output)[-1]
-    logits = table[last % len(table)][None].clone()
-    if len(output) < sequence.params.min_tokens:
-        logits[:, list(sequence.stop_token_ids)] = -torch.inf
-    return logits
 
 
 def sequence_with(sequence, output: list[int]) -> Request:

@@ -16,7 +16,7 @@ from tests.training_cases import train_small_models
 
 
 class Says:
-    """A network that says the same logits behind every token."""
+    """A network that says the same logits after every token."""
 
     def __init__(self, logits):
         self.logits = logits

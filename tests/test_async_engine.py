@@ -41,7 +41,7 @@ def params(tokens: int) -> SamplingParams:
 
 
 class Gate:
-    """Lets the engine's steps through one by one, so that a test knows where the engine stands."""
+    """Lets the engine's steps through one by one, so that a test knows where the engine is."""
 
     def __init__(self, engine: Engine):
         self.passes = threading.Semaphore(0)
@@ -52,7 +52,7 @@ class Gate:
 
     def __call__(self):
         if not self.is_open:
-            assert self.passes.acquire(timeout=60), "nobody let the step through"
+            assert self.passes.acquire(timeout=60), "no test let the step through"
         self.steps += 1
         return self.advance()
 
@@ -85,7 +85,7 @@ async def read(stream) -> list[list[int]]:
     return [output.outputs[0].token_ids async for output in stream]
 
 
-def test_whoever_does_not_fit_into_the_queue_is_turned_away_at_once(model):
+def test_a_request_too_many_for_the_queue_is_turned_away_at_once(model):
     with serving(model, Limits(max_waiting_requests=1), gated=True, max_num_seqs=1) as (
         served,
         gate,
@@ -177,8 +177,8 @@ def test_what_would_end_too_late_is_not_begun(model):
         asyncio.run(everything())
 
 
-def test_a_namesake_that_is_refused_ends_nobody_else(model):
-    """Cancelled when it was refused already, and nobody has told it."""
+def test_a_namesake_that_is_refused_ends_no_other(model):
+    """Cancelled when it was refused already, and not told so yet."""
     with serving(model, gated=True) as (served, gate):
 
         async def everything():
@@ -218,7 +218,7 @@ def test_who_reads_slowly_skips_outputs_and_misses_no_token(model):
 
 
 async def is_forgotten(served, gate):
-    """A step has to end before the engine hears that somebody left."""
+    """A step has to end before the engine hears that a reader left."""
     while served.engine.requests:
         gate.passes.release()
         await asyncio.sleep(0.002)
@@ -258,7 +258,7 @@ def test_who_leaves_is_computed_no_further(model, leave):
         assert served.stats().num_aborted == 1
 
 
-def test_draining_lets_everybody_finish_and_nobody_in(model):
+def test_draining_lets_every_request_finish_and_none_in(model):
     with serving(model, gated=True, max_num_seqs=1) as (served, gate):
 
         async def everything():
@@ -301,7 +301,7 @@ def test_draining_does_not_wait_for_ever(model):
         assert served.stats().num_aborted == 1
 
 
-def test_a_step_that_raises_is_told_to_everybody(model):
+def test_a_step_that_raises_is_told_to_every_reader(model):
     engine = new_engine(model, 30, 4, max_num_seqs=1)
     gate = Gate(engine)
     gate.advance = lambda: 1 / 0
@@ -367,7 +367,7 @@ def test_a_user_with_one_request_does_not_wait_for_anothers_many(model, order, p
 
 
 def test_what_a_request_did_not_use_brings_its_users_next_one_forward(model):
-    """Users a and b, two requests each, in the order a b b a: a's second is laid out behind 42
+    """Users a and b, two requests each, in the order a b b a: a's second is laid out after 42
     tokens of her first. That is aborted before it runs, so a's second takes its turn.
     """
     engine = new_engine(model, 60, 4, max_num_seqs=1, order=by_user)

@@ -176,8 +176,8 @@ def test_without_usage_parts_are_counted():
 
 
 def test_time_counts_from_the_intended_arrival():
-    """One place at the client, and a server that stalls: whoever had to wait has waited. Measured
-    from the sending, one of ten would have been late.
+    """One place at the client, and a server that stalls: a request that had to wait has waited.
+    Measured from the sending, one of ten would have been late.
     """
     arrivals = [0.1 * i for i in range(10)]
     run = load(["0.05 0 1"] * 10, arrivals, concurrency=1, server=FakeServer(stall=(0, 5)))
@@ -434,9 +434,10 @@ def test_lines_are_vllms():
     setting = Setting(1.0, 1.0, 2, Objectives(ttft_s=1), (99,), tuple(bench_report.METRICS))
     printed = report(summarize(run, setting), setting)
     names = [text.partition(":")[0].strip("=- ") for text in printed]
-    want = """Serving Benchmark Result, Successful requests, Failed requests, Maximum request concurrency,
-    Request rate configured (RPS), Benchmark duration (s), Total input tokens, Total generated tokens,
-    Request throughput (req/s), Request goodput (req/s), Output token throughput (tok/s),
+    want = """Serving Benchmark Result, Successful requests, Failed requests,
+    Maximum request concurrency, Request rate configured (RPS), Benchmark duration (s),
+    Total input tokens, Total generated tokens, Request throughput (req/s),
+    Request goodput (req/s), Output token throughput (tok/s),
     Peak output token throughput (tok/s), Peak concurrent requests, Total Token throughput (tok/s),
     Time to First Token, Mean TTFT (ms), Median TTFT (ms), P99 TTFT (ms),
     Time per Output Token (excl. 1st token), Mean TPOT (ms), Median TPOT (ms), P99 TPOT (ms),

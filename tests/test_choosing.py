@@ -39,7 +39,7 @@ def test_all_rows_are_there_and_the_text_says_what_fits():
 
 
 def test_a_published_number_is_held_against_the_floor():
-    """16,200 tokens/s: what stands in the table of questions."""
+    """16,200 tokens/s: what is in the table of questions."""
     published = 16_200
 
     def floor(batch: int, context: int) -> Plan:

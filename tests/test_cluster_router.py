@@ -1,4 +1,4 @@
-"""The router and the two pools: whoever dies, no request is lost and none is served twice."""
+"""The router and the two pools: whichever process dies, no request is lost or served twice."""
 
 from dataclasses import dataclass
 
@@ -71,7 +71,7 @@ def possible(failures, name: str) -> list[Failure]:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.sample(5)
 def test_no_request_is_lost_and_none_is_served_twice(name, router, request):
-    """Whoever dies: every request gets exactly its tokens, in order, and after it arrived."""
+    """Whichever process dies, every request gets its tokens, in order, and after it arrived."""
 
     @examples(how_many(request) // 4)
     @given(TRACES, FAILURES)
@@ -141,7 +141,7 @@ def test_what_routers_choose():
 
 
 def test_a_prefix_aware_router_computes_less():
-    """Eight prefixes, each longer than what is new: on its replica a prompt begins behind it."""
+    """Eight prefixes, each longer than what is new: on its replica a prompt begins after it."""
     lines = [(6.0, 24, 4, f"{row % 8}", 20) for row in range(64)]
     trace = trace_of(lines)
     loads = {}
@@ -152,7 +152,7 @@ def test_a_prefix_aware_router_computes_less():
 
 
 def recomputed() -> int:
-    """Prompt tokens that the second pool computes although nobody was preempted."""
+    """Prompt tokens that the second pool computes although no request was preempted."""
     trace = [TracedRequest(0.0, 28, 12)] * 4
     policy = Policy("disaggregated", max_num_seqs=4)
     cluster = new_cluster(policy, deployment(20), 2, trace)

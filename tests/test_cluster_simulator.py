@@ -110,7 +110,7 @@ class SkipsTooFar(Replica):
 
 
 class ForgetsArrivals(Replica):
-    """Goes on with what it planned, whoever comes."""
+    """Goes on with what it planned, whatever arrives."""
 
     def receive(self, sequence, at_s):
         planned = self.planned

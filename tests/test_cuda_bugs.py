@@ -1,6 +1,6 @@
 """Bugs planted in the lessons' .cu files: a Fault names them, or the numbers come out wrong.
 
-A bug is a replacement of text in the source. Beside it stands what has to catch it: words of the
+A bug is a replacement of text in the source. Beside it is what has to catch it: words of the
 fault's sentence, or WRONG for the rules of `numerics.prove`.
 """
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
     bool(nvrtc.why_not_here()), reason=f"NOT RUN: {nvrtc.why_not_here()}"
 )
 WRONG = "wrong numbers"
-# Which of the two depends on what lies beside the data.
+# Which of the two depends on what is beside the data.
 BEYOND = r"bytes at \d+ of argument|bytes, \d+ before the first|shared memory at \d+"
 OR_BEYOND = f"{WRONG}|{BEYOND}|in no buffer"
 RACE = "race in shared memory"
@@ -117,7 +117,7 @@ def test_a_bug_in_the_softmax_is_caught(bug, tmp_path, monkeypatch, seed):
     right, wrong, by = SOFTMAX_BUGS[bug]
     planted(right, wrong, cuda_softmax, cuda_softmax.SOFTMAX, tmp_path, monkeypatch)
     wide, odd = (draw("normal", (3, n), seed=seed) * 8 - 400 for n in (1404, 2500))
-    wide[:, 1004:] = odd[:, 2051:] = float("nan")  # what lies behind a row is not to be read
+    wide[:, 1004:] = odd[:, 2051:] = float("nan")  # what comes after a row is not to be read
 
     def check():
         for scores in (wide[:, :1004], odd[:, :2051]):
@@ -134,7 +134,7 @@ FLASH_BUGS = {
         "//",
         RACE,
     ),
-    "no barrier behind the tile": (
+    "no barrier after the tile": (
         "        __syncthreads();  // the new tile",
         "//",
         RACE,
@@ -159,9 +159,9 @@ FLASH_BUGS = {
         "for (int j = 0; j <= lane; j++) {",
         LANES,
     ),
-    "keys behind the last one count": ("key < num_keys &&", "", WRONG),
-    "rows behind the last one are read": ("start + row < count ?", "true ?", BEYOND),
-    "rows behind the last one are stored": (
+    "keys after the last one count": ("key < num_keys &&", "", WRONG),
+    "rows after the last one are read": ("start + row < count ?", "true ?", BEYOND),
+    "rows after the last one are stored": (
         "if (row >= num_queries) continue;",
         "",
         BEYOND,
@@ -197,7 +197,7 @@ FLASH_BUGS = {
 @pytest.mark.sample(4)
 def test_a_bug_in_flash_attention_is_caught(bug, tmp_path, monkeypatch, seed):
     """21 queries of 4 heads on 45 keys of 2 heads: two tiles of each, and neither is full. The
-    scores grow with the key and lie far below 0.
+    scores grow with the key and are far below 0.
     """
     right, wrong, by = FLASH_BUGS[bug]
     planted(right, wrong, cuda_flash, cuda_flash.FLASH["tiled"], tmp_path, monkeypatch)
@@ -278,8 +278,8 @@ TENSOR_BUGS = {
 @pytest.mark.parametrize("bug", TENSOR_BUGS)
 @pytest.mark.sample(4)
 def test_a_bug_in_the_pipelined_kernel_is_caught(bug, tmp_path, monkeypatch, seed):
-    """Two blocks of queries, the second not full; three tiles of keys, the last not full, and masked
-    by one query alone.
+    """Two blocks of queries, the second not full; three tiles of keys, the last not full, and
+    masked by one query alone.
     """
     right, wrong, by = TENSOR_BUGS[bug]
     pipelined = cuda_flash.VERSIONS["pipelined"]
@@ -329,8 +329,8 @@ PAGED_BUGS = {
         "if (start + team < split.end) for (int distance = TEAM / 2;",
         LANES,
     ),
-    "keys behind the split count": ("split.end ? score", "split.end + 1 ? score", WRONG),
-    "keys behind the split are loaded": (
+    "keys after the split count": ("split.end ? score", "split.end + 1 ? score", WRONG),
+    "keys after the split are loaded": (
         "if (key < split.end)",
         "if (key <= split.end)",
         OR_BEYOND,
@@ -388,12 +388,12 @@ W4A16_BUGS = {
     "zero point of one more": ("number<28>(word, zero)", "number<28>(word, zero + 1)", WRONG),
     "scale of the first group": ("stride_scales + group]", "stride_scales]", WRONG),
     "a part of a warp left out": ("byte < row_bytes", "byte + BYTES < row_bytes", WRONG),
-    "rows behind the last output": (
+    "rows after the last output": (
         "min(first + o, num_outputs - 1)",
         "first + o",
         BEYOND,
     ),
-    "stored behind the last output": ("OUTPUTS && n < num_outputs", "OUTPUTS", BEYOND),
+    "stored after the last output": ("OUTPUTS && n < num_outputs", "OUTPUTS", BEYOND),
 }
 
 

@@ -102,7 +102,7 @@ def test_the_server_takes_its_flags(where):
     assert args.host == "0.0.0.0" and args.port == 8000
 
 
-def test_nobody_is_killed_before_the_server_has_drained():
+def test_no_server_is_killed_before_it_has_drained():
     for name in ("deployment", "router"):
         container = pod(name)["containers"][0]
         drain_s = int(re.search(r"--shutdown-timeout=(\d+)", " ".join(container["args"]))[1])
@@ -115,7 +115,7 @@ def test_nobody_is_killed_before_the_server_has_drained():
         assert int(service["stop_grace_period"].removesuffix("s")) > drain_s + TO_SAY_SO_S
 
 
-def test_the_router_finds_all_replicas_and_nobody_else_does():
+def test_the_router_alone_finds_all_replicas():
     services = replicas()
     args = router_args(flags_of(services.pop("router"), "reference.router"))
     assert args.host == "0.0.0.0" and args.port == 8000
@@ -126,12 +126,12 @@ def test_the_router_finds_all_replicas_and_nobody_else_does():
 
 
 def test_kubernetes_leads_clients_to_the_router_and_the_router_to_every_server():
-    """The name of the headless service, its port and its pods; and nobody else comes to them."""
+    """The name of the headless service, its port and its pods; and nothing else reaches them."""
     args = router_args(pod("router")["containers"][0]["args"])
     headless, service = manifest("replicas"), manifest("service")
     name, (port,) = headless["metadata"]["name"], headless["spec"]["ports"]
     assert args.replicas == [f"dns://{name}:{port['port']}"] and args.host == "0.0.0.0"
-    # a headless service maps no ports: the name stands for the pods themselves
+    # a headless service maps no ports: the name is that of the pods themselves
     (listens,) = pod()["containers"][0]["ports"]
     assert headless["spec"]["clusterIP"] == "None" and port["port"] == listens["containerPort"]
     labels = manifest("deployment")["spec"]["template"]["metadata"]["labels"]
@@ -158,7 +158,7 @@ def targets_of(file: str) -> dict[str, list[str]]:
     return {job["job_name"]: job["static_configs"][0]["targets"] for job in jobs}
 
 
-def test_prometheus_asks_everybody():
+def test_prometheus_asks_every_process():
     """Each server and the router, by the names and ports of their compose file."""
     names = {name for name in replicas() if name != "router"}
     assert targets_of("prometheus.yaml") == {"ladder": ["server:8000"]}

@@ -1,4 +1,4 @@
-"""The engine gives everybody the tokens that they would get alone, whatever it does inside, and
+"""The engine gives every request the tokens that it would get alone, whatever it does inside, and
 gives back every block.
 """
 
@@ -49,7 +49,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_everybody_gets_the_tokens_of_running_alone(model, way):
+def test_every_request_gets_the_tokens_of_running_alone(model, way):
     prompts = random_prompts(8) + random_prompts(4, shared=13)
     limits = [random.randint(1, 30) for _ in prompts]
     arrivals = sorted(random.choices(range(12), k=len(prompts)))
@@ -215,7 +215,7 @@ def test_an_aborted_request_leaves_the_host(model):
 
 @pytest.mark.parametrize("way", ["few blocks, hashes", "few blocks", "swapping, hashes"])
 def test_aborts_at_every_state(model, way):
-    """Whoever is left gets the same tokens, and nothing leaks."""
+    """Requests that are left get the same tokens, and nothing leaks."""
     prompts = random_prompts(8)
     want = alone(model, prompts, 20)
     for steps in range(0, 12, 3):
@@ -227,7 +227,7 @@ def test_aborts_at_every_state(model, way):
         gone = random.sample(range(8), 4)
         for at in gone:
             engine.abort_request(str(at))
-        assert engine.abort_request("nobody") is None
+        assert engine.abort_request("unknown") is None
         got = {}
         while engine.has_unfinished_requests:
             got |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
@@ -295,7 +295,7 @@ def test_a_request_id_in_use_is_refused(model):
         engine.add_request("b", [1], greedy(3), "high")
     with pytest.raises(ValueError, match="request_id: got \\['a'\\]; accepted: a string"):
         engine.abort_request(["a"])
-    assert engine.abort_request("b") is None, "one that nobody knows"
+    assert engine.abort_request("b") is None, "one that the engine does not know"
     assert list(engine.requests) == ["a"]
 
 

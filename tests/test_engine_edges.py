@@ -1,4 +1,4 @@
-"""Where two rules of the engine meet: a stop string and min_tokens, a step that raises behind a
+"""Where two rules of the engine meet: a stop string and min_tokens, a step that raises after a
 last token, a drafted place at which nothing could be drawn.
 """
 
@@ -67,7 +67,7 @@ def test_bytes_that_became_no_character_show_also_at_a_stop_token(llm):
     assert stopped.token_ids == [first] and stopped.text == "\ufffd"
 
 
-def test_a_step_that_raises_behind_a_last_token_leaves_nothing(llm, monkeypatch):
+def test_a_step_that_raises_after_a_last_token_leaves_nothing(llm, monkeypatch):
     """The first answer of three has ended when the step is interrupted."""
     take, calls = EngineSequence.take, []
 
@@ -92,19 +92,19 @@ def test_only_guesses_that_were_drawn_count_as_drafted():
     eagle = EagleDraft(CONFIG, 32).to(model.device).eval().requires_grad_(False)
     tree = dict(speculative_token_tree="[(0,),(1,),(2,),(3,)]", draft_sample_method="probabilistic")
     engine = speculative_engine(model, "eagle", eagle, 4, tree)
-    drawn, propose = [], engine.proposer.propose
+    drawn, propose = [], engine.speculation.proposer.propose
 
     def noted(*arguments):
         drafts = propose(*arguments)
         drawn.extend(token for draft in drafts for token in draft.tokens if token >= 0)
         return drafts
 
-    engine.proposer.propose = noted
+    engine.speculation.proposer.propose = noted
     wish = SamplingParams(max_tokens=20, temperature=1.0, top_k=1, seed=1, detokenize=False)
     engine.add_request("a", [1, 2, 3, 4], wish)
     while engine.has_unfinished_requests:
         [output] = engine.step()
-    assert engine.speculation.drafted == output.metrics.speculation.drafted == len(drawn) > 0
+    assert engine.speculation.counts.drafted == output.metrics.speculation.drafted == len(drawn) > 0
 
 
 def test_a_draft_with_a_shorter_context_reads_as_much_of_a_table_as_it_may():
@@ -117,7 +117,7 @@ def test_a_draft_with_a_shorter_context_reads_as_much_of_a_table_as_it_may():
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "draft"])
-def test_a_grammar_that_fails_is_said_whoever_asked_for_the_mask_first(method, monkeypatch):
+def test_a_grammar_that_fails_is_said_whichever_asked_for_the_mask_first(method, monkeypatch):
     monkeypatch.setattr(matcher_module, "MOST_ITEMS", 200)
     drafts = dict(method=method, num_speculative_tokens=3)
     if method == "draft":

@@ -1,4 +1,4 @@
-"""Random histories of the whole engine: nothing that happens to others changes anybody's tokens,
+"""Random histories of the whole engine: nothing that happens to others changes a request's tokens,
 nothing leaks, and nothing but what can never fit is refused.
 """
 
@@ -97,7 +97,7 @@ class AbortsTheFirstAnswer(Engine):
 
 
 class ScoresTwice(Engine):
-    """After a preemption it scores the prompt again, behind the scores that are there."""
+    """After a preemption it scores the prompt again, after the scores that are there."""
 
     def score_prompts(self, step, hidden):
         for chunk in step.chunks:
@@ -108,7 +108,7 @@ class ScoresTwice(Engine):
 
 
 class SkipsScores(Engine):
-    """Takes what a prefix cache knows, although nobody has scored it."""
+    """Takes what a prefix cache knows, although no request has scored it."""
 
     def new_sequences(self, request, priority):
         sequences = super().new_sequences(request, priority)
@@ -120,14 +120,17 @@ class SkipsScores(Engine):
 class ForksLate(Engine):
     """The other answers begin when the first has a token already."""
 
-    def sample(self, step, hidden, sampled):
-        waiting = {s.request: s.request.waiting_to_fork for s in sampled if not s.output}
-        for request in waiting:
+    def sample(self, step, hidden):
+        begun = [chunk.sequence for chunk in step.chunks if not chunk.sequence.output]
+        self.waiting = {s.request: s.request.waiting_to_fork for s in begun}
+        for request in self.waiting:
             request.waiting_to_fork = []
-        touched = super().sample(step, hidden, sampled)
-        for request, children in waiting.items():
+        return super().sample(step, hidden)
+
+    def fork(self, sampled):
+        super().fork(sampled)
+        for request, children in self.waiting.items():
             request.waiting_to_fork = children
-        return touched
 
 
 @pytest.mark.parametrize(

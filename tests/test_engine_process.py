@@ -124,7 +124,7 @@ def test_the_other_side_has_every_output_again(seed):
             output = RequestOutput("a", None, [1, 2], answers, is_last)
             box.put(output)
             if random.random() < 0.3 and not is_last:
-                continue  # a newer one comes before anybody rings
+                continue  # a newer one comes before the reader is woken
             number, news = box.change()
             told = news if isinstance(news, RequestOutput) else with_news(told, news)
             assert number == 7 and told == output
@@ -197,7 +197,7 @@ def test_disconnects_at_random_moments_leak_nothing(model, seed):
             others = {type(one) for one in found} - {type(None), asyncio.CancelledError}
             assert others <= {ValueError}, "two of one name, and nothing else"
             await client.drain()
-            assert not client.readers, "nobody waits, and somebody is remembered"
+            assert not client.readers, "no reader waits, and one is remembered"
 
         asyncio.run(everything())
 
@@ -255,8 +255,8 @@ def test_refusals_are_those_of_the_engine(model):
             with pytest.raises(ValueError, match="in use"):
                 await client.add_request("first", [1, 2], params(4))
             assert client.stats().num_refused == 1
-            client._send("forget", 10**6, "first")  # as whoever was refused does when cancelled
-            assert len((await read(first))[-1]) == 40, "a namesake that is refused ends nobody"
+            client._send("forget", 10**6, "first")  # as a refused reader does when cancelled
+            assert len((await read(first))[-1]) == 40, "a namesake that is refused ends no other"
             served.clock = lambda: time.monotonic() + 10**6
             with pytest.raises(DeadlineExceeded):
                 await read(await client.add_request("late", [1], params(2), timeout_s=1))
@@ -326,8 +326,8 @@ def test_draining_does_not_wait_for_ever(model):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_step_that_raises_is_told_to_everybody(model, waits):
-    """waits: whether anybody does in the engine's process, when its step raises."""
+def test_a_step_that_raises_is_told_to_every_reader(model, waits):
+    """waits: whether a reader does in the engine's process, when its step raises."""
     engine = new_engine(model, 30, 4)
     served = AsyncLLMEngine(engine)
     near, far = Pipe()

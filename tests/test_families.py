@@ -232,7 +232,7 @@ def test_rope_of_llama_3_1_at_its_real_positions():
         torch.testing.assert_close(got[:, 0], want[0], atol=1e-4, rtol=0)
     rows = rope_module.new_cos_sin_cache(ours, 131_072)[positions]
     for got, want in zip(rows.chunk(2, dim=-1), expected):
-        # theirs stands twice, once for each half of the coordinates
+        # theirs is there twice, once for each half of the coordinates
         torch.testing.assert_close(got, want[0, :, :64], atol=1e-4, rtol=0)
 
 

@@ -1,5 +1,5 @@
-"""Arguments with which a kernel would read foreign memory, or give up a gradient without a word: each
-is refused in one line that names the argument, the value and what is accepted.
+"""Arguments with which a kernel would read foreign memory, or give up a gradient without a word:
+each is refused in one line that names the argument, the value and what is accepted.
 """
 
 from dataclasses import replace

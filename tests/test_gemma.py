@@ -89,7 +89,7 @@ def cap_of_another_size(*arguments, cap, **options):
 
 
 def masked_first(q, k, v, softmax_scale, window=None, *, cap, sinks):
-    """The slip: tanh makes -cap of what the mask hides, and everybody sees it a little."""
+    """The slip: tanh makes -cap of what the mask hides, and every query sees it a little."""
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
     sees = causal_mask(len(q), len(k), window)
     scores = cap * torch.tanh((scores * softmax_scale).masked_fill(~sees, -torch.inf) / cap)
@@ -123,7 +123,7 @@ def test_capped_attention_against_float64():
     got = CAPPED(q, k, v, 0.4, 3, cap=1.5, sinks=None)
     for head in range(6):
         for i in range(5):
-            keys = range(max(0, i + 4 - 2), i + 5)  # query i stands at position i + 4
+            keys = range(max(0, i + 4 - 2), i + 5)  # query i has position i + 4
             scores = [
                 1.5 * math.tanh(float(q[i, head] @ k[j, head // 3]) * 0.4 / 1.5) for j in keys
             ]

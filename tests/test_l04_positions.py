@@ -138,7 +138,7 @@ def test_figures_can_be_read(draw):
 
 def test_the_record_beyond_the_trained_context():
     """Its figure can be read, and it is what the README tells: no weight changed, YaRN holds,
-    linear alone does not. Right behind the trained context doing nothing is as good.
+    linear alone does not. Right after the trained context doing nothing is as good.
     """
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     figure = figures.extrapolation_plot(record)

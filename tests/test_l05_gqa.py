@@ -53,7 +53,7 @@ def test_the_table_of_models_is_what_the_command_prints(capsys):
 
 
 def test_the_numbers_of_the_readme():
-    """Each is computed here and must stand in the text, so that neither can change alone."""
+    """Each is computed here and must be in the text, so that neither can change alone."""
     llama, chip = MODELS["llama-3-8b"], CHIPS["h200"]
     token = 2 * llama.num_hidden_layers * llama.num_key_value_heads * llama.head_dim * 2
     small = (
@@ -226,7 +226,7 @@ def test_variants_differ_in_their_kv_heads_alone(seed):
     losses = {label: quality.held_out_loss(variant, window) for label, variant in found.items()}
     assert losses["6 heads, repeated"] == pytest.approx(losses["2 heads, as trained"], abs=1e-5)
     # The others really are other models. Rounding to digits would tell two equal losses apart where
-    # they lie on either side of a boundary.
+    # they are on either side of a boundary.
     others = sorted(loss for label, loss in losses.items() if label != "6 heads, repeated")
     assert all(b - a > 1e-6 for a, b in pairwise(others))
 

@@ -159,7 +159,7 @@ def test_each_picture_can_be_read(name):
 
 
 def test_the_counted_numbers_of_the_readme():
-    """Each is computed here and must stand in the text, so that neither can change alone."""
+    """Each is computed here and must be in the text, so that neither can change alone."""
     text = " ".join(pages(picture.HERE.parent).split())
     chip, v3 = picture.CHIPS["h200"], counts.COMPARED[2]
     behind = next(

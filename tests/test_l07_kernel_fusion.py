@@ -124,7 +124,7 @@ def test_traffic_command(capsys):
     assert "rows, size: got 0, 4096; accepted: 1 or more" in capsys.readouterr().err
 
 
-def test_accesses_see_a_second_read_and_a_row_that_nobody_wrote(seed, monkeypatch):
+def test_accesses_see_a_second_read_and_a_row_that_was_not_written(seed, monkeypatch):
     x, weight = torch.randn(3, 40), torch.ones(40)
     if not accesses.interpreting():
         pytest.skip("NOT RUN: accesses are counted in the interpreter")
@@ -265,7 +265,7 @@ def test_generates_the_tokens_of_the_rung_below(seed):
 
 @pytest.mark.parametrize("launch_us, size", [(0.5, 1024), (5.0, 4096), (10.0, 16384)])
 def test_the_slider_of_launches_and_bytes(launch_us, size):
-    """For one row launches decide, for many the bytes: their ratios stand in the title."""
+    """For one row launches decide, for many the bytes: their ratios are in the title."""
     figure = picture.draw_fusing(launch_us, size)
     assert not texts_outside(figure) and not overlapping_texts(figure)
     assert figure.get_suptitle().startswith("add + RMSNorm: 9x at one row, 5.")

@@ -1,4 +1,4 @@
-"""Lesson 21: proves that the pictures fit, that excerpts stand in the sources, and that the README
+"""Lesson 21: proves that the pictures fit, that excerpts are in the sources, and that the README
 quotes what the code says.
 """
 

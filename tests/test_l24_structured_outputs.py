@@ -36,11 +36,11 @@ def test_the_readme_quotes_what_a_mask_does_to_probabilities():
     free = {"ab": 0.9 * 0.01, "cd": 0.1 * 1.0}
     assert f"ab has `0.9 · 0.01 = {free['ab']:.3f}` and cd has `{free['cd']}`" in README
     assert f"of the answers that fit `{free['ab'] / sum(free.values()):.0%}` are ab" in README
-    # masked: both first letters fit, and each leaves one that fits behind it
+    # masked: both first letters fit, and each leaves one that fits after it
     matcher, masked = Matcher(compile_structure("choice", list(free))), {}
     for text, first in (("ab", 0.9), ("cd", 0.1)):
-        behind = matcher.step(matcher.start, ord(text[0]))
-        fitting = [byte for byte in range(256) if matcher.step(behind, byte) is not None]
+        after = matcher.step(matcher.start, ord(text[0]))
+        fitting = [byte for byte in range(256) if matcher.step(after, byte) is not None]
         assert fitting == [ord(text[1])]
         masked[text] = first * 1.0
     assert f"With the mask `{masked['ab']:.0%}` are" in README

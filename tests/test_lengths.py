@@ -1,4 +1,5 @@
-"""A file is read in a sitting: its length, the length of its functions, and how dense it is.
+"""A file is read in a sitting: its length, the length of its functions, how dense and how wide it
+is.
 
 The tables list what is longer today. An entry whose file keeps the rule has to go, so that the
 tables only shrink.
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.length_rules import (
+    COLUMNS,
     LINES_OF_A_FILE,
     LINES_OF_A_FUNCTION,
     TOKENS_A_LINE,
@@ -16,6 +18,7 @@ from tests.length_rules import (
     density,
     long_files,
     long_functions,
+    wide_files,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -70,6 +73,7 @@ DENSE_FILES = (
         pytest.param(
             long_functions, LONG_FUNCTIONS, f"{LINES_OF_A_FUNCTION} lines", id="functions"
         ),
+        pytest.param(wide_files, (), f"{COLUMNS} characters in a line", id="width"),
         pytest.param(dense_files, DENSE_FILES, f"{TOKENS_A_LINE} tokens a line", id="density"),
     ],
 )
@@ -84,3 +88,12 @@ def test_what_is_too_long_is_listed(found_in, allowed, limit):
 def test_density_counts_code_alone():
     source = '"""A text of five words."""\n\n# a comment\nx = f(1,\n      2)  # four and three\n'
     assert density(source) == 8 / 2
+
+
+def test_width_counts_characters(tmp_path):
+    """Not bytes: a line of 100 letters with an accent has 200. Generated stubs are left out."""
+    (tmp_path / "exercises").mkdir()
+    (tmp_path / "fits.py").write_text("# " + 98 * "é" + "\n", encoding="utf-8")
+    for name in ("wide.py", "exercises/l01.py"):
+        (tmp_path / name).write_text("# " + 99 * "e" + "\n", encoding="utf-8")
+    assert wide_files(tmp_path) == {"wide.py": 1}

@@ -179,7 +179,7 @@ class Failing:
         (dict(prompts="a", priority=0.5), "prompts[0]: priority: got 0.5"),
     ],
 )
-def test_calls_that_cannot_work_cost_nobody_else(llm, call, said):
+def test_calls_that_cannot_work_cost_no_other_call(llm, call, said):
     with pytest.raises(ValueError) as error:
         llm.generate(**call, use_tqdm=False)
     assert said in str(error.value) and "\n" not in str(error.value)
@@ -306,7 +306,7 @@ def test_the_engine_of_an_event_loop():
         waiting = asyncio.create_task(stream("aborted", PROMPTS[0]))
         await asyncio.sleep(0)
         await engine.abort("aborted")
-        await engine.abort("nobody")
+        await engine.abort("unknown")
         await waiting
         cancelled = asyncio.create_task(stream("cancelled", PROMPTS[0]))
         await asyncio.sleep(0.01)

@@ -57,7 +57,9 @@ def test_the_third_copy_of_a_line_is_found_and_no_other():
     assert repeats_a_line("".join(written[:11])) and not repeats_a_line("".join(TWICE))
     marked = {at: place for at, place in enumerate(copies_of_lines(written, 0)) if place >= 0}
     assert marked == {8: 5, 9: 6, 11: 8, 12: 9}, "the fifth has one token more: nothing to compare"
-    assert copies_of_lines(written, 9)[:11] == [-1] * 11, "a copy in the prompt is nobody's fault"
+    assert copies_of_lines(written, 9)[:11] == [-1] * 11, (
+        "a copy in the prompt is not the model's fault"
+    )
     assert max(copies_of_lines(written[:10], 0)) == -1, "a line that was cut may have gone on"
 
 
@@ -106,7 +108,7 @@ def test_a_window_without_lines_makes_no_loop():
 
 
 def faded(factor: float, vocab: int = 7):
-    """Log-probabilities that give each token of the third copy and those behind it `factor` times
+    """Log-probabilities that give each token of the third copy and those after it `factor` times
     what the copy in front of it got, and all other tokens of the text 0.8.
     """
     tokens, before = [0, 1, *[2, 3, 4] * 5], [-1] * 8 + list(range(5, 14))

@@ -1,4 +1,4 @@
-"""The engine with adapters: whatever the scheduler does, everybody gets the tokens of naive
+"""The engine with adapters: whatever the scheduler does, every request gets the tokens of naive
 generation with their own adapter merged into the model.
 
 In float64, where two orders of the same sum differ by about 1e-15, so a token differs only if the
@@ -104,7 +104,7 @@ def finish(engine) -> dict:
 
 
 def assert_all_given_back(engine):
-    """No block, no slot and no adapter on the host is held by anybody."""
+    """No block, no slot and no adapter on the host is still held."""
     assert_clean(engine)
     adapters = engine.runner.adapters
     assert not adapters.slots.users and not adapters.store.users
@@ -125,7 +125,7 @@ WAYS = {
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("way", WAYS)
-def test_everybody_gets_the_tokens_of_their_adapter(way, model, prompts, requests, expected):
+def test_every_request_gets_the_tokens_of_its_adapter(way, model, prompts, requests, expected):
     engine = new_engine(model, **WAYS[way])
     got, _ = serve(engine, prompts, requests)
     assert got == expected
@@ -135,7 +135,7 @@ def test_everybody_gets_the_tokens_of_their_adapter(way, model, prompts, request
     for at, name in enumerate(NAMES):
         engine.add_request(str(at), prompts[at], greedy(LIMITS[at]), lora_request=requests[name])
     outputs = finish(engine)
-    assert sum(out.metrics.preemptions for out in outputs.values()), "nobody was preempted"
+    assert sum(out.metrics.preemptions for out in outputs.values()), "no request was preempted"
 
 
 DRAFTS = {
@@ -171,7 +171,7 @@ def test_drafts_change_no_adapter_s_tokens(draft, way, model, prompts, requests,
     engine.runner.run = watched
     got, _ = serve(engine, prompts, requests)
     assert got == expected
-    assert engine.speculation.drafted, "nothing was drafted"
+    assert engine.speculation.counts.drafted, "nothing was drafted"
     assert bool(trees_run) is ("speculative_token_tree" in DRAFTS[draft])
 
 
@@ -184,7 +184,7 @@ def test_blocks_are_shared_with_the_same_adapter_only(model, prompts, requests, 
     got, known = serve(engine, prompts, requests)
     assert got == expected and all(known)
     _, known = serve(engine, prompts[3:4], requests, ["a"])
-    head = (9 // 4) * 4  # of which "a" has run the same tokens behind other prompts
+    head = (9 // 4) * 4  # of which "a" has run the same tokens after other prompts
     assert known == [head]
 
 
@@ -195,7 +195,7 @@ def test_a_cache_that_confuses_adapters_is_seen(model, prompts, requests, expect
     assert serve(engine, prompts, requests)[0] != expected
 
 
-def test_a_slot_taken_from_somebody_who_runs_is_seen(
+def test_a_slot_taken_from_a_running_request_is_seen(
     model, prompts, requests, expected, monkeypatch
 ):
     """Were the slot of an adapter in use given away, its rows would get the neighbour's."""

@@ -230,7 +230,7 @@ def test_an_answer_goes_round_within_a_line():
     assert not goes_round("# " + 40 * "-") and not goes_round("x = [0, 0, 0]")
 
 
-def test_real_answers_are_what_stands_behind_the_prompts(monkeypatch, tmp_path):
+def test_real_answers_are_what_follows_the_prompts(monkeypatch, tmp_path):
     (tmp_path / "prompts.json").write_text(json.dumps([{"prompt": "def f("}, {"prompt": "absent"}]))
     monkeypatch.setattr(answers, "HERE", tmp_path)
     texts = ["a = 1\n", "b = 2\ndef f(x):\n    return x + 10\n"]

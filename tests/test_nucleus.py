@@ -45,7 +45,7 @@ def new_params(rows: int, **fixed) -> list[SamplingParams]:
 @pytest.mark.parametrize("flatness", [0.3, 1, 30])
 @pytest.mark.parametrize("vocab_size", [3, 600, 4096])
 def test_tokens_of_the_definition(vocab_size, flatness):
-    """Also where the cut lies deeper than the likeliest entries, and in a vocabulary of no whole
+    """Also where the cut is deeper than the likeliest entries, and in a vocabulary of no whole
     number of blocks. About one token in a million may differ, because the probabilities are
     float32.
     """

@@ -29,7 +29,7 @@ def page(name: str) -> str:
 
 
 def glossary() -> dict[str, str]:
-    """{term: what stands under it}, in the order of the page."""
+    """{term: what is under it}, in the order of the page."""
     entries = page("GLOSSARY.md").split("\n### ")[1:]
     return {term: body.strip() for term, _, body in (entry.partition("\n") for entry in entries)}
 

@@ -74,7 +74,7 @@ TINY = str(REPOSITORY / "models/tiny")
         (dict(data_parallel_size=2, tokenizer="no/such"), "unknown model 'no/such'"),
     ],
 )
-def test_arguments_that_cannot_work_start_nobody(arguments, said, monkeypatch):
+def test_arguments_that_cannot_work_start_no_process(arguments, said, monkeypatch):
     def fails(*arguments):
         raise AssertionError("a worker was started")
 
@@ -134,7 +134,7 @@ def test_a_router_keeps_prefixes_together_and_loads_equal(seed):
     homes = [router.choose([*head, 7, 7], loads) for head in heads[:1]]
     for head, others in ((heads[1], [1, 0, 0]), (heads[2], [1, 1, 0])):
         homes.append(router.choose([*head, 8], others))
-    assert homes == [0, 1, 2], "whom nobody knows goes to the least loaded"
+    assert homes == [0, 1, 2], "an unknown prompt goes to the least loaded"
     for _ in range(20):
         index = random.randrange(3)
         loads = [random.randint(0, 2) for _ in range(3)]
@@ -145,7 +145,7 @@ def test_a_router_keeps_prefixes_together_and_loads_equal(seed):
     assert router.choose(heads[0], [SLACK, 1, 0]) == 0
     assert router.choose(heads[0], [SLACK + 1, 1, 0]) == 2, "its home is too far ahead"
     assert router.choose(heads[0], [0, 0, 0]) == 2, "and it has moved"
-    # the longest part that somebody knows decides
+    # the longest part that a replica knows decides
     assert router.choose([*heads[1][:8], *[9] * 8], [9, 9, 0]) == 2
     assert router.choose([*heads[1][:8], *[9] * 8, 3], [0, 0, 1]) == 2
     assert router.choose([*heads[1], 5], [0, 0, 1]) == 1
@@ -223,7 +223,7 @@ def test_a_worker_holds_what_the_planner_says(
         local = local_config(config, 0, tp, spread)
         each = bytes_per_token(local, kv_cache_dtype, 4) // local.num_hidden_layers
         assert found.bytes_per_token == each * len(share.stage)
-        # one slot is nobody's
+        # one slot is the spare one
         assert found.pool_bytes == found.bytes_per_token * (pool.num_blocks * pool.block_size + 1)
     assert pool.bytes_per_token == sum(each.bytes_per_token for each in held)
     most = max(each.bytes_per_token for each in held) * args.block_size

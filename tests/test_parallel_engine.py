@@ -43,7 +43,7 @@ def named(case) -> str:
 @pytest.mark.parametrize("family, sizes, how", CASES, ids=map(named, CASES))
 @pytest.mark.sample(2)
 def test_tokens_are_those_of_one_process(family, sizes, how, tmp_path, seed):
-    """With chunks of prompts, preemption, a prefix cache, forks, scores, and somebody who gives
+    """With chunks of prompts, preemption, a prefix cache, forks, scores, and a client that gives
     up.
     """
     model = write_checkpoint(tmp_path, family, seed)

@@ -1,4 +1,6 @@
-"""Whoever dies, whenever: every request ends with one clear line, and no process stays behind."""
+"""Whichever process dies, and whenever: every request ends with one clear line, and every process
+is gone.
+"""
 
 import asyncio
 import gc
@@ -55,7 +57,7 @@ def llm_over(engine) -> LLM:
 
 
 def at_run(engine, number: int, what) -> None:
-    """Let what() happen right behind the `number`-th order to run a step."""
+    """Let what() happen right after the `number`-th order to run a step."""
     talk, count = engine.runner.talk, []
     tell = talk.tell
 
@@ -98,7 +100,7 @@ def test_a_worker_that_is_killed(model, mesh, rank, when, monkeypatch):
 
     if when == "idle":
         kill()
-        assert_all_gone(started)  # before anybody asks
+        assert_all_gone(started)  # before a request asks
     else:
         at_run(engine, dict(prefill=1, decode=6)[when], kill)
     prompts = [[1, 2, 3] * 9, [4], [5]]
@@ -114,16 +116,16 @@ def test_a_worker_that_is_killed(model, mesh, rank, when, monkeypatch):
 def test_a_worker_that_raises(model):
     engine = parallel_engine(small_args(model, tensor_parallel_size=2, preemption_mode="swap"))
     pids = [process.pid for process in workers_of(engine)]
-    at_run(engine, 4, lambda: engine.runner.talk.tell("forget", "nobody"))
+    at_run(engine, 4, lambda: engine.runner.talk.tell("forget", "unknown"))
     with Fast(), pytest.raises(RankError) as error:
         llm_over(engine).generate([[1, 2], [3]], GREEDY, use_tqdm=False)
-    assert str(error.value) in [f"rank {rank} raised KeyError: 'nobody'" for rank in (0, 1)]
+    assert str(error.value) in [f"rank {rank} raised KeyError: 'unknown'" for rank in (0, 1)]
     assert_all_gone(pids)
 
 
 @pytest.mark.sample(1, of="parallel faults")
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_everybody_who_waits_is_told(model, replicas):
+def test_every_waiting_reader_is_told(model, replicas):
     """In an event loop, also of requests that another replica serves."""
     engine = parallel_engine(small_args(model, tensor_parallel_size=2, data_parallel_size=replicas))
     pids = [process.pid for process in workers_of(engine)]
@@ -139,12 +141,12 @@ def test_everybody_who_waits_is_told(model, replicas):
             return str(error)
         return "finished"
 
-    async def everybody() -> list[str]:
+    async def all_readers() -> list[str]:
         found = await asyncio.gather(*(ask(str(i)) for i in range(4)))
         return [*found, await ask("9")]
 
     with Fast():
-        *found, late = asyncio.run(everybody())
+        *found, late = asyncio.run(all_readers())
     # its rank within its replica
     assert set(found) == {"RankError: rank 1 died (signal 9)"}
     assert late == "the engine has ended: rank 1 died (signal 9)"

@@ -323,7 +323,7 @@ def test_a_whole_run_and_its_resumption(course, capsys):
     assert "memcheck             not run    compute-sanitizer is not installed" in said
 
 
-def test_what_failed_is_tried_again_behind_all_others(course, capsys):
+def test_what_failed_is_tried_again_after_all_others(course, capsys):
     wrong = TESTS.format(room="l01_copy") + "def test_wrong(proof): assert 0\n"
     write(course, "lessons/l01_copy/test_equivalence.py", wrong)
     gpu(course, capsys, tool=False, lesson="01")

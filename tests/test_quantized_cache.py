@@ -1,7 +1,7 @@
-"""The engine over a quantized cache: whatever the scheduler does, everybody gets the tokens of
+"""The engine over a quantized cache: whatever the scheduler does, every request gets the tokens of
 naive generation with the same quantizer.
 
-In float64, where two orders of the same sum differ by about 1e-15. A code differs if a number lies
+In float64, where two orders of the same sum differ by about 1e-15. A code differs if a number is
 that close to the middle between two codes, which happens to one value in about 1e13, and a token
 differs only if the two likeliest are nearly equal besides. The requests are the same in every run.
 """
@@ -66,10 +66,10 @@ def expected(model):
 
 
 def poison(engine) -> None:
-    """Nobody may see what nobody wrote."""
+    """No row may be read that was not written."""
     pools = [engine.runner.pool]
     if engine.scheduler.__class__.__name__.startswith("Lookahead"):
-        pools += engine.proposer.pools
+        pools += engine.speculation.proposer.pools
     for pool in pools:
         pool.k_scales.fill_(torch.nan)
         pool.v_scales.fill_(torch.nan)
@@ -112,7 +112,7 @@ HOUSES = {
 
 @pytest.mark.parametrize("house", HOUSES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_nobody_s_tokens_depend_on_the_scheduler(model, expected, name, house):
+def test_no_tokens_depend_on_the_scheduler(model, expected, name, house):
     engine = new_engine(model, name, **HOUSES[house])
     assert answers_of(engine) == expected[name]
     if house == "swaps":
@@ -132,7 +132,7 @@ def test_rejected_drafts_leave_nothing_behind(model, drafters, expected, name, m
     """The next token writes over codes and scale of a rejected one."""
     engine = new_engine(model, name, method, drafters[method], num_gpu_blocks_override=22)
     assert answers_of(engine) == expected[name]
-    assert engine.speculation.drafted > engine.speculation.accepted
+    assert engine.speculation.counts.drafted > engine.speculation.counts.accepted
 
 
 def test_prefixes_are_found_in_codes(model, expected):
@@ -175,7 +175,7 @@ def test_a_copy_without_scales_is_found(model, expected, monkeypatch):
     engine = new_engine(model, "int8", max_num_seqs=9)
     params = [SamplingParams(temperature=1, top_k=1, max_tokens=9, n=3, detokenize=False)] * 2
     with pytest.raises(ValueError, match=r"logits: the largest of row . is not finite"):
-        run(engine, prompts()[:2], params)  # the copy's scales are those that nobody wrote
+        run(engine, prompts()[:2], params)  # the copy's scales are those of unwritten rows
 
 
 # ---------------------------------------------------------------- memory and arguments

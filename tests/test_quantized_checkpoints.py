@@ -187,7 +187,7 @@ def test_a_quantized_checkpoint_is_the_model_of_its_numbers(family, folders, tmp
 
 
 def test_the_layer_of_deepseek_that_predicts_further_is_left_out(folders, tmp_path):
-    """Its codes lie behind the last layer, and no config names them."""
+    """Its codes come after the last layer, and no config names them."""
     store(folders["deepseek_v3"], tmp_path, *STORED["deepseek_v3"])
     file = tmp_path / "quantized" / "model.safetensors"
     tensors = load_file(file)

@@ -1,4 +1,4 @@
-"""The engine over quantized weights: everybody gets the tokens that the same weights give them
+"""The engine over quantized weights: every request gets the tokens that the same weights give it
 alone, whatever the scheduler does, and `quantization=` means what it says.
 """
 
@@ -92,7 +92,7 @@ def asked(model):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_everybody_gets_the_tokens_of_running_alone(model, asked, way):
+def test_every_request_gets_the_tokens_of_running_alone(model, asked, way):
     prompts, limits, want = asked
     engine = new_engine(model, **WAYS[way])
     got = run(engine, prompts, [greedy(n) for n in limits], [0, 0, 0, 2, 5])
@@ -102,7 +102,7 @@ def test_everybody_gets_the_tokens_of_running_alone(model, asked, way):
 
 def test_speculation_with_a_quantized_target_and_its_own_weights_as_the_draft(model):
     """What a quantized model drafts for itself is always accepted; what the model in full precision
-    drafts for it is right now and then. Nobody's tokens change.
+    drafts for it is right now and then. No tokens change.
     """
     prompts = [torch.randint(60, (6,)).tolist() * 2 for _ in range(2)]
     params = [SamplingParams(temperature=0, max_tokens=7, detokenize=False)] * 2
@@ -112,7 +112,7 @@ def test_speculation_with_a_quantized_target_and_its_own_weights_as_the_draft(mo
     for name, drafter in {"in full precision": new_model(), "itself": model}.items():
         engine = engine_over(model, None, EngineArgs(speculative_config=config, **small), drafter)
         assert run(engine, prompts, params) == want, name
-        speculation = engine.speculation
+        speculation = engine.speculation.counts
         assert speculation.drafted
         if name == "itself":
             assert speculation.accepted == speculation.drafted

@@ -1,6 +1,6 @@
 """Every number in a quiz answer is recomputed here, by the lesson's own code where it has some.
 
-A new answer needs an entry, and a number that nobody recomputes is refused.
+A new answer needs an entry, and a number that no test recomputes is refused.
 """
 
 import random
@@ -252,7 +252,7 @@ def test_quiz_answers_are_recomputed(lesson):
     assert not wrong, "\n".join(["", *wrong])
 
 
-def test_a_wrong_answer_and_one_that_nobody_recomputes_are_seen():
+def test_a_wrong_answer_and_one_that_is_not_recomputed_are_seen():
     question = "How many are 3 · 4 on an H200 with Llama-3-8B?"
     assert complaints(question, "3 · 4 are 12, see `f(7)`.", [12]) == []
     assert complaints(question, "3 · 4 are 13.", [12]) == ["13 is not recomputed", "12 is missing"]

@@ -1,5 +1,5 @@
 """Several engines behind the interface of one: what happens between the end of a replica's step and
-the moment at which somebody is told of it.
+the moment at which a reader is told of it.
 """
 
 import pytest
@@ -52,7 +52,7 @@ def test_a_name_that_is_used_again_hears_nothing_of_who_left(model, engine):
     assert answers(engine) == {"a": first, "b": again}
 
 
-def test_an_end_that_nobody_has_been_told_is_still_to_come(model, engine):
+def test_an_end_that_no_reader_has_been_told_is_still_to_come(model, engine):
     engine.add_request("a", [1, 2, 3], greedy(1))
     silent_step(engine, "a")
     assert engine.has_unfinished_requests and "a" in engine.requests
@@ -62,7 +62,7 @@ def test_an_end_that_nobody_has_been_told_is_still_to_come(model, engine):
     assert not engine.requests and engine.abort_request("a") is None
 
 
-def test_who_leaves_behind_the_end_gets_the_answer(model, engine):
+def test_a_reader_that_leaves_after_the_end_gets_the_answer(model, engine):
     engine.add_request("a", [1, 2, 3], greedy(1))
     silent_step(engine, "a")
     output = engine.abort_request("a")
@@ -71,7 +71,7 @@ def test_who_leaves_behind_the_end_gets_the_answer(model, engine):
     assert answers(engine) == {}
 
 
-def test_a_step_that_raises_takes_nobody_elses_tokens(model, engine, monkeypatch):
+def test_a_step_that_raises_takes_no_other_replicas_tokens(model, engine, monkeypatch):
     engine.add_request("a", [1, 2, 3], greedy(1))
     engine.add_request("b", [4, 5, 6], greedy(1))
     broken = next(one.engine for one in engine.replicas if "b" in one.requests)

@@ -1,4 +1,6 @@
-"""The engine's two shortcuts, to top-p and for greedy steps, find what lesson 2 finds, and only that."""
+"""The engine's two shortcuts, to top-p and for greedy steps, find what lesson 2 finds, and only
+that.
+"""
 
 import pytest
 import torch
@@ -112,9 +114,9 @@ def test_only_plain_greedy_requests_are_spared_the_draw():
     logits = torch.zeros(1, 4)
     logits[0, 1], logits[0, 2] = 1.0, 0.5
     one = EngineSequence(0, [3], 4, penalized, frozenset(), output=[1])
-    assert Sampler()(logits.clone(), [one])[0] == [2]
+    assert Sampler()(logits.clone(), [one])[0].tokens == [2]
     plain = EngineSequence(1, [3], 4, GREEDY, frozenset(), output=[1])
-    assert Sampler()(logits.clone(), [plain])[0] == [1]
+    assert Sampler()(logits.clone(), [plain])[0].tokens == [1]
 
 
 # ---------------------------------------------------------------- the kernels
@@ -133,7 +135,8 @@ def test_the_kernels_choose_the_same_tokens(settings):
     for _ in range(3):
         logits = 2 * torch.randn(2, 300)
         chosen = [
-            sampler(logits.clone(), sampler.sequences)[0] for sampler in (with_kernels, without)
+            [emitted.tokens[0] for emitted in sampler(logits.clone(), sampler.sequences)]
+            for sampler in (with_kernels, without)
         ]
         assert chosen[0] == chosen[1]
         for sampler in (with_kernels, without):

@@ -122,7 +122,7 @@ def run(model: Decoder, pool: KVPool, chunks, tables) -> Tensor:
 
 
 def alone(model: Decoder, tokens: list[int]) -> Tensor:
-    """Logits of a sequence that nobody shares a step with: [T, vocab_size]."""
+    """Logits of a sequence that shares its steps with no other: [T, vocab_size]."""
     return model.logits(model(torch.tensor(tokens), whole_sequence(model, len(tokens))))
 
 
@@ -178,7 +178,7 @@ def test_a_tree_of_tokens(model):
 
 
 def test_a_stage_of_some_layers(model):
-    """Two stages, each with its layers' pool, hand on what lies between them."""
+    """Two stages, each with its layers' pool, hand on what is between them."""
     tokens, tables = random_tokens(8), pages_for(8)
     batch = new_batch([(tokens, 0)], BLOCK_SIZE, block_tables=tables)
     x = model.embed_tokens(batch.tokens)
@@ -200,7 +200,7 @@ def test_a_token_at_slot_minus_one_is_stored_nowhere(model):
 
 @pytest.mark.parametrize("ops", [LESSON_03_TORCH, LESSON_04_TORCH], ids=["lesson 3", "lesson 4"])
 def test_a_mixed_batch_in_blocks_of_their_own(ops, model):
-    """The same without pages: sequence b owns block b. Lessons 3 to 11 stand on this."""
+    """The same without pages: sequence b owns block b. Lessons 3 to 11 need this."""
     decoding, chunked, fresh = random_tokens(11), random_tokens(14), random_tokens(7)
     pool = KVPool(model.config, 4, 16, ops, model.dtype)
     run(model, pool, [(decoding[:10], 0), (chunked[:5], 0)], None)

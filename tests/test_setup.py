@@ -106,6 +106,6 @@ def test_make_without_a_target_lists_the_targets():
 
 
 def test_lab_runs_as_root_and_takes_flags(course):
-    """Without --allow-root JupyterLab does not start for root, who everybody is in a container."""
+    """Without --allow-root JupyterLab does not start for root, the user of a container."""
     code, _, calls = make(course, "lab", "LAB=--ip 0.0.0.0 --no-browser")
     assert code == 0 and "jupyterlab --notebook-dir . --allow-root --ip 0.0.0.0 --no-br" in calls

@@ -47,7 +47,7 @@ BAD_LINES = {
     "no tokens": json.dumps(LINE | {"prompt_tokens": 0}),
     "half a token": json.dumps(LINE | {"output_tokens": 1.5}),
     "more tokens than there are": json.dumps(LINE | {"prompt_tokens": 10**12}),
-    "a field that nobody reads": json.dumps(LINE | {"prompt": "text"}),
+    "a field that is not read": json.dumps(LINE | {"prompt": "text"}),
     "a prefix longer than its prompt": json.dumps(LINE | {"prefix": "a", "prefix_tokens": 101}),
     "a prefix that is no name": json.dumps(LINE | {"prefix": 7}),
     "deep": "[" * 100_000,
@@ -153,7 +153,8 @@ def test_what_no_number_of_gpus_reaches_is_said(capsys):
 def test_every_policy_and_both_figures(tmp_path, capsys):
     out = tmp_path / "figures"
     code, said, err = run(
-        "--trace", SMALL, "--policy", "all", "--most-replicas", "4", "--out", str(out), capsys=capsys
+        "--trace", SMALL, "--policy", "all", "--most-replicas", "4", "--out", str(out),
+        capsys=capsys,
     )  # fmt: skip
     assert code == 0 and all(name in said for name in POLICIES), err
     assert sorted(p.name for p in out.iterdir()) == [

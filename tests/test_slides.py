@@ -61,7 +61,7 @@ def test_an_unknown_lesson_is_refused_in_one_line(tmp_path, capsys):
     assert "got '99'; accepted: 00, 01" in capsys.readouterr().err
 
 
-def test_pictures_go_to_the_disk_again_behind_the_block():
+def test_pictures_go_to_the_disk_again_after_the_block():
     from lessons.toolbox.draw import figure
 
     with pictures_to(lambda fig, path: None):

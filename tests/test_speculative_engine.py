@@ -1,4 +1,4 @@
-"""Speculation in the engine: nobody's tokens change, whatever a request asks for."""
+"""Speculation in the engine: no tokens change, whatever a request asks for."""
 
 import random
 from dataclasses import replace
@@ -56,11 +56,11 @@ def new_engine(model, method=None, drafter=None, count=3, speculative=None, **ar
     small = dict(max_num_seqs=4, block_size=4, num_gpu_blocks_override=60, max_model_len=LONGEST)
     args = EngineArgs(speculative_config=config, **small | arguments)
     engine = engine_over(model, None, args, drafter)
-    pools = [engine.runner.pool, *(engine.proposer.pools if method else ())]
+    pools = [engine.runner.pool, *(engine.speculation.proposer.pools if method else ())]
     for pool in pools:
         for slots in pool.tensors:
             if slots.is_floating_point():
-                slots.fill_(torch.nan)  # nobody may see what nobody wrote
+                slots.fill_(torch.nan)  # no row may be read that was not written
     return engine
 
 
@@ -101,9 +101,9 @@ def test_every_wish_is_served_as_without_speculation(model, drafters, method):
     for house in HOUSES if method == "draft" else HOUSES[1:2]:
         engine = new_engine(model, method, drafters[method], **house)
         assert run(engine, prompts, params, [0, 0, 1, 2, 2, 4]) == want, house
-        assert engine.speculation.drafted
-        # Heads that nobody has trained are hardly ever right.
-        assert engine.speculation.accepted or method in ("medusa", "eagle")
+        assert engine.speculation.counts.drafted
+        # Untrained heads are hardly ever right.
+        assert engine.speculation.counts.accepted or method in ("medusa", "eagle")
 
 
 def test_seeds_give_a_draft_models_requests_the_same_tokens_alone_and_in_any_batch(model, drafters):
@@ -143,18 +143,18 @@ def test_an_aborted_request_takes_nothing_with_it(model, drafters):
     for _ in range(3):
         engine.step()
     assert engine.abort_request("a").outputs[0].finish_reason == "abort"
-    assert engine.abort_request("nobody") is None
+    assert engine.abort_request("unknown") is None
     while engine.has_unfinished_requests:
         engine.step()
     assert_clean(engine)
-    assert not engine.proposer.held
+    assert not engine.speculation.proposer.held
 
 
 def test_medusa_keeps_a_state_that_the_next_step_does_not_write_over(model, drafters):
     """A replayed step leaves its hidden states in one buffer, and a sequence that waits on the host
     takes no part in the step that overwrites it.
     """
-    proposer = new_engine(model, "medusa", drafters["medusa"]).proposer
+    proposer = new_engine(model, "medusa", drafters["medusa"]).speculation.proposer
     (sequence,) = [EngineSequence(0, [1, 2, 3], 5, RowParams(), frozenset())]
     features = torch.randn(3, CONFIG.hidden_size, device=model.device)
     proposer.observe([Ran(sequence, 0, 3, range(3))], features, {})
@@ -179,13 +179,14 @@ class DrawsFromTheTarget(Verifier):
         return found
 
 
-def chance_of_outputs(model, draft, sampler=None, total=3000) -> float:
+def chance_of_outputs(model, draft, verifier=None, total=3000) -> float:
     """How likely a deviation as large as that of the engine's outputs is."""
     params = dict(temperature=1.0, top_k=4)
     prompt, length = [7, 8, 9, 7, 8], 4
     tables = tables_of(model, draft, prompt, RowParams(**params), length)
     engine = new_engine(model, "draft", draft, max_num_seqs=50, num_gpu_blocks_override=400)
-    engine.sampler = sampler or engine.sampler
+    speculation = engine.speculation
+    speculation.verifier = verifier or speculation.verifier
     first = random.randrange(2**40)
     outputs = []
     for start in range(0, total, 50):
@@ -193,7 +194,7 @@ def chance_of_outputs(model, draft, sampler=None, total=3000) -> float:
             **params, n=50, seed=first + start, max_tokens=length, ignore_eos=True, detokenize=False
         )
         outputs += run(engine, [prompt], [wish])["0"]
-    assert engine.speculation.accepted and engine.speculation.accepted < engine.speculation.drafted
+    assert 0 < speculation.counts.accepted < speculation.counts.drafted
     return chance_of(*chi_squared(sequences(tables, outputs), tables.expected * total))
 
 
@@ -241,7 +242,7 @@ def test_a_stop_string_inside_an_accepted_run_ends_the_text(llm):
 
 
 def test_metrics_and_trace_tell_what_speculation_did(llm, tmp_path):
-    before = replace(llm.engine.speculation)
+    before = replace(llm.engine.speculation.counts)
     path = tmp_path / "steps.json"
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with traced(llm.engine, path):
@@ -250,7 +251,7 @@ def test_metrics_and_trace_tell_what_speculation_did(llm, tmp_path):
     assert counts.emitted == 40 == counts.passes + counts.accepted
     assert 0 < counts.accepted <= counts.drafted and counts.tokens_per_pass > 1.2
     assert counts.acceptance_rate == counts.accepted / counts.drafted
-    assert llm.engine.speculation.emitted == before.emitted + 40
+    assert llm.engine.speculation.counts.emitted == before.emitted + 40
     steps = read_trace(path).steps
     drafts = [pair for step in steps for pair in step.get("drafts", {}).values()]
     assert sum(drafted for drafted, _ in drafts) == counts.drafted

@@ -1,5 +1,5 @@
 """Random histories of the speculative engine: its tokens are those of a request that runs alone,
-and no block leaks, whatever is drafted, and whoever comes, goes or is preempted.
+and no block leaks, whatever is drafted, and whichever request comes, goes or is preempted.
 """
 
 from collections import Counter
@@ -8,8 +8,8 @@ import pytest
 
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l17_tree_speculation.trees.tree import Tree
-from reference.speculation.lookahead import LookaheadScheduler
-from reference.speculation.speculative_engine import SpeculativeEngine
+from reference.speculation.lookahead import PLACE, LookaheadScheduler, look_ahead
+from reference.speculation.speculation import Speculation
 from reference.speculation.verification import Verifier
 from tests.speculative_histories import DraftedHistory, Drafting, VirtualDraft
 
@@ -71,46 +71,45 @@ def test_random_histories(request):
 # ---------------------------------------------------------------- planted slips
 
 
-class NeverRewinds(SpeculativeEngine):
+class NeverRewinds(Speculation):
     """Rejected tokens count as computed."""
 
-    def keep(self, step, drafts, emitted):
+    def keep(self, step):
         counts = {chunk.sequence: chunk.count for chunk in step.chunks}
-        ran = super().keep(step, drafts, emitted)
+        super().keep(step)
         step.chunks[:] = [chunk._replace(count=counts[chunk.sequence]) for chunk in step.chunks]
-        return ran
 
 
-class CachesDrafts(SpeculativeEngine):
+class CachesDrafts(Speculation):
     """The prefix cache is told of tokens that are rejected afterwards."""
 
-    def hand_out(self, emitted, drafts):
-        blocks = self.scheduler.blocks
-        for sequence in drafts:
-            if hasattr(blocks, "remember"):
-                blocks.remember(sequence.row, list(sequence.tokens))
-        super().hand_out(emitted, drafts)
+    def verify(self, logits, sequences):
+        for sequence in self.drafts:
+            if hasattr(self.blocks, "remember"):
+                self.blocks.remember(sequence.row, list(sequence.tokens))
+        return super().verify(logits, sequences)
 
 
-class BonusFromTheDraft(SpeculativeEngine):
-    """What stands behind the accepted tokens is the draft's next one where there is one."""
+class BonusFromTheDraft(Speculation):
+    """What follows the accepted tokens is the draft's next one where there is one."""
 
-    def verify(self, step, hidden, drafts):
-        emitted = super().verify(step, hidden, drafts)
-        for sequence, (tokens, *_) in emitted.items():
-            if (draft := drafts.get(sequence)) and len(tokens) <= len(draft.tokens):
+    def verify(self, logits, sequences):
+        found = super().verify(logits, sequences)
+        for sequence, (tokens, *_) in zip(sequences, found):
+            if (draft := self.drafts.get(sequence)) and len(tokens) <= len(draft.tokens):
                 tokens[-1] = draft.tokens[len(tokens) - 1]
-        return emitted
+        return found
 
 
-class IgnoresStops(SpeculativeEngine):
+class IgnoresStops(Speculation):
     """A stop token inside an accepted run is taken for any other."""
 
-    def hand_out(self, emitted, drafts):
-        for sequence, (tokens, *_) in emitted.items():
+    def verify(self, logits, sequences):
+        found = super().verify(logits, sequences)
+        for sequence, (tokens, *_) in zip(sequences, found):
             inside, all_stops = set(tokens[:-1]), sequence.stop_token_ids
             sequence.stop_token_ids = all_stops - inside
-        super().hand_out(emitted, drafts)
+        return found
 
 
 class DraftsTooMuch(LookaheadScheduler):
@@ -120,25 +119,29 @@ class DraftsTooMuch(LookaheadScheduler):
         return min(self.num_speculative_tokens, self.proposer.most(sequence))
 
 
-class Overshoots(SpeculativeEngine):
+class Overshoots(Speculation):
     """All that is accepted is handed out, whatever was asked for."""
 
-    def __init__(self, *args, **arguments):
-        super().__init__(*args, **arguments)
-        self.scheduler.count_for = lambda s: DraftsTooMuch.count_for(self.scheduler, s)
+    def __init__(self, runner, scheduler):
+        super().__init__(runner, scheduler)
+        scheduler.count_for = lambda s: DraftsTooMuch.count_for(scheduler, s)
 
-    def hand_out(self, emitted, drafts):
-        limits = {sequence: sequence.max_new_tokens for sequence in emitted}
-        for sequence, (tokens, *_) in emitted.items():
+    def verify(self, logits, sequences):
+        found = super().verify(logits, sequences)
+        self.limits = {sequence: sequence.max_new_tokens for sequence in sequences}
+        for sequence, (tokens, *_) in zip(sequences, found):
             if len(sequence.output) + len(tokens) > sequence.max_new_tokens:
                 sequence.max_new_tokens = len(sequence.output) + len(tokens)
-        super().hand_out(emitted, drafts)
-        for sequence, limit in limits.items():
-            sequence.max_new_tokens = limit
+        return found
+
+    def keep(self, step):
+        for sequence in self.verified:
+            sequence.max_new_tokens = self.limits[sequence]
+        super().keep(step)
 
 
 class VerifiesAtTheLastRow(Verifier):
-    """The token behind a rejection is taken from the row behind the whole draft."""
+    """The token after a rejection is taken from the row after the whole draft."""
 
     def compare(self, logits, rows, drafts):
         found, first = super().compare(logits, rows, drafts), 0
@@ -150,22 +153,23 @@ class VerifiesAtTheLastRow(Verifier):
         return found
 
 
-class LastRow(SpeculativeEngine):
-    """An engine with that verifier."""
+class LastRow(Speculation):
+    """With that verifier."""
 
-    def __init__(self, *args, **arguments):
-        super().__init__(*args, **arguments)
-        self.sampler = VerifiesAtTheLastRow()
+    def __init__(self, runner, scheduler):
+        super().__init__(runner, scheduler)
+        self.verifier = VerifiesAtTheLastRow()
 
 
-class DraftsByChance(SpeculativeEngine):
-    """Only as many tokens are drafted as the step has room for beside everybody else's."""
+class DraftsByChance(Speculation):
+    """Only as many tokens are drafted as the step has room for beside other requests' tokens."""
 
     def draft(self, step):
         for chunk in step.chunks[1:]:
-            chunk.sequence.look_ahead(chunk.sequence.drafted[:1])
+            if chunk.sequence.num_drafted:
+                look_ahead(chunk.sequence, [PLACE])
         step.chunks[:] = [
-            chunk._replace(count=chunk.sequence.to_compute) if chunk.sequence.drafted else chunk
+            chunk._replace(count=chunk.sequence.to_compute) if chunk.sequence.num_drafted else chunk
             for chunk in step.chunks
         ]
         return super().draft(step)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lessons.l02_naive_attention.sampling import sample
 from lessons.l24_structured_outputs import naive
 from lessons.l24_structured_outputs.languages.reading import compile_structure
 from lessons.l24_structured_outputs.matcher import Matcher
@@ -15,8 +14,7 @@ from lessons.l24_structured_outputs.vocabulary import Vocabulary
 from reference import SamplingParams, StructuredOutputsParams
 from reference.engine.engine import Engine
 from reference.features.structured import Constraint
-from tests import speculative_histories
-from tests.engine_histories import LOGITS, VOCAB, Asked, History, House, hashes
+from tests.engine_histories import VOCAB, Asked, History, House, hashes
 from tests.speculative_histories import DraftedHistory, Drafting
 from tests.structured_cases import END, TOKENS, wish
 
@@ -27,7 +25,7 @@ from tests.test_engine_histories import FAULTS, HOUSE, REQUESTS, histories
 from tests.test_speculative_histories import DRAFTING
 
 
-def mask_behind(sequence, output: list[int]) -> torch.Tensor | None:
+def mask_after(sequence, output: list[int]) -> torch.Tensor | None:
     """Which tokens may follow, by trying each: [VOCAB] bool. None: any may."""
     wanted = sequence.params.structure
     if wanted is None or END in output:
@@ -48,11 +46,6 @@ def matchers(wanted: StructuredOutputsParams, known: dict = {}) -> Matcher:  # n
     return known[wanted.key]
 
 
-def masked(logits: torch.Tensor, sequence, output: list[int]) -> torch.Tensor:
-    allowed = mask_behind(sequence, output)
-    return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
-
-
 class Structured:
     """A history in which four of five requests ask for a structure."""
 
@@ -63,39 +56,22 @@ class Structured:
     def params(self, index: int) -> SamplingParams:
         return replace(super().params(index), structured_outputs=wish(index))
 
+    def logits_after(self, table: torch.Tensor, sequence, output: list[int]) -> torch.Tensor:
+        logits = super().logits_after(table, sequence, output)
+        allowed = mask_after(sequence, output)
+        if allowed is None:
+            return logits
+        if not allowed[:END].any():  # nothing but the end may follow, however early
+            logits = table[hashes(sequence.prompt + output)[-1] % len(table)][None]
+        return logits.masked_fill(~allowed, -torch.inf)
+
 
 class StructuredHistory(Structured, History):
-    def alone(self, request) -> list[list[int]]:
-        answers = []
-        for sequence in request.sequences:
-            output = []
-            while len(output) < sequence.max_new_tokens and output[-1:] != [END]:
-                last = hashes(sequence.prompt + output)[-1]
-                logits = masked(LOGITS[last % len(LOGITS)][None], sequence, output)
-                output += sample(logits, [sequence.sampling], [sequence.prompt], [output])
-            answers.append(output)
-        return answers
+    pass
 
 
 class StructuredDraftedHistory(Structured, DraftedHistory):
-    def alone(self, request) -> list[list[int]]:
-        plain = speculative_histories.logits_behind
-
-        def logits_behind(table, sequence, output):
-            logits = plain(table, sequence, output)
-            allowed = mask_behind(sequence, output)
-            if allowed is None:
-                return logits
-            if not allowed[:END].any():  # nothing but the end may follow, however early
-                last = hashes(sequence.prompt + output)[-1]
-                logits = table[last % len(table)][None].clone()
-            return logits.masked_fill(~allowed, -torch.inf)
-
-        speculative_histories.logits_behind = logits_behind
-        try:
-            return super().alone(request)
-        finally:
-            speculative_histories.logits_behind = plain
+    pass
 
 
 def test_random_histories(request):
@@ -142,16 +118,17 @@ class SharesAConstraint(Engine):
 class ShiftsTheMasks(Engine):
     """Each row has the constraint of its neighbour."""
 
-    def sample(self, step, hidden, sampled):
+    def sample(self, step, hidden):
+        sampled = [chunk.sequence for chunk in step.chunks if chunk.is_sampled]
         if len(sampled) > 1:
             constraints = [sequence.constraint for sequence in sampled]
             for at, sequence in enumerate(sampled):
                 sequence.constraint = constraints[at - 1]
-            found = super().sample(step, hidden, sampled)
+            found = super().sample(step, hidden)
             for sequence, own in zip(sampled, constraints):
                 sequence.constraint = own
             return found
-        return super().sample(step, hidden, sampled)
+        return super().sample(step, hidden)
 
 
 @pytest.mark.parametrize("kind", [ForgetsWhatItRead, SharesAConstraint, ShiftsTheMasks])

@@ -15,7 +15,7 @@ from lessons.l24_structured_outputs.vocabulary import Vocabulary
 from reference import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from reference.bench import structured_speed
 from reference.engine.engine import Engine
-from reference.speculation.speculative_engine import SpeculativeEngine
+from reference.speculation.speculation import Speculation
 from tests import speculative_histories
 from tests.engine_histories import LOGITS, House, hashes, new_engine
 from tests.speculative_histories import Drafting
@@ -97,7 +97,7 @@ def test_other_wishes_beside_a_structure():
     assert len(found[5][0].token_ids) < 12
 
 
-@pytest.mark.parametrize("kind", [Engine, SpeculativeEngine])
+@pytest.mark.parametrize("kind", [Engine, Speculation])
 def test_a_grammar_that_fails_ends_its_answer_only(kind, monkeypatch):
     """It is aborted, and its stop_reason says why; others go on."""
     house, ask = House(80, 4, 8, 64), SamplingParams(max_tokens=30, detokenize=False)

@@ -31,7 +31,7 @@ def test_a_prefix_cache_knows_no_block_that_a_proposer_has_not_filled(model, met
     def fail(*_):
         raise RuntimeError("planted")
 
-    engine.proposer.observe = fail
+    engine.speculation.proposer.observe = fail
     engine.add_request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], greedy(3))
     with pytest.raises(RuntimeError, match="planted"):
         engine.step()

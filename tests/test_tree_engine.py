@@ -1,4 +1,4 @@
-"""Token trees in the engine: nobody's tokens change, drawn siblings keep the distribution, and
+"""Token trees in the engine: no tokens change, drawn siblings keep the distribution, and
 heads guess what lesson 17 says.
 """
 
@@ -27,8 +27,8 @@ from lessons.l17_tree_speculation.runner import with_trees
 from lessons.l17_tree_speculation.trees import accept
 from lessons.l17_tree_speculation.trees.tree import Tree, full_tree, ranks_of
 from reference import SamplingParams
+from reference.engine.request import EngineSequence
 from reference.speculation import verification
-from reference.speculation.lookahead import DraftedSequence
 from reference.speculation.protocol import Draft
 from reference.speculation.verification import Verifier, rows_of
 from tests.engine_cases import greedy, new_model, random_prompts, run
@@ -95,7 +95,9 @@ def tree_engine(
     drafter = heads or MedusaHeads(model.config.hidden_size, 3).eval().requires_grad_(False)
     engine = new_engine(model, method, drafter, len(tree) - 1, config, **house)
     if heads is None:
-        engine.proposer.drafter = guesses(model, engine.proposer.drafter.choice)
+        engine.speculation.proposer.drafter = guesses(
+            model, engine.speculation.proposer.drafter.choice
+        )
     return engine
 
 
@@ -122,7 +124,7 @@ def test_every_wish_is_served_as_without_speculation(model, house):
     want = run(new_engine(model), prompts, params)
     engine = tree_engine(model, **room_for_trees(house))
     assert run(engine, prompts, params, ARRIVALS) == want
-    assert engine.speculation.accepted
+    assert engine.speculation.counts.accepted
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
@@ -132,7 +134,7 @@ def test_trees_over_a_cache_of_codes(model, kv_cache_dtype):
     params = [greedy(8)] * 3
     want = run(new_engine(model, kv_cache_dtype=kv_cache_dtype), prompts, params)
     engine = tree_engine(model, kv_cache_dtype=kv_cache_dtype)
-    assert run(engine, prompts, params) == want and engine.speculation.accepted
+    assert run(engine, prompts, params) == want and engine.speculation.counts.accepted
 
 
 def test_greedy_requests_of_an_engine_that_draws_get_the_same_tokens(model):
@@ -167,7 +169,7 @@ def test_a_tree_takes_no_more_room_than_its_answer(model):
 
 
 def medusa_guess(model, heads, text: list[int], behind: list[int]):
-    """[V] behind a text without its newest token: head i for the guess behind i others."""
+    """[V] after a text without its newest token: head i for the guess after i others."""
     hidden = model(torch.tensor(text[:-1]), whole_sequence(model, len(text) - 1))
     return (heads.lm_head or model.logits)(heads.heads[len(behind)](hidden[-1:]))[0]
 
@@ -198,7 +200,7 @@ def test_heads_guess_what_lesson_17_says(model, kind, guessed, house):
     method = "medusa" if kind == "medusa" else "eagle"
     # No prefix cache, because it may hand out the pair of another continuation.
     engine = tree_engine(model, method=method, heads=heads, enable_prefix_caching=False, **house)
-    propose = engine.proposer.propose
+    propose = engine.speculation.proposer.propose
 
     def watched(sequences, counts, tables):
         nonlocal seen
@@ -217,7 +219,7 @@ def test_heads_guess_what_lesson_17_says(model, kind, guessed, house):
                 seen += len(found)
         return drafts
 
-    engine.proposer.propose = watched
+    engine.speculation.proposer.propose = watched
     prompts = random_prompts(3)
     got = run(engine, prompts, [greedy(9)] * 3, [0, 0, 1])
     assert seen and got == run(new_engine(model), prompts, [greedy(9)] * 3)
@@ -230,7 +232,7 @@ def engines_rule(tree: Tree):
     """The engine's verifier for cells of lesson 17's enumeration."""
 
     def verified(p, q, filled, u):
-        owner = DraftedSequence(0, [0], 9, RowParams(seed=0), frozenset())
+        owner = EngineSequence(0, [0], 9, RowParams(seed=0), frozenset())
         count, size = len(filled), len(tree)
         drafts = [
             Draft(tokens[1:], rows.float(), tree) for tokens, rows in zip(filled, q.split(size))
@@ -289,7 +291,7 @@ def chance_of_outputs(model, total=900) -> float:
             detokenize=False,
         )
         outputs += run(engine, [prompt], [wish])["0"]
-    assert 0 < engine.speculation.accepted < engine.speculation.drafted
+    assert 0 < engine.speculation.counts.accepted < engine.speculation.counts.drafted
     counts = sequences(tables, [output[:length] for output in outputs])
     return chance_of(*chi_squared(counts, tables.expected * total))
 
@@ -322,7 +324,7 @@ def siblings_see_each_other(batch, trees):
 
 
 def positions_by_order(batch, trees):
-    """Node i stands i places behind the root."""
+    """Node i is i places after the root."""
     return replace(batch, tree=with_trees(batch, trees).tree)
 
 
@@ -335,4 +337,4 @@ def test_a_slip_of_the_pass_is_found(model, monkeypatch, slip):
     want = run(new_engine(model), prompts, params)
     engine = tree_engine(model, Tree((-1, 0, 0, 2)), guesses=SecondIsRight)
     assert (run(engine, prompts, params) == want) is (slip is with_trees)
-    assert engine.speculation.tokens_per_pass > 2 or slip is not with_trees
+    assert engine.speculation.counts.tokens_per_pass > 2 or slip is not with_trees

@@ -3,9 +3,9 @@
 import pytest
 
 from lessons.l13_prefix_caching.naive import HashBlocks
-from reference.speculation import speculative_engine
+from reference.speculation import speculation
 from reference.speculation.lookahead import LookaheadScheduler, part_of
-from reference.speculation.speculative_engine import SpeculativeEngine
+from reference.speculation.speculation import Speculation
 from reference.speculation.verification import Verifier
 from tests.speculative_histories import DraftedHistory, TreeRunner
 
@@ -15,7 +15,7 @@ from hypothesis import Phase, given
 from tests.test_engine_histories import FAULTS, HOUSE, REQUESTS, histories
 from tests.test_speculative_histories import DRAFTING
 
-compact, path_moves = speculative_engine.compact, speculative_engine.path_moves
+compact, path_moves = speculation.compact, speculation.path_moves
 
 
 def moves_nothing(pool, moves):
@@ -23,7 +23,7 @@ def moves_nothing(pool, moves):
 
 
 def moves_one_too_far(path, begin, table, size):
-    """The places behind the right ones."""
+    """The places after the right ones."""
     return path_moves(path, begin + 1, [*table, table[-1]], size)
 
 
@@ -38,23 +38,22 @@ def moves_one_after_the_other(pool, moves):
         compact(pool, [move])
 
 
-class TellsTheCacheFirst(SpeculativeEngine):
-    """Full blocks are remembered as the tokens lie there before the path is in one piece."""
+class TellsTheCacheFirst(Speculation):
+    """Full blocks are remembered as the tokens are there before the path is in one piece."""
 
-    def keep(self, step, drafts, emitted):
-        blocks = self.scheduler.blocks
-        for sequence in drafts:
-            if hasattr(blocks, "remember"):
-                blocks.remember(sequence.row, self.lying[sequence])
-        return super().keep(step, drafts, emitted)
+    def verify(self, logits, sequences):
+        self.lying = {sequence: list(sequence.tokens) for sequence in self.drafts}
+        return super().verify(logits, sequences)
 
-    def hand_out(self, emitted, drafts):
-        self.lying = {sequence: list(sequence.tokens) for sequence in drafts}
-        super().hand_out(emitted, drafts)
+    def keep(self, step):
+        for sequence, tokens in self.lying.items():
+            if hasattr(self.blocks, "remember"):
+                self.blocks.remember(sequence.row, tokens)
+        super().keep(step)
 
 
 class BonusOfTheLastNode(Verifier):
-    """The token behind the path is the one behind the tree's last node."""
+    """The token after the path is the one after the tree's last node."""
 
     def compare(self, logits, rows, drafts):
         found, first = super().compare(logits, rows, drafts), 0
@@ -68,21 +67,22 @@ class BonusOfTheLastNode(Verifier):
         return found
 
 
-class OtherVerifier(SpeculativeEngine):
-    """An engine with that verifier."""
+class OtherVerifier(Speculation):
+    """With that verifier."""
 
-    def __init__(self, *args, **arguments):
-        super().__init__(*args, **arguments)
-        self.sampler = BonusOfTheLastNode()
+    def __init__(self, runner, scheduler):
+        super().__init__(runner, scheduler)
+        self.verifier = BonusOfTheLastNode()
 
 
-class IgnoresStops(SpeculativeEngine):
+class IgnoresStops(Speculation):
     """A stop token inside an accepted path is taken for any other."""
 
-    def hand_out(self, emitted, drafts):
-        for sequence, (tokens, *_) in emitted.items():
+    def verify(self, logits, sequences):
+        found = super().verify(logits, sequences)
+        for sequence, (tokens, *_) in zip(sequences, found):
             sequence.stop_token_ids = sequence.stop_token_ids - set(tokens[:-1])
-        super().hand_out(emitted, drafts)
+        return found
 
 
 class WholeTrees(LookaheadScheduler):
@@ -92,26 +92,29 @@ class WholeTrees(LookaheadScheduler):
         return len(part_of(self.tree, 99, 99)) - 1 if self.tree else super().count_for(sequence)
 
 
-class Overshoots(SpeculativeEngine):
+class Overshoots(Speculation):
     """All of an accepted path is handed out, whatever was asked for."""
 
-    def __init__(self, *args, **arguments):
-        super().__init__(*args, **arguments)
-        self.scheduler.count_for = lambda s: WholeTrees.count_for(self.scheduler, s)
+    def __init__(self, runner, scheduler):
+        super().__init__(runner, scheduler)
+        scheduler.count_for = lambda s: WholeTrees.count_for(scheduler, s)
 
-    def hand_out(self, emitted, drafts):
-        limits = {sequence: sequence.max_new_tokens for sequence in emitted}
-        for sequence in emitted:
+    def verify(self, logits, sequences):
+        self.limits = {sequence: sequence.max_new_tokens for sequence in sequences}
+        for sequence in sequences:
             sequence.max_new_tokens += 99
-        super().hand_out(emitted, drafts)
-        for sequence, limit in limits.items():
-            sequence.max_new_tokens = limit
+        return super().verify(logits, sequences)
+
+    def keep(self, step):
+        for sequence in self.verified:
+            sequence.max_new_tokens = limit = self.limits[sequence]
             if not sequence.finished and len(sequence.output) >= limit:
                 sequence.finish_reason = "length"
+        super().keep(step)
 
 
 class OneAfterAnother(TreeRunner):
-    """Positions by order: each node stands behind the one in front of it."""
+    """Positions by order: each node comes after the one before it."""
 
     def write_positions(self, table, held, tree):
         pass
@@ -128,13 +131,13 @@ FOUND = (AssertionError, KeyError, ValueError, IndexError, RuntimeError)
 @pytest.mark.parametrize("name, slip", SLIPS)
 @pytest.mark.sample(3)
 def test_a_planted_slip_is_found(name, slip, monkeypatch):
-    kind = SpeculativeEngine
+    kind = Speculation
     if name is None:
         kind = slip
     elif name == "TreeRunner":
         monkeypatch.setattr("tests.speculative_histories.TreeRunner", slip)
     else:
-        monkeypatch.setattr(speculative_engine, name, slip)
+        monkeypatch.setattr(speculation, name, slip)
 
     @histories(1000, database=None, derandomize=True, phases=[Phase.generate])
     @given(HOUSE, REQUESTS, FAULTS, DRAFTING)

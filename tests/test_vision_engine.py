@@ -79,7 +79,7 @@ def test_the_engine_says_what_the_model_says_alone(way):
 
 
 def test_two_pictures_never_share_a_block_and_the_same_one_does():
-    """Two requests whose ids are the same, before a picture, within and behind it."""
+    """Two requests whose ids are the same, before a picture, within and after it."""
     engine = new_seeing_engine()
     ids = [*random.choices(range(58), k=9), IMAGE, *random.choices(range(58), k=9)]
     one, two, shared = a_picture(), a_picture(), 9 // 4 * 4
@@ -170,7 +170,7 @@ def test_a_step_with_a_row_of_a_picture_is_never_replayed(misses):
     assert len(replays.ran) >= len(got) + 1, "decode steps and tokens of text are replayed"
 
 
-def test_answers_fork_behind_a_picture():
+def test_answers_fork_after_a_picture():
     model, eyes = small_model()
     engine, prompt = new_seeing_engine(), a_prompt(a_picture())
     params = SamplingParams(n=3, top_k=1, max_tokens=5, detokenize=False)

@@ -88,7 +88,7 @@ def _fragments(text: str) -> Iterator[str]:
 
 
 def _unlinked(text: str, terms: list[str]) -> Iterator[str]:
-    # the goals promise terms, the text behind them defines them
+    # the goals promise terms, the text after them defines them
     plain = prose(re.sub(r"## You will be able to\n.*?(?=\n## |\Z)", "", text, flags=re.DOTALL))
     plain = re.sub(r"^\*\*Step [^*\[]*\*\*", "", plain, flags=re.MULTILINE)  # a heading, too
     for term in terms:

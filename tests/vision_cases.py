@@ -48,7 +48,7 @@ def small_model(config: ModelConfig = CONFIG) -> tuple[Decoder, Eyes]:
 
 
 def new_seeing_engine(num_blocks: int = 64, block_size: int = 4, **how) -> Engine:
-    """An engine on the small model, its pool full of NaN: nobody may see what nobody wrote."""
+    """An engine on the small model, its pool full of NaN: no unwritten row may be read."""
     args = EngineArgs(
         num_gpu_blocks_override=num_blocks, block_size=block_size, max_num_seqs=8, **how
     )

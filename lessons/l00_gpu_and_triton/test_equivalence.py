@@ -61,7 +61,9 @@ def test_scale(n, dtype, seed, proof):
 
 @pytest.mark.parametrize("columns", SIZES)
 def test_row_max(columns, seed, proof):
-    """All elements are negative, so a padding of 0 would win; also a transposed and a wider view."""
+    """All elements are negative, so a padding of 0 would win; also a transposed and a wider
+    view.
+    """
     x = -1 - torch.rand(5, columns)
     assert_equivalent("row_max", x)
     assert_equivalent("row_max", x.T.contiguous().T)

@@ -47,8 +47,8 @@ def rope_tables(
     dtype: torch.dtype,
     context_len: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of every rotation, each [T, 1, rope_dim]: the angles are stored twice, once per half
-    (Hugging Face layout).
+    """cos and sin of every rotation, each [T, 1, rope_dim]: the angles are stored twice, once per
+    half (Hugging Face layout).
 
     context_len: of how many tokens; None: the last of `positions` is the context's last. LongRoPE
     alone asks: it slows a context that is longer than the original one by other factors.

@@ -31,7 +31,9 @@ def check_one_device(**tensors: Tensor) -> None:
 
 
 def values_are_free(x: Tensor) -> bool:
-    """Whether the values of x: [...] may be read: on the CPU, on a GPU if LADDER_CHECK_VALUES is set."""
+    """Whether the values of x: [...] may be read: on the CPU, on a GPU if LADDER_CHECK_VALUES is
+    set.
+    """
     return KERNELS_RUN and (x.is_cpu or (x.is_cuda and VALUES_ON_GPU))
 
 

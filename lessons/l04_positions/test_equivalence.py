@@ -584,7 +584,9 @@ only_interpreted = pytest.mark.skipif(
     ids=str,
 )
 def test_the_kernel_moves_each_byte_once(shape, layout, seed):
-    """q, k, v read once and written once; a row of the table, a position and a slot; nothing else."""
+    """q, k, v read once and written once; a row of the table, a position and a slot; nothing
+    else.
+    """
     tokens, heads, kv_heads, head_dim, dtype = shape
     inputs = inputs_for(*shape, seed=seed)
     inputs[6] = torch.arange(tokens)  # none skipped

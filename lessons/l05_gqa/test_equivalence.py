@@ -219,7 +219,7 @@ def test_rows_beyond_two_to_the_31_elements(seed, tmp_path):
     )
 
 
-# ---------------------------------------------------------------- bugs that the tests above must see
+# --------------------------------------------------------------- bugs that the tests above must see
 
 BUGS = {  # name: (the line as it is, the line with the bug)
     "scale applied twice": (

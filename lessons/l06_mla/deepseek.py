@@ -82,7 +82,8 @@ class MLAttention(nn.Module):
         return self.kv_a_layernorm(c_kv), self.in_halves(k_pe)
 
     def in_halves(self, x: Tensor) -> Tensor:
-        """Rotary coordinates that are stored in pairs (2i, 2i + 1) as (i, i + rope / 2). x: [T, H, rope].
+        """Rotary coordinates that are stored in pairs (2i, 2i + 1) as (i, i + rope / 2). x: [T, H,
+        rope].
 
         That reorders q_pe and k_pe alike, and no product of the two depends on their order.
         """
@@ -95,8 +96,8 @@ class MLAttention(nn.Module):
         return q.split([self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim], dim=-1)
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
-        """W_UK: [H, nope, rank] and W_UV: [H, v_dim, rank], views of kv_b_proj, whose rows are stored head
-        by head: nope, then v_dim.
+        """W_UK: [H, nope, rank] and W_UV: [H, v_dim, rank], views of kv_b_proj, whose rows are
+        stored head by head: nope, then v_dim.
         """
         per_head = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
         return per_head.split([self.mla.qk_nope_head_dim, self.mla.v_head_dim], dim=1)

@@ -1,5 +1,5 @@
-"""Absorbed weights: a decode step reads the latents as they are stored in the cache, once for all heads,
-and expands nothing.
+"""Absorbed weights: a decode step reads the latents as they are stored in the cache, once for all
+heads, and expands nothing.
 
 W_UK moves into the query and W_UV after the attention (deepseek.py: absorb, project_values). What
 is left is one KV head of rank + rope = 576 values, whose first 512 are also its value:

@@ -36,8 +36,8 @@ class GemmTiles(NamedTuple):
 
 
 # Chosen by the compiler, for no spills; timed on an H200 and not tuned there. Tensor cores take the
-# larger one. float32 has none here, because its products shall not be rounded to tf32, and neither has a
-# T4 (sm_75) for Triton.
+# larger one. float32 has none here, because its products shall not be rounded to tf32, and neither
+# has a T4 (sm_75) for Triton.
 TENSOR_CORES, PLAIN = GemmTiles(64, 64, 32, 4, 3), GemmTiles(32, 32, 32, 4, 2)
 
 

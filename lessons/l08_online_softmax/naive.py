@@ -59,7 +59,7 @@ def log_sum_exp(scores: Tensor, block: int = BLOCK) -> Tensor:
     return m + l.log()
 
 
-# ---------------------------------------------------------------- a part of a row, and two parts merged
+# ------------------------------------------------------------ a part of a row, and two parts merged
 
 
 class Partial(NamedTuple):

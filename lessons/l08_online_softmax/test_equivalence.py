@@ -1,5 +1,5 @@
-"""Proves that a softmax may be cut anywhere, and that every kernel equals the three passes. That the
-three values are a monoid is in test_monoid.py.
+"""Proves that a softmax may be cut anywhere, and that every kernel equals the three passes. That
+the three values are a monoid is in test_monoid.py.
 """
 
 import math
@@ -231,7 +231,9 @@ def test_softmax_stays_in_bounds(num_columns, seed):
 @pytest.mark.skipif(not interpreting(), reason="NOT RUN: elements are counted in the interpreter")
 @pytest.mark.parametrize("num_columns", [1000, 32768, 40000, 40960])
 def test_bytes_that_the_kernels_move(num_columns, seed):
-    """A short row is read once; of a long one everything but the last, partial tile is read twice."""
+    """A short row is read once; of a long one everything but the last, partial tile is read
+    twice.
+    """
     scores = draw("normal", (2, num_columns), seed=seed)
     with Accesses() as accesses:
         optimized.softmax(scores)
@@ -412,8 +414,8 @@ def test_the_compiler_gives_wide_loads_without_spills():
     for report in check_all(KERNELS):
         if (report.error or "").startswith("not run"):
             pytest.skip(report.error)
-        # 72 leave room for 28 warps on an SM. A merge has one warp for 128 columns, so it may have as
-        # many registers as two such warps.
+        # 72 leave room for 28 warps on an SM. A merge has one warp for 128 columns, so it may have
+        # as many registers as two such warps.
         most = 2 * 84 if report.name.startswith("merge") else 72
         assert report.fits and report.registers <= most, (
             f"{report.name} on sm_{report.chip}: {report}"

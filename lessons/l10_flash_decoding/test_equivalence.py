@@ -99,7 +99,7 @@ def in_splits(*inputs, num_splits, split_size=0, block_n=16, **options):
     return combine(*partials, inputs[0].dtype)[0]
 
 
-# ---------------------------------------------------------------- where splits begin, how many to launch
+# ----------------------------------------------------------- where splits begin, how many to launch
 
 
 @pytest.mark.parametrize("block_n", [1, 16])
@@ -339,7 +339,9 @@ def test_nothing_is_written_beside_the_results(seed, monkeypatch):
 
 
 def test_no_row_of_the_workspace_stays_unwritten(seed):
-    """An empty split says so: 0 and −inf. What the workspace held before, here NaN, reaches nobody."""
+    """An empty split says so: 0 and −inf. What the workspace held before, here NaN, reaches
+    nobody.
+    """
     inputs = decode_inputs("normal", [0, 1, 20], 64, 4, 2, 16, seed)
     with poisoned_empty():
         partial_out, partial_lse = optimized.split_decode(*inputs, num_splits=5, block_n=16)
@@ -399,8 +401,8 @@ def test_combine_kernel(empty, seed, proof):
 
 
 def test_one_split_combined_is_itself(seed):
-    """So the wrapper may leave the combine kernel out, and empty splits change nothing. Up to 2 units
-    in the last place, within which a GPU divides by 1 (PTX, div.full).
+    """So the wrapper may leave the combine kernel out, and empty splits change nothing. Up to 2
+    units in the last place, within which a GPU divides by 1 (PTX, div.full).
     """
     out, lse = partials(1, 0, seed)
     close = partial(torch.testing.assert_close, rtol=2**-22, atol=0)
@@ -626,7 +628,7 @@ def test_mla_with_fixed_split_size_is_batch_invariant(seed):
     )
 
 
-# ---------------------------------------------------------------- the model of the machine, the pictures
+# ----------------------------------------------------------- the model of the machine, the pictures
 
 
 def test_the_memory_is_never_faster_than_its_bandwidth():

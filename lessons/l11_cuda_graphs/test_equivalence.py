@@ -234,8 +234,8 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_capture_is_rejected(name, seed):
-    """By one of a few runs, because a stale column harms nobody as long as its row is nobody else's: in
-    one run of twenty.
+    """By one of a few runs, because a stale column harms nobody as long as its row is nobody
+    else's: in one run of twenty.
     """
     with pytest.raises(AssertionError):
         for run in range(5):

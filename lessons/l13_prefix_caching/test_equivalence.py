@@ -1,5 +1,5 @@
-"""Proves that a shared prefix read once gives what it gives when every sequence reads it, and counts
-the bytes of both.
+"""Proves that a shared prefix read once gives what it gives when every sequence reads it, and
+counts the bytes of both.
 """
 
 import itertools
@@ -60,8 +60,8 @@ def by_slicing(q, k_prefix, v_prefix, k_suffix, v_suffix, suffix_lens, softmax_s
 
 
 def shared_inputs(name, prefix, lengths, capacity, heads, seed, dtype=torch.float32):
-    """A prefix of so many keys and suffixes of these lengths, whose unused rows are NaN. heads: (Hq,
-    Hkv, D).
+    """A prefix of so many keys and suffixes of these lengths, whose unused rows are NaN. heads:
+    (Hq, Hkv, D).
     """
     num_heads, num_kv_heads, head_dim = heads
     _, k, v = attention_inputs(name, 1, max(prefix, 1), *heads, dtype=dtype, seed=seed)
@@ -147,7 +147,9 @@ def test_prefixes_around_a_tile(prefix, seed, proof):
 
 
 def test_the_prefix_alone_beside_lesson_8(seed):
-    """Merged splits of the prefix are the Partial that one product gives: result and log-sum-exp."""
+    """Merged splits of the prefix are the Partial that one product gives: result and
+    log-sum-exp.
+    """
     q, k, v, *_ = shared_inputs("normal", 90, [1] * 40, 1, (6, 2, 16), seed)
     from lessons.l08_online_softmax.naive import finish
     from lessons.l10_flash_decoding.optimized import combine

@@ -1,5 +1,5 @@
-"""Proves that chunks, preemption and swapping change no token: a real model gives everybody the tokens
-of one request at a time.
+"""Proves that chunks, preemption and swapping change no token: a real model gives everybody the
+tokens of one request at a time.
 """
 
 import json

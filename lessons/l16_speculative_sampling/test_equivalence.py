@@ -55,7 +55,9 @@ def test_any_number_of_drafted_tokens(count, seed, proof):
 @pytest.mark.parametrize("vocab_size", [50, 700])
 @pytest.mark.sample(1)
 def test_probabilities_of_a_softmax(vocab_size, seed, proof):
-    """Sums that are not exact: where a random number lies 2e-6 from a boundary either side counts."""
+    """Sums that are not exact: where a random number lies 2e-6 from a boundary either side
+    counts.
+    """
     rows = rows_of([3] * 40, vocab_size)
     device, cu_rows = rows.p.device, rows.cu_rows.cpu()
     p, q = (torch.randn(2, len(rows.p), vocab_size) * 2).softmax(-1)

@@ -41,7 +41,9 @@ pytestmark = [
 @pytest.mark.parametrize("options", [dict(num_splits=1), dict(num_splits=3), dict(split_size=20)])
 @pytest.mark.sample(1, of="several tiles")
 def test_tree_kernel(options, seed, proof):
-    """Trees of all shapes behind contexts around a block's end; splits whose ends are no block's."""
+    """Trees of all shapes behind contexts around a block's end; splits whose ends are no
+    block's.
+    """
     trees = list(TREES.values())
     lengths = [len(tree) + held for tree, held in zip(trees, (1, 10, 16, 23, 0))]
     inputs, table = tree_inputs(trees, [0] * len(trees), lengths, block_size=16, seed=seed)

@@ -66,7 +66,8 @@ class Tiles(NamedTuple):
 
 
 # By the most rows that they are for. Chosen by the compiler (no spills, instructions a weight);
-# timed on an H200 and not tuned there. A program holds two sums of its tile: its own and the group's.
+# timed on an H200 and not tuned there. A program holds two sums of its tile: its own and the
+# group's.
 FEW_ROWS = {1: Tiles(16, 64, None, 4, 4), 2: Tiles(16, 128, None, 4, 4)}  # by codes a byte
 MORE_ROWS = {
     32: Tiles(32, 64, None, 4, 4),
@@ -200,7 +201,9 @@ def tiles_for(x: Tensor, operand: Operand) -> Tiles:
 
 
 def check_scales(operand: Operand) -> None:
-    """Raise ValueError unless there is a scale, and a zero point if there are any, for each group."""
+    """Raise ValueError unless there is a scale, and a zero point if there are any, for each
+    group.
+    """
     num_outputs, row_bytes = operand.codes.shape
     groups = triton.cdiv(row_bytes, min(operand.group_bytes, row_bytes))
     shape = (triton.cdiv(num_outputs, operand.scale_rows), groups)

@@ -163,7 +163,9 @@ def test_hard_inputs(kind, seed, proof):
 
 
 def test_scales_may_lie_by_columns(seed, proof):
-    """Strides of scales and zeros are their own: the loads of neighbouring outputs are wide then."""
+    """Strides of scales and zeros are their own: the loads of neighbouring outputs are wide
+    then.
+    """
     weight = matrix("int4, zeros", 40, 256, seed)
     by_columns = {name: getattr(weight, name).T.contiguous().T for name in ("scales", "zeros")}
     x = draw("normal", (2, 256), dtype=torch.float16, seed=seed + 1, device=DEVICE)
@@ -187,8 +189,8 @@ def test_the_same_call_gives_the_same_bits(seed):
 
 
 def test_whole_numbers_are_multiplied_without_an_error_of_their_own(seed):
-    """With x of small whole numbers and scales that are powers of two every sum is exact, also in 16
-    bits: what the naive version rounds, its dequantized weights, the kernel never forms.
+    """With x of small whole numbers and scales that are powers of two every sum is exact, also in
+    16 bits: what the naive version rounds, its dequantized weights, the kernel never forms.
     """
     weight = matrix("int8, zeros", 24, 128, seed)
     object.__setattr__(weight, "scales", torch.full_like(weight.scales, 2.0**-6))

@@ -188,9 +188,9 @@ LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 15.0}
 
 
 def writes_e4m3(device: torch.device) -> bool:
-    """Whether `quantize_kernel` rounds to E4M3 as PyTorch does: from sm_90 on, and in the interpreter.
-    For sm_89 Triton 3.7 first cuts float32 to float16, so a number just above the middle between two
-    codes is taken for the middle, and goes to the even one.
+    """Whether `quantize_kernel` rounds to E4M3 as PyTorch does: from sm_90 on, and in the
+    interpreter. For sm_89 Triton 3.7 first cuts float32 to float16, so a number just above the
+    middle between two codes is taken for the middle, and goes to the even one.
     """
     chip = chip_of(device)
     return chip is None or chip >= 90

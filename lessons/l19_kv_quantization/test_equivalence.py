@@ -1,8 +1,9 @@
-"""Proves that the kernels over codes equal lesson 12's attention over the numbers that the codes mean,
-and that rows are quantized in a kernel bit for bit as in PyTorch.
+"""Proves that the kernels over codes equal lesson 12's attention over the numbers that the codes
+mean, and that rows are quantized in a kernel bit for bit as in PyTorch.
 
-The oracle dequantizes and attends in float64, so all that is granted is what rounding the numbers to the
-model's dtype costs the naive version, too. How far the codes are from K and V is measured elsewhere.
+The oracle dequantizes and attends in float64, so all that is granted is what rounding the numbers
+to the model's dtype costs the naive version, too. How far the codes are from K and V is measured
+elsewhere.
 """
 
 from functools import partial
@@ -164,7 +165,8 @@ def test_a_wrong_hook_is_found(name, hook, old, new, seed, tmp_path, monkeypatch
     buggy = with_bug(hooks, tmp_path, old, new)
     monkeypatch.setattr(optimized, hook, getattr(buggy, hook))
     monkeypatch.setattr(optimized, "has_e4m3", lambda device: hook != "e4m3_bits_load")
-    # Block 0 is nobody's. Keys behind a sequence's end are looked up there, and find a scale of NaN.
+    # Block 0 is nobody's. Keys behind a sequence's end are looked up there, and find a scale of
+    # NaN.
     many = (paged([5, 20], block_size=4, seed=seed + at) for at in range(1000))
     pages = next(found for found in many if not (found.block_table == 0).any())
     inputs = (*coded(FORMATS[name], pages).decode, FORMATS[name])

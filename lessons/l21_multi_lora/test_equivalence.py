@@ -64,8 +64,8 @@ def short_blocks(monkeypatch):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_each_row_gets_its_own_adapter(dtype, seed, proof):
-    """Mixed ranks and rows without an adapter; columns and outputs that end within a tile; what lies
-    beyond a slot's rank is NaN.
+    """Mixed ranks and rows without an adapter; columns and outputs that end within a tile; what
+    lies beyond a slot's rank is NaN.
     """
     inputs = problem(ROWS, dtype=dtype, seed=seed)
     record(proof, proved(partial(optimized.add_lora, tiles=SMALL), inputs))
@@ -141,7 +141,9 @@ def test_a_row_has_the_same_bits_in_any_company(seed):
 
 
 def test_padding_tiles_and_stale_order_change_nothing(seed):
-    """A CUDA graph's buffers: more tiles than needed, filled by copy_in with one step after another."""
+    """A CUDA graph's buffers: more tiles than needed, filled by copy_in with one step after
+    another.
+    """
     out, x, weights, _ = problem(ROWS, size=40, seed=seed)
     num_tiles = most_tiles(len(ROWS), len(RANKS))
     buffers = AdapterBatch.of([3] * len(ROWS), DEVICE, num_tiles=num_tiles)

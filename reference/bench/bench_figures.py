@@ -226,8 +226,8 @@ def figures_of(record: dict) -> dict[str, tuple[ClassFigure, str]]:
     if len(points) > 1 and all(point.get("cost_per_million_output_tokens") for point in points):
         found["cost"] = draw_cost(record), "Dollars for a million generated tokens over the load."
     if "stall" in record:
-        alt = "Time to first token over the percentile, counted twice. From the intended time more of "
-        alt += "the requests lie above the limit than from the sending."
+        alt = "Time to first token over the percentile, counted twice. From the intended time more "
+        alt += "of the requests lie above the limit than from the sending."
         found["omission"] = draw_omission(record, foot(record)), alt
     return found
 

@@ -2,7 +2,8 @@
 
     python -m reference.bench.bench_serving --base-url http://127.0.0.1:8000 --model models/tiny \\
         --dataset-name random --request-rate 4 --num-prompts 100 --goodput ttft:200 tpot:50
-    python -m reference.bench.bench_serving --engine --model models/tiny --sweep-max-concurrency 1 8 64
+    python -m reference.bench.bench_serving --engine --model models/tiny \\
+        --sweep-max-concurrency 1 8 64
 
 Flags and lines have vLLM's names. Three things differ. TTFT and E2EL count from when a request was
 meant to be sent. A failed request counts in goodput, as one that missed it. And --engine sends the

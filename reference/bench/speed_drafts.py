@@ -80,7 +80,8 @@ def measure_batch(args: argparse.Namespace, configs: dict, prompts: list, batch:
                 found[name]["wall_s"].append(time.perf_counter() - wall)
                 found[name]["cpu_s"].append(time.process_time() - cpu)
             found[name]["tokens"] = [output.outputs[0].token_ids for output in outputs]
-            found[name]["counts"] = getattr(llm.engine, "speculation", None)
+            speculation = llm.engine.speculation
+            found[name]["counts"] = None if speculation is None else speculation.counts
     return found
 
 

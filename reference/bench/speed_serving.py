@@ -3,7 +3,8 @@ server over HTTP, all in one run. And how long a prompt stops those who decode, 
 without.
 
     python -m reference.bench.speed_serving --peer --out build
-    python -m reference.bench.speed_serving --base-url http://127.0.0.1:8000 --peer-url http://127.0.0.1:9000
+    python -m reference.bench.speed_serving --base-url http://127.0.0.1:8000 \\
+        --peer-url http://127.0.0.1:9000
 
 Each contender answers the same requests once a round, and a ratio compares two of one round.
 Seconds are of the clock, so nothing else should run meanwhile. Without --base-url two servers are

@@ -67,7 +67,7 @@ PARTS = (
     Box("attention, kernels", "lessons/l12_paged_kv/optimized.py", 6.7, 3.5),
     Box("CUDA graphs", "reference/features/decode_graphs.py", 6.7, 2.6),
     Box("structured outputs", "reference/features/structured.py", 11.2, 4.4),
-    Box("drafts, verification", "reference/speculation/speculative_engine.py", 11.2, 3.5),
+    Box("drafts, verification", "reference/speculation/speculation.py", 11.2, 3.5),
     Box("text of tokens", "reference/engine/text.py", 11.2, 2.6),
 )
 WHOLE = (

@@ -95,41 +95,38 @@ def engine_here(
         runner = new(model, max_model_len, adapters)
         runner.sight = sight
         return engine_on(runner, tokenizer, args)
-    return speculating(args, model, tokenizer, drafter, adapters, new)
-
-
-def speculating(
-    args: EngineArgs, model: Decoder, tokenizer, drafter: Drafter, adapters: Adapters | None, new
-) -> Engine:
-    """An engine with drafts. new: new_runner for these arguments and this many blocks."""
     from reference.speculation.drafting import new_proposer, tree_of
-    from reference.speculation.speculative_engine import SpeculativeEngine
 
-    max_model_len = max_model_len_of(args, model.config)
     tree = tree_of(args.speculative_config, drafter)
     runner = new(model, max_model_len, adapters, getattr(drafter, "taps", ()), tree)
     proposer = new_proposer(args, drafter, runner, new)
+    return engine_on(runner, tokenizer, args, proposer, tree)
+
+
+def engine_on(
+    runner: ModelRunner,
+    tokenizer,
+    args: EngineArgs,
+    proposer: Proposer | None = None,
+    tree: Tree | None = None,
+) -> Engine:
+    """An engine on a runner, or on what has its interface. proposer: who drafts; None: one token in
+    a step. tree: the shape of its drafts; None: chains.
+    """
     blocks = new_blocks(args, runner.pool.num_blocks)
-    scheduler = new_scheduler(args, runner, blocks, proposer, tree)
-    engine = SpeculativeEngine(runner, scheduler, tokenizer, max_model_len, args.seed)
-    return taking_turns(engine, args)
+    scheduler, speculation = new_scheduler(args, runner, blocks, proposer, tree), None
+    if proposer is not None:
+        from reference.speculation.speculation import Speculation
 
-
-def taking_turns(engine: Engine, args: EngineArgs) -> Engine:
-    """The engine, in which users take turns if that is the policy."""
+        speculation = Speculation(runner, scheduler)
+    engine = Engine(
+        runner, scheduler, tokenizer, runner.max_model_len, args.seed, speculation=speculation
+    )
     if args.scheduling_policy == "fair":
         from lessons.l22_serving.fair import FairQueue
 
         engine.fair = FairQueue()
     return engine
-
-
-def engine_on(runner: ModelRunner, tokenizer, args: EngineArgs) -> Engine:
-    """An engine that does not speculate, on a runner or on what has its interface."""
-    blocks = new_blocks(args, runner.pool.num_blocks)
-    scheduler = new_scheduler(args, runner, blocks)
-    engine = Engine(runner, scheduler, tokenizer, runner.max_model_len, args.seed)
-    return taking_turns(engine, args)
 
 
 def max_model_len_of(args: EngineArgs, config: ModelConfig) -> int:

@@ -5,7 +5,7 @@
     while engine.has_unfinished_requests:
         for output in engine.step(): ...
 
-Read `step`: schedule, run, sample, tell. Each line is a lesson.
+Read `run`. Each line is a lesson.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lessons.toolbox.model.arguments import check_kind, is_whole, refuse
 from lessons.toolbox.model.placement import launching_on
 from reference.engine.model_runner import ModelRunner
 from reference.engine.outputs import RequestOutput
-from reference.engine.request import EngineRequest, EngineSequence, bias_of, ends, names_of
+from reference.engine.request import EngineRequest, EngineSequence, bias_of, names_of, sampled_rows
 from reference.engine.sampler import Sampler
 from reference.engine.sampling_params import SamplingParams
 from reference.engine.text import Prompts, new_detokenizer
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from lessons.l21_multi_lora.slots import LoRARequest
     from lessons.l22_serving.fair import FairQueue
     from reference.features.structured import Structures
+    from reference.speculation.speculation import Speculation
 
 
 class Engine:
     """What is running, and the loop's body. One thread at a time may call it.
 
-    seed: of the requests that bring none; None: a fresh one each time.
+    seed: of the requests that bring none; None: a fresh one each time. speculation: lets sequences
+    get several tokens from one pass; None: one token each.
     """
-
-    sequence_kind = EngineSequence
 
     def __init__(
         self,
@@ -51,20 +51,20 @@ class Engine:
         tokenizer,
         max_model_len: int,
         seed: int | None = None,
+        speculation: Speculation | None = None,
     ):
         self.runner = runner
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.prompts = Prompts(tokenizer, runner, max_model_len)
-        self.sampler = Sampler()
+        self.speculation = speculation
+        self.sampler = Sampler() if speculation is None else speculation.verify
         self.requests: dict[str, EngineRequest] = {}
         self.fair: FairQueue | None = None  # whose turn it is, where users take turns
         self.admit: Callable[[EngineRequest], None] = lambda request: None  # may raise
         self.device = runner.model.device
         self.ids, self.seeds = count(), Random(seed)  # of sequences, of requests
-        # What speculation did in the last step: {row of a sequence: (drafted, accepted)}.
-        self.drafts: dict[int, tuple[int, int]] = {}
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -145,7 +145,7 @@ class Engine:
             if params.structure is not None:
                 constraint = self.structures.constraint(params.structure, stops)
             sequences.append(
-                self.sequence_kind(
+                EngineSequence(
                     row=next(self.ids),
                     prompt=request.prompt_token_ids,
                     **names_of(request, self.runner.sight),
@@ -180,9 +180,7 @@ class Engine:
         return request.output()
 
     def let_go(self, request: EngineRequest) -> None:
-        """A request has ended: it needs its adapter no more, and took so much of its user's
-        share.
-        """
+        """A request has ended: it needs no adapter any more, and took its share of its user's."""
         if request.adapter is not None:
             self.runner.adapters.store.give_back(request.adapter)
         if request.ticket is not None:
@@ -245,37 +243,39 @@ class Engine:
         return touched
 
     def run(self, step: Step) -> list[EngineRequest]:
-        """Run, score, sample, tidy up. Returns the requests that got a token."""
+        """Run, score, sample, count, fork, tidy up. Returns the requests that got a token."""
+        if self.speculation is not None:
+            self.speculation.draft(step)
         hidden = self.runner(step, self.scheduler.blocks.tables)
         self.score_prompts(step, hidden)
-        sampled = self.scheduler.finish(step)
-        touched = self.sample(step, hidden, sampled)
+        sampled = self.sample(step, hidden)
+        if self.speculation is not None:
+            self.speculation.keep(step)
+        self.scheduler.finish(step)
+        self.fork(sampled)
         self.scheduler.leave()
-        return touched
+        return list(dict.fromkeys(sequence.request for sequence in sampled))
 
-    def sample(self, step: Step, hidden, sampled: list[EngineSequence]) -> list[EngineRequest]:
-        """A token for every sequence that wants one, and a first one for each that forks now."""
-        if not sampled:
-            return []
-        rows, sequences, forks, wanted = [], [], [], set(sampled)
-        for row, chunk in ends(step):
-            if chunk.sequence not in wanted:
-                continue
-            request = chunk.sequence.request
-            children, request.waiting_to_fork = request.waiting_to_fork, []
-            forks += [(chunk.sequence, child) for child in children]
-            rows += [row] * (1 + len(children))
-            sequences += [chunk.sequence, *children]
-        for parent, child in forks:
-            self.scheduler.fork(parent, child)
-        tokens, logprobs = self.sampler(self.runner.logits(hidden, rows), sequences)
+    def sample(self, step: Step, hidden: Tensor) -> list[EngineSequence]:
+        """A token or more for every sequence whose newest has run, and a first one for each that
+        forks from one now. hidden: [T, hidden_size]. Returns these sequences.
+        """
+        rows, sequences = sampled_rows(step)
+        found = self.sampler(self.runner.logits(hidden, rows), sequences) if rows else []
         now = time.monotonic()
-        for sequence, token, found in zip(sequences, tokens, logprobs):
-            sequence.take(token, found)
-            metrics = sequence.request.metrics
-            metrics.first_token = metrics.first_token or now
-            metrics.last_token = now
-        return list(dict.fromkeys(sequence.request for sequence in sequences))
+        for sequence, emitted in zip(sequences, found):
+            for token, logprobs in zip(emitted.tokens, emitted.logprobs):
+                if not sequence.finished:  # drafted tokens may follow the one that ends an answer
+                    sequence.take(token, logprobs)
+            sequence.request.note_token(now)
+        return sequences
+
+    def fork(self, sampled: list[EngineSequence]) -> None:
+        """Let the other answers of a request run, now that its prompt has."""
+        for sequence in sampled:
+            for child in sequence.request.waiting_to_fork:
+                self.scheduler.fork(sequence, child)
+            sequence.request.waiting_to_fork = []
 
     def note_scheduled(self, step: Step) -> None:
         """For its metrics: when a request first ran, and how much of it a prefix cache knew."""
@@ -290,8 +290,6 @@ class Engine:
     def score_prompts(self, step: Step, hidden: Tensor) -> None:
         """Log-probabilities of prompts, for those that ask for them. hidden: [T, hidden_size]."""
         if any(one.sequence.params.prompt_logprobs is not None for one in step.chunks):
-            from reference.features.prompt_scores import (
-                score_prompts,  # here: it imports the sampler
-            )
+            from reference.features.prompt_scores import score_prompts
 
             score_prompts(self.runner, step, hidden)

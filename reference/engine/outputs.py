@@ -82,7 +82,7 @@ class RequestMetrics:
     first_token: float | None = None
     last_token: float | None = None
     preemptions: int = 0
-    speculation: SpeculationCounts | None = None  # None: the engine does not speculate
+    speculation: SpeculationCounts | None = None  # None: no step of it was verified
 
     @property
     def queue_s(self) -> float | None:

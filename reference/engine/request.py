@@ -38,11 +38,19 @@ class EngineSequence(Sequence):
     bias: tuple[Tensor, Tensor] | None = None  # logit_bias: token ids, values
     detokenizer: Detokenizer | None = None
     constraint: Constraint | None = None  # structured_outputs: what it may still say
-    tree: Tree | None = None  # whose nodes its next tokens are, while it speculates
+    # While it speculates: how many of its tokens, the last ones, are drafted or places for drafted
+    # ones; and the tree whose nodes they are, with the newest as its root. None: a chain.
+    num_drafted: int = 0
+    tree: Tree | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+
+    @property
+    def is_decoding(self) -> bool:
+        """As in lesson 14; what was drafted runs beside the newest token."""
+        return self.to_compute == 1 + self.num_drafted and bool(self.output)
 
     @property
     def finished(self) -> bool:
@@ -141,6 +149,11 @@ class EngineRequest:
             return 0
         return len(self.prompt_token_ids) + sum(len(one.output) for one in self.sequences)
 
+    def note_token(self, now: float) -> None:
+        """For its metrics: a token came. now: in seconds of the monotonic clock."""
+        self.metrics.first_token = self.metrics.first_token or now
+        self.metrics.last_token = now
+
     def output(self) -> RequestOutput:
         """The request as it stands: of `best_of` answers the n likeliest, once all have ended."""
         self.metrics.preemptions = sum(sequence.preemptions for sequence in self.sequences)
@@ -201,6 +214,22 @@ def ends(step: Step) -> list[tuple[int, Chunk]]:
         row += chunk.count
         found.append((row, chunk))
     return found
+
+
+def sampled_rows(step: Step) -> tuple[list[int], list[EngineSequence]]:
+    """The sequences that get a token from a step, and the rows of their logits: each whose newest
+    token runs in it, with a row for every drafted token, too; and each that forks from one now.
+    """
+    rows, sequences = [], []
+    for last, chunk in ends(step):
+        if not chunk.is_sampled:
+            continue
+        sequence = chunk.sequence
+        children = sequence.request.waiting_to_fork
+        rows += range(last - sequence.num_drafted, last + 1)
+        rows += [last] * len(children)
+        sequences += [sequence, *children]
+    return rows, sequences
 
 
 # ---------------------------------------------------------------- whose turn it is

@@ -1,17 +1,27 @@
 """Logits to tokens for the sequences of a step, as each of their requests asks for them.
 
 A step whose requests are all greedy takes the likeliest token of each row. One that draws asks
-lesson 2's sampler for a batch, by way of lesson 14's; it is imported with the first such request. On a
-GPU that sampler is its kernels, on a CPU its PyTorch operations.
+lesson 2's sampler for a batch, by way of lesson 14's; it is imported with the first such request.
+On a GPU that sampler is its kernels, on a CPU its PyTorch operations.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from reference.engine.outputs import Logprob, Logprobs
 from reference.engine.request import EngineSequence
+
+
+class Emitted(NamedTuple):
+    """What a sequence gets from a step: a token, or with drafts several, and what its request wants
+    to know of each.
+    """
+
+    tokens: list[int]
+    logprobs: list[Logprobs | None]
 
 
 class Sampler:
@@ -25,9 +35,7 @@ class Sampler:
         self.draw = None  # lesson 14's StepSampler, once a request is not greedy
 
     @torch.inference_mode()
-    def __call__(
-        self, logits: Tensor, sequences: list[EngineSequence]
-    ) -> tuple[list[int], list[Logprobs | None]]:
+    def __call__(self, logits: Tensor, sequences: list[EngineSequence]) -> list[Emitted]:
         """A token for each row, and the log-probabilities that its request asks for. logits: [B,
         V], which are changed. Raises ValueError for logits that are not finite.
         """
@@ -37,11 +45,12 @@ class Sampler:
         for row, sequence in enumerate(sequences):
             adjust(logits, row, sequence, must_end=must_end[row])
         chosen = self.choose(logits, sequences)
-        return chosen, logprobs_of(raw, chosen, sequences)
+        found = logprobs_of(raw, chosen, sequences)
+        return [Emitted([token], [logprobs]) for token, logprobs in zip(chosen, found)]
 
     def choose(self, logits: Tensor, sequences: list[EngineSequence]) -> list[int]:
         """A token for each row. It does not depend on the other rows, so neither way of sampling
-        shows in the tokens.
+        shows in the tokens. logits: [B, V].
         """
         if all(sequence.is_greedy for sequence in sequences):
             return likeliest(logits)

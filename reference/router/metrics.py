@@ -66,9 +66,10 @@ class Metrics:
             "router_prefix_requests", "Requests that have a prompt.", registry=self.registry
         )
         self.hits = Counter(
-            "router_prefix_hits", "Of these, sent first to the replica where the prefix is at home.",
+            "router_prefix_hits",
+            "Of these, sent first to the replica where the prefix is at home.",
             registry=self.registry,
-        )  # fmt: skip
+        )
         self.unserved = Counter(
             "router_unserved", "Requests that no replica took.", registry=self.registry
         )

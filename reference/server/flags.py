@@ -1,6 +1,7 @@
 """The command line: vllm serve's flags, with - or with _ between the words.
 
-    python -m reference.server --model models/tiny --enable-lora --lora-modules sql=models/tiny-lora-sql
+    python -m reference.server --model models/tiny --enable-lora \\
+        --lora-modules sql=models/tiny-lora-sql
 
 A flag is honoured, or accepted without effect and said so, or refused with the nearest that exists.
 """

@@ -29,6 +29,7 @@ from reference.speculation.speculative_config import (
     MEDUSA,
     NGRAM,
     PROBABILISTIC,
+    WITHOUT_MODEL,
     SpeculativeConfig,
 )
 from reference.speculation.tree_guesses import DrawnIfSampled
@@ -40,7 +41,7 @@ def load_drafter(config: SpeculativeConfig | None, target: Decoder, tokenizer) -
     """What drafts, on the target's device and in its dtype. Raises ValueError, in one line, for
     what does not fit the target.
     """
-    if config is None or config.method == NGRAM:
+    if config is None or config.method in WITHOUT_MODEL:
         return None
     if config.method == DRAFT:
         if (kind := kind_of_heads(config.model)) is not None:

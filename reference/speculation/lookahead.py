@@ -1,4 +1,4 @@
-"""Room for drafted tokens in a scheduler's steps, and what a sequence knows of its draft.
+"""Room for drafted tokens in a scheduler's steps.
 
 A sequence that decodes gets a chunk of 1 + K tokens: its newest, and places behind it that a
 proposer will fill. While the step runs, places and drafted tokens stand in the sequence's list of
@@ -14,10 +14,9 @@ newest token of an answer always runs together with its draft: a sequence that w
 computes everything in front of that token again, then goes on as before.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
-from lessons.l14_continuous_batching.sequence import Sequence, Step
+from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l17_tree_speculation.trees.tree import Tree
 from reference.engine.request import EngineSequence
@@ -26,34 +25,12 @@ from reference.speculation.protocol import Proposer
 PLACE = 0  # a token until the proposer has drafted one
 
 
-@dataclass(eq=False)
-class DraftedSequence(EngineSequence):
-    """An answer whose list of tokens may go on behind its output.
-    tree: whose nodes stand there, the newest token is its root. None: a chain, or nothing.
-    """
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
-    @property
-    def num_own(self) -> int:
-        """Tokens of prompt and output, without a draft."""
-        return len(self.prompt) + len(self.output)
-
-    @property
-    def drafted(self) -> list[int]:
-        """What stands behind the output now: places, or drafted tokens."""
-        return self.all_tokens[self.num_own :]
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.computed == self.num_own - 1 and bool(self.output)
-
-    def look_ahead(self, tokens: list[int], tree: Tree | None = None) -> None:
-        """Let these tokens stand behind the output, and no others. tree: their shape."""
-        self.all_tokens[self.num_own :] = tokens
-        # A chain needs no mask: each of its tokens sees all in front of it.
-        self.tree = None if tree is None or tree.is_chain else tree
+def look_ahead(sequence: EngineSequence, tokens: list[int], tree: Tree | None = None) -> None:
+    """Let these tokens follow the output of a sequence, and no others. tree: their shape."""
+    sequence.all_tokens[len(sequence.all_tokens) - sequence.num_drafted :] = tokens
+    sequence.num_drafted = len(tokens)
+    # A chain needs no mask: each of its tokens sees all in front of it.
+    sequence.tree = None if tree is None or tree.is_chain else tree
 
 
 @lru_cache(maxsize=4096)
@@ -88,7 +65,7 @@ class LookaheadScheduler(ChunkedScheduler):
                 f"more, {1 + num_speculative_tokens} tokens for each of max_num_seqs"
             )
 
-    def count_for(self, sequence: Sequence) -> int:
+    def count_for(self, sequence: EngineSequence) -> int:
         """How many tokens are drafted for a sequence that decodes."""
         # - 1, because a step emits one token more than it drafts, and that must not be too many.
         left = sequence.max_new_tokens - len(sequence.output) - 1
@@ -99,22 +76,22 @@ class LookaheadScheduler(ChunkedScheduler):
             return min(self.num_speculative_tokens, left, most)
         return len(part_of(self.tree, most, left)) - 1
 
-    def give_places(self, sequence: Sequence) -> None:
+    def give_places(self, sequence: EngineSequence) -> None:
         """Let places for its draft stand behind a sequence that decodes."""
         count = self.count_for(sequence)
         tree = None
         if count and self.tree is not None:
             tree = part_of(self.tree, self.proposer.most(sequence), count)
-        sequence.look_ahead([PLACE] * count, tree)
+        look_ahead(sequence, [PLACE] * count, tree)
 
-    def run(self, sequence: Sequence, most: int, step: Step) -> None:
+    def run(self, sequence: EngineSequence, most: int, step: Step) -> None:
         """As in lesson 15, with places for a draft. The budget has them for every sequence."""
         if sequence.is_decoding:
             self.give_places(sequence)
             most = sequence.to_compute
         super().run(sequence, most, step)
 
-    def take_blocks(self, sequence: Sequence) -> bool:
+    def take_blocks(self, sequence: EngineSequence) -> bool:
         """As in lesson 15, with blocks for the draft of who comes back, or it would soon be sent
         away again.
         """
@@ -130,24 +107,43 @@ class LookaheadScheduler(ChunkedScheduler):
         self.refused = (sequence, self.blocks.num_free)
         return False
 
-    def put(self, sequence: Sequence, count: int, step: Step) -> None:
+    def put(self, sequence: EngineSequence, count: int, step: Step) -> None:
         """As in lesson 15, but the newest token of an answer waits for a step that has room for its
         draft, too.
         """
-        if sequence.is_decoding and not sequence.drafted:  # it may have just come in
+        if sequence.is_decoding and not sequence.num_drafted:  # it may have just come in
             self.give_places(sequence)
             count, held = sequence.to_compute, sequence.computed
             has_blocks = self.blocks.can_grow(sequence.row, held, held + count)
             if count > self.room(step) or not has_blocks:
-                sequence.look_ahead([])
+                look_ahead(sequence, [])
                 return
         elif sequence.output and not sequence.is_decoding:
             count = min(count, sequence.to_compute - 1)
         super().put(sequence, count, step)
 
-    def preempt(self, sequence: Sequence, step: Step) -> None:
+    def preempt(self, sequence: EngineSequence, step: Step) -> None:
         """As in lesson 15. What a proposer has computed is lost with the blocks."""
-        sequence.look_ahead([])
+        look_ahead(sequence, [])
         super().preempt(sequence, step)
         if not self.host.has(sequence):
             self.proposer.forget(sequence)
+
+    # ------------------------------------------------------------ the proposer goes along
+
+    def fork(self, parent: EngineSequence, child: EngineSequence) -> None:
+        """As in lesson 15."""
+        super().fork(parent, child)
+        self.proposer.fork(parent, child)
+
+    def abort(self, sequence: EngineSequence) -> None:
+        """As in lesson 15."""
+        super().abort(sequence)
+        self.proposer.forget(sequence)
+
+    def leave(self) -> list[EngineSequence]:
+        """As in lesson 15."""
+        done = super().leave()
+        for sequence in done:
+            self.proposer.forget(sequence)
+        return done

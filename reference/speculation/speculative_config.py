@@ -11,8 +11,12 @@ DRAFT, NGRAM, MEDUSA, EAGLE = METHODS = ("draft", "ngram", "medusa", "eagle")
 # vLLM's other names for the same
 ALIASES = {"draft_model": DRAFT, "[ngram]": NGRAM, "eagle3": EAGLE}
 HEADS = (MEDUSA, EAGLE)  # whose drafts may be trees
+WITHOUT_MODEL = (NGRAM,)  # which look at the text alone
 AUTO = "auto"  # a tree chosen from what was measured of the heads
 GREEDY, PROBABILISTIC = "greedy", "probabilistic"
+# method -> the ways to draw its drafts that it has, None for the usual one
+WAYS = {DRAFT: (None, PROBABILISTIC), NGRAM: (None, GREEDY)}
+WAYS |= dict.fromkeys(HEADS, (None, GREEDY, PROBABILISTIC))
 LONGEST_NGRAM, SHORTEST_NGRAM = 3, 1  # as lesson 16 looks them up
 # before vLLM 0.8: argument of the engine -> key of speculative_config
 OLDER = {
@@ -70,11 +74,11 @@ class SpeculativeConfig:
 
     def check(self) -> None:
         """Raise ValueError for a value that cannot work with any model."""
-        if self.method != NGRAM and self.model is None:
+        if self.method not in WITHOUT_MODEL and self.model is None:
             accepted = f"a folder or hub name with method {self.method!r}"
             refuse("speculative_config model", None, accepted)
-        if self.method == NGRAM and self.model is not None:
-            refuse("speculative_config model", self.model, "None with method 'ngram'")
+        if self.method in WITHOUT_MODEL and self.model is not None:
+            refuse("speculative_config model", self.model, f"None with method {self.method!r}")
         lookups = self.prompt_lookup_max, self.prompt_lookup_min
         if self.method != NGRAM and lookups != (LONGEST_NGRAM, SHORTEST_NGRAM):
             given = f"prompt_lookup_max {shown(lookups[0])}, prompt_lookup_min {shown(lookups[1])}"
@@ -103,8 +107,7 @@ class SpeculativeConfig:
         if name in HEADS and count >= MOST_NODES:
             accepted = f"at most {MOST_NODES - 1} with method {name!r}"
             refuse("speculative_config num_speculative_tokens", count, accepted)
-        ways = {NGRAM: (None, GREEDY), DRAFT: (None, PROBABILISTIC)}
-        ways = ways.get(name, (None, GREEDY, PROBABILISTIC))
+        ways = WAYS[name]
         if self.draft_sample_method not in ways:
             accepted = f"{' or '.join(map(str, ways))} with method {name!r}"
             refuse("speculative_config draft_sample_method", self.draft_sample_method, accepted)

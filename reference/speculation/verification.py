@@ -50,7 +50,7 @@ DRAWS, ACCEPTS, DRAFTS = 0, 2**40, 2**41
 NODES = 2**39
 
 
-class Emitted(NamedTuple):
+class Verified(NamedTuple):
     """What a sequence gets from a step: drafted tokens that stay, and one more. logprobs: of each.
     path: the rows from which they came, which are the nodes that stay, the newest token's first.
     """
@@ -92,7 +92,7 @@ class Row(NamedTuple):
         return NODES + len(self.sequence.output) * MOST_NODES + self.node
 
 
-Kept = tuple[list[int], Sequence[int]]  # tokens and path of an Emitted
+Kept = tuple[list[int], Sequence[int]]  # tokens and path of an Verified
 
 
 class RowBatches:
@@ -122,7 +122,7 @@ class Verifier:
     @torch.inference_mode()
     def __call__(
         self, logits: Tensor, sequences: list[EngineSequence], drafts: list[Draft]
-    ) -> list[Emitted]:
+    ) -> list[Verified]:
         """What each sequence emits. logits: [R, V], which are changed: 1 + len(draft.tokens) rows
         of each sequence, one sequence after the other. Raises ValueError for logits that are not
         finite.
@@ -142,7 +142,7 @@ class Verifier:
                 part = logits if len(places) == len(rows) else logits[places]
                 emitted |= zip(which, rule(part, [rows[at] for at in places], some))
         return [
-            Emitted(tokens, logprobs_of(raw, first[b], tokens, path, sequences[b]), path)
+            Verified(tokens, logprobs_of(raw, first[b], tokens, path, sequences[b]), path)
             for b, (tokens, path) in sorted(emitted.items())
         ]
 

@@ -86,7 +86,7 @@ class Recorder:
         for request in touched:
             for sequence in request.sequences:
                 self.meet_one(sequence, began)
-        about["drafts"] = self.engine.drafts
+        about["drafts"] = getattr(self.engine.speculation, "in_step", {})
         after = {row: len(sequence.output) for row, sequence in self.sequences.items()}
         about["sampled"] = [row for row in after if after[row] > before.get(row, 0)]
         self.write_step(began, about)

@@ -1,7 +1,7 @@
 """A vision transformer and the projector behind it: a picture becomes rows that a decoder reads in
 the place of tokens.
 
-    Eyes(config)(pixels: [B, 3, S, S]) -> [B, N, text_size]      N: places of a picture in the prompt
+    Eyes(config)(pixels: [B, 3, S, S]) -> [B, N, text_size]    N: places of a picture in a prompt
 
 Read it from the bottom up: Eyes, Projector, Tower, Block, Attention. Parameters carry the names of
 Hugging Face's LLaVA checkpoints. Unlike the decoder's, this attention has no mask, because a

@@ -28,9 +28,9 @@ formats: who reads them
   bitsandbytes        transformers, vLLM                      of nf4
   (a .gguf file)      llama.cpp, Ollama, transformers         of q2_k ... q8_0, f16, bf16, f32
 
-lm_head and the embedding stay in 16 bits, but not in a .gguf file. This project's engine reads every
-file that is written here: LLM("build/tiny-fp8"). To quantize a model only for one run, there is
-LLM("models/tiny", quantization="int4").
+lm_head and the embedding stay in 16 bits, but not in a .gguf file. This project's engine reads
+every file that is written here: LLM("build/tiny-fp8"). To quantize a model only for one run, there
+is LLM("models/tiny", quantization="int4").
 
 """
 SAFETENSORS = ("int8", "int4", "fp8", "nf4", "awq", "gptq")

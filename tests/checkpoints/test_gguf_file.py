@@ -207,7 +207,7 @@ def test_refuses_what_is_not_there(tmp_path):
 
 
 def test_every_truncation_is_noticed(tmp_path, seed):
-    """At each byte of the header, and at several of the data: all but the padding behind it."""
+    """At each byte of the header, and at several of the data: all but the padding after it."""
     path = tmp_path / "x.gguf"
     tensors = written(path)
     content = path.read_bytes()

@@ -123,7 +123,7 @@ def check_plain(name: str) -> None:
         raise AssertionError(f"{name}: read back, the numbers differ")
     if weight.order is None:
         assert_same(back, weight)
-    else:  # within a group the columns may stand in another order
+    else:  # within a group the columns may be in another order
         assert torch.equal(layout.read(layout.write(back), (N, K)).codes, back.codes)
 
 

@@ -278,7 +278,9 @@ class _Operations(TorchDispatchMode):
 
 
 def in_wider_memory(x: Tensor) -> Tensor:
-    """The same values as a slice of a wider tensor, NaN (or 2^30) around it; a vector is a column."""
+    """The same values as a slice of a wider tensor, NaN (or 2^30) around it; a vector is a
+    column.
+    """
     if x.dim() == 1:
         return poisoned((len(x), 3), x.dtype, x.device)[:, 1].copy_(x)
     *outer, rows, columns = x.shape

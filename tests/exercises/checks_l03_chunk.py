@@ -99,7 +99,7 @@ def test_unused_rows_hold_anything(impl, case, seed):
 
 @check("3.1")
 def test_slices(impl, seed):
-    """Every argument is a slice of a wider tensor. Its strides say where its rows lie."""
+    """Every argument is a slice of a wider tensor. Its strides say where its rows are."""
     inputs = {name: in_wider_memory(x) for name, x in chunk_inputs(seed).items()}
     compare(impl, inputs, want=one_by_one(**inputs), atol=1e-5, dtype=torch.float32)
 

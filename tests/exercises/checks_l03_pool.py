@@ -177,7 +177,7 @@ def test_a_new_pool_holds_zeros(impl, seed):
 
 
 @check("3.2")
-def test_a_slot_of_minus_one_is_nobodys(impl, seed):
+def test_a_slot_of_minus_one_is_the_spare_one(impl, seed):
     """The token with slot -1 leaves all blocks as they were."""
     pool = impl(CONFIG, 2, 4, LESSON_03_TORCH)
     batch = new_batch([([5], 0), ([6], 0)], 4)
@@ -287,11 +287,11 @@ def test_forgetting_a_sequence(impl, case, seed):
         assert_equal(getattr(pool, name), slots, label=f"your {name} after forget({block})")
 
 
-@check("3.2", {"behind": "no sequence is in that block", "negative": "nor in one before the first"})
+@check("3.2", {"after": "no sequence is in that block", "negative": "nor in one before the first"})
 def test_forget_refuses(impl, case, seed):
     pool = impl(CONFIG, 3, 8, LESSON_03_TORCH)
     try:
-        pool.forget(2 if case == "behind" else -1, [5, 3])
+        pool.forget(2 if case == "after" else -1, [5, 3])
     except ValueError:
         return
     raise AssertionError("expected a ValueError")

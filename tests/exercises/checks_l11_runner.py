@@ -106,15 +106,15 @@ RUNS = {  # name: (buckets, lengths before each step, why)
 
 @check("11.4", {case: why for case, (*_, why) in RUNS.items()}, seconds=20)
 def test_logits_and_pool(impl, case, seed):
-    """All results are looked at in the end, and every slot of the pool but the one that is
-    nobody's.
+    """All results are looked at in the end, and every slot of the pool but the spare
+    one.
     """
     buckets, steps, _ = RUNS[case]
     runner, model, mine, reference, _ = runner_setup(impl, seed, buckets=buckets)
     draw, results = random.Random(seed), []
     for lengths in steps:
         inputs = step_columns(draw, lengths)
-        if len(lengths) < 3:  # somebody else's prompt in the last row
+        if len(lengths) < 3:  # another sequence's prompt in the last row
             for pool in (mine, reference):
                 pool.k_slots[:, 3 * CAPACITY : -1] = 0.5
                 pool.v_slots[:, 3 * CAPACITY : -1] = 0.5
@@ -139,7 +139,7 @@ def test_capturing_changes_no_row(impl, seed):
 
 @check("11.4", seconds=20)
 def test_keeps_what_its_graphs_read(impl, seed):
-    """Whoever made the runner lets go of everything else."""
+    """The caller that made the runner lets go of everything else."""
     runner, model, pool, *_ = runner_setup(impl, seed)
     model, pool = weakref.ref(model), weakref.ref(pool)
     gc.collect()

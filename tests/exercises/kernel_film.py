@@ -1,5 +1,8 @@
 """A check that shows what a learner's kernel read and wrote: values, and a picture in letters below
 the message.
+
+Its film is Triton's interpreter's, because that goes on where a half-finished kernel leaves its
+tensors, and takes milliseconds.
 """
 
 from collections.abc import Callable
@@ -10,7 +13,8 @@ from torch import Tensor
 
 from lessons.toolbox.draw.film import film_text
 from lessons.toolbox.draw.film_panels import name_of
-from lessons.toolbox.kernels.film import Access, Film, why_no_film
+from lessons.toolbox.kernels.film import Access, Film
+from lessons.toolbox.measure.device import interpreting
 from lessons.toolbox.proof.traps import poisoned_empty
 from tests.exercises.checking import assert_equal, call, compare
 
@@ -26,7 +30,7 @@ def assert_solves(
     Returns the film of its accesses (None where kernels are compiled). A failure names the first
     rule that is broken and shows the program that broke it.
     """
-    if why_no_film():
+    if not interpreting():
         with poisoned_empty():
             compare(impl, inputs, want, atol=atol)
         return None
@@ -68,9 +72,10 @@ def _assert_inside(film: Film, tensors: dict[str, Tensor]) -> None:
         return
     worst = min(wild, key=lambda access: access.program)
     raise AssertionError(
-        f"program {name_of(worst.program, film.dimensions())} {VERBS[worst.kind]} {len(worst.outside)} "
-        f"{'element' if len(worst.outside) == 1 else 'elements'} outside the tensors: which places "
-        f"does its mask have to exclude?{_picture(film, tensors, worst.program)}"
+        f"program {name_of(worst.program, film.dimensions())} {VERBS[worst.kind]} "
+        f"{len(worst.outside)} {'element' if len(worst.outside) == 1 else 'elements'} outside the "
+        f"tensors: which places does its mask have to exclude?"
+        f"{_picture(film, tensors, worst.program)}"
     )
 
 

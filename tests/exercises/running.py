@@ -76,7 +76,7 @@ def run_check(
             check(implementation, seed)
     except pytest.skip.Exception as skip:
         return Outcome(NOT_RUN, str(skip.msg))
-    except TritonMissing as error:  # macOS: the code may be right, but nobody can tell here
+    except TritonMissing as error:  # macOS: the code may be right, but no kernel runs here
         return Outcome(NOT_RUN, str(error))
     except ExerciseError as error:
         return Outcome(FAIL, str(error))
@@ -147,8 +147,8 @@ def _same(check: Check, mine: Callable, theirs: Callable, seed: int) -> bool:
     a, b = _outcome(check, mine, seed), _outcome(check, theirs, seed)
     if (a.status, a.error) != (b.status, b.error) or not alike(a.results, b.results):
         return False
-    # Of a failed comparison the values stand in the results, and the rest of the first line says
-    # which rule it broke. A picture of what the learner's own kernel touched may stand below it.
+    # Of a failed comparison the values are in the results, and the rest of the first line says
+    # which rule it broke. A picture of what the learner's own kernel touched may be below it.
     firsts = [outcome.message.partition("\n")[0] for outcome in (a, b)]
     texts = [re.sub(r"-?\d+\.\d+(e[-+]\d+)?", "#", first) for first in firsts]
     return a.error != "AssertionError" or texts[0] == texts[1]

@@ -1,4 +1,6 @@
-"""What `make check` adds to a kernel that passes: its code compiled for an H100, and its memory traffic."""
+"""What `make check` adds to a kernel that passes: its code compiled for an H100, and its memory
+traffic.
+"""
 
 import json
 import re

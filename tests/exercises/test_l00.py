@@ -1,4 +1,5 @@
-"""Checks of lesson 00's puzzles. Each exists because it rejects a named wrong answer (wrong/l00.py).
+"""Checks of lesson 00's puzzles. Each exists because it rejects a named wrong answer
+(wrong/l00.py).
 
 A failure shows in letters what the kernel read and wrote.
 """

@@ -80,7 +80,9 @@ def test_large_scores(impl, seed):
 
 @check("2.1")
 def test_very_negative_scores(impl, seed):
-    """All scores are near -32768: a mask or a first maximum of -10000 is larger than all of them."""
+    """All scores are near -32768: a mask or a first maximum of -10000 is larger than all of
+    them.
+    """
     inputs = attention_inputs(seed, queries=3, keys=6, softmax_scale=0.5)
     for x, first in ((inputs["q"], 256), (inputs["k"], -256)):
         x.copy_((8 * x).round() / 8)[..., 0] = first  # every product is exact in float32
@@ -248,7 +250,7 @@ class ToyModel:
 
     def logits(self, hidden):
         logits = torch.nn.functional.one_hot(hidden[:, 0] % self.vocab_size, self.vocab_size)
-        # the largest logit of all lies neither in the first row nor in the last
+        # the largest logit of all is neither in the first row nor in the last
         return logits * torch.tensor([1.0, 2.0, 1.0]).repeat(len(hidden))[: len(hidden), None]
 
     def greedy(self, prompt, max_new_tokens, stop_token_ids):

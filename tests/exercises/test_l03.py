@@ -1,5 +1,5 @@
 """Checks of lesson 03's exercises. Each exists because it rejects a named wrong answer
-(wrong/l03.py). Those of 3.1 and 3.2 stand in files of their own.
+(wrong/l03.py). Those of 3.1 and 3.2 are in files of their own.
 """
 
 import random
@@ -23,7 +23,7 @@ from tests.exercises.checks_l03_chunk import (  # noqa: F401 (pytest finds them 
 )
 from tests.exercises.checks_l03_pool import (  # noqa: F401
     test_a_new_pool_holds_zeros,
-    test_a_slot_of_minus_one_is_nobodys,
+    test_a_slot_of_minus_one_is_the_spare_one,
     test_a_step_copies_one_row,
     test_attends_as_if_recomputed,
     test_counts,
@@ -160,7 +160,7 @@ class ToyModel:
 
     def logits(self, hidden):
         logits = torch.nn.functional.one_hot(hidden[:, 0] % self.vocab_size, self.vocab_size)
-        # the largest logit of all lies neither in the first row nor in the last
+        # the largest logit of all is neither in the first row nor in the last
         return logits * torch.tensor([1.0, 2.0, 1.0]).repeat(len(hidden))[: len(hidden), None]
 
 

@@ -62,7 +62,7 @@ def oracle(config, x, positions):
 
 ROPE_CASES = {  # name: (config, first position, heads, why)
     "from_zero": (CONFIG, 0, 3, "positions 0, 1, 2, …"),
-    "behind_a_cache": (CONFIG, 700, 2, "the first new token is at position 700"),
+    "after_a_cache": (CONFIG, 700, 2, "the first new token is at position 700"),
     "theta": (replace(CONFIG, rope_theta=500000.0), 30, 2, "theta comes from the checkpoint"),
     "linear": (
         replace(CONFIG, rope_scaling=RopeScaling("linear", 4.0)),
@@ -130,10 +130,10 @@ def test_any_positions(impl, seed):
 
 @check("4.1")
 def test_bfloat16_at_a_far_position(impl, seed):
-    """Behind max_position_embeddings, in a model of bfloat16: angles in bfloat16 are off by radians
+    """After max_position_embeddings, in a model of bfloat16: angles in bfloat16 are off by radians
     here. The tolerance is that of cos and sin in bfloat16; the result has x's dtype.
     """
-    config, x, positions = rope_inputs("behind_a_cache", seed)
+    config, x, positions = rope_inputs("after_a_cache", seed)
     positions = positions + 6000
     for dtype in (torch.bfloat16, torch.float32):
         x = x.to(dtype)
@@ -252,7 +252,9 @@ def test_bytes(impl, case, seed):
 
 @check("4.3")
 def test_counted_operation_by_operation(impl, seed):
-    """Against PyTorch's own operations, on tensors without memory; the tables' share is taken off."""
+    """Against PyTorch's own operations, on tensors without memory; the tables' share is taken
+    off.
+    """
     g = torch.Generator().manual_seed(seed)
     kv_heads, group, half = (int(torch.randint(1, 5, (1,), generator=g)) for _ in range(3))
     heads, dim = kv_heads * group, 2 * half
@@ -281,7 +283,7 @@ KERNEL_CASES = {  # name: (tokens, heads, KV heads, D, first position, slots, wh
     "first_token": (1, 2, 1, 8, 0, [0], "position 0 turns nothing: k and v are copied"),
     "nothing_kept": (1, 2, 1, 8, 0, [-1], "a slot of -1, at the position that turns nothing"),
     "fresh_sequence": (4, 4, 2, 8, 0, [0, 1, 2, 3], "positions 0 to 3, in rows 0 to 3"),
-    "behind_a_cache": (
+    "after_a_cache": (
         3,
         4,
         2,
@@ -304,7 +306,7 @@ KERNEL_CASES = {  # name: (tokens, heads, KV heads, D, first position, slots, wh
 
 
 def kernel_inputs(case, seed, dtype=torch.float32):
-    """The tensors of rotate_and_write, and what q and the caches must hold. The caches lie inside
+    """The tensors of rotate_and_write, and what q and the caches must hold. The caches are inside
     larger ones.
     """
     tokens, heads, kv_heads, dim, start, slots, _ = KERNEL_CASES[case]
@@ -313,7 +315,7 @@ def kernel_inputs(case, seed, dtype=torch.float32):
         torch.randn(tokens, n, dim, generator=g).to(device, dtype)
         for n in (heads, kv_heads, kv_heads)
     )
-    # A row more before and behind, because a slot of -1 that is not skipped writes there.
+    # A row more before and after, because a slot of -1 that is not skipped writes there.
     around = [torch.randn(10, kv_heads, dim, generator=g).to(device, dtype) for _ in range(2)]
     positions, slot_mapping = (
         torch.arange(start, start + tokens, device=device),
@@ -354,7 +356,7 @@ def check_kernel(impl, case, seed, dtype, **tolerance):
     ):
         # without the rows around it: these first, because a write there is another mistake
         if what != "q":
-            for row, place in ((0, "before"), (-1, "behind")):
+            for row, place in ((0, "before"), (-1, "after")):
                 assert torch.equal(mine[row], right[row]), (
                     f"the row {place} {what} was written: is a slot of -1 skipped?"
                 )
@@ -370,7 +372,7 @@ def test_kernel(impl, case, seed):
 @check("4.4")
 def test_kernel_in_bfloat16(impl, seed):
     """Computed in float32 and rounded once: one unit in the last of 8 bits is tolerated."""
-    check_kernel(impl, "behind_a_cache", seed, torch.bfloat16, atol=1e-5, rtol=2**-7)
+    check_kernel(impl, "after_a_cache", seed, torch.bfloat16, atol=1e-5, rtol=2**-7)
 
 
 @check("4.4")

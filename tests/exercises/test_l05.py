@@ -76,7 +76,7 @@ def test_keeps_bfloat16(impl, seed):
 
 
 def lowered_scores(q, k, by):
-    """Change q: [..., Hq, D] and k: [..., Hkv, D] so that scores lie near -by, and those of the
+    """Change q: [..., Hq, D] and k: [..., Hkv, D] so that scores are near -by, and those of the
     last query head near 0; no product is rounded.
     """
     for x, first in ((q, by / 64), (k, -64)):
@@ -86,7 +86,7 @@ def lowered_scores(q, k, by):
 
 @check("5.1")
 def test_very_negative_scores(impl, seed):
-    """One head's scores lie near -65536, another's near 0: each row has its own maximum, and a mask
+    """One head's scores are near -65536, another's near 0: each row has its own maximum, and a mask
     of -10000 hides nothing.
     """
     q, k, v = attention_inputs(3, 7, 6, 2, seed)
@@ -97,7 +97,7 @@ def test_very_negative_scores(impl, seed):
 
 @check("5.1")
 def test_slices(impl, seed):
-    """q, k and v are slices of wider tensors. Their strides say where their rows lie."""
+    """q, k and v are slices of wider tensors. Their strides say where their rows are."""
     q, k, v = map(in_wider_memory, attention_inputs(3, 7, 6, 2, seed))
     want = naive.attention(q.double(), k.double(), v.double(), 0.25)
     assert_equal(attended(impl, q, k, v), want, atol=1e-5, dtype=torch.float32)
@@ -238,7 +238,7 @@ def test_values(impl, case, seed):
 
 @check("5.2")
 def test_very_negative_scores_in_the_kernel(impl, seed):
-    """One head's scores lie near -16384, another's near 0: a maximum that starts at -10000, or is
+    """One head's scores are near -16384, another's near 0: a maximum that starts at -10000, or is
     one for the whole tile, leaves no weight.
     """
     inputs = kernel_inputs(seed, lengths=(20,), softmax_scale=1.0)

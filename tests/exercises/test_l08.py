@@ -167,8 +167,8 @@ def test_splits(impl, case, seed):
     assert isinstance(got, tuple) and len(got) == 2, (
         f"your result is {type(got).__name__}, expected (out, lse2)"
     )
-    # Around -20000, in powers of two -28854, float32 rounds a score by up to 1e-3, and its weight by
-    # as much of itself.
+    # Around -20000, in powers of two -28854, float32 rounds a score by up to 1e-3, and its weight
+    # by as much of itself.
     atol = 1e-2 if case == "far_below" else 1e-4
     assert_equal(got[0], out, atol=atol, dtype=torch.float32, label="your out")
     assert_equal(
@@ -254,7 +254,7 @@ class Warp:
 
 WARP_CASES = {
     "plain": "32 lanes, each with something",
-    "the_largest_last": "the max sits in lane 31: everybody has to hear of it",
+    "the_largest_last": "the max sits in lane 31: every lane has to get it",
     "the_largest_first": "the max sits in lane 0",
     "neighbours": "lanes 2k and 2k + 1 differ most: they meet in one round alone",
     "halves": "the two halves of the warp differ most",

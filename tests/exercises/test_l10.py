@@ -106,7 +106,9 @@ def test_keeps_float32(impl, seed):
 
 @check("10.1")
 def test_slices(impl, seed):
-    """Both tensors are slices of wider ones, as a workspace with room for more splits gives them."""
+    """Both tensors are slices of wider ones, as a workspace with room for more splits gives
+    them.
+    """
     inputs = partials(seed, empty=(2,))
     want = merged(**inputs)
     inputs = {name: in_wider_memory(x) for name, x in inputs.items()}
@@ -259,7 +261,7 @@ def test_kernel(impl, case, seed):
 @check("10.3")
 def test_empty_splits_change_no_bit(impl, seed):
     """The workspace has room for the longest sequence of the batch, so a short one finds empty
-    splits behind its own.
+    splits after its own.
     """
     inputs = rows_of(partials(seed, num_splits=7))
     alone = call(impl, inputs)
@@ -291,7 +293,7 @@ def decode_inputs(
     sharp=1.0,
     far=False,
 ):
-    """Random q: [B, Hq, D] and caches: [B, 40, Hkv, D] whose rows behind `lengths` are NaN. far:
+    """Random q: [B, Hq, D] and caches: [B, 40, Hkv, D] whose rows after `lengths` are NaN. far:
     scores near -20000 in the first 8 rows, and 256 lower in the others.
     """
     g = torch.Generator().manual_seed(seed)

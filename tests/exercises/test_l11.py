@@ -1,5 +1,5 @@
 """Checks of lesson 11's exercises. Each exists because it rejects a named wrong answer
-(wrong/l11.py). Those of 11.4 stand in a file of their own.
+(wrong/l11.py). Those of 11.4 are in a file of their own.
 """
 
 import itertools

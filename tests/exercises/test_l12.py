@@ -75,7 +75,7 @@ HISTORIES = {  # name: ((num_blocks, block_size), why)
 
 @check("12.2", {case: why for case, (_, why) in HISTORIES.items()}, seconds=20)
 def test_any_history(impl, case, seed):
-    """Everybody reads what he wrote; owners and free blocks add up; no block is lost."""
+    """Every sequence reads what it wrote; owners and free blocks add up; no block is lost."""
     for n in range(12):
         random_history(impl(*HISTORIES[case][0]), seed + n, 50)
 
@@ -96,7 +96,7 @@ def test_manager_example(impl, seed):
 
 @check("12.2", seconds=5)
 def test_copies_only_what_is_written(impl, seed):
-    """A shared block that is full is not written any more, so nobody copies it."""
+    """A shared block that is full is not written any more, so it is not copied."""
     manager = impl(8, 4)
     manager.grow(0, 0, 8)
     manager.fork(0, 1)
@@ -144,21 +144,21 @@ def test_refused_changes_nothing(impl, seed):
 
 def pages(seed, lengths, block_size, heads=(2, 1), head_dim=8, scale=1.0, gaps=False, far=False):
     """q, k_cache, v_cache, block_table and context_lens. Pages in random order; NaN in what is not
-    in use, and in one block, which stands in the table where a sequence has no block.
+    in use, and in one block, which is in the table where a sequence has no block.
     """
     g = torch.Generator().manual_seed(seed)
     counts = [-(-n // block_size) for n in lengths]
     total = sum(counts) + 4
     order = torch.randperm(total, generator=g).tolist()
-    nobody = order.pop()
+    unowned = order.pop()
     shape = (total, block_size, heads[1], head_dim)
     k_cache, v_cache = (torch.full(shape, float("nan")) for _ in range(2))
-    if gaps:  # blocks and rows lie apart, V's further than K's
+    if gaps:  # blocks and rows are apart, V's further than K's
         wide = torch.full((total, block_size + 1, heads[1], head_dim + 2), float("nan"))
         k_cache = wide[:, :block_size, :, :head_dim]
         wide = torch.full((total, block_size + 2, heads[1], head_dim + 4), float("nan"))
         v_cache = wide[:, :block_size, :, :head_dim]
-    table = torch.full((len(lengths), max(counts) + 2), nobody, dtype=torch.int32)
+    table = torch.full((len(lengths), max(counts) + 2), unowned, dtype=torch.int32)
     for b, length in enumerate(lengths):
         for index in range(counts[b]):
             table[b, index] = block = order.pop()
@@ -237,7 +237,7 @@ def test_paged_example(impl, seed):
 
 @check("12.3", seconds=30)
 def test_nothing_is_gathered(impl, seed):
-    """Five pages stand in the table again and again, so a copy of 200 keys is larger than the pool.
+    """Five pages are in the table again and again, so a copy of 200 keys is larger than the pool.
     A dense copy of a cache with gaps is as large as the pool: 9 pages of 4 keys.
     """
     inputs = pages(seed, [20], 4, heads=(1, 1), head_dim=16, gaps=True)

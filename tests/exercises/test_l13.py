@@ -93,7 +93,7 @@ MATCH_CASES = {  # name: (block_size, [(tokens, blocks) inserted], prompt, the a
     "all_known": (4, [(range(8), [0, 1])], [*range(8)], [0], "one token has to run"),
     "one_more": (4, [(range(8), [0, 1])], [*range(9)], [0, 1], "one token is left over"),
     "other_front": (2, [([1, 2, 3, 4], [0, 1])], [9, 9, 3, 4, 0], [], "same block, other prefix"),
-    "same_block_twice": (2, [([5, 5, 5, 5], [0, 1])], [5] * 9, [0, 1], "a block behind itself"),
+    "same_block_twice": (2, [([5, 5, 5, 5], [0, 1])], [5] * 9, [0, 1], "a block after itself"),
     "order": (2, [([1, 2, 3, 4], [0, 1])], [2, 1, 4, 3, 0], [], "the same tokens, another order"),
     "digits": (2, [([1, 12, 3, 4], [0, 1])], [11, 2, 3, 4, 0], [], "1 and 12 are not 11 and 2"),
     "large_ids": (1, [([70000, 256], [0, 1])], [70000, 256, 1], [0, 1], "ids beyond 16 bits"),
@@ -138,7 +138,7 @@ def test_blocks_come_back_with_other_tokens(impl, seed):
     cache.forget(5)  # never remembered
     for block in (1, 0):
         cache.forget(block)
-        cache.forget(block)  # nobody minds
+        cache.forget(block)  # which is no error
     assert_equal(known(cache, [1, 2, 3, 4, 9]), [], label="match after both were forgotten")
     assert_equal([block for block in (0, 1, 5) if block in cache], [], label="what is in the cache")
     assert_equal(told(cache, [3, 4, 1, 2], [1, 0]), [1, 0], label="insert of other tokens")
@@ -251,9 +251,9 @@ TREE_CASES = {  # name: (prompts, each letter a block, why)
     "third_way": (["abc", "axy", "apq"], "a third child where two were"),
     "parts_above_children": (
         ["abcd", "abcx", "ay"],
-        "an edge with children behind it is cut: they move below",
+        "an edge with children below it is cut: they move below",
     ),
-    "goes_on_at_a_branch": (["ab", "abc", "abd", "abe"], "behind a branch there is a new leaf"),
+    "goes_on_at_a_branch": (["ab", "abc", "abd", "abe"], "after a branch there is a new leaf"),
     "a_leaf_below_grows": (["abc", "axy", "axyz"], "the leaf of a cut edge grows"),
     "the_first_key_again": (["aaa", "aab", "aaaa"], "equal keys one after the other"),
 }
@@ -279,7 +279,7 @@ def check_tree(impl, prompts):
             assert child.parent is node, (
                 f"the parent of the node with blocks {child.blocks} is wrong"
             )
-            assert key == child.keys[0], f"the child {child.blocks} does not stand by its first key"
+            assert key == child.keys[0], f"the child {child.blocks} is not found by its first key"
             nodes.append(child)
 
 

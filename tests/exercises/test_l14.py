@@ -43,7 +43,7 @@ PLACE_CASES = {  # name: (lengths, places, why)
     "short_last_wave": ([4, 4, 4, 4, 1], 4, "one request in the last wave: its empty places count"),
     "long_answer_last": ([1, 1, 1, 1, 1, 1, 1, 12], 4, "a long answer that comes last runs alone"),
     "one_place": ([3, 1, 4, 1, 5], 1, "one after the other: nothing to gain"),
-    "more_places": ([3, 9], 8, "places that nobody ever has count as well"),
+    "more_places": ([3, 9], 8, "places that no request ever has count as well"),
     "not_in_turn": ([9, 1, 1, 1, 1, 9], 2, "a request takes the place that is free first"),
     "equal_lengths": ([5] * 12, 4, "without variance waves are as good"),
 }

@@ -26,7 +26,7 @@ def played(prompt_len, num_decodes, budget):
 
 CHUNK_CASES = {  # name: (prompt, decodes, budget, why)
     "example": (10, 2, 6, "the docstring's"),
-    "decodes_first": (32768, 8, 2048, "17 steps, and 16 if nobody decoded"),
+    "decodes_first": (32768, 8, 2048, "17 steps, and 16 if no request decoded"),
     "whole_chunks": (96, 0, 32, "the last chunk is as large as the others"),
     "short_prompt": (5, 3, 64, "a prompt that fits one step"),
 }
@@ -73,9 +73,15 @@ STEP_CASES = {  # name: (running, waiting, budget, places, why)
     "example": ([(0, 7), (1, 1)], [(2, 3), (3, 9)], 10, 3, "the docstring's"),
     "long_prompt": ([(0, 90), (1, 1), (2, 1)], [], 16, 4, "a prompt never delays a decode"),
     "many_decodes": ([(i, 1) for i in range(9)], [(9, 20)], 12, 10, "decodes cost budget, too"),
-    "no_place": ([(0, 1), (1, 1)], [(2, 2)], 8, 2, "nobody comes in without a place"),
+    "no_place": ([(0, 1), (1, 1)], [(2, 2)], 8, 2, "no request comes in without a place"),
     "no_budget": ([(0, 4), (1, 9)], [(2, 2)], 4, 4, "who gets nothing is not in the step"),
-    "nobody_overtakes": ([(0, 1)], [(1, 9), (2, 2)], 6, 4, "the first who waits takes the rest"),
+    "no_request_overtakes": (
+        [(0, 1)],
+        [(1, 9), (2, 2)],
+        6,
+        4,
+        "the first that waits takes the rest",
+    ),
 }
 
 

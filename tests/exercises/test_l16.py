@@ -171,7 +171,7 @@ BATCH_CASES = {  # name: (greedy, alike, limits of left, why)
     "greedy": ("all", 0.7, (9, 9), "temperature 0 is a choice, not a divisor"),
     "mixed": ("some", 0.6, (9, 9), "greedy and sampled rows in one batch"),
     "good_drafts": ("none", 0.97, (9, 9), "most rows accept all, and draw a bonus token"),
-    "nearly_done": ("some", 0.9, (1, 3), "nobody emits more than is left"),
+    "nearly_done": ("some", 0.9, (1, 3), "no sequence emits more than is left"),
 }
 
 

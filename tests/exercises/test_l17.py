@@ -151,7 +151,7 @@ def walked(p, q, parents, tokens, u) -> list[int]:
 
 
 def drawn_tree(draws: random.Random, parents: list[int], vocab_size: int = 6) -> dict:
-    """Arguments of verify_drawn: siblings drawn without replacement, NaN in q behind leaves."""
+    """Arguments of verify_drawn: siblings drawn without replacement, NaN in q after leaves."""
     generator = torch.Generator().manual_seed(draws.randrange(2**31))
     count = len(parents)
 
@@ -200,7 +200,9 @@ def test_verification(impl, case, seed):
 
 @check("17.3", seconds=5)
 def test_more_siblings_than_the_draft_has_tokens(impl, seed):
-    """q has two tokens, and both were drawn: nothing is left of it, and p is still a distribution."""
+    """q has two tokens, and both were drawn: nothing is left of it, and p is still a
+    distribution.
+    """
     p = torch.tensor([[0.1, 0.2, 0.7]] * 3, dtype=torch.float64)
     q = torch.tensor([[0.5, 0.5, 0.0]] * 3, dtype=torch.float64)
     u = torch.tensor([[0.0, 0.9], [0.95, 0.0], [0.95, 0.0]], dtype=torch.float64)
@@ -256,8 +258,8 @@ def pass_of(
 PATH_CASES = {  # name: (options of pass_of, why)
     "contiguous": (dict(contiguous=True), "the path moves together"),
     "paged": (dict(), "places become slots through the table"),
-    "nearly_done": (dict(left=2), "nobody emits more than is left"),
-    "stop": (dict(stops=True), "nothing comes behind a stop token"),
+    "nearly_done": (dict(left=2), "no sequence emits more than is left"),
+    "stop": (dict(stops=True), "nothing comes after a stop token"),
 }
 
 

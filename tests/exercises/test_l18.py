@@ -21,7 +21,7 @@ CLEAR_OF_A_TIE = 1e-6
 
 
 def is_clear(ratio: Tensor, grid: Tensor) -> bool:
-    """Whether no element of ratio: [...] lies so near the middle of two neighbours of grid: [M],
+    """Whether no element of ratio: [...] is so near the middle of two neighbours of grid: [M],
     sorted, that its rounding could depend on the last bits of a right answer.
     """
     middles = (grid[1:] + grid[:-1]) / 2
@@ -87,8 +87,8 @@ GRID_CASES = {  # name: (N, K, group_size, e4m3_scale, what is done to the matri
     "all_positive": (2, 16, 8, 0.01, "positive", "the range holds 0 though no weight is near it"),
     "all_negative": (2, 16, 8, 0.01, "negative", "the largest |w| may be a negative one"),
     "beyond_448": (2, 16, 8, 1e-4, "nothing", "what overflows in E4M3 saturates"),
-    "tiny": (2, 16, 8, 16.0, "nothing", "small ratios lie on E4M3's even steps near 0"),
-    "a_group_of_zeros": (2, 16, 8, 0.01, "zeros", "0 / 0 is nobody's weight"),
+    "tiny": (2, 16, 8, 16.0, "nothing", "small ratios are on E4M3's even steps near 0"),
+    "a_group_of_zeros": (2, 16, 8, 0.01, "zeros", "0 / 0 is no weight"),
 }
 
 
@@ -188,7 +188,7 @@ def matrix_of(codes, scales, zeros, group_size, order, input_scales) -> Tensor:
 
 
 def bytes_of(codes, group_size, order, **_) -> Tensor:
-    """What has to lie in memory, byte by byte."""
+    """What has to be in memory, byte by byte."""
     stored = codes if order is None else codes[:, order]
     packed = torch.zeros(len(codes), codes.shape[1] // 2, dtype=torch.uint8)
     half = group_size // 2
@@ -199,12 +199,15 @@ def bytes_of(codes, group_size, order, **_) -> Tensor:
 
 
 LAYER_CASES = {  # name: (options of layer_for, why)
-    "one_group": (dict(K=8), "the first half of a group lies in the low bits"),
+    "one_group": (dict(K=8), "the first half of a group is in the low bits"),
     "groups": (dict(), "the halves are those of a group, not those of a row"),
     "pairs": (dict(group_size=2), "the smallest group"),
     "act_order": (dict(order=True), "scales belong to stored columns"),
     "awq": (dict(awq=True), "what was multiplied has to be divided"),
-    "both": (dict(order=True, awq=True, N=2, K=24), "input_scales lie in the matrix's columns"),
+    "both": (
+        dict(order=True, awq=True, N=2, K=24),
+        "input_scales are in the order of the matrix's columns",
+    ),
 }
 
 
@@ -294,7 +297,9 @@ def by_least_squares(weight, hessian, group_size):
 
 
 def problem(seed: int, N=3, K=12, group_size=4, outlier=False, zeros=False) -> tuple[dict, tuple]:
-    """Arguments of gptq, clear of ties, and the answer. Inputs are correlated, as activations are."""
+    """Arguments of gptq, clear of ties, and the answer. Inputs are correlated, as activations
+    are.
+    """
     generator = torch.Generator().manual_seed(seed)
     while True:
         mix = torch.randn(K, K, generator=generator, dtype=torch.float64)
@@ -318,7 +323,7 @@ GPTQ_CASES = {  # name: (options of problem, why)
     "groups": (dict(), "a group's scale waits for the feedback of those in front"),
     "single_columns": (dict(group_size=1, K=5), "every column is a group"),
     "outlier": (dict(outlier=True), "one large weight spoils its own group alone"),
-    "a_row_of_zeros": (dict(zeros=True), "0 / 0 is nobody's code"),
+    "a_row_of_zeros": (dict(zeros=True), "0 / 0 is no code"),
 }
 
 
@@ -388,7 +393,7 @@ GEMV_CASES = {  # name: (options of gemv_for, why)
     "group_of_4": (dict(group_size=4), "two bytes a group"),
     "group_of_32": (dict(K=64, group_size=32), "16 bytes a group"),
     "two_programs": (dict(N=11), "each has rows of its own, and the last one's end early"),
-    "gaps": (dict(N=3, gaps=True), "rows lie stride_packed and stride_group apart"),
+    "gaps": (dict(N=3, gaps=True), "rows are stride_packed and stride_group apart"),
 }
 
 

@@ -87,7 +87,7 @@ def rounded(values, dtype):
 
 
 def is_clear(values, dtype):
-    """Whether no value lies so near to the middle of two codes that float32 might decide it."""
+    """Whether no value is so near to the middle of two codes that float32 might decide it."""
     return torch.equal(rounded(values * 1.00001, dtype), rounded(values * 0.99999, dtype))
 
 
@@ -152,7 +152,7 @@ SMOOTH_CASES = {  # name: (options, why)
     ),
     "static_fp8": (
         dict(dtype=torch.float8_e4m3fn, alpha=0.5, static=True),
-        "the same at 448: E4M3 has no infinity, and what lies beyond may become NaN",
+        "the same at 448: E4M3 has no infinity, and what is beyond may become NaN",
     ),
 }
 SMOOTH_LABELS = (
@@ -246,7 +246,9 @@ def written(tokens, page_size, slots):
 
 @cache
 def tokens_of(seed, slots, page_size, num_heads, head_dim, loudness, zeros=False, outlier=1.0):
-    """Random (k, v) for the slots, token i as loud as loudness[i mod their number]; and `written`."""
+    """Random (k, v) for the slots, token i as loud as loudness[i mod their number]; and
+    `written`.
+    """
     for draw in itertools.count():
         g = torch.Generator().manual_seed(1000 * seed + draw)
         tokens = []
@@ -270,7 +272,7 @@ PAGE_CASES = {  # name: (options, why)
     ),
     "quieter": (
         dict(slots=(8, 9, 10), loudness=(27, 3, 1)),
-        "the scale stays, and with it the codes that stand there",
+        "the scale stays, and with it the codes that are there",
     ),
     "next_page": (
         dict(slots=(8, 9, 10, 11, 0, 1), loudness=(9, 1, 5, 2, 1, 3)),
@@ -332,7 +334,7 @@ def assert_pages(pages, want, when):
         for label in ("k_codes", "k_scales", "v_codes", "v_scales"):
             mine, right = getattr(pages, label)[page], getattr(fresh, label)[page]
             same = torch.equal(mine.nan_to_num(7.0), right.nan_to_num(7.0))
-            assert same, f"{label} of page {page} changed {when}; it belongs to somebody else"
+            assert same, f"{label} of page {page} changed {when}; it belongs to another sequence"
 
 
 @check("19.3", seconds=5)
@@ -373,23 +375,23 @@ def test_pages_without_loops(impl, seed):
 
 def four_bits(seed, lengths, block_size, heads=(2, 1), head_dim=8, gaps=False):
     """The arguments of int4_decode: blocks in random order, codes random, scales of unused slots
-    NaN, a block that nobody owns in the table behind a sequence's blocks.
+    NaN, a block that no sequence owns in the table after a sequence's blocks.
     """
     g = torch.Generator().manual_seed(seed)
     counts = [-(-length // block_size) for length in lengths]
     total = sum(counts) + 3
     order = torch.randperm(total, generator=g).tolist()
-    nobody = order.pop()
+    unowned = order.pop()
     shape = (total, block_size, heads[1], head_dim // 2)
     caches = [torch.randint(0, 256, shape, generator=g, dtype=torch.uint8) for _ in range(2)]
-    if gaps:  # rows of K and V lie apart, V's further
+    if gaps:  # rows of K and V are apart, V's further
         for at, extra in enumerate((2, 5)):
             wide = torch.full((total, block_size + 1, heads[1], head_dim // 2 + extra), 0xEE)
             wide = wide.to(torch.uint8)
             wide[:, :block_size, :, : head_dim // 2] = caches[at]
             caches[at] = wide[:, :block_size, :, : head_dim // 2]
     scales = [torch.full((heads[1], total, block_size, 2), float("nan")) for _ in range(2)]
-    table = torch.full((len(lengths), max(counts) + 1), nobody, dtype=torch.int32)
+    table = torch.full((len(lengths), max(counts) + 1), unowned, dtype=torch.int32)
     for b, length in enumerate(lengths):
         for index in range(counts[b]):
             table[b, index] = block = order.pop()
@@ -434,20 +436,20 @@ def by_definition(q, k_cache, v_cache, k_scales, v_scales, block_table, context_
 LOAD_CASES = {  # name: (options, why)
     "one_key": (dict(lengths=[1], block_size=4), "the result is the row of V, whatever the score"),
     "pages_of_16": (dict(lengths=[20], block_size=16), "a tile of keys is a page"),
-    "pages_of_5": (dict(lengths=[12], block_size=5), "a tile lies in three pages"),
+    "pages_of_5": (dict(lengths=[12], block_size=5), "a tile spans three pages"),
     "ragged": (dict(lengths=[7, 2], block_size=4), "unused slots of a page have scales of NaN"),
     "heads": (
         dict(lengths=[6], block_size=4, heads=(4, 2)),
-        "offsets are bytes, so heads lie D / 2 apart",
+        "offsets are bytes, so heads are D / 2 apart",
     ),
     "head_of_6": (
         dict(lengths=[9], block_size=4, head_dim=6),
-        "a head is no power of two wide, so columns behind it are masked",
+        "a head is no power of two wide, so columns after it are masked",
     ),
     "empty": (dict(lengths=[0, 3], block_size=4), "a sequence without keys gives zeros"),
     "gaps": (
         dict(lengths=[9], block_size=4, heads=(2, 2), gaps=True),
-        "rows lie apart in memory: the offset counts bytes, not values",
+        "rows are apart in memory: the offset counts bytes, not values",
     ),
 }
 

@@ -44,7 +44,11 @@ PLAN_CASES = {  # name: (arguments, the answer, why)
         (6_815_744, 1164, 1, 1 + 6_815_744 / LLAMA_BYTES),
         "q_proj and v_proj, as the paper does it, in a card of 24 GB",
     ),
-    "nobody": (([(8, 8)], 1, 1, 0, 100, 100), (32, 0, 1, 1.0), "no adapter in the batch, no room"),
+    "no_adapter": (
+        ([(8, 8)], 1, 1, 0, 100, 100),
+        (32, 0, 1, 1.0),
+        "no adapter in the batch, no room",
+    ),
 }
 PLAN_LABELS = (
     "the bytes of an adapter",
@@ -130,8 +134,8 @@ def test_switch_square(impl, seed):
 
 @check("21.2", seconds=5)
 def test_switch_bfloat16(impl, seed):
-    """The sum is rounded once. Nearly nothing is left of it, so a correction that was rounded before
-    it is added loses all.
+    """The sum is rounded once. Nearly nothing is left of it, so a correction that was rounded
+    before it is added loses all.
     """
     new = adapter_of(seed, 4, 1.0, 16, 16, most=60)
     weight = -carrying(torch.zeros(16, 16), new, 1).bfloat16()
@@ -162,8 +166,8 @@ def test_switch_refuses_dora(impl, seed):
             assert "use_dora" in str(error), f"your ValueError says {error}; name use_dora"
             continue
         raise AssertionError(
-            f"your function returned a {type(got).__name__} for an adapter with use_dora; it cannot "
-            "be merged by A and B alone, so raise ValueError"
+            f"your function returned a {type(got).__name__} for an adapter with use_dora; it "
+            "cannot be merged by A and B alone, so raise ValueError"
         )
 
 
@@ -213,14 +217,14 @@ ROW_CASES = {  # name: (options of _rows, why)
         dict(row_slots=(-1, 1, -1, 0), ranks=(2, 2), size=16, outputs=16),
         "rows without an adapter stay",
     ),
-    "nobody": (dict(row_slots=(-1, -1), ranks=(2,), size=16, outputs=16), "no row has one"),
+    "no_adapter": (dict(row_slots=(-1, -1), ranks=(2,), size=16, outputs=16), "no row has one"),
     "ranks": (
         dict(row_slots=(0, 1, 2, 1), ranks=(8, 1, 3), size=16, outputs=16),
-        "behind a rank stands NaN",
+        "after a rank is NaN",
     ),
     "stale": (
         dict(row_slots=(0, 1, 0), ranks=(6, 2), size=16, outputs=16, stale=1.5),
-        "behind a rank stand the numbers of an earlier adapter",
+        "after a rank are the numbers of an earlier adapter",
     ),
     "tails": (
         dict(row_slots=(1, 0), ranks=(3, 2), size=21, outputs=19),
@@ -257,7 +261,7 @@ def test_rows_example(impl, seed):
 @check("21.3", seconds=10)
 def test_rows_without_copies(impl, seed):
     inputs, _ = _rows(seed, (0, 1) * 6, (8, 8), size=16, outputs=16)
-    because = "read the adapter of a row where it lies"
+    because = "read the adapter of a row where it is"
     assert_largest_tensor(12 * 8 * 16, because, impl, **inputs)
 
 

@@ -85,8 +85,8 @@ def test_a_learners_terminal(mine):
     assert int(counted[3]) == total["2.3"]
     assert "Traceback" not in text and "def test_" not in text
     assert (
-        "values[fewer_queries], the last query belongs to the last key: your result: worst element ["
-        in text
+        "values[fewer_queries], the last query belongs to the last key: your result: worst "
+        "element [" in text
     )
     assert "looks like: Your mask is aligned top left." in text
     assert (
@@ -310,7 +310,7 @@ def test_not_run_is_not_passed():
 
 
 def test_a_kernel_without_triton_is_not_run_and_not_wrong():
-    """As on macOS, where nobody can tell whether a kernel is right."""
+    """As on macOS, where no kernel can be tested."""
 
     def launches(impl, seed):
         impl()[(1,)]()
@@ -461,7 +461,7 @@ CRASH = "ctypes.memset(16, 1, 1)"
 
 @pytest.mark.sample(5, of="processes")
 def test_a_crash_is_named_and_hides_no_other_exercise(mine, capsys):
-    """A write to an address that is nobody's ends the process."""
+    """A write to an address of no tensor ends the process."""
     later = f"    import ctypes\n    {CRASH}\n    budget_bytes ="
     folder = mine(("    budget_bytes =", later))
     line = (folder / FIRST.file).read_text().split(CRASH)[0].count("\n") + 1
@@ -516,8 +516,8 @@ def test_a_kernel_that_leaves_its_tensors():
     outcome = run_check(this, lambda: too_many, 0, Path(__file__))
     assert (outcome.status, outcome.error) == (FAIL, "InterpreterError")
     assert (
-        "OutOfBounds: the kernel read out of bounds: 4 of 8 addresses lie in no tensor that it was "
-        "given, the first one 0 bytes behind the end of `x_ptr`: `tl.store(" in outcome.message
+        "OutOfBounds: the kernel read out of bounds: 4 of 8 addresses are in no tensor that it was "
+        "given, the first one 0 bytes after the end of `x_ptr`: `tl.store(" in outcome.message
     )
 
 

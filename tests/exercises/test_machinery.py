@@ -214,8 +214,8 @@ def test_stub_text(solution):
     "old, new, message",
     [
         ("        # END\n", "", "line 8: `# SOLUTION` has no partner"),
-        ("# SOLUTION 2.1", "# SOLUTION", "line 18: this gap lies in no exercise"),
-        ("# SOLUTION 2.1", "# SOLUTION 2.7", "line 18: this gap lies in no exercise"),
+        ("# SOLUTION 2.1", "# SOLUTION", "line 18: this gap is in no exercise"),
+        ("# SOLUTION 2.1", "# SOLUTION 2.7", "line 18: this gap is in no exercise"),
         ("        # STUB\n", "        # END\n", "line 13: `# END` has no partner"),
         (
             "    # SOLUTION 2.1\n    return 1\n    # END\n",

@@ -1,4 +1,4 @@
-"""A name that stands for several replicas, as a headless service of Kubernetes does."""
+"""A name of several replicas, as a headless service of Kubernetes does."""
 
 import asyncio
 import socket
@@ -43,7 +43,7 @@ def args(**own) -> RouterArgs:
 
 
 async def test_replicas_come_and_go(monkeypatch):
-    """Whoever comes takes requests, whoever has gone gets none, and nobody else's home moves."""
+    """A new replica takes requests, one that has gone gets none, and no other home moves."""
     fakes = await started(3)
     urls = [fake.url for fake in fakes]
     names = Names(monkeypatch, urls[:2])
@@ -72,7 +72,7 @@ def home(replicas, prefix: str) -> str:
     return replicas.all[replicas.homes.ranked(prefix)[0]].url
 
 
-async def test_a_name_that_nobody_knows_now_keeps_its_replicas(monkeypatch):
+async def test_a_name_that_no_resolver_knows_now_keeps_its_replicas(monkeypatch):
     fakes = await started(1)
     names = Names(monkeypatch, socket.gaierror("no such name"))
     async with cluster_of(args(), fakes) as router:
@@ -88,7 +88,7 @@ async def test_a_name_that_nobody_knows_now_keeps_its_replicas(monkeypatch):
     await fakes[0].die()
 
 
-async def test_an_answer_of_somebody_who_has_gone_from_the_name_ends(monkeypatch):
+async def test_an_answer_of_a_replica_that_has_gone_from_the_name_ends(monkeypatch):
     """A pod that drains is no longer in the name, and its streams are whole."""
     fakes = await started(2, streams)
     names = Names(monkeypatch, [fake.url for fake in fakes])

@@ -52,7 +52,7 @@ async def test_a_dead_replica_is_tried_once():
         first.is_ready = False
         await first.start()
         await replicas.ask(replica)
-        assert not replica.is_ready, "it listens, but takes nobody"
+        assert not replica.is_ready, "it listens, but takes no request"
         first.is_ready = True
         await replicas.ask(replica)
         assert (await router.ask("hello")).json()["from"] == first.port
@@ -72,7 +72,7 @@ DEATHS = ["dies_at_once", "dies_in_a_whole_answer", "dies_before_the_first_event
 
 
 @pytest.mark.parametrize("script", DEATHS)
-async def test_nobody_sees_a_death_before_the_first_byte(script):
+async def test_no_client_sees_a_death_before_the_first_byte(script):
     async with cluster() as router:
         first, second, third = router.ranked("hello")
         first.script = getattr(fakes, script)
@@ -206,7 +206,7 @@ async def test_if_all_are_full_the_client_waits():
         assert router.counted("router_unserved_total") == 1
 
 
-async def test_who_drains_gets_nobody_new_and_ends_what_it_has():
+async def test_a_draining_replica_gets_no_new_request_and_ends_what_it_has():
     async with cluster(health_interval=0.03, script=fakes.streams) as router:
         first, second, _ = router.ranked("hello")
         request = router.client.build_request("POST", "/v1/completions", json=STREAM)
@@ -271,7 +271,7 @@ async def test_what_is_passed_on_of_the_headers():
         assert len(answer.headers.get_list("date")) == 1
 
 
-async def test_nobody_is_there():
+async def test_no_replica_is_there():
     async with cluster(count=2) as router:
         assert (await router.client.get("/ready")).status_code == 200
         for fake in router.fakes:
@@ -322,7 +322,7 @@ async def test_the_router_goes_to_its_replicas_alone(target):
 
 
 async def test_no_write_waits_for_an_acknowledgement():
-    """Nagle's algorithm would hold back the body behind its headers, and each event."""
+    """Nagle's algorithm would hold back the body after its headers, and each event."""
     async with cluster(count=1) as router:
         await router.ask("hello")
         (connection,) = router.server.server_state.connections
@@ -341,7 +341,7 @@ async def test_metrics_are_the_routers_own():
         assert not any(fake.seen[1:] for fake in router.fakes)
 
 
-async def test_who_drains_takes_nobody():
+async def test_a_draining_replica_takes_no_request():
     """A connection that was open already may still bring a request."""
     async with cluster(count=1) as router:
         router.routing.is_draining = True
@@ -374,7 +374,7 @@ async def test_a_drain_ends_what_has_begun_and_then_what_takes_too_long():
             await router.ask("hello")
 
 
-async def test_a_drain_is_told_to_whoever_connects():
+async def test_a_drain_is_told_to_new_clients():
     """The socket is open until the last answer has ended, so a probe hears that the router is alive
     and not ready, and a newcomer when to come again.
     """

@@ -39,7 +39,7 @@ def test_prefixes_are_spread_evenly():
     assert (abs(homes - 200) < 5 * np.sqrt(200)).all(), homes
 
 
-def test_nobody_is_far_above_the_mean(seed):
+def test_no_replica_is_far_above_the_mean(seed):
     """Whatever the loads are: the first of the ranking that is below the bound, which exists."""
     policy = ranking()
     for _ in range(500):

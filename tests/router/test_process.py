@@ -26,7 +26,7 @@ def test_it_starts_and_ends():
             try:
                 assert httpx.get(f"{url}/health").status_code == 200
                 break
-            except httpx.TransportError:  # the socket is there, and nobody listens yet
+            except httpx.TransportError:  # the socket is there, and no process listens yet
                 assert time.monotonic() < end
                 time.sleep(0.02)
         assert httpx.get(f"{url}/ready").status_code == 503

@@ -173,7 +173,7 @@ class Soak:
 class Report:
     """What a soak found. memory_mb: of each process, at even times. growth_mb: of each, from the
     third quarter's median to the last's; the first half counts as warm-up. left: what the server's
-    gauges show when everybody has gone. at_the_end: how many of those who waited when the signal
+    gauges show when every client has gone. at_the_end: how many of those who waited when the signal
     came got which status.
     """
 
@@ -201,7 +201,7 @@ def gauges(url: str) -> dict[str, float]:
 
 
 def gauges_at_rest(url: str) -> dict[str, float]:
-    """The gauges when everybody has gone; after a minute, as they are."""
+    """The gauges when every client has gone; after a minute, as they are."""
     end, found = time.monotonic() + 60, gauges(url)
     while any(found.values()) and time.monotonic() < end:
         time.sleep(0.1)  # who has left is heard within a step

@@ -28,7 +28,8 @@ WISHES = [
     dict(max_tokens=30, temperature=1.0, seed=4, logprobs=2),
     dict(max_tokens=40, structured_outputs=dict(regex="[a-z]{2,9}(, [a-z]{2,9}){3} = [0-9]{1,4}")),
     dict(max_tokens=60, structured_outputs=dict(json=dict(
-        type="object", properties=dict(name=dict(type="string", maxLength=12), n=dict(type="integer")),
+        type="object",
+        properties=dict(name=dict(type="string", maxLength=12), n=dict(type="integer")),
         required=["name", "n"], additionalProperties=False))),
 ]  # fmt: skip
 MISTAKES = [

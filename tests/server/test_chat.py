@@ -153,8 +153,10 @@ def test_a_call_that_the_model_makes_itself(live):
     use = dict(
         messages=[
             {"role": "user", "content": "2?"},
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]},
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": "3"}]},
         ],
         tools=[{"name": "add", "input_schema": TOOL["function"]["parameters"]}],
         tool_choice={"type": "tool", "name": "add"}, max_tokens=80, temperature=0,

@@ -90,7 +90,8 @@ def test_echo_and_log_probabilities(live, stream):
     assert all(value < 0 for value in found["token_logprobs"][1:])
     for token, offset in list(zip(found["tokens"], found["text_offset"]))[start:]:
         assert text[offset:].startswith(token)
-    for token, value, top in list(zip(*(found[n] for n in ("tokens", "token_logprobs", "top_logprobs"))))[1:]:  # fmt: skip
+    rows = zip(*(found[name] for name in ("tokens", "token_logprobs", "top_logprobs")))
+    for token, value, top in list(rows)[1:]:
         assert top[token] == value and 2 <= len(top) <= 3
     none = live.post("/v1/completions", GREEDY | dict(echo=True, max_tokens=0)).json()
     assert none["choices"][0]["text"] == PROMPT and none["usage"]["completion_tokens"] == 0

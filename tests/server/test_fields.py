@@ -71,16 +71,25 @@ def api_fields(module: str, name: str) -> list[str]:
     return [*types, *(["stream"] if name.endswith("Base") else [])]
 
 
+OPENAI, ANTHROPIC = "openai.types.", "anthropic.types."
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "ours, module, name, more",
     [
-        (ChatCompletionRequest, "openai.types.chat.completion_create_params", "CompletionCreateParamsBase", VLLM + VLLM_CHAT),
-        (CompletionRequest, "openai.types.completion_create_params", "CompletionCreateParamsBase", [*VLLM, "prompt_embeds"]),
-        (EmbeddingRequest, "openai.types.embedding_create_params", "EmbeddingCreateParams", ["truncate_prompt_tokens", "priority"]),
-        (ResponsesRequest, "openai.types.responses.response_create_params", "ResponseCreateParamsBase", []),
-        (MessagesRequest, "anthropic.types.message_create_params", "MessageCreateParamsBase", ["temperature", "top_p", "top_k"]),
-        (CountTokensRequest, "anthropic.types.message_count_tokens_params", "MessageCountTokensParams", []),
+        (ChatCompletionRequest, OPENAI + "chat.completion_create_params",
+            "CompletionCreateParamsBase", VLLM + VLLM_CHAT),
+        (CompletionRequest, OPENAI + "completion_create_params",
+            "CompletionCreateParamsBase", [*VLLM, "prompt_embeds"]),
+        (EmbeddingRequest, OPENAI + "embedding_create_params",
+            "EmbeddingCreateParams", ["truncate_prompt_tokens", "priority"]),
+        (ResponsesRequest, OPENAI + "responses.response_create_params",
+            "ResponseCreateParamsBase", []),
+        (MessagesRequest, ANTHROPIC + "message_create_params",
+            "MessageCreateParamsBase", ["temperature", "top_p", "top_k"]),
+        (CountTokensRequest, ANTHROPIC + "message_count_tokens_params",
+            "MessageCountTokensParams", []),
     ],
 )  # fmt: skip
 def test_every_field_is_honoured_or_refused(ours, module, name, more):
@@ -123,7 +132,8 @@ def test_every_field_is_honoured_or_refused(ours, module, name, more):
         ("chat/completions", dict(tool_choice="required"), "tool_choice: got 'required'"),
         ("chat/completions", dict(tool_choice={"type": "function", "function": {"name": "f"}}),
             "tool_choice: got 'f'; accepted: one of tools: there are none"),
-        ("chat/completions", dict(modalities=["audio"]), "modalities: got ['audio']; accepted: ['text']"),
+        ("chat/completions", dict(modalities=["audio"]),
+            "modalities: got ['audio']; accepted: ['text']"),
         ("chat/completions", dict(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs"),
         ("responses", dict(input="x", store=True), "store: got True; accepted: False, because"),
         ("responses", dict(input=[{"type": "function_call"}]), "input[0].name: got None"),

@@ -14,7 +14,7 @@ WORDS = [f"w{at} " for at in range(40)]
 
 
 def output(prompt: int, lengths: list[int]) -> RequestOutput:
-    """A request as it stands. lengths: tokens of each answer so far."""
+    """A request as it is. lengths: tokens of each answer so far."""
     answers = []
     for index, length in enumerate(lengths):
         ids = list(range(length))
@@ -72,7 +72,7 @@ def test_merged_streams_and_their_errors():
 
 
 def test_a_reader_who_stops_holds_few_outputs():
-    """Of two prompts of one call. Nobody runs ahead of the reader, so mailboxes can skip."""
+    """Of two prompts of one call. Neither runs ahead of the reader, so mailboxes can skip."""
     import asyncio
 
     class Output:

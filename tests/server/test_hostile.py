@@ -149,7 +149,7 @@ def test_heads_and_bodies_that_are_too_much(live, data, status):
     assert for_little_work(lambda: status_of(live, data)) in status
 
 
-def test_many_who_send_half_a_request_delay_nobody(live):
+def test_many_half_requests_delay_no_other(live):
     """Their connections are open, and cost nothing."""
     half = head(length=100) + b"{"
     wires = [socket.create_connection(live.socket.getsockname(), timeout=60) for _ in range(100)]

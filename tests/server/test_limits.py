@@ -40,8 +40,8 @@ def status_of(live, data: bytes) -> int:
 
 
 def for_little_work(ask: Callable[[], int | bool], most_s: float = 1.0) -> int | bool:
-    """What `ask` returns, which takes at most so much CPU time of all threads, the server's too. The
-    least of three tries counts, because a busy machine makes a second of any work.
+    """What `ask` returns, which takes at most so much CPU time of all threads, the server's too.
+    The least of three tries counts, because a busy machine makes a second of any work.
     """
     least_s = math.inf
     for _ in range(3):
@@ -124,7 +124,8 @@ def test_random_bytes_in_a_good_request(live, seed):
 
 
 @pytest.mark.parametrize(
-    "part", [b'\\"', b"[],", b'"",', b'{"a":0},', b'"[",', b'"\\\\",', b"[[],[]],", b"1,", b'\\u0041']
+    "part",
+    [b'\\"', b"[],", b'"",', b'{"a":0},', b'"[",', b'"\\\\",', b"[[],[]],", b"1,", b'\\u0041'],
 )  # fmt: skip
 def test_checks_of_json_take_time_in_proportion(part):
     enough = b'{"b":[' + b"[]," * 70 + b"0],"  # brackets, so that they are counted

@@ -67,7 +67,7 @@ def wait_for_running(url: str, count: int) -> None:
 
 
 def wait_for_the_drain(url: str) -> None:
-    """Return when a load balancer is told to send nobody any more."""
+    """Return when a load balancer is told to send no request any more."""
     end = time.monotonic() + 60
     while httpx.get(f"{url}/ready", timeout=60).status_code != 503:
         assert time.monotonic() < end
@@ -85,7 +85,7 @@ def test_a_signal_lets_answers_end(process):
         thread.start()
     wait_for_running(url, 4)
     server.send_signal(signal.SIGTERM)
-    # whoever connects now is told, until the last answer has ended
+    # a client that connects now is told, until the last answer has ended
     wait_for_the_drain(url)
     refused = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"

@@ -49,7 +49,7 @@ def wait_until_idle(live: Live) -> None:
 def test_clients_that_go_leave_no_block(live, seed, request):
     count = 1000 if request.config.getoption("--all") else 25
 
-    async def everybody():
+    async def all_clients():
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=live.url, limits=limits, timeout=60) as client:
             left = count
@@ -58,7 +58,7 @@ def test_clients_that_go_leave_no_block(live, seed, request):
                 await asyncio.gather(*(leave(client, random.expovariate(8)) for _ in range(group)))
                 left -= group
 
-    asyncio.run(everybody())
+    asyncio.run(all_clients())
     wait_until_idle(live)
     aborted = live.service.engine.stats().num_aborted
     assert aborted, "some of them went in the middle"
@@ -81,8 +81,8 @@ def test_who_reads_nothing_is_dropped(running, monkeypatch, clock):
         with socket.socket() as wire:
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             wire.connect(live.socket.getsockname())
-            wire.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
-                         b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            wire.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             end = time.monotonic() + 60
             while not live.engine.requests and time.monotonic() < end:
                 time.sleep(0.01)

@@ -40,7 +40,7 @@ def test_clients_that_go_leave_no_block(seed, request):
     count = 1000 if request.config.getoption("--all") else 25
     process, url = started_server()
 
-    async def everybody():
+    async def all_clients():
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60) as client:
             left = count
@@ -50,7 +50,7 @@ def test_clients_that_go_leave_no_block(seed, request):
                 left -= group
 
     try:
-        asyncio.run(everybody())
+        asyncio.run(all_clients())
         left = gauges_at_rest(url)
         assert not any(left.values()), left
     finally:

@@ -24,9 +24,10 @@ def made(tmp_path_factory):
     folder, files = tmp_path_factory.mktemp("tls"), {}
     for name in ("ours", "other"):
         key, certificate = folder / f"{name}.key", folder / f"{name}.pem"
-        command = [tool, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-                   "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1", "-addext",
-                   "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]  # fmt: skip
+        command = [tool, "req", "-x509", "-newkey", "ec", "-pkeyopt",
+                   "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1",
+                   "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key,
+                   "-out", certificate]  # fmt: skip
         subprocess.run(command, check=True, capture_output=True)
         files[name] = str(key), str(certificate)
     return files

@@ -148,7 +148,8 @@ HOSTILE = {
     "too many": (messages(*[data_url(b"hello")] * 3), "got 3 pictures; accepted: at most 2"),
     "not an image": (messages(data_url(b"hello")), "bytes that are no picture"),
     "nothing": (messages(data_url(b"")), "bytes that are no picture"),
-    "half an image": (messages(data_url(PICTURE[: len(PICTURE) // 2])), "bytes that are no picture"),
+    "half an image":
+        (messages(data_url(PICTURE[: len(PICTURE) // 2])), "bytes that are no picture"),
     "bomb": (messages(data_url(bomb(60_000, 60_000))), "more than Pillow opens; accepted"),
     "larger bomb": (messages(data_url(bomb(2**31 - 1, 2**31 - 1))), "accepted"),
     "smaller bomb": (messages(data_url(bomb(5000, 5000))), "5000 x 5000 pixels; accepted"),
@@ -164,7 +165,8 @@ HOSTILE = {
     "file": (messages("file:///etc/passwd"), "--allowed-media-domains (none)"),
     "no address": (messages("\\\\host\\share"), "--allowed-media-domains (none)"),
     "bad port": (messages("http://a:b/"), "--allowed-media-domains (none)"),
-    "token in the text": (messages(data_url(PICTURE), text="<image>"), "image tokens for 1 pictures"),
+    "token in the text":
+        (messages(data_url(PICTURE), text="<image>"), "image tokens for 1 pictures"),
     "token alone": ([{"role": "user", "content": "<image>"}], "1 image tokens for 0 pictures"),
 }  # fmt: skip
 
@@ -289,7 +291,7 @@ def test_an_address_that_is_refused(what, seeing, host):
     "ip", ["127.0.0.1", "10.0.0.8", "169.254.169.254", "::1", "::ffff:10.0.0.1"]
 )
 def test_a_name_that_leads_to_a_private_address_is_not_asked(ip, seeing, monkeypatch):
-    """The operator allowed the name; whoever owns it points it at what only this server reaches."""
+    """The operator allowed the name; its owner points it at what only this server reaches."""
 
     def resolve(host, port, *args, **more):
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET

@@ -223,7 +223,7 @@ def logits_of(model: Decoder) -> torch.Tensor:
 def save_weights(config: ModelConfig, folder: Path) -> None:
     """Random weights of the shape that the course's decoder has."""
     state = decoder_class(config)(config).state_dict()
-    parts: dict[str, list] = {}  # those that lie in one stored tensor, one below the other
+    parts: dict[str, list] = {}  # those that are in one stored tensor, one below the other
     for name, tensor in state.items():
         parts.setdefault(stored_name(name, config), []).append(tensor)
     prefixed = {f"model.{name}": torch.cat(tensors) for name, tensors in parts.items()}
@@ -287,8 +287,8 @@ def random_theirs(folder: Path) -> PreTrainedModel | None:
 
 def save_theirs(model: PreTrainedModel, folder: Path) -> None:
     """save_pretrained, with both dimensions of every expert's matrix. transformers (5.17) keeps the
-    experts in one tensor and squeezes what it cuts out of it, so a matrix of one row or column would
-    be stored as a vector, which transformers cannot read either.
+    experts in one tensor and squeezes what it cuts out of it, so a matrix of one row or column
+    would be stored as a vector, which transformers cannot read either.
     """
     model.save_pretrained(folder)
     file, config = folder / "model.safetensors", model.config

@@ -60,7 +60,7 @@ def test_packages_that_a_borrowed_machine_lacks_are_not_installed(name):
         importlib.import_module(name)
 
 
-# ---------------------------------------------------------------- where tensors lie
+# ---------------------------------------------------------------- where tensors are
 
 
 def test_this_process_says_that_it_rehearses():

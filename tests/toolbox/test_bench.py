@@ -323,7 +323,7 @@ def test_resume_keeps_what_is_whole_and_of_the_same_key(scripted_clock, tmp_path
     assert seed(resume="of this source") == first and len(timed) == 1
     assert seed(resume="of another source") != first and len(timed) == 2
     seed()
-    assert len(timed) == 3, "nobody asked to resume"
+    assert len(timed) == 3, "there was no request to resume"
     path = tmp_path / "example.json"
     record = json.loads(path.read_text()) | {"resume": "of this source"}
     record["series"]["a"]["points"][0] |= {"status": "failed", "reason": "it was cold"}
@@ -506,7 +506,7 @@ def test_the_module_runs_as_a_command():
 
 
 def test_records_of_a_lesson_are_found_wherever_they_were_written(tmp_path):
-    """Those of GPUs first; what else lies in a device's folder is left alone."""
+    """Those of GPUs first; what else is in a device's folder is left alone."""
     record = {"schema": 1, "series": {}, "name": "l07_norm"}
     for path, content in {
         "cpu/l07_norm.json": record,

@@ -47,9 +47,9 @@ def refuses(launch, message):
         (
             1,
             0,
-            "read out of bounds: 1 of 8 addresses lie in no tensor that it was given, the first ",
+            "read out of bounds: 1 of 8 addresses are in no tensor that it was given, the first ",
         ),
-        (1, 0, "first one 0 bytes behind the end of `x_ptr`"),
+        (1, 0, "first one 0 bytes after the end of `x_ptr`"),
         (-2, 0, "read out of bounds: 2 of 8"),
         (-2, 0, "first one 8 bytes before the start of `x_ptr`"),
         (0, 3, "wrote out of bounds: 3 of 8"),

@@ -60,7 +60,7 @@ def test_ctrl_c_is_one_line_and_130(capsys):
         run_command("try", raises(RuntimeError("a bug")))
 
 
-def test_ctrl_c_behind_another_error_ends_the_process_alike():
+def test_ctrl_c_after_another_error_ends_the_process_alike():
     """As it may come while a module is imported."""
     program = """
 import sys

@@ -38,7 +38,7 @@ SOME = {  # plausible values of keys whose kind does not suggest any
 
 
 def top_keys(model_type: str) -> dict:
-    """The keys that may stand in a config.json: key -> transformers' default."""
+    """The keys that may be in a config.json: key -> transformers' default."""
     kind = type(AutoConfig.for_model(model_type))
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     modeling = kind.__module__.replace("configuration_", "modeling_")
@@ -49,7 +49,7 @@ def top_keys(model_type: str) -> dict:
 
 
 def rope_keys() -> dict:
-    """The keys that may stand in its RoPE object: key -> None."""
+    """The keys that may be in its RoPE object: key -> None."""
     source = inspect.getsource(modeling_rope_utils)
     read = re.findall(r"""rope_parameters\w*(?:\.get\(|\[)["'](\w+)""", source)
     return dict.fromkeys(sorted({*modeling_rope_utils.RopeParameters.__annotations__, *read}))

@@ -189,7 +189,7 @@ def test_original_context_of_llama3_scaling_defaults_to_the_context(tmp_path):
             ),
             (None, 9),
         ),
-        # all layers lie before max_window_layers, 28 if it is absent
+        # all layers are before max_window_layers, 28 if it is absent
         (dict(model_type="qwen2", sliding_window=9, use_sliding_window=True), ()),
         # transformers' default for sliding_window
         (dict(model_type="qwen2", use_sliding_window=True, max_window_layers=1), (None, 4096)),
@@ -303,8 +303,9 @@ def test_published_configs_load_with_all_that_they_hold(name, tmp_path):
 
 
 # Keys that may say anything, listed here again so that a key becomes harmless only on purpose.
-TRAINING = """architectures attention_dropout bos_token_id dtype embd_pdrop id2label initializer_range label2id
-    num_mtp_layers output_hidden_states output_router_logits pad_token_id pretraining_tp
+TRAINING = """architectures attention_dropout bos_token_id dtype embd_pdrop id2label
+    initializer_range label2id num_mtp_layers output_hidden_states output_router_logits
+    pad_token_id pretraining_tp
     problem_type resid_pdrop return_dict router_aux_loss_coef
     transformers_version use_cache"""
 NOT_IN_USE = {

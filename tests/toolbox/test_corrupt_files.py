@@ -1,4 +1,6 @@
-"""Files of a checkpoint that were cut, bent, swapped or lost: a model and a tokenizer, or one line."""
+"""Files of a checkpoint that were cut, bent, swapped or lost: a model and a tokenizer, or one
+line.
+"""
 
 import json
 import os

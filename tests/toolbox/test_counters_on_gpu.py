@@ -19,7 +19,8 @@ LESSONS = sorted({launch["lesson"] for launch in measured.measured()})
 def beside(lesson: str, plant: str = "") -> subprocess.CompletedProcess:
     """`measured LESSON` in a process for sm_90, with a wrong counter planted first."""
     code = f"from lessons.toolbox.gpu import counters\n{plant}\n"
-    code += f"import sys\nfrom lessons.toolbox.profile.measured import main\nsys.exit(main(['{lesson}']))"
+    code += "import sys\nfrom lessons.toolbox.profile.measured import main\n"
+    code += f"sys.exit(main(['{lesson}']))"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment | {CHIP: "90"},

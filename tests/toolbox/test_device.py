@@ -89,8 +89,8 @@ def test_kernel_file_imports_without_triton_and_says_so_at_the_launch():
     assert done.stdout.split() == ["4", "64"]
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(
-        "lessons.toolbox.kernels.triton_.TritonMissing: Triton is not installed, so kernel 'kernel' cannot run: on Linux `pip "
-        "install triton`"
+        "lessons.toolbox.kernels.triton_.TritonMissing: Triton is not installed, so kernel "
+        "'kernel' cannot run: on Linux `pip install triton`"
     )
 
 

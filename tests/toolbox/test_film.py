@@ -14,7 +14,10 @@ from lessons.toolbox.kernels.film import Film
 from lessons.toolbox.kernels.triton_ import tl, triton
 from lessons.toolbox.measure.device import interpreting
 
-pytestmark = pytest.mark.skipif(not interpreting(), reason="NOT RUN: kernels are compiled here")
+pytestmark = [
+    pytest.mark.skipif(not interpreting(), reason="NOT RUN: kernels are compiled here"),
+    pytest.mark.usefixtures("interpreted_films"),
+]
 
 
 @triton.jit

@@ -435,7 +435,7 @@ def test_unknown_rule_is_named():
         pass
 
 
-# ---------------------------------------------------------------- programs that depend on their order
+# -------------------------------------------------------------- programs that depend on their order
 
 
 @triton.jit

@@ -1,5 +1,6 @@
-"""Triton compiles an argument that equals 1 as a constant, which has no method .to. So a kernel that calls it
-fails for a batch of one, and only on a GPU: the interpreter does not know such constants.
+"""Triton compiles an argument that equals 1 as a constant, which has no method .to. So a kernel
+that calls it fails for a batch of one, and only on a GPU: the interpreter does not know such
+constants.
 """
 
 import ast
@@ -9,7 +10,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def converted_arguments(source: str) -> list[str]:
-    """ "kernel: argument.to" for each argument that a launched kernel (named …_kernel) converts so."""
+    """ "kernel: argument.to" for each argument that a launched kernel (named …_kernel) converts
+    so.
+    """
     found = []
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef) or not function.name.endswith("_kernel"):

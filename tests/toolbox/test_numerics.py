@@ -19,7 +19,7 @@ from lessons.toolbox.proof.numerics import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# fresh in every run; pytest prints it with a failure, because it stands in the assert
+# fresh in every run; pytest prints it with a failure, because it is in the assert
 SEED = random.randrange(2**31)
 
 

@@ -1,4 +1,6 @@
-"""`make profile`: what it prints and writes of a lesson's kernels and of one's own, and its refusals."""
+"""`make profile`: what it prints and writes of a lesson's kernels and of one's own, and its
+refusals.
+"""
 
 import json
 import subprocess
@@ -66,7 +68,7 @@ def test_a_copy_with_gaps_beside_one_without(tmp_path):
 
 @pytest.mark.sample(2, of="compiled code")
 def test_a_kernel_of_ones_own(tmp_path):
-    """A transposition through registers: its stores lie a row apart, or its loads do."""
+    """A transposition through registers: its stores are a row apart, or its loads do."""
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     done = profile(f"{file}:try_it", "--gpu", "a100", "--out", str(tmp_path))
@@ -118,7 +120,9 @@ def test_cuda_c_plus_plus_is_profiled_too(tmp_path):
 
 
 def test_a_file_may_be_called_like_a_module(tmp_path):
-    """profile.py, copy.py or random.py: what Python itself imports by that name is still its own."""
+    """profile.py, copy.py or random.py: what Python itself imports by that name is still its
+    own.
+    """
     file = tmp_path / "profile.py"
     file.write_text(MINE)
     done = profile(f"{file}:try_it", "--out", str(tmp_path))

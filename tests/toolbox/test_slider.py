@@ -1,4 +1,4 @@
-"""Sliders redraw where somebody can move them; elsewhere the figure stands still."""
+"""Sliders redraw where a reader can move them; elsewhere the figure does not move."""
 
 import sys
 from types import SimpleNamespace

@@ -74,10 +74,11 @@ def test_programs_that_do_not_fit_run_in_waves():
 
 
 def test_bandwidth_is_shared_and_latency_is_not():
-    """132 SMs that load 512 bytes a warp wait for memory's latency; with 64 warps each they are limited by
-    its rate.
+    """132 SMs that load 512 bytes a warp wait for memory's latency; with 64 warps each they are
+    limited by its rate.
     """
-    body = "mad.lo.u32 %r1, %r71, %r72, %r70;\nmul.wide.u32 %rd1, %r1, 16;\nadd.u64 %rd1, %rd1, %rd30;\n"
+    body = "mad.lo.u32 %r1, %r71, %r72, %r70;\nmul.wide.u32 %rd1, %r1, 16;\n"
+    body += "add.u64 %rd1, %rd1, %rd30;\n"
     body += "ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%rd1];"
     few, many = (
         profile_of(body.replace("%r72", str(threads)), size=16 * 132 * threads, grid=132,

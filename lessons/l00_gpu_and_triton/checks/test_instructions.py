@@ -1,5 +1,5 @@
-"""The instructions of the copy kernel, as the slider shows them: what each does to a warp's registers,
-and the sectors that its loads and stores ask for, counted where the compiled code runs.
+"""The instructions of the copy kernel, as the slider shows them: what each does to a warp's
+registers, and the sectors that its loads and stores ask for, counted where the compiled code runs.
 """
 
 import re
@@ -93,7 +93,9 @@ def test_addresses_and_sectors(found):
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
 @pytest.mark.sample(2, of="compiled code")
 def test_the_sectors_of_the_prediction_are_the_counted_ones(itemsize):
-    """Every distance and size that the picture of gaps is drawn for, and the text's and the quiz's."""
+    """Every distance and size that the picture of gaps is drawn for, and the text's and the
+    quiz's.
+    """
     distances = [1, 2, 3, 4, 8, 16, 32]
     counted = call(f"{LAB}:counted_sectors", distances, itemsize, chip=90)
     assert counted == [sectors_of_stride(distance, itemsize) for distance in distances]

@@ -83,11 +83,28 @@ def test_tf32_of_step_9():
     assert without_low_bits(x).tolist() == [1, 1 + 2.0**-10]
 
 
-@pytest.mark.parametrize("draw", [pictures.draw_gpu, pictures.draw_gaps, pictures.draw_program])
+@pytest.mark.parametrize("draw", [pictures.draw_gpu, pictures.draw_gaps])
 @pytest.mark.sample(8, of="pictures")
 def test_pictures_are_readable(draw):
-    if (figure := draw()) is not None:
-        assert not texts_outside(figure) and not overlapping_texts(figure)
+    figure = draw()
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+
+
+@pytest.mark.skipif(not interpreting(), reason="NOT RUN: the film is drawn beside the interpreter")
+@pytest.mark.sample(2, of="compiled code")
+def test_the_film_of_the_readme():
+    """4 warps hold the 16 elements, 2 sectors: each asks for both. Of the store only one warp
+    does.
+    """
+    figure = pictures.draw_program()
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+    texts = [" ".join(t.get_text().split()) for t in figure.findobj(Text)]
+    for title in ("1. load x 8/2 sectors", "1. load x 4/1 sectors", "2. store out 2 sectors"):
+        assert title in texts
+        numbers = title.split("x ")[-1].split("out ")[-1]
+        assert numbers in pictures.PROGRAM_SVG.read_text(encoding="utf-8")
+    assert "compiled for an H100, run on a CPU" in " ".join(texts)
+    assert "the load asks for 8 sectors, and its 16 elements would fit into 2" in README
 
 
 @pytest.mark.parametrize("name", ["gpu", "program", "gaps"])
@@ -100,6 +117,7 @@ def test_the_readme_says_what_its_pictures_show(name):
 # ---------------------------------------------------------------- pictures of puzzles
 
 
+@pytest.mark.usefixtures("interpreted_films")
 def test_a_puzzle_is_drawn_as_it_stands_in_the_file(tmp_path, capsys):
     """To do, then solved, then wrong, then unreadable: each time the file is read anew."""
     if not interpreting():
@@ -131,13 +149,36 @@ def test_a_puzzle_is_drawn_as_it_stands_in_the_file(tmp_path, capsys):
 
 @pytest.mark.skipif(not interpreting(), reason="NOT RUN: addresses are seen in the interpreter")
 @pytest.mark.parametrize("exercise_id", ["0.2", "0.4", "0.6", "0.9"])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(2, of="compiled code")
 def test_a_puzzles_picture_is_readable(exercise_id):
     figure = show(exercise_id, impl="solutions")
     assert not texts_outside(figure) and not overlapping_texts(figure)
 
 
 @pytest.mark.skipif(not interpreting(), reason="NOT RUN: addresses are seen in the interpreter")
+@pytest.mark.sample(2, of="compiled code")
+def test_a_learners_file_is_compiled_as_it_stands(tmp_path, capsys):
+    """Solved, then of a type that only the interpreter accepts: one line, and the interpreter's
+    film.
+    """
+    file = tmp_path / "l00_gpu_and_triton.py"
+    solved = (SOLUTIONS / file.name).read_text(encoding="utf-8")
+    # an integer before the loop and a float in it: no type for the compiler
+    loop = "best = 0\n    for _ in range(2):\n        best = best + 0.5\n    inside = at < n"
+    captions = []
+    for text in (solved, solved.replace("inside = at < n", loop)):
+        file.write_text(text, encoding="utf-8")
+        figure = show("0.1", impl=str(tmp_path))
+        texts = [" ".join(t.get_text().split()) for t in figure.findobj(Text)]
+        captions += [text for text in texts if "copy_kernel, 4 programs" in text]
+    assert captions[0].startswith("compiled for an H100, run on a CPU")
+    assert captions[1].startswith("recorded in Triton's interpreter")
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "Loop-carried variable best" in said
+
+
+@pytest.mark.skipif(not interpreting(), reason="NOT RUN: addresses are seen in the interpreter")
+@pytest.mark.usefixtures("interpreted_films")
 def test_the_gaps_of_a_view_are_drawn():
     figure = show("0.4", impl="solutions")
     caption = " ".join(t.get_text() for t in figure.findobj(Text))

@@ -87,8 +87,8 @@ def _learners(impl: str, x: torch.Tensor) -> dict[str, Recording]:
 
 
 def counted_sectors(distances: list[int], itemsize: int) -> list[int]:
-    """Sectors that the first warp of a copy asks for, for each distance of the elements that it reads,
-    of `itemsize` bytes each: counted. To be called where kernels are compiled.
+    """Sectors that the first warp of a copy asks for, for each distance of the elements that it
+    reads, of `itemsize` bytes each: counted. To be called where kernels are compiled.
     """
     dtype = {1: torch.int8, 2: torch.float16, 4: torch.float32, 8: torch.float64}[itemsize]
     found = []
@@ -107,8 +107,8 @@ def sum_over_rows() -> Recording:
 
 
 def counted_rows() -> list[list[str]]:
-    """The table of MORE.md: what the kernels of lab/profile.py ask of memory, counted, and what would
-    do for the same bytes. To be called where kernels are compiled.
+    """The table of MORE.md: what the kernels of lab/profile.py ask of memory, counted, and what
+    would do for the same bytes. To be called where kernels are compiled.
     """
     rows = []
     for name, function in KERNELS.items():
@@ -157,8 +157,8 @@ def draw_still(found: dict[str, Recording]) -> ClassFigure:
 
 
 def draw_banks(recording: Recording) -> ClassFigure:
-    """Of the sum's accesses to shared memory the one with the fewest passes, of as many lanes as there
-    are, and the one with the most.
+    """Of the sum's accesses to shared memory the one with the fewest passes, of as many lanes as
+    there are, and the one with the most.
     """
     asking = [(i, s.request) for i, s in enumerate(recording.steps) if s.request]
     shared = [(i, r) for i, r in asking if r.kind == "shared" and r.size == WORD]
@@ -184,8 +184,8 @@ def show_banks() -> None:
 
 
 def show_instructions() -> None:
-    """A slider over the instructions. Where the code cannot be compiled or run, one line says why and
-    the committed picture is shown.
+    """A slider over the instructions. Where the code cannot be compiled or run, one line says why
+    and the committed picture is shown.
     """
     try:
         found = call(f"{__name__}:recordings", chip=CHIP)

@@ -1,5 +1,5 @@
-"""The lesson's pictures: a GPU from the outside in, what is stored where and how fast it is; what a warp
-fetches; how a kernel's numbers become addresses.
+"""The lesson's pictures: a GPU from the outside in, what is stored where and how fast it is; what a
+warp fetches; how a kernel's numbers become addresses.
 
     python -m lessons.l00_gpu_and_triton.lab.pictures
 

@@ -59,7 +59,8 @@ def test_the_numbers_of_the_readme():
         f"{ridge['h200'] / 4:.0f} at 4",
         f"N = 2048 that is {2 * LLAMA.params_read(1) / 2048 / kib['llama-3-8b'] / 1024:.0f} + "
         f"{2 * 4 / 2:.0f} = {endless:.0f}, never {ridge['h200']:.0f}",
-        f"FLOPs = 2 · {LLAMA.params_read(1) / 1e9:.2f}·10⁹ + attention     = {one.flops / 1e9:.1f}·10⁹",
+        f"FLOPs = 2 · {LLAMA.params_read(1) / 1e9:.2f}·10⁹ + attention     "
+        f"= {one.flops / 1e9:.1f}·10⁹",
         f"989.5·10¹² = {one.compute_s * 1e3:.3f} ms",
         f"8 · 32 · 128256 = {calc.activation_bytes(LLAMA, 2048, 32) / 1e9:.2f}·10⁹ bytes",
         f"({plan.usable_bytes / 1e9:.1f} − {plan.weight_bytes / 1e9:.2f} − "

@@ -74,8 +74,8 @@ def draw(batches: tuple[int, ...] = BATCHES, context: int = CONTEXT) -> ClassFig
         bandwidths={"memory": chip.memory_bytes_per_s},
         peaks={"16-bit matrix units": peak_flops(chip)},
         title=f"Decoding {who} can use {share:.1%} of the GPU's arithmetic",
-        caption=f"Predicted, not measured · {MODEL}, 16 bits, context {context} · {chip.name} by its "
-        "data sheet",
+        caption=f"Predicted, not measured · {MODEL}, 16 bits, context {context} · {chip.name} by "
+        "its data sheet",
     )
 
 
@@ -165,9 +165,9 @@ def draw_break_even(
         f"${monthly / capacity * 1e6:.2f} for 10⁶ an API always wins",
         xlabel="tokens a month, in 10⁹",
         ylabel="dollars a month",
-        caption=f"Predicted ceiling, busy day and night · {plan.model.name}, 16 bits, {plan.running} "
-        f"sequences of {plan.context} tokens · ${dollars_per_gpu_hour:.2f} a GPU hour, an "
-        "assumption",
+        caption=f"Predicted ceiling, busy day and night · {plan.model.name}, 16 bits, "
+        f"{plan.running} sequences of {plan.context} tokens · ${dollars_per_gpu_hour:.2f} a GPU "
+        "hour, an assumption",
     )
 
 

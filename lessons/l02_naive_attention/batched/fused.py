@@ -2,11 +2,11 @@
 
 `sampling.probabilities` and `sampling.draw` are the specification. `sample_fused` takes the same
 random number of each row and gives the same token. Four launches read the logits (two if no row
-asks for top-k or top-p, one if all rows are greedy), and one draws: see sample_kernels.py. Penalties
-are one launch more. No value is read back, so a step can be captured.
+asks for top-k or top-p, one if all rows are greedy), and one draws: see sample_kernels.py.
+Penalties are one launch more. No value is read back, so a step can be captured.
 
-Probabilities are float32's, right to 2e-5, and counted in units of 2^-40 of the likeliest token's. A
-token a billion times less likely than that has 1100 units. One below 2^-41 has none and is never
+Probabilities are float32's, right to 2e-5, and counted in units of 2^-40 of the likeliest token's.
+A token a billion times less likely than that has 1100 units. One below 2^-41 has none and is never
 drawn.
 
 Source: the draw by inverse CDF, Devroye 1986, *Non-uniform random variate generation*, chapter 3.

@@ -47,7 +47,7 @@ def load_scores(scores_row, ids, vocab_size):
 
 @triton.jit
 def weights_of(x, highest, scale, min_p):
-    """log2 of the probabilities relative to the likeliest token's, and these; 0 where min-p cuts."""
+    """log2 of the probabilities relative to the likeliest one, and these; 0 where min-p cuts."""
     height = (x - highest) * scale
     weight = tl.where(height == 0.0, 1.0, tl.exp2(height))  # exp2 of 0 may be a bit below 1
     return height, tl.where(weight >= min_p, weight, 0.0)

@@ -1,5 +1,5 @@
-"""The samplers beside which the benchmark stands on a GPU: FlashInfer's, which draws by rejection and
-sorts nothing, and vLLM's Triton kernel, which masks what top-k and top-p cut.
+"""The samplers that the benchmark times beside ours on a GPU: FlashInfer's, which draws by
+rejection and sorts nothing, and vLLM's Triton kernel, which masks what top-k and top-p cut.
 """
 
 import torch

@@ -102,8 +102,8 @@ def draw_sampling(logits: Tensor, names: list[str], likeliest: int = 8, **settin
         },
         ylabel="probability (neither is better)",
         better="neither",
-        title=f"{said}: {kept} of {len(before)} tokens can be drawn, {outside:.0%} of the mass lies "
-        "outside these",
+        title=f"{said}: {kept} of {len(before)} tokens can be drawn, {outside:.0%} of the mass "
+        "lies outside these",
         caption=f"The {len(shown)} likeliest next tokens",
     )
 

@@ -1,5 +1,5 @@
-"""What tests of the batched sampler share: random rows, hostile ones, and rows whose random number is
-chosen.
+"""What tests of the batched sampler share: random rows, hostile ones, and rows whose random number
+is chosen.
 """
 
 import math

@@ -38,7 +38,10 @@ BAD_ROPES = [
     (dict(slot_mapping=INTEGERS[:3] + 7), "slot_mapping: got values from 7 to 9; .* -1 to 8"),
     (dict(slot_mapping=INTEGERS[:3] - 2), "slot_mapping: got values from -2 to 0; .* -1 to 8"),
     (expanded(9), "k_cache: got .* strides .0, 8, 1.; accepted: elements that do not overlap"),
-    (dict(q=torch.zeros(1, 4, 8).expand(3, 4, 8)), "q: got .* accepted: elements that do not overlap"),
+    (
+        dict(q=torch.zeros(1, 4, 8).expand(3, 4, 8)),
+        "q: got .* accepted: elements that do not overlap",
+    ),
     (dict(q=torch.zeros(3, 0, 8)), "q, k: got 0 query heads for 2 KV heads"),
     (dict(k=torch.zeros(3, 0, 8), v=torch.zeros(3, 0, 8), k_cache=torch.zeros(9, 0, 8),
           v_cache=torch.zeros(9, 0, 8)), "q, k: got 4 query heads for 0 KV heads"),

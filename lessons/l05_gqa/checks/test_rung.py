@@ -1,4 +1,6 @@
-"""The rungs of this lesson: the same tokens and the same cache, whether heads are repeated or not."""
+"""The rungs of this lesson: the same tokens and the same cache, whether heads are repeated or
+not.
+"""
 
 import random
 from dataclasses import replace

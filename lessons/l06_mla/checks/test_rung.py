@@ -170,7 +170,9 @@ def test_bytes_that_each_cache_holds():
 
 
 def test_an_absorbed_step_expands_nothing():
-    """No tensor of a decode step is as large as one head's keys: the latents are read as they lie."""
+    """No tensor of a decode step is as large as one head's keys: the latents are read as they
+    lie.
+    """
     model, tokens = latent(new_model()), torch.randint(0, 61, (201,))
     for kind in (LatentPool, AbsorbedPool):
         pool = kind.for_model(model, 1, 256, LATENTS_TORCH)

@@ -38,9 +38,8 @@ BYTES_ALT = (
     "all heads of V3 would take 4880."
 )
 CROSSOVER_ALT = (
-    "FLOPs over new tokens after 8192 cached ones: the expanded form starts high and flat, the absorbed low "
-    "and linear; they "
-    "cross at 169 new tokens."
+    "FLOPs over new tokens after 8192 cached ones: the expanded form starts high and flat, the "
+    "absorbed low and linear; they cross at 169 new tokens."
 )
 ROOFLINE_ALT = (
     "H200's roofline: absorbed decode with 16 heads is at 30 FLOP per byte on the memory "
@@ -237,8 +236,8 @@ def draw_roofline() -> ClassFigure:
         peaks={"bfloat16": chip.bf16_flops_per_s},
         title="A row read once serves all heads: 16 of them wait for memory, 128 for the matrix "
         "units",
-        caption=f"Predicted, not measured · absorbed decode attention, bfloat16 · {chip.name} by its "
-        "data sheet",
+        caption=f"Predicted, not measured · absorbed decode attention, bfloat16 · {chip.name} by "
+        "its data sheet",
     )
 
 

@@ -53,8 +53,8 @@ def main() -> None:
     print("exp is finite up to, and 0 below")
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         print(
-            f"  "
-            f"{str(dtype).removeprefix('torch.'):10}{largest_exponent(dtype):9.2f}{smallest_exponent(dtype):10.2f}"
+            f"  {str(dtype).removeprefix('torch.'):10}{largest_exponent(dtype):9.2f}"
+            f"{smallest_exponent(dtype):10.2f}"
         )
 
 

@@ -252,8 +252,8 @@ def flash_hopper_kernel(
 def flash_attention_hopper(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """One sequence, on a Hopper GPU or on a CPU that runs its code. q: [T, Hq, D], k, v: [Tk, Hkv, D]
-    -> out: [T, Hq, D], lse: [T, Hq] float32.
+    """One sequence, on a Hopper GPU or on a CPU that runs its code. q: [T, Hq, D], k, v: [Tk, Hkv,
+    D] -> out: [T, Hq, D], lse: [T, Hq] float32.
 
     bfloat16, dense, D 64 or 128. Raises ValueError.
     """

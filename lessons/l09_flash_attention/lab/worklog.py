@@ -30,8 +30,9 @@ GPU = "h200"
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 1, 128
 PARTS = ("L2 cache", "shared memory", "instructions issued", "matrix units")
 ALT = (
-    "For each of five versions, how long four parts of an H200 work at the least. Naive: the L2 cache "
-    "most. Tiled and tensor cores: shared memory most. Swizzled and pipelined: issuing instructions."
+    "For each of five versions, how long four parts of an H200 work at the least. Naive: the L2 "
+    "cache most. Tiled and tensor cores: shared memory most. Swizzled and pipelined: issuing "
+    "instructions."
 )
 
 

@@ -1,5 +1,5 @@
-"""Launches the five versions of FlashAttention in CUDA C++: attention of one sequence, from a thread
-a query to tensor cores with tiles that are copied ahead. README.md goes through them.
+"""Launches the five versions of FlashAttention in CUDA C++: attention of one sequence, from a
+thread a query to tensor cores with tiles that are copied ahead. README.md goes through them.
 
 On CPU tensors `lessons.toolbox.gpu` runs their compiled code.
 """

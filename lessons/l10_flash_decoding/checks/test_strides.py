@@ -1,5 +1,5 @@
-"""Each tensor is read by its own strides, as in lesson 5, in splits; latents too. Bugs that mix them
-up are seen.
+"""Each tensor is read by its own strides, as in lesson 5, in splits; latents too. Bugs that mix
+them up are seen.
 """
 
 from functools import partial

@@ -1,4 +1,6 @@
-"""Proves that a step with prompts and single tokens in it is cut between them, and nothing is lost."""
+"""Proves that a step with prompts and single tokens in it is cut between them, and nothing is
+lost.
+"""
 
 import pytest
 import torch

@@ -5,8 +5,8 @@ import pytest
 from lessons.l12_paged_kv.lab.specs import KERNELS
 from lessons.toolbox.proof.compiled import Bounds, of_16_bits, reports_of
 
-# Bytes that a program may spill. float32 is here for proofs. Latents of 128 heads fill all registers
-# of an A100: Triton 3.6 spills 48 bytes there, 3.7 fewer.
+# Bytes that a program may spill. float32 is here for proofs. Latents of 128 heads fill all
+# registers of an A100: Triton 3.6 spills 48 bytes there, 3.7 fewer.
 SPILLS = {"fp32": 32, "paged_mla_bf16_128_sm80": 48, "paged_mla_bf16_128_sm89": 16}
 BOUNDS = {
     kernel: Bounds(kernel, spill_bytes=SPILLS, loads_128bit=1, matrix=of_16_bits)

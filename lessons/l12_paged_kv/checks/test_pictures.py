@@ -1,5 +1,5 @@
-"""Proves that the pictures fit, that the simulation loses no memory, and that the README quotes what
-the code says.
+"""Proves that the pictures fit, that the simulation loses no memory, and that the README quotes
+what the code says.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from lessons.l12_paged_kv.lab import pictures
 from lessons.l12_paged_kv.lab.pictures import counted_share
 from lessons.l12_paged_kv.lab.testing import paged
-from lessons.l12_paged_kv.lab.walk import draw_walk, loads_of_program
+from lessons.l12_paged_kv.lab.walk import draw_walk, loads_of_programs
 from lessons.l12_paged_kv.lab.workload import ALPACA, MAX_TOKENS, SHAREGPT, Mix, reports
 from lessons.l12_paged_kv.more.waste import expected_empty_share, more_requests
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
@@ -78,12 +78,14 @@ def test_the_excerpts_stand_in_the_sources():
         assert any(code in source for source in sources), code
 
 
+@pytest.mark.sample(2, of="compiled code")
 def test_each_program_loads_its_own_rows_once():
     if not interpreting():
-        pytest.skip("NOT RUN: accesses are counted in the interpreter")
+        pytest.skip("NOT RUN: the film is compared beside the interpreter")
     inputs = paged([10, 7], block_size=4, heads=(1, 1, 16, 16), seed=3)
-    for sequence, length in enumerate((10, 7)):
-        loads = loads_of_program(inputs, sequence)
+    every, source = loads_of_programs(inputs)
+    assert source == "compiled for an H100, run on a CPU"
+    for sequence, (loads, length) in enumerate(zip(every, (10, 7))):
         blocks = inputs.block_table[sequence].tolist()
         rows = {(blocks[i // 4], i % 4) for i in range(length)}
         assert {tuple(x) for x in loads.nonzero().tolist()} == rows and loads.max() == 1

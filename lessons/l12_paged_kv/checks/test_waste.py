@@ -47,7 +47,9 @@ def test_reserved_internal_and_external_are_told_apart():
 
 
 def test_an_arena_against_a_row_of_slots(seed):
-    """Random requests come and go: no two pieces overlap, and a hole is found where there is one."""
+    """Random requests come and go: no two pieces overlap, and a hole is found where there is
+    one.
+    """
     arena, owner, pieces = Arena(60), [None] * 60, {}
     for name in range(400):
         if pieces and random.random() < 0.5:

@@ -1,5 +1,5 @@
-"""What each program of the decode kernel touches, as recorded in Triton's interpreter: a film
-strip, one panel a program.
+"""What each program of the decode kernel touches, recorded from its compiled code: a film strip,
+one panel a program.
 
     draw_walk(lengths=[10, 7, 13])
 """
@@ -11,18 +11,22 @@ from torch import Tensor
 from lessons.l12_paged_kv.lab.testing import NO_BLOCK, PagedInputs, paged
 from lessons.l12_paged_kv.optimized import paged_decode
 from lessons.toolbox.draw.figure import PALETTE, ClassFigure, frame, key, style
-from lessons.toolbox.kernels.accesses import Accesses
+from lessons.toolbox.draw.film_panels import record
 
 EMPTY, OWNED, LOADED = "#F4F4F4", "#BFD9EA", PALETTE[0]
 
 
-def loads_of_program(inputs: PagedInputs, sequence: int) -> Tensor:
-    """How often the program of one sequence loads each row of K: [num_blocks, block_size]."""
+def loads_of_programs(inputs: PagedInputs) -> tuple[list[Tensor], str]:
+    """How often the program of each sequence loads each row of K, a tensor [num_blocks, block_size]
+    each; and in words, where that was recorded.
+    """
     q, k_cache, v_cache, table, _, lens = inputs
-    one = slice(sequence, sequence + 1)
-    with Accesses() as accesses:
-        paged_decode(q[one], k_cache, v_cache, table[one], lens[one], num_splits=1)
-    return accesses.loads(k_cache).amax((-1, -2))
+    recording, _ = record(lambda: paged_decode(q, k_cache, v_cache, table, lens, num_splits=1))
+    loads = [torch.zeros_like(k_cache, dtype=torch.int64) for _ in range(len(q))]
+    for access in recording.accesses:
+        if access.kind == "load":
+            loads[access.program[2]] += access.elements(k_cache)
+    return [counts.amax((-1, -2)) for counts in loads], recording.source
 
 
 @style()
@@ -30,6 +34,7 @@ def draw_walk(lengths: list[int], block_size: int = 4, seed: int = 12) -> ClassF
     """Rows of the pool that each sequence's program loads; pale: what others own."""
     inputs = paged(lengths, block_size=block_size, heads=(1, 1, 16, 16), seed=seed)
     num_blocks = len(inputs.k_cache)
+    loads_of_each, source = loads_of_programs(inputs)
     owned = torch.zeros(num_blocks, block_size, dtype=torch.bool)
     for table, length in zip(inputs.block_table, lengths):
         blocks = table[table < NO_BLOCK].long()
@@ -37,12 +42,12 @@ def draw_walk(lengths: list[int], block_size: int = 4, seed: int = 12) -> ClassF
             owned[blocks[key_ // block_size], key_ % block_size] = True
     fig, axes = frame(
         "Each program loads its own keys, wherever their pages lie, and nothing else",
-        f"K of one layer; recorded from decode_kernel in the interpreter; pages of {block_size}",
+        f"{source}; decode_kernel, K of one layer, pages of {block_size}",
         (9.5, 1.6 + 0.34 * num_blocks),
         widths=(1,) * len(lengths),
     )
     for sequence, ax in enumerate(axes):
-        loads = loads_of_program(inputs, sequence)
+        loads = loads_of_each[sequence]
         for block in range(num_blocks):
             for row in range(block_size):
                 colour = OWNED if owned[block, row] else EMPTY

@@ -1,5 +1,5 @@
-"""Proves that hash blocks and the radix tree keep the laws of cache.py, in histories that hypothesis
-invents, and that wrong caches do not.
+"""Proves that hash blocks and the radix tree keep the laws of cache.py, in histories that
+hypothesis invents, and that wrong caches do not.
 """
 
 import hashlib
@@ -264,7 +264,9 @@ def test_a_wrong_cache_is_rejected(make, kind):
 
 
 def test_a_sequence_that_grows_hashes_each_block_once(monkeypatch):
-    """Ten blocks, remembered one by one as they fill; then a second sequence with the same tokens."""
+    """Ten blocks, remembered one by one as they fill; then a second sequence with the same
+    tokens.
+    """
     hashed, sha256 = [], hashlib.sha256
     monkeypatch.setattr(hashlib, "sha256", lambda data: hashed.append(data) or sha256(data))
     manager, tokens = manager_of(HashBlocks, 30, 4), list(range(40))

@@ -251,7 +251,9 @@ def test_the_rates_of_the_readme():
 
 @both_caches
 def test_where_a_stamp_stands_decides(new_cache):
-    """A token that differs in every prompt: in front nothing is known, behind the tools these are."""
+    """A token that differs in every prompt: in front nothing is known, behind the tools these
+    are.
+    """
     rates = {}
     for stamp_at in (None, 0, 320):
         hits = traffic.replay(traffic.agent(random.Random(13)), 4096, 16, new_cache, stamp_at)

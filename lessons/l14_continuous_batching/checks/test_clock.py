@@ -1,4 +1,6 @@
-"""Proves the virtual clock on traces small enough for paper: who waits for whom, and for how long."""
+"""Proves the virtual clock on traces small enough for paper: who waits for whom, and for how
+long.
+"""
 
 import math
 

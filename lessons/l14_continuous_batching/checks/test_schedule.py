@@ -1,5 +1,5 @@
-"""Proves the continuous scheduler on random histories: who runs, who waits, and who owns which block
-after every step. No model takes part.
+"""Proves the continuous scheduler on random histories: who runs, who waits, and who owns which
+block after every step. No model takes part.
 """
 
 import pytest

@@ -97,8 +97,8 @@ def draw_gain_by_places(long: int = 200, share_long: float = 0.05, short: int = 
         floor=[float(min(count, max(long, short) / mean)) for count in places],
         floor_label="no more than B, or than the longest over the mean",
         better="higher",
-        title=f"With {share_long:.0%} of the answers at {long} tokens and the others at {short}, 32 "
-        f"places gain {found[places.index(32)]:.1f}×",
+        title=f"With {share_long:.0%} of the answers at {long} tokens and the others at {short}, "
+        f"32 places gain {found[places.index(32)]:.1f}×",
         xlabel="places B",
         ylabel="gain in steps over static waves",
         caption="computed for many requests · gain = E[longest of B] / E[length]",

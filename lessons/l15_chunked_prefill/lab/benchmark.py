@@ -74,8 +74,8 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l15_worst_gap",
-        title=f"A prompt of {{x}} tokens arrives: in chunks of {BUDGET - DECODES}, the decodes beside "
-        "it wait {speedup:.1f}x shorter",
+        title=f"A prompt of {{x}} tokens arrives: in chunks of {BUDGET - DECODES}, the decodes "
+        "beside it wait {speedup:.1f}x shorter",
         x_name="tokens of the prompt that arrives",
         x_values=PROMPTS,
         quick_x_values=PROMPTS[:2],

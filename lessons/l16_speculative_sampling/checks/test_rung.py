@@ -1,5 +1,5 @@
-"""Proves that greedy tokens are those of plain decoding, whoever drafts; that caches are rewound and
-blocks given back; that a request ends where it should; and what is refused.
+"""Proves that greedy tokens are those of plain decoding, whoever drafts; that caches are rewound
+and blocks given back; that a request ends where it should; and what is refused.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Proves that the verification in several programs a sequence decides as the paper's rule in float64
-does, from the same random numbers.
+"""Proves that the verification in several programs a sequence decides as the paper's rule in
+float64 does, from the same random numbers.
 """
 
 from itertools import pairwise
@@ -112,21 +112,42 @@ def test_edges(rows_of_a_kind, seed, proof):
 
 
 BUGS = {
-    "the residual of the last row": ("end - 1, stride_p, stride_q, SURE\n    )\n    token", "end - 2, stride_p, stride_q, SURE\n    )\n    token"),
-    "the token of another row": ("tl.load(drafted_ptr + stop, mask=stop", "tl.load(drafted_ptr + first, mask=stop"),
-    "a part is summed short": ("    tl.store(out, tl.sum(rest, axis=0))", "    tl.store(out, tl.sum(tl.where(ids % PART > 0, rest, 0.0), axis=0))"),
+    "the residual of the last row": (
+        "end - 1, stride_p, stride_q, SURE\n    )\n    token",
+        "end - 2, stride_p, stride_q, SURE\n    )\n    token",
+    ),
+    "the token of another row": (
+        "tl.load(drafted_ptr + stop, mask=stop",
+        "tl.load(drafted_ptr + first, mask=stop",
+    ),
+    "a part is summed short": (
+        "    tl.store(out, tl.sum(rest, axis=0))",
+        "    tl.store(out, tl.sum(tl.where(ids % PART > 0, rest, 0.0), axis=0))",
+    ),
     "p in the place of its residual": ("tl.store(out, tl.sum(rest", "tl.store(out, tl.sum(p"),
-    "a residual for the bonus row": ("token, reads, stop < end - 1, SURE)", "token, reads, stop < end, SURE)"),
+    "a residual for the bonus row": (
+        "token, reads, stop < end - 1, SURE)",
+        "token, reads, stop < end, SURE)",
+    ),
     "no way out of an empty residual": ("has_draft = stop < first", "has_draft = stop < end - 1"),
     "one number decides and draws": ("u_ptr + 2 * stop + 1", "u_ptr + 2 * stop"),
     "the part before": ("weighs & (reached > mass)", "weighs & (reached >= mass)"),
     "always the first part": ("part = tl.minimum(passing", "part = 0 * tl.minimum(passing"),
-    "each part begins at 0": ("(mass - tl.sum(tl.where(parts < part, masses, 0.0), axis=0))", "(mass * 1.0)"),
+    "each part begins at 0": (
+        "(mass - tl.sum(tl.where(parts < part, masses, 0.0), axis=0))",
+        "(mass * 1.0)",
+    ),
     "the part itself is taken off": ("parts < part, masses", "parts <= part, masses"),
-    "the token before": ("tl.cumsum(rest, axis=0) > rest_of_mass", "tl.cumsum(rest, axis=0) >= rest_of_mass"),
-    "the id within its part": ("tl.where(is_above, ids, vocab_size)", "tl.where(is_above, ids - part * PART, vocab_size)"),
+    "the token before": (
+        "tl.cumsum(rest, axis=0) > rest_of_mass",
+        "tl.cumsum(rest, axis=0) >= rest_of_mass",
+    ),
+    "the id within its part": (
+        "tl.where(is_above, ids, vocab_size)",
+        "tl.where(is_above, ids - part * PART, vocab_size)",
+    ),
     "padding counts as accepted": ("stop - first)\n\n\ndef", "stop - first + 1)\n\n\ndef"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

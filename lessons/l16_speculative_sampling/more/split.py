@@ -1,8 +1,9 @@
 """The verification of a batch in several programs a sequence: two launches in place of one.
 
 `optimized.verify` has one program walk over a whole row, so it takes as long as that walk, and with
-few sequences most of the GPU is idle. Here a row is cut into parts. `masses_kernel` sums each part in a
-program of its own. `emit_kernel` finds the part in which the draw ends, and looks into that one alone.
+few sequences most of the GPU is idle. Here a row is cut into parts. `masses_kernel` sums each part
+in a program of its own. `emit_kernel` finds the part in which the draw ends, and looks into that
+one alone.
 
 The decisions are those of `optimized.verify`, from the same numbers. Sums of parts are added in
 float64, so a draw falls into another token only where the float32 sum of one part rounds.
@@ -31,8 +32,8 @@ def ending_of(
     SURE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Where a sequence begins and ends, the row at which its draft ends, and the token drafted there:
-    (first, end, stop, token). first == end for padding.
+    """Where a sequence begins and ends, the row at which its draft ends, and the token drafted
+    there: (first, end, stop, token). first == end for padding.
     """
     first = tl.load(cu_rows_ptr + sequence)
     end = tl.load(cu_rows_ptr + sequence + 1)

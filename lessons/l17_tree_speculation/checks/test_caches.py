@@ -1,4 +1,6 @@
-"""Proves that one path of a tree stays in the cache, in one piece, and that all blocks come back."""
+"""Proves that one path of a tree stays in the cache, in one piece, and that all blocks come
+back.
+"""
 
 import random
 from dataclasses import replace
@@ -76,7 +78,8 @@ def test_slips_of_the_cache_are_found(seed, monkeypatch):
 
     def by_order(batch, trees):
         made = with_trees(batch, trees)
-        # Not beyond the deepest node's, because the table of rotations ends with the longest answer.
+        # Not beyond the deepest node's, because the table of rotations ends with the longest
+        # answer.
         deepest = int(made.positions.max())
         return replace(made, positions=batch.positions.clamp(max=deepest))
 
@@ -100,7 +103,8 @@ def second_best_children(self, logits, parents):
     return [tokens[: parent.count] for parent, tokens in zip(parents, best)]
 
 
-STEPS = {  # new tokens of each sequence, or its tree; how many are taken apart from what stands behind
+# New tokens of each sequence, or its tree; how many are taken apart from what follows.
+STEPS = {
     "trees in front": ([BRANCHES, 1, chain(2), 7, 1], 3),
     "a prompt in front": ([7, BRANCHES, 1], 0),
     "a tree behind a prompt": ([BRANCHES, 5, BRANCHES], 0),
@@ -112,7 +116,9 @@ STEPS = {  # new tokens of each sequence, or its tree; how many are taken apart 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_trees_and_prompts_in_one_step(name, window, seed):
-    """The kernels, each over its part, against PyTorch over all; pages that nobody owns hold NaN."""
+    """The kernels, each over its part, against PyTorch over all; pages that nobody owns hold
+    NaN.
+    """
     kinds, in_front = STEPS[name]
     counts = [kind if isinstance(kind, int) else len(kind) for kind in kinds]
     held = [random.randint(0, 6) for _ in kinds]

@@ -1,4 +1,6 @@
-"""Proves that heads read what they should, draft what their layers say, and belong to one target."""
+"""Proves that heads read what they should, draft what their layers say, and belong to one
+target.
+"""
 
 import json
 import random
@@ -45,8 +47,8 @@ def test_new_heads_say_what_the_target_says(seed):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_small_head_guesses_its_own_tokens_alone(kind, seed):
-    """Their logits are the target's, and in a tree that asks for more tokens than it has, the others
-    are not read as tokens with a small probability.
+    """Their logits are the target's, and in a tree that asks for more tokens than it has, the
+    others are not read as tokens with a small probability.
     """
     model, guessed = new_model(), random.sample(range(CONFIG.vocab_size), 12)
     heads = random_heads(model, kind, guessed=guessed)

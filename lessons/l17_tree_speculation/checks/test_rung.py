@@ -1,5 +1,5 @@
-"""Proves that tokens are those of plain decoding, whatever the heads and the tree; that a request ends
-where it should; and what is refused.
+"""Proves that tokens are those of plain decoding, whatever the heads and the tree; that a request
+ends where it should; and what is refused.
 """
 
 import random

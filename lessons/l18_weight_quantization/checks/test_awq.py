@@ -1,4 +1,6 @@
-"""AWQ: folding changes no output, the search is never worse than rounding, and whole models come out."""
+"""AWQ: folding changes no output, the search is never worse than rounding, and whole models come
+out.
+"""
 
 import copy
 

@@ -22,9 +22,9 @@ def test_every_configuration_compiles(format_name):
 
 @pytest.mark.compiler
 def test_codes_and_x_are_loaded_16_bytes_at_once():
-    """Of 4-bit codes a program of 16 rows loads 128 rows of 64 bytes a step, 4 loads a thread, and of
-    x two halves of 16 rows of 128 bytes, 1 load each; the prologue loads 3 steps, the loop one. A
-    step of NF4 is half as long, too short for that.
+    """Of 4-bit codes a program of 16 rows loads 128 rows of 64 bytes a step, 4 loads a thread, and
+    of x two halves of 16 rows of 128 bytes, 1 load each; the prologue loads 3 steps, the loop one.
+    A step of NF4 is half as long, too short for that.
     """
     for report in reports_of(KERNELS, "bf16_16x") + reports_of(KERNELS, "fp16_16x"):
         if report.chip >= 80 and "fp32" not in report.name:
@@ -58,8 +58,8 @@ def test_more_rows_run_on_warpgroup_instructions():
 
 @pytest.mark.compiler
 def test_a_zero_point_costs_no_round_through_shared_memory():
-    """The codes go from shared memory straight into the registers of the tensor core: with zeros the
-    kernel stores to shared memory no more often than without.
+    """The codes go from shared memory straight into the registers of the tensor core: with zeros
+    the kernel stores to shared memory no more often than without.
     """
     plain, zeros = (
         {r.chip: r.census.get("STS", 0) for r in reports_of(KERNELS, name) if r.chip == HOPPER}

@@ -91,8 +91,8 @@ def test_true_bits_a_weight(name):
 
 
 def test_nf4_is_made_of_quantiles_of_the_normal_distribution():
-    """Eight positive quantiles and seven negative ones, evenly spread in probability from ½ to 0.9677,
-    and 0; all divided by the largest (QLoRA, section 3, in the form of bitsandbytes).
+    """Eight positive quantiles and seven negative ones, evenly spread in probability from ½ to
+    0.9677, and 0; all divided by the largest (QLoRA, section 3, in the form of bitsandbytes).
     """
     most = 1 - 0.5 * (1 / 32 + 1 / 30)  # 0.9677083
     probabilities = torch.linspace(0.5, most, 9, dtype=torch.float64)[1:]

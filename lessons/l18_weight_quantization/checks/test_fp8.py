@@ -35,7 +35,9 @@ def plain_rows(x):
 @needs_fp8
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_become_fp8_as_pytorch_rounds_them(dtype, seed, proof):
-    """A row of zeros, a row with one huge number, more columns than a block; nothing becomes NaN."""
+    """A row of zeros, a row with one huge number, more columns than a block; nothing becomes
+    NaN.
+    """
     x = draw("normal", (4, 1100), dtype=dtype, seed=seed, device=DEVICE)
     x[1], x[2, 7] = 0, 30000
     values, scales = quantize_rows(x)
@@ -58,8 +60,8 @@ def test_a_nan_in_x_is_a_nan_in_the_product(seed):
 @pytest.mark.parametrize("name", ["e4m3, a scale a row", "e4m3, one scale", "e4m3, tiles"])
 @pytest.mark.parametrize("shape", [(1, 20, 96), (17, 130, 160)])
 def test_product_of_fp8_with_fp8(name, shape, seed, proof):
-    """Against float64 with the numbers that both factors' codes mean: rounding x is not its error. A
-    last step of 32 columns, tiles of the matrix that are not whole.
+    """Against float64 with the numbers that both factors' codes mean: rounding x is not its error.
+    A last step of 32 columns, tiles of the matrix that are not whole.
     """
     rows, outputs, columns = shape
     weight = matrix(name, outputs, columns, seed)
@@ -82,8 +84,8 @@ def test_product_of_fp8_with_fp8(name, shape, seed, proof):
 
 
 def test_int8_is_added_up_exactly(seed):
-    """Whole numbers, scales of 1: int32 sums, exact where 16 bits and float32 products would be, too.
-    What lies behind a row is never read.
+    """Whole numbers, scales of 1: int32 sums, exact where 16 bits and float32 products would be,
+    too. What lies behind a row is never read.
     """
     generator = torch.Generator().manual_seed(seed)
     x, w = (torch.randint(-128, 128, (n, 160), generator=generator).to(torch.int8) for n in (3, 18))

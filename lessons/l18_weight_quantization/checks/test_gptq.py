@@ -1,5 +1,5 @@
-"""GPTQ against the problem that it solves, least squares, solved in full at every step; and what layers
-receive on a text.
+"""GPTQ against the problem that it solves, least squares, solved in full at every step; and what
+layers receive on a text.
 """
 
 import copy
@@ -23,8 +23,8 @@ from lessons.toolbox.proof.planted import with_bug
 
 
 def case(rows: int = 6, columns: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix, and the gram of correlated inputs of very different sizes. Always the same, because a
-    number that lies between two codes would be a rare failure.
+    """A matrix, and the gram of correlated inputs of very different sizes. Always the same, because
+    a number that lies between two codes would be a rare failure.
     """
     generator = torch.Generator().manual_seed(1)
     draw = dict(generator=generator, dtype=torch.float64)
@@ -35,8 +35,8 @@ def case(rows: int = 6, columns: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def solved_in_full(weight, gram, bits, size, symmetric, act_order):
-    """GPTQ without its algebra: behind every rounded column the free ones are found by least squares,
-    from the original matrix.
+    """GPTQ without its algebra: behind every rounded column the free ones are found by least
+    squares, from the original matrix.
     """
     root = gram + 0.01 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
     root = torch.linalg.cholesky(root).T  # |root · d|² is the error of a change d

@@ -30,7 +30,9 @@ def test_the_pictures_fit(draw):
 
 
 def covered_points(figure) -> list[tuple[str, float, float]]:
-    """(label, x, y) of each point whose dot or interval a label touches, also by less than 2 pixels."""
+    """(label, x, y) of each point whose dot or interval a label touches, also by less than 2
+    pixels.
+    """
     figure.draw_without_rendering()
     found = []
     for ax in figure.axes:

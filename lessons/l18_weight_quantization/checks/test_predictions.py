@@ -33,7 +33,9 @@ def test_bits_are_those_of_the_formats(rows):
 
 
 def test_methods_that_read_text_lose_less_at_the_same_bits(rows):
-    """Each interval lies below the one before, although GPTQ's matrix is further from the original."""
+    """Each interval lies below the one before, although GPTQ's matrix is further from the
+    original.
+    """
     for shared in ("row", "g128"):
         plain, scaled, solved = (rows[f"{way}int4-{shared}"] for way in ("", "awq-", "gptq-"))
         assert solved["kl"]["high"] < scaled["kl"]["low"]

@@ -1,5 +1,5 @@
-"""Naive: every number gets the nearest code of its format, every group its own scale, and wrong versions
-show.
+"""Naive: every number gets the nearest code of its format, every group its own scale, and wrong
+versions show.
 """
 
 import math
@@ -68,7 +68,9 @@ def float8_values(dtype) -> torch.Tensor:
 
 
 def check_float8(naive):
-    """Every value of the format is kept, subnormals too; ties go to even; too large becomes largest."""
+    """Every value of the format is kept, subnormals too; ties go to even; too large becomes
+    largest.
+    """
     for dtype in (E4M3, E5M2):
         values = float8_values(dtype)
         most = float(values[-1])

@@ -17,8 +17,8 @@ PACKED = {"int4, groups of 32", "int4, groups of 128", "int4, zeros", "int4, ord
 PACKED |= {"int8, a scale a row", "int4, a scale a row"}  # of 256 columns: one group of 256
 
 
-# PyTorch's products round three times more than the naive one: shifts and scales to bfloat16, 2^-9 of
-# them at most, and the sum before the bias is added.
+# PyTorch's products round three times more than the naive one: shifts and scales to bfloat16, 2^-9
+# of them at most, and the sum before the bias is added.
 FLOORS = {torch.float32: None, torch.bfloat16: 1.5e-2}
 
 

@@ -37,7 +37,9 @@ def test_the_gradient_passes_the_rounding_as_it_is():
 
 
 def test_qat_finds_weights_that_round_better():
-    """A layer of 4 bits learns the outputs of a layer in full precision, and `finished` keeps them."""
+    """A layer of 4 bits learns the outputs of a layer in full precision, and `finished` keeps
+    them.
+    """
     teacher = nn.Linear(32, 8).requires_grad_(False)
     teacher.weight.copy_(numbers(8, 32))
     x = numbers(256, 8) @ numbers(8, 32) / 8  # inputs that have much in common: errors can cancel

@@ -30,7 +30,8 @@ from lessons.toolbox.kernels.triton_ import tl, triton
 
 LARGEST = 448.0  # of E4M3
 ROW_BLOCK = 1024
-# Steps of TILE columns, so that each has one scale of the matrix. Timed on an H200 and not tuned there.
+# Steps of TILE columns, so that each has one scale of the matrix. Timed on an H200 and not tuned
+# there.
 FEW_ROWS, MORE_ROWS = GemmTiles(16, 64, TILE, 4, 4), GemmTiles(128, 128, TILE, 8, 3)
 
 

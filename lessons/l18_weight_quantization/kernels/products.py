@@ -47,8 +47,9 @@ def scale_of(stored):
 def whole_number(code, dtype: tl.constexpr):
     """0 … 255 as dtype, exactly and without a conversion of integers. code: [...] uint8."""
     # The sum over one element hides from the compiler that a byte was loaded. Triton up to 3.7 lays
-    # out an operand of a product by the narrowest number that it comes from, and counts a step twice
-    # whose columns are fewer than that layout's (mended by triton-lang/triton pull request 11691).
+    # out an operand of a product by the narrowest number that it comes from, and counts a step
+    # twice whose columns are fewer than that layout's (mended by triton-lang/triton pull request
+    # 11691).
     code = tl.sum(code.to(tl.uint16)[:, :, None], axis=2)
     return ((code.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(dtype)
 

@@ -1,5 +1,4 @@
-"""What two splits of quantized_matmul_kernel touch, as recorded in Triton's interpreter: a film
-strip.
+"""What two splits of quantized_matmul_kernel touch, recorded from its compiled code: a film strip.
 
 film_of_splits()
 """
@@ -18,8 +17,7 @@ OUTPUTS, COLUMNS = 8, 128  # two groups of 64 columns, 32 bytes each
 def film_of_splits() -> ClassFigure | None:
     """One row of x times 8 outputs in two splits, a group of 64 columns each: a step loads 32 bytes
     of every row of codes and the 64 numbers of x that they belong to, the first half of the group
-    for the low halves of the bytes and the second for the high ones. None where kernels are
-    compiled.
+    for the low halves of the bytes and the second for the high ones. None on a GPU.
     """
     weight = matrix("int4, zeros", OUTPUTS, COLUMNS)
     x = draw("normal", (1, COLUMNS), device=DEVICE)

@@ -25,8 +25,8 @@ def test_every_configuration_compiles(kernel):
 
 @pytest.mark.compiler
 def test_codes_need_no_wider_memory_than_numbers():
-    """A tile of codes in shared memory is half or a quarter of lesson 12's, and as many are under way.
-    The numbers themselves need room there too, because the tensor cores read K from it.
+    """A tile of codes in shared memory is half or a quarter of lesson 12's, and as many are under
+    way. The numbers themselves need room there too, because the tensor cores read K from it.
     """
     (plain,) = (r for r in reports_of(LESSON_12, "decode_bf16_4x128_paged_16") if r.chip == 90)
     for name in ("fp8", "int8", "int4"):

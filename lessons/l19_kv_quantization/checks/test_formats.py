@@ -1,5 +1,5 @@
-"""Proves the formats: bit for bit against loops over plain numbers, errors within half a step, and bytes
-as lesson 1 counts them.
+"""Proves the formats: bit for bit against loops over plain numbers, errors within half a step, and
+bytes as lesson 1 counts them.
 """
 
 import math
@@ -103,8 +103,8 @@ def test_a_row_s_codes_depend_on_no_other_row(seed):
 
 
 def test_llama_2_70b_by_lesson_1():
-    """A sequence of 4096 tokens: 1.34 GB in 16 bits, 0.67 GB in 8; with a scale of 16 bits for each 128
-    numbers 0.68, and 0.36 in 4 bits with two of them.
+    """A sequence of 4096 tokens: 1.34 GB in 16 bits, 0.67 GB in 8; with a scale of 16 bits for each
+    128 numbers 0.68, and 0.36 in 4 bits with two of them.
     """
     shape = find_model("Llama-2-70B")
     sixteen, eight = (4096 * kv_bytes_of_shape(shape, bits) for bits in (16, 8))

@@ -1,4 +1,6 @@
-"""Proves KIVI's groups, its residual and its kernel, and shows why its cache depends on who reads when."""
+"""Proves KIVI's groups, its residual and its kernel, and shows why its cache depends on who reads
+when.
+"""
 
 from functools import partial
 
@@ -65,8 +67,8 @@ def test_each_number_is_wrong_by_half_a_step_of_its_own_scale(seed):
 
 
 def test_loud_channels_cost_a_token_s_scale_its_bits(seed):
-    """K with a scale a channel is several times nearer than with a scale a token; so is V with a scale a
-    token, if it is a token that is loud.
+    """K with a scale a channel is several times nearer than with a scale a token; so is V with a
+    scale a token, if it is a token that is loud.
     """
     k, _ = loud_keys(4 * GROUP, seed)
     by_token = FORMATS["int4"].dequantize(*FORMATS["int4"].quantize(k))
@@ -103,8 +105,8 @@ def test_chunks_of_any_size_leave_the_same_cache(residual, seed):
 
 
 def test_but_a_query_in_the_middle_saw_another_cache(seed):
-    """Token 40 saw the first group in full precision when it came. A prompt of 101 tokens that is computed
-    again, or found by its prefix, would show it codes.
+    """Token 40 saw the first group in full precision when it came. A prompt of 101 tokens that is
+    computed again, or found by its prefix, would show it codes.
     """
     k, _ = loud_keys(101, seed)
     then = cache_of(40, seed).numbers()[0]
@@ -113,8 +115,8 @@ def test_but_a_query_in_the_middle_saw_another_cache(seed):
 
 
 def test_a_draft_that_completes_a_group_leaves_a_trace(seed):
-    """66 tokens and 5 rejected ones: nothing changes. With 70 the draft moves the border: tokens 32 to 63
-    are codes before their time, and stay so.
+    """66 tokens and 5 rejected ones: nothing changes. With 70 the draft moves the border: tokens 32
+    to 63 are codes before their time, and stay so.
     """
     for tokens, coded in ((66, 32), (70, 64)):
         cache = cache_of(tokens, seed, residual=8)
@@ -175,7 +177,9 @@ def test_the_kernel_reads_channels_of_k_and_tokens_of_v(seed, proof):
     ],
 )  # fmt: skip
 def test_a_wrong_hook_is_found(hook, old, new, seed, tmp_path, monkeypatch):
-    """One scale for all channels; the first group's scales for all; V's scales as if they were K's."""
+    """One scale for all channels; the first group's scales for all; V's scales as if they were
+    K's.
+    """
     caches, pages, q = inputs_of(seed)
     buggy = with_bug(hooks, tmp_path, old, new)
     monkeypatch.setattr(kivi_kernel, hook, getattr(buggy, hook))

@@ -1,5 +1,5 @@
-"""Proves that the pictures fit, that the README and GUIDES.md quote what the code says, and that the
-planner's ways out are those of lesson 1.
+"""Proves that the pictures fit, that the README and GUIDES.md quote what the code says, and that
+the planner's ways out are those of lesson 1.
 """
 
 import re

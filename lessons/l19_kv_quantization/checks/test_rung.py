@@ -1,5 +1,5 @@
-"""Proves the pools: steps of every kind over codes, by the kernels and by PyTorch, for heads, latents, and
-scores with rules; blocks that are shared, copied and swapped.
+"""Proves the pools: steps of every kind over codes, by the kernels and by PyTorch, for heads,
+latents, and scores with rules; blocks that are shared, copied and swapped.
 """
 
 import math
@@ -102,7 +102,9 @@ def test_forks_copies_and_swaps_carry_scales(kind, name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_latents_in_codes(name):
-    """A latent has one scale for what all heads share. Chunks of a prompt give what it gives whole."""
+    """A latent has one scale for what all heads share. Chunks of a prompt give what it gives
+    whole.
+    """
     model, (prompt,) = MODELS["latents"](), new_prompts(11)
     at_once, in_chunks = (quantized_runner(model, name, 8, 4, 64) for _ in range(2))
     assert isinstance(at_once.pool, QuantizedLatentPool)
@@ -149,7 +151,9 @@ def test_auto_is_lesson_12(seed):
 
 
 def test_what_is_counted_is_the_format_s_own_error():
-    """lab/quality.py's decoder over a cache, beside the definition; and its groups, by their scales."""
+    """lab/quality.py's decoder over a cache, beside the definition; and its groups, by their
+    scales.
+    """
     model, (prompt,) = new_model(), new_prompts(12)
     row = partial(quality.by_row, "int8")
     attend = whole_sequence(model, len(prompt))
@@ -184,8 +188,8 @@ rotated = pools.rotated
 
 @pytest.mark.parametrize("wrong", ["rotation", "scales", "tables"])
 def test_a_wrong_pool_is_found(wrong, monkeypatch):
-    """K as it was before its rotation; scales in the wrong slots; tables that still name blocks of the
-    whole pool.
+    """K as it was before its rotation; scales in the wrong slots; tables that still name blocks of
+    the whole pool.
     """
     if wrong == "rotation":
         monkeypatch.setattr(pools, "rotated", stores_before_it_rotates)

@@ -92,7 +92,7 @@ def test_tokens_are_quantized_bit_for_bit(name, seed):
     "old, new",
     [
         ("* x_scale * w_scale\n", "* x_scale\n"),
-        ("tl.load(w_scale_ptr + column, mask=is_column", "tl.load(w_scale_ptr + 0 * column, mask=is_column"),
+        ("tl.load(w_scale_ptr + column, mask", "tl.load(w_scale_ptr + 0 * column, mask"),
         ("range(0, num_inputs, BLOCK_K)", "range(0, num_inputs - BLOCK_K + 1, BLOCK_K)"),
         ("acc = tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)",
          "acc += tl.dot(x, tl.trans(w), out_dtype=tl.int32).to(tl.int8)"),
@@ -164,7 +164,9 @@ def test_loud_channels_change_no_function(model, tokens):
 
 
 def test_smoothing_mends_what_loud_channels_break(model, tokens):
-    """INT8 on both sides: the error grows with two loud channels, and smoothing takes most of it away."""
+    """INT8 on both sides: the error grows with two loud channels, and smoothing takes most of it
+    away.
+    """
     want = logits_of(model, tokens)
     loud = with_loud_activations(model, [3, 7], 200.0)
     maxima = activation_maxima(loud, lambda: logits_of(loud, tokens))

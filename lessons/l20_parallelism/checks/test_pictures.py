@@ -1,4 +1,6 @@
-"""Proves that the lesson's pictures are drawn whole, are the committed ones, and show what is so."""
+"""Proves that the lesson's pictures are drawn whole, are the committed ones, and show what is
+so.
+"""
 
 from itertools import pairwise
 

@@ -1,9 +1,10 @@
 """A model on many GPUs, thought through before anything is bought: what each GPU holds, how many
 sequences fit, how long a step takes, and which layout is best.
 
-    python -m lessons.l20_parallelism.planner --model llama-3-70b --chip h100 --gpus 2 --context 4096
-    python -m lessons.l20_parallelism.planner --model llama-3-405b --chip h100 --gpus 8 --bits-per-weight 8
-    python -m lessons.l20_parallelism.planner --model deepseek-v3 --chip h200 --tp 8 --ep 8 --bits-per-weight 8
+    plan="python -m lessons.l20_parallelism.planner"
+    $plan --model llama-3-70b --chip h100 --gpus 2 --context 4096
+    $plan --model llama-3-405b --chip h100 --gpus 8 --bits-per-weight 8
+    $plan --model deepseek-v3 --chip h200 --tp 8 --ep 8 --bits-per-weight 8
 
 Lesson 1's plan.py splits evenly over any number of GPUs. New here: the layout, what does not shrink
 (shares.py), what GPUs tell each other (scaling.py), and the search. Every time is a prediction.

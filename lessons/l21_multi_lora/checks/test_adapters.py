@@ -1,4 +1,6 @@
-"""Folders of adapters that are refused in one line, merging, layers over quantized matrices, slots."""
+"""Folders of adapters that are refused in one line, merging, layers over quantized matrices,
+slots.
+"""
 
 import json
 import random

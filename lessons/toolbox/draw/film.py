@@ -7,8 +7,9 @@
     print(film_text(launch, {"x": x, "out": out}, programs=[3]))            # in a terminal
 
 Each panel is one access and shows one tensor: what is touched now, what the program has touched
-before, and what would lie outside. The addresses are those of Triton's interpreter. Where kernels
-are compiled there are none: then the launch runs, one line says so, and the figure is None.
+before, and what would lie outside. The addresses are those of the kernel's compiled code, run on a
+CPU; of a kernel that does not compile, or that leaves its tensors, Triton's interpreter gives them.
+On a GPU there are none: then the launch runs, one line says so, and the figure is None.
 """
 
 from collections.abc import Iterable, Mapping
@@ -87,10 +88,10 @@ def film(
         p: strip if len(strip) <= most else strip[: most - 2] + strip[-2:]
         for p, strip in strips.items()
     }
-    drawn = sum(map(len, strips.values()))
-    words = _caption(recording, named, kernel)
-    if drawn < total:
-        words += f" · {drawn} of {total} accesses drawn"
+    drawn = [panel for strip in strips.values() for panel in strip]
+    words = _caption(recording, named, kernel) + _units(drawn)
+    if len(drawn) < total:
+        words += f" · {len(drawn)} of {total} accesses drawn"
     strips = {name_of(p, recording.dimensions()): strip for p, strip in strips.items()}
     return _draw(strips, title or "What each program loads and stores", words, columns)
 
@@ -105,20 +106,31 @@ def _caption(recording: Film, named: Mapping[str, Tensor], kernel: str | None) -
         shape = ",\N{NO-BREAK SPACE}".join(map(str, x.shape))
         shapes.append(f"{name}\N{NO-BREAK SPACE}[{shape}]{wrapped}")
     count = len(recording.programs(kernel))
-    return " · ".join(
-        [
-            "recorded in Triton's interpreter",
-            f"{', '.join(kernels)}, {count} program{'s' * (count != 1)}",
-            ", ".join(shapes),
-        ]
-    )
+    words = [
+        recording.source,
+        f"{', '.join(kernels)}, {count} program{'s' * (count != 1)}",
+        ", ".join(shapes),
+    ]
+    return " · ".join(words)
+
+
+def _units(drawn: list[Panel]) -> str:
+    """What the numbers above the panels mean."""
+    words = ""
+    if any(panel.access.sectors != panel.access.needed for panel in drawn):
+        words += " · sectors of 32 bytes: asked for/needed"
+    if any(panel.access.together > 1 for panel in drawn):
+        words += " · a lane: elements that it takes in one instruction"
+    return words
 
 
 def _draw(
     strips: Mapping[str, list[Panel]], title: str, words: str, columns: int | None
 ) -> ClassFigure:
     every = [panel for strip in strips.values() for panel in strip]
-    width = min(1.8, max(1.25, *(0.11 * panel.cells.shape[1] for panel in every)))
+    # a title's longest line: 16/4 sectors
+    narrow = 1.45 if any(panel.access.sectors for panel in every) else 1.25
+    width = min(1.8, max(narrow, *(0.11 * panel.cells.shape[1] for panel in every)))
     columns = min(columns or int(WIDTH / width), max(map(len, strips.values())))
     width = max(width, min(3.4, 7.5 / columns))  # few panels have room
     height = min(1.6, max(0.45, *(width * _tallness(panel) for panel in every)))
@@ -241,8 +253,10 @@ def film_text(
         for before, panel in zip([None, *shown], shown):
             if before and (left_out := panel.number - before.number - 1):
                 lines.append(f"  ... {left_out} more")
-            outside = f", {panel.outside} OUTSIDE" if panel.outside else ""
-            lines.append(f"  {panel.number}. {panel.access.kind} {panel.name}{outside}")
+            facts = [f"{panel.number}. {panel.access.kind} {panel.name}"]
+            facts += [f"{panel.outside} OUTSIDE"] if panel.outside else []
+            facts += [panel.sectors] if panel.access.sectors else []
+            lines.append(f"  {', '.join(facts)}")
             if panel.access.line:
                 lines.append(f"     {panel.access.line}")
             lines += [f"     {row}" for row in _letters(panel.cells, max_rows)]

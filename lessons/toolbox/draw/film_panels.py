@@ -9,6 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from lessons.toolbox.kernels.film import Access, Film, Program, why_no_film
+from lessons.toolbox.kernels.relaunch import compiled, launches_of
+from lessons.toolbox.measure.device import interpreting
 
 ROW = 16  # a long vector is drawn in rows of so many elements
 MAX_ROWS_OUTSIDE = 3
@@ -29,9 +31,19 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """Two short lines, and a third one where something lies outside."""
-        title = f"{self.number}. {self.access.kind}\n{self.name}"
-        return title + (f"\n{self.outside} outside" if self.outside else "")
+        """Two short lines, and more where something lies outside, or compiled code was recorded."""
+        lines = [f"{self.number}. {self.access.kind}", self.name]
+        lines += [f"{self.outside} outside"] if self.outside else []
+        lines += [self.sectors] if self.access.sectors else []
+        lines += [f"{self.access.together} a lane"] if self.access.together > 1 else []
+        return "\n".join(lines)
+
+    @property
+    def sectors(self) -> str:
+        """How many sectors its warps asked for, and where fewer would do, how many."""
+        asked, needed = self.access.sectors, self.access.needed
+        plural = "s" * (asked != 1)
+        return f"{asked} sector{plural}" if asked == needed else f"{asked}/{needed} sectors"
 
 
 def record(
@@ -41,7 +53,9 @@ def record(
     why, where nothing can be recorded.
 
     tensors: {name: [...]}; without it all tensor arguments of the kernels. What launch() returns
-    is drawn as well, as `out`. A Film that was recorded before may stand in launch's place.
+    is drawn as well, as `out`. A Film that was recorded before may stand in launch's place. Where
+    kernels are interpreted, launch() is, and the film is what the compiled kernels do with the same
+    arguments; `relaunch.compiled` says when it stays the interpreter's.
     """
     if isinstance(launch, Film):
         return launch, _named(launch, tensors)
@@ -50,9 +64,13 @@ def record(
         if "not installed" not in reason:
             launch()
         return None
-    with Film() as film:
+    if not interpreting():
+        with Film() as film:
+            result = launch()
+        return film, _named(film, tensors, result)
+    with launches_of() as launches, Film() as film:
         result = launch()
-    return film, _named(film, tensors, result)
+    return compiled(film, launches), _named(film, tensors, result)
 
 
 def _named(film: Film, tensors: Mapping[str, Tensor] | None, result=None) -> dict[str, Tensor]:

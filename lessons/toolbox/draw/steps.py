@@ -65,8 +65,8 @@ def _sectors(request: Request) -> np.ndarray:
 
 
 def passes_of(request: Request) -> list[dict[int, list[int]]]:
-    """For each pass of shared memory: {bank: the lanes that it answers}. Lanes that ask for the same
-    word are answered together; different words of one bank have to wait for each other.
+    """For each pass of shared memory: {bank: the lanes that it answers}. Lanes that ask for the
+    same word are answered together; different words of one bank have to wait for each other.
     """
     found: list[dict[int, list[int]]] = []
     part = min(WARP, WARP * WORD // request.size)  # lanes that are served together
@@ -244,8 +244,8 @@ class _Panel:
                     self._text(LEFT + CELL * (bank + 0.5), y + CELL / 2, text, "white")
 
     def sector(self, x: float, y: float, width: float, lanes: list[int | None]) -> None:
-        """Its cells, each with the lane that wants it. In a narrow cell there is no room for a number:
-        it is written into the free cells to the right, if there are two.
+        """Its cells, each with the lane that wants it. In a narrow cell there is no room for a
+        number: it is written into the free cells to the right, if there are two.
         """
         colour, ink = (LOADED, "white") if self.step.request.kind == "loaded" else (STORED, INK)
         for cell, lane in enumerate(lanes):

@@ -9,7 +9,7 @@ be listed.
         # SOLUTION
         return ...                           # the learner gets a `raise NotImplementedError` here
         # STUB
-        # return ...                         # optional, "find the bug": comes behind that line
+        # return ...                         # optional, "find the bug": comes after that line
         # END
 
 A gap in a helper that carries no decorator names its exercise: `# SOLUTION 2.1`.
@@ -162,7 +162,7 @@ def generate(path: Path) -> str:
         entry = entries.get(gap[2] or "".join(around))
         if entry is None:
             raise ExerciseError(
-                f"{path.name}, line {line}: this gap lies in no exercise; write `# SOLUTION <id>`"
+                f"{path.name}, line {line}: this gap is in no exercise; write `# SOLUTION <id>`"
             )
         message = json.dumps(f"Exercise {entry.id}: {entry.title}", ensure_ascii=False)
         left = re.sub(r"(?m)^( *)# ?", r"\1", gap[4] or "")

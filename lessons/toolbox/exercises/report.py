@@ -78,7 +78,9 @@ def status_of(entry: Exercise, records: list[dict[str, str]]) -> str:
 
 
 def traffic_of(entry: Exercise, records: list[dict[str, str]]) -> str:
-    """One sentence on the memory traffic of a kernel's compiled code, from its most telling check."""
+    """One sentence on the memory traffic of a kernel's compiled code, from its most telling
+    check.
+    """
     mine = [record for record in records if record.get("exercise") == entry.id]
     if failed := next((r["message"] for r in mine if r["status"] == FAIL), ""):
         return f"its code compiled for an H100 is not right: {failed}"

@@ -13,8 +13,8 @@ from lessons.toolbox.gpu.instructions.tma import TensorMap
 from lessons.toolbox.gpu.ptx import Kernel
 from lessons.toolbox.gpu.written import written_parameters
 
-# Of programs, warps and copies, apart from the tests' own random numbers. A fault names the seed of its
-# launch; VARIABLE gives every launch one.
+# Of programs, warps and copies, apart from the tests' own random numbers. A fault names the seed of
+# its launch; VARIABLE gives every launch one.
 ORDER, VARIABLE = random.Random(), "LADDER_ORDER"
 WATCHERS: list = []  # called with each Launch
 
@@ -37,7 +37,9 @@ def order_seed() -> int:
 
 
 def bind(kernel: Kernel, given: list[tuple[str, object]]) -> tuple[list[Buffer], list, dict]:
-    """The storages of the tensors, each once; the values of all parameters; {parameter: tensor map}."""
+    """The storages of the tensors, each once; the values of all parameters; {parameter: tensor
+    map}.
+    """
     writes = written_parameters(kernel)
     buffers: dict[int, Buffer] = {}
     values, maps = [], {}

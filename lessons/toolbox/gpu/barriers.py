@@ -22,8 +22,8 @@ class Barriers:
         return bool(self.waiting)
 
     def arrive(self, number: int, count: np.ndarray | None, place: int, mask) -> dict:
-        """The threads of `mask` come to a barrier; `place`: where they go on. Returns the fronts that
-        may do so now. count: threads that it takes, [count of threads]; None: all.
+        """The threads of `mask` come to a barrier; `place`: where they go on. Returns the fronts
+        that may do so now. count: threads that it takes, [count of threads]; None: all.
         """
         threads = self.threads
         if count is None and mask is None and not self.waiting:  # all threads at once

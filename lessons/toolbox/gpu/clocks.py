@@ -7,10 +7,10 @@ and so for a write after a read. The machine runs one order, so it looks at the 
     clock[p, w, u]   how much of agent u's past agent w of program p knows of
     clock[p, w, w]   its own time; it steps on at every barrier
 
-Agents are the warps and, from Hopper on, hardware beside them: the copy engine (TMA) and Blackwell's
-tensor core. A barrier lets its warps know of each other's past. Each cell of memory remembers who
-wrote it last and when, and when each agent read it last. A read is in order if the reader's clock
-knows of the write, a write if it knows of the write and of all reads before.
+Agents are the warps and, from Hopper on, hardware beside them: the copy engine (TMA) and
+Blackwell's tensor core. A barrier lets its warps know of each other's past. Each cell of memory
+remembers who wrote it last and when, and when each agent read it last. A read is in order if the
+reader's clock knows of the write, a write if it knows of the write and of all reads before.
 
 Hardware beside the warps sees what a warp stored only after a `fence.proxy.async` that comes behind
 the store and before the hardware is started. fenced[p, w, u] is how much of u's past is behind such
@@ -88,8 +88,8 @@ class Clocks:
 
 
 class Cells:
-    """Pieces of a memory that are watched as one. name: of the memory, for the faults; kind: what goes
-    on beside a warp there.
+    """Pieces of a memory that are watched as one. name: of the memory, for the faults; kind: what
+    goes on beside a warp there.
     """
 
     def __init__(self, clocks: Clocks, count: int, name: str, kind: str = "copy"):
@@ -103,8 +103,8 @@ class Cells:
         self.read[agent, cell] = (self.clocks.time(cta, agent) << TIME) | threads.pc
 
     def note_write(self, threads, cell, cta, agent, lanes, again=False) -> None:
-        """Check and note that each lane's agent writes its cell. again: [lanes] bool, it stores what is
-        there already. Warps may do so by one instruction, in any order: copies of a result.
+        """Check and note that each lane's agent writes its cell. again: [lanes] bool, it stores
+        what is there already. Warps may do so by one instruction, in any order: copies of a result.
         """
         copies = again & (place_of(self.written[cell]) == threads.pc)
         self.after_write(threads, cell, cta, agent, lanes, "writes", copies)
@@ -128,7 +128,9 @@ class Cells:
         self.read[agent, cell] = (self.clocks.time(cta, agent) << TIME) | place
 
     def after_write(self, threads, cell, cta, knower, lanes, what: str, copies=False) -> None:
-        """Raises Fault if an agent does not know of the last write to its cell, other than `copies`."""
+        """Raises Fault if an agent does not know of the last write to its cell, other than
+        `copies`.
+        """
         written = self.written[cell]
         writer = written & ((1 << PLACE) - 1)
         late = ((written >> TIME) > self.clocks.clock[cta, knower, writer]) & np.logical_not(copies)
@@ -152,8 +154,8 @@ class Cells:
                 bad = int(np.flatnonzero(late)[0])
                 line = threads.line_of(int(read[bad]) & ((1 << TIME) - 1))
                 threads.fail(
-                    f"race in {self.name}: it writes what {self.clocks.who(agent)} reads at {line}, "
-                    f"with no barrier in between",
+                    f"race in {self.name}: it writes what {self.clocks.who(agent)} reads at "
+                    f"{line}, with no barrier in between",
                     lanes[bad : bad + 1],
                 )
 
@@ -166,7 +168,8 @@ class Cells:
             bad = int(np.flatnonzero(hidden)[0])
             record = int(written[bad])
             threads.fail(
-                f"{self.name}: it reads beside the warps what {self.clocks.who(record & 63)} stored "
-                f"at {threads.line_of(place_of(record))}, with no fence.proxy.async in between",
+                f"{self.name}: it reads beside the warps what {self.clocks.who(record & 63)} "
+                f"stored at {threads.line_of(place_of(record))}, with no fence.proxy.async in "
+                f"between",
                 lanes[bad : bad + 1],
             )

@@ -5,9 +5,9 @@
 
 A kind of `Counts` that also keeps what happens (`recorder`) may count in its place: counting(kind).
 
-**Global memory.** The loads or stores of a warp's threads by one instruction are a *request*. Memory
-answers in *sectors* of 32 bytes. A request needs at least as many as its distinct bytes fill; more
-are fetched where the threads' addresses have gaps.
+**Global memory.** The loads or stores of a warp's threads by one instruction are a *request*.
+Memory answers in *sectors* of 32 bytes. A request needs at least as many as its distinct bytes
+fill; more are fetched where the threads' addresses have gaps.
 
 **Shared memory** has 32 banks of 4 bytes. In one *pass* each bank gives one word. Threads that want
 different words of one bank make a request take more passes. Requests of 8 bytes a thread go by half
@@ -54,23 +54,26 @@ def counts_for(kernel: Kernel) -> "Counts | None":
 
 
 def sampled(order: np.ndarray) -> np.ndarray:
-    """Those of a grid's programs, in a drawn order, that run: all, or a sample within `counting(n)`."""
+    """Those of a grid's programs, in a drawn order, that run: all, or a sample within
+    `counting(n)`.
+    """
     if _programs is None or len(order) <= _programs:
         return order
     return np.linspace(0, len(order) - 1, _programs).astype(np.int64)
 
 
 class Counts:
-    """Of each instruction of a kernel, [instructions]: `threads` that took part, the columns of GLOBAL
-    and SHARED, and `flops` of tcgen05, whose shape the code does not tell (see matrix_flops).
+    """Of each instruction of a kernel, [instructions]: `threads` that took part, the columns of
+    GLOBAL and SHARED, and `flops` of tcgen05, whose shape the code does not tell (see
+    matrix_flops).
     """
 
     def __init__(self, kernel: Kernel):
         self.instructions = kernel.instructions
         names = ("threads", "flops", *GLOBAL, *SHARED)
         self.columns = {name: np.zeros(len(kernel.instructions), np.int64) for name in names}
-        # The way of each warp, for the time model: (place, which warps: None for all), in order, of the
-        # programs of the first batch.
+        # The way of each warp, for the time model: (place, which warps: None for all), in order, of
+        # the programs of the first batch.
         self.path: list[tuple[int, np.ndarray | None]] = []
         self.programs: np.ndarray | None = None
         # Who touched each sector of a buffer last, a program's number + 1, 0 for none:
@@ -111,14 +114,19 @@ class Counts:
         )
 
     def _touch(self, threads, kind: str, sectors: np.ndarray, warp: np.ndarray) -> tuple[int, int]:
-        """Note who touches the sectors; (those that no program had touched, those that the same program had)."""
+        """Note who touches the sectors; (those that no program had touched, those that the same
+        program had).
+        """
         first = own = 0
         program = threads.programs[warp // threads.warps] + 1
         buffers = sectors >> (WINDOW - 5)
         for number in np.unique(buffers):
-            here = buffers == number
-            at, whose = sectors[here] & ((1 << (WINDOW - 5)) - 1), program[here]
+            if not 0 < number <= len(threads.memory.buffers):
+                continue  # an address in no buffer, for which a Fault comes next
             touched = self._sectors(threads, kind, int(number))
+            at = sectors & ((1 << (WINDOW - 5)) - 1)
+            here = (buffers == number) & (at < len(touched))
+            at, whose = at[here], program[here]
             first += len(np.unique(at[touched[at] == 0]))
             own += int((touched[at] == whose).sum())
             touched[at] = whose
@@ -144,8 +152,8 @@ class Counts:
         self._add(SHARED, threads.pc, len(np.unique(warp)), int(passes.sum()), len(passes))
 
     def async_copy(self, threads, target, source, size: int, lanes, live) -> None:
-        """Lanes copy `size` bytes each from `source` in global memory to `target` in shared memory; those
-        that are not live write zeros.
+        """Lanes copy `size` bytes each from `source` in global memory to `target` in shared memory;
+        those that are not live write zeros.
         """
         if not live.all():
             self.shared_access(threads, target[~live], size, lanes[~live])
@@ -179,7 +187,9 @@ class Counts:
 
 
 def twins(warp: np.ndarray, lane: np.ndarray, address: np.ndarray, many: int) -> np.ndarray:
-    """[lanes]: whether each thread of its `many` has the address of its neighbour, or of its next but one."""
+    """[lanes]: whether each thread of its `many` has the address of its neighbour, or of its next
+    but one.
+    """
     _, row = np.unique(warp, return_inverse=True)
     of = np.full((row.max() + 1, WARP), -1, dtype=np.int64)
     of[row, lane] = address
@@ -192,7 +202,9 @@ def twins(warp: np.ndarray, lane: np.ndarray, address: np.ndarray, many: int) ->
 
 
 def passes_of(group: np.ndarray, address: np.ndarray, size: int) -> np.ndarray:
-    """Passes of each group of threads, in the order of their numbers: the most words of one bank."""
+    """Passes of each group of threads, in the order of their numbers: the most words of one
+    bank.
+    """
     groups, which = np.unique(group, return_inverse=True)
     words = address[:, None] // WORD + np.arange(max(1, size // WORD))
     each, word = pairs(np.repeat(which, words.shape[1]), words.reshape(-1))
@@ -207,7 +219,9 @@ def pairs(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def matrix_flops(instruction: Instruction) -> int:
-    """Multiplications and additions that one warp's share of a matrix instruction does, 0 for any other."""
+    """Multiplications and additions that one warp's share of a matrix instruction does, 0 for any
+    other.
+    """
     if instruction.op not in ("mma", "wgmma"):
         return 0
     shape = next((w for w in instruction.modifiers if re.fullmatch(r"m\d+n\d+k\d+", w)), None)

@@ -1,5 +1,5 @@
-"""CUDA C++ on the machine: NVRTC compiles a file to PTX for a chip, without a driver, and the machine
-runs it on tensors of the CPU.
+"""CUDA C++ on the machine: NVRTC compiles a file to PTX for a chip, without a driver, and the
+machine runs it on tensors of the CPU.
 """
 
 import math

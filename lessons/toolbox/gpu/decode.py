@@ -97,7 +97,9 @@ def writes(instruction: Instruction) -> frozenset[str]:
 
 
 def has_result(instruction: Instruction) -> bool:
-    """Whether the first operand is what it fills. Of tcgen05 only a load from tensor memory does."""
+    """Whether the first operand is what it fills. Of tcgen05 only a load from tensor memory
+    does.
+    """
     if instruction.op == "tcgen05":
         return instruction.has("ld")
     return instruction.op not in WITHOUT_RESULT

@@ -17,8 +17,8 @@ MANY = -1  # read by more than one program
 
 
 class Buffer:
-    """Bytes that a kernel may touch. watched: whether the kernel may write them at all; dtype: of the
-    tensor that lies there, where it is known.
+    """Bytes that a kernel may touch. watched: whether the kernel may write them at all; dtype: of
+    the tensor that lies there, where it is known.
     """
 
     def __init__(self, data: np.ndarray, name: str, watched: bool, dtype=None):

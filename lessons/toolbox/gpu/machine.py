@@ -6,8 +6,8 @@ out so that the paths of a branch meet further down: there the fronts become one
 waits (for a barrier, for a copy) is set aside until what it waits for has happened.
 
 `launch` runs a whole grid: programs in batches that fit into memory, in an order drawn from a seed.
-In some launches all warps go on together. In others they take turns: a drawn half of them goes as far
-as it can, then the other half. `LADDER_ORDER=7` gives every launch that seed; a fault names its own.
+In some launches all warps go on together. In others they take turns: a drawn half of them goes as
+far as it can, then the other half. `LADDER_ORDER=7` gives every launch that seed; faults name it.
 
 Source: Collange, Stack-less SIMT reconvergence at low cost (2011): the front at the lowest place.
 """
@@ -61,9 +61,9 @@ def launch(
     maps: dict | None = None,
     runner: "type[Run] | None" = None,
 ) -> Launch:
-    """Run every program of the grid. parameters: {name: its bytes}; shared_bytes: all of a program's,
-    with those that the launch gives; maps: {parameter: TensorMap}; runner: in which order fronts go
-    on, None for Run. Raises Fault, UnknownInstruction.
+    """Run every program of the grid. parameters: {name: its bytes}; shared_bytes: all of a
+    program's, with those that the launch gives; maps: {parameter: TensorMap}; runner: in which
+    order fronts go on, None for Run. Raises Fault, UnknownInstruction.
     """
     steps = compiled_steps(kernel)
     generator = np.random.default_rng(seed)
@@ -210,8 +210,8 @@ class Run:
                         raise
                     if not declared(threads.kernel, frozenset([name])):
                         raise UnknownInstruction(
-                            f"{threads.kernel.name}, {threads.line_of(place)}: the machine does not "
-                            f"know the variable {name!r} (of __device__ or __constant__?)"
+                            f"{threads.kernel.name}, {threads.line_of(place)}: the machine does "
+                            f"not know the variable {name!r} (of __device__ or __constant__?)"
                         ) from None
                     threads.fail(
                         f"register {unknown} is read before it is written", threads.active(taking)
@@ -263,7 +263,7 @@ class Run:
         return inside, outside
 
     def check_in_flight(self, step: Step, mask: np.ndarray | None) -> None:
-        """Raises Fault if the step reads a register that hardware beside the warp is still filling."""
+        """Raises Fault if the step reads a register that other hardware is still filling."""
         threads, early, who = self.threads, None, ""
         if threads.products is not None and threads.products.flying:
             early = step.reads & threads.products.names(self.masked(mask))
@@ -277,7 +277,7 @@ class Run:
             )
 
     def end(self, mask: np.ndarray | None) -> None:
-        """The threads are done. Raises Fault if a store of theirs is still reading shared memory."""
+        """The threads are done. Raises Fault if a store of theirs still reads shared memory."""
         ending = self.masked(mask)
         for lanes, _ in self.threads.stores:
             if ending[lanes].any():
@@ -288,7 +288,9 @@ class Run:
 
 
 def drawn_warps(threads: Threads) -> np.ndarray:
-    """[count] bool: half of the warps, drawn; whole warpgroups where they multiply together (wgmma)."""
+    """[count] bool: half of the warps, drawn; whole warpgroups where they multiply together
+    (wgmma).
+    """
     together = 4 if threads.unfenced else 1
     groups = -(-threads.warps // together)
     drawn = threads.random.random((threads.num_programs, groups)) < 0.5

@@ -1,8 +1,8 @@
 """mbarriers: counters in shared memory that warps and the copy engine arrive at.
 
 An mbarrier waits for a number of arrivals and for a number of bytes. When both have come its phase
-is complete and the next one begins. A waiting warp asks for the parity, 0 or 1, of the phase that it
-wants to be complete. What was done before an arrival is known to all who wait for its phase.
+is complete and the next one begins. A waiting warp asks for the parity, 0 or 1, of the phase that
+it wants to be complete. What was done before an arrival is known to all who wait for its phase.
 
 Source: NVIDIA, PTX ISA 9.0, 9.7.14.15 (mbarrier).
 """
@@ -33,7 +33,9 @@ class MemoryBarriers:
         self.changes = 0
 
     def at(self, address: int, lanes: np.ndarray) -> State:
-        """The state of an mbarrier. Raises Fault if it was not initialised in the lanes' programs."""
+        """The state of an mbarrier. Raises Fault if it was not initialised in the lanes'
+        programs.
+        """
         state = self.states.get(address)
         if state is None or (state.expected[self.threads.cta[lanes]] == 0).any():
             self.threads.fail(f"there is no mbarrier at {address}", lanes)
@@ -57,8 +59,8 @@ class MemoryBarriers:
         self.at(address, lanes).expected[self.threads.cta[lanes]] = 0
 
     def arrive(self, address: int, lanes: np.ndarray, announced: int = 0) -> None:
-        """Each lane arrives once; `announced` bytes are to come too. Raises Fault for an arrival that
-        the phase does not expect.
+        """Each lane arrives once; `announced` bytes are to come too. Raises Fault for an arrival
+        that the phase does not expect.
         """
         threads = self.threads
         state, where = self.at(address, lanes), threads.cta[lanes]

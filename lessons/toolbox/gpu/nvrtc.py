@@ -34,8 +34,8 @@ def architecture(capability: int) -> str:
 
 
 def ptx_of(source: str, file: str, chip: int) -> str:
-    """The PTX of a file's text for a chip, 90 for sm_90a; file: its path, which the lines name. Raises
-    CompileError, one line.
+    """The PTX of a file's text for a chip, 90 for sm_90a; file: its path, which the lines name.
+    Raises CompileError, one line.
     """
     if why := why_not_here():
         raise CompileError(f"{Path(file).name} cannot be compiled: {why}")

@@ -57,6 +57,7 @@ class Instruction:
     line: Line
     text: str
     source: Line = Line()  # the same, or where the user's own code called a function of Triton's
+    location: str = ""  # what the compiler says of its place: line, column, who called the function
 
     @property
     def type(self) -> str:
@@ -163,7 +164,7 @@ class Body:
 
     def __init__(self, kernel: Kernel, files: dict[int, str]):
         self.kernel, self.files = kernel, files
-        self.line, self.source, self.label = Line(), Line(), ""
+        self.line, self.source, self.label, self.location = Line(), Line(), "", ""
         self.scopes: list[dict[str, str]] = [{}]  # innermost last: name -> unique name
         self.opened = 0
 
@@ -213,6 +214,7 @@ class Body:
 
         A comment behind it may tell the callers: `// standard.py:191:40 @[ mine.py:140:37 ]`.
         """
+        self.location = text
         file, number = text.split()[:2]
         self.line = Line(self.files.get(int(file), ""), int(number))
         chain = re.findall(r"([^\s:\[\]]+):(\d+):\d+", text.partition("//")[2])
@@ -245,9 +247,8 @@ class Body:
         op, *modifiers = name.replace("::", "_").split(".")
         operands = tuple(map(self.operand, split_operands(rest)))
         predicate = self.renamed(predicate) if predicate else None
-        return Instruction(
-            op, tuple(modifiers), operands, predicate, bool(negated), self.line, text, self.source
-        )
+        place = self.line, text, self.source, self.location
+        return Instruction(op, tuple(modifiers), operands, predicate, bool(negated), *place)
 
     def operand(self, text: str):
         """A name, a number's text, an Address, or a tuple."""

@@ -1,10 +1,11 @@
-"""What one warp of a launch does, step by step: which instruction, what it reads, what it changes, and
-the addresses that its lanes ask for.
+"""What one warp of a launch does, step by step: which instruction, what it reads, what it changes,
+and the addresses that its lanes ask for.
 
     recording = record_warp(lambda: kernel[grid](x, out, n, BLOCK=128), program=0, warp=0)
     recording.steps[0].instruction, recording.steps[0].written    {register: [32], or [1] for all}
 
-Kernels have to be compiled for it: in a process with LADDER_CHIP (`another_process.call` starts one).
+Kernels have to be compiled for it: in a process with LADDER_CHIP (`another_process.call` starts
+one).
 """
 
 import linecache

@@ -25,8 +25,8 @@ class Rounding:
         self.seed = int(given) if given.isdigit() else random.SystemRandom().getrandbits(16)
 
     def approximated(self, exact: np.ndarray, units: float) -> np.ndarray:
-        """float64 -> float32, off by at most `units` of 2^-23 of the number. Half a unit is left for
-        the rounding itself.
+        """float64 -> float32, off by at most `units` of 2^-23 of the number. Half a unit is left
+        for the rounding itself.
         """
         near = exact.astype(np.float32)
         if not self.seed:

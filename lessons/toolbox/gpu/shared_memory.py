@@ -57,8 +57,8 @@ class SharedMemory:
             self.cells.note_write(threads, cell, cta, warp, lanes, again)
 
     def note_read_beside(self, threads, places, size: int, lanes, agent=None) -> list:
-        """The same as note_read for hardware that the lanes have started. Until `end_read` no warp may
-        write there. agent: who reads, without it the lanes' warps. Returns what end_read wants.
+        """The same as note_read for hardware that the lanes have started. Until `end_read` no warp
+        may write there. agent: who reads, without it the lanes' warps. Returns what end_read wants.
         """
         cta, warp, marks = threads.cta[lanes], threads.warp_of_program[lanes], []
         who = warp if agent is None else np.full(len(lanes), agent)
@@ -134,9 +134,9 @@ class SharedMemory:
 
 
 def nearly(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Whether bits are float32 numbers of one sum in two orders. Threads that hold copies of a sum may
-    differ in its last bits: where a product is fused into the first addition of a butterfly, a thread
-    rounds its partner's product and not its own.
+    """Whether bits are float32 numbers of one sum in two orders. Threads that hold copies of a sum
+    may differ in its last bits: where a product is fused into the first addition of a butterfly, a
+    thread rounds its partner's product and not its own.
     """
     if a.dtype.itemsize != 4:
         return np.zeros(len(a), dtype=bool)

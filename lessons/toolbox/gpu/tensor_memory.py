@@ -1,9 +1,9 @@
 """Blackwell's tensor memory (TMEM): where its tensor core keeps its sums.
 
 A program has 128 lanes of 512 columns, 32 bits each. It belongs to no one until a warp allocates
-columns, all lanes of them. An address is (lane << 16) + column. Warps move rows between it and their
-registers, warp w only lanes 32 (w mod 4) to 32 (w mod 4) + 31: its quarter. The tensor core reads and
-writes all lanes.
+columns, all lanes of them. An address is (lane << 16) + column. Warps move rows between it and
+their registers, warp w only lanes 32 (w mod 4) to 32 (w mod 4) + 31: its quarter. The tensor core
+reads and writes all lanes.
 
 Every access takes 16 lanes or more at a time, so 16 lanes of a column are watched as one cell.
 
@@ -49,8 +49,8 @@ class TensorMemory:
     # ------------------------------------------------------------ allocation
 
     def allocate(self, threads, columns: int, lanes: np.ndarray) -> np.ndarray:
-        """Columns for the programs of the lanes, one lane each; where they begin. Programs get them at
-        a drawn place. Raises Fault where there is none: the program would wait for ever.
+        """Columns for the programs of the lanes, one lane each; where they begin. Programs get them
+        at a drawn place. Raises Fault where there is none: the program would wait for ever.
         """
         if columns not in (32, 64, 128, 256, 512):
             threads.fail(
@@ -83,7 +83,8 @@ class TensorMemory:
         if (mine.sum(1) != columns).any():
             bad = np.flatnonzero(mine.sum(1) != columns)[:1]
             threads.fail(
-                f"it frees {columns} columns from {int(address[bad][0])} on, which are no allocation",
+                f"it frees {columns} columns from {int(address[bad][0])} on, which are no "
+                f"allocation",
                 lanes[bad],
             )
         rows = np.broadcast_to(np.arange(0, LANES, HALF), (len(lanes), LANES // HALF))
@@ -113,13 +114,15 @@ class TensorMemory:
         if outside.any():
             at = int(first[outside][0])
             threads.fail(
-                f"columns {at} to {at + count - 1} of tensor memory are not allocated to the program",
+                f"columns {at} to {at + count - 1} of tensor memory are not allocated to the "
+                f"program",
                 lanes[outside],
             )
 
     def cells_at(self, threads, rows, first, count: int, lanes):
-        """[lanes, N]: the cells of some halves and columns. rows: [lanes, halves], the first lane of each
-        half; first: [lanes], the first column. Raises Fault for columns that are not allocated.
+        """[lanes, N]: the cells of some halves and columns. rows: [lanes, halves], the first lane
+        of each half; first: [lanes], the first column. Raises Fault for columns that are not
+        allocated.
         """
         self.check(threads, first, count, lanes)
         column = (first[:, None] + np.arange(count))[:, None, :]

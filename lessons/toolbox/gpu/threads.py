@@ -146,10 +146,15 @@ class Threads:
         """The line of the source that an instruction belongs to."""
         return self.kernel.instructions[place].line
 
-    def name_of(self, program: int) -> str:
-        """A program by its place in the grid."""
+    def place_of(self, program: int) -> tuple[int, int, int]:
+        """A program's place in the grid."""
         x, y, _ = self.grid
-        return f"program ({program % x}, {program // x % y}, {program // (x * y)})"
+        return program % x, program // x % y, program // (x * y)
+
+    def name_of(self, program: int) -> str:
+        """The same in words."""
+        x, y, z = self.place_of(program)
+        return f"program ({x}, {y}, {z})"
 
     def fail(self, what: str, lanes: np.ndarray) -> None:
         """Raises Fault: what happened, at which line, in which thread."""
@@ -208,7 +213,9 @@ def predicate_reader(operand: str) -> Reader:
 
 
 def smallest_access(kernel: Kernel, space: str) -> int:
-    """The size of a kernel's smallest access to a space, at most 4 bytes: what is watched as one."""
+    """The size of a kernel's smallest access to a space, at most 4 bytes: what is watched as
+    one.
+    """
     sizes = [4]
     for instruction in kernel.instructions:
         if instruction.op in ("ld", "st", "atom", "red") and instruction.has(space):

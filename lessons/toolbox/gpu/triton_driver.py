@@ -116,8 +116,8 @@ def total_warps(function: Kernel, asked: int) -> int:
 
 
 def flat(names, signature, arguments, metas) -> list[tuple[str, object]]:
-    """(name, value) of the arguments that the kernel has as parameters; tuples one by one. metas: what
-    the compiler made of each tensor descriptor.
+    """(name, value) of the arguments that the kernel has as parameters; tuples one by one. metas:
+    what the compiler made of each tensor descriptor.
     """
     found = []
     for name, type_, value in zip(names, signature, arguments):

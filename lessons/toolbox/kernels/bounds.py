@@ -1,11 +1,11 @@
 """A kernel that reads or writes beside its tensors fails, with a message, in Triton's interpreter.
 
     with in_bounds():
-        rms_norm(x, weight, 1e-5)     # OutOfBounds: … the first 4 bytes behind the end of `out_ptr`
+        rms_norm(x, weight, 1e-5)     # OutOfBounds: … the first 4 bytes after the end of `out_ptr`
 
 On a GPU such an access returns garbage, spoils another tensor or ends the process. The interpreter
 does the same to Python: mostly nothing happens, now and then the process crashes. Here each address
-under a true mask must lie in the memory of a tensor that the kernel was given.
+under a true mask must be in the memory of a tensor that the kernel was given.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ ACCESSES = {
 
 
 class OutOfBounds(IndexError):
-    """Says how many addresses lie outside, and where the first one lies."""
+    """Says how many addresses are outside, and where the first one is."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def in_bounds() -> Iterator[None]:
     from triton.runtime import interpreter
 
     memory = interpreter._interpreter
-    given: dict[str, tuple[int, int]] = {}  # argument -> its first address, the one behind its last
+    given: dict[str, tuple[int, int]] = {}  # argument -> its first address, the one after its last
 
     def launch(kernel: str, tensors: dict[str, Tensor]) -> None:
         given.clear()
@@ -71,8 +71,8 @@ def _guard(original: Callable, given: dict, verb: str, at: int, value: int, mask
 def is_inside(
     addresses: np.ndarray, itemsize: int, given: dict[str, tuple[int, int]]
 ) -> np.ndarray:
-    """Which elements lie in the memory that was given, as bool. addresses: [...] int64, of their
-    first bytes; given: {argument: its first address, the one behind its last}.
+    """Which elements are in the memory that was given, as bool. addresses: [...] int64, of their
+    first bytes; given: {argument: its first address, the one after its last}.
     """
     inside = np.zeros(addresses.shape, bool)
     for start, end in given.values():
@@ -87,11 +87,11 @@ def _check(touched: np.ndarray, itemsize: int, verb: str, given: dict) -> None:
     outside = touched[~inside]
     beside = []  # (bytes between the tensor and the first address, in words)
     for name, (start, end) in given.items():
-        before, behind = start - int(outside[0]), int(outside[0]) - end
+        before, after = start - int(outside[0]), int(outside[0]) - end
         beside.append((before, f"{before} bytes before the start of `{name}`"))
-        beside.append((behind, f"{behind} bytes behind the end of `{name}`"))
+        beside.append((after, f"{after} bytes after the end of `{name}`"))
     nearest = min((entry for entry in beside if entry[0] > -itemsize), default=(0, "anywhere"))
     raise OutOfBounds(
-        f"the kernel {verb} out of bounds: {len(outside)} of {len(touched)} addresses lie in no "
+        f"the kernel {verb} out of bounds: {len(outside)} of {len(touched)} addresses are in no "
         f"tensor that it was given, the first one {nearest[1]}"
     )

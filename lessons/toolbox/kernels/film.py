@@ -10,13 +10,18 @@
 `Accesses` adds up what a whole launch moves. A film keeps the order, and who it was.
 `lessons.toolbox.draw.film` draws it.
 
-An address outside every tensor is kept, and not touched: a load gets NaN there (for integers -1),
-a store goes nowhere. So a kernel with a wrong mask can be filmed without spoiling anything.
+Where kernels are compiled for a CPU (LADDER_CHIP), a film is what the compiled code does, with the
+sectors that its warps ask for. `relaunch.compiled` takes such a film of interpreted launches.
+
+In Triton's interpreter an address outside every tensor is kept, and not touched: a load gets NaN
+there (for integers -1), a store goes nowhere. So a kernel with a wrong mask can be filmed to its
+end without spoiling anything, which compiled code does not allow: it stops there with a Fault.
 """
 
 import contextlib
 import linecache
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -27,9 +32,10 @@ from torch import Tensor
 
 from lessons.toolbox.kernels.bounds import ACCESSES, is_inside
 from lessons.toolbox.kernels.launches import watching_launches
-from lessons.toolbox.measure.device import has_triton, interpreting
+from lessons.toolbox.measure.device import compiled_chip, has_triton, interpreting
 
 KINDS = {"load": "load", "store": "store", "atomic_rmw": "atomic", "atomic_cas": "atomic"}
+CHIPS = {75: "a T4", 80: "an A100", 89: "an RTX 4090", 90: "an H100", 100: "a B200"}
 Program = tuple[int, int, int]
 
 
@@ -37,7 +43,7 @@ def why_no_film() -> str | None:
     """Why nothing can be recorded on this machine, in words, or None."""
     if not has_triton():
         return "Triton is not installed here, so no kernel runs"
-    if not interpreting():
+    if not (interpreting() or compiled_chip()):
         return "kernels are compiled here, and a GPU keeps no record of its addresses"
     return None
 
@@ -52,6 +58,10 @@ class Access:
     line: str  # of the kernel's source, without its indentation; "" where it cannot be read
     addresses: np.ndarray  # int64: what it touched, under a true mask and inside a tensor
     outside: np.ndarray  # int64: what it would have touched outside every tensor
+    # Of compiled code. The interpreter knows no warps: 0.
+    sectors: int = 0  # of 32 bytes, that its warps asked for
+    needed: int = 0  # that its bytes fill
+    together: int = 0  # neighbours that one lane takes at once
 
     def elements(self, x: Tensor) -> Tensor:
         """How often it touched each element of x: int64, shaped like x: [...]."""
@@ -68,13 +78,16 @@ class Access:
 
 
 class Film:
-    """Within it every access of an interpreted kernel is kept. Raises RuntimeError where kernels
-    are not interpreted.
+    """Within it every access of a kernel is kept, of an interpreted one or of one that is compiled
+    for a CPU. Raises RuntimeError where a GPU runs them.
     """
 
-    def __init__(self):
+    def __init__(self, start_of: Callable[[int], int] = int):
+        """start_of: the address that a storage is to have in the film, for the one that it has."""
         if reason := why_no_film():
             raise RuntimeError(f"no film: {reason}")
+        self.chip = compiled_chip()  # None: Triton's interpreter
+        self._start_of = start_of
         self.accesses: list[Access] = []
         self.arguments: dict[str, Tensor] = {}  # of all launches, by the argument's name
         self._kept: list[Tensor] = []  # alive, so that their addresses stay theirs
@@ -82,21 +95,23 @@ class Film:
         self._kernel = ""
 
     def __enter__(self) -> "Film":
-        # here, because Triton may not be installed
-        from triton.runtime import interpreter
-
-        memory = interpreter._interpreter
-        watched = {
-            name: self._watch(getattr(memory, name), name, interpreter.interpreter_builder)
-            for name in ACCESSES
-        }
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(watching_launches(self._launch))
-        self._patches.enter_context(mock.patch.multiple(memory, **watched))
+        self._patches.enter_context(self._of_compiled() if self.chip else self._of_interpreted())
         return self
 
     def __exit__(self, *error) -> None:
         self._patches.close()
+
+    @property
+    def source(self) -> str:
+        """Where it was recorded, in words."""
+        if self.chip:
+            return f"compiled for {CHIPS.get(self.chip, f'sm_{self.chip}')}, run on a CPU"
+        words = "recorded in Triton's interpreter"
+        if any(len(access.outside) for access in self.accesses):
+            words += ", because compiled code stops at an address outside"
+        return words
 
     def programs(self, kernel: str | None = None) -> list[Program]:
         """Every program that touched something, in the order of the grid (of all kernels, or of
@@ -124,6 +139,22 @@ class Film:
             known = self.arguments.setdefault(name, x)
             if known.data_ptr() != x.data_ptr():
                 self.arguments[f"{name} of {kernel}"] = x
+
+    def _of_compiled(self):
+        from lessons.toolbox.gpu.filming import filming  # here, because it imports Access
+
+        return filming(self.accesses, self._start_of)
+
+    def _of_interpreted(self):
+        # here, because Triton may not be installed
+        from triton.runtime import interpreter
+
+        memory = interpreter._interpreter
+        watched = {
+            name: self._watch(getattr(memory, name), name, interpreter.interpreter_builder)
+            for name in ACCESSES
+        }
+        return mock.patch.multiple(memory, **watched)
 
     def _watch(self, original, name: str, builder):
         _, at, value, mask_at = ACCESSES[name]

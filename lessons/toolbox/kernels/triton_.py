@@ -10,8 +10,8 @@ It gives the real modules, and makes the file work on every machine:
 - with a CUDA device the kernels are compiled, as after `import triton`;
 - with LADDER_CHIP=80 they are compiled for that chip, and `toolbox.gpu` runs what the compiler
   made, on the CPU;
-- without either they run in Triton's interpreter, mended by `lessons.toolbox.kernels.interpreter` to
-  round as a GPU does;
+- without either they run in Triton's interpreter, mended by `lessons.toolbox.kernels.interpreter`
+  to round as a GPU does;
 - without Triton (macOS, Windows) the file still imports, so that its PyTorch parts, its
   documentation and its source can be used; launching a kernel raises one line that says so.
 

@@ -61,8 +61,8 @@ def interpreting() -> bool:
 
 
 def compiled_chip() -> int | None:
-    """The chip whose compiled code `toolbox.gpu` runs on this CPU: what LADDER_CHIP names, as 80 for
-    sm_80. None without it. Raises ValueError.
+    """The chip whose compiled code `toolbox.gpu` runs on this CPU: what LADDER_CHIP names, as 80
+    for sm_80. None without it. Raises ValueError.
     """
     text = os.environ.get(CHIP, "")
     if text and text not in map(str, RUNS):
@@ -78,7 +78,9 @@ def machine_chip() -> int:
 
 
 def capability() -> tuple[int, int] | None:
-    """The compute capability that kernels are compiled for: (8, 0); None where they are interpreted."""
+    """The compute capability that kernels are compiled for: (8, 0); None where they are
+    interpreted.
+    """
     if chip := compiled_chip():
         return divmod(chip, 10)
     return torch.cuda.get_device_capability() if has_gpu() else None

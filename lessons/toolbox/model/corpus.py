@@ -183,7 +183,9 @@ def copies(text: str, secret: set[str]) -> bool:
 
 
 def token_stream(texts: list[str]) -> np.ndarray:
-    """Every text as one array of ids: [tokens] int64. The tokenizer begins each of them with END."""
+    """Every text as one array of ids: [tokens] int64. The tokenizer begins each of them with
+    END.
+    """
     tokenizer = load_tokenizer("models/tiny")
     parts = [np.empty(0, np.int64)]
     for first in range(0, len(texts), 256):  # some at a time, because an encoding holds much beside

@@ -5,7 +5,8 @@
 
 A lesson's lab/profile.py holds functions of no arguments: `optimized`, and others to compare with.
 The kernels are compiled for the GPU and run on `lessons.toolbox.gpu`, so no GPU is needed, and
-nothing is timed: for Hopper `time_model` predicts. Operations of PyTorch are listed with the bytes that they move.
+nothing is timed: for Hopper `time_model` predicts. Operations of PyTorch are listed with the bytes
+that they move.
 """
 
 import argparse

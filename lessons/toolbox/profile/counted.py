@@ -2,8 +2,8 @@
 the chip can do.
 
 The times are floors: each part of the chip by itself, all its SMs busy from the first to the last
-clock, no latency. The largest names the part that limits the kernel, and a real kernel takes longer.
-Instructions are those of PTX. The driver's assembler merges some and adds others.
+clock, no latency. The largest names the part that limits the kernel, and a real kernel takes
+longer. Instructions are those of PTX. The driver's assembler merges some and adds others.
 
 Source: CUDA C++ Programming Guide 13, "Arithmetic Instructions" (results a clock and SM) and
 "Technical Specifications per Compute Capability" (warps, programs and registers of an SM).

@@ -14,8 +14,8 @@ COUNTED = "compiled code, counted on a CPU; nothing is timed"
 
 @style()
 def line_figure(profile: KernelProfile):
-    """Bars: the share of warp instructions of each of the busiest lines. In red behind the code: how
-    many times the sectors or passes that it needs.
+    """Bars: the share of warp instructions of each of the busiest lines. In red behind the code:
+    how many times the sectors or passes that it needs.
     """
     rows = busiest(profile, LINES)
     issued = profile.total["issued"]

@@ -1,4 +1,6 @@
-"""A profile as text: the kernel's figures, then its source with what each line did in the margin."""
+"""A profile as text: the kernel's figures, then its source with what each line did in the
+margin.
+"""
 
 from collections import Counter
 from functools import cache
@@ -31,8 +33,8 @@ def facts(profile: KernelProfile) -> list[str]:
     lines = [
         f"{profile.kernel.name}: {times}{profile.programs // profile.launches} programs of "
         f"{profile.warps} warps, compiled for {profile.chip.name}",
-        f"  {said.format(**known) if known else ''}{profile.shared_bytes / 1024:.3g} KiB of shared memory; "
-        f"{programs} programs fit on an SM (limit: {limit})",
+        f"  {said.format(**known) if known else ''}{profile.shared_bytes / 1024:.3g} KiB of shared "
+        f"memory; {programs} programs fit on an SM (limit: {limit})",
         f"  memory: {size(loaded)} loaded and {size(stored)} stored at least; {size(asked)} asked "
         f"for, {asked / max(loaded + stored, 1):.1f} times as much",
     ]

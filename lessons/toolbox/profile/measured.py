@@ -1,11 +1,12 @@
-"""Nsight Compute's counts of the profiles' launches: a small record of its table, and ours beside it.
+"""Nsight Compute's counts of the profiles' launches: a small record of its table, and ours beside
+it.
 
     python -m lessons.toolbox.profile.measured --record counters.csv     # the table -> the record
     python -m lessons.toolbox.profile.measured [09 10]                   # our counts beside it
 
-`on_gpu.py` says how the table is made. Of its 2,200 columns the record keeps those for which a profile
-has a word, launch by launch, without the kernels of PyTorch. The second command counts the same
-launches here, compiled for the same chip, and prints how many times the GPU's number ours is.
+`on_gpu.py` says how the table is made. Of its 2,200 columns the record keeps those for which a
+profile has a word, launch by launch, without the kernels of PyTorch. The second command counts the
+same launches here, compiled for the same chip, and prints how many times the GPU's number ours is.
 """
 
 import argparse
@@ -58,8 +59,9 @@ LIMITS = {
 SCALES = {"us": 1e-6, "ns": 1e-9, "ms": 1e-3, "Ghz": 1e9, "Mhz": 1e6, "K": 1e3, "M": 1e6, "G": 1e9}
 SHOWN = ("issued", "sectors", "least_sectors", "passes", "least_passes", "flops", "loaded_bytes",
          "registers", "programs_per_sm")  # fmt: skip
-# How far our count may be from the GPU's, as a share of it. Triton 3.6 compiled for the GPU. Where the
-# registers agree, so does the code, as a rule; other versions write some kernels somewhat otherwise.
+# How far our count may be from the GPU's, as a share of it. Triton 3.6 compiled for the GPU. Where
+# the registers agree, so does the code, as a rule; other versions write some kernels somewhat
+# otherwise.
 SAME_CODE = {
     "sectors": 0.03,
     "passes": 0.03,
@@ -168,7 +170,9 @@ def pairs(lesson: str, launches: list[dict]):
 
 
 def ratios(theirs: dict, ours: dict) -> dict[str, float]:
-    """{our word: our number / the GPU's}; words that are 0 in both are left out. ours: of as_json."""
+    """{our word: our number / the GPU's}; words that are 0 in both are left out. ours: of
+    as_json.
+    """
     flat = ours | ours["total"]
     found = {}
     for word in SHOWN:

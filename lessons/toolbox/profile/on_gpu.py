@@ -4,8 +4,8 @@
         python -m lessons.toolbox.profile.on_gpu [09 10 ...]
     ncu --import counters.ncu-rep --csv --page raw > counters.csv
 
-Each function runs once before, so that nothing is compiled while it is watched. Its launches stand in
-an NVTX range with the lesson's number and the function's name, such as "09 optimized".
+Each function runs once before, so that nothing is compiled while it is watched. Its launches stand
+in an NVTX range with the lesson's number and the function's name, such as "09 optimized".
 """
 
 import dataclasses

@@ -1,14 +1,17 @@
 """What the time model is held against: kernels of the course that an H200 has timed.
 
-    python -m lessons.toolbox.profile.points          # predicts them all, writes results/h200/time_model.json and .svg
+    python -m lessons.toolbox.profile.points
 
-Two kinds of points. Nsight Compute's durations of the profiles' small launches (counters.json). And medians
-of the benchmarks, of larger shapes: there the machine runs a sample of the grid's programs, evenly spread
-(`counting(programs=SAMPLE)`), and the model takes the others to be like them. A benchmark's stopwatch is a
-pair of events, which adds EVENTS_S to what the kernel takes, and a call may be two launches.
+predicts them all, and writes results/h200/time_model.json and .svg.
 
-The constants of `replay.py` were fitted on the launches alone, but for the rate of L2 and EVENTS_S, so the
-benchmarks' errors are nearly those of points that the model has never seen.
+Two kinds of points. Nsight Compute's durations of the profiles' small launches (counters.json). And
+medians of the benchmarks, of larger shapes: there the machine runs a sample of the grid's programs,
+evenly spread (`counting(programs=SAMPLE)`), and the model takes the others to be like them. A
+benchmark's stopwatch is a pair of events, which adds EVENTS_S to what the kernel takes, and a call
+may be two launches.
+
+The constants of `replay.py` were fitted on the launches alone, but for the rate of L2 and EVENTS_S,
+so the benchmarks' errors are nearly those of points that the model has never seen.
 """
 
 import argparse
@@ -39,7 +42,9 @@ ALT = "Predicted over measured times, nearly on the diagonal"
 
 @dataclass(frozen=True)
 class Point:
-    """A benchmark's median: results/h200/{record}.json, its series, its x. call: runs the kernel."""
+    """A benchmark's median: results/h200/{record}.json, its series, its x. call: runs the
+    kernel.
+    """
 
     record: str
     series: str
@@ -81,7 +86,7 @@ def flash(tokens: int):
 
 FUSED = "l07_kernel_fusion.optimized"
 TABLE = (
-    ("l01_scale_copy", "one pass: Triton kernel", (65536, 262144, 1048576, 4194304, 16777216, 67108864),
+    ("l01_scale_copy", "one pass: Triton kernel", tuple(4**power for power in range(8, 14)),
      lambda x: of("l01_roofline.optimized", "scale_copy")(half(x), 2.0)),
     ("l07_add_rms_norm", "one kernel", (16, 256, 4096, 16384),
      lambda x: of(FUSED, "add_rms_norm")(half(x, 4096), half(x, 4096), half(4096), 1e-5)),
@@ -159,7 +164,9 @@ def errors(points: list[dict]) -> list[float]:
 
 
 def ranked(points: list[dict]) -> tuple[int, int]:
-    """(pairs in the right order, pairs): of points of one source whose times differ by 10 % or more."""
+    """(pairs in the right order, pairs): of points of one source whose times differ by 10 % or
+    more.
+    """
     right = pairs = 0
     for k, a in enumerate(points):
         for b in points[:k]:
@@ -171,7 +178,9 @@ def ranked(points: list[dict]) -> tuple[int, int]:
 
 
 def summary(points: list[dict]) -> dict:
-    """What is said of the model: errors of all points, of either source, and by what limits them; pairs."""
+    """What is said of the model: errors of all points, of either source, and by what limits them;
+    pairs.
+    """
     right, pairs = ranked(points)
     kinds = {"all": points, "launches": [], "benchmarks": []}
     for point in points:
@@ -205,9 +214,12 @@ def run(options: argparse.Namespace) -> int:
     for point in predicted():
         points.append(point)
         error = point["predicted_s"] / point["measured_s"] - 1
-        print(f"{point['lesson']} {point['name'][:44]:44} measured {1e6 * point['measured_s']:9.2f} µs, "
-              f"predicted {1e6 * point['predicted_s']:9.2f} µs {error:+7.1%}  {point['limit']}",
-              flush=True)  # fmt: skip
+        measured, said = 1e6 * point["measured_s"], 1e6 * point["predicted_s"]
+        print(
+            f"{point['lesson']} {point['name'][:44]:44} measured {measured:9.2f} µs, "
+            f"predicted {said:9.2f} µs {error:+7.1%}  {point['limit']}",
+            flush=True,
+        )
     found = summary(points) | {"device": "NVIDIA H200", "table": points}
     RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     save(model_figure(found), RECORD.with_suffix(""), alt=ALT)

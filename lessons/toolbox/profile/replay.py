@@ -1,7 +1,8 @@
-"""An SM on which programs' warps go their way once more, with a clock: the heart of `time_model.py`.
+"""An SM on which programs' warps go their way once more, with a clock: the heart of
+`time_model.py`.
 
-CONSTANTS are of Hopper, and fitted on the points of `points.py`, each to two digits, the same for every
-kernel. All other numbers are the chip's.
+CONSTANTS are of Hopper, and fitted on the points of `points.py`, each to two digits, the same for
+every kernel. All other numbers are the chip's.
 """
 
 import heapq
@@ -136,9 +137,12 @@ def copy(instruction: Instruction, per: dict, cost, c: Constants) -> Cost:
     if instruction.has("wait_group", "wait_all"):
         left = int(instruction.operands[0], 0) if instruction.has("wait_group") else 0
         return replace(cost(kind="wait", left=left), unit="copies")
-    latency = c.memory if per["first_sectors"] else c.l2
-    return cost("load/store", max(per["sectors"] / 4, per["passes"]), latency if per["sectors"] else
-                c.shared, sectors=per["sectors"], first=per["first_sectors"], kind="copy")  # fmt: skip
+    latency, held = (
+        c.memory if per["first_sectors"] else c.l2,
+        max(per["sectors"] / 4, per["passes"]),
+    )
+    return cost("load/store", held, latency if per["sectors"] else c.shared,
+                sectors=per["sectors"], first=per["first_sectors"], kind="copy")  # fmt: skip
 
 
 # ---------------------------------------------------------------- the replay

@@ -1,20 +1,21 @@
 """How long a kernel takes, predicted: the way of its warps, replayed on a model of an SM.
 
-The machine has noted which instructions each warp of a program went through (`Counts.path`). They are
-issued again here, in order, on the clock of an SM that holds as many programs as fit:
+The machine has noted which instructions each warp of a program went through (`Counts.path`). They
+are issued again here, in order, on the clock of an SM that holds as many programs as fit:
 
     a warp issues its next instruction when the registers that it reads are there,
     its scheduler (of four) is free, and so is the unit that runs it;
     a result comes after the unit's latency; shared memory gives one pass a clock;
     memory gives each SM its share of the bandwidth, and answers after a latency, so that few bytes
     in flight leave it idle (Little's law);
-    a barrier holds a warp until the others have come, a wait until the copies or products are there.
+    a barrier holds a warp until the others have come, a wait until copies or products are there.
 
-A launch is as long as its busiest SM: programs that do not fit run in further waves. Before it and after
-it comes the launch itself.
+A launch is as long as its busiest SM: programs that do not fit run in further waves. Before it and
+after it comes the launch itself.
 
-The replay is in `replay.py`, with the constants. The clock is the data sheet's. Kernels that use the copy
-engine (TMA) are not predicted, and no chip but Hopper, because no other was held against measurements.
+The replay is in `replay.py`, with the constants. The clock is the data sheet's. Kernels that use
+the copy engine (TMA) are not predicted, and no chip but Hopper, because no other was held against
+measurements.
 """
 
 import json
@@ -69,8 +70,9 @@ def predict(profile, c: Constants = CONSTANTS) -> Prediction:
 
 
 def share(cost: Cost, launch, chip) -> float:
-    """Of the sectors that were touched for the first time, those that memory really moves: what fits into
-    half of the L2 is stored later, and a sample of programs knows no others that have touched them.
+    """Of the sectors that were touched for the first time, those that memory really moves: what
+    fits into half of the L2 is stored later, and a sample of programs knows no others that have
+    touched them.
     """
     if not cost.first:
         return 0.0
@@ -86,8 +88,8 @@ def share(cost: Cost, launch, chip) -> float:
 
 
 def paths_of(launch, together: int) -> tuple[list[list[np.ndarray]], float]:
-    """The paths of the warps of so many programs, the longest among them, [program][warp] -> places; and
-    how long all programs are on average, as a share of these.
+    """The paths of the warps of so many programs, the longest among them, [program][warp] ->
+    places; and how long all programs are on average, as a share of these.
     """
     path, count = launch.counts.path, len(launch.counts.programs)
     warps = launch.warps
@@ -125,7 +127,9 @@ def predictions(profile) -> dict[str, Prediction]:
 
 
 def text(profile) -> list[str]:
-    """What `make profile` prints: the time on each chip that runs the code, and how wrong it may be."""
+    """What `make profile` prints: the time on each chip that runs the code, and how wrong it may
+    be.
+    """
     try:
         found = predictions(profile)
     except Unpredicted as reason:

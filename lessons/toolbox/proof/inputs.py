@@ -99,9 +99,9 @@ FAR = 2**30 + 64  # elements: twice as many do not fit into an int32
 
 
 def far_apart(x: Tensor, stride: int = FAR) -> Tensor:
-    """The same numbers, x: [N, ...], `stride` elements from one row to the next, because a kernel that
-    multiplies row by stride in 32 bits is right until the third row. A CPU takes memory only for what is
-    written; a GPU needs all of it, 4 GiB for three rows of 16 bits.
+    """The same numbers, x: [N, ...], `stride` elements from one row to the next, because a kernel
+    that multiplies row by stride in 32 bits is right until the third row. A CPU takes memory only
+    for what is written; a GPU needs all of it, 4 GiB for three rows of 16 bits.
     """
     num_elements = (len(x) - 1) * stride + x[0].numel()
     memory = torch.empty(num_elements, dtype=x.dtype, device=x.device)

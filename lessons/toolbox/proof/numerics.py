@@ -2,14 +2,15 @@
 
 Three computations of the same thing:
     ref64   the naive version in float64 on the upcast inputs: the oracle
-    eager   the naive version in the test's own dtype: the error that a plain implementation makes anyway
+    eager   the naive version in the test's own dtype: the error that a plain implementation has
     out     the optimized version under test
 
     E0  NaN and infinities stand at the same places                    (NaN never passes)
     E1  rms(out) <= 1.5 rms(eager) + floor                             catches a scale 1 % off
-    E2  max|out - ref64| <= 2 max|eager - ref64| + rounding            catches a dropped tile, a wrong mask
+    E2  max|out - ref64| <= 2 max|eager - ref64| + rounding            catches a wrong mask
     E3  E1 for every tile of 64 rows, with factor 3                    catches one wrong tail row
-    E4  bias(out) <= 1.5 bias(eager) + 4 rms(eager) / sqrt(rows) + floor / 2  catches truncation in place of rounding
+    E4  bias(out) <= 1.5 bias(eager) + 4 rms(eager) / sqrt(rows)       catches truncation in place
+                     + floor / 2                                       of rounding
 
 with rms(x) = |x - ref64| / |ref64| (Frobenius norms) and bias(x) = |<x, ref64> / <ref64, ref64> -
 1|, by how much x is too large or too small as a whole: rounding errors cancel there, and the middle
@@ -99,7 +100,9 @@ class Errors:
 
 
 def floor_for(arithmetic: str | torch.dtype, inputs: str = "normal") -> float:
-    """The floor of a dtype or of "tf32" for named inputs. Raises ValueError, naming the known ones."""
+    """The floor of a dtype or of "tf32" for named inputs. Raises ValueError, naming the known
+    ones.
+    """
     name = str(arithmetic).removeprefix("torch.")
     if name not in FLOORS:
         raise ValueError(f"arithmetic is {name!r}, known are {', '.join(FLOORS)}")
@@ -296,11 +299,12 @@ def prove(
     included, that nothing of an output was left unwritten (`torch.empty` returns poison), and that
     two calls give the same bits, the second with the kernel's programs in the opposite order.
 
-    inputs: tensors, lists and dicts of them, and anything else, which is passed as it is (and not protected).
-    arithmetic:    "float32", "tf32", "float16", "bfloat16", "float64": sets the floor; default: the dtype of the output.
-    floor:         another floor, for inputs that amplify rounding: `floor_for(dtype, inputs="large_logits")`.
-    mutates:       positions of inputs that the function writes to; they are compared as outputs and may change.
-    deterministic: the property claimed. False only for kernels with floating-point atomics.
+    inputs: tensors, lists and dicts of them, and anything else, which is passed as it is (and not
+    protected). arithmetic:    "float32", "tf32", "float16", "bfloat16", "float64": sets the floor;
+    default: the dtype of the output. floor:         another floor, for inputs that amplify
+    rounding: `floor_for(dtype, inputs="large_logits")`. mutates:       positions of inputs that the
+    function writes to; they are compared as outputs and may change. deterministic: the property
+    claimed. False only for kernels with floating-point atomics.
     """
     wide = [tree_map(_upcast, x) for x in _clone(inputs)]
     ref64 = _run(naive, wide, mutates)

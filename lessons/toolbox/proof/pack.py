@@ -10,11 +10,11 @@ PART_BYTES = 15 * 2**20
 def write_pack(
     pack: Path, root: Path, folders: Iterable[Path], part_bytes: int = PART_BYTES
 ) -> list[Path]:
-    """The files of some folders, by their paths below `root`, in the archive `pack`; returns what was
-    written.
+    """The files of some folders, by their paths below `root`, in the archive `pack`; returns what
+    was written.
 
-    More than part_bytes become pack.0, pack.1 …, which `cat pack.* | tar xz` unpacks. Pictures in pixels
-    stay out: they are drawn again from the records.
+    More than part_bytes become pack.0, pack.1 …, which `cat pack.* | tar xz` unpacks. Pictures in
+    pixels stay out: they are drawn again from the records.
     """
     whole = pack.with_name(pack.name + ".part")
     with tarfile.open(whole, "w:gz", compresslevel=3) as archive:

@@ -6,8 +6,8 @@ wrote.
 
 The same test proves the kernel on a CPU (Triton in its interpreter, CUDA C++ and Gluon by their
 compiled code) and for real on a GPU; the record says which. A test that passes leaves its kernels
-as properties of its case in pytest's JUnit file (`--junitxml FILE`). A test that asks for `proof` and records nothing fails, because a proof that
-names no kernel proves none.
+as properties of its case in pytest's JUnit file (`--junitxml FILE`). A test that asks for `proof`
+and records nothing fails, because a proof that names no kernel proves none.
 """
 
 import dataclasses
@@ -180,7 +180,8 @@ def _case(element: ElementTree.Element) -> Case:
 
 
 def gathered(cases: list[Case], places: Collection[str]) -> dict:
-    """{tests: how many ran, failed: [test], kernels: {kernel: {hash, where, cases, errors, quick}}}.
+    """{tests: how many ran, failed: [test], kernels: {kernel: {hash, where, cases, errors,
+    quick}}}.
 
     errors: of all cases the nearest to their limit; quick: the quickest case and a middling one.
     Kernels that ran in none of `places` are left out: they prove nothing here.

@@ -34,8 +34,9 @@ SHORTEST_S = 5  # a step with less time left than this is not started
 
 
 class Run(Steps):
-    """One run over `lessons` into the folder `out`. `problems`: what failed or found no time; pack: a
-    file that holds the results again after each step, for a machine that gives back only a few files.
+    """One run over `lessons` into the folder `out`. `problems`: what failed or found no time; pack:
+    a file that holds the results again after each step, for a machine that gives back only a few
+    files.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class Run(Steps):
     # ------------------------------------------------------------ running
 
     def go(self, steps: Iterable[Step], at_once: int = 1) -> None:
-        """Run the steps that no earlier run has finished, some at once. Those that failed in an earlier
-        one wait for `go_again`.
+        """Run the steps that no earlier run has finished, some at once. Those that failed in an
+        earlier one wait for `go_again`.
         """
         waiting = [step for step in steps if not self.is_finished(step)]
         self.later += [step for step in waiting if self.has_failed(step)]
@@ -130,13 +131,17 @@ class Run(Steps):
                 command.end()
 
     def has_failed(self, step: Step) -> bool:
-        """Whether an earlier run saw it fail with the same source, which its end did not cut off."""
+        """Whether an earlier run saw it fail with the same source, which its end did not cut
+        off.
+        """
         earlier = self.proof["steps"].get(step.name, {})
         was_cut = earlier.get("status") == "timeout" and earlier["seconds"] < LIMIT_S[step.kind]
         return earlier.get("source") == step.source and not was_cut
 
     def is_finished(self, step: Step) -> bool:
-        """Whether an earlier run finished it with the same source; of a warm-up, what it warms up."""
+        """Whether an earlier run finished it with the same source; of a warm-up, what it warms
+        up.
+        """
         name = step.name.replace("warm-up", "benchmark")
         earlier = self.proof["steps"].get(name, {})
         finished = earlier.get("status") == "passed" and earlier["source"] == step.source

@@ -23,10 +23,11 @@ LIMIT_S = {
 FIRST = ("proof.record(", "mark.gpu")  # in files whose tests are the first to run
 HANGS_S = 120  # after so long in one test pytest prints where it stands
 ENGINE_TESTS = ("tests/engine_gpu_cases.py", "tests/test_engine.py", "tests/test_llm.py")
-# Whose tests compile the most, by a rehearsal. They begin first, because then all cores end together.
+# Whose tests compile the most, by a rehearsal. They begin first, because then all cores end
+# together.
 MOST_VARIANTS = ("12", "07", "18", "09", "08", "19", "17", "23", "10")
-# Whose figures the front page and the guides are about: flash attention, split-KV decoding, pages, the
-# cache, fusion, quantized weights.
+# Whose figures the front page and the guides are about: flash attention, split-KV decoding, pages,
+# the cache, fusion, quantized weights.
 HEADLINES = ("09", "10", "12", "03", "07", "18")
 # A benchmark with this in its environment runs each candidate once.
 ONCE = {"TIMED_ONCE": "1"}
@@ -78,8 +79,8 @@ class Steps:
     def testing(
         self, name: str, tests: list[str], source: str, workers: int = 1, watched: Iterable = ()
     ) -> Step:
-        """A step of pytest. workers: processes that share its tests, so that kernels are compiled on
-        several cores; watched: the command under which it runs.
+        """A step of pytest. workers: processes that share its tests, so that kernels are compiled
+        on several cores; watched: the command under which it runs.
         """
         junit = self.scratch / f"{name}.xml"
         junit.unlink(missing_ok=True)

@@ -25,9 +25,9 @@ EXECUTED = "compiled code executed"
 MEANING = (
     "A cell holds registers a thread, bytes spilled and KiB of shared memory, the most over all "
     "launches of the kernel. `!`: it spills, or does not fit the chip. `–`: the kernel is not for "
-    "this chip. `stale`: the kernel has changed since. *Compiled code executed*: the chips for which "
-    "the tests of equivalence have passed with the code that the compilers make for them, run on a "
-    "CPU by `lessons/toolbox/gpu/`. It is no GPU, and tells no time."
+    "this chip. `stale`: the kernel has changed since. *Compiled code executed*: the chips for "
+    "which the tests of equivalence have passed with the code that the compilers make for them, "
+    "run on a CPU by `lessons/toolbox/gpu/`. It is no GPU, and tells no time."
 )
 
 
@@ -35,8 +35,8 @@ MEANING = (
 class Kernel:
     """A kernel of a lesson and how it is compiled: a job for each launch and chip.
 
-    source_hash: what a test records; None: that of the first job. A job's hash counts the hooks of its
-    launch, too.
+    source_hash: what a test records; None: that of the first job. A job's hash counts the hooks of
+    its launch, too.
     """
 
     file: str  # "lessons/l03_kv_cache/optimized.py"
@@ -127,8 +127,8 @@ def proof_cell(key: str, current_hash: str, proofs: list[dict]) -> str:
     "interpreter only", "stale in the interpreter"; for Gluon and CUDA C++, which no interpreter
     runs, the same of their compiled code; or "not yet".
 
-    Proved: all tests of a lesson that record a proof passed there, and among them the kernel with the
-    source that it has now.
+    Proved: all tests of a lesson that record a proof passed there, and among them the kernel with
+    the source that it has now.
     """
     on_gpu, without = [], NOT_YET
     for proof in proofs:
@@ -224,8 +224,8 @@ def sentence(rows: list[list[str]]) -> str:
     executed = sum(row[-2][0].isdigit() for row in rows)
     return (
         f"Of the {len(rows)} kernels, {on_gpu or 'none'} are proved equal to the naive code on a "
-        f"GPU{others}. The compiled code of {executed or 'none'} has also run on a CPU, instruction "
-        f"by instruction, and was equal. The compiler takes "
+        f"GPU{others}. The compiled code of {executed or 'none'} has also run on a CPU, "
+        f"instruction by instruction, and was equal. The compiler takes "
         f"{', '.join(compiled[:-1])} and {compiled[-1]} without spills "
         f"([the table](results/README.md))."
     )

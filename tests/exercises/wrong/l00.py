@@ -1,68 +1,52 @@
-"""Wrong answers to lesson 00's puzzles: real slips, and the hint for whoever made them. The products
-and CUDA C++ stand in l00_tiles.py.
+"""Wrong answers to lesson 00's puzzles: real slips, each with a hint. The products and CUDA C++ are
+in l00_tiles.py.
 """
-
-from functools import partial
 
 import torch
 
 from lessons.toolbox.kernels.triton_ import tl, triton
+from solutions.l00_gpu_and_triton import add_kernel, copy_rows_kernel, outer_kernel
 from tests.exercises.wrong import Answers
 
 answers = Answers()
 
 
-def slips(exercise_id, function, hints):
-    """Register function(…, slip=name) for each {name: hint}."""
-    for name, hint in hints.items():
-        answers.wrong(exercise_id, hint, name)(partial(function, slip=name))
-
-
 # ---------------------------------------------------------------- 0.1 and 0.2
 
-
-@triton.jit
-def slipped_copy_kernel(x_ptr, out_ptr, n, SLIP: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    load_inside = at < n
-    if SLIP == "one_too_many":
-        load_inside = at <= n
-    if SLIP == "mask_of_the_block":
-        load_inside = at < BLOCK
-    store_inside = load_inside
-    if SLIP == "no_mask" or SLIP == "load_without_mask":
-        load_inside = at >= 0
-    if SLIP == "no_mask" or SLIP == "store_without_mask":
-        store_inside = at >= 0
-    if SLIP == "one_too_few":
-        store_inside = at < n - 1
-    x = tl.load(x_ptr + at, mask=load_inside)
-    tl.store(out_ptr + at, x, mask=store_inside)
-
-
-def slipped_copy(x, *, slip):
-    out = torch.empty_like(x)
-    slipped_copy_kernel[(triton.cdiv(len(x), 16),)](x, out, len(x), SLIP=slip, BLOCK=16)
-    return out
-
-
-slips(
+answers.slips(
     "0.1",
-    slipped_copy,
-    {
-        "no_mask": "There is no mask: the last program has 16 places, whatever n is.",
-        "load_without_mask": "The load needs the mask as well as the store.",
-        "store_without_mask": "The store needs the mask as well as the load.",
-        "one_too_many": "n elements have the places 0 to n − 1: at < n, not at <= n.",
-        "one_too_few": "The last place, n − 1, belongs to x: at < n.",
-        "mask_of_the_block": "`at` counts from the start of x, so compare it with n, not with BLOCK.",
-    },
+    """
+    no_mask: There is no mask: the last program has 16 places, whatever n is.
+    - x = tl.load(x_ptr + at, mask=inside)
+    - tl.store(out_ptr + at, x, mask=inside)
+    + x = tl.load(x_ptr + at)
+    + tl.store(out_ptr + at, x)
+
+    load_without_mask: The load needs the mask as well as the store.
+    - tl.load(x_ptr + at, mask=inside)
+    + tl.load(x_ptr + at)
+
+    store_without_mask: The store needs the mask as well as the load.
+    - tl.store(out_ptr + at, x, mask=inside)
+    + tl.store(out_ptr + at, x)
+
+    one_too_many: n elements have the places 0 to n − 1: at < n, not at <= n.
+    - at < n
+    + at <= n
+
+    one_too_few: The last place, n − 1, belongs to x: at < n.
+    - tl.store(out_ptr + at, x, mask=inside)
+    + tl.store(out_ptr + at, x, mask=at < n - 1)
+
+    mask_of_the_block: `at` counts from the start of x, so compare it with n, not with BLOCK.
+    - at < n
+    + at < BLOCK
+
+    copied_by_pytorch: PyTorch copies here, and no kernel stores anything.
+    - copy_kernel[(triton.cdiv(len(x), 16),)](x, out, len(x), BLOCK=16)
+    + out.copy_(x)
+    """,
 )
-
-
-@answers.wrong("0.1", "PyTorch copies here, and no kernel stores anything.")
-def copied_by_pytorch(x):
-    return x.clone()
 
 
 @triton.jit
@@ -78,38 +62,28 @@ def copied_from_the_end(x):
     return out
 
 
-@triton.jit
-def slipped_add_kernel(x_ptr, y_ptr, out_ptr, n, SLIP: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if SLIP == "no_program_id":
-        at = tl.arange(0, BLOCK)
-    if SLIP == "program_not_times_block":
-        at = tl.program_id(0) + tl.arange(0, BLOCK)
-    inside = at < n
-    x = tl.load(x_ptr + at, mask=inside)
-    y = tl.load((x_ptr if SLIP == "x_twice" else y_ptr) + at, mask=inside)
-    if SLIP == "no_mask_for_y":
-        y = tl.load(y_ptr + at)
-    if SLIP != "no_store":
-        tl.store(out_ptr + at, x + y, mask=inside)
-
-
-def slipped_add(x, y, *, slip):
-    out = torch.empty_like(x)
-    slipped_add_kernel[(triton.cdiv(len(x), 16),)](x, y, out, len(x), SLIP=slip, BLOCK=16)
-    return out
-
-
-slips(
+answers.slips(
     "0.2",
-    slipped_add,
-    {
-        "no_program_id": "All programs work on the first block. Where does program p begin?",
-        "program_not_times_block": "Program p begins at p · BLOCK, not at p.",
-        "no_store": "A kernel returns nothing. Write the sum to out_ptr with tl.store.",
-        "x_twice": "You load x twice, and y not at all.",
-        "no_mask_for_y": "The load of y needs the mask too.",
-    },
+    """
+    no_program_id: All programs work on the first block. Where does program p begin?
+    - tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    + tl.arange(0, BLOCK)
+
+    program_not_times_block: Program p begins at p · BLOCK, not at p.
+    - tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    + tl.program_id(0) + tl.arange(0, BLOCK)
+
+    no_store: A kernel returns nothing. Write the sum to out_ptr with tl.store.
+    - tl.store(out_ptr + at, x + y, mask=inside)
+
+    x_twice: You load x twice, and y not at all.
+    - tl.load(y_ptr + at, mask=inside)
+    + tl.load(x_ptr + at, mask=inside)
+
+    no_mask_for_y: The load of y needs the mask too.
+    - tl.load(y_ptr + at, mask=inside)
+    + tl.load(y_ptr + at)
+    """,
 )
 
 
@@ -120,61 +94,49 @@ def added_in_two_launches(x, y):
         end = len(x) // 2 if first == 0 else len(x)
         if end > first:
             grid = (triton.cdiv(end - first, 4),)
-            slipped_add_kernel[grid](
-                x[first:end], y[first:end], out[first:end], end - first, SLIP="", BLOCK=4
-            )
+            add_kernel[grid](x[first:end], y[first:end], out[first:end], end - first, BLOCK=4)
     return out
 
 
 # ---------------------------------------------------------------- 0.3 and 0.4
 
-
-@triton.jit
-def slipped_sums_kernel(x_ptr, out_ptr, columns, SLIP: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    at = row * columns + column
-    if SLIP == "rows_of_block":
-        at = row * BLOCK + column
-    if SLIP == "first_row_only":
-        at = column
-    inside = column < columns
-    if SLIP == "mask_of_the_place":
-        inside = at < columns
-    if SLIP == "no_mask":
-        inside = column >= 0
-    if SLIP == "no_other":
-        x = tl.load(x_ptr + at, mask=inside)
-    else:
-        x = tl.load(x_ptr + at, mask=inside, other=1.0 if SLIP == "other_1" else 0.0)
-    if SLIP == "loads_twice":
-        x = 0.5 * x + 0.5 * tl.load(x_ptr + at, mask=inside, other=0.0)
-    total = tl.sum(x, axis=0)
-    if SLIP == "mean":
-        total = total / columns
-    tl.store(out_ptr + row, total)
-
-
-def slipped_sums(x, *, slip):
-    out = torch.empty(len(x), device=x.device)
-    block = triton.next_power_of_2(x.shape[1])
-    slipped_sums_kernel[(len(x),)](x, out, x.shape[1], SLIP=slip, BLOCK=block)
-    return out
-
-
-slips(
+answers.slips(
     "0.3",
-    slipped_sums,
-    {
-        "rows_of_block": "Row r begins at r · columns. BLOCK is longer than a row.",
-        "first_row_only": "Every program sums the first row. Which row is program r's?",
-        "mask_of_the_place": "The mask compares the place in x with `columns`. Compare the column.",
-        "no_mask": "Without a mask a block reads on into the next row.",
-        "no_other": "Places after the row have no `other`, so they hold garbage, and you add it.",
-        "other_1": "Padding of 1 is added too. Which number changes no sum?",
-        "loads_twice": "Each element is needed once: keep the block in a variable.",
-        "mean": "You divide by the row's length. The sum is asked for.",
-    },
+    """
+    rows_of_block: Row r begins at r · columns. BLOCK is longer than a row.
+    - x_ptr + row * columns + column
+    + x_ptr + row * BLOCK + column
+
+    first_row_only: Every program sums the first row. Which row is program r's?
+    - x_ptr + row * columns + column
+    + x_ptr + column
+
+    mask_of_the_place: The mask compares the place in x with `columns`. Compare the column.
+    - mask=column < columns
+    + mask=row * columns + column < columns
+
+    no_mask: Without a mask a block reads on into the next row.
+    - mask=column < columns
+    + mask=column >= 0
+
+    no_other: Places after the row have no `other`, so they hold garbage, and you add it.
+    - mask=column < columns, other=0.0
+    + mask=column < columns
+
+    other_1: Padding of 1 is added too. Which number changes no sum?
+    - other=0.0
+    + other=1.0
+
+    loads_twice: Each element is needed once: keep the block in a variable.
+    - tl.store
+    + x = 0.5 * x
+    + x += 0.5 * tl.load(x_ptr + row * columns + column, mask=column < columns, other=0.0)
+    + tl.store
+
+    mean: You divide by the row's length. The sum is asked for.
+    - tl.sum(x, axis=0)
+    + tl.sum(x, axis=0) / columns
+    """,
 )
 
 
@@ -194,58 +156,34 @@ def where_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
     tl.store(out_ptr + tl.program_id(0), tl.sum(tl.where(column < columns, x, 0.0), axis=0))
 
 
-@triton.jit
-def slipped_rows_kernel(
-    x_ptr,
-    out_ptr,
-    columns,
-    stride_row,
-    stride_column,
-    SLIP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    at = row * stride_row + column * stride_column
-    to = row * columns + column
-    if SLIP == "no_strides":
-        at = to
-    if SLIP == "row_stride_only":
-        at = row * stride_row + column
-    if SLIP == "column_stride_only":
-        at = row * columns + column * stride_column
-    if SLIP == "strides_swapped":
-        at = row * stride_column + column * stride_row
-    if SLIP == "strides_of_x_for_out":
-        to = at
-    tl.store(out_ptr + to, tl.load(x_ptr + at, mask=inside), mask=inside)
-
-
-def slipped_rows(x, *, slip):
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(x.shape[1])
-    strides = x.stride(0), x.stride(1)
-    slipped_rows_kernel[(len(x),)](x, out, x.shape[1], *strides, SLIP=slip, BLOCK=block)
-    return out
-
-
-slips(
+answers.slips(
     "0.4",
-    slipped_rows,
-    {
-        "no_strides": "You read x as if it were contiguous: both strides are missing.",
-        "row_stride_only": "Neighbours in a row are stride_column apart, not 1.",
-        "column_stride_only": "Rows of x are stride_row apart, not `columns`.",
-        "strides_swapped": "The row goes with stride_row, the column with stride_column.",
-        "strides_of_x_for_out": "The strides are x's. The result is contiguous.",
-    },
+    """
+    no_strides: You read x as if it were contiguous: both strides are missing.
+    - row * stride_row + column * stride_column
+    + row * columns + column
+
+    row_stride_only: Neighbours in a row are stride_column apart, not 1.
+    - row * stride_row + column * stride_column
+    + row * stride_row + column
+
+    column_stride_only: Rows of x are stride_row apart, not `columns`.
+    - row * stride_row + column * stride_column
+    + row * columns + column * stride_column
+
+    strides_swapped: The row goes with stride_row, the column with stride_column.
+    - row * stride_row + column * stride_column
+    + row * stride_column + column * stride_row
+
+    strides_of_x_for_out: The strides are x's. The result is contiguous.
+    - out_ptr + row * columns + column
+    + out_ptr + row * stride_row + column * stride_column
+
+    contiguous_by_pytorch: PyTorch makes the copy here, and no kernel stores anything.
+    - copy_rows_kernel[(len(x),)](x, out, x.shape[1], x.stride(0), x.stride(1), BLOCK=block)
+    + out.copy_(x)
+    """,
 )
-
-
-@answers.wrong("0.4", "PyTorch makes the copy here, and no kernel stores anything.")
-def contiguous_by_pytorch(x):
-    return x.contiguous()
 
 
 @answers.alternative("0.4")
@@ -254,51 +192,33 @@ def row_after_row(x):
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(x.shape[1])
     for row, to in zip(x, out):
-        slipped_rows_kernel[(1,)](row, to, len(row), 0, row.stride(0), SLIP="", BLOCK=block)
+        copy_rows_kernel[(1,)](row, to, len(row), 0, row.stride(0), BLOCK=block)
     return out
 
 
 # ---------------------------------------------------------------- 0.5 and 0.6
 
-
-@triton.jit
-def slipped_outer_kernel(
-    x_ptr, y_ptr, out_ptr, rows, columns, SLIP: tl.constexpr, BLOCK: tl.constexpr
-):
-    i, j = tl.program_id(0), tl.program_id(1)
-    if SLIP == "programs_swapped":
-        i, j = tl.program_id(1), tl.program_id(0)
-    row, column = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row, mask=row < rows)
-    y = tl.load(y_ptr + column, mask=column < columns)
-    inside = (row[:, None] < rows) & (column[None, :] < columns)
-    if SLIP == "rows_masked_only":
-        inside = (row[:, None] < rows) & (column[None, :] >= 0)
-    at = row[:, None] * columns + column[None, :]
-    if SLIP == "steps_of_rows":
-        at = row[:, None] * rows + column[None, :]
-    values = x[:, None] * y[None, :]
-    if SLIP == "sum":
-        values = x[:, None] + y[None, :]
-    tl.store(out_ptr + at, values, mask=inside)
-
-
-def slipped_outer(x, y, *, slip):
-    out = torch.empty(len(x), len(y), device=x.device)
-    grid = (triton.cdiv(len(x), 8), triton.cdiv(len(y), 8))
-    slipped_outer_kernel[grid](x, y, out, len(x), len(y), SLIP=slip, BLOCK=8)
-    return out
-
-
-slips(
+answers.slips(
     "0.5",
-    slipped_outer,
-    {
-        "programs_swapped": "program_id(0) counts tiles of rows, program_id(1) tiles of columns.",
-        "rows_masked_only": "The columns have a tail too: mask both sides.",
-        "steps_of_rows": "A row of out has `columns` elements: that is the step from row to row.",
-        "sum": "You add; the product is asked for.",
-    },
+    """
+    programs_swapped: program_id(0) counts tiles of rows, program_id(1) tiles of columns.
+    - row = tl.program_id(0)
+    + row = tl.program_id(1)
+    - column = tl.program_id(1)
+    + column = tl.program_id(0)
+
+    rows_masked_only: The columns have a tail too: mask both sides.
+    - (column[None, :] < columns)
+    + (column[None, :] >= 0)
+
+    steps_of_rows: A row of out has `columns` elements: that is the step from row to row.
+    - row[:, None] * columns + column
+    + row[:, None] * rows + column
+
+    sum: You add; the product is asked for.
+    - x[:, None] * y[None, :]
+    + x[:, None] + y[None, :]
+    """,
 )
 
 
@@ -307,50 +227,36 @@ def outer_by_rows(x, y):
     out = torch.empty(len(x), len(y), device=x.device)
     for at in range(len(x)):
         grid = (1, triton.cdiv(len(y), 8))
-        slipped_outer_kernel[grid](x[at:], y, out[at], 1, len(y), SLIP="", BLOCK=8)
+        outer_kernel[grid](x[at:], y, out[at], 1, len(y), BLOCK=8)
     return out
 
 
-@triton.jit
-def slipped_transpose_kernel(
-    x_ptr, out_ptr, rows, columns, SLIP: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < columns)
-    if SLIP == "no_mask":
-        inside = (row >= 0) & (column >= 0)
-    at, to = row * columns + column, column * rows + row
-    if SLIP == "not_transposed":
-        to = at
-    if SLIP == "rows_and_columns_swapped":
-        at = column * rows + row
-    if SLIP == "steps_of_x":
-        to = column * columns + row
-    if SLIP == "both_swapped":
-        at, to = column * rows + row, row * columns + column
-    tl.store(out_ptr + to, tl.load(x_ptr + at, mask=inside), mask=inside)
-
-
-def slipped_transpose(x, *, slip):
-    rows, columns = x.shape
-    out = torch.empty(columns, rows, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(rows, 8), triton.cdiv(columns, 8))
-    slipped_transpose_kernel[grid](x, out, rows, columns, SLIP=slip, BLOCK=8)
-    return out
-
-
-slips(
+answers.slips(
     "0.6",
-    slipped_transpose,
-    {
-        "no_mask": "The tiles at the edges have places outside x: mask rows and columns.",
-        "not_transposed": "Load and store use the same address, so nothing moves.",
-        "rows_and_columns_swapped": "You load from the place in out. x[r, c] is r · columns + c "
-        "after x_ptr.",
-        "steps_of_x": "A row of out has `rows` elements, so the step between its rows is `rows`.",
-        "both_swapped": "Load and store have changed places: x is read by r · columns + c.",
-    },
+    """
+    no_mask: The tiles at the edges have places outside x: mask rows and columns.
+    - (row < rows) & (column < columns)
+    + (row >= 0) & (column >= 0)
+
+    not_transposed: Load and store use the same address, so nothing moves.
+    - out_ptr + column * rows + row
+    + out_ptr + row * columns + column
+
+    rows_and_columns_swapped: You load from the place in out. x[r, c] is r · columns + c after
+        x_ptr.
+    - x_ptr + row * columns + column
+    + x_ptr + column * rows + row
+
+    steps_of_x: A row of out has `rows` elements, so the step between its rows is `rows`.
+    - out_ptr + column * rows + row
+    + out_ptr + column * columns + row
+
+    both_swapped: Load and store have changed places: x is read by r · columns + c.
+    - x_ptr + row * columns + column
+    + x_ptr + column * rows + row
+    - out_ptr + column * rows + row
+    + out_ptr + row * columns + column
+    """,
 )
 
 
@@ -375,45 +281,30 @@ def turning_kernel(x_ptr, out_ptr, rows, columns, BLOCK: tl.constexpr):
 
 # ---------------------------------------------------------------- 0.7
 
-
-@triton.jit
-def slipped_softmax_kernel(x_ptr, out_ptr, columns, SLIP: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)
-    at = tl.program_id(0) * columns + column
-    inside = column < columns
-    if SLIP == "no_other":
-        x = tl.load(x_ptr + at, mask=inside)
-    else:
-        x = tl.load(x_ptr + at, mask=inside, other=0.0 if SLIP == "other_0" else -float("inf"))
-    largest = tl.max(x, axis=0)
-    if SLIP == "no_maximum":
-        largest = 0.0
-    weights = tl.exp(x - largest)
-    total = tl.sum(weights, axis=0)
-    if SLIP == "not_divided":
-        total = 1.0
-    if SLIP == "loads_twice":
-        weights = tl.exp(tl.load(x_ptr + at, mask=inside, other=0.0) - largest)
-    tl.store(out_ptr + at, weights / total, mask=inside)
-
-
-def slipped_softmax(x, *, slip):
-    out = torch.empty_like(x)
-    block = triton.next_power_of_2(x.shape[1])
-    slipped_softmax_kernel[(len(x),)](x, out, x.shape[1], SLIP=slip, BLOCK=block)
-    return out
-
-
-slips(
+answers.slips(
     "0.7",
-    slipped_softmax,
-    {
-        "no_other": "Without `other` the padding is garbage, and whatever you do over the row sees it.",
-        "other_0": "Padding of 0 counts as exp(0 − max). Which value has an exponential of 0?",
-        "no_maximum": "exp(1000) is infinite. Subtract the row's maximum first.",
-        "not_divided": "The weights are not divided by their sum.",
-        "loads_twice": "The row is in a variable already: do not load it a second time.",
-    },
+    """
+    no_other: Without `other` the padding is garbage, and whatever you do over the row sees it.
+    - mask=inside, other=-float("inf")
+    + mask=inside
+
+    other_0: Padding of 0 counts as exp(0 − max). Which value has an exponential of 0?
+    - other=-float("inf")
+    + other=0.0
+
+    no_maximum: exp(1000) is infinite. Subtract the row's maximum first.
+    - x - tl.max(x, axis=0)
+    + x
+
+    not_divided: The weights are not divided by their sum.
+    - weights / tl.sum(weights, axis=0)
+    + weights
+
+    loads_twice: The row is in a variable already: do not load it a second time.
+    - tl.store(out_ptr + at, weights / tl.sum(weights, axis=0), mask=inside)
+    + again = tl.exp(tl.load(x_ptr + at, mask=inside, other=0.0) - tl.max(x, axis=0))
+    + tl.store(out_ptr + at, again / tl.sum(weights, axis=0), mask=inside)
+    """,
 )
 
 

@@ -3,9 +3,7 @@ and the hint for each.
 """
 
 import math
-import statistics
 import time
-from functools import partial
 
 import numpy as np
 
@@ -17,92 +15,67 @@ answers = Answers()
 
 # ---------------------------------------------------------------- 1.1 KV bytes
 
-
-def slipped_kv_bytes(
-    model,
-    bits_per_value=16,
-    *,
-    heads="num_key_value_heads",
-    head_dim="own",
-    both=2,
-    latent="both",
-    bits=8,
-    layers=True,
-    experts=False,
-    always_16=False,
-    latent_twice=False,
-    whole=False,
-    latent_by="kv_lora_rank",
-):
-    """KV bytes with one slip. The keyword switches exist only here, to spell the wrong answers
-    briefly.
+answers.slips(
+    "1.1",
     """
-    width = model.head_dim if head_dim == "own" else model.hidden_size // model.num_attention_heads
-    values = both * getattr(model, heads) * width
-    if getattr(model, latent_by) and latent != "none":
-        values = model.kv_lora_rank + (model.qk_rope_head_dim if latent == "both" else 0)
-        values *= 2 if latent_twice else 1
-    values *= model.num_hidden_layers if layers else 1
-    values *= max(1, model.num_experts) if experts else 1
-    bytes_ = values * (16 if always_16 else bits_per_value) / bits
-    return float(math.floor(bytes_)) if whole else bytes_
+    query_heads: You count query heads. Only k and v are cached: which heads have them?
+    - 2 * model.num_key_value_heads * model.head_dim
+    + 2 * model.num_attention_heads * model.head_dim
 
+    rounded_down: You round to whole bytes. 4.25 bits may leave a fraction.
+    - return model.num_hidden_layers * values_per_layer * bits_per_value / 8
+    + return float(math.floor(model.num_hidden_layers * values_per_layer * bits_per_value / 8))
 
-for name, slip, hint in [
-    (
-        "query_heads",
-        dict(heads="num_attention_heads"),
-        "You count query heads. Only k and v are cached: which heads have them?",
-    ),
-    ("rounded_down", dict(whole=True), "You round to whole bytes. 4.25 bits may leave a fraction."),
-    (
-        "latent_by_its_rotary_part",
-        dict(latent_by="qk_rope_head_dim"),
-        "A model has MLA if kv_lora_rank is above 0. Others may name a rotary part too.",
-    ),
-    ("only_k", dict(both=1), "You count k or v, not both: a factor 2 is missing."),
-    (
-        "hidden_over_heads",
-        dict(head_dim="ratio"),
-        "hidden_size / heads is not head_dim in every model: the config has both.",
-    ),
-    ("bits_for_bytes", dict(bits=1), "Your result counts bits. A byte has 8."),
-    ("values_not_bytes", dict(bits=16), "You count values, or take 16 bits for one byte."),
-    ("one_layer", dict(layers=False), "That is one layer. Every layer has its own cache."),
-    (
-        "always_16_bits",
-        dict(always_16=True),
-        "You ignore bits_per_value and count 2 bytes a value.",
-    ),
-    (
-        "no_latent",
-        dict(latent="none"),
-        "MLA caches no k and v of the heads, only the latent from which they are rebuilt.",
-    ),
-    (
-        "no_rotary_key",
-        dict(latent="kv"),
-        "MLA caches the rotary key (qk_rope_head_dim) beside the latent.",
-    ),
-    (
-        "latent_twice",
-        dict(latent_twice=True),
-        "k and v come from the same latent: it is cached once, without the factor 2.",
-    ),
-    (
-        "per_expert",
-        dict(experts=True),
-        "Experts are MLPs; attention, and its cache, exist once a layer.",
-    ),
-]:
-    answers.wrong("1.1", hint, name)(partial(slipped_kv_bytes, **slip))
+    latent_by_its_rotary_part: A model has MLA if kv_lora_rank is above 0. Others may name a rotary
+        part too.
+    - if model.kv_lora_rank:
+    + if model.qk_rope_head_dim:
 
+    only_k: You count k or v, not both: a factor 2 is missing.
+    - 2 * model.num_key_value_heads * model.head_dim
+    + model.num_key_value_heads * model.head_dim
 
-@answers.wrong(
-    "1.1", "Your bytes are rounded down too early: 4.25 bits make 0.53 bytes a value, not 0."
+    hidden_over_heads: hidden_size / heads is not head_dim in every model: the config has both.
+    - 2 * model.num_key_value_heads * model.head_dim
+    + 2 * model.num_key_value_heads * (model.hidden_size // model.num_attention_heads)
+
+    bits_for_bytes: Your result counts bits. A byte has 8.
+    - bits_per_value / 8
+    + bits_per_value
+
+    values_not_bytes: You count values, or take 16 bits for one byte.
+    - bits_per_value / 8
+    + bits_per_value / 16
+
+    one_layer: That is one layer. Every layer has its own cache.
+    - model.num_hidden_layers * values_per_layer
+    + values_per_layer
+
+    always_16_bits: You ignore bits_per_value and count 2 bytes a value.
+    - bits_per_value / 8
+    + 16 / 8
+
+    no_latent: MLA caches no k and v of the heads, only the latent from which they are rebuilt.
+    - if model.kv_lora_rank:
+    -     values_per_layer = model.kv_lora_rank + model.qk_rope_head_dim
+
+    no_rotary_key: MLA caches the rotary key (qk_rope_head_dim) beside the latent.
+    - values_per_layer = model.kv_lora_rank + model.qk_rope_head_dim
+    + values_per_layer = model.kv_lora_rank
+
+    latent_twice: k and v come from the same latent: it is cached once, without the factor 2.
+    - values_per_layer = model.kv_lora_rank + model.qk_rope_head_dim
+    + values_per_layer = 2 * (model.kv_lora_rank + model.qk_rope_head_dim)
+
+    per_expert: Experts are MLPs; attention, and its cache, exist once a layer.
+    - return model.num_hidden_layers *
+    + return max(1, model.num_experts) * model.num_hidden_layers *
+
+    whole_bytes: Your bytes are rounded down too early: 4.25 bits make 0.53 bytes a value, not 0.
+    - values_per_layer * bits_per_value / 8
+    + values_per_layer * (bits_per_value // 8)
+    """,
 )
-def whole_bytes(model, bits_per_value=16):
-    return model.kv_values_per_token * (bits_per_value // 8)
 
 
 @answers.alternative("1.1")
@@ -112,68 +85,62 @@ def from_the_lesson(model, bits_per_value=16):
 
 # ---------------------------------------------------------------- 1.2 a linear layer
 
+answers.slips(
+    "1.2",
+    """
+    one_flop_a_mac: A multiply and an add are two FLOPs.
+    - 2 * tokens * in_features * out_features / peak
+    + tokens * in_features * out_features / peak
 
-def slipped_linear(
-    tokens,
-    in_features,
-    out_features,
-    bits_per_weight,
-    bandwidth,
-    peak,
-    *,
-    macs=2,
-    combine=max,
-    unit=1e3,
-    y=True,
-    x=True,
-    reread=False,
-    weight_bits=8,
-    activation_bits=16,
-    swap=False,
-    strict=False,
-):
-    """The roofline with one slip, spelled by a switch."""
-    weights = in_features * out_features * bits_per_weight / weight_bits * (tokens if reread else 1)
-    activation = (bits_per_weight if activation_bits is None else activation_bits) / 8
-    memory = (
-        (weights + tokens * (in_features * x + out_features * y) * activation) / bandwidth * unit
-    )
-    compute = macs * tokens * in_features * out_features / peak * unit
-    by_memory = (memory > compute if strict else memory >= compute) != swap
-    return combine((memory, compute)), "memory" if by_memory else "compute"
+    sum_of_both: You add the two times. They overlap: the longer one decides.
+    - max(memory_ms, compute_ms)
+    + memory_ms + compute_ms
 
+    the_shorter: You take the shorter time. The work is done when both are.
+    - max(memory_ms, compute_ms)
+    + min(memory_ms, compute_ms)
 
-for name, slip, hint in [
-    ("one_flop_a_mac", dict(macs=1), "A multiply and an add are two FLOPs."),
-    (
-        "sum_of_both",
-        dict(combine=sum),
-        "You add the two times. They overlap: the longer one decides.",
-    ),
-    (
-        "the_shorter",
-        dict(combine=min),
-        "You take the shorter time. The work is done when both are.",
-    ),
-    ("seconds", dict(unit=1), "Your time is in seconds, asked for are milliseconds."),
-    ("microseconds", dict(unit=1e6), "Your time is in microseconds, asked for are milliseconds."),
-    ("weights_only", dict(x=False, y=False), "x is read and y is written, too."),
-    ("no_output", dict(y=False), "y has to be written."),
-    (
-        "weights_for_each_token",
-        dict(reread=True),
-        "You read the weights once per token. That is what batching avoids.",
-    ),
-    ("bits_for_bytes", dict(weight_bits=1), "You take bits for bytes. A byte has 8 bits."),
-    (
-        "activations_quantized",
-        dict(activation_bits=None),
-        "bits_per_weight is of W alone; x and y have 16 bits.",
-    ),
-    ("swapped", dict(swap=True), "The bound is what takes longer, not what is done first."),
-    ("tie_is_compute", dict(strict=True), "On a tie the docstring asks for 'memory'."),
-]:
-    answers.wrong("1.2", hint, name)(partial(slipped_linear, **slip))
+    seconds: Your time is in seconds, asked for are milliseconds.
+    - / bandwidth * 1e3
+    + / bandwidth
+    - / peak * 1e3
+    + / peak
+
+    microseconds: Your time is in microseconds, asked for are milliseconds.
+    - / bandwidth * 1e3
+    + / bandwidth * 1e6
+    - / peak * 1e3
+    + / peak * 1e6
+
+    weights_only: x is read and y is written, too.
+    - (weight_bytes + activation_bytes)
+    + weight_bytes
+
+    no_output: y has to be written.
+    - 2 * tokens * (in_features + out_features)
+    + 2 * tokens * in_features
+
+    weights_for_each_token: You read the weights once per token. That is what batching avoids.
+    - (weight_bytes + activation_bytes)
+    + (tokens * weight_bytes + activation_bytes)
+
+    bits_for_bytes: You take bits for bytes. A byte has 8 bits.
+    - in_features * out_features * bits_per_weight / 8
+    + in_features * out_features * bits_per_weight
+
+    activations_quantized: bits_per_weight is of W alone; x and y have 16 bits.
+    - 2 * tokens * (in_features + out_features)
+    + bits_per_weight / 8 * tokens * (in_features + out_features)
+
+    swapped: The bound is what takes longer, not what is done first.
+    - memory_ms >= compute_ms
+    + memory_ms < compute_ms
+
+    tie_is_compute: On a tie the docstring asks for 'memory'.
+    - memory_ms >= compute_ms
+    + memory_ms > compute_ms
+    """,
+)
 
 
 @answers.alternative("1.2")
@@ -188,111 +155,103 @@ def by_intensity(tokens, in_features, out_features, bits_per_weight, bandwidth, 
 
 # ---------------------------------------------------------------- 1.3 the timer
 
+answers.slips(
+    "1.3",
+    """
+    as_given: All four bugs are there. Does launch wait for anything?
+    - for _ in range(warmup):
+    -     launch()
+    - times = []
+    - for _ in range(repetitions):
+    -     synchronize()
+    -     start = clock()
+    -     launch()
+    -     synchronize()
+    + times = []
+    + for _ in range(warmup + repetitions):
+    +     start = clock()
+    +     launch()
+    - median=deciles[4]
+    + median=sum(times) / len(times)
 
-def slipped_timer(
-    launch,
-    synchronize,
-    warmup=3,
-    repetitions=20,
-    clock=time.perf_counter,
-    *,
-    before=True,
-    after=True,
-    skip=True,
-    middle="median",
-    unit=1e3,
-    refuse=True,
-    band=(1, 7),
-    in_one=False,
-    extra=0,
-    every_warmup=True,
-):
-    """The timer with some slips, spelled by switches."""
-    if refuse and repetitions < 2:
-        raise ValueError(f"repetitions is {repetitions}; accepted: 2 or more")
-    for _ in range((warmup if every_warmup else min(warmup, 1)) if skip else 0):
-        launch()
-    times = []
-    for _ in range(repetitions + extra + (0 if skip else warmup)):
-        if before:
-            synchronize()
-        start = clock()
-        launch()
-        if after:
-            synchronize()
-        times.append((clock() - start) * unit)
-    if in_one:
-        times = [sum(times) / len(times)] * len(times)
-    deciles = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
-    centre = {"median": deciles[4], "mean": sum(times) / len(times), "min": min(times)}[middle]
-    low, high = (
-        (min(times), max(times)) if band == "extremes" else (deciles[band[0]], deciles[band[1]])
-    )
-    return Timing(centre, low, high)
+    never_waits: You stop the clock while the work is still in the queue.
+    - synchronize()
+    - start = clock()
+    - launch()
+    - synchronize()
+    + start = clock()
+    + launch()
 
+    no_wait_at_the_end: You stop the clock while the work is still in the queue.
+    - launch()
+    - synchronize()
+    - times
+    + launch()
+    + times
 
-for name, slip, hint in [
-    (
-        "as_given",
-        dict(before=False, after=False, skip=False, middle="mean"),
-        "All four bugs are there. Does launch wait for anything?",
-    ),
-    (
-        "never_waits",
-        dict(before=False, after=False),
-        "You stop the clock while the work is still in the queue.",
-    ),
-    (
-        "no_wait_at_the_end",
-        dict(after=False),
-        "You stop the clock while the work is still in the queue.",
-    ),
-    (
-        "no_wait_before",
-        dict(before=False),
-        "Work that was queued before your start is charged to you.",
-    ),
-    (
-        "counts_warm_up",
-        dict(skip=False),
-        "The warm-up calls are among your times: the first one compiles.",
-    ),
-    (
-        "mean",
-        dict(middle="mean"),
-        "You give the mean, which one hiccup moves. The median is asked for.",
-    ),
-    (
-        "best_of",
-        dict(middle="min"),
-        "You give the fastest run: what the machine can, not what it does.",
-    ),
-    ("seconds", dict(unit=1), "Your times are in seconds, asked for are milliseconds."),
-    ("no_refusal", dict(refuse=False), "One repetition has no spread: raise ValueError."),
-    (
-        "extremes",
-        dict(band="extremes"),
-        "Your band is minimum to maximum; asked for are the 20 % and 80 % quantiles.",
-    ),
-    (
-        "off_by_one_decile",
-        dict(band=(2, 8)),
-        "deciles[0] is the 10 % quantile, so [1] is the 20 % one.",
-    ),
-    (
-        "mean_over_the_loop",
-        dict(in_one=True),
-        "You time the whole loop and divide: the spread is lost.",
-    ),
-    ("one_too_many", dict(extra=1), "You run one repetition too many."),
-    ("one_warm_up", dict(every_warmup=False), "You warm up once, whatever `warmup` says."),
-    (
-        "left_mean",
-        dict(after=True, before=True, skip=False, middle="mean"),
-        "Two bugs are left: the warm-up, and the mean.",
-    ),
-]:
-    answers.wrong("1.3", hint, name)(partial(slipped_timer, **slip))
+    no_wait_before: Work that was queued before your start is charged to you.
+    - synchronize()
+    - start
+    + start
+
+    counts_warm_up: The warm-up calls are among your times: the first one compiles.
+    - for _ in range(warmup):
+    -     launch()
+    - times = []
+    - for _ in range(repetitions):
+    + times = []
+    + for _ in range(warmup + repetitions):
+
+    mean: You give the mean, which one hiccup moves. The median is asked for.
+    - median=deciles[4]
+    + median=sum(times) / len(times)
+
+    best_of: You give the fastest run: what the machine can, not what it does.
+    - median=deciles[4]
+    + median=min(times)
+
+    seconds: Your times are in seconds, asked for are milliseconds.
+    - (clock() - start) * 1e3
+    + clock() - start
+
+    no_refusal: One repetition has no spread: raise ValueError.
+    - if repetitions < 2:
+    -     raise ValueError(f"repetitions is {repetitions}; accepted: 2 or more")
+    +
+    - deciles = quantiles(times, n=10, method="inclusive")
+    + deciles = quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
+
+    extremes: Your band is minimum to maximum; asked for are the 20 % and 80 % quantiles.
+    - p20=deciles[1], p80=deciles[7]
+    + p20=min(times), p80=max(times)
+
+    off_by_one_decile: deciles[0] is the 10 % quantile, so [1] is the 20 % one.
+    - p20=deciles[1], p80=deciles[7]
+    + p20=deciles[2], p80=deciles[8]
+
+    mean_over_the_loop: You time the whole loop and divide: the spread is lost.
+    - deciles = quantiles(times,
+    + deciles = quantiles([sum(times) / len(times)] * len(times),
+
+    one_too_many: You run one repetition too many.
+    - for _ in range(repetitions):
+    + for _ in range(repetitions + 1):
+
+    one_warm_up: You warm up once, whatever `warmup` says.
+    - for _ in range(warmup):
+    + for _ in range(min(warmup, 1)):
+
+    left_mean: Two bugs are left: the warm-up, and the mean.
+    - for _ in range(warmup):
+    -     launch()
+    - times = []
+    - for _ in range(repetitions):
+    + times = []
+    + for _ in range(warmup + repetitions):
+    - median=deciles[4]
+    + median=sum(times) / len(times)
+    """,
+)
 
 
 @answers.alternative("1.3")
@@ -313,108 +272,73 @@ def with_numpy(launch, synchronize, warmup=3, repetitions=20, clock=time.perf_co
 
 # ---------------------------------------------------------------- 1.4 cost
 
+answers.slips(
+    "1.4",
+    """
+    gb_is_gib: You count GB as 2^30 bytes; data sheets sell 10^9. (The cache is in KiB of 2^10.)
+    - (memory_gb - weights_gb) * 1e9
+    + (memory_gb - weights_gb) * 2**30
+    - (weights_gb * 1e9 +
+    + (weights_gb * 2**30 +
 
-def slipped_cost(
-    memory_gb,
-    weights_gb,
-    kv_kib_per_token,
-    context,
-    bandwidth_tb_per_s,
-    dollars_per_hour,
-    *,
-    gb=1e9,
-    kib=1024,
-    whole=math.floor,
-    cache=True,
-    weights_each=False,
-    sequences_at_once=True,
-    seconds=3600,
-    million=1e6,
-    tb=1e12,
-    weights_fit=True,
-    none=math.inf,
-    least=None,
-):
-    """The cost with one slip, spelled by a switch."""
-    per_sequence = context * kv_kib_per_token * kib
-    n = whole((memory_gb - (weights_gb if weights_fit else 0)) * gb / per_sequence)
-    least = least or (1 if whole is math.floor else 0)
-    if n <= 0 or n < least:
-        return none
-    moved = weights_gb * gb * (n if weights_each else 1) + (n * per_sequence if cache else 0)
-    step_s = moved / (bandwidth_tb_per_s * tb)
-    return dollars_per_hour / seconds * step_s / (n if sequences_at_once else 1) * million
+    kib_is_1000: A KiB has 1024 bytes.
+    - context * kv_kib_per_token * 2**10
+    + context * kv_kib_per_token * 1000
 
+    a_part_of_a_sequence: Half a sequence generates nothing: round the number of sequences down.
+    - math.floor((memory_gb - weights_gb) * 1e9 / sequence_bytes)
+    - if sequences < 1:
+    + (memory_gb - weights_gb) * 1e9 / sequence_bytes
+    + if sequences <= 0:
 
-for name, slip, hint in [
-    (
-        "gb_is_gib",
-        dict(gb=2**30),
-        "You count GB as 2^30 bytes; data sheets sell 10^9. (The cache is in KiB of 2^10.)",
-    ),
-    ("kib_is_1000", dict(kib=1000), "A KiB has 1024 bytes."),
-    (
-        "a_part_of_a_sequence",
-        dict(whole=float),
-        "Half a sequence generates nothing: round the number of sequences down.",
-    ),
-    (
-        "a_part_of_a_sequence_beyond_one",
-        dict(whole=float, least=1),
-        "Half a sequence generates nothing: round the number of sequences down.",
-    ),
-    (
-        "rounds_up",
-        dict(whole=math.ceil),
-        "You round the number of sequences up: the last one does not fit.",
-    ),
-    (
-        "weights_not_in_memory",
-        dict(weights_fit=False),
-        "The weights take their part of the memory before any cache does.",
-    ),
-    (
-        "cache_is_free",
-        dict(cache=False),
-        "Each step reads the cache of every sequence, not only the weights.",
-    ),
-    (
-        "weights_for_each",
-        dict(weights_each=True),
-        "The weights are read once a step, for all sequences together.",
-    ),
-    (
-        "one_user",
-        dict(sequences_at_once=False),
-        "A step gives every sequence a token: divide by their number.",
-    ),
-    ("per_minute", dict(seconds=60), "An hour has 3600 seconds."),
-    ("per_thousand", dict(million=1e3), "Prices are asked for 10^6 tokens."),
-    ("tebibytes", dict(tb=2**40), "A TB/s is 10^12 bytes a second."),
-    (
-        "free_if_none_fits",
-        dict(none=0.0),
-        "If nothing fits there are no tokens: the cost of one is infinite, not zero.",
-    ),
-]:
-    answers.wrong("1.4", hint, name)(partial(slipped_cost, **slip))
+    a_part_of_a_sequence_beyond_one: Half a sequence generates nothing: round the number of
+        sequences down.
+    - math.floor((memory_gb - weights_gb) * 1e9 / sequence_bytes)
+    + (memory_gb - weights_gb) * 1e9 / sequence_bytes
 
+    rounds_up: You round the number of sequences up: the last one does not fit.
+    - math.floor(
+    + math.ceil(
 
-@answers.wrong("1.4", "Not one sequence fits: there are no tokens to sell. Return math.inf.")
-def at_least_one(
-    memory_gb, weights_gb, kv_kib_per_token, context, bandwidth_tb_per_s, dollars_per_hour
-):
-    per_sequence = context * kv_kib_per_token * 1024
-    n = max(1, int((memory_gb - weights_gb) * 1e9 / per_sequence))
-    return (
-        dollars_per_hour
-        / 3600
-        * (weights_gb * 1e9 + n * per_sequence)
-        / bandwidth_tb_per_s
-        / 1e12
-        / n
-        * 1e6
-    )
+    weights_not_in_memory: The weights take their part of the memory before any cache does.
+    - (memory_gb - weights_gb) * 1e9 /
+    + memory_gb * 1e9 /
+
+    cache_is_free: Each step reads the cache of every sequence, not only the weights.
+    - (weights_gb * 1e9 + sequences * sequence_bytes)
+    + weights_gb * 1e9
+
+    weights_for_each: The weights are read once a step, for all sequences together.
+    - (weights_gb * 1e9 + sequences * sequence_bytes)
+    + sequences * (weights_gb * 1e9 + sequence_bytes)
+
+    one_user: A step gives every sequence a token: divide by their number.
+    - step_s / sequences
+    + step_s
+
+    per_minute: An hour has 3600 seconds.
+    - / 3600 * step_s
+    + / 60 * step_s
+
+    per_thousand: Prices are asked for 10^6 tokens.
+    - step_s / sequences * 1e6
+    + step_s / sequences * 1e3
+
+    tebibytes: A TB/s is 10^12 bytes a second.
+    - (bandwidth_tb_per_s * 1e12)
+    + (bandwidth_tb_per_s * 2**40)
+
+    free_if_none_fits: If nothing fits there are no tokens: the cost of one is infinite, not zero.
+    - return math.inf
+    + return 0.0
+
+    at_least_one: Not one sequence fits: there are no tokens to sell. Return math.inf.
+    - sequences = math.floor((memory_gb - weights_gb) * 1e9 / sequence_bytes)
+    - if sequences < 1:
+    -     return math.inf
+    + sequences = max(1, math.floor((memory_gb - weights_gb) * 1e9 / sequence_bytes))
+    """,
+)
 
 
 @answers.alternative("1.4")

@@ -176,8 +176,7 @@ answers.slips(
     - [2 ** (-8 * i / (2 * known)) for i in range(1, 2 * known, 2)][: num_heads - known]
     + slopes[: num_heads - known]
 
-    top_left: Your first query is at key 0. With a cache the last query belongs to the last
-        key.
+    top_left: Your first query is at key 0. With a cache the last query belongs to the last key.
     - torch.arange(num_keys - num_queries, num_keys)
     + torch.arange(num_queries)
 

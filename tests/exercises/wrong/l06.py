@@ -80,8 +80,8 @@ answers.slips(
     - keepdim=True) + 1e-6
     + keepdim=True) + 1e-5
 
-    all_k_then_all_v: kv_b_proj is stored head by head, nope rows and then v_dim rows; you take all of
-        W_UK first.
+    all_k_then_all_v: kv_b_proj is stored head by head, nope rows and then v_dim rows; you take all
+        of W_UK first.
     - .unflatten(-1, (num_heads, nope + v_dim))
     - .split([nope, v_dim], dim=-1)
     + .split([num_heads * nope, num_heads * v_dim], dim=-1)

@@ -1,7 +1,4 @@
-"""Wrong answers to lesson 08's exercises: real slips, and the hint for whoever made them."""
-
-import math
-from functools import partial
+"""Wrong answers to lesson 08's exercises: real slips, each with a hint."""
 
 import torch
 
@@ -19,110 +16,76 @@ def anchored(m):
 
 # ---------------------------------------------------------------- 8.1 two parts become one
 
-
-def slipped_merge(
-    a,
-    b,
-    *,
-    m="max",
-    anchor=True,
-    rescale_l="both",
-    rescale_acc="both",
-    base=math.e,
-    mean=False,
-    out_of="both",
-    in_place=False,
-    plain=False,
-):
-    """merge with one slip. The keyword switches exist only here, to spell the wrong answers
-    briefly.
+answers.slips(
+    "8.1",
     """
-    new = {
-        "max": torch.maximum(a.m, b.m),
-        "first": a.m,
-        "zero": torch.maximum(a.m, b.m).clamp(min=0),
-        "none": 0 * b.l,
-        "lse": torch.logaddexp(a.m, b.m),
-    }[m]
-    at = anchored(new) if anchor else new
-    shrink_a, shrink_b = (torch.exp((x - at) * math.log(base)) for x in (a.m, b.m))
-    one = torch.ones_like(a.l)
-    la, lb = (
-        (shrink_a if rescale_l in ("both", "a") else one),
-        (shrink_b if rescale_l in ("both", "b") else one),
-    )
-    ca, cb = (
-        (shrink_a if rescale_acc in ("both", "a") else one),
-        (shrink_b if rescale_acc in ("both", "b") else one),
-    )
-    if in_place:
-        a.acc.mul_(ca[..., None]).add_(b.acc * cb[..., None])
-        return Partial(new, a.l * la + b.l * lb, a.acc)
-    l, acc = a.l * la + b.l * lb, a.acc * ca[..., None] + b.acc * cb[..., None]
-    if mean:
-        l, acc = l / 2, acc / 2
-    if out_of == "divided":
-        acc = acc / l[..., None]
-    return (new, l, acc) if plain else Partial(new, l, acc)
+    frozen_max: You keep a's max. What if b holds a larger score?
+    - m = torch.maximum(a.m, b.m)
+    + m = a.m
 
+    no_max: You return to m = 0, so to exp(score) itself. What is exp(400) in float32?
+    - m = torch.maximum(a.m, b.m)
+    + m = 0 * b.l
+    - m.masked_fill(m == -torch.inf, 0.0)
+    + m
 
-for name, slip, hint in [
-    ("frozen_max", dict(m="first"), "You keep a's max. What if b holds a larger score?"),
-    (
-        "no_max",
-        dict(m="none", anchor=False),
-        "You return to m = 0, so to exp(score) itself. What is exp(400) in float32?",
-    ),
-    (
-        "max_starts_at_0",
-        dict(m="zero"),
-        "Your max never falls below 0. Where all scores are -1000, every weight becomes 0.",
-    ),
-    (
-        "stale_acc",
-        dict(rescale_acc="b"),
-        "When the max grows, l of a is rescaled but acc of a is not.",
-    ),
-    ("stale_l", dict(rescale_l="b"), "When the max grows, acc of a is rescaled but l of a is not."),
-    (
-        "b_as_it_is",
-        dict(rescale_l="a", rescale_acc="a"),
-        "You rescale a alone. b has to shrink where a holds the larger score.",
-    ),
-    (
-        "no_rescaling",
-        dict(rescale_l="none", rescale_acc="none"),
-        "Sums relative to different maxima cannot be added.",
-    ),
-    (
-        "nan_where_nothing_is_seen",
-        dict(anchor=False),
-        "-inf - -inf is NaN: a row that has seen nothing needs care.",
-    ),
-    ("a_plain_tuple", dict(plain=True), "The caller reads merged.m: return a Partial."),
-    ("base_2", dict(base=2), "You shrink by exp2(m - m_new). exp(x) is exp2(x · log2 e)."),
-    (
-        "mean_of_both",
-        dict(mean=True),
-        "You average. Sums of parts are added; only the division at the end makes a mean.",
-    ),
-    (
-        "divided_early",
-        dict(out_of="divided"),
-        "You divide acc by l. A Partial keeps the sum; `finish` divides.",
-    ),
-    (
-        "max_is_a_sum",
-        dict(m="lse"),
-        "You take log(exp(a.m) + exp(b.m)) for the max: m is the larger of the two.",
-    ),
-    (
-        "in_place",
-        dict(in_place=True),
-        "You write into a.acc. The caller may merge a with something else as well.",
-    ),
-]:
-    answers.wrong("8.1", hint, name)(partial(slipped_merge, **slip))
+    max_starts_at_0: Your max never falls below 0. Where all scores are -1000, every weight becomes
+        0.
+    - m = torch.maximum(a.m, b.m)
+    + m = torch.maximum(a.m, b.m).clamp(min=0)
+
+    stale_acc: When the max grows, l of a is rescaled but acc of a is not.
+    - a.acc * shrink_a[..., None]
+    + a.acc
+
+    stale_l: When the max grows, acc of a is rescaled but l of a is not.
+    - a.l * shrink_a
+    + a.l
+
+    b_as_it_is: You rescale a alone. b has to shrink where a holds the larger score.
+    - b.l * shrink_b
+    + b.l
+    - b.acc * shrink_b[..., None]
+    + b.acc
+
+    no_rescaling: Sums relative to different maxima cannot be added.
+    - a.l * shrink_a + b.l * shrink_b
+    + a.l + b.l
+    - a.acc * shrink_a[..., None] + b.acc * shrink_b[..., None]
+    + a.acc + b.acc
+
+    nan_where_nothing_is_seen: -inf - -inf is NaN: a row that has seen nothing needs care.
+    - m.masked_fill(m == -torch.inf, 0.0)
+    + m
+
+    a_plain_tuple: The caller reads merged.m: return a Partial.
+    - return Partial(
+    + return (
+
+    base_2: You shrink by exp2(m - m_new). exp(x) is exp2(x · log2 e).
+    - torch.exp(a.m - anchor), torch.exp(b.m - anchor)
+    + torch.exp2(a.m - anchor), torch.exp2(b.m - anchor)
+
+    mean_of_both: You average. Sums of parts are added; only the division at the end makes a mean.
+    - a.l * shrink_a + b.l * shrink_b
+    + (a.l * shrink_a + b.l * shrink_b) / 2
+    - a.acc * shrink_a[..., None] + b.acc * shrink_b[..., None]
+    + (a.acc * shrink_a[..., None] + b.acc * shrink_b[..., None]) / 2
+
+    divided_early: You divide acc by l. A Partial keeps the sum; `finish` divides.
+    - a.acc * shrink_a[..., None] + b.acc * shrink_b[..., None]
+    + (a.acc * shrink_a[..., None] + b.acc * shrink_b[..., None])
+    + / (a.l * shrink_a + b.l * shrink_b)[..., None]
+
+    max_is_a_sum: You take log(exp(a.m) + exp(b.m)) for the max: m is the larger of the two.
+    - m = torch.maximum(a.m, b.m)
+    + m = torch.logaddexp(a.m, b.m)
+
+    in_place: You write into a.acc. The caller may merge a with something else as well.
+    - a.acc * shrink_a[..., None] + b.acc * shrink_b[..., None]
+    + a.acc.mul_(shrink_a[..., None]).add_(b.acc * shrink_b[..., None])
+    """,
+)
 
 
 @answers.alternative("8.1")
@@ -141,157 +104,112 @@ def merge_by_cases(a, b):
 
 # ---------------------------------------------------------------- 8.2 attention in splits
 
+answers.slips(
+    "8.2",
+    """
+    as_given: More than one bug is left. Work the example by hand.
+    - torch.full((len(scores),), -torch.inf)
+    + torch.zeros(len(scores))
+    - acc = acc * alpha[:, None] + p
+    + acc = acc + p
+    - :, None ], m + torch.log2(l)
+    + :, None ], torch.log2(l)
 
-def slipped_splits(
-    scores,
-    v,
-    splits,
-    block,
-    *,
-    start_m=-math.inf,
-    grow=True,
-    rescale_l=True,
-    rescale_acc=True,
-    log2e=True,
-    anchor=True,
-    drop_tail=False,
-    use_m=True,
-    add_m=True,
-    split_lse=True,
-    weigh="softmax",
-    base2=True,
-    empty_lse=None,
-    all_nan=False,
-):
-    """attention_in_splits with some slips, spelled by switches."""
-    outs, lses = [], []
-    for begin, end in splits:
-        m = torch.full((len(scores),), start_m)
-        l, acc = torch.zeros(len(scores)), torch.zeros(len(scores), v.shape[1])
-        stop = begin + (end - begin) // block * block if drop_tail else end
-        for start in range(begin, stop, block):
-            columns = slice(start, min(start + block, end))
-            tile = scores[:, columns] * (LOG2E if log2e else 1.0)
-            m_new = torch.maximum(m, tile.amax(-1)) if (grow or start == begin) else m
-            m_new = m_new if use_m else 0 * m_new.nan_to_num()
-            at = anchored(m_new) if anchor else m_new
-            shrink, weights = (
-                torch.exp2(m - at) if use_m else 0 * m_new + 1,
-                torch.exp2(tile - at[:, None]),
-            )
-            l = (l * shrink if rescale_l else l) + weights.sum(-1)
-            acc = (acc * shrink[:, None] if rescale_acc else acc) + weights @ v[columns]
-            m = m_new
-        outs.append(acc / (l if all_nan else l.masked_fill(l == 0, 1.0))[:, None])
-        lse = (m if split_lse else 0) + torch.log2(l)
-        lses.append(lse if empty_lse is None or end > begin else torch.full_like(lse, empty_lse))
-    outs, lses = torch.stack(outs), torch.stack(lses)
-    m = lses.amax(0)
-    weights = torch.exp2(lses - anchored(m))
-    if weigh == "mean":
-        weights = torch.ones_like(lses)
-    elif weigh == "largest":
-        weights = (lses == m).float() * (m > -torch.inf)
-    elif weigh == "lse":
-        weights = lses.masked_fill(lses == -torch.inf, 0.0)
-    l = weights.sum(0)
-    out = (weights[:, :, None] * outs).sum(0) / (l if all_nan else l.masked_fill(l == 0, 1.0))[
-        :, None
-    ]
-    lse = (m if add_m else 0) + torch.log2(
-        torch.exp2(lses - anchored(m)).sum(0) if weigh == "mean" else l
-    )
-    return out, lse if base2 else lse * math.log(2)
+    two_bugs_left_max: Two bugs are left: acc when the max grows, and the last line.
+    - acc = acc * alpha[:, None] + p
+    + acc = acc + p
+    - :, None ], m + torch.log2(l)
+    + :, None ], torch.log2(l)
 
+    two_bugs_left_acc: Two bugs are left: where the max starts, and the last line.
+    - torch.full((len(scores),), -torch.inf)
+    + torch.zeros(len(scores))
+    - :, None ], m + torch.log2(l)
+    + :, None ], torch.log2(l)
 
-for name, slip, hint in [
-    (
-        "as_given",
-        dict(start_m=0.0, rescale_acc=False, add_m=False),
-        "More than one bug is left. Work the example by hand.",
-    ),
-    (
-        "two_bugs_left_max",
-        dict(rescale_acc=False, add_m=False),
-        "Two bugs are left: acc when the max grows, and the last line.",
-    ),
-    (
-        "two_bugs_left_acc",
-        dict(start_m=0.0, add_m=False),
-        "Two bugs are left: where the max starts, and the last line.",
-    ),
-    (
-        "two_bugs_left_lse",
-        dict(start_m=0.0, rescale_acc=False),
-        "Two bugs are left, both inside a split.",
-    ),
-    (
-        "max_starts_at_0",
-        dict(start_m=0.0),
-        "Your max starts at 0: a row of -1000 never goes below it, and exp2(-1443) is 0.",
-    ),
-    ("stale_acc", dict(rescale_acc=False), "When the max grows, l is rescaled but acc is not."),
-    (
-        "lse_without_the_max",
-        dict(add_m=False),
-        "log2 of the sum relative to the max: the max has to be added back.",
-    ),
-    ("stale_l", dict(rescale_l=False), "When the max grows, acc is rescaled but l is not."),
-    (
-        "frozen_max",
-        dict(grow=False),
-        "You keep the first tile's max. What if a later tile holds a larger score?",
-    ),
-    ("no_max", dict(use_m=False), "You exponentiate raw scores. What is exp(400) in float32?"),
-    (
-        "exp2_without_log2e",
-        dict(log2e=False),
-        "exp2(score) is not exp(score): multiply the score by log2 e first.",
-    ),
-    ("natural_lse", dict(base2=False), "Your lse is a natural logarithm; log2 is asked for."),
-    ("drops_the_tail", dict(drop_tail=True), "The last, shorter tile of a split is never read."),
-    (
-        "nan_where_nothing_is_seen",
-        dict(anchor=False),
-        "-inf - -inf is NaN: a tile that is all masked needs an anchor.",
-    ),
-    (
-        "all_masked_row_is_nan",
-        dict(all_nan=True),
-        "0 / 0 is NaN: a row, or a split, that sees nothing gives 0.",
-    ),
-    (
-        "splits_averaged",
-        dict(weigh="mean"),
-        "You average the splits. Each has the weight exp2(lse2).",
-    ),
-    (
-        "largest_split_alone",
-        dict(weigh="largest"),
-        "You keep the split with the largest lse; the others count too.",
-    ),
-    (
-        "lse_as_weight",
-        dict(weigh="lse"),
-        "You weigh by the logarithm itself. The weight is exp2 of it.",
-    ),
-    (
-        "split_lse_without_the_max",
-        dict(split_lse=False),
-        "A split's lse lacks its max: add m to the logarithm of l.",
-    ),
-    (
-        "max_starts_at_-1e4",
-        dict(start_m=-1e4),
-        "Your max starts at -10000: a row of -20000 never goes below it. Start at -inf.",
-    ),
-    (
-        "empty_split_counts",
-        dict(empty_lse=0.0),
-        "An empty split gets lse 0, the weight of one score 0. log of nothing is -inf.",
-    ),
-]:
-    answers.wrong("8.2", hint, name)(partial(slipped_splits, **slip))
+    two_bugs_left_lse: Two bugs are left, both inside a split.
+    - torch.full((len(scores),), -torch.inf)
+    + torch.zeros(len(scores))
+    - acc = acc * alpha[:, None] + p
+    + acc = acc + p
+
+    max_starts_at_0: Your max starts at 0: a row of -1000 never goes below it, and exp2(-1443) is 0.
+    - torch.full((len(scores),), -torch.inf)
+    + torch.zeros(len(scores))
+
+    stale_acc: When the max grows, l is rescaled but acc is not.
+    - acc = acc * alpha[:, None] + p
+    + acc = acc + p
+
+    lse_without_the_max: log2 of the sum relative to the max: the max has to be added back.
+    - :, None ], m + torch.log2(l)
+    + :, None ], torch.log2(l)
+
+    stale_l: When the max grows, acc is rescaled but l is not.
+    - l = l * alpha + p
+    + l = l + p
+
+    frozen_max: You keep the first tile's max. What if a later tile holds a larger score?
+    - torch.maximum(m, tile.amax(-1))
+    + tile.amax(-1) if start == begin else m
+
+    no_max: You exponentiate raw scores. What is exp(400) in float32?
+    - m_new = torch.maximum(m, tile.amax(-1))
+    + m_new = m = torch.zeros(len(scores))
+
+    exp2_without_log2e: exp2(score) is not exp(score): multiply the score by log2 e first.
+    - scores[:, columns] * LOG2E
+    + scores[:, columns]
+
+    natural_lse: Your lse is a natural logarithm; log2 is asked for.
+    - :, None ], m + torch.log2(l)
+    + :, None ], (m + torch.log2(l)) / LOG2E
+
+    drops_the_tail: The last, shorter tile of a split is never read.
+    - range(begin, end, block)
+    + range(begin, end - block + 1, block)
+
+    nan_where_nothing_is_seen: -inf - -inf is NaN: a tile that is all masked needs an anchor.
+    - m_new.masked_fill(m_new == -torch.inf, 0.0)
+    + m_new
+    - - m.masked_fill(m == -torch.inf, 0.0)
+    + - m
+
+    all_masked_row_is_nan: 0 / 0 is NaN: a row, or a split, that sees nothing gives 0.
+    - outs.append(acc / l.masked_fill(l == 0, 1.0)[:, None])
+    + outs.append(acc / l[:, None])
+    - outs).sum(0) / l.masked_fill(l == 0, 1.0)[
+    + outs).sum(0) / l[
+
+    largest_split_alone: You keep the split with the largest lse; the others count too.
+    - torch.exp2(lses - m.masked_fill(m == -torch.inf, 0.0))
+    + (lses == m).float() * (m > -torch.inf)
+
+    lse_as_weight: You weigh by the logarithm itself. The weight is exp2 of it.
+    - torch.exp2(lses - m.masked_fill(m == -torch.inf, 0.0))
+    + lses.masked_fill(lses == -torch.inf, 0.0)
+
+    splits_averaged: You average the splits. Each has the weight exp2(lse2).
+    - return (weights[:, :, None] * outs).sum(0) / l.masked_fill(l == 0, 1.0)[
+    -     :, None
+    - ], m
+    + return outs.mean(0), m
+
+    split_lse_without_the_max: A split's lse lacks its max: add m to the logarithm of l.
+    - lses.append(m + torch.log2(l))
+    + lses.append(torch.log2(l))
+
+    max_starts_at_-1e4: Your max starts at -10000: a row of -20000 never goes below it. Start at
+        -inf.
+    - (len(scores),), -torch.inf)
+    + (len(scores),), -1e4)
+
+    empty_split_counts: An empty split gets lse 0, the weight of one score 0. log of nothing is
+        -inf.
+    - lses.append(m + torch.log2(l))
+    + lses.append(m + torch.log2(l) if end > begin else torch.zeros(len(scores)))
+    """,
+)
 
 
 @answers.wrong(
@@ -321,89 +239,81 @@ def splits_as_partials(scores, v, splits, block):
 
 # ---------------------------------------------------------------- 8.3 predict
 
+answers.slips(
+    "8.3",
+    """
+    writes_forgotten: The probabilities are written as well.
+    - 2 if num_columns <= max_block else 3
+    + 1 if num_columns <= max_block else 2
+    - 4 * pass_ms
+    + 3 * pass_ms
 
-def slipped_numbers(
-    num_rows,
-    num_columns,
-    dtype,
-    gb_per_s,
-    max_block,
-    *,
-    three=4,
-    short=2,
-    long=3,
-    itemsize=None,
-    giga=1e9,
-    milli=1e3,
-    boundary=0,
-    score="floor",
-):
-    """The three numbers with one slip, spelled by a switch."""
-    ms = num_rows * num_columns * (itemsize or dtype.itemsize) / (gb_per_s * giga) * milli
-    largest = torch.finfo(dtype).max
-    limit = {
-        "floor": math.floor(math.log(largest)) + 1,
-        "below": math.floor(math.log(largest)),
-        "log2": math.floor(math.log2(largest)) + 1,
-        "log10": math.floor(math.log10(largest)) + 1,
-        "half": 12 if dtype.itemsize == 2 else math.floor(math.log(largest)) + 1,
-        "sum": math.floor(math.log(largest / num_columns)) + 1,
-    }[score]
-    return three * ms, (short if num_columns <= max_block + boundary else long) * ms, limit
+    three_passes_read_twice: Three passes: max, sum, divide. That is three reads, and a write.
+    - 4 * pass_ms
+    + 3 * pass_ms
 
+    always_online: A row that fits into registers is read once, not twice.
+    - 2 if num_columns <= max_block else 3
+    + 3
 
-for name, slip, hint in [
-    ("writes_forgotten", dict(three=3, short=1, long=2), "The probabilities are written as well."),
-    (
-        "three_passes_read_twice",
-        dict(three=3),
-        "Three passes: max, sum, divide. That is three reads, and a write.",
-    ),
-    ("always_online", dict(short=3), "A row that fits into registers is read once, not twice."),
-    (
-        "always_one_block",
-        dict(long=2),
-        "A row longer than max_block does not fit: it is read twice.",
-    ),
-    (
-        "online_reads_three_times",
-        dict(long=4),
-        "The online pass finds max and sum together: two reads.",
-    ),
-    ("always_two_bytes", dict(itemsize=2), "You count 2 bytes a score whatever the dtype."),
-    ("always_four_bytes", dict(itemsize=4), "You count 4 bytes a score whatever the dtype."),
-    ("gibibytes", dict(giga=2.0**30), "A GB is 10⁹ bytes; 2³⁰ bytes are a GiB."),
-    ("seconds", dict(milli=1), "These are seconds; ms are asked for."),
-    ("microseconds", dict(milli=1e6), "These are µs; ms are asked for."),
-    ("boundary_excluded", dict(boundary=-1), "max_block columns fit as well."),
-    ("boundary_one_more", dict(boundary=1), "max_block + 1 columns do not fit."),
-    (
-        "largest_that_works",
-        dict(score="below"),
-        "That is the largest whole score that works. The next one breaks it.",
-    ),
-    (
-        "power_of_two",
-        dict(score="log2"),
-        "That is the exponent for exp2. exp grows by e each step, not by 2.",
-    ),
-    (
-        "power_of_ten",
-        dict(score="log10"),
-        "That is the power of ten. exp grows by e each step, not by 10.",
-    ),
-    (
-        "bfloat16_like_float16",
-        dict(score="half"),
-        "bfloat16 has float32's 8 bits of exponent: it overflows as late as float32.",
-    ),
-    (
-        "overflow_of_the_sum",
-        dict(score="sum"),
-        "That is where the sum of all columns overflows; a single exp is asked for.",
-    ),
-]:
-    answers.wrong("8.3", hint, name)(partial(slipped_numbers, **slip))
+    always_one_block: A row longer than max_block does not fit: it is read twice.
+    - 2 if num_columns <= max_block else 3
+    + 2
+
+    online_reads_three_times: The online pass finds max and sum together: two reads.
+    - 2 if num_columns <= max_block else 3
+    + 2 if num_columns <= max_block else 4
+
+    always_two_bytes: You count 2 bytes a score whatever the dtype.
+    - dtype.itemsize
+    + 2
+
+    always_four_bytes: You count 4 bytes a score whatever the dtype.
+    - dtype.itemsize
+    + 4
+
+    gibibytes: A GB is 10⁹ bytes; 2³⁰ bytes are a GiB.
+    - (gb_per_s * 1e9)
+    + (gb_per_s * 2**30)
+
+    seconds: These are seconds; ms are asked for.
+    - (gb_per_s * 1e9) * 1e3
+    + (gb_per_s * 1e9)
+
+    microseconds: These are µs; ms are asked for.
+    - (gb_per_s * 1e9) * 1e3
+    + (gb_per_s * 1e9) * 1e6
+
+    boundary_excluded: max_block columns fit as well.
+    - num_columns <= max_block
+    + num_columns < max_block
+
+    boundary_one_more: max_block + 1 columns do not fit.
+    - num_columns <= max_block
+    + num_columns <= max_block + 1
+
+    largest_that_works: That is the largest whole score that works. The next one breaks it.
+    - finfo(dtype).max)) + 1
+    + finfo(dtype).max))
+
+    power_of_two: That is the exponent for exp2. exp grows by e each step, not by 2.
+    - math.log(torch
+    + math.log2(torch
+
+    power_of_ten: That is the power of ten. exp grows by e each step, not by 10.
+    - math.log(torch
+    + math.log10(torch
+
+    bfloat16_like_float16: bfloat16 has float32's 8 bits of exponent: it overflows as late as
+        float32.
+    - math.log(torch.finfo(dtype).max)
+    + math.log(torch.finfo(torch.float16 if dtype.itemsize == 2 else dtype).max)
+
+    overflow_of_the_sum: That is where the sum of all columns overflows; a single exp is asked for.
+    - torch.finfo(dtype).max)
+    + torch.finfo(dtype).max / num_columns)
+    """,
+)
 
 
 @answers.alternative("8.3")
@@ -417,114 +327,80 @@ def numbers_by_trying(num_rows, num_columns, dtype, gb_per_s, max_block):
 
 # ---------------------------------------------------------------- 8.4 the butterfly
 
+answers.slips(
+    "8.4",
+    """
+    last_step_skipped: Neighbours never meet: after 16, 8, 4, 2 comes 1.
+    - (16, 8, 4, 2, 1)
+    + (16, 8, 4, 2)
 
-def slipped_butterfly(
-    m,
-    l,
-    shfl_xor_sync,
-    *,
-    distances=(16, 8, 4, 2, 1),
-    mask=ALL_LANES,
-    m_first=False,
-    rescale=True,
-    anchor=True,
-    fused=False,
-    add_m=False,
-    extra=False,
-    old_l=False,
-    whole=False,
-):
-    """warp_merge with one slip, spelled by a switch."""
-    if whole:
-        top = m.max()
-        return top.expand(32).clone(), (l * torch.exp(m - anchored(top))).sum().expand(32).clone()
-    first_l = l
-    for distance in distances:
-        other_m = shfl_xor_sync(mask, m, distance)
-        m_new = m + other_m if add_m else torch.maximum(m, other_m)
-        at = anchored(m_new) if anchor else m_new
-        own, other = torch.exp(m - at), torch.exp(other_m - at)
-        if m_first:
-            other = torch.exp(m_new - at)
-        if not rescale:
-            own = other = torch.ones(32)
-        other_l = shfl_xor_sync(mask, first_l if old_l else l, distance)
-        l = (
-            (l.double() * own.double() + (other_l * other).double()).float()
-            if fused
-            else l * own + other_l * other
-        )
-        m = m_new
-    if extra:
-        m = torch.maximum(m, shfl_xor_sync(mask, m, 1))
-    return m, l
+    first_step_skipped: The two halves of the warp never meet: begin with 16.
+    - (16, 8, 4, 2, 1)
+    + (8, 4, 2, 1)
 
+    a_step_twice: One step is made twice: sums count twice, and neighbours never meet.
+    - (16, 8, 4, 2, 1)
+    + (16, 8, 4, 2, 2)
 
-for name, slip, hint in [
-    (
-        "last_step_skipped",
-        dict(distances=(16, 8, 4, 2)),
-        "Neighbours never meet: after 16, 8, 4, 2 comes 1.",
-    ),
-    (
-        "first_step_skipped",
-        dict(distances=(8, 4, 2, 1)),
-        "The two halves of the warp never meet: begin with 16.",
-    ),
-    (
-        "a_step_twice",
-        dict(distances=(16, 8, 4, 2, 2)),
-        "One step is made twice: sums count twice, and neighbours never meet.",
-    ),
-    (
-        "distances_1_to_5",
-        dict(distances=(1, 2, 3, 4, 5)),
-        "Distances are powers of two: a round changes one bit of the lane.",
-    ),
-    (
-        "half_the_mask",
-        dict(mask=0xFFFF),
-        "Your mask names 16 lanes; the others get garbage. All 32 take part.",
-    ),
-    (
-        "mask_of_lane_0",
-        dict(mask=1),
-        "The mask is one bit a lane, not the number of the lane that wants the result.",
-    ),
-    (
-        "other_l_not_shrunk",
-        dict(m_first=True),
-        "The other lane's l is relative to its own m, not to the new one.",
-    ),
-    ("no_rescaling", dict(rescale=False), "Sums relative to different maxima cannot be added."),
-    (
-        "nan_of_empty_lanes",
-        dict(anchor=False),
-        "-inf - -inf is NaN: two lanes that have seen nothing meet.",
-    ),
-    ("maxima_added", dict(add_m=True), "The max of both lanes is the larger one, not their sum."),
-    (
-        "first_l_again",
-        dict(old_l=True),
-        "You exchange the l that the lane started with, not the one it has by now.",
-    ),
-    (
-        "fused_multiply_add",
-        dict(fused=True),
-        "An FMA rounds one product and not the other, so partners differ in the last bit.",
-    ),
-    (
-        "one_exchange_too_many",
-        dict(extra=True),
-        "After five rounds every lane knows everything; the sixth exchange is wasted.",
-    ),
-    (
-        "reads_other_registers",
-        dict(whole=True),
-        "No lane can read all registers: max and sum over lanes are yours to build.",
-    ),
-]:
-    answers.wrong("8.4", hint, name)(partial(slipped_butterfly, **slip))
+    distances_1_to_5: Distances are powers of two: a round changes one bit of the lane.
+    - (16, 8, 4, 2, 1)
+    + (1, 2, 3, 4, 5)
+
+    half_the_mask: Your mask names 16 lanes; the others get garbage. All 32 take part.
+    - other_m = shfl_xor_sync(ALL_LANES, m, distance)
+    - other_l = shfl_xor_sync(ALL_LANES, l, distance)
+    + other_m = shfl_xor_sync(0xFFFF, m, distance)
+    + other_l = shfl_xor_sync(0xFFFF, l, distance)
+
+    mask_of_lane_0: The mask is one bit a lane, not the number of the lane that wants the result.
+    - other_m = shfl_xor_sync(ALL_LANES, m, distance)
+    - other_l = shfl_xor_sync(ALL_LANES, l, distance)
+    + other_m = shfl_xor_sync(1, m, distance)
+    + other_l = shfl_xor_sync(1, l, distance)
+
+    other_l_not_shrunk: The other lane's l is relative to its own m, not to the new one.
+    - torch.exp(other_m - anchor)
+    + torch.exp(m_new - anchor)
+
+    no_rescaling: Sums relative to different maxima cannot be added.
+    - l * torch.exp(m - anchor) + other_l * torch.exp(other_m - anchor)
+    + l + other_l
+
+    nan_of_empty_lanes: -inf - -inf is NaN: two lanes that have seen nothing meet.
+    - m_new.masked_fill(m_new == -torch.inf, 0.0)
+    + m_new
+
+    maxima_added: The max of both lanes is the larger one, not their sum.
+    - torch.maximum(m, other_m)
+    + m + other_m
+
+    first_l_again: You exchange the l that the lane started with, not the one it has by now.
+    - for distance in
+    + first_l = l
+    + for distance in
+    - shfl_xor_sync(ALL_LANES, l, distance)
+    + shfl_xor_sync(ALL_LANES, first_l, distance)
+
+    fused_multiply_add: An FMA rounds one product and not the other, so partners differ in the last
+        bit.
+    - l = l * torch.exp(m - anchor) + other_l * torch.exp(other_m - anchor)
+    + product = other_l * torch.exp(other_m - anchor)
+    + l = (l.double() * torch.exp(m - anchor).double() + product.double()).float()
+
+    one_exchange_too_many: After five rounds every lane knows everything; the sixth exchange is
+        wasted.
+    - return m, l
+    + return torch.maximum(m, shfl_xor_sync(ALL_LANES, m, 1)), l
+
+    reads_other_registers: No lane can read all registers: max and sum over lanes are yours to
+        build.
+    - for distance in
+    + top = m.max()
+    + anchor = top.masked_fill(top == -torch.inf, 0.0)
+    + return top.expand(32).clone(), (l * torch.exp(m - anchor)).sum().expand(32).clone()
+    + for distance in
+    """,
+)
 
 
 @answers.alternative("8.4")

@@ -1,11 +1,8 @@
 """Wrong answers to lesson 09's exercises: real slips, and the hint for each."""
 
-from functools import partial
-
 import torch
 
 from lessons.l08_online_softmax.naive import finish, from_scores, identity, merge
-from lessons.l09_flash_attention import naive
 from lessons.l09_flash_attention.tiles import key_range
 from lessons.toolbox.kernels.triton_ import tl, triton
 from tests.exercises.wrong import Answers
@@ -13,7 +10,6 @@ from tests.exercises.wrong import Answers
 answers = Answers()
 
 # ---------------------------------------------------------------- 9.1 tiles in PyTorch
-
 
 answers.slips(
     "9.1",
@@ -26,8 +22,7 @@ answers.slips(
     - (distance < 0) | (distance >= window) if window else distance < 0
     + (distance <= 0) | (distance >= window) if window else distance <= 0
 
-    no_mask: Tiles on the diagonal need a mask: some of their queries are before some of their
-        keys.
+    no_mask: Tiles on the diagonal need a mask: some of their queries are before some of their keys.
     - scores = scores.masked_fill(hidden[:, None], -torch.inf)
 
     tail_dropped: The last partial tile of keys is never read.
@@ -142,14 +137,12 @@ answers.slips(
     - scale, group = (
     + q = torch.as_strided(q, q.shape, (num_heads * head_dim, head_dim, 1))
     + scale, group = (
+
+    forgets_lse: Without the lse your output cannot be merged with another part's.
+    - return out, lse
+    + return out, torch.zeros_like(lse)
     """,
 )
-
-
-@answers.wrong("9.1", "Without the lse your output cannot be merged with another part's.")
-def forgets_lse(q, k, v, softmax_scale=None, causal=True, window=None, tiles=None):
-    out, lse = naive.tiled_attention(q, k, v, softmax_scale, causal, window, tiles=tiles)
-    return out, torch.zeros_like(lse)
 
 
 @answers.alternative("9.1")
@@ -192,158 +185,150 @@ def by_partials(q, k, v, softmax_scale=None, causal=True, window=None, tiles=Non
 
 # ---------------------------------------------------------------- 9.2 the kernel
 
+answers.slips(
+    "9.2",
+    """
+    no_sink: The sink is missing from the denominator.
+    - m_i = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head)
+    - l_i = tl.full((BLOCK_M,), 1.0, tl.float32)
+    + m_i = tl.full((BLOCK_M,), -1e30, tl.float32)
+    + l_i = tl.zeros((BLOCK_M,), tl.float32)
+
+    sink_as_value: Your sink brings a value of 1. It has none: it only takes weight away.
+    - acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    + acc = tl.full((BLOCK_M, BLOCK_D), 1.0, tl.float32)
+
+    sink_scaled: The sink is a finished score: it is not multiplied by 1 / √D.
+    - tl.load(sinks_ptr + head)
+    + tl.load(sinks_ptr + head) * softmax_scale
+
+    sink_in_every_tile: You count the sink once for each tile of keys. It is one score of the whole
+        row.
+    - m_i = m_new
+    + l_i += tl.exp(tl.load(sinks_ptr + head) - m_new)
+    + m_i = m_new
+
+    sink_stays_max: The maximum stays the sink's: exp overflows, or loses everything, when keys
+        score far higher.
+    - m_new = tl.maximum(m_i, tl.max(scores, axis=1))
+    + m_new = m_i
+
+    first_sink: Every head uses head 0's sink.
+    - sinks_ptr + head
+    + sinks_ptr
+
+    stale_sink: When the maximum grows, l, with the sink in it, has to be rescaled.
+    - l_i * alpha + tl.sum
+    + l_i + tl.sum
+
+    stale_acc: When the maximum grows, l is rescaled but acc is not.
+    - acc * alpha[:, None]
+    + acc
+
+    tail_dropped: The last partial tile of keys is never read.
+    - range(0, num_keys, BLOCK_N)
+    + range(0, num_keys // BLOCK_N * BLOCK_N, BLOCK_N)
+
+    tail_unmasked: Keys beyond the last one score 0 and count. Set their scores to −inf.
+    - scores = tl.where((key < num_keys)[None, :], scores, float("-inf"))
+
+    padding_counted: You read and write BLOCK_D columns. Only HEAD_DIM exist: the rest belongs to
+        the next row.
+    - inside = (row < num_queries)[:, None] & (column < HEAD_DIM)[None, :]
+    + inside = (row < num_queries)[:, None] & (column < BLOCK_D)[None, :]
+    - held = (key < num_keys)[:, None] & (column < HEAD_DIM)[None, :]
+    + held = (key < num_keys)[:, None] & (column < BLOCK_D)[None, :]
+    - out = torch.empty_like(q)
+    + # with room after the last row, so that the slip harms nothing else
+    + q, k, v, out = (
+    +     torch.cat([x.flatten(), x.new_ones(64)])[: x.numel()].view(x.shape) for x in (q, k, v, q)
+    + )
+
+    padding_scale: Your scale is 1 / √BLOCK_D: the padding of the head is counted.
+    - q.shape[2] ** -0.5
+    + triton.next_power_of_2(max(q.shape[2], 16)) ** -0.5
+
+    first_rows_only: Only the first 16 rows are written: program_id(0) counts tiles, row counts
+        queries.
+    - element_ty), mask=inside)
+    + element_ty), mask=inside & (row < 16)[:, None])
+
+    max_from_0: Your maximum starts at 0. What if all scores are far below 0?
+    - m_i = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head)
+    - l_i = tl.full((BLOCK_M,), 1.0, tl.float32)
+    + m_i = tl.zeros((BLOCK_M,), tl.float32)
+    + l_i = tl.exp(m_i + tl.load(sinks_ptr + head))
+
+    mask_of_-1e4: −1e4 hides no key where all scores are lower. Use −inf.
+    - float("-inf")
+    + -1e4
+
+    next_head: You read BLOCK_D columns of k. From HEAD_DIM on they are the next head's, and 0 · NaN
+        is NaN.
+    - tl.load(k_ptr + k_cell, mask=held, other=0.0)
+    + tl.load(k_ptr + k_cell, mask=k_cell < num_keys * num_heads * HEAD_DIM, other=0.0)
+
+    narrow_sums: Your sums are as narrow as the inputs: in bfloat16, 256 + 1 is 256.
+    - m_i = m_new
+    + l_i, acc = l_i.to(v.dtype).to(tl.float32), acc.to(v.dtype).to(tl.float32)
+    + m_i = m_new
+
+    tf32: tl.dot rounds float32 inputs to TF32, 10 bits, unless you say input_precision="ieee".
+    - tl.trans(k), input_precision="ieee")
+    + tl.trans(k))
+    - alpha[:, None], input_precision="ieee")
+    + alpha[:, None])
+    """,
+)
+
 
 @triton.jit
-def slipped_sink_kernel(
+def one_query_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     sinks_ptr,
     out_ptr,
-    softmax_scale,
-    num_queries,
     num_keys,
-    SLIP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The kernel with one slip, named by SLIP."""
+    """A program for each query of each head, without tl.dot. The sink comes last."""
     head, num_heads = tl.program_id(1), tl.num_programs(1)
-    row, column = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    width = BLOCK_D if SLIP == "padding_counted" else HEAD_DIM
-    inside = (row < num_queries)[:, None] & (column < width)[None, :]
-    cell = (row[:, None] * num_heads + head) * HEAD_DIM + column[None, :]
-    q = tl.load(q_ptr + cell, mask=inside, other=0.0)
-    sink = tl.load(sinks_ptr + (0 if SLIP == "first_sink" else head))
-    m_i = tl.zeros((BLOCK_M,), tl.float32) + sink
-    l_i = tl.full((BLOCK_M,), 1.0, tl.float32)
-    if SLIP == "no_sink":
-        m_i = tl.full((BLOCK_M,), -1e30, tl.float32)
-        l_i = tl.zeros((BLOCK_M,), tl.float32)
-    if SLIP == "max_from_0":
-        m_i = tl.zeros((BLOCK_M,), tl.float32)
-        l_i = tl.exp(m_i + sink)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if SLIP == "sink_as_value":
-        acc += 1.0
-    if SLIP == "sink_scaled":
-        m_i = m_i * softmax_scale
-    for start_n in range(
-        0, num_keys - (num_keys % BLOCK_N if SLIP == "tail_dropped" else 0), BLOCK_N
-    ):
-        key = start_n + tl.arange(0, BLOCK_N)
-        held = (key < num_keys)[:, None] & (column < width)[None, :]
+    column = tl.arange(0, BLOCK_D)
+    cell = (tl.program_id(0) * num_heads + head) * HEAD_DIM + column
+    q = tl.load(q_ptr + cell, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
+    m, l, acc = -1e30, 0.0, tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(0, num_keys, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        held = (key < num_keys)[:, None] & (column < HEAD_DIM)[None, :]
         k_cell = (key[:, None] * num_heads + head) * HEAD_DIM + column[None, :]
-        k = tl.load(k_ptr + k_cell, mask=held, other=0.0)
-        v = tl.load(v_ptr + k_cell, mask=held, other=0.0)
-        if SLIP == "next_head":
-            k = tl.load(k_ptr + k_cell, mask=k_cell < num_keys * num_heads * HEAD_DIM, other=0.0)
-        scores = (
-            tl.dot(q, tl.trans(k), input_precision="tf32" if SLIP == "tf32" else "ieee")
-            * softmax_scale
+        k = tl.load(k_ptr + k_cell, mask=held, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + k_cell, mask=held, other=0.0).to(tl.float32)
+        scores = tl.sum(q[None, :] * k, axis=1) * HEAD_DIM**-0.5
+        scores = tl.where(key < num_keys, scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, axis=0))
+        p, alpha = tl.exp(scores - m_new), tl.exp(m - m_new)
+        m, l, acc = (
+            m_new,
+            l * alpha + tl.sum(p, axis=0),
+            acc * alpha + tl.sum(p[:, None] * v, axis=0),
         )
-        if SLIP != "tail_unmasked":
-            hidden = -1e4 if SLIP == "mask_of_-1e4" else float("-inf")
-            scores = tl.where((key < num_keys)[None, :], scores, hidden)
-        m_new = m_i if SLIP == "sink_stays_max" else tl.maximum(m_i, tl.max(scores, axis=1))
-        alpha = tl.exp(m_i - m_new)
-        p = tl.exp(scores - m_new[:, None])
-        l_i = (l_i if SLIP == "stale_sink" else l_i * alpha) + tl.sum(p, axis=1)
-        acc = tl.dot(
-            p.to(v.dtype),
-            v,
-            acc if SLIP == "stale_acc" else acc * alpha[:, None],
-            input_precision="tf32" if SLIP == "tf32" else "ieee",
-        )
-        if SLIP == "narrow_sums":
-            l_i, acc = l_i.to(v.dtype).to(tl.float32), acc.to(v.dtype).to(tl.float32)
-        if SLIP == "sink_in_every_tile":
-            l_i += tl.exp(sink - m_new)
-        m_i = m_new
-    tl.store(
-        out_ptr + cell,
-        acc / l_i[:, None],
-        mask=inside if SLIP != "first_rows_only" else inside & (row < 16)[:, None],
-    )
+    sink = tl.load(sinks_ptr + head)
+    top = tl.maximum(m, sink)
+    share = tl.exp(m - top)
+    acc = acc * share / (l * share + tl.exp(sink - top))
+    tl.store(out_ptr + cell, acc.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
 
 
-def slipped_sinks(q, k, v, sinks, block=16, *, slip):
-    """Launches the kernel with a slip."""
-    if slip == "padding_scale":
-        scale = triton.next_power_of_2(max(q.shape[2], 16)) ** -0.5
-    else:
-        scale = q.shape[2] ** -0.5
-    # room, so that the slip reads its neighbours and not foreign memory
-    padded = slip == "padding_counted"
-    q_in, k_in, v_in = (
-        torch.cat([x.flatten(), x.new_ones(64)]) if padded else x for x in (q, k, v)
+@answers.alternative("9.2")
+def query_by_query(q, k, v, sinks, block=16):
+    out, block_d = torch.empty_like(q), triton.next_power_of_2(q.shape[2])
+    one_query_kernel[q.shape[:2]](
+        q, k, v, sinks, out, len(k), HEAD_DIM=q.shape[2], BLOCK_N=block, BLOCK_D=block_d
     )
-    room = (
-        torch.empty(q.numel() + 64, dtype=q.dtype, device=q.device)
-        if padded
-        else torch.empty_like(q)
-    )
-    slipped_sink_kernel[triton.cdiv(len(q), block), q.shape[1]](
-        q_in,
-        k_in,
-        v_in,
-        sinks,
-        room,
-        scale,
-        len(q),
-        len(k),
-        SLIP=slip,
-        HEAD_DIM=q.shape[2],
-        BLOCK_M=block,
-        BLOCK_N=block,
-        BLOCK_D=triton.next_power_of_2(max(q.shape[2], 16)),
-    )
-    return room[: q.numel()].view(q.shape) if padded else room
-
-
-for name, hint in [
-    ("no_sink", "The sink is missing from the denominator."),
-    ("sink_as_value", "Your sink brings a value of 1. It has none: it only takes weight away."),
-    ("sink_scaled", "The sink is a finished score: it is not multiplied by 1 / √D."),
-    (
-        "sink_in_every_tile",
-        "You count the sink once for each tile of keys. It is one score of the whole row.",
-    ),
-    (
-        "sink_stays_max",
-        "The maximum stays the sink's: exp overflows, or loses everything, when keys score far "
-        "higher.",
-    ),
-    ("first_sink", "Every head uses head 0's sink."),
-    ("stale_sink", "When the maximum grows, l, with the sink in it, has to be rescaled."),
-    ("stale_acc", "When the maximum grows, l is rescaled but acc is not."),
-    ("tail_dropped", "The last partial tile of keys is never read."),
-    ("tail_unmasked", "Keys beyond the last one score 0 and count. Set their scores to −inf."),
-    (
-        "padding_counted",
-        "You read and write BLOCK_D columns. Only HEAD_DIM exist: the rest belongs to the next "
-        "row.",
-    ),
-    ("padding_scale", "Your scale is 1 / √BLOCK_D: the padding of the head is counted."),
-    (
-        "first_rows_only",
-        "Only the first 16 rows are written: program_id(0) counts tiles, row counts queries.",
-    ),
-    ("max_from_0", "Your maximum starts at 0. What if all scores are far below 0?"),
-    ("mask_of_-1e4", "−1e4 hides no key where all scores are lower. Use −inf."),
-    (
-        "next_head",
-        "You read BLOCK_D columns of k. Behind HEAD_DIM begins the next head, and 0 · NaN is NaN.",
-    ),
-    ("narrow_sums", "Your sums are as narrow as the inputs: in bfloat16, 256 + 1 is 256."),
-    (
-        "tf32",
-        'tl.dot rounds float32 inputs to TF32, 10 bits, unless you say input_precision="ieee".',
-    ),
-]:
-    answers.wrong("9.2", hint, name)(partial(slipped_sinks, slip=name))
+    return out
 
 
 @answers.wrong("9.2", "PyTorch computes it, and the kernel does nothing.")
@@ -354,11 +339,7 @@ def in_pytorch(q, k, v, sinks, block=16):
     return torch.einsum("hqk,khd->qhd", torch.softmax(whole, dim=-1)[..., :-1], v)
 
 
-answers.alternative("9.2")(partial(slipped_sinks, slip="none"))
-
-
 # ---------------------------------------------------------------- 9.3 predict
-
 
 answers.slips(
     "9.3",
@@ -433,95 +414,65 @@ def by_two_triangles(num_tokens, num_heads, head_dim, itemsize, block):
 
 # ---------------------------------------------------------------- 9.4 which keys
 
+answers.slips(
+    "9.4",
+    """
+    as_given: More than one bug is left. Draw 4 queries after 3 cached keys.
+    - first = start_m + num_keys - num_queries
+    - begin, full_end, end = 0, num_keys // block_n * block_n, num_keys
+    + first = start_m
+    + begin, full_end, end = 0, num_keys, num_keys
+    - first + block_m)
+    + first + block_m - 1)
+    - first - window + 1
+    + first + block_m - window
 
-def slipped_range(
-    start_m,
-    num_queries,
-    num_keys,
-    tiles,
-    causal=True,
-    window=None,
-    *,
-    top_left=False,
-    short=0,
-    ragged=False,
-    late_begin=False,
-    off=0,
-    diagonal_full=False,
-    clamp=True,
-    early_full=False,
-    whole_window=False,
-):
-    """The range with one slip or several."""
-    block_m, block_n = tiles.block_m, tiles.block_n
-    first = start_m + (0 if top_left else num_keys - num_queries)
-    begin, full_end, end = 0, num_keys if ragged else num_keys // block_n * block_n, num_keys
-    if causal:
-        end = min(end, first + block_m - short)
-        end = max(0, end) if clamp else end
-        seen = first + block_m if diagonal_full else first + 1
-        full_end = min(full_end, max(0, seen - (block_n if early_full else 0)) // block_n * block_n)
-    if window is not None:
-        reach = first + block_m - window if late_begin else first - window + 1 + off
-        begin = min(max(0, reach) // block_n * block_n, full_end) if not whole_window else 0
-    return begin, full_end, end
+    top_left: The first query belongs to key start_m + num_keys - num_queries.
+    - first = start_m + num_keys - num_queries
+    + first = start_m
 
+    last_key_skipped: The tile's last query belongs to key first + block_m - 1, and sees it: end is
+        one more.
+    - first + block_m)
+    + first + block_m - 1)
 
-for name, slip, hint in [
-    (
-        "as_given",
-        dict(top_left=True, short=1, ragged=True, late_begin=True),
-        "More than one bug is left. Draw 4 queries after 3 cached keys.",
-    ),
-    (
-        "top_left",
-        dict(top_left=True),
-        "The first query belongs to key start_m + num_keys - num_queries.",
-    ),
-    (
-        "last_key_skipped",
-        dict(short=1),
-        "The tile's last query belongs to key first + block_m - 1, and sees it: end is one more.",
-    ),
-    (
-        "one_block_too_many_skipped",
-        dict(short=4),
-        "You skip one tile too many: the last queries see into it.",
-    ),
-    (
-        "ragged_end_unmasked",
-        dict(ragged=True),
-        "The last tile may be cut off by the end of the keys: it needs a mask.",
-    ),
-    (
-        "window_of_the_last_query",
-        dict(late_begin=True),
-        "The tile's first query reaches furthest back, not its last.",
-    ),
-    ("window_off_by_one", dict(off=1), "A window of w reaches back to key position − w + 1."),
-    (
-        "window_one_key_too_wide",
-        dict(off=-1),
-        "Your window begins one key too early: it counts the query's own.",
-    ),
-    (
-        "ignores_window",
-        dict(whole_window=True),
-        "With a window, tiles far left of the diagonal are skipped as well.",
-    ),
-    (
-        "diagonal_unmasked",
-        dict(diagonal_full=True),
-        "full_end asks the tile's first query: it must see the whole tile of keys.",
-    ),
-    ("full_too_early", dict(early_full=True), "One tile less than possible goes without a mask."),
-    (
-        "negative_end",
-        dict(clamp=False),
-        "With more queries than keys a tile may see nothing: end is then 0, not negative.",
-    ),
-]:
-    answers.wrong("9.4", hint, name)(partial(slipped_range, **slip))
+    one_block_too_many_skipped: You skip one tile too many: the last queries see into it.
+    - first + block_m)
+    + first + block_m - 4)
+
+    ragged_end_unmasked: The last tile may be cut off by the end of the keys: it needs a mask.
+    - num_keys // block_n * block_n
+    + num_keys
+
+    window_of_the_last_query: The tile's first query reaches furthest back, not its last.
+    - first - window + 1
+    + first + block_m - window
+
+    window_off_by_one: A window of w reaches back to key position − w + 1.
+    - first - window + 1
+    + first - window + 2
+
+    window_one_key_too_wide: Your window begins one key too early: it counts the query's own.
+    - first - window + 1
+    + first - window
+
+    ignores_window: With a window, tiles far left of the diagonal are skipped as well.
+    - if window is not None:
+    + if False:
+
+    diagonal_unmasked: full_end asks the tile's first query: it must see the whole tile of keys.
+    - max(0, first + 1)
+    + max(0, first + block_m)
+
+    full_too_early: One tile less than possible goes without a mask.
+    - max(0, first + 1)
+    + max(0, first + 1 - block_n)
+
+    negative_end: With more queries than keys a tile may see nothing: end is then 0, not negative.
+    - max(0, first + block_m)
+    + first + block_m
+    """,
+)
 
 
 @answers.alternative("9.4")

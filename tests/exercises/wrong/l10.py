@@ -1,7 +1,6 @@
 """Wrong answers to lesson 10's exercises: real slips, and the hint for each."""
 
-import math
-from functools import partial, reduce
+from functools import reduce
 
 import torch
 
@@ -13,162 +12,104 @@ answers = Answers()
 
 # ---------------------------------------------------------------- 10.1 merge partial results
 
-
-def slipped_merge(
-    partial_out,
-    partial_lse,
-    *,
-    use_max=True,
-    empty_lse=-math.inf,
-    hide=True,
-    guard=True,
-    average=None,
-    base=math.e,
-    lse_is="sum",
-    normalise=True,
-    by_key_count=False,
-    axis=-1,
-    dtype=None,
-    lowest=-math.inf,
-    one_top=False,
-    dense=False,
-    first_split=False,
-):
-    """Merging with one slip. The keyword switches exist only here, to spell the wrong answers
-    briefly.
+answers.slips(
+    "10.1",
     """
-    if first_split and partial_lse.shape[-1] == 1:
-        return partial_out[..., 0, :], partial_lse[..., 0]
-    if dense:
-        strides = torch.empty(partial_lse.shape).stride()
-        partial_lse = torch.as_strided(partial_lse, partial_lse.shape, strides)
-    seen = partial_lse != -torch.inf
-    values = torch.where(seen[..., None], partial_out, 0.0) if hide else partial_out
-    scores = torch.where(seen, partial_lse, empty_lse) * math.log(base)
-    top = scores.amax(axis, keepdim=True) if use_max else torch.zeros_like(scores)
-    top = top.clamp(min=lowest)
-    top = top.amax(1, keepdim=True) if one_top else top
-    if guard:
-        top = torch.where(top == -torch.inf, 0.0, top)
-    weights = torch.exp(scores - top)
-    if average:
-        weights = torch.ones_like(weights) if average == "all" else seen.to(weights.dtype)
-    if by_key_count:
-        weights = torch.where(seen, partial_lse, 0.0)
-    total = weights.sum(axis, keepdim=True)
-    share = (
-        weights / (torch.where(total == 0, 1.0, total) if guard else total)
-        if normalise
-        else weights
-    )
-    out = torch.einsum("bhs,bhsd->bhd", share, values)
-    lse = {
-        "sum": (top + total.log()).squeeze(axis)
-        if axis == -1
-        else torch.logsumexp(partial_lse, -1),
-        "max": partial_lse.amax(-1),
-        "linear": partial_lse.sum(-1),
-        "last": partial_lse[..., -1],
-    }[lse_is]
-    return out.to(dtype or out.dtype), lse.to(dtype or lse.dtype)
+    averaged: You average the splits. A split weighs as much as its keys: exp(its lse).
+    - torch.where(seen, torch.exp(partial_lse - lse[..., None]), 0.0)
+    + torch.full_like(partial_lse, 1 / partial_lse.shape[-1])
 
+    averaged_over_seen: You average the splits that saw keys. Each weighs exp(its lse), not 1.
+    - torch.where(seen, torch.exp(partial_lse - lse[..., None]), 0.0)
+    + seen.to(lse.dtype) / seen.sum(-1, keepdim=True).clamp(min=1)
 
-for name, slip, hint in [
-    (
-        "averaged",
-        dict(average="all"),
-        "You average the splits. A split weighs as much as its keys: exp(its lse).",
-    ),
-    (
-        "averaged_over_seen",
-        dict(average="seen"),
-        "You average the splits that saw keys. Each weighs exp(its lse), not 1.",
-    ),
-    (
-        "weighted_by_lse",
-        dict(by_key_count=True),
-        "You weigh by the lse itself. It is a logarithm: the weight is exp(lse).",
-    ),
-    (
-        "no_max",
-        dict(use_max=False),
-        "exp(1000) overflows and exp(-1000) is 0. Subtract the largest lse first.",
-    ),
-    (
-        "empty_counts",
-        dict(empty_lse=0.0),
-        "You give an empty split the lse 0, and so the weight exp(0) = 1. Its lse is −inf.",
-    ),
-    (
-        "unwritten_rows",
-        dict(hide=False),
-        "0 · NaN is NaN: replace the rows of empty splits before you weigh them.",
-    ),
-    (
-        "all_empty_is_nan",
-        dict(guard=False),
-        "Where all splits are empty you get −inf − −inf or 0 / 0. The answer is 0 and −inf.",
-    ),
-    (
-        "base_2",
-        dict(base=2),
-        "You take the lse for a log2. It is the natural logarithm: exp, not exp2.",
-    ),
-    (
-        "base_2_given",
-        dict(base=1 / math.log(2)),
-        "You multiply the lse by log2(e) and then use exp. One or the other.",
-    ),
-    ("not_normalised", dict(normalise=False), "The weights do not sum to 1: divide by their sum."),
-    (
-        "lse_is_the_max",
-        dict(lse_is="max"),
-        "You return the largest lse. All splits weigh more: add log Σ exp(lse − max).",
-    ),
-    (
-        "lse_summed",
-        dict(lse_is="linear"),
-        "You add the logarithms. Add the exponentials, then take the logarithm.",
-    ),
-    (
-        "lse_of_the_last",
-        dict(lse_is="last"),
-        "You return the last split's lse, not that of all of them.",
-    ),
-    (
-        "softmax_over_heads",
-        dict(axis=-2),
-        "Your softmax runs over the heads. It belongs over the splits, the last axis.",
-    ),
-    ("always_float32", dict(dtype=torch.float32), "You return float32 whatever comes in."),
-    (
-        "max_from_-1e4",
-        dict(lowest=-1e4),
-        "Your maximum never falls below a number of yours. What if every lse is lower still?",
-    ),
-    (
-        "one_max_over_heads",
-        dict(one_top=True),
-        "You subtract one maximum over all heads. A head far below it loses all of its weight.",
-    ),
-    (
-        "assumes_dense",
-        dict(dense=True),
-        "You read partial_lse as if it were dense. It may be a slice.",
-    ),
-    (
-        "one_split_as_it_is",
-        dict(first_split=True),
-        "A single split may be one without keys: its row was never written.",
-    ),
-]:
-    answers.wrong("10.1", hint, name)(partial(slipped_merge, **slip))
+    weighted_by_lse: You weigh by the lse itself. It is a logarithm: the weight is exp(lse).
+    - weights = torch.where(seen, torch.exp(partial_lse - lse[..., None]), 0.0)
+    + weights = torch.where(seen, partial_lse, 0.0)
+    + weights = weights / weights.sum(-1, keepdim=True)
 
+    no_max: exp(1000) overflows and exp(-1000) is 0. Subtract the largest lse first.
+    - torch.logsumexp(partial_lse, dim=-1)
+    + partial_lse.exp().sum(-1).log()
 
-@answers.wrong("10.1", "A Python loop runs over the sequences.")
-def sequence_by_sequence(partial_out, partial_lse):
-    pairs = [slipped_merge(o[None], lse[None]) for o, lse in zip(partial_out, partial_lse)]
-    return torch.cat([out for out, _ in pairs]), torch.cat([lse for _, lse in pairs])
+    empty_counts: You give an empty split the lse 0, and so the weight exp(0) = 1. Its lse is −inf.
+    - torch.logsumexp(partial_lse, dim=-1)
+    + torch.logsumexp(torch.where(seen, partial_lse, 0.0), dim=-1)
+
+    unwritten_rows: 0 · NaN is NaN: replace the rows of empty splits before you weigh them.
+    - torch.where(seen[..., None], partial_out, 0.0)
+    + partial_out
+
+    all_empty_is_nan: Where all splits are empty you get −inf − −inf or 0 / 0. The answer is 0 and
+        −inf.
+    - torch.where(seen, torch.exp(partial_lse - lse[..., None]), 0.0)
+    + torch.exp(partial_lse - lse[..., None])
+
+    base_2: You take the lse for a log2. It is the natural logarithm: exp, not exp2.
+    - lse = torch
+    + partial_lse = partial_lse * 0.6931471805599453  # exp2(x) = exp(x · log 2)
+    + lse = torch
+
+    base_2_given: You multiply the lse by log2(e) and then use exp. One or the other.
+    - lse = torch
+    + partial_lse = partial_lse * 1.4426950408889634  # log2(e)
+    + lse = torch
+
+    not_normalised: The weights do not sum to 1: divide by their sum.
+    - lse[..., None]
+    + partial_lse.amax(-1, keepdim=True)
+
+    lse_is_the_max: You return the largest lse. All splits weigh more: add log Σ exp(lse − max).
+    - weights, values), lse
+    + weights, values), partial_lse.amax(-1)
+
+    lse_summed: You add the logarithms. Add the exponentials, then take the logarithm.
+    - weights, values), lse
+    + weights, values), partial_lse.sum(-1)
+
+    lse_of_the_last: You return the last split's lse, not that of all of them.
+    - weights, values), lse
+    + weights, values), partial_lse[..., -1]
+
+    softmax_over_heads: Your softmax runs over the heads. It belongs over the splits, the last axis.
+    - lse[..., None]
+    + torch.logsumexp(partial_lse, dim=1, keepdim=True)
+
+    always_float32: You return float32 whatever comes in.
+    - weights, values), lse
+    + weights, values).float(), lse.float()
+
+    max_from_-1e4: Your maximum never falls below a number of yours. What if every lse is lower
+        still?
+    - lse = torch.logsumexp(partial_lse, dim=-1)
+    + top = partial_lse.amax(-1, keepdim=True).clamp(min=-1e4)
+    + lse = top[..., 0] + (partial_lse - top).exp().sum(-1).log()
+
+    one_max_over_heads: You subtract one maximum over all heads. A head far below it loses all of
+        its weight.
+    - lse = torch.logsumexp(partial_lse, dim=-1)
+    + top = partial_lse.amax((1, 2), keepdim=True)
+    + top = top.masked_fill(top == -torch.inf, 0.0)
+    + lse = top[..., 0] + (partial_lse - top).exp().sum(-1).log()
+
+    assumes_dense: You read partial_lse as if it were dense. It may be a slice.
+    - seen = partial_lse
+    + strides = torch.empty(partial_lse.shape).stride()
+    + partial_lse = torch.as_strided(partial_lse, partial_lse.shape, strides)
+    + seen = partial_lse
+
+    one_split_as_it_is: A single split may be one without keys: its row was never written.
+    - seen = partial_lse
+    + if partial_lse.shape[-1] == 1:
+    +     return partial_out[..., 0, :], partial_lse[..., 0]
+    + seen = partial_lse
+
+    sequence_by_sequence: A Python loop runs over the sequences.
+    - return torch.einsum("bhs,bhsd->bhd", weights, values), lse
+    + outs = [torch.einsum("hs,hsd->hd", *own) for own in zip(weights, values)]
+    + return torch.stack(outs), lse
+    """,
+)
 
 
 @answers.alternative("10.1")
@@ -181,7 +122,6 @@ def by_lesson_8(partial_out, partial_lse):
 
 
 # ---------------------------------------------------------------- 10.2 predict
-
 
 answers.slips(
     "10.2",
@@ -259,7 +199,6 @@ def by_rows(batch, num_heads, num_kv_heads, head_dim, context_len, num_splits, n
 
 
 # ---------------------------------------------------------------- 10.3 the kernel
-
 
 answers.slips(
     "10.3",
@@ -385,7 +324,6 @@ def one_after_the_other(partial_out, partial_lse):
 
 
 # ---------------------------------------------------------------- 10.4 the batch must not show
-
 
 answers.slips(
     "10.4",

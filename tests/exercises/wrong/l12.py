@@ -1,96 +1,62 @@
-"""Wrong answers to lesson 12's exercises: real slips, and the hint for whoever made them."""
-
-import math
-from functools import partial
+"""Wrong answers to lesson 12's exercises: real slips, each with a hint."""
 
 import torch
 
 from lessons.l12_paged_kv.blocks import BlockPool
-from solutions.l12_paged_kv import BlockManager
 from tests.exercises.wrong import Answers
 
 answers = Answers()
 
 # ---------------------------------------------------------------- 12.1 predict
 
+answers.slips(
+    "12.1",
+    """
+    rounds_down: The last tokens need a block too, even if they do not fill it: round up.
+    - [-(-length // block_size) for length in lengths]
+    + [max(1, length // block_size) for length in lengths]
 
-def up(x, y):
-    return -(-x // y)
+    one_more: A length that fills its last block needs no other one.
+    - [-(-length // block_size) for length in lengths]
+    + [length // block_size + 1 for length in lengths]
 
+    one_reservation: Every sequence has a reservation of its own.
+    - reserved = reserved_tokens * len(lengths)
+    + reserved = reserved_tokens
 
-def slipped_plan(
-    lengths,
-    reserved_tokens,
-    block_size,
-    num_blocks,
-    kv_bytes_per_token,
-    *,
-    blocks=up,
-    reserved="each",
-    share=lambda used, owned: 1 - used / owned,
-    owned="blocks",
-    at_once=up,
-    memory="pool",
-):
-    """The five results with one slip, spelled by a switch."""
-    counts = [blocks(length, block_size) for length in lengths]
-    used, slots = sum(lengths), sum(counts) * block_size
-    reservations = reserved_tokens * (len(lengths) if reserved == "each" else 1)
-    whole = num_blocks * block_size
-    per_sequence = at_once(reserved_tokens, block_size)
-    memory_tokens = {"pool": whole, "owned": slots, "used": used, "blocks": num_blocks}[memory]
-    return (
-        counts,
-        share(used, reservations),
-        share(used, slots if owned == "blocks" else whole),
-        num_blocks // per_sequence if per_sequence else num_blocks,
-        memory_tokens * kv_bytes_per_token,
-    )
+    share_that_is_used: Asked is the share that is empty, not the share that is used.
+    - 1 - used / reserved, 1 - used / owned
+    + used / reserved, used / owned
 
+    empty_by_used: Divide by the slots that are owned, not by the tokens.
+    - 1 - used / reserved, 1 - used / owned
+    + reserved / used - 1, owned / used - 1
 
-PLANS = [
-    (
-        "rounds_down",
-        dict(blocks=lambda x, y: max(1, x // y)),
-        "The last tokens need a block too, even if they do not fill it: round up.",
-    ),
-    (
-        "one_more",
-        dict(blocks=lambda x, y: x // y + 1),
-        "A length that fills its last block needs no other one.",
-    ),
-    ("one_reservation", dict(reserved="all"), "Every sequence has a reservation of its own."),
-    (
-        "share_that_is_used",
-        dict(share=lambda used, owned: used / owned),
-        "Asked is the share that is empty, not the share that is used.",
-    ),
-    (
-        "empty_by_used",
-        dict(share=lambda used, owned: owned / used - 1),
-        "Divide by the slots that are owned, not by the tokens.",
-    ),
-    (
-        "percent",
-        dict(share=lambda used, owned: 100 * (1 - used / owned)),
-        "The share is a number from 0 to 1.",
-    ),
-    (
-        "of_the_whole_pool",
-        dict(owned="pool"),
-        "Free blocks are no waste: anybody can have them. Count owned blocks.",
-    ),
-    (
-        "part_of_a_block",
-        dict(at_once=lambda x, y: x / y),
-        "A sequence takes whole blocks: round up before you divide.",
-    ),
-    ("bytes_in_use", dict(memory="used"), "The pool is reserved whole, whatever it holds."),
-    ("bytes_of_owned", dict(memory="owned"), "The pool is reserved whole, free blocks included."),
-    ("bytes_of_blocks", dict(memory="blocks"), "A block holds block_size tokens."),
-]
-for name, slip, hint in PLANS:
-    answers.wrong("12.1", hint, name)(partial(slipped_plan, **slip))
+    percent: The share is a number from 0 to 1.
+    - 1 - used / reserved, 1 - used / owned
+    + 100 * (1 - used / reserved), 100 * (1 - used / owned)
+
+    of_the_whole_pool: Free blocks are no waste: any sequence can have them. Count owned blocks.
+    - owned = sum(blocks) * block_size
+    + owned = num_blocks * block_size
+
+    part_of_a_block: A sequence takes whole blocks: round up before you divide.
+    - num_blocks // -(-reserved_tokens // block_size)
+    + num_blocks // (reserved_tokens / block_size)
+
+    bytes_in_use: The pool is reserved whole, whatever it holds.
+    - num_blocks * block_size * kv_bytes_per_token
+    + used * kv_bytes_per_token
+
+    bytes_of_owned: The pool is reserved whole, free blocks included.
+    - num_blocks * block_size * kv_bytes_per_token
+    + owned * kv_bytes_per_token
+
+    bytes_of_blocks: A block holds block_size tokens.
+    - num_blocks * block_size * kv_bytes_per_token
+    + num_blocks * kv_bytes_per_token
+    """,
+)
 
 
 @answers.alternative("12.1")
@@ -126,174 +92,105 @@ def plan_in_one_loop(lengths, reserved_tokens, block_size, num_blocks, kv_bytes_
 
 # ---------------------------------------------------------------- 12.2 the block manager
 
+answers.slips(
+    "12.2",
+    """
+    NeverCopies: Your fork only counts: two sequences write into one block. Copy it first.
+    - len(table) + is_copied
+    + len(table)
 
-@answers.wrong("12.2", "Your fork only counts: two sequences write into one block. Copy it first.")
-class NeverCopies(BlockManager):
-    def needs(self, sequence, held, tokens):
-        return self.blocks_for(tokens) - len(self.tables.get(sequence, []))
+    NeverGrows: Your table never grows: where does the first token of a new block go?
+    - at = held // self.block_size  # where the next token goes
+    + at = held // self.block_size
+    + if held:
+    +     return 0
+    - fresh = self.pool.take(
+    + if held:
+    +     return []
+    + fresh = self.pool.take(
 
+    AllocatesAgain: You take a whole new table and forget the old one: its blocks are lost.
+    - return self.blocks_for(tokens) - len(table) + is_copied
+    + return self.blocks_for(tokens)
+    - fresh = self.pool.take(
+    + table = []
+    + fresh = self.pool.take(
 
-@answers.wrong("12.2", "Your table never grows: where does the first token of a new block go?")
-class NeverGrows(BlockManager):
-    def needs(self, sequence, held, tokens):
-        return super().needs(sequence, held, tokens) if not held else 0
+    KeepsTheOld: A sequence that got a copy still counts as an owner of the old block: release it.
+    - self.pool.release([table[at]])
 
-    def grow(self, sequence, held, tokens):
-        return super().grow(sequence, held, tokens) if not held else []
+    CopiesBackwards: A pair is (from block, to block): you copy the empty block over the full one.
+    - (table[at], fresh[0])
+    + (fresh[0], table[at])
 
+    CopiesFullBlocks: A full block is not written any more. Which block does the next token go into?
+    - len(table) + is_copied
+    + len(table) + (bool(table) and tokens > held and self.pool.owners[table[-1]] > 1)
+    - at = held // self.block_size
+    - copies
+    + at = -1
+    + copies
 
-@answers.wrong("12.2", "You take a whole new table and forget the old one: its blocks are lost.")
-class AllocatesAgain(BlockManager):
-    def needs(self, sequence, held, tokens):
-        return self.blocks_for(tokens)
+    SharesOneTable: Parent and child have one list, so each sees what the other appends.
+    - list(self.tables[parent])
+    + self.tables[parent]
+    - self.tables[sequence] = table + fresh
+    + table += fresh
+    + self.tables[sequence] = table
 
-    def grow(self, sequence, held, tokens):
-        self.tables[sequence] = self.pool.take(self.needs(sequence, held, tokens))
-        return []
+    CountsOneOwner: The child's blocks count one owner: the first sequence that leaves frees them
+        for both.
+    - self.pool.share(self.tables[child])
 
+    SharesFullBlocks: The child shares the parent's full blocks only, and misses the last tokens.
+    - list(self.tables[parent])
+    + self.tables[parent][:-1]
 
-@answers.wrong("12.2", "Whoever got a copy still counts as an owner of the old block: release it.")
-class KeepsTheOld(BlockManager):
-    def grow(self, sequence, held, tokens):
-        copies = super().grow(sequence, held, tokens)
-        self.pool.share(source for source, _ in copies)
-        return copies
+    LeaksOnFree: Some of the blocks that a sequence leaves are never free again.
+    - self.tables.pop(sequence)
+    + self.tables.pop(sequence)[:-1]
 
+    FreesForAll: free takes shared blocks from sequences that still read them.
+    - self.pool.release(self.tables.pop(sequence))
+    + for block in self.tables.pop(sequence):
+    +     while self.pool.owners[block]:
+    +         self.pool.release([block])
 
-@answers.wrong(
-    "12.2", "A pair is (from block, to block): you copy the empty block over the full one."
+    NeedsForgetsTheCopy: needs forgets the block for the copy.
+    - len(table) + is_copied
+    + len(table)
+    - fresh = self.pool.take(self.needs(sequence, held, tokens))
+    + at = held // self.block_size
+    + is_copied = held < tokens and at < len(table) and self.pool.owners[table[at]] > 1
+    + fresh = self.pool.take(self.needs(sequence, held, tokens) + is_copied)
+
+    WantsOneToSpare: A pool with exactly as many free blocks as are needed is enough.
+    - fresh = self.pool.take(self.needs(sequence, held, tokens))
+    + needed = self.needs(sequence, held, tokens)
+    + fresh = self.pool.take(needed + (0 < needed == self.num_free))
+
+    TakesOneByOne: You take blocks one by one: a refused grow keeps those that it got.
+    - fresh = self.pool.take(self.needs(sequence, held, tokens))
+    + needed = self.needs(sequence, held, tokens)
+    + if needed > self.num_free:
+    +     self.tables[sequence] = table + self.pool.take(self.num_free)
+    + fresh = self.pool.take(needed)
+
+    OneTooMany: A block more than the tokens need, whenever the last one is full.
+    - -(-tokens // self.block_size)
+    + tokens // self.block_size + 1
+
+    CopiesForNothing: Nothing is written where tokens equals held, so nothing is copied.
+    - tokens > held and
+    + (tokens > held or held % self.block_size) and
+
+    EmptyTables: A sequence without blocks has no table: needs and a refused grow leave none.
+    - table = self.tables.get(sequence, [])
+    - at
+    + table = self.tables.setdefault(sequence, [])
+    + at
+    """,
 )
-class CopiesBackwards(BlockManager):
-    def grow(self, sequence, held, tokens):
-        return [(target, source) for source, target in super().grow(sequence, held, tokens)]
-
-
-@answers.wrong(
-    "12.2", "A full block is not written any more. Which block does the next token go into?"
-)
-class CopiesFullBlocks(BlockManager):
-    def needs(self, sequence, held, tokens):
-        table = self.tables.get(sequence, [])
-        is_shared = bool(table) and self.pool.owners[table[-1]] > 1 and tokens > held
-        return self.blocks_for(tokens) - len(table) + is_shared
-
-    def grow(self, sequence, held, tokens):
-        table = self.tables.get(sequence, [])
-        fresh = self.pool.take(self.needs(sequence, held, tokens))
-        copies = []
-        if len(fresh) > self.blocks_for(tokens) - len(table):
-            copies = [(table[-1], fresh[0])]
-            self.pool.release([table[-1]])
-            table[-1] = fresh.pop(0)
-        self.tables[sequence] = table + fresh
-        return copies
-
-
-@answers.wrong("12.2", "Parent and child have one list, so each sees what the other appends.")
-class SharesOneTable(BlockManager):
-    def fork(self, parent, child):
-        super().fork(parent, child)
-        self.tables[child] = self.tables[parent]
-
-    def grow(self, sequence, held, tokens):
-        table = self.tables.setdefault(sequence, [])
-        fresh = self.pool.take(self.needs(sequence, held, tokens))
-        copies = []
-        if len(fresh) > self.blocks_for(tokens) - len(table):
-            at = held // self.block_size
-            copies = [(table[at], fresh[0])]
-            self.pool.release([table[at]])
-            table[at] = fresh.pop(0)
-        table += fresh
-        return copies
-
-
-@answers.wrong(
-    "12.2", "The child's blocks count one owner: the first who leaves frees them for both."
-)
-class CountsNobody(BlockManager):
-    def fork(self, parent, child):
-        self.tables[child] = list(self.tables[parent])
-
-
-@answers.wrong(
-    "12.2", "The child shares the parent's full blocks only, and misses the last tokens."
-)
-class SharesFullBlocks(BlockManager):
-    def fork(self, parent, child):
-        self.tables[child] = self.tables[parent][:-1]
-        self.pool.share(self.tables[child])
-
-
-@answers.wrong("12.2", "Some of the blocks that a sequence leaves are never free again.")
-class LeaksOnFree(BlockManager):
-    def free(self, sequence):
-        self.pool.release(self.tables.pop(sequence)[:-1])
-
-
-@answers.wrong("12.2", "free takes shared blocks from those who still read them.")
-class FreesForAll(BlockManager):
-    def free(self, sequence):
-        for block in self.tables.pop(sequence):
-            while self.pool.owners[block]:
-                self.pool.release([block])
-
-
-@answers.wrong("12.2", "needs forgets the block for the copy.")
-class NeedsForgetsTheCopy(BlockManager):
-    def grow(self, sequence, held, tokens):
-        needed = BlockManager.needs(self, sequence, held, tokens)
-        correct, self.needs = self.needs, lambda *_: needed
-        try:
-            return super().grow(sequence, held, tokens)
-        finally:
-            self.needs = correct
-
-    def needs(self, sequence, held, tokens):
-        return self.blocks_for(tokens) - len(self.tables.get(sequence, []))
-
-
-@answers.wrong("12.2", "A pool with exactly as many free blocks as are needed is enough.")
-class WantsOneToSpare(BlockManager):
-    def grow(self, sequence, held, tokens):
-        needed = self.needs(sequence, held, tokens)
-        if needed and needed == self.num_free:
-            self.pool.take(needed + 1)
-        return super().grow(sequence, held, tokens)
-
-
-@answers.wrong("12.2", "You take blocks one by one: a refused grow keeps those that it got.")
-class TakesOneByOne(BlockManager):
-    def grow(self, sequence, held, tokens):
-        needed = self.needs(sequence, held, tokens)
-        if needed > self.num_free:
-            self.tables[sequence] = self.tables.get(sequence, []) + self.pool.take(self.num_free)
-            self.pool.take(1)
-        return super().grow(sequence, held, tokens)
-
-
-@answers.wrong("12.2", "A block more than the tokens need, whenever the last one is full.")
-class OneTooMany(BlockManager):
-    def blocks_for(self, tokens):
-        return tokens // self.block_size + 1
-
-
-@answers.wrong("12.2", "Nothing is written where tokens equals held, so nothing is copied.")
-class CopiesForNothing(BlockManager):
-    def needs(self, sequence, held, tokens):
-        return super().needs(sequence, held, max(tokens, held + 1 if held % self.block_size else 0))
-
-    def grow(self, sequence, held, tokens):
-        return super().grow(sequence, held, max(tokens, held + 1 if held % self.block_size else 0))
-
-
-@answers.wrong(
-    "12.2", "A sequence without blocks has no table: needs and a refused grow leave none."
-)
-class TablesOfNobody(BlockManager):
-    def needs(self, sequence, held, tokens):
-        self.tables.setdefault(sequence, [])
-        return super().needs(sequence, held, tokens)
 
 
 @answers.alternative("12.2")
@@ -344,128 +241,96 @@ class ByListing:
 
 # ---------------------------------------------------------------- 12.3 the kernel
 
+answers.slips(
+    "12.3",
+    """
+    ignores_the_table: Block b for sequence b: that was lesson 3. Which block does the table name?
+    - page = tl.load(entry, mask=in_use, other=0).to(tl.int64)
+    + page = sequence + 0 * key
 
-def slipped_decode(
-    q,
-    k_cache,
-    v_cache,
-    block_table,
-    context_lens,
-    *,
-    page_of=lambda key, size: key // size,
-    row_of=lambda key, size: key % size,
-    block_of=lambda block, b, total: block,
-    table_row=lambda b, total: b,
-    length_of=lambda length, size: length,
-    head_of=lambda h, group, heads: h // group,
-    scale=True,
-    maximum=True,
-    empty=0.0,
-    read_v="own strides",
-    divide=True,
-    lowest=-math.inf,
-    dense=False,
-):
-    """Key by key in PyTorch, with one slip, spelled by a switch."""
-    (_, num_heads, dim), (total, size, kv_heads, _) = q.shape, k_cache.shape
-    out = torch.full_like(q, empty)
-    if dense:
-        k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
-    if read_v == "K's strides":
-        k_like = torch.empty_strided(k_cache.shape, k_cache.stride())
-        base = v_cache._base if v_cache._base is not None else v_cache
-        v_cache = base.as_strided(k_like.shape, k_like.stride())
-    for b, length in enumerate(context_lens.tolist()):
-        length = length_of(length, size)
-        row = block_table[table_row(b, len(q))]
-        places = []
-        for key in range(length):
-            block = int(row[min(page_of(key, size), len(row) - 1)])
-            places.append((block_of(block, b, total) % total, row_of(key, size) % size))
-        for head in range(num_heads if length else 0):
-            kv = head_of(head, num_heads // kv_heads, kv_heads)
-            k = torch.stack([k_cache[block, r, kv] for block, r in places])
-            v = torch.stack([v_cache[block, r, kv] for block, r in places])
-            scores = k @ q[b, head] * (dim**-0.5 if scale else 1.0)
-            p = torch.exp(scores - (scores.max().clamp(min=lowest) if maximum else 0.0))
-            out[b, head] = p @ v / (p.sum() if divide else 1.0)
-    return out
+    one_page_for_a_tile: All 16 keys of a tile from the page of the first: a tile may span several
+        pages.
+    - max_blocks + key // PAGE_SIZE
+    + max_blocks + start // PAGE_SIZE + 0 * key
 
+    page_of_16: A page holds PAGE_SIZE keys, whatever BLOCK_N is.
+    - max_blocks + key // PAGE_SIZE
+    + max_blocks + tl.minimum(key // BLOCK_N, max_blocks - 1)
 
-KERNELS = [
-    (
-        "ignores_the_table",
-        dict(block_of=lambda block, b, total: b),
-        "Block b for sequence b: that was lesson 3. Which block does the table name?",
-    ),
-    (
-        "one_page_for_a_tile",
-        dict(page_of=lambda key, size: key // 16 * 16 // size),
-        "All 16 keys of a tile from the page of the first: a tile may span several pages.",
-    ),
-    (
-        "page_of_16",
-        dict(page_of=lambda key, size: key // 16),
-        "A page holds PAGE_SIZE keys, whatever BLOCK_N is.",
-    ),
-    (
-        "row_of_the_tile",
-        dict(row_of=lambda key, size: key % 16),
-        "The row in a page is key mod PAGE_SIZE, not the place in the tile.",
-    ),
-    (
-        "rows_backwards",
-        dict(row_of=lambda key, size: size - 1 - key % size),
-        "Rows in a page are in the order of the keys.",
-    ),
-    (
-        "layer_in_the_block_id",
-        dict(block_of=lambda block, b, total: 2 * block + 1),
-        "A block's number is the same in all layers: a layer is another pool, not another block.",
-    ),
-    (
-        "first_row_of_the_table",
-        dict(table_row=lambda b, total: 0),
-        "Every sequence has its own row of the table: sequence · max_blocks.",
-    ),
-    (
-        "neighbours_row",
-        dict(table_row=lambda b, total: (b + 1) % total),
-        "This is the table of another sequence.",
-    ),
-    (
-        "whole_pages",
-        dict(length_of=lambda length, size: -(-length // size) * size),
-        "The last page may be filled in part: mask by the length, not by the page.",
-    ),
-    (
-        "last_key_lost",
-        dict(length_of=lambda length, size: max(length - 1, 0)),
-        "context_lens counts the query's own key.",
-    ),
-    (
-        "heads_modulo",
-        dict(head_of=lambda h, group, heads: h % heads),
-        "Consecutive query heads share a KV head: h // GROUP.",
-    ),
-    ("no_scale", dict(scale=False), "The scores are not scaled by 1 / √D."),
-    ("no_maximum", dict(maximum=False), "exp of a large score overflows: subtract the maximum."),
-    ("empty_is_nan", dict(empty=float("nan")), "A sequence without keys gives zeros, not 0 / 0."),
-    ("strides_of_k", dict(read_v="K's strides"), "You read V with K's strides."),
-    ("not_divided", dict(divide=False), "Divide by the sum of the weights at the end."),
-    (
-        "max_from_0",
-        dict(lowest=0.0),
-        "Your maximum starts at a number. What if all scores are below it? Start at −inf.",
-    ),
-    (
-        "dense_copies",
-        dict(dense=True),
-        "contiguous() copies the whole cache. Read it by its strides.",
-    ),
-]
-for name, slip, hint in KERNELS:
-    answers.wrong("12.3", hint, name)(partial(slipped_decode, **slip))
+    row_of_the_tile: The row in a page is key mod PAGE_SIZE, not the place in the tile.
+    - page * stride_kblock + key % PAGE_SIZE * stride_kn
+    + page * stride_kblock + (key - start) % PAGE_SIZE * stride_kn
+    - page * stride_vblock + key % PAGE_SIZE * stride_vn
+    + page * stride_vblock + (key - start) % PAGE_SIZE * stride_vn
+
+    rows_backwards: Rows in a page are in the order of the keys.
+    - page * stride_kblock + key % PAGE_SIZE * stride_kn
+    + page * stride_kblock + (PAGE_SIZE - 1 - key % PAGE_SIZE) * stride_kn
+    - page * stride_vblock + key % PAGE_SIZE * stride_vn
+    + page * stride_vblock + (PAGE_SIZE - 1 - key % PAGE_SIZE) * stride_vn
+
+    layer_in_the_block_id: A block's number is the same in all layers: a layer is another pool, not
+        another block.
+    - out, block_table,
+    + out,
+    + (2 * block_table + 1) % len(k_cache),
+
+    first_row_of_the_table: Every sequence has its own row of the table: sequence · max_blocks.
+    - block_table_ptr + sequence * max_blocks + key
+    + block_table_ptr + key
+
+    neighbours_row: This is the table of another sequence.
+    - block_table_ptr + sequence * max_blocks
+    + block_table_ptr + (sequence + 1) % tl.num_programs(0) * max_blocks
+
+    whole_pages: The last page may be filled in part: mask by the length, not by the page.
+    - length = tl.load(context_lens_ptr + sequence)
+    + length = tl.cdiv(tl.load(context_lens_ptr + sequence), PAGE_SIZE) * PAGE_SIZE
+
+    last_key_lost: context_lens counts the query's own key.
+    - length = tl.load(context_lens_ptr + sequence)
+    + length = tl.maximum(tl.load(context_lens_ptr + sequence) - 1, 0)
+
+    heads_modulo: Consecutive query heads share a KV head: h // GROUP.
+    - head // GROUP * stride_kh
+    + head % (tl.num_programs(1) // GROUP) * stride_kh
+    - head // GROUP * stride_vh
+    + head % (tl.num_programs(1) // GROUP) * stride_vh
+
+    no_scale: The scores are not scaled by 1 / √D.
+    - head_dim**-0.5,
+    + 1.0,
+
+    no_maximum: exp of a large score overflows: subtract the maximum.
+    - m_i = tl.full((), float("-inf"), tl.float32)
+    + m_i = tl.full((), 0.0, tl.float32)
+    - m_new = tl.maximum(m_i, tl.max(scores, axis=0))
+    + m_new = m_i
+
+    empty_is_nan: A sequence without keys gives zeros, not 0 / 0.
+    - tl.where(length > 0, acc / l_i, 0.0)
+    + acc / l_i
+
+    strides_of_k: You read V with K's strides.
+    - page * stride_vblock + key % PAGE_SIZE * stride_vn
+    + page * stride_kblock + key % PAGE_SIZE * stride_kn
+    - head // GROUP * stride_vh
+    + head // GROUP * stride_kh
+
+    not_divided: Divide by the sum of the weights at the end.
+    - acc / l_i
+    + acc
+
+    max_from_0: Your maximum starts at a number. What if all scores are below it? Start at −inf.
+    - m_i = tl.full((), float("-inf"), tl.float32)
+    + m_i = tl.full((), 0.0, tl.float32)
+
+    dense_copies: contiguous() copies the whole cache. Read it by its strides.
+    - out = q.new_full(
+    + k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
+    + out = q.new_full(
+    """,
+)
 
 
 @answers.wrong("12.3", "You copy all pages to one place first. Read them where they are.")

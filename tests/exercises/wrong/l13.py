@@ -1,7 +1,6 @@
 """Wrong answers to lesson 13's exercises: real slips and the museum, each with a hint."""
 
 import hashlib
-from functools import partial
 
 from lessons.l13_prefix_caching.optimized import Node
 from tests.exercises.wrong import Answers
@@ -10,83 +9,56 @@ answers = Answers()
 
 # ---------------------------------------------------------------- 13.1 predict
 
+answers.slips(
+    "13.1",
+    """
+    partial_blocks: You reuse single tokens. Only whole blocks are kept.
+    - min(same, length - 1) // block_size * block_size
+    + min(same, length - 1)
 
-def slipped_hits(
-    requests,
-    block_size,
-    *,
-    whole=True,  # only whole blocks are known
-    leaves_one=True,  # one token always runs
-    last_block_runs=False,  # … and the last block, even if it is not the prompt's last token's
-    up=False,
-    hit_if="a block",
-    token_rate="known",
-    swapped=False,
-):
-    """The answer with one slip; the switches exist only here."""
-    run = hits = total = 0
-    shares = []
-    for length, same in requests:
-        limit = min(same, length - 1) if leaves_one else min(same, length)
-        blocks = -(-limit // block_size) if up else limit // block_size
-        known = min(blocks * block_size, limit if up else length) if whole else limit
-        if last_block_runs:
-            known = max(0, known - block_size)
-        run += length - known
-        hits += {"a block": known > 0, "a token": same > 0, "all": same >= length}[hit_if]
-        total += length
-        shares.append(known / length)
-    rates = {
-        "known": 1 - run / total,
-        "run": run / total,
-        "mean": sum(shares) / len(shares),
-        "per request": hits / len(requests),
-    }
-    first, second = hits / len(requests), rates[token_rate]
-    return (run, second, first) if swapped else (run, first, second)
+    rounds_up: You count the block that is only begun. Its other tokens are another prompt's.
+    - min(same, length - 1) // block_size * block_size
+    + min(-(-same // block_size) * block_size, length - 1)
 
+    nothing_runs: With every block known you run nothing. What gives the logits of the last token?
+    - min(same, length - 1)
+    + min(same, length)
 
-for name, slip, hint in [
-    ("partial_blocks", dict(whole=False), "You reuse single tokens. Only whole blocks are kept."),
-    (
-        "rounds_up",
-        dict(up=True),
-        "You count the block that is only begun. Its other tokens are another prompt's.",
-    ),
-    (
-        "nothing_runs",
-        dict(leaves_one=False),
-        "With every block known you run nothing. Who gives the logits of the last token?",
-    ),
-    (
-        "last_block_always_runs",
-        dict(last_block_runs=True),
-        "You give up a block in every case. Only the block around the prompt's last token runs.",
-    ),
-    (
-        "a_common_token_is_a_hit",
-        dict(hit_if="a token"),
-        "You count a hit for a common token. Without a whole block nothing is reused.",
-    ),
-    (
-        "only_full_hits",
-        dict(hit_if="all"),
-        "You count prompts that are known to the end. One block reused is a hit as well.",
-    ),
-    (
-        "mean_of_rates",
-        dict(token_rate="mean"),
-        "You average the requests' rates, so a short prompt weighs as much as a long one.",
-    ),
-    ("share_that_runs", dict(token_rate="run"), "This is the share that runs. Hits are the rest."),
-    (
-        "one_rate_for_both",
-        dict(token_rate="per request"),
-        "The two rates are the same in yours. How many tokens does a hit save?",
-    ),
-    ("swapped_rates", dict(swapped=True), "The rate per request comes first."),
-]:
-    answers.wrong("13.1", hint, name)(partial(slipped_hits, **slip))
+    last_block_always_runs: You give up a block in every case. Only the block around the prompt's
+        last token runs.
+    - min(same, length - 1) // block_size * block_size
+    + max(0, min(same, length - 1) // block_size - 1) * block_size
+
+    a_common_token_is_a_hit: You count a hit for a common token. Without a whole block nothing is
+        reused.
+    - hits += known > 0
+    + hits += same > 0
+
+    only_full_hits: You count prompts that are known to the end. One block reused is a hit as well.
+    - hits += known > 0
+    + hits += same >= length
+
+    mean_of_rates: You average the requests' rates, so a short prompt weighs as much as a long one.
+    - run = hits = total = 0
+    + run = hits = shares = 0
+    - total += length
+    + shares += known / length
+    - 1 - run / total
+    + shares / len(requests)
+
+    share_that_runs: This is the share that runs. Hits are the rest.
+    - 1 - run / total
+    + run / total
+
+    one_rate_for_both: The two rates are the same in yours. How many tokens does a hit save?
+    - 1 - run / total
+    + hits / len(requests)
+
+    swapped_rates: The rate per request comes first.
+    - hits / len(requests), 1 - run / total
+    + 1 - run / total, hits / len(requests)
+    """,
+)
 
 
 @answers.alternative("13.1")
@@ -113,197 +85,177 @@ def token_by_token(requests, block_size):
 
 # ---------------------------------------------------------------- 13.2 hashed blocks
 
+answers.slips(
+    "13.2",
+    """
+    unchained: You know a block by its own tokens. K and V depend on everything before it too.
+    - (before, *tokens[start : start + self.block_size])
+    + (*tokens[start : start + self.block_size],)
+    - (before, *own)
+    + (*own,)
 
-def chained(before, own, start):
-    """The right name: of all tokens so far."""
-    return hashlib.sha256(before + b"".join(t.to_bytes(8, "little") for t in own)).digest()
+    by_position: The block's place is not its prefix: another prompt has other tokens in front.
+    - (before, *tokens[start : start + self.block_size])
+    + (start, *tokens[start : start + self.block_size])
+    - (before, *own)
+    + (index * self.block_size, *own)
+
+    sum_of_tokens: You add the tokens up. In another order they are another prompt.
+    - (before, *tokens[start : start + self.block_size])
+    + (before, sum(tokens[start : start + self.block_size]))
+    - (before, *own)
+    + (before, sum(own))
+
+    glued_digits: You glue digits together, so 1 and 12 look like 11 and 2.
+    - (before, *tokens[start : start + self.block_size])
+    + (before, "".join(map(str, tokens[start : start + self.block_size])))
+    - (before, *own)
+    + (before, "".join(map(str, own)))
+
+    one_byte_a_token: You keep one byte of each token: 257 becomes 1.
+    - (before, *tokens[start : start + self.block_size])
+    + (before, *(t % 256 for t in tokens[start : start + self.block_size]))
+    - (before, *own)
+    + (before, *(t % 256 for t in own))
+
+    four_bytes_a_token: You keep a few bytes of each token: ids of any size are allowed.
+    - (before, *tokens[start : start + self.block_size])
+    + (before, *(t % 2**32 for t in tokens[start : start + self.block_size]))
+    - (before, *own)
+    + (before, *(t % 2**32 for t in own))
+
+    hash_as_name: Two beginnings may have one hash(). Keep the tokens in the name: a dictionary
+        compares them.
+    - (before, *tokens[start : start + self.block_size])
+    + hash((before, *tokens[start : start + self.block_size]))
+    - (before, *own)
+    + hash((before, *own))
+
+    previous_block_only: You look one block back. The prefix reaches back to the first token.
+    - (before, *tokens[start : start + self.block_size])
+    + tuple(tokens[max(0, start - self.block_size) : start + self.block_size])
+    - (before, *own)
+    + tuple(tokens[max(0, index - 1) * self.block_size : (index + 1) * self.block_size])
+
+    nothing_is_left: All blocks of the prompt are reported. At least one token has to run.
+    - (len(tokens) - 1) // self.block_size
+    + len(tokens) // self.block_size
+
+    beyond_the_last_block: You report a block of which the prompt fills only a part.
+    - (len(tokens) - 1) // self.block_size * self.block_size
+    + len(tokens) - self.block_size * (len(tokens) % self.block_size == 0)
+    - range(len(tokens) // self.block_size)
+    + range(-(-len(tokens) // self.block_size))
+
+    keeps_the_partial_block: You remember a block that is not full. Its owner goes on writing into
+        it.
+    - range(len(tokens) // self.block_size)
+    + range(-(-len(tokens) // self.block_size))
+
+    the_last_one_wins: You replace a block that was remembered first, while others may share it.
+    - if name not in self.number_of:
+    -     # a new number, because a block may come back with other tokens
+    -     self.count += 1
+    -     self.number_of[name] = self.count
+    -     self.block_of[self.count], self.name_of[block] = block, name
+    + if name not in self.number_of:
+    +     self.count += 1
+    +     self.number_of[name] = self.count
+    + self.block_of[self.number_of[name]], self.name_of[block] = block, name
+
+    returns_its_own: insert returns what is remembered, not what came.
+    - return known
+    + return list(blocks)[: len(known)]
+
+    returns_the_new: insert returns a block for each whole block.
+    - self.block_of[self.count], self.name_of[block] = block, name
+    + self.block_of[self.count], self.name_of[block] = block, name
+    + known.append(block)
+    - known.append(self.block_of[before])
+
+    returns_all_blocks: Blocks after the last whole one do not count.
+    - return known
+    + return known + list(blocks)[len(known) :]
+
+    returns_a_count: insert returns the blocks, not how many are new.
+    - known, before = [], None
+    + known, before, first = [], None, self.count
+    - return known
+    + return self.count - first
+
+    no_eviction: You forget nothing, so you hand out blocks that hold another prompt's tokens.
+    - if block in self.name_of:
+    + if False:
+
+    forgets_everything: One block is taken and you forget all of them. The others still hold what
+        they held.
+    - del self.block_of[self.number_of.pop(self.name_of.pop(block))]
+    + for held in (self.block_of, self.name_of, self.number_of):
+    +     held.clear()
+
+    forgets_one_way: You forget the block's name and still find the block under it.
+    - del self.block_of[self.number_of.pop(self.name_of.pop(block))]
+    + del self.name_of[block]
+
+    minds_strangers: forget is told of blocks that you never knew, too.
+    - if block in self.name_of:
+    -     del self.block_of[
+    + if True:
+    +     del self.block_of[
+
+    removes_what_it_finds: match only looks. The next one asks again.
+    - self.number_of.get((before, *tokens[start : start + self.block_size]))
+    + self.number_of.pop((before, *tokens[start : start + self.block_size]), None)
+
+    quadratic: Each name is made from all tokens before it: n blocks cost n². Make it from the name
+        before.
+    - (before, *tokens[start : start + self.block_size])
+    + tuple(tokens[: start + self.block_size])
+    - (before, *own)
+    + tuple(tokens[: (index + 1) * self.block_size])
+    """,
+)
 
 
-class SlippedBlocks:
-    """The cache with one slip, named by the keyword at the call."""
+@answers.alternative("13.2")
+class Digests:
+    """The name of a block is the digest of the name before it and its own tokens."""
 
-    name = staticmethod(chained)
-    leaves_one = True
-    takes_part = False  # match looks up the last, partial block too
-    keeps_part = False  # insert remembers the last, partial block too
-    overwrites = False
-    returns = "remembered"
-    forgets = "both"
-    minds = False  # forget of an unknown block raises
-    removes = False  # match takes what it finds out of the cache
-
-    def __init__(self, block_size, **slips):
-        vars(self).update(slips)
+    def __init__(self, block_size):
         self.block_size = block_size
         self.block_of, self.name_of = {}, {}
 
     def names(self, tokens, count):
         before = b""
-        for n in range(count):
-            start = n * self.block_size
-            before = self.name(before, tokens[start : start + self.block_size], start)
+        for start in range(0, count * self.block_size, self.block_size):
+            own = tokens[start : start + self.block_size]
+            before = hashlib.sha256(
+                before + b"".join(token.to_bytes(8, "little") for token in own)
+            ).digest()
             yield before
 
     def match(self, tokens):
         found = []
-        count = (len(tokens) - self.leaves_one) // self.block_size
-        count += self.takes_part and len(tokens) % self.block_size > 0
-        for name in self.names(tokens, count):
-            if name in self.block_of:
-                found.append(self.block_of.pop(name) if self.removes else self.block_of[name])
-            else:
+        for name in self.names(tokens, (len(tokens) - 1) // self.block_size):
+            if name not in self.block_of:
                 break
+            found.append(self.block_of[name])
         return found
 
     def insert(self, tokens, blocks):
-        known, new, first = [], [], len(self.block_of)
-        count = len(tokens) // self.block_size
-        count += self.keeps_part and len(tokens) % self.block_size > 0
-        for name, block in zip(self.names(tokens, count), blocks):
-            if name not in self.block_of or self.overwrites:
+        known = []
+        for name, block in zip(self.names(tokens, len(tokens) // self.block_size), blocks):
+            if name not in self.block_of:
                 self.block_of[name], self.name_of[block] = block, name
-                new.append(block)
             known.append(self.block_of[name])
-        return {
-            "remembered": known,
-            "own": list(blocks)[: len(known)],
-            "new": new,
-            "all": known + list(blocks)[len(known) :],
-            "count": len(self.block_of) - first,
-        }[self.returns]
+        return known
 
     def forget(self, block):
-        if self.minds and block not in self.name_of:
-            raise KeyError(block)
-        if block not in self.name_of or self.forgets == "nothing":
-            return
-        if self.forgets == "everything":
-            self.block_of.clear()
-            self.name_of.clear()
-            return
-        name = self.name_of.pop(block)
-        if self.forgets == "both":
-            del self.block_of[name]
+        if block in self.name_of:
+            del self.block_of[self.name_of.pop(block)]
 
     def __contains__(self, block):
         return block in self.name_of
-
-
-def to_the_end(make):
-    """A cache whose names are made anew from all tokens up to a block's end."""
-
-    class Anew(SlippedBlocks):
-        def names(self, tokens, count):
-            for n in range(1, count + 1):
-                yield make(tokens[: n * self.block_size])
-
-    return Anew
-
-
-def text(own):
-    return "".join(map(str, own)).encode()
-
-
-for name, slip, hint in [
-    (
-        "unchained",
-        dict(name=lambda before, own, start: bytes(str(own), "ascii")),
-        "You know a block by its own tokens. K and V depend on everything before it too.",
-    ),
-    (
-        "by_position",
-        dict(name=lambda before, own, start: bytes(f"{start} {own}", "ascii")),
-        "The block's place is not its prefix: another prompt has other tokens in front.",
-    ),
-    (
-        "sum_of_tokens",
-        dict(name=lambda before, own, start: before + bytes(f"{sum(own)} ", "ascii")),
-        "You add the tokens up. In another order they are another prompt.",
-    ),
-    (
-        "glued_digits",
-        dict(name=lambda before, own, start: before + b"|" + text(own)),
-        "You glue digits together, so 1 and 12 look like 11 and 2.",
-    ),
-    (
-        "one_byte_a_token",
-        dict(name=lambda before, own, start: before + bytes(t % 256 for t in own)),
-        "You keep one byte of each token: 257 becomes 1.",
-    ),
-    (
-        "four_bytes_a_token",
-        dict(
-            name=lambda before, own, start: before + bytes(f"{[t % 2**32 for t in own]}", "ascii")
-        ),
-        "You keep a few bytes of each token: ids of any size are allowed.",
-    ),
-    (
-        "hash_as_name",
-        dict(name=lambda before, own, start: bytes(str(hash((before, *own))), "ascii")),
-        "Two beginnings may have one hash(). Keep the tokens in the name: a dictionary compares them.",
-    ),
-    (
-        "previous_block_only",
-        dict(
-            name=lambda before, own, start: (
-                before[before.index(b"#") + 1 :] + b"#" + bytes(str(own), "ascii")
-                if before
-                else b"#" + bytes(str(own), "ascii")
-            )
-        ),
-        "You look one block back. The prefix reaches back to the first token.",
-    ),
-    (
-        "nothing_is_left",
-        dict(leaves_one=False),
-        "All blocks of the prompt are reported. At least one token has to run.",
-    ),
-    (
-        "beyond_the_last_block",
-        dict(takes_part=True, keeps_part=True),
-        "You report a block of which the prompt fills only a part.",
-    ),
-    (
-        "keeps_the_partial_block",
-        dict(keeps_part=True),
-        "You remember a block that is not full. Its owner goes on writing into it.",
-    ),
-    (
-        "the_last_one_wins",
-        dict(overwrites=True),
-        "You replace a block that was remembered first, while others may share it.",
-    ),
-    ("returns_its_own", dict(returns="own"), "insert returns what is remembered, not what came."),
-    ("returns_the_new", dict(returns="new"), "insert returns a block for each whole block."),
-    ("returns_all_blocks", dict(returns="all"), "Blocks behind the last whole one do not count."),
-    ("returns_a_count", dict(returns="count"), "insert returns the blocks, not how many are new."),
-    (
-        "no_eviction",
-        dict(forgets="nothing"),
-        "You forget nothing, so you hand out blocks that hold somebody else's tokens.",
-    ),
-    (
-        "forgets_everything",
-        dict(forgets="everything"),
-        "One block is taken and you forget all of them. The others still hold what they held.",
-    ),
-    (
-        "forgets_one_way",
-        dict(forgets="the block's name"),
-        "You forget the block's name and still find the block under it.",
-    ),
-    ("minds_strangers", dict(minds=True), "forget is told of blocks that you never knew, too."),
-    ("removes_what_it_finds", dict(removes=True), "match only looks. The next one asks again."),
-]:
-    answers.wrong("13.2", hint, name)(partial(SlippedBlocks, **slip))
-
-answers.wrong(
-    "13.2",
-    "Each name is made from all tokens before it: n blocks cost n². Make it from the name before.",
-    "quadratic",
-)(to_the_end(lambda tokens: hashlib.sha256(str(tokens).encode()).digest()))
-
-answers.alternative("13.2")(SlippedBlocks)
 
 
 @answers.alternative("13.2")
@@ -346,132 +298,91 @@ class Trie:
 
 # ---------------------------------------------------------------- 13.3 a radix tree
 
+answers.slips(
+    "13.3",
+    """
+    a_trie: A node for each block is a trie. An edge of a radix tree holds a whole run.
+    - if new and node is not root and not node.children:
+    -     node.keys += new
+    -     node.blocks += new_blocks
+    - elif new:
+    -     node.children[new[0]] = Node(new, new_blocks, {}, node)
+    + for key, block in zip(new, new_blocks):  # a node for each block
+    +     node.children[key] = node = Node([key], [block], {}, node)
 
-def slipped_insert(
-    root,
-    keys,
-    blocks,
-    *,
-    cuts=True,
-    keeps_children=True,
-    new_parents=True,
-    keeps_blocks=True,
-    grows=True,
-    returns="remembered",
-    parent=True,
-    copies=True,
-    overwrites=False,
-    one_key=False,
-    by_last=False,
-    empty_leaf=False,
-):
-    """Inserting with one slip; the switches exist only here."""
-    node, found = root, []
-    while len(found) < len(keys):
-        child = node.children.get(keys[len(found)])
-        if child is None:
-            break
-        same, rest = 0, keys[len(found) :]
-        while same < min(len(rest), len(child.keys)) and rest[same] == child.keys[same]:
-            same += 1
-        if overwrites:
-            child.blocks[:same] = blocks[len(found) : len(found) + same]
-        found += child.blocks[:same]
-        if same < len(child.keys):
-            if len(found) < len(keys) or empty_leaf:
-                if cuts:
-                    below = Node(child.keys[same:], child.blocks[same:], {}, child)
-                    if keeps_children:
-                        below.children = child.children
-                    for grandchild in below.children.values() if new_parents else ():
-                        grandchild.parent = below
-                    child.keys = child.keys[:same]
-                    child.blocks = child.blocks[:same] if keeps_blocks else child.blocks
-                    child.children = {below.keys[-1 if by_last else 0]: below}
-                node = child
-            break
-        node = child
-    new, own = keys[len(found) :], blocks[len(found) :]
-    result = {
-        "remembered": [*found, *own],
-        "own": list(blocks),
-        "new": list(own),
-        "found": list(found),
-    }
-    if one_key:
-        for key, block in zip(new, own):  # a node for each block
-            node.children[key] = node = Node([key], [block], {}, node)
-    elif new and grows and node is not root and not node.children:
-        node.keys += new
-        node.blocks += own
-    elif new:
-        lists = (list(new), list(own)) if copies or found else (keys, blocks)
-        child = Node(*lists, {}, node if parent else None)
-        node.children[new[-1] if by_last else new[0]] = child
-    return result[returns]
+    never_cuts: You hang what differs after the whole edge, also after the part that does not fit.
+    - cut(child, same)
+    - node
+    + node
 
+    loses_children: The children of the edge that you cut are gone. They belong below its second
+        part.
+    - node.blocks[at:], node.children, node)
+    + node.blocks[at:], {}, node)
 
-for name, slip, hint in [
-    (
-        "a_trie",
-        dict(one_key=True),
-        "A node for each block is a trie. An edge of a radix tree holds a whole run.",
-    ),
-    (
-        "never_cuts",
-        dict(cuts=False),
-        "You hang what differs behind the whole edge, also behind what does not fit.",
-    ),
-    (
-        "loses_children",
-        dict(keeps_children=False),
-        "The children of the edge that you cut are gone. They belong below its second part.",
-    ),
-    (
-        "old_parents",
-        dict(new_parents=False),
-        "The children that moved below still name the upper node as their parent.",
-    ),
-    (
-        "blocks_stay_above",
-        dict(keeps_blocks=False),
-        "You cut the keys and not the blocks: one path, two owners of the same blocks.",
-    ),
-    (
-        "a_leaf_never_grows",
-        dict(grows=False),
-        "A leaf's edge is as long as it can be: what follows it belongs to the same edge.",
-    ),
-    ("no_parent", dict(parent=False), "The new node does not know its parent."),
-    ("keeps_the_callers_lists", dict(copies=False), "You keep the caller's lists, not copies."),
-    (
-        "the_last_one_wins",
-        dict(overwrites=True),
-        "You replace blocks that were remembered first, while others may share them.",
-    ),
-    ("by_the_last_key", dict(by_last=True), "A child stands by the first key of its edge."),
-    ("returns_its_own", dict(returns="own"), "Returned are the blocks that are remembered."),
-    ("returns_the_new", dict(returns="new"), "Returned is a block for each key, old ones too."),
-    ("returns_the_found", dict(returns="found"), "The new blocks are remembered now as well."),
-    (
-        "cuts_where_a_prompt_ends",
-        dict(empty_leaf=True),
-        "A prompt that ends inside an edge parts nothing, so nothing is cut.",
-    ),
-]:
-    answers.wrong("13.3", hint, name)(partial(slipped_insert, **slip))
+    old_parents: The children that moved below still name the upper node as their parent.
+    - for child in below.children.values():
+    -     child.parent = below
 
+    blocks_stay_above: You cut the keys and not the blocks: one path, two owners of the same blocks.
+    - node.keys, node.blocks = node.keys[:at], node.blocks[:at]
+    + node.keys = node.keys[:at]
 
-@answers.wrong("13.3", "One block stands for the whole path. Every block of it is needed.")
-def one_block_for_a_path(root, keys, blocks):
-    found = slipped_insert(root, keys, blocks)
-    return [found[-1]] * len(found) if found else []
+    a_leaf_never_grows: A leaf's edge is as long as it can be: what follows it belongs to the same
+        edge.
+    - if new and node is not root and not node.children:
+    -     node.keys += new
+    -     node.blocks += new_blocks
+    - elif new:
+    + if new:
 
+    no_parent: The new node does not know its parent.
+    - Node(new, new_blocks, {}, node)
+    + Node(new, new_blocks, {}, None)
 
-@answers.wrong("13.3", "A prompt may fill no block at all: then there is no first key.")
-def needs_a_key(root, keys, blocks):
-    assert keys[0] is not None
-    return slipped_insert(root, keys, blocks)
+    keeps_the_callers_lists: You keep the caller's lists, not copies.
+    - new, new_blocks = list(keys[len(found) :]), list(blocks[len(found) :])
+    + new, new_blocks = keys, blocks
+    + if found:
+    +     new, new_blocks = keys[len(found) :], blocks[len(found) :]
+
+    the_last_one_wins: You replace blocks that were remembered first, while others may share them.
+    - found += child.blocks[:same]
+    + child.blocks[:same] = blocks[len(found) : len(found) + same]
+    + found += child.blocks[:same]
+
+    by_the_last_key: A child is found by the first key of its edge.
+    - node.children[new[0]]
+    + node.children[new[-1]]
+    - {below.keys[0]: below}
+    + {below.keys[-1]: below}
+
+    returns_its_own: Returned are the blocks that are remembered.
+    - return found + new_blocks
+    + return list(blocks)
+
+    returns_the_new: Returned is a block for each key, old ones too.
+    - return found + new_blocks
+    + return list(new_blocks)
+
+    returns_the_found: The new blocks are remembered now as well.
+    - return found + new_blocks
+    + return found
+
+    cuts_where_a_prompt_ends: A prompt that ends inside an edge parts nothing, so nothing is cut.
+    - if len(found) < len(keys):
+    + if True:
+
+    one_block_for_a_path: One block stands for the whole path. Every block of it is needed.
+    - return found + new_blocks
+    + return (found + new_blocks)[-1:] * len(keys)
+
+    needs_a_key: A prompt may fill no block at all: then there is no first key.
+    - node, found = root, []
+    + assert keys[0] is not None
+    + node, found = root, []
+    """,
+)
 
 
 @answers.alternative("13.3")

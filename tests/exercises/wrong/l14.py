@@ -1,7 +1,6 @@
-"""Wrong answers to lesson 14's exercises: real slips, and the hint for whoever made them."""
+"""Wrong answers to lesson 14's exercises: real slips, each with a hint."""
 
 import heapq
-from functools import partial
 
 import torch
 
@@ -14,106 +13,73 @@ answers = Answers()
 
 # ---------------------------------------------------------------- 14.1 what a place is worth
 
+answers.slips(
+    "14.1",
+    """
+    waves_sorted: You sort the answers. Their lengths are not known in advance.
+    - starts = range
+    + lengths = sorted(lengths)
+    + starts = range
 
-def waves_of(lengths, num_places):
-    return [lengths[i : i + num_places] for i in range(0, len(lengths), num_places)]
+    waves_take_the_mean: A wave ends with its longest answer.
+    - static = sum(max(lengths[start : start + num_places]) for start in starts)
+    + waves = [lengths[start : start + num_places] for start in starts]
+    + static = sum(round(sum(wave) / len(wave)) for wave in waves)
 
+    waves_take_the_sum: The requests of a wave run side by side.
+    - max(lengths[start : start + num_places])
+    + sum(lengths[start : start + num_places])
 
-def slipped_places(
-    lengths,
-    num_places,
-    *,
-    waves="arrival",
-    wave_takes="longest",
-    refill="first free",
-    late=0,
-    area="all places",
-    gain="bound",
-):
-    """The four numbers with some slips, spelled by switches."""
-    ordered = sorted(lengths) if waves == "sorted" else lengths
-    groups = waves_of(ordered, num_places)
-    takes = {"longest": max, "mean": lambda wave: round(sum(wave) / len(wave)), "sum": sum}
-    static = sum(takes[wave_takes](wave) for wave in groups)
-    if refill == "no tail":
-        continuous = -(-sum(lengths) // num_places)
-    elif refill == "in turn":
-        continuous = max(sum(lengths[place::num_places]) for place in range(num_places))
-    elif refill == "longest first":
-        continuous = list_steps(sorted(lengths, reverse=True), num_places, late)
-    else:
-        continuous = list_steps(lengths, num_places, late)
-    places = {
-        "all places": static * num_places,
-        "places in use": sum(max(wave) * len(wave) for wave in groups),
-    }[area]
-    busy = sum(lengths) / places
-    if gain == "longest for all":
-        busy = sum(max(wave) * len(wave) for wave in groups) / places
-    most = {"ratio": static / continuous, "idle": 1 + (1 - busy)}.get(gain, 1 / busy)
-    return static, continuous, busy, most
+    no_tail: Total over places is a lower bound: at the end some places have no request left.
+    - max(free_at)
+    + -(-sum(lengths) // num_places)
 
+    places_in_turn: You deal the requests out in turn. The next goes to the place that is free
+        first.
+    - for length in lengths:
+    -     first = free_at.index(min(free_at))
+    -     free_at[first] += length
+    + for at, length in enumerate(lengths):
+    +     free_at[at % num_places] += length
 
-def list_steps(lengths, num_places, late):
-    """Steps of places that each take the next request, `late` steps after they have fallen free."""
-    free = [0] * num_places
-    for length in lengths:
-        at = heapq.heappop(free)
-        heapq.heappush(free, at + length + (late if at else 0))
-    return max(free)
+    longest_first: You start with the longest answers. Their lengths are not known: take requests as
+        they come.
+    - for length in lengths:
+    + for length in sorted(lengths, reverse=True):
 
+    released_a_step_late: A place is taken again in the step after the last token, not one later.
+    - free_at[first] += length
+    + free_at[first] += length + (free_at[first] > 0)
 
-for name, slip, hint in [
-    ("waves_sorted", dict(waves="sorted"), "You sort the answers. Nobody knows their lengths."),
-    ("waves_take_the_mean", dict(wave_takes="mean"), "A wave ends with its longest answer."),
-    ("waves_take_the_sum", dict(wave_takes="sum"), "The requests of a wave run side by side."),
-    (
-        "no_tail",
-        dict(refill="no tail"),
-        "Total over places is a lower bound: in the end some places find nobody to take them.",
-    ),
-    (
-        "places_in_turn",
-        dict(refill="in turn"),
-        "You deal the requests out in turn. The next goes to the place that is free first.",
-    ),
-    (
-        "longest_first",
-        dict(refill="longest first"),
-        "You start with the longest answers. Nobody knows their lengths: take them as they come.",
-    ),
-    (
-        "released_a_step_late",
-        dict(late=1),
-        "A place is taken again in the step after the last token, not one later.",
-    ),
-    (
-        "empty_places_forgotten",
-        dict(area="places in use"),
-        "You leave out the places that a small wave does not use. They are idle, too.",
-    ),
-    (
-        "the_longest_for_all",
-        dict(gain="longest for all"),
-        "You count the longest answer for all of a wave. Shorter ones got fewer tokens.",
-    ),
-    (
-        "ratio_of_steps",
-        dict(gain="ratio"),
-        "That is what continuous batching gains here. The bound asks for no idle place at all.",
-    ),
-    (
-        "one_plus_idle",
-        dict(gain="idle"),
-        "Work that fills the share s of the places fits 1 / s times as often, not 2 - s times.",
-    ),
-]:
-    answers.wrong("14.1", hint, name)(partial(slipped_places, **slip))
+    empty_places_forgotten: You leave out the places that a small wave does not use. They are idle,
+        too.
+    - busy = sum(lengths) / (static * num_places)
+    + waves = [lengths[start : start + num_places] for start in starts]
+    + busy = sum(lengths) / sum(max(wave) * len(wave) for wave in waves)
+
+    the_longest_for_all: You count the longest answer for all of a wave. Shorter ones got fewer
+        tokens.
+    - busy = sum(lengths) / (static * num_places)
+    + waves = [lengths[start : start + num_places] for start in starts]
+    + busy = sum(max(wave) * len(wave) for wave in waves) / (static * num_places)
+
+    ratio_of_steps: That is what continuous batching gains here. The bound asks for no idle place at
+        all.
+    - 1 / busy
+    + static / max(free_at)
+
+    one_plus_idle: Work that fills the share s of the places fits 1 / s times as often, not 2 - s
+        times.
+    - 1 / busy
+    + 2 - busy
+    """,
+)
 
 
 @answers.alternative("14.1")
 def by_a_heap(lengths, num_places):
-    static = sum(map(max, waves_of(lengths, num_places)))
+    starts = range(0, len(lengths), num_places)
+    static = sum(max(lengths[start : start + num_places]) for start in starts)
     free = [0] * num_places
     for length in lengths:
         heapq.heapreplace(free, free[0] + length)
@@ -138,101 +104,89 @@ def step_by_step(lengths, num_places):
 
 # ---------------------------------------------------------------- 14.2 a padded wave
 
+answers.slips(
+    "14.2",
+    """
+    last_column: logits[:, -1] is the padding's column where a prompt is shorter: take each row's
+        own.
+    - mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
+    + mask = torch.ones_like(tokens, dtype=torch.bool)
+    - logits[b, len(rows[b]) - 1]
+    + logits[b, -1]
 
-def slipped_wave(
-    model,
-    prompts,
-    limits,
-    stop_token_ids,
-    pad_token,
-    *,
-    column="own",
-    side="right",
-    stop="given",
-    ends="own",
-    share="wanted",
-    leaves=False,
-    keeps_stop=True,
-):
-    """A padded wave with some slips, spelled by switches."""
-    found = [[] for _ in prompts]
-    stops = {"given": stop_token_ids, "2": {2}, "one": set(sorted(stop_token_ids)[:1])}[stop]
-    stops = stops | {pad_token} if stop == "padding" else stops
-    running, calls = list(range(len(prompts))), 0
-    while running:
-        here = running if leaves else range(len(prompts))
-        rows = [prompts[b] + found[b] for b in here]
-        width = max(map(len, rows))
-        padding = [[pad_token] * (width - len(row)) for row in rows]
-        is_left = side in ("left", "left, seen")
-        tokens = [pad + row if is_left else row + pad for row, pad in zip(rows, padding)]
-        seen = [[True] * len(row) for row in rows]
-        hidden = [[side in ("left, seen", "right, seen")] * len(pad) for pad in padding]
-        mask = [h + s if is_left else s + h for s, h in zip(seen, hidden)]
-        logits = model(torch.tensor(tokens), torch.tensor(mask))
-        calls += 1
-        for index, b in enumerate(here):
-            at = len(rows[index]) - 1 if column == "own" and not is_left else width - 1
-            if b in running or ends == "all":
-                found[b].append(int(logits[index, at].argmax()))
-        most = [max(limits)] * len(limits) if ends in ("all", "longest limit") else limits
-        done = [len(f) >= m or f[-1] in stops for f, m in zip(found, most)]
-        running = [] if ends == "first" and any(done) else [b for b in running if not done[b]]
-        if ends == "all" and running:
-            running = list(range(len(prompts)))
-    if not keeps_stop:
-        found = [f[:-1] if f[-1] in stops else f for f in found]
-    longest = max(map(len, found))
-    wanted = {"wanted": sum(map(len, found)), "longest": longest * len(found)}[share]
-    return found, wanted / (len(found) * calls)
+    last_column_masked: You mask the padding, and then ask it for the next token: take each row's
+        own column.
+    - logits[b, len(rows[b]) - 1]
+    + logits[b, -1]
 
+    left_without_a_mask: Padding on the left comes before the prompt, which sees it unless the mask
+        hides it.
+    - [row + [pad_token] * (width - len(row)) for row in rows]
+    + [[pad_token] * (width - len(row)) + row for row in rows]
+    - mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
+    + mask = torch.ones_like(tokens, dtype=torch.bool)
+    - logits[b, len(rows[b]) - 1]
+    + logits[b, -1]
 
-for name, slip, hint in [
-    (
-        "last_column",
-        dict(column="last", side="right, seen"),
-        "logits[:, -1] is the padding's column where a prompt is shorter: take each row's own.",
-    ),
-    (
-        "last_column_masked",
-        dict(column="last"),
-        "You mask the padding, and then ask it for the next token: take each row's own column.",
-    ),
-    (
-        "left_without_a_mask",
-        dict(side="left, seen"),
-        "Padding on the left stands before the prompt, which sees it unless the mask hides it.",
-    ),
-    ("eos_is_2", dict(stop="2"), "The id 2 is some models' EOS. Use stop_token_ids."),
-    ("one_stop_token", dict(stop="one"), "A model may have several stop tokens: test all of them."),
-    (
-        "goes_on_until_all_end",
-        dict(ends="all"),
-        "A row that has ended goes on to collect tokens until the wave ends.",
-    ),
-    (
-        "everybodys_limit",
-        dict(ends="longest limit"),
-        "Each row has its own limit; you give all of them the largest.",
-    ),
-    ("ends_with_the_first", dict(ends="first"), "The wave ends with its last row, not its first."),
-    (
-        "share_by_the_longest",
-        dict(share="longest"),
-        "You count the longest answer for all rows. Count the tokens that each row asked for.",
-    ),
-    (
-        "stop_token_dropped",
-        dict(keeps_stop=False),
-        "The stop token belongs to the answer.",
-    ),
-    (
-        "rows_leave",
-        dict(leaves=True),
-        "Right answers, but the finished rows leave. In a static wave all B rows run every time.",
-    ),
-]:
-    answers.wrong("14.2", hint, name)(partial(slipped_wave, **slip))
+    eos_is_2: The id 2 is some models' EOS. Use stop_token_ids.
+    - not in stop_token_ids
+    + != 2
+
+    one_stop_token: A model may have several stop tokens: test all of them.
+    - not in stop_token_ids
+    + not in sorted(stop_token_ids)[:1]
+
+    goes_on_until_all_end: A row that has ended goes on to collect tokens until the wave ends.
+    - running = [
+    -     b
+    -     for b in running
+    -     if len(answers[b]) < limits[b] and answers[b][-1] not in stop_token_ids
+    - ]
+    + if calls == max(limits) or all(answer[-1] in stop_token_ids for answer in answers):
+    +     break
+
+    the_largest_limit: Each row has its own limit; you give all of them the largest.
+    - < limits[b]
+    + < max(limits)
+
+    ends_with_the_first: The wave ends with its last row, not its first.
+    - running = [
+    -     b
+    -     for b in running
+    -     if len(answers[b]) < limits[b] and answers[b][-1] not in stop_token_ids
+    - ]
+    + if any(len(answers[b]) == limits[b] or answers[b][-1] in stop_token_ids for b in running):
+    +     break
+
+    share_by_the_longest: You count the longest answer for all rows. Count the tokens that each row
+        asked for.
+    - sum(map(len, answers))
+    + max(map(len, answers)) * len(prompts)
+
+    stop_token_dropped: The stop token belongs to the answer.
+    - return answers
+    + answers = [a[:-1] if a[-1] in stop_token_ids else a for a in answers]
+    + return answers
+
+    rows_leave: Right answers, but the finished rows leave. In a static wave all B rows run every
+        time.
+    - [prompt + answer for prompt, answer in zip(prompts, answers)]
+    + [prompts[b] + answers[b] for b in running]
+    - for b in running:
+    -     answers[b].append(int(logits[b, len(rows[b]) - 1].argmax()))
+    + for b, row, own in zip(running, rows, logits):
+    +     answers[b].append(int(own[len(row) - 1].argmax()))
+
+    one_call_too_many: One call too many: the wave has ended when its last row has.
+    - return answers
+    + model(tokens, mask)
+    + return answers
+
+    padding_ends_a_row: You take padding for the end of a row: a prompt may hold that token too.
+    - not in stop_token_ids
+    + not in stop_token_ids | {pad_token}
+    """,
+)
 
 
 @answers.wrong(
@@ -253,22 +207,21 @@ def as_given(model, prompts, limits, stop_token_ids, pad_token):
     return found, max(map(len, found)) / calls
 
 
-@answers.wrong("14.2", "One call too many: the wave has ended when its last row has.")
-def one_call_too_many(model, prompts, limits, stop_token_ids, pad_token):
-    found, share = slipped_wave(model, prompts, limits, stop_token_ids, pad_token)
-    model(torch.tensor([[0]] * len(prompts)), torch.ones(len(prompts), 1, dtype=torch.bool))
-    return found, share
-
-
-@answers.wrong("14.2", "You take padding for the end of a row: a prompt may hold that token too.")
-def padding_ends_a_row(model, prompts, limits, stop_token_ids, pad_token):
-    stops = stop_token_ids | {pad_token}
-    return slipped_wave(model, prompts, limits, stops, pad_token)
-
-
 @answers.alternative("14.2")
 def padded_on_the_left(model, prompts, limits, stop_token_ids, pad_token):
-    return slipped_wave(model, prompts, limits, stop_token_ids, pad_token, side="left")
+    found, running, calls = [[] for _ in prompts], set(range(len(prompts))), 0
+    while running:
+        rows = [prompt + answer for prompt, answer in zip(prompts, found)]
+        width = max(map(len, rows))
+        tokens = torch.tensor([[pad_token] * (width - len(row)) + row for row in rows])
+        mask = torch.arange(width) >= torch.tensor([[width - len(row)] for row in rows])
+        new = model(tokens, mask)[:, -1].argmax(-1).tolist()
+        calls += 1
+        for b in sorted(running):
+            found[b].append(new[b])
+            if len(found[b]) == limits[b] or new[b] in stop_token_ids:
+                running.remove(b)
+    return found, sum(map(len, found)) / len(prompts) / calls
 
 
 @answers.alternative("14.2")
@@ -296,7 +249,10 @@ def with_lengths(model, prompts, limits, stop_token_ids, pad_token):
 # ---------------------------------------------------------------- 14.3 the scheduler
 
 for slip, hint in [
-    (testing.LeavesLate, "Who has finished stays for another step: place and blocks are not free."),
+    (
+        testing.LeavesLate,
+        "A finished request stays for another step: its place and blocks are not free.",
+    ),
     (
         testing.NeverBinds,
         "Your admission never says no: ask can_grow, and the tokens of this step, before you grow.",
@@ -314,66 +270,46 @@ for slip, hint in [
         "More sequences run than there are places: while len(self.running) < self.max_num_seqs.",
     ),
     (testing.NoBudget, "A step may have max_num_batched_tokens tokens, decodes among them."),
-    (testing.InWaves, "Somebody waits although a place is free: this is a static batch."),
-    (testing.KeepsBlocks, "Who leaves gives back the blocks as well as the place."),
+    (testing.InWaves, "A request waits although a place is free: this is a static batch."),
+    (testing.KeepsBlocks, "A request that leaves gives back its blocks as well as its place."),
 ]:
     answers.wrong("14.3", hint, slip.__name__)(slip)
 
 
-@answers.wrong("14.3", "A prompt that is longer than the budget never runs: let it run alone.")
-class LongPromptsStarve(ContinuousScheduler):
-    def schedule(self):
-        chunks = super().schedule().chunks
-        return Step([c for c in chunks if c.count <= self.max_num_batched_tokens], [])
+answers.slips(
+    "14.3",
+    """
+    LongPromptsStarve: A prompt that is longer than the budget never runs: let it run alone.
+    - if chunks and tokens
+    + if tokens
 
+    DecodesAreFree: You count prompts against the budget, and forget the requests that decode
+        already.
+    - tokens = len(chunks)
+    + tokens = 0
 
-@answers.wrong("14.3", "You count prompts against the budget, and forget who decodes already.")
-class DecodesAreFree(ContinuousScheduler):
-    def schedule(self):
-        self.max_num_batched_tokens += len(self.running)
-        step = super().schedule()
-        self.max_num_batched_tokens -= len(self.running) - len(
-            [c for c in step.chunks if not c.sequence.output]
-        )
-        return step
+    RefusesNothing: A request that can never fit waits for ever: refuse it in add.
+    - if self.blocks.blocks_for(sequence.most_cached) > self.blocks.num_blocks:
+    + if False:
 
+    CountsTheLastToken: You refuse by prompt + limit. The last token is never stored: most_cached.
+    - blocks_for(sequence.most_cached)
+    + blocks_for(sequence.most_cached + 1)
 
-@answers.wrong("14.3", "A request that can never fit waits for ever: refuse it in add.")
-class RefusesNothing(ContinuousScheduler):
-    def add(self, sequence):
-        self.waiting.append(sequence)
+    NewestFirst: The newest comes in first. First come, first served: popleft.
+    - self.waiting.append(
+    + self.waiting.appendleft(
 
+    OneAtATime: One new request a step. All that find room come in at once.
+    - chunks.append(Chunk(first, first.to_compute))
+    + chunks.append(Chunk(first, first.to_compute))
+    + break
 
-@answers.wrong("14.3", "You refuse by prompt + limit. The last token is never stored: most_cached.")
-class CountsTheLastToken(ContinuousScheduler):
-    def add(self, sequence):
-        if self.blocks.blocks_for(sequence.most_cached + 1) > self.blocks.num_blocks:
-            raise ValueError("too long")
-        super().add(sequence)
-
-
-@answers.wrong("14.3", "The newest comes in first. First come, first served: popleft.")
-class NewestFirst(ContinuousScheduler):
-    def add(self, sequence):
-        super().add(sequence)
-        self.waiting.rotate(1)
-
-
-@answers.wrong("14.3", "One new request a step. All who find room come in at once.")
-class OneAtATime(ContinuousScheduler):
-    def schedule(self):
-        places = self.max_num_seqs
-        self.max_num_seqs = min(places, len(self.running) + 1)
-        step = super().schedule()
-        self.max_num_seqs = places
-        return step
-
-
-@answers.wrong("14.3", "leave() returns who has finished, and yours returns who goes on.")
-class ReturnsTheOthers(ContinuousScheduler):
-    def leave(self):
-        super().leave()
-        return list(self.running)
+    ReturnsTheOthers: leave() returns the finished requests, and yours returns those that go on.
+    - return done
+    + return list(self.running)
+    """,
+)
 
 
 @answers.alternative("14.3")

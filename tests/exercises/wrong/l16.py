@@ -1,6 +1,4 @@
-"""Wrong answers to lesson 16's exercises: the museum's slips, and the hint for whoever made them."""
-
-from functools import partial
+"""Wrong answers to lesson 16's exercises: the museum's slips, each with a hint."""
 
 import torch
 
@@ -12,68 +10,50 @@ answers = Answers()
 
 # ---------------------------------------------------------------- 16.1 the speed-up
 
+answers.slips(
+    "16.1",
+    """
+    no_bonus_token: A step always emits one token that was not drafted: after a rejection, or the
+        bonus.
+    - sum(alpha**kept for kept in range(k + 1))
+    + sum(alpha**kept for kept in range(1, k + 1))
 
-def slipped_speed(alpha, count, cost_ratio, *, emits="chain", costs="once", best="speed", least=0):
-    """The three numbers with a slip, spelled by switches."""
-    tokens_of = {
-        "chain": lambda k: sum(alpha**kept for kept in range(k + 1)),
-        "no bonus": lambda k: sum(alpha**kept for kept in range(1, k + 1)),
-        "no correction": lambda k: sum(alpha**kept for kept in range(k)),
-        "average": lambda k: 1 + alpha * k,
-    }[emits]
-    cost_of = {
-        "once": lambda k: k * cost_ratio + 1,
-        "twice": lambda k: 2 * k * cost_ratio + 1,
-        "free": lambda k: 1,
-        "verified one by one": lambda k: k * cost_ratio + k + 1,
-        "a draft of the bonus": lambda k: (k + 1) * cost_ratio + 1,
-    }[costs]
-    gains = {k: tokens_of(k) / cost_of(k) for k in range(least, 11)}
-    ranks = {k: tokens_of(k) for k in gains} if best == "tokens" else gains
-    gain = tokens_of(count) / cost_of(count)
-    return float(tokens_of(count)), float(gain), max(ranks, key=ranks.get)
+    no_token_when_all_stay: If all K stay, the target's last row gives one more: the sum goes up to
+        alpha ** K.
+    - range(k + 1)
+    + range(k)
 
+    rejections_do_not_end_the_chain: A token counts only if all in front of it stayed: its chance is
+        alpha to a power.
+    - sum(alpha**kept for kept in range(k + 1))
+    + 1 + alpha * k
 
-for name, slip, hint in [
-    (
-        "no_bonus_token",
-        dict(emits="no bonus"),
-        "A step always emits one token that nobody drafted: after a rejection, or the bonus.",
-    ),
-    (
-        "no_token_when_all_stay",
-        dict(emits="no correction"),
-        "If all K stay, the target's last row gives one more: the sum goes up to alpha ** K.",
-    ),
-    (
-        "rejections_do_not_end_the_chain",
-        dict(emits="average"),
-        "A token counts only if all in front of it stayed: its chance is alpha to a power.",
-    ),
-    (
-        "the_draft_run_twice",
-        dict(costs="twice"),
-        "The draft runs once for each drafted token; its probabilities are kept for the rule.",
-    ),
-    ("a_free_draft", dict(costs="free"), "The draft's passes cost cost_ratio each."),
-    (
-        "verified_one_by_one",
-        dict(costs="verified one by one"),
-        "The target sees all drafted tokens in one pass. That is the whole point.",
-    ),
-    (
-        "drafts_the_bonus_token",
-        dict(costs="a draft of the bonus"),
-        "The bonus token comes from the target: the draft runs count times.",
-    ),
-    (
-        "best_by_tokens",
-        dict(best="tokens"),
-        "More drafted tokens always emit more, and cost more: compare speed-ups.",
-    ),
-    ("never_without_a_draft", dict(least=1), "0 is a choice, too: a poor draft is best not asked."),
-]:
-    answers.wrong("16.1", hint, name)(partial(slipped_speed, **slip))
+    the_draft_run_twice: The draft runs once for each drafted token; its probabilities are kept for
+        the rule.
+    - (k * cost_ratio + 1)
+    + (2 * k * cost_ratio + 1)
+
+    a_free_draft: The draft's passes cost cost_ratio each.
+    - tokens(k) / (k * cost_ratio + 1)
+    + tokens(k)
+
+    verified_one_by_one: The target sees all drafted tokens in one pass. That is the whole point.
+    - (k * cost_ratio + 1)
+    + (k * cost_ratio + k + 1)
+
+    drafts_the_bonus_token: The bonus token comes from the target: the draft runs count times.
+    - (k * cost_ratio + 1)
+    + ((k + 1) * cost_ratio + 1)
+
+    best_by_tokens: More drafted tokens always emit more, and cost more: compare speed-ups.
+    - max(range(11), key=gain)
+    + max(range(11), key=tokens)
+
+    never_without_a_draft: 0 is a choice, too: a poor draft is best not asked.
+    - range(11)
+    + range(1, 11)
+    """,
+)
 
 
 @answers.alternative("16.1")
@@ -97,90 +77,64 @@ def by_a_running_sum(alpha, count, cost_ratio):
 
 # ---------------------------------------------------------------- 16.2 one verification
 
+answers.slips(
+    "16.2",
+    """
+    as_it_was: Bugs are left. Work the docstring's two examples by hand first.
+    - if u[row, 0] * q[row, token] >= p[row, token]:
+    -     rest = (p[row] - q[row]).clamp(min=0)
+    + if u[row, 0] >= p[row, token] / (q[row, token] + 1e-8):
+    +     rest = (p[-1] - q[-1]).abs()
+    - return [*emitted, int(draw(p[-1], u[-1, 1:]))]
+    + return emitted
 
-def slipped_verification(p, q, drafted, u, *, rest="residual", ratio="exact", end="bonus"):
-    """verify_one with some slips, spelled by switches."""
-    emitted = []
-    for row, token in enumerate(drafted):
-        here, there = p[row, token], q[row, token]
-        keep = here / (there + 1e-8) if ratio == "epsilon" else here / there
-        keep = there / here.clamp(min=1e-300) if ratio == "upside down" else keep
-        if not u[row, 0] < keep:
-            weights = {
-                "residual": (p[row] - q[row]).clamp(min=0),
-                "absolute": (p[row] - q[row]).abs(),
-                "last absolute": (p[-1] - q[-1]).abs(),
-                "last row": p[-1],
-                "last residual": (p[len(drafted) - 1] - q[-1]).clamp(min=0),
-                "target": p[row],
-                "draft's surplus": (q[row] - p[row]).clamp(min=0),
-            }[rest]
-            if end == "all or nothing":
-                emitted = []
-            return [*emitted, int(draw(weights, u[row, 1:]))]
-        emitted.append(token)
-    if end == "no bonus":
-        return emitted
-    last = p[-1]
-    if end == "residual" and drafted:
-        last = (p[-1] - q[-1]).clamp(min=0)
-    return [*emitted, int(draw(last, u[-1, 1:]))]
+    residual_not_clipped: Where q is above p the draft has proposed more than its share: the
+        residual is 0 there.
+    - (p[row] - q[row]).clamp(min=0)
+    + (p[row] - q[row]).abs()
 
+    resampled_at_the_last_position: The new token takes the rejected one's place: use the row of the
+        rejection.
+    - (p[row] - q[row]).clamp(min=0)
+    + p[-1]
 
-for name, slip, hint in [
-    (
-        "as_it_was",
-        dict(rest="last absolute", ratio="epsilon", end="no bonus"),
-        "Bugs are left. Work the docstring's two examples by hand first.",
-    ),
-    (
-        "residual_not_clipped",
-        dict(rest="absolute"),
-        "Where q is above p the draft has proposed more than its share: the residual is 0 there.",
-    ),
-    (
-        "resampled_at_the_last_position",
-        dict(rest="last row"),
-        "The new token stands where the rejected one stood: use the row of the rejection.",
-    ),
-    (
-        "last_residual",
-        dict(rest="last residual"),
-        "Right formula, wrong row: the residual belongs to the row of the rejection.",
-    ),
-    (
-        "drawn_from_the_target",
-        dict(rest="target"),
-        "Accepted drafts cover min(p, q) already. Drawing from p counts this share twice.",
-    ),
-    (
-        "drawn_from_the_surplus",
-        dict(rest="draft's surplus"),
-        "The residual is what the target has more than the draft, not the other way round.",
-    ),
-    (
-        "epsilon_in_the_ratio",
-        dict(ratio="epsilon"),
-        "A drafted token has q above 0, so nothing needs 1e-8. It rejects rare tokens.",
-    ),
-    ("ratio_upside_down", dict(ratio="upside down"), "It is p over q."),
-    (
-        "no_bonus_token",
-        dict(end="no bonus"),
-        "If all stay, the target's last row is there already: draw a token from it.",
-    ),
-    (
-        "residual_for_the_bonus",
-        dict(end="residual"),
-        "Behind the last drafted token nothing was drafted: draw from p itself.",
-    ),
-    (
-        "all_or_nothing",
-        dict(end="all or nothing"),
-        "The tokens in front of the rejected one stay.",
-    ),
-]:
-    answers.wrong("16.2", hint, name)(partial(slipped_verification, **slip))
+    last_residual: Right formula, wrong row: the residual belongs to the row of the rejection.
+    - (p[row] - q[row]).clamp(min=0)
+    + (p[len(drafted) - 1] - q[-1]).clamp(min=0)
+
+    drawn_from_the_target: Accepted drafts cover min(p, q) already. Drawing from p counts this share
+        twice.
+    - (p[row] - q[row]).clamp(min=0)
+    + p[row]
+
+    drawn_from_the_surplus: The residual is what the target has more than the draft, not the other
+        way round.
+    - (p[row] - q[row]).clamp(min=0)
+    + (q[row] - p[row]).clamp(min=0)
+
+    epsilon_in_the_ratio: A drafted token has q above 0, so nothing needs 1e-8. It rejects rare
+        tokens.
+    - u[row, 0] * q[row, token] >= p[row, token]
+    + u[row, 0] >= p[row, token] / (q[row, token] + 1e-8)
+
+    ratio_upside_down: It is p over q.
+    - u[row, 0] * q[row, token] >= p[row, token]
+    + u[row, 0] * p[row, token] >= q[row, token]
+
+    no_bonus_token: If all stay, the target's last row is there already: draw a token from it.
+    - return [*emitted, int(draw(p[-1], u[-1, 1:]))]
+    + return emitted
+
+    residual_for_the_bonus: After the last drafted token nothing was drafted: draw from p itself.
+    - return [*emitted, int(draw(p[-1], u[-1, 1:]))]
+    + rest = (p[-1] - q[-1]).clamp(min=0) if drafted else p[-1]
+    + return [*emitted, int(draw(rest, u[-1, 1:]))]
+
+    all_or_nothing: The tokens in front of the rejected one stay.
+    - return [*emitted, int(draw(rest, u[row, 1:]))]
+    + return [int(draw(rest, u[row, 1:]))]
+    """,
+)
 
 
 @answers.alternative("16.2")
@@ -199,105 +153,60 @@ def count_first(p, q, drafted, u):
 
 # ---------------------------------------------------------------- 16.3 a batch
 
+answers.slips(
+    "16.3",
+    """
+    division_by_temperature_0: Temperature 0 divides by 0. Put all of the probability on the largest
+        logit there.
+    - return torch.where(is_greedy, best, (logits / divisor).softmax(-1))
+    + return (logits / temperature[:, None, None]).softmax(-1)
 
-def softmaxed(logits, temperature, greedy="one hot"):
+    greedy_rows_sampled: At temperature 0 a row's probability is 1 at the largest logit and 0
+        elsewhere.
+    - return torch.where(is_greedy, best, (logits / divisor).softmax(-1))
+    + return (logits / divisor).softmax(-1)
+
+    temperature_on_the_target_only: The draft sampled at this temperature, too. The rule needs what
+        it really sampled from.
+    - (sampled_from(x, temperature) for x in (target_logits, draft_logits))
+    + sampled_from(target_logits, temperature), draft_logits.softmax(-1)
+
+    one_rejection_stops_the_batch: Each sequence goes as far as its own first rejection, not as the
+        batch's first.
+    - passes.long().cumprod(dim=1).sum(dim=1)
+    + passes.long().cumprod(dim=1).sum(dim=1)
+    + kept = kept.min().expand_as(kept)
+
+    counts_what_passes: A token that would pass after a rejected one is lost: count the leading ones
+        (cumprod).
+    - passes.long().cumprod(dim=1).sum(dim=1)
+    + passes.sum(dim=1)
+
+    residual_for_rows_that_accepted: A row that accepted all has no draft at its last position:
+        subtract nothing there.
+    - torch.cat([q, torch.zeros_like(p[:, :1])], dim=1)
+    + torch.cat([q, q[:, -1:]], dim=1)
+
+    no_bonus_token: A row that accepted all emits K + 1 tokens.
+    - torch.minimum(kept + 1, left)
+    + torch.minimum((kept + 1).clamp(max=count), left)
+
+    max_tokens_overshot: A step may emit more tokens than a sequence may still have: cut at left.
+    - torch.minimum(kept + 1, left)
+    + kept + 1
+
+    drawn_from_the_target: After a rejection the token comes from max(0, p - q), not from p.
+    - (p[rows, kept] - q[rows, kept]).clamp(min=0)
+    + p[rows, kept]
+    """,
+)
+
+
+def softmaxed(logits, temperature):
     """[B, T, V] logits -> probabilities."""
     scaled = logits / temperature[:, None, None]
-    if greedy == "divided":
-        return scaled.softmax(-1)
     best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-    if greedy == "as at temperature 1":
-        best = logits.softmax(-1)
     return torch.where(temperature[:, None, None] == 0, best, scaled.softmax(-1))
-
-
-def slipped_batch(
-    target_logits,
-    draft_logits,
-    temperature,
-    drafted,
-    u,
-    left,
-    *,
-    greedy="one hot",
-    on_draft=True,
-    stops="own",
-    bonus="target",
-    cut=True,
-    rest="residual",
-):
-    """verify_batch with some slips, spelled by switches."""
-    p = softmaxed(target_logits, temperature, greedy)
-    same = temperature if on_draft else torch.ones_like(temperature)
-    q = softmaxed(draft_logits, same, greedy)
-    rows, count = torch.arange(len(drafted)), drafted.shape[1]
-    p_there = p[:, :-1].gather(2, drafted[..., None]).squeeze(2)
-    q_there = q.gather(2, drafted[..., None]).squeeze(2)
-    passes = (u[:, :-1, 0] * q_there < p_there).long()
-    kept = passes.cumprod(1).sum(1) if stops != "counted" else passes.sum(1)
-    if stops == "together":
-        kept = kept.min().expand_as(kept)
-    behind = q[:, -1:] if bonus == "residual" else torch.zeros_like(p[:, :1])
-    padded = torch.cat([q, behind], 1)
-    weights = (p[rows, kept] - padded[rows, kept]).clamp(min=0)
-    if rest == "target":
-        weights = p[rows, kept]
-    running = weights.cumsum(1)
-    mass = u[rows, kept, 1] * running[:, -1]
-    drawn = torch.searchsorted(running, mass[:, None], right=True).squeeze(1)
-    tokens = torch.cat([drafted, drafted[:, :1]], 1)
-    tokens[rows, kept] = drawn.clamp(max=p.shape[-1] - 1)
-    counts = kept + 1
-    if bonus == "none":
-        counts = counts.clamp(max=count)
-    counts = torch.minimum(counts, left) if cut else counts
-    return tokens.masked_fill(torch.arange(count + 1) >= counts[:, None], -1), counts
-
-
-for name, slip, hint in [
-    (
-        "division_by_temperature_0",
-        dict(greedy="divided"),
-        "Temperature 0 divides by 0. Put all of the probability on the largest logit there.",
-    ),
-    (
-        "greedy_rows_sampled",
-        dict(greedy="as at temperature 1"),
-        "At temperature 0 a row's probability is 1 at the largest logit and 0 elsewhere.",
-    ),
-    (
-        "temperature_on_the_target_only",
-        dict(on_draft=False),
-        "The draft sampled at this temperature, too. The rule needs what it really sampled from.",
-    ),
-    (
-        "one_rejection_stops_the_batch",
-        dict(stops="together"),
-        "Each sequence goes as far as its own first rejection, not as the batch's first.",
-    ),
-    (
-        "counts_what_passes",
-        dict(stops="counted"),
-        "A token that would pass behind a rejected one is lost: count the leading ones (cumprod).",
-    ),
-    (
-        "residual_for_rows_that_accepted",
-        dict(bonus="residual"),
-        "A row that accepted all has no draft at its last position: subtract nothing there.",
-    ),
-    ("no_bonus_token", dict(bonus="none"), "A row that accepted all emits K + 1 tokens."),
-    (
-        "max_tokens_overshot",
-        dict(cut=False),
-        "A step may emit more tokens than a sequence may still have: cut at left.",
-    ),
-    (
-        "drawn_from_the_target",
-        dict(rest="target"),
-        "After a rejection the token comes from max(0, p - q), not from p.",
-    ),
-]:
-    answers.wrong("16.3", hint, name)(partial(slipped_batch, **slip))
 
 
 @answers.alternative("16.3")

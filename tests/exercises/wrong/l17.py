@@ -1,6 +1,4 @@
-"""Wrong answers to lesson 17's exercises: the museum's slips, and the hint for whoever made them."""
-
-from functools import partial
+"""Wrong answers to lesson 17's exercises: the museum's slips, each with a hint."""
 
 import torch
 
@@ -13,79 +11,49 @@ answers = Answers()
 
 # ---------------------------------------------------------------- 17.1 a tree in numbers
 
+answers.slips(
+    "17.1",
+    """
+    positions_by_order: Two siblings have the same place in two texts: a position is held plus the
+        depth.
+    - [held + depth for depth in depths]
+    + [held + node for node in range(len(parents))]
 
-def slipped_numbers(
-    parents, held, *, positions="depth", slots="order", sees="path", itself=True, emits="one more"
-):
-    """predict_tree with some slips, spelled by switches."""
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    order = [held + node for node in range(len(parents))]
-    by_depth = [held + depth for depth in depths]
-    seen = {
-        "path": depths,
-        "all in front": list(range(len(parents))),
-        "siblings": [sum(d <= depth for d in depths) - 1 for depth in depths],
-        "parent": [min(depth, 1) for depth in depths],
-    }[sees]
-    entries = sum(held + count + itself for count in seen)
-    most = {"one more": max(depths) + 1, "depth": max(depths), "nodes": len(parents)}[emits]
-    return (
-        order if positions == "order" else by_depth,
-        by_depth if slots == "depth" else order,
-        entries,
-        most,
-    )
+    slots_by_depth: Siblings would overwrite each other's K and V: each node needs a slot of its
+        own.
+    - slots = [held + node for node in range(len(parents))]
+    + slots = positions
 
+    a_causal_mask: A node sees its way from the root, not every node in front of it: siblings are
+        strangers.
+    - sum(held + depth + 1 for depth in depths)
+    + sum(held + node + 1 for node in range(len(parents)))
 
-def without_the_cache(parents, held):
-    """The mask of the new nodes alone."""
-    positions, slots, entries, most = slipped_numbers(parents, held)
-    return positions, slots, entries - held * len(parents), most
+    siblings_see_each_other: Nodes of one depth belong to different texts, so none sees another.
+    - sum(held + depth + 1 for depth in depths)
+    + sum(held + sum(other <= depth for other in depths) for depth in depths)
 
+    only_the_parent_is_seen: The whole way counts, not just its last step: grandparents are seen,
+        too.
+    - held + depth + 1
+    + held + min(depth, 1) + 1
 
-for name, slip, hint in [
-    (
-        "positions_by_order",
-        dict(positions="order"),
-        "Two siblings stand at the same place of two texts: a position is held plus the depth.",
-    ),
-    (
-        "slots_by_depth",
-        dict(slots="depth"),
-        "Siblings would overwrite each other's K and V: each node needs a slot of its own.",
-    ),
-    (
-        "a_causal_mask",
-        dict(sees="all in front"),
-        "A node sees its way from the root, not every node in front of it: siblings are strangers.",
-    ),
-    (
-        "siblings_see_each_other",
-        dict(sees="siblings"),
-        "Nodes of one depth belong to different texts, so none sees another.",
-    ),
-    (
-        "only_the_parent_is_seen",
-        dict(sees="parent"),
-        "The whole way counts, not just its last step: grandparents are seen, too.",
-    ),
-    ("nodes_do_not_see_themselves", dict(itself=False), "A query sees its own key."),
-    (
-        "no_token_behind_the_path",
-        dict(emits="depth"),
-        "Behind the last node that stays the target samples one more.",
-    ),
-    (
-        "emits_every_node",
-        dict(emits="nodes"),
-        "One path stays, never all of a tree: count along the longest way.",
-    ),
-]:
-    answers.wrong("17.1", hint, name)(partial(slipped_numbers, **slip))
-answers.wrong("17.1", "The mask has columns for what the cache held, and all of them are True.")(
-    without_the_cache
+    nodes_do_not_see_themselves: A query sees its own key.
+    - held + depth + 1
+    + held + depth
+
+    no_token_after_the_path: After the last node that stays the target samples one more.
+    - max(depths) + 1
+    + max(depths)
+
+    emits_every_node: One path stays, never all of a tree: count along the longest way.
+    - max(depths) + 1
+    + len(parents)
+
+    without_the_cache: The mask has columns for what the cache held, and all of them are True.
+    - held + depth + 1
+    + depth + 1
+    """,
 )
 
 
@@ -117,84 +85,50 @@ def by_a_mask(parents, held):
 
 # ---------------------------------------------------------------- 17.2 Medusa's heads
 
+answers.slips(
+    "17.2",
+    """
+    head_i_off_by_one: The target's own head has t + 1 already. Head 0 is one beyond it: t + 2.
+    - index + 2
+    + index + 1
 
-def slipped_heads(
-    hidden,
-    weights,
-    biases,
-    lm_head,
-    tokens,
-    *,
-    ahead=2,
-    module="own",
-    block="residual",
-    end="cut",
-    stacked=False,
-):
-    """medusa with some slips, spelled by switches."""
-    guesses, losses, x = [], [], hidden
-    for i in range(len(weights)):
-        mine = 0 if module == "shared" else i
-        start = x if stacked else hidden
-        inner = start @ weights[mine].T
-        if block != "no bias":
-            inner = inner + biases[mine]
-        bent = {
-            "gelu": torch.nn.functional.gelu,
-            "relu": torch.relu,
-            "linear": lambda x: x,
-        }.get(block, torch.nn.functional.silu)(inner)
-        later = bent if block == "no residual" else start + bent
-        x = later
-        logits = later @ lm_head.T
-        guesses.append(logits.argmax(-1))
-        step = 2 if ahead == "same" else i + ahead
-        labels = tokens.roll(-step) if end == "rolled" else tokens[step:]
-        rows = logits if end == "rolled" else logits[: len(labels)]
-        losses.append(torch.nn.functional.cross_entropy(rows, labels))
-    return torch.stack(guesses), torch.stack(losses)
+    every_head_learns_the_same_token: Head i predicts i + 1 tokens beyond the target's head, so each
+        has labels of its own.
+    - index + 2
+    + 2
 
+    three_beyond: Head 0 predicts one token beyond the target's own head, which predicts t + 1.
+    - index + 2
+    + index + 3
 
-for name, slip, hint in [
-    (
-        "head_i_off_by_one",
-        dict(ahead=1),
-        "The target's own head has t + 1 already. Head 0 is one beyond it: t + 2.",
-    ),
-    (
-        "every_head_learns_the_same_token",
-        dict(ahead="same"),
-        "Head i predicts i + 1 tokens beyond the target's head, so each has labels of its own.",
-    ),
-    (
-        "three_beyond",
-        dict(ahead=3),
-        "Head 0 predicts one token beyond the target's own head, which predicts t + 1.",
-    ),
-    (
-        "one_module_for_all_heads",
-        dict(module="shared"),
-        "All heads have the same weights: `[layer] * n` is one layer, n times.",
-    ),
-    (
-        "no_residual",
-        dict(block="no residual"),
-        "The block adds to its input: x + SiLU(W x + b).",
-    ),
-    ("no_bias", dict(block="no bias"), "The bias belongs inside of the SiLU: W x + b."),
-    ("relu_for_silu", dict(block="relu"), "It is SiLU: x · sigmoid(x)."),
-    (
-        "heads_behind_each_other",
-        dict(stacked=True),
-        "Every head starts from the target's hidden state, not from the head in front of it.",
-    ),
-    (
-        "rolled_labels",
-        dict(end="rolled"),
-        "The last positions have no token that far ahead: leave them out, do not wrap around.",
-    ),
-]:
-    answers.wrong("17.2", hint, name)(partial(slipped_heads, **slip))
+    one_module_for_all_heads: All heads have the same weights: `[layer] * n` is one layer, n times.
+    - later = hidden
+    + weight, bias = weights[0], biases[0]
+    + later = hidden
+
+    no_residual: The block adds to its input: x + SiLU(W x + b).
+    - hidden + torch.nn.functional.silu
+    + torch.nn.functional.silu
+
+    no_bias: The bias belongs inside of the SiLU: W x + b.
+    - weight.T + bias
+    + weight.T
+
+    relu_for_silu: It is SiLU: x · sigmoid(x).
+    - torch.nn.functional.silu
+    + torch.relu
+
+    heads_in_a_chain: Every head starts from the target's hidden state, not from the head in front
+        of it.
+    - later = hidden + torch.nn.functional.silu(hidden @ weight.T + bias)
+    + later = hidden = hidden + torch.nn.functional.silu(hidden @ weight.T + bias)
+
+    rolled_labels: The last positions have no token that far ahead: leave them out, do not wrap
+        around.
+    - logits[:-ahead], tokens[ahead:]
+    + logits, tokens.roll(-ahead)
+    """,
+)
 
 
 @answers.alternative("17.2")
@@ -223,143 +157,95 @@ def with_modules(hidden, weights, biases, lm_head, tokens):
 
 # ---------------------------------------------------------------- 17.3 a verification
 
-
-def slipped_walk(
-    p, q, parents, tokens, u, *, rest="residual", share="without", ends="rest", goes="first"
-):
-    """verify_drawn with some slips, spelled by switches."""
-    emitted, node = [], 0
-    while True:
-        over, left = p[node], q[node]
-        stays = None
-        children = [i for i, parent in enumerate(parents) if parent == node]
-        for child in children:
-            token = tokens[child]
-            if u[child, 0] * left[token] < over[token]:
-                stays = child
-                if goes == "first":
-                    break
-                continue
-            if rest != "never":
-                over = (over - left).clamp(min=0)
-            if rest not in ("never", "sums to less"):
-                over = over / over.sum()
-            if share in ("without", "sums to less"):
-                left = torch.where(torch.arange(len(left)) == token, 0, left)
-            if share == "without":
-                left = left / left.sum().clamp(min=1e-300)
-            if goes == "first only":
-                break
-        if stays is None:
-            weights = {
-                "rest": over,
-                "target": p[node],
-                "one residual": (p[node] - q[node]).clamp(min=0) if children else p[node],
-                "root": p[0] if emitted else over,
-                "last row": p[-1],
-                "residual at a leaf": (
-                    over if children else (p[node] - q[node].nan_to_num(nan=0.15)).clamp(min=0)
-                ),
-            }[ends]
-            return [*emitted, int(draw(weights, u[node, 1:]))]
-        emitted.append(tokens[stays])
-        node = stays
-
-
-def as_it_was(p, q, parents, tokens, u):
-    """The code of the exercise."""
-    emitted, node = [], 0
-    while True:
-        over, share = p[node], q[node]
-        children = [i for i, parent in enumerate(parents) if parent == node]
-        stays = None
-        for child in children:
-            if u[child, 0] * share[tokens[child]] < over[tokens[child]]:
-                stays = child
-            over = (over - share).clamp(min=0)
-        if stays is None:
-            weights = p[node] if len(children) > 1 else over
-            return [*emitted, int(draw(weights, u[node, 1:]))]
-        emitted.append(tokens[stays])
-        node = stays
-
-
-answers.wrong("17.3", "Bugs are left. Work the docstring's example by hand first.")(as_it_was)
-for name, slip, hint in [
-    (
-        "residual_not_updated",
-        dict(rest="never"),
-        "The second child is held against what the first one left of p: max(0, p - q).",
-    ),
-    (
-        "residual_sums_to_less",
-        dict(rest="sums to less"),
-        "The residual must be a distribution again before the next child is held against it.",
-    ),
-    (
-        "q_not_updated",
-        dict(share="never"),
-        "The second child was drawn from q without the first: take it out, and make q sum to 1.",
-    ),
-    (
-        "q_sums_to_less",
-        dict(share="sums to less"),
-        "Without the first child q no longer sums to 1, and the second was drawn as if it did.",
-    ),
-    (
-        "drawn_from_p",
-        dict(ends="target"),
-        "What the children were asked for is covered already: draw from what p has become.",
-    ),
-    (
-        "one_residual_for_all_siblings",
-        dict(ends="one residual"),
-        "Each rejected child takes its share from p: the residual of the first is not the last.",
-    ),
-    (
-        "bonus_from_the_root",
-        dict(ends="root"),
-        "The token behind a path comes from the row of its last node.",
-    ),
-    (
-        "bonus_from_the_last_node",
-        dict(ends="last row"),
-        "The last node of the tree is not the last of the path.",
-    ),
-    (
-        "residual_at_a_leaf",
-        dict(ends="residual at a leaf"),
-        "Behind a leaf nothing was drawn, so nothing is subtracted: rows of q there hold anything.",
-    ),
-    (
-        "the_last_that_stays",
-        dict(goes="last"),
-        "The first child that stays ends the question: its siblings are not asked.",
-    ),
-    (
-        "only_the_first_child_is_asked",
-        dict(goes="first only"),
-        "If the first child goes, its siblings are asked in turn.",
-    ),
-]:
-    answers.wrong("17.3", hint, name)(partial(slipped_walk, **slip))
-
-
-@answers.wrong(
+answers.slips(
     "17.3",
-    "A threshold keeps likely tokens too often and unlikely ones never (typical acceptance): the "
-    "exact rule asks u.",
+    """
+    as_it_was: Bugs are left. Work the docstring's example by hand first.
+    - token = tokens[child]
+    - if u[child, 0] * share[token] < rest[token]:
+    -     stays = child
+    -     break
+    - rest = (rest - share).clamp(min=0)
+    - rest = rest / rest.sum()
+    - share = share.clone()
+    - share[token] = 0
+    - share = share / share.sum().clamp(min=1e-300)
+    + if u[child, 0] * share[tokens[child]] < rest[tokens[child]]:
+    +     stays = child
+    + rest = (rest - share).clamp(min=0)
+    - return [*emitted, int(draw(rest, u[node, 1:]))]
+    + weights = p[node] if parents.count(node) > 1 else rest
+    + return [*emitted, int(draw(weights, u[node, 1:]))]
+
+    residual_not_updated: The second child is held against what the first one left of p: max(0, p -
+        q).
+    - rest = (rest - share).clamp(min=0)
+    - rest = rest / rest.sum()
+
+    residual_sums_to_less: The residual must be a distribution again before the next child is held
+        against it.
+    - rest = rest / rest.sum()
+
+    q_not_updated: The second child was drawn from q without the first: take it out, and make q sum
+        to 1.
+    - share = share.clone()
+    - share[token] = 0
+    - share = share / share.sum().clamp(min=1e-300)
+
+    q_sums_to_less: Without the first child q no longer sums to 1, and the second was drawn as if it
+        did.
+    - share = share / share.sum().clamp(min=1e-300)
+
+    drawn_from_p: What the children were asked for is covered already: draw from what p has become.
+    - draw(rest, u
+    + draw(p[node], u
+
+    one_residual_for_all_siblings: Each rejected child takes its share from p: the residual of the
+        first is not the last.
+    - return [*emitted, int(draw(rest, u[node, 1:]))]
+    + rest = (p[node] - q[node]).clamp(min=0) if node in parents else p[node]
+    + return [*emitted, int(draw(rest, u[node, 1:]))]
+
+    bonus_from_the_root: The token after a path comes from the row of its last node.
+    - draw(rest, u
+    + draw(p[0] if emitted else rest, u
+
+    bonus_from_the_last_node: The last node of the tree is not the last of the path.
+    - draw(rest, u
+    + draw(p[-1], u
+
+    residual_at_a_leaf: After a leaf nothing was drawn, so nothing is subtracted: rows of q there
+        hold anything.
+    - return [*emitted, int(draw(rest, u[node, 1:]))]
+    + if node not in parents:
+    +     rest = (rest - share.nan_to_num(nan=0.15)).clamp(min=0)
+    + return [*emitted, int(draw(rest, u[node, 1:]))]
+
+    the_last_that_stays: The first child that stays ends the question: its siblings are not asked.
+    - stays = child
+    - break
+    + stays = child
+    + continue
+
+    only_the_first_child_is_asked: If the first child goes, its siblings are asked in turn.
+    - share = share / share.sum().clamp(min=1e-300)
+    + break
+
+    typical_acceptance_called_exact: A threshold keeps likely tokens too often and unlikely ones
+        never (typical acceptance): the exact rule asks u.
+    - rest, share = p[node], q[node]
+    + rest = p[node]
+    + bound = min(0.09, 0.3 * float(torch.exp(-torch.special.entr(rest).sum())))
+    - token = tokens[child]
+    - if u[child, 0] * share[token] < rest[token]:
+    + if rest[tokens[child]] > bound:
+    - rest = (rest - share).clamp(min=0)
+    - rest = rest / rest.sum()
+    - share = share.clone()
+    - share[token] = 0
+    - share = share / share.sum().clamp(min=1e-300)
+    """,
 )
-def typical_acceptance_called_exact(p, q, parents, tokens, u):
-    emitted, node = [], 0
-    while True:
-        bound = min(0.09, 0.3 * float(torch.exp(-torch.special.entr(p[node]).sum())))
-        children = [i for i, parent in enumerate(parents) if parent == node]
-        stays = [child for child in children if p[node, tokens[child]] > bound]
-        if not stays:
-            return [*emitted, int(draw(p[node], u[node, 1:]))]
-        emitted.append(tokens[stays[0]])
-        node = stays[0]
 
 
 @answers.alternative("17.3")
@@ -387,107 +273,53 @@ def recursively(p, q, parents, tokens, u, node=0):
 
 # ---------------------------------------------------------------- 17.4 one path
 
+answers.slips(
+    "17.4",
+    """
+    cache_not_compacted: The path's rows are where their nodes were. The next step reads the rows
+        right after `held`.
+    - kept[slots[: len(path)]] = cache[slots[path]]
 
-def slipped_path(
-    cache,
-    block_table,
-    block_size,
-    held,
-    path,
-    tokens,
-    last,
-    left,
-    stop,
-    *,
-    moves="together",
-    places="table",
-    begins=1,
-    cut=True,
-    stops=True,
-    bonus=True,
-    holds="all but the newest",
-):
-    """keep_path with some slips, spelled by switches."""
+    rows_overwrite_each_other: A row's new place may hold a row that has not moved yet. Read all,
+        then write all.
+    - kept[slots[: len(path)]] = cache[slots[path]]
+    + for place in reversed(range(len(path))):
+    +     kept[slots[place]] = kept[slots[path[place]]]
 
-    def slot(place):
-        if places == "contiguous":
-            return place
-        return block_table[place // block_size] * block_size + place % block_size
+    rows_exchanged: Rows that do not stay need no place: nothing but the path's new places may
+        change.
+    - kept[slots[: len(path)]] = cache[slots[path]]
+    + kept[slots[: len(path)]], kept[slots[path]] = cache[slots[path]], cache[slots[: len(path)]]
 
-    source = [slot(held + node) for node in path]
-    target = [slot(held + place) for place in range(len(path))]
-    after = cache.clone()
-    if moves == "together":
-        after[target] = cache[source]
-    if moves == "one by one":
-        for a, b in zip(reversed(source), reversed(target)):
-            after[b] = after[a]
-    if moves == "exchanged":
-        after[target], after[source] = cache[source], cache[target]
-    emitted = []
-    for token in [*(tokens[node] for node in path[begins:]), *([last] if bonus else [])]:
-        emitted.append(token)
-        if (stops and token in stop) or (cut and len(emitted) == left):
-            break
-    now = held + len(emitted) + (holds == "the newest as well")
-    if holds == "the whole tree":
-        now = held + len(tokens)
-    return after, now, emitted
+    slots_without_the_table: A sequence's places are spread over blocks: go through the block table.
+    - block_table[place // block_size] * block_size + place % block_size
+    + place
 
+    root_emitted_again: The root was emitted by the pass that sampled it.
+    - path[1:]
+    + path
 
-for name, slip, hint in [
-    (
-        "cache_not_compacted",
-        dict(moves="never"),
-        "The path's rows lie where their nodes were. The next step will look behind `held`.",
-    ),
-    (
-        "rows_overwrite_each_other",
-        dict(moves="one by one"),
-        "A row's new place may hold a row that has not moved yet. Read all, then write all.",
-    ),
-    (
-        "rows_exchanged",
-        dict(moves="exchanged"),
-        "Rows that do not stay need no place: nothing but the path's new places may change.",
-    ),
-    (
-        "slots_without_the_table",
-        dict(places="contiguous"),
-        "A sequence's places are spread over blocks: go through the block table.",
-    ),
-    (
-        "root_emitted_again",
-        dict(begins=0),
-        "The root was emitted by the pass that sampled it.",
-    ),
-    (
-        "max_tokens_overshot",
-        dict(cut=False),
-        "A path may be longer than what the request may still emit: cut at left.",
-    ),
-    (
-        "stop_token_inside_the_path_ignored",
-        dict(stops=False),
-        "Whatever stands behind a stop token was never said.",
-    ),
-    (
-        "no_token_behind_the_path",
-        dict(bonus=False),
-        "The token that the target sampled behind the path is emitted, too.",
-    ),
-    (
-        "the_newest_is_held",
-        dict(holds="the newest as well"),
-        "The newest token has not run, so its K is not there: all but the newest are held.",
-    ),
-    (
-        "the_whole_tree_is_held",
-        dict(holds="the whole tree"),
-        "Only the path stays. What lies behind it will be written over.",
-    ),
-]:
-    answers.wrong("17.4", hint, name)(partial(slipped_path, **slip))
+    max_tokens_overshot: A path may be longer than what the request may still emit: cut at left.
+    - or len(emitted) == left
+
+    stop_token_inside_the_path_ignored: What comes after a stop token is not part of the answer.
+    - token in stop or len(emitted) == left
+    + len(emitted) == left
+
+    no_token_after_the_path: The token that the target sampled after the path is emitted, too.
+    - [*(tokens[node] for node in path[1:]), last]
+    + [tokens[node] for node in path[1:]]
+
+    the_newest_is_held: The newest token has not run, so its K is not there: all but the newest are
+        held.
+    - held + len(emitted), emitted
+    + held + len(emitted) + 1, emitted
+
+    the_whole_tree_is_held: Only the path stays. What comes after it will be overwritten.
+    - held + len(emitted), emitted
+    + held + len(tokens), emitted
+    """,
+)
 
 
 @answers.alternative("17.4")

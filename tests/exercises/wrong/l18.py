@@ -100,7 +100,7 @@ answers.slips(
     +     inside.to(torch.float8_e4m3fn).to(weight.dtype),
     + )
 
-    e4m3_overflows_to_infinity: What lies beyond the largest number becomes the largest number.
+    e4m3_overflows_to_infinity: What is beyond the largest number becomes the largest number.
     - inside.to(torch.float8_e4m3fn).to(weight.dtype)
     + torch.where(
     +     (weight / e4m3_scale).abs() > 448,
@@ -131,7 +131,7 @@ answers.slips(
     - .to(weight.dtype) * e4m3_scale
     + .to(weight.dtype)
 
-    nf4_as_uniform_int4: NF4's numbers do not lie at even distances: there is a table of them.
+    nf4_as_uniform_int4: NF4's numbers are not evenly spaced: there is a table of them.
     - torch.tensor(NF4, dtype=weight.dtype)
     + torch.linspace(-1, 1, 16, dtype=weight.dtype)
 
@@ -224,7 +224,7 @@ def e4m3_by_exponents(weight, group_size, e4m3_scale):
 answers.slips(
     "18.2",
     """
-    NibblesSwapped: Your nibbles are swapped: the first half of a group lies in the low bits.
+    NibblesSwapped: Your nibbles are swapped: the first half of a group is in the low bits.
     - (low | high << 4)
     + (high | low << 4)
     - [halves & 15, halves >> 4]
@@ -292,8 +292,8 @@ answers.slips(
     - x / self.input_scales
     + x * self.input_scales
 
-    InputScalesInStoredOrder: input_scales lie in the matrix's columns: divide before you change the
-        order.
+    InputScalesInStoredOrder: input_scales are in the order of the matrix's columns: divide before
+        you change the order.
     - if self.input_scales is not None:
     -     x = x / self.input_scales
     +
@@ -657,13 +657,13 @@ answers.slips(
     - tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     + tl.arange(0, BLOCK_N)
 
-    unmasked: Rows beyond N lie outside of the tensors: their loads need a mask.
+    unmasked: Rows beyond N are outside of the tensors: their loads need a mask.
     - is_row = row < N
     + is_row = row >= 0
     - tl.store(out_ptr + row, acc, mask=is_row)
     + tl.store(out_ptr + row, acc, mask=row < N)
 
-    dense_rows: Rows may lie apart: use stride_packed and stride_group.
+    dense_rows: Rows may be apart: use stride_packed and stride_group.
     - row[:, None] * stride_packed
     + row[:, None] * (K // 2)
     - scales_ptr + row * stride_group

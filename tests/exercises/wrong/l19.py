@@ -1,17 +1,13 @@
 """Wrong answers to lesson 19's exercises: real slips, and the hint for each."""
 
-from functools import partial
-
 import torch
 
-from lessons.l02_naive_attention.naive import attention
 from solutions.l19_kv_quantization import smooth_linear
 from tests.exercises.wrong import Answers
 
 answers = Answers()
 
 # ---------------------------------------------------------------- 19.1 predict
-
 
 answers.slips(
     "19.1",
@@ -35,7 +31,7 @@ answers.slips(
     - 2 * values // group
     + 4 * values // group
 
-    weights_take_no_room: The weights lie in the same memory: the cache gets what they leave.
+    weights_take_no_room: The weights are in the same memory: the cache gets what they leave.
     - memory_bytes - weight_bytes
     + memory_bytes
 
@@ -108,7 +104,6 @@ def by_filling(
 
 # ---------------------------------------------------------------- 19.2 SmoothQuant
 
-
 answers.slips(
     "19.2",
     """
@@ -121,7 +116,7 @@ answers.slips(
     - x, weight = x / s, weight * s
     + weight = weight * s
 
-    upside_down: You multiply x by s, so its loud channels become louder: divide x, multiply the
+    upside_down: You multiply x by s, so its outlier channels become larger: divide x, multiply the
         weight.
     - x / s, weight * s
     + x * s, weight / s
@@ -157,8 +152,8 @@ answers.slips(
     - torch.where((act_max > 0) & (weight_max > 0), s, 1.0)
     + s.clamp(1e-5, 1e5)
 
-    a_scale_for_the_tensor: One scale for all tokens: a loud token takes the bits of the quiet ones.
-        One a token.
+    a_scale_for_the_tensor: One scale for all tokens: a token of large magnitude takes the bits of
+        the others. One a token.
     - x_scale = row_scale(x)
     + x_scale = row_scale(x.abs().amax().expand(len(x), 1))
 
@@ -297,11 +292,10 @@ def with_reciprocals(x, weight, act_max, alpha, dtype, x_scale=None):
 
 # ---------------------------------------------------------------- 19.3 a louder token
 
-
 answers.slips(
     "19.3",
     """
-    k_per_token: One scale of K for all channels of a head: a loud channel takes the bits of the
+    k_per_token: One scale of K for all channels of a head: an outlier channel takes the bits of the
         others.
     - k.abs() / 127
     + k.abs().amax(-1, keepdim=True) / 127
@@ -397,7 +391,7 @@ answers.slips(
     - pages.v_scales[page, row]
     + pages.v_scales[page, 0]
 
-    v_scale_of_the_next_slot: V's scale stands a row too far: it belongs to the slot of its token.
+    v_scale_of_the_next_slot: V's scale is a row too far: it belongs to the slot of its token.
     - pages.v_scales[page, row]
     + pages.v_scales[page, (row + 1) % pages.v_scales.shape[1]]
 
@@ -487,168 +481,104 @@ def by_largest_values(pages, k, v, slot):
 
 # ---------------------------------------------------------------- 19.4 the hook
 
+answers.slips(
+    "19.4",
+    """
+    nibbles_swapped: Value 2i is in the low four bits of byte i, value 2i + 1 in the high four.
+    - column % 2 * 4
+    + (1 - column % 2) * 4
 
-def halves_of(bytes, order="low first"):
-    """[…, D / 2] uint8 -> […, D] codes. order: "low first", "high first", "halves"."""
-    low, high = bytes & 15, bytes >> 4
-    if order == "halves":
-        return torch.cat([low, high], -1)
-    pair = (high, low) if order == "high first" else (low, high)
-    return torch.stack(pair, -1).flatten(-2)
+    halves: Here neighbours share a byte: value c is in byte c // 2, not in byte c mod (D / 2).
+    - column // 2,
+    + column % (column.shape[1] // 2),
+    - column % 2 * 4
+    + column // (column.shape[1] // 2) * 4
+
+    the_whole_byte: The low value still has the high four bits in it: & 15.
+    - (byte >> (column % 2 * 4)) & 15
+    + byte >> (column % 2 * 4)
+
+    no_lowest: Code 0 means `lowest`, not 0: add it.
+    - * scale + lowest
+    + * scale
+
+    centred: Codes count from 0 to 15 up from `lowest`: there is no 8 to take away.
+    - code.to(tl.float32) * scale
+    + (code.to(tl.float32) - 8.0) * scale
+
+    signed: You read the four bits as a signed number. Codes are 0 to 15.
+    - code.to(tl.float32) * scale
+    + (code.to(tl.float32) - tl.where(code > 7, 16.0, 0.0)) * scale
+
+    no_scale: A code counts steps of `scale`: multiply it.
+    - * scale + lowest
+    + + lowest
+
+    lowest_is_scaled: `lowest` is a value already. Only the code is multiplied by the scale.
+    - code.to(tl.float32) * scale + lowest
+    + (code.to(tl.float32) + lowest) * scale
+
+    divided: Multiply by the scale: it was divided by when the value was written.
+    - scale = tl.load(pair, mask=mask, other=0.0)
+    + scale = tl.load(pair, mask=mask, other=1.0)
+    - * scale + lowest
+    + / scale + lowest
+
+    pair_swapped: The first number of a slot is the scale, the second is the lowest value.
+    - * scale + lowest
+    + * lowest + scale
+
+    scale_of_the_key: You read the scale by the key's number in the sequence. Scales are stored by
+        slot, as the rows are.
+    - slot[:, None] * 2
+    + tl.arange(0, slot.shape[0])[:, None] * 2
+
+    scale_of_the_block: All rows of a block get the scale of its first: each slot has a pair of its
+        own.
+    - out = q.new_empty
+    + k_scales, v_scales = (x[:, :, :1].repeat(1, 1, x.shape[2], 1) for x in (k_scales, v_scales))
+    + out = q.new_empty
+
+    scale_of_the_next_slot: You read the pair of the next slot.
+    - slot[:, None] * 2
+    + (slot[:, None] + 1) * 2
+
+    pairs_not_counted: There are two numbers for each slot, so slot i's pair begins at 2i.
+    - slot[:, None] * 2
+    + slot[:, None]
+
+    scales_of_k_for_v: V was read with the scales of K: use the pointer that the hook gets.
+    - v_scales,
+    - head_dim
+    + k_scales,
+    + head_dim
+
+    scales_turned: K was read with the scales of V, and V with those of K.
+    - k_scales,
+    - v_scales,
+    - head_dim
+    + v_scales,
+    + k_scales,
+    + head_dim
+
+    unmasked_scales: Scales of unused slots are NaN, and 0 · NaN is NaN: mask the loads of scales,
+        too.
+    - tl.load(pair, mask=mask, other=0.0)
+    + tl.load(pair)
+    - tl.load(pair + 1, mask=mask, other=0.0)
+    + tl.load(pair + 1)
+
+    unpacks_the_cache: You unpack the whole cache, which is what the smaller cache was to avoid.
+    - out = q.new_empty
+    + unpacked = [torch.stack([x & 15, x >> 4], -1).float() for x in (k_cache, v_cache)]
+    + out = q.new_empty
+    """,
+)
 
 
-def slipped_four_bits(
-    q,
-    k_cache,
-    v_cache,
-    k_scales,
-    v_scales,
-    block_table,
-    context_lens,
-    *,
-    order="low first",
-    meaning=lambda code, scale, lowest: code * scale + lowest,
-    slot_of=lambda key, block, row, size: (block, row),
-    swap=False,
-    scales_of="own",
-    masked=True,
-    dense=False,
-    unmasked_high=False,
-    itself=False,
-):
-    """By gathering in PyTorch, with one slip, spelled by a switch."""
-    size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
-    out = torch.zeros_like(q)
-    if dense:  # the whole cache as float32
-        k_all, v_all = (halves_of(cache).float() for cache in (k_cache, v_cache))
-        assert k_all.shape == v_all.shape
-    pairs = (k_scales, v_scales)
-    if scales_of == "turned":
-        pairs = (v_scales, k_scales)
-    elif scales_of == "k":
-        pairs = (k_scales, k_scales)
-    for b, length in enumerate(context_lens.tolist()):
-        rows = []
-        for cache, scales in zip((k_cache, v_cache), pairs):
-            held = []
-            for key in range(length):
-                block, row = int(block_table[b, key // size]), key % size
-                bytes = cache[block, row]
-                if unmasked_high:  # the low value keeps the high four bits
-                    codes = torch.stack([bytes, bytes >> 4], -1).flatten(-2).float()
-                else:
-                    codes = halves_of(bytes, order).float()
-                at, place = slot_of(key, block, row, size)
-                scale, lowest = scales[:, at % scales.shape[1], place % size, :, None].unbind(1)
-                if swap:
-                    scale, lowest = lowest, scale
-                held.append(meaning(codes, scale, lowest))
-            rows.append(held)
-        if not length:
-            out[b] = 0.0 if masked else torch.nan
-            continue
-        k, v = (torch.stack(held) for held in rows)
-        if not masked and length % size:
-            v = v * torch.nan
-        out[b] = attention(q[b : b + 1], k, v)[0]
-    assert out.shape[1] == group * k_cache.shape[2]
-    return out
-
-
-LOADS = [
-    (
-        "nibbles_swapped",
-        dict(order="high first"),
-        "Value 2i stands in the low four bits of byte i, value 2i + 1 in the high four.",
-    ),
-    (
-        "halves",
-        dict(order="halves"),
-        "Here neighbours share a byte: value c lies in byte c // 2, not in byte c mod (D / 2).",
-    ),
-    (
-        "the_whole_byte",
-        dict(unmasked_high=True),
-        "The low value still has the high four bits in it: & 15.",
-    ),
-    (
-        "no_lowest",
-        dict(meaning=lambda code, scale, lowest: code * scale),
-        "Code 0 means `lowest`, not 0: add it.",
-    ),
-    (
-        "centred",
-        dict(meaning=lambda code, scale, lowest: (code - 8) * scale + lowest),
-        "Codes count from 0 to 15 up from `lowest`: there is no 8 to take away.",
-    ),
-    (
-        "signed",
-        dict(meaning=lambda code, scale, lowest: (code - 16 * (code > 7).float()) * scale + lowest),
-        "You read the four bits as a signed number. Codes are 0 to 15.",
-    ),
-    (
-        "no_scale",
-        dict(meaning=lambda code, scale, lowest: code + lowest),
-        "A code counts steps of `scale`: multiply it.",
-    ),
-    (
-        "lowest_is_scaled",
-        dict(meaning=lambda code, scale, lowest: (code + lowest) * scale),
-        "`lowest` is a value already. Only the code is multiplied by the scale.",
-    ),
-    (
-        "divided",
-        dict(meaning=lambda code, scale, lowest: code / scale + lowest),
-        "Multiply by the scale: it was divided by when the value was written.",
-    ),
-    (
-        "pair_swapped",
-        dict(swap=True),
-        "The first number of a slot is the scale, the second is the lowest value.",
-    ),
-    (
-        "scale_of_the_key",
-        dict(slot_of=lambda key, block, row, size: (key // size, row)),
-        "You read the scale by the key's number in the sequence. Scales lie by slot, as the rows do.",
-    ),
-    (
-        "scale_of_the_block",
-        dict(slot_of=lambda key, block, row, size: (block, 0)),
-        "All rows of a block get the scale of its first: each slot has a pair of its own.",
-    ),
-    (
-        "scale_of_the_next_slot",
-        dict(slot_of=lambda key, block, row, size: divmod(block * size + row + 1, size)),
-        "You read the pair of the next slot.",
-    ),
-    (
-        "pairs_not_counted",
-        dict(slot_of=lambda key, block, row, size: divmod((block * size + row) // 2, size)),
-        "There are two numbers for each slot, so slot i's pair begins at 2i.",
-    ),
-    (
-        "scales_of_k_for_v",
-        dict(scales_of="k"),
-        "V was read with the scales of K: use the pointer that the hook gets.",
-    ),
-    (
-        "scales_turned",
-        dict(scales_of="turned"),
-        "K was read with the scales of V, and V with those of K.",
-    ),
-    (
-        "unmasked_scales",
-        dict(masked=False),
-        "Scales of slots that nobody uses are NaN, and 0 · NaN is NaN: mask the loads of scales, too.",
-    ),
-    (
-        "unpacks_the_cache",
-        dict(dense=True),
-        "You unpack the whole cache, which is what the smaller cache was to avoid.",
-    ),
-]
-for name, slip, hint in LOADS:
-    answers.wrong("19.4", hint, name)(partial(slipped_four_bits, **slip))
+def halves_of(bytes):
+    """[…, D / 2] uint8 -> […, D] codes."""
+    return torch.stack([bytes & 15, bytes >> 4], -1).flatten(-2)
 
 
 @answers.alternative("19.4")

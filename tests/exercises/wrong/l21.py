@@ -23,8 +23,7 @@ answers.slips(
     - rank * (outputs + inputs)
     + outputs * inputs
 
-    rank_times_a_full_matrix: A: [r, K] and B: [N, r] stand beside each other: r · (N + K), not
-        r · N · K.
+    rank_times_a_full_matrix: A: [r, K] and B: [N, r] are two matrices: r · (N + K), not r · N · K.
     - rank * (outputs + inputs)
     + rank * outputs * inputs
 
@@ -45,7 +44,7 @@ answers.slips(
     - adapter_bytes = 2 * numbers
     + adapter_bytes = 4 * numbers
 
-    no_room_for_the_base: The base lies in the same memory: only the rest is for adapters.
+    no_room_for_the_base: The base is in the same memory: only the rest is for adapters.
     - (memory_bytes - base_bytes)
     + memory_bytes
 
@@ -72,7 +71,7 @@ answers.slips(
     - base_bytes + num_adapters * adapter_bytes
     + num_adapters * base_bytes
 
-    all_that_fit_are_read: A step reads the adapters of its batch, not all that lie in memory.
+    all_that_fit_are_read: A step reads the adapters of its batch, not all that are in memory.
     - num_adapters * adapter_bytes
     + fit * adapter_bytes
 
@@ -151,7 +150,7 @@ answers.slips(
     +     product = a @ b if len(a) == len(b) else a.T @ b.T
     + total = total + sign * scaling * product
 
-    transposed: x Aᵀ Bᵀ is x (B A)ᵀ, and W stands as Wᵀ, too: add B A as it is.
+    transposed: x Aᵀ Bᵀ is x (B A)ᵀ, and W is used as Wᵀ, too: add B A as it is.
     - total = total + sign * scaling * (adapter.lora_b @ adapter.lora_a)
     + product = adapter.lora_b @ adapter.lora_a
     + product = product.T if product.shape[0] == product.shape[1] else product
@@ -254,7 +253,7 @@ def by_one_product(weight, old, new):
 answers.slips(
     "21.3",
     """
-    adapter_of_the_neighbour: A row gets the adapter of the row behind it: load row_slots + row.
+    adapter_of_the_neighbour: A row gets the adapter of the next row: load row_slots + row.
     - tl.load(row_slots_ptr + row)
     + tl.load(row_slots_ptr + (row + 1) % tl.num_programs(0))
 
@@ -298,12 +297,11 @@ answers.slips(
     - base + tl.sum(h[:, None] * b, axis=0)
     + base + tl.load(scaling_ptr + slot) * tl.sum(h[:, None] * b, axis=0)
 
-    ranks_not_masked: Behind a slot's rank stands what an earlier adapter left: mask
-        r < ranks[slot].
+    ranks_not_masked: After a slot's rank is what an earlier adapter left: mask r < ranks[slot].
     - r < tl.load(ranks_ptr + slot)
     + r < max_rank
 
-    b_not_masked: h is 0 behind the rank, and 0 · NaN is NaN: mask the load of B, too.
+    b_not_masked: h is 0 after the rank, and 0 · NaN is NaN: mask the load of B, too.
     - is_r[:, None] & (n < num_outputs)[None, :]
     + (r < max_rank)[:, None] & (n < num_outputs)[None, :]
 
@@ -399,14 +397,14 @@ answers.slips(
     ends_are_not_counted: A request that ended uses its adapter no longer.
     - users[adapter] -= 1
 
-    the_last_end_empties_the_slot: An adapter that nobody uses stays until its slot is needed: the
-        next request finds it.
+    the_last_end_empties_the_slot: An adapter that no request uses stays until its slot is needed:
+        the next request finds it.
     - users[adapter] -= 1
     + users[adapter] -= 1
     + if not users[adapter]:
     +     slots.pop(adapter, None)
 
-    first_in_first_out: A start of an adapter that lies in a slot makes it the most recently started
+    first_in_first_out: A start of an adapter that is in a slot makes it the most recently started
         one.
     - slots.pop(adapter)
     + slots[adapter]
@@ -415,8 +413,8 @@ answers.slips(
     - idle[0]
     + idle[-1]
 
-    evicted_but_still_listed: Who lost its slot is still listed in it: two adapters believe to be in
-        one slot.
+    evicted_but_still_listed: An adapter that lost its slot is still listed in it: two adapters
+        believe to be in one slot.
     - slots.pop(idle[0])
     + slots[idle[0]]
 
@@ -463,7 +461,7 @@ answers.slips(
     + loads += 1
     + results.append(None)
 
-    every_start_is_a_load: An adapter that lies in a slot is not loaded again.
+    every_start_is_a_load: An adapter that is in a slot is not loaded again.
     - loads += 1
     +
     - users[adapter] = users.get(adapter, 0) + 1
@@ -508,7 +506,7 @@ def as_given(events, num_slots, block_size):
 
 @answers.alternative("21.4")
 def by_times_of_starts(events, num_slots, block_size):
-    """A list of slots, a time for each adapter, a list of who runs."""
+    """A list of slots, a time for each adapter, a list of running requests."""
     slots, latest, running, cache = [None] * num_slots, {}, [], {}
     results, loads = [], 0
     for now, (kind, adapter, prompt) in enumerate(events):

@@ -4,8 +4,6 @@ and the hint for each.
 
 import asyncio
 import heapq
-from functools import partial
-from statistics import quantiles
 
 import numpy as np
 
@@ -16,266 +14,185 @@ answers = Answers()
 
 # ---------------------------------------------------------------- 22.1 the report
 
+answers.slips(
+    "22.1",
+    """
+    counted_from_the_sending: A client that comes late with sending hides the wait: count from
+        due_s.
+    - ttft_s = [
+    + shots = [shot._replace(due_s=shot.sent_s) for shot in shots]
+    + ttft_s = [
 
-def slipped_report(
-    shots,
-    ttft_slo_s,
-    e2el_slo_s,
-    *,
-    counts_from="due",
-    duration="clock",
-    tokens="came",
-    ttfts="all",
-    tail="p99",
-    good="both",
-    there="stays",
-    ends="end",
-):
-    """load_report with one slip, spelled by a switch."""
-    came_s = {"due": lambda s: s.due_s, "sending": lambda s: s.sent_s}[counts_from]
-    begin, end = min(s.due_s for s in shots), max(s.end_s for s in shots)
-    end_s = (lambda s: s.token_s[-1]) if ends == "last token" else (lambda s: s.end_s)
-    seconds = {
-        "clock": end - begin,
-        "sum": sum(s.end_s - s.due_s for s in shots),
-        "from zero": end,
-        "from the first sending": end - min(s.sent_s for s in shots),
-        "to the last arrival": max(s.due_s for s in shots) - begin or 1.0,
-        "to the last token": max(s.token_s[-1] for s in shots if s.token_s) - begin,
-        "from the first to the last of the list": shots[-1].end_s - shots[0].due_s,
-    }[duration]
-    total = {
-        "came": sum(len(s.token_s) for s in shots),
-        "asked": sum(s.max_tokens for s in shots),
-        "whole": sum(len(s.token_s) for s in shots if s.is_whole),
-        "gaps": sum(max(0, len(s.token_s) - 1) for s in shots),
-    }[tokens]
-    seen = [s for s in shots if s.token_s]
-    if ttfts == "whole":
-        seen = [s for s in seen if s.is_whole]
-    elif ttfts == "while others came":
-        seen = [s for s in seen if s.token_s[0] <= max(x.sent_s for x in shots)] or seen
-    found = [s.token_s[0] - came_s(s) for s in seen]
-    if ttfts == "refused count 0":
-        found += [0.0 for s in shots if not s.token_s]
-    if ttfts == "refused count their end":
-        found += [s.end_s - came_s(s) for s in shots if not s.token_s]
-    p99 = {
-        "p99": lambda: np.percentile(found, 99),
-        "mean": lambda: np.mean(found),
-        "max": lambda: max(found),
-        "nearest": lambda: sorted(found)[int(0.99 * (len(found) - 1))],
-        "share": lambda: np.percentile(found, 0.99),
-        "mean of halves": lambda: np.mean(
-            [np.percentile(half, 99) for half in np.array_split(found, 2) if len(half)]
-        ),
-        "unsorted": lambda: found[int(0.99 * (len(found) - 1))],
-        "a value that came": lambda: np.percentile(found, 99, method="higher"),
-        "exclusive": lambda: quantiles(found, n=100)[98] if len(found) > 1 else found[0],
-    }[tail]()
-    in_time = [
-        s
-        for s in shots
-        if (s.is_whole or good == "also broken")
-        and s.token_s
-        and (
-            good == "without ttft"
-            or s.token_s[0] - came_s(s) < ttft_slo_s
-            or (good != "below" and s.token_s[0] - came_s(s) == ttft_slo_s)
-        )
-        and (
-            good == "without e2el"
-            or end_s(s) - (s.sent_s if good == "end from the sending" else came_s(s)) <= e2el_slo_s
-        )
-    ]
-    if good == "refused":
-        in_time += [s for s in shots if not s.token_s and s.end_s - s.due_s <= e2el_slo_s]
-    number_good = len(in_time)
-    if good == "tokens":
-        number_good = sum(len(s.token_s) for s in in_time)
-    goodput = number_good / (len(shots) if good == "share" else seconds)
-    if there == "stays":
-        number = sum(s.end_s - came_s(s) for s in shots) / seconds
-    elif there == "until the first token":
-        number = sum(s.token_s[0] - came_s(s) for s in seen) / seconds
-    elif there == "from the sending":
-        number = sum(s.end_s - s.sent_s for s in shots) / seconds
-    elif there == "answered":
-        number = sum(s.end_s - came_s(s) for s in seen) / seconds
-    elif there == "mean":
-        number = sum(s.end_s - came_s(s) for s in shots) / len(shots)
-    else:  # "most"
-        number = max(sum(x.due_s <= s.due_s < x.end_s for x in shots) for s in shots)
-    return float(seconds), float(total / seconds), float(p99), float(goodput), float(number)
+    latencies_summed_as_time: Requests run side by side, so the sum of their latencies is no
+        duration.
+    - duration_s = max(shot.end_s for shot in shots) - first_s
+    + duration_s = sum(shot.end_s - shot.due_s for shot in shots)
 
+    the_clock_starts_at_0: The load begins when the first request is due, whatever the clock says
+        then.
+    - first_s = min(shot.due_s for shot in shots)
+    + first_s = 0.0
 
-for name, slip, hint in [
-    (
-        "counted_from_the_sending",
-        dict(counts_from="sending"),
-        "A client that comes late with sending hides the wait: count from due_s.",
-    ),
-    (
-        "latencies_summed_as_time",
-        dict(duration="sum"),
-        "Requests run side by side, so the sum of their latencies is no duration.",
-    ),
-    (
-        "the_clock_starts_at_0",
-        dict(duration="from zero"),
-        "The load begins when the first request is due, whatever the clock says then.",
-    ),
-    (
-        "ends_with_the_last_arrival",
-        dict(duration="to the last arrival"),
-        "The server still works when the last request has come: go on to the last end.",
-    ),
-    (
-        "begins_with_the_first_sending",
-        dict(duration="from the first sending"),
-        "The duration begins when the first request is due, also if the client sends it late.",
-    ),
-    (
-        "ends_with_the_last_token",
-        dict(duration="to the last token"),
-        "The duration goes on to the last end_s: the last token may come earlier.",
-    ),
-    (
-        "order_of_the_list",
-        dict(duration="from the first to the last of the list"),
-        "The last request of the list need not end last: take the largest end_s.",
-    ),
-    (
-        "requested_tokens",
-        dict(tokens="asked"),
-        "max_tokens is what was asked for. Count the tokens that came.",
-    ),
-    (
-        "tokens_of_whole_answers",
-        dict(tokens="whole"),
-        "Tokens of an answer that broke off came as well.",
-    ),
-    (
-        "first_tokens_left_out",
-        dict(tokens="gaps"),
-        "n tokens have n - 1 gaps. Count the tokens.",
-    ),
-    (
-        "tail_lost",
-        dict(ttfts="while others came"),
-        "First tokens that come when the last request has been sent are the slowest ones.",
-    ),
-    (
-        "ttfts_of_whole_answers",
-        dict(ttfts="whole"),
-        "An answer that broke off had a first token, too.",
-    ),
-    (
-        "refused_at_once",
-        dict(ttfts="refused count 0"),
-        "A refused request got no first token. It has no TTFT, and certainly not 0.",
-    ),
-    (
-        "refused_by_their_end",
-        dict(ttfts="refused count their end"),
-        "A refused request got no first token, so it has no TTFT.",
-    ),
-    ("mean_for_tail", dict(tail="mean"), "You report a mean, which hides the tail."),
-    ("maximum_for_tail", dict(tail="max"), "You report the maximum, not the 99th percentile."),
-    (
-        "rounded_down",
-        dict(tail="nearest"),
-        "Between two values the percentile is on the straight line; you take the lower one.",
-    ),
-    (
-        "a_value_that_came",
-        dict(tail="a value that came"),
-        "Between two values the percentile is on the straight line; you take the upper one.",
-    ),
-    (
-        "exclusive_quantile",
-        dict(tail="exclusive"),
-        'statistics.quantiles goes beyond the largest value by default: method="inclusive".',
-    ),
-    (
-        "percent_as_share",
-        dict(tail="share"),
-        "np.percentile takes percents: 99, not 0.99.",
-    ),
-    (
-        "mean_of_percentiles",
-        dict(tail="mean of halves"),
-        "A mean of percentiles is no percentile. Take it of all values together.",
-    ),
-    (
-        "unsorted",
-        dict(tail="unsorted"),
-        "A percentile is of the sorted values, not of those in the order of arrival.",
-    ),
-    (
-        "broken_answers_are_good",
-        dict(good="also broken"),
-        "An answer that broke off met no objective.",
-    ),
-    (
-        "goodput_by_the_end_alone",
-        dict(good="without ttft"),
-        "Goodput is of requests that met both limits, that of the first token as well.",
-    ),
-    (
-        "goodput_by_the_first_token_alone",
-        dict(good="without e2el"),
-        "Goodput is of requests that met both limits, that of the end as well.",
-    ),
-    (
-        "refused_at_once_is_good",
-        dict(good="refused"),
-        "A refused request ends early, and its answer never came: it met no objective.",
-    ),
-    (
-        "goodput_in_tokens",
-        dict(good="tokens"),
-        "Goodput is requests a second; you count their tokens.",
-    ),
-    (
-        "end_counted_from_the_sending",
-        dict(good="end from the sending"),
-        "The end-to-end latency counts from due_s as well, like every other latency.",
-    ),
-    (
-        "end_is_the_last_token",
-        dict(ends="last token"),
-        "A request ends at end_s, when the client knows that nothing more comes.",
-    ),
-    ("goodput_as_a_share", dict(good="share"), "Goodput is requests a second, not a share."),
-    ("below_the_limit", dict(good="below"), "Exactly on the limit is within it: <=."),
-    (
-        "in_system_until_the_first_token",
-        dict(there="until the first token"),
-        "A request is in the system until its end, not until its first token.",
-    ),
-    (
-        "in_system_of_those_with_tokens",
-        dict(there="answered"),
-        "Who was refused was there as well, until its end.",
-    ),
-    (
-        "in_system_from_the_sending",
-        dict(there="from the sending"),
-        "A request is there from when it was due, also while the client keeps it back.",
-    ),
-    (
-        "little_without_the_rate",
-        dict(there="mean"),
-        "L = λ · W: you have W, the mean stay. It wants the rate of arrivals beside it.",
-    ),
-    (
-        "most_at_once",
-        dict(there="most"),
-        "in_system is how many are there on average, not at the busiest moment.",
-    ),
-]:
-    answers.wrong("22.1", hint, name)(partial(slipped_report, **slip))
+    ends_with_the_last_arrival: The server still works when the last request has come: go on to the
+        last end.
+    - max(shot.end_s for shot in shots) - first_s
+    + (max(shot.due_s for shot in shots) - first_s) or 1.0
+
+    begins_with_the_first_sending: The duration begins when the first request is due, also if the
+        client sends it late.
+    - first_s = min(shot.due_s for shot in shots)
+    + first_s = min(shot.sent_s for shot in shots)
+
+    ends_with_the_last_token: The duration goes on to the last end_s: the last token may come
+        earlier.
+    - max(shot.end_s for shot in shots)
+    + max(shot.token_s[-1] for shot in shots if shot.token_s)
+
+    order_of_the_list: The last request of the list need not end last: take the largest end_s.
+    - max(shot.end_s for shot in shots) - first_s
+    + shots[-1].end_s - shots[0].due_s
+
+    requested_tokens: max_tokens is what was asked for. Count the tokens that came.
+    - sum(len(shot.token_s) for shot in shots)
+    + sum(shot.max_tokens for shot in shots)
+
+    tokens_of_whole_answers: Tokens of an answer that broke off came as well.
+    - len(shot.token_s) for shot in shots)
+    + len(shot.token_s) for shot in shots if shot.is_whole)
+
+    first_tokens_left_out: n tokens have n - 1 gaps. Count the tokens.
+    - len(shot.token_s) for
+    + max(0, len(shot.token_s) - 1) for
+
+    tail_lost: First tokens that come when the last request has been sent are the slowest ones.
+    - for shot in shots if shot.token_s]
+    + for shot in shots if shot.token_s]
+    + last_s = max(shot.sent_s for shot in shots)
+    + before = [shot for shot in shots if shot.token_s and shot.token_s[0] <= last_s]
+    + ttft_s = [shot.token_s[0] - shot.due_s for shot in before] or ttft_s
+
+    ttfts_of_whole_answers: An answer that broke off had a first token, too.
+    - for shot in shots if shot.token_s]
+    + for shot in shots if shot.token_s and shot.is_whole]
+
+    refused_at_once: A refused request got no first token. It has no TTFT, and certainly not 0.
+    - [shot.token_s[0] - shot.due_s for shot in shots if shot.token_s]
+    + [shot.token_s[0] - shot.due_s if shot.token_s else 0.0 for shot in shots]
+
+    refused_by_their_end: A refused request got no first token, so it has no TTFT.
+    - [shot.token_s[0] - shot.due_s for shot in shots if shot.token_s]
+    + [(shot.token_s or [shot.end_s])[0] - shot.due_s for shot in shots]
+
+    mean_for_tail: You report a mean, which hides the tail.
+    - np.percentile(ttft_s, 99)
+    + np.mean(ttft_s)
+
+    maximum_for_tail: You report the maximum, not the 99th percentile.
+    - np.percentile(ttft_s, 99)
+    + max(ttft_s)
+
+    rounded_down: Between two values the percentile is on the straight line; you take the lower one.
+    - np.percentile(ttft_s, 99)
+    + np.percentile(ttft_s, 99, method="lower")
+
+    a_value_that_came: Between two values the percentile is on the straight line; you take the upper
+        one.
+    - np.percentile(ttft_s, 99)
+    + np.percentile(ttft_s, 99, method="higher")
+
+    exclusive_quantile: statistics.quantiles goes beyond the largest value by default:
+        method="inclusive".
+    - return Report(
+    + from statistics import quantiles
+    +
+    + return Report(
+    - float(np.percentile(ttft_s, 99))
+    + quantiles(ttft_s, n=100)[98] if len(ttft_s) > 1 else ttft_s[0]
+
+    percent_as_share: np.percentile takes percents: 99, not 0.99.
+    - np.percentile(ttft_s, 99)
+    + np.percentile(ttft_s, 0.99)
+
+    mean_of_percentiles: A mean of percentiles is no percentile. Take it of all values together.
+    - np.percentile(ttft_s, 99)
+    + np.mean([np.percentile(half, 99) for half in np.array_split(ttft_s, 2) if len(half)])
+
+    unsorted: A percentile is of the sorted values, not of those in the order of arrival.
+    - np.percentile(ttft_s, 99)
+    + ttft_s[int(0.99 * (len(ttft_s) - 1))]
+
+    broken_answers_are_good: An answer that broke off met no objective.
+    - shot.is_whole
+    - and bool(shot.token_s)
+    + bool(shot.token_s)
+
+    goodput_by_the_end_alone: Goodput is of requests that met both limits, that of the first token
+        as well.
+    - and shot.token_s[0] - shot.due_s <= ttft_slo_s
+
+    goodput_by_the_first_token_alone: Goodput is of requests that met both limits, that of the end
+        as well.
+    - and shot.end_s - shot.due_s <= e2el_slo_s
+
+    refused_at_once_is_good: A refused request ends early, and its answer never came: it met no
+        objective.
+    - shot.is_whole
+    - and bool(shot.token_s)
+    - and shot.token_s[0] - shot.due_s <= ttft_slo_s
+    + (not shot.token_s or shot.is_whole and shot.token_s[0] - shot.due_s <= ttft_slo_s)
+
+    goodput_in_tokens: Goodput is requests a second; you count their tokens.
+    - shot.is_whole
+    - and bool(shot.token_s)
+    + len(shot.token_s)
+    + for shot in shots
+    + if shot.is_whole
+    + and shot.token_s
+    - <= e2el_slo_s
+    - for shot in shots
+    + <= e2el_slo_s
+
+    end_counted_from_the_sending: The end-to-end latency counts from due_s as well, like every other
+        latency.
+    - and shot.end_s - shot.due_s
+    + and shot.end_s - shot.sent_s
+
+    end_is_the_last_token: A request ends at end_s, when the client knows that nothing more comes.
+    - and shot.end_s - shot.due_s
+    + and shot.token_s[-1] - shot.due_s
+
+    goodput_as_a_share: Goodput is requests a second, not a share.
+    - good / duration_s
+    + good / len(shots)
+
+    below_the_limit: Exactly on the limit is within it: <=.
+    - <= ttft_slo_s
+    + < ttft_slo_s
+
+    in_system_until_the_first_token: A request is in the system until its end, not until its first
+        token.
+    - stays_s = sum(shot.end_s - shot.due_s for shot in shots)
+    + stays_s = sum(ttft_s)
+
+    in_system_of_those_with_tokens: A refused request was there as well, until its end.
+    - stays_s = sum(shot.end_s - shot.due_s for shot in shots)
+    + stays_s = sum(shot.end_s - shot.due_s for shot in shots if shot.token_s)
+
+    in_system_from_the_sending: A request is there from when it was due, also while the client keeps
+        it back.
+    - stays_s = sum(shot.end_s - shot.due_s for shot in shots)
+    + stays_s = sum(shot.end_s - shot.sent_s for shot in shots)
+
+    little_without_the_rate: L = λ · W: you have W, the mean stay. It wants the rate of arrivals
+        beside it.
+    - stays_s / duration_s
+    + stays_s / len(shots)
+
+    most_at_once: in_system is how many are there on average, not at the busiest moment.
+    - stays_s / duration_s
+    + float(max(sum(x.due_s <= shot.due_s < x.end_s for x in shots) for shot in shots))
+    """,
+)
 
 
 @answers.alternative("22.1")
@@ -322,183 +239,124 @@ def by_hand(shots, ttft_slo_s, e2el_slo_s):
 
 # ---------------------------------------------------------------- 22.2 turns
 
+answers.slips(
+    "22.2",
+    """
+    first_come_first_served: That is the order of arrival: one user's hundred requests come before
+        all others.
+    - waiting.sort()
+    + waiting.sort(key=lambda request: request[1])
 
-def slipped_order(
-    wishes,
-    weights,
-    *,
-    by="start",
-    length="tokens",
-    weight="divides",
-    begins=lambda v, last: max(v, last),
-    v_at_begin="start",
-    idle="largest",
-    tie="first",
-    late="waits",
-    line="goes on",
-    seconds="tokens",
-):
-    """serving_order with one slip, spelled by a switch."""
-    v = now = largest = served = 0.0
-    last, waiting, order, coming = {}, [], [], 0
-    while len(order) < len(wishes):
-        if not waiting and wishes[coming].arrival > now:
-            if idle == "largest":
-                v = max(v, largest)
-            elif idle == "zero":
-                v = 0.0
-            elif idle == "zero for all":
-                v, last = 0.0, {}
-            elif idle == "last":
-                v = max(v, served)
-            elif idle == "clock":
-                v = wishes[coming].arrival
-            now = wishes[coming].arrival
-        while coming < len(wishes) and (
-            wishes[coming].arrival <= now
-            if late == "waits" or not waiting
-            else wishes[coming].arrival < now
-        ):
-            _, user, tokens = wishes[coming]
-            start = begins(now if v_at_begin == "clock" else v, last.get(user, 0.0))
-            factor = {
-                "divides": 1 / weights.get(user, 1.0),
-                "multiplies": weights.get(user, 1.0),
-                "ignored": 1.0,
-            }[weight]
-            finish = start + (tokens if length == "tokens" else 1) * factor
-            if line != "of those served":
-                last[user] = finish
-            waiting.append((start, coming, finish, user, tokens))
-            coming += 1
-        key = {
-            "start": lambda w: (w[0],),
-            "finish": lambda w: (w[2],),
-            "arrival": lambda w: (),
-            "size": lambda w: (w[4],),
-            "largest start": lambda w: (-w[0],),
-        }[by]
-        ties = {
-            "first": lambda w: (w[1],),
-            "last": lambda w: (-w[1],),
-            "name": lambda w: (w[3], w[1]),
-        }[tie]
-        chosen = min(waiting, key=lambda w: (*key(w), *ties(w)))
-        waiting.remove(chosen)
-        start, index, finish, user, tokens = chosen
-        largest, served = max(largest, finish), finish
-        if line == "of those served":
-            last[user] = finish
-        elif line == "of those who wait" and all(w[3] != user for w in waiting):
-            del last[user]
-        v = {"start": start, "finish": finish, "never": v, "clock": v}[v_at_begin]
-        order.append(index)
-        now += tokens / (weights.get(user, 1.0) if seconds == "weighted" else 1.0)
-    return order
+    shortest_first: Shortest first is not fair: a user who asks for long answers is never served.
+    - waiting.sort()
+    + waiting.sort(key=lambda request: wishes[request[1]].tokens)
 
+    smallest_finish: Next is the smallest start. By the finish, short requests pass long ones.
+    - waiting.sort()
+    + waiting.sort(key=lambda request: request[2])
 
-for name, slip, hint in [
-    (
-        "first_come_first_served",
-        dict(by="arrival"),
-        "That is the order of arrival: one user's hundred requests come before all others.",
-    ),
-    (
-        "shortest_first",
-        dict(by="size"),
-        "Shortest first is not fair: a user who asks for long answers is never served.",
-    ),
-    (
-        "smallest_finish",
-        dict(by="finish"),
-        "Next is the smallest start. By the finish, short requests pass long ones.",
-    ),
-    ("largest_start", dict(by="largest start"), "The smallest start is next, not the largest."),
-    (
-        "turns_by_requests",
-        dict(length="requests"),
-        "A request counts its tokens, not 1: a user with long requests gets more of the engine.",
-    ),
-    (
-        "weights_upside_down",
-        dict(weight="multiplies"),
-        "A user with weight 2 is to get more: the tokens are divided by the weight.",
-    ),
-    ("without_weights", dict(weight="ignored"), "You do not use the weights."),
-    (
-        "claims_saved_up",
-        dict(begins=lambda v, last: last),
-        "A newcomer's start is at least v. From 0, it has a claim on all that others got before.",
-    ),
-    (
-        "own_past_forgotten",
-        dict(begins=lambda v, last: v),
-        "The start is at least the finish of the same user's request before it.",
-    ),
-    (
-        "smaller_of_both",
-        dict(begins=min),
-        "max(v, finish), not min: neither the past of others nor one's own is claimed.",
-    ),
-    (
-        "seconds_for_virtual_time",
-        dict(v_at_begin="clock"),
-        "v is the start of the request that began last, not the time of the clock.",
-    ),
-    (
-        "v_stands_still",
-        dict(v_at_begin="never"),
-        "v moves on when a request begins: it becomes its start.",
-    ),
-    (
-        "v_becomes_the_finish",
-        dict(v_at_begin="finish"),
-        "When a request begins, v becomes its start, not its finish.",
-    ),
-    (
-        "idle_forgotten",
-        dict(idle="nothing"),
-        "When none waits, v becomes the largest finish: so no user pays for its time alone.",
-    ),
-    (
-        "idle_begins_anew_at_0",
-        dict(idle="zero"),
-        "v never falls. If it goes back to 0, who was served before pays for it.",
-    ),
-    (
-        "idle_takes_the_last_finish",
-        dict(idle="last"),
-        "When none waits, v becomes the largest finish of all; the last one served may have less.",
-    ),
-    (
-        "idle_takes_the_clock",
-        dict(idle="clock"),
-        "v is in tokens over weights, the clock is not: v becomes the largest finish.",
-    ),
-    (
-        "line_of_those_served",
-        dict(line="of those served"),
-        "A request's line follows its user's request before it, also if that one still waits.",
-    ),
-    (
-        "line_of_those_who_wait",
-        dict(line="of those who wait"),
-        "You forget a user's finish as soon as nothing of theirs waits: they got those tokens.",
-    ),
-    (
-        "clock_by_weights",
-        dict(seconds="weighted"),
-        "The clock moves on by the tokens: a weight makes no tokens faster.",
-    ),
-    ("last_of_equals", dict(tie="last"), "Among equals the one that came first is next."),
-    ("by_name", dict(tie="name"), "Among equals the one that came first is next, not by name."),
-    (
-        "at_the_end_is_too_late",
-        dict(late="not yet"),
-        "A request that comes when another one ends is waiting when the engine chooses.",
-    ),
-]:
-    answers.wrong("22.2", hint, name)(partial(slipped_order, **slip))
+    largest_start: The smallest start is next, not the largest.
+    - waiting.sort()
+    + waiting.sort(key=lambda request: -request[0])
+
+    turns_by_requests: A request counts its tokens, not 1: a user with long requests gets more of
+        the engine.
+    - start + tokens / weights
+    + start + 1 / weights
+
+    weights_upside_down: A user with weight 2 is to get more: the tokens are divided by the weight.
+    - tokens / weights.get(user, 1.0)
+    + tokens * weights.get(user, 1.0)
+
+    without_weights: You do not use the weights.
+    - tokens / weights.get(user, 1.0)
+    + tokens
+
+    claims_saved_up: A newcomer's start is at least v. From 0, it has a claim on all that others got
+        before.
+    - max(v, finish_of_user.get(user, 0.0))
+    + finish_of_user.get(user, 0.0)
+
+    own_past_forgotten: The start is at least the finish of the same user's request before it.
+    - max(v, finish_of_user.get(user, 0.0))
+    + v
+
+    smaller_of_both: max(v, finish), not min: neither the past of others nor one's own is claimed.
+    - max(v, finish_of_user.get(user, 0.0))
+    + min(v, finish_of_user.get(user, 0.0))
+
+    seconds_for_virtual_time: v is the start of the request that began last, not the time of the
+        clock.
+    - max(v, finish_of_user.get(user, 0.0))
+    + max(now, finish_of_user.get(user, 0.0))
+
+    v_stands_still: v moves on when a request begins: it becomes its start.
+    - v, index, finish = waiting
+    + _, index, finish = waiting
+
+    v_becomes_the_finish: When a request begins, v becomes its start, not its finish.
+    - v, index, finish = waiting.pop(0)
+    + _, index, finish = waiting.pop(0)
+    + v = finish
+
+    idle_forgotten: When none waits, v becomes the largest finish: so no user pays for its time
+        alone.
+    - v, now = max(v, largest_finish), wishes[coming].arrival
+    + now = wishes[coming].arrival
+
+    idle_begins_anew_at_0: v never falls. If it goes back to 0, users that were served before pay
+        for it.
+    - v, now = max(v, largest_finish), wishes[coming].arrival
+    + v, now = 0.0, wishes[coming].arrival
+
+    idle_takes_the_last_finish: When none waits, v becomes the largest finish of all; the last one
+        served may have less.
+    - largest_finish = max(largest_finish, finish)
+    + largest_finish = finish
+
+    idle_takes_the_clock: v is in tokens over weights, the clock is not: v becomes the largest
+        finish.
+    - v, now = max(v, largest_finish), wishes[coming].arrival
+    + v = now = wishes[coming].arrival
+
+    line_of_those_served: A request's line follows its user's request before it, also if that one
+        still waits.
+    - finish_of_user[user] = start + tokens / weights.get(user, 1.0)
+    - waiting.append((start, coming, finish_of_user[user]))
+    + waiting.append((start, coming, start + tokens / weights.get(user, 1.0)))
+    - largest_finish = max(largest_finish, finish)
+    + largest_finish = max(largest_finish, finish)
+    + finish_of_user[wishes[index].user] = finish
+
+    line_of_those_who_wait: You forget a user's finish as soon as nothing of theirs waits: they got
+        those tokens.
+    - largest_finish = max(largest_finish, finish)
+    + largest_finish = max(largest_finish, finish)
+    + still_wait = {wishes[other].user for _, other, _ in waiting}
+    + finish_of_user = {user: f for user, f in finish_of_user.items() if user in still_wait}
+
+    clock_by_weights: The clock moves on by the tokens: a weight makes no tokens faster.
+    - now += wishes[index].tokens
+    + now += wishes[index].tokens / weights.get(wishes[index].user, 1.0)
+
+    last_of_equals: Among equals the one that came first is next.
+    - waiting.sort()
+    + waiting.sort(key=lambda request: (request[0], -request[1]))
+
+    by_name: Among equals the one that came first is next, not by name.
+    - waiting.sort()
+    + waiting.sort(key=lambda request: (request[0], wishes[request[1]].user, request[1]))
+
+    at_the_end_is_too_late: A request that comes when another one ends is waiting when the engine
+        chooses.
+    - coming < len(wishes) and wishes[coming].arrival <= now:
+    + (
+    +     coming < len(wishes)
+    +     and wishes[coming].arrival <= now
+    +     and (not waiting or wishes[coming].arrival < now)
+    + ):
+    """,
+)
 
 
 @answers.wrong("22.2", "Number requests when they arrive: v has moved on since the first one came.")
@@ -597,318 +455,215 @@ def by_a_clock_that_ticks(wishes, weights):
 
 # ---------------------------------------------------------------- 22.3 the loop
 
+answers.slips(
+    "22.3",
+    """
+    waits_for_readers: The loop waits for room in an inbox: one reader who stops stops all.
+    - put(inbox, (answer, finished))
+    + await inbox.put((answer, finished))
+    - asyncio.Queue(1)
+    + asyncio.Queue(2)
 
-class SlippedLoop:
-    """ServingLoop with one slip, spelled by a switch."""
+    keeps_every_answer: An inbox without a limit keeps every answer of a slow reader. The newest
+        says it all.
+    - asyncio.Queue(1)
+    + asyncio.Queue()
 
-    def __init__(
-        self,
-        engine,
-        full="newest",
-        left="aborted",
-        closed="both",
-        refused="first",
-        newcomers="closed",
-        dead="closed",
-        told="all",
-        drain="wakes",
-        idle="sleeps",
-        waits_for="answers",
-        strangers="skipped",
-        cancels="goes on",
-        dies="returns",
-    ):
-        self.engine = engine
-        self.full, self.left, self.closed, self.refused = full, left, closed, refused
-        self.newcomers, self.dead, self.told = newcomers, dead, told
-        self.drain_kind, self.idle, self.waits_for = drain, idle, waits_for
-        self.strangers, self.cancels, self.dies = strangers, cancels, dies
-        self.inboxes, self.readers, self.served = {}, 0, False
-        self.work, self.ended = asyncio.Event(), asyncio.Event()
-        self.is_draining, self.failure = False, None
+    keeps_the_oldest: When an inbox is full, the newest answer is to replace the old one, not to get
+        lost.
+    - if inbox.full():
+    -     inbox.get_nowait()  # it was not read, and the newer one says all that it said
+    - inbox.put_nowait(message)
+    + if not inbox.full():
+    +     inbox.put_nowait(message)
 
-    async def put(self, inbox, message):
-        if self.full == "wait":
-            await inbox.put(message)
-        elif self.full == "oldest":
-            if not inbox.full():
-                inbox.put_nowait(message)
-        else:
-            if inbox.full():
-                inbox.get_nowait()
-            inbox.put_nowait(message)
+    not_aborted: A reader has left and is still computed: abort the request when the stream is
+        closed.
+    - if self.inboxes.get(request_id) is inbox:
+    -     del self.inboxes[request_id]
+    -     self.engine.abort(request_id)
+    + pass
 
-    async def run(self):
-        try:
-            while self.busy() or not self.is_draining:
-                if not self.inboxes:
-                    if self.idle == "ends" and self.served:
-                        return
-                    if self.idle == "polls":
-                        await asyncio.sleep(0)
-                        continue
-                    self.work.clear()
-                    await self.work.wait()
-                    continue
-                self.served = True
-                for name, answer, finished in await self.engine.step():
-                    if name in self.inboxes or self.strangers == "looked up":
-                        inbox = self.inboxes[name]
-                        if finished:
-                            del self.inboxes[name]
-                        await self.put(inbox, (answer, finished))
-        except RuntimeError as error:
-            self.failure = error
-            inboxes = list(self.inboxes.values())
-            for inbox in inboxes[: {"first": 1, "none": 0}.get(self.told)]:
-                if self.told == "if there is room" and inbox.full():
-                    continue
-                if self.told == "waits for room":
-                    await inbox.put(error)
-                elif self.told == "no matter what is there":
-                    inbox.put_nowait(error)
-                elif self.told == "by another exception":
-                    await self.put(inbox, RuntimeError("the engine has died"))
-                else:
-                    await self.put(inbox, None if self.told == "ends" else error)
-            self.inboxes.clear()
-            if self.dies == "raises":
-                self.ended.set()
-                raise
-        if self.drain_kind != "not after a death" or self.failure is None:
-            self.ended.set()
+    only_cancelled_ones: A stream that is closed gets GeneratorExit, not CancelledError: use
+        finally.
+    - finally:
+    -     if self.inboxes.get(request_id) is inbox:
+    -         del self.inboxes[request_id]
+    -         self.engine.abort(request_id)
+    + except asyncio.CancelledError:
+    +     if self.inboxes.get(request_id) is inbox:
+    +         del self.inboxes[request_id]
+    +         self.engine.abort(request_id)
+    +     raise
 
-    def busy(self):
-        return self.inboxes or (self.waits_for == "readers" and self.readers)
+    only_closed_ones: A task that is cancelled gets CancelledError, not GeneratorExit: use finally.
+    - finally:
+    -     if self.inboxes.get(request_id) is inbox:
+    -         del self.inboxes[request_id]
+    -         self.engine.abort(request_id)
+    + except GeneratorExit:
+    +     if self.inboxes.get(request_id) is inbox:
+    +         del self.inboxes[request_id]
+    +         self.engine.abort(request_id)
+    +     raise
 
-    def check_open(self):
-        if (self.is_draining and self.newcomers == "closed") or (
-            self.failure is not None and self.dead == "closed"
-        ):
-            raise Closed("closed")
+    forgotten_but_not_aborted: The reader is forgotten, but the engine still computes for it: abort
+        the request.
+    - self.engine.abort(request_id)
 
-    async def stream(self, name):
-        self.check_open()
-        size = {"all": 0, "wait": 2}.get(self.full, 1)
-        if self.refused == "after":
-            inbox = self.inboxes[name] = asyncio.Queue(size)
-            self.engine.add(name)
-        else:
-            self.engine.add(name)
-            inbox = self.inboxes[name] = asyncio.Queue(size)
-        self.readers += 1
-        self.work.set()
-        finished = False
-        try:
-            while not finished:
-                message = await inbox.get()
-                if message is None:
-                    return
-                if isinstance(message, Exception):
-                    raise message
-                answer, finished = message
-                yield answer
-        except asyncio.CancelledError:
-            if self.closed == "cancelled":
-                self.leave(name, inbox)
-            if self.cancels == "ends here":
-                return
-            raise
-        except GeneratorExit:
-            if self.closed == "exit":
-                self.leave(name, inbox)
-            raise
-        finally:
-            self.readers -= 1
-            self.work.set()
-            if self.closed == "both":
-                self.leave(name, inbox)
+    aborted_but_still_listed: A reader that left is still listed, so the loop steps an engine that
+        has nothing to do.
+    - del self.inboxes[request_id]
+    - self.engine.abort(request_id)
+    + self.engine.abort(request_id)
 
-    def leave(self, name, inbox):
-        if self.left == "always aborted":
-            self.engine.abort(name)
-        if self.inboxes.get(name) is not inbox and (
-            self.left != "the name alone" or name not in self.inboxes
-        ):
-            return
-        if self.left != "still listed":
-            del self.inboxes[name]
-        if self.left != "forgotten":
-            self.engine.abort(name)
+    finished_ones_aborted: A request that has ended must not be aborted: its id may be another
+        reader's by then.
+    - if self.inboxes.get(request_id) is inbox:
+    -     del self.inboxes[request_id]
+    -     self.engine.abort(request_id)
+    + if self.inboxes.get(request_id) is inbox:
+    +     del self.inboxes[request_id]
+    + self.engine.abort(request_id)
 
-    async def drain(self):
-        self.is_draining = True
-        if self.drain_kind == "at once":
-            return
-        if self.drain_kind == "aborts":
-            for name in list(self.inboxes):
-                self.engine.abort(name)
-                await self.put(self.inboxes.pop(name), None)
-        if self.drain_kind != "sleeps":
-            self.work.set()
-        await self.ended.wait()
-        if self.drain_kind == "is used up":
-            self.ended.clear()
+    aborts_a_namesake: The request_id may be another reader's by now: is the inbox under it still
+        this reader's?
+    - if self.inboxes.get(request_id) is inbox:
+    + if request_id in self.inboxes:
 
+    who_left_is_looked_up: A reader may leave while a step runs. Its answer comes back, and has no
+        inbox any more.
+    - inbox = self.inboxes.get(request_id)
+    - if inbox is None:
+    -     continue
+    + inbox = self.inboxes[request_id]
 
-for name, slip, hint in [
-    (
-        "waits_for_readers",
-        dict(full="wait"),
-        "The loop waits for room in an inbox: one reader who stops stops all.",
-    ),
-    (
-        "keeps_every_answer",
-        dict(full="all"),
-        "An inbox without a limit keeps every answer of a slow reader. The newest says it all.",
-    ),
-    (
-        "keeps_the_oldest",
-        dict(full="oldest"),
-        "When an inbox is full, the newest answer is to replace the old one, not to get lost.",
-    ),
-    (
-        "not_aborted",
-        dict(closed="none"),
-        "A reader has left and is still computed: abort the request when the stream is closed.",
-    ),
-    (
-        "only_cancelled_ones",
-        dict(closed="cancelled"),
-        "A stream that is closed gets GeneratorExit, not CancelledError: use finally.",
-    ),
-    (
-        "only_closed_ones",
-        dict(closed="exit"),
-        "A task that is cancelled gets CancelledError, not GeneratorExit: use finally.",
-    ),
-    (
-        "forgotten_but_not_aborted",
-        dict(left="forgotten"),
-        "The reader is forgotten, but the engine still computes for it: abort the request.",
-    ),
-    (
-        "aborted_but_still_listed",
-        dict(left="still listed"),
-        "Who left is still listed, so the loop steps an engine that has nothing to do.",
-    ),
-    (
-        "finished_ones_aborted",
-        dict(left="always aborted"),
-        "A request that has ended must not be aborted: its id may be another reader's by then.",
-    ),
-    (
-        "aborts_a_namesake",
-        dict(left="the name alone"),
-        "The request_id may be another reader's by now: is the inbox under it still this reader's?",
-    ),
-    (
-        "who_left_is_looked_up",
-        dict(strangers="looked up"),
-        "A reader may leave while a step runs. Its answer comes back, and has no inbox any more.",
-    ),
-    (
-        "cancellation_ends_here",
-        dict(cancels="ends here"),
-        "Raise CancelledError again: without it the cancelled task sees an answer that has ended.",
-    ),
-    (
-        "listed_before_it_is_taken",
-        dict(refused="after"),
-        "The inbox is made before the engine has taken the request: a refusal leaves it there.",
-    ),
-    (
-        "newcomers_in_a_drain",
-        dict(newcomers="served"),
-        "While it drains, stream must raise Closed, or a drain need never end.",
-    ),
-    (
-        "newcomers_of_a_dead_engine",
-        dict(dead="served"),
-        "After the engine has died, no answer comes: raise Closed.",
-    ),
-    (
-        "death_is_not_told",
-        dict(told="none"),
-        "When a step raises, all readers wait for ever: give them the exception.",
-    ),
-    (
-        "death_is_told_to_one",
-        dict(told="first"),
-        "When a step raises, every reader is to get the exception.",
-    ),
-    (
-        "death_is_told_if_there_is_room",
-        dict(told="if there is room"),
-        "A slow reader's inbox is full, and it waits for ever: the exception replaces the answer.",
-    ),
-    (
-        "death_waits_for_room",
-        dict(told="waits for room"),
-        "When a step raises, run waits for room in an inbox: a slow reader stops the others.",
-    ),
-    (
-        "death_finds_no_room",
-        dict(told="no matter what is there"),
-        "A slow reader's inbox is full, and put_nowait raises: make room first.",
-    ),
-    (
-        "death_by_another_exception",
-        dict(told="by another exception"),
-        "Readers are to get the exception of the step itself, which says what happened.",
-    ),
-    (
-        "death_ends_the_run",
-        dict(dies="raises"),
-        "run() returns when the engine has died: the readers get the exception.",
-    ),
-    (
-        "death_looks_like_an_end",
-        dict(told="ends"),
-        "A stream that just ends looks like a whole answer: raise the exception in it.",
-    ),
-    (
-        "drain_sleeps",
-        dict(drain="sleeps"),
-        "A drain must wake the loop: it may be waiting for work that will never come.",
-    ),
-    (
-        "drain_returns_at_once",
-        dict(drain="at once"),
-        "drain() returns before the answers have been computed.",
-    ),
-    (
-        "drain_aborts",
-        dict(drain="aborts"),
-        "Those who are there get their whole answers: a drain aborts no request.",
-    ),
-    (
-        "drain_of_a_dead_engine",
-        dict(drain="not after a death"),
-        "When the engine has died, a drain is over: has_ended must be set in any case.",
-    ),
-    (
-        "drain_is_used_up",
-        dict(drain="is used up"),
-        "A drain that has ended stays ended: another caller must not wait for it for ever.",
-    ),
-    (
-        "drain_waits_for_readers",
-        dict(waits_for="readers"),
-        "A drain waits for answers to be computed, not for a reader who has stopped reading.",
-    ),
-    (
-        "polls",
-        dict(idle="polls"),
-        "The loop turns round and round while no request is there: let it wait for has_work.",
-    ),
-    (
-        "ends_when_idle",
-        dict(idle="ends"),
-        "The loop ends when no request is there: the next reader waits for ever.",
-    ),
-]:
-    answers.wrong("22.3", hint, name)(partial(SlippedLoop, **slip))
+    cancellation_ends_here: Raise CancelledError again: without it the cancelled task sees an answer
+        that has ended.
+    - finally:
+    -     if self.inboxes.get
+    + except asyncio.CancelledError:
+    +     pass
+    + finally:
+    +     if self.inboxes.get
+
+    listed_before_it_is_taken: The inbox is made before the engine has taken the request: a refusal
+        leaves it there.
+    - self.engine.add(request_id)
+    - inbox = self.inboxes[request_id] = asyncio.Queue(1)
+    + inbox = self.inboxes[request_id] = asyncio.Queue(1)
+    + self.engine.add(request_id)
+
+    newcomers_in_a_drain: While it drains, stream must raise Closed, or a drain need never end.
+    - if self.is_draining or self.failure is not None:
+    + if self.failure is not None:
+
+    newcomers_of_a_dead_engine: After the engine has died, no answer comes: raise Closed.
+    - if self.is_draining or self.failure is not None:
+    + if self.is_draining:
+
+    death_is_not_told: When a step raises, all readers wait for ever: give them the exception.
+    - for inbox in self.inboxes.values():
+    -     put(inbox, error)
+
+    death_is_told_to_one: When a step raises, every reader is to get the exception.
+    - for inbox in self.inboxes.values():
+    + for inbox in [*self.inboxes.values()][:1]:
+
+    death_is_told_if_there_is_room: A slow reader's inbox is full, and it waits for ever: the
+        exception replaces the answer.
+    - put(inbox, error)
+    + if not inbox.full():
+    +     inbox.put_nowait(error)
+
+    death_waits_for_room: When a step raises, run waits for room in an inbox: a slow reader stops
+        the others.
+    - for inbox in self.inboxes.values():
+    -     put(inbox, error)
+    + for inbox in [*self.inboxes.values()]:
+    +     await inbox.put(error)
+
+    death_finds_no_room: A slow reader's inbox is full, and put_nowait raises: make room first.
+    - put(inbox, error)
+    + inbox.put_nowait(error)
+
+    death_by_another_exception: Readers are to get the exception of the step itself, which says what
+        happened.
+    - put(inbox, error)
+    + put(inbox, RuntimeError("the engine has died"))
+
+    death_ends_the_run: run() returns when the engine has died: the readers get the exception.
+    - self.inboxes.clear()
+    + self.inboxes.clear()
+    + raise
+
+    death_looks_like_an_end: A stream that just ends looks like a whole answer: raise the exception
+        in it.
+    - put(inbox, error)
+    + put(inbox, None)
+    - if isinstance(message, Exception):
+    -     raise message
+    + if message is None:
+    +     return
+
+    drain_sleeps: A drain must wake the loop: it may be waiting for work that will never come.
+    - self.is_draining = True
+    - self.has_work.set()
+    + self.is_draining = True
+
+    drain_returns_at_once: drain() returns before the answers have been computed.
+    - await self.has_ended.wait()
+
+    drain_aborts: Requests that are there get their whole answers: a drain aborts no request.
+    - self.is_draining = True
+    + self.is_draining = True
+    + for request_id in [*self.inboxes]:
+    +     self.engine.abort(request_id)
+    +     inbox = self.inboxes.pop(request_id)
+    +     if inbox.empty():
+    +         inbox.put_nowait(Closed("this server ends"))
+
+    drain_of_a_dead_engine: When the engine has died, a drain is over: has_ended must be set in any
+        case.
+    - finally:
+    -     self.has_ended.set()
+    + else:
+    +     self.has_ended.set()
+
+    drain_is_used_up: A drain that has ended stays ended: another caller must not wait for it for
+        ever.
+    - await self.has_ended.wait()
+    + await self.has_ended.wait()
+    + self.has_ended.clear()
+
+    drain_waits_for_readers: A drain waits for answers to be computed, not for a reader who has
+        stopped reading.
+    - self.is_draining = False
+    + self.is_draining = False
+    + self.num_readers = 0
+    - while self.inboxes or not self.is_draining:
+    + while self.inboxes or self.num_readers or not self.is_draining:
+    - inbox = self.inboxes[request_id] = asyncio.Queue(1)
+    + inbox = self.inboxes[request_id] = asyncio.Queue(1)
+    + self.num_readers += 1
+    - finally:
+    -     if self.inboxes.get
+    + finally:
+    +     self.num_readers -= 1
+    +     self.has_work.set()
+    +     if self.inboxes.get
+
+    polls: The loop turns round and round while no request is there: let it wait for has_work.
+    - self.has_work.clear()
+    - await self.has_work.wait()
+    + await asyncio.sleep(0)
+
+    ends_when_idle: The loop ends when no request is there: the next reader waits for ever.
+    - self.has_work.clear()
+    + if self.has_work.is_set():
+    +     break
+    """,
+)
 
 
 @answers.wrong("22.3", "This is the code with its six bugs, as it was given.")

@@ -24,7 +24,7 @@ def double_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, 2 * tl.load(x_ptr + at, mask=at < n), mask=at < n + 1)
 
 
-def test_a_store_behind_the_end_names_its_line():
+def test_a_store_after_the_end_names_its_line():
     x = torch.randn(1000)
     with pytest.raises(Fault, match=r"double_kernel, compiled_cases.py:\d+, program .*out_ptr, wh"):
         double_kernel[(4,)](x, torch.empty_like(x), len(x), BLOCK=256)

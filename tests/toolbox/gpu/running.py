@@ -35,10 +35,13 @@ HEAD = """
 
 def kernel_of(body: str, buffers: int, outside: str = "") -> Kernel:
     """A kernel whose body finds its thread in %r70, its program in %r71, and the addresses of its
-    buffers in %rd30, %rd31, ... Each line of the body is a line of "kernel.py", from 8 on.
+    buffers in %rd30, %rd31, ... Each line of the body is a line of "kernel.py", from 8 on, but one
+    after a `.loc` of its own.
     """
     names = [f"tried_param_{i}" for i in range(buffers)]
-    lines = [f".loc 1 {8 + i} 1\n{line}" for i, line in enumerate(body.strip().splitlines())]
+    given = body.strip().splitlines()
+    placed = {i + 1 for i, line in enumerate(given) if line.startswith(".loc")}
+    lines = [line if i in placed else f".loc 1 {8 + i} 1\n{line}" for i, line in enumerate(given)]
     text = HEAD.format(
         outside=outside,
         parameters=",\n".join(f".param .u64 {name}" for name in names),
@@ -68,7 +71,8 @@ def run(
 
 def computed(instructions: str, inputs: list, result: str, type_: str) -> np.ndarray:
     """What a register holds after some instructions: [32], one for each thread. inputs: arrays [32]
-    of 2, 4 or 8 bytes, found in %rs, %r or %rd 1, 2, 3 ...; result: the register, type_: b32, b64, b16.
+    of 2, 4 or 8 bytes, found in %rs, %r or %rd 1, 2, 3 ...; result: the register, type_: b32, b64,
+    b16.
     """
     registers = {2: "%rs", 4: "%r", 8: "%rd"}
     body = []

@@ -6,12 +6,13 @@ import pytest
 from lessons.toolbox.gpu.counters import Counts, counting, matrix_flops
 from tests.toolbox.gpu.running import kernel_of, run
 
-LOAD = "mul.wide.u32 %rd1, %r70, {step};\nadd.u64 %rd1, %rd1, %rd30;\nld.global.{type} {to}, [%rd1+{first}];"
+LOAD = "mul.wide.u32 %rd1, %r70, {step};\nadd.u64 %rd1, %rd1, %rd30;\n"
+LOAD += "ld.global.{type} {to}, [%rd1+{first}];"
 SHARED = "mul.lo.u32 %r1, %r70, {step};\nst.shared.{type} [%r1], {of};"
 
 
 def of_op(done, op: str, *names: str) -> tuple[int, ...]:
-    """The columns of the only instruction with this operation behind the pointer's."""
+    """The columns of the only instruction with this operation after the pointer's."""
     places = [
         i
         for i, instruction in enumerate(done.kernel.instructions)

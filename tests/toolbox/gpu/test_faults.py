@@ -23,7 +23,7 @@ def fails(body: str, match: str, arrays=None, **options) -> None:
 # ---------------------------------------------------------------- global memory
 
 
-def test_a_load_behind_the_last_element():
+def test_a_load_after_the_last_element():
     body = "mad.wide.u32 %rd1, %r70, 4, %rd30;\nld.global.b32 %r1, [%rd1+1024];"
     fails(
         body, r"kernel.py:9, program \(0, 0, 0\), thread 0: 4 bytes at 1024 of x0, which has 1024"
@@ -58,7 +58,7 @@ def test_a_program_reads_what_another_one_writes():
         fails(body, "race in global memory", grid=4, seed=seed)
 
 
-def test_a_register_that_nobody_wrote():
+def test_a_register_that_was_not_written():
     body = "setp.ge.u32 %p1, %r70, 0;\n@%p1 bra on;\nmov.u32 %r2, 1;\non:\nadd.s32 %r1, %r2, 1;"
     fails(body, "register '?%r2'? is read before it is written")
     # what nothing ever writes is the compiler's "undefined": it holds garbage
@@ -132,7 +132,9 @@ def test_two_threads_store_different_values_at_one_place():
 
 
 def test_copies_of_a_sum_may_differ_in_their_last_bits():
-    """A compiler fuses a product into a butterfly's first addition, and the partners round otherwise."""
+    """A compiler fuses a product into a butterfly's first addition, and the partners round
+    otherwise.
+    """
     body = "and.b32 %r3, %r70, 1;\nadd.u32 %r3, %r3, FIRST;\nst.shared.b32 [tile], %r3;"
     run(body.replace("FIRST", "0x40000000"), [words()], outside=SHARED)  # 2.0 and the next float
     fails(body.replace("FIRST", "1000000"), "store different values", outside=SHARED)
@@ -183,7 +185,7 @@ def test_a_copy_is_waited_for():
     run(COPY + "cp.async.wait_group 0;\n" + read, [words()], outside=SHARED)
 
 
-def test_other_warps_need_a_barrier_behind_the_wait():
+def test_other_warps_need_a_barrier_after_the_wait():
     wait = COPY + "cp.async.wait_group 0;\n" + OTHER
     read = "ld.shared.b32 %r5, [%r3];"
     one = dict(threads=64, outside=SHARED)

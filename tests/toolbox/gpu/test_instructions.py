@@ -175,11 +175,11 @@ def test_ftz_flushes_what_comes_in_and_goes_out():
 
 def test_fma_rounds_once(seed):
     """Against whole numbers of Python, of which a float32 is one times a power of two. Among them
-    sums whose float64 lies exactly between two float32.
+    sums whose float64 is exactly between two float32.
     """
     generator = np.random.default_rng(seed)
     a, b, c = (generator.standard_normal(32).astype(np.float32) for _ in range(3))
-    # (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24: with 2^-60 beside it, float64 forgets on which side it lies
+    # (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24: with 2^-60 beside it, float64 forgets on which side it is
     a[:2] = b[:2] = np.float32(1 + 2.0**-12)
     c[:2] = 2.0**-60, -(2.0**-60)
     out = computed("fma.rn.f32 %r9, %r1, %r2, %r3;", [a, b, c], "%r9", "b32").view(np.float32)
@@ -445,8 +445,9 @@ def test_a_matrix_product(type_, seed, monkeypatch):
             c_regs[r, lane] = word(c[g + 8 * (r // 2), 2 * t + r % 2], sums)
     names = [f"%r{i + 1}" for i in range(10)]
     kinds = f"{sums}.{type_}.{type_}.{sums}"
+    sums_at = ", ".join(f"%r{i}" for i in range(20, 24))
     text = (
-        f"mma.sync.aligned.m16n8k{depth}.row.col.{kinds} {{{', '.join(f'%r{i}' for i in range(20, 24))}}}, "
+        f"mma.sync.aligned.m16n8k{depth}.row.col.{kinds} {{{sums_at}}}, "
         f"{{{', '.join(names[:4])}}}, {{{', '.join(names[4:6])}}}, {{{', '.join(names[6:])}}};"
     )
     out = np.zeros((16, 8))

@@ -1,4 +1,6 @@
-"""Bugs planted in a few lines of PTX: each outcome where it is known by hand; and in a lesson's code."""
+"""Bugs planted in a few lines of PTX: each outcome where it is known by hand; and in a lesson's
+code.
+"""
 
 import json
 import os

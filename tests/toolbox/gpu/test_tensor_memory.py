@@ -164,7 +164,9 @@ def descriptor(variable: str, register: str, swizzle: int, leading: int, stride:
 
 
 def in_rows_of_128(x: np.ndarray) -> np.ndarray:
-    """[rows, 64] of 2 bytes as a 128-byte swizzle lays them out: chunk c of row r is at c ^ (r mod 8)."""
+    """[rows, 64] of 2 bytes as a 128-byte swizzle lays them out: chunk c of row r is at c ^ (r mod
+    8).
+    """
     rows = len(x)
     chunk = np.arange(8) ^ (np.arange(rows) % 8)[:, None]
     return x.reshape(rows, 8, 8)[np.arange(rows)[:, None], chunk]
@@ -175,7 +177,8 @@ def in_core_matrices(x: np.ndarray) -> np.ndarray:
     return x.reshape(-1, 8, 8, 8).swapaxes(1, 2)
 
 
-LAYOUTS = {  # name: (field of the descriptor, leading, stride, bytes from one k-step to the next, how)
+# name: (field of the descriptor, leading, stride, bytes from one k-step to the next, how)
+LAYOUTS = {
     "rows of 128 bytes": (2, 16, 1024, 32, in_rows_of_128),
     "core matrices": (0, 128, 1024, 256, in_core_matrices),
 }
@@ -196,7 +199,8 @@ def product_body(layout: str, what: int = WHAT) -> str:
     body += descriptor("right", "%rd4", swizzle, leading, stride)
     body += f"mov.u32 %r8, {what};\nsetp.ne.u32 %p3, %r70, %r70;\nsetp.eq.u32 %p4, %r70, %r70;\n"
     for k in range(K // 16):
-        body += f"@%p2 tcgen05.mma.cta_group::1.kind::f16 [%r1 + 32], %rd3, %rd4, %r8, %p{3 + (k > 0)};\n"
+        body += "@%p2 tcgen05.mma.cta_group::1.kind::f16 [%r1 + 32], "
+        body += f"%rd3, %rd4, %r8, %p{3 + (k > 0)};\n"
         body += f"add.u64 %rd3, %rd3, {step // 16};\nadd.u64 %rd4, %rd4, {step // 16};\n"
     body += f"{COMMIT}\n{WAIT}"
     sums = [f"%r{20 + k}" for k in range(N)]
@@ -266,14 +270,22 @@ def test_an_operand_in_tensor_memory(monkeypatch):
             "@%p2 mbarrier.arrive.shared::cta.b64 %rd9, [done];",
             RACE,
         ),
-        "no proxy fence": ("fence.proxy.async.shared::cta;\n", "", "no fence.proxy.async in between"),
+        "no proxy fence": (
+            "fence.proxy.async.shared::cta;\n",
+            "",
+            "no fence.proxy.async in between",
+        ),
         "no barrier before the product": (
             "fence.proxy.async.shared::cta;\nbar.sync 0;",
             "fence.proxy.async.shared::cta;",
             "race in shared memory: it reads what warp [123] wrote",
         ),
         "a column off": ("[%r3 + 32]", "[%r3 + 33]", "are not allocated to the program"),
-        "sums where there are none": ("%rd4, %r8, %p3", "%rd4, %r8, %p4", "is read before it is written"),
+        "sums where there are none": (
+            "%rd4, %r8, %p3",
+            "%rd4, %r8, %p4",
+            "is read before it is written",
+        ),
         "two threads start it": (
             "setp.eq.u32 %p2, %r70, 0",
             "setp.lt.u32 %p2, %r70, 2",

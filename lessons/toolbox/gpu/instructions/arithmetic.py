@@ -218,8 +218,8 @@ def floating(instruction: Instruction):
 
 
 def half_precision(instruction: Instruction):
-    """16-bit floats, one or two in a register: computed in float32, where a product of two is exact,
-    and rounded. Pairs of float32 (Blackwell) go the same way, without rounding.
+    """16-bit floats, one or two in a register: computed in float32, where a product of two is
+    exact, and rounded. Pairs of float32 (Blackwell) go the same way, without rounding.
     """
     op, type_ = instruction.op, instruction.type
     single = PAIRS.get(type_, type_)

@@ -59,8 +59,8 @@ def compare(instruction: Instruction, kernel: Kernel):
 
 
 def comparison(name: str, type_: str):
-    """Of two arrays of a type: whether it holds for each pair. False where an operand is NaN, but for
-    the names in UNORDERED.
+    """Of two arrays of a type: whether it holds for each pair. False where an operand is NaN, but
+    for the names in UNORDERED.
     """
     function, is_float = COMPARE[UNORDERED.get(name, name)], type_ in ("f16", "bf16", "f32", "f64")
 

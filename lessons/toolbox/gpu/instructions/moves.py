@@ -78,8 +78,8 @@ def permute_bytes(instruction: Instruction, kernel: Kernel):
 
 
 def convert_address(instruction: Instruction, kernel: Kernel):
-    """cvta: an address of one space as one of all spaces. Here they are the same number, except that
-    a variable's place in shared memory has no other use.
+    """cvta: an address of one space as one of all spaces. Here they are the same number, except
+    that a variable's place in shared memory has no other use.
     """
     target, source = instruction.operands
     if kernel.has_parameter(source):

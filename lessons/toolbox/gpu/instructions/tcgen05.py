@@ -7,12 +7,12 @@
 Products of one shape on the same d go one after another. Anything else that touches what a product
 reads or writes has to wait at an mbarrier that it was committed to.
 
-`what` is the instruction descriptor: types, M, N, which operands are transposed. d has a row a lane.
-With M = 64 it fills the lower or the upper 16 lanes of each quarter, and so must an A in tensor
-memory.
+`what` is the instruction descriptor: types, M, N, which operands are transposed. d has a row a
+lane. With M = 64 it fills the lower or the upper 16 lanes of each quarter, and so must an A in
+tensor memory.
 
-The manual also asks for a tcgen05.fence where a barrier of threads orders two of these instructions.
-Triton 3.7 emits none, so none is asked for here.
+The manual also asks for a tcgen05.fence where a barrier of threads orders two of these
+instructions. Triton 3.7 emits none, so none is asked for here.
 
 Source: NVIDIA, PTX ISA 9.0, 9.7.16.4 (descriptors), 9.7.16.6 (what is ordered), 9.7.16.10
 (mma), 9.7.16.10.5 (lanes), 9.7.16.12 (commit).
@@ -176,8 +176,8 @@ def half_of(threads, base: np.ndarray, rows: int, lanes: np.ndarray) -> np.ndarr
     accepted = (0, HALF) if rows == 64 else (0,)
     if rows not in (64, 128) or not np.isin(lane, accepted).all():
         threads.fail(
-            f"a matrix of {rows} rows at lane {int(lane[0])}; accepted: 128 rows at lane 0, 64 rows "
-            f"at lane 0 or 16",
+            f"a matrix of {rows} rows at lane {int(lane[0])}; accepted: 128 rows at lane 0, 64 "
+            f"rows at lane 0 or 16",
             lanes,
         )
     return lane
@@ -198,7 +198,9 @@ def sums_at(threads, base: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.nda
 
 
 def from_tensor(threads, flight: Flight, address, base, shape: Shape) -> np.ndarray:
-    """[lanes, rows, depth]: A in tensor memory, 8 columns. Raises Fault where d lies in other lanes."""
+    """[lanes, rows, depth]: A in tensor memory, 8 columns. Raises Fault where d lies in other
+    lanes.
+    """
     tensor, lanes, type_ = threads.tensor, flight.lanes, shape.types[0]
     half, first = half_of(threads, address, shape.rows, lanes), address & 0xFFFF
     if (half != base >> 16).any():

@@ -1,6 +1,8 @@
-"""tcgen05: warps and tensor memory. They allocate columns, and move rows to their registers and back.
+"""tcgen05: warps and tensor memory. They allocate columns, and move rows to their registers and
+back.
 
-    tcgen05.alloc [place], columns    a warp allocates columns; place in shared memory gets the first
+    tcgen05.alloc [place], columns    a warp allocates columns; the first is stored at place in
+                                      shared memory
     tcgen05.dealloc d, columns
     tcgen05.ld.SHAPE.xN r, [d]        N registers of each thread from N columns
     tcgen05.st.SHAPE.xN [d], r
@@ -12,8 +14,8 @@
 A load or store goes on beside its warp. Until it is waited for, a register that is being loaded may
 not be read, and what is being stored belongs to no one.
 
-Columns that hold nothing are loaded as NaN, and that is no fault: Triton loads ahead of a loop that may
-not run, and drops the result. A matrix product that reads them is one.
+Columns that hold nothing are loaded as NaN, and that is no fault: Triton loads ahead of a loop that
+may not run, and drops the result. A matrix product that reads them is one.
 
 Source: NVIDIA, PTX ISA 9.0, 9.7.16.7 (alloc), 9.7.16.2.3 (shapes), 9.7.16.8 (ld, st, wait).
 """
@@ -92,8 +94,8 @@ def one_program(instruction: Instruction) -> None:
 
 @dataclass
 class Move:
-    """One instruction's loads or stores in flight. names: the registers that a load fills; lanes: the
-    first of each warp; cells: [warps, N].
+    """One instruction's loads or stores in flight. names: the registers that a load fills; lanes:
+    the first of each warp; cells: [warps, N].
     """
 
     names: tuple[str, ...]
@@ -103,7 +105,9 @@ class Move:
 
 
 def rows(instruction: Instruction, kernel: Kernel):
-    """tcgen05.ld.sync.aligned.32x32b.xN.b32 r, [d]; tcgen05.st.sync.aligned.16x32bx2.xN.b32 [d], split, r."""
+    """tcgen05.ld.sync.aligned.32x32b.xN.b32 r, [d]; tcgen05.st.sync.aligned.16x32bx2.xN.b32 [d],
+    split, r.
+    """
     what, _, _, shape, count, type_ = instruction.modifiers
     *where, registers = instruction.operands
     if what == "ld":
@@ -133,8 +137,8 @@ def check_quarter(threads, row: np.ndarray, split: int | None, lanes: np.ndarray
     if wrong.any():
         k = int(np.flatnonzero(wrong)[0])
         threads.fail(
-            f"warp {int(threads.warp_of_program[lanes[k]])} at lane {int(row[k])} of tensor memory; "
-            f"it reaches lanes {int(quarter[k])} to {int(quarter[k]) + WARP - 1}",
+            f"warp {int(threads.warp_of_program[lanes[k]])} at lane {int(row[k])} of tensor "
+            f"memory; it reaches lanes {int(quarter[k])} to {int(quarter[k]) + WARP - 1}",
             lanes[k : k + 1],
         )
 
@@ -219,8 +223,8 @@ def wait(instruction: Instruction, kernel: Kernel):
 
 
 def fence(instruction: Instruction, kernel: Kernel):
-    """tcgen05.fence::before_thread_sync, after_thread_sync: nothing here, because a barrier of threads
-    orders these instructions already (see `tcgen05`).
+    """tcgen05.fence::before_thread_sync, after_thread_sync: nothing here, because a barrier of
+    threads orders these instructions already (see `tcgen05`).
     """
     return lambda threads, mask: None
 

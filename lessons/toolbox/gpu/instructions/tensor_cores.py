@@ -31,8 +31,8 @@ BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 
 def element_order(rows: int, columns: int, bits: int, transposed: bool) -> np.ndarray:
     """[rows, columns] -> where an operand's element lies in (register, lane, part of register).
 
-    Tiles of 8 rows and 128 bits follow each other down the rows first (registers of A: the upper left,
-    lower left, upper right, lower right tile). transposed: B, whose tiles hold columns.
+    Tiles of 8 rows and 128 bits follow each other down the rows first (registers of A: the upper
+    left, lower left, upper right, lower right tile). transposed: B, whose tiles hold columns.
     """
     parts = 32 // bits  # elements a register
     width = 4 * parts  # columns of a tile
@@ -46,8 +46,8 @@ def element_order(rows: int, columns: int, bits: int, transposed: bool) -> np.nd
 
 @cache
 def accumulator_order(rows: int, columns: int) -> np.ndarray:
-    """[rows, columns] -> where an element of C or D lies in (register, lane): registers 0 and 1 hold
-    row g, 2 and 3 row g + 8, then the next 8 columns follow.
+    """[rows, columns] -> where an element of C or D lies in (register, lane): registers 0 and 1
+    hold row g, 2 and 3 row g + 8, then the next 8 columns follow.
     """
     row, column = np.divmod(np.arange(rows * columns), columns)
     register = column // 8 * 2 * (rows // 8) + row // 8 * 2 + column % 2

@@ -1,5 +1,5 @@
-"""cp.async.bulk.tensor: Hopper's copy engine (TMA) moves a box of a tensor between global and shared
-memory, beside the warps.
+"""cp.async.bulk.tensor: Hopper's copy engine (TMA) moves a box of a tensor between global and
+shared memory, beside the warps.
 
 A tensor map describes the tensor: its address, sizes, strides, the box and the swizzle. One thread
 starts a copy. A load tells an mbarrier when its bytes have come; a store belongs to a bulk group,

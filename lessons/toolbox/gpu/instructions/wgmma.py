@@ -5,9 +5,9 @@
     wgmma.commit_group    closes a group of products
     wgmma.wait_group n    waits for all groups but the last n
 
-Until it is waited for, the registers of d belong to no thread: to read them is a fault. So is a store to
-the shared memory that a product still reads. A register that a thread has written needs a fence before
-a product uses it, as a or as d, and all need one before the first product.
+Until it is waited for, the registers of d belong to no thread: to read them is a fault. So is a
+store to the shared memory that a product still reads. A register that a thread has written needs a
+fence before a product uses it, as a or as d, and all need one before the first product.
 
 Source: NVIDIA, PTX ISA 9.0, 9.7.15.7 (wgmma), 9.7.15.7.1 (wgmma.fence).
 """
@@ -38,8 +38,8 @@ SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}  # bits 62 and 63 of a descriptor -> byt
 
 @dataclass
 class Product:
-    """One instruction in flight. lanes: the threads of its warpgroups; group: of each thread, -1 while
-    open; marks: what it reads of shared memory.
+    """One instruction in flight. lanes: the threads of its warpgroups; group: of each thread, -1
+    while open; marks: what it reads of shared memory.
     """
 
     names: tuple[str, ...]
@@ -144,8 +144,9 @@ def fence(threads, mask) -> None:
 
 
 def note_written(threads, place: int, names: frozenset[str], here: np.ndarray) -> None:
-    """Threads have written registers at a place of the code. here: [count] bool. A copy of a register is as late as that one,
-    because the assembler gives both the same place: Triton's compiler puts copies behind the fence.
+    """Threads have written registers at a place of the code. here: [count] bool. A copy of a
+    register is as late as that one, because the assembler gives both the same place: Triton's
+    compiler puts copies behind the fence.
     """
     for name in names & threads.unfenced.keys():
         late = threads.unfenced.get(copied(threads.kernel.instructions[place]), True)

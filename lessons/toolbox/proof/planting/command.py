@@ -1,8 +1,8 @@
 """python -m lessons.toolbox.proof planted --chip 80: bugs in the compiled code of every kernel.
 
-Each lesson's tests of equivalence run in a process of their own (`plugin`), which keeps some launches
-and plants the bugs. results/planted.json holds, for each chip and kernel, how many bugs of a kind
-had which outcome (`trial`), the kernel's hash, and what was not found.
+Each lesson's tests of equivalence run in a process of their own (`plugin`), which keeps some
+launches and plants the bugs. results/planted.json holds, for each chip and kernel, how many bugs of
+a kind had which outcome (`trial`), the kernel's hash, and what was not found.
 """
 
 import json

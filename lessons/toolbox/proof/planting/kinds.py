@@ -1,5 +1,5 @@
-"""Bugs to plant in a kernel's compiled code. Each changes one instruction of its PTX, as a slip of a
-compiler's author or of a kernel's would.
+"""Bugs to plant in a kernel's compiled code. Each changes one instruction of its PTX, as a slip of
+a compiler's author or of a kernel's would.
 
     bugs_of(kernel, places)    every bug of every kind that fits at one of these instructions
     with_bug(kernel, bug)      the kernel with this bug in it
@@ -267,8 +267,8 @@ def bugs_of(kernel: Kernel, places: Iterable[int]) -> list[Bug]:
 
 
 def with_bug(kernel: Kernel, bug: Bug) -> Kernel:
-    """A copy with the one instruction changed. Raises UnknownInstruction where the changed one has no
-    meaning.
+    """A copy with the one instruction changed. Raises UnknownInstruction where the changed one has
+    no meaning.
     """
     steps = compiled_steps(kernel)
     wrong = copy(kernel)

@@ -70,8 +70,8 @@ def recording(names: set[str] | None):
 
 
 def keep(seconds: float, launch: Recorded) -> None:
-    """Of each kernel's compiled forms the one of which most instructions ran, and two launches of it;
-    a launch that takes long only where there is no other.
+    """Of each kernel's compiled forms the one of which most instructions ran, and two launches of
+    it; a launch that takes long only where there is no other.
     """
 
     def rank(entry: tuple[float, Recorded]) -> tuple:

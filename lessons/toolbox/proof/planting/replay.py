@@ -84,8 +84,8 @@ class Recorded:
 
 class OneByOne(Run):
     """Warps in an order drawn from the seed: at each branch and barrier some of a front's warps (of
-    a kernel with wgmma: of its warpgroups) are held back until the others can go no further. A kernel
-    whose barriers order all that matters gives the same bits.
+    a kernel with wgmma: of its warpgroups) are held back until the others can go no further. A
+    kernel whose barriers order all that matters gives the same bits.
     """
 
     def __init__(self, *arguments):
@@ -141,8 +141,8 @@ def same_bits(some: list[np.ndarray], others: list[np.ndarray]) -> bool:
 
 def judge(recorded: Recorded, found: list[np.ndarray], rounding: tuple[int, int], order) -> None:
     """Hold results against the right kernel's, by the rules of `proof.numerics`: the oracle is what
-    that gives with the same rounding, the naive version what it gives with another one. What it leaves
-    as it was has to stay so, bit by bit. Raises NotEquivalent.
+    that gives with the same rounding, the naive version what it gives with another one. What it
+    leaves as it was has to stay so, bit by bit. Raises NotEquivalent.
     """
     exact, other = (recorded.right(seed, order) for seed in rounding)
     for buffer, was, got, right, plain in zip(
@@ -172,8 +172,8 @@ def bits_of(x: Tensor) -> Tensor:
 
 
 def is_rounding(recorded: Recorded, found: list, rounding: tuple[int, int], order) -> bool:
-    """Whether results differ from the right ones by no more than another rounding makes them differ, or
-    than a few units in the last place of the largest.
+    """Whether results differ from the right ones by no more than another rounding makes them
+    differ, or than a few units in the last place of the largest.
     """
     exact, other = (recorded.right(seed, order) for seed in rounding)
     for buffer, got, right, plain in zip(recorded.buffers, found, exact, other):

@@ -70,8 +70,8 @@ class Missed(Exception):
 
 
 def accepted(recorded: Recorded, wrong: Kernel, order: int) -> bool:
-    """Whether the results have the same bits. Raises Fault, NotEquivalent, or Missed if they differ by
-    more than rounding and are not refused.
+    """Whether the results have the same bits. Raises Fault, NotEquivalent, or Missed if they differ
+    by more than rounding and are not refused.
     """
     results = recorded.play(wrong, ROUNDINGS[0], order)
     if same_bits(results, recorded.right(ROUNDINGS[0], order)):
@@ -83,7 +83,9 @@ def accepted(recorded: Recorded, wrong: Kernel, order: int) -> bool:
 
 
 def changes_in_another_order(recorded: Recorded, wrong: Kernel) -> bool:
-    """Whether warps that are held back make a difference that they do not make to the right kernel."""
+    """Whether warps that are held back make a difference that they do not make to the right
+    kernel.
+    """
     for order in SHUFFLED:
         try:
             right = recorded.right(ROUNDINGS[0], order, OneByOne)
