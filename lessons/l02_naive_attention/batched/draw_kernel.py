@@ -206,16 +206,9 @@ def draw_kernel(
                     tl.load(counts_ptr + cells, mask=is_part, other=0),
                     units,
                     tl.load(masses_ptr + 2 * cells + 1, mask=is_part, other=0),
-                    top_k,
-                    top_p,
-                    vocab_size,
-                    highest,
-                    scale,
-                    min_p,
-                    PART,
-                    PARTS,
-                    COLS,
-                )
+                    top_k, top_p, vocab_size, highest, scale, min_p,
+                    PART, PARTS, COLS,
+                )  # fmt: skip
         bits = random_bits(tl.load(stream_ptr + row), tl.load(drawn_ptr + row))
         # floor(u · units), exactly: below the number of units for every u below 1
         target = tl.umulhi(bits, tl.sum(units, axis=0).to(tl.uint64)).to(tl.int64)

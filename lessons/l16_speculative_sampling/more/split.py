@@ -109,17 +109,9 @@ def emit_kernel(
     """A program for a sequence: what it emits."""
     sequence = tl.program_id(0)
     first, end, stop, token = ending_of(
-        p_ptr,
-        q_ptr,
-        drafted_ptr,
-        u_ptr,
-        cu_rows_ptr,
-        sequence,
-        stride_p,
-        stride_q,
-        SURE,
-        BLOCK_ROWS,
-    )
+        p_ptr, q_ptr, drafted_ptr, u_ptr, cu_rows_ptr,
+        sequence, stride_p, stride_q, SURE, BLOCK_ROWS,
+    )  # fmt: skip
     is_real, has_draft = first < end, stop < end - 1
     parts = tl.arange(0, PARTS)
     cells = masses_ptr + 2 * (sequence.to(tl.int64) * num_parts + parts)
