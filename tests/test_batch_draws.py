@@ -188,6 +188,7 @@ def test_a_number_used_twice_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize("parameters", PARAMETERS)
+@pytest.mark.sample(1)
 def test_a_million_draws_of_the_kernels(parameters, request):
     """On a GPU; in the interpreter, where a draw takes 0.1 s, 400 in the long form."""
     if not has_gpu() and not request.config.getoption("--all"):
