@@ -211,7 +211,7 @@ def test_each_head_has_its_sink(impl, seed):
 
 @check("9.2")
 def test_columns_of_the_next_head(impl, seed):
-    """HEAD_DIM is 20, BLOCK_D 32: head 0's columns are followed by head 1's, which hold NaN here."""
+    """HEAD_DIM is 20, BLOCK_D 32: after head 0's columns come those of head 1, NaN here."""
     inputs = sink_inputs(seed, 3, 4, heads=2, dim=20)
     one = {name: inputs[name][:, :1] for name in "qkv"}
     sinks = inputs["sinks"][:1].double()
