@@ -20,8 +20,10 @@ from lessons.l02_naive_attention.batched.batch_sampling import (
     read_tokens,
     sample_batch,
 )
+from lessons.l02_naive_attention.batched.fused import sample_fused
 from lessons.l02_naive_attention.random_streams import mix64, uniform
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities, sample
+from lessons.toolbox.measure.device import default_device, has_gpu
 from tests.batch_sampling_cases import KINDS, Case
 from tests.test_sampling import p_value
 
@@ -183,3 +185,21 @@ def test_a_number_used_twice_is_found(monkeypatch):
     p = probabilities(case.logits[0].float(), params, case.prompts[0], case.outputs[0])
     monkeypatch.setattr(batch_sampling, "uniform", lambda s, drawn: uniform(s, drawn * 0))
     assert p_value(many_draws(params, case, "one stream"), p) < FALSE_ALARM
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS)
+@pytest.mark.sample(1)
+def test_a_million_draws_of_the_kernels(parameters, request):
+    """On a GPU; in the interpreter, where a draw takes 0.1 s, 400 in the long form."""
+    if not has_gpu() and not request.config.getoption("--all"):
+        pytest.skip("NOT RUN: needs a CUDA device, or the long form")
+    count, device = 1_000_000 if has_gpu() else 400, default_device()
+    params = SamplingParams(**parameters, seed=random.randrange(2**40))
+    case = Case(1, 23)
+    batch = SamplingBatch.of([params], case.prompts, case.outputs, device, room=1)
+    batch = batch.select([0] * count)
+    batch = replace(batch, drawn=torch.arange(count, device=device))
+    logits = case.logits.float().to(device).expand(count, -1)
+    p = probabilities(case.logits[0].float(), params, case.prompts[0], case.outputs[0])
+    tokens = sample_fused(logits, batch, part=16)
+    assert p_value(tokens.tolist(), p) > FALSE_ALARM

@@ -7,6 +7,7 @@ import torch
 
 from lessons.l02_naive_attention.batched.batch_cuts import lowest_kept
 from lessons.l02_naive_attention.batched.batch_sampling import SamplingBatch, sample_batch
+from lessons.l02_naive_attention.batched.requests import kernel_batch
 from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams
 from reference.engine import nucleus
 from reference.engine.nucleus import among_largest, lowest_reaching
@@ -116,3 +117,32 @@ def test_only_plain_greedy_requests_are_spared_the_draw():
     assert Sampler()(logits.clone(), [one])[0].tokens == [2]
     plain = EngineSequence(1, [3], 4, GREEDY, frozenset(), output=[1])
     assert Sampler()(logits.clone(), [plain])[0].tokens == [1]
+
+
+# ---------------------------------------------------------------- the kernels
+
+
+@pytest.mark.parametrize("settings", [dict(top_p=0.8123), dict(top_k=9, repetition_penalty=1.3)])
+@pytest.mark.sample(1)
+def test_the_kernels_choose_the_same_tokens(settings):
+    """Step after step, beside a greedy request; logits that are not finite are refused by both."""
+    params = [SamplingParams(**settings, seed=7), GREEDY]
+    with_kernels, without = Sampler(kernel_batch), Sampler()
+    for sampler in (with_kernels, without):
+        sampler.sequences = [
+            EngineSequence(row, [1, 2], 9, each, frozenset()) for row, each in enumerate(params)
+        ]
+    for _ in range(3):
+        logits = 2 * torch.randn(2, 300)
+        chosen = [
+            [emitted.tokens[0] for emitted in sampler(logits.clone(), sampler.sequences)]
+            for sampler in (with_kernels, without)
+        ]
+        assert chosen[0] == chosen[1]
+        for sampler in (with_kernels, without):
+            for sequence, token in zip(sampler.sequences, chosen[0]):
+                sequence.append(token)
+    logits[0, 3] = torch.nan
+    for sampler in (with_kernels, without):
+        with pytest.raises(ValueError, match="the largest of row 0 is not finite"):
+            sampler(logits.clone(), sampler.sequences)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from lessons.l02_naive_attention.batched.batch_math import BLOCK, draw_tokens
-from lessons.l16_speculative_sampling import optimized
 from lessons.l16_speculative_sampling.arguments import check_rows
+from lessons.l16_speculative_sampling.more.split import verify_split
 
 
 def draw_rows(p: Tensor, u: Tensor) -> Tensor:
@@ -59,5 +59,5 @@ def verify_torch(
 
 
 def verify_for(device: torch.device) -> Callable:
-    """The verification to generate with: the kernel where it is compiled."""
-    return optimized.verify if device.type == "cuda" else verify_torch
+    """The verification to generate with: the kernels where they are compiled."""
+    return verify_split if device.type == "cuda" else verify_torch

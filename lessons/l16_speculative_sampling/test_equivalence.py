@@ -8,25 +8,19 @@ import pytest
 import torch
 
 from lessons.l16_speculative_sampling import naive, optimized
-from lessons.l16_speculative_sampling.lab.testing import KINDS, Rows, expected, rows_of, sure
+from lessons.l16_speculative_sampling.lab.testing import (
+    COUNTS,
+    KINDS,
+    Rows,
+    assert_decides,
+    expected,
+    rows_of,
+    sure,
+)
 from lessons.l16_speculative_sampling.optimized import verify, verify_kernel
 from lessons.l16_speculative_sampling.stand_ins import verify_torch
 from lessons.toolbox.proof.planted import with_bug
 from lessons.toolbox.proof.refusals import assert_message, assert_refused
-from lessons.toolbox.proof.traps import poisoned_empty
-
-# -1: a sequence of a batch with fixed size that has left
-COUNTS = [4, 0, 1, -1, 8, 3, 3, -1, 2]
-
-
-def assert_decides(function, rows: Rows, q="rows.q", **options) -> None:
-    """function, whose outputs are poisoned before, equals naive.verify in every token."""
-    want = expected(rows)
-    q = rows.q if q == "rows.q" else q
-    with poisoned_empty():
-        got = function(rows.p, q, *rows[2:], rows.max_rows, **options)
-    for mine, theirs in zip(got, want):
-        assert torch.equal(mine.cpu(), theirs), f"{mine.tolist()}, expected {theirs.tolist()}"
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 97, 1000, 4099])

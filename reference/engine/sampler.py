@@ -2,8 +2,10 @@
 
 A step whose requests are all greedy takes the likeliest token of each row. One that draws asks
 lesson 2's sampler for a batch, by way of lesson 14's; it is imported with the first such request.
+On a GPU that sampler is its kernels, on a CPU its PyTorch operations.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,10 +26,12 @@ class Emitted(NamedTuple):
 
 class Sampler:
     """A token for each row. What only the engine knows comes first: structures, biases, least
-    lengths, log-probabilities.
+    lengths, log-probabilities. new_batch: makes the sampling batch of sequences on a device, as
+    lesson 2's `kernel_batch`; None: as suits the device.
     """
 
-    def __init__(self):
+    def __init__(self, new_batch: Callable | None = None):
+        self.new_batch = new_batch
         self.draw = None  # lesson 14's StepSampler, once a request is not greedy
 
     @torch.inference_mode()
@@ -54,7 +58,7 @@ class Sampler:
             from lessons.l14_continuous_batching.loop import StepSampler
             from reference.engine.nucleus import searching_batch
 
-            self.draw = StepSampler(searching_batch)
+            self.draw = StepSampler(self.new_batch or searching_batch)
         return self.draw(logits, sequences)
 
 

@@ -18,9 +18,12 @@ from lessons.l02_naive_attention.lab.workload import (
     EVERYTHING,
     TOP_P,
     as_a_batch,
+    flashinfer_top_p,
+    on_kernels,
     row_by_row,
     step_of,
     transformers_top_p,
+    vllm_top_p,
 )
 from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
 from lessons.toolbox.measure.device import default_device, default_dtype
@@ -195,7 +198,10 @@ BENCHMARKS = [
         providers={
             "row by row": ("naive", row_by_row(TOP_P)),
             "batch": ("optimized", as_a_batch(TOP_P)),
+            "kernels": ("optimized", on_kernels(TOP_P)),
             "transformers' processors": ("library", transformers_top_p),
+            "FlashInfer": ("library", flashinfer_top_p),
+            "vLLM's Triton kernel": ("library", vllm_top_p),
         },
         ylabel="time of a step's sampling",
         floor_s=lambda rows: logits_floor_s(rows * VOCAB_SIZE),

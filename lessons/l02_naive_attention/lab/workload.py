@@ -2,6 +2,7 @@
 three ways to do it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,10 @@ from lessons.l02_naive_attention.batched.batch_sampling import (
     read_tokens,
     sample_batch,
 )
+from lessons.l02_naive_attention.batched.requests import by_kernels
+from lessons.l02_naive_attention.lab import peers
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities, sample
-from lessons.toolbox.measure.bench import Unavailable
+from lessons.toolbox.measure.bench import Unavailable, on_gpu
 
 TOP_P = SamplingParams(temperature=0.8, top_p=0.95)
 EVERYTHING = SamplingParams(
@@ -114,3 +117,40 @@ def transformers_top_p(step: Step):
         return are_allowed(tokens.tolist(), mask)
 
     return call
+
+
+def on_kernels(params: SamplingParams):
+    """A provider: the kernels of batched/fused.py, read on the host."""
+
+    @on_gpu
+    def make(step: Step):
+        mask = allowed(step, params)
+        rows = [params] * len(step.logits)
+        batch = by_kernels(SamplingBatch.of(rows, step.prompts, step.outputs, step.logits.device))
+
+        def call() -> list[bool]:
+            batch.drawn += 1
+            return are_allowed(read_tokens(sample_batch(step.logits, batch)), mask)
+
+        return call
+
+    return make
+
+
+def a_peer(draw: Callable[[Tensor, SamplingParams], Tensor], package: str):
+    """A provider: a function of peers.py, read on the host."""
+
+    @on_gpu
+    def make(step: Step):
+        mask = allowed(step, TOP_P)
+        try:
+            draw(step.logits, TOP_P)
+        except ImportError:
+            raise Unavailable(f"needs {package}") from None
+        return lambda: are_allowed(draw(step.logits, TOP_P).tolist(), mask)
+
+    return make
+
+
+flashinfer_top_p = a_peer(peers.flashinfer_top_p, "flashinfer-python")
+vllm_top_p = a_peer(peers.vllm_top_p, "vllm")

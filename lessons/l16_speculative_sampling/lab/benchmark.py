@@ -11,7 +11,7 @@ import torch
 from lessons.l02_naive_attention.sampling import GREEDY
 from lessons.l03_kv_cache.lab.workload import ON_GPU, read_floor_s
 from lessons.l14_continuous_batching import loop
-from lessons.l16_speculative_sampling import naive
+from lessons.l16_speculative_sampling import naive, optimized
 from lessons.l16_speculative_sampling.generate import generate
 from lessons.l16_speculative_sampling.lab.workload import (
     SHAPE,
@@ -19,8 +19,9 @@ from lessons.l16_speculative_sampling.lab.workload import (
     embedded_pair,
     held_out_prompts,
 )
-from lessons.l16_speculative_sampling.stand_ins import verify_for, verify_torch
-from lessons.toolbox.measure.bench import Benchmark, Unavailable
+from lessons.l16_speculative_sampling.more.split import verify_split
+from lessons.l16_speculative_sampling.stand_ins import verify_torch
+from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
 
 COUNT = 4  # drafted tokens of a step
 EXACT = replace(GREEDY, ignore_eos=True)  # so that every answer has 128 tokens
@@ -84,11 +85,35 @@ def in_pytorch(p, q, drafted, u, cu_rows):
     return lambda: verify_torch(p, q, drafted, u, cu_rows, COUNT + 1)[1].float()
 
 
+@on_gpu
 def in_one_launch(p, q, drafted, u, cu_rows):
-    """The kernel."""
-    if not ON_GPU:
-        raise Unavailable("an interpreted kernel takes seconds")
-    return lambda: verify_for(p.device)(p, q, drafted, u, cu_rows, COUNT + 1)[1].float()
+    """A program for each sequence."""
+    return lambda: optimized.verify(p, q, drafted, u, cu_rows, COUNT + 1)[1].float()
+
+
+@on_gpu
+def in_parts(p, q, drafted, u, cu_rows):
+    """Several programs a sequence, in two launches."""
+    return lambda: verify_split(p, q, drafted, u, cu_rows, COUNT + 1)[1].float()
+
+
+@on_gpu
+def flashinfer(p, q, drafted, u, cu_rows):
+    """FlashInfer's, which draws its own random numbers: only its time is compared."""
+    try:
+        from flashinfer.sampling import chain_speculative_sampling
+    except ImportError:
+        raise Unavailable("needs flashinfer-python") from None
+    batch, vocab_size = len(cu_rows) - 1, p.shape[1]
+    p, q = p.view(batch, -1, vocab_size), q.view(batch, -1, vocab_size)
+    draft, tokens = q[:, :-1].contiguous(), drafted.view(batch, -1)[:, :-1].int().contiguous()
+    emitted = in_parts(p.flatten(0, 1), q.flatten(0, 1), drafted, u, cu_rows)()
+
+    def call():
+        chain_speculative_sampling(draft, tokens, p)
+        return emitted
+
+    return call
 
 
 BENCHMARKS = [
@@ -122,6 +147,8 @@ BENCHMARKS = [
             "row by row": ("naive", row_by_row),
             "PyTorch": ("optimized" if not ON_GPU else "naive", in_pytorch),
             "one launch": ("optimized", in_one_launch),
+            "in parts": ("optimized", in_parts),
+            "FlashInfer": ("library", flashinfer),
         },
         ylabel="time of a verification",
         # The sum and the place: about one and a half walks over a row of p and a row of q.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lessons.l16_speculative_sampling import naive
 from lessons.toolbox.measure.device import default_device
-from lessons.toolbox.proof.traps import poisoned
+from lessons.toolbox.proof.traps import poisoned, poisoned_empty
 
 DEVICE = default_device()  # without a GPU the kernel runs in Triton's interpreter
 UNITS = 2**16  # probabilities are multiples of 1 / UNITS
@@ -115,3 +115,17 @@ def sure(rows: Rows) -> Rows:
     """The same with a draft that was sure: q is 1 at the drafted token, which `q = None` means."""
     drafted = rows.drafted.clamp(min=0)
     return rows._replace(q=torch.nn.functional.one_hot(drafted, rows.p.shape[1]).float())
+
+
+# -1: a sequence of a batch with fixed size that has left
+COUNTS = [4, 0, 1, -1, 8, 3, 3, -1, 2]
+
+
+def assert_decides(function, rows: Rows, q="rows.q", **options) -> None:
+    """function, whose outputs are poisoned before, equals naive.verify in every token."""
+    want = expected(rows)
+    q = rows.q if q == "rows.q" else q
+    with poisoned_empty():
+        got = function(rows.p, q, *rows[2:], rows.max_rows, **options)
+    for mine, theirs in zip(got, want):
+        assert torch.equal(mine.cpu(), theirs), f"{mine.tolist()}, expected {theirs.tolist()}"

@@ -21,6 +21,8 @@ FLOATS = {"f16": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8")}
 DTYPES = INTEGERS | FLOATS | {"bf16": np.dtype("u2"), "tf32": np.dtype("u4")}
 PAIRS = {"bf16x2": "bf16", "f16x2": "f16", "f32x2": "f32"}
 DTYPES |= {"bf16x2": np.dtype("u4"), "f16x2": np.dtype("u4"), "f32x2": np.dtype("u8")}
+INTEGER_PAIRS = {"s16x2": np.dtype("i2"), "u16x2": np.dtype("u2")}
+DTYPES |= dict.fromkeys(INTEGER_PAIRS, np.dtype("u4"))
 FP8 = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
 NAN_BF16, NAN_F32 = np.uint16(0x7FFF), np.uint32(0x7FFFFFFF)  # the NaN that PTX makes
 
@@ -104,6 +106,16 @@ def pack(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Two halves as one register."""
     whole = UNSIGNED[2 * low.dtype.itemsize]
     return low.astype(whole) | (high.astype(whole) << whole(8 * low.dtype.itemsize))
+
+
+def in_halves(function, dtype: np.dtype):
+    """A function of integers, for both halves of registers at once."""
+
+    def of_pairs(*registers: np.ndarray) -> np.ndarray:
+        halves = zip(*map(unpack, registers))
+        return pack(*(function(*(x.view(dtype) for x in half)).view("u2") for half in halves))
+
+    return of_pairs
 
 
 def number(text: str, dtype: np.dtype) -> np.ndarray | None:

@@ -283,6 +283,16 @@ def test_a_variable_that_is_no_register_is_named():
         run("mov.u64 %rd1, table;", [])
 
 
+def test_two_integers_in_a_register():
+    """Each half wraps around by itself."""
+    x = np.full(32, 0xFFFF_7FFF, np.uint32)
+    y = np.full(32, 0x0001_0001, np.uint32)
+    for name, want in {"add": 0x0000_8000, "min": 0xFFFF_0001, "max": 0x0001_7FFF}.items():
+        text = f"{name}.s16x2 %r9, %r1, %r2;"
+        assert (computed(text, [x, y], "%r9", "b32") == want).all(), name
+    assert (computed("max.u16x2 %r9, %r1, 65537;", [x], "%r9", "b32") == 0xFFFF_7FFF).all()
+
+
 def test_halves(seed):
     """bfloat16 and float16 against torch, which rounds each operation once."""
     import torch

@@ -13,9 +13,11 @@ from lessons.toolbox.gpu.rounding import ROUNDING
 from lessons.toolbox.gpu.threads import predicate_reader, reader
 from lessons.toolbox.gpu.values import (
     DTYPES,
+    INTEGER_PAIRS,
     PAIRS,
     flushed,
     fused,
+    in_halves,
     narrow,
     pack,
     quieted,
@@ -119,6 +121,8 @@ def integer(instruction: Instruction):
     if op in ("mul", "mad") and instruction.has("wide", "hi"):
         return wide_product(instruction)
     function = divided if op == "div" else remainder if op == "rem" else INTEGER[op]
+    if type_ in INTEGER_PAIRS:
+        function = in_halves(function, INTEGER_PAIRS[type_])
     target, *operands = instruction.operands
     sources = [reader(operand, type_) for operand in operands]
 
