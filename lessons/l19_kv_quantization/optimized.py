@@ -1,5 +1,5 @@
-"""Optimized: codes are read where they lie. A decode step multiplies them as they are, by the kernel
-of kernels/decode.py; in prompts they become numbers in registers.
+"""Optimized: codes are read where they are stored. A decode step multiplies them as they are, by
+the kernel of kernels/decode.py; in prompts they become numbers in registers.
 
 For prompts the kernel is lesson 12's, with the hooks of hooks.py in the place of `plain_load`. Read
 `quantized_decode` beside lesson 12's `paged_decode`: the arguments are the same, and two tensors of

@@ -1,5 +1,5 @@
-"""Proves that decode over products of codes is decode over the numbers that they mean: any page, any
-window, scales of very different sizes, rows of NaN, and wrong versions that are found.
+"""Proves that decode over products of codes is decode over the numbers that they mean: any page,
+any window, scales of very different sizes, rows of NaN, and wrong versions that are found.
 """
 
 from functools import partial
@@ -114,7 +114,7 @@ KERNEL_SLIPS = [
 
 
 def is_refused(name: str, seed: int, late: float, **options) -> bool:
-    """Whether 290 keys, of which some of the last are `late` times as large, tell a wrong kernel."""
+    """Whether 290 keys, some of the last `late` times as large, tell a wrong kernel."""
     # bfloat16, because its scales are two in a word
     pages = paged([290], block_size=4, heads=ONE_HEAD, dtype=torch.bfloat16, seed=seed)
     pages.k_cache[pages.block_table[0, 68:72]] *= late

@@ -10,7 +10,9 @@ from lessons.toolbox.proof.compiled import reports_of
 MAX_SPILL = {
     "int4_decode_bf16_4x128_paged_16_sm100": 16,
     "int4_decode_bf16_8x128_paged_16_sm100": 8,
+    "kivi_decode_bf16_3x64_paged_32_sm100": 24,
 }
+NARROW = "int4_decode_bf16_3x64_paged_16"  # rows of 32 bytes: two loads of 16 bytes
 
 
 @pytest.mark.compiler
@@ -24,7 +26,8 @@ def test_every_configuration_compiles(kernel):
         assert report.shared_bytes <= report.shared_limit_bytes, report
         assert not report.serialized_wgmma, report
         if kernel != "quantize_":
-            assert report.matrix_instruction and report.loads_128bit >= 12, report
+            assert report.matrix_instruction, report
+            assert report.loads_128bit >= (6 if report.name == NARROW else 12), report
 
 
 @pytest.mark.compiler

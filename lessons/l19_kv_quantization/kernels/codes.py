@@ -25,7 +25,7 @@ def e4m3_codes(words, PARTS: tl.constexpr):
 
 @triton.jit
 def e4m3_bits(words, PARTS: tl.constexpr):
-    """`e4m3_codes` / 256 for older chips: `e4m3_bits_load` says why seven bits move seven places."""
+    """`e4m3_codes` / 256 for older chips: `e4m3_bits_load` says why bits move seven places."""
     parts = ()
     for j in tl.static_range(PARTS):
         code = (words >> (8 * j)).to(tl.uint16)

@@ -4,17 +4,18 @@ Lesson 12's kernel, with a hook of hooks.py, makes a number of each code before 
 K's scale goes to the score and V's to the weight: one multiplication for a key, not for each of its
 values. With 4 bits a row has a low, too, which every code of a key shares.
 
-    score[n] = q · (scale[n] · code[n] + low[n])            = scale[n] · (q · code[n]) + low[n] · Σ q
-    out      = Σ_n p[n] · (scale[n] · code[n] + low[n])     = Σ_n (p[n] · scale[n]) · code[n] + Σ_n p[n] · low[n]
+    number[n] = scale[n] · code[n] + low[n]
+    q · number[n]         =  scale[n] · (q · code[n]) + low[n] · Σ q
+    Σ_n p[n] · number[n]  =  Σ_n (p[n] · scale[n]) · code[n] + Σ_n p[n] · low[n]
 
 The products run in float16, in which all codes are exact (float32, if q is). q and the weights are
-brought into its range by powers of two. For q it is one for each head. For the weights p · scale the
-exponent of V's scale joins the score, before the maximum is subtracted, so the largest weight is
-near 2^14; the sum of p divides it out again.
+brought into its range by powers of two. For q it is one for each head. For the weights p · scale
+the exponent of V's scale joins the score, before the maximum is subtracted, so the largest weight
+is near 2^14; the sum of p divides it out again.
 
 A row is loaded in words of 16 bits. codes.py takes them apart: part j of all words is every second
-or fourth channel. It meets the same channels of q, and its sums are the same channels of the result,
-so no code has to move to another thread.
+or fourth channel. It meets the same channels of q, and its sums are the same channels of the
+result, so no code has to move to another thread.
 """
 
 from lessons.l10_flash_decoding.optimized import keys_of_split
@@ -204,8 +205,8 @@ def codes_decode_kernel(
     NUMBER: tl.constexpr,
     SEES: tl.constexpr = causal,
 ):
-    """One program per KV head, split and sequence, as lesson 12's decode_kernel. k_ptr, v_ptr: words
-    of PARTS codes, in which their strides count.
+    """One program per KV head, split and sequence, as lesson 12's decode_kernel. k_ptr, v_ptr:
+    words of PARTS codes, in which their strides count.
     """
     kv_head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     num_splits = tl.num_programs(1)

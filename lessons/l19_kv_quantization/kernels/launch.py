@@ -23,8 +23,8 @@ MOST_KEYS = 128  # of a tile
 
 
 def unpack_for(name: str, parts: int, bits: int, device: torch.device) -> Callable:
-    """The hook that takes words of a format apart on a device. The interpreter knows no PTX, and the
-    PTX knows words of 16 bits alone.
+    """The hook that takes words of a format apart on a device. The interpreter knows no PTX, and
+    the PTX knows words of 16 bits alone.
     """
     if name == "fp8" and not has_e4m3(device):
         return codes.e4m3_bits
@@ -33,14 +33,14 @@ def unpack_for(name: str, parts: int, bits: int, device: torch.device) -> Callab
 
 
 def as_words(codes: Tensor) -> Tensor:
-    """codes: [num_blocks, block_size, Hkv, bytes] uint8, two bytes in a word where rows allow it."""
+    """codes: [num_blocks, block_size, Hkv, bytes] uint8, in words of two bytes where possible."""
     even = (*codes.stride()[:3], codes.shape[3], codes.data_ptr())
     return codes if any(x % 2 for x in even) else codes.view(torch.uint16)
 
 
 def in_whole_words(*scales: Tensor) -> tuple[Tensor, ...]:
-    """scales of K and V: [num_blocks, block_size, Hkv, each], the slots of a head side by side, such
-    that each head's are whole words of 32 bits. Copies where they are not; those of a pool are.
+    """scales of K and V: [num_blocks, block_size, Hkv, each], the slots of a head side by side,
+    such that each head's are whole words of 32 bits. Copies where they are not; a pool's are.
     """
     per_head = scales[0][:, :, 0].numel()
     places = [n for x in scales for n in (x.data_ptr(), x.stride(2) * x.itemsize)]
@@ -66,6 +66,8 @@ def sizes_for(group: int, dims: tuple[int, int], parts: int, matrix_units: bool)
         name: max(SMALLEST_TILE, triton.next_power_of_2(dim // parts))
         for name, dim in zip(("BLOCK_K", "BLOCK_V"), dims)
     }
+    if max(widths.values()) == SMALLEST_TILE:
+        block_n = min(64, block_n)  # because all warps then hold the same words of a tile
     return {name: size[name] for name in ("BLOCK_M", "NUM_STAGES")} | {"BLOCK_N": block_n} | widths
 
 
@@ -75,8 +77,8 @@ def number_of(dtype: torch.dtype):
 
 
 def crowding(bits: int, group: int, widest: int, matrix_units: bool) -> tuple[int, int | None]:
-    """Programs that an SM holds at a time, and the registers that a thread may have for it (None: as
-    many as it likes). A tile of 4-bit codes has so few bytes that two programs leave the memory idle.
+    """Programs that an SM holds at a time, and the registers that a thread may have for it (None:
+    any number). A tile of 4-bit codes has so few bytes that two programs leave the memory idle.
     """
     few = bits == 4 and matrix_units and group <= SMALLEST_TILE and 64 < widest <= 128
     return (2 * PROGRAMS_PER_SM, 128) if few else (PROGRAMS_PER_SM, None)
