@@ -203,21 +203,45 @@ def test_nothing_is_written_beside_the_results(seed, monkeypatch):
 @pytest.mark.skipif(
     DEVICE.type != "cpu", reason="NOT RUN: needs a sparse file as memory, which no GPU reads"
 )
-def test_heads_beyond_two_to_the_31_elements(seed, tmp_path):
-    """A pool that stores head after head, so large that the third head begins behind element 2^31:
-    4.3 GB of addresses, 100 kB in use.
+@pytest.mark.parametrize("far", ["heads", "rows"])
+def test_places_beyond_two_to_the_31_elements(far, seed, tmp_path):
+    """A pool that stores head after head, or row 0 of all blocks before row 1 of all blocks, so
+    large that the third begins after element 2^31: 4.3 GB of addresses, 100 kB in use.
     """
-    pages = paged([40], block_size=8, heads=(3, 3, 16, 16), dtype=torch.float16, seed=seed)
+    pages = paged([40], block_size=3, heads=(3, 3, 16, 16), dtype=torch.float16, seed=seed)
     num_blocks, block_size, heads, width = pages.k_cache.shape
-    apart = 2**30 + num_blocks * block_size * width
-    size = (heads - 1) * apart + num_blocks * block_size * width
-    far = []
-    for name, cache in (("k", pages.k_cache), ("v", pages.v_cache)):
-        file = torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=torch.float16)
-        far.append(file.as_strided(cache.shape, (block_size * width, width, apart, 1)).copy_(cache))
-    near, away = pages, pages._replace(k_cache=far[0], v_cache=far[1])
-    assert_same_bits(paged_decode(*away.decode), paged_decode(*near.decode))
-    assert_same_bits(paged_prefill(*away), paged_prefill(*near))
+    inner = width * (block_size if far == "heads" else heads)
+    apart = 2**30 + num_blocks * inner
+    strides = dict(heads=(inner, width, apart, 1), rows=(inner, apart, width, 1))[far]
+    away = [
+        torch.from_file(
+            str(tmp_path / name),
+            shared=True,
+            size=2 * apart + num_blocks * inner,
+            dtype=torch.float16,
+        )
+        .as_strided(cache.shape, strides)
+        .copy_(cache)
+        for name, cache in (("k", pages.k_cache), ("v", pages.v_cache))
+    ]
+    away = pages._replace(k_cache=away[0], v_cache=away[1])
+    assert_same_bits(paged_decode(*away.decode), paged_decode(*pages.decode))
+    assert_same_bits(paged_prefill(*away), paged_prefill(*pages))
+
+
+@pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="NOT RUN: needs a sparse file as memory, which no GPU reads"
+)
+def test_queries_beyond_two_to_the_31_elements(seed, tmp_path):
+    """Three query heads 2^30 + 64 elements apart."""
+    pages = paged([40], block_size=8, heads=(3, 1, 16, 16), dtype=torch.float16, seed=seed)
+    apart = 2**30 + 64
+    file = torch.from_file(
+        str(tmp_path / "q"), shared=True, size=2 * apart + 16, dtype=torch.float16
+    )
+    away = pages._replace(q=file.as_strided(pages.q.shape, (16, apart, 1)).copy_(pages.q))
+    assert_same_bits(paged_decode(*away.decode), paged_decode(*pages.decode))
+    assert_same_bits(paged_prefill(*away), paged_prefill(*pages))
 
 
 def test_probes_with_known_answers(seed):

@@ -1,6 +1,7 @@
-"""Optimized: codes are read where they lie, and become numbers in registers.
+"""Optimized: codes are read where they are stored. A decode step multiplies them as they are, by
+the kernel of kernels/decode.py; in prompts they become numbers in registers.
 
-The kernels are lesson 12's, with the hooks of hooks.py in the place of `plain_load`. Read
+For prompts the kernel is lesson 12's, with the hooks of hooks.py in the place of `plain_load`. Read
 `quantized_decode` beside lesson 12's `paged_decode`: the arguments are the same, and two tensors of
 scales come along. `quantize_kernel` writes: one program finds the scale of a row and stores its
 codes.
@@ -15,7 +16,7 @@ from torch import Tensor
 from lessons.l03_kv_cache.arguments import check_one_device
 from lessons.l09_flash_attention.tiles import Tiles, chip_of, has_e4m3
 from lessons.l12_paged_kv.kernels.arguments import check_decode, check_places, check_prefill
-from lessons.l12_paged_kv.kernels.launch import Stored, launch_decode, launch_prefill
+from lessons.l12_paged_kv.kernels.launch import Stored, launch_prefill
 from lessons.l19_kv_quantization.formats import RowFormat
 from lessons.l19_kv_quantization.kernels.arguments import check_codes
 from lessons.l19_kv_quantization.kernels.hooks import (
@@ -24,6 +25,7 @@ from lessons.l19_kv_quantization.kernels.hooks import (
     int4_load,
     scaled_load,
 )
+from lessons.l19_kv_quantization.kernels.launch import launch_codes
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 # ---------------------------------------------------------------- reading
@@ -76,9 +78,9 @@ def quantized_decode(
     check_decode(q, *plain, block_table, context_lens, window)
     check_places(block_table, context_lens, *k_codes.shape[:2])
     check_one_device(q=q, k_codes=k_codes, v_codes=v_codes)
-    *caches, how = stored(format, k_codes, v_codes, k_scales, v_scales)
+    pages = k_codes, v_codes, k_scales, v_scales, block_table
     options = softmax_scale, window, num_splits, split_size, max_context_len
-    return launch_decode(q, *caches, block_table, context_lens, *options, stored=how)[0]
+    return launch_codes(format, q, *pages, context_lens, *options)
 
 
 def quantized_prefill(

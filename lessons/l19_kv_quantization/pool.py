@@ -61,9 +61,10 @@ class QuantizedSlots:
         """
         layers, num_slots, heads, width = slots.shape
         each = self.format.scales_per_row if width else 0
-        shape = layers, heads, num_slots, each
+        # An even number of slots, because a kernel loads the scales of two slots as one word.
+        shape = layers, heads, num_slots + num_slots % 2, each
         scales = torch.ones(shape, dtype=self.dtype, device=slots.device)
-        return scales.transpose(1, 2)
+        return scales[:, :, :num_slots].transpose(1, 2)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from lessons.l09_flash_attention.tiles import Tiles
-from lessons.l12_paged_kv.kernels.paged import decode_kernel, prefill_kernel
+from lessons.l12_paged_kv.kernels.paged import prefill_kernel
 from lessons.l12_paged_kv.lab.testing import DEVICE, paged
 from lessons.l19_kv_quantization import optimized
 from lessons.l19_kv_quantization.formats import FORMATS
-from lessons.l19_kv_quantization.kernels import hooks
+from lessons.l19_kv_quantization.kernels import hooks, launch
+from lessons.l19_kv_quantization.kernels.decode import codes_decode_kernel
 from lessons.l19_kv_quantization.lab.testing import coded, skip_where
 from lessons.l19_kv_quantization.naive import dequantized_attention, dequantized_decode
 from lessons.l19_kv_quantization.optimized import (
@@ -50,7 +51,7 @@ def test_decode_over_codes(name, seed, proof):
     pages = paged([16, 5, 0, 33], block_size=16, heads=heads, dtype=dtype, seed=seed)
     inputs = coded(FORMATS[name], pages).decode
     fast = partial(quantized_decode, num_splits=2)
-    proof.record(decode_kernel, prove(fast, dequantized_decode, (*inputs, FORMATS[name])))
+    proof.record(codes_decode_kernel, prove(fast, dequantized_decode, (*inputs, FORMATS[name])))
 
 
 @pytest.mark.parametrize("name, heads", [("int8", (3, 1, 24, 24)), ("int4", (3, 1, 24, 40))])
@@ -58,7 +59,7 @@ def test_heads_of_any_size(name, heads, seed, proof):
     """Widths that are no powers of two, pages of 5, a window."""
     inputs = coded(FORMATS[name], paged([17, 40], block_size=5, heads=heads, seed=seed)).decode
     fast, plain = (partial(f, window=9) for f in (quantized_decode, dequantized_decode))
-    proof.record(decode_kernel, prove(fast, plain, (*inputs, FORMATS[name])))
+    proof.record(codes_decode_kernel, prove(fast, plain, (*inputs, FORMATS[name])))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -72,11 +73,16 @@ def test_prefill_over_codes(name, seed, proof):
 
 
 def test_chips_without_e4m3_read_its_bits(seed, proof, monkeypatch):
-    monkeypatch.setattr(optimized, "has_e4m3", lambda device: False)
+    for module in (optimized, launch):
+        monkeypatch.setattr(module, "has_e4m3", lambda device: False)
     pages = paged([16, 33], block_size=16, dtype=torch.bfloat16, seed=seed)
-    inputs = (*coded(FORMATS["fp8"], pages).decode, FORMATS["fp8"])
+    inputs = coded(FORMATS["fp8"], pages)
     fast = partial(quantized_decode, num_splits=1)
-    proof.record(decode_kernel, prove(fast, dequantized_decode, inputs))
+    one = (*inputs.decode, FORMATS["fp8"])
+    proof.record(codes_decode_kernel, prove(fast, dequantized_decode, one))
+    fast = partial(quantized_prefill, tiles=SMALL)
+    every = (*inputs, FORMATS["fp8"])
+    proof.record(prefill_kernel, prove(fast, dequantized_attention, every))
 
 
 def test_every_e4m3_number_is_read_by_its_bits(monkeypatch):
@@ -90,7 +96,7 @@ def test_every_e4m3_number_is_read_by_its_bits(monkeypatch):
     table = torch.arange(count, dtype=torch.int32, device=DEVICE)[:, None]
     lens = torch.ones(count, dtype=torch.int32, device=DEVICE)
     want = FORMATS["fp8"].dequantize(v_codes, ones.float())[:, 0] + 0.0  # of -0.0 a sum makes 0.0
-    monkeypatch.setattr(optimized, "has_e4m3", lambda device: False)
+    monkeypatch.setattr(launch, "has_e4m3", lambda device: False)
     few = slice(0, None) if DEVICE.type == "cuda" else slice(0, None, 9)
     arguments = (
         v_codes,
@@ -169,9 +175,9 @@ def test_a_wrong_hook_is_found(name, hook, old, new, seed, tmp_path, monkeypatch
     # NaN.
     many = (paged([5, 20], block_size=4, seed=seed + at) for at in range(1000))
     pages = next(found for found in many if not (found.block_table == 0).any())
-    inputs = (*coded(FORMATS[name], pages).decode, FORMATS[name])
+    inputs = (*coded(FORMATS[name], pages), FORMATS[name])
     with pytest.raises(NotEquivalent):
-        prove(quantized_decode, dequantized_decode, inputs)
+        prove(partial(quantized_prefill, tiles=SMALL), dequantized_attention, inputs)
 
 
 @pytest.mark.parametrize(

@@ -134,14 +134,15 @@ def splits_for(
     num_splits: int | None,
     split_size: int | None,
     max_context_len: int | None,
+    per_sm: int = PROGRAMS_PER_SM,
 ) -> int:
     """How many splits a step launches. q: [B, Hq, D] and the rest as in `paged_decode`; block_n:
-    keys of a tile. Raises ValueError.
+    keys of a tile; per_sm: programs that an SM holds. Raises ValueError.
     """
     capacity = block_table.shape[1] * k_cache.shape[1]
     check_splits(capacity, num_splits, split_size, max_context_len)
     longest = min(x for x in (capacity, max_context_len, window) if x is not None)
-    slots, programs = sms_of(q.device) * PROGRAMS_PER_SM, len(q) * k_cache.shape[2]
+    slots, programs = sms_of(q.device) * per_sm, len(q) * k_cache.shape[2]
     return plan_splits(programs, longest, block_n, slots, num_splits, split_size)
 
 

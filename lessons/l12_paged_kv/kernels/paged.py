@@ -116,7 +116,7 @@ def decode_kernel(
     head = kv_head * GROUP + row
     in_group = row < GROUP  # the rows after the group belong to the next KV head's queries
     q = tl.load(
-        q_ptr + sequence * stride_qb + head[:, None] * stride_qh + column,
+        q_ptr + sequence * stride_qb + head.to(tl.int64)[:, None] * stride_qh + column,
         mask=in_group[:, None] & (column < HEAD_DIM),
         other=0.0,
     )

@@ -6,7 +6,13 @@ from lessons.l12_paged_kv.lab.specs import KERNELS as LESSON_12
 from lessons.l19_kv_quantization.lab.specs import KERNELS
 from lessons.toolbox.proof.compiled import reports_of
 
-MAX_SPILL = {"int4_decode_bf16_4x128_paged_16_sm100": 8}  # bytes
+# Bytes. A tile of 4 bits is held to 128 registers, so that four programs fit on an SM.
+MAX_SPILL = {
+    "int4_decode_bf16_4x128_paged_16_sm100": 16,
+    "int4_decode_bf16_8x128_paged_16_sm100": 8,
+    "kivi_decode_bf16_3x64_paged_32_sm100": 24,
+}
+NARROW = "int4_decode_bf16_3x64_paged_16"  # rows of 32 bytes: two loads of 16 bytes
 
 
 @pytest.mark.compiler
@@ -20,20 +26,21 @@ def test_every_configuration_compiles(kernel):
         assert report.shared_bytes <= report.shared_limit_bytes, report
         assert not report.serialized_wgmma, report
         if kernel != "quantize_":
-            assert report.matrix_instruction and report.loads_128bit >= 12, report
+            assert report.matrix_instruction, report
+            assert report.loads_128bit >= (6 if report.name == NARROW else 12), report
 
 
 @pytest.mark.compiler
 def test_codes_need_no_wider_memory_than_numbers():
-    """A tile of codes in shared memory is half or a quarter of lesson 12's, and as many are under
-    way. The numbers themselves need room there too, because the tensor cores read K from it.
+    """A tile of 128 keys of codes takes what lesson 12's tile of 64 keys takes, or half: no number
+    ever goes to shared memory. The rest are scales and places of the table.
     """
     (plain,) = (r for r in reports_of(LESSON_12, "decode_bf16_4x128_paged_16") if r.chip == 90)
-    for name in ("fp8", "int8", "int4"):
+    for name, share in (("fp8", 1), ("int8", 1), ("int4", 0.5)):
         (coded,) = (
             r for r in reports_of(KERNELS, f"{name}_decode_bf16_4x128_paged_16") if r.chip == 90
         )
-        assert coded.shared_bytes < plain.shared_bytes, coded
+        assert coded.shared_bytes < share * plain.shared_bytes + 10 * 1024, coded
 
 
 @pytest.mark.compiler

@@ -6,14 +6,24 @@ generations, and tests assert.
 
 from dataclasses import replace
 
+from lessons.l12_paged_kv.kernels.hooks import causal, in_window
 from lessons.l12_paged_kv.lab.specs import WITH_MATRIX_UNITS, decode_spec, prefill_spec
 from lessons.l19_kv_quantization.activations.w8a8 import blocks_of
-from lessons.l19_kv_quantization.kernels import hooks
+from lessons.l19_kv_quantization.kernels import codes, hooks
+from lessons.l19_kv_quantization.kernels.launch import crowding, sizes_for
 from lessons.l19_kv_quantization.optimized import LARGEST
 from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.toolbox.kernels.triton_ import tl
 
 ROOM = "lessons.l19_kv_quantization"
 WITH_E4M3 = (89, 90, 100)
+# what a cache holds -> (UNPACK, bits of a code, numbers of a scale, the chips that it is for)
+CODES = {
+    "fp8": (codes.e4m3_ptx, 8, 1, WITH_E4M3),
+    "fp8bits": (codes.e4m3_bits, 8, 1, (80,)),
+    "int8": (codes.int8_ptx, 8, 1, WITH_MATRIX_UNITS),
+    "int4": (codes.int4_ptx, 4, 2, WITH_MATRIX_UNITS),
+}
 # what a cache holds -> (LOAD, LOAD_V, Triton's type of its codes, the chips that it is for)
 FORMATS = {
     "fp8": (hooks.scaled_load, hooks.scaled_load, "*fp8e4nv", WITH_E4M3),
@@ -27,8 +37,8 @@ FORMATS = {
 
 def quantized(spec: KernelSpec, name: str, scales: str = "*bf16") -> KernelSpec:
     """One of lesson 12's specs over a cache that holds what `name` says."""
-    load, load_v, codes, _ = FORMATS[name]
-    pointers = {"k_ptr": codes, "v_ptr": codes, "k_scale_ptr": scales, "v_scale_ptr": scales}
+    load, load_v, kind, _ = FORMATS[name]
+    pointers = {"k_ptr": kind, "v_ptr": kind, "k_scale_ptr": scales, "v_scale_ptr": scales}
     constexprs = {key: x for key, x in spec.constexprs.items() if key not in pointers}
     return replace(
         spec,
@@ -36,6 +46,35 @@ def quantized(spec: KernelSpec, name: str, scales: str = "*bf16") -> KernelSpec:
         signature=spec.signature | pointers,
         constexprs=constexprs | {"LOAD": load, "LOAD_V": load_v},
         divisible_by_16=(*spec.divisible_by_16, "stride_sh"),
+    )
+
+
+def codes_spec(name: str, group: int, head_dim: int, sees=causal) -> KernelSpec:
+    """codes_decode_kernel as quantized_decode launches it for pages of 16, with a single split."""
+    unpack, bits, per_row, chips = CODES[name]
+    plain = decode_spec("bf16", group, head_dim, chips, sees=sees)
+    parts = 16 // bits
+    kept = {key: plain.constexprs[key] for key in ("GROUP", "HEAD_DIM", "V_HEAD_DIM", "PAGE_SIZE")}
+    _, registers = crowding(bits, group, head_dim, True)
+    return replace(
+        plain,
+        kernel=f"{ROOM}.kernels.decode:codes_decode_kernel",
+        name=f"{name}_{plain.name}",
+        signature=plain.signature
+        | dict.fromkeys(("k_ptr", "v_ptr"), "*u16")
+        | dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*bf16"),
+        constexprs=kept
+        | sizes_for(group, (head_dim, head_dim), parts, True)
+        | {
+            "PARTS": parts,
+            "PER_ROW": per_row,
+            "UNIT": codes.UNITS.get(unpack, 1.0),
+            "UNPACK": unpack,
+            "NUMBER": tl.float16,
+            "SEES": sees,
+        },
+        divisible_by_16=(*plain.divisible_by_16, "stride_sh"),
+        options={} if registers is None else {"maxnreg": registers},
     )
 
 
@@ -89,9 +128,11 @@ def product_spec(name: str, codes: str, num_tokens: int, chips: tuple) -> Kernel
 
 
 # (query heads a KV head, head_dim) of Llama-3-8B and of the embedded model
-KERNELS = [
-    quantized(decode_spec("bf16", group, dim, chips, page_size=32 if name == "kivi" else 16), name)
-    for name, (*_, chips) in FORMATS.items()
+KERNELS = [codes_spec(name, group, dim) for name in CODES for group, dim in ((4, 128), (3, 64))]
+KERNELS += [codes_spec("fp8", 8, 128), codes_spec("int4", 8, 128), codes_spec("fp8", 4, 256)]
+KERNELS += [codes_spec("int8", 4, 128, sees=in_window)]
+KERNELS += [
+    quantized(decode_spec("bf16", group, dim, FORMATS["kivi"][3], page_size=32), "kivi")
     for group, dim in ((4, 128), (3, 64))
 ]
 KERNELS += [
