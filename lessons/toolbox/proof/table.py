@@ -217,6 +217,7 @@ def sentence(rows: list[list[str]]) -> str:
         for count, where in (
             (sum(row[-1] == INTERPRETED for row in rows), "in Triton's interpreter only"),
             (sum(row[-1] == COMPILED for row in rows), "by its compiled code only"),
+            (sum(row[-1].startswith(f"{STALE} on") for row in rows), "in an earlier version"),
         )
         if count
     ]
