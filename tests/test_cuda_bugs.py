@@ -276,7 +276,7 @@ TENSOR_BUGS = {
 
 
 @pytest.mark.parametrize("bug", TENSOR_BUGS)
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 def test_a_bug_in_the_pipelined_kernel_is_caught(bug, tmp_path, monkeypatch, seed):
     """Two blocks of queries, the second not full; three tiles of keys, the last not full, and
     masked by one query alone.

@@ -144,7 +144,7 @@ class Replays:
     def fits(self, chunks) -> bool:
         return max(len(new) for new, _ in chunks) == 1
 
-    def __call__(self, chunks, tables, row_slots=None, trees=()):
+    def __call__(self, chunks, tables, row_slots=None, trees=(), late=None):
         runner, self.ran = self.runner, self.ran + chunks
         splice, runner.sight.splice = runner.sight.splice, None
         batch = step_batch(runner.pool, chunks, tables)
