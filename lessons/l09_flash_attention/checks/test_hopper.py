@@ -61,8 +61,8 @@ def proved(q, k, v, causal, kernel=hopper.flash_attention_hopper, name="normal")
 
 @pytest.fixture
 def hopper_or_cpu():
-    chip = 10 * torch.cuda.get_device_capability()[0] if DEVICE.type == "cuda" else machine_chip()
-    if chip != 90:
+    on_gpu = DEVICE.type == "cuda"
+    if (10 * torch.cuda.get_device_capability()[0] if on_gpu else machine_chip()) != 90:
         pytest.skip("NOT RUN: needs a GPU of compute capability 9.0, or none")
 
 
@@ -111,9 +111,8 @@ def test_hopper_kernel_with_grouped_heads(kv_heads, seed, proof, hopper_or_cpu):
 def test_every_order_of_events_gives_the_same_bits(seed, compiled_on_cpu):
     """Programs, and the ends of copies, in four drawn orders."""
     given = inputs(200, 400, seed=seed)
-    results = [hopper.flash_attention_hopper(*given) for _ in range(4)]
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    first, *others = [hopper.flash_attention_hopper(*given) for _ in range(4)]
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other))
 
 
 def test_hopper_refuses_what_it_does_not_do():
@@ -290,9 +289,7 @@ def test_a_planted_bug_is_caught(bug, tmp_path, seed, compiled_on_cpu):
 
 @pytest.mark.compiler
 def test_the_compiler_keeps_the_overlap():
-    """No spills, TMA and WGMMA; in both loops of both consumers the 64 exps of a thread stand where
-    p · v is in flight.
-    """
+    """No spills, TMA and WGMMA; in all four loops a thread's 64 exps are where p · v is in flight."""
     reports = check_all(spec for spec in specs.KERNELS if spec.name.startswith("hopper"))
     for report in reports:
         if (report.error or "").startswith("not run"):

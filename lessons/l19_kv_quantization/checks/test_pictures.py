@@ -47,7 +47,7 @@ def test_the_excerpts_stand_in_the_sources():
     """Line by line, however far they are indented there."""
     sources = [file.read_text(encoding="utf-8") for file in ROOM.rglob("*.py")]
     found = TEXT.split("```python\n")[1:]
-    assert len(found) == 3
+    assert len(found) == 5
     for block in found:
         code = block.split("```")[0]
         indented = [textwrap.indent(code, " " * depth) for depth in (0, 4, 8)]
