@@ -289,7 +289,7 @@ def test_a_planted_bug_is_caught(bug, tmp_path, seed, compiled_on_cpu):
 
 @pytest.mark.compiler
 def test_the_compiler_keeps_the_overlap():
-    """No spills, TMA and WGMMA; in all four loops a thread's 64 exps are where p · v is in flight."""
+    """No spills, TMA and WGMMA; in all loops a thread's 64 exps are where p · v is in flight."""
     reports = check_all(spec for spec in specs.KERNELS if spec.name.startswith("hopper"))
     for report in reports:
         if (report.error or "").startswith("not run"):
