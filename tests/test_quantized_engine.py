@@ -104,10 +104,13 @@ def test_speculation_with_a_quantized_target_and_its_own_weights_as_the_draft(mo
     """What a quantized model drafts for itself is always accepted; what the model in full precision
     drafts for it is right now and then. No tokens change.
     """
-    prompts = [torch.randint(60, (6,)).tolist() * 2 for _ in range(2)]
+    answers = [[]]
+    while any(len(tokens) < 7 for tokens in answers):  # what is drafted after an end is not accepted
+        prompts = [torch.randint(60, (6,)).tolist() * 2 for _ in range(2)]
+        answers = alone(model, prompts, 7)
+    want = {str(at): [tokens] for at, tokens in enumerate(answers)}
     params = [SamplingParams(temperature=0, max_tokens=7, detokenize=False)] * 2
     small = dict(max_num_seqs=4, block_size=4, num_gpu_blocks_override=60, max_model_len=LONGEST)
-    want = {str(at): [x] for at, x in enumerate(alone(model, prompts, 7))}
     config = dict(method="draft", model="made here", num_speculative_tokens=3)
     for name, drafter in {"in full precision": new_model(), "itself": model}.items():
         engine = engine_over(model, None, EngineArgs(speculative_config=config, **small), drafter)

@@ -108,7 +108,14 @@ def test_transformers_computes_the_same(tmp_path):
     with torch.no_grad():
         wanted = theirs(tokens[None]).logits[0].float()
     ours = load_model(folder, "cpu")
-    assert float((logits_of(ours, tokens) - wanted).norm() / wanted.norm()) < 1e-4
+
+    def error() -> float:
+        return float((logits_of(ours, tokens) - wanted).norm() / wanted.norm())
+
+    assert error() < 0.01  # an input halfway between two codes may go either way, and is then 1e-3
+    for part in layers(ours):
+        part.multiply = dequantize_matmul
+    assert error() > 0.03
 
 
 @pytest.mark.parametrize(
