@@ -2,42 +2,21 @@
 of passing.
 """
 
-import random
 from collections import Counter
 
 import pytest
-import torch
 
 # first, because it decides how Triton runs before any test imports Triton
 import lessons  # noqa: F401
 from lessons.toolbox.gpu import nvrtc
-from lessons.toolbox.kernels.order import program_order
 
 # also mends the interpreter for kernels that tests declare themselves
 from lessons.toolbox.kernels.triton_ import TritonMissing
 from lessons.toolbox.measure.device import has_gpu, has_triton
 
-# the `proof` fixture, through which a test of equivalence records its proof; --since REVISION
-pytest_plugins = ["lessons.toolbox.proof.record", "tests.since", "tests.sample"]
-
-
-@pytest.fixture
-def seed() -> int:
-    """A fresh seed for each test, of PyTorch's and Python's random numbers."""
-    value = torch.seed() % 2**31
-    torch.manual_seed(value)
-    random.seed(value)
-    print("seed", value)  # shown by pytest when the test fails
-    return value
-
-
-@pytest.fixture(autouse=True)
-def any_program_order():
-    """Interpreted programs run in a fresh order in each test, because a GPU promises none."""
-    value = random.SystemRandom().getrandbits(31)
-    print("program order", value)  # shown by pytest when the test fails
-    with program_order(value):
-        yield
+# the `proof` fixture, through which a test of equivalence records its proof; --since REVISION; the
+# random numbers of a run; --quick
+pytest_plugins = ["lessons.toolbox.proof.record", "tests.since", "tests.seeds", "tests.sample"]
 
 
 @pytest.fixture

@@ -1,14 +1,15 @@
 """`pytest --quick`, which `make test` calls: of the tests that take longest, some of their cases.
 
-A test marked `@pytest.mark.sample(3)` then runs three of its cases, drawn anew each time, so a few
-runs meet them all. Tests marked `@pytest.mark.sample(3, of="processes")` are cases of one such
-group, wherever they are. Without the option every case runs: when a file is tried alone, when a
-proof is recorded, and in `make test-all`.
+A test marked `@pytest.mark.sample(3)` then runs three of its cases, drawn anew for each version, so
+a few versions meet them all. Tests marked `@pytest.mark.sample(3, of="processes")` are cases of one
+such group, wherever they are. Without the option every case runs: when a file is tried alone, when
+a proof is recorded, and in `make test-all`.
 """
 
-import os
 import random
 from collections import defaultdict
+
+from tests.seeds import seed_of
 
 QUICK = "of the tests that take longest a sample of their cases (make test)"
 
@@ -29,8 +30,7 @@ def pytest_report_header(config):
 
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--quick") and not config.getoption("--all"):
-        # the run's own number where it has one, because xdist's workers have to draw the same
-        left = left_out(items, os.environ.get("PYTEST_XDIST_TESTRUNUID") or os.urandom(8).hex())
+        left = left_out(items, str(seed_of("sample")))
         config.hook.pytest_deselected(items=left)
         gone = set(left)
         items[:] = [item for item in items if item not in gone]

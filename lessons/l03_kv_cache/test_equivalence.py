@@ -157,6 +157,7 @@ def test_decode_in_torch(dtype, length, seed):
             lambda q, k, v, w=window: decode_attention_torch(q, k, v, 0.2, w),
             lambda q, k, v, w=window: attention(q, k, v, 0.2, window=w),
             inputs,
+            floor=floor_for(dtype, "large_logits" if dtype == torch.float32 else "normal"),
         )
 
 
