@@ -105,7 +105,9 @@ def test_speculation_with_a_quantized_target_and_its_own_weights_as_the_draft(mo
     drafts for it is right now and then. No tokens change.
     """
     answers = [[]]
-    while any(len(tokens) < 7 for tokens in answers):  # what is drafted after an end is not accepted
+    while any(
+        len(tokens) < 7 for tokens in answers
+    ):  # what is drafted after an end is not accepted
         prompts = [torch.randint(60, (6,)).tolist() * 2 for _ in range(2)]
         answers = alone(model, prompts, 7)
     want = {str(at): [tokens] for at, tokens in enumerate(answers)}

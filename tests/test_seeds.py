@@ -1,4 +1,4 @@
-"""Random numbers of a run: the same for one seed, in whatever order and process; others for another."""
+"""Random numbers of a run: the same for one seed, in whatever order and process."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DRAWS = '''
+DRAWS = """
 import random
 
 import numpy as np
@@ -26,7 +26,7 @@ def shared():
 @pytest.mark.parametrize("at", range(3))
 def test_it(at, shared, seed):
     print("drew", at, seed, shared, draw())
-'''
+"""
 
 
 @pytest.fixture
