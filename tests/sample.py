@@ -9,6 +9,8 @@ a proof is recorded, and in `make test-all`.
 import random
 from collections import defaultdict
 
+import pytest
+
 from tests.seeds import seed_of
 
 QUICK = "of the tests that take longest a sample of their cases (make test)"
@@ -37,14 +39,21 @@ def pytest_collection_modifyitems(config, items):
 
 
 def left_out(items: list, run: str) -> list:
-    """The cases that do not run, of each marked test all but as many as its marker says."""
-    cases = defaultdict(list)
+    """The cases that do not run, of each marked test all but as many as its marker says.
+
+    Raises pytest.UsageError if the markers of one group disagree.
+    """
+    cases, counts = defaultdict(list), {}
     for item in items:
         if marker := item.get_closest_marker("sample"):
             group = marker.kwargs.get("of") or item.nodeid.partition("[")[0]
-            cases[group, marker.args[0]].append(item)
+            cases[group].append(item)
+            if counts.setdefault(group, marker.args[0]) != marker.args[0]:
+                both = f"{counts[group]} and {marker.args[0]} (at {item.nodeid})"
+                raise pytest.UsageError(f"sample: {group!r} has {both}; accepted: one count")
     left = []
-    for (group, count), of_group in cases.items():
-        drawn = random.Random(f"{run} {group}").sample(of_group, min(count, len(of_group)))
+    for group, of_group in cases.items():
+        count = min(counts[group], len(of_group))
+        drawn = random.Random(f"{run} {group}").sample(of_group, count)
         left += [item for item in of_group if item not in drawn]
     return left

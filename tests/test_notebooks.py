@@ -77,7 +77,7 @@ def execute(
 
 
 @each_notebook
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_notebook_runs(path, tmp_path, seconds_used, request):
     before = hashlib.sha256(path.read_bytes()).hexdigest()
     is_quick = not request.config.getoption("--all")

@@ -39,3 +39,9 @@ def test_one_run_draws_once_and_many_runs_meet_all():
         left = left_out(CASES, str(run))
         met |= {case.nodeid for case in CASES if case not in left}
     assert len(met) == len(CASES)
+
+
+def test_a_group_has_one_count():
+    other = Case("d.py::alone", pytest.mark.sample(3, of="x").mark)
+    with pytest.raises(pytest.UsageError, match=r"'x' has 2 and 3 \(at d.py::alone\)"):
+        left_out([*CASES, other], "run")

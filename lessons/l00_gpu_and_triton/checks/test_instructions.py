@@ -151,7 +151,7 @@ def test_every_instruction_has_words_that_name_its_registers(found):
                 assert register in words, words
 
 
-@pytest.mark.sample(2, of="pictures")
+@pytest.mark.sample(8, of="pictures")
 def test_steps_are_readable(found, summed):
     figures = [draw_still(found), draw_banks(summed)]
     asking = [at for at, one in enumerate(summed.steps) if one.request]
