@@ -144,6 +144,7 @@ FLOATS = {
     "min.NaN.f32 %r9, %r1, %r2, %r3;": lambda a, b, c: np.minimum(np.minimum(a, b), c),
     "neg.f32 %r9, %r1;": np.negative,
     "abs.f32 %r9, %r1;": np.abs,
+    "copysign.f32 %r9, %r1, %r2;": lambda a, b: np.where(np.signbit(a), -np.abs(b), np.abs(b)),
     "sqrt.rn.f32 %r9, %r1;": np.sqrt,
     "ex2.approx.f32 %r9, %r1;": np.exp2,
     "lg2.approx.f32 %r9, %r1;": np.log2,

@@ -49,6 +49,7 @@ FLOAT = {
     "div": np.divide,
     "neg": np.negative,
     "abs": np.abs,
+    "copysign": lambda sign, value: np.copysign(value, sign),  # in this order in PTX
     "fma": fused,
     "mad": fused,
     "sqrt": np.sqrt,
@@ -193,7 +194,7 @@ def floating(instruction: Instruction):
     if type_ == "f64" and op in ("fma", "mad"):
         raise ValueError("fused products of float64 are not in NumPy")
     saturate = instruction.has("sat")
-    keeps_bits = op in ("neg", "abs")
+    keeps_bits = op in ("neg", "abs", "copysign")
 
     def run(threads, mask):
         given = [read(threads) for read in sources]
