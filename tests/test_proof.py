@@ -356,6 +356,14 @@ def test_the_tests_of_a_lesson_shared_by_two_processes_record_the_same(course, c
     assert "-n 2" in (course / "shared" / "log.txt").read_text()
 
 
+def test_two_runs_at_once_do_not_read_each_others_reports(course):
+    """A folder of reports that they shared had one run miss the kernels of the other."""
+    machine = SimpleNamespace(workers=1)
+    runs = [proof_steps.Steps(machine, course / name, {}, course) for name in "ab"]
+    reports = {one.testing("02 equivalence", ["tests"], "").junit for one in runs}
+    assert len(reports) == 2 and all(report.parent.is_dir() for report in reports)
+
+
 def test_the_results_in_one_file(course, capsys):
     """What a borrowed machine gives back; unpacked, the next run goes on there."""
     pack = course / "results.tar.gz"

@@ -54,8 +54,7 @@ class Run(Steps):
         self.deadline = self.start + budget_s
         self.problems: list[str] = []
         self.later: list[Step] = []  # steps that failed in an earlier run
-        for folder in (self.out, self.scratch):
-            folder.mkdir(parents=True, exist_ok=True)
+        self.out.mkdir(parents=True, exist_ok=True)
         device = machine.fingerprint["device"]
         self.proof = {"device": device, "interpreted": machine.interpreted, "steps": {}}
         if machine.chip:

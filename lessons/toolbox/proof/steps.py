@@ -1,11 +1,14 @@
 """The steps of `make gpu`: which commands prove and measure what."""
 
+import atexit
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import mkdtemp
 
 from lessons.toolbox.proof.machine import ROOT, Machine, rooms, source_hash
 
@@ -49,11 +52,14 @@ class Step:
 
 
 class Steps:
-    """The steps of some lessons on a machine. out: what is kept; scratch: what is read once."""
+    """The steps of some lessons on a machine. out: what is kept; scratch: what is read once, this
+    run's own, because another one may be under way.
+    """
 
     def __init__(self, machine: Machine, out: Path, lessons: dict[str, Path], root: Path = ROOT):
         self.machine, self.out, self.lessons, self.root = machine, out, lessons, root
-        self.scratch = root / "build" / "proof"
+        self.scratch = Path(mkdtemp(prefix="proof-"))
+        atexit.register(shutil.rmtree, self.scratch, ignore_errors=True)
 
     def equivalence(self) -> Iterable[Step]:
         """Of each lesson the tests that record proofs or need a GPU (`proof.first`)."""
