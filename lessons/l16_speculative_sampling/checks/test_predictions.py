@@ -98,7 +98,7 @@ def test_where_a_draft_costs_more_than_it_brings():
     assert speedup(1.0, COUNT, 0.5) == pytest.approx(5 / 3)
     five, one = (predicted_pass_s(TARGET, 1, new) for new in (COUNT + 1, 1))
     assert five == pytest.approx(one, rel=1e-3)
-    assert f"({expected_tokens(0.777, COUNT):.1f} for the first row)" in README
+    assert f"Step 8 gives {expected_tokens(0.777, COUNT):.1f} tokens for the first row" in README
 
 
 def test_the_best_count_grows_with_the_acceptance():
