@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=15
-# Generated from solutions/l15_chunked_prefill.py, checksum c3c674133c54. Generating again never overwrites your edits.
+# Generated from solutions/l15_chunked_prefill.py, checksum 4b154ae9460d. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 15: a long prompt in chunks counted, a step with bugs, preemption."""
 
@@ -48,8 +48,8 @@ def plan_step(
     Example: running [(0, 7), (1, 1)], waiting [(2, 3), (3, 9)], budget 10, 3 places
         -> [(1, 1, True), (0, 7, True), (2, 2, False)]; no place is left for request 3
 
-    The code below plans a step with one decode right. It has four bugs. Delete the first line and
-    find them.
+    The code below is right for a step that is one decode. It has four bugs. Delete the first
+    line and find them.
     """
     raise NotImplementedError("Exercise 15.2: Find the bugs: one step")
     step = []
@@ -152,7 +152,7 @@ class PreemptingScheduler:
         return sampled
 
     def leave(self) -> list[Sequence]:
-        """Who has finished gives back place and blocks."""
+        """Finished requests give back place and blocks. Returns them."""
         done = [sequence for sequence in self.running if sequence.finished]
         for sequence in done:
             self.running.remove(sequence)

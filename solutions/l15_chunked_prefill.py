@@ -49,8 +49,8 @@ def plan_step(
     Example: running [(0, 7), (1, 1)], waiting [(2, 3), (3, 9)], budget 10, 3 places
         -> [(1, 1, True), (0, 7, True), (2, 2, False)]; no place is left for request 3
 
-    The code below plans a step with one decode right. It has four bugs. Delete the first line and
-    find them.
+    The code below is right for a step that is one decode. It has four bugs. Delete the first
+    line and find them.
     """
     # SOLUTION
     step = []
@@ -181,7 +181,7 @@ class PreemptingScheduler:
         return sampled
 
     def leave(self) -> list[Sequence]:
-        """Who has finished gives back place and blocks."""
+        """Finished requests give back place and blocks. Returns them."""
         done = [sequence for sequence in self.running if sequence.finished]
         for sequence in done:
             self.running.remove(sequence)

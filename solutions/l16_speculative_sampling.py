@@ -12,7 +12,7 @@ def predict_speculation(alpha: float, count: int, cost_ratio: float) -> tuple[fl
     """What speculation gains: (tokens that a step emits on average, speed-up over plain decoding,
     the count from 0 to 10 with the largest speed-up).
 
-    alpha: each drafted token stays with this probability, if all in front of it stayed; below 1.
+    alpha: each drafted token stays with this probability, if all before it stayed; below 1.
     count: drafted tokens of a step. cost_ratio: seconds of a pass of the draft over seconds of a
     pass of the target. A pass of the target takes the same time for one token and for count + 1.
     A count of 0 is plain decoding; of equal speed-ups the smaller count wins. Errors: none to
@@ -39,7 +39,7 @@ def predict_speculation(alpha: float, count: int, cost_ratio: float) -> tuple[fl
 def verify_one(p: Tensor, q: Tensor, drafted: list[int], u: Tensor) -> list[int]:
     """The tokens that one sequence emits in a step of speculative sampling.
 
-    p: [K + 1, V] float64, the target's probabilities at each drafted token and behind the last.
+    p: [K + 1, V] float64, the target's probabilities at each drafted token and after the last.
     q: [K, V], those of the draft. drafted: K tokens; K may be 0. u: [K + 1, 2] in [0, 1): drafted
     token i stays if u[i, 0] is below p / q; otherwise u[i, 1] draws a token from the residual, and
     the step ends. If all stay, u[K, 1] draws the bonus token. `draw(weights: [V], u: [1])` draws by
@@ -88,7 +88,7 @@ def verify_batch(
     least 1; u: [B, K + 1, 2] in [0, 1), as in 16.2; left: [B] int64, how many tokens each sequence
     may still emit, 1 or more.
 
-    Sequence b emits tokens[b, :counts[b]]; behind them stands -1. Each ends at its own first
+    Sequence b emits tokens[b, :counts[b]]; after them comes -1. Each ends at its own first
     rejection. Emitted tokens beyond left[b] are cut off. A draw gives the first token whose running
     sum exceeds u times the sum. Errors: none to raise. The arguments stay.
 
@@ -105,7 +105,7 @@ def verify_batch(
     q_there = q.gather(2, there).squeeze(2)
     passes = u[:, :-1, 0] * q_there < p_there
     kept = passes.long().cumprod(dim=1).sum(dim=1)
-    # A row of zeros behind q: the bonus row has nothing to subtract.
+    # A row of zeros after q: the bonus row has nothing to subtract.
     q = torch.cat([q, torch.zeros_like(p[:, :1])], dim=1)
     rest = (p[rows, kept] - q[rows, kept]).clamp(min=0)
     running = rest.cumsum(dim=1)

@@ -13,7 +13,7 @@ from lessons.l15_chunked_prefill.preemption import PreemptiveScheduler
 
 
 class ChunkedScheduler(PreemptiveScheduler):
-    """Decides what runs in each step, and who owns which block.
+    """Decides what runs in each step, and which request owns which block.
 
     enable_chunked_prefill: False lets a prompt run only as a whole, in what the decodes leave of
     the budget. Other arguments: PreemptiveScheduler.

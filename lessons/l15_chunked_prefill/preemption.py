@@ -2,7 +2,7 @@
 more.
 
 Lesson 14 admits a request when its longest possible answer fits. Most answers end long before that,
-so blocks lie idle. Here a request is admitted when the tokens that it has today fit. If the blocks
+so blocks stay empty. Here a request is admitted when the tokens that it has now fit. If the blocks
 run out, the last request in the order of service gives back all of its blocks and waits again. That
 is preemption; what it has generated is kept, and its K and V are computed anew.
 
@@ -50,15 +50,16 @@ class Nowhere:
 
 
 class PreemptiveScheduler:
-    """Who waits, who runs, and who owns which block. A subclass says what a step is: `schedule`.
+    """Which requests wait, which run, and which blocks they own. A subclass says what a step is:
+    `schedule`.
 
     max_num_seqs: places. max_num_batched_tokens: the budget of a step, at least one token for each
     place. order: the key by which requests are served; the one with the largest is preempted first.
     may_join: whether a request may run beside those that run. host: where K and V of preempted
     requests wait.
 
-    No request starves, because the first of the running is never preempted: so it ends, and then
-    there is another first. None overtakes the first that waits, so its turn comes too.
+    No request starves. The first of the running is never preempted, so it ends, and then the next
+    one is first. No request overtakes the first of the waiting, so its turn comes too.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class PreemptiveScheduler:
         # Both sorted by `order`.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        # (the first who waits, the blocks that were to be had when it found too few)
+        # (the first of `waiting`, how many blocks were free when they were too few for it)
         self.refused: tuple[Sequence | None, int] = (None, 0)
 
     @property
@@ -128,8 +129,8 @@ class PreemptiveScheduler:
             self.blocks.free(sequence.row)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """`child` runs beside `parent` from where that stands, on the same blocks and on one of the
-        places that `parent` has taken for it. Raises ValueError if it has taken none.
+        """`child` runs beside `parent` from its newest token on: on the same blocks, and on one
+        of the places that `parent` has taken for it. Raises ValueError if it has taken none.
         """
         if parent.places < 2:
             raise ValueError(
@@ -166,8 +167,8 @@ class PreemptiveScheduler:
         self.put(sequence, count, step)
 
     def admit(self, sequence: Sequence, most: int, step: Step) -> bool:
-        """Let the first who waits run, at most `most` tokens in this step. False: no place, or too
-        few blocks for the tokens that it has.
+        """Let the first of `waiting` run, at most `most` tokens in this step. False: no place, or
+        too few blocks for the tokens that it has.
         """
         if not most or not self.has_place(sequence) or not self.take_blocks(sequence):
             return False
@@ -177,12 +178,13 @@ class PreemptiveScheduler:
         return True
 
     def take_blocks(self, sequence: Sequence) -> bool:
-        """Find out whether there are blocks for all tokens of the first who waits, and take those
-        that a prefix cache knows.
+        """Whether there are blocks for all tokens of the first of `waiting`. Takes those that a
+        prefix cache knows.
 
-        For all tokens, although a step may run only some of them: with blocks for a chunk it would
-        come in, compute, find no more of them, and be sent away, again and again. No running
-        request has a claim to the free blocks, because only the last prompt of a step is cut.
+        For all tokens, although a step may run only some of them. With blocks for one chunk alone
+        it would start, find none for the next chunk, and be preempted, again and again. All free
+        blocks may be counted: no running prompt waits for some of them, because the one prompt
+        that a step cuts short leaves no room in the budget to admit another.
         """
         if self.host.has(sequence):
             return self.host.bring_back(sequence)
@@ -252,7 +254,7 @@ class PreemptiveScheduler:
         return sampled
 
     def leave(self) -> list[Sequence]:
-        """Who has finished gives back place and blocks before the next step is made."""
+        """Finished requests give back place and blocks before the next step. Returns them."""
         done = [sequence for sequence in self.running if sequence.finished]
         for sequence in done:
             self.running.remove(sequence)

@@ -1,5 +1,5 @@
-"""Proves that chunks, preemption and swapping change no token: a real model gives everybody the
-tokens of one request at a time.
+"""Proves that chunks, preemption and swapping change no token: a real model gives every request
+the tokens that it gets alone.
 """
 
 import json
@@ -73,7 +73,7 @@ def test_swapped_requests_go_on_with_the_same_tokens(seed):
     blocks = BlockManager(14, 3)
     runner = StepRunner(model, blocks, 40)
     for slots in (runner.pool.k_slots, runner.pool.v_slots):
-        slots.fill_(torch.nan)  # nobody may see what nobody wrote
+        slots.fill_(torch.nan)  # no query may see what was never written
     swap = HostSwap(Lender(runner.pool, blocks))
     scheduler = ChunkedScheduler(blocks, host=Host(swap), max_num_seqs=5, max_num_batched_tokens=16)
     sequences = new_sequences(model.config, prompts, limits)

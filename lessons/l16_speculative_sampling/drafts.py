@@ -1,4 +1,4 @@
-"""Who drafts: a small model, or the request's own text.
+"""What drafts: a small model, or the request's own text.
 
 A drafter gets requests and how many tokens to draft for each. It returns the tokens and what they
 were drawn from. It may return fewer, or none.
@@ -24,7 +24,7 @@ from lessons.toolbox.model.checkpoint import load_tokenizer
 
 class Drafts(NamedTuple):
     """tokens: of each request. q: [R, V] float32, what they were drawn from, one row for each token
-    and one that is not read behind each request's; None if the drafter was sure.
+    and one that is not read after each request's; None if the drafter was sure.
     """
 
     tokens: list[list[int]]
@@ -48,13 +48,13 @@ def row_starts(counts: list[int]) -> list[int]:
     return list(accumulate((count + 1 for count in counts), initial=0))
 
 
-def distributions(logits: Tensor, requests: list[Request], behind: list[list[int]]) -> Tensor:
-    """What each request is sampled from if the tokens `behind` follow it. logits: [N, V] -> [N, V]
+def distributions(logits: Tensor, requests: list[Request], after: list[list[int]]) -> Tensor:
+    """What each request is sampled from if the tokens `after` follow it. logits: [N, V] -> [N, V]
     float32. For target and draft alike.
     """
     extended = [
         Request(r.row, r.prompt, r.max_new_tokens, r.sampling, r.stop_token_ids, r.output + tokens)
-        for r, tokens in zip(requests, behind)
+        for r, tokens in zip(requests, after)
     ]
     return batch_probabilities(logits, sampling_batch(extended, logits.device)).float()
 
@@ -83,10 +83,10 @@ class ModelDrafter:
         q = torch.empty(starts[-1], self.runner.model.config.vocab_size, device=device)
         for index in range(max(counts)):
             active = [b for b, count in enumerate(counts) if count > index]
-            some, behind = [requests[b] for b in active], [drafted[b] for b in active]
-            new = {r.row: self.lacking(r, tokens) for r, tokens in zip(some, behind)}
+            some, after = [requests[b] for b in active], [drafted[b] for b in active]
+            new = {r.row: self.lacking(r, tokens) for r, tokens in zip(some, after)}
             rows = torch.tensor([starts[b] + index for b in active], device=device)
-            q[rows] = distributions(self.runner.step(new), some, behind)
+            q[rows] = distributions(self.runner.step(new), some, after)
             places = [len(request.output) + index for request in some]
             tokens = draw_rows(q[rows], numbers(some, places, DRAFTS, device))
             for b, token in zip(active, tokens.tolist()):
@@ -123,8 +123,8 @@ def lookup(tokens: list[int], count: int, longest: int = 3) -> list[int]:
         suffix = tokens[-size:]
         for start in range(len(tokens) - size - 1, -1, -1):
             if tokens[start : start + size] == suffix:
-                behind = start + size
-                return tokens[behind : behind + count]
+                after = start + size
+                return tokens[after : after + count]
     return []
 
 

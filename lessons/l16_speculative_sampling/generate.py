@@ -103,17 +103,17 @@ class Speculation:
         return min(self.choice.count_for(request), left - 1)
 
     def target_rows(self, requests: list[Request], drafted: list[list[int]]) -> Tensor:
-        """What the target samples from at each drafted token, and behind the last: [R, V]
+        """What the target samples from at each drafted token, and after the last: [R, V]
         float32.
         """
-        new, counts, owners, behind = {}, {}, [], []
+        new, counts, owners, after = {}, {}, [], []
         for request, tokens in zip(requests, drafted):
             held = self.runner.held.get(request.row, 0)
             new[request.row] = request.tokens[held:] + tokens
             counts[request.row] = len(tokens) + 1
             owners += [request] * (len(tokens) + 1)
-            behind += [tokens[:seen] for seen in range(len(tokens) + 1)]
-        return distributions(self.runner.run_rows(new, counts), owners, behind)
+            after += [tokens[:seen] for seen in range(len(tokens) + 1)]
+        return distributions(self.runner.run_rows(new, counts), owners, after)
 
     def random_rows(self, requests: list[Request], drafted: list[list[int]]) -> Tensor:
         """The two numbers of each row: [R, 2]. They depend on seed and position alone."""
@@ -138,11 +138,11 @@ class Speculation:
             if not request.finished:
                 hand_out([token], [request], self.on_token)
                 self.counts.emitted += 1
-        # The newest token has not run. Everything in front of it has, with this very text.
+        # The newest token has not run. Everything before it has, with this very text.
         self.runner.rewind(request.row, len(request.tokens) - 1)
 
     def run(self, waiting: deque[Request], max_num_seqs: int) -> None:
-        """Serve all who wait. Who finishes makes room after each step (lesson 14)."""
+        """Serve all waiting requests. A finished one makes room after each step (lesson 14)."""
         running: list[Request] = []
         while waiting or running:
             while waiting and len(running) < max_num_seqs:
@@ -171,7 +171,7 @@ def generate(
     counts: Counts | None = None,
 ) -> list[list[int]]:
     """Draft and verify. draft: a smaller model with the same tokens; None looks n-grams up in the
-    request's own text. num_speculative_tokens: K, or who chooses it. counts: filled in, if given.
+    request's own text. num_speculative_tokens: K, or what chooses it. counts: filled in, if given.
 
     Other arguments, result and errors as in lesson 2's `generate`. Greedy tokens are the same as
     there. A seeded request gets the same tokens in any batch, but not those of plain decoding: it

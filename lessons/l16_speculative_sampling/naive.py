@@ -77,10 +77,10 @@ def verify(
     u: Tensor,
     cu_rows: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`verify_sequence` for each of B sequences, whose rows lie one after the other.
+    """`verify_sequence` for each of B sequences, whose rows are stored one after the other.
 
     p, q: [R, V], drafted: [R] int64, u: [R, 2]; cu_rows: [B + 1], sequence b has the rows
-    cu_rows[b] to cu_rows[b + 1]. -> tokens: [R] int64, what a sequence emits at the begin of its
+    cu_rows[b] to cu_rows[b + 1]. -> tokens: [R] int64, what a sequence emits at the start of its
     rows, then -1; accepted: [B] int32, drafted tokens that stay; -1 for a sequence without rows.
     """
     tokens = torch.full_like(drafted, -1)
@@ -117,10 +117,10 @@ def distribution(
     request: Request,
     drafted: list[int],
 ) -> Tensor:
-    """What the model would sample behind the request's tokens and `drafted`: [V] float64.
+    """What the model would sample after the request's tokens and `drafted`: [V] float64.
 
     Target and draft both come through here, so temperature, top-k, top-p and penalties apply to
-    both, each with the tokens that stand in front.
+    both, each with the tokens before it.
     """
     text = request.tokens + drafted
     tokens = torch.tensor(text, device=model.device)
@@ -187,7 +187,7 @@ def generate(
             count = min(num_speculative_tokens, left - 1)
             emitted = speculate(model, draft, request, count)
             for token in emitted:
-                # What stands behind a stop token is thrown away.
+                # Tokens after a stop token are thrown away.
                 if not request.finished:
                     hand_out([token], [request], on_token)
     return [request.output for request in requests]

@@ -3,7 +3,8 @@ residual or the bonus row. Nothing comes back to the host in between.
 
 Read `verify_kernel`, a program for each sequence. `first_rejection` looks at one number of p and
 one of q for each drafted token. Then the program walks over the vocabulary of a single row, twice:
-for the sum, and for the place where the running sum passes the random number.
+for the sum, and for the place where the running sum passes the random number. SURE: the draft was
+sure of its tokens, as n-grams are. Then q is 1 there, and is never read.
 
 Sources: as in naive.py; the draw by inverse CDF is Devroye 1986, Non-Uniform Random Variate
 Generation, section III.2.

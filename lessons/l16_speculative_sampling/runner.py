@@ -1,9 +1,9 @@
 """A paged model that gives logits for several positions of a sequence, and can go back.
 
-runner.run_rows({0: [5, 9, 2]}, {0: 3})    # three new tokens, and the logits behind each
+runner.run_rows({0: [5, 9, 2]}, {0: 3})    # three new tokens, and the logits after each
 runner.rewind(0, 7)                        # sequence 0 holds its first 7 tokens now
 
-Going back costs nothing on the device. What was stored behind token 7 stays where it is, and the
+Going back costs nothing on the device. What was stored after token 7 stays where it is, and the
 next step writes over it. Only blocks that hold no kept token are given back.
 """
 
@@ -18,7 +18,7 @@ class RewindingRunner(PagedRunner):
 
     @torch.inference_mode()
     def run_rows(self, new: dict[int, list[int]], counts: dict[int, int]) -> Tensor:
-        """Run the new tokens of some sequences. Returns the logits behind the last counts[sequence]
+        """Run the new tokens of some sequences. Returns the logits after the last counts[sequence]
         of each: [R, V], one sequence after the other. Raises OutOfBlocks, as `step`.
         """
         hidden, _ = self.run(new)

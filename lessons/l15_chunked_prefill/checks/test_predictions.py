@@ -22,6 +22,8 @@ from lessons.l15_chunked_prefill.lab.experiments import (
     long_prompt,
     long_prompt_steps,
     long_ttft_s,
+    mixed_trace,
+    simulate,
     trade_off,
     two_pools,
 )
@@ -65,6 +67,15 @@ def test_a_larger_budget_trades_next_tokens_for_first_ones():
     points = trade_off((512, 2048, 8192))
     firsts, gaps = [first for _, first, _ in points], [gap for *_, gap in points]
     assert firsts == sorted(firsts, reverse=True) and gaps == sorted(gaps)
+
+
+@pytest.mark.sample(8, of="pictures")
+def test_few_steps_have_more_than_4096_tokens_to_run():
+    """So the budget of 8192 changes little in the trade-off."""
+    tokens = [
+        step.computed_tokens for step in simulate(mixed_trace(), ChunkedScheduler, 8192).passes
+    ]
+    assert 0 < sum(count > 4096 for count in tokens) < len(tokens) / 100
 
 
 def test_the_excerpts_of_the_readme_are_the_code():

@@ -3,6 +3,7 @@ model is a hash over a memory of tokens (lab/virtual.py), so every mistake with 
 """
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,7 @@ ASKED = st.builds(
     aborts=st.none() | st.integers(0, 40),
     after_pass=st.booleans(),
 )
+HISTORIES = 150  # of a test; with --all 10,000
 HISTORY = st.lists(ASKED, min_size=1, max_size=10)
 # (num_blocks, block_size): from a pool for one request to one for all
 POOLS = st.sampled_from([(8, 4), (12, 4), (14, 3), (45, 1), (60, 4), (3, 16)])
@@ -83,7 +85,13 @@ def histories(count: int, **more):
 
 
 def examples(request) -> int:
-    return 10_000 if request.config.getoption("--all") else 150
+    return 10_000 if request.config.getoption("--all") else HISTORIES
+
+
+def test_the_page_says_how_many_histories():
+    text = (Path(__file__).parents[1] / "MORE.md").read_text(encoding="utf-8")
+    assert len(KINDS) == 3
+    assert f"of {HISTORIES} random histories for each of three schedulers" in text
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -52,7 +52,7 @@ def gaps_s(log: Log, rows: Sequence[int] | None = None) -> list[float]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The value below which `percent` percent of the values lie."""
+    """The value below which `percent` percent of the values are."""
     return quantiles(values, n=100, method="inclusive")[percent - 1]
 
 

@@ -107,7 +107,7 @@ class SamplesEveryChunk(ChunkedScheduler):
 
 
 class BackOfTheQueue(ChunkedScheduler):
-    """Who was preempted waits behind all who came later."""
+    """A preempted request waits after all that came later."""
 
     def preempt(self, sequence, step):
         super().preempt(sequence, step)

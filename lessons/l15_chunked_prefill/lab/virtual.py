@@ -22,7 +22,7 @@ NEVER_WRITTEN = -1
 
 
 def next_token(row: int, context: list[int]) -> int:
-    """What the model says behind these tokens; row: in the place of a seed."""
+    """What the model says after these tokens; row: instead of a seed."""
     return crc32(bytes(context), row) % VOCAB
 
 

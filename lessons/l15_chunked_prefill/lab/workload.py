@@ -40,7 +40,7 @@ def mixed_step(chunk: int) -> tuple[StepRunner, Step, Step]:
 
 
 def arriving_prompt(tokens: int) -> tuple[StepRunner, Step, Step, Step]:
-    """mixed_step of a whole prompt, and a step of its last chunk, which sees what stands before
+    """mixed_step of a whole prompt, and a step of its last chunk, which sees all tokens before
     it.
     """
     runner, decodes, whole = mixed_step(tokens)

@@ -84,7 +84,7 @@ def test_other_sizes(vocab_size, count):
 
 
 def test_a_sure_draft_loses_nothing_either():
-    """An n-gram is a draft whose whole probability lies on one token."""
+    """An n-gram is a draft whose whole probability is on one token."""
     target, _ = pair("all tokens", 2)
     drafts = {prefix: torch.eye(3, dtype=torch.float64)[sum(prefix) % 3] for prefix in target}
     steps = emitted(naive.verify, target, drafts, 3, 2)
@@ -139,7 +139,7 @@ PROMPT = "def read"
 
 @pytest.fixture(scope="module")
 def tables(models):
-    """What both models sample behind every prefix of two tokens, and all sequences of three."""
+    """What both models sample after every prefix of two tokens, and all sequences of three."""
     target, draft, tokenizer = models
     return tables_of(target, draft, tokenizer(PROMPT)["input_ids"], PARAMS, 3)
 

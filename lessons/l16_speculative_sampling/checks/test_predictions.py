@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token
+from lessons.l16_speculative_sampling.generate import Counts, generate
 from lessons.l16_speculative_sampling.lab import pictures
 from lessons.l16_speculative_sampling.lab.experiments import (
     ALPHAS,
@@ -15,10 +16,16 @@ from lessons.l16_speculative_sampling.lab.experiments import (
     WAYS,
     counted,
     predicted_cost_ratio,
+    predicted_pass_s,
     predicted_speedup,
     tokens_a_step,
 )
-from lessons.l16_speculative_sampling.lab.workload import MODELS
+from lessons.l16_speculative_sampling.lab.workload import (
+    MODELS,
+    TIMED_TOKENS,
+    embedded_pair,
+    held_out_prompts,
+)
 from lessons.l16_speculative_sampling.more.adaptive import AdaptiveCount
 from lessons.l16_speculative_sampling.more.speed import best_count, expected_tokens, speedup
 from lessons.toolbox.proof.pages import pages
@@ -67,6 +74,31 @@ def test_the_counted_acceptance_of_the_readme(way, who, request):
         counts = counted(way, who == "tiny-draft", requests=4)
         assert counts.alpha == pytest.approx(alpha, abs=0.25)
         assert 1 <= tokens_a_step(counts) <= COUNT + 1
+
+
+def test_what_one_prompt_emits_in_a_pass():
+    """The one of the benchmark, whose times are under Measured."""
+    if not (MODELS / "tiny" / "model.safetensors").exists():
+        pytest.skip("NOT RUN: models/tiny is not there")
+    target, draft, _ = embedded_pair()
+    found = []
+    for drafter in (draft, None):
+        counts = Counts()
+        options = dict(draft=drafter, num_speculative_tokens=COUNT, counts=counts)
+        generate(target, held_out_prompts(1), TIMED_TOKENS, WAYS["greedy"], **options)
+        found.append(tokens_a_step(counts))
+    assert "emits {:.1f} tokens with the draft model, {:.1f} with n-grams".format(*found) in README
+
+
+def test_where_a_draft_costs_more_than_it_brings():
+    """At c = 0.1 an α below about 0.3; at c = 0.5 even α = 1 gains less than two. And on an H100 a
+    pass over five tokens takes as long as one over one.
+    """
+    assert speedup(0.27, COUNT, 0.1) < 1 < speedup(0.3, COUNT, 0.1)
+    assert speedup(1.0, COUNT, 0.5) == pytest.approx(5 / 3)
+    five, one = (predicted_pass_s(TARGET, 1, new) for new in (COUNT + 1, 1))
+    assert five == pytest.approx(one, rel=1e-3)
+    assert f"Step 8 gives {expected_tokens(0.777, COUNT):.1f} tokens for the first row" in README
 
 
 def test_the_best_count_grows_with_the_acceptance():

@@ -1,4 +1,4 @@
-"""Proves that greedy tokens are those of plain decoding, whoever drafts; that caches are rewound
+"""Proves that greedy tokens are those of plain decoding, for any draft; that caches are rewound
 and blocks given back; that a request ends where it should; and what is refused.
 """
 

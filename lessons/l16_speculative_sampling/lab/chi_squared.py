@@ -21,7 +21,7 @@ LEAST_EXPECTED = 10  # cells with fewer are pooled into one
 
 @dataclass(frozen=True)
 class Tables:
-    """Two models behind one prompt, over the U tokens that either may emit there.
+    """Two models after one prompt, over the U tokens that either may emit there.
 
     p, q: [prefixes, U]; row: the row of each prefix (of numbers below U); ids: [U] token ids;
     expected: [U ** length] probabilities of the sequences under the target.
@@ -39,7 +39,7 @@ class Tables:
 def tables_of(
     target: Decoder, draft: Decoder, prompt: list[int], params: SamplingParams, length: int
 ) -> Tables:
-    """Both models behind every prefix of up to length - 1 tokens that either may emit."""
+    """Both models after every prefix of up to length - 1 tokens that either may emit."""
     found: dict[Prefix, tuple[Tensor, Tensor]] = {}
     layer: list[Prefix] = [()]
     for _ in range(length):
@@ -61,7 +61,7 @@ def tables_of(
 
 
 def behind(model: Decoder, prompt: list[int], prefix: Prefix, params: SamplingParams) -> Tensor:
-    """What the model samples behind prompt and prefix: [V] float64."""
+    """What the model samples after prompt and prefix: [V] float64."""
     tokens = torch.tensor([*prompt, *prefix], device=model.device)
     hidden = model(tokens, whole_sequence(model, len(tokens)))
     return probabilities(model.logits(hidden[-1:])[0], params, prompt, list(prefix))
@@ -79,7 +79,7 @@ class Steps:
 
 
 def drawn_steps(tables: Tables, verify, total: int, seed: int) -> Steps:
-    """`total` steps that draft length - 1 tokens; the target goes on alone behind each."""
+    """`total` steps that draft length - 1 tokens; the target goes on alone after each."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(*shape):
@@ -115,7 +115,7 @@ def rows_behind(tables: Tables, prefixes: Tensor) -> Tensor:
 
 
 def sequences(tables: Tables, outputs: list[list[int]]) -> Tensor:
-    """How often each sequence stands in `outputs`, as token ids: [U ** length]."""
+    """How often each sequence is in `outputs`, as token ids: [U ** length]."""
     number = {token: index for index, token in enumerate(tables.ids)}
     counts = torch.zeros((len(tables.ids),) * tables.length, dtype=torch.int64)
     for output in outputs:
@@ -148,7 +148,7 @@ def chance_of(statistic: float, freedom: int) -> float:
 
 
 def z_of_acceptance(steps: Steps, tables: Tables) -> float:
-    """How many standard deviations the kept first tokens lie from Σ min(p, q)."""
+    """How many standard deviations the kept first tokens are from Σ min(p, q)."""
     alpha = float(acceptance(tables.p[0], tables.q[0]))
     deviation = (steps.total * alpha * (1 - alpha)) ** 0.5
     return (steps.kept - steps.total * alpha) / deviation

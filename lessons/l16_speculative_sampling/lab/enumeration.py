@@ -15,7 +15,7 @@ from torch import Tensor
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities
 
 Prefix = tuple[int, ...]
-Table = dict[Prefix, Tensor]  # what is sampled behind each prefix: [V] float64
+Table = dict[Prefix, Tensor]  # what is sampled after each prefix: [V] float64
 
 
 def random_table(vocab_size: int, length: int, params: SamplingParams, seed: int) -> Table:
@@ -95,7 +95,7 @@ def emitted(
 
 
 def continued(steps: dict[Prefix, float], target: Table, length: int) -> dict[Prefix, float]:
-    """What stands there after `length` tokens, if the target goes on alone behind the step."""
+    """What the text is after `length` tokens, if the target goes on alone after the step."""
     found = defaultdict(float)
     for prefix, chance in steps.items():
         if len(prefix) >= length:

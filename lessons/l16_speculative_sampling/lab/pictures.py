@@ -109,7 +109,7 @@ def draw_speed(cost_ratio: float = COST_RATIO) -> ClassFigure:
     fig, ax = frame(
         f"At c = {cost_ratio:g} and α = 0.8, K = {COUNT} gives {best:.1f}x; K = 8 gives more than "
         f"K = {COUNT} {begins if not better or better[0] > alphas[1] else 'for every α'}",
-        "computed: (1 + α + … + α^K) / (K c + 1), lesson 16's speed.py",
+        "computed: (1 + α + … + α^K) / (K c + 1), more/speed.py",
         (10, 4.8),
     )
     labels = []
@@ -133,7 +133,7 @@ def draw_batches(count: int = COUNT) -> ClassFigure:
     """Predicted: an 8B draft beside a 70B target, over the batch."""
     gains = {a: [predicted_speedup(a, batch, count) for batch in BATCHES] for a in (0.6, 0.8, 0.9)}
     first_loss = next((b for b, gain in zip(BATCHES, gains[0.8]) if gain < 1), None)
-    loses = f"loses at a batch of {first_loss}" if first_loss else "never loses here"
+    loses = f"loses from a batch of {first_loss} on" if first_loss else "never loses here"
     fig, ax = frame(
         f"K = {count} with α = 0.8: {gains[0.8][0]:.1f}x alone, and it {loses}",
         f"predicted, not measured: Llama-3 8B drafts for 70B on H100s, context 2048, "

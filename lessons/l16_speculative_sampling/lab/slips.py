@@ -1,4 +1,4 @@
-"""Verifications with one slip each, as they stand in guides and teaching code."""
+"""Verifications with one slip each, as printed in guides and teaching code."""
 
 import torch
 

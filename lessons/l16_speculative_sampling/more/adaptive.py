@@ -48,7 +48,7 @@ class AdaptiveCount:
     def note(self, request: Request, drafted: int, kept: int) -> None:
         """What became of a step's draft."""
         tested, was_kept, idle = self.seen.get(request.row, (0, 0, 0))
-        # Behind the first rejection nothing was tested.
+        # After the first rejection nothing was tested.
         tested += min(drafted, kept + 1)
         idle = 0 if drafted else idle + 1
         self.seen[request.row] = tested, was_kept + kept, idle
