@@ -12,6 +12,7 @@ from tests.excerpts import plain_readme, stray_excerpts
 
 ROOM = Path(__file__).parents[1] / "lessons/l25_one_step_ahead"
 README = plain_readme(ROOM)
+FIRST_TOKENS = {device_ms: first_tokens_ms(device_ms) for device_ms in (2, 5, 20)}
 
 
 def test_the_excerpts_are_lines_of_the_sources():
@@ -57,10 +58,12 @@ def test_the_readme_quotes_what_the_clock_says():
         _, ahead = step_ms(5, masks_ms)
         assert f"{masks_ms} ms" in README and f"{ahead:.0f} ms" in README
     assert step_ms(5, 2).ahead < 5.01 and 5.99 < step_ms(5, 4).ahead < 6.01
-    serial, ahead = first_tokens_ms(5)
+    serial, ahead = FIRST_TOKENS[5]
     assert f"comes after `{ahead:.1f} ms` on average, instead of `{serial:.1f} ms`" in README
-    serial, ahead = first_tokens_ms(20)
+    serial, ahead = FIRST_TOKENS[20]
     assert f"with a device of `20 ms` after `{ahead:.0f} ms` instead of `{serial:.0f} ms`" in README
+    later = {device_ms: times.ahead - times.serial for device_ms, times in FIRST_TOKENS.items()}
+    assert later[2] < 0 < later[5] < 5 and 0 < later[20] < 20  # where passes are long
     in_turns, one_ahead = two_time_lines([3.0] * 400, [9.0] * 400)
     assert f"12 / 9 = {in_turns[-1] / one_ahead[-1]:.2f}" in README
     assert f"{64 // 2} of {64 * 100 + 64 // 2}" in README
