@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=25
-# Generated from solutions/l25_one_step_ahead.py, checksum 97183ad300d3. Generating again never overwrites your edits.
+# Generated from solutions/l25_one_step_ahead.py, checksum 41e4c2f92c7a. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 25: two time lines, and a loop that is one step ahead of its device."""
 
@@ -61,8 +61,9 @@ def decode_ahead(device: Device, first: list[int], limits: list[int], stop: int)
     by its limit in time, because you can count without knowing a token; by a stop token one pass
     late, because the next pass is launched by then. What that pass says of it is thrown away.
 
-    Aim: `follow` is called before the pass before it is read, always. No pass runs a request beyond
-    its limit, and at most one pass runs it beyond its stop token. No pass is without rows.
+    Aim: always call `follow` for the next pass before you `read` the running one. No pass runs a
+    request beyond its limit, and at most one pass runs it beyond its stop token. No pass is without
+    rows.
     Errors: none to raise.
 
     Example: first [5, 6], limits [1, 9], stop 0; the device says 8 for request 0, and 7, 0, 4 for

@@ -70,8 +70,9 @@ def decode_ahead(device: Device, first: list[int], limits: list[int], stop: int)
     by its limit in time, because you can count without knowing a token; by a stop token one pass
     late, because the next pass is launched by then. What that pass says of it is thrown away.
 
-    Aim: `follow` is called before the pass before it is read, always. No pass runs a request beyond
-    its limit, and at most one pass runs it beyond its stop token. No pass is without rows.
+    Aim: always call `follow` for the next pass before you `read` the running one. No pass runs a
+    request beyond its limit, and at most one pass runs it beyond its stop token. No pass is without
+    rows.
     Errors: none to raise.
 
     Example: first [5, 6], limits [1, 9], stop 0; the device says 8 for request 0, and 7, 0, 4 for

@@ -2,6 +2,8 @@
 says.
 """
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.excerpts import plain_readme, stray_excerpts
 ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "lessons/l23_experts"
 README = plain_readme(ROOM)
+TEXT = (ROOM / "README.md").read_text(encoding="utf-8")  # with the sources of numbers
 MIXTRAL, H100, VALUE_BYTES = find_model("mixtral-8x7b"), CHIPS["h100"], 2
 QWEN3 = dict(num_experts=128, top_k=8, size=2048, inner=768)  # as in lab/benchmark.py
 LAUNCH_S, LAUNCHES = 6e-6, 10  # lesson 11's assumption; operations of an expert in lesson 6's loop
@@ -62,13 +65,41 @@ def test_the_readme_quotes_bytes_and_rows():
     assert f"64 · 2 / 16 = {64 * 2 // 16}." in README
 
 
+def test_the_h200_figure_shows_what_its_description_says():
+    """Who is lowest, who is highest and where; and no number of the text is of a noisy point."""
+    record = json.loads((ROOT / "results/h200/l23_mixtral.json").read_text())
+    times = {
+        label: {point["x"]: point["median_s"] for point in series["points"] if "median_s" in point}
+        for label, series in record["series"].items()
+    }
+    for tokens in record["x"]:
+        ours, grouped, transformers, loop = (
+            times[label][tokens]
+            for label in (
+                "all experts at once",
+                "PyTorch grouped_mm",
+                "transformers",
+                "expert by expert",
+            )
+        )
+        assert ours < grouped < transformers
+        assert (loop > transformers) == (2 <= tokens <= 256)
+    assert "the loop is highest from 2 to 256 tokens" in README
+    sources = " ".join(re.findall(r"<!-- results/h200/l23_mixtral.json#(.*?) -->", TEXT))
+    quoted = re.findall(r"series.([\w ]+).points.x=(\d+)", sources)
+    assert len(quoted) == 8
+    for label, tokens in quoted:
+        points = {point["x"]: point for point in record["series"][label]["points"]}
+        assert not [flag for flag in points[int(tokens)]["flags"] if flag.startswith("noisy")]
+
+
 def test_the_readme_quotes_tiles_and_loads():
     """Steps 3, 4, 6 and 7, and the quiz."""
     pairs, experts, _ = align_in_python(torch.tensor([[1, 0], [1, 2], [1, 0]]), 3, 2)
     tiles = "  |  ".join(f"{first} {second}" for first, second in pairs.view(-1, 2).tolist())
     assert f"tiles     {tiles}\n" in README and NOT_USED not in experts
     assert f"expert     {'       '.join(map(str, experts.tolist()))}\n" in README
-    assert f"here min(6, (6 + 3) / 2) = {most_tiles(6, 3, 2)}" in README
+    assert f"here min(6, ⌊(6 + 3) / 2⌋) = {most_tiles(6, 3, 2)}" in README
     assert f"(10 + 4 · 3) / 4 = 5.5, so {most_tiles(10, 4, 4)}." in README
     travels = 1024 * 2 * ROW_BYTES * 3 / 4
     assert f"1024 · 2 rows of {ROW_BYTES} bytes" in README

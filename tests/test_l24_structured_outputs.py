@@ -1,10 +1,10 @@
 """Lesson 24: excerpts are lines of the sources, and the README quotes what the code says."""
 
+import json
 from pathlib import Path
 
 import torch
 
-from lessons.l01_roofline.calculators import weight_bytes
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l24_structured_outputs import naive
 from lessons.l24_structured_outputs.lab.pictures import PATTERN, TOKENS
@@ -18,6 +18,7 @@ from tests.excerpts import plain_readme, stray_excerpts
 
 ROOM = Path(__file__).parents[1] / "lessons/l24_structured_outputs"
 README = plain_readme(ROOM)
+RESULTS = ROOM.parents[1] / "results/cpu"
 
 
 def test_the_excerpts_are_lines_of_the_sources():
@@ -25,8 +26,9 @@ def test_the_excerpts_are_lines_of_the_sources():
 
 
 def test_the_readme_quotes_the_step_of_a_model():
-    """The bottleneck: a step reads all weights once."""
-    weights, memory = weight_bytes(find_model("llama-3-8b")), CHIPS["h100"].memory_bytes_per_s
+    """The bottleneck: a step reads all weights once, but for the input embedding (lesson 1)."""
+    weights = 2 * find_model("llama-3-8b").params_read(1)
+    memory = CHIPS["h100"].memory_bytes_per_s
     assert f"takes at least {1e3 * weights / memory:.1f} ms" in README
     assert f"it reads {weights / 1e9:.1f} GB of weights at {memory / 1e12:.2f} TB/s" in README
 
@@ -68,6 +70,18 @@ def lookups(pattern: str, tokens: list[bytes]) -> tuple[int, int]:
         mask(matcher, matcher.start, tokens)
         counts.append(matcher.followed)
     return tuple(counts)
+
+
+def test_the_figure_of_masks_shows_what_its_description_says():
+    """The two ends of the gain, and that it grows with the vocabulary."""
+    series = json.loads((RESULTS / "l24_masks.json").read_text())["series"]
+    tried, walked = (
+        [point["median_s"] for point in series[label]["points"]]
+        for label in ("every token", "trie, a new state")
+    )
+    gains = [slow / fast for slow, fast in zip(tried, walked)]
+    assert gains == sorted(gains)
+    assert f"takes {gains[0]:.0f} to {gains[-1]:.0f} times as long as walking the trie" in README
 
 
 def test_the_readme_quotes_the_examples_of_masks():

@@ -12,8 +12,7 @@ Four decisions:
   program whose tile is not used ends at once.
 - **Two products, not one.** Each output of `down` needs all I values of h. A program that computed
   both would have to hold a whole row of h, 14336 values in Mixtral, or compute h again for each
-    tile
-  of outputs. So h goes through memory once. It is small: for a few tokens nearly all bytes are
+  tile of outputs. So h goes through memory once. It is small: for a few tokens nearly all bytes are
   weights.
 - **silu and the product with `up` are the first product's epilogue** (lesson 7, epilogue.py). A
   tile of x is loaded once for both weights, and gate and up never leave the registers.

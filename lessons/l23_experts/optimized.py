@@ -3,7 +3,7 @@
 Bytes decide in decode. A Mixtral layer has eight experts of 176 million weights. One token reads
 two of them, 0.7 GB in 16 bits; 64 tokens read all eight, 2.8 GB, and each expert multiplies 16 rows
 on average by what was read once. Lesson 6's loop reads the same bytes. What it adds is about ten
-launches for each expert and a wait: Python asks the GPU which experts it shall run.
+launches for each expert and a wait: Python asks the GPU which experts to run.
 """
 
 from typing import NamedTuple
@@ -116,9 +116,9 @@ def expert_rows(
 
 
 def weighted_sum(y: Tensor, weights: Tensor, chosen: Tensor, num_experts: int) -> Tensor:
-    """out[t] = Σ weights[t, j] · y[t · k + j], without the pairs whose expert is none of 0 …
-    num_experts
-    - 1. y: [T · k, H]; weights, chosen: [T, k] -> [T, H] in y's dtype. Raises ValueError.
+    """out[t] = Σ weights[t, j] · y[t · k + j], without pairs whose expert is not below num_experts
+    or is negative. y: [T · k, H]; weights, chosen: [T, k] -> [T, H] in y's dtype. Raises
+    ValueError.
     """
     check_sum(y, weights, chosen)
     (num_tokens, top_k), size = chosen.shape, y.shape[1]

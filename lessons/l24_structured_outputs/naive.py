@@ -39,7 +39,7 @@ def apply_token_mask(logits: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
     """-inf for each token that its row's mask forbids, in place; returns logits.
 
     logits: [B, V]. mask: [R, ceil(V / 32)] int32. rows: [R] int64: the row of logits that each mask
-    is for, every row once at most. Rows without a mask stay as they are.
+    is for, each row at most once. Rows without a mask stay as they are.
     """
     allowed = unpacked(mask, logits.shape[1])
     logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)

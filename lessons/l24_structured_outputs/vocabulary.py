@@ -1,15 +1,15 @@
 """The bytes of each token, and all tokens as a trie.
 
-A grammar speaks of bytes, a model of tokens. Three kinds of tokenizers say exactly which bytes a
+A grammar speaks of bytes, a model of tokens. Two kinds of tokenizers say exactly which bytes a
 token adds to a text:
 
 - byte-level BPE (GPT-2, Llama 3, Qwen, models/tiny): each byte is written as one visible character,
   so "Ġdef" is b" def";
 - SentencePiece with byte fallback (Llama 2, Mistral, Gemma): "▁def" is b" def", and <0x0A> is
-  b"\\n";
-- what was added later is its own text; special tokens are no text at all.
+  b"\\n".
 
-Both kinds cut characters into bytes where their vocabulary has no token for them.
+A token that was added later is its own text; special tokens are no text at all. Both kinds cut
+characters into bytes where their vocabulary has no token for them.
 """
 
 import json

@@ -41,7 +41,7 @@ class Device(Protocol):
     """A model with its memory."""
 
     def launch(self, step: Step, before: Pass | None = None) -> Pass:
-        """Begin a pass. before: the pass whose tokens the placeholders of `step` stand for."""
+        """Begin a pass. before: the pass whose tokens belong in the placeholders of `step`."""
 
     def sample(self, passed: Pass, sequences: list[Sequence]) -> None:
         """Begin to draw a token for each of these sequences, which are in `passed.ending`."""

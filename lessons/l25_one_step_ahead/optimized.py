@@ -77,7 +77,7 @@ def awaits_token(sequence: Sequence) -> bool:
 
 
 def replace_placeholder(sequence: Sequence, by: list[int]) -> None:
-    """Put the token that it stood for in its place, or nothing."""
+    """Put the token in the placeholder's place, or nothing. by: one token, or none."""
     lists = [sequence.output, sequence.all_tokens]
     # What a prefix cache is told may be a list of its own.
     if sequence.names is not None:

@@ -12,8 +12,8 @@ DEVICE = default_device()  # without a GPU the kernels run in Triton's interpret
 def random_stacks(
     num_experts: int, size: int, inner: int, dtype: torch.dtype, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """gate_up: [E, 2I, H] and down: [E, H, I]; each expert of a size of its own, so that none can
-    stand for another.
+    """gate_up: [E, 2I, H] and down: [E, H, I]; each expert's values have their own scale, so that
+    none can be taken for another.
     """
     scale = 1 + torch.arange(num_experts)[:, None, None] / num_experts
     gate_up = draw("normal", (num_experts, 2 * inner, size), seed=seed) * size**-0.5

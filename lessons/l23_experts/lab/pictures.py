@@ -47,7 +47,7 @@ def draw_experts(gpus: int = 4) -> ClassFigure:
     work = sent.sum(0)
     most, mean = int(work.max()), float(work.float().mean())
     fig, (left, right) = frame(
-        f"Mixtral's 8 experts on {gpus} GPUs: the fullest has {most / mean:.2f}× the mean, and all "
+        f"Mixtral's 8 experts on {gpus} GPUs: the busiest has {most / mean:.2f}× the mean, and all "
         "wait for it",
         "64 tokens on each GPU, two experts each · router logits drawn at random, some experts "
         "liked more",

@@ -43,7 +43,8 @@ def draw_masks(pattern: str = PATTERN, tokens: Sequence[str] = TOKENS) -> ClassF
     counts = " and ".join(str(sum(each)) for each in allowed)
     fig, axes = frame(
         f"One trie, {len(states)} states: {counts} of {len(tokens)} tokens may come next",
-        f"{pattern} · a number in a node: the state that its text reaches; ×: it fits nothing",
+        f"{pattern} · in a node: the state that its text reaches; ×: it does not fit · "
+        "filled: a token that may come next",
         (14, 6.5),
         (0.9, *(1 for _ in states)),
     )

@@ -193,7 +193,7 @@ class LarkReader(GbnfReader):
             part = Repeat(part, low, high)
         # The name of a branch of the tree says nothing about texts.
         if self.takes_token("->") and self.name() is None:
-            raise self.wrong("a name behind ->")
+            raise self.wrong("a name after ->")
         return part
 
     def other(self, char: str, start: int, depth: int) -> Expression:

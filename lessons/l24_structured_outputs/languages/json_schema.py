@@ -231,7 +231,7 @@ class SchemaReader:
         if is_rule:
             return read(self, where, schema)
         # Not under its pointer alone, which is the name of all that the schema allows; and not
-        # behind it, where the pointer of a property could say the same.
+        # as an extension of it, which could be the pointer of a property.
         name = f"{kind} of {where}"
         self.rules[name] = read(self, where, schema)
         return Call(name)

@@ -43,7 +43,7 @@ SPECIAL = "^$*+?{}[]\\|()."
 
 
 class Anchored(NamedTuple):
-    """An alternative of the whole expression, and whether ^ and $ stood at its ends."""
+    """An alternative of the whole expression, and whether it had ^ and $ at its ends."""
 
     expression: Expression
     at_start: bool

@@ -1,5 +1,5 @@
-"""What is sent to a device is sent whole. A meta device, which holds no values, stands in for a
-GPU.
+"""What is sent to a device is sent whole. A meta device, which holds no values, takes the place of
+a GPU.
 """
 
 from dataclasses import fields, is_dataclass

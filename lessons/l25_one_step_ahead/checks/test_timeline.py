@@ -136,4 +136,4 @@ def test_the_host_reads_one_tensor_a_step(seed, monkeypatch):
 def test_the_picture_fits():
     figure = pictures.draw_timeline()
     assert not texts_outside(figure) and not overlapping_texts(figure)
-    assert "7 ms one after the other, 5 ms one step ahead" in figure.get_suptitle()
+    assert "7 ms in turns, 5 ms one step ahead" in figure.get_suptitle()

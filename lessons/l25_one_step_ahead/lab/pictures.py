@@ -1,5 +1,5 @@
-"""The lesson's picture: what host and device do, one after the other and one step ahead, as
-recorded on a virtual clock.
+"""The lesson's picture: what host and device do, in turns and one step ahead, as recorded on a
+virtual clock.
 
     python -m lessons.l25_one_step_ahead.lab.pictures
 
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 TIMELINE_SVG = HERE / "timeline.svg"
 DEVICE_MS = 5.0
 SHOWN_MS = 29.0
-LOOPS = {"one after the other": Serial, "one step ahead": OneStepAhead}
+LOOPS = {"in turns": Serial, "one step ahead": OneStepAhead}
 LETTERS = {"schedule": "s", "launch": "l", "sample": "p", "tell": "t", "pass": ""}
 COLOURS = PALETTE[:3]  # of steps, in turn
 ALT = (
@@ -39,8 +39,9 @@ def draw_timeline(device_ms: float = DEVICE_MS) -> ClassFigure:
     host_ms = sum(HOST_MS.values())
     fig, ax = frame(
         f"A host of {host_ms:g} ms and a device of {device_ms:g} ms: a step takes {serial:.0f} ms "
-        f"one after the other, {ahead:.0f} ms one step ahead",
-        "virtual clock · s schedules, l launches, t tells the tokens of the step of its colour",
+        f"in turns, {ahead:.0f} ms one step ahead",
+        "virtual clock · s schedules, l launches, t tells the tokens of the step of its colour · "
+        "hatched: sampling",
         (12, 4.6),
     )
     for place, (label, run) in enumerate(runs.items()):
