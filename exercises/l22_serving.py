@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=22
-# Generated from solutions/l22_serving.py, checksum 215e800c7d86. Generating again never overwrites your edits.
+# Generated from solutions/l22_serving.py, checksum 11e93c9176c4. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 22: what a load client reports, users who take turns, a serving loop."""
 
@@ -117,7 +117,7 @@ class ServingLoop:
         - A request whose reader leaves (the stream is closed, or its task is cancelled) is aborted
           and forgotten. A request that has finished is not aborted: its request_id may be in use
           again.
-        - A request that the engine does not take leaves nothing behind.
+        - A request that the engine does not take leaves no trace.
         - While the loop drains, and after the engine has died, `stream` raises Closed.
         - When a step raises, every reader whose answer had not ended gets that exception.
         - drain() returns when every answer has been computed, and `run` then returns. It waits for

@@ -151,7 +151,7 @@ def lora_rows(
     base: [T, N], what the base's matrix gave; x: [T, K]. a: [S, max_rank, K]; b: [S, max_rank, N],
     so B is stored with its ranks in front. row_slots: [T] int32, the slot of each row, and -1 for a
     row without an adapter, which stays as it is. ranks: [S] int32. Slot s uses the first ranks[s]
-    rows of a[s] and of b[s]; what stands behind them is of an earlier adapter, and may be NaN.
+    rows of a[s] and of b[s]; what comes after them is of an earlier adapter, and may be NaN.
     scaling: [S] float32. Everything else is float32 as well.
 
     The wrapper is done. It launches `lora_row_kernel` above, which is yours to write. This is BGMV:
@@ -192,7 +192,7 @@ def run_slots(
     events, in their order: ("start", adapter, prompt), a request wants to run; ("end", adapter,
     []), one request with this adapter ends. Several may run with one adapter.
 
-    A start gives (slot, tokens). If the adapter lies in a slot, it is that one. If not, it is
+    A start gives (slot, tokens). If the adapter is in a slot, it is that one. If not, it is
     loaded into the free slot with the lowest number. If none is free, it takes the slot of the
     adapter that was started least recently, among those that no running request uses. If all are in
     use, the request cannot start: the result is None, and nothing changes.

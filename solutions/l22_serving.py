@@ -154,7 +154,7 @@ class ServingLoop:
         - A request whose reader leaves (the stream is closed, or its task is cancelled) is aborted
           and forgotten. A request that has finished is not aborted: its request_id may be in use
           again.
-        - A request that the engine does not take leaves nothing behind.
+        - A request that the engine does not take leaves no trace.
         - While the loop drains, and after the engine has died, `stream` raises Closed.
         - When a step raises, every reader whose answer had not ended gets that exception.
         - drain() returns when every answer has been computed, and `run` then returns. It waits for

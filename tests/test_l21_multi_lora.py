@@ -20,6 +20,7 @@ from lessons.l21_multi_lora.peft.adapters import LayerAdapter
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.excerpts import plain_readme, stray_excerpts
+from tests.test_pages import guide
 
 ROOM = Path(__file__).parents[1] / "lessons/l21_multi_lora"
 README = plain_readme(ROOM)
@@ -68,8 +69,13 @@ def test_the_readme_quotes_the_sizes():
     assert f"which is {sizes.adapter_bytes(LLAMA, 16, pair) / 1e6:.1f} MB" in README
     assert f"holds {sizes.adapters_that_fit(LLAMA, 16, memory)} adapters of rank 16" in README
     assert f"only {sizes.adapters_that_fit(LLAMA, 256, memory)} that fit" in README
-    step_s = base / CHIPS["h100"].memory_bytes_per_s
-    assert f"at least {2e3 * step_s:.1f} ms, as long as {2:.1f} decode steps" in README
+    shapes = sizes.linear_shapes(LLAMA).values()
+    matrices = sizes.VALUE_BYTES * LLAMA.num_hidden_layers * sum(n * k for n, k in shapes)
+    merge_ms = 2e3 * matrices / CHIPS["h100"].memory_bytes_per_s  # read and written
+    steps = f"{2 * matrices / base:.1f} decode steps"
+    assert f"at least {merge_ms:.1f} ms, as long as {steps}" in README
+    assert f"are read and written, as long as {steps}" in guide("merge the adapter")
+    assert f"every block: {2 * len(shapes) * LLAMA.num_hidden_layers} a step" in README
     copied_ms = 1e3 * adapter / PCIE_BYTES_PER_S
     assert f"{adapter / 1e6:.1f} MB at 64 GB/s are {copied_ms:.1f} ms" in README
     added = {

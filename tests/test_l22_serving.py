@@ -31,10 +31,16 @@ def test_the_readme_quotes_the_simulation():
     ((alone,), _), capacity = simulate([Call(0.0, 512, 64)]), experiments.capacity_per_s()
     assert f"64 out, in {alone.e2el_s:.2f} s by lesson 15's cost" in README
     assert f"gives {1 / alone.e2el_s:.1f} answers per second" in README
-    assert f"16 places the same engine gives {capacity:.1f}" in README
+    assert f"16 places (requests of one step) the same engine gives {capacity:.1f}" in README
     assert experiments.PLACES == 16 and experiments.PROMPT == 512
     assert f"W = 16 / {capacity:.1f} = {16 / capacity:.2f} s" in README
-    for row in experiments.ladder():
+    assert f"up to the capacity of {capacity:.1f}. Beyond it" in README
+    loop_alone, async_engine, fair, deadlines, admission = experiments.ladder()
+    assert loop_alone.median_ttft_s == pytest.approx(experiments.PATIENCE_S), "when others hung up"
+    assert fair.modest_p99_ttft_s < async_engine.modest_p99_ttft_s / 10, "fairness: who waits"
+    assert fair.goodput_per_s == pytest.approx(async_engine.goodput_per_s, rel=0.01)
+    assert fair.goodput_per_s < deadlines.goodput_per_s < admission.goodput_per_s, "how many"
+    for row in (loop_alone, async_engine, fair, deadlines, admission):
         seconds = f"`{row.median_ttft_s:.2f}` | `{row.modest_p99_ttft_s:.2f}`"
         assert f"| {row.name} | {seconds} | `{row.goodput_per_s:.1f}` |" in README
     loop = experiments.blocking(experiments.crowd())
@@ -87,7 +93,7 @@ def test_the_readme_quotes_longer_simulations(what):
         )
     else:
         ((load, _, good),) = experiments.overload((0.8,))
-        door, all_in = good["turns some away"], good["takes everybody"]
+        door, all_in = good["turns some away"], good["takes all"]
         said = f"At `{load}` times the capacity our door turns a few requests away"
         assert f"{said} that would have been in time: `{door:.1f}` instead of `{all_in:.1f}`" in (
             README

@@ -3,7 +3,7 @@
     batch = AdapterBatch.of([0, -1, 2, 0], device)      # rows 0 and 3 use slot 0, row 1 uses no
                                                         adapter
 
-The decoder never sees it. It lies in an AdapterContext that the LoRALinears of a model share, and
+The decoder never sees it. It is in an AdapterContext that the LoRALinears of a model share, and
 the caller of a pass puts it there before.
 """
 
@@ -33,7 +33,7 @@ class AdapterBatch:
     """The rows of a step by their adapters.
 
     row_slots: [T] int64, the slot of each row, −1 for none. order: [T] int32, the rows that have an
-    adapter, those of a slot side by side; what stands behind them is not read. tiles: [num_tiles,
+    adapter, those of a slot side by side; what comes after them is not read. tiles: [num_tiles,
     3] int32, rows of (slot, first, count): at most block_m rows of one segment; a count of 0 is
     padding. segments: the same, unsliced, for the host. Without a row that has an adapter it is
     empty.

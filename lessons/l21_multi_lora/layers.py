@@ -54,7 +54,7 @@ class LoRALinear(nn.Module):
 
 
 def add_lora_for(device: torch.device) -> AddLora:
-    """The kernels on a GPU, what stands for them on a CPU."""
+    """The kernels on a GPU, their stand-ins on a CPU."""
     return optimized.add_lora if device.type == "cuda" else stand_ins.add_lora
 
 

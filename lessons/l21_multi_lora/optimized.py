@@ -106,9 +106,7 @@ def block_of_ranks(max_rank: int) -> int:
 
 
 def tiles_for(x: Tensor) -> Tiles:
-    """Tiles for x: [T, K] on the chip that it lies on. They do not depend on T, so neither do
-    bits.
-    """
+    """Tiles for x: [T, K] on its chip. They do not depend on T, so neither do bits."""
     has_matrix_units = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
     return TILES if has_matrix_units and x.dtype != torch.float32 else PLAIN
 

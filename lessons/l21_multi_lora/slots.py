@@ -1,4 +1,4 @@
-"""Where adapters lie: all of them on the host, those that run in slots on the device.
+"""Where adapters are stored: all of them on the host, those that run in slots on the device.
 
     disk ──load──▶ host (AdapterStore, max_cpu_loras) ──copy──▶ slots (AdapterSlots, max_loras)
 
@@ -52,7 +52,7 @@ class AdapterSlots:
         return self.slot_of[adapter]
 
     def release(self, adapter: Adapter) -> None:
-        """One user less. The matrices stay until another adapter needs the slot."""
+        """One user fewer. The matrices stay until another adapter needs the slot."""
         if self.users[adapter] < 1:
             refuse("adapter", adapter.name, "one that was acquired")
         self.users[adapter] -= 1
@@ -147,13 +147,13 @@ class AdapterStore:
     ):
         self.linears, self.max_lora_rank = linears, max_lora_rank
         self.max_cpu_loras, self.load = max_cpu_loras, load
-        # least recently used first; what was deleted while in use stands in `users` alone
+        # least recently used first; what was deleted while in use is in `users` alone
         self.known: OrderedDict[int, tuple[LoRARequest, Adapter]] = OrderedDict()
         self.users: Counter[Adapter] = Counter()
 
     def take(self, request: LoRARequest) -> Adapter:
         """The adapter, read from disk if it is not here. Raises ValueError for one that cannot be
-        read, that does not fit the model, or whose id belongs to another one.
+        read, that does not fit the model, or whose id belongs to a different one.
         """
         check_kind(LoRARequest, "LoRARequest", lora_request=request)
         known = self.known.get(request.lora_int_id)
@@ -174,7 +174,7 @@ class AdapterStore:
         return adapter
 
     def give_back(self, adapter: Adapter) -> None:
-        """One request less that needs it."""
+        """One request fewer needs it."""
         if self.users[adapter] < 1:
             refuse("adapter", adapter.name, "one that was taken")
         self.users[adapter] -= 1

@@ -243,7 +243,7 @@ BUGS = {
         "row = tl.load(order_ptr + place, mask=is_row, other=0).to(tl.int64)",
         "row = place",
     ),
-    "the first slot for everybody": (
+    "the first slot for every tile": (
         "slot = tl.load(tiles_ptr + 3 * tile).to(tl.int64)",
         "slot = tl.load(tiles_ptr).to(tl.int64)",
     ),

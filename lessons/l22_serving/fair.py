@@ -1,11 +1,11 @@
 """Who is next: users share the engine, not requests. A user who sends a hundred requests gets as
-much as one who sends one, until that one has all that he asked for.
+much as one who sends one, until that one request is answered.
 
-Read `FairQueue._number`. Time is counted in tokens, not in seconds. Each user's requests are laid
-end to end on a line of tokens of his own, and the request that starts first on its line is next,
-whichever user sent it. A user who comes when none of his requests is waiting starts where the
-engine is: so a user saves up no claim while he asks for nothing, and pays nothing for what he got
-while no other user wanted it.
+Read `FairQueue._number`. Time is counted in tokens, not in seconds. Each user has a line of tokens,
+on which the user's requests are laid end to end. The request with the smallest start on its line is
+next, whichever user sent it. A user who comes while none of the user's requests is waiting starts
+where the engine is. So a user saves up no claim by asking for nothing, and pays nothing for tokens
+that no other user wanted.
 
 What an answer costs is only known when it has ended. Until then a request is laid out with the
 tokens that it may take at most, and what it did not take is given back to its user.

@@ -1,7 +1,7 @@
 """What is between the engine's thread and a reader in an event loop: room for one message.
 
 An output holds the whole answer so far, so the newest one replaces those that were not read. A
-reader who is slow, or an event loop that stands still, then skips messages and misses no token. The
+reader who is slow, or an event loop that is held up, then skips messages and misses no token. The
 engine never waits for a reader, and memory does not grow, however slow the reader is.
 
 naive.py has the two queues that one would write first, and what goes wrong with each.

@@ -1,28 +1,22 @@
 """All adapters of a step in two launches: rows of one adapter form a segment, and a program owns a
 tile of one segment.
 
-    h = x Aᵀ            shrink: K numbers of a row become r       one program: a tile of rows, a
-                        split of K
-    y += scaling · h B   expand: r numbers become N                one program: a tile of rows, a
-                         tile of N
+    h = x Aᵀ              shrink: K numbers of a row become r; a program has a tile and a part of K
+    y += scaling · h B    expand: r numbers become N; a program has a tile and some of the outputs
 
 Three decisions:
 
-- **Which row belongs to whom is data, not launches.** `order` lists the rows by adapter and `tiles`
-  says
-  which slot a program multiplies by. A row is loaded through its number in `order`, so nothing is
-    moved,
-  and a row without an adapter stands in no tile. Padding tiles have no rows, so the grid of a CUDA
-    graph
-  can stay the same while the adapters of a batch change.
-- **Ranks may differ.** A program reads the rank of its slot and masks or leaves out what lies
-  beyond it.
-  So an adapter of rank 8 beside one of rank 64 reads rank 8's bytes. A rank of 0 ends the program.
-- **The same bits in every company.** A shrink has few outputs and a long sum, so K is split between
-  programs. Each split writes a float32 partial of its own; expand adds them in the order of their
-  numbers. The length of a split is fixed, not the number, and a row's sums read only that row and
-    its
-  adapter. So a row's result does not depend on which other rows and adapters are in the batch.
+- **Which adapter a row has is data.** `order` lists the rows by adapter, and `tiles` says which
+  slot a program multiplies by. A row is loaded through its number in `order`, so no row is
+  moved, and a row without an adapter is in no tile. Padding tiles have no rows, so the grid of a
+  CUDA graph stays the same while the adapters of a batch change.
+- **Ranks may differ.** A program reads the rank of its slot and masks or leaves out what is beyond
+  it. So an adapter of rank 8 beside one of rank 64 reads rank 8's bytes. A rank of 0 ends the
+  program.
+- **The same bits in every batch.** A shrink has few outputs and a long sum, so K is split between
+  programs. Each split writes its own float32 partial, and expand adds them in the order of their
+  numbers. The length of a split is fixed, not the number of splits, and a row's sums read only that
+  row and its adapter. So a row's result does not depend on the other rows and adapters.
 
 Sources: Chen et al. 2023, Punica (SGMV); Sheng et al. 2023, S-LoRA (rows of different ranks,
 section 5).

@@ -1,4 +1,4 @@
-"""What stands for the kernels on a CPU: two batched products for all adapters, in place of two
+"""What replaces the kernels on a CPU: two batched products for all adapters, in place of two
 small ones for each.
 
 A small product is slow on a CPU because it pays for its call, for picking its rows and for putting

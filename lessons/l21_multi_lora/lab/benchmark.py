@@ -5,7 +5,7 @@ for each adapter.
 
 One linear layer of Llama-3-8B's width. l21_batch times the corrections alone, l21_adapters a whole
 layer, the base product within the time. On a CPU with a quarter of the width; there stand_ins.py
-stands for the kernels, which are interpreted and not timed.
+replaces the kernels, which are interpreted and not timed.
 """
 
 from functools import lru_cache

@@ -87,7 +87,7 @@ def draw_bytes(model: str = "llama-3-8b", gpu: str = "h100", marked: int = 16) -
     naive = ROLES["naive"].colour
     right.axhline(memory // base, color=naive, ls=ROLES["naive"].dash)
     log_axis(right.yaxis, 1, 5000)
-    right.set_ylabel("that fit (higher is better)")
+    right.set_ylabel(f"how many fit in {memory / 1e9:.0f} GB (higher is better)")
     for ax in (left, right):
         ax.set_xscale("log", base=2)
         ax.set_xticks(RANKS, [str(rank) for rank in RANKS])
@@ -112,15 +112,14 @@ def draw_batch(row_slots: Sequence[int] = ROWS, names=NAMES, block_m: int = 3) -
     tiles = [tuple(tile) for tile in batch.tiles.tolist() if tile[2]]
     num_sorted = batch.num_rows_with_adapter
     fig, ax = frame(
-        f"{len(row_slots)} rows of {len(batch.segments)} adapters: one launch of {len(tiles)} "
-        "tiles, "
-        f"{len(row_slots) - num_sorted} rows in none",
-        f"AdapterBatch.of, tiles of {block_m} rows here (the kernels take {BLOCK_M})",
+        f"{num_sorted} rows of {len(batch.segments)} adapters are one launch of {len(tiles)} "
+        f"tiles; {len(row_slots) - num_sorted} rows have no adapter and no tile",
+        f"rows sorted by AdapterBatch.of; tiles of {block_m} rows here, {BLOCK_M} in the kernels",
         (11, 6.2),
     )
     ax.set_axis_off()
     for row, slot in enumerate(row_slots):
-        _box(ax, 0, row, f"row {row}", _colour(slot))
+        _box(ax, 0, row, f"row {row}" + ", none" * (slot == NO_ADAPTER), _colour(slot))
     for place, row in enumerate(batch.order.tolist()[:num_sorted]):
         slot = row_slots[row]
         _box(ax, 3, place, f"row {row}", _colour(slot))

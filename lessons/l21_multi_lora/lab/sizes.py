@@ -46,7 +46,7 @@ def base_bytes(shape: ModelShape) -> int:
 
 
 def adapters_that_fit(shape: ModelShape, rank: int, memory_bytes: float) -> int:
-    """Adapters beside one base, if nothing else lies in the memory."""
+    """Adapters beside one base, if nothing else is in the memory."""
     return int((memory_bytes - base_bytes(shape)) // adapter_bytes(shape, rank))
 
 

@@ -24,8 +24,8 @@ def slots_of(
     seed: int = 0,
     padding: float = float("nan"),
 ) -> SlotWeights:
-    """One adapter a slot, each with its own size, so that none can stand for a neighbour. padding:
-    what lies beyond the ranks; the kernels must not read it.
+    """One adapter a slot, each with its own size, so that none can pass for a neighbour. padding:
+    what is beyond the ranks; the kernels must not read it.
     """
     weights = SlotWeights.empty(len(ranks), max_rank, size, outputs, dtype, DEVICE)
     for slot, rank in enumerate(ranks):

@@ -24,7 +24,7 @@ from lessons.toolbox.model.checkpoint import REPOSITORY
 from lessons.toolbox.model.config_json import CheckpointError
 from lessons.toolbox.model.stored import STORED_DTYPES, open_file
 
-PREFIX = "base_model.model."  # PEFT's wrappers; behind it stands the checkpoint's own name
+PREFIX = "base_model.model."  # PEFT's wrappers; after it comes the checkpoint's own name
 WEIGHTS = "adapter_model.safetensors"
 PARTS = ("lora_A", "lora_B")
 

@@ -125,7 +125,7 @@ def row(name: str, history: list[Served]) -> Row:
 
 
 def two_users(many: int = 300, whose: str | None = "modest") -> dict[str, list[Served]]:
-    """One user, greedy, sends `many` requests at once, another one, modest, sends one every half
+    """One user, greedy, sends `many` requests at once, a second one, modest, sends one every half
     second: {order: what the user `whose` saw; None: what both saw}.
     """
     greedy = requests_at([0.0] * many, user="greedy")
@@ -162,7 +162,7 @@ def overload(loads: Sequence[float] = LOADS, seconds: float = 25.0) -> list[Over
         calls = requests_at(arrivals, patience_s=PATIENCE_S)
         timed = requests_at(arrivals, timeout_s=OBJECTIVES.e2el_s)
         ways = {
-            "takes everybody": simulate(calls, max_num_seqs=PLACES),
+            "takes all": simulate(calls, max_num_seqs=PLACES),
             "drops the late": simulate(timed, max_num_seqs=PLACES),
             "turns some away": simulate(
                 calls, max_num_seqs=PLACES, limits=Limits(max_wait_s=MAX_WAIT_S)

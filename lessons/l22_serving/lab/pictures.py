@@ -67,17 +67,16 @@ def draw_lines(ax, series: dict[str, tuple[list[float], list[float]]], roles: li
 
 @style()
 def draw_users(many: int = 300) -> ClassFigure:
-    """The time to the first token of a user who asks now and then, after another one who has asked
+    """The time to the first token of a user who asks now and then, after a user who has asked
     for three hundred answers at once.
     """
     found = two_users(many)
     worst = {name: max(one.ttft_s for one in history) for name, history in found.items()}
     first, fair = worst.values()
     fig, ax = frame(
-        f"Behind another user's {many} requests, one request waits up to {first:.1f} s; where "
-        "users "
-        f"take turns, {fair:.2f} s",
-        f"{MODEL} · one user sends {many} at once, the other one every 0.5 s",
+        f"After another user's {many} requests a small user's request waits up to {first:.1f} s; "
+        f"where users take turns, up to {fair:.2f} s",
+        f"{MODEL} · one user sends {many} at once, the small one sends one every 0.5 s",
         (10, 5.2),
     )
     series = {
@@ -100,8 +99,8 @@ def draw_overload(loads=LOADS, seconds: float = 25.0) -> ClassFigure:
     offered = [point.offered_per_s for point in points]
     last = points[-1].goodput_per_s
     fig, ax = frame(
-        f"At {points[-1].load:g} times its capacity a server that takes everybody answers "
-        f"{last['takes everybody']:.1f} requests/s in time, one that turns some away "
+        f"At {points[-1].load:g} times its capacity a server that takes all requests answers "
+        f"{last['takes all']:.1f} requests/s in time, one that turns some away "
         f"{last['turns some away']:.1f}",
         f"{MODEL} · {IN_TIME}; clients hang up after 10 s",
         (10, 5.4),
@@ -193,13 +192,13 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
     "users": (
         draw_users,
         "Time to first token of a user with few requests over the time of arrival. In the order of "
-        "arrival it is nine to fourteen seconds, behind another user's 300 requests. "
+        "arrival it is nine to fourteen seconds, after another user's 300 requests. "
         "In a fair order it is below a second for all.",
     ),
     "overload": (
         draw_overload,
         "Requests answered in time over requests that arrive. Up to the capacity all three ways "
-        "follow the diagonal. Beyond it a server that takes everybody falls to a quarter of it, "
+        "follow the diagonal. Beyond it a server that takes all requests falls to a quarter of it, "
         "one "
         "that drops late requests falls slowly, and one that turns some away stays near the "
         "capacity.",
