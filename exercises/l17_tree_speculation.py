@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=17
-# Generated from solutions/l17_tree_speculation.py, checksum a3f192ad7a13. Generating again never overwrites your edits.
+# Generated from solutions/l17_tree_speculation.py, checksum fbdfad5dcb3d. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 17: a tree in numbers, Medusa's heads trained, a verification with bugs, one
 path kept.
@@ -17,17 +17,17 @@ def predict_tree(parents: list[int], held: int) -> tuple[list[int], list[int], i
     """What one pass over a tree looks like: (the position of each node, the slot of each node, how
     many entries of the mask are True, how many tokens the pass emits at most).
 
-    parents: [N], parents[0] = -1 is the root, the newest token of a text; a parent stands in front
-    of its children. held: tokens of the text in front of the root, which are in the cache; the
-    first token of a text has position 0 and slot 0. The mask: [N, held + N] says which node sees
-    which key. A node sees what the cache held, its way from the root, and itself. Slots are given
-    in the order of the nodes. Errors: none to raise.
+    parents: [N], parents[0] = -1 is the root, the newest token of a text; a parent comes
+    before its children. held: tokens of the text before the root, which are in the cache. The
+    cache has no pages here, so the first token of a text has position 0 and slot 0. The mask: [N,
+    held + N] says which node sees which key. A node sees what the cache held, its way from the
+    root, and itself. Slots are given in the order of the nodes. Errors: none to raise.
 
     Example: parents [-1, 0, 0, 1], held 10
         node 3 follows node 1, which follows the root; node 2 follows the root
         positions [10, 11, 11, 12], slots [10, 11, 12, 13]
         mask: 4 · 10 old keys, and 1 + 2 + 2 + 3 new ones: 48
-        at most 3 tokens: nodes 1 and 3, and one behind them
+        at most 3 tokens: nodes 1 and 3, and one after them
         -> ([10, 11, 11, 12], [10, 11, 12, 13], 48, 3)
     """
     raise NotImplementedError("Exercise 17.1: Predict: a tree in numbers")
@@ -44,12 +44,12 @@ def medusa(
     text. The target's own head, lm_head: [V, d], predicts token t + 1 from hidden state t. Head i
     (weights[i]: [d, d], biases[i]: [d]) first makes x + SiLU(W x + b) of a hidden state x, and then
     reads it with lm_head; it predicts i + 1 tokens beyond the target's own head. losses[i]: the
-    mean cross-entropy in nats over all positions whose token stands in the text. K is at most T -
+    mean cross-entropy in nats over all positions whose token is in the text. K is at most T -
     2. Errors: none to raise. The arguments stay.
 
     Example: T = 3, d = 2, V = 2, K = 1, weights and biases 0, lm_head the identity,
         hidden [[1, 0], [0, 1], [0, 1]], tokens [0, 1, 1]
-        head 0 says token 0 behind position 0, then 1, 1; only position 0 has a token two places on
+        head 0 says token 0 after position 0, then 1, 1; only position 0 has a token two places on
         (tokens[2] = 1), so the loss is -log(1 / (1 + e)) = 1.3133
         -> ([[0, 1, 1]], [1.3133])
     """
@@ -63,18 +63,18 @@ def verify_drawn(
     """The tokens that a pass emits, for a tree whose siblings were drawn from q without
     replacement.
 
-    p, q: [N, V] float64, what target and draft say behind each node; rows of q at leaves hold
+    p, q: [N, V] float64, what target and draft say after each node; rows of q at leaves hold
     anything. parents: [N] as in 17.1, tokens: [N], the root's token is known already. u: [N, 2] in
-    [0, 1): u[i, 0] decides about node i, u[i, 1] draws behind node i.
+    [0, 1): u[i, 0] decides about node i, u[i, 1] draws after node i.
 
-    Behind a node its children are asked in their order. The first is held against p and q of the
-    node: it stays if u · q < p. If not, the next child is held against the residual, max(0, p - q)
-    made to sum to 1, and against q without the first child, made to sum to 1 again, because that
+    After a node its children are asked in their order. The first is judged by p and q of the
+    node: it stays if u · q < p. If not, the next child is judged by the residual, max(0, p - q)
+    made to sum to 1, and by q without the first child, made to sum to 1 again, because that
     is what it was drawn from. And so on. If a child stays, the walk goes on there. If none does,
     a token is drawn from what p has become, and the pass ends. `draw(weights: [V], u: [1])` draws
     by inverse CDF; the weights need not sum to 1. Errors: none to raise. The arguments stay.
 
-    Example: V = 3, parents [-1, 0, 0], tokens [9, 0, 1], behind the root p = [0.2, 0.2, 0.6] and
+    Example: V = 3, parents [-1, 0, 0], tokens [9, 0, 1], after the root p = [0.2, 0.2, 0.6] and
         q = [0.5, 0.25, 0.25]; node 0 is the root, u[1, 0] = 0.9, u[2, 0] = 0.9, u[0, 1] = 0.5
         node 1: 0.9 · 0.5 is not below 0.2, so it goes; the residual is [0, 0, 0.35], or [0, 0, 1];
         node 2: 0.9 · 0.5 is not below 0, so it goes, too; token 2 is drawn          -> [2]
@@ -115,15 +115,15 @@ def keep_path(
     """What follows a pass over a tree: (the cache with the path in one piece, how many tokens the
     sequence holds now, the tokens that the pass emits).
 
-    cache: [slots, D], the K of all sequences; place i of this sequence lies in slot
-    block_table[i // block_size] · block_size + i % block_size. The tree's nodes lie at the places
+    cache: [slots, D], the K of all sequences; place i of this sequence is in slot
+    block_table[i // block_size] · block_size + i % block_size. The tree's nodes are at the places
     held, held + 1, … in the order of their numbers, the root's first. path: the nodes that stay,
-    path[0] = 0 is the root; tokens: [N], of all nodes; last: the token that was sampled behind the
+    path[0] = 0 is the root; tokens: [N], of all nodes; last: the token that was sampled after the
     path, which has not run.
 
-    The path's rows move to the places behind `held`, in its order, and nothing else in the returned
+    The path's rows move to the places from `held` on, in its order. Nothing else in the returned
     cache differs from `cache`, which stays as it is. The root was emitted by an earlier pass. A
-    pass emits at most `left` tokens, and nothing behind a token of `stop`. Held are all tokens of
+    pass emits at most `left` tokens, and nothing after a token of `stop`. Held are all tokens of
     the text but the newest, whatever is cut off. Aim: no loop over the slots or the dimensions.
 
     Example: block_size 2, block_table [3, 0, 1], held 1, path [0, 2], tokens [7, 8, 9], last 5,

@@ -193,7 +193,7 @@ def generate(
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
     if waiting := unfinished(requests):
         longest = max(request.most_cached for request in waiting)
-        # Room for max_num_seqs of them, each with a whole tree behind its text.
+        # Room for max_num_seqs of them, each with a whole tree after its text.
         num_blocks = blocks_of(waiting, max_num_seqs, block_size)
         num_blocks += min(len(waiting), max_num_seqs) * (-(-len(tree) // block_size) + 1)
         drafter = new_drafter(model, heads, CHOICES[type(rule)](), num_blocks, block_size, longest)

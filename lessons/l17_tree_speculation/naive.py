@@ -1,13 +1,13 @@
-"""A tree path by path: each way from the root to a leaf is a sequence of its own.
+"""A tree path by path: each way from the root to a leaf is its own sequence.
 
 Read `path_logits`, then `accept_among` and `verify_tree`: which guess stays if there are several.
 `path_attention` is the definition that the kernel is held to. `generate` is the loop without a
 cache.
 
-The rule for several guesses is lesson 16's, asked again and again. The guesses behind one node are
+The rule for several guesses is lesson 16's, asked again and again. The guesses after one node are
 drawn from q without replacement. If the first is rejected, what is missing to p is the residual;
 and the second guess was drawn from q without the first. So the same question is asked with these
-two in the place of p and q.
+two instead of p and q.
 
 Sources: Miao et al. 2024, SpecInfer, section 4.3, algorithm 2; Li et al. 2024, EAGLE, appendix A.2;
 Jeon et al. 2024, Recursive Speculative Decoding, section 3.2 (without replacement).
@@ -29,9 +29,9 @@ from lessons.l17_tree_speculation.trees.tree import Tree
 
 
 def path_logits(model: Decoder, text: list[int], tree: Tree, tokens: list[int]) -> Tensor:
-    """What the target says behind each node, one path after the other: [N, V].
+    """What the target says after each node, one path after the other: [N, V].
 
-    text: the tokens in front of the root; tokens: [N], the root's is the newest token. Nodes that
+    text: the tokens before the root; tokens: [N], the root's is the newest token. Nodes that
     several paths share are computed once for each.
     """
     logits = torch.empty(len(tree), model.config.vocab_size, dtype=model.dtype)
@@ -63,7 +63,7 @@ def path_attention(
 ) -> Tensor:
     """The definition of optimized.tree_attention. q: [T, Hq, D] -> [T, Hq, Dv].
 
-    Each node's way from the root is laid out behind what the sequence held, and its query comes
+    Each node's way from the root is laid out after what the sequence held, and its query comes
     last, so lesson 2's attention needs no mask but its own.
     """
     out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
@@ -76,7 +76,7 @@ def path_attention(
         held = length - (end - first)
         for row in range(first, end):
             if tree[row, 0] == 0:
-                # a token of a prompt sees all in front of it
+                # a token of a prompt sees all before it
                 seen = list(range(held + row - first + 1))
             else:
                 seen = list(range(held))
@@ -93,9 +93,9 @@ def path_attention(
 
 
 def way_to(above: Tensor, held: int) -> list[int]:
-    """Where the keys on a node's way lie, the root's first. above: [W], its row of the table."""
+    """Places of the keys on a node's way, the root's first. above: [W], its row of the table."""
     on_the_way = above.nonzero()
-    # Parents stand in front of their children, so the order of the numbers is that of the way.
+    # Parents come before their children, so the order of the numbers is that of the way.
     places = held + on_the_way.flatten()
     return places.tolist()
 
@@ -104,7 +104,7 @@ def way_to(above: Tensor, held: int) -> list[int]:
 
 
 def accept_among(p: Tensor, q: Tensor, guesses: list[int], u: list[float]) -> tuple[int, Tensor]:
-    """Which of the guesses behind one node stays: (its place among them, or -1; what a token is
+    """Which of the guesses after one node stays: (its place among them, or -1; what a token is
     drawn from if none stays). p, q: [V]; u: a random number for each guess.
 
     guesses: drawn from q without replacement, in this order. A negative one was never drawn.
@@ -128,10 +128,10 @@ def accept_among(p: Tensor, q: Tensor, guesses: list[int], u: list[float]) -> tu
 
 def verify_tree(p: Tensor, q: Tensor, tree: Tree, tokens: list[int], u: Tensor) -> list[int]:
     """The way of a step through a tree whose nodes were drawn: (nodes that stay, then the token
-    that is emitted behind the last of them).
+    that is emitted after the last of them).
 
-    p, q: [N, V], what target and draft say behind each node; q is not read at a leaf. tokens: [N];
-    u: [N, 2] in [0, 1): u[i, 0] decides about node i, u[i, 1] draws behind it.
+    p, q: [N, V], what target and draft say after each node; q is not read at a leaf. tokens: [N];
+    u: [N, 2] in [0, 1): u[i, 0] decides about node i, u[i, 1] draws after it.
     """
     path = [0]
     while True:
@@ -157,9 +157,9 @@ def verify_tree(p: Tensor, q: Tensor, tree: Tree, tokens: list[int], u: Tensor) 
 
 def follow(tree: Tree, tokens: list[int], drawn: list[int]) -> list[int]:
     """The way of a step through a tree whose nodes were *chosen*, not drawn: (nodes that stay, then
-    the token behind the last of them).
+    the token after the last of them).
 
-    drawn: [N], what the target itself sampled behind each node. As long as one of the children
+    drawn: [N], what the target itself sampled after each node. As long as one of the children
     carries this token, it stays.
     """
     path = [0]
@@ -191,7 +191,7 @@ def guess_from(model: Decoder, text: list[int], tree: Tree) -> list[int]:
     """Fill a tree with the likeliest tokens of any model: [N], the root's is text[-1]."""
     tokens = [text[-1]]
     tokens += [0] * (len(tree) - 1)
-    # Parents stand in front of their children, so a node's way is filled before it.
+    # Parents come before their children, so a node's way is filled before it.
     for node, children in enumerate(tree.children):
         if not children:
             continue
@@ -209,13 +209,13 @@ def guesses_to(tree: Tree, tokens: list[int], node: int) -> list[int]:
     return [tokens[n] for n in path[1:]]
 
 
-def sampled_behind(
+def sampled_after(
     request: Request,
     logits: Tensor,
     tree: Tree,
     tokens: list[int],
 ) -> list[int]:
-    """What plain decoding would sample behind each node. logits: [N, V] -> [N]."""
+    """What plain decoding would sample after each node. logits: [N, V] -> [N]."""
     drawn = []
     for node in range(len(tree)):
         output = request.output + guesses_to(tree, tokens, node)
@@ -255,7 +255,7 @@ def generate(
             shape = tree.cut(left - 1)
             tokens = guess_from(draft, request.tokens, shape)
             logits = path_logits(model, request.tokens[:-1], shape, tokens)
-            drawn = sampled_behind(request, logits, shape, tokens)
+            drawn = sampled_after(request, logits, shape, tokens)
             *path, last = follow(shape, tokens, drawn)
             emitted = [tokens[node] for node in path[1:]]
             emitted.append(last)

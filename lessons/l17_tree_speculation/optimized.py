@@ -271,7 +271,7 @@ def prefill(
     softmax_scale: float,
     window: int | None,
 ) -> Tensor:
-    """Any new tokens: trees, and prompts behind them. q: [T, Hq, D] -> [T, Hq, Dv]."""
+    """Any new tokens: trees, and prompts after them. q: [T, Hq, D] -> [T, Hq, Dv]."""
     if batch.tree is None:
         return LESSON_12.prefill(q, k_cache, v_cache, batch, softmax_scale, window)
 
@@ -284,7 +284,7 @@ def prefill(
     def prompts(q: Tensor, part: Batch) -> Tensor:
         return paged.prefill(q, k_cache, v_cache, part, softmax_scale, window)
 
-    # All through the kernel of trees, if one stands behind a prompt.
+    # All through the kernel of trees, if one comes after a prompt.
     return apart(q, batch, trees, prompts if batch.num_decodes else trees)
 
 

@@ -3,7 +3,7 @@
     run = runner.run_trees({0: [newest, *guesses]}, {0: tree})
     runner.keep(0, begin, path)      # sequence 0 held `begin` tokens; now it holds the path as well
 
-A tree's nodes lie in the cache in the order of their numbers, but they are rotated to the position
+A tree's nodes are in the cache in the order of their numbers, but they are rotated to the position
 of their depth. So after the choice the path's K and V only move together: what they hold is right.
 """
 
@@ -32,7 +32,7 @@ TREES = Rung("token trees", LESSON_17, LESSON_17_TORCH, prepare=fused)
 class TreeRun(NamedTuple):
     """What a step computed, for T new tokens packed one sequence after the other.
 
-    rows: of each sequence, where its new tokens lie among the T.
+    rows: of each sequence, where its new tokens are among the T.
     """
 
     hidden: Tensor  # [T, hidden_size]
@@ -81,7 +81,7 @@ class TreeRunner(RewindingRunner):
         return tapped_features(self.model, batch.tokens, self.pool.attending(batch), self.taps)
 
     def keep(self, sequence: int, begin: int, path: list[int]) -> None:
-        """Of a tree whose root lies at slot `begin`, keep the nodes on `path`, which starts with
+        """Of a tree whose root is at place `begin`, keep the nodes on `path`, which starts with
         the root, and forget the others.
         """
         table = self.blocks.tables[sequence]
@@ -93,7 +93,7 @@ Moves = list[tuple[int, int]]  # (from, to), slots of a pool
 
 
 def path_moves(path: list[int], begin: int, table: list[int], block_size: int) -> Moves:
-    """What has to move so that the nodes on `path` lie in one piece. begin: the root's place in its
+    """What has to move so that the nodes on `path` are in one piece. begin: the root's place in its
     sequence; table: the sequence's blocks.
     """
     places = [(begin + node, begin + place) for place, node in enumerate(path) if node != place]
@@ -147,8 +147,8 @@ def with_trees(batch: Batch, trees: list[Tree | None]) -> Batch:
 
 
 def trees_in_front(trees: list[Tree | None], starts: list[int]) -> int:
-    """How many sequences run a tree or one token and stand in front of prompts. 0 if there are no
-    prompts, or if a tree stands behind one. starts: where the tokens of each sequence begin, and
+    """How many sequences run a tree or one token and come before the prompts. 0 if there are no
+    prompts, or if a tree comes after one. starts: where the tokens of each sequence begin, and
     the end.
     """
     lengths = [end - first for first, end in pairwise(starts)]

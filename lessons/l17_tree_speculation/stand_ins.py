@@ -1,4 +1,4 @@
-"""PyTorch in the kernel's place, for machines without a GPU: gather a sequence's blocks, then
+"""PyTorch instead of the kernel, for machines without a GPU: gather a sequence's blocks, then
 PyTorch's own attention with the tree's mask.
 """
 
@@ -13,9 +13,9 @@ from lessons.l12_paged_kv.kernels.stand_ins import LESSON_12_TORCH, chunk_attent
 
 def sees(table: Tensor, held: int, window: int | None = None) -> Tensor:
     """Which key each node sees: [N, held + N] bool. table: [N, N] int8 of one tree, as in tree.py;
-    held: tokens in front of the root.
+    held: tokens before the root.
     """
-    # A key that was held lies this many tokens above a node, itself counted: depth + 1 + held -
+    # A key that was held is this many tokens above a node, itself counted: depth + 1 + held -
     # key.
     in_front = torch.arange(held, 0, -1, device=table.device)
     above = torch.cat([table[:, :1] + in_front, table], dim=1)

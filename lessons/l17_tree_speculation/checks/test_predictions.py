@@ -2,6 +2,7 @@
 results/counted/l17_trees.json by the course's own rule.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.proof.pages import pages
 
 ROOM = Path(__file__).parents[1]
+REPOSITORY = ROOM.parents[1]
 README = pages(ROOM)
 
 
@@ -76,6 +78,19 @@ def test_the_example_of_the_readme():
     tree = full_tree([3, 2])
     assert len(tree) * 100 + int((tree.table > 0).sum()) == 1025
     assert "10 · 100 + 1 + 3 · 2 + 6 · 3 = 1025" in README
+
+
+def test_what_the_texts_say_about_the_time_of_a_batch():
+    """EAGLE wins with one request alone, Medusa never; and a pass over a tree takes longer."""
+    record = json.loads((REPOSITORY / "results/cpu/l17_batch.json").read_text(encoding="utf-8"))
+    seconds = {
+        name: {point["x"]: point["median_s"] for point in series["points"]}
+        for name, series in record["series"].items()
+    }
+    plain, eagle = seconds["one token a pass"], seconds["EAGLE, 16 nodes"]
+    assert [x for x in plain if eagle[x] < plain[x]] == [1]
+    assert all(seconds["Medusa, 16 nodes"][x] > plain[x] for x in plain)
+    assert recorded()["kinds"]["eagle"]["greedy"]["tree"] > 2 * plain[1] / eagle[1]
 
 
 def test_the_excerpts_of_the_readme_are_the_code():

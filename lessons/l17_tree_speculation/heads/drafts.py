@@ -1,6 +1,6 @@
-"""Who fills a tree: Medusa's heads, or EAGLE's layer with a small cache of its own.
+"""Who fills a tree: Medusa's heads, or EAGLE's layer with its own small cache.
 
-Both go down the tree level by level. `level_logits` says what may stand behind each node of a
+Both go down the tree level by level. `level_logits` says what may follow each node of a
 level, and a `Choice` (guesses.py) makes the children of it.
 """
 
@@ -54,7 +54,7 @@ class HeadDrafter:
     def level_logits(
         self, depth: int, level: list[Parent], trees: dict[int, Tree], tokens: dict[int, list[int]]
     ) -> Tensor:
-        """What may stand behind each node of a level: [P, V]."""
+        """What may follow each node of a level: [P, V]."""
         raise NotImplementedError
 
     def end(self, requests: list[Request]) -> None:
@@ -89,7 +89,7 @@ def parents_at(
 
 
 class MedusaDrafter(HeadDrafter):
-    """Head i fills depth i + 1, whatever stands at the depths in front of it."""
+    """Head i fills depth i + 1, whatever is at the depths before it."""
 
     def __init__(self, target: Decoder, heads: MedusaHeads, choice: Choice):
         super().__init__(target, choice, heads.lm_head)
@@ -119,7 +119,7 @@ class MedusaDrafter(HeadDrafter):
 
 
 class EagleRunner(TreeRunner):
-    """A draft's own cache: one layer, and one place less than the target's, because place i belongs
+    """A draft's own cache: one layer, one place fewer than the target's, because place i belongs
     to the feature of token i *and* to token i + 1.
     """
 
@@ -174,7 +174,7 @@ class EagleDrafter(HeadDrafter):
         self.taps = draft.taps
         self.runner = runner
         self.waiting: dict[int, Tensor] = {}  # features that have not run yet: [N, hidden_size]
-        self.roots: dict[int, Tensor] = {}  # of this step: the feature that stands for the root
+        self.roots: dict[int, Tensor] = {}  # of this step: the feature of the root
         self.made: dict[int, Tensor] = {}  # of this step: the feature of each node, [n, hidden]
 
     def observe(self, request: Request, features: Tensor) -> None:
@@ -195,7 +195,7 @@ class EagleDrafter(HeadDrafter):
 
     @staticmethod
     def place(depth: int, parent: Parent, trees: dict[int, Tree]) -> int:
-        """Where a parent stands among the nodes down to its depth; -1 for the root, which runs as
+        """Where a parent is among the nodes down to its depth; -1 for the root, which runs as
         the last of a text.
         """
         if depth == 0:

@@ -3,8 +3,8 @@
 Read `MedusaHeads`, then `EagleDraft`, then `Eagle3Draft`. All of them end in the target's own head,
 or in some of its rows (small_head.py). They belong to one set of target weights (heads_files.py).
 
-A *feature* is what the target computed for a token: for Medusa and EAGLE its hidden state behind
-the last norm, for EAGLE-3 what stands behind several of its layers.
+A *feature* is what the target computed for a token: for Medusa and EAGLE its hidden state after
+the last norm, for EAGLE-3 the outputs of several of its layers.
 
 Sources: Cai et al. 2024, Medusa, section 2.1; Li et al. 2024, EAGLE, section 4; Li et al. 2025,
 EAGLE-3, sections 3.1 and 3.2.
@@ -24,7 +24,7 @@ from lessons.toolbox.model.config import ModelConfig
 
 class DraftHeads(nn.Module):
     """What all of them share. taps: where they read the target; (): the feature is the hidden state
-    behind the last norm. lm_head: None where they end in the target's. acceptance: how often each
+    after the last norm. lm_head: None where they end in the target's. acceptance: how often each
     guess was right, as best_tree wants it; None if it was never measured.
     """
 
@@ -71,9 +71,9 @@ class ResidualBlock(nn.Module):
 
 class MedusaHeads(DraftHeads):
     """Head i turns the newest token's hidden state into that of i + 1 tokens later, so its
-    prediction lies i + 1 tokens beyond the one of the target's own head.
+    prediction is i + 1 tokens beyond that of the target's own head.
 
-    The paper gives each head a vocabulary matrix of its own. Ours end in the target's, because four
+    The paper gives each head its own vocabulary matrix. Ours end in the target's, because four
     more matrices would be larger than half of the model.
     """
 
@@ -135,7 +135,7 @@ class FeatureDraft(DraftHeads):
 class EagleDraft(FeatureDraft):
     """One decoder layer that continues the target's features.
 
-    At position i it gets the feature of token i and the embedding of token i + 1, which stands one
+    At position i it gets the feature of token i and the embedding of token i + 1, which is one
     place further: what was sampled there is known, and the feature alone cannot know it. It returns
     the feature that the target would have at token i + 1.
     """
@@ -165,7 +165,7 @@ class EagleDraft(FeatureDraft):
 
 
 class Eagle3Draft(FeatureDraft):
-    """EAGLE with features of three depths of the target, and free to make features of its own.
+    """EAGLE with features of three depths of the target, and free to make its own features.
 
     EAGLE must imitate the target's features, although only the tokens count. EAGLE-3 is trained on
     tokens alone, and on its own features, so that it meets in training what it meets in drafting.
@@ -207,7 +207,7 @@ class Eagle3Draft(FeatureDraft):
 
 
 def tap_depths(num_layers: int) -> tuple[int, int, int]:
-    """Behind how many layers EAGLE-3 reads: low, in the middle, and at the end."""
+    """After how many layers EAGLE-3 reads: low, in the middle, and at the end."""
     return max(1, num_layers // 3), max(1, 2 * num_layers // 3), num_layers
 
 
@@ -219,7 +219,7 @@ KINDS = {kind.kind: kind for kind in (MedusaHeads, EagleDraft, Eagle3Draft)}
 
 
 def tapped_features(model: Decoder, tokens: Tensor, attend, taps: tuple[int, ...]):
-    """Run the target and keep what stands behind some depths. tokens: [T] -> hidden: [T,
+    """Run the target and keep the outputs of some depths. tokens: [T] -> hidden: [T,
     hidden_size], features: [T, F].
 
     taps: numbers of layers; (): the feature is `hidden` itself.

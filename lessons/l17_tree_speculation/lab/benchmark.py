@@ -65,7 +65,7 @@ def floor_s(batch: int) -> float:
 
 
 def tree_of(context_len: int, device: torch.device) -> tuple:
-    """A tree of 34 nodes behind a context of so many tokens: the arguments of tree_attention."""
+    """A tree of 34 nodes after a context of so many tokens: the arguments of tree_attention."""
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     length = context_len + len(TREE)
     inputs = paged([length], [len(TREE)], block_size=16, heads=HEADS, dtype=dtype)
@@ -73,7 +73,7 @@ def tree_of(context_len: int, device: torch.device) -> tuple:
 
 
 def path_by_path(*inputs):
-    """Each node's way as a sequence of its own."""
+    """Each node's way as its own sequence."""
     return lambda: path_attention(*inputs).float()
 
 

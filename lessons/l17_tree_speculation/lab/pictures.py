@@ -30,14 +30,13 @@ from lessons.toolbox.draw.figure import (
 HERE = Path(__file__).parent
 MASK_SVG, TYPICAL_SVG, NODES_SVG = (HERE / f"{name}.svg" for name in ("mask", "typical", "nodes"))
 
-# Behind "for i in": three guesses, and what may follow two of them.
+# After "for i in": three guesses, and what may follow two of them.
 EXAMPLE = Tree((-1, 0, 0, 0, 1, 1, 2))
 WORDS = ("in", "range", "self", "enum", "(", "s", ".")
 MASK_ALT = (
-    "A tree of seven nodes: the root in, its children range, self and enum; behind range an "
-    "opening "
-    "bracket and s, behind self a point. Beside it the mask: each node sees the text in front, the "
-    "nodes on its way from the root, and itself."
+    "A tree of seven nodes: the root in, its children range, self and enum; after range an "
+    "opening bracket and s, after self a point. Beside it the mask: each node sees the text before "
+    "it, the nodes on its way from the root, and itself."
 )
 ANIMALS = ("cat", "dog", "bird", "fish", "ant")
 P = (0.4, 0.3, 0.15, 0.1, 0.05)
@@ -77,7 +76,7 @@ def draw_mask(tree: Tree = EXAMPLE, words: tuple[str, ...] = WORDS) -> ClassFigu
     fig, ax = frame(
         f"{len(tree)} nodes in one pass: each sees its own path, {entries} of "
         f"{len(tree) ** 2} pairs, and no sibling",
-        "left: the guesses behind “for i in”; right: rows are queries, columns keys",
+        "left: the guesses after “for i in”; right: rows are queries, columns keys",
         (10, 4.8),
     )
     ax.set_axis_off()
@@ -135,7 +134,7 @@ def draw_typical(p=P, guesses=GUESSES) -> ClassFigure:
     typical = emitted_typically(p, guesses)
     distance = float((p - typical).abs().sum()) / 2
     fig, ax = frame(
-        f"Typical acceptance puts {distance:.1f} of the probability on other words; exact "
+        f"Typical acceptance moves {distance:.1f} of the probability to another word, exact "
         "acceptance none",
         f"a head guesses {' and '.join(ANIMALS[guess] for guess in guesses)}; "
         f"threshold {float(threshold(p, 0.09, 0.3)):.3f}",

@@ -1,4 +1,4 @@
-"""Verifications of trees with one slip each, as they stand in guides and teaching code.
+"""Verifications of trees with one slip each, as they are in guides and teaching code.
 
 Each takes and returns what naive.verify_tree does.
 """
@@ -60,7 +60,7 @@ def residual_not_updated(p, q, tree, tokens, u):
 
 
 def residual_of_the_first_q(p, q, tree, tokens, u):
-    """The second sibling is held against q as it was, although it was drawn from q without the
+    """The second sibling is judged by q as it was, although it was drawn from q without the
     first.
     """
     return walked(
@@ -83,7 +83,7 @@ def drawn_from_p(p, q, tree, tokens, u):
 
 
 def bonus_from_the_root(p, q, tree, tokens, u):
-    """The token behind an accepted path is drawn from the root's row."""
+    """The token after an accepted path is drawn from the root's row."""
 
     def weights(p, q, path, rest):
         return rest if len(path) == 1 else p[0]

@@ -1,10 +1,11 @@
 """Which path of a tree stays: three rules, and only two of them keep the target's distribution.
 
-- `Chosen`: the nodes are the draft's likeliest tokens. The target samples a token behind each node,
-  with the random number of its place in the answer. Where a child carries this token, the path goes
+- `Chosen`: the nodes are the draft's likeliest tokens. The target samples a token after each node,
+  with the random number of its place in the answer. Where a child has this token, the path goes
   on. So the tokens are those of plain decoding, to the last one, also where they are sampled.
 - `FromDraft`: the nodes were drawn from q. naive.verify_tree, for all sequences at once.
-- `Typical`: a node stays if the target finds it likely enough. Faster, and another distribution.
+- `Typical`: a node stays if the target finds it likely enough. More tokens a pass, but a different
+  distribution.
 
 Sources: Miao et al. 2024, SpecInfer, section 4.3; Cai et al. 2024, Medusa, section 2.3.1.
 """
@@ -44,7 +45,7 @@ class Rule(Protocol):
     """Who decides."""
 
     def paths(self, logits: Tensor, asked: list[Asked], q: Tensor | None) -> list[list[int]]:
-        """Of each request the nodes that stay, from the root on, and then the token behind them.
+        """Of each request the nodes that stay, from the root on, and then the token after them.
         logits, q: [R, V], the nodes of all trees. Raises ValueError for logits that are not finite.
         """
 
@@ -73,7 +74,7 @@ class Chosen:
     """For trees whose nodes were chosen without chance. Exact, token for token."""
 
     def paths(self, logits: Tensor, asked: list[Asked], q: Tensor | None) -> list[list[int]]:
-        """Sample behind every node as plain decoding would, then follow what was sampled. logits:
+        """Sample after every node as plain decoding would, then follow what was sampled. logits:
         [R, V].
         """
         owners, behind = behind_each_node(asked)
@@ -118,7 +119,7 @@ class FromDraft:
 def verify_trees(
     p: Tensor, q: Tensor | None, asked: list[Asked], u: Tensor
 ) -> tuple[list[list[int]], list[int]]:
-    """verify_tree for B trees at once: the nodes that stay of each, and the token behind them.
+    """verify_tree for B trees at once: the nodes that stay of each, and the token after them.
 
     p, q: [R, V], u: [R, 2], the nodes of all trees one after the other. All trees go down a level
     at a time, and ask their children in turn. -1 for a tree whose p holds NaN.

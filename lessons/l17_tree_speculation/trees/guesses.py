@@ -1,4 +1,4 @@
-"""Which tokens stand at the nodes: the likeliest (`Ranked`), or drawn ones (`Drawn`).
+"""Which tokens are at the nodes: the likeliest (`Ranked`), or drawn ones (`Drawn`).
 
 Chosen tokens need no probabilities afterwards. Drawn ones hand on q, what they were drawn from.
 """
@@ -14,7 +14,7 @@ from lessons.l16_speculative_sampling.naive import DRAFTS
 from lessons.l16_speculative_sampling.stand_ins import draw_rows
 from lessons.l17_tree_speculation.trees.tree import MOST_NODES
 
-NOT_DRAWN = -1  # q had no further token: nothing stands at this node
+NOT_DRAWN = -1  # q had no further token: this node stays empty
 
 
 class Filled(NamedTuple):
@@ -47,7 +47,7 @@ class Ranked:
         """A new step."""
 
     def children(self, logits: Tensor, parents: list[Parent]) -> list[list[int]]:
-        """logits: [P, V] behind each of the parents -> the tokens of their children."""
+        """logits: [P, V] after each of the parents -> the tokens of their children."""
         most = max(parent.count for parent in parents)
         best = logits.topk(most, dim=-1).indices.tolist()
         return [tokens[: parent.count] for parent, tokens in zip(parents, best)]
@@ -77,7 +77,7 @@ class Drawn:
         return [row[: parent.count] for parent, row in zip(parents, rows)]
 
     def probabilities(self, logits: Tensor, parents: list[Parent]) -> Tensor:
-        """What would be sampled behind each parent. logits: [P, V] -> [P, V] float32."""
+        """What would be sampled after each parent. logits: [P, V] -> [P, V] float32."""
         requests = [parent.request for parent in parents]
         return distributions(logits, requests, [parent.behind for parent in parents])
 

@@ -1,4 +1,4 @@
-"""A tree of guesses: who stands behind whom, who sees whom, and which tree is worth its nodes.
+"""A tree of guesses: which node follows which, which sees which, and which tree is worth its nodes.
 
     tree = Tree((-1, 0, 0, 1))        # 0: the newest token; 1 and 2 may follow it; 3 may follow 1
     tree.depths                       # (0, 1, 1, 2)
@@ -29,8 +29,8 @@ MOST_NODES = 64  # of a tree; a distance within it fits into int8
 class Tree:
     """parents: of each node, the number of the one that it follows; -1 for the root.
 
-    A parent stands in front of its children. Children of one node are its guesses, best first.
-    Raises ValueError.
+    A parent's number is smaller than its children's. Children of one node are its guesses, best
+    first. Raises ValueError.
     """
 
     parents: tuple[int, ...]
@@ -42,7 +42,7 @@ class Tree:
             refuse(
                 "parents",
                 parents,
-                f"(-1, 0, …), at most {MOST_NODES} nodes, each parent in front of its children",
+                f"(-1, 0, …), at most {MOST_NODES} nodes, each parent before its children",
             )
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class Tree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """How many tokens each node stands behind the root."""
+        """How many tokens after the root each node is."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -58,12 +58,12 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Tokens that can be accepted at most."""
+        """The most guesses that can be accepted."""
         return max(self.depths)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes behind each node."""
+        """The nodes that follow each node, best guess first."""
         found = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents):
             if node:
@@ -86,8 +86,8 @@ class Tree:
 
     @cached_property
     def table(self) -> Tensor:
-        """[N, N] int8: at [i, j] how many tokens lie from j to i, both counted, if j stands on the
-        way to i; otherwise 0. A node sees what is not 0. Its first column is its depth + 1.
+        """[N, N] int8: at [i, j] how many tokens there are from j to i, both counted, if j is on
+        the way to i; otherwise 0. A node sees what is not 0. Its first column is its depth + 1.
         """
         table = torch.zeros(len(self), len(self), dtype=torch.int8)
         for node in range(len(self)):
@@ -101,8 +101,8 @@ class Tree:
         return self.depth == len(self) - 1
 
     def first(self, nodes: int) -> "Tree":
-        """The first nodes, the root at least. Parents stand in front, so these are a tree, too; and
-        of `best_tree`'s the best one of so many nodes.
+        """The first nodes, the root at least. Parents come first, so these are a tree, too; and of
+        `best_tree`'s the best one of so many nodes.
         """
         return self if nodes >= len(self) else Tree(self.parents[:nodes])
 
@@ -117,7 +117,7 @@ class Tree:
 
 @cache
 def chain(count: int) -> Tree:
-    """Lesson 16's shape: `count` tokens, one behind the other."""
+    """Lesson 16's shape: `count` tokens, one after the other."""
     return Tree(tuple(range(-1, count)))
 
 
@@ -133,7 +133,7 @@ def full_tree(widths: Sequence[int]) -> Tree:
 
 def tree_of_ranks(ranks: Sequence[tuple[int, ...]]) -> Tree:
     """Medusa's and vLLM's notation: each node but the root as the way to it, a rank for each depth.
-    (0, 2) is the third best guess behind the best first one. Nodes get numbers by depth, then by
+    (0, 2) is the third best guess after the best first one. Nodes get numbers by depth, then by
     rank.
 
     Raises ValueError unless all ways differ, and each node's parent and better siblings are there.
@@ -167,7 +167,7 @@ def ranks_of(tree: Tree) -> list[tuple[int, ...]]:
 def chances(tree: Tree, acceptance: Sequence[Sequence[float]]) -> list[float]:
     """The probability that each node is accepted: the product along its path.
 
-    acceptance[d][r]: how often guess number r at depth d + 1 is right, if all in front of it were.
+    acceptance[d][r]: how often guess number r at depth d + 1 is right, if all before it were.
     A node beyond the table is never accepted.
     """
     found = [1.0]
@@ -180,7 +180,7 @@ def chances(tree: Tree, acceptance: Sequence[Sequence[float]]) -> list[float]:
 
 
 def expected_tokens(tree: Tree, acceptance: Sequence[Sequence[float]]) -> float:
-    """Tokens that a pass emits on average: each node that may be accepted, and one that is sure."""
+    """Tokens that a pass emits on average: the chances of its nodes, the root's 1 included."""
     return sum(chances(tree, acceptance))
 
 

@@ -24,7 +24,7 @@ answers.slips(
     - slots = [held + node for node in range(len(parents))]
     + slots = positions
 
-    a_causal_mask: A node sees its way from the root, not every node in front of it: siblings are
+    a_causal_mask: A node sees its way from the root, not every node before it: siblings are
         strangers.
     - sum(held + depth + 1 for depth in depths)
     + sum(held + node + 1 for node in range(len(parents)))
@@ -93,7 +93,7 @@ answers.slips(
     + index + 1
 
     every_head_learns_the_same_token: Head i predicts i + 1 tokens beyond the target's head, so each
-        has labels of its own.
+        has its own labels.
     - index + 2
     + 2
 
