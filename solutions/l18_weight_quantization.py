@@ -74,7 +74,7 @@ def round_to_formats(
 
 @exercise("18.2", "Pack two codes to a byte, and multiply", minutes=40, difficulty=2)
 class PackedLinear:
-    """A linear layer whose matrix lies in memory as 4-bit codes.
+    """A linear layer whose matrix is stored as 4-bit codes.
 
     codes: [N, K] uint8, 0 to 15, in the columns of the matrix. order: [K] int64: stored column j is
     column order[j] of the matrix (GPTQ's act-order); None: columns are stored as they are. Groups
@@ -221,11 +221,11 @@ def w4a16_gemv(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, group_s
     """The product of a matrix of 4-bit codes and one vector, [N] float32, by `gemv_kernel` above,
     whose inner loop is yours to write; this wrapper is done.
 
-    x: [K] float16. packed: [N, K / 2] uint8, packed as in 18.2, its rows may lie apart. scales:
+    x: [K] float16. packed: [N, K / 2] uint8, packed as in 18.2, its rows may be apart. scales:
     [N, K / group_size] float16 and zeros: the same shape, uint8, the same strides. out[n] = Σ over
     k of (code[n, k] - zero) · scale · x[k], the scale and the zero of k's group; multiply and add
     in float32. group_size is a power of two and at least 4. N need not be a multiple of BLOCK_N:
-    rows beyond N lie outside of every tensor, so their loads have a mask and `other=`. Aim: every
+    rows beyond N are outside of every tensor, so their loads have a mask and `other=`. Aim: every
     byte of the matrix is loaded once, and no unpacked weight leaves the kernel. Errors: none to
     raise.
 

@@ -56,7 +56,7 @@ def quantized(
 def with_linears(
     model: nn.Module, kind: type, replace: Callable[[str, nn.Module], nn.Module]
 ) -> nn.Module:
-    """A twin of `model` in which replace(name, part) stands for each part of exactly the type
+    """A twin of `model` in which replace(name, part) replaces each part of exactly the type
     `kind`, lm_head left out; everything else is shared.
     """
 
@@ -70,7 +70,7 @@ def with_linears(
         }
         if any(children[child] is not module.get_submodule(child) for child in children):
             module = copy.copy(module)
-            # A dictionary of its own, because a shallow copy would share it with the original.
+            # Its own dictionary, because a shallow copy would share it with the original.
             module._modules = {**module._modules, **children}
         return module
 
@@ -91,7 +91,7 @@ def dequantized(model: Decoder) -> Decoder:
 
 def linear_of(matrix: Tensor, bias: Tensor | None) -> nn.Linear:
     """The nn.Linear of a matrix that is there already: [N, K]."""
-    with torch.device("meta"):  # no memory for another one
+    with torch.device("meta"):  # no memory for a second one
         linear = nn.Linear(*matrix.shape[::-1], bias=bias is not None)
     linear.weight = nn.Parameter(matrix, requires_grad=False)
     linear.bias = bias

@@ -231,7 +231,7 @@ def nearest(x: Tensor, values: Tensor) -> Tensor:
 
 def to_nf4(weight: Tensor, double_quantization: bool = True) -> Nf4Weight:
     """weight: [N, K] -> NF4, 64 values a block. double_quantization: the absmax of each block in 8
-    bits too, which takes 4.13 bits a weight in place of 4.5.
+    bits too, which takes 4.13 bits a weight instead of 4.5.
     """
     check_matrix(weight)
     shape = tuple(weight.shape)
@@ -271,7 +271,7 @@ def nested(largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def to_mxfp4(weight: Tensor) -> Mxfp4Weight:
     """weight: [N, K], K a multiple of 32 -> MXFP4. The exponent of a block is that of its largest
-    value, less 2, because the largest E2M1 number, 6, has the exponent 2. A value between 6 and 8
+    value, minus 2, because the largest E2M1 number, 6, has the exponent 2. A value between 6 and 8
     times that power saturates (OCP MX specification v1.0, section 6.3).
     """
     check_matrix(weight)
@@ -280,7 +280,7 @@ def to_mxfp4(weight: Tensor) -> Mxfp4Weight:
         refuse("weight", shape, f"a matrix, [N, K], with K a multiple of {MXFP4_BLOCK}")
     blocks = grouped(weight, MXFP4_BLOCK)
     largest = blocks.abs().amax(-1)
-    # frexp's mantissa lies in [0.5, 1), so its exponent is one above floor(log2)
+    # frexp's mantissa is in [0.5, 1), so its exponent is one above floor(log2)
     exponents = torch.frexp(largest).exponent - 1 - 2
     exponents = exponents.clamp(-E8M0_BIAS, 254 - E8M0_BIAS)
     scaled = torch.ldexp(blocks, -exponents[..., None])

@@ -5,29 +5,23 @@ lesson.
 tiles:
 
 - **Few rows** (decode): memory decides. The time is the bytes of the codes over the bandwidth, as
-  long
-  as unpacking keeps up: an H200 has 132 processors, each starts 128 instructions of one thread a
-    clock,
-  1.755 · 10⁹ times a second (assumed; its clock varies). At 4.3 TB/s that leaves 3.4 instructions
-    for a
-  weight of 4 bits and 6.9 for one of 8. Tiles of 16 rows, because a matrix unit takes no fewer.
+  long as unpacking keeps up. An H200 has 132 processors. Each starts 128 instructions of one thread
+  a clock, 1.755 · 10⁹ times a second (assumed; its clock varies). At 4.3 TB/s that leaves 3.4
+  instructions for a weight of 4 bits and 6.9 for one of 8. Tiles have 16 rows, because a matrix
+  unit takes no fewer.
 - **More rows**: each weight is unpacked once for a tile of rows, so tiles are taller, up to 128.
-  From
-  64 rows on the product runs on Hopper's warpgroup instructions, which want W in shared memory.
+  From 64 rows on the product runs on Hopper's warpgroup instructions, which want W in shared
+  memory.
 - **Where it stops paying**: codes of b bits are read in b / 16 of the time that BF16 takes, but
-  every row
-  costs the same 2 · N · K operations. The two are equal at
+  every row costs the same 2 · N · K operations. The two are equal at
 
       rows = (bits / 8) · FLOP/s / (2 · bytes/s) = 790e12 / 4.3e12 · bits / 16
 
-  These are rates that one may hope to reach. The README takes those of the data sheet, 989e12 and
-  4.8e12, so its batches are a little larger. 184 rows for BF16, 92 for 8 bits and 47 for 4 (4.13
-    with
-  the scales of groups of 128). Above its own number a format is bound by the tensor cores, and BF16
-    is
-  still bound by memory up to 184 rows. So the advantage shrinks from 16 / bits at 47 (92) rows to
-    nothing
-  at 184, and beyond that unpacking is only a cost.
+  That is 184 rows for BF16, 92 for 8 bits, and 47 for 4 (4.13 with the scales of groups of 128).
+  These rates are what one may hope to reach. The README takes those of the data sheet, 989e12 and
+  4.8e12, so its batches are a little larger. Above its own number of rows a format is bound by the
+  tensor cores, while BF16 is bound by memory up to 184. So the advantage of 16 / bits shrinks from
+  47 (92) rows on, to nothing at 184. Beyond that unpacking is only a cost.
 """
 
 from typing import NamedTuple
@@ -191,7 +185,7 @@ def constexprs_of(operand: Operand, tiles: Tiles) -> dict:
 
 
 def tiles_for(x: Tensor, operand: Operand) -> Tiles:
-    """Tiles for x: [M, K] on the chip that it lies on."""
+    """Tiles for x: [M, K] on the chip that holds it."""
     has_matrix_units = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
     if x.dtype == torch.float32 or not has_matrix_units:
         return PLAIN

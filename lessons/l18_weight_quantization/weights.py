@@ -1,6 +1,6 @@
 """A quantized matrix: small codes, the scales that belong to them, and the way back to numbers.
 
-Each format is a dataclass that stands for one matrix of a linear layer, [N, K]: N outputs, K
+Each format is a dataclass that holds one matrix of a linear layer, [N, K]: N outputs, K
 inputs, as nn.Linear stores it. All formats have the same four members, so a layer, a file or a plot
 need not know which one it holds:
 
@@ -52,7 +52,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True)
 class GroupedInt(QuantizedWeight):
-    """Whole numbers of 4 or 8 bits; each group of neighbouring inputs has a scale of its own.
+    """Whole numbers of 4 or 8 bits; each group of neighbouring inputs has its own scale.
 
         w[n, k] = (code[n, k] − zero[n, group of k]) · scale[n, group of k]
 
@@ -146,7 +146,7 @@ NESTED_BLOCK = 256  # absmax that share one nested absmax
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (*_E2M1, *(-value for value in _E2M1))
 MXFP4_BLOCK = 32  # values that share one exponent
-E8M0_BIAS = 127  # the stored exponent e stands for 2^(e − 127)
+E8M0_BIAS = 127  # the stored exponent e means 2^(e − 127)
 
 
 def dynamic_values() -> Tensor:

@@ -10,7 +10,7 @@ All these formats pack codes by one rule, `unpack_runs`: the lowest bits of a ru
 first values, the next bits of the same bytes are the next values. So a mask or a shift of 32 bytes
 in a vector register gives 32 neighbouring values. Read it first, then `decode_q4_k`.
 
-Blocks lie inside a row. So rows may be taken, reordered or split without decoding anything.
+Blocks are inside a row. So rows may be taken, reordered or split without decoding anything.
 gguf_encode.py goes the other way.
 
 Source: ggml-common.h (block_q4_K, …) and ggml-quants.c (dequantize_row_q4_K, …) of llama.cpp.

@@ -7,22 +7,17 @@ become numbers (unpack.py). The matrix leaves memory as codes and is never writt
 Three decisions:
 
 - **What is added up in which type.** The tensor cores multiply numbers of x's type and add in
-  float32.
-  Codes of whole numbers minus their zero point are exact in 16 bits, so a product has no error of
-    its
-  own. A group's scale is applied to the float32 sum of that group: once for each output, not for
-    each
-  weight, and never rounded to 16 bits. Groups shorter than a step (fewer than 64 weights of 4 bits)
-  cannot wait that long; there the scale is rounded to x's type and multiplies the weights.
+  float32. Codes of whole numbers minus their zero point are exact in 16 bits, so a product adds no
+  error. A group's scale is applied to the float32 sum of that group: once for each output, not for
+  each weight, and never rounded to 16 bits. Groups shorter than a step (fewer than 64 weights of 4
+  bits) cannot wait that long. There the scale is rounded to x's type and multiplies the weights.
 - **In which order.** A sum may be taken in any order as long as both factors agree. Each 32-bit
-  word
-  gives its even and its odd bytes separately, so x is split the same way: `tl.split` of neighbours.
+  word gives its even and its odd bytes separately, so x is split the same way: `tl.split` of
+  neighbours.
 - **Split-K.** At batch 1 a 4096 × 4096 matrix has 32 tiles of outputs and an H200 132 processors.
-  So the
-  row of W is cut into splits; each writes a float32 partial of its own, and `add_partials_kernel`
-    adds
-  them in the order of their numbers. There are no atomic additions, so the same input gives the
-    same bits.
+  So the row of W is cut into splits. Each writes its own float32 partial, and
+  `add_partials_kernel` adds them in the order of their numbers. There are no atomic additions, so
+  the same input gives the same bits.
 
 Sources: Frantar et al. 2024, MARLIN (W4A16 near the memory's rate); Triton's tutorial 03.
 """

@@ -1,4 +1,4 @@
-"""What stands for the kernels on a CPU: PyTorch's own products with packed integers, where it has
+"""What replaces the kernels on a CPU: PyTorch's own products with packed integers, where it has
 fast ones, and else the naive product.
 
 PyTorch reads packed weights quickly for x in bfloat16 alone. There its products unpack in vector

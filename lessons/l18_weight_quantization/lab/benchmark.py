@@ -4,7 +4,7 @@
 
 Every provider multiplies the same numbers: small whole numbers with one scale, which 4 bits, 8
 bits, FP8 and BF16 all hold exactly. So their outputs can be compared, and only bytes and work
-differ. On a CPU stand_ins.py stands for the kernels, which are interpreted and not timed.
+differ. On a CPU stand_ins.py replaces the kernels, which are interpreted and not timed.
 """
 
 from functools import lru_cache
@@ -108,7 +108,7 @@ def fp8_with_fp8(x: Tensor, weights: Matrices):
 
 @on_gpu
 def by_columns(x: Tensor, weights: Matrices):
-    """4 bits with scales that lie by columns, so that neighbouring outputs' are loaded together."""
+    """4 bits with scales stored by columns, so that neighbouring outputs' are loaded together."""
     scales = weights.int4.scales.T.contiguous().T
     weight = GroupedInt(weights.int4.codes, scales, None, 4, GROUP)
     return lambda: matmul(x, weight)

@@ -146,9 +146,7 @@ def draw_grids(weight: Tensor | None = None) -> ClassFigure:
     ratios = (groups / groups.abs().amax(-1, keepdim=True)).flatten()
     inside = float((ratios.abs() < 0.5).float().mean())
     fig, (above, ax) = _stacked(
-        f"{inside:.0%} of the weights lie below half of their group's largest: NF4 and the floats "
-        "put "
-        "their numbers there",
+        f"{inside:.0%} of weights are below half of their group's largest, where NF4 is dense",
         f"groups of 64 weights of {WEIGHT_NAME}, models/tiny; each has one at ±1; each format "
         "scaled to ±1",
     )
@@ -248,7 +246,7 @@ def draw_floor(chip: str = "h200") -> ClassFigure:
     times = [1e3 * s for seconds in found.values() for s in seconds]
     log_axis(ax.yaxis, min(times) / 1.3, max(times) * 1.3)
     ax.set_xlabel("sequences in the batch")
-    ax.set_ylabel("ms a step, at least (lower is better)")
+    ax.set_ylabel("lower bound of a step, ms (lower is better)")
     ax.grid(True, axis="y")
     label_column(ax, labels)
     return fig

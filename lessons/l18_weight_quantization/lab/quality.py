@@ -5,13 +5,12 @@
 Five measures, because no single one tells everything:
 
 - loss: nats a token on held-out code. Perplexity is exp(loss).
-- added loss: the loss less the reference's on the same tokens. The paired difference is known far
-  more
+- added loss: the loss minus the reference's on the same tokens. The paired difference is known more
   exactly than the loss itself, because a hard text is hard for both.
 - kl: how far the predicted distributions are from the reference's, KL(reference ‖ model) in nats.
-  It sees
-  changes that the loss does not, because errors that help and errors that hurt do not cancel.
-- flips: the share of positions at which another token is the likeliest one.
+  It sees changes that the loss does not, because errors that help and errors that hurt do not
+  cancel.
+- flips: the share of positions at which a different token is the likeliest one.
 - agreement: the share of a greedy answer before its first token that differs from the reference's.
 
 An interval holds the middle 95 % of the means that resampled windows give (Efron 1979). It says how
@@ -36,7 +35,7 @@ from lessons.toolbox.model.arguments import check_whole, refuse
 from lessons.toolbox.model.corpus import corpus
 
 WINDOWS, WINDOW = 24, 512  # of held-out text
-PROMPTS, PROMPT, NEW_TOKENS = 12, 64, 32  # greedy answers behind the beginnings of windows
+PROMPTS, PROMPT, NEW_TOKENS = 12, 64, 32  # greedy answers after the beginnings of windows
 SAMPLES = 2000  # of the bootstrap
 
 
@@ -91,7 +90,7 @@ def predictions(model: Decoder, windows: Tensor) -> Iterator[Tensor]:
 
 
 def greedy_answers(model: Decoder, windows: Tensor, rung: Rung = PREALLOCATED) -> list[list[int]]:
-    """NEW_TOKENS likeliest tokens behind the first PROMPT tokens of the first PROMPTS windows.
+    """NEW_TOKENS likeliest tokens after the first PROMPT tokens of the first PROMPTS windows.
     windows: [count, length + 1] int64.
     """
     prompts = windows[:PROMPTS, :PROMPT].tolist()

@@ -162,7 +162,7 @@ def folds_of(layer: nn.Module) -> Iterator[Fold]:
 
 
 def repeats_of(layer: DecoderLayer, fold: Fold) -> tuple[int, int]:
-    """(copies, size): each run of `size` outputs of `before` stands `copies` times in the input of
+    """(copies, size): each run of `size` outputs of `before` is `copies` times in the input of
     `after`. With GQA a head of v serves a group of query heads.
     """
     if fold.before != "self_attn.v_proj":

@@ -6,7 +6,7 @@ round well.
     model = finished(student, dequantize_matmul)
 
 Rounding has no useful gradient: it is 0 between two codes. The straight-through estimator pretends
-that it is 1, so the gradient of the loss at the rounded weight moves the weight behind it, which is
+that it is 1, so the gradient of the loss at the rounded weight moves the unrounded one, which is
 kept in full precision until it crosses to another code.
 
 Sources: Bengio et al. 2013, Estimating or Propagating Gradients Through Stochastic Neurons, section
@@ -26,7 +26,7 @@ Quantize = Callable[[Tensor], QuantizedWeight]  # [N, K] -> the same, quantized
 
 
 class RoundedLinear(nn.Module):
-    """A linear layer that multiplies by its rounded matrix and learns the one behind it."""
+    """A linear layer that multiplies by its rounded matrix and learns the unrounded one."""
 
     def __init__(self, linear: nn.Linear, quantize: Quantize):
         super().__init__()
