@@ -44,6 +44,18 @@ def test_methods_that_read_text_lose_less_at_the_same_bits(rows):
         assert solved["weight_error"] > plain["weight_error"]
 
 
+def test_what_the_figure_of_losses_says(rows):
+    """INT8 next to nothing, one scale for a matrix most of all, GPTQ with one scale a row about as
+    much as rounding with groups of 32.
+    """
+    added = {name: row["added_loss"] for name, row in rows.items()}
+    assert abs(added["int8-row"]["mean"]) < 0.001
+    four_bits = [loss["mean"] for name, loss in added.items() if "int4" in name]
+    assert added["int4-tensor"]["mean"] == max(four_bits) > 5 * sorted(four_bits)[-2]
+    solved, plain = added["gptq-int4-row"], added["int4-g32"]
+    assert plain["low"] < solved["mean"] < plain["high"] < solved["high"]
+
+
 def test_training_gives_back_and_merging_into_4_bits_takes_away(found):
     qat, qlora = found["qat"], found["qlora"]
     assert qat["qat"]["kl"]["high"] < qat["rounded"]["kl"]["low"]

@@ -9,9 +9,9 @@ from lessons.l18_weight_quantization.lab.quality import WINDOW, WINDOWS
 from lessons.toolbox.draw.figure import GREY, HALO, PALETTE, ClassFigure, frame, log_axis, style
 
 PARETO_ALT = (
-    "Added loss over bits a weight for rounding, AWQ and GPTQ on the embedded model: 8 bits add "
-    "next "
-    "to nothing, 4 bits in groups little, 4 bits with one scale for a matrix more than all others."
+    "Added loss over bits a weight for rounding, AWQ and GPTQ on the embedded model: INT8 adds "
+    "next to nothing, 4 bits in groups little, 4 bits with one scale for a matrix more than all "
+    "others."
 )
 
 # {way: (its name, its colour, where the name stands beside the end of its line, in points)}
