@@ -47,17 +47,17 @@ def hits_of(requests: list[tuple[int, int]], block_size: int) -> tuple[int, floa
     replaces="lessons.l13_prefix_caching.naive:HashBlocks",
 )
 class HashBlocks:
-    """Remembers which block holds which tokens behind which prefix. It owns no block.
+    """Remembers which block holds which tokens after which prefix. It owns no block.
 
     A block of block_size tokens is known by its tokens and all tokens before them. Blocks are
     numbers. The caller sees to it that a block is forgotten before it is given to another sequence,
-    and that the blocks behind a block are forgotten before it.
+    and that the blocks after a block are forgotten before it.
 
     match(tokens): the blocks of the longest known beginning, in order. Whole blocks only, and at
         least one token must be left over. tokens: one or more ids of any size. Remembers nothing.
     insert(tokens, blocks): remember that blocks[i] holds the i-th whole block of tokens. What is
-        known already stays as it is. A part of a block at the end is ignored; so are blocks that
-        lie behind the last whole one. Returns the blocks that are remembered for the whole blocks,
+        known already stays as it is. A part of a block at the end is ignored; so are blocks
+        after the last whole one. Returns the blocks that are remembered for the whole blocks,
         in order: the earlier one where a block came first.
     forget(block): the block is given to another prompt now. It may never have been remembered.
     block in cache: whether it is remembered.
@@ -72,7 +72,7 @@ class HashBlocks:
         insert([1, 2, 6, 6], [4, 5])         -> [7, 5]     [1, 2] was known
         match([1, 2, 3, 4])                  -> [7]        [7, 8] would leave no token
         match([1, 2, 3, 4, 0])               -> [7, 8]
-        match([3, 4, 0])                     -> []         [3, 4] was known behind [1, 2] only
+        match([3, 4, 0])                     -> []         [3, 4] was known after [1, 2] only
         forget(8);  match([1, 2, 3, 4, 0])   -> [7]
     """
 
@@ -133,7 +133,7 @@ class HashBlocks:
 
 @exercise("13.3", "A radix tree parts an edge", minutes=45, difficulty=3)
 def insert(root: Node, keys: list[Tokens], blocks: list[int]) -> list[int]:
-    """Remember that blocks[i] holds the tokens keys[i] behind keys[:i]. Returns the blocks that are
+    """Remember that blocks[i] holds the tokens keys[i] after keys[:i]. Returns the blocks that are
     remembered for all keys, in order: an earlier one where a block came first.
 
     A Node has `keys` and `blocks`, lists of equal length: the edge that leads into it, keys[i]

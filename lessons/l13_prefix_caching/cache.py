@@ -1,13 +1,13 @@
 """What a prefix cache promises, and the block manager that asks it.
 
 A block whose sequence has ended is free, and still holds K and V of its tokens. A prefix cache
-remembers which free (or shared) block holds which tokens behind which prefix, until a sequence
+remembers which free (or shared) block holds which tokens after which prefix, until a sequence
 takes the block. So nothing is kept back: the cache is made of the memory that no sequence needs
 now.
 
 Two laws make this simple. A sequence owns its blocks from the first on, so the owner of a block
 owns all blocks before it. And it returns the last block first. So a block is always taken before
-the blocks that stand in front of it: the free list is the order of eviction, least recently used
+the blocks before it in its prompt: the free list is the order of eviction, least recently used
 first, and leaves before their parents.
 """
 
@@ -83,7 +83,7 @@ class CachingBlockManager(BlockManager):
 
     def reuse(self, sequence: int, tokens: Sequence[int]) -> int:
         """Let a new sequence begin with the blocks of a known prefix. Returns how many of its
-        tokens need not be computed: less than all, because the last one's logits are wanted.
+        tokens need not be computed: fewer than all, because the last one's logits are wanted.
         """
         blocks = self.cache.match(tokens)
         # Before anything is taken, because taking a free block makes the cache forget it.

@@ -4,7 +4,7 @@ A prefix cache stores a shared prefix once, but lesson 12's decode still reads i
 sequence. Read `attend_separately`, which does that, then `cascade_attention`: the queries of all
 sequences are the rows of one product over the prefix, each sequence reads its own suffix, and
 lesson 8's `merge` makes one result of the two. `decode` does it over the pool's blocks: which are
-shared stands in the block tables, because the cache gave all sequences the same ones.
+shared is seen in the block tables, because the cache gave all sequences the same ones.
 
 Sources: Juravsky et al. 2024, Hydragen, section 3; Ye et al. 2024, Cascade Inference (FlashInfer).
 """
@@ -32,8 +32,8 @@ def attend_separately(
     """One query a sequence over a shared prefix and its own suffix: q: [B, Hq, D] -> [B, Hq, Dv].
 
     k_prefix, v_prefix: [P, Hkv, D] and [P, Hkv, Dv], P may be 0. k_suffix, v_suffix: [B, capacity,
-    Hkv, …], of which sequence b uses the first suffix_lens[b] rows, 1 at least; what lies behind
-    may be anything. Each sequence reads the whole prefix again.
+    Hkv, …], of which sequence b uses the first suffix_lens[b] rows, 1 at least; the others
+    may hold anything. Each sequence reads the whole prefix again.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     outs = []
@@ -103,7 +103,7 @@ def rows_of_sequences(x: Tensor, num_sequences: int) -> Tensor:
 def shared_blocks(block_table: Tensor) -> int:
     """How many blocks all sequences have in common, from the first on. block_table: [B, blocks].
 
-    Never all of a sequence's: its newest token was computed, so it stands in a block of its own.
+    Never all of a sequence's: its newest token was computed, so it is in a block of its own.
     """
     same = (block_table == block_table[:1]).all(dim=0)
     return int(same.long().cumprod(0).sum())
@@ -126,7 +126,7 @@ def decode(
     held = shared * k_cache.shape[1]
     if held < SHORTEST_SHARED:
         return LESSON_12_TORCH.decode(q, k_cache, v_cache, batch, softmax_scale, window)
-    # What lies behind a sequence's blocks is no block's number: any block will do there.
+    # After a sequence's blocks the table holds no block's number: any block will do there.
     own = batch.block_table[:, shared:].long().clamp(max=len(k_cache) - 1)
     k_prefix, v_prefix = (
         x[batch.block_table[0, :shared]].flatten(0, 1) for x in (k_cache, v_cache)

@@ -2,8 +2,8 @@
 
 `split_decode_kernel` walks one split of the keys with the query heads of a KV head as the rows of a
 tile. Nothing in it says that these rows belong to one sequence. So `prefix_splits` hands it the
-queries of many sequences as if they were heads of one. What it finds lies beside what each sequence
-finds in its own suffix, and `combine_kernel` merges all of it.
+queries of many sequences as if they were heads of one. Its results are put next to what each
+sequence finds in its own suffix, and `combine_kernel` merges all of it.
 
 Sources: as in cascade.py.
 """

@@ -5,9 +5,9 @@ computed it.
     runner.serve(read_requests(model.config, prompts, 20))     # cold: nothing is known yet
     runner.serve(read_requests(model.config, prompts, 20))     # warm: the blocks are still there
 
-Read `WaveRunner.run_wave`. Lesson 11's waves, lesson 12's blocks; the cache is three lines: `reuse`
-before a prompt runs, `remember` after a block is full, and `free`, which forgets nothing. Lesson 14
-fills the places that fall free, lesson 15 takes blocks back where a wave reserves them.
+Read `WaveRunner.run_wave`. The waves are lesson 11's, the blocks lesson 12's. The cache adds three
+calls: `reuse` before a prompt runs, `remember` when a block is full, and `free`, which forgets
+nothing.
 """
 
 from collections.abc import Callable
@@ -141,7 +141,7 @@ class WaveRunner:
         group, later, computed_now, tokens = [], [], set(), 0
         for request in waiting:
             known = len(self.blocks.cache.match(request.prompt)) * size
-            next_block = tuple(request.prompt[: known + size])  # with all that stands before it
+            next_block = tuple(request.prompt[: known + size])  # with all tokens before it
             new = len(request.prompt) - known
             # > size, because a prompt that ends with this block computes it in any case
             gains = new > size and next_block in computed_now
@@ -160,9 +160,7 @@ class WaveRunner:
         return held
 
     def run(self, requests: list[Request], held: list[int]) -> Tensor:
-        """One pass over all tokens behind the first held[b] of request b. Returns logits: [B,
-        V].
-        """
+        """One pass over all tokens after the first held[b] of request b. Returns logits: [B, V]."""
         chunks = []
         for request, computed in zip(requests, held):
             tokens = request.tokens

@@ -1,4 +1,4 @@
-"""A prefix cache by hashes: a block is known by its own tokens and the hash of what stands before.
+"""A prefix cache by hashes: a block is known by its own tokens and the hash of all before it.
 
 Source: vLLM's design document "Automatic Prefix Caching".
 """
@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from lessons.l13_prefix_caching.cache import PrefixCache
 
-FIRST = b""  # stands for the hash in front of the first block
+FIRST = b""  # in place of a hash before the first block
 
 
 class HashBlocks(PrefixCache):
@@ -33,7 +33,7 @@ class HashBlocks(PrefixCache):
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
         whole_blocks = len(tokens) // self.block_size
-        # A sequence that grows comes again with the same beginning, whose names stand here already.
+        # A sequence that grows comes again with the same beginning, whose names are known already.
         known = list(takewhile(self.__contains__, blocks[:whole_blocks]))
         start = len(known)
         before = FIRST

@@ -92,7 +92,7 @@ class RadixTree(PrefixCache):
         return node, on_edge, found
 
     def append(self, node: Node, keys: Keys, blocks: Sequence[int]) -> None:
-        """Blocks behind the end of a node's edge: a leaf's edge grows, others get a child."""
+        """Blocks after the end of a node's edge: a leaf's edge grows, others get a child."""
         if node.children or node is self.root:
             child = Node(parent=node)
             node.children[keys[0]] = child

@@ -48,7 +48,7 @@ class Scheduler(Protocol):
         """Count what has run. Returns the sequences that want a token, in the chunks' order."""
 
     def leave(self) -> list[Sequence]:
-        """Who has finished gives back its place. Returns them."""
+        """Finished sequences give back their places. Returns them."""
 
 
 Executor = Callable[[Step], list[int]]  # a token for each sequence that is sampled
@@ -57,8 +57,8 @@ Executor = Callable[[Step], list[int]]  # a token for each sequence that is samp
 def run_step(
     scheduler: Scheduler, execute: Executor, on_token: OnToken | None = None
 ) -> tuple[Step, list[Sequence]]:
-    """One turn of the loop. Returns what has run, and who has left. A step without chunks: nothing
-    could run.
+    """One turn of the loop. Returns what has run, and the sequences that have left. A step without
+    chunks: nothing could run.
     """
     step = scheduler.schedule()
     if not step.chunks:

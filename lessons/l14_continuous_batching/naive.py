@@ -1,9 +1,9 @@
 """Batches that are made once: a wave of requests starts together and ends with its longest answer.
 
 Read `StaticScheduler.schedule`, then `PaddedRunner`. A wave is a rectangle: prompts are padded to
-the longest one, and who has finished is computed on, until all have. A request that arrives in the
-meantime waits for the next wave. `DynamicScheduler` makes the same waves, but does not wait until
-one is full.
+the longest one, and finished rows are computed on until all have finished. A request that arrives
+in the meantime waits for the next wave. `DynamicScheduler` makes the same waves, but does not wait
+until one is full.
 
 Sources: Yu et al. 2022, Orca, section 3 (batches that end together); NVIDIA, Triton Inference
 Server user guide, "Dynamic Batcher" (a window and a largest batch).
@@ -53,7 +53,7 @@ class PaddedStep(NamedTuple):
 
 
 class StaticScheduler:
-    """Opens a wave when it is full, and the next one when all of it have finished.
+    """Opens a wave when it is full, and the next one when all its requests have finished.
 
     max_num_seqs: requests of a wave. Its methods are those of `ContinuousScheduler`, and `close`.
     """
@@ -133,7 +133,7 @@ class DynamicScheduler(StaticScheduler):
 
     def schedule(self) -> PaddedStep:
         step = super().schedule()
-        while len(self.arrived_s) > len(self.waiting):  # those who are in the wave now
+        while len(self.arrived_s) > len(self.waiting):  # those that are in the wave now
             self.arrived_s.popleft()
         return step
 
@@ -161,9 +161,9 @@ class PaddedRunner:
     def run_prompts(self, step: PaddedStep) -> Tensor:
         """All prompts in one rectangle, padded on the right. -> logits: [B, V]
 
-        A prompt's tokens do not see what stands behind them, and the answer overwrites its K and V.
-        So padding on the right needs no mask. But the logits stand at each prompt's own last token,
-        not in the last column.
+        A prompt's tokens do not see the padding after them, and the answer overwrites its K and V.
+        So padding on the right needs no mask. But the logits wanted are those of each prompt's own
+        last token, not of the last column.
         """
         padded, last = [], []
         for row, chunk in enumerate(step.chunks):

@@ -2,7 +2,7 @@
 in. One ragged pass runs the prompts of the new and the single tokens of the old.
 
 Read `schedule`. A request is admitted when a place is free and the blocks for its longest possible
-answer are: it is never sent away again. Lesson 15 admits more, and takes blocks back.
+answer are: it is never sent away again.
 
 Source: Yu et al. 2022, Orca, sections 3.1 and 3.2.
 """
@@ -68,7 +68,7 @@ class ContinuousScheduler:
         return sampled
 
     def leave(self) -> list[Sequence]:
-        """Who has finished gives back place and blocks before the next step is made."""
+        """Finished requests give back place and blocks before the next step. Returns them."""
         done = [sequence for sequence in self.running if sequence.finished]
         for sequence in done:
             self.blocks.free(sequence.row)

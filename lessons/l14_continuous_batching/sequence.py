@@ -65,7 +65,7 @@ class Sequence(Request):
 
 
 class Chunk(NamedTuple):
-    """The next `count` tokens of a sequence, behind those that are computed."""
+    """The next `count` tokens of a sequence, after those that are computed."""
 
     sequence: Sequence
     count: int

@@ -163,7 +163,7 @@ class LastColumn(PaddedRunner):
 
 
 class SeesPadding(PaddedRunner):
-    """Each row sees as many tokens as the longest, the padding behind its own among them."""
+    """Each row sees as many tokens as the longest, the padding after its own among them."""
 
     def columns(self, step):
         columns = super().columns(step)

@@ -4,7 +4,6 @@ that can be followed on paper.
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +19,10 @@ from lessons.l13_prefix_caching import cascade
 from lessons.l13_prefix_caching import generate as loop
 from lessons.l13_prefix_caching.cache import CachingBlockManager, Hits, NoCache
 from lessons.l13_prefix_caching.generate import WaveRunner, generate
-from lessons.l13_prefix_caching.lab import pictures, traffic
-from lessons.l13_prefix_caching.lab.cold_and_warm import five_ways
+from lessons.l13_prefix_caching.lab import traffic
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l13_prefix_caching.optimized import RadixTree
-from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.model.config import MLAConfig
-from lessons.toolbox.proof.pages import pages
 
 CACHES = {"hash blocks": HashBlocks, "radix tree": RadixTree}
 both_caches = pytest.mark.parametrize("new_cache", CACHES.values(), ids=CACHES)
@@ -227,74 +223,3 @@ def test_positions_that_begin_anew_are_rejected(seed, monkeypatch):
 
     monkeypatch.setattr(loop, "step_batch", slipped)
     assert generate(model, prompts, 8) != right
-
-
-# ---------------------------------------------------------------- what texts and pictures say
-
-
-def test_the_rates_of_the_readme():
-    """Per request and per token, in percent."""
-    rates = {}
-    for name, trace in traffic.TRACES.items():
-        hits = traffic.replay(trace(random.Random(13)))
-        rates[name] = round(100 * hits.rate_per_request, 1), round(100 * hits.rate_per_token, 1)
-    assert rates == {
-        "agent": (96.9, 89.0),
-        "few-shot": (95.8, 89.1),
-        "multi-turn": (95.8, 77.0),
-        "documents": (95.8, 7.0),
-        "random": (0.0, 0.0),
-    }
-    tight = traffic.replay(traffic.agent(random.Random(13)), num_blocks=96)
-    assert round(100 * tight.rate_per_token, 1) == 73.0
-
-
-@both_caches
-def test_where_a_stamp_stands_decides(new_cache):
-    """A token that differs in every prompt: in front nothing is known, behind the tools these
-    are.
-    """
-    rates = {}
-    for stamp_at in (None, 0, 320):
-        hits = traffic.replay(traffic.agent(random.Random(13)), 4096, 16, new_cache, stamp_at)
-        rates[stamp_at] = round(100 * hits.rate_per_token, 1)
-    assert rates == {None: 89.0, 0: 0.0, 320: 53.4}
-
-
-def test_five_ways_to_ask_four_questions(seed):
-    """A cold run of one server is half warm, and the same run again is too warm. Tokens agree."""
-    model = new_model(torch.float32, vocab_size=4096, max_position_embeddings=1024)
-    ways = five_ways(model)
-    assert {name: way.computed for name, way in ways.items()} == {
-        "no cache": 2720,
-        "cold: a fresh cache for each": 2720,
-        "a naive cold run": 800,
-        "warm: new questions": 160,
-        "a naive warm run": 32,
-    }
-    assert all(way.answers == ways["no cache"].answers for way in ways.values())
-
-
-@pytest.mark.parametrize("draw", [pictures.draw, pictures.draw_rates, pictures.draw_cascade])
-@pytest.mark.sample(8, of="pictures")
-def test_pictures_are_legible(draw):
-    figure = draw()
-    assert not texts_outside(figure) and not overlapping_texts(figure)
-
-
-def test_the_numbers_of_the_bottleneck():
-    """README.md's agent: eight prompts that repeat what was said, and what is new in them."""
-    session, sent = traffic.agent(random.Random(13))[0], []
-    traffic.play([session], lambda prompts, limits: [sent.extend(prompts)] and [[5] * limits[0]])
-    assert len(session.opening) == 344 and len(sent) == 8
-    new = len(sent[-1])  # the last prompt holds all others
-    assert (sum(map(len, sent)), new) == (4640, 776)
-
-
-def test_the_excerpts_of_the_readme_are_the_code():
-    room = Path(traffic.__file__).parents[1]
-    source = "".join((room / name).read_text() for name in ("naive.py", "optimized.py"))
-    known = {line.strip() for line in source.splitlines()}
-    blocks = pages(room).split("```python\n")[1:]
-    lines = [line for block in blocks for line in block.split("```")[0].splitlines()]
-    assert len(lines) > 5 and {line.strip() for line in lines} <= known

@@ -1,4 +1,4 @@
-"""The first token behind a known prefix, a lookup, and attention over a prefix that many share.
+"""The first token after a known prefix, a lookup, and attention over a prefix that many share.
 
     python -m lessons.toolbox.measure.bench 13
 
@@ -29,7 +29,7 @@ from lessons.toolbox.measure.device import default_dtype
 
 DTYPE = default_dtype()
 TOLERANCE = 3e-2 if HAS_GPU else 1e-4  # relative; 16 bits on a GPU, 32 on a CPU
-QUESTION = 16  # tokens behind the known prefix
+QUESTION = 16  # tokens after the known prefix
 PREFIXES = [64, 128, 256, 512, 1024]
 HEADS, KV_HEADS, HEAD_DIM = (32, 8, 128) if HAS_GPU else (6, 2, 64)
 SHARED, OWN = (8192, 256) if HAS_GPU else (1024, 64)  # tokens
@@ -48,7 +48,7 @@ def prefix_of(count: int, device: torch.device) -> tuple[list[int]]:
 
 
 def first_tokens_of(new_cache):
-    """A provider: the first token of a new question each time, behind a prefix seen before."""
+    """A provider: the first token of a new question each time, after a prefix seen before."""
 
     def provider(prefix: list[int]):
         model = model_of(torch.float32)

@@ -3,8 +3,8 @@
     python -m lessons.l13_prefix_caching.lab.cascade_traffic
 
 Read apart, each sequence loads the prefix again. Read together, each tile of query rows does. The
-formulas count what programs ask of memory. An L2 cache that holds a prefix makes less of the first
-number, so they say at most how much is gained. A test counts the same in Triton's interpreter.
+formulas count what programs ask of memory. An L2 cache that holds a prefix makes the first number
+smaller, so they are an upper bound of the gain. A test counts the same in Triton's interpreter.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from lessons.l13_prefix_caching.cascade_kernels import sequences_in_a_tile
 
 
 class Shared(NamedTuple):
-    """B sequences of `suffix` own tokens behind `prefix` shared ones; one layer."""
+    """B sequences of `suffix` own tokens after `prefix` shared ones; one layer."""
 
     batch: int
     prefix: int

@@ -80,7 +80,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = Decoder.from_pretrained(parser.parse_args().model)
     five_ways(model)  # warms the caches of the processor up, too
-    print(f"{QUESTIONS} questions of {QUESTION} tokens behind {COMMON} common ones")
+    print(f"{QUESTIONS} questions of {QUESTION} tokens after {COMMON} common ones")
     for name, way in five_ways(model).items():
         print(
             f"{name:30} {way.computed:5} tokens computed, TTFT {1e3 * way.ttft_s:6.1f} ms, total "

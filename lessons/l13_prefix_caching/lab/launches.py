@@ -1,6 +1,6 @@
 """Lesson 10's kernel as this lesson launches it, with more rows: what `compile_check` compiles for
 five GPU generations, and tests assert. Not specs.py, because the table of proofs lists kernels, and
-this one stands there as lesson 10's.
+this one is there as lesson 10's.
 
     python -m lessons.toolbox.kernels.compile_check lessons.l13_prefix_caching.lab.launches
 """

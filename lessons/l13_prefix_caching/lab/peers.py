@@ -1,4 +1,4 @@
-"""The library beside which the benchmark stands: transformers with a prefix computed once.
+"""The library of the benchmark: transformers with a prefix computed once.
 
 transformers has no prefix cache that finds anything by itself. A caller who knows the common part
 can compute its keys and values once and hand every request a copy of them.

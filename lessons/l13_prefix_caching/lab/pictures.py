@@ -30,7 +30,7 @@ BLOCKS_ALT = (
 )
 RATES_ALT = (
     "Bars for five kinds of traffic: nearly every request of four of them has a hit; the share of "
-    "tokens saved is 89 percent for agents, but 7 percent for documents behind a short instruction."
+    "tokens saved is 89 percent for agents, but 7 percent for documents after a short instruction."
 )
 CASCADE_ALT = (
     "Counted megabytes of decode attention over the batch: read apart they grow with the batch, "
@@ -139,7 +139,7 @@ def draw_cascade() -> ClassFigure:
         series,
         floor=once,
         floor_label="prefix and suffixes once",
-        title=f"Counted: {batches[5]} sequences behind 8192 shared tokens move {ratio:.0f}x fewer "
+        title=f"Counted: {batches[5]} sequences after 8192 shared tokens move {ratio:.0f}x fewer "
         "bytes together",
         xlabel="sequences that share the prefix",
         ylabel="MB of one layer's decode attention",

@@ -48,7 +48,7 @@ def agent(draw: random.Random) -> list[Session]:
 
 
 def few_shot(draw: random.Random) -> list[Session]:
-    """24 questions behind the same examples."""
+    """24 questions after the same examples."""
     examples = tokens(draw, 400)
     return [Session(examples, [tokens(draw, 30)], 4) for _ in range(24)]
 
@@ -60,7 +60,7 @@ def multi_turn(draw: random.Random) -> list[Session]:
 
 
 def documents(draw: random.Random) -> list[Session]:
-    """24 documents to be summarised, behind one short instruction."""
+    """24 documents to be summarised, after one short instruction."""
     instruction = tokens(draw, 40)
     return [Session(instruction, [tokens(draw, 400)], 16) for _ in range(24)]
 

@@ -99,12 +99,41 @@ def test_the_numbers_of_the_readme(monkeypatch):
 @pytest.mark.sample(8, of="pictures")
 def test_the_table_of_the_readme():
     """Offline against online, as the schedulers give it with the predicted cost."""
-    for (way, load), (rate, median_s, p95_s) in figures.offline_against_online().items():
+    found = figures.offline_against_online()
+    for (way, load), (rate, median_s, p95_s) in found.items():
         where = "offline" if load is None else f"{load:.0%} load".replace("%", " %")
         row = f"| {where} | {way} | {rate:,.0f} | {median_s:.2f} | {p95_s:.2f} |"
         assert row in README, row
     for way in ("dynamic", "continuous"):
         assert f"{figures.lone_latency_s(way):.2f} s" in README
+    medians_s = {way: found[way, 0.2][1] for way in figures.WAYS}
+    assert round(medians_s["dynamic"] / medians_s["continuous"]) == 9
+    assert round(medians_s["static"] / medians_s["continuous"]) == 15
+
+
+def test_which_mixes_gain_more_than_ten_times():
+    """By the formula: of the figure's mixes those whose long answers are 80 to 400 times as long as
+    the short ones. And the gains of the figure are those that the text quotes.
+    """
+    above = []
+    for short, long, share in pictures.MIXES:
+        mean = share * long + (1 - share) * short
+        longest = long - (long - short) * (1 - share) ** pictures.PLACES
+        above += [long / short] * (longest / mean > 10)
+    assert above == [80, 160, 400]
+    picture = (pictures.HERE / "gain.svg").read_text(encoding="utf-8")
+    for quoted in ("3.9×", "19×"):
+        assert quoted in README and quoted in picture
+
+
+def test_waves_reach_a_third_of_the_tokens(monkeypatch):
+    """Where more arrives than full places can answer, with the recorded cost of a step."""
+    monkeypatch.setattr(pictures, "LOADS", (1.2,))
+    samples, _ = cost.recorded_samples()
+    _, _, found = pictures.load_curves(fit(samples))
+    tokens_per_s = {way: rates[0] for way, (rates, _) in found.items()}
+    for way in ("static", "dynamic"):
+        assert tokens_per_s[way] / tokens_per_s["continuous"] == pytest.approx(1 / 3, abs=0.03)
 
 
 # ---------------------------------------------------------------- pictures

@@ -106,7 +106,7 @@ def draw_gain_by_places(long: int = 200, share_long: float = 0.05, short: int = 
 
 
 def text_film(way: str, lengths: list[int], places: int) -> str:
-    """Who sits where, a line a place and a letter a step; a dot is an idle place."""
+    """Which request is where, a line a place and a letter a step; a dot is an idle place."""
     table = place_rows(offline(way, lengths, places), places)
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     return "\n".join(

@@ -93,7 +93,7 @@ def gain(output_lens: Sequence[int], places: int) -> float:
 
 
 def place_rows(log: Log, places: int) -> list[list[int | None]]:
-    """Who sits on which place in which step: [places][steps], None where none does.
+    """Which request is on which place in which step: [places][steps], None where none is.
 
     A request keeps the place that it took: the first that was free when it came.
     """

@@ -1,5 +1,5 @@
-"""The lesson's pictures, all counted or simulated: who sits on which place, what the variance of
-lengths is worth, and what happens when requests arrive faster.
+"""The lesson's pictures, all counted or simulated: which request is on which place, what the
+variance of lengths is worth, and what happens when requests arrive faster.
 
     python -m lessons.l14_continuous_batching.lab.pictures
 
@@ -208,7 +208,7 @@ def draw_load(cost: StepCost | None = None, source: str = "") -> ClassFigure:
     at = LOADS.index(0.6)
     fig, axes = frame(
         f"At 60 % of what full places could answer, an answer takes {best[at]:.1f} s instead of "
-        f"{worst[at]:.1f} s, and continuous batching goes on where waves have stopped",
+        f"{worst[at]:.1f} s in the median",
         "",
         (12, 5.8),
         (1, 1),
@@ -256,7 +256,7 @@ PICTURES = {
         draw_gain,
         "Gain in steps over the coefficient of variation of answer lengths: one without variance, "
         "under two for uniform lengths, four for geometric ones, above ten for few very long among "
-        "many short. Claims of 2 to 5, 5 to 23 and 10 to 20 times stand beside it.",
+        "many short. Claims of 2 to 5, 5 to 23 and 10 to 20 times are beside it.",
     ),
     "load": (
         draw_load,

@@ -28,7 +28,7 @@ def run(
     """Serve requests without a model. Each is (step at which it arrives, prompt tokens, limit,
     tokens until STOP). look(step) is called between schedule and finish.
 
-    Raises AssertionError if the scheduler stands still.
+    Raises AssertionError if the scheduler makes no progress.
     """
     sequences = [new_request(row, *request[1:3]) for row, request in enumerate(requests)]
     ends = [request[3] for request in requests]
@@ -86,7 +86,7 @@ def check_history(kind: type, requests, limits: Limits = LIMITS) -> None:
 def check_step(scheduler, step: Step, limits: Limits) -> None:
     """The rules that hold between schedule and finish. Raises AssertionError."""
     rows = [chunk.sequence.row for chunk in step.chunks]
-    assert len(rows) == len(set(rows)), f"a sequence stands twice in a step: {rows}"
+    assert len(rows) == len(set(rows)), f"a sequence is twice in a step: {rows}"
     places = limits.max_num_seqs
     assert len(rows) <= places, f"{len(rows)} sequences run, there are {places} places"
     check_blocks(scheduler, step, limits)

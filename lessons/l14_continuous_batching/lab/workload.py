@@ -17,7 +17,7 @@ Lengths = Callable[[random.Random], int]  # draws one answer's length in tokens
 # Tokens, busy and idle alike, of the figure with which guides explain static batches: four rows of
 # eight slots, and these are the rows' tokens until their END.
 FIGURE = (6, 8, 5, 7)
-# The three that the figure serves next, in the places that fall free.
+# The three that the figure serves next, in the places that become free.
 NEXT_IN_FIGURE = (3, 2, 1)
 
 

@@ -373,7 +373,7 @@ answers.slips(
     - if len(found) < len(keys):
     + if True:
 
-    one_block_for_a_path: One block stands for the whole path. Every block of it is needed.
+    one_block_for_a_path: One block is returned for the whole path. Every block of it is needed.
     - return found + new_blocks
     + return (found + new_blocks)[-1:] * len(keys)
 
