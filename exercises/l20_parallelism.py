@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=20
-# Generated from solutions/l20_parallelism.py, checksum 5d40f96937fa. Generating again never overwrites your edits.
+# Generated from solutions/l20_parallelism.py, checksum 63c01e65b172. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 20: attention on several ranks, and a token chosen from local logits.
 
@@ -46,7 +46,7 @@ def attention_on_ranks(
     size divides Hq, and either size divides Hkv or Hkv divides size. In the second case several
     ranks hold a copy of the same KV head.
 
-    Aims: exactly one collective, and it carries T · H numbers. No rank does work of another one;
+    Aims: exactly one collective, and it carries T · H numbers. No rank does another rank's work;
     only copies of KV heads may be computed more than once. `attention` (imported above) wants
     q: [T, heads, D] and k, v: [T, KV heads, D], and takes any number of heads with its groups.
     Errors: ValueError that names size, if it does not divide Hq.

@@ -77,7 +77,7 @@ def smooth_linear(
     product stays:
         s[k] = act_max[k]^alpha / (largest |weight[:, k]|)^(1 - alpha)
     and 1 where either of the two is 0. Then both are quantized: code = value / scale, rounded to
-    the nearest number of dtype (torch.round, or the conversion to float8). What lies beyond the
+    the nearest number of dtype (torch.round, or the conversion to float8). What is beyond the
     largest number becomes the largest number. The weight has a scale for each row, x one for each
     token: the row's largest |value| / 127 or / 448, and 1 for a row of zeros. If x_scale: [1, 1] is
     given, it is the scale of all tokens.
@@ -130,20 +130,19 @@ class Pages:
     v_scales: Tensor
 
 
-@exercise("19.3", "A louder token arrives", minutes=40, difficulty=3)
+@exercise("19.3", "A larger token arrives", minutes=40, difficulty=3)
 def write_token(pages: Pages, k: Tensor, v: Tensor, slot: int) -> None:
     """Write K and V of one token, [Hkv, D] float32 each, into `slot` of the pages, in place. Slot i
     is row i mod page_size of page i // page_size.
 
     Tokens fill a page row by row. So the rows in front of the slot hold earlier tokens of the same
     sequence, and whatever the rows after it hold is never read. A token in row 0 is the first of a
-    sequence in this page: codes and scales that stand there belong to no sequence, and may be NaN.
+    sequence in this page: codes and scales that are there belong to no sequence, and may be NaN.
 
     V has a scale for each token and head: the largest |value| of the head / 127. K has a scale for
     each channel of the page: the largest |value| of the channel, over all tokens of the page so
-    far, / 127. So a louder token makes a scale of K larger. Then the codes that stand in the page
-    already must be written again, because they meant multiples of the old scale: round(code · old /
-    new).
+    far, / 127. So a token with a larger value makes a scale of K larger. Then the codes in the page
+    must be written again, because they meant multiples of the old scale: round(code · old / new).
     A code is value / scale, rounded by torch.round, in -127 … 127. Where all values are 0, scale
     and code are 0. Aim: no loop over rows, heads or channels; other pages stay as they are. Errors:
     none to raise.

@@ -43,7 +43,7 @@ def attention_on_ranks(
     size divides Hq, and either size divides Hkv or Hkv divides size. In the second case several
     ranks hold a copy of the same KV head.
 
-    Aims: exactly one collective, and it carries T · H numbers. No rank does work of another one;
+    Aims: exactly one collective, and it carries T · H numbers. No rank does another rank's work;
     only copies of KV heads may be computed more than once. `attention` (imported above) wants
     q: [T, heads, D] and k, v: [T, KV heads, D], and takes any number of heads with its groups.
     Errors: ValueError that names size, if it does not divide Hq.

@@ -56,7 +56,7 @@ class QuantizedSlots:
         return super()._new_slots(row, torch.uint8, device)
 
     def _new_scales(self, slots: Tensor) -> Tensor:
-        """Scales for codes: [layers, slots + 1, Hkv, …]. In memory the slots of a head lie side by
+        """Scales for codes: [layers, slots + 1, Hkv, …]. In memory the slots of a head are side by
         side, because a kernel's program reads one head.
         """
         layers, num_slots, heads, width = slots.shape

@@ -43,7 +43,7 @@ EXACT = Errors(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_decode_over_codes(name, seed, proof):
-    """Pages in any order, an empty sequence, splits; scales that nobody wrote are NaN."""
+    """Pages in any order, an empty sequence, splits; scales that were never written are NaN."""
     dtype = torch.float32 if name == "fp8" else torch.bfloat16  # the bits of E4M3: in 16 bits below
     # 32 channels, not 16: Triton up to 3.7 counts the product of 16 columns twice where they come
     # from 4-bit codes (mended by triton-lang/triton pull request 11691). No model has such heads.
@@ -64,7 +64,7 @@ def test_heads_of_any_size(name, heads, seed, proof):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_prefill_over_codes(name, seed, proof):
-    """A whole prompt, a chunk behind what is held, a single token."""
+    """A whole prompt, a chunk after what is held, a single token."""
     heads = (4, 2, 32, 32) if name == "int4" else (4, 2, 16, 32)  # as in test_decode_over_codes
     pages = paged([9, 20, 33], [9, 3, 1], block_size=4, heads=heads, seed=seed)
     fast = partial(quantized_prefill, tiles=None if name == "int4" else SMALL)
@@ -118,7 +118,7 @@ def test_every_e4m3_number_is_read_by_its_bits(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name, width", [("fp8", 16), ("int8", 24), ("int4", 24)])
 def test_rows_are_quantized_bit_for_bit(name, width, dtype, seed, proof):
-    """Into slots in any order; slot −1 is nobody's, and others stay as they are."""
+    """Into slots in any order; slot −1 skips a token, and others stay as they are."""
     skip_where(name, writes_e4m3)
     format = FORMATS[name]
     x = torch.randn(6, 2, width, device=DEVICE).to(dtype)
@@ -171,7 +171,7 @@ def test_a_wrong_hook_is_found(name, hook, old, new, seed, tmp_path, monkeypatch
     buggy = with_bug(hooks, tmp_path, old, new)
     monkeypatch.setattr(optimized, hook, getattr(buggy, hook))
     monkeypatch.setattr(optimized, "has_e4m3", lambda device: hook != "e4m3_bits_load")
-    # Block 0 is nobody's. Keys behind a sequence's end are looked up there, and find a scale of
+    # No sequence owns block 0. Keys after a sequence's end are looked up there, and find a scale of
     # NaN.
     many = (paged([5, 20], block_size=4, seed=seed + at) for at in range(1000))
     pages = next(found for found in many if not (found.block_table == 0).any())

@@ -148,7 +148,7 @@ SMOOTH_CASES = {  # name: (options, why)
     ),
     "static": (
         dict(dtype=torch.int8, alpha=0.5, static=True),
-        "a given scale is too small for a loud token, whose codes stop at 127",
+        "a given scale is too small for a large token, whose codes stop at 127",
     ),
     "static_fp8": (
         dict(dtype=torch.float8_e4m3fn, alpha=0.5, static=True),
@@ -209,11 +209,11 @@ def test_smooth_without_loops(impl, seed):
     assert_same_work("for more tokens and outputs", lambda: impl(**few), lambda: impl(**many))
 
 
-# ---------------------------------------------------------------- 19.3 a louder token
+# ---------------------------------------------------------------- 19.3 a larger token
 
 
 def stale_pages(num_pages, page_size, num_heads, head_dim):
-    """Pages of former owners: loud scales in the even ones, NaN in the odd ones."""
+    """Pages of former owners: large scales in the even ones, NaN in the odd ones."""
     shape = (num_pages, page_size, num_heads, head_dim)
     k_scales = torch.full((num_pages, num_heads, head_dim), 50.0)
     k_scales[1::2] = float("nan")
@@ -268,7 +268,7 @@ PAGE_CASES = {  # name: (options, why)
     "one_token": (dict(slots=(8,), loudness=(1,)), "the first token of a page sets its scales"),
     "louder": (
         dict(slots=(8, 9, 10, 11), loudness=(1, 3, 9, 27)),
-        "each token is louder, so the codes in front of it are written again",
+        "each token is larger, so the earlier codes are written again",
     ),
     "quieter": (
         dict(slots=(8, 9, 10), loudness=(27, 3, 1)),
@@ -280,7 +280,7 @@ PAGE_CASES = {  # name: (options, why)
     ),
     "taken_again": (
         dict(slots=(4, 5, 6, 4, 5), loudness=(40, 20, 30, 1, 2)),
-        "a page that a loud sequence has left: its scales are no longer true",
+        "a page that a sequence of large values has left: its scales are no longer true",
     ),
     "zeros": (
         dict(slots=(8, 9), loudness=(1, 2), zeros=True),
@@ -288,7 +288,7 @@ PAGE_CASES = {  # name: (options, why)
     ),
     "outlier": (
         dict(slots=(8, 9, 10), loudness=(1, 2, 1), outlier=200.0),
-        "a loud channel has a scale of its own, so the quiet ones keep their bits",
+        "an outlier channel has its own scale, so the others keep their bits",
     ),
     "pages_of_one": (
         dict(slots=(3, 0, 2), loudness=(5, 1, 2), page_size=1),

@@ -83,7 +83,7 @@ def test_attention_example(impl, seed):
 
 @check("20.1", {"own": "2 of 4 KV heads each", "copies": "one of 2 KV heads each"}, seconds=5)
 def test_attention_work(impl, case, seed):
-    """No rank does the work of another one."""
+    """No rank does another rank's work."""
     kv_heads, size = (4, 2) if case == "own" else (2, 4)
     x, weights, _ = _attention(seed, 8, kv_heads)
     own_kv = max(1, kv_heads // size)
@@ -95,7 +95,7 @@ def test_attention_work(impl, case, seed):
     used, most = products.flops, 2 * (projected + attended)
     assert used <= most, (
         f"your ranks together compute {used} FLOPs, and {most} are enough: does a rank repeat what "
-        "another one does?"
+        "another rank does?"
     )
 
 

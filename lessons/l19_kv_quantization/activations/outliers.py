@@ -2,8 +2,8 @@
 request.
 
 Both changes below leave the model's function exactly as it was: what one matrix multiplies, the
-next one divides by. Only what lies between the two matrices gets loud channels, as in models of 7B
-parameters and more, whose loud channels training has made.
+next one divides by. Only what is between the two matrices gets outlier channels, as in models of 7B
+parameters and more, whose outlier channels training has made.
 
 Sources: Dettmers et al. 2022, LLM.int8(), section 4 (outliers in activations); Liu et al. 2024,
 KIVI, section 3.1 (in K).
@@ -22,7 +22,7 @@ Change = Callable[[nn.Module], None]  # changes a copied decoder layer in place
 
 
 def channel_ratio(largest: Tensor) -> float:
-    """The loudest channel over the one in the middle. largest: [..., channels], the largest
+    """The largest channel over the one in the middle. largest: [..., channels], the largest
     magnitude of each.
     """
     return float((largest.amax(-1) / largest.median(-1).values).max())
@@ -40,7 +40,7 @@ def with_layers(model: Decoder, change: Change) -> Decoder:
 
 
 def with_loud_activations(model: Decoder, channels: list[int], factor: float) -> Decoder:
-    """Multiply these channels behind both norms of each layer, and divide the matrices that read
+    """Multiply these channels after both norms of each layer, and divide the matrices that read
     them. The opposite of smoothquant.py.
     """
 

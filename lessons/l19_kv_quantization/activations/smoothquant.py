@@ -1,12 +1,12 @@
-"""SmoothQuant: move the loudness of activations into the weights, which bear it better.
+"""SmoothQuant: move the outliers of activations into the weights, which bear it better.
 
-An int8 product has one scale for a whole token, so a loud channel takes the bits of all others. For
-any s > 0 the product is the same:
+An int8 product has one scale for a whole token, so an outlier channel takes the bits of all
+others. For any s > 0 the product is the same:
 
     x Wᵀ = (x / s) · (W s)ᵀ        s[k] = max |x[:, k]|^α / max |W[:, k]|^(1 − α)
 
 With α = 0 the weights are evened out, with α = 1 the activations, and between them each bears a
-part. A norm stands in front of the matrices, so dividing by s costs nothing: it is folded into the
+part. A norm comes before the matrices, so dividing by s costs nothing: it is folded into the
 norm's weight.
 
 Source: Xiao et al. 2022, SmoothQuant, sections 4 (equation 4) and 5.
@@ -41,7 +41,7 @@ def smoothed(model: Decoder, maxima: dict[str, Tensor], alpha: float) -> Decoder
     """A twin with the same function whose norms and matrices have taken in s. maxima: from
     `activation_maxima`. Raises ValueError for an alpha outside 0 to 1.
 
-    Only the matrices behind norms, as in the paper. o_proj and down_proj read a product of the
+    Only the matrices after norms, as in the paper. o_proj and down_proj read a product of the
     model, into which nothing can be folded so simply.
     """
     if not is_number(alpha, 0, 1):

@@ -21,12 +21,14 @@ from lessons.l19_kv_quantization.lab.testing import attention_over
 from lessons.l19_kv_quantization.lab.ways_out import bits_per_value, five_ways, way
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
+from lessons.toolbox.measure.records import read_json
 from lessons.toolbox.proof.pages import pages
 
 ROOM = Path(__file__).parents[1]
 TEXT = pages(ROOM)
 README = re.sub(r"\[([^\]]*)\]\(\.\./GLOSSARY[^)]*\)", r"\1", TEXT)  # terms as they are read
 GUIDES = (ROOM.parent / "GUIDES.md").read_text(encoding="utf-8")
+RESULTS = ROOM.parents[1] / "results"
 
 CACHES = {
     "int8": "INT8, a scale a row",
@@ -84,7 +86,7 @@ def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def test_the_readme_quotes_the_smoothed_layer():
-    """The table of step 10, and the loudest channel of the picture."""
+    """The table of step 10, and the largest channel of the picture."""
     x, weight = pictures.received(pictures.LOUD_LAYER)
     for name in ("not smoothed", "0.3", "0.5", "0.8", "1"):
         s = torch.ones(x.shape[1])
@@ -122,7 +124,7 @@ def test_the_readme_quotes_the_ways_out():
 
 
 def test_what_the_readme_concludes_from_what_was_counted():
-    """In words, where a number stands behind a comment anyway."""
+    """In words, where a number has a comment anyway."""
     found = pictures.recorded()
     for name in ("int8", "fp8"):  # "cannot be told from that of the model"
         assert (
@@ -143,6 +145,15 @@ def test_what_the_readme_concludes_from_what_was_counted():
     w8a8 = {name: entry["kl"]["mean"] for name, entry in found["w8a8"].items()}
     broken = w8a8.pop("int8, loud activations, not smoothed")
     assert broken > 50 * max(w8a8.values())
+
+
+def test_codes_multiplied_were_below_bfloat16_at_every_size():
+    """The figure of products on an H200, as its description says it."""
+    assert "codes multiplied as codes are below bfloat16 everywhere" in README
+    series = read_json(RESULTS / "h200" / "l19_products.json")["series"]
+    names = ("W8A8, codes multiplied", "bfloat16, PyTorch")
+    codes, plain = ([p["median_s"] for p in series[name]["points"]] for name in names)
+    assert len(codes) == len(plain) and all(c < p for c, p in zip(codes, plain))
 
 
 def test_a_way_fits_and_one_sequence_more_does_not():
@@ -184,6 +195,8 @@ def test_the_readme_quotes_the_bytes():
     alone, many = pictures.gain("llama-3-8b", 1, 8192), pictures.gain("llama-3-8b", 32, 4096)
     assert f"gains {alone:.2f} times, 32 sequences of 4096 tokens gain {many:.2f} times" in README
     assert f"gains {alone:.2f}× with one sequence of 8192 tokens, {many:.2f}× with 32" in GUIDES
+    assert "a single sequence is predicted to gain under `1 %`" in README
+    assert 1 < pictures.gain("llama-3-8b", 1, 512) < 1.01
     rows = small.num_hidden_layers * 2 * small.num_key_value_heads
     token = rows * row_bytes(FORMATS["int4"], 128, 2)
     assert f"{token:,} bytes, {token / 1024:.0f} KiB" in README

@@ -6,7 +6,7 @@ has the dtype in which the scales are stored, the model's.
 
     LOAD(ptr, offset, column, mask, scale_ptr, slot) -> [N, D]
 
-scale_ptr stands at the scales of the KV head: one for each slot, or a pair (scale, low).
+scale_ptr points to the scales of the KV head: one for each slot, or a pair (scale, low).
 """
 
 from lessons.toolbox.kernels.triton_ import tl, triton

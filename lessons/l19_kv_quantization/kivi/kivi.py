@@ -13,18 +13,15 @@ precision.
 When a token becomes codes depends on how many have come after it. This is why the engine has scales
 a token instead:
 
-- a page border: with pages of 32 tokens or a multiple, no group lies in two pages. Other sizes
-  would
+- a page border: with pages of 32 tokens or a multiple, no group is in two pages. Other sizes would
   tear a group's scales from its codes when a block is shared or swapped.
 - preemption by computing again: the prompt and the answer so far run in one piece, and their
-  queries
-  see more in full precision than they did at first. The tokens may come out differently.
-- the prefix cache: who finds a page of codes reads codes where the first one read full precision.
+  queries see more in full precision than they did at first. The tokens may come out differently.
+- the prefix cache: a request that finds a page of codes reads codes where the first one read full
+  precision.
 - speculation: a rejected token can be taken back while it is in full precision. Afterwards it is in
-  its
-  group's scales for good, so `residual` has to be as long as a draft, at least. And even then a
-    draft
-  leaves a trace: it pushes older tokens over the border, and they stay codes.
+  its group's scales for good, so `residual` has to be as long as a draft, at least. And even then
+  a draft leaves a trace: it pushes older tokens over the border, and they stay codes.
 
 Source: Liu et al. 2024, KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, section 3
 (the algorithm: appendix A). There with 2 bits, G = 32 and R = 32 to 128.

@@ -2,7 +2,7 @@
 precision, and lesson 10's `combine` merges the two.
 
 The kernel needs nothing new: LOAD reads K with a scale for each channel, LOAD_V reads V with a
-scale for each token. That a context lies in two caches is a split of the keys, and any two splits
+scale for each token. That a context is in two caches is a split of the keys, and any two splits
 can be merged.
 """
 
@@ -69,7 +69,7 @@ class KiviPages(NamedTuple):
 
 
 def side_by_side(rows: list[Tensor]) -> Tensor:
-    """[T, Hkv, D] each -> [B, most, Hkv, D], zeros behind the shorter ones. `most` is a multiple of
+    """[T, Hkv, D] each -> [B, most, Hkv, D], zeros after the shorter ones. `most` is a multiple of
     a group, because the kernel is compiled for it.
     """
     most = max(1, -(-max(map(len, rows)) // GROUP)) * GROUP
@@ -77,7 +77,7 @@ def side_by_side(rows: list[Tensor]) -> Tensor:
 
 
 def kivi_decode(q: Tensor, pages: KiviPages, softmax_scale: float | None = None) -> Tensor:
-    """One query per sequence over pages of codes and over the tokens behind them. q: [B, Hq, D] ->
+    """One query per sequence over pages of codes and over the tokens after them. q: [B, Hq, D] ->
     [B, Hq, D]. Raises ValueError for a head size that is no power of two or below 32.
     """
     head_dim = q.shape[2]

@@ -35,7 +35,7 @@ FP8 = FORMATS["fp8"]
 
 def inputs_of(context: int, device: torch.device) -> tuple:
     """q: [B, Hq, D], the codes and scales of K and V, the numbers that they mean, and the step's
-    batch, whose blocks lie in random order.
+    batch, whose blocks are in random order.
     """
     count = context // SIXTEEN
     order = random.Random(1).sample(range(BATCH * count), BATCH * count)
@@ -81,7 +81,7 @@ def attend(q, k_cache, v_cache, batch):
 
 @on_gpu
 def in_the_kernel(q, coded, numbers, batch):
-    """Codes are read where they lie."""
+    """Codes are read where they are stored."""
     k_codes, k_scales, v_codes, v_scales = coded
     pages = k_codes, v_codes, k_scales, v_scales, batch.block_table
     lens, most = batch.context_lens, batch.max_context_len

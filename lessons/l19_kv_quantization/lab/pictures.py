@@ -45,7 +45,7 @@ PAGE_SVG, FIT_SVG, LOSES_SVG, OUTLIERS_SVG, QUALITY_SVG = (
 )
 PAGE_ALT = (
     "Three maps of 32 tokens by 64 channels. The absolute values of K show upright stripes: a few "
-    "channels are loud for every token. The error with a scale for each token is spread over all "
+    "channels are large for every token. The error with a scale for each token is spread over all "
     "channels, the error with a scale for each channel is faint."
 )
 FIT_ALT = (
@@ -59,22 +59,21 @@ LOSES_ALT = (
     "and 32: all begin near 1 at short contexts and approach 1.97."
 )
 OUTLIERS_ALT = (
-    "Largest value of each channel, from quiet to loud, before and after SmoothQuant. For the "
+    "Largest value of each channel, in rising order, before and after SmoothQuant. For the "
     "activations the steep end of the curve becomes flatter, for the weights a flat curve becomes "
     "steeper."
 )
 QUALITY_ALT = (
-    "KL to the model as it is, by what has a scale of its own, for K, for V and for K with a loud "
-    "channel. For K a scale for "
-    "each channel loses least, and a channel that was made loud changes nothing for it, while all "
-    "other "
-    "scales lose far more."
+    "KL to the model as it is, by what has a scale of its own, for K, for V and for K with an "
+    "outlier channel. For K a scale for "
+    "each channel loses least, and a channel that was made an outlier changes nothing for it, "
+    "while all other scales lose far more."
 )
 
 # ---------------------------------------------------------------- what the embedded model computes
 
 PAGE = 32  # tokens
-LOUD_LAYER = 2  # whose down_proj receives the loudest channel
+LOUD_LAYER = 2  # whose down_proj receives the largest outlier channel
 
 
 @lru_cache
@@ -135,16 +134,15 @@ def draw_page(layer: int = 1, head: int = 1) -> ClassFigure:
     by_token, by_channel = errors_of(page)
     lost = [float(error.norm() / page.norm()) for error in (by_token, by_channel)]
     fig, axes = frame(
-        f"K has loud channels: a scale for each channel loses {lost[1]:.1%} of it, a scale for "
-        "each "
-        f"token {lost[0]:.1%}",
+        f"K has outlier channels: a scale for each channel loses {lost[1]:.1%} of it, "
+        f"for each token {lost[0]:.1%}",
         f"models/tiny, layer {layer}, KV head {head}, {PAGE} tokens of held-out code; INT4",
         (11, 4.4),
         (1, 1, 1),
     )
     most = float(by_token.max())
     panels = [
-        ("|K|: loud channels stand upright", page.abs(), float(page.abs().max())),
+        ("|K|: outlier channels", page.abs(), float(page.abs().max())),
         ("|error|, a scale for each token", by_token, most),
         ("|error|, a scale for each channel", by_channel, most),
     ]
@@ -186,8 +184,8 @@ def draw_outliers(alpha: float = 0.5, layer: int = LOUD_LAYER) -> ClassFigure:
     loud = [float(values.max() / values.median()) for values in (before, after)]
     errors = [product_error(x, weight, by) for by in (torch.ones_like(before), s)]
     fig, axes = frame(
-        f"α = {alpha:g}: the loudest channel falls from {loud[0]:.0f} to {loud[1]:.1f} times the "
-        f"median, the INT8 error from {errors[0][0]:.1%} to {errors[1][0]:.1%}",
+        f"α = {alpha:g}: largest channel {loud[0]:.0f} → {loud[1]:.1f} times the median, "
+        f"INT8 error {errors[0][0]:.1%} → {errors[1][0]:.1%}",
         f"models/tiny, down_proj of layer {layer}, held-out code; one scale for all tokens (with "
         "one for "
         f"each: {errors[0][1]:.1%} to {errors[1][1]:.1%})",
@@ -205,7 +203,7 @@ def draw_outliers(alpha: float = 0.5, layer: int = LOUD_LAYER) -> ClassFigure:
         ax.plot(rank, second[order], color=ROLES["optimized"].colour, lw=1.5, ls=":", label="after")
         log_axis(ax.yaxis, 0.05, 500)
         ax.set_title(title, loc="left")
-        ax.set_xlabel("channel, from quiet to loud activations")
+        ax.set_xlabel("channel, sorted by its activations before")
         ax.grid(True)
         ax.legend(loc="upper left")
     axes[0].set_ylabel("largest |value| of the channel")
@@ -234,12 +232,11 @@ def draw_quality(found: dict | None = None, bits: int = 4) -> ClassFigure:
     scales = (found or recorded())["scales"]
     rows = [scales[f"{over}, {bits} bits"] for over in SHOWN]
     row, channel = (scales[f"{over}, {bits} bits"] for over in list(SHOWN)[-2:])
-    parts = {"k": "K", "v": "V", "k, a loud channel": "K with a loud channel (made so)"}
+    parts = {"k": "K", "v": "V", "k, a loud channel": "K with an outlier channel (added)"}
     loud = [entry["k, a loud channel"]["kl"]["mean"] for entry in (row, channel)]
     fig, ax = frame(
-        f"With a loud channel in K, a scale a token and head loses {loud[0] / loud[1]:.0f} times "
-        "as much "
-        "as a scale a channel",
+        f"Outlier channel in K: a scale a token and head loses {loud[0] / loud[1]:.0f} times as "
+        "much as a scale a channel",
         f"counted · models/tiny, held-out code, {bits} bits with a scale and a low; K or V alone",
         (11, 5),
     )

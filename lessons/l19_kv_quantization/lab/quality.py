@@ -7,9 +7,9 @@ as it is. Four questions:
 
 - formats: the three of the engine, and KIVI's two kinds of scales, in 8, 4 and 2 bits.
 - scales: whole numbers with one scale for a tensor, page, token, head or channel.
-- outliers: how loud the loudest channel and the first tokens are, in the model as it is and with a
-  channel that outliers.py made loud ("synthetic"). Both compute the same function.
-- w8a8: int8 and FP8 on both sides, α swept, in the model as it is and with two loud channels.
+- outliers: how large the largest channel and the first tokens are, in the model as it is and with a
+  channel that outliers.py made an outlier ("synthetic"). Both compute the same function.
+- w8a8: int8 and FP8 on both sides, α swept, in the model as it is and with two outlier channels.
 """
 
 import json
@@ -44,7 +44,7 @@ MODEL = ROOT / "models" / "tiny"
 WINDOWS, WINDOW = 12, 512
 PAGE = 32  # tokens
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
-LOUD_KEYS, LOUD_ACTIVATIONS = [3], [17, 200]  # channels that become loud
+LOUD_KEYS, LOUD_ACTIVATIONS = [3], [17, 200]  # channels that become outliers
 KEY_FACTOR, ACTIVATION_FACTOR = 30.0, 100.0
 Change = Callable[[Tensor], Tensor]  # [T, Hkv, D] -> what is left of it
 
@@ -141,7 +141,7 @@ def formats(measure: Callable, model: Decoder) -> dict:
 
 def scales(measure: Callable, model: Decoder, loud: Decoder) -> dict:
     """One part of the cache in codes at a time, by what shares a scale. In "loud" a channel of K is
-    synthetically loud.
+    a synthetic outlier.
     """
     found = {}
     for bits in (8, 4):
@@ -157,8 +157,8 @@ def scales(measure: Callable, model: Decoder, loud: Decoder) -> dict:
 
 @torch.inference_mode()
 def outliers(model: Decoder, windows: Tensor) -> dict:
-    """How uneven K, V and the inputs of linear layers are, by layer. channel: the loudest channel
-    over the one in the middle. first token, token: the norm of the first token, and of the loudest
+    """How uneven K, V and the inputs of linear layers are, by layer. channel: the largest channel
+    over the one in the middle. first token, token: the norm of the first token, and of the largest
     of the others, over the one in the middle. channels: the largest magnitude of each channel of
     the first KV head.
     """

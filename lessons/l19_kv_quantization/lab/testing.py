@@ -1,4 +1,4 @@
-"""What the tests of this lesson share: caches of codes whose pages lie in random order, and
+"""What the tests of this lesson share: caches of codes whose pages are in random order, and
 generation over codes in its plainest form.
 """
 

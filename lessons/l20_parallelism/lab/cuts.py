@@ -62,8 +62,8 @@ def draw_cuts(x: Tensor = X, a: Tensor = A, b: Tensor = B) -> ClassFigure:
     heads = {0.6: "x", 2.8: "A", 4.7: "h", 6.5: "B", 8.7: "part of y", 12.1: "y"}
     for where, head in heads.items():
         ax.text(where, 1.15, head, ha="center", fontweight="bold")
-    ax.text(3.4, -3.55, "by rows: no communication", ha="center", color=GREY)
-    ax.text(7.1, -3.55, "by columns: parts of a sum", ha="center", color=GREY)
+    ax.text(3.4, -3.55, "by outputs, column parallel:\nno communication", ha="center", color=GREY)
+    ax.text(7.1, -3.55, "by inputs, row parallel:\nparts of a sum", ha="center", color=GREY)
     ax.set_xlim(-1.7, 13.0)
     ax.set_ylim(-3.9, 1.6)
     return fig

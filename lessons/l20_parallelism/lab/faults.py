@@ -16,7 +16,7 @@ from lessons.l20_parallelism.processes.mesh import Mesh, new_links
 
 
 def tensor_of(rank: int) -> Tensor:
-    """[6, 6], another one for each rank, no two numbers alike."""
+    """[6, 6], different for each rank, no two numbers alike."""
     return torch.arange(36.0).view(6, 6) + 100 * rank
 
 

@@ -83,7 +83,7 @@ own_experts = OwnExperts.forward
 
 
 def kv_heads_in_turn(config: ModelConfig, rank: int, size: int) -> range:
-    """KV heads dealt like cards, so that a rank's query heads read another one's."""
+    """KV heads dealt like cards, so that a rank's query heads read another rank's."""
     head = rank % config.num_key_value_heads
     return range(head, head + 1)
 

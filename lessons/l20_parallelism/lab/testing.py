@@ -1,6 +1,6 @@
 """What the tests of this lesson share: small models of every family, and what their ranks run.
 
-A rank is a process, which finds its function by the name of its module. So functions of ranks stand
+A rank is a process, which finds its function by the name of its module. So functions of ranks are
 here and not in the tests.
 """
 

@@ -4,7 +4,7 @@
 
 A model that needs eight GPUs fits into the memory of none of them, and often not into the host's.
 So no rank may read it whole and then cut. A safetensors file says in its header where each tensor
-lies. Rows of a matrix lie one behind the other, so a strip of rows is one read. Columns are a few
+is. Rows of a matrix follow each other, so a strip of rows is one read. Columns are a few
 bytes of every row. They are copied one by one from the mapped file, and the disk's pages between
 them may be read with them, but they never become a tensor.
 

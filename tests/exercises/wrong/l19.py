@@ -290,7 +290,7 @@ def with_reciprocals(x, weight, act_max, alpha, dtype, x_scale=None):
     return s, codes[0], own_scale, codes[1], w_scale, sums * (own_scale * w_scale[:, 0])
 
 
-# ---------------------------------------------------------------- 19.3 a louder token
+# ---------------------------------------------------------------- 19.3 a larger token
 
 answers.slips(
     "19.3",
@@ -317,14 +317,14 @@ answers.slips(
     - v / divisor[:, None]
     + v.sign() * 127
 
-    reuses_the_pages_scale: The scale of the page is too small for a louder token, whose codes are
+    reuses_the_pages_scale: The scale of the page is too small for a larger token, whose codes are
         cut off at 127.
     - torch.maximum(own, k.abs() / 127)
     + own if row else k.abs() / 127
     - (k / divisor).round()
     + (k / divisor).round().clamp(-128, 127)
 
-    reuses_and_wraps: The page's scale is too small for a louder token, and its codes wrap around.
+    reuses_and_wraps: The page's scale is too small for a larger token, and its codes wrap around.
     - torch.maximum(own, k.abs() / 127)
     + own if row else k.abs() / 127
     - (k / divisor).round()
