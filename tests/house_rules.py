@@ -19,7 +19,6 @@ NOT_PLAIN = re.compile(
     re.IGNORECASE,
 )
 NO_PROSE = re.compile(r"<!--.*?-->|```.*?```|`[^`\n]*`|\]\([^)]*\)", re.DOTALL)
-LAST_READ = 99
 TESTED = ("lessons", "reference", "solutions", "models")
 NOT_HELD = {"checks", "lab", "test_equivalence.py"}
 # What measures, draws and tests is found by its folder. Commands and empty files need no reader.
