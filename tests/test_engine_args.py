@@ -58,6 +58,7 @@ TAKES = {
         enable_prefix_caching=(True,),
         enable_chunked_prefill=(True,),
         async_scheduling=(True,),
+        batch_invariant=(True,),
         enforce_eager=(True,),
         quantization=(None,),
         limit_mm_per_prompt=(None,),

@@ -139,7 +139,7 @@ def relu_linear(x: Tensor, weight: Tensor) -> Tensor:
     ValueError.
     """
     check_product(x, weight=weight)
-    return _launch(relu_linear_kernel, x, weight)
+    return launch(relu_linear_kernel, x, weight)
 
 
 def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
@@ -149,10 +149,10 @@ def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
     It rounds once, at the end; the eager chain rounds four times. Raises ValueError.
     """
     check_product(x, gate_weight=gate_weight, up_weight=up_weight)
-    return _launch(swiglu_kernel, x, gate_weight, up_weight)
+    return launch(swiglu_kernel, x, gate_weight, up_weight)
 
 
-def _launch(kernel, x: Tensor, *weights: Tensor) -> Tensor:
+def launch(kernel, x: Tensor, *weights: Tensor) -> Tensor:
     """Run a kernel of this file. x: [R, K], weights: [I, K] each -> [R, I]."""
     (num_rows, size), num_columns = x.shape, len(weights[0])
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)

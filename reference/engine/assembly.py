@@ -165,8 +165,12 @@ def new_runner(
     """A model over a pool of its own, on a GPU with its decode steps as CUDA graphs. taps: where a
     draft reads it; tree: what its sequences run while they decode, None: one token, or a chain.
     """
-    size = num_blocks, args.block_size, max_model_len
-    runner = ModelRunner(model, *size, args.kv_cache_dtype, adapters, tree is not None)
+    size, rung = (num_blocks, args.block_size, max_model_len), None
+    if args.batch_invariant:
+        from reference.features.batch_invariant import invariant
+
+        model, rung = invariant(model, args)
+    runner = ModelRunner(model, *size, args.kv_cache_dtype, adapters, tree is not None, rung)
     runner.taps = taps
     # Captured steps with drafts have no room for the slots of adapters.
     has_room = adapters is None or args.speculative_config is None

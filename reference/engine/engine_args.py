@@ -51,6 +51,8 @@ class EngineArgs:
     one needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's
     memory. scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens.
     async_scheduling: each step is scheduled and launched while the one before it runs.
+    batch_invariant: a request gets the same bits whatever runs beside it; vLLM reads it from the
+    environment, VLLM_BATCH_INVARIANT=1.
     enforce_eager: no CUDA graphs of decode steps; on a CPU there are none. quantization: weights in
     fewer bits while they are loaded, a name of reference.weights.quantization; None: as the
     checkpoint has them. kv_cache_dtype: "auto", the model's own dtype, or "fp8" (E4M3), "int8" or
@@ -86,6 +88,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool = False
+    batch_invariant: bool = False
     scheduling_policy: str = "fcfs"
     enforce_eager: bool = False
     quantization: str | None = None
@@ -117,6 +120,7 @@ class EngineArgs:
             "enable_prefix_caching",
             "enable_chunked_prefill",
             "async_scheduling",
+            "batch_invariant",
             "enforce_eager",
             "enable_lora",
             "enable_expert_parallel",

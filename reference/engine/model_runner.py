@@ -36,7 +36,8 @@ class ModelRunner:
     """The model, its pool of blocks, and nothing that outlives a step. Any supported model: fused,
     with lesson 12's kernels on a GPU and its PyTorch operations on a CPU. kv_cache_dtype: "auto",
     or a format of lesson 19. adapters: None for a model without slots for them. runs_trees: whether
-    sequences may run the nodes of a tree.
+    sequences may run the nodes of a tree. rung: of a model that a feature has prepared for it; None
+    prepares the model for the usual one.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class ModelRunner:
         kv_cache_dtype: str = "auto",
         adapters: Adapters | None = None,
         runs_trees: bool = False,
+        rung: Rung | None = None,
     ):
         self.adapters = adapters
-        self.model = packed(paged_rung_of(model).prepare(model))
-        rung = rung_of(self.model, kv_cache_dtype, runs_trees)
+        self.model = model if rung else packed(paged_rung_of(model).prepare(model))
+        rung = rung or rung_of(self.model, kv_cache_dtype, runs_trees)
         self.pool = new_pool(self.model, num_blocks, block_size, max_model_len, rung)
         self.max_model_len = max_model_len
         self.captured: DecodeGraphs | None = None

@@ -29,6 +29,7 @@ HELP = {
     "enable_prefix_caching": "prompts that begin alike share blocks (default: {})",
     "enable_chunked_prefill": "long prompts share steps with those who decode (default: {})",
     "async_scheduling": "schedule a step while the one before it runs (default: {})",
+    "batch_invariant": "the same bits for a request whatever runs beside it (default: {})",
     "scheduling_policy": f"{', '.join(CHOICES['scheduling_policy'])} (default: {{}})",
     "enforce_eager": "no CUDA graphs (default: {})",
     "quantization": f"of the weights: {', '.join(METHODS)} (default: as the checkpoint has them)",
