@@ -52,7 +52,7 @@ def new_engine(model, **arguments):
 
 
 def count_replays(engine) -> list[int]:
-    """Fills with the bucket of each replay from now on."""
+    """Fills with the bucket of each replay from now on, whichever of its graphs."""
     captured, buckets = engine.runner.captured, []
 
     class Noted:
@@ -63,7 +63,7 @@ def count_replays(engine) -> list[int]:
             buckets.append(self.bucket)
             self.graph.replay()
 
-    captured.graphs = {size: Noted(size, graph) for size, graph in captured.graphs.items()}
+    captured.graphs = {key: Noted(key[0], graph) for key, graph in captured.graphs.items()}
     return buckets
 
 

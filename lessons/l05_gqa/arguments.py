@@ -42,12 +42,6 @@ def check_grouped_inputs(
     strides = [x.stride() for x in three]
     if any(x.stride(-1) != 1 for x in three):
         raise ValueError(f"q, k_cache, v_cache: got strides {strides}; accepted: last one 1")
-    if q.shape[1] * q.stride(1) > MAX_ELEMENTS:  # counted in 32 bits, because 64 would spill
-        raise ValueError(
-            f"q: got heads that are {q.stride(1)} elements apart; accepted: all of a token's "
-            "within "
-            f"{MAX_ELEMENTS}"
-        )
     if max(k_cache.stride(1), v_cache.stride(1)) > MAX_ROW_STRIDE:
         raise ValueError(
             f"k_cache, v_cache: got strides {strides[1:]}; accepted: rows up to {MAX_ROW_STRIDE} "
@@ -55,6 +49,18 @@ def check_grouped_inputs(
         )
     check_dense(context_lens=context_lens)
     check_values(0, k_cache.shape[1], context_lens=context_lens)
+
+
+def check_query_heads(q: Tensor) -> None:
+    """Raise ValueError if lesson 5's kernel cannot count q: [B, Hq, D] in 32 bits. Lesson 10's
+    counts in 64.
+    """
+    if q.shape[1] * q.stride(1) > MAX_ELEMENTS:  # because 64 bits would spill
+        raise ValueError(
+            f"q: got heads that are {q.stride(1)} elements apart; accepted: all of a token's "
+            "within "
+            f"{MAX_ELEMENTS}"
+        )
 
 
 def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor) -> None:

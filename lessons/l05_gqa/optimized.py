@@ -20,7 +20,7 @@ from lessons.l03_kv_cache.optimized import LESSON_03
 from lessons.l03_kv_cache.stand_ins import decode_attention_torch
 from lessons.l04_positions.optimized import LESSON_04
 from lessons.l04_positions.stand_ins import LESSON_04_TORCH
-from lessons.l05_gqa.arguments import check_grouped_inputs
+from lessons.l05_gqa.arguments import check_grouped_inputs, check_query_heads
 from lessons.l05_gqa.naive import sequence_by_sequence
 from lessons.l05_gqa.tiles import has_matrix_units, tiles_for, warps_for
 from lessons.toolbox.kernels.triton_ import tl, triton
@@ -120,6 +120,7 @@ def decode_attention(
     window: only the last `window` rows count. float32 inside. Raises ValueError.
     """
     check_grouped_inputs(q, k_cache, v_cache, context_lens, window)
+    check_query_heads(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(q, k_cache, v_cache, context_lens, out, softmax_scale, window)
     return out
@@ -174,6 +175,7 @@ def decode_attention_grouped(
     ValueError as decode_attention does.
     """
     check_grouped_inputs(q, k_cache, v_cache, context_lens, window)
+    check_query_heads(q)
     if not len(q):
         return torch.empty_like(q)
     return sequence_by_sequence(

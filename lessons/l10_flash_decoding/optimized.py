@@ -67,7 +67,7 @@ def split_decode_kernel(
     in_head = column[None, :] < HEAD_DIM
     in_group = row < GROUP  # the rows after the group belong to the next KV head's queries
     q = tl.load(
-        q_ptr + sequence * stride_qb + head[:, None] * stride_qh + column[None, :],
+        q_ptr + sequence * stride_qb + head.to(tl.int64)[:, None] * stride_qh + column[None, :],
         mask=in_group[:, None] & in_head,
         other=0.0,
     )

@@ -1,17 +1,22 @@
-"""Host arithmetic of split-KV decoding: where each split begins and ends, and how many splits to
-launch. No tensors.
+"""The arithmetic of split-KV decoding: where each split begins and ends, and how many splits to
+launch.
 
-The kernel computes the same bounds from each sequence's own length; `split_bounds` is their
-definition.
+Two plans. The same number of splits for all sequences (`choose_num_splits`): the kernel computes
+the bounds from each sequence's own length, and `split_bounds` is their definition. Or splits by
+length (`bounds_by_length`), for a batch in which one sequence is much longer than the others: then
+the programs of a launch are a list, `work_items`. Lesson 12's decode reads it.
 
-Source of the heuristic: FlashAttention, `num_splits_heuristic` (csrc/flash_attn/flash_api.cpp; Dao
-et al. 2023, Flash-Decoding).
+Sources of the heuristics: FlashAttention, `num_splits_heuristic` (csrc/flash_attn/flash_api.cpp;
+Dao et al. 2023, Flash-Decoding), and FlashAttention-3, `prepare_varlen_num_blocks`
+(hopper/flash_prepare_scheduler.cu).
 """
 
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lessons.toolbox.measure.hardware import CHIPS
 
@@ -98,6 +103,89 @@ def plan_splits(
     return num_splits or choose_num_splits(num_programs, cdiv(longest, block_n), num_slots)
 
 
+# ---------------------------------------------------------------- splits by length
+
+
+class WorkItems(NamedTuple):
+    """The programs of a launch, for each KV head: I items of B sequences."""
+
+    items: Tensor  # [I, 4] int32: sequence (−1: idle), first key, key after the last, place
+    starts: Tensor  # [B + 1] int32: sequence b's partial results are at places starts[b] up to b+1
+
+
+def pays_by_length(context_lens: list[int], num_kv_heads: int, num_slots: int) -> bool:
+    """Whether lengths differ so much that splits by length are worth their merge. context_lens: of
+    the B sequences; num_slots: programs that run at the same time.
+
+    They are not if the mean is almost the longest: then equal splits are balanced. Nor if no
+    sequence is longer than a slot's share: then none is cut.
+    """
+    shares = ALMOST_FULL * min(len(context_lens), num_slots / num_kv_heads)
+    return sum(context_lens) < max(context_lens, default=0) * shares
+
+
+def bounds_by_length(
+    context_lens: list[int],
+    num_kv_heads: int,
+    num_slots: int,
+    block_n: int = 1,
+    window: int | None = None,
+) -> list[list[tuple[int, int]]]:
+    """[(start, end)] of each sequence's splits, none of them empty. No split is longer than an
+    equal share of all tiles of keys, so a long sequence is cut and a short one is not.
+    """
+    first = [0 if window is None else max(n - window, 0) // block_n * block_n for n in context_lens]
+    tiles = [cdiv(n - start, block_n) for n, start in zip(context_lens, first)]
+    share = max(1, cdiv(sum(tiles), shares_of(num_kv_heads, num_slots)))
+    bounds = []
+    for n, start, count in zip(context_lens, first, tiles):
+        cut = split_bounds(n, max(1, cdiv(count, share)), 0, n - start, block_n)
+        bounds.append([(begin, end) for begin, end in cut if begin < end])
+    return bounds
+
+
+def shares_of(num_kv_heads: int, num_slots: int) -> int:
+    """Into how many shares the tiles of a KV head are cut: almost as many as it has slots, because
+    sequences that are a little longer than a share need no merge then.
+    """
+    return max(1, int(ALMOST_FULL * num_slots / num_kv_heads))
+
+
+def work_items(
+    context_lens: Tensor, num_kv_heads: int, num_slots: int, block_n: int, window: int | None = None
+) -> WorkItems:
+    """`bounds_by_length` as a list for a launch, the longest first. context_lens: [B], B at least
+    1, on any device. The list is made there and the host reads no value, so a CUDA graph can hold
+    it. It has room for the most items that B lengths can give; what is left of it is idle.
+    """
+    length = context_lens.long()
+    num_sequences, device = len(length), length.device
+    # Tiles begin at multiples of block_n, so that none cuts a page of that size in two.
+    first = torch.zeros_like(length) if window is None else (length - window).clamp(min=0)
+    first = first // block_n * block_n
+    tiles, shares = cdiv(length - first, block_n), shares_of(num_kv_heads, num_slots)
+    share = cdiv(tiles.sum(), shares).clamp(min=1)
+    # Twice: 64 tiles in 12 splits are 6 each, and 11 splits hold them. 0 splits hold no key.
+    size = cdiv(tiles, cdiv(tiles, share).clamp(min=1)).clamp(min=1)
+    splits = cdiv(tiles, size)
+    starts = torch.cat([splits.new_zeros(1), splits.cumsum(0)])
+
+    # Enough, because t tiles are less than t / share + 1 splits, and all tiles are `shares` shares.
+    place = torch.arange(num_sequences + shares, device=device)
+    sequence = torch.searchsorted(starts[1:], place, right=True)
+    is_idle = sequence == num_sequences
+    owner = sequence.clamp(max=num_sequences - 1)
+    begin = first[owner] + (place - starts[owner]) * size[owner] * block_n
+    end = torch.minimum(begin + size[owner] * block_n, length[owner])
+    items = torch.stack([owner.masked_fill(is_idle, -1), begin, end, place], dim=1)
+    # The longest first, because what starts last should end soon; idle items last.
+    order = (end - begin).masked_fill(is_idle, -1).argsort(descending=True)
+    return WorkItems(items[order].int(), starts.int())
+
+
+# ---------------------------------------------------------------- the machine
+
+
 @cache
 def sms_of(device: torch.device | str) -> int:
     """Streaming multiprocessors. On a CPU those of an H200, so that the interpreter splits as it
@@ -111,6 +199,6 @@ def sms_of(device: torch.device | str) -> int:
     )
 
 
-def cdiv(x: int, y: int) -> int:
-    """x / y, rounded up."""
+def cdiv(x, y):
+    """x / y, rounded up: ints, or tensors of them."""
     return -(-x // y)

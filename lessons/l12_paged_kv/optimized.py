@@ -12,10 +12,17 @@ from torch import Tensor
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l04_positions.optimized import LESSON_04
 from lessons.l09_flash_attention.tiles import Tiles
+from lessons.l10_flash_decoding.splits import WorkItems
 from lessons.l12_paged_kv.kernels.apart import apart
-from lessons.l12_paged_kv.kernels.arguments import check_decode, check_places, check_prefill
+from lessons.l12_paged_kv.kernels.arguments import (
+    check_decode,
+    check_items,
+    check_places,
+    check_prefill,
+)
 from lessons.l12_paged_kv.kernels.hooks import paged_row
-from lessons.l12_paged_kv.kernels.launch import launch_decode, launch_prefill
+from lessons.l12_paged_kv.kernels.launch import keys_of_tile, launch_decode, launch_prefill
+from lessons.l12_paged_kv.kernels.plan import items_of_step
 
 
 def paged_decode(
@@ -30,6 +37,7 @@ def paged_decode(
     split_size: int | None = None,
     max_context_len: int | None = None,
     row_of=paged_row,
+    items: WorkItems | None = None,
 ) -> Tensor:
     """One query per sequence over its blocks. q: [B, Hq, D]; k_cache: [num_blocks, block_size, Hkv,
     D]; v_cache: [num_blocks, block_size, Hkv, Dv] -> [B, Hq, Dv].
@@ -37,13 +45,16 @@ def paged_decode(
     block_table: [B, max_blocks] int32; entries after a sequence's last block are not read.
     context_lens: [B] int32 or int64, tokens with the query's own; 0 gives zeros. num_splits,
     split_size, max_context_len: as in lesson 10's `flash_decode`. row_of: `contiguous_row` for a
-    cache in which sequence b owns block b. float32 inside. Raises ValueError.
+    cache in which sequence b owns block b. items: lesson 10's `work_items` of these lengths and this
+    window, instead of one number of splits for all. float32 inside. Raises ValueError.
     """
     check_decode(q, k_cache, v_cache, block_table, context_lens, window)
+    if items is not None:
+        check_items(items, context_lens, num_splits, split_size)
     if row_of is paged_row:
         check_places(block_table, context_lens, *k_cache.shape[:2])
     how = softmax_scale, window, num_splits, split_size, max_context_len, row_of
-    return launch_decode(q, k_cache, v_cache, block_table, context_lens, *how)[0]
+    return launch_decode(q, k_cache, v_cache, block_table, context_lens, *how, items=items)[0]
 
 
 def paged_prefill(
@@ -84,7 +95,9 @@ def decode(
     softmax_scale: float,
     window: int | None,
 ) -> Tensor:
-    """One new token of each sequence. q: [B, Hq, D] -> [B, Hq, Dv]."""
+    """One new token of each sequence, by the step's list of splits if it has one. q: [B, Hq, D] ->
+    [B, Hq, Dv].
+    """
     return paged_decode(
         q,
         k_cache,
@@ -94,6 +107,7 @@ def decode(
         softmax_scale,
         window,
         max_context_len=batch.max_context_len,
+        items=items_of_step(batch, k_cache.shape[2], keys_of_tile(q, k_cache, v_cache), window),
     )
 
 

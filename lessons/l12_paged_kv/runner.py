@@ -9,6 +9,8 @@
 Read `step`: grow the tables, make the copies that growing asks for, run the model.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from lessons.l03_kv_cache.batch import Batch, new_batch
 from lessons.l03_kv_cache.cache import AttentionOps, KVPool
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, pays_by_length, sms_of
 from lessons.l12_paged_kv.blocks import BlockManager, Copy
 from lessons.l12_paged_kv.kernels.stand_ins import LESSON_12_TORCH, paged_batch
 
@@ -66,14 +69,24 @@ def new_pool(
 
 
 def step_batch(pool: KVPool, chunks: list[tuple[list[int], int]], tables: list[list[int]]) -> Batch:
-    """The batch of a step; on a CPU with the list of work, which kernels have no use for.
+    """The batch of a step; on a CPU with the list of work, which kernels have no use for; on a GPU
+    with room for their lists of splits, if the lengths of its single queries differ much.
 
     chunks: of each sequence its new tokens, and how many it holds; tables: its blocks.
     """
     device = pool.k_slots.device
-    if device.type == "cuda":
-        return new_batch(chunks, pool.block_size, device, tables)
-    return paged_batch(chunks, pool.block_size, tables, device)
+    if device.type != "cuda":
+        return paged_batch(chunks, pool.block_size, tables, device)
+    batch = new_batch(chunks, pool.block_size, device, tables)
+    singles = len(chunks) if batch.max_seqlen_q == 1 else batch.num_decodes
+    lengths = [held + 1 for _, held in chunks[:singles]]
+    return replace(batch, plans={}) if by_length(pool, lengths) else batch
+
+
+def by_length(pool: KVPool, context_lens: list[int]) -> bool:
+    """Whether a step of single queries with these contexts is decoded by a list of splits."""
+    num_kv_heads, slots = pool.k_slots.shape[-2], sms_of(pool.k_slots.device) * PROGRAMS_PER_SM
+    return pays_by_length(context_lens, num_kv_heads, slots)
 
 
 def copy_blocks(pool: KVPool, copies: list[Copy]) -> None:

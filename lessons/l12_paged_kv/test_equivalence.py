@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from lessons.l03_kv_cache.lab.testing import far_apart
 from lessons.l09_flash_attention.tiles import Tiles
 from lessons.l12_paged_kv.kernels.hooks import contiguous_row
 from lessons.l12_paged_kv.kernels.paged import decode_kernel, prefill_kernel
@@ -209,21 +210,8 @@ def test_places_beyond_two_to_the_31_elements(far, seed, tmp_path):
     large that the third begins after element 2^31: 4.3 GB of addresses, 100 kB in use.
     """
     pages = paged([40], block_size=3, heads=(3, 3, 16, 16), dtype=torch.float16, seed=seed)
-    num_blocks, block_size, heads, width = pages.k_cache.shape
-    inner = width * (block_size if far == "heads" else heads)
-    apart = 2**30 + num_blocks * inner
-    strides = dict(heads=(inner, width, apart, 1), rows=(inner, apart, width, 1))[far]
-    away = [
-        torch.from_file(
-            str(tmp_path / name),
-            shared=True,
-            size=2 * apart + num_blocks * inner,
-            dtype=torch.float16,
-        )
-        .as_strided(cache.shape, strides)
-        .copy_(cache)
-        for name, cache in (("k", pages.k_cache), ("v", pages.v_cache))
-    ]
+    dim = dict(rows=1, heads=2)[far]
+    away = [far_apart(x, dim, tmp_path / name) for name, x in zip("kv", pages[1:3])]
     away = pages._replace(k_cache=away[0], v_cache=away[1])
     assert_same_bits(paged_decode(*away.decode), paged_decode(*pages.decode))
     assert_same_bits(paged_prefill(*away), paged_prefill(*pages))
@@ -233,13 +221,9 @@ def test_places_beyond_two_to_the_31_elements(far, seed, tmp_path):
     DEVICE.type != "cpu", reason="NOT RUN: needs a sparse file as memory, which no GPU reads"
 )
 def test_queries_beyond_two_to_the_31_elements(seed, tmp_path):
-    """Three query heads 2^30 + 64 elements apart."""
+    """Three query heads so far apart that int32 cannot tell where the third is."""
     pages = paged([40], block_size=8, heads=(3, 1, 16, 16), dtype=torch.float16, seed=seed)
-    apart = 2**30 + 64
-    file = torch.from_file(
-        str(tmp_path / "q"), shared=True, size=2 * apart + 16, dtype=torch.float16
-    )
-    away = pages._replace(q=file.as_strided(pages.q.shape, (16, apart, 1)).copy_(pages.q))
+    away = pages._replace(q=far_apart(pages.q, 1, tmp_path / "q"))
     assert_same_bits(paged_decode(*away.decode), paged_decode(*pages.decode))
     assert_same_bits(paged_prefill(*away), paged_prefill(*pages))
 

@@ -108,7 +108,7 @@ def tree_kernel(
         token = (start_q + query).to(tl.int64)
         head = kv_head * GROUP + row % GROUP
         q = tl.load(
-            q_ptr + token[:, None] * stride_qm + head[:, None] * stride_qh + column,
+            q_ptr + token[:, None] * stride_qm + head.to(tl.int64)[:, None] * stride_qh + column,
             mask=is_row[:, None] & (column < HEAD_DIM),
             other=0.0,
         )

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lessons.l03_kv_cache.lab.testing import far_apart
 from lessons.l17_tree_speculation import stand_ins
-from lessons.l17_tree_speculation.lab.testing import BRANCHES, TREES, tree_inputs
+from lessons.l17_tree_speculation.lab.testing import BRANCHES, DEVICE, TREES, tree_inputs
 from lessons.l17_tree_speculation.naive import path_attention
 from lessons.l17_tree_speculation.optimized import MOST_ROWS, sizes_of, tree_attention, tree_kernel
 from lessons.l17_tree_speculation.trees.tree import (
@@ -25,7 +26,12 @@ from lessons.l17_tree_speculation.trees.tree import (
     ranks_of,
     tree_of_ranks,
 )
-from lessons.toolbox.proof.numerics import ATTENTION_INPUTS, floor_for, prove
+from lessons.toolbox.proof.numerics import (
+    ATTENTION_INPUTS,
+    assert_same_bits,
+    floor_for,
+    prove,
+)
 
 # NumPy, the interpreter's engine, warns of what is meant: log2(0) of an empty split is −inf.
 pytestmark = [
@@ -128,6 +134,18 @@ def test_siblings_do_not_see_each_other(seed):
         cache[int(inputs.block_table[0, 0]), slot] += 1.0
     changed = (tree_attention(*inputs, table) != before).flatten(1).any(1)
     assert changed.nonzero().flatten().tolist() == [1, 3, 4]
+
+
+@pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="NOT RUN: needs a sparse file as memory, which no GPU reads"
+)
+def test_queries_beyond_two_to_the_31_elements(seed, tmp_path):
+    """Three query heads so far apart that int32 cannot tell where the third is."""
+    inputs, table = tree_inputs(
+        [BRANCHES], [0], [10], block_size=16, heads=(3, 1, 16, 16), dtype=torch.float16, seed=seed
+    )
+    away = inputs._replace(q=far_apart(inputs.q, 1, tmp_path / "q"))
+    assert_same_bits(tree_attention(*away, table), tree_attention(*inputs, table))
 
 
 def test_what_is_refused():

@@ -148,7 +148,8 @@ def quantize_kernel(
 
     LARGEST: the code of the row's largest number.
     """
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # int64, because token · stride and head · stride may pass 2^31
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
     if slot >= 0:  # −1 marks a token that is not kept
         column = tl.arange(0, BLOCK_D)

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 
+from lessons.l03_kv_cache.lab.testing import far_apart
 from lessons.l09_flash_attention.tiles import Tiles
 from lessons.l12_paged_kv.kernels.paged import prefill_kernel
 from lessons.l12_paged_kv.lab.testing import DEVICE, paged
@@ -137,6 +138,24 @@ def test_rows_are_quantized_bit_for_bit(name, width, dtype, seed, proof):
     want_codes[slots[kept]], want_scales[slots[kept]] = format.quantize(x[kept])
     assert_same_rows(name, codes, scales, want_codes, want_scales)
     proof.record(quantize_kernel, EXACT)
+
+
+@pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="NOT RUN: needs a sparse file as memory, which no GPU reads"
+)
+def test_heads_beyond_two_to_the_31_elements(seed, tmp_path):
+    """Three heads of new rows, of codes and of scales, so far apart that int32 cannot tell where
+    the third is.
+    """
+    format = FORMATS["int8"]
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(seed)).half()
+    slots = torch.tensor([1, 0])
+    near = torch.zeros(2, 3, 16, dtype=torch.uint8), torch.zeros(2, 3, 1).half()
+    away = [far_apart(y, 1, tmp_path / name) for name, y in zip(("codes", "scales"), near)]
+    quantize_rows(format, x, *near, slots)
+    quantize_rows(format, far_apart(x, 1, tmp_path / "x"), *away, slots)
+    for y, same in zip(away, near):
+        assert_same_bits(y, same)
 
 
 def assert_same_rows(name, codes, scales, want_codes, want_scales):

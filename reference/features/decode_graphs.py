@@ -10,6 +10,10 @@ one. All K and V of a layer are written before they are read, so each sees those
 one bucket serves any mix of draft lengths. The price: K and V are read by each of them, from the L2
 cache mostly. Trees do need their own, tree_graphs.py, because a node does not see all that lies in
 front of it.
+
+A step of more than one token has two graphs: one splits all contexts in the same number, the other
+by lesson 10's list of splits, made inside the graph from the lengths that a replay finds. Which of
+them is replayed is decided for each step by its lengths.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +28,7 @@ from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l11_cuda_graphs.naive import decode_batch
 from lessons.l11_cuda_graphs.optimized import PinnedCopies, bucket_for, padded
+from lessons.l12_paged_kv.runner import by_length
 from lessons.l17_tree_speculation.heads.heads import tapped_features
 from lessons.l17_tree_speculation.trees.tree import Tree
 from lessons.l21_multi_lora.batch import NO_ADAPTER, AdapterBatch, AdapterContext, most_tiles
@@ -33,7 +38,7 @@ Chunks = list[tuple[list[int], int]]  # of each sequence its new tokens, and how
 
 
 class DecodeGraphs:
-    """One captured step for each bucket, all over the same weights and pool.
+    """Captured steps for each bucket, all over the same weights and pool.
 
     graphs: lesson 11's CudaGraphs, or its stand-in. buckets: tokens of a step. max_model_len: the
     longest that a sequence may become, because Python knows no length inside a graph. most_each:
@@ -41,6 +46,8 @@ class DecodeGraphs:
     then a graph launches their kernels with the most tiles that its rows can fall into. taps:
     behind how many layers it is read on the way, as by lesson 17's `tapped_features`.
     """
+
+    lists_splits = True  # whether its steps are of single queries, which can be split by length
 
     @torch.inference_mode()
     def __init__(
@@ -62,18 +69,23 @@ class DecodeGraphs:
         self.buckets = sorted(set(buckets))
         self.max_model_len = max_model_len
         self.hidden_size = model.config.hidden_size
-        self.inputs, self.graphs, self.outputs = {}, {}, {}
+        self.inputs = {}
+        # {(bucket, whether by length): ...}
+        self.graphs, self.outputs = {}, {}
         # The largest first, so that the others fit into the memory that it has taken.
         for bucket in reversed(self.buckets):
             # Nothing but padding: capturing writes into no block of the pool.
             inputs = tuple(x.to(model.device) for x in self.filled(bucket, [], [], []))
-            step = partial(run, model, pool, self.batch_over(*inputs), taps)
+            self.inputs[bucket] = inputs
             if adapters is not None:
                 self.num_slots = adapters.slots.num_slots
                 rows = self.adapter_rows[bucket] = self.rows_in(bucket, [], model.device)
-                step = partial(run_over, adapters.context, rows, step)
-            self.graphs[bucket], self.outputs[bucket] = graphs.capture(step)
-            self.inputs[bucket] = inputs
+            for listed in (False, True) if self.lists_splits and bucket > 1 else (False,):
+                step = partial(run, model, pool, self.batch_over(*inputs), taps, listed)
+                if adapters is not None:
+                    step = partial(run_over, adapters.context, rows, step)
+                key = bucket, listed
+                self.graphs[key], self.outputs[key] = graphs.capture(step)
         self.pinned = None
         if model.device.type == "cuda":
             of_each_kind = zip(*self.inputs.values())
@@ -105,9 +117,11 @@ class DecodeGraphs:
             late(self.inputs[bucket][0][0, :count])
         if (buffers := self.adapter_rows.get(bucket)) is not None:
             buffers.copy_in(self.rows_in(bucket, row_slots or [], "cpu"))
-        self.graphs[bucket].replay()
+        lengths = [held + at + 1 for new, held in chunks for at in range(len(new))]
+        key = bucket, (bucket, True) in self.graphs and by_length(self.pool, lengths)
+        self.graphs[key].replay()
         # A clone, because the next replay overwrites the graph's own output.
-        found = self.outputs[bucket][:count].clone()
+        found = self.outputs[key][:count].clone()
         hidden = found[:, : self.hidden_size]
         tapped = found[:, self.hidden_size :]
         return hidden, (tapped if tapped.shape[1] else hidden)
@@ -180,10 +194,15 @@ def decode_inputs(chunks: Chunks, tables: list[list[int]], block_size: int) -> T
     return torch.tensor([tokens, held, slots, lengths], dtype=torch.int64)
 
 
-def run(model: Decoder, pool: KVPool, batch: Batch, taps: tuple[int, ...]) -> Tensor:
+def run(
+    model: Decoder, pool: KVPool, batch: Batch, taps: tuple[int, ...], listed: bool = False
+) -> Tensor:
     """The step itself: hidden: [T, hidden_size], and what was tapped beside it: [T, hidden_size +
-    F]. Looks at no value of the batch's tensors from Python.
+    F]. Looks at no value of the batch's tensors from Python. listed: with a list of splits.
     """
+    if listed:
+        # Here and not once, because a list that a warm-up made would not be made by the graph.
+        batch = replace(batch, plans={})
     hidden, tapped = tapped_features(model, batch.tokens, pool.attending(batch), taps)
     return torch.cat([hidden, tapped], dim=-1) if taps else hidden
 

@@ -24,6 +24,8 @@ class TreeGraphs(DecodeGraphs):
     DecodeGraphs's.
     """
 
+    lists_splits = False
+
     def __init__(self, *args, most_nodes: int, most_sequences: int, **arguments):
         self.most_nodes, self.most_sequences = most_nodes, most_sequences
         super().__init__(*args, most_each=most_nodes, **arguments)

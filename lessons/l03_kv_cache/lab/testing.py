@@ -2,6 +2,8 @@
 steps.
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -74,6 +76,22 @@ def padded_heads_first(x: Tensor) -> Tensor:
     densely stay within it: what a planted bug reads is wrong, and never foreign memory.
     """
     return padded(x.transpose(-3, -2)).transpose(-3, -2)
+
+
+def far_apart(x: Tensor, dim: int, path: Path) -> Tensor:
+    """The same values in a sparse file, 2^30 elements and more apart along `dim`, so that the third
+    is beyond element 2^31. A CPU's, because no GPU reads such a file.
+    """
+    order = [dim] + [other for other in range(x.dim()) if other != dim]
+    strides = [0] * x.dim()
+    inner = 1
+    for other in reversed(order[1:]):
+        strides[other] = inner
+        inner *= x.shape[other]
+    strides[dim] = 2**30 + inner
+    size = (x.shape[dim] - 1) * strides[dim] + inner
+    file = torch.from_file(str(path), shared=True, size=size, dtype=x.dtype)
+    return file.as_strided(x.shape, strides).copy_(x)
 
 
 def decode_by_slicing(

@@ -5,10 +5,13 @@ them up are seen.
 from functools import partial
 
 import pytest
+import torch
 
 from lessons.l03_kv_cache.lab.testing import (
+    DEVICE,
     decode_by_slicing,
     decode_inputs,
+    far_apart,
     heads_first,
     padded,
     padded_heads_first,
@@ -17,7 +20,7 @@ from lessons.l10_flash_decoding import mla, optimized
 from lessons.l10_flash_decoding.mla import mla_split_kernel
 from lessons.l10_flash_decoding.optimized import combine, split_decode_kernel
 from lessons.l10_flash_decoding.test_equivalence import LATENT, latent_by_slicing
-from lessons.toolbox.proof.numerics import NotEquivalent, prove
+from lessons.toolbox.proof.numerics import NotEquivalent, assert_same_bits, prove
 from lessons.toolbox.proof.planted import with_bug
 
 # NumPy, the interpreter's engine, warns of what is meant: an empty split, NaN around the rows.
@@ -89,6 +92,26 @@ def test_a_mix_up_of_strides_is_seen(name, seed, tmp_path):
     buggy = with_bug(optimized, tmp_path, old, new)
     with pytest.raises(NotEquivalent):
         prove(in_splits(buggy), decode_by_slicing, laid_out(layout, seed))
+
+
+@pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="NOT RUN: needs a sparse file as memory, which no GPU reads"
+)
+@pytest.mark.parametrize("what", ["q", "caches"])
+def test_heads_beyond_two_to_the_31_elements(what, seed, tmp_path):
+    """Three heads of queries, or of K and V, so far apart that int32 cannot tell where the third
+    is.
+    """
+    near = decode_inputs("normal", [3, 2], 3, 3, 3, 16, seed, torch.float16)
+    q, k_cache, v_cache, lens = near
+    if what == "q":
+        q = far_apart(q, 1, tmp_path / "q")
+    else:
+        k_cache, v_cache = (
+            far_apart(x, 2, tmp_path / name) for name, x in zip("kv", (k_cache, v_cache))
+        )
+    decode = in_splits(optimized)
+    assert_same_bits(decode(q, k_cache, v_cache, lens), decode(*near))
 
 
 # ---------------------------------------------------------------- latents

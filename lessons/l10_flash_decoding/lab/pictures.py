@@ -67,7 +67,7 @@ def draw() -> ClassFigure:
     )
     for n, (splits, ran) in enumerate(pieces.items()):
         left = n * (SHOWN_US + gap)
-        _panel(ax, left, ran, SHOWN_US, lambda piece: PALETTE[1 if piece.start_s else 0])
+        panel(ax, left, ran, SHOWN_US, lambda piece: PALETTE[1 if piece.start_s else 0])
         title = f"{splits} split{'s' if splits > 1 else ''}: {len(ran)} programs"
         ax.text(left, -32, title, fontweight="bold", va="bottom")
         end = f"ends at {end_us[splits]:.0f} µs" + (" →" if end_us[splits] > SHOWN_US else "")
@@ -90,7 +90,7 @@ def draw() -> ClassFigure:
     return fig
 
 
-def _panel(ax, left, ran, shown_us, colour_of) -> None:
+def panel(ax, left, ran, shown_us, colour_of) -> None:
     """One row a slot, a bar for each program that ran, from `left` on."""
     look = {"facecolor": IDLE, "edgecolor": "#BBBBBB", "lw": 1}
     ax.add_patch(Rectangle((left, 0), shown_us, slots(CHIP), **look))
@@ -127,7 +127,7 @@ def draw_waves(splits: int = 36, batch: int = 1) -> ClassFigure:
         (11, 4.8),
         (1, 1),
     )
-    _panel(left, 0, ran, end_us, lambda piece: PALETTE[int(2 * piece.start_s > piece.end_s)])
+    panel(left, 0, ran, end_us, lambda piece: PALETTE[int(2 * piece.start_s > piece.end_s)])
     left.set(xlim=(0, end_us), ylim=(height + 2, -2), xlabel="time (µs)")
     left.set_yticks([0.5, height - 0.5], ["slot 1", f"slot {height}"])
     left.xaxis.set_major_locator(MaxNLocator(4))

@@ -2,11 +2,13 @@
 what the code says.
 """
 
+import json
+import random
 from pathlib import Path
 
 import pytest
 
-from lessons.l12_paged_kv.lab import pictures
+from lessons.l12_paged_kv.lab import pictures, ragged
 from lessons.l12_paged_kv.lab.pictures import counted_share
 from lessons.l12_paged_kv.lab.testing import paged
 from lessons.l12_paged_kv.lab.walk import draw_walk, loads_of_programs
@@ -14,11 +16,17 @@ from lessons.l12_paged_kv.lab.workload import ALPACA, MAX_TOKENS, SHAREGPT, Mix,
 from lessons.l12_paged_kv.more.waste import expected_empty_share, more_requests
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.device import interpreting
+from lessons.toolbox.measure.hardware import CHIPS
 from lessons.toolbox.proof.pages import pages
 
 ROOM = Path(__file__).parents[1]
 README = pages(ROOM)
-DRAW = [pictures.draw_tables, pictures.draw_waste, pictures.draw_block_size]
+DRAW = [
+    pictures.draw_tables,
+    pictures.draw_waste,
+    pictures.draw_block_size,
+    pictures.draw_ragged,
+]
 
 
 @pytest.mark.parametrize("draw", DRAW)
@@ -55,6 +63,24 @@ def test_the_readme_quotes_the_simulation():
             shares = " | ".join(f"{part:.0%}" for part in parts)
             row = f"| {mix.name} | {policy} | {report.at_once:.0f} | {shares} |"
             assert row in text, f"the README lacks {row}"
+
+
+def test_the_record_of_ragged_steps_is_what_the_model_predicts():
+    assert json.loads(ragged.RECORD.read_text(encoding="utf-8")) == ragged.predictions()
+
+
+def test_ragged_steps_come_near_the_bound_and_equal_ones_stay(seed):
+    """Of batches that take 50 µs or more, beside which the 2 µs of a merge are little."""
+    draws, chip = random.Random(seed), CHIPS["h200"]
+    for _ in range(12):
+        count, longest = draws.choice((2, 8, 20, 64)), draws.choice((32768, 65536, 131072))
+        short = [draws.randint(1, 4096) for _ in range(count - 1)]
+        lengths = [longest, *short, *(draws.randint(1, 4096) for _ in range(40))]
+        found = ragged.prediction(lengths, chip)
+        assert found["by_length"] and found["chosen_to_bound"] <= 1.15
+        assert found["chosen_to_equal"] < 1
+        same = [draws.randint(64, 8192)] * count
+        assert ragged.prediction(same, chip)["chosen_to_equal"] == 1
 
 
 def test_the_readme_quotes_the_formulas():

@@ -13,6 +13,7 @@ from lessons.l03_kv_cache.arguments import (
 )
 from lessons.l05_gqa.arguments import DTYPES, MAX_GROUP, MAX_HEAD_DIM, MAX_QUERY_TILE
 from lessons.l05_gqa.tiles import tiles_for
+from lessons.l10_flash_decoding.splits import WorkItems
 
 MAX_PAGE_SIZE = 256  # tokens of a block
 
@@ -152,6 +153,33 @@ def check_places(
     in_use = -(-context_lens // block_size)
     is_used = torch.arange(block_table.shape[1]) < in_use[:, None]
     check_values(0, num_blocks - 1, block_table=block_table[is_used])
+
+
+def check_items(
+    items: WorkItems, context_lens: Tensor, num_splits: int | None, split_size: int | None
+) -> None:
+    """Raise ValueError unless items is a list for context_lens: [B], given instead of a number or
+    size of splits, and a grid of it can be launched.
+    """
+    if num_splits is not None or split_size is not None:
+        raise ValueError(
+            f"items, num_splits, split_size: got a list, {num_splits} and {split_size}; accepted: "
+            "one of the three"
+        )
+    check_one_device(context_lens=context_lens, items=items.items, starts=items.starts)
+    room, count = items.items.shape, len(context_lens)
+    if (
+        {x.dtype for x in items} != {torch.int32}
+        or not all(x.is_contiguous() for x in items)
+        or items.starts.shape != (count + 1,)
+        or len(room) != 2
+        or room[1] != 4
+        or room[0] > MAX_GRID
+    ):
+        raise ValueError(
+            f"items: got {tuple(room)} and {tuple(items.starts.shape)}; accepted: what work_items "
+            f"gives for {count} lengths, int32 [up to {MAX_GRID}, 4] and [{count + 1}]"
+        )
 
 
 def check_splits(

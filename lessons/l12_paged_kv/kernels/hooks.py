@@ -1,17 +1,21 @@
 """What the two kernels of this lesson leave open: where a key is, how a tile is loaded, who sees
-whom.
+whom, and which keys a program has.
 
 Each is a small Triton function that is handed to a kernel as a `tl.constexpr`. The compiler puts
 its lines into the kernel, so a hook costs nothing at run time, and there is one body to read, to
-prove and to tune. This lesson has two functions for ROW_OF and two for SEES. Lesson 17 (a tree of
+prove and to tune. This lesson has two functions for ROW_OF, SEES and SPLIT_OF each. Lesson 17 (a tree of
 tokens) and lesson 19 (a cache of 8 or 4 bits) bring others.
 
     ROW_OF(table_ptr, sequence, key, is_used, PAGE_SIZE) -> block, row    int64, where a key is
     LOAD(ptr, offset, column, mask, scale_ptr, slot) -> [N, D]            rows of K
     LOAD_V                                                                rows of V, the same
     SEES(query, key, held, window, token, tree_ptr, stride_tree) -> bool  [M, N]
+    SPLIT_OF(items_ptr, context_lens_ptr, window, split_size, heads, BLOCK_N)
+        -> sequence, its length, begin, end, place: which keys a program of decode_kernel has, and
+           where head 0 writes what it found; the other heads follow num_programs(1) places apart
 """
 
+from lessons.l10_flash_decoding.optimized import keys_of_split
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 NO_WINDOW = 2**30  # keys: more than any context has
@@ -61,3 +65,29 @@ def causal(query, key, held, window, token, tree_ptr, stride_tree):
 def in_window(query, key, held, window, token, tree_ptr, stride_tree):
     """A query sees the last `window` keys up to its own."""
     return (key <= query) & (key > query - window)
+
+
+@triton.jit
+def equal_split(items_ptr, context_lens_ptr, window, split_size, heads, BLOCK_N: tl.constexpr):
+    """Program (·, split, sequence): the same number of splits for every sequence. Partial results:
+    [B, Hq, S].
+    """
+    split, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    num_splits = tl.num_programs(1)
+    length = tl.load(context_lens_ptr + sequence).to(tl.int32)
+    # Tiles begin at multiples of BLOCK_N, so that none cuts a page of that size in two.
+    first = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
+    begin, end = keys_of_split(split, num_splits, split_size, length, length - first, BLOCK_N)
+    return sequence, length, begin, end, sequence * heads * num_splits + split
+
+
+@triton.jit
+def listed_split(items_ptr, context_lens_ptr, window, split_size, heads, BLOCK_N: tl.constexpr):
+    """Program (·, item): lesson 10's list of splits by length. sequence −1: nothing to do. Partial
+    results: [Hq, I].
+    """
+    item = items_ptr + tl.program_id(1) * 4
+    sequence = tl.load(item).to(tl.int64)
+    length = tl.load(context_lens_ptr + tl.maximum(sequence, 0)).to(tl.int32)
+    place = tl.load(item + 3).to(tl.int64)
+    return sequence, length, tl.load(item + 1), tl.load(item + 2), place

@@ -17,10 +17,19 @@ from lessons.l05_gqa.tiles import SMALLEST_TILE, has_matrix_units, warps_for
 from lessons.l05_gqa.tiles import tiles_for as decode_tiles
 from lessons.l09_flash_attention.tiles import Tiles, capability, tiles_for
 from lessons.l10_flash_decoding.optimized import combine
-from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, plan_splits, sms_of
+from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, WorkItems, plan_splits, sms_of
 from lessons.l12_paged_kv.kernels.arguments import check_splits
-from lessons.l12_paged_kv.kernels.hooks import NO_WINDOW, causal, in_window, paged_row, plain_load
+from lessons.l12_paged_kv.kernels.hooks import (
+    NO_WINDOW,
+    causal,
+    equal_split,
+    in_window,
+    listed_split,
+    paged_row,
+    plain_load,
+)
 from lessons.l12_paged_kv.kernels.paged import decode_kernel, prefill_kernel
+from lessons.l12_paged_kv.kernels.plan import combine_ranges
 from lessons.toolbox.kernels.triton_ import triton
 
 
@@ -56,6 +65,12 @@ def sizes_of(group: int, head_dim: int, v_head_dim: int, matrix_units: bool) -> 
     )
 
 
+def keys_of_tile(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
+    """Keys of a tile of decode_kernel. q: [B, Hq, D] and caches as in `paged_decode`."""
+    group = q.shape[1] // k_cache.shape[2]
+    return sizes_of(group, q.shape[2], v_cache.shape[3], has_matrix_units(q))["BLOCK_N"]
+
+
 def narrower(tiles: Tiles, itemsize: int) -> Tiles:
     """Lesson 9's tiles; in float32 with half the keys, because pages' addresses take registers."""
     if itemsize < 4:
@@ -76,6 +91,7 @@ def launch_decode(
     max_context_len: int | None = None,
     row_of=paged_row,
     stored: Stored = AS_THEY_ARE,
+    items: WorkItems | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`paged_decode` without its checks, for any way to store numbers. Returns out: [B, Hq, Dv] and
     lse: [B, Hq] float32.
@@ -84,19 +100,26 @@ def launch_decode(
     v_head_dim = stored.v_head_dim or v_cache.shape[3]
     group = num_heads // num_kv_heads
     size = sizes_of(group, head_dim, v_head_dim, has_matrix_units(q))
-    num_splits = splits_for(
-        q, k_cache, block_table, size["BLOCK_N"], window, num_splits, split_size, max_context_len
-    )
-    # Partial results stay in float32; a single split is the result.
-    dtype = q.dtype if num_splits == 1 else torch.float32
-    partial_out, partial_lse = empty_partials(q, num_splits, v_head_dim, dtype)
+    if items is None:
+        how = window, num_splits, split_size, max_context_len
+        num_splits = splits_for(q, k_cache, block_table, size["BLOCK_N"], *how)
+        # Partial results stay in float32; a single split is the result.
+        dtype = q.dtype if num_splits == 1 else torch.float32
+        partial_out, partial_lse = empty_partials(q, num_splits, v_head_dim, dtype)
+        grid = num_kv_heads, num_splits, num_sequences
+    else:
+        # Any number of places for each sequence, so a head's are in one row: [1, Hq, I, Dv].
+        places = len(items.items)
+        partial_out, partial_lse = empty_partials(q[:1], places, v_head_dim, torch.float32)
+        grid = num_kv_heads, places, 1
     if partial_out.numel():
-        decode_kernel[num_kv_heads, num_splits, num_sequences](
+        decode_kernel[grid](
             q,
             k_cache,
             v_cache,
             partial_out,
             partial_lse,
+            None if items is None else items.items,
             context_lens,
             block_table,
             stored.k_scale,
@@ -118,8 +141,11 @@ def launch_decode(
             LOAD=stored.load,
             LOAD_V=stored.load_v,
             SEES=causal if window is None else in_window,
+            SPLIT_OF=equal_split if items is None else listed_split,
             num_warps=warps_for(group, max(head_dim, v_head_dim)),
         )
+    if items is not None:
+        return combine_ranges(partial_out[0], partial_lse[0], items.starts, q.dtype)
     if num_splits == 1:
         return partial_out[:, :, 0], partial_lse[:, :, 0]
     return combine(partial_out, partial_lse, q.dtype)

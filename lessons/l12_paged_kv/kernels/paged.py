@@ -7,8 +7,7 @@ Around it, `decode_kernel` is lesson 10's split_decode_kernel, and `prefill_kern
 Sources: Kwon et al. 2023, PagedAttention, section 4.1; Dao et al. 2023, Flash-Decoding; Dao 2023.
 """
 
-from lessons.l10_flash_decoding.optimized import keys_of_split
-from lessons.l12_paged_kv.kernels.hooks import causal, paged_row, plain_load
+from lessons.l12_paged_kv.kernels.hooks import causal, equal_split, paged_row, plain_load
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 
@@ -77,6 +76,7 @@ def decode_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
+    items_ptr,
     context_lens_ptr,
     block_table_ptr,
     k_scale_ptr,
@@ -107,10 +107,15 @@ def decode_kernel(
     LOAD: tl.constexpr = plain_load,
     LOAD_V: tl.constexpr = plain_load,
     SEES: tl.constexpr = causal,
+    SPLIT_OF: tl.constexpr = equal_split,
 ):
-    """One program per KV head, split and sequence: its GROUP query heads walk the split's keys."""
-    kv_head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    num_splits = tl.num_programs(1)
+    """One program per KV head and split: its GROUP query heads walk the split's keys."""
+    kv_head, heads = tl.program_id(0), tl.num_programs(0) * GROUP
+    sequence, length, begin, end, place = SPLIT_OF(
+        items_ptr, context_lens_ptr, window, split_size, heads, BLOCK_N
+    )
+    if items_ptr is not None and sequence < 0:  # an idle item of the list
+        return
     row, step = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     column, v_column = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     head = kv_head * GROUP + row
@@ -127,12 +132,7 @@ def decode_kernel(
         v_scale_ptr += in_pool * stride_sh
     table_ptr = block_table_ptr + sequence * stride_table
 
-    length = tl.load(context_lens_ptr + sequence).to(tl.int32)
     newest = length - 1  # the query's position; so many were held before it
-    # Tiles begin at multiples of BLOCK_N, so that none cuts a page of that size in two.
-    first = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
-    begin, end = keys_of_split(split, num_splits, split_size, length, length - first, BLOCK_N)
-
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
@@ -175,7 +175,7 @@ def decode_kernel(
     # A split without a key that counts: 0, and by log2(0) the weight −inf.
     out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # ln 2: lesson 10's combine expects base e
-    partial = (sequence * tl.num_programs(0) * GROUP + head) * num_splits + split
+    partial = place + head * tl.num_programs(1)
     tl.store(
         out_ptr + partial[:, None] * V_HEAD_DIM + v_column,
         out.to(out_ptr.dtype.element_ty),

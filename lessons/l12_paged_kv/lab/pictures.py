@@ -1,24 +1,36 @@
-"""The lesson's three pictures: tables over one pool, where the memory goes, and what a block costs.
+"""The lesson's four pictures: tables over one pool, where the memory goes, what a block costs, and
+a step whose sequences have different lengths.
 
     python -m lessons.l12_paged_kv.lab.pictures
-        writes tables.svg, waste.svg and block_size.svg beside this file
+        writes tables.svg, waste.svg, block_size.svg and ragged.svg beside this file
 
-All of it is counted or simulated (lab/workload.py), nothing is timed.
+All of it is counted, simulated (lab/workload.py) or predicted (lab/ragged.py), nothing is timed.
 """
 
 from pathlib import Path
 
 from matplotlib.patches import Patch
 
+from lessons.l10_flash_decoding.lab.occupancy import slots
+from lessons.l10_flash_decoding.lab.pictures import IDLE, panel
 from lessons.l12_paged_kv.blocks import BlockManager
+from lessons.l12_paged_kv.lab.ragged import (
+    BATCHES,
+    WORK,
+    equal_bounds,
+    listed_bounds,
+    pieces_of,
+    predicted_s,
+)
 from lessons.l12_paged_kv.lab.workload import ALPACA, MAX_TOKENS, MEMORY_TOKENS, SHAREGPT, reports
 from lessons.l12_paged_kv.more.waste import Lengths, expected_empty_share, waste_of_blocks
 from lessons.toolbox.draw.figure import PALETTE, ClassFigure, foot, frame, key, save_svg, style
 from lessons.toolbox.draw.plotting import block_map, class_plot
+from lessons.toolbox.measure.hardware import CHIPS
 
 HERE = Path(__file__).parent
-TABLES_SVG, WASTE_SVG, BLOCK_SIZE_SVG = (
-    HERE / f"{name}.svg" for name in ("tables", "waste", "block_size")
+TABLES_SVG, WASTE_SVG, BLOCK_SIZE_SVG, RAGGED_SVG = (
+    HERE / f"{name}.svg" for name in ("tables", "waste", "block_size", "ragged")
 )
 BLOCK_SIZES = [2**n for n in range(9)]
 TABLES_ALT = (
@@ -32,6 +44,11 @@ WASTE_ALT = (
 BLOCK_SIZE_ALT = (
     "The empty share of owned blocks over the block size, counted and by the formula, for short "
     "and long requests: it grows with the block size and shrinks with the length."
+)
+RAGGED_ALT = (
+    "Two panels, one row per slot of an H200, time to the right. With one split for each sequence "
+    "the long one runs alone on 8 slots from about 28 to 276 microseconds. Split by length, all "
+    "slots are busy and all is done after 58."
 )
 
 
@@ -152,7 +169,50 @@ def draw_block_size() -> ClassFigure:
     )
 
 
+@style()
+def draw_ragged() -> ClassFigure:
+    """Which slots of a GPU are busy in a step of one long sequence among many short ones."""
+    chip, lengths = CHIPS["h200"], BATCHES["1 of 32k, 63 of 512"]
+    equal, listed = equal_bounds(lengths, chip), listed_bounds(lengths, chip)
+    equal_us = 1e6 * predicted_s(equal, chip, False)
+    listed_us = 1e6 * predicted_s(listed, chip, True)
+    # The long sequence is the first, and its splits are the first of the list.
+    kv_heads, cut = WORK.num_kv_heads, len(listed[0])
+    panels = {
+        f"one split each: {equal_us:.0f} µs": (equal, False, kv_heads),
+        f"by length, the long one in {cut} splits: {listed_us:.0f} µs": (
+            listed,
+            True,
+            kv_heads * cut,
+        ),
+    }
+    height, shown_us, gap = slots(chip), 290, 30
+    fig, ax = frame(
+        f"Predicted: split by length, one 32k context among 63 short ones takes {listed_us:.0f} µs "
+        f"instead of {equal_us:.0f}",
+        f"predicted by lab/ragged.py, not measured · one layer, heads {WORK.num_heads}/{kv_heads}, "
+        f"head_dim {WORK.head_dim}, 16 bits · {chip.name}, {chip.sm_count} SMs with 2 slots each",
+        (11, 5.2),
+    )
+    for n, (title, (bounds, longest_first, of_the_long)) in enumerate(panels.items()):
+        left, ran = n * (shown_us + gap), pieces_of(bounds, chip, longest_first)
+        panel(ax, left, ran, shown_us, lambda p, m=of_the_long: PALETTE[int(p.program < m)])
+        ax.text(left, -10, title, fontweight="bold", va="bottom")
+    ax.set_xlim(-3, 2 * (shown_us + gap))
+    ax.set_ylim(height + 2, -40)
+    ax.set_yticks([0.5, height - 0.5], ["slot 1", f"slot {height}"])
+    ticks = [0, 100, 200]
+    ax.set_xticks([n * (shown_us + gap) + t for n in range(2) for t in ticks], ticks * 2)
+    ax.set_xlabel("time (µs), the same scale in both panels")
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    colours = {"the 32k sequence": PALETTE[1], "the others": PALETTE[0], "idle": IDLE}
+    key(ax, [Patch(facecolor=colour, label=name) for name, colour in colours.items()])
+    return fig
+
+
 if __name__ == "__main__":
     save_svg(draw_tables(), TABLES_SVG, alt=TABLES_ALT)
     save_svg(draw_waste(), WASTE_SVG, alt=WASTE_ALT)
     save_svg(draw_block_size(), BLOCK_SIZE_SVG, alt=BLOCK_SIZE_ALT)
+    save_svg(draw_ragged(), RAGGED_SVG, alt=RAGGED_ALT)

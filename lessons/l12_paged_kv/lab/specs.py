@@ -12,7 +12,9 @@ from lessons.l10_flash_decoding.lab import specs as splits
 from lessons.l12_paged_kv.kernels.hooks import (
     causal,
     contiguous_row,
+    equal_split,
     in_window,
+    listed_split,
     paged_row,
     plain_load,
 )
@@ -65,17 +67,23 @@ def decode_spec(
     page_size: int = 16,
     row_of=paged_row,
     sees=causal,
+    split_of=equal_split,
 ) -> KernelSpec:
-    """decode_kernel as paged_decode launches it on these chips, with a single split."""
+    """decode_kernel as paged_decode launches it on these chips, with a single split, or
+    (listed_split) by a list of splits.
+    """
     v_head_dim = v_head_dim or head_dim
     parts = common(dtype, ("stride_qb", "stride_qh"), page_size, row_of, sees)
     sizes = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}_{v_head_dim}"
     return KernelSpec(
         f"{ROOM}.kernels.paged:decode_kernel",
-        name=f"decode_{dtype}_{group}x{sizes}_{hooks(row_of, sees)}{page_size}",
+        name=f"decode_{dtype}_{group}x{sizes}_{hooks(row_of, sees, split_of)}{page_size}",
         signature=parts["signature"]
-        | {"lse_ptr": "*fp32", "split_size": "i32", "stride_sh": "i32"},
+        | {"lse_ptr": "*fp32", "split_size": "i32", "stride_sh": "i32"}
+        | ({"items_ptr": "*i32", "out_ptr": "*fp32"} if split_of is listed_split else {}),
         constexprs={
+            **({} if split_of is listed_split else {"items_ptr": None}),
+            "SPLIT_OF": split_of,
             "LOAD_V": plain_load,
             "GROUP": group,
             "HEAD_DIM": head_dim,
@@ -128,10 +136,11 @@ def prefill_spec(
     )
 
 
-def hooks(row_of, sees) -> str:
+def hooks(row_of, sees, split_of=equal_split) -> str:
     """The hooks in a spec's name."""
-    where = "paged" if row_of is paged_row else "contiguous"
-    return f"{where}_window_" if sees is in_window else f"{where}_"
+    where = "paged_" if row_of is paged_row else "contiguous_"
+    listed = "listed_" if split_of is listed_split else ""
+    return where + ("window_" if sees is in_window else "") + listed
 
 
 # (query heads a KV head, head_dim) of Llama-3-8B, Llama-3-70B, the embedded model, odd heads.
@@ -152,6 +161,26 @@ KERNELS += [
     # 134 KiB of shared memory, because it has as many stages as the paged one and one load less.
     decode_spec("bf16", 4, 128, (80, 90, 100), row_of=contiguous_row),
     decode_spec("bf16", 4, 128, sees=in_window),
+]
+# By a list of splits, and the merge of each sequence's own.
+KERNELS += [
+    decode_spec("bf16", 4, 128, split_of=listed_split),
+    decode_spec("bf16", 4, 128, sees=in_window, split_of=listed_split),
+    decode_spec("fp32", 3, 64, split_of=listed_split),
+    *(
+        replace(
+            spec,
+            kernel=f"{ROOM}.kernels.plan:combine_ranges_kernel",
+            name=spec.name.replace("combine", "combine_ranges"),
+            signature={
+                name.replace("num_splits", "num_places"): kind
+                for name, kind in spec.signature.items()
+            }
+            | {"starts_ptr": "*i32"},
+        )
+        for spec in splits.KERNELS
+        if spec.name in ("combine_bf16_128", "combine_fp32_64")
+    ),
 ]
 KERNELS += [
     prefill_spec(dtype, head_dim, chip)
