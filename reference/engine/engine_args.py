@@ -207,9 +207,6 @@ class EngineArgs:
         # Drafts follow the last token, adapters and workers have copies of a step of their own.
         others = {
             "speculative_config": self.speculative_config is not None,
-            "enable_lora": self.enable_lora,
-            "several processes": self.has_workers,
-            "preemption_mode swap": self.preemption_mode == "swap",
         }
         for name, is_asked in others.items():
             self._require(

@@ -57,8 +57,15 @@ class Adapters:
     @contextmanager
     def rows_of(self, step: Step) -> Iterator[list[int]]:
         """The slot of each token of a step. Inside it no slot is given to another adapter."""
-        with self.slots.held(chunk.sequence.adapter for chunk in step.chunks) as slots:
-            yield [slot for slot, chunk in zip(slots, step.chunks) for _ in range(chunk.count)]
+        adapters = [chunk.sequence.adapter for chunk in step.chunks]
+        with self.slots_of(adapters, [chunk.count for chunk in step.chunks]) as row_slots:
+            yield row_slots
+
+    @contextmanager
+    def slots_of(self, adapters: list, counts: list[int]) -> Iterator[list[int]]:
+        """The same for counts[b] tokens that have adapters[b], or None."""
+        with self.slots.held(adapters) as slots:
+            yield [slot for slot, count in zip(slots, counts) for _ in range(count)]
 
     @contextmanager
     def over(self, row_slots: list[int] | None, device: torch.device) -> Iterator[None]:
