@@ -22,8 +22,8 @@ from lessons.l06_mla.deepseek import decoder_class
 from lessons.l17_tree_speculation.arguments import check_model
 from lessons.l17_tree_speculation.heads.heads import KINDS, Eagle3Draft, EagleDraft, MedusaHeads
 from lessons.l21_multi_lora.batch import AdapterContext
-from lessons.l21_multi_lora.layers import adapter_layers, merged, with_adapter_slots
 from lessons.l21_multi_lora.lab.testing import random_adapter
+from lessons.l21_multi_lora.layers import adapter_layers, merged, with_adapter_slots
 from lessons.l21_multi_lora.peft.adapters import save_adapter
 from lessons.l24_structured_outputs.vocabulary import Vocabulary, bytes_of_tokens
 from lessons.toolbox.model.checkpoint import REPOSITORY, load_config, load_tokenizer
@@ -224,7 +224,11 @@ def prompts_of(features) -> list:
     if "pictures" not in features:
         return prompts
     picture = Picture.of(draw.integers(0, 255, (EDGE, EDGE, 3), dtype=np.uint8))
-    return [seen([*prompts[0], IMAGE, 5], picture), seen([IMAGE, *prompts[1]], picture), *prompts[2:]]
+    return [
+        seen([*prompts[0], IMAGE, 5], picture),
+        seen([IMAGE, *prompts[1]], picture),
+        *prompts[2:],
+    ]
 
 
 def args_of(features) -> EngineArgs:
@@ -292,7 +296,9 @@ def serve(engine, features) -> list[list[list[int]]]:
         if "structured" in features:
             each.structures.vocabulary, each.structures.tokenizer = vocabulary(), "there"
     if "beams" in features:
-        wish = StructuredOutputsParams(regex="(ab|c[0-9]+|d, )+") if "structured" in features else None
+        wish = (
+            StructuredOutputsParams(regex="(ab|c[0-9]+|d, )+") if "structured" in features else None
+        )
         params = BeamSearchParams(2, LIMIT, ignore_eos=wish is None, structured_outputs=wish)
         search = BeamSearch(engine.engines[0], params)
         found = []
@@ -302,7 +308,9 @@ def serve(engine, features) -> list[list[list[int]]]:
             found.append([each.tokens for each in one.output(None).sequences])
     else:
         for at, prompt in enumerate(prompts):
-            engine.add_request(str(at), prompt, params_of(features), lora_request=lora if at != 2 else None)
+            engine.add_request(
+                str(at), prompt, params_of(features), lora_request=lora if at != 2 else None
+            )
         outputs, steps = {}, 0
         while engine.has_unfinished_requests:
             outputs |= {out.request_id: out for out in engine.step()}

@@ -62,7 +62,11 @@ def engine_over(
     sees pictures. Raises ValueError.
     """
     with launching_on(model.device):
-        engine = engine_here(model, tokenizer, args, drafter, eyes)
+        return ahead(engine_here(model, tokenizer, args, drafter, eyes), args)
+
+
+def ahead(engine: Engine, args: EngineArgs) -> Engine:
+    """The engine, one step ahead of its runner if the arguments ask for it."""
     if args.async_scheduling:
         from reference.features.ahead import Ahead
 

@@ -192,12 +192,6 @@ class EngineArgs:
         )
         if not self.has_workers:
             return
-        # because adapters and drafts stand beside the model, and here that is another process
-        why = (
-            "where the model is in other processes (…_parallel_size, distributed_executor_backend)"
-        )
-        self._require("enable_lora", not self.enable_lora, f"False {why}")
-        self._require("speculative_config", self.speculative_config is None, f"None {why}")
         # because a group of quantized weights would be cut through
         is_plain = self.quantization is None or not self.cuts_model
         self._require("quantization", is_plain, "None where a model is cut into parts")

@@ -51,8 +51,7 @@ class Adapters:
         layers = adapter_layers(self.model)
         self.slots = AdapterSlots(layers)
         linears = {name: (part.out_features, part.in_features) for name, part in layers.items()}
-        most = args.max_loras if args.max_cpu_loras is None else args.max_cpu_loras
-        self.store = AdapterStore(linears, args.max_lora_rank, most)
+        self.store = new_store(linears, args)
 
     @contextmanager
     def rows_of(self, step: Step) -> Iterator[list[int]]:
@@ -75,3 +74,9 @@ class Adapters:
             return
         with self.context.over(AdapterBatch.of(row_slots, device)):
             yield
+
+
+def new_store(linears: dict[str, tuple[int, int]], args: EngineArgs) -> AdapterStore:
+    """Where adapters are kept on the host. linears: {layer: (N, K)} of the whole model."""
+    most = args.max_loras if args.max_cpu_loras is None else args.max_cpu_loras
+    return AdapterStore(linears, args.max_lora_rank, most)
