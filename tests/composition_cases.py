@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import decoder_class
-from lessons.l17_tree_speculation.arguments import check_model
 from lessons.l17_tree_speculation.heads.heads import KINDS, Eagle3Draft, EagleDraft, MedusaHeads
 from lessons.l21_multi_lora.batch import AdapterContext
 from lessons.l21_multi_lora.lab.testing import random_adapter
@@ -34,7 +33,7 @@ from reference.engine.assembly import engine_over, new_engine
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import load_model
 from reference.features.beam_search import BeamSearch
-from reference.speculation.speculative_config import HEADS, METHODS, WITHOUT_MODEL
+from reference.speculation.speculative_config import METHODS, WITHOUT_MODEL
 from reference.vision.config import VisionConfig
 from reference.vision.pictures import Picture
 from reference.vision.tower import Eyes
@@ -264,10 +263,7 @@ def engine_of(features, is_third: bool = False):
     weights, family, drafter = weights_of(features), family_of(features), None
     model = model_of(weights, family)
     if args.speculative_config is not None:
-        method = args.speculative_config.method
-        if method in HEADS:
-            check_model(model)
-        drafter = drafter_of(method, weights, family, is_third)
+        drafter = drafter_of(args.speculative_config.method, weights, family, is_third)
     eyes = eyes_of() if "pictures" in features else None
     engine = engine_over(model, None, args, drafter, eyes)
     pools = [engine.runner.pool, *(engine.speculation.proposer.pools if drafter else ())]

@@ -190,11 +190,6 @@ class EngineArgs:
             backend is None or backend in BACKENDS,
             f"None, {', '.join(BACKENDS)}",
         )
-        if not self.has_workers:
-            return
-        # because a group of quantized weights would be cut through
-        is_plain = self.quantization is None or not self.cuts_model
-        self._require("quantization", is_plain, "None where a model is cut into parts")
 
     def _check_ahead(self) -> None:
         """What async_scheduling cannot do yet."""

@@ -109,14 +109,9 @@ def proposer_for(runner: DistributedRunner, tokenizer, args: EngineArgs) -> "Pro
 def config_for(args: EngineArgs) -> ModelConfig:
     """The model's shape. Raises ValueError if it cannot be cut as the arguments say."""
     if is_gguf(args.model):
-        if args.cuts_model:
-            refuse("model", args.model, "a folder of safetensors, where a model is cut into parts")
-        return config_of(read_gguf(args.model))
-    config = checkpoint.load_config(args.model)
-    if args.cuts_model and config.quantization_config is not None:
-        refuse(
-            "model", args.model, "weights that are not quantized, where a model is cut into parts"
-        )
+        config = config_of(read_gguf(args.model))
+    else:
+        config = checkpoint.load_config(args.model)
     if args.enable_expert_parallel and config.moe is None:
         refuse("enable_expert_parallel", True, f"False for {args.model}, which has no experts")
     named(

@@ -6,7 +6,7 @@ and every worker is told the same. So block tables are equal on all ranks, and o
 enough.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +21,12 @@ from lessons.l20_parallelism.processes.mesh import Links
 from lessons.l20_parallelism.shards.loading import load_sharded
 from lessons.l23_experts.grouped import grouped
 from lessons.toolbox.model.checkpoint import load_config
+from reference.checkpoints.any_checkpoint import GGUF, stored_method
 from reference.engine.cache_memory import blocks_that_fit
 from reference.engine.engine_args import EngineArgs
-from reference.engine.model import default_place, load_model
+from reference.engine.model import default_place, gguf_products, load_model, load_quantized
 from reference.engine.model_runner import ModelRunner
 from reference.features.decode_graphs import Chunks
-
-if TYPE_CHECKING:
-    from reference.parallel.adapters import PartAdapters
 
 
 class Held(NamedTuple):
@@ -59,7 +57,7 @@ class Worker:
     def __init__(self, args: EngineArgs, links: Links, device: str):
         self.args, self.links = args, links
         self.model = load_part(args, links, device)
-        self.adapters: PartAdapters | None = None
+        self.adapters = None
         if args.enable_lora:
             from reference.parallel.adapters import PartAdapters  # here: it imports lesson 21
 
@@ -150,6 +148,27 @@ def load_part(args: EngineArgs, links: Links, device: str) -> Decoder:
     dtype = None if args.dtype == "auto" else args.dtype
     if not args.cuts_model:
         return load_model(args.model, device, dtype, args.quantization)
-    expert_parallel = args.enable_expert_parallel
-    part = load_sharded(args.model, links, *default_place(device, dtype), expert_parallel)
+    expert_parallel, place = args.enable_expert_parallel, default_place(device, dtype)
+    if args.quantization is None and stored_method(args.model) is None:
+        part = load_sharded(args.model, links, *place, expert_parallel)
+    else:
+        part = load_quantized_part(args, links, *place)
     return part if part.device.type == "cpu" else grouped(fused(part))  # as load_model
+
+
+def load_quantized_part(
+    args: EngineArgs, links: Links, device: torch.device, dtype: torch.dtype
+) -> Decoder:
+    """The same of quantized weights. A rank reads them all on the host, because a scale belongs to
+    numbers of several ranks, and keeps its part.
+    """
+    from reference.weights.cut import shard_quantized  # here: it imports lesson 18
+    from reference.weights.quantization import multiply_for
+
+    stored, multiply = stored_method(args.model), None
+    whole = load_quantized(args.model, torch.device("cpu"), dtype, stored, args.quantization)
+    if device.type != "cpu":
+        multiply = multiply_for(device, dtype)
+        if stored == GGUF:
+            multiply = gguf_products(device, dtype)["multiply"]
+    return shard_quantized(whole, links, args.enable_expert_parallel, device, multiply)
