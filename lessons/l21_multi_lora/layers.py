@@ -25,6 +25,9 @@ from lessons.toolbox.model.arguments import check_whole, refuse
 
 AddLora = Callable[[Tensor, Tensor, SlotWeights, AdapterBatch], Tensor]
 KINDS = (nn.Linear, QuantizedLinear)
+# Layers that get no adapter: a routed expert sees some rows of a step in an order of its own, and
+# absorption multiplies by the rows of kv_b_proj (lesson 6).
+NOT_ALONE = (".experts.", "kv_b_proj")
 
 
 class LoRALinear(nn.Module):
@@ -65,17 +68,16 @@ def with_adapter_slots(
     max_lora_rank: int,
     add_lora: AddLora | None = None,
 ) -> Decoder:
-    """A twin of `model` with a LoRALinear for each linear layer of attention and MLP; everything
-    else is shared. max_loras: slots. add_lora: None for what fits the device. Raises ValueError for
-    a model whose matrices are read by others than its linear layers.
+    """A twin of `model` with a LoRALinear for each linear layer of attention and MLP, but NOT_ALONE;
+    everything else is shared. max_loras: slots. add_lora: None for what fits the device. Raises
+    ValueError.
     """
     check_whole(max_loras=max_loras, max_lora_rank=max_lora_rank)
-    if model.config.mla is not None or model.config.moe is not None:
-        kind = "latents" if model.config.mla is not None else "experts"
-        refuse("model", f"{model.config.model_type} with {kind}", "attention and MLP without them")
     add_lora = add_lora or add_lora_for(model.device)
 
-    def adaptable(_: str, linear: nn.Module) -> LoRALinear:
+    def adaptable(name: str, linear: nn.Module) -> nn.Module:
+        if any(part in name for part in NOT_ALONE):
+            return linear
         weights = SlotWeights.empty(
             max_loras,
             max_lora_rank,

@@ -33,7 +33,8 @@ class AdapterSlots:
 
     def __init__(self, layers: dict[str, LoRALinear]):
         self.layers = layers
-        self.num_slots, self.max_rank, _ = next(iter(layers.values())).weights.a.shape
+        if layers:  # none where other processes hold them
+            self.num_slots, self.max_rank, _ = next(iter(layers.values())).weights.a.shape
         self.slot_of: OrderedDict[Adapter, int] = OrderedDict()  # least recently used first
         self.users: Counter[Adapter] = Counter()
         self.free = list(range(self.num_slots))[::-1]

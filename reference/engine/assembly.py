@@ -12,7 +12,6 @@ from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.placement import launching_on
 from reference.checkpoints.any_checkpoint import llava_folder
@@ -63,7 +62,11 @@ def engine_over(
     sees pictures. Raises ValueError.
     """
     with launching_on(model.device):
-        engine = engine_here(model, tokenizer, args, drafter, eyes)
+        return ahead(engine_here(model, tokenizer, args, drafter, eyes), args)
+
+
+def ahead(engine: Engine, args: EngineArgs) -> Engine:
+    """The engine, one step ahead of its runner if the arguments ask for it."""
     if args.async_scheduling:
         from reference.features.ahead import Ahead
 
@@ -77,14 +80,9 @@ def engine_here(
     """`engine_over`, with kernels launched where the model is stored."""
     max_model_len = max_model_len_of(args, model.config)
     if args.speculative_config is not None:
-        if eyes is not None:  # because a draft would not see them
-            accepted = "None with a model that sees pictures"
-            refuse("speculative_config", args.speculative_config, accepted)
         args.speculative_config.check_context(max_model_len)
     sight = None
     if eyes is not None:
-        if args.async_scheduling:
-            refuse("async_scheduling", True, "False with a model that sees pictures")
         from reference.vision.sight import new_sight
 
         sight = new_sight(eyes, args, max_model_len)
@@ -106,6 +104,7 @@ def engine_here(
 
     tree = tree_of(args.speculative_config, drafter)
     runner = new(model, max_model_len, adapters, getattr(drafter, "taps", ()), tree)
+    runner.sight = sight
     proposer = new_proposer(args, drafter, runner, new)
     return engine_on(runner, tokenizer, args, proposer, tree)
 

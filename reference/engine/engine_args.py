@@ -194,26 +194,12 @@ class EngineArgs:
             backend is None or backend in BACKENDS,
             f"None, {', '.join(BACKENDS)}",
         )
-        if not self.has_workers:
-            return
-        # because adapters and drafts stand beside the model, and here that is another process
-        why = (
-            "where the model is in other processes (…_parallel_size, distributed_executor_backend)"
-        )
-        self._require("enable_lora", not self.enable_lora, f"False {why}")
-        self._require("speculative_config", self.speculative_config is None, f"None {why}")
-        # because a group of quantized weights would be cut through
-        is_plain = self.quantization is None or not self.cuts_model
-        self._require("quantization", is_plain, "None where a model is cut into parts")
 
     def _check_ahead(self) -> None:
         """What async_scheduling cannot do yet."""
         # Drafts follow the last token, adapters and workers have copies of a step of their own.
         others = {
             "speculative_config": self.speculative_config is not None,
-            "enable_lora": self.enable_lora,
-            "several processes": self.has_workers,
-            "preemption_mode swap": self.preemption_mode == "swap",
         }
         for name, is_asked in others.items():
             self._require(

@@ -96,9 +96,14 @@ class LLM:
             self.engine.abort_request(request.request_id)
 
     def beam_search(
-        self, prompts: str | list, params: BeamSearchParams, use_tqdm: bool = False
+        self,
+        prompts: str | list,
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest answers that a search of this width finds, in the order of the prompts.
+        lora_request: as in generate.
 
         Raises ValueError for a prompt that cannot be served, or while requests are unfinished.
         """
@@ -107,18 +112,22 @@ class LLM:
         # One of the replicas, if there are several, because beams share blocks.
         engine = getattr(self.engine, "engines", [self.engine])[0]
         prompts, searching = as_list(prompts), BeamSearch(engine, params)
-        searches = []
-        for prompt in prompts:
-            try:
-                searches.append(searching.new_search(prompt))
-            except ValueError as error:
-                raise ValueError(f"prompts[{len(searches)}]: {error}") from None
-        waiting = searches
-        with tqdm(total=len(searches), desc="searches", disable=not use_tqdm) as bar:
-            while group := searching.next_group(waiting):
-                searching.run(group)
-                waiting = waiting[len(group) :]
-                bar.update(len(group))
+        adapters, searches = one_each("lora_request", lora_request, len(prompts)), []
+        try:
+            for prompt, adapter in zip(prompts, adapters):
+                try:
+                    searches.append(searching.new_search(prompt, adapter))
+                except ValueError as error:
+                    raise ValueError(f"prompts[{len(searches)}]: {error}") from None
+            waiting = searches
+            with tqdm(total=len(searches), desc="searches", disable=not use_tqdm) as bar:
+                while group := searching.next_group(waiting):
+                    searching.run(group)
+                    waiting = waiting[len(group) :]
+                    bar.update(len(group))
+        finally:
+            for search in searches:
+                searching.let_go(search)
         return [search.output(self.engine.tokenizer) for search in searches]
 
     def chat(

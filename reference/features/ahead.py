@@ -137,10 +137,10 @@ class Ahead:
                 sequences += [parent, *children]
         if not sequences:
             return None
-        # By a tensor that is sent: for a list of rows Python would wait.
-        if rows != list(range(len(hidden))):
-            hidden = hidden[send(rows, hidden.device)]
-        logits = engine.runner.logits(hidden, list(range(len(rows))))
+        # By a tensor that is sent: for a list of rows Python would wait. Workers get the list.
+        if isinstance(hidden, Tensor) and rows != list(range(len(hidden))):
+            hidden, rows = hidden[send(rows, hidden.device)], list(range(len(rows)))
+        logits = engine.runner.logits(hidden, rows)
         launched = self.drawn(logits, sequences)
         for sequence in sequences:
             sequence.all_tokens.append(PLACEHOLDER)

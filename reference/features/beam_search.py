@@ -14,24 +14,26 @@ beam, and its place goes to the next one, so `beam_width` beams run until the la
 import math
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lessons.l12_paged_kv.blocks import BlockManager, Copy
 from lessons.l12_paged_kv.more.branches import Beam
-from lessons.l12_paged_kv.runner import PagedRunner
 from lessons.toolbox.model.arguments import check_kind, check_whole, is_number, refuse
 from lessons.toolbox.model.placement import launching_on
 from reference.engine.engine import Engine
-from reference.engine.model_runner import ModelRunner
+from reference.features.beam_runner import SearchRunner
 from reference.features.structured import (
     Constraint,
     StructuredOutputsParams,
     apply_constraints,
     read_structured,
 )
+
+if TYPE_CHECKING:
+    from lessons.l21_multi_lora.peft.adapters import Adapter
+    from reference.vision.prompt import Placed
 
 FAILED = object()  # a grammar that cannot be followed any more
 
@@ -105,6 +107,7 @@ class BeamSearchOutput:
 class Search:
     """The search for one prompt. room: tokens that its beams may get. names: under which the runner
     knows the beams. constraints: what each beam may still say; empty if any text is an answer.
+    pictures: and where they are in the prompt. adapter: held on the host until the search ends.
     """
 
     prompt: list[int]
@@ -115,6 +118,8 @@ class Search:
     completed: list[Beam] = field(default_factory=list)
     names: list[int] = field(default_factory=list)
     constraints: list[Constraint] = field(default_factory=list)
+    pictures: tuple["Placed", ...] = ()
+    adapter: "Adapter | None" = None
 
     @property
     def finished(self) -> bool:
@@ -179,26 +184,6 @@ class Search:
         return BeamSearchSequence(tokens, beam.logprob, text, reason, stop)
 
 
-class SearchRunner(PagedRunner):
-    """Lesson 12's PagedRunner, whose steps the engine's runner runs, wherever its model lies."""
-
-    def __init__(self, runner: ModelRunner, blocks: BlockManager):
-        super().__init__(runner.model, runner.pool, blocks)
-        self.engine_runner = runner
-
-    def step(self, new: dict[int, list[int]]) -> Tensor:
-        """As in lesson 12: logits: [B, V]."""
-        chunks, tables = self.grow(new)
-        hidden = self.engine_runner.run(chunks, tables)
-        ends = accumulate(len(tokens) for tokens, _ in chunks)
-        return self.engine_runner.logits(hidden, [end - 1 for end in ends])
-
-    def copy(self, copies: list[Copy]) -> None:
-        """As in lesson 12."""
-        self.copied_blocks += len(copies)
-        self.engine_runner.copy(copies)
-
-
 class BeamSearch:
     """Searches that share an engine's blocks. The engine must have nothing else to do."""
 
@@ -218,15 +203,15 @@ class BeamSearch:
         self.blocks = scheduler.blocks
         self.runner = SearchRunner(engine.runner, self.blocks)
 
-    def new_search(self, prompt: str | list[int]) -> Search:
-        """Raises ValueError for a prompt that cannot be served."""
+    def new_search(self, prompt: str | list[int], lora_request=None) -> Search:
+        """lora_request: the adapter that answers; None: the base model. Raises ValueError for a
+        prompt that cannot be served.
+        """
         engine, params = self.engine, self.params
         _, ids, pictures = engine.read_prompt(prompt)
-        if pictures:
-            refuse("multi_modal_data", f"{len(pictures)} pictures", "none in a beam search")
         room = min(params.max_tokens, engine.max_model_len - len(ids))
         eos = () if params.ignore_eos else engine.runner.model.config.eos_token_ids
-        search = Search(ids, room, params, frozenset(eos))
+        search = Search(ids, room, params, frozenset(eos), pictures=pictures)
         if params.structure is not None:
             search.constraints = [engine.structures.constraint(params.structure, frozenset(eos))]
         if (need := self.most_blocks(search)) > self.blocks.num_blocks:
@@ -235,7 +220,14 @@ class BeamSearch:
                 f"may need {need} blocks; accepted: at most {self.blocks.num_blocks}, the whole "
                 "pool"
             )
+        search.adapter = engine.take_adapter(lora_request)  # last, because it has to be given back
         return search
+
+    def let_go(self, search: Search) -> None:
+        """A search has ended, or will not begin: it needs no adapter any more."""
+        if search.adapter is not None:
+            self.engine.runner.adapters.store.give_back(search.adapter)
+            search.adapter = None
 
     def most_blocks(self, search: Search) -> int:
         """What a search takes if no beam shares a block."""
@@ -244,12 +236,14 @@ class BeamSearch:
         return self.params.beam_width * self.blocks.blocks_for(longest)
 
     def next_group(self, waiting: list[Search]) -> list[Search]:
-        """The first of those who wait: as many as have blocks and places beside one another."""
-        group, blocks = [], 0
+        """The first of those who wait: as many as have blocks, places and adapter slots together."""
+        group, blocks, adapters = [], 0, set()
         places = self.engine.scheduler.max_num_seqs // self.params.beam_width
         for search in waiting[:places]:
             blocks += self.most_blocks(search)
-            if blocks > self.blocks.num_blocks:
+            adapters |= {search.adapter} - {None}
+            has_slots = not adapters or len(adapters) <= self.engine.runner.adapters.slots.num_slots
+            if blocks > self.blocks.num_blocks or not has_slots:
                 break
             group.append(search)
         return group
@@ -279,14 +273,19 @@ class BeamSearch:
         finally:
             for name in list(self.runner.held):
                 self.runner.free(name)
+            for search in group:
+                self.let_go(search)
 
     def read(self, search: Search) -> Tensor:
         """Run a prompt, in chunks that a step has room for. Returns logits: [1, V]."""
         name = next(self.engine.ids)
         search.names = [name]
+        if search.adapter is not None:
+            self.runner.adapter_of[name] = search.adapter
         most = self.engine.scheduler.max_num_batched_tokens
         for start in range(0, len(search.prompt), most):
-            logits = self.runner.step({name: search.prompt[start : start + most]})
+            tokens = search.prompt[start : start + most]
+            logits = self.runner.read(name, tokens, search.pictures)
         return logits
 
     def pass_on(self, search: Search, parents: list[int]) -> None:

@@ -51,14 +51,20 @@ class Adapters:
         layers = adapter_layers(self.model)
         self.slots = AdapterSlots(layers)
         linears = {name: (part.out_features, part.in_features) for name, part in layers.items()}
-        most = args.max_loras if args.max_cpu_loras is None else args.max_cpu_loras
-        self.store = AdapterStore(linears, args.max_lora_rank, most)
+        self.store = new_store(linears, args)
 
     @contextmanager
     def rows_of(self, step: Step) -> Iterator[list[int]]:
         """The slot of each token of a step. Inside it no slot is given to another adapter."""
-        with self.slots.held(chunk.sequence.adapter for chunk in step.chunks) as slots:
-            yield [slot for slot, chunk in zip(slots, step.chunks) for _ in range(chunk.count)]
+        adapters = [chunk.sequence.adapter for chunk in step.chunks]
+        with self.slots_of(adapters, [chunk.count for chunk in step.chunks]) as row_slots:
+            yield row_slots
+
+    @contextmanager
+    def slots_of(self, adapters: list, counts: list[int]) -> Iterator[list[int]]:
+        """The same for counts[b] tokens that have adapters[b], or None."""
+        with self.slots.held(adapters) as slots:
+            yield [slot for slot, count in zip(slots, counts) for _ in range(count)]
 
     @contextmanager
     def over(self, row_slots: list[int] | None, device: torch.device) -> Iterator[None]:
@@ -68,3 +74,9 @@ class Adapters:
             return
         with self.context.over(AdapterBatch.of(row_slots, device)):
             yield
+
+
+def new_store(linears: dict[str, tuple[int, int]], args: EngineArgs) -> AdapterStore:
+    """Where adapters are kept on the host. linears: {layer: (N, K)} of the whole model."""
+    most = args.max_loras if args.max_cpu_loras is None else args.max_cpu_loras
+    return AdapterStore(linears, args.max_lora_rank, most)

@@ -176,6 +176,22 @@ class Constraint:
         else:
             self.state = state
 
+    def count_fitting(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may follow the answer one after the other. An end token that
+        may come counts, and no token after it does.
+        """
+        state = self.state
+        for count, token in enumerate(tokens):
+            if token in self.end_tokens:
+                return count + state.may_end
+            try:
+                state = self.masks.advance(state, token)
+            except TooAmbiguous:
+                return count
+            if state is None:
+                return count
+        return len(tokens)
+
     def row(self, ahead: Sequence[int] = ()) -> Row | None:
         """What may follow the answer and `ahead`, drafted tokens. None: these do not fit, so
         nothing needs the row.

@@ -5,6 +5,7 @@ and an ordinary Engine is put on top.
 import importlib.util
 from contextlib import ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,13 +20,16 @@ from lessons.toolbox.model.placement import read_device
 from reference.checkpoints.any_checkpoint import is_gguf
 from reference.checkpoints.gguf.gguf_config import config_of
 from reference.checkpoints.gguf.gguf_file import read_gguf
-from reference.engine.assembly import engine_on, max_model_len_of
+from reference.engine.assembly import ahead, engine_on, max_model_len_of, new_runner
 from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs
-from reference.engine.model import load_tokenizer
+from reference.engine.model import default_place, load_tokenizer
 from reference.parallel.processes import ProcessWorkers, Refused
 from reference.parallel.replicas import ReplicatedEngine
 from reference.parallel.runner import DistributedRunner, RemotePool, Talk, Workers
+
+if TYPE_CHECKING:
+    from reference.speculation.protocol import Proposer
 
 
 def new_parallel_engine(args: EngineArgs) -> Engine | ReplicatedEngine:
@@ -75,8 +79,28 @@ def engine_over_workers(talk: Talk, config: ModelConfig, tokenizer, args: Engine
     held = talk.ask("allocate", num_blocks, max_model_len)
     bytes_per_token = sum(each.bytes_per_token for each in held)
     pool = RemotePool(num_blocks, args.block_size, bytes_per_token)
-    runner = DistributedRunner(talk, config, pool, max_model_len, held)
-    return engine_on(runner, tokenizer, args)
+    _, dtype = default_place(args.device, None if args.dtype == "auto" else args.dtype)
+    runner = DistributedRunner(talk, config, pool, max_model_len, held, dtype)
+    if args.enable_lora:
+        from reference.parallel.adapters import RemoteAdapters  # here: it imports lesson 21
+
+        runner.adapters = RemoteAdapters(talk, config, args)
+    return ahead(engine_on(runner, tokenizer, args, proposer_for(runner, tokenizer, args)), args)
+
+
+def proposer_for(runner: DistributedRunner, tokenizer, args: EngineArgs) -> "Proposer | None":
+    """What drafts, in this process, where the logits arrive. Raises ValueError for a draft that
+    does not fit.
+    """
+    config = args.speculative_config
+    if config is None:
+        return None
+    from reference.speculation.drafting import load_drafter, new_proposer
+
+    config.check_context(runner.max_model_len)
+    drafter = load_drafter(config, runner.model, tokenizer)
+    new = partial(new_runner, args, runner.pool.num_blocks)
+    return new_proposer(args, drafter, runner, new)
 
 
 # ---------------------------------------------------------------- what can work
@@ -85,14 +109,9 @@ def engine_over_workers(talk: Talk, config: ModelConfig, tokenizer, args: Engine
 def config_for(args: EngineArgs) -> ModelConfig:
     """The model's shape. Raises ValueError if it cannot be cut as the arguments say."""
     if is_gguf(args.model):
-        if args.cuts_model:
-            refuse("model", args.model, "a folder of safetensors, where a model is cut into parts")
-        return config_of(read_gguf(args.model))
-    config = checkpoint.load_config(args.model)
-    if args.cuts_model and config.quantization_config is not None:
-        refuse(
-            "model", args.model, "weights that are not quantized, where a model is cut into parts"
-        )
+        config = config_of(read_gguf(args.model))
+    else:
+        config = checkpoint.load_config(args.model)
     if args.enable_expert_parallel and config.moe is None:
         refuse("enable_expert_parallel", True, f"False for {args.model}, which has no experts")
     named(

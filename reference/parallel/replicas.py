@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from queue import SimpleQueue
 from random import Random
+from typing import TYPE_CHECKING
 
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.toolbox.model.arguments import check_kind, refuse
@@ -20,6 +21,9 @@ from reference.engine.engine import Engine
 from reference.engine.outputs import RequestOutput
 from reference.engine.request import EngineRequest
 from reference.parallel.runner import DistributedRunner, end_thread
+
+if TYPE_CHECKING:
+    from lessons.l21_multi_lora.slots import LoRARequest
 
 MOST_KNOWN = 100_000  # blocks of prompts of which a router remembers where they went
 SLACK = 4  # requests by which a replica may be ahead, before a prefix goes elsewhere
@@ -147,7 +151,7 @@ class ReplicatedEngine:
         """All requests that are under way: {id: EngineRequest}."""
         return ChainMap(*[replica.requests for replica in self.replicas])
 
-    def add_request(self, request_id: str, prompt, *wishes) -> None:
+    def add_request(self, request_id: str, prompt, *wishes, **named) -> None:
         """As in Engine. Raises ValueError."""
         if not isinstance(request_id, str) or request_id in self.requests:
             refuse("request_id", request_id, "a string not in use")
@@ -155,7 +159,7 @@ class ReplicatedEngine:
         loads = [len(engine.requests) for engine in self.engines]
         replica = self.replicas[self.router.choose(ids, loads)]
         with replica.lock:
-            replica.engine.add_request(request_id, ids, *wishes)
+            replica.engine.add_request(request_id, ids, *wishes, **named)
             request = replica.requests[request_id] = replica.engine.requests[request_id]
             request.prompt = text
 
@@ -169,6 +173,24 @@ class ReplicatedEngine:
                     # None for one that has ended, and whose end was not told.
                     return replica.engine.abort_request(request_id) or request.output()
         return None
+
+    def add_lora(self, lora_request: "LoRARequest") -> None:
+        """As in Engine, on all replicas."""
+        for replica in self.replicas:
+            with replica.lock:
+                replica.engine.add_lora(lora_request)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """As in Engine: whether one of the replicas knew it."""
+        known = False
+        for replica in self.replicas:
+            with replica.lock:
+                known |= replica.engine.remove_lora(lora_int_id)
+        return known
+
+    def list_loras(self) -> set[int]:
+        """As in Engine: what one of the replicas has."""
+        return {id for engine in self.engines for id in engine.list_loras()}
 
     def step(self) -> list[RequestOutput]:
         """As in Engine."""

@@ -10,23 +10,26 @@ that logits travel, 4 bytes · V for each row. vLLM samples in its workers inste
 import pickle
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lessons.l12_paged_kv.blocks import BlockManager, Copy
-from lessons.l12_paged_kv.more.swap import HostSwap
+from lessons.l12_paged_kv.more.swap import HostSwap, read_blocks, write_blocks
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.swap import Lender
 from lessons.l20_parallelism.processes.launch import RankError
 from lessons.toolbox.model.config import ModelConfig
 from reference.features.decode_graphs import Chunks
+
+if TYPE_CHECKING:
+    from reference.features.lora import Adapters
 
 THREAD_S = 5.0  # how long the end of a thread is waited for
 
@@ -141,8 +144,8 @@ class RemoteModel:
 
     device = torch.device("cpu")
 
-    def __init__(self, config: ModelConfig):
-        self.config = config
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32):
+        self.config, self.dtype = config, dtype
 
 
 @dataclass
@@ -161,29 +164,48 @@ class RemoteHidden(NamedTuple):
 
 
 class DistributedRunner:
-    """In the place of ModelRunner. held: what each rank holds (Held). No adapters, graphs, taps or
+    """In the place of ModelRunner. held: what each rank holds (Held). No graphs, taps or
     pictures."""
 
-    adapters = captured = features = sight = None
+    captured = features = sight = None
+    new_batch = None  # of the workers
 
-    def __init__(self, talk: Talk, config: ModelConfig, pool: RemotePool, max_model_len: int, held):
+    def __init__(
+        self,
+        talk: Talk,
+        config: ModelConfig,
+        pool: RemotePool,
+        max_model_len: int,
+        held,
+        dtype: torch.dtype = torch.float32,
+    ):
         self.talk = talk
-        self.model = RemoteModel(config)
+        self.model = RemoteModel(config, dtype)
         self.pool = pool
         self.max_model_len = max_model_len
         self.held = held
         self.num_steps = 0
+        self.adapters: Adapters | None = None
+        self.late: Callable[[Tensor], None] | None = None  # as in ModelRunner
 
     def __call__(self, step: Step, tables: dict[int, list[int]]) -> RemoteHidden:
         """As in ModelRunner."""
         self.copy(step.copies)
         chunks = [(chunk.tokens, chunk.sequence.computed) for chunk in step.chunks]
-        return self.run(chunks, [tables[chunk.sequence.row] for chunk in step.chunks])
+        owned = [tables[chunk.sequence.row] for chunk in step.chunks]
+        if self.adapters is None:
+            return self.run(chunks, owned)
+        with self.adapters.rows_of(step) as row_slots:
+            return self.run(chunks, owned, row_slots)
 
-    def run(self, chunks: Chunks, tables: list[list[int]]) -> RemoteHidden:
+    def run(
+        self, chunks: Chunks, tables: list[list[int]], row_slots: list[int] | None = None
+    ) -> RemoteHidden:
         """As in ModelRunner. Raises RankError if the workers have ended before."""
         self.talk.check()
-        self.talk.tell("run", chunks, tables)
+        if self.late is not None:
+            chunks = filled(chunks, self.late)
+        self.talk.tell("run", chunks, tables, *([] if row_slots is None else [row_slots]))
         self.num_steps += 1
         return RemoteHidden(self.num_steps)
 
@@ -204,38 +226,49 @@ class DistributedRunner:
         return torch.from_numpy(np.require(logits, requirements="W"))  # the sampler writes into it
 
     def new_swap(self, blocks: BlockManager, others: Sequence = ()) -> "RemoteSwap":
-        """As in ModelRunner. There are no other pools."""
-        return RemoteSwap(self, blocks)
+        """As in ModelRunner. others: in this process."""
+        return RemoteSwap(self, blocks, others)
 
     def close(self) -> None:
         """End the workers."""
         self.talk.close()
 
 
+def filled(chunks: Chunks, late: Callable[[Tensor], None]) -> Chunks:
+    """The chunks with the tokens that `late` writes: here, because the sampler is here."""
+    tokens = torch.tensor([token for new, _ in chunks for token in new])
+    late(tokens)
+    parts = tokens.split([len(new) for new, _ in chunks])
+    return [(part.tolist(), held) for part, (_, held) in zip(parts, chunks)]
+
+
 class RemoteSwap(HostSwap):
     """Lesson 12's HostSwap whose blocks lie in the workers. Each keeps its part of them; here is
-    only who is away.
+    only who is away, and what it has in `others`, the pools of this process.
     """
 
-    def __init__(self, runner: DistributedRunner, blocks: BlockManager):
+    def __init__(self, runner: DistributedRunner, blocks: BlockManager, others: Sequence = ()):
         super().__init__(Lender(runner.pool, blocks))
-        self.talk = runner.talk
+        self.talk, self.others = runner.talk, others
 
     def swap_out(self, sequence: int) -> None:
         """As in lesson 12."""
         table, lender = self.runner.blocks.tables[sequence], self.runner
         self.talk.tell("swap_out", sequence, table)
-        self.away[sequence] = lender.held[sequence], []
+        kept = [read_blocks(pool, pool.tensors, table) for pool in self.others]
+        self.away[sequence] = lender.held[sequence], kept
         self.count(table)
         lender.free(sequence)
 
     def swap_in(self, sequence: int) -> None:
         """As in lesson 12."""
-        lender, (held, _) = self.runner, self.away[sequence]
+        lender, (held, kept) = self.runner, self.away[sequence]
         lender.blocks.grow(sequence, 0, held)
         del self.away[sequence]
         lender.held[sequence] = held
         self.talk.tell("swap_in", sequence, lender.blocks.tables[sequence])
+        for pool, blocks in zip(self.others, kept):
+            write_blocks(pool, pool.tensors, lender.blocks.tables[sequence], blocks)
         self.count(lender.blocks.tables[sequence])
 
     def forget(self, sequence: int) -> None:

@@ -20,9 +20,11 @@ from lessons.l20_parallelism.pipeline import run_stage
 from lessons.l20_parallelism.processes.mesh import Links
 from lessons.l20_parallelism.shards.loading import load_sharded
 from lessons.l23_experts.grouped import grouped
+from lessons.toolbox.model.checkpoint import load_config
+from reference.checkpoints.any_checkpoint import GGUF, stored_method
 from reference.engine.cache_memory import blocks_that_fit
 from reference.engine.engine_args import EngineArgs
-from reference.engine.model import default_place, load_model
+from reference.engine.model import default_place, gguf_products, load_model, load_quantized
 from reference.engine.model_runner import ModelRunner
 from reference.features.decode_graphs import Chunks
 
@@ -55,6 +57,13 @@ class Worker:
     def __init__(self, args: EngineArgs, links: Links, device: str):
         self.args, self.links = args, links
         self.model = load_part(args, links, device)
+        self.adapters = None
+        if args.enable_lora:
+            from reference.parallel.adapters import PartAdapters  # here: it imports lesson 21
+
+            config = load_config(args.model) if args.cuts_model else self.model.config
+            self.adapters = PartAdapters(self.model, args, config, links)
+            self.model = self.adapters.model
         self.runner: ModelRunner | None = None
         self.hidden: Tensor | None = None  # of the last step
         self.away: dict[int, list[Tensor]] = {}  # K and V of a sequence that waits on the host
@@ -71,7 +80,8 @@ class Worker:
         """
         size = num_blocks, self.args.block_size, max_model_len
         weights = {tensor.data_ptr(): tensor.nbytes for tensor in self.model.parameters()}
-        self.runner = self.new_runner(self.model, *size, self.args.kv_cache_dtype)
+        held = self.args.kv_cache_dtype, self.adapters
+        self.runner = self.new_runner(self.model, *size, *held)
         del self.model
         pool = self.runner.pool
         return Held(sum(weights.values()), pool.allocated_bytes, pool.bytes_per_token)
@@ -86,11 +96,17 @@ class Worker:
         """Copy whole blocks."""
         self.runner.copy(copies)
 
-    def run(self, chunks: Chunks, tables: list[list[int]]) -> None:
+    def run(
+        self, chunks: Chunks, tables: list[list[int]], row_slots: list[int] | None = None
+    ) -> None:
         """Run some tokens of each sequence; the hidden states stay here. Arguments:
         ModelRunner's.
         """
-        self.hidden = self.runner.run(chunks, tables)
+        self.hidden = self.runner.run(chunks, tables, row_slots)
+
+    def put_adapter(self, slot: int, layers: dict) -> None:
+        """An adapter into a slot: {layer: LayerAdapter}, of the whole model."""
+        self.adapters.put(slot, layers)
 
     def logits(self, rows: list[int]) -> np.ndarray | None:
         """Of these rows of the last step, in float32 or wider: [len(rows), V]. Every shard of the
@@ -132,6 +148,27 @@ def load_part(args: EngineArgs, links: Links, device: str) -> Decoder:
     dtype = None if args.dtype == "auto" else args.dtype
     if not args.cuts_model:
         return load_model(args.model, device, dtype, args.quantization)
-    expert_parallel = args.enable_expert_parallel
-    part = load_sharded(args.model, links, *default_place(device, dtype), expert_parallel)
+    expert_parallel, place = args.enable_expert_parallel, default_place(device, dtype)
+    if args.quantization is None and stored_method(args.model) is None:
+        part = load_sharded(args.model, links, *place, expert_parallel)
+    else:
+        part = load_quantized_part(args, links, *place)
     return part if part.device.type == "cpu" else grouped(fused(part))  # as load_model
+
+
+def load_quantized_part(
+    args: EngineArgs, links: Links, device: torch.device, dtype: torch.dtype
+) -> Decoder:
+    """The same of quantized weights. A rank reads them all on the host, because a scale belongs to
+    numbers of several ranks, and keeps its part.
+    """
+    from reference.weights.cut import shard_quantized  # here: it imports lesson 18
+    from reference.weights.quantization import multiply_for
+
+    stored, multiply = stored_method(args.model), None
+    whole = load_quantized(args.model, torch.device("cpu"), dtype, stored, args.quantization)
+    if device.type != "cpu":
+        multiply = multiply_for(device, dtype)
+        if stored == GGUF:
+            multiply = gguf_products(device, dtype)["multiply"]
+    return shard_quantized(whole, links, args.enable_expert_parallel, device, multiply)

@@ -9,7 +9,6 @@ from lessons.l16_speculative_sampling.drafts import check_tokenizers, check_voca
 from lessons.l17_tree_speculation.arguments import check_model
 from lessons.l17_tree_speculation.heads.heads import KINDS, Heads, MedusaHeads
 from lessons.l17_tree_speculation.heads.heads_files import find_heads, load_heads
-from lessons.l17_tree_speculation.trees.guesses import Ranked
 from lessons.l17_tree_speculation.trees.tree import Tree, best_tree
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config_json import CheckpointError, read_json
@@ -32,7 +31,7 @@ from reference.speculation.speculative_config import (
     WITHOUT_MODEL,
     SpeculativeConfig,
 )
-from reference.speculation.tree_guesses import DrawnIfSampled
+from reference.speculation.tree_guesses import DrawnIfSampled, RankedAsAsked
 
 Drafter = Decoder | Heads | None  # what drafts, as it was loaded; None for n-grams
 
@@ -106,7 +105,7 @@ def new_proposer(args: EngineArgs, drafter: Drafter, runner: ModelRunner, new_ru
     config, pool = args.speculative_config, runner.pool
     if config.method == NGRAM:
         return NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min)
-    choice = DrawnIfSampled() if config.draft_sample_method == PROBABILISTIC else Ranked()
+    choice = DrawnIfSampled() if config.draft_sample_method == PROBABILISTIC else RankedAsAsked()
     if config.method in HEADS:
         drafter = packed_heads(drafter)
     if config.method == MEDUSA:

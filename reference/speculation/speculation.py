@@ -45,7 +45,9 @@ class Speculation:
             return
         counts = [sequence.num_drafted for sequence in waiting]
         found = self.proposer.propose(waiting, counts, self.blocks.tables)
-        self.drafts = dict(zip(waiting, found))
+        self.drafts = {
+            sequence: allowed(sequence, draft) for sequence, draft in zip(waiting, found)
+        }
         for sequence, draft in self.drafts.items():
             # Where nothing was drawn any token will do: what follows it is not asked for.
             look_ahead(sequence, [max(token, 0) for token in draft.tokens], draft.tree)
@@ -110,3 +112,12 @@ class Speculation:
                 counts.add(drafted, accepted, got)
             if drafted:
                 self.in_step[sequence.row] = drafted, accepted
+
+
+def allowed(sequence: EngineSequence, draft: Draft) -> Draft:
+    """A chain that is not drawn, cut in front of the first token that the sequence's structure
+    forbids: such a token is never kept. n-grams, which follow the text alone, have them.
+    """
+    if sequence.constraint is None or draft.tree is not None or draft.q is not None:
+        return draft
+    return Draft(draft.tokens[: sequence.constraint.count_fitting(draft.tokens)])

@@ -12,13 +12,24 @@ from reference.engine.nucleus import searching_batch
 from reference.speculation.verification import DRAFTS, Row, adjust_rows, node_numbers
 
 
+class RankedAsAsked(Ranked):
+    """The likeliest tokens that a request allows. A token that its structure forbids would be
+    rejected for certain, and so would all tokens after it.
+    """
+
+    def children(self, logits: Tensor, parents: list[Parent]) -> list[list[int]]:
+        """As in Ranked. logits: [P, V], which are changed."""
+        adjust_rows(logits, rows_of(parents))
+        return super().children(logits, parents)
+
+
 class DrawnIfSampled(Drawn):
     """Requests with a temperature draw, each from what the draft would sample for it. Greedy ones
     take the likeliest tokens, and their rows of q stay unused.
     """
 
     def __init__(self):
-        self.ranked = Ranked()
+        self.ranked = RankedAsAsked()
 
     def begin(self, num_nodes: int, vocab_size: int, device: torch.device) -> None:
         """A new step."""
@@ -26,7 +37,7 @@ class DrawnIfSampled(Drawn):
         self.step = num_nodes, vocab_size, device
 
     def children(self, logits: Tensor, parents: list[Parent]) -> list[list[int]]:
-        """As in Ranked. logits: [P, V]."""
+        """As in Ranked. logits: [P, V], which are changed."""
         found = self.ranked.children(logits, parents)
         drawn = [at for at, one in enumerate(parents) if one.request.sampling.temperature > 0]
         if drawn:
@@ -38,10 +49,11 @@ class DrawnIfSampled(Drawn):
         return found
 
     def probabilities(self, logits: Tensor, parents: list[Parent]) -> Tensor:
-        """What would be sampled behind each parent. logits: [P, V], which are changed -> [P, V]."""
-        rows = rows_of(parents)
-        adjust_rows(logits, rows)
-        return batch_probabilities(logits, searching_batch(rows, logits.device)).float()
+        """What would be sampled behind each parent. logits: [P, V], as `ranked` has adjusted them
+        -> [P, V].
+        """
+        batch = searching_batch(rows_of(parents), logits.device)
+        return batch_probabilities(logits, batch).float()
 
     def random_numbers(self, parents: list[Parent], place: int, device: torch.device) -> Tensor:
         """For each parent the one that draws its child number `place`: [P], in [0, 1)."""

@@ -155,7 +155,7 @@ def check_complete(
         if name not in linears:
             raise CheckpointError(
                 f"adapter {adapter.name!r} changes {name}; accepted: the linear layers of the "
-                f"model's attention and MLP"
+                f"model's attention and MLP, without routed experts and kv_b_proj"
             )
         got = (len(layer.b), layer.a.shape[1])
         if got != linears[name]:

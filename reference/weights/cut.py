@@ -1,0 +1,163 @@
+"""Some rows and columns of a quantized matrix, and the part of a quantized model that a rank holds.
+
+Codes only move, so a rank's numbers are those of the whole matrix. What the format has in common
+for several numbers has to be whole in each part: a tile of FP8, 32 numbers of MXFP4, a block of
+GGUF. Groups of whole numbers may be cut, because both halves keep the scale.
+"""
+
+from dataclasses import replace
+from functools import partial
+from math import gcd
+
+import torch
+from torch import nn
+
+from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l18_weight_quantization.gguf.gguf_blocks import FORMATS, GgufWeight
+from lessons.l18_weight_quantization.linear import QuantizedLinear
+from lessons.l18_weight_quantization.weights import (
+    MXFP4_BLOCK,
+    TILE,
+    Float8Weight,
+    GroupedInt,
+    Mxfp4Weight,
+    QuantizedWeight,
+    pack,
+    unpack,
+)
+from lessons.l19_kv_quantization.activations.w8a8 import w8a8_matmul
+from lessons.l20_parallelism.optimized import finish, new_part
+from lessons.l20_parallelism.processes.mesh import Links
+from lessons.l20_parallelism.shards.sharding import slices_of
+from reference.checkpoints.gguf.gguf_linear import GgufEmbedding
+
+SMALLEST_GROUP = 16  # of numbers that share a scale, as the kernels read them
+
+
+def cut(weight: QuantizedWeight, rows: slice, columns: slice) -> QuantizedWeight:
+    """weight: [N, K] -> these rows and columns of it. Raises ValueError where the cut goes through
+    what has to stay whole.
+    """
+    if (rows, columns) == tuple(slice(0, length) for length in weight.shape):
+        return weight
+    for kind, of_kind in CUTS.items():
+        if isinstance(weight, kind):
+            return of_kind(weight, rows, columns)
+    kind = type(weight).__name__
+    raise ValueError(f"{kind}: its blocks run across rows; accepted: matrices that are not cut")
+
+
+def cut_grouped(weight: GroupedInt, rows: slice, columns: slice) -> GroupedInt:
+    """Groups at the edges of the cut become smaller ones with the same scale."""
+    if weight.order is not None:
+        raise ValueError("desc_act: got true; accepted: false where matrices are cut")
+    size = gcd(weight.group_size, columns.start, columns.stop)
+    if size < SMALLEST_GROUP:
+        raise ValueError(
+            f"group_size: columns {columns.start} to {columns.stop} of groups of "
+            f"{weight.group_size} leave groups of {size}; accepted: {SMALLEST_GROUP} or more"
+        )
+    codes = unpack(weight.codes[rows], weight.bits, weight.group_size).flatten(1)[:, columns]
+    groups = slice(columns.start // size, columns.stop // size)
+
+    def of_groups(x: torch.Tensor | None) -> torch.Tensor | None:
+        if x is None:
+            return None
+        return x[rows].repeat_interleave(weight.group_size // size, 1)[:, groups].contiguous()
+
+    return replace(
+        weight,
+        codes=pack(codes.unflatten(-1, (-1, size)), weight.bits).contiguous(),
+        scales=of_groups(weight.scales),
+        zeros=of_groups(weight.zeros),
+        group_size=size,
+    )
+
+
+def cut_float8(weight: Float8Weight, rows: slice, columns: slice) -> Float8Weight:
+    """With a scale for the whole, for rows, or for tiles."""
+    scales, (num_rows, _) = weight.scales, weight.shape
+    if scales.shape == (num_rows, 1) and num_rows > 1:
+        scales = scales[rows]
+    elif scales.shape != (1, 1):
+        rows_of, columns_of = (in_blocks(one, TILE, "FP8") for one in (rows, columns))
+        scales = scales[rows_of, columns_of]
+    return Float8Weight(weight.values[rows, columns].contiguous(), scales.contiguous())
+
+
+def cut_mxfp4(weight: Mxfp4Weight, rows: slice, columns: slice) -> Mxfp4Weight:
+    """Whole blocks of 32."""
+    blocks = in_blocks(columns, MXFP4_BLOCK, "MXFP4")
+    bytes_of = slice(columns.start // 2, columns.stop // 2)
+    codes, exponents = weight.codes[rows, bytes_of], weight.exponents[rows, blocks]
+    return Mxfp4Weight(codes.contiguous(), exponents.contiguous())
+
+
+def cut_gguf(weight: GgufWeight, rows: slice, columns: slice) -> GgufWeight:
+    """Whole blocks of the file."""
+    kind = FORMATS[weight.format]
+    blocks = in_blocks(columns, kind.values, weight.format)
+    bytes_of = slice(blocks.start * kind.bytes, blocks.stop * kind.bytes)
+    return GgufWeight(weight.blocks[rows, bytes_of].contiguous(), weight.format)
+
+
+CUTS = {
+    GroupedInt: cut_grouped,
+    Float8Weight: cut_float8,
+    Mxfp4Weight: cut_mxfp4,
+    GgufWeight: cut_gguf,
+}
+
+
+def in_blocks(of: slice, size: int, name: str) -> slice:
+    """The blocks of `size` that a slice has. Raises ValueError if it has half of one."""
+    if of.start % size or of.stop % size:
+        raise ValueError(
+            f"{name}: got a part from {of.start} to {of.stop}; accepted: multiples of {size}, "
+            f"because {size} numbers have something in common"
+        )
+    return slice(of.start // size, of.stop // size)
+
+
+def shard_quantized(
+    model: Decoder, links: Links, expert_parallel: bool, device: torch.device, multiply
+) -> Decoder:
+    """Lesson 20's `shard` for a model with quantized layers: this rank's part, on a device.
+    multiply: of a quantized layer there; None: as it is. Raises ValueError.
+    """
+    config, group = model.config, links.tensor
+    part, whole = new_part(config, links, expert_parallel), model.state_dict()
+    if isinstance(
+        model.embed_tokens, GgufEmbedding
+    ):  # as numbers, because ranks look up their rows
+        numbers = model.embed_tokens.quantized.dequantize()
+        whole["embed_tokens.weight"] = numbers.to(model.embed_tokens.dtype)
+    own = partial(slices_of, config, rank=group.rank, size=group.size)
+    kept = dict(part.named_modules())
+    for name, layer in model.named_modules():
+        if not isinstance(layer, QuantizedLinear) or name not in kept:
+            continue
+        slices = own(f"{name}.weight", shape=layer.quantized.shape, expert_parallel=expert_parallel)
+        is_whole = slices == tuple(slice(0, length) for length in layer.quantized.shape)
+        rounds_inputs = layer.multiply is w8a8_matmul
+        if rounds_inputs and not is_whole:
+            raise ValueError(
+                f"input_activations of {name}: got a scale for each token; accepted: weights alone "
+                f"in {group.size} parts, because a token's scale belongs to all of its columns"
+            )
+        try:
+            codes = cut(layer.quantized, *slices).to(device)
+        except ValueError as error:
+            raise ValueError(f"{name} in {group.size} parts: {error}") from None
+        bias = None if layer.bias is None else nn.Parameter(layer.bias, requires_grad=False)
+        part.set_submodule(
+            name,
+            QuantizedLinear(
+                codes, bias, layer.multiply if rounds_inputs or multiply is None else multiply
+            ),
+        )
+    weights = {}
+    for name in part.state_dict():
+        index = own(name, shape=whole[name].shape, expert_parallel=expert_parallel)
+        weights[name] = whole[name][index].to(device, copy=True)
+    return finish(part, weights, config, links, expert_parallel)
