@@ -157,7 +157,7 @@ class EngineArgs:
         if self.speculative_config is not None:
             from reference.speculation.speculative_config import SpeculativeConfig
 
-            self.speculative_config = SpeculativeConfig.read(self.speculative_config)
+            self.speculative_config = SpeculativeConfig.read(self.speculative_config, self.model)
         self._check_workers()
         self._check_ahead()
         least = self.max_num_seqs * self.rows_each
