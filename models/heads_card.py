@@ -10,17 +10,27 @@ import json
 
 from lessons.l17_tree_speculation.lab.experiments import DEPTH, recorded
 from models.tokenizer import HERE
-from models.train_heads import FEATURE_WEIGHT, FREQUENT, GUESSED, HEAD_DECAY, LOSSES, RARE, WINDOW
+from models.train_heads import (
+    FEATURE_WEIGHT,
+    FREQUENT,
+    GUESSED,
+    HEAD_DECAY,
+    LOSSES,
+    OWN_STEPS,
+    RARE,
+    WINDOW,
+)
 
 
 def card() -> str:
     """models/HEADS.md, every number in it from config.json or results/counted/l17_trees.json."""
     counted = recorded()
-    rows = []
+    rows, training = [], {}
     for kind in LOSSES:
         folder = HERE / f"tiny-{kind}"
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        facts, found = config["training"], counted["kinds"][kind]
+        training[kind] = facts = config["training"]
+        found = counted["kinds"][kind]
         rows.append(
             f"| `models/tiny-{kind}` | {found['parameters'] / 1e6:.2f} M "
             f"| {(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB "
@@ -42,15 +52,20 @@ and `load_heads` refuses every other one: train them again after the target.
 {chr(10).join(rows)}
 
 - **Data**: {facts["distinct_tokens"] / 1e6:.2f} M tokens of the text that the target was trained on
-  (models/README.md), half of them of the standard library, in windows of {WINDOW}; the target ran
-  over them once, in bfloat16.
+  (models/README.md), for MTP {training["mtp"]["distinct_tokens"] / 1e6:.2f} M; half of them of
+  the standard library, in windows of {WINDOW}. The target ran over them once, in bfloat16.
 - **Loss**: cross-entropy under the target's own probabilities at the place that a head predicts,
   over the {FREQUENT} tokens that are used most and {RARE} others, drawn anew in each step. Head i
-  of Medusa, and step i of EAGLE-3 on its own features, count {HEAD_DECAY}^i. EAGLE also learns the
-  target's features (smooth L1, weight {FEATURE_WEIGHT:g}), with noise on those that it reads.
-- **Optimizers**: Muon and AdamW as for the target, at half of its learning rate. Seed
-  {facts["seed"]}. {facts["device"]}, PyTorch {facts["torch"]}, one thread. The machine was busy
-  with other work, so the tokens seen say how far the training went, not the minutes.
+  of Medusa, and step i of EAGLE-3 and MTP on their own features, count {HEAD_DECAY}^i; MTP takes
+  {OWN_STEPS["mtp"]} steps, EAGLE-3 {OWN_STEPS["eagle3"]}. EAGLE also learns the target's
+  features (smooth L1, weight {FEATURE_WEIGHT:g}), with noise on those that it reads.
+- **MTP starts from EAGLE's weights**, so the tokens that EAGLE has seen count for it, too, and the
+  two rows compare two drafts, not two designs. The target had been trained before, and stays as it
+  is. A published MTP module is trained with its target from the start.
+- **Optimizers**: Muon and AdamW as for the target, at half of its learning rate, for MTP at a
+  quarter. Seed {facts["seed"]}. {facts["device"]}, PyTorch {facts["torch"]}, one thread. The
+  machine was busy with other work, so the tokens seen say how far the training went, not the
+  minutes.
 - **Figures**: greedy decoding of {counted["requests"]} held-out prompts, {counted["new_tokens"]}
   tokens each, counted by `python -m lessons.l17_tree_speculation.lab.experiments`. *First guess
   right*: the likeliest token directly behind the newest one.

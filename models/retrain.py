@@ -5,12 +5,12 @@
     python -m models.evaluate && python -m models.heads_card     # where the libraries are
 
 The target, which then learns to leave its loops, the draft that is distilled from it and then
-learns to be accepted, and the three kinds of heads side by side. The budget is for a borrowed
-machine: what is not done by then stops, and the same command goes on with it, also elsewhere when
-the files in --pack have been unpacked in models/'s parent. Only a training under way (build/) stays
-behind; heads and the leaving of loops begin anew, and the latter takes a quarter of an hour on a
-CPU, so give it a larger budget there. models/retraining.json says what is finished; with other
-settings all begins anew.
+learns to be accepted, and the kinds of heads, three of them side by side. The budget is for a
+borrowed machine: what is not done by then stops, and the same command goes on with it, also
+elsewhere when the files in --pack have been unpacked in models/'s parent. Only a training under way
+(build/) stays behind; heads and the leaving of loops begin anew, and the latter takes a quarter of
+an hour on a CPU, so give it a larger budget there. models/retraining.json says what is finished;
+with other settings all begins anew.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from pathlib import Path
 from lessons.toolbox.proof.pack import write_pack
 from models.tokenizer import FOLDERS, HERE
 
-KINDS = ("medusa", "eagle", "eagle3")
+BESIDE, AFTER_EAGLE = ("medusa", "eagle", "eagle3"), ("mtp",)  # MTP starts from its weights
+KINDS = BESIDE + AFTER_EAGLE
 STAGES = ("tiny", "loops", "draft", "acceptance", "heads")
 SHORTEST_S = 40  # what a round needs besides its training, or it is not started
 TO_STOP_S = 20  # that a training may take to write what it needs to go on
@@ -41,7 +42,11 @@ def commands_of(stage: str, options: argparse.Namespace) -> list[list[list[str]]
         return [[["models.loops", "--updates", str(options.loop_updates)]]]
     features = ["models.train_heads", "features", "--tokens", str(options.feature_tokens)]
     minutes = ["--minutes", str(options.head_minutes)]
-    return [[features], [["models.train_heads", kind, *minutes] for kind in KINDS]]
+    heads = [
+        [["models.train_heads", kind, *minutes] for kind in kinds]
+        for kinds in (BESIDE, AFTER_EAGLE)
+    ]
+    return [[features], *heads]
 
 
 def least_s(stage: str, options: argparse.Namespace) -> float:

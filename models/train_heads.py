@@ -3,6 +3,7 @@
     python -m models.train_heads features            # what the target computes, kept in build/
     python -m models.train_heads medusa --minutes 8
     python -m models.train_heads eagle  --minutes 8
+    python -m models.train_heads mtp    --minutes 12
     python -m models.train_heads eagle3 --minutes 12
     python -m lessons.l17_tree_speculation.lab.experiments     # what they are worth
     python -m models.heads_card                                # models/HEADS.md
@@ -24,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l17_tree_speculation.heads.heads import KINDS, tap_depths, tapped_features
-from lessons.l17_tree_speculation.heads.heads_files import fingerprint, save_heads
+from lessons.l17_tree_speculation.heads.heads import KINDS, MTPDraft, tap_depths, tapped_features
+from lessons.l17_tree_speculation.heads.heads_files import fingerprint, load_heads, save_heads
 from lessons.toolbox.measure.device import default_device
 from models.heads_attention import OwnSteps, windowed_attend
 from models.steps import name_of, optimizers, schedule, update
@@ -39,9 +40,11 @@ GUESSED = 2048  # tokens that heads can guess: half of the vocabulary, 94 % of t
 SIZES = {
     "medusa": dict(hidden_size=384, count=4, draft_vocab_size=GUESSED),
     "eagle": dict(intermediate_size=512, draft_vocab_size=GUESSED),
+    "mtp": dict(intermediate_size=512, draft_vocab_size=GUESSED),
     "eagle3": dict(intermediate_size=512, draft_vocab_size=GUESSED),
 }
-OWN_STEPS = 3  # EAGLE-3: passes over its own features in training
+# passes in training, all but the first over its own features; DeepSeek-V3's module had one
+OWN_STEPS = {"mtp": 2, "eagle3": 3}
 FREQUENT, RARE = 768, 256  # columns of the vocabulary in a training step
 HEAD_DECAY = 0.8  # head i counts 0.8^i (Medusa, section 2.2.1)
 FEATURE_WEIGHT = 1.0  # EAGLE: of the distance to the target's feature, beside the cross-entropy
@@ -154,17 +157,31 @@ def eagle_loss(draft, vocabulary: Vocabulary, embedded: Tensor, tapped, hidden: 
     return vocabulary.distance(draft.hidden(out), wanted) + FEATURE_WEIGHT * far
 
 
+def mtp_loss(draft, vocabulary: Vocabulary, embedded: Tensor, tapped, hidden: Tensor) -> Tensor:
+    """Probabilities alone, from the target's last features."""
+    return own_steps_loss(draft, vocabulary, embedded, hidden, hidden)
+
+
 def eagle3_loss(
     draft, vocabulary: Vocabulary, embedded: Tensor, tapped: Tensor, hidden: Tensor
 ) -> Tensor:
-    """Probabilities alone, first from the target's features, then from its own."""
+    """Probabilities alone, from three features of the target."""
+    return own_steps_loss(draft, vocabulary, embedded, tapped, hidden)
+
+
+def own_steps_loss(
+    draft, vocabulary: Vocabulary, embedded: Tensor, tapped: Tensor, hidden: Tensor
+) -> Tensor:
+    """The target's probabilities, first from its features, then from the draft's own. tapped: what
+    the draft reads of the target.
+    """
     rows, length = hidden.shape[0], hidden.shape[1] - 1
     attend = OwnSteps(draft.config, rows, length)
     embeddings = embedded[:, 1:].flatten(0, 1)
     features = draft.features(tapped[:, :-1].flatten(0, 1))
     wanted = vocabulary.probabilities(hidden[:, 1:])
     loss = 0.0
-    for step in range(OWN_STEPS):
+    for step in range(OWN_STEPS[draft.kind]):
         out = draft(embeddings, features, attend).unflatten(0, (rows, length))
         # The first `step` positions have no chain of this length in front of them.
         ours = draft.hidden(out[:, step:])
@@ -174,10 +191,24 @@ def eagle3_loss(
     return loss
 
 
-LOSSES = {"medusa": medusa_loss, "eagle": eagle_loss, "eagle3": eagle3_loss}
+LOSSES = {"medusa": medusa_loss, "eagle": eagle_loss, "mtp": mtp_loss, "eagle3": eagle3_loss}
 
 
 # ---------------------------------------------------------------- training
+
+
+@torch.no_grad()
+def begin_as_eagle(draft: MTPDraft, target: Decoder, hidden: Tensor) -> None:
+    """Start an MTP module as the EAGLE draft that is trained already. Each norm starts at the size
+    of what it norms, so it changes little. hidden: [..., hidden_size], some of the target's.
+    """
+    eagle = load_heads(HERE / "tiny-eagle", target)
+    draft.eh_proj.load_state_dict(eagle.fc.state_dict())
+    draft.layer.load_state_dict(eagle.layer.state_dict())
+    features = hidden.float().square().mean().sqrt()
+    draft.enorm.weight.fill_(target.embed_tokens.weight.square().mean().sqrt())
+    draft.hnorm.weight.fill_(features)
+    draft.norm.weight.fill_(features)
 
 
 def train(kind: str, minutes: float, rows: int) -> None:
@@ -194,8 +225,11 @@ def train(kind: str, minutes: float, rows: int) -> None:
     heads = KINDS[kind].for_target(target.config, SIZES[kind]).to(device)
     heads.lm_head.read(target, by_use[:GUESSED])
     heads.lm_head.requires_grad_(False)  # the losses look at the target's own rows
+    size = target.config.hidden_size
+    if isinstance(heads, MTPDraft):
+        begin_as_eagle(heads, target, features[0, :, -size:])
     opts, rng = optimizers(heads), np.random.default_rng(0)
-    size, start, step, spent = target.config.hidden_size, time.monotonic(), 0, 0.0
+    start, step, spent = time.monotonic(), 0, 0.0
     while spent < 1:
         for chosen in torch.from_numpy(rng.permutation(len(tokens))).split(rows):
             spent = (time.monotonic() - start) / (60 * minutes)
@@ -229,8 +263,9 @@ def train(kind: str, minutes: float, rows: int) -> None:
     save_heads(HERE / f"tiny-{kind}", heads.cpu(), facts)
 
 
-# of models/train.py's rate, because heads are small and begin near what they should become
-LEARNING_RATES = {"medusa": 0.5, "eagle": 0.5, "eagle3": 0.5}
+# of models/train.py's rate, because heads are small and begin near what they should become, and MTP
+# as a draft that is trained
+LEARNING_RATES = {"medusa": 0.5, "eagle": 0.5, "mtp": 0.25, "eagle3": 0.5}
 
 
 def main() -> None:

@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import decoder_class
 from lessons.l17_tree_speculation.heads.heads import KINDS, Eagle3Draft, EagleDraft, MedusaHeads
+from lessons.l17_tree_speculation.heads.mtp_files import load_mtp
+from lessons.l17_tree_speculation.lab.mtp_checkpoint import write_checkpoint
 from lessons.l21_multi_lora.batch import AdapterContext
 from lessons.l21_multi_lora.lab.testing import random_adapter
 from lessons.l21_multi_lora.layers import adapter_layers, merged, with_adapter_slots
@@ -150,6 +152,7 @@ ARGUMENTS = {
     "swap": dict(num_gpu_blocks_override=11, preemption_mode="swap"),
     "async": dict(async_scheduling=True),
     "chunked prefill": dict(enable_chunked_prefill=True, max_num_batched_tokens=16),
+    "batch invariant": dict(batch_invariant=True),
 }
 # Which say what a token is. What is left may not change one.
 MEANINGS = {*WEIGHTS, "fp8 KV", "int8 KV", "int4 KV", "LoRA", "structured", "n > 1", "beams"}
@@ -176,6 +179,11 @@ def drafter_of(method: str, weights: str, family: str, is_third: bool = False):
         return model_of("plain", "dense")
     if method == "medusa":
         heads = MedusaHeads(64, 3)
+    elif method == "mtp" and family == "MLA":  # a layer like the target's own
+        raw = json.loads((folder_of(family) / "config.json").read_text())
+        folder = FOLDER / f"mtp-{weights}"
+        write_checkpoint(folder, **raw | dict(num_nextn_predict_layers=1))
+        heads = load_mtp(folder, model).double()
     elif method == "eagle":
         heads = (Eagle3Draft if is_third else EagleDraft)(model.config, 32)
     else:

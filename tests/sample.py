@@ -2,7 +2,8 @@
 
 A test marked `@pytest.mark.sample(3)` then runs three of its cases, drawn anew for each version, so
 a few versions meet them all. Tests marked `@pytest.mark.sample(3, of="processes")` are cases of one
-such group, wherever they are. Without the option every case runs: when a file is tried alone, when
+such group, wherever they are. Of a lesson's test that says nothing, OF_A_LESSON cases run, because
+kernels are interpreted there, which is slow. Without the option every case runs: when a file is tried alone, when
 a proof is recorded, and in `make test-all`.
 """
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.seeds import seed_of
 
+OF_A_LESSON = 4
 QUICK = "of the tests that take longest a sample of their cases (make test)"
 
 
@@ -39,13 +41,16 @@ def pytest_collection_modifyitems(config, items):
 
 
 def left_out(items: list, run: str) -> list:
-    """The cases that do not run, of each marked test all but as many as its marker says.
+    """The cases that do not run, of each test all but as many as its marker says.
 
     Raises pytest.UsageError if the markers of one group disagree.
     """
     cases, counts = defaultdict(list), {}
     for item in items:
-        if marker := item.get_closest_marker("sample"):
+        marker = item.get_closest_marker("sample")
+        if marker is None and item.nodeid.startswith("lessons/"):
+            marker = pytest.mark.sample(OF_A_LESSON).mark
+        if marker is not None:
             group = marker.kwargs.get("of") or item.nodeid.partition("[")[0]
             cases[group].append(item)
             if counts.setdefault(group, marker.args[0]) != marker.args[0]:

@@ -34,7 +34,7 @@ def test_heads_are_of_the_shipped_target(kind, target):
 
 def test_all_heads_together_are_small():
     sizes = [(MODELS / f"tiny-{kind}/model.safetensors").stat().st_size for kind in KINDS]
-    assert sum(sizes) <= 12_000_000
+    assert sum(sizes) <= 17_000_000
 
 
 def test_the_card_is_what_the_script_writes():

@@ -16,7 +16,7 @@ from lessons.l02_naive_attention.naive import generate as alone
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l11_cuda_graphs.simulator import SimulatedGraphs
 from lessons.l12_paged_kv.optimized import LESSON_12
-from lessons.l17_tree_speculation.heads.heads import EagleDraft, MedusaHeads
+from lessons.l17_tree_speculation.lab.testing import random_heads
 from lessons.l21_multi_lora import optimized, slots
 from lessons.l21_multi_lora.batch import AdapterBatch
 from lessons.l21_multi_lora.lab.testing import linears_of, random_adapter
@@ -28,7 +28,7 @@ from reference.engine import engine as engine_module
 from reference.engine.assembly import engine_over
 from reference.features.decode_graphs import DecodeGraphs
 from reference.features.lora import at_most
-from tests.engine_cases import CONFIG, LONGEST, assert_clean, greedy, new_model
+from tests.engine_cases import LONGEST, assert_clean, greedy, new_model
 
 RANKS = {"a": 2, "b": 5, "c": 8}
 NAMES = [None, "a", "b", "c", "b", "a", None, "c"]
@@ -143,6 +143,7 @@ DRAFTS = {
     "a draft model": dict(method="draft", model="made here"),
     "Medusa": dict(method="medusa", model="made here"),
     "EAGLE": dict(method="eagle", model="made here"),
+    "MTP": dict(method="mtp", model="made here"),
     "EAGLE's tree": dict(
         method="eagle", model="made here", speculative_token_tree="[(0,), (1,), (0, 0)]"
     ),
@@ -157,9 +158,7 @@ def test_drafts_change_no_adapter_s_tokens(draft, way, model, prompts, requests,
     """A draft follows the base model. The target verifies with the adapter of each row."""
     drafter = {"draft": model, "ngram": None}.get(DRAFTS[draft]["method"])
     if "model" in DRAFTS[draft] and drafter is None:
-        is_medusa = DRAFTS[draft]["method"] == "medusa"
-        drafter = MedusaHeads(CONFIG.hidden_size, 3) if is_medusa else EagleDraft(CONFIG, 32)
-        drafter.double().eval().requires_grad_(False)
+        drafter = random_heads(model, DRAFTS[draft]["method"])
     config = dict(num_speculative_tokens=3, **DRAFTS[draft])
     engine = new_engine(model, drafter, speculative_config=config, **WAYS.get(way, {}))
     run, trees_run = engine.runner.run, []

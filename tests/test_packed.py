@@ -123,7 +123,7 @@ def assert_heads_as_exact(plain, twin, config: ModelConfig) -> None:
             raise AssertionError(f"{length} tokens: {error:.3g}, allowed {allowed:.3g}")
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "mtp", "eagle3"])
 @pytest.mark.parametrize("name", ["llama", "biases everywhere", "qwen3, norms of q and k"])
 def test_heads_draft_as_before_to_rounding(kind, name):
     config = ModelConfig(*SHAPE, **CASES[name])

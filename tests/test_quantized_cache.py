@@ -14,7 +14,7 @@ import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import generate as alone
-from lessons.l17_tree_speculation.heads.heads import EagleDraft
+from lessons.l17_tree_speculation.heads.heads import EagleDraft, MTPDraft
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.l19_kv_quantization.lab.testing import naive_answers
 from reference import SamplingParams
@@ -42,8 +42,10 @@ def drafters(model):
     draft = new_model().cpu()
     for parameter in draft.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter) * parameter.std())
-    eagle = EagleDraft(CONFIG, 32).double().eval().requires_grad_(False)
-    return dict(ngram=None, draft=draft.double(), eagle=eagle)
+    heads = [
+        kind(CONFIG, 32).double().eval().requires_grad_(False) for kind in (EagleDraft, MTPDraft)
+    ]
+    return dict(ngram=None, draft=draft.double()) | {each.kind: each for each in heads}
 
 
 def prompts() -> list[list[int]]:
@@ -126,7 +128,7 @@ def test_answers_that_fork(model, expected, name):
     assert answers_of(engine, answers=3) == expected[name]
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft", "eagle"])
+@pytest.mark.parametrize("method", ["ngram", "draft", "eagle", "mtp"])
 @pytest.mark.parametrize("name", ["fp8", "int4"])
 def test_rejected_drafts_leave_nothing_behind(model, drafters, expected, name, method):
     """The next token writes over codes and scale of a rejected one."""

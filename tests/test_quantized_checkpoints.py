@@ -5,6 +5,7 @@ written is what transformers reads, and what cannot be read is one line.
 import lessons  # isort: skip  # noqa: F401 (before transformers, which imports triton)
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from transformers import (
 from lessons.l01_roofline.planner.formats import LAYERS_ONLY
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l06_mla.deepseek import load_decoder
+from lessons.l17_tree_speculation.heads.mtp_files import load_mtp
+from lessons.l17_tree_speculation.lab.mtp_checkpoint import write_checkpoint
 from lessons.l18_weight_quantization.linear import QuantizedLinear, quantized
 from lessons.l18_weight_quantization.naive import (
     dequantize_matmul,
@@ -37,7 +40,7 @@ from lessons.l18_weight_quantization.weights import GroupedInt
 from lessons.toolbox.model.config_json import CheckpointError
 from reference.checkpoints.float_layouts import bnb_nf4, float_quantized
 from reference.checkpoints.layouts import awq, gptq, pack_quantized
-from reference.checkpoints.quantized_checkpoint import load_quantized
+from reference.checkpoints.quantized_checkpoint import load_quantized, load_quantized_mtp
 from reference.checkpoints.write_checkpoint import FORMATS, save_quantized
 from tests.test_deepseek import random_model
 
@@ -201,6 +204,25 @@ def test_the_layer_of_deepseek_that_predicts_further_is_left_out(folders, tmp_pa
     expected = logits_of(load_quantized(tmp_path / "quantized"), tokens)
     save_file(tensors | further, file)
     assert torch.equal(logits_of(load_quantized(tmp_path / "quantized"), tokens), expected)
+
+
+@torch.inference_mode()
+def test_the_layer_of_deepseek_that_predicts_further_may_be_codes(tmp_path):
+    """As DeepSeek-V3's, in FP8: it drafts what the numbers that its codes mean draft."""
+    write_checkpoint(tmp_path / "deepseek")
+    store(tmp_path / "deepseek", tmp_path, *STORED["deepseek_v3"])
+    target = load_decoder(tmp_path / "plain")
+    plain = load_mtp(tmp_path / "plain", target)
+    ours = load_quantized_mtp(tmp_path / "quantized", load_quantized(tmp_path / "quantized"))
+    assert sum(isinstance(part, QuantizedLinear) for part in ours.layer.modules()) > 20
+    inputs = torch.randn(2, 9, 48)
+    found, want = (draft(*inputs, partial(whole_sequence(target, 9), 0)) for draft in (ours, plain))
+    assert want.std() > 0.1, "the layer under test must say something"
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    with pytest.raises(CheckpointError, match="weights are quantized"):
+        load_mtp(tmp_path / "quantized", target)
+    with pytest.raises(CheckpointError, match="has no quantization_config"):
+        load_quantized_mtp(tmp_path / "plain", target)
 
 
 def test_gpt_oss_as_published(folders, tmp_path):

@@ -98,8 +98,9 @@ def test_commands_are_those_of_the_trainings():
     (acceptance,) = retrain.commands_of("acceptance", asked)
     assert acceptance[0][:4] == ["models.train", "acceptance", "--tokens", "16"]
     assert retrain.commands_of("loops", asked) == [[["models.loops", "--updates", "300"]]]
-    features, heads = retrain.commands_of("heads", asked)
+    features, heads, further = retrain.commands_of("heads", asked)
     assert [len(features), len(heads)] == [1, 3] and heads[2][1] == "eagle3"
+    assert [command[1] for command in further] == ["mtp"], "after EAGLE, from which it starts"
     assert retrain.least_s("heads", asked) == retrain.least_s("tiny", asked) + 30
 
 

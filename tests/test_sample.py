@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.sample import left_out
+from tests.sample import OF_A_LESSON, left_out
 
 
 class Case:
@@ -21,6 +21,7 @@ CASES = [
     *(Case(f"a.py::plain[{i}]") for i in range(4)),
     *(Case(f"a.py::long[{i}]", pytest.mark.sample(3).mark) for i in range(10)),
     *(Case(f"a.py::short[{i}]", pytest.mark.sample(3).mark) for i in range(2)),
+    *(Case(f"lessons/a.py::plain[{i}]") for i in range(9)),
     *(Case(f"{f}.py::alone", pytest.mark.sample(2, of="x").mark) for f in "abc"),
 ]
 
@@ -29,6 +30,7 @@ def test_so_many_cases_stay():
     left = left_out(CASES, "run")
     stay = Counter(case.nodeid.partition("[")[0] for case in CASES if case not in left)
     alone = sum(count for test, count in stay.items() if test.endswith("alone"))
+    assert stay["lessons/a.py::plain"] == OF_A_LESSON
     assert (stay["a.py::plain"], stay["a.py::long"], stay["a.py::short"], alone) == (4, 3, 2, 2)
 
 

@@ -15,7 +15,7 @@ from lessons.l16_speculative_sampling.lab.chi_squared import (
     sequences,
     tables_of,
 )
-from lessons.l17_tree_speculation.heads.heads import EagleDraft, MedusaHeads
+from lessons.l17_tree_speculation.heads.heads import EagleDraft, MedusaHeads, MTPDraft
 from reference import LLM, SamplingParams
 from reference.engine.assembly import engine_over
 from reference.engine.engine_args import EngineArgs
@@ -26,7 +26,7 @@ from reference.trace.recorder import read_trace, traced
 from tests.engine_cases import CONFIG, LONGEST, assert_clean, new_model, random_prompts, run
 
 pytestmark = pytest.mark.usefixtures("seed")
-METHODS = ("ngram", "draft", "medusa", "eagle")
+METHODS = ("ngram", "draft", "medusa", "eagle", "mtp")
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,10 @@ def drafters(model):
     draft = new_model()
     for parameter in draft.parameters():
         parameter.add_(0.15 * torch.randn_like(parameter) * parameter.std())
-    medusa, eagle = MedusaHeads(CONFIG.hidden_size, 3), EagleDraft(CONFIG, 32)
-    for part in (medusa, eagle):
+    heads = MedusaHeads(CONFIG.hidden_size, 3), EagleDraft(CONFIG, 32), MTPDraft(CONFIG, 32)
+    for part in heads:
         part.to(model.device).eval().requires_grad_(False)
-    return dict(ngram=None, draft=draft, medusa=medusa, eagle=eagle)
+    return dict(ngram=None, draft=draft) | {part.kind: part for part in heads}
 
 
 def new_engine(model, method=None, drafter=None, count=3, speculative=None, **arguments):
@@ -103,7 +103,7 @@ def test_every_wish_is_served_as_without_speculation(model, drafters, method):
         assert run(engine, prompts, params, [0, 0, 1, 2, 2, 4]) == want, house
         assert engine.speculation.counts.drafted
         # Untrained heads are hardly ever right.
-        assert engine.speculation.counts.accepted or method in ("medusa", "eagle")
+        assert engine.speculation.counts.accepted or method in ("medusa", "eagle", "mtp")
 
 
 def test_seeds_give_a_draft_models_requests_the_same_tokens_alone_and_in_any_batch(model, drafters):
@@ -292,6 +292,10 @@ def test_an_engine_without_speculation_counts_none(model):
             "'medusa' for",
         ),
         (dict(model="models/tiny-medusa", method="medusa", num_speculative_tokens=9), "at most 4"),
+        (dict(method="mtp", num_speculative_tokens=2), "models/tiny has no MTP layer"),
+        (dict(method="glm4_moe_mtp", num_speculative_tokens=2), "models/tiny has no MTP layer"),
+        (dict(method="mtp", model="models/tiny-eagle", num_speculative_tokens=2), "'eagle' for"),
+        (dict(method="mtp"), "num_speculative_tokens: got None"),
         (dict(model="models", num_speculative_tokens=2), "models"),
         (dict(model="models/tiny", method="medusa", num_speculative_tokens=2), "kind in"),
     ],

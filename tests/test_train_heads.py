@@ -2,6 +2,8 @@
 do.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,15 +11,19 @@ import torch
 from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l12_paged_kv.lab.testing import CONFIG, new_model
 from lessons.l17_tree_speculation.heads.heads import tapped_features
+from lessons.l17_tree_speculation.heads.heads_files import fingerprint, save_heads
 from lessons.l17_tree_speculation.lab.testing import random_heads
 from models import heads_attention, train_heads
 from models.heads_attention import OwnSteps
 from models.train_heads import (
     HEAD_DECAY,
+    OWN_STEPS,
     WINDOW,
     Vocabulary,
+    begin_as_eagle,
     eagle_loss,
     medusa_loss,
+    mtp_loss,
     run_target,
     windows_to_keep,
 )
@@ -53,13 +59,15 @@ def test_features_are_those_of_each_window_alone(target, tokens):
         torch.testing.assert_close(found, torch.cat([tapped, hidden], dim=-1))
 
 
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_eagle3_is_trained_on_what_it_will_draft(target, tokens, step, monkeypatch):
+def test_a_draft_is_trained_on_what_it_will_draft(target, tokens, kind, step, monkeypatch):
     """Its own steps, all positions at once, against one chain after the other."""
     monkeypatch.setattr(heads_attention, "default_device", lambda: torch.device("cpu"))
-    draft = random_heads(target, "eagle3")
+    draft = random_heads(target, kind)
     size = CONFIG.hidden_size
-    tapped = run_target(target, tokens)[:, :-1, : 3 * size]
+    read = slice(3 * size) if kind == "eagle3" else slice(3 * size, None)
+    tapped = run_target(target, tokens)[:, :-1, read]
     embedded = target.embed_tokens(tokens)[:, 1:]
 
     attend, features = OwnSteps(draft.config, ROWS, LENGTH - 1), draft.features(tapped)
@@ -107,7 +115,7 @@ def test_medusas_heads_learn_what_comes_later(target, tokens, slip):
 class Knowing:
     """A draft that says `answer`, [T, hidden_size], and remembers what it read."""
 
-    config = CONFIG
+    config, kind = CONFIG, "mtp"
 
     def __init__(self, answer: torch.Tensor):
         self.answer = answer
@@ -132,3 +140,41 @@ def test_eagle_learns_the_next_feature_and_what_it_says(target, tokens, slip):
     torch.testing.assert_close(draft.embeddings, embedded[:, 1:].flatten(0, 1))
     noise = draft.features - hidden[:, :-1].flatten(0, 1)
     assert 0 < noise.abs().max() <= 0.1 * hidden.std() + 1e-6
+
+
+@pytest.mark.parametrize("slip", [0, 1])
+def test_mtp_learns_what_the_target_says_of_the_token_after_the_next(target, tokens, slip):
+    """One that knows it costs no more than its entropy, in the pass over the target's features and
+    in those over its own.
+    """
+    hidden = run_target(target, tokens)[..., -CONFIG.hidden_size :].float()
+    embedded = target.embed_tokens(tokens).float()
+    draft = Knowing(hidden[:, 1:].roll(-slip, dims=1).flatten(0, 1))
+    draft.features = lambda tapped: tapped
+    vocabulary = Vocabulary(target.lm_head.weight.float())
+    found = mtp_loss(draft, vocabulary, embedded, None, hidden)
+    least = sum(
+        HEAD_DECAY**step * entropy(vocabulary.probabilities(hidden[:, step + 1 :]))
+        for step in range(OWN_STEPS["mtp"])
+    )
+    assert bool(found > least + 1e-3) == bool(slip)
+    torch.testing.assert_close(draft.embeddings, embedded[:, 1:].flatten(0, 1))
+
+
+@torch.inference_mode()
+def test_mtp_begins_near_eagle(target, tokens, tmp_path, monkeypatch):
+    """Its norms start at the size of what they norm, so both say much the same at first."""
+    eagle = random_heads(target, "eagle", scale=1.0)
+    save_heads(tmp_path / "tiny-eagle", eagle, dict(target_fingerprint=fingerprint(target)))
+    monkeypatch.setattr(train_heads, "HERE", tmp_path)
+    hidden = run_target(target, tokens)[..., -CONFIG.hidden_size :]
+    draft, fresh = (random_heads(target, "mtp") for _ in range(2))
+    begin_as_eagle(draft, target, hidden)
+    attend = heads_attention.windowed_attend(CONFIG, ROWS, LENGTH - 1)
+    inputs = target.embed_tokens(tokens)[:, 1:].flatten(0, 1), hidden[:, :-1].flatten(0, 1)
+    want = eagle(*inputs, partial(attend, 0)).flatten()
+    near, far = (
+        torch.cosine_similarity(each(*inputs, partial(attend, 0)).flatten(), want, dim=0)
+        for each in (draft, fresh)
+    )
+    assert near > 0.9 and far.abs() < 0.5

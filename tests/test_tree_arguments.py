@@ -22,10 +22,10 @@ def model():
     return new_model()
 
 
-@pytest.mark.parametrize("method", ["draft", "eagle"])
+@pytest.mark.parametrize("method", ["draft", "eagle", "mtp"])
 def test_a_prefix_cache_knows_no_block_that_a_proposer_has_not_filled(model, method):
     """`observe` raises: the target's K and V are there, the draft's are not."""
-    drafter = random_heads(model, method) if method == "eagle" else model
+    drafter = model if method == "draft" else random_heads(model, method)
     engine = new_engine(model, method, drafter)
 
     def fail(*_):
@@ -52,10 +52,11 @@ def test_a_tree_may_be_asked_for_in_any_spelling():
     assert config_of(num_speculative_tokens=3, speculative_token_tree="auto").tree is None
 
 
-def test_the_readmes_config_is_one():
+def test_the_configs_of_the_texts_are_some():
     text = pages(REPOSITORY / "lessons/l17_tree_speculation")
-    (shown,) = re.findall(r"speculative_config=(\{.*?\})", text, re.DOTALL)
-    config = SpeculativeConfig.read(ast.literal_eval(shown))
+    shown = re.findall(r"speculative_config=(\{.*?\})", text, re.DOTALL)
+    own, config = (SpeculativeConfig.read(ast.literal_eval(each), "a target") for each in shown)
+    assert own.method == "mtp" and own.model == "a target"
     assert config.num_speculative_tokens == 4 and config.tree == Tree((-1, 0, 0, 1, 1))
 
 

@@ -30,6 +30,7 @@ from reference import SamplingParams
 from reference.engine.request import EngineSequence
 from reference.speculation import verification
 from reference.speculation.protocol import Draft
+from reference.speculation.speculative_config import ALIASES
 from reference.speculation.verification import Verifier, rows_of
 from tests.engine_cases import greedy, new_model, random_prompts, run
 from tests.test_speculative_engine import EVERY_WISH, HOUSES, LONGEST, new_engine, wishes
@@ -145,7 +146,7 @@ def test_greedy_requests_of_an_engine_that_draws_get_the_same_tokens(model):
     assert [got[at] for at in "02"] == [want[at] for at in "02"]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "mtp"])
 def test_seeds_give_drawn_trees_the_same_tokens_alone_and_in_any_batch(model, kind):
     """Where nothing spares the heads what they read: no prefix cache, no fork, no preemption."""
     heads, prompts = random_heads(model, kind), random_prompts(4)
@@ -186,7 +187,7 @@ def eagle_guess(model, heads, text: list[int], behind: list[int]):
     return (heads.lm_head or model.logits)(heads.hidden(features[-1:]))[0]
 
 
-GUESSES = dict(medusa=medusa_guess, eagle=eagle_guess, eagle3=eagle_guess)
+GUESSES = dict(medusa=medusa_guess, eagle=eagle_guess, mtp=eagle_guess, eagle3=eagle_guess)
 
 
 @pytest.mark.parametrize("kind", GUESSES)
@@ -197,7 +198,7 @@ GUESSES = dict(medusa=medusa_guess, eagle=eagle_guess, eagle3=eagle_guess)
 def test_heads_guess_what_lesson_17_says(model, kind, guessed, house):
     """Every node of every step, over blocks that come and go, against whole texts."""
     heads, seen = random_heads(model, kind, guessed=guessed), 0
-    method = "medusa" if kind == "medusa" else "eagle"
+    method = ALIASES.get(kind, kind)
     # No prefix cache, because it may hand out the pair of another continuation.
     engine = tree_engine(model, method=method, heads=heads, enable_prefix_caching=False, **house)
     propose = engine.speculation.proposer.propose

@@ -7,9 +7,13 @@ Which layers are quantized is not looked up in a list: it is those whose marker 
 tensors (layouts.py). config.json only says how to read them. Nothing is unpickled.
 """
 
+from __future__ import annotations
+
 import os
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +36,7 @@ from lessons.toolbox.model.checkpoint import (
     find_folder,
     load_config,
 )
+from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError
 from lessons.toolbox.model.placement import read_device, read_dtype
 from lessons.toolbox.model.places import (
@@ -46,6 +51,9 @@ from reference.checkpoints.float_layouts import is_tiled, mxfp4
 from reference.checkpoints.layouts import Layout, Parts
 from reference.checkpoints.quantization_config import read_layouts
 from reference.checkpoints.quantized_experts import QuantizedExperts
+
+if TYPE_CHECKING:
+    from lessons.l17_tree_speculation.heads.heads import MTPDraft
 
 # Latent attention multiplies by the rows of this matrix, so it is read as numbers.
 KEPT_DENSE = "kv_b_proj"
@@ -65,20 +73,53 @@ def load_quantized(
     """
     device, dtype = read_device(device), read_dtype(dtype)
     config = load_config(name_or_path)
-    if config.quantization_config is None:
-        raise CheckpointError(
-            f"{name_or_path} has no quantization_config: load it with load_decoder"
-        )
-    try:
-        layouts = read_layouts(config.quantization_config)
-    except ValueError as error:
-        raise CheckpointError(f"{name_or_path}: {error}") from error
+    layouts = layouts_of(name_or_path, config)
     folder = find_folder(name_or_path, SMALL_FILES + WEIGHT_FILES)
     stored = catalog(folder, STORED_DTYPES + CODE_DTYPES)
     stored = {key: entry for key, entry in stored.items() if not predicts_further(key, config)}
     check_room(folder, len(stored), config)
     with torch.device("meta"):  # no memory until the weights arrive
         model = decoder_class(config)(config)
+    fill_quantized(model, folder, stored, layouts, multiply, device, dtype)
+    return model.eval().requires_grad_(False)
+
+
+def load_quantized_mtp(
+    name_or_path: str | os.PathLike, target: Decoder, multiply: Multiply = dequantize_matmul
+) -> MTPDraft:
+    """The MTP layer of such a checkpoint: lesson 17's load_mtp for codes."""
+    from lessons.l17_tree_speculation.heads.mtp_files import find_mtp  # here: few models need it
+
+    layouts = layouts_of(name_or_path, load_config(name_or_path))
+    draft, folder, stored = find_mtp(name_or_path, target, STORED_DTYPES + CODE_DTYPES)
+    fill_quantized(draft, folder, stored, layouts, multiply, target.device, target.dtype)
+    return draft.eval().requires_grad_(False)
+
+
+def layouts_of(name_or_path: str | os.PathLike, config: ModelConfig) -> list[Layout]:
+    """How the matrices of a checkpoint may be stored. Raises CheckpointError."""
+    if config.quantization_config is None:
+        raise CheckpointError(
+            f"{name_or_path} has no quantization_config: load it with load_decoder"
+        )
+    try:
+        return read_layouts(config.quantization_config)
+    except ValueError as error:
+        raise CheckpointError(f"{name_or_path}: {error}") from error
+
+
+def fill_quantized(
+    model: Decoder | MTPDraft,
+    folder: Path,
+    stored: dict[str, Stored],
+    layouts: list[Layout],
+    multiply: Multiply,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Fill what is on the meta device; its quantized matrices keep their codes. Raises
+    CheckpointError.
+    """
     codes = Codes(stored)
     given = replace_linears(model, codes, layouts, multiply, device)
     replace_experts(model, codes, multiply, device)
@@ -91,7 +132,6 @@ def load_quantized(
             )
     given = {name: tensor.to(device, dtype) for name, tensor in given.items()}
     fill(model, folder, plain, given, device, dtype)
-    return model.eval().requires_grad_(False)
 
 
 class Codes:

@@ -83,6 +83,11 @@ def engine_here(
         args.speculative_config.check_context(max_model_len)
     sight = None
     if eyes is not None:
+        if args.batch_invariant:
+            from reference.features.composition import refuse_together
+
+            accepted = "False with a model that sees pictures"
+            refuse_together("batch_invariant", True, "batch invariant", "pictures", accepted)
         from reference.vision.sight import new_sight
 
         sight = new_sight(eyes, args, max_model_len)

@@ -157,9 +157,9 @@ class EngineArgs:
         if self.speculative_config is not None:
             from reference.speculation.speculative_config import SpeculativeConfig
 
-            self.speculative_config = SpeculativeConfig.read(self.speculative_config)
+            self.speculative_config = SpeculativeConfig.read(self.speculative_config, self.model)
         self._check_workers()
-        self._check_ahead()
+        self._check_together()
         least = self.max_num_seqs * self.rows_each
         if self.max_num_batched_tokens is None:
             self.max_num_batched_tokens = max(2048, least)
@@ -195,16 +195,24 @@ class EngineArgs:
             f"None, {', '.join(BACKENDS)}",
         )
 
-    def _check_ahead(self) -> None:
-        """What async_scheduling cannot do yet."""
-        # Drafts follow the last token, adapters and workers have copies of a step of their own.
-        others = {
-            "speculative_config": self.speculative_config is not None,
-        }
-        for name, is_asked in others.items():
-            self._require(
-                "async_scheduling", not (self.async_scheduling and is_asked), f"False with {name}"
-            )
+    def _check_together(self) -> None:
+        """What the arguments alone show not to work together."""
+        method = None if self.speculative_config is None else self.speculative_config.method
+        if not (self.batch_invariant or method):
+            return
+        from reference.features.composition import refuse_together  # here: few ask for these
+
+        def together(name: str, one: str, other: str | None, accepted: str) -> None:
+            if getattr(self, name) and other:
+                refuse_together(name, getattr(self, name), one, other, accepted)
+
+        workers = "processes" if self.has_workers else None
+        where = "where the model is in other processes (…_parallel_size)"
+        together("batch_invariant", "batch invariant", workers, f"False {where}")
+        together("batch_invariant", "batch invariant", method, "False with speculative_config")
+        together("async_scheduling", "async", method, "False with speculative_config")
+        if method:
+            together("speculative_config", method, workers, f"None {where}")
 
     @classmethod
     def read(cls, **arguments) -> "EngineArgs":

@@ -124,11 +124,13 @@ def packed(model: Decoder) -> Decoder:
 
 
 def packed_heads(heads: Heads) -> Heads:
-    """The same for what drafts: EAGLE's layer with the fused parts of the model around it, and
-    Medusa's blocks. In another dtype or place they stay as they are.
+    """The same for what drafts: the layer of EAGLE or MTP with the fused parts of the model around
+    it, and Medusa's blocks. In another dtype or place they stay as they are, and so does a layer
+    with latents, whose matrices lesson 6 reads.
     """
-    weight = next(heads.parameters())
-    if weight.device.type != "cpu" or not can_pack(weight.dtype):
+    weight, config = next(heads.parameters()), getattr(heads, "config", None)
+    has_latents = config is not None and config.mla is not None
+    if weight.device.type != "cpu" or has_latents or not can_pack(weight.dtype):
         return heads
     ops = ops_of(stand_ins)
 

@@ -15,6 +15,7 @@ from lessons.l25_one_step_ahead.same_bits.linear import with_same_bits
 from lessons.toolbox.model.arguments import refuse
 from reference.engine.engine_args import EngineArgs
 from reference.engine.packed import PackedLinear, has_own_product, packed
+from reference.features.composition import ORDER
 
 
 def invariant(model: Decoder, args: EngineArgs) -> tuple[Decoder, Rung]:
@@ -30,10 +31,7 @@ def check(model: Decoder, args: EngineArgs) -> None:
     """Raise ValueError for a feature or a model of which a part adds in an order of its own."""
     config = model.config
     others = {
-        # how many drafts have room decides which random numbers a token is drawn with
-        "speculative_config": args.speculative_config is not None,
         "enable_lora": args.enable_lora,
-        "several processes": args.has_workers,
         f"kv_cache_dtype {args.kv_cache_dtype}": args.kv_cache_dtype != "auto",
         "quantized weights": any(map(has_own_product, model.modules())),
         "latent attention": config.mla is not None,
@@ -42,4 +40,4 @@ def check(model: Decoder, args: EngineArgs) -> None:
     }
     for name, is_there in others.items():
         if is_there:
-            refuse("batch_invariant", True, f"False with {name}")
+            refuse("batch_invariant", True, f"False with {name}, because {ORDER}")

@@ -17,13 +17,14 @@ from lessons.toolbox.model import checkpoint
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.placement import read_device
-from reference.checkpoints.any_checkpoint import is_gguf
+from reference.checkpoints.any_checkpoint import is_gguf, llava_folder
 from reference.checkpoints.gguf.gguf_config import config_of
 from reference.checkpoints.gguf.gguf_file import read_gguf
 from reference.engine.assembly import ahead, engine_on, max_model_len_of, new_runner
 from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import default_place, load_tokenizer
+from reference.features.composition import refuse_together
 from reference.parallel.processes import ProcessWorkers, Refused
 from reference.parallel.replicas import ReplicatedEngine
 from reference.parallel.runner import DistributedRunner, RemotePool, Talk, Workers
@@ -108,6 +109,9 @@ def proposer_for(runner: DistributedRunner, tokenizer, args: EngineArgs) -> "Pro
 
 def config_for(args: EngineArgs) -> ModelConfig:
     """The model's shape. Raises ValueError if it cannot be cut as the arguments say."""
+    if llava_folder(args.model) is not None:
+        accepted = "a model that reads text alone, where it is in other processes (…_parallel_size)"
+        refuse_together("model", args.model, "pictures", "processes", accepted)
     if is_gguf(args.model):
         config = config_of(read_gguf(args.model))
     else:

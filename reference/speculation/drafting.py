@@ -9,9 +9,11 @@ from lessons.l16_speculative_sampling.drafts import check_tokenizers, check_voca
 from lessons.l17_tree_speculation.arguments import check_model
 from lessons.l17_tree_speculation.heads.heads import KINDS, Heads, MedusaHeads
 from lessons.l17_tree_speculation.heads.heads_files import find_heads, load_heads
+from lessons.l17_tree_speculation.heads.mtp_files import load_mtp
 from lessons.l17_tree_speculation.trees.tree import Tree, best_tree
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config_json import CheckpointError, read_json
+from reference.checkpoints.any_checkpoint import stored_method
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import load_model
 from reference.engine.model_runner import ModelRunner
@@ -23,9 +25,9 @@ from reference.speculation.speculative_config import (
     ALIASES,
     AUTO,
     DRAFT,
-    EAGLE,
     HEADS,
     MEDUSA,
+    MTP,
     NGRAM,
     PROBABILISTIC,
     WITHOUT_MODEL,
@@ -51,13 +53,26 @@ def load_drafter(config: SpeculativeConfig | None, target: Decoder, tokenizer) -
         draft = load_model(config.model, target.device, target.dtype)
         check_vocabulary(target, draft)
         return draft
-    check_model(target)
+    if config.method != MTP or config.speculative_token_tree is not None:
+        check_model(target)
+    if config.method == MTP and kind_of_heads(config.model) is None:
+        return load_any_mtp(config.model, target)
     heads = load_heads(config.model, target)
-    kind = MEDUSA if isinstance(heads, MedusaHeads) else EAGLE  # of both generations
+    kind = ALIASES.get(heads.kind, heads.kind)  # of both generations of EAGLE
     if kind != config.method:
         refuse("speculative_config method", config.method, f"{kind!r} for {config.model}")
     check_depth(config, heads)
     return heads
+
+
+def load_any_mtp(name_or_path: str, target: Decoder) -> Heads:
+    """The MTP layer of a checkpoint of numbers or of codes. Raises CheckpointError."""
+    if stored_method(name_or_path) is None:
+        return load_mtp(name_or_path, target)
+    from reference.checkpoints.quantized_checkpoint import load_quantized_mtp
+    from reference.weights.quantization import multiply_for
+
+    return load_quantized_mtp(name_or_path, target, multiply_for(target.device, target.dtype))
 
 
 def check_depth(config: SpeculativeConfig, heads: Heads) -> None:
@@ -110,7 +125,7 @@ def new_proposer(args: EngineArgs, drafter: Drafter, runner: ModelRunner, new_ru
         drafter = packed_heads(drafter)
     if config.method == MEDUSA:
         return MedusaProposer(drafter, runner.model, choice)
-    if config.method == EAGLE:
+    if config.method in HEADS:
         room = pool.num_blocks, pool.block_size, runner.max_model_len
         return EagleProposer(drafter, runner.model, choice, *room, args.kv_cache_dtype)
     # Behind the draft's own context the target decodes plainly.

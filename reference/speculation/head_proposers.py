@@ -1,4 +1,5 @@
-"""Two proposers that read the target's hidden states: Medusa's heads, and EAGLE's one layer.
+"""Two proposers that read the target's hidden states: Medusa's heads, and the one layer of EAGLE
+or MTP.
 
 Lesson 17 explains both. Its drafters go down a tree level by level, and a `Choice` says which
 tokens stand at the nodes. The likeliest ones are sure drafts, so the verifier's rule for these
@@ -105,6 +106,10 @@ class EagleProposer(HeadProposer):
         kv_cache_dtype: str = "auto",
     ):
         self.taps = draft.taps
+        if draft.config.mla is not None:
+            from lessons.l06_mla.deepseek import latent  # here, because few drafts need it
+
+            draft = latent(draft)
         layer = OneLayer(draft, target)
         rung = rung_of(layer, kv_cache_dtype, runs_trees=True)
         pool = new_pool(layer, num_blocks, block_size, max_model_len, rung)

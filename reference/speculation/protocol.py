@@ -1,4 +1,4 @@
-"""What the engine asks of a drafter: a draft model, n-grams, Medusa heads, an EAGLE layer.
+"""What the engine asks of a drafter: a draft model, n-grams, Medusa heads, a layer of EAGLE or MTP.
 
 A step of a speculative engine has six parts, and a proposer is called in two of them:
 

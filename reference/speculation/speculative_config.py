@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from lessons.l17_tree_speculation.trees.tree import MOST_NODES, Tree, tree_of_ranks
 from lessons.toolbox.model.arguments import is_whole, refuse, shown
 
-DRAFT, NGRAM, MEDUSA, EAGLE = METHODS = ("draft", "ngram", "medusa", "eagle")
+DRAFT, NGRAM, MEDUSA, EAGLE, MTP = METHODS = ("draft", "ngram", "medusa", "eagle", "mtp")
 # vLLM's other names for the same
 ALIASES = {"draft_model": DRAFT, "[ngram]": NGRAM, "eagle3": EAGLE}
-HEADS = (MEDUSA, EAGLE)  # whose drafts may be trees
+ALIASES |= dict.fromkeys(("deepseek_mtp", "qwen3_next_mtp", "glm4_moe_mtp"), MTP)
+HEADS = (MEDUSA, EAGLE, MTP)  # whose drafts may be trees
 WITHOUT_MODEL = (NGRAM,)  # which look at the text alone
 AUTO = "auto"  # a tree chosen from what was measured of the heads
 GREEDY, PROBABILISTIC = "greedy", "probabilistic"
@@ -31,7 +32,8 @@ OLDER = {
 class SpeculativeConfig:
     """Who drafts, and how much. Make it by `read`.
 
-    method: one of METHODS. model: folder or hub name of what drafts; None for n-grams.
+    method: one of METHODS. model: folder or hub name of what drafts; None for n-grams, and for
+    "mtp" where the target's own checkpoint has the layer.
     num_speculative_tokens: drafted in a step for each sequence. prompt_lookup_max,
     prompt_lookup_min: the longest and the shortest n-gram that is looked up.
     speculative_token_tree: their shape, where heads draft: "[(0,), (1,), (0, 0)]", a way of ranks
@@ -51,8 +53,10 @@ class SpeculativeConfig:
     draft_sample_method: str | None = None
 
     @classmethod
-    def read(cls, given) -> "SpeculativeConfig | None":
-        """From a dict of vLLM's keys; None stays None. Raises ValueError, in one line."""
+    def read(cls, given, target: str | None = None) -> "SpeculativeConfig | None":
+        """From a dict of vLLM's keys; None stays None. target: a name or path, whose own checkpoint
+        has the MTP layer if no other model is named. Raises ValueError, in one line.
+        """
         if given is None or isinstance(given, cls):
             return given
         if not isinstance(given, dict):
@@ -65,6 +69,7 @@ class SpeculativeConfig:
                 )
         found = {key: value for key, value in given.items() if value is not None}
         method, model = read_method(found.get("method"), found.get("model"))
+        model = target if method == MTP and model is None else model
         if (tree := read_tree(found.get("speculative_token_tree"))) is not None:
             found = {"num_speculative_tokens": len(tree) - 1} | found
             found["speculative_token_tree"] = str(found["speculative_token_tree"])
@@ -74,7 +79,7 @@ class SpeculativeConfig:
 
     def check(self) -> None:
         """Raise ValueError for a value that cannot work with any model."""
-        if self.method not in WITHOUT_MODEL and self.model is None:
+        if self.method not in (*WITHOUT_MODEL, MTP) and self.model is None:
             accepted = f"a folder or hub name with method {self.method!r}"
             refuse("speculative_config model", None, accepted)
         if self.method in WITHOUT_MODEL and self.model is not None:

@@ -88,10 +88,11 @@ def test_features_of_several_depths(seed):
         torch.testing.assert_close(high, model.run_layers(x, attend, range(2)))
 
 
-def test_eagle_drafts_what_its_layer_says(seed):
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_eagle_drafts_what_its_layer_says(kind, seed):
     """Level by level over its own pages against one whole sequence of pairs, for a chain."""
     model, (prompt,) = new_model(), new_prompts(5)
-    heads = random_heads(model, "eagle")
+    heads = random_heads(model, kind)
     runner = TreeRunner.for_trees(model, 20, 4, 40)
     run = runner.run_trees({0: prompt}, {})
     (asked,) = read_requests(model.config, [prompt], 9)
@@ -107,7 +108,7 @@ def test_eagle_drafts_what_its_layer_says(seed):
         out = heads(pairs, features, lambda q, k, v, attend=attend: attend(0, q, k, v))
         guesses.append(int(model.logits(out[-1:]).argmax()))
         text.append(guesses[-1])
-        # The target's features where it has been, the draft's own behind them.
+        # The target's features where it has been, then the draft's own.
         features = torch.cat([features, out[-1:]])
     assert tokens == [7, *guesses]
 
@@ -151,7 +152,7 @@ def test_a_small_head_of_no_tokens_is_refused(ids, seed, tmp_path):
     [
         ("config.json", "{", "is not readable JSON"),
         ("config.json", "[]", "must hold a JSON object"),
-        ("config.json", dict(kind=["eagle"]), "accepted: medusa, eagle, eagle3"),
+        ("config.json", dict(kind=["eagle"]), "accepted: medusa, eagle, mtp, eagle3"),
         ("config.json", dict(sizes=None), "sizes in .*config.json"),
         ("config.json", dict(sizes=dict(hidden_size=48, count=-1)), "count: got -1"),
         ("config.json", dict(sizes=dict(width=48)), "sizes in .*width"),

@@ -1,4 +1,4 @@
-"""Who fills a tree: Medusa's heads, or EAGLE's layer with its own small cache.
+"""Who fills a tree: Medusa's heads, or the layer of EAGLE or MTP with its own small cache.
 
 Both go down the tree level by level. `level_logits` says what may follow each node of a
 level, and a `Choice` (guesses.py) makes the children of it.
@@ -156,11 +156,12 @@ class EagleRunner(TreeRunner):
 class OneLayer:
     """What `new_pool` asks of a model, of a draft that is none."""
 
-    layers = ()
     stage_layers = range(1)
 
     def __init__(self, draft: FeatureDraft, target: Decoder):
         self.config, self.device, self.dtype = draft.config, target.device, target.dtype
+        # EAGLE-3's parts are in none, and only a pool of latents asks for it
+        self.layers = [getattr(draft, "layer", None)]
 
 
 class EagleDrafter(HeadDrafter):

@@ -1,13 +1,14 @@
-"""Drafts that read the target's hidden states: Medusa's heads, and EAGLE's one layer.
+"""Drafts that read the target's hidden states: Medusa's heads, and one layer of EAGLE or MTP.
 
-Read `MedusaHeads`, then `EagleDraft`, then `Eagle3Draft`. All of them end in the target's own head,
-or in some of its rows (small_head.py). They belong to one set of target weights (heads_files.py).
+Read `MedusaHeads`, then `EagleDraft`, then `MTPDraft`; `Eagle3Draft` is for MORE.md. All of them
+end in the target's own head, or in some of its rows (small_head.py). They belong to one set of
+target weights (heads_files.py; mtp_files.py for an MTP layer that a checkpoint of a model has).
 
-A *feature* is what the target computed for a token: for Medusa and EAGLE its hidden state after
-the last norm, for EAGLE-3 the outputs of several of its layers.
+A *feature* is what the target computed for a token: its hidden state after the last norm, and for
+EAGLE-3 the outputs of several of its layers.
 
-Sources: Cai et al. 2024, Medusa, section 2.1; Li et al. 2024, EAGLE, section 4; Li et al. 2025,
-EAGLE-3, sections 3.1 and 3.2.
+Sources: Cai et al. 2024, Medusa, section 2.1; Li et al. 2024, EAGLE, section 4; DeepSeek-V3 (2024,
+arXiv 2412.19437), section 2.2; Li et al. 2025, EAGLE-3, sections 3.1 and 3.2.
 """
 
 from collections.abc import Callable
@@ -109,17 +110,34 @@ def one_layer(target: ModelConfig, intermediate_size: int) -> ModelConfig:
         target,
         num_hidden_layers=1,
         intermediate_size=intermediate_size,
+        tie_word_embeddings=False,  # because a draft has neither of the two matrices
         sliding_windows=(),
         moe=None,
     )
 
 
 class FeatureDraft(DraftHeads):
-    """What EAGLE and EAGLE-3 share: `config`, the shape of their one layer, and three functions,
-    `features`, `forward` and `hidden`.
+    """What EAGLE, MTP and EAGLE-3 share: `config`, the shape of their one layer, and three
+    functions, `features`, `forward` and `hidden`.
     """
 
     config: ModelConfig
+
+    def features(self, tapped: Tensor) -> Tensor:
+        """What `forward` gets of the target's features. tapped: [T, F] -> [T, hidden_size]. Those
+        of the last norm are taken as they are.
+        """
+        return tapped
+
+    def forward(self, embeddings: Tensor, features: Tensor, attend: Callable) -> Tensor:
+        """embeddings, features: [T, hidden_size] -> the next features: [T, hidden_size]."""
+        raise NotImplementedError
+
+    def hidden(self, features: Tensor) -> Tensor:
+        """What the target's head reads of the features that `forward` made: both [T,
+        hidden_size].
+        """
+        return features
 
     @property
     def own_sizes(self) -> dict[str, int]:
@@ -149,19 +167,42 @@ class EagleDraft(FeatureDraft):
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layer = DecoderLayer(self.config)
 
-    def features(self, tapped: Tensor) -> Tensor:
-        """What the layer gets of the target's features, [T, hidden_size]: they are taken as they
-        are.
-        """
-        return tapped
+    def forward(self, embeddings: Tensor, features: Tensor, attend: Callable) -> Tensor:
+        x = self.fc(torch.cat([embeddings, features], dim=-1))
+        return self.layer(x, attend)
+
+
+class MTPDraft(FeatureDraft):
+    """DeepSeek-V3's module for multi-token prediction: EAGLE's pairs, with three norms.
+
+    Embeddings and features are of different sizes, so each half of the pair has a norm of its own.
+    The last norm makes of the layer's output what the target's last norm makes of its own: the
+    shared head reads it, and so does this module when it is applied again for a further token.
+
+    Published modules were trained with the target, from the start. `layer` is then one more layer
+    of the target (latent attention, experts), and the target's features have learned to be useful
+    two tokens ahead. layer: None for a plain one, whose MLP has `intermediate_size` rows.
+    """
+
+    kind = "mtp"
+
+    def __init__(
+        self, target: ModelConfig, intermediate_size: int, layer: DecoderLayer | None = None
+    ):
+        super().__init__()
+        size, eps = target.hidden_size, target.rms_norm_eps
+        self.config = one_layer(target, intermediate_size)
+        self.enorm = RMSNorm(size, eps)
+        self.hnorm = RMSNorm(size, eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.layer = layer or DecoderLayer(self.config)
+        self.norm = RMSNorm(size, eps)
 
     def forward(self, embeddings: Tensor, features: Tensor, attend: Callable) -> Tensor:
-        """embeddings, features: [T, hidden_size] -> the next features: [T, hidden_size]."""
-        return self.layer(self.fc(torch.cat([embeddings, features], dim=-1)), attend)
-
-    def hidden(self, features: Tensor) -> Tensor:
-        """What the target's head reads: [T, hidden_size], as `features`."""
-        return features
+        # In this order, as eh_proj is named and stored. The report prints the other one.
+        both = [self.enorm(embeddings), self.hnorm(features)]
+        x = self.eh_proj(torch.cat(both, dim=-1))
+        return self.norm(self.layer(x, attend))
 
 
 class Eagle3Draft(FeatureDraft):
@@ -190,19 +231,15 @@ class Eagle3Draft(FeatureDraft):
         self.norm = RMSNorm(size, eps)
 
     def features(self, tapped: Tensor) -> Tensor:
-        """Three features side by side become one. tapped: [T, 3 · hidden_size] -> [T,
-        hidden_size].
-        """
+        """Three features side by side become one. tapped: [T, 3 · hidden_size]."""
         return self.fuse(tapped)
 
     def forward(self, embeddings: Tensor, features: Tensor, attend: Callable) -> Tensor:
-        """embeddings, features: [T, hidden_size] -> the next features: [T, hidden_size]."""
         both = [self.embedding_norm(embeddings), self.feature_norm(features)]
         x = features + self.self_attn(torch.cat(both, dim=-1), attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def hidden(self, features: Tensor) -> Tensor:
-        """What the target's head reads: [T, hidden_size], as `features`."""
         return self.norm(features)
 
 
@@ -211,8 +248,8 @@ def tap_depths(num_layers: int) -> tuple[int, int, int]:
     return max(1, num_layers // 3), max(1, 2 * num_layers // 3), num_layers
 
 
-Heads = MedusaHeads | EagleDraft | Eagle3Draft
-KINDS = {kind.kind: kind for kind in (MedusaHeads, EagleDraft, Eagle3Draft)}
+Heads = MedusaHeads | EagleDraft | MTPDraft | Eagle3Draft
+KINDS = {kind.kind: kind for kind in (MedusaHeads, EagleDraft, MTPDraft, Eagle3Draft)}
 
 
 # ---------------------------------------------------------------- features

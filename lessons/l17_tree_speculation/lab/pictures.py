@@ -47,11 +47,10 @@ TYPICAL_ALT = (
     "with exact acceptance the same, with typical acceptance always dog."
 )
 NODES_ALT = (
-    "Expected tokens a pass over the nodes of the best tree, for Medusa, EAGLE and EAGLE-3 heads "
-    "on "
-    "the embedded model: all rise, and flatten from about 16 nodes on."
+    "Expected tokens a pass over the nodes of the best tree, for Medusa, EAGLE, MTP and EAGLE-3 "
+    "heads on the embedded model: all rise, and flatten from about 16 nodes on."
 )
-NAMES = {"medusa": "Medusa", "eagle": "EAGLE", "eagle3": "EAGLE-3"}
+NAMES = {"medusa": "Medusa", "eagle": "EAGLE", "mtp": "MTP", "eagle3": "EAGLE-3"}
 
 
 def places_of(tree: Tree) -> list[tuple[float, float]]:
@@ -167,7 +166,7 @@ def draw_nodes(found: dict | None = None) -> ClassFigure:
         (10, 4.8),
     )
     labels = []
-    for (kind, entry), colour, marker in zip(found["kinds"].items(), PALETTE, "osD"):
+    for (kind, entry), colour, marker in zip(found["kinds"].items(), PALETTE, "osD^"):
         nodes = [int(count) for count in entry["expected"]]
         tokens = list(entry["expected"].values())
         ax.plot(nodes, tokens, color=colour, marker=marker)

@@ -25,7 +25,7 @@ __all__ = [
     "is_there",
 ]
 
-KINDS = ("medusa", "eagle", "eagle3")
+KINDS = ("medusa", "eagle", "mtp", "eagle3")
 
 
 def is_there(kind: str) -> bool:

@@ -1,0 +1,128 @@
+"""Which features of the engine work together, and for those that do not, why.
+
+    python -m reference.features.composition
+
+prints the table of reference/README.md. A cell without a reason is a promise: tests/
+test_composition.py runs it, and holds its tokens to those of the same model without the features
+that may change none.
+"""
+
+from itertools import combinations
+from typing import NamedTuple
+
+from lessons.toolbox.model.arguments import refuse
+
+# group -> its features
+GROUPS = {
+    "weights": ("int8", "int4", "FP8", "MXFP4", "AWQ", "GPTQ", "GGUF"),
+    "K and V": ("fp8 KV", "int8 KV", "int4 KV"),
+    "drafts": ("draft", "ngram"),
+    "heads": ("medusa", "eagle", "mtp"),
+    "adapters": ("LoRA",),
+    "processes": ("tensor parallel", "pipeline parallel", "data parallel"),
+    "prefix cache": ("prefix cache",),
+    "preemption": ("recompute", "swap"),
+    "chunks": ("chunked prefill",),
+    "one step ahead": ("async",),
+    "structures": ("structured",),
+    "answers": ("n > 1", "beams"),
+    "pictures": ("pictures",),
+    "families": ("MoE", "MLA"),
+    "same bits": ("batch invariant",),
+}
+GROUP_OF = {feature: group for group, features in GROUPS.items() for feature in features}
+# of which an engine, or a request, has one
+ONE_OF = ("weights", "K and V", "drafts", "heads", "preemption", "answers", "families")
+
+
+class Apart(NamedTuple):
+    """Two groups, or features, that do not work together."""
+
+    one: str
+    other: str
+    reason: str
+
+
+ORDER = "each adds in an order of its own"
+APART = (
+    Apart("drafts", "heads", "one of both"),
+    Apart("one step ahead", "drafts", "a draft follows the last token, which is not known yet"),
+    Apart("one step ahead", "heads", "a draft follows the last token, which is not known yet"),
+    Apart("processes", "heads", "heads read hidden states, which stay in the workers"),
+    Apart("medusa", "MLA", "their attention knows no trees here"),
+    Apart("eagle", "MLA", "their attention knows no trees here"),
+    Apart("processes", "pictures", "the workers have no eyes"),
+    Apart("GGUF", "families", "of GGUF files those of dense models are read"),
+    Apart("same bits", "weights", ORDER),
+    Apart("same bits", "K and V", ORDER),
+    Apart("same bits", "drafts", "which random numbers a token gets depends on the drafts"),
+    Apart("same bits", "heads", "which random numbers a token gets depends on the drafts"),
+    Apart("same bits", "adapters", ORDER),
+    Apart("same bits", "processes", ORDER),
+    Apart("same bits", "families", ORDER),
+    Apart("same bits", "pictures", ORDER),
+)
+
+
+def names(feature: str) -> tuple[str, str]:
+    """A feature and its group; a group is a feature, too."""
+    return feature, GROUP_OF.get(feature, feature)
+
+
+def why_apart(one: str, other: str) -> str | None:
+    """The reason why two features do not work together; None: they do."""
+    if one != other and GROUP_OF.get(one) == GROUP_OF.get(other) and GROUP_OF[one] in ONE_OF:
+        return f"one of {GROUP_OF[one]}"
+    for rule in APART:
+        for a, b in ((one, other), (other, one)):
+            if rule.one in names(a) and rule.other in names(b):
+                return rule.reason
+    return None
+
+
+def refuse_together(name: str, value, one: str, other: str, accepted: str) -> None:
+    """Raise ValueError if two features are apart, of which this argument asks for the one."""
+    if (why := why_apart(one, other)) is not None:
+        refuse(name, value, f"{accepted}, because {why}")
+
+
+def are_apart(features) -> bool:
+    """Whether two of some features do not work together."""
+    return any(why_apart(*pair) for pair in combinations(features, 2))
+
+
+# ---------------------------------------------------------------- the table
+
+
+def cell(row: str, column: str, reasons: list[str]) -> str:
+    """What stands in the table where two groups meet. reasons: grows by those that are new."""
+    if row == column:
+        return "one" if row in ONE_OF else "yes" if len(GROUPS[row]) > 1 else ""
+    found = [why_apart(a, b) for a in GROUPS[row] for b in GROUPS[column]]
+    if not any(found):
+        return "yes"
+    (reason,) = {why for why in found if why}
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"{'no' if all(found) else 'most'} ({1 + reasons.index(reason)})"
+
+
+def table() -> str:
+    """All groups against all, in Markdown, with the reasons below."""
+    groups, reasons = list(GROUPS), []
+    lines = ["| |" + "|".join(f" {group} " for group in groups) + "|", "|---" * (1 + len(groups)) + "|"]
+    for at, row in enumerate(groups):
+        cells = [cell(row, column, reasons) for column in groups[: at + 1]]
+        cells += [""] * (len(groups) - at - 1)
+        lines.append(f"| **{row}** |" + "|".join(f" {text} " for text in cells) + "|")
+    lines += ["", *(f"{number}. {text}" for number, text in enumerate(reasons, 1))]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print it."""
+    print(table())
+
+
+if __name__ == "__main__":
+    main()

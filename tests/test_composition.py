@@ -1,0 +1,92 @@
+"""The table of reference/features/composition.py is true: two features that work together give the
+tokens of the same model without the engine, and two that do not are refused in one line.
+"""
+
+import random
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from lessons.l17_tree_speculation.arguments import check_model
+from reference.engine.engine_args import EngineArgs
+from reference.features import composition
+from reference.features.composition import GROUP_OF, Apart, are_apart, why_apart
+from reference.parallel.engine import config_for
+from reference.speculation.speculative_config import METHODS
+from tests.composition_cases import WEIGHTS, args_of, check, engine_of, model_of, stored_as
+
+ROOT = Path(__file__).resolve().parents[1]
+PAIRS = list(combinations(GROUP_OF, 2))
+PARALLEL = ("tensor parallel", "pipeline parallel", "data parallel")
+TRIPLES = 500
+
+
+def ids(pairs) -> list[str]:
+    return [" and ".join(pair) for pair in pairs]
+
+
+def holds(pair) -> None:
+    """Run what the table says of a pair. Raises AssertionError, or what the engine raises."""
+    reason = why_apart(*pair)
+    if reason is None:
+        check(frozenset(pair))
+    elif not reason.startswith("one of"):  # no arguments ask for two of one kind
+        with pytest.raises(ValueError) as refused:
+            asked(pair)
+        said = str(refused.value)
+        assert "\n" not in said and len(said) < 400 and reason in said, said
+
+
+def asked(pair):
+    """An engine with both, as far as it is made before the pair is refused."""
+    if "pictures" in pair and set(pair) & set(PARALLEL):
+        size = {f"{name}_size": 2 for name in map(underscored, pair) if name.endswith("parallel")}
+        return config_for(EngineArgs(str(ROOT / "models/tiny-vision"), **size))
+    if why_apart(*pair) == why_apart("GGUF", "MLA"):  # none is written either
+        with pytest.raises(AssertionError):
+            stored_as("GGUF", pair[1])
+        raise ValueError(why_apart(*pair))
+    if why_apart(*pair) == why_apart("eagle", "MLA"):  # said when heads are loaded
+        return check_model(model_of("plain", "MLA"))
+    return engine_of(frozenset(pair)) if not set(pair) & set(PARALLEL) else args_of(pair)
+
+
+def underscored(name: str) -> str:
+    return name.replace(" ", "_")
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("pair", PAIRS, ids=ids(PAIRS))
+def test_a_pair_of_features(pair):
+    holds(pair)
+
+
+def test_triples_of_features(request, seed):
+    """Drawn from those of which no two are apart; 500 in the long form."""
+    draw, found = random.Random(seed), 0
+    while found < (TRIPLES if request.config.getoption("--all") else 3):
+        triple = frozenset(draw.sample(list(GROUP_OF), 3))
+        if not are_apart(triple):
+            check(triple)
+            found += 1
+
+
+def test_a_false_cell_is_found(monkeypatch):
+    """A pair that works and is said not to, and the other way round."""
+    monkeypatch.setattr(composition, "APART", (Apart("LoRA", "prefix cache", "of a slip"),))
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        holds(("LoRA", "prefix cache"))
+    monkeypatch.setattr(composition, "APART", ())
+    with pytest.raises(Exception, match="."):
+        holds(("int8", "batch invariant"))
+
+
+def test_every_feature_is_in_the_table():
+    assert set(METHODS) == set(composition.GROUPS["drafts"] + composition.GROUPS["heads"])
+    assert composition.GROUPS["weights"] == WEIGHTS
+
+
+def test_the_readme_holds_the_table():
+    """`python -m reference.features.composition` prints it."""
+    assert composition.table() in (ROOT / "reference/README.md").read_text(encoding="utf-8")
